@@ -16,7 +16,8 @@ import numpy as np
 import torch
 
 from ..nn.context import BatchLayout
-from ..nn.operations import DecodeTensors, Operations, StepTensors
+from ..nn.operations import Operations
+from ..nn.step_operations.inputs import DecodeTensors, StepTensors
 from ..step import StepPlan
 from .slot_table import NO_WRITES, SlotTable
 

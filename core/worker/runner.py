@@ -14,7 +14,7 @@ from msgspec.structs import replace as replace_fields
 from torch import nn
 
 from ..nn.context import ForwardContext
-from ..nn.operations import SampleOutputs
+from ..nn.step_operations.sampling import SampleOutputs
 from ..parallel.ranks import ONE_RANK, Ranks
 from ..protocols.attention import AttentionBackend
 from ..step import NOTHING_IN_PROCESS, InProcess, StepPlan

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from ...core.nn.operations import DecodeTensors, Operations
+from ...core.nn.operations import Operations
+from ...core.nn.step_operations.inputs import DecodeTensors
 from ...core.sampling_params import SamplingParams
 from ...core.step import SlotStart
 from ...core.worker.sampling.sampler import Sampler

@@ -10,22 +10,19 @@ import torch
 
 from ...core.nn.kv_cache.quantized_cache import KVCache, QuantizedCache
 from ...core.nn.operations import (
-    CacheMoves,
     ClampedSwiGLU,
-    DecodeTensors,
     ExpertWeight,
-    GrammarBits,
     HeadLayout,
     Norm,
     Operations,
-    SampleOutputs,
-    SlotTables,
-    StepTensors,
     split_heads,
 )
 from ...core.nn.packed import PackedWeight
 from ...core.nn.routing import Routing, RoutingRule
 from ...core.nn.state.operations import StateOperations
+from ...core.nn.step_operations.compaction import CacheMoves
+from ...core.nn.step_operations.inputs import DecodeTensors, StepTensors
+from ...core.nn.step_operations.sampling import GrammarBits, SampleOutputs, SlotTables
 
 try:
     from ...kernels.activations import gelu_mul, silu_mul

@@ -12,7 +12,8 @@ if not torch.cuda.is_available():
 
 pytest.importorskip("triton")
 
-from jackfield.core.nn.operations import CacheMoves, Operations
+from jackfield.core.nn.operations import Operations
+from jackfield.core.nn.step_operations.compaction import CacheMoves
 from jackfield.plugins.operations.triton import TritonOperations
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -224,7 +224,8 @@ def test_noise_of_the_kernel_is_the_samplers_noise():
 @pytest.mark.parametrize("dropped", [None, [0, 12, 0, 3, 31, 0, 0, 40, 7]], ids=["", "dropped"])
 @pytest.mark.parametrize("counts", [[1], [1, 1, 7, 300, 1, 0, 0], [130, 1], [1, 1, 1, 1, 0]])
 def test_step_inputs_equal_those_of_torch(counts, dropped):
-    from jackfield.core.nn.operations import Operations, StepTensors
+    from jackfield.core.nn.operations import Operations
+    from jackfield.core.nn.step_operations.inputs import StepTensors
     from jackfield.kernels.step_inputs import step_inputs
 
     random = torch.Generator().manual_seed(len(counts))
@@ -297,7 +298,8 @@ def test_scattered_writes_equal_those_of_torch(count):
 
 
 def test_decode_inputs_equal_those_of_torch():
-    from jackfield.core.nn.operations import DecodeTensors, Operations
+    from jackfield.core.nn.operations import Operations
+    from jackfield.core.nn.step_operations.inputs import DecodeTensors
     from jackfield.kernels.decode_inputs import decode_inputs
 
     random = torch.Generator().manual_seed(2)
@@ -329,7 +331,8 @@ def test_decode_inputs_equal_those_of_torch():
 def test_decode_inputs_of_compacted_caches_equal_those_of_torch():
     """Slot 0 goes on at position 40 with 9 tokens left; slot 1 has lost nothing; slot 2 begins a
     block, which it gets."""
-    from jackfield.core.nn.operations import DecodeTensors, Operations
+    from jackfield.core.nn.operations import Operations
+    from jackfield.core.nn.step_operations.inputs import DecodeTensors
     from jackfield.kernels.decode_inputs import decode_inputs
 
     history = torch.arange(4 * 90, dtype=torch.int32, device=DEVICE).view(4, 90)

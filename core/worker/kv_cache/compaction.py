@@ -18,7 +18,8 @@ from ...nn.kv_cache.quantized_cache import (
     token_parts,
     write_values,
 )
-from ...nn.operations import CacheMoves, Operations
+from ...nn.operations import Operations
+from ...nn.step_operations.compaction import CacheMoves
 from ...protocols.kv_compressors import KVCompressor
 from ...registry import Plugins
 from ...step import Compaction

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from ...nn.operations import GrammarBits, Operations, SampleOutputs, SlotTables
+from ...nn.operations import Operations
+from ...nn.step_operations.sampling import GrammarBits, SampleOutputs, SlotTables
 from ...parallel.ranks import Ranks
 from ...step import NOTHING_IN_PROCESS, InProcess, SlotStart
 from ..parts import PerSlot

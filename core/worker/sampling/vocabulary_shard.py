@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from ...nn.embedding import Embedding
-from ...nn.operations import Operations, SampleOutputs, SlotTables
+from ...nn.operations import Operations
+from ...nn.step_operations.sampling import SampleOutputs, SlotTables
 from ...parallel.ranks import Ranks
 from .gumbel import TokenNoise
 from .sampling_columns import Column

@@ -15,7 +15,8 @@ from test_graphs import Counting, StaticTorchAttention  # type: ignore[import-no
 
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.hooks import hookimpl
-from jackfield.core.nn.operations import DecodeTensors, Operations
+from jackfield.core.nn.operations import Operations
+from jackfield.core.nn.step_operations.inputs import DecodeTensors
 from jackfield.core.registry import Plugins, Provenance, load_plugins
 from jackfield.plugins.executors.inprocess import InProcessExecutor
 

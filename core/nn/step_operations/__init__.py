@@ -1,0 +1,1 @@
+"""Operations of a step besides its layers, in plain torch: parts of `Operations`."""
