@@ -23,9 +23,9 @@ class Group(Protocol):
     def size(self) -> int:
         """Number of ranks."""
 
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the sum over all ranks, the same bits on each: [any] → the same shape. `x` may be
-        overwritten."""
+    def all_reduce(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the sum of `x` over all ranks, plus the residual, which is the same on all: the
+        same bits on each, [any] → the same shape. Both may be overwritten."""
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Return the tensors of all ranks, joined in the last dimension, by rank: [..., n] → [...,
@@ -39,9 +39,9 @@ class OneRank:
     rank: int = 0
     size: int = 1
 
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Return `x`."""
-        return x
+    def all_reduce(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """Return `x`, plus the residual."""
+        return x if residual is None else residual.add_(x)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Return `x`."""
@@ -56,9 +56,11 @@ class PausableGroup:
         self.paused = False
         self._group = group
 
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """While paused, return `x`."""
-        return x if self.paused else self._group.all_reduce(x)
+    def all_reduce(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """While paused, return `x`, plus the residual."""
+        if self.paused:
+            return x if residual is None else residual.add_(x)
+        return self._group.all_reduce(x, residual)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """While paused, return `x` as the part of every rank."""
@@ -129,8 +131,7 @@ class Ranks:
         assert total is not None, "there is at least one product"
         if alone:
             return total
-        total = self.tensor.all_reduce(total)
-        return total if residual is None else residual.add_(total)
+        return self.tensor.all_reduce(total, residual)
 
 
 ONE_RANK = Ranks()

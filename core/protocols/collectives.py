@@ -45,9 +45,9 @@ class Collectives(Protocol):
         """Join; returns when all ranks have. Raises ConfigError (`tensor_parallel_size`) if they do
         not within the timeout."""
 
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the sum over all ranks, the same bits on each: [any] → the same shape. `x`, which
-        is contiguous, may be overwritten.
+    def all_reduce(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the sum of `x` over all ranks, plus the residual, which is the same on all: the
+        same bits on each, [any] → the same shape. Both are contiguous and may be overwritten.
 
         On a device with streams: queued on the current stream, and recordable in a graph of it.
         """

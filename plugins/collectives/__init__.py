@@ -9,5 +9,6 @@ from ...core.hooks import hookimpl
 
 @hookimpl
 def register_collectives(registry: Any) -> None:
+    registry.add("peer_memory", "jackfield.plugins.collectives.peer_memory:PeerMemory", priority=20)
     registry.add("nccl", "jackfield.plugins.collectives.builtin:Nccl", priority=10)
     registry.add("gloo", "jackfield.plugins.collectives.builtin:Gloo")

@@ -54,10 +54,10 @@ class _Collectives:
     def _join(self, setup: CollectivesSetup, timeout: timedelta) -> Any:
         raise NotImplementedError
 
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """Add in place."""
         _wait(self._group.allreduce([x], self._sum))
-        return x
+        return x if residual is None else residual.add_(x)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """The library joins in the first dimension: with several rows, their parts are moved."""

@@ -87,6 +87,25 @@ class CollectivesKit(Kit):
         bound = 0.0 if not dtype.is_floating_point else 100 * torch.finfo(dtype).eps
         torch.testing.assert_close(first.double(), terms.double().sum(0), atol=bound, rtol=0)
 
+    @pytest.mark.parametrize("rows", [0, 1, 5, 64, 700])
+    def test_a_residual_is_added_once(self, rows: int) -> None:
+        """Terms of few bytes and of many, which may take unlike ways, one after another."""
+        draw = torch.Generator().manual_seed(11)
+        terms = torch.randn(2, rows, 520, generator=draw)
+        residual = torch.randn(rows, 520, generator=draw)
+        want = residual.double() + terms.double().sum(0)
+
+        def add(group: Any, device: torch.device) -> torch.Tensor:
+            given = residual.to(device, copy=True)
+            for _ in range(3):
+                group.all_reduce(terms[group.rank].to(device, copy=True))
+            total: torch.Tensor = group.all_reduce(terms[group.rank].to(device, copy=True), given)
+            return total
+
+        first, *others = self.exchange(2, add)
+        assert all(torch.equal(total, first) for total in others)
+        torch.testing.assert_close(first.double(), want, atol=1e-5, rtol=0)
+
     @pytest.mark.parametrize("shape", [(4,), (3, 4), (2, 3, 4), (3, 0)], ids=str)
     def test_parts_are_joined_in_the_last_dimension_by_rank(self, shape: tuple[int, ...]) -> None:
         draw = torch.Generator().manual_seed(5)

@@ -33,14 +33,15 @@ class ThreadGroup:
         assert len(shapes) == 1, f"ranks call with unlike tensors: {shapes}"
         return parts
 
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the sum, in the order of ranks; `x` is destroyed, as a real group may do."""
+    def all_reduce(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the sum, in the order of ranks, plus the residual; `x` is destroyed, as a real
+        group may do."""
         parts = self._exchange(x)
         x.fill_(float("nan") if x.is_floating_point() else -1)
         total = parts[0].clone()
         for part in parts[1:]:
             total += part
-        return total
+        return total if residual is None else residual.add_(total)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Return the tensors of all ranks, joined in the last dimension."""

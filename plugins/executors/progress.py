@@ -89,10 +89,10 @@ class CountedGroup:
         self._group = group
         self._count = count
 
-    def all_reduce(self, x: Any) -> Any:
+    def all_reduce(self, x: Any, residual: Any = None) -> Any:
         """As the group's."""
         self._count()
-        return self._group.all_reduce(x)
+        return self._group.all_reduce(x, residual)
 
     def all_gather(self, x: Any) -> Any:
         """As the group's."""

@@ -16,6 +16,10 @@ class TestGloo(CollectivesKit):
     name = "gloo"
 
 
+class TestPeerMemory(CollectivesKit):
+    name = "peer_memory"
+
+
 class TestNccl(CollectivesKit):
     """On a machine with GPUs."""
 
@@ -32,16 +36,17 @@ JOINED = "test_parts_are_joined_in_the_last_dimension_by_rank"
 ORDER = "test_many_calls_stay_in_order"
 GROUPS = "test_two_groups_of_one_process_do_not_meet"
 ENVIRONMENT = "test_the_environment_configures_nothing"
+RESIDUAL = "test_a_residual_is_added_once"
 IN_TIME = "test_a_group_that_nobody_leads_is_refused_in_time"
 
 
-def own_first(self: Any, x: torch.Tensor) -> torch.Tensor:
+def own_first(self: Any, x: torch.Tensor, residual: Any = None) -> torch.Tensor:
     """Sums in another order on each rank."""
     parts = list(Gloo.all_gather(self, x.flatten()).view(self.size, -1).view(-1, *x.shape))
     total = parts.pop(self.rank)
     for part in parts:
         total = total + part
-    return total
+    return total if residual is None else residual + total
 
 
 def joined_in_front(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -55,12 +60,17 @@ def overwrites(self: Any, x: torch.Tensor) -> torch.Tensor:
     return joined
 
 
-def wider(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return Gloo.all_reduce(self, x.float())
+def wider(self: Any, x: torch.Tensor, residual: Any = None) -> torch.Tensor:
+    return Gloo.all_reduce(self, x.float(), residual)
 
 
-def largest(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return Gloo.all_gather(self, x.flatten()).view(self.size, *x.shape).amax(0)
+def largest(self: Any, x: torch.Tensor, residual: Any = None) -> torch.Tensor:
+    most = Gloo.all_gather(self, x.flatten()).view(self.size, *x.shape).amax(0)
+    return most if residual is None else residual + most
+
+
+def residual_of_each(self: Any, x: torch.Tensor, residual: Any = None) -> torch.Tensor:
+    return Gloo.all_reduce(self, x if residual is None else x + residual)
 
 
 def own_alone(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -93,8 +103,9 @@ MUTANTS = {
     "destroys what it joins": Mutant(subclass(Gloo, all_gather=overwrites), (ORDER,)),
     "sums in another type": Mutant(subclass(Gloo, all_reduce=wider), (SUMS,)),
     "the largest in place of a sum": Mutant(
-        subclass(Gloo, all_reduce=largest), (SUMS, ORDER, GROUPS, ENVIRONMENT)
+        subclass(Gloo, all_reduce=largest), (SUMS, ORDER, GROUPS, ENVIRONMENT, RESIDUAL)
     ),
+    "adds each rank's residual": Mutant(subclass(Gloo, all_reduce=residual_of_each), (RESIDUAL,)),
     "joins its own": Mutant(subclass(Gloo, all_gather=own_alone), (JOINED,)),
     "counts from one": Mutant(Recounts, (JOINED, SUMS, ORDER, GROUPS, ENVIRONMENT)),
     "an error without the field": Mutant(LateError, (IN_TIME,)),

@@ -19,7 +19,7 @@ from jackfield.core.step import PrepareAhead
 
 from helpers import make_checkpoint
 
-PROGRAM = Path(__file__).resolve().parent / "programs" / "nccl_rank.py"
+PROGRAM = Path(__file__).resolve().parent / "programs" / "cuda_rank.py"
 SECONDS = 240.0
 
 pytestmark = [
@@ -28,14 +28,15 @@ pytestmark = [
 ]
 
 
-def test_sums_are_alike_and_can_be_recorded() -> None:
+@pytest.mark.parametrize("collectives", ["nccl", "peer_memory"])
+def test_sums_are_alike_and_can_be_recorded(collectives: str) -> None:
     """Every rank has the same bits of each sum; a graph with sums is replayed among others."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     size = 2
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(PROGRAM), str(rank), str(size), str(port)],
+            [sys.executable, str(PROGRAM), str(rank), str(size), str(port), collectives],
             stdout=subprocess.PIPE, text=True,
         )
         for rank in range(size)

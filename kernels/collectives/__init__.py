@@ -1,0 +1,1 @@
+"""Sums over several GPUs that write into each other's memory."""

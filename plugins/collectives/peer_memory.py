@@ -1,0 +1,133 @@
+"""Collectives of GPUs of one host that write into each other's memory; NCCL for what is large.
+
+A layer's sum is small in decode: 8 kB a token of an 8B model, where a library's call is mostly
+waiting. `kernels/collectives/peer_sum.py` adds such terms, and the residual, in one launch.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from ...core.protocols.collectives import CollectivesSetup
+from ...kernels.collectives.peer_sum import DTYPES, Mailboxes, Way, mailbox_words, peer_sum
+from .builtin import Nccl
+
+logger = logging.getLogger("jackfield.worker")
+
+WAYS: dict[int, tuple[tuple[int, Way], ...]] = {
+    2: ((256 << 10, "words"), (8 << 20, "one_shot")),
+    4: ((128 << 10, "words"), (512 << 10, "one_shot"), (8 << 20, "two_shot")),
+    8: ((64 << 10, "words"), (256 << 10, "one_shot"), (8 << 20, "two_shot")),
+}
+"""By the largest number of ranks: the largest terms in bytes, and how they are added. What is
+larger goes through NCCL."""
+
+
+class Address(msgspec.Struct, frozen=True):
+    """Where a rank's mailbox is, and how others get at it."""
+
+    host: str
+    process: int
+    device: int
+    """Number of the device in that process."""
+    pointer: int
+    """Valid in that process."""
+    handle: list[Any]
+    """For other processes: the arguments of torch's `_new_shared_cuda` after the device."""
+
+
+class PeerMemory(Nccl):
+    """Tensors of CUDA devices that can reach each other's memory."""
+
+    @staticmethod
+    def supports(device: torch.device) -> str | None:
+        """Needs several CUDA devices with access to each other."""
+        if (reason := Nccl.supports(device)) is not None:
+            return reason
+        count = torch.cuda.device_count()
+        reach = all(
+            torch.cuda.can_device_access_peer(one, other)
+            for one in range(count)
+            for other in range(count)
+            if one != other
+        )
+        return None if count > 1 and reach else "the GPUs cannot reach each other's memory"
+
+    def __init__(self, setup: CollectivesSetup) -> None:
+        self._mailboxes: Mailboxes | None = None
+        super().__init__(setup)
+        self._mailboxes = self._open(setup)
+        ways = [WAYS[size] for size in sorted(WAYS) if size >= setup.size]
+        self._ways = ways[0] if ways else ()
+
+    def _open(self, setup: CollectivesSetup) -> Mailboxes | None:
+        """Return the mailboxes of all ranks; None if they are not all on this host."""
+        device = setup.device
+        words = mailbox_words(setup.size)
+        own = self._own = torch.zeros(words, dtype=torch.int64, device=device)
+        storage = own.untyped_storage()
+        # The number of the device comes first, and is the reader's affair.
+        _, *handle = storage._share_cuda_()
+        index = device.index or 0
+        host = _host()
+        address = Address(host, os.getpid(), index, own.data_ptr(), handle)
+        torch.cuda.synchronize(device)
+        self._store.set(f"mailbox/{setup.rank}", msgspec.msgpack.encode(address))
+        addresses = [
+            msgspec.msgpack.decode(self._store.get(f"mailbox/{rank}"), type=Address)
+            for rank in range(setup.size)
+        ]
+        if any(other.host != host for other in addresses):
+            logger.info("ranks are on several hosts: NCCL alone adds what they have")
+            return None
+        self._others: list[Any] = []
+        """Keeps the memory of other processes open."""
+        pointers = [
+            own.data_ptr() if rank == setup.rank else self._pointer(other, index)
+            for rank, other in enumerate(addresses)
+        ]
+        # Nobody writes before everybody has opened all.
+        self.all_reduce(torch.zeros(1, device=device)).item()
+        return Mailboxes.at(setup.rank, pointers, device)
+
+    def _pointer(self, address: Address, device: int) -> int:
+        """Return where another rank's mailbox is for this process and device."""
+        if address.process == os.getpid():
+            # A copy makes torch give the two devices access to each other.
+            torch.empty(1, device=f"cuda:{device}").copy_(
+                torch.empty(1, device=f"cuda:{address.device}")
+            )
+            return address.pointer
+        storage = torch.UntypedStorage._new_shared_cuda(device, *address.handle)
+        self._others.append(storage)
+        pointer: int = storage.data_ptr()
+        return pointer
+
+    def all_reduce(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """By peer memory where the table of WAYS says so."""
+        boxes = self._mailboxes
+        num_bytes = x.numel() * x.element_size()
+        if boxes is not None and x.dtype in DTYPES and num_bytes % 4 == 0:
+            for largest, way in self._ways:
+                if num_bytes <= largest:
+                    return peer_sum(x, residual, boxes, way)
+        return super().all_reduce(x, residual)
+
+    def close(self) -> None:
+        """As NCCL's, after all waiting for mail has ended."""
+        if self._mailboxes is not None:
+            self._mailboxes.give_up()
+        super().close()
+
+
+def _host() -> str:
+    """Return what tells this host from others, which may have its name."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
