@@ -266,7 +266,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         int, _doc("GPUs that share the layers. More than 1 is refused for now.", ge=1)
     ] = 1
     collectives: Annotated[
-        str, _doc("How ranks exchange tensors: nccl, gloo, a plugin's, or auto, by the device.")
+        str,
+        _doc(
+            "How ranks exchange tensors: peer_memory, nccl, gloo, a plugin's, or auto, by the device."
+        ),
     ] = "auto"
     distributed_timeout_seconds: Annotated[
         float, _doc("Seconds that a rank waits for the others.", gt=0.0, le=1e6)

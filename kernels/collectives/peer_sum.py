@@ -2,9 +2,9 @@
 
 A rank's *mailbox* is memory of its device that all ranks can write: for each program of a kernel
 and each sender a place of its own, twice, used in turn. Which one is in use follows from the number
-of the program's *round*, which it counts on the device, so that a recorded graph goes on counting. A
-program that has the terms of round n + 1 knows that their senders have finished the kernel of round
-n, and so that it may write again where they read in round n.
+of the program's *round*, which it counts on the device, so that a recorded graph goes on counting.
+A program that has the terms of round n + 1 knows that their senders have read those of round n, and
+so that it may write there again.
 
 Three ways, for small, larger and large terms:
 
@@ -42,7 +42,9 @@ WORD_TILE = 1024
 TILE_PROGRAMS = 128
 """Most programs of the other two ways, each of which takes tiles in turn."""
 TILE = 4096
-"""32-bit words of a tile."""
+"""32-bit words of a tile, at most; of the way `two_shot`, of each rank's share of it."""
+SMALLEST_TILE = 512
+"""32-bit words of a tile, at least."""
 SPINS = 4096
 """After so many looks at its mailbox a program looks whether it should give up."""
 
@@ -176,6 +178,7 @@ def _one_shot_kernel(
     RANK: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    PLACE: tl.constexpr,
     PROGRAMS: tl.constexpr,
     SPINS: tl.constexpr,
     RESIDUAL: tl.constexpr,
@@ -188,15 +191,16 @@ def _one_shot_kernel(
     if PDL:
         gdc_wait()
     number = tl.load(rounds_ptr + program)
-    for tile in range(program, tl.cdiv(num_words, BLOCK), tl.num_programs(0)):
+    tile = program
+    while tile * BLOCK < num_words:
         number += 1
         at = tile * BLOCK + offsets
         mask = at < num_words
         term = tl.load(x_ptr.to(tl.pointer_type(tl.int32)) + at, mask=mask, other=0)
-        place = ((number & 1) * PROGRAMS + program) * SIZE * BLOCK
+        place = ((number & 1) * PROGRAMS + program) * SIZE * PLACE
         for step in tl.static_range(1, SIZE):
             peer = tl.load(mailboxes_ptr + (RANK + step) % SIZE).to(tl.pointer_type(tl.int32))
-            tl.store(peer + place + RANK * BLOCK + offsets, term, mask=mask)
+            tl.store(peer + place + RANK * PLACE + offsets, term, mask=mask)
         for step in tl.static_range(1, SIZE):
             there = tl.load(flags_ptr + (RANK + step) % SIZE).to(tl.pointer_type(tl.int32))
             _raise_flag(there + program * SIZE + RANK, number)
@@ -206,7 +210,7 @@ def _one_shot_kernel(
             word = term
             if source != RANK:
                 _await_flag(flags + program * SIZE + source, number, stop_ptr, SPINS)
-                ptrs = own + place + source * BLOCK + offsets
+                ptrs = own + place + source * PLACE + offsets
                 word = tl.load(ptrs, mask=mask, other=0, cache_modifier=".cg")
             one, two = _unpack(word, DTYPE)
             first += one
@@ -217,6 +221,7 @@ def _one_shot_kernel(
             first += one
             second += two
         tl.store(out_ptr.to(tl.pointer_type(tl.int32)) + at, _pack(first, second, DTYPE), mask=mask)
+        tile += tl.num_programs(0)
     if PDL:
         gdc_launch_dependents()
     tl.store(rounds_ptr + program, number)
@@ -236,6 +241,7 @@ def _two_shot_kernel(
     RANK: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    PLACE: tl.constexpr,
     PROGRAMS: tl.constexpr,
     SPINS: tl.constexpr,
     RESIDUAL: tl.constexpr,
@@ -252,16 +258,17 @@ def _two_shot_kernel(
     number = tl.load(rounds_ptr + program)
     x = x_ptr.to(tl.pointer_type(tl.int32))
     out = out_ptr.to(tl.pointer_type(tl.int32))
-    for tile in range(program, tl.cdiv(num_words, SIZE * BLOCK), tl.num_programs(0)):
+    tile = program
+    while tile * SIZE * BLOCK < num_words:
         base = tile * SIZE * BLOCK
         number += 1
-        place = ((number & 1) * PROGRAMS + program) * SIZE * BLOCK
+        place = ((number & 1) * PROGRAMS + program) * SIZE * PLACE
         for step in tl.static_range(1, SIZE):
             owner = (RANK + step) % SIZE
             at = base + owner * BLOCK + offsets
             term = tl.load(x + at, mask=at < num_words, other=0)
             peer = tl.load(mailboxes_ptr + owner).to(tl.pointer_type(tl.int32))
-            tl.store(peer + place + RANK * BLOCK + offsets, term, mask=at < num_words)
+            tl.store(peer + place + RANK * PLACE + offsets, term, mask=at < num_words)
         for step in tl.static_range(1, SIZE):
             there = tl.load(flags_ptr + (RANK + step) % SIZE).to(tl.pointer_type(tl.int32))
             _raise_flag(there + program * SIZE + RANK, number)
@@ -274,7 +281,7 @@ def _two_shot_kernel(
                 word = tl.load(x + at, mask=mask, other=0)
             else:
                 _await_flag(flags + program * SIZE + source, number, stop_ptr, SPINS)
-                ptrs = own + place + source * BLOCK + offsets
+                ptrs = own + place + source * PLACE + offsets
                 word = tl.load(ptrs, mask=mask, other=0, cache_modifier=".cg")
             one, two = _unpack(word, DTYPE)
             first += one
@@ -286,10 +293,10 @@ def _two_shot_kernel(
             second += two
         total = _pack(first, second, DTYPE)
         number += 1
-        place = ((number & 1) * PROGRAMS + program) * SIZE * BLOCK
+        place = ((number & 1) * PROGRAMS + program) * SIZE * PLACE
         for step in tl.static_range(1, SIZE):
             peer = tl.load(mailboxes_ptr + (RANK + step) % SIZE).to(tl.pointer_type(tl.int32))
-            tl.store(peer + place + RANK * BLOCK + offsets, total, mask=mask)
+            tl.store(peer + place + RANK * PLACE + offsets, total, mask=mask)
         for step in tl.static_range(1, SIZE):
             there = tl.load(flags_ptr + (RANK + step) % SIZE).to(tl.pointer_type(tl.int32))
             _raise_flag(there + program * SIZE + RANK, number)
@@ -298,9 +305,10 @@ def _two_shot_kernel(
             source = (RANK + step) % SIZE
             _await_flag(flags + program * SIZE + source, number, stop_ptr, SPINS)
             at = base + source * BLOCK + offsets
-            ptrs = own + place + source * BLOCK + offsets
+            ptrs = own + place + source * PLACE + offsets
             word = tl.load(ptrs, mask=at < num_words, other=0, cache_modifier=".cg")
             tl.store(out + at, word, mask=at < num_words)
+        tile += tl.num_programs(0)
     if PDL:
         gdc_launch_dependents()
     tl.store(rounds_ptr + program, number)
@@ -315,7 +323,7 @@ def mailbox_words(size: int) -> int:
 
 
 def _parts(size: int) -> tuple[int, int, int]:
-    """Return the 64-bit words of a mailbox: of `words`, of the other ways' tiles, of their flags."""
+    """Return the 64-bit words of a mailbox: of `words`, of the other ways' tiles, of flags."""
     words = 2 * WORD_PROGRAMS * size * WORD_TILE
     tiles = 2 * TILE_PROGRAMS * size * TILE // 2
     return words, tiles, triton.cdiv(TILE_PROGRAMS * size, 2)
@@ -407,8 +415,9 @@ def peer_sum(
     kernel, shares = (
         (_one_shot_kernel, 1) if way == "one_shot" else (_two_shot_kernel, mailboxes.size)
     )
-    num_tiles = triton.cdiv(num_words, TILE * shares)
-    launch(kernel, (min(num_tiles, TILE_PROGRAMS),))(
+    share = triton.next_power_of_2(triton.cdiv(num_words, TILE_PROGRAMS * shares))
+    block = min(TILE, max(SMALLEST_TILE, share))
+    launch(kernel, (min(triton.cdiv(num_words, block * shares), TILE_PROGRAMS),))(
         out,
         x,
         residual,
@@ -417,9 +426,10 @@ def peer_sum(
         mailboxes.tile_rounds,
         mailboxes.stop,
         num_words,
-        BLOCK=TILE,
+        BLOCK=block,
+        PLACE=TILE,
         PROGRAMS=TILE_PROGRAMS,
-        num_warps=8,
+        num_warps=max(2, min(8, block // 256)),
         **common,
     )
     return out

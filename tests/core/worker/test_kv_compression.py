@@ -213,11 +213,11 @@ async def test_preempted_requests_and_siblings_finish(folder: Path) -> None:
             for n, many in ((40, 1), (36, 2), (33, 1), (50, 1))
         ]
         while engine.stats().kv_compactions < 1:
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)
             engine.core.scheduler.check_invariants()
         jobs[0].cancel()
         while not all(job.done() for job in jobs):
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)
             engine.core.scheduler.check_invariants()
         stats = engine.stats()
         results = [job.result() for job in jobs[1:]]

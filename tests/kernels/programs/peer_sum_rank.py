@@ -21,7 +21,8 @@ CALLS = (
 )  # fmt: skip
 """Ways, and values of a term."""
 
-module.WORD_PROGRAMS, module.WORD_TILE, module.TILE_PROGRAMS, module.TILE = 4, 256, 3, 32
+module.WORD_PROGRAMS, module.WORD_TILE = 4, 256
+module.TILE_PROGRAMS, module.TILE, module.SMALLEST_TILE = 3, 64, 16
 
 rank, files = int(sys.argv[1]), sys.argv[2:]
 *arrays, meeting = [np.memmap(file, np.uint8, "r+") for file in files]
