@@ -267,9 +267,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = 1
     collectives: Annotated[
         str,
-        _doc(
-            "How ranks exchange tensors: peer_memory, nccl, gloo, a plugin's, or auto, by the device."
-        ),
+        _doc("How ranks exchange tensors: peer_memory, nccl, gloo, a plugin's; auto: by device."),
     ] = "auto"
     distributed_timeout_seconds: Annotated[
         float, _doc("Seconds that a rank waits for the others.", gt=0.0, le=1e6)
