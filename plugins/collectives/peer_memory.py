@@ -74,12 +74,13 @@ class PeerMemory(Nccl):
         own = self._own = torch.zeros(words, dtype=torch.int64, device=device)
         storage = own.untyped_storage()
         # The number of the device comes first, and is the reader's affair.
-        _, *handle = storage._share_cuda_()
+        _, *handle = storage._share_cuda_()  # type: ignore[no-untyped-call]
         index = device.index or 0
         host = _host()
         address = Address(host, os.getpid(), index, own.data_ptr(), handle)
         torch.cuda.synchronize(device)
-        self._store.set(f"mailbox/{setup.rank}", msgspec.msgpack.encode(address))
+        encoded = msgspec.msgpack.encode(address)
+        self._store.set(f"mailbox/{setup.rank}", encoded)  # type: ignore[arg-type]
         addresses = [
             msgspec.msgpack.decode(self._store.get(f"mailbox/{rank}"), type=Address)
             for rank in range(setup.size)
