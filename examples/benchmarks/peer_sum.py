@@ -52,7 +52,7 @@ def rank_main(rank: int, size: int, port: int, kilobytes: list[int]) -> None:
     from jackfield.core.config import EngineConfig
     from jackfield.core.parallel.join import join, leave, rank_device
     from jackfield.core.registry import load_plugins
-    from jackfield.core.worker.graphs import CudaRecorder
+    from jackfield.core.worker.graphs.recorder import CudaRecorder
     from jackfield.kernels.collectives.peer_sum import TILE, WORD_PROGRAMS, WORD_TILE, peer_sum
     from jackfield.plugins.collectives.builtin import Nccl
 
