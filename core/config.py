@@ -265,6 +265,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     pipeline_parallel_size: Annotated[
         int, _doc("GPUs that share the layers. More than 1 is refused for now.", ge=1)
     ] = 1
+    data_parallel_size: Annotated[
+        int,
+        _doc(
+            "Engines with the same model behind one server, each on tensor_parallel_size GPUs of "
+            "its own; a request runs on one of them.",
+            ge=1,
+        ),
+    ] = 1
     collectives: Annotated[
         str,
         _doc("How ranks exchange tensors: peer_memory, nccl, gloo, a plugin's; auto: by device."),

@@ -115,6 +115,17 @@ class Plugins:
         """Where each plugin in use came from."""
         return {name: plugin.provenance for name, plugin in self.loaded.items()}
 
+    @property
+    def outside(self) -> tuple[str, ...]:
+        """Entry points of the installed plugins in use that are not Jackfield's own, for other
+        processes to load. Objects that the caller has given cannot be loaded there."""
+        own = (hooks.PROJECT, GIVEN)
+        return tuple(
+            provenance.entry_point
+            for provenance in self.provenance.values()
+            if provenance.distribution not in own
+        )
+
     def add_plugin(
         self, plugin: object, provenance: Provenance, *, timer: _Began | None = None
     ) -> None:

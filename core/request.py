@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import random
 import sys
 import time
 import uuid
@@ -191,6 +192,11 @@ def source_digest(token_ids: list[int]) -> str:
     return blake2b(array("q", token_ids).tobytes(), digest_size=32).hexdigest()
 
 
+def draw_seed(seeds: random.Random) -> int:
+    """Return the seed of a request that brings none."""
+    return seeds.getrandbits(62)
+
+
 class GrammarRequest(msgspec.Struct, frozen=True):
     """What compiling `SamplingParams.structured_outputs` depends on besides the parameters."""
 
@@ -224,6 +230,10 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
     reads_cache: bool = True
     source_token_ids: list[int] = []
     """Of an encoder-decoder model, whose prompt is the decoder's."""
+    data_parallel_rank: int | None = None
+    """The member that the caller has chosen; None: any."""
+    drawn_seed: int | None = None
+    """The seed of a request whose parameters have none; None: the core draws it."""
 
     def requests(self, *, seed: int = 0, grammar: CompiledGrammar | None = None) -> list[Request]:
         """Return `params.n` scheduler requests, the first one leading.

@@ -25,6 +25,7 @@ import msgspec
 from jackfield.core import hooks, outputs, pooling_params, protocols
 from jackfield.core import sampling_params as params
 from jackfield.core.config import EngineConfig, StructuredOutputsConfig
+from jackfield.core.data_parallel.metrics import PoolMetrics
 from jackfield.core.engine import core as engine_core
 from jackfield.core.metrics.metrics import EngineMetrics
 from jackfield.core.registry import KINDS, load_plugins
@@ -267,7 +268,7 @@ def metrics() -> str:
     made.observe_cache_config(**dict.fromkeys(_cache_facts(), ""))
     made.registry.register(FrontendMetrics(0, lambda: 0))
     rows = []
-    for family in made.registry.collect():
+    for family in [*made.registry.collect(), *PoolMetrics("MODEL", 1).registry.collect()]:
         labels = sorted({k for s in family.samples for k in s.labels} - {"le"})
         if family.name == "jackfield:request_success":
             labels = ["model_name", "finished_reason"]
@@ -280,8 +281,10 @@ def metrics() -> str:
         "is the same, a name is vLLM's with the prefix `jackfield:`. Every engine has a registry "
         "of its own. Times are seconds. In Python, `engine.stats()` gives the same counts as "
         "an `EngineStats` (`core/step.py`). Those of front ends are there with "
-        "`--api-server-count` alone.\n\n"
+        "`--api-server-count` alone, those of `data_parallel` with `--data-parallel-size` alone; "
+        "there, each engine's metrics have the label `engine`, its number.\n\n"
         "Source: [core/metrics/metrics.py](../../core/metrics/metrics.py), "
+        "[core/data_parallel/metrics.py](../../core/data_parallel/metrics.py), "
         "[entrypoints/server/frontends/metrics.py](../../entrypoints/server/frontends/metrics.py).\n\n"
         + table(["name", "type", "labels", "meaning"], sorted(rows))
     )

@@ -231,6 +231,7 @@ class Admission:
         request_id: str,
         priority: int,
         cache_salt: str | None,
+        data_parallel_rank: int | None,
     ) -> RequestSpec:
         """Check the parameters with this prompt, and fill in their defaults.
 
@@ -264,6 +265,7 @@ class Admission:
             priority=priority,
             cache_salt=cache_salt,
             source_token_ids=prompt.source_token_ids,
+            data_parallel_rank=data_parallel_rank,
         )
 
     def _truncate(self, token_ids: list[int], params: SamplingParams) -> list[int]:

@@ -17,6 +17,7 @@ from ..config import EngineConfig
 from ..errors import EngineStopped
 from ..inputs import ChatMessage, Prompt
 from ..loading.model_config import ModelConfig
+from ..make_core import make_core
 from ..metrics.plugin_metrics import add_plugin_metrics
 from ..outputs import EngineStats
 from ..pooling_params import PoolingParams
@@ -25,7 +26,7 @@ from ..registry import Plugins, load_plugins
 from ..sampling_params import SamplingParams
 from ..text.token_limit import TokenLimit
 from ..text.tokenizer import Tokenizer
-from .core import EngineCore, logged
+from .core import logged
 from .core_client import HEALTH_SECONDS, CoreClient
 from .output_stream import OutputStream
 from .plugin_events import PluginEvents
@@ -53,12 +54,13 @@ class AsyncEngine:
         plugins: Plugins | None = None,
         core: CoreClient | None = None,
     ) -> None:
-        """plugins: instead of all installed ones. core: instead of an `EngineCore`."""
+        """plugins: instead of all installed ones. core: instead of the one that `config` asks
+        for."""
         if plugins is None:
             plugins = load_plugins(disable=config.disable_plugins)
         plugins.configure(config.plugin_options)
         self.plugins = plugins
-        self.core: CoreClient = EngineCore(config, plugins) if core is None else core
+        self.core: CoreClient = make_core(config, plugins) if core is None else core
         self._texts = TextProcessor()
         self._events = PluginEvents(plugins)
         self._entry: RequestEntry | None = None
@@ -130,16 +132,19 @@ class AsyncEngine:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        data_parallel_rank: int | None = None,
     ) -> OutputStream:
         """Complete `prompt` (text, token ids or `{"prompt_token_ids": [...]}`).
 
         Without `params`, the checkpoint's defaults apply (`model_config.sampling`).
+        data_parallel_rank: the member that runs it, of several (`data_parallel_size`); None: the
+        one that knows most of the prompt, or has least to do.
 
         Return an async iterator of RequestOutput. Its first step raises InvalidRequest (with the
         field's name), EngineOverloaded or EngineStopped.
         """
 
-        envelope = Envelope(request_id or "", priority, cache_salt)
+        envelope = Envelope(request_id or "", priority, cache_salt, data_parallel_rank)
 
         async def start() -> RequestState:
             return await self._started_entry().complete(prompt, params, envelope)
@@ -154,6 +159,7 @@ class AsyncEngine:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        data_parallel_rank: int | None = None,
         **options: Unpack[ChatOptions],
     ) -> OutputStream:
         """Complete OpenAI-style messages through the model's chat template, or `chat_template`.
@@ -161,7 +167,7 @@ class AsyncEngine:
         options: see `ChatOptions`.
         """
 
-        envelope = Envelope(request_id or "", priority, cache_salt)
+        envelope = Envelope(request_id or "", priority, cache_salt, data_parallel_rank)
 
         async def start() -> RequestState:
             return await self._started_entry().chat(messages, params, envelope, **options)
@@ -176,6 +182,7 @@ class AsyncEngine:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        data_parallel_rank: int | None = None,
         add_special_tokens: bool = True,
     ) -> PoolingStream:
         """Compute a vector for `prompt`: text, token ids, or a pair of texts for a cross-encoder.
@@ -185,7 +192,7 @@ class AsyncEngine:
         if the request alone fails or is aborted.
         """
 
-        envelope = Envelope(request_id or "", priority, cache_salt)
+        envelope = Envelope(request_id or "", priority, cache_salt, data_parallel_rank)
 
         async def start() -> PoolingState:
             entry = self._started_entry()
@@ -316,13 +323,14 @@ class AsyncEngine:
         """The names that requests may use; responses have the first one."""
         return self.config.served_names
 
-    async def check_health(self, timeout: float = HEALTH_SECONDS) -> None:
+    async def check_health(self, timeout: float = HEALTH_SECONDS) -> dict[str, str]:
         """Raise EngineStopped unless the step loop and the worker are alive.
 
         A worker that has not replied within `timeout` seconds is at fault only if no step ended
-        meanwhile.
+        meanwhile. With `data_parallel_size`, one member that serves is enough; return why others
+        do not, by their names.
         """
-        await self.core.check_health(timeout)
+        return await self.core.check_health(timeout)
 
     async def reset_prefix_cache(self) -> bool:
         """Forget cached blocks. Return False if some are in use. Raises as `stats`."""

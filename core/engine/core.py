@@ -25,7 +25,7 @@ from ..protocols.executors import Executor, ExecutorInfo, SchedulePolicy
 from ..recording.recorder import RecordingExecutor
 from ..recording.recording import Writer
 from ..registry import Plugins
-from ..request import Request, RequestSpec
+from ..request import Request, RequestSpec, draw_seed
 from ..scheduling.compression import CompressionRule
 from ..scheduling.guarded_connector import GuardedConnector
 from ..scheduling.scheduler import Scheduler
@@ -290,7 +290,9 @@ class EngineCore:
         self.check_open(spec.request_id)
         if self.scheduler.limits != self._limits:  # Blocks were lost since admission's were made.
             check_limits(self.scheduler.limits, len(spec.prompt_token_ids), spec.max_tokens)
-        seed = self._seeds.getrandbits(62) if spec.params.seed is None else spec.params.seed
+        seed = spec.params.seed if spec.drawn_seed is None else spec.drawn_seed
+        if seed is None:
+            seed = draw_seed(self._seeds)
         state = make_state(spec.requests(seed=seed, grammar=grammar))
         self.outputs.enter_request(state)
         if self.steps is not None:
@@ -309,7 +311,7 @@ class EngineCore:
 
     # ------------------------------------------------------------ state
 
-    async def check_health(self, timeout: float) -> None:
+    async def check_health(self, timeout: float) -> dict[str, str]:
         """Raise EngineStopped unless the step loop and the worker are alive."""
         if self.steps is None or not (self.requests.healthy and self.steps.running):
             raise EngineStopped(self.requests.dead_reason or "the engine is not running")
@@ -324,9 +326,10 @@ class EngineCore:
                     f"the worker has not answered for {timeout:g} seconds"
                 ) from None
         except NotImplementedError:
-            return
+            pass
         except RuntimeError as error:
             raise EngineStopped(f"the worker does not answer: {error}") from None
+        return {}
 
     async def reset_prefix_cache(self) -> bool:
         """Forget cached blocks. Return False if some are in use."""

@@ -22,7 +22,8 @@ HEALTH_SECONDS = 30.0
 
 
 class CoreClient(Protocol):
-    """Runs requests, here (`EngineCore`) or in another process (`RemoteCore`).
+    """Runs requests: here (`EngineCore`), in another process (`RemoteCore`), or in several
+    (`PooledCores`).
 
     All methods belong to the event loop that called `start`.
     """
@@ -70,9 +71,12 @@ class CoreClient(Protocol):
     def abort_request(self, state: State) -> None:
         """End what is left of a request."""
 
-    async def check_health(self, timeout: float) -> None:
+    async def check_health(self, timeout: float) -> dict[str, str]:
         """Raise EngineStopped unless the step loop and the worker reply within `timeout` seconds
-        or a step ended meanwhile."""
+        or a step ended meanwhile.
+
+        Of several engines (`data_parallel_size`) one is enough; return what is the matter with the
+        others, by their names."""
 
     async def reset_prefix_cache(self) -> bool:
         """Forget cached blocks. Return False if some are in use."""

@@ -87,6 +87,7 @@ class PoolingAdmission:
         request_id: str,
         priority: int,
         cache_salt: str | None,
+        data_parallel_rank: int | None,
     ) -> RequestSpec:
         """Accept a request. request_id: the caller's; params: completed."""
         check_limits(self.limits, len(prompt.token_ids), 1)
@@ -97,6 +98,7 @@ class PoolingAdmission:
             max_tokens=1,
             priority=priority,
             cache_salt=cache_salt,
+            data_parallel_rank=data_parallel_rank,
             pooling=params,
             token_type_ids=prompt.token_type_ids,
             reads_cache=params.task != "token_embed" and self.pooling.pooling_type == "LAST",

@@ -27,6 +27,7 @@ class Envelope(NamedTuple):
     """The caller's id; "": a random one."""
     priority: int
     cache_salt: str | None
+    data_parallel_rank: int | None = None
 
 
 class RequestEntry:
@@ -123,6 +124,7 @@ class RequestEntry:
         envelope = envelope._replace(request_id=envelope.request_id or uuid.uuid4().hex)
         _check_name("request_id", envelope.request_id)
         _check_name("cache_salt", envelope.cache_salt or "")
+        _check_rank(envelope.data_parallel_rank, self.core.config.data_parallel_size)
         self.core.check_open(envelope.request_id)
         return envelope
 
@@ -144,6 +146,15 @@ class RequestEntry:
             kind = type(params).__name__
             raise InvalidRequest(f"params: must be SamplingParams, got {kind}", param="params")
         return params
+
+
+def _check_rank(rank: object, size: int) -> None:
+    """Raise InvalidRequest for a member that there is not."""
+    if rank is not None and not (type(rank) is int and 0 <= rank < size):
+        raise InvalidRequest(
+            f"data_parallel_rank: must be a number from 0 to {size - 1}, got {shown(rank)}",
+            param="data_parallel_rank",
+        )
 
 
 def _check_name(param: str, name: object) -> None:

@@ -10,7 +10,9 @@ import struct
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar, cast
 
-from .frames import BadFrame, FrameReader, ToEngine, ToFront, encode
+import msgspec
+
+from .frames import BadFrame, FrameReader, encode
 
 logger = logging.getLogger("jackfield.remote")
 T = TypeVar("T")
@@ -84,7 +86,7 @@ class Channel(asyncio.Protocol, Generic[T]):
         if self.ready is not None:
             self.ready()
 
-    def send(self, message: ToEngine | ToFront) -> None:
+    def send(self, message: msgspec.Struct) -> None:
         """Send a message, unless the connection has ended. Raises TooLarge and ValueError."""
         data = encode(message)
         if self._transport is not None and not self.closed:

@@ -124,7 +124,7 @@ class RemoteCore:
 
     # ------------------------------------------------------------ questions
 
-    async def check_health(self, timeout: float) -> None:
+    async def check_health(self, timeout: float) -> dict[str, str]:
         """Raise EngineStopped unless the engine's step loop and worker are alive."""
         if not self.requests.healthy:
             raise EngineStopped(self.requests.dead_reason or "the engine is not running")
@@ -132,6 +132,7 @@ class RemoteCore:
             await asyncio.wait_for(self._calls.query("health"), timeout)
         except TimeoutError:
             raise EngineStopped(f"the engine has not answered for {timeout:g} seconds") from None
+        return {}
 
     async def reset_prefix_cache(self) -> bool:
         """Forget cached blocks. Return False if some are in use."""

@@ -24,6 +24,8 @@ MAX_FRAME = 256 << 20
 """Bytes of the largest frame: a longer one ends the connection."""
 HEAD = 4
 """Bytes of a frame's length."""
+START = -1
+"""Number of an ErrorReply to the start itself, in place of a Welcome."""
 T = TypeVar("T")
 
 

@@ -34,14 +34,17 @@ class RemoteRequests:
         channel: Channel[ToFront],
         calls: PendingCalls,
         *,
+        begun: Callable[[State], None] = _unheard,
         ended: Callable[[State], None] = _unheard,
         where: str = "",
     ) -> None:
-        """ended: called with each request that is forgotten. where: precedes the errors that the
+        """begun: called with each request that has its first tokens; ended: with each that is
+        forgotten. where: precedes the errors that the
         other end reports of running requests."""
         self._tracker = tracker
         self._channel = channel
         self._calls = calls
+        self._begun = begun
         self._ended = ended
         self._where = where
         self._open: dict[int, tuple[State, Any]] = {}
@@ -92,6 +95,10 @@ class RemoteRequests:
             for completion in state.completions:
                 completion.set_finished("error", None)
             self._end(state)
+
+    def __len__(self) -> int:
+        """The number of requests."""
+        return len(self._numbers)
 
     def check_idle(self) -> None:
         """Raise AssertionError if anything is left of a request."""
@@ -161,6 +168,7 @@ class RemoteRequests:
             request.num_cached_tokens = change.num_cached_tokens
             request.first_scheduled = change.first_scheduled
             request.num_preemptions = change.num_preemptions
+            self._begun(state)
         if finished:
             request.finish_reason = change.finish_reason
             request.stop_reason = change.stop_reason

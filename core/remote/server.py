@@ -9,6 +9,8 @@ from collections.abc import AsyncIterator, Coroutine, Iterable
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from ..engine.core import EngineCore
 from ..engine.core_client import HEALTH_SECONDS
 from ..errors import EngineStopped, InvalidRequest, JackfieldError, RequestFailed
@@ -62,15 +64,23 @@ class EngineServer:
             return Channel(ToEngine, opened=lambda channel: FrontendConnection(self, channel))
 
         server = await asyncio.get_running_loop().create_unix_server(make_channel, str(path))
+        try:
+            async with self.sending_status():
+                yield
+        finally:
+            server.close()
+            for front in list(self.fronts):
+                front.channel.close()
+
+    @contextlib.asynccontextmanager
+    async def sending_status(self) -> AsyncIterator[None]:
+        """Keep sending the engine's status to all front ends."""
         status_task = asyncio.create_task(self._send_status_often())
         try:
             yield
         finally:
             status_task.cancel()
             await asyncio.gather(status_task, return_exceptions=True)
-            server.close()
-            for front in list(self.fronts):
-                front.channel.close()
 
     def started(self) -> None:
         """Welcome the front ends that wait for the engine to start."""
@@ -139,6 +149,10 @@ class EngineServer:
             case "metrics":
                 reports = [report.families for report in await self.reports()]
                 return render(merged([self.core.metric_families(), *reports]))
+            case "families":
+                return msgspec.msgpack.encode(self.core.metric_families())
+            case "ping":
+                return None
             case "load":
                 return sum(report.load for report in await self.reports())
             case "reset_prefix_cache":

@@ -150,6 +150,8 @@ class MessagesRequest(CountTokensRequest, kw_only=True, dict=True):
 
     token_cap: ClassVar[int | None] = None
     """As in SamplingRequest."""
+    data_parallel_rank: ClassVar[int | None] = None
+    """As in SamplingRequest."""
 
     max_tokens: int
     stream: bool = False
@@ -175,6 +177,8 @@ class MessagesRequest(CountTokensRequest, kw_only=True, dict=True):
         chat = super().chat(switch)
         if self.token_cap is not None:
             chat.token_cap = self.token_cap  # type: ignore[misc]
+        if self.data_parallel_rank is not None:
+            chat.data_parallel_rank = self.data_parallel_rank  # type: ignore[misc]
         return chat
 
     def _sampling(self) -> dict[str, Any]:

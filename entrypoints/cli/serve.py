@@ -37,8 +37,12 @@ def run(argv: list[str]) -> int:
 
 
 def _start_ahead(config: EngineConfig, plugins: Plugins) -> None:
-    """Let other ranks' processes start while this one imports the engine, which reports errors."""
-    if config.tensor_parallel_size > 1:
+    """Let other processes start while this one imports the engine, which reports errors."""
+    if config.data_parallel_size > 1:
+        from ...core.data_parallel.spares import start_ahead
+
+        start_ahead(config.data_parallel_size)
+    elif config.tensor_parallel_size > 1:
         with contextlib.suppress(JackfieldError):
             executor = plugins["executor"].load(config.executor_name)
             getattr(executor, "start_ahead", lambda config: None)(config)

@@ -45,6 +45,7 @@ class Parser(argparse.ArgumentParser):
 
 
 ALIASES = {
+    "data_parallel_size": "-dp",
     "executor": "--distributed-executor-backend",
     "pipeline_parallel_size": "-pp",
     "quantization": "-q",

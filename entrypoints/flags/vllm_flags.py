@@ -36,7 +36,11 @@ NO_EFFECT: dict[str, tuple[int | str, str]] = {
 
 _ADAPTERS = "adapters (LoRA) are not supported yet"
 _PICTURES = "models that see or hear are not supported yet"
-_GPUS = "ranks divide layers (--tensor-parallel-size), of one host; nothing else is supported yet"
+_GPUS = (
+    "ranks divide layers (--tensor-parallel-size), and engines share the requests "
+    "(--data-parallel-size), on one host; nothing else is supported yet"
+)
+_ONE_HOST = "the engines of --data-parallel-size are those of one server on one host"
 _TRACES = "traces are not exported; plugins hear of each request and step (request_finished)"
 MISSING: dict[str, str] = {
     **dict.fromkeys(
@@ -47,8 +51,11 @@ MISSING: dict[str, str] = {
         ("--limit-mm-per-prompt", "--mm-processor-kwargs", "--allowed-local-media-path",
          "--language-model-only"), _PICTURES,
     ),
+    **dict.fromkeys(("--enable-expert-parallel", "--headless"), _GPUS),
     **dict.fromkeys(
-        ("--data-parallel-size", "-dp", "--enable-expert-parallel", "--headless"), _GPUS
+        ("--data-parallel-rank", "-dpn", "--data-parallel-start-rank", "-dpr",
+         "--data-parallel-size-local", "-dpl", "--data-parallel-address", "-dpa",
+         "--data-parallel-rpc-port", "-dpp", "--data-parallel-hybrid-lb"), _ONE_HOST,
     ),
     **dict.fromkeys(("--otlp-traces-endpoint", "--collect-detailed-traces"), _TRACES),
     "--convert": "see --runner and --task",

@@ -109,9 +109,10 @@ async def detokenize(request: web.Request) -> web.Response:
 
 @documented("server", errors=(503,))
 async def health(request: web.Request) -> web.Response:
-    """GET /health: 200 while the step loop and the worker respond."""
-    await request.app[ENGINE].check_health()
-    return web.Response()
+    """GET /health: 200 while the step loop and the worker respond. Of several engines, one is
+    enough, and the body names those that do not serve."""
+    failing = await request.app[ENGINE].check_health()
+    return reply({"failing": failing}) if failing else web.Response()
 
 
 @documented("server", response=VersionResponse)

@@ -163,9 +163,10 @@ async def first_of(*waits: Coroutine[Any, Any, Any]) -> Any:
 def ready_line(engine: AsyncEngine, where: str, start: float) -> str:
     """Return the line that is printed when clients can connect. began: start of the startup, by
     `time.monotonic`."""
-    info = engine.info
+    info, num_members = engine.info, engine.config.data_parallel_size
+    members = f"{num_members} engines, each on " if num_members > 1 else ""
     return (
-        f"Serving {engine.served_model_names[0]} on {where} ({info.where}, "
+        f"Serving {engine.served_model_names[0]} on {where} ({members}{info.where}, "
         f"attention: {info.attention_backend}, {info.attention_reason}; "
         f"{info.num_blocks} KV blocks), ready in {time.monotonic() - start:.1f} s"
     )

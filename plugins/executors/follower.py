@@ -7,14 +7,11 @@ process, however that ends, and leaves all signals to it.
 
 from __future__ import annotations
 
-import ctypes
-import faulthandler
 import gc
 import logging
 import os
 import queue
 import select
-import signal
 import socket
 import sys
 import threading
@@ -24,6 +21,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ...core.remote.frames import encode
+from ...core.remote.processes import follow_parent
 from .messages import Done, End, Failed, Inbox, Job, Joining, Log, Ready, Setup, Step, ToFollower
 from .progress import BEAT_SECONDS, Progress
 
@@ -31,21 +29,12 @@ if TYPE_CHECKING:
     from ...core.worker.threads import PendingStep
     from .rank import RankWorker
 
-PARENT_DEATH = 1
-"""PR_SET_PDEATHSIG of Linux."""
-
 
 def main() -> int:
     """Return the exit status."""
     connection_number, progress_number, parent = map(int, sys.argv[1:])
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PARENT_DEATH, signal.SIGKILL)
-    if os.getppid() != parent:
+    if not follow_parent(parent):
         return 1
-    faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
     connection = socket.socket(fileno=connection_number)
     threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
     return Follower(connection, Progress(os.fdopen(progress_number, "r+b"))).run()

@@ -10,9 +10,8 @@ import signal
 import time
 from collections.abc import Callable
 
-from ...core.hooks import PROJECT
-from ...core.registry import GIVEN, Plugins
 from ...core.remote.frames import BadFrame, FrameReader
+from ...core.remote.processes import describe_end
 from .messages import Log, ToLeader
 from .spawn import take
 
@@ -104,7 +103,7 @@ class FollowerProcess:
         if self.process.poll() is None and time.monotonic() < deadline:
             self._loop.call_later(POLL_SECONDS, self._report_end, deadline)
             return
-        self._lost(self.rank, _ending(self.process.poll()))
+        self._lost(self.rank, describe_end(self.process.poll()))
 
     def _disconnect(self) -> None:
         if not self._closed:
@@ -133,29 +132,3 @@ class FollowerProcess:
             await asyncio.sleep(POLL_SECONDS)
         self._socket.close()
         self.progress.close()
-
-
-def outside_plugins(plugins: Plugins) -> tuple[str, ...]:
-    """Return the entry points of installed plugins that are not Jackfield's own, and are loaded.
-
-    Objects that the caller has given cannot be loaded elsewhere."""
-    own = (PROJECT, GIVEN)
-    return tuple(
-        provenance.entry_point
-        for provenance in plugins.provenance.values()
-        if provenance.distribution not in own
-    )
-
-
-def _ending(status: int | None) -> str:
-    """Return how a process ended, as the rest of a sentence about it."""
-    if status is None:
-        return "closed its connection"
-    if status >= 0:
-        return f"ended with status {status}"
-    try:
-        name = signal.Signals(-status).name
-    except ValueError:
-        name = f"signal {-status}"
-    memory = "; the system does that when it is out of memory" if name == "SIGKILL" else ""
-    return f"was ended by {name}{memory}"

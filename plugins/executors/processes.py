@@ -28,7 +28,7 @@ from ...core.registry import Plugins
 from ...core.remote.frames import encode
 from ...core.step import InProcess, Ping, StepPlan, StepResult, WorkerJob
 from ...core.worker.threads import WorkerThread
-from .followers import FollowerProcess, outside_plugins
+from .followers import FollowerProcess
 from .messages import Done, End, Failed, Job, Joining, Ready, Setup, Step, ToLeader
 from .progress import Progress, StallDetector
 from .spawn import start_ahead
@@ -145,7 +145,7 @@ class ProcessesExecutor:
                         config=self.config,
                         rank=rank,
                         address=address,
-                        plugins=outside_plugins(self.plugins),
+                        plugins=self.plugins.outside,
                         log_level=_follower_log_level(),
                     )
                 )

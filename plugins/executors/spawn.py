@@ -6,12 +6,11 @@ processes import meanwhile what they need.
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
-import sys
 from typing import NamedTuple
 
+from ...core.remote.processes import spawn
 from .progress import Progress
 
 MODULE = "jackfield.plugins.executors.follower"
@@ -46,19 +45,8 @@ def take() -> Spawned:
 
 
 def _spawn() -> Spawned:
-    """Start a process with what this one imports from, and with its environment.
-
-    Not by multiprocessing, which would import the user's script again."""
     own, other = socket.socketpair()
     progress = Progress.create()
-    numbers = (other.fileno(), progress.file.fileno())
-    paths = [os.path.abspath(path) for path in sys.path]
     with other:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", MODULE, *map(str, numbers), str(os.getpid())],
-            stdin=subprocess.DEVNULL,
-            stdout=2,
-            pass_fds=numbers,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-        )
+        process = spawn(MODULE, (other.fileno(), progress.file.fileno()))
     return Spawned(process, own, progress)

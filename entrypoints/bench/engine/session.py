@@ -86,6 +86,9 @@ def make_parser(name: str, kinds: Sequence[Kind], default: Sequence[str]) -> Par
     parser.add_argument("--repeats", type=int, help="timed runs, instead of the workload's own")
     parser.add_argument("--warmup", type=int, help="untimed runs before, instead of its own")
     parser.add_argument(
+        "--requests", type=int, help="requests of a workload, instead of its own number"
+    )
+    parser.add_argument(
         "--batch-sizes", type=int, nargs="+", help="of the workload decode (default: its own)"
     )
     parser.add_argument(
@@ -124,6 +127,8 @@ def run_workloads(
         workloads = [each.scaled(args.scale) for each in choose(args.workloads, kinds)]
     except ValueError as error:
         parser.error(str(error))
+    if args.requests:
+        workloads = [msgspec.structs.replace(each, requests=args.requests) for each in workloads]
     if args.batch_sizes:
         workloads = [
             msgspec.structs.replace(each, batches=tuple(args.batch_sizes))

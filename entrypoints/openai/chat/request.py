@@ -177,6 +177,7 @@ class ChatCompletion:
             request_id=self.id,
             priority=self.request.priority,
             cache_salt=self.request.cache_salt,
+            data_parallel_rank=self.request.data_parallel_rank,
         )
 
     async def count_prompt(self) -> int:

@@ -122,6 +122,8 @@ class SamplingRequest(msgspec.Struct, kw_only=True, dict=True):
     token_cap: ClassVar[int | None] = None
     """The tenant's limit of tokens, set by `request_body.decode_body`; not a field of the
     request."""
+    data_parallel_rank: ClassVar[int | None] = None
+    """The member that the request's header names, set there, too."""
 
     def check(self) -> None:
         """Check constraints between fields. Raises InvalidRequest with the field's name."""

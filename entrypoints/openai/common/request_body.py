@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from aiohttp import web
 
+from ....core.errors import InvalidRequest, shown
 from ....core.tenancy import ReceivedRequest, Tenant
 from ...http.auth.tenants import TENANCY, received, route_of, tenant_of
 from ...http.body import check_json, check_weight
@@ -15,6 +16,8 @@ from ...http.context import OPTIONS
 from .protocol import convert, decode, parse
 
 T = TypeVar("T")
+RANK_HEADER = "X-data-parallel-rank"
+"""vLLM's header with the engine that is to run a request, of several."""
 INLINE_BYTES = 1 << 16
 """Bodies up to this size are decoded on the event loop, which is fast for any content."""
 
@@ -61,7 +64,20 @@ async def decode_call(call: Call, body: bytes, kind: type[T]) -> T:
         params = decode(body, kind)
     if (cap := call.tenant.limits.max_tokens) is not None and hasattr(kind, "token_cap"):
         params.token_cap = cap  # type: ignore[attr-defined]
+    if (rank := call.headers.get(RANK_HEADER)) is not None and hasattr(kind, "data_parallel_rank"):
+        params.data_parallel_rank = _rank(rank)  # type: ignore[attr-defined]
     return params
+
+
+def _rank(text: str) -> int:
+    """Return the member that a header names; the engine checks that it is one."""
+    if not (text.isascii() and text.isdigit() and len(text) < 10):
+        raise InvalidRequest(
+            f"{RANK_HEADER}: must be the number of an engine (--data-parallel-size), got "
+            f"{shown(text)}",
+            param="data_parallel_rank",
+        )
+    return int(text)
 
 
 def _parse_bounded(body: bytes, max_values: int) -> dict[str, Any]:

@@ -131,6 +131,7 @@ class TextCompletion:
                 request_id=self.id if len(self.token_ids) == 1 else part_id(self.id, index),
                 priority=self.request.priority,
                 cache_salt=self.request.cache_salt,
+                data_parallel_rank=self.request.data_parallel_rank,
             )
             for index, token_ids in enumerate(self.token_ids)
         ]

@@ -14,7 +14,7 @@ MAX_INPUTS = 2048
 """Limit of texts in one request, as in OpenAI's API."""
 
 
-class PoolingFields(msgspec.Struct, kw_only=True):
+class PoolingFields(msgspec.Struct, kw_only=True, dict=True):
     """Fields that all of them share. Names: OpenAI's, then vLLM's."""
 
     model: str | None = None
@@ -27,11 +27,15 @@ class PoolingFields(msgspec.Struct, kw_only=True):
     cache_salt: str | None = None
     request_id: str | None = None
 
+    data_parallel_rank: ClassVar[int | None] = None
+    """As in SamplingRequest."""
+
     def options(self, name: str) -> dict[str, Any]:
         """Return the arguments for `AsyncEngine.encode`."""
         return {
             "priority": self.priority,
             "cache_salt": self.cache_salt,
+            "data_parallel_rank": self.data_parallel_rank,
             "add_special_tokens": self.add_special_tokens,
             "request_id": name,
         }

@@ -58,6 +58,8 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, dict=True):
 
     token_cap: ClassVar[int | None] = None
     """As in SamplingRequest."""
+    data_parallel_rank: ClassVar[int | None] = None
+    """As in SamplingRequest."""
 
     REFUSED: ClassVar = {
         "conversation": "chain responses with previous_response_id instead",
@@ -180,6 +182,8 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, dict=True):
         )
         if self.token_cap is not None:
             chat.token_cap = self.token_cap  # type: ignore[misc]
+        if self.data_parallel_rank is not None:
+            chat.data_parallel_rank = self.data_parallel_rank  # type: ignore[misc]
         return chat
 
     def _format(self) -> dict[str, Any] | None:

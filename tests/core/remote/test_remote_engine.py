@@ -20,6 +20,7 @@ from prometheus_client import Counter
 from prometheus_client.parser import text_string_to_metric_families
 
 from jackfield import AsyncEngine, EngineConfig, OutputKind, SamplingParams, hookimpl
+from jackfield.core.data_parallel.pooled_cores import PooledCores
 from jackfield.core.engine.core import EngineCore
 from jackfield.core.engine.core_client import CoreClient
 from jackfield.core.errors import (
@@ -524,8 +525,8 @@ async def test_what_is_left_of_a_compacted_cache_is_reported(tmp_path: Path) -> 
         assert output.kv_compression == KVCompressionUsage(16 + 3, 120 - 16, 1)
 
 
-@pytest.mark.parametrize("kind", [EngineCore, RemoteCore])
-def test_both_cores_have_what_an_engine_needs(kind: type) -> None:
+@pytest.mark.parametrize("kind", [EngineCore, RemoteCore, PooledCores])
+def test_all_cores_have_what_an_engine_needs(kind: type) -> None:
     members = {name for name in vars(CoreClient) if not name.startswith("_")}
     assert members - set(dir(kind)) <= {"registry"}, "the remote one is an attribute"
 

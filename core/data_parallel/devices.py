@@ -1,0 +1,40 @@
+"""Which devices each member has."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from ..config import EngineConfig
+from ..engine.resolve_config import resolve_config
+from ..errors import ConfigError
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def member_environments(config: EngineConfig) -> list[dict[str, str]]:
+    """Return, for each member, the variables that leave it its own devices, those of its ranks.
+
+    Blocks. Raises ConfigError if there are too few.
+    """
+    size, each = config.data_parallel_size, config.tensor_parallel_size
+    if resolve_config(config).device != "cuda":
+        return [{} for _ in range(size)]
+    return slices(size, each, torch.cuda.device_count(), os.environ.get(VISIBLE))
+
+
+def slices(size: int, each: int, count: int, visible: str | None) -> list[dict[str, str]]:
+    """Return VISIBLE for each of `size` members of `each` devices, of the `count` that torch finds.
+    visible: this process's. Raises ConfigError."""
+    if size * each > count:
+        needed = f"{size} members" if each == 1 else f"{size} members of {each} ranks"
+        raise ConfigError(
+            f"data_parallel_size: {needed} need {size * each} GPUs, and torch finds {count} here",
+            param="data_parallel_size",
+        )
+    names = [str(number) for number in range(count)] if visible is None else visible.split(",")
+    return [
+        {VISIBLE: ",".join(name.strip() for name in names[first : first + each])}
+        for first in range(0, size * each, each)
+    ]

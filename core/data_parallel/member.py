@@ -1,0 +1,284 @@
+"""A member as the first process sees it: its process, its connection, and its next life."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from ..engine.output_processor import RequestTracker, State
+from ..engine.plugin_events import PluginEvents
+from ..errors import EngineStopped
+from ..outputs import EngineStats
+from ..remote.channel import Channel
+from ..remote.frames import (
+    START,
+    ErrorReply,
+    Hello,
+    Reply,
+    Status,
+    ToFront,
+    Tokens,
+    Welcome,
+)
+from ..remote.pending_calls import PendingCalls
+from ..remote.processes import describe_end
+from ..remote.requests import RemoteRequests
+from .restarts import RestartPolicy
+from .setup import Setup
+from .spares import take
+
+logger = logging.getLogger("jackfield.member")
+POLL_SECONDS = 0.02
+REAP_SECONDS = 2.0
+"""A process whose connection has closed is gone after this long."""
+END_SECONDS = 30.0
+"""Time for a member to end by itself: then it is killed."""
+SIGN_SECONDS = 10.0
+"""How often a member is asked for a sign of life."""
+SILENT_SECONDS = 60.0
+"""A member whose event loop gives none for so long is killed, and starts again."""
+
+
+class MemberProcess:
+    """One process of a member, from its start to its end."""
+
+    def __init__(
+        self,
+        name: str,
+        tracker: RequestTracker,
+        events: PluginEvents,
+        *,
+        begun: Callable[[State], None],
+        ended: Callable[[State], None],
+    ) -> None:
+        """Start the process. name: for messages; begun, ended: as of `RemoteRequests`."""
+        self.name = name
+        self.stats = EngineStats()
+        """At most a second old while it works."""
+        self.num_lost = 0
+        """Requests that ended with it."""
+        loop = asyncio.get_running_loop()
+        self.ended: asyncio.Future[str] = loop.create_future()
+        """Why it serves no more, as a sentence with its name."""
+        self._welcome: asyncio.Future[Welcome] = loop.create_future()
+        self._channel: Channel[ToFront] = Channel(ToFront, received=self._received, lost=self._lost)
+        self.calls = PendingCalls(self._channel)
+        self.requests = RemoteRequests(
+            tracker, self._channel, self.calls, begun=begun, ended=ended, where=f"{name}: "
+        )
+        self.requests.events = events
+        self._reaping: asyncio.Task[None] | None = None
+        self._killed_because: str | None = None
+        self.process, self._socket = take()
+
+    async def start(self, setup: Setup) -> Welcome:
+        """Wait until the engine is ready. Raises its error, and EngineStopped if it ends first."""
+        self._socket.setblocking(False)
+        await asyncio.get_running_loop().create_unix_connection(
+            lambda: self._channel, sock=self._socket
+        )
+        self._channel.send(setup)
+        self.calls.send(Hello(setup.member, os.getpid()))
+        outcomes: list[asyncio.Future[Any]] = [self._welcome, self.ended]
+        await asyncio.wait(outcomes, return_when=asyncio.FIRST_COMPLETED)
+        if self._welcome.done():
+            return self._welcome.result()
+        raise EngineStopped(f"{self.ended.result()} while it started")
+
+    async def watch(self) -> None:
+        """Kill the process once it gives no sign of life. Runs until cancelled."""
+        while True:
+            await asyncio.sleep(SIGN_SECONDS)
+            try:
+                await asyncio.wait_for(self.calls.query("ping"), SILENT_SECONDS)
+            except TimeoutError:
+                self._killed_because = f"gave no sign of life for {SILENT_SECONDS:g} seconds"
+                with contextlib.suppress(ProcessLookupError):
+                    self.process.kill()
+            except EngineStopped:
+                return
+
+    async def close(self, seconds: float) -> None:
+        """End the process: ask it to end, kill it after `seconds`, wait until it is gone."""
+        self._channel.lost = None
+        self._channel.close()
+        if self._reaping is not None:
+            self._reaping.cancel()
+        self._finish(f"{self.name} is stopping")
+        deadline = time.monotonic() + seconds
+        while self.process.poll() is None and time.monotonic() < deadline:
+            await asyncio.sleep(POLL_SECONDS)
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+        while self.process.poll() is None:
+            await asyncio.sleep(POLL_SECONDS)
+        self._socket.close()
+
+    def _received(self, message: ToFront) -> None:
+        match message:
+            case Tokens():
+                self.requests.take_tokens(message)
+            case ErrorReply(number=number) if number == START:
+                self._welcome.set_exception(message.error())
+            case Reply() | ErrorReply():
+                self.calls.settle(message)
+            case Status():
+                self.stats = message.stats
+                if message.dead_reason is not None:
+                    self._finish(f"{self.name} died: {message.dead_reason}")
+            case Welcome():
+                self._welcome.set_result(message)
+
+    def _lost(self) -> None:
+        """The connection has ended: find out how the process did."""
+        if not self.ended.done():
+            self._reaping = asyncio.create_task(self._reap())
+
+    async def _reap(self) -> None:
+        deadline = time.monotonic() + REAP_SECONDS
+        while self.process.poll() is None and time.monotonic() < deadline:
+            await asyncio.sleep(POLL_SECONDS)
+        how = self._killed_because or describe_end(self.process.poll())
+        self._finish(f"{self.name} {how}")
+
+    def _finish(self, reason: str) -> None:
+        """End everything that waits for it, once."""
+        if self.ended.done():
+            return
+        self.ended.set_result(reason)
+        self.num_lost = len(self.requests)
+        self.calls.fail(reason)
+        self.requests.fail(reason)
+
+
+class Member:
+    """Keeps a member going: starts its process, and starts it again after its end."""
+
+    def __init__(
+        self,
+        number: int,
+        start: Callable[[], MemberProcess],
+        make_setup: Callable[[int], Setup],
+        *,
+        fits: Callable[[Welcome], None],
+        served: Callable[[Member, Welcome], None],
+        lost: Callable[[Member], None],
+        watched: bool,
+    ) -> None:
+        """make_setup: of the start of this number, from 0. fits: raises if an engine that has
+        started again cannot take the place of the first one. served, lost: called when it begins
+        to serve, and when it serves no more."""
+        self.number = number
+        self.process: MemberProcess | None = None
+        """Its last process; None before the first."""
+        self.serves = False
+        self.trouble = "is starting"
+        """Why it does not serve."""
+        self.given_up = False
+        self.num_starts = 0
+        self.first: asyncio.Future[Welcome] = asyncio.get_running_loop().create_future()
+        """The outcome of its first start."""
+        self._start = start
+        self._make_setup = make_setup
+        self._fits = fits
+        self._served = served
+        self._lost = lost
+        self._watched = watched
+
+    async def run(self) -> None:
+        """Keep it going, until it is given up or this is cancelled, with which it ends."""
+        policy = RestartPolicy()
+        try:
+            while True:
+                began = time.monotonic()
+                served = await self._begin()
+                if served:
+                    began = time.monotonic()
+                    await self._serve()
+                elif self.num_starts == 1:
+                    return
+                await self._end(END_SECONDS)
+                pause = policy.pause(time.monotonic() - began if served else 0.0)
+                if pause is None:
+                    break
+                logger.error("%s; it is started again in %g seconds", self.trouble, pause)
+                await asyncio.sleep(pause)
+            self.given_up = True
+            logger.error("%s; it is not started again", self.trouble)
+            self._lost(self)
+        finally:
+            await self._end(END_SECONDS if self.serves else 0.0)
+
+    async def _begin(self) -> bool:
+        """Start a process. Return whether it serves."""
+        self.process = process = self._start()
+        setup = self._make_setup(self.num_starts)
+        self.num_starts += 1
+        try:
+            welcome = await process.start(setup)
+            self._fits(welcome)
+        except Exception as error:
+            self.trouble = str(error) if process.ended.done() else f"{process.name}: {error}"
+            if not self.first.done():
+                self.first.set_exception(error)
+            return False
+        self.serves = True
+        self._served(self, welcome)
+        if not self.first.done():
+            self.first.set_result(welcome)
+        return True
+
+    async def _serve(self) -> None:
+        """Wait until it serves no more."""
+        assert self.process is not None
+        watching = asyncio.create_task(self.process.watch()) if self._watched else None
+        try:
+            reason = await asyncio.shield(self.process.ended)
+        finally:
+            if watching is not None:
+                watching.cancel()
+        self.serves, self.trouble = False, reason
+        self._lost(self)
+
+    async def _end(self, seconds: float) -> None:
+        self.serves = False
+        process, self.process = self.process, None
+        if process is None:
+            return
+        closing = asyncio.create_task(process.close(seconds))
+        try:
+            await asyncio.shield(closing)
+        except asyncio.CancelledError:
+            await closing  # It is ending anyway, and nothing of it is to be left.
+            raise
+
+    async def query(self, name: str, seconds: float) -> Any:
+        """Ask its engine. Raises EngineStopped, also if it does not reply in time."""
+        if self.process is None or not self.serves:
+            raise EngineStopped(self.trouble)
+        try:
+            return await asyncio.wait_for(self.process.calls.query(name), seconds)
+        except TimeoutError:
+            raise EngineStopped(f"has not answered for {seconds:g} seconds") from None
+
+
+def total(parts: list[EngineStats]) -> EngineStats:
+    """Return the stats of several engines as those of one."""
+    sums: dict[str, Any] = {}
+    for part in parts:
+        for name, value in msgspec.structs.asdict(part).items():
+            if isinstance(value, dict):
+                counts = sums.setdefault(name, {})
+                for key, count in value.items():
+                    counts[key] = counts.get(key, 0) + count
+            else:
+                sums[name] = sums.get(name, 0) + value
+    usage = sums.get("kv_blocks_used", 0) / max(1, sums.get("kv_blocks_total", 0))
+    return EngineStats(**{**sums, "kv_cache_usage": usage})

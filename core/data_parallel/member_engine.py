@@ -1,0 +1,81 @@
+"""The engine of a member, which serves the requests of one connection."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import socket
+
+from ..engine.async_engine import AsyncEngine
+from ..engine.core import EngineCore
+from ..errors import JackfieldError, LoadError
+from ..registry import load_plugins
+from ..remote.channel import Channel
+from ..remote.frames import START, ErrorReply, ToEngine
+from ..remote.server import EngineServer, FrontendConnection
+from .setup import Setup
+
+logger = logging.getLogger("jackfield.member")
+DEATH_SECONDS = 0.1
+"""How often the engine is looked at."""
+
+
+async def serve(setup: Setup, connection: socket.socket) -> int:
+    """Serve until the connection or the engine ends. Return the exit status."""
+    lost = asyncio.Event()
+    channel: Channel[ToEngine] = Channel(ToEngine, lost=lost.set)
+    try:
+        plugins = load_plugins(disable=setup.config.disable_plugins, only=setup.plugins)
+        core = EngineCore(setup.config, plugins)
+        engine = AsyncEngine(setup.config, plugins=plugins, core=core)
+    except JackfieldError as error:
+        await _connect(channel, connection)
+        return _refuse(channel, error)
+    server = EngineServer(core)
+
+    def end_front() -> None:
+        front_lost()
+        lost.set()
+
+    FrontendConnection(server, channel)
+    front_lost, channel.lost = channel.lost or lost.set, end_front
+    await _connect(channel, connection)
+    starting = asyncio.ensure_future(engine.start())
+    leaving = asyncio.ensure_future(lost.wait())
+    try:
+        await asyncio.wait([starting, leaving], return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            return 1  # No one waits for it any more.
+        if (failure := starting.exception()) is not None:
+            return _refuse(channel, failure)
+        gc.collect()
+        gc.freeze()
+        async with server.sending_status():
+            server.started()
+            while engine.dead_reason is None and not leaving.done():
+                await asyncio.wait([leaving], timeout=DEATH_SECONDS)
+            if engine.dead_reason is None:
+                await engine.stop()
+                return 0
+            server.send_status()
+            channel.close()
+            await engine.stop()
+            return 1
+    finally:
+        leaving.cancel()
+
+
+async def _connect(channel: Channel[ToEngine], connection: socket.socket) -> None:
+    connection.setblocking(False)
+    await asyncio.get_running_loop().create_unix_connection(lambda: channel, sock=connection)
+
+
+def _refuse(channel: Channel[ToEngine], error: BaseException) -> int:
+    """Report why there is no engine. Return the exit status."""
+    if not isinstance(error, JackfieldError):
+        logger.error("the start failed", exc_info=error)
+        error = LoadError(f"the start failed: {type(error).__name__}: {error}")
+    channel.send(ErrorReply.because(START, error))
+    channel.close()
+    return 1

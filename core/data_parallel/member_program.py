@@ -1,0 +1,54 @@
+"""The program of a member's process. Imports nothing large before it leaves signals to its parent.
+
+Run as `python -m jackfield.core.data_parallel.member_program CONNECTION PARENT`: the descriptor of
+its socket, and the process that started it. It ends when the connection does, when its engine dies,
+and with the process that started it, however that ends; it leaves all signals to that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import sys
+
+from ..remote.processes import follow_parent
+
+SWITCH_INTERVAL = 0.00005
+"""As in a server of one engine: a launch does not wait long for the event loop."""
+
+
+def main() -> int:
+    """Return the exit status."""
+    connection_number, parent = map(int, sys.argv[1:])
+    if not follow_parent(parent):
+        return 1
+    from .member_engine import serve  # Torch, while the first frame is on its way.
+    from .setup import receive_setup
+
+    connection = socket.socket(fileno=connection_number)
+    try:
+        setup = receive_setup(connection)
+    except EOFError:
+        return 1
+    os.environ.update(setup.environment)
+    logging.basicConfig(
+        level=setup.log_level,
+        format=f"%(asctime)s %(levelname)s %(name)s: member {setup.member}: %(message)s",
+    )
+    sys.setswitchinterval(SWITCH_INTERVAL)
+    run = asyncio.run
+    try:
+        import uvloop
+    except ImportError:
+        pass
+    else:
+        run = uvloop.run
+    return run(serve(setup, connection))
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stderr.flush()
+    os._exit(status)  # Libraries take long to unload, and nothing of this process is left to keep.

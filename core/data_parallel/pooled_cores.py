@@ -1,0 +1,304 @@
+"""`PooledCores`: several engines with the same model, each in a process of its own, as one core.
+
+This process tokenizes prompts, chooses a member for each request, and produces texts. Members are
+engines like any other: neither they nor their requests know of each other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable
+
+import msgspec
+import prometheus_client as prometheus
+
+from ..config import EngineConfig
+from ..engine.admission import request_limits
+from ..engine.core_client import S
+from ..engine.output_processor import RequestTracker, State
+from ..engine.plugin_events import PluginEvents
+from ..engine.resolve_config import resolve_models
+from ..engine.text_processor import TextProcessor
+from ..errors import EngineOverloaded, EngineStopped, JackfieldError, OutOfMemory
+from ..loading.model_config import ModelConfig
+from ..metrics.merge import Family, families, merged, render
+from ..outputs import EngineStats
+from ..protocols.executors import ExecutorInfo
+from ..registry import Plugins
+from ..remote.frames import Welcome
+from ..request import Request, RequestSpec, draw_seed
+from .devices import member_environments
+from .member import Member, MemberProcess, total
+from .metrics import PoolMetrics, of_member
+from .router import Placement, Router
+from .setup import Setup
+
+logger = logging.getLogger("jackfield.member")
+REPORT_SECONDS = 2.0
+"""Time for members to send their metrics; a slower one is left out."""
+
+
+class PooledCores:
+    """Runs requests on `data_parallel_size` engines. A `CoreClient`.
+
+    Plugins get the event `request_finished` here, and the other events in the members' processes.
+    """
+
+    in_process = False
+    model_config: ModelConfig
+    info: ExecutorInfo
+    events: PluginEvents
+    router: Router
+    metrics: PoolMetrics
+
+    def __init__(self, config: EngineConfig, plugins: Plugins) -> None:
+        self.config = config
+        self.plugins = plugins
+        self.requests = RequestTracker()
+        self.members: list[Member] = []
+        self._asked = config
+        """As given: what members resolve themselves."""
+        self._environments: list[dict[str, str]] = []
+        self._placements: dict[str, Placement] = {}
+        """Request id → where it runs."""
+        self._seeds = random.Random(config.seed)
+        self._keepers: list[asyncio.Task[None]] = []
+        self._loads: list[Callable[[], int]] = []
+
+    @property
+    def registry(self) -> prometheus.CollectorRegistry:
+        """The metrics of this process."""
+        return self.metrics.registry
+
+    # ------------------------------------------------------------ start and stop
+
+    async def start(self, texts: TextProcessor, events: PluginEvents) -> None:
+        """Start all members at once, and load `texts` meanwhile."""
+        config = self.config
+        self.events = events
+        self.metrics = PoolMetrics(config.served_names[0], config.data_parallel_size)
+        self.router = Router(
+            config.data_parallel_size,
+            config.block_size,
+            finds_prefixes=config.enable_prefix_caching,
+        )
+        self._environments = await asyncio.to_thread(member_environments, config)
+        self.members = [self._member(number) for number in range(config.data_parallel_size)]
+        self._keepers = [asyncio.create_task(member.run()) for member in self.members]
+        # As of one engine in another process: a member reports errors of the checkpoint.
+        loading = asyncio.create_task(asyncio.to_thread(texts.load_alone, config, self.plugins))
+        try:
+            starts = [member.first for member in self.members]
+            done, _ = await asyncio.wait(starts, return_when=asyncio.FIRST_EXCEPTION)
+            for start in done:
+                start.result()
+            await loading
+            welcomes = [start.result() for start in starts]
+            self.config = msgspec.structs.replace(
+                welcomes[0].config, record_steps=config.record_steps
+            )
+            self.info = msgspec.structs.replace(
+                welcomes[0].info, num_blocks=min(each.info.num_blocks for each in welcomes)
+            )
+            self.model_config = await asyncio.to_thread(resolve_models, self.config, self.plugins)
+        except BaseException:
+            await asyncio.gather(loading, return_exceptions=True)
+            await self.stop()
+            raise
+
+    def _member(self, number: int) -> Member:
+        name = f"member {number} of {self.config.data_parallel_size}"
+        return Member(
+            number,
+            lambda: MemberProcess(
+                name, self.requests, self.events, begun=self._begun, ended=self._ended
+            ),
+            lambda attempt: self._setup(number, attempt),
+            fits=self._check_fits,
+            served=self._member_serves,
+            lost=self._member_lost,
+            watched=self.config.rank_timeout > 0,
+        )
+
+    def _setup(self, number: int, attempt: int) -> Setup:
+        """Return how to start a member for the time `attempt`, from 0."""
+        config = self._asked
+        if config.record_steps is not None:
+            again = f"-{attempt}" if attempt else ""
+            path = f"{config.record_steps}.{number}{again}"
+            config = msgspec.structs.replace(config, record_steps=path)
+        return Setup(
+            config=config,
+            member=number,
+            environment=self._environments[number],
+            plugins=self.plugins.outside,
+            log_level=logging.getLogger("jackfield").getEffectiveLevel(),
+        )
+
+    def _check_fits(self, welcome: Welcome) -> None:
+        """Raise OutOfMemory for a member that could not hold a request that is accepted here. The
+        device may not have all memory of the process before it yet."""
+        if not hasattr(self, "model_config"):
+            return
+        limits = [
+            request_limits(welcome.config, self.model_config, info)
+            for info in (welcome.info, self.info)
+        ]
+        has, needs = (limit.longest_sequence() for limit in limits)
+        if has < needs:
+            raise OutOfMemory(f"has room for {has} tokens of a request, and {needs} are accepted")
+
+    def _member_serves(self, member: Member, welcome: Welcome) -> None:
+        self.router.begin_member(member.number, welcome.info.num_blocks * welcome.config.block_size)
+        self.metrics.up[member.number].set(1)
+        if member.num_starts > 1:
+            self.metrics.restarts[member.number].inc()
+            logger.warning("member %d serves again", member.number)
+
+    def _member_lost(self, member: Member) -> None:
+        self.metrics.up[member.number].set(0)
+        if member.process is not None:
+            self.metrics.lost_requests[member.number].inc(member.process.num_lost)
+        if all(each.given_up for each in self.members):
+            self.requests.dead_reason = f"no member is left: {self._troubles()}"
+            self.requests.accepting = False
+
+    async def stop(self) -> None:
+        """End all members. Safe to call twice."""
+        self.requests.accepting = False
+        for keeper in self._keepers:
+            keeper.cancel()
+        await asyncio.gather(*self._keepers, return_exceptions=True)
+        for member in self.members:
+            if member.first.done():
+                member.first.exception()  # One of them was raised; the others are known with it.
+
+    # ------------------------------------------------------------ requests
+
+    def check_open(self, request_id: str) -> None:
+        """Raise unless a request of this id may begin here. Members check their own limits."""
+        self.requests.check_accepting()
+        self.requests.check_free(request_id)
+        if not any(member.serves for member in self.members):
+            raise EngineStopped(f"no member serves now: {self._troubles()}")
+
+    async def add_request(self, spec: RequestSpec, make_state: Callable[[list[Request]], S]) -> S:
+        """Send a request to a member, and wait until it is scheduled there."""
+        if spec.params.seed is None:
+            # In the order of one engine, so that a request has the same seed on any member.
+            spec = msgspec.structs.replace(spec, drawn_seed=draw_seed(self._seeds))
+        refused: dict[int, JackfieldError] = {}
+        while True:
+            self.check_open(spec.request_id)
+            candidates = self._candidates(spec, refused)
+            if not candidates:
+                raise list(refused.values())[-1]
+            placement = self.router.place(spec, candidates)
+            process = self.members[placement.member].process
+            assert process is not None
+            self._placements[spec.request_id] = placement
+            self.metrics.requests[placement.member].inc()
+            self.metrics.known_tokens[placement.member].inc(placement.num_known_tokens)
+            try:
+                return await process.requests.add(spec, make_state)
+            except (EngineOverloaded, EngineStopped) as error:
+                if process.ended.done():
+                    raise  # It may be this request that ended it: no other member gets it.
+                refused[placement.member] = error
+
+    def _candidates(self, spec: RequestSpec, refused: dict[int, JackfieldError]) -> list[int]:
+        """Return the members that may run a request. Raises EngineStopped if the caller's choice
+        does not serve."""
+        rank = spec.data_parallel_rank
+        if rank is not None and not self.members[rank].serves:
+            raise EngineStopped(f"data_parallel_rank: {self.members[rank].trouble}")
+        return [
+            member.number
+            for member in self.members
+            if member.serves and member.number not in refused and rank in (None, member.number)
+        ]
+
+    def abort_request(self, state: State) -> None:
+        """End what is left of a request at once, and notify its member."""
+        placement = self._placements.get(state.request_id)
+        process = None if placement is None else self.members[placement.member].process
+        if process is not None:
+            process.requests.abort(state)
+
+    def _begun(self, state: State) -> None:
+        self.router.begin(self._placements[state.request_id])
+
+    def _ended(self, state: State) -> None:
+        self.router.release(self._placements.pop(state.request_id))
+
+    # ------------------------------------------------------------ state
+
+    def _troubles(self) -> str:
+        return "; ".join(member.trouble for member in self.members if not member.serves)
+
+    async def check_health(self, timeout: float) -> dict[str, str]:
+        """Raise EngineStopped unless a member is alive. Return why others are not."""
+        if not self.requests.healthy:
+            raise EngineStopped(self.requests.dead_reason or "the engine is not running")
+        replies = await asyncio.gather(
+            *(member.query("health", timeout) for member in self.members), return_exceptions=True
+        )
+        failing = {
+            f"member {number}": str(reply)
+            for number, reply in enumerate(replies)
+            if isinstance(reply, JackfieldError)
+        }
+        if len(failing) == len(self.members):
+            raise EngineStopped(f"no member serves: {'; '.join(failing.values())}")
+        return failing
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget cached blocks of all members. Return False if some are in use."""
+        if self.requests.states:
+            return False
+        serving = [member for member in self.members if member.serves]
+        self.router.forget_prefixes()
+        done = await asyncio.gather(
+            *(member.query("reset_prefix_cache", REPORT_SECONDS) for member in serving)
+        )
+        return all(done)
+
+    def stats(self) -> EngineStats:
+        """Return a snapshot of all members that serve, at most a second old while they work."""
+        return total(
+            [member.process.stats for member in self.members if member.process is not None]
+        )
+
+    async def metric_families(self) -> list[Family]:
+        """Return the metrics of this process, and of each member with its number."""
+
+        async def of(member: Member) -> list[Family]:
+            try:
+                reply = await member.query("families", REPORT_SECONDS)
+            except EngineStopped:
+                return []
+            return of_member(msgspec.msgpack.decode(reply, type=list[Family]), member.number)
+
+        return merged([*await asyncio.gather(*map(of, self.members)), families(self.registry)])
+
+    async def render_metrics(self) -> bytes:
+        """Return the metrics of all processes in Prometheus' text format."""
+        return render(await self.metric_families())
+
+    def report_load(self, count: Callable[[], int]) -> None:
+        """Add `count()` to what `server_load` returns."""
+        self._loads.append(count)
+
+    async def server_load(self) -> int:
+        """Return the load of this process, the only one that clients reach."""
+        return sum(count() for count in self._loads)
+
+    def check_idle(self) -> None:
+        """Raise AssertionError if anything is left of a request."""
+        assert not self.requests.states and not self._placements
+        assert not any(self.router.loads) and not any(self.router.num_requests)
+        for member in self.members:
+            if member.process is not None:
+                member.process.requests.check_idle()

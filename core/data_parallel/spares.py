@@ -1,0 +1,47 @@
+"""Processes that become members: started ahead of the engine where that saves time.
+
+Imports nothing large: a program may call `start_ahead` before it imports the engine, and the new
+processes import meanwhile what they need.
+"""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+from typing import NamedTuple
+
+from ..remote.processes import spawn
+
+PROGRAM = "jackfield.core.data_parallel.member_program"
+
+
+class Spawned(NamedTuple):
+    """A process that waits for its Setup."""
+
+    process: subprocess.Popen[bytes]
+    connection: socket.socket
+
+
+_spares: list[Spawned] = []
+"""Of this process, and of no engine yet. They end with it."""
+
+
+def start_ahead(count: int) -> None:
+    """Start processes until `count` are there that no engine uses."""
+    while len(_spares) < count:
+        _spares.append(_spawn())
+
+
+def take() -> Spawned:
+    """Return a process that no one else gets, started ahead or now."""
+    while _spares:
+        if (spare := _spares.pop()).process.poll() is None:
+            return spare
+        spare.connection.close()
+    return _spawn()
+
+
+def _spawn() -> Spawned:
+    own, other = socket.socketpair()
+    with other:
+        return Spawned(spawn(PROGRAM, (other.fileno(),)), own)

@@ -1,0 +1,283 @@
+"""Two engines behind one server: tokens of one engine, requests where their prefix is, and that a
+member's death costs its own requests alone.
+
+One server for all, in the order of the file: a start costs each member an import of torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from serving import Server, engine_config, running, save_random
+
+from jackfield import AsyncEngine, OutputKind, SamplingParams
+from jackfield.core.data_parallel import member as members
+from jackfield.core.data_parallel.pooled_cores import PooledCores
+from jackfield.core.errors import ConfigError, EngineOverloaded, EngineStopped, InvalidRequest
+from jackfield.core.recording.recording import Recording
+from jackfield.entrypoints.http.options import ServerOptions
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+ASKED: list[dict[str, Any]] = [
+    {"temperature": 0, "max_tokens": 20},
+    {"temperature": 1.2, "max_tokens": 12},
+    {"temperature": 1.2, "n": 3, "max_tokens": 6},
+    {"temperature": 1.2, "seed": 7, "stop": ("e",), "max_tokens": 40},
+    {"temperature": 0, "logprobs": 2, "prompt_logprobs": 1, "max_tokens": 3},
+    {"structured_outputs": {"json": SCHEMA}, "max_tokens": 30},
+]
+LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_random(tmp_path_factory.mktemp("model"))
+
+
+def descriptors() -> list[str]:
+    """Return what kinds of connections and shared memory this process has open."""
+    gc.collect()
+    names = []
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            names.append(os.readlink(f"/proc/self/fd/{number}"))
+    return sorted(re.sub(r"\[\d+\]", "", n) for n in names if n.startswith(("socket", "/memfd")))
+
+
+def children() -> set[int]:
+    tasks = Path("/proc/self/task").glob("*/children")
+    return {int(pid) for task in tasks for pid in task.read_text().split()}
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("recorded")
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint: Path, recorded: Path) -> Iterator[Server]:
+    """Nothing is left of it at its end."""
+    before = descriptors(), children()
+    config = engine_config(
+        checkpoint, data_parallel_size=2, max_num_batched_tokens=8, max_waiting_requests=2,
+        max_num_seqs=2, record_steps=str(recorded / "steps"),
+    )  # fmt: skip
+    with running(config, ServerOptions(enable_admin=True)) as server:
+        yield server
+    assert (descriptors(), children()) == before
+
+
+def pool(engine: AsyncEngine) -> PooledCores:
+    assert isinstance(engine.core, PooledCores)
+    return engine.core
+
+
+async def last(stream: Any) -> Any:
+    outputs = [output async for output in stream]
+    return outputs[-1]
+
+
+async def results(engine: AsyncEngine, **options: Any) -> list[Any]:
+    """Serve ASKED one after another, as text and as chats."""
+    collected = []
+    for fields in ASKED:
+        params = SamplingParams(**fields, output_kind=OutputKind.FINAL_ONLY)
+        for stream in (
+            engine.generate("The quick brown fox", params, **options),
+            engine.chat([{"role": "user", "content": "Hello"}], params, **options),
+        ):
+            output = await last(stream)
+            collected.append(
+                [
+                    (item.text, item.token_ids, item.finish_reason, item.stop_reason,
+                     item.logprobs and [list(position) for position in item.logprobs])
+                    for item in output.outputs
+                ]
+            )  # fmt: skip
+            prompt = output.prompt_logprobs
+            collected.append(prompt and [position and list(position) for position in prompt])
+    return collected
+
+
+def metric(server: Server, name: str, member: int) -> float:
+    text = httpx.get(f"{server.url}/metrics").text
+    (line,) = re.findall(rf'^jackfield:{name}{{engine="{member}".*}} (.*)$', text, re.M)
+    return float(line)
+
+
+def test_tokens_are_those_of_one_engine(server: Server, checkpoint: Path) -> None:
+    async def alone() -> list[Any]:
+        async with AsyncEngine(engine_config(checkpoint, max_num_batched_tokens=8)) as engine:
+            return [await results(engine) for _ in range(2)]
+
+    expected = asyncio.run(alone())
+    # Whichever member draws nothing itself: requests without a seed get those of one engine.
+    assert server.call(lambda engine: results(engine, data_parallel_rank=1)) == expected[0]
+    assert server.call(results) == expected[1]
+    assert server.call(lambda engine: pool(engine).check_idle()) is None
+
+
+def test_the_second_request_goes_where_the_first_one_was(server: Server) -> None:
+    prompts = [[number] * 200 for number in (40, 50, 60)]
+    params = SamplingParams(max_tokens=2)
+    cached = [
+        server.call(lambda engine, p=prompt: last(engine.generate(p, params))).num_cached_tokens
+        for prompt in [*prompts, *prompts, *prompts]
+    ]
+    assert cached == [0] * 3 + [192] * 6
+    known = sum(metric(server, "data_parallel_known_prompt_tokens_total", m) for m in (0, 1))
+    assert known >= 6 * 192
+    for member in (0, 1):
+        assert metric(server, "prefix_cache_hits_total", member) >= 2 * 192
+        assert metric(server, "data_parallel_engine_up", member) == 1
+    assert server.call(lambda engine: engine.reset_prefix_cache())
+    again = server.call(lambda engine: last(engine.generate(prompts[0], params)))
+    assert again.num_cached_tokens == 0
+
+
+def test_a_header_chooses_the_member(server: Server) -> None:
+    body = {"model": "tiny", "prompt": "x", "max_tokens": 4, "stream": True}
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "max_tokens": 4}
+    before = metric(server, "data_parallel_requests_total", 1)
+    header = {"X-data-parallel-rank": "1"}
+    for _ in range(2):
+        reply = httpx.post(f"{server.url}/v1/completions", json=body, headers=header)
+        assert reply.status_code == 200 and reply.text.endswith("data: [DONE]\n\n")
+        assert httpx.post(f"{server.url}/v1/chat/completions", json=chat, headers=header).is_success
+    assert metric(server, "data_parallel_requests_total", 1) == before + 4
+    for wrong in ("2", "-1", "first", "99999999999999999999"):
+        reply = httpx.post(
+            f"{server.url}/v1/chat/completions", json=chat, headers={"X-data-parallel-rank": wrong}
+        )
+        assert reply.status_code == 400, reply.text
+        assert reply.json()["error"]["param"] == "data_parallel_rank"
+    with pytest.raises(InvalidRequest, match="data_parallel_rank: must be a number from 0 to 1"):
+        server.call(lambda engine: last(engine.generate("x", data_parallel_rank=2)))
+
+
+def test_a_member_that_is_full_refuses_and_another_one_takes_the_request(server: Server) -> None:
+    async def serve(engine: AsyncEngine) -> None:
+        streams = [engine.generate([5], LONG, data_parallel_rank=0) for _ in range(4)]
+        await asyncio.gather(*map(anext, streams[:2]))
+        for stream in streams[2:]:
+            await stream.admit()
+        with pytest.raises(EngineOverloaded):
+            await engine.generate([5], LONG, data_parallel_rank=0).admit()
+        router = pool(engine).router
+        router.loads[1] += 10**6  # So that the full one is tried first.
+        other = engine.generate([5], LONG)
+        await other.admit()
+        router.loads[1] -= 10**6
+        assert router.num_requests == [4, 1]
+        for stream in [*streams, other]:
+            await stream.aclose()
+        pool(engine).check_idle()
+
+    server.call(serve)
+    assert server.becomes(lambda e: not e.stats().num_requests_running)
+
+
+def kill(engine: AsyncEngine, member: int) -> None:
+    process = pool(engine).members[member].process
+    assert process is not None
+    process.process.kill()
+
+
+KILLED = "member 1 of 2 was ended by SIGKILL"
+
+
+def test_a_killed_member_costs_its_own_requests_and_comes_back(server: Server) -> None:
+    """It is killed in decode, with another request in prefill, and again while it starts."""
+    expected = server.call(lambda engine: last(engine.generate([7, 8], LONG)))
+    lost_before = metric(server, "data_parallel_lost_requests_total", 1)
+
+    async def lose(engine: AsyncEngine) -> list[Any]:
+        others = [engine.generate([7, 8], LONG, data_parallel_rank=0) for _ in range(2)]
+        decode = engine.generate([7, 8], LONG, data_parallel_rank=1)
+        for stream in (*others, decode):
+            await anext(stream)
+        prefill = engine.generate([9] * 400, LONG, data_parallel_rank=1)
+        await prefill.admit()
+        kill(engine, 1)
+        return await asyncio.gather(*map(last, (*others, decode, prefill)))
+
+    *finished, decode, prefill = server.call(lose)
+    for output in finished:
+        assert output.error is None
+        assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+    for output in (decode, prefill):
+        assert output.outputs[0].finish_reason == "error" and output.error.startswith(KILLED)
+    assert decode.outputs[0].token_ids and not prefill.outputs[0].token_ids
+    health = httpx.get(f"{server.url}/health")
+    assert health.status_code == 200 and health.json()["failing"]["member 1"].startswith(KILLED)
+    assert metric(server, "data_parallel_engine_up", 1) == 0
+    assert metric(server, "data_parallel_lost_requests_total", 1) == lost_before + 2
+    with pytest.raises(EngineStopped, match=KILLED):
+        server.call(lambda engine: last(engine.generate([7, 8], LONG, data_parallel_rank=1)))
+    assert server.becomes(lambda engine: pool(engine).members[1].num_starts == 2)
+    server.call(lambda engine: kill(engine, 1))
+    assert server.becomes(lambda engine: "while it started" in pool(engine).members[1].trouble)
+    assert server.call(lambda engine: last(engine.generate([7, 8], LONG))).error is None
+    assert server.becomes(lambda engine: pool(engine).members[1].serves)
+    again = server.call(lambda engine: last(engine.generate([7, 8], LONG, data_parallel_rank=1)))
+    assert again.outputs[0].token_ids == expected.outputs[0].token_ids
+    assert httpx.get(f"{server.url}/health").content == b""
+    assert metric(server, "data_parallel_restarts_total", 1) == 1
+    server.call(lambda engine: pool(engine).check_idle())
+
+
+@pytest.mark.slow
+def test_a_member_that_hangs_is_killed_and_comes_back(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(members, "SIGN_SECONDS", 0.1)
+    monkeypatch.setattr(members, "SILENT_SECONDS", 2.0)
+
+    async def lose(engine: AsyncEngine) -> Any:
+        kill(engine, 0)  # So that its next process is watched as above.
+        while pool(engine).members[0].serves:
+            await asyncio.sleep(0.01)
+        while not pool(engine).members[0].serves:
+            await asyncio.sleep(0.01)
+        stream = engine.generate([7, 8], LONG, data_parallel_rank=0)
+        await anext(stream)
+        pool(engine).members[0].process.process.send_signal(signal.SIGSTOP)  # type: ignore[union-attr]
+        return await last(stream)
+
+    assert "member 0 of 2 gave no sign of life for 2 seconds" in server.call(lose).error
+    assert server.becomes(lambda engine: pool(engine).members[0].serves)
+
+
+def test_each_process_of_a_member_has_a_recording(server: Server, recorded: Path) -> None:
+    names = {path.name for path in recorded.iterdir()}
+    assert names >= {"steps.0", "steps.1", "steps.1-2"}
+    assert [Recording(str(recorded / name)).header.config.data_parallel_size for name in names]
+
+
+def test_a_start_that_fails_is_reported_and_leaves_no_process(checkpoint: Path) -> None:
+    before = descriptors(), children()
+
+    async def start(**options: Any) -> Exception:
+        engine = AsyncEngine(engine_config(checkpoint, **options))
+        with pytest.raises(Exception) as caught:
+            await engine.start()
+        assert isinstance(engine.core, PooledCores) or options["data_parallel_size"] == 1
+        return caught.value
+
+    one, two = (
+        asyncio.run(start(attention_backend="no such one", data_parallel_size=size))
+        for size in (1, 2)
+    )
+    assert (type(one), str(one)) == (type(two), str(two))
+    assert isinstance(two, ConfigError) and two.param == "attention_backend"
+    assert (descriptors(), children()) == before
