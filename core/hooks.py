@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from .protocols.grammars import GrammarBackend
     from .protocols.kv import KVConnector
     from .protocols.kv_compressors import KVCompressor
+    from .protocols.latent_attention import LatentAttentionBackend
     from .protocols.loaders import WeightLoader
     from .protocols.logits_processors import LogitsProcessor
     from .protocols.models import CheckpointConfig, Model, PoolingModel
@@ -131,7 +132,20 @@ def register_attention_backends(registry: Registry[type[AttentionBackend]]) -> N
         registry.add("triton", "jackfield.plugins.attention.triton:TritonAttention", priority=20)
 
     Used by the worker at start; `auto` takes the highest priority that supports the model here and
-    logs why. Contract: `protocols.AttentionBackend`.
+    logs why. Contract: `protocols.AttentionBackend`, a `protocols.PagedBackend`.
+    """
+
+
+@hookspec
+def register_latent_attention_backends(registry: Registry[type[LatentAttentionBackend]]) -> None:
+    """Attention of models whose cache has one latent a token in place of keys and values (MLA).
+
+        registry.add("mine", "my_package.latent:MyLatentAttention", priority=25)
+
+    Used by the worker at start, for such models: `EngineConfig.attention_backend` names it, and
+    `auto` takes the highest priority that supports the model here. Contract:
+    `protocols.LatentAttentionBackend`, a `protocols.PagedBackend`, for layers with a
+    `protocols.LatentAttentionSpec`.
     """
 
 

@@ -48,6 +48,7 @@ KINDS = {
     "config": "register_configs",
     "options": "register_options",
     "attention_backend": "register_attention_backends",
+    "latent_attention_backend": "register_latent_attention_backends",
     "operations": "register_operations",
     "quantization": "register_quantization",
     "reasoning_parser": "register_reasoning_parsers",

@@ -183,7 +183,10 @@ def hook_page() -> str:
     parts.append(table(["hook", "kind", "called by", "in the box"], rows))
     for name, function in _hooks():
         about = inspect.getdoc(function) or ""
-        parts.append(f"\n## {name}\n\n```python\ndef {name}{_signature(function)}: ...\n```\n\n")
+        line = f"def {name}{_signature(function)}: ..."
+        if len(line) > WIDTH:
+            line = line.replace("(", "(\n    ", 1).replace(") ->", ",\n) ->")
+        parts.append(f"\n## {name}\n\n```python\n{line}\n```\n\n")
         parts.append(about + "\n")
         for contract in re.findall(r"`protocols\.(\w+)`", about):
             source = inspect.getsource(getattr(protocols, contract)).rstrip()
@@ -197,6 +200,10 @@ def _hooks() -> list[tuple[str, Any]]:
         for name, value in vars(hooks).items()
         if inspect.isfunction(value) and hasattr(value, "jackfield_spec")
     ]
+
+
+WIDTH = 100
+"""Characters of a line of code."""
 
 
 def _signature(function: Any) -> str:

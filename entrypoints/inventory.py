@@ -108,11 +108,12 @@ def _refusal(kind: str, plugin: Any) -> str | None:
     if kind == "structured_backend":
         reason = plugin.unavailable()
         return reason
-    if kind not in ("attention_backend", "operations", "quantization"):
+    if kind not in ("attention_backend", "latent_attention_backend", "operations", "quantization"):
         return None
     import torch
 
     from ..core.protocols.attention import AttentionSpec
+    from ..core.protocols.latent_attention import LatentAttentionSpec
     from ..core.worker.selection import attention_refusal
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -120,6 +121,11 @@ def _refusal(kind: str, plugin: Any) -> str | None:
     if kind == "attention_backend":
         spec = AttentionSpec(num_heads=8, num_kv_heads=2, head_dim=128, scale=0.1)
         reason = attention_refusal(plugin, spec, device, dtype)
+    elif kind == "latent_attention_backend":
+        latent = LatentAttentionSpec(
+            num_heads=16, latent_dim=512, rope_dim=64, nope_dim=128, value_dim=128, scale=0.1
+        )
+        reason = attention_refusal(plugin, latent, device, dtype)
     else:
         reason = plugin.supports(device, dtype)
     return reason

@@ -143,5 +143,6 @@ class Attention(nn.Module):
     def _bound(self, context: ForwardContext) -> tuple[AttentionBackend, BatchLayout, Any, KVCache]:
         """Return the backend, the layer's layout and metadata in this step, and its cache."""
         assert self.kv_cache is not None, "the worker binds the cache before the first step"
-        assert context.backend is not None, "a model with a cache runs with a backend"
-        return context.backend, *context.of_group(self.group), self.kv_cache
+        backend = context.backend
+        assert isinstance(backend, AttentionBackend), "the worker chooses one for keys and values"
+        return backend, *context.of_group(self.group), self.kv_cache

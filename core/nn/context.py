@@ -12,7 +12,7 @@ import torch
 
 from ..parallel.ranks import Ranks
 from ..parallel.sharding import even_slice
-from ..protocols.attention import AttentionBackend
+from ..protocols.attention import AttentionBackend, PagedBackend
 from .operations import Operations
 from .ragged import RaggedRows
 from .state.rows import StateRows
@@ -205,7 +205,7 @@ class EncodeContext(NamedTuple):
 class ForwardContext:
     """Passed down through a forward call: no globals."""
 
-    backend: AttentionBackend | None
+    backend: PagedBackend | None
     """None in an encoder, which has no cache to attend to."""
     metadata: Any
     """The attention backend's metadata, made from the layout."""
@@ -227,7 +227,7 @@ class ForwardContext:
     @classmethod
     def of(
         cls,
-        backend: AttentionBackend | None,
+        backend: PagedBackend | None,
         layouts: Sequence[BatchLayout],
         positions: torch.Tensor,
         token_type_ids: torch.Tensor | None = None,

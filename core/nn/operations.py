@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from .kv_cache.quantized_cache import QuantizedCache, write_blocks
+from .latent.operations import LatentOperations
 from .packed import PackedWeight, dequantize
 from .ragged import RaggedRows
 from .routing import Routing, RoutingRule, choose_experts
@@ -75,7 +76,9 @@ class Precompiler(Protocol):
         """Whether any kernel requested so far has to be compiled."""
 
 
-class Operations(StateOperations, InputOperations, SamplingOperations, CompactionOperations):
+class Operations(
+    LatentOperations, StateOperations, InputOperations, SamplingOperations, CompactionOperations
+):
     """T = num_tokens. Weights are [out_features, in_features].
 
     Results are of the input's type. An argument is overwritten only if its method says so, and a

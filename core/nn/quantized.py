@@ -161,6 +161,12 @@ class QuantizedLinear(nn.Module):
         [num_rows] → [num_rows, in_features]."""
         raise NotImplementedError
 
+    def dense_weight(self) -> torch.Tensor:
+        """Return the weight in the type of inputs: [out_features, in_features]."""
+        size = self.spec.in_features
+        unit = torch.eye(size, device=self.spec.device, dtype=self.spec.dtype)
+        return self.product(unit).t().contiguous()
+
     @property
     def bank(self) -> ExpertWeight:
         """Return the weight of experts that the operations multiply by. Kernels read a
@@ -203,6 +209,10 @@ class PackedLinear(QuantizedLinear):
             residual=residual,
             gated=self.spec.gated,
         )
+
+    def dense_weight(self) -> torch.Tensor:
+        """[out_features, in_features]"""
+        return dequantize(self.weight, self.spec.dtype)
 
     @property
     def bank(self) -> ExpertWeight:

@@ -6,12 +6,13 @@ docstrings name shapes, units and errors.
 
 from __future__ import annotations
 
-from .attention import AttentionBackend, AttentionSpec
+from .attention import AttentionBackend, AttentionSpec, LayerSpec, PagedBackend
 from .collectives import Collectives, CollectivesSetup
 from .executors import Executor, ExecutorInfo, SchedulePolicy
 from .grammars import Grammar, GrammarBackend, GrammarMatcher, GrammarSpec, Vocabulary
 from .kv import KVConnector, KVConnectorScheduler, KVConnectorSetup, KVConnectorWorker, KVLayout
 from .kv_compressors import KVCompressor
+from .latent_attention import LatentAttentionBackend, LatentAttentionSpec
 from .loaders import WeightLoader
 from .logits_processors import LogitsProcessor, LogitsProcessorSetup, ProcessedRows
 from .models import CheckpointConfig, Model, PoolingModel
@@ -52,9 +53,13 @@ __all__ = [
     "KVConnectorSetup",
     "KVConnectorWorker",
     "KVLayout",
+    "LatentAttentionBackend",
+    "LatentAttentionSpec",
+    "LayerSpec",
     "LogitsProcessor",
     "LogitsProcessorSetup",
     "Model",
+    "PagedBackend",
     "ParserEvent",
     "PoolingModel",
     "ProcessedRows",

@@ -16,13 +16,31 @@ if TYPE_CHECKING:
     from ..nn.operations import Norm
 
 
-class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Parameters of one layer's attention, for a backend.
+class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Parameters of one layer, for a backend.
 
     A field with a default is a feature: a layer that sets it is served only by backends that list
-    its name in `AttentionBackend.features`. So a backend that is older than a field never ignores
-    it silently.
+    its name in `PagedBackend.features`. So a backend that is older than a field never ignores it
+    silently.
     """
+
+    @property
+    def features(self) -> frozenset[str]:
+        """Return the names of the optional fields that this layer sets."""
+        return frozenset(
+            name for name, default in _defaults(type(self)) if getattr(self, name) != default
+        )
+
+
+@functools.cache
+def _defaults(spec: type[LayerSpec]) -> tuple[tuple[str, Any], ...]:
+    """Return name and default of each field that has one."""
+    fields = msgspec.structs.fields(spec)
+    return tuple((f.name, f.default) for f in fields if f.default is not msgspec.NODEFAULT)
+
+
+class AttentionSpec(LayerSpec, frozen=True, kw_only=True):
+    """Parameters of one layer's attention."""
 
     num_heads: int
     num_kv_heads: int
@@ -44,41 +62,23 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Each head has an additional learned logit that takes part in the softmax and has no value;
     `forward` gets them as `sinks`."""
 
-    @property
-    def features(self) -> frozenset[str]:
-        """Return the names of the optional fields that this layer sets."""
-        return frozenset(
-            name for name, default in _defaults(type(self)) if getattr(self, name) != default
-        )
 
+class PagedBackend(ABC):
+    """What attention backends of all kinds of caches share.
 
-@functools.cache
-def _defaults(spec: type[AttentionSpec]) -> tuple[tuple[str, Any], ...]:
-    """Return name and default of each field that has one."""
-    fields = msgspec.structs.fields(spec)
-    return tuple((f.name, f.default) for f in fields if f.default is not msgspec.NODEFAULT)
-
-
-class AttentionBackend(ABC):
-    """Causal attention over a paged KV cache, prefill and decode rows in one batch. Subclass it.
-
-    One instance serves a model; it may keep workspaces. The cache of one layer is
-    [2 (key, value), num_blocks, block_size, num_kv_heads, head_dim]. Block 0 is the null block:
-    padding rows write there. To test a backend: `jackfield.plugins.conformance.attention`.
+    One instance serves a model; it may keep workspaces. Block 0 of a cache is the null block:
+    padding rows write there.
     """
 
     name: ClassVar[str]
-    features: ClassVar[frozenset[str]] = frozenset({"sliding_window", "soft_cap"})
-    """Optional fields of `AttentionSpec` that the backend handles. The default is the fields of the
-    first version, and does not change; `supports` may still refuse one of them."""
+    features: ClassVar[frozenset[str]] = frozenset()
+    """Optional fields of its spec that the backend handles; `supports` may still refuse one of
+    them."""
     graph_safe: ClassVar[bool] = False
     """Whether a decode-only `forward` may be captured in a CUDA graph."""
     mixed_graph_safe: ClassVar[bool] = False
     """Whether any `forward` may be captured, with a layout whose `mixed` has the values that only
     the device knows: launches then depend only on the layout's sizes and upper bounds."""
-    standard_cache: ClassVar[bool] = True
-    """Whether the cache has the layout above, with the step's keys and values written before
-    `forward` is called; otherwise `forward` writes them."""
     cache_groups: ClassVar[bool] = False
     """Whether it supports layers in groups with block tables of their own: `build_metadata` is
     called for each group's layout of a step (`BatchLayout.group`), and nothing is read before a
@@ -86,27 +86,14 @@ class AttentionBackend(ABC):
     blocks before windows are kept."""
     fp8_cache: ClassVar[bool] = False
     """Whether it can read a float8_e4m3fn or float8_e5m2 cache, with the spec's scales."""
-    cache_formats: ClassVar[frozenset[str]] = frozenset()
-    """Quantized formats that it can read (`core.cache.formats`): `forward` then gets a
-    `QuantizedCache` for layers that store one. Without this, it gets tensors alone."""
-    compacted_cache: ClassVar[bool] = False
-    """Whether `forward` serves rows whose cache was compacted (`EngineConfig.kv_compression`): it
-    has fewer tokens than the sequence, chosen anew for each KV head. Such a row computes one token,
-    which attends to all that `seq_lens` counts. Needs `standard_cache`. `forward_projection` then
-    takes positions from `BatchLayout.positions`, as they do not follow from lengths."""
-
-    keeps_queries: ClassVar[bool] = False
-    """Whether `forward_projection` can write the queries of its rows to a ring, for KV compressors
-    that need them. Otherwise it is not called for layers whose queries are kept."""
 
     @classmethod
     @abstractmethod
-    def supports(cls, spec: AttentionSpec, device: torch.device, dtype: torch.dtype) -> str | None:
+    def supports(cls, spec: Any, device: torch.device, dtype: torch.dtype) -> str | None:
         """Return None if it can serve this layer here, else the reason why not, in one clause.
 
-        Called only for layers whose features it lists, but with any other values: also with
-        `num_heads` that is not a multiple of `num_kv_heads`, and with a dtype that is not a
-        floating-point type. Both must be refused.
+        Called only for layers whose features it lists, but with any other values: also with a dtype
+        that is not a floating-point type, which must be refused.
         """
 
     @abstractmethod
@@ -131,6 +118,43 @@ class AttentionBackend(ABC):
         from a graph: if the host knows the lengths, a better kernel may exist. Called if
         `mixed_graph_safe`."""
         return False
+
+
+class AttentionBackend(PagedBackend):
+    """Causal attention over a paged KV cache, prefill and decode rows in one batch. Subclass it.
+
+    The cache of one layer is [2 (key, value), num_blocks, block_size, num_kv_heads, head_dim]. To
+    test a backend: `jackfield.plugins.conformance.attention`.
+    """
+
+    features: ClassVar[frozenset[str]] = frozenset({"sliding_window", "soft_cap"})
+    """Optional fields of `AttentionSpec` that the backend handles. The default is the fields of the
+    first version, and does not change; `supports` may still refuse one of them."""
+    cache_formats: ClassVar[frozenset[str]] = frozenset()
+    """Quantized formats that it can read (`core.cache.formats`): `forward` then gets a
+    `QuantizedCache` for layers that store one. Without this, it gets tensors alone."""
+    standard_cache: ClassVar[bool] = True
+    """Whether the cache has the layout above, with the step's keys and values written before
+    `forward` is called; otherwise `forward` writes them."""
+    compacted_cache: ClassVar[bool] = False
+    """Whether `forward` serves rows whose cache was compacted (`EngineConfig.kv_compression`): it
+    has fewer tokens than the sequence, chosen anew for each KV head. Such a row computes one token,
+    which attends to all that `seq_lens` counts. Needs `standard_cache`. `forward_projection` then
+    takes positions from `BatchLayout.positions`, as they do not follow from lengths."""
+
+    keeps_queries: ClassVar[bool] = False
+    """Whether `forward_projection` can write the queries of its rows to a ring, for KV compressors
+    that need them. Otherwise it is not called for layers whose queries are kept."""
+
+    @classmethod
+    @abstractmethod
+    def supports(cls, spec: AttentionSpec, device: torch.device, dtype: torch.dtype) -> str | None:
+        """Return None if it can serve this layer here, else the reason why not, in one clause.
+
+        Called only for layers whose features it lists, but with any other values: also with
+        `num_heads` that is not a multiple of `num_kv_heads`, and with a dtype that is not a
+        floating-point type. Both must be refused.
+        """
 
     @abstractmethod
     def forward(

@@ -36,6 +36,9 @@ CONTRACTS = {
     "attention_backend": Contract(
         "protocols.AttentionBackend", base="jackfield.core.protocols:AttentionBackend"
     ),
+    "latent_attention_backend": Contract(
+        "protocols.LatentAttentionBackend", base="jackfield.core.protocols:LatentAttentionBackend"
+    ),
     "operations": Contract(
         "core.nn.operations.Operations", base="jackfield.core.nn.operations:Operations"
     ),

@@ -19,7 +19,7 @@ from ..loading.pooling_config import PoolingConfig
 from ..loading.projection import Projections
 from ..nn.context import ForwardContext
 from ..pooling_params import PooledRow, PoolingParams
-from ..protocols.attention import AttentionBackend
+from ..protocols.attention import PagedBackend
 from ..step import NOTHING_IN_PROCESS, InProcess, SlotStart, StepPlan, StepResult
 from .batch import PersistentBatch, StepInputs, releasing_all
 from .parts import PerSlot, update_parts
@@ -71,7 +71,7 @@ class PoolingRunner(PerSlot):
         *,
         model: nn.Module,
         pooling: PoolingConfig,
-        backend: AttentionBackend | None,
+        backend: PagedBackend | None,
         batch: PersistentBatch,
         device: torch.device,
     ) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 from ..nn.context import ForwardContext
 from ..nn.step_operations.sampling import SampleOutputs
 from ..parallel.ranks import ONE_RANK, Ranks
-from ..protocols.attention import AttentionBackend
+from ..protocols.attention import PagedBackend
 from ..step import NOTHING_IN_PROCESS, InProcess, StepPlan
 from .batch import LogitRows, PersistentBatch, StepInputs, StepRows, releasing_all
 from .graphs.decode_graphs import DecodeGraphs
@@ -45,7 +45,7 @@ class ModelRunner:
         self,
         *,
         model: nn.Module,
-        backend: AttentionBackend,
+        backend: PagedBackend,
         batch: PersistentBatch,
         sampling: SamplingState,
         sampler: Sampler,

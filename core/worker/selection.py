@@ -1,21 +1,72 @@
-"""Whether an attention backend can serve a layer."""
+"""Which layers of a model have a cache, and whether an attention backend can serve them."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TypeAlias
 
-from ..protocols.attention import AttentionBackend, AttentionSpec
+import torch
+from torch import nn
 
-if TYPE_CHECKING:
-    import torch
+from ..config import EngineConfig
+from ..errors import ConfigError
+from ..nn.attention import Attention
+from ..nn.latent.layer import LatentAttention
+from ..protocols.attention import AttentionBackend, LayerSpec, PagedBackend
+from ..protocols.latent_attention import LatentAttentionBackend, LatentAttentionSpec
+
+CacheLayer: TypeAlias = Attention | LatentAttention
+"""A layer with an entry for every token in the paged cache."""
+
+WIDE_CACHES = ("auto", "bfloat16", "float16", "float32")
+"""Values of `EngineConfig.kv_cache_dtype` that store numbers as layers compute them."""
+
+
+def cache_layers(model: nn.Module) -> list[CacheLayer]:
+    """Return the layers with a paged cache, in the order of the model."""
+    return [m for m in model.modules() if isinstance(m, Attention | LatentAttention)]
+
+
+def backend_kind(layers: Sequence[CacheLayer]) -> str:
+    """Return the kind of plugin that serves these layers."""
+    latent = any(isinstance(layer, LatentAttention) for layer in layers)
+    return "latent_attention_backend" if latent else "attention_backend"
 
 
 def attention_refusal(
-    backend: type[AttentionBackend], spec: AttentionSpec, device: torch.device, dtype: torch.dtype
+    backend: type[PagedBackend], spec: LayerSpec, device: torch.device, dtype: torch.dtype
 ) -> str | None:
     """Return why `backend` cannot serve a layer here; None if it can."""
-    if not (isinstance(backend, type) and issubclass(backend, AttentionBackend)):
-        return "it does not subclass jackfield.core.protocols.AttentionBackend"
+    latent = isinstance(spec, LatentAttentionSpec)
+    base: type[PagedBackend] = LatentAttentionBackend if latent else AttentionBackend
+    if not (isinstance(backend, type) and issubclass(backend, base)):
+        return f"it does not subclass jackfield.core.protocols.{base.__name__}"
     if unknown := spec.features - backend.features:
         return f"it has no {', '.join(sorted(unknown))}"
     return backend.supports(spec, device, dtype)
+
+
+def keys_and_values(layers: Sequence[CacheLayer], config: EngineConfig) -> list[Attention]:
+    """Return the layers that cache keys and values. Raises ConfigError, with the option's name, for
+    what only such layers can do, where others are among them."""
+    own = [layer for layer in layers if isinstance(layer, Attention)]
+    if len(own) == len(layers):
+        return own
+    refused = {
+        "calculate_kv_scales": (config.calculate_kv_scales, "only keys and values have scales"),
+        "kv_cache_dtype": (
+            config.kv_cache_dtype not in WIDE_CACHES,
+            "latents are cached in the model's type",
+        ),
+        "kv_compression": (
+            config.kv_compression is not None,
+            "only keys and values are compacted",
+        ),
+    }
+    for name, (wanted, reason) in refused.items():
+        if wanted:
+            raise ConfigError(
+                f"{name}: this model caches latents instead of keys and values, and {reason}",
+                param=name,
+            )
+    return own

@@ -18,3 +18,10 @@ def register_attention_backends(registry: Any) -> None:
     )
     registry.add("torch", "jackfield.plugins.attention.torch:TorchAttention", priority=10)
     registry.add("flex", "jackfield.plugins.attention.flex:FlexAttention", priority=8)
+
+
+@hookimpl
+def register_latent_attention_backends(registry: Any) -> None:
+    registry.add(
+        "torch", "jackfield.plugins.attention.torch_latent:TorchLatentAttention", priority=10
+    )

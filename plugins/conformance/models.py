@@ -32,7 +32,6 @@ from ...core.engine.async_engine import AsyncEngine
 from ...core.errors import ConfigError, LoadError
 from ...core.loading.build import build_model
 from ...core.loading.model_config import resolve_model_config
-from ...core.nn.attention import Attention
 from ...core.nn.context import ForwardContext
 from ...core.nn.experts import Router
 from ...core.parallel.ranks import ONE_RANK, Ranks
@@ -41,7 +40,7 @@ from ...core.registry import Plugins, load_plugins
 from ...core.sampling_params import SamplingParams
 from ...core.worker.kv_cache.memory import allocate_cache
 from ...core.worker.kv_cache.states import NoAttention, make_states
-from ...core.worker.selection import attention_refusal
+from ...core.worker.selection import attention_refusal, backend_kind, cache_layers
 from .kit import Kit
 from .paged import make_layout
 from .rank_threads import run_ranks, thread_ranks
@@ -100,7 +99,7 @@ class PagedModel:
         )
         self.device = device
         self.model = build_model(plugins, config, model_config, device, operations(), ranks)
-        layers = [m for m in self.model.modules() if isinstance(m, Attention)]
+        layers = cache_layers(self.model)
 
         def refusal(backend: Any) -> str | None:
             reasons = [attention_refusal(backend, layer.spec, device, kind) for layer in layers]
@@ -108,9 +107,8 @@ class PagedModel:
 
         backend: Any = NoAttention
         if layers:
-            _, backend, _ = choose(
-                plugins["attention_backend"], "attention_backend", kernels, refusal
-            )
+            registry = plugins[backend_kind(layers)]
+            _, backend, _ = choose(registry, "attention_backend", kernels, refusal)
         self.backend = backend(
             device=device, dtype=kind, block_size=BLOCK, max_num_seqs=8,
             max_num_batched_tokens=512, max_model_len=LONGEST,

@@ -31,6 +31,9 @@ class Kit(NamedTuple):
 KITS = {
     "model": Kit("--model", "models", "ModelKit"),
     "attention_backend": Kit("--attention-backend", "attention", "AttentionBackendKit"),
+    "latent_attention_backend": Kit(
+        "--latent-attention-backend", "latent_attention", "LatentAttentionBackendKit"
+    ),
     "quantization": Kit("--quantization", "quantization", "QuantizationKit"),
     "reasoning_parser": Kit("--reasoning-parser", "parsers", "ReasoningParserKit"),
     "tool_parser": Kit("--tool-parser", "parsers", "ToolParserKit"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from transformers import PreTrainedConfig
+from transformers import DeepseekV3Config, PreTrainedConfig
 
 
 class RenamedConfig:
@@ -84,3 +84,12 @@ class ChatGLMConfig(RenamedConfig):
             "rope_theta": 10000.0 * (own.get("rope_ratio") or 1.0),
         }  # fmt: skip
         return super().from_dict(own)
+
+
+class KimiK2Config:
+    """DeepSeek V3's fields, under another model type."""
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any]) -> Any:
+        own = {name: value for name, value in config_dict.items() if name != "model_type"}
+        return DeepseekV3Config(**own)

@@ -20,6 +20,7 @@ from ...core.loading.weight_map import RowOrder, Shard, WeightMap
 from ...core.nn.attention import Attention
 from ...core.nn.context import BuildContext, ForwardContext
 from ...core.nn.embedding import Embedding
+from ...core.nn.latent.layer import LatentAttention
 from ...core.nn.linear import Linear, MergedLinear
 from ...core.nn.mlp import GatedMLP, PlainMLP
 from ...core.nn.norm import LayerNorm, RMSNorm, norm_eps
@@ -225,7 +226,8 @@ class ParallelBlock(Block):
 def _shapes(module: nn.Module) -> Iterator[Any]:
     """Yield the properties that decide which kernels a module launches."""
     for name, part in module.named_modules():
-        yield name, type(part), part.spec if isinstance(part, Attention) else None
+        attends = isinstance(part, Attention | LatentAttention)
+        yield name, type(part), part.spec if attends else None
     for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
         yield name, tensor.shape, tensor.dtype
 

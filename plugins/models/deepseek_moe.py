@@ -7,6 +7,7 @@ a bias (`RoutingRule`), and beside them are experts that all tokens share.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -25,6 +26,8 @@ class DeepseekMoeForCausalLM(CausalLM):
     token, are not loaded."""
 
     tensor_parallel = True
+    score_bias: ClassVar[bool] = True
+    """A learned bias takes part in the choice of experts."""
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__(config, build)
@@ -34,12 +37,9 @@ class DeepseekMoeForCausalLM(CausalLM):
         self.weight_map = dataclasses.replace(type(self).weight_map, ignored=ignored)
 
     @staticmethod
-    def mlp(config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:
-        hf = config.hf_config
-        if layer < (hf.first_k_dense_replace or 0):
-            return CausalLM.mlp(config, layer, build)
-        inner, shared = hf.moe_intermediate_size, hf.n_shared_experts or 0
-        rule = RoutingRule(
+    def rule(hf: Any) -> RoutingRule:
+        """Return how experts are chosen. Raises ConfigError."""
+        return RoutingRule(
             hf.num_experts_per_tok,
             scoring="sigmoid",
             renormalize=bool(hf.norm_topk_prob),
@@ -47,19 +47,34 @@ class DeepseekMoeForCausalLM(CausalLM):
             top_groups=hf.topk_group or 1,
             factor=hf.routed_scaling_factor,
         )
+
+    @classmethod
+    def mlp(cls, config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:
+        hf = config.hf_config
+        if is_dense(hf, layer):
+            return CausalLM.mlp(config, layer, build)
+        inner, shared = hf.moe_intermediate_size, hf.n_shared_experts or 0
         return SparseMLP(
             hf.n_routed_experts,
-            rule,
+            cls.rule(hf),
             hf.hidden_size,
             inner,
             hf.hidden_act,
             build,
-            score_bias=True,
+            score_bias=cls.score_bias,
             wide_router=True,
             shared=GatedMLP(hf.hidden_size, shared * inner, hf.hidden_act, build)
             if shared
             else None,
         )
+
+
+def is_dense(hf: Any, layer: int) -> bool:
+    """Whether a layer has an MLP instead of a mixture."""
+    if kinds := getattr(hf, "mlp_layer_types", None):
+        return bool(kinds[layer] == "dense")
+    every = getattr(hf, "moe_layer_freq", None) or 1
+    return layer < (hf.first_k_dense_replace or 0) or layer % every > 0
 
 
 class Glm4MoeAttention(SelfAttention):

@@ -1,4 +1,4 @@
-"""MiniCPM 1 and 2: Llama with Granite's multipliers by other names."""
+"""MiniCPM: Llama with Granite's multipliers by other names; MiniCPM 3 with latent attention."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from ...core.loading.model_config import ModelConfig
 from ...core.nn.context import BuildContext
 from .decoder import CausalLM, Decoder
 from .granite import GraniteBlock
+from .latent import LATENT_MAP, LatentSelfAttention
 
 
 class MiniCPMBlock(GraniteBlock):
@@ -38,3 +39,15 @@ class MiniCPMForCausalLM(CausalLM):
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return super().compute_logits(hidden).div_(self.width)
+
+
+class HalvesLatentAttention(LatentSelfAttention):
+    @staticmethod
+    def interleaved(hf: object) -> bool:
+        return False
+
+
+class MiniCPM3ForCausalLM(MiniCPMForCausalLM):
+    tensor_parallel = True
+    attention = HalvesLatentAttention
+    weight_map = LATENT_MAP

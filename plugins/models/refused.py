@@ -4,7 +4,7 @@ from __future__ import annotations
 
 STATE = "it keeps a state of each sequence instead of keys and values, or beside them"
 EXPERTS = "its mixture of experts is chosen or shared in a way that is not there yet"
-LATENT = "its attention keeps a latent vector instead of keys and values"
+INDEXED = "an indexer chooses the tokens that its attention reads"
 ENCODER = "it is an encoder by training: Jackfield serves encoders for vectors and labels"
 CROSS = "it is the decoder of an encoder-decoder model, and attends to the encoder's states"
 IMAGES = "it takes images, sound or video beside text"
@@ -25,11 +25,12 @@ REFUSED = {
         "MiniMaxM2ForCausalLM", "OlmoeForCausalLM", "PhimoeForCausalLM",
         "SolarOpenForCausalLM",
     ),
-    LATENT: (
-        "AXK1ForCausalLM", "AXK2ForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM",
-        "DeepseekV32ForCausalLM", "Dots3NoteForCausalLM",
-        "Glm4MoeLiteForCausalLM", "GlmMoeDsaForCausalLM", "HYV4ForCausalLM",
-        "LongcatFlashForCausalLM", "MiniCPM3ForCausalLM", "YoutuForCausalLM",
+    INDEXED: (
+        "AXK2ForCausalLM", "DeepseekV32ForCausalLM", "Dots3NoteForCausalLM", "GlmMoeDsaForCausalLM",
+        "HYV4ForCausalLM",
+    ),
+    "its layers have two attentions, and experts that compute nothing": (
+        "LongcatFlashForCausalLM",
     ),
     ENCODER: (
         "BertGenerationDecoder", "BertLMHeadModel", "BigBirdForCausalLM", "CamembertForCausalLM",

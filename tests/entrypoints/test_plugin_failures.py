@@ -47,6 +47,7 @@ ELSEWHERE = {
     "authenticate": "tests/entrypoints/test_request_hooks.py",
     "request_received": "tests/entrypoints/test_request_hooks.py",
     "register_logits_processors": "tests/core/worker/test_processors.py",
+    "register_latent_attention_backends": "tests/plugins/attention/test_latent_attention_choice.py",
     "register_collectives": "tests/core/parallel/test_collectives.py",
 }
 """Where what is called later is tested."""

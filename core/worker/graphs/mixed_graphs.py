@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from ...nn.context import MixedRows
-from ...protocols.attention import AttentionBackend
+from ...protocols.attention import PagedBackend
 from ..batch import PersistentBatch, StepInputs, StepRows
 from ..sampling.sampler import Sampler
 from .endings import Ending, row_counts, sample_rows, sampling_endings
@@ -77,7 +77,7 @@ class MixedGraphs:
         forward: Callable[[StepInputs], torch.Tensor],
         logits: Callable[[torch.Tensor, Ending], torch.Tensor],
         batch: PersistentBatch,
-        backend: AttentionBackend,
+        backend: PagedBackend,
         sampler: Sampler,
         record: Recorder,
         max_tokens: int,

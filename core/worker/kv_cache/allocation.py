@@ -9,17 +9,17 @@ import torch
 
 from ...cache.groups import CacheGroup, form_groups
 from ...config import EngineConfig
-from ...nn.attention import Attention
-from ...protocols.attention import AttentionBackend
+from ...protocols.attention import PagedBackend
+from ..selection import CacheLayer
 from .memory import allocate_cache
 
 logger = logging.getLogger("jackfield.worker")
 
 
 def form_cache_groups(
-    layers: Sequence[Attention],
+    layers: Sequence[CacheLayer],
     dtype: torch.dtype,
-    backend_class: type[AttentionBackend],
+    backend_class: type[PagedBackend],
     config: EngineConfig,
     max_model_len: int,
 ) -> tuple[CacheGroup, ...]:
@@ -49,7 +49,7 @@ def form_cache_groups(
 
 
 def bind_cache(
-    layers: Sequence[Attention],
+    layers: Sequence[CacheLayer],
     groups: Sequence[CacheGroup],
     num_blocks: int,
     block_size: int,

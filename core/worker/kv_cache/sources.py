@@ -10,19 +10,19 @@ import torch
 from torch import nn
 
 from ...errors import ConfigError
-from ...nn.attention import Attention
 from ...nn.context import EncodeContext, SourceContext
 from ...nn.encoder import SourceAttention
 from ...nn.ragged import RaggedRows
 from ...protocols.attention import AttentionBackend
 from ...step import EncodeItem
+from ..selection import CacheLayer
 
 if TYPE_CHECKING:
     from ..batch import PersistentBatch, StepInputs
 
 
 def source_layers(
-    model: nn.Module, layers: Sequence[Attention], dtype: torch.dtype
+    model: nn.Module, layers: Sequence[CacheLayer], dtype: torch.dtype
 ) -> list[SourceAttention]:
     """Return the layers of a decoder that attend to a source; [] without an encoder.
 

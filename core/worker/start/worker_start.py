@@ -18,7 +18,7 @@ from ...loading.model_config import ModelConfig
 from ...nn.attention import Attention
 from ...nn.operations import Operations
 from ...parallel.ranks import Ranks
-from ...protocols.attention import AttentionBackend
+from ...protocols.attention import AttentionBackend, LayerSpec, PagedBackend
 from ...protocols.executors import ExecutorInfo
 from ...protocols.kv_compressors import KVCompressor
 from ...protocols.logits_processors import LogitsProcessorSetup
@@ -46,6 +46,7 @@ from ..sampling.masks import grammar_masks
 from ..sampling.processors import Processors
 from ..sampling.sampler import Sampler
 from ..sampling.sampling_state import SamplingState
+from ..selection import backend_kind, cache_layers, keys_and_values
 from .attention import choose_attention
 from .connector import connect_half
 from .warmup import Warmup
@@ -154,10 +155,11 @@ class WorkerStart:
         """Complete the start of a model whose layers cache what they have computed."""
         config, device = self.config, self.device
         weight_bytes = _weight_bytes(model)
-        layers = [m for m in model.modules() if isinstance(m, Attention)]
+        layers = cache_layers(model)
+        with_keys = keys_and_values(layers, config)
         states = make_states(model, config, device)
-        wish = getattr(model, "kv_cache_dtype", None)
-        formats = choose_formats(layers, config, wish, self.model_config.dtype)
+        wish = getattr(model, "kv_cache_dtype", None) if with_keys else None
+        formats = choose_formats(with_keys, config, wish, self.model_config.dtype)
         kv_dtype = formats.dtype
         if formats.quantized and (lacking := QUANTIZED_WRITES - operations.features):
             raise ConfigError(
@@ -166,7 +168,7 @@ class WorkerStart:
                 param="kv_cache_dtype",
             )
         first_scaled = unscaled(formats.fp8_layers, config, formats.fp8_cache)
-        compressor = load_compressor(self.plugins, config, layers, kv_dtype)
+        compressor = load_compressor(self.plugins, config, with_keys, kv_dtype)
         compacts = compressor is not None
         if compacts and (lacking := COMPACTED_INPUTS - operations.features):
             raise ConfigError(
@@ -174,13 +176,17 @@ class WorkerStart:
                 f"{', '.join(sorted(lacking))}",
                 param="kv_compression",
             )
-        specs = [
-            to_be_scaled(layer.spec) if layer in first_scaled else layer.spec for layer in layers
+        specs: list[LayerSpec] = [
+            to_be_scaled(layer.spec)
+            if isinstance(layer, Attention) and layer in first_scaled
+            else layer.spec
+            for layer in layers
         ]
         sources = source_layers(model, layers, kv_dtype)
         chosen = choose_attention(
             self.plugins,
             config,
+            backend_kind(layers),
             [*specs, *(layer.spec for layer in sources)],
             device,
             self.model_config.dtype,
@@ -189,7 +195,7 @@ class WorkerStart:
         )
         max_model_len = self.model_config.max_model_len
         groups = form_cache_groups(layers, kv_dtype, chosen.backend_class, config, max_model_len)
-        with self.plugins["attention_backend"].calling(chosen.name, "its constructor"):
+        with self.plugins[chosen.kind].calling(chosen.name, "its constructor"):
             backend = chosen.backend_class(
                 device=device,
                 dtype=self.model_config.dtype,
@@ -217,10 +223,10 @@ class WorkerStart:
             runner = self._pooling_runner(model, backend, batch)
         else:
             runner = self._model_runner(model, backend, batch, states)
-            if source_backend is not None:
+            if isinstance(source_backend, AttentionBackend):
                 runner.sources = Sources(model, source_backend, batch)
             if compressor is not None:
-                self._compress(runner, compressor, layers, operations)
+                self._compress(runner, compressor, with_keys, operations)
         graphs = self._graphs(runner)
         warmup = self._warmup(runner)
         bind_sources(sources, bind_cache(layers, groups, 2, config.block_size, kv_dtype, device))
@@ -297,7 +303,7 @@ class WorkerStart:
         )
 
     def _pooling_runner(
-        self, model: nn.Module, backend: AttentionBackend | None, batch: PersistentBatch
+        self, model: nn.Module, backend: PagedBackend | None, batch: PersistentBatch
     ) -> PoolingRunner:
         pooling = self.model_config.pooling
         assert pooling is not None, "the model generates text"
@@ -308,7 +314,7 @@ class WorkerStart:
     def _model_runner(
         self,
         model: nn.Module,
-        backend: AttentionBackend,
+        backend: PagedBackend,
         batch: PersistentBatch,
         states: States | None,
     ) -> ModelRunner:

@@ -1,0 +1,109 @@
+"""DeepSeek V2 and V3 (R1, Kimi K2), GLM-4.7 Flash, Youtu and A.X K1: latent attention, in most of
+them beside mixtures of experts."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from ...core.errors import ConfigError
+from ...core.loading.model_config import ModelConfig
+from ...core.nn.context import BuildContext, ForwardContext
+from ...core.nn.experts import SparseMLP
+from ...core.nn.rotary import Rotary
+from ...core.nn.routing import RoutingRule
+from .decoder import Block, CausalLM, Decoder, MakeMLP, SelfAttention
+from .deepseek_moe import DeepseekMoeForCausalLM, is_dense
+from .latent import LATENT_MAP, LatentSelfAttention
+
+V2_METHODS = {"greedy": False, "group_limited_greedy": True}
+"""How V2 chooses experts → whether only in the best groups."""
+
+
+class DeepseekV3ForCausalLM(DeepseekMoeForCausalLM):
+    tensor_parallel = True
+    attention = LatentSelfAttention
+    weight_map = LATENT_MAP
+
+
+class Glm4MoeLiteForCausalLM(DeepseekV3ForCausalLM):
+    tensor_parallel = True
+
+
+class DeepseekV2ForCausalLM(DeepseekV3ForCausalLM):
+    """Experts are chosen by softmax, without a bias."""
+
+    tensor_parallel = True
+    score_bias = False
+
+    @staticmethod
+    def rule(hf: object) -> RoutingRule:
+        method = getattr(hf, "topk_method", None) or "greedy"
+        if method not in V2_METHODS:
+            raise ConfigError(
+                f"topk_method: {method!r} is not supported (there are: {', '.join(V2_METHODS)})",
+                param="topk_method",
+            )
+        if getattr(hf, "norm_topk_prob", False):
+            raise ConfigError(
+                "norm_topk_prob: weights that sum to 1 are not supported for this architecture",
+                param="norm_topk_prob",
+            )
+        rule = DeepseekMoeForCausalLM.rule(hf)._replace(scoring="softmax")
+        return rule if V2_METHODS[method] else rule._replace(groups=1, top_groups=1)
+
+
+class YoutuForCausalLM(CausalLM):
+    tensor_parallel = True
+    attention = LatentSelfAttention
+    weight_map = LATENT_MAP
+
+
+class AXK1Block(Block):
+    """Norms what a mixture adds."""
+
+    mlp: SparseMLP
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        build: BuildContext,
+        attention: type[SelfAttention],
+        mlp: MakeMLP,
+    ) -> None:
+        super().__init__(config, layer, build, attention, mlp)
+        dense = is_dense(config.hf_config, layer)
+        self.post_mlp_layernorm = None if dense else self.make_norm(config.hf_config, build)
+
+    def forward(
+        self, hidden: torch.Tensor, rotary: Rotary | None, context: ForwardContext
+    ) -> torch.Tensor:
+        norm: Any = self.post_mlp_layernorm
+        if norm is None:
+            return super().forward(hidden, rotary, context)
+        hidden = self.self_attn(hidden, self.input_layernorm, rotary, context)
+        out: torch.Tensor = norm.add(
+            self.mlp(hidden, self.post_attention_layernorm, add=False), hidden
+        )
+        return out
+
+
+class AXK1Decoder(Decoder):
+    block = AXK1Block
+
+
+class AXK1ForCausalLM(DeepseekV3ForCausalLM):
+    """V3 with a norm of what a mixture adds, which checkpoints have for other layers, too."""
+
+    tensor_parallel = True
+    decoder = AXK1Decoder
+
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        super().__init__(config, build)
+        layers = (n for n in range(config.num_layers) if is_dense(config.hf_config, n))
+        unused = tuple(f"model.layers.{layer}.post_mlp_layernorm." for layer in layers)
+        ignored = (*self.weight_map.ignored, *unused)
+        self.weight_map = dataclasses.replace(self.weight_map, ignored=ignored)
