@@ -426,12 +426,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 "recording, so it could not be replayed",
                 param="record_steps",
             )
-        if self.kv_compression is not None and self.kv_transfer_config is not None:
-            raise ConfigError(
-                "kv_compression: KV connectors (kv_transfer_config) move whole caches; leave one "
-                "of them out",
-                param="kv_compression",
-            )
         if self.kv_compression_on_pressure and self.kv_compression_interval:
             raise ConfigError(
                 "kv_compression_interval: caches are compacted only when blocks run out "

@@ -168,6 +168,11 @@ class EngineStats(msgspec.Struct, kw_only=True):
     num_kv_load_failures: int = 0
     """Loads of the KV connector that delivered fewer blocks than promised, since the start."""
     num_preemptions: int = 0
+    preempted_tokens_restored: int = 0
+    """Tokens of preempted requests that were found in the prefix cache, or loaded into it by the KV
+    connector, when they ran again, since the start."""
+    preempted_tokens_recomputed: int = 0
+    """Tokens of preempted requests that were computed again, since the start."""
     kv_compactions: int = 0
     """Requests whose cache was compacted, since the start; again after a preemption."""
     kv_blocks_returned: int = 0

@@ -118,6 +118,8 @@ class Request:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     num_preemptions: int = 0
+    num_preempted_tokens: int = 0
+    """Tokens that were computed when it was preempted, until it runs again."""
     first_scheduled: float | None = None
 
     def __post_init__(self) -> None:

@@ -38,6 +38,10 @@ class BlockPool:
     def is_free(self, block_id: int) -> bool:
         return self._ref_counts[block_id] == 0
 
+    def num_holders(self, block_id: int) -> int:
+        """Return the number of references."""
+        return self._ref_counts[block_id]
+
     def is_private(self, block_id: int) -> bool:
         """Whether it has one holder."""
         return self._ref_counts[block_id] == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import NamedTuple
@@ -226,12 +227,16 @@ class KVCacheManager:
 
     # ------------------------------------------------------------ compaction
 
-    def compaction_gain(self, request: Request, kept: int) -> int:
+    def compaction_gain(self, request: Request, kept: int, transfers: Iterable[int] = ()) -> int:
         """Return how many more blocks would be free if the request's cache had `kept` tokens.
 
-        Blocks that others hold, too, stay in use, so this may be negative.
+        Blocks that others hold, too, stay in use, so this may be negative. transfers: blocks held
+        besides, one entry per reference, by holders that do not count.
         """
-        own = sum(map(self.pool.is_private, request.tables[0]))
+        pool, table = self.pool, request.tables[0]
+        own = sum(map(pool.is_private, table))
+        if own < len(table) and (held := Counter(transfers)):
+            own = sum(pool.num_holders(block_id) - held[block_id] == 1 for block_id in table)
         return own - self.blocks_for(kept)
 
     def compact(self, request: Request, kept: int, read: set[int]) -> Compaction | None:

@@ -9,7 +9,12 @@ from collections.abc import Callable
 from ..config import EngineConfig
 from ..errors import ConfigError
 from ..protocols.executors import Executor, ExecutorInfo
-from ..protocols.kv import KVCodec, KVConnectorScheduler, KVConnectorSetup
+from ..protocols.kv import (
+    KVCodec,
+    KVConnectorScheduler,
+    KVConnectorSetup,
+    check_serves_compacted,
+)
 from ..registration.failing_plugin import failing_plugin
 from ..registry import Plugins
 from ..scheduling.guarded_connector import GuardedConnector
@@ -46,11 +51,15 @@ def connect(
         with contextlib.suppress(RuntimeError):  # The loop is closed.
             loop.call_soon_threadsafe(wake)
 
+    compacts = config.kv_compression is not None
     setup = KVConnectorSetup(
-        transfer=config.kv_transfer_config, layout=info.kv_layout, plugins=plugins, notify=notify
-    )
+        transfer=config.kv_transfer_config, layout=info.kv_layout, plugins=plugins,
+        compacts=compacts, notify=notify,
+    )  # fmt: skip
     name = config.kv_transfer_config.kv_connector
     connector = plugins["kv_connector"].load(name)
+    if compacts:
+        check_serves_compacted(name, connector)
     with plugins["kv_connector"].calling(name, "make_scheduler"):
         half: KVConnectorScheduler = connector.make_scheduler(setup)
     with plugins["kv_connector"].calling(name, "its metadata_type"):

@@ -56,6 +56,13 @@ class EngineMetrics:
                 "kv_load_failures", "Loads of fewer tokens than the KV connector had announced."
             ),
             "num_preemptions": counter("num_preemptions", "Preemptions."),
+            "preempted_tokens_restored": counter(
+                "preempted_tokens_restored",
+                "Tokens of preempted requests found cached, or loaded, when they ran again.",
+            ),
+            "preempted_tokens_recomputed": counter(
+                "preempted_tokens_recomputed", "Tokens of preempted requests computed again."
+            ),
             "kv_compactions": counter("kv_compactions", "Compactions of a request's cache."),
             "kv_blocks_returned": counter(
                 "kv_blocks_returned", "KV blocks that compactions made free."

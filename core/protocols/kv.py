@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import msgspec
 
 from ..cache.groups import CachePart
+from ..errors import ConfigError
 from ..step import KVReport
 
 if TYPE_CHECKING:
@@ -50,6 +51,8 @@ class KVConnectorSetup:
     known (scheduler half), `poll` has something to report (worker half). From any thread; make the
     result visible first. Without the call it is seen at the next step, and an idle engine runs no
     steps."""
+    compacts: bool = False
+    """Whether caches of requests are compacted (`EngineConfig.kv_compression`)."""
 
 
 class KVConnectorScheduler(Protocol):
@@ -172,6 +175,11 @@ class KVConnector(Protocol):
     of another one detaches that half with an error that names the field."""
     payload_type: ClassVar[Any]
     """The same for `KVReport.payload`. Optional: without it, no report has a payload."""
+    compacted_caches: ClassVar[bool]
+    """Whether it serves engines whose caches are compacted (`EngineConfig.kv_compression`).
+    Optional; without it, such an engine refuses the connector. Blocks of a request with
+    `Request.compacted` hold other tokens than its first ones: they are not offered, and
+    `request_finished` must not retain them."""
 
     @classmethod
     def make_scheduler(cls, setup: KVConnectorSetup) -> KVConnectorScheduler:
@@ -180,6 +188,16 @@ class KVConnector(Protocol):
     @classmethod
     def make_worker(cls, setup: KVConnectorSetup) -> KVConnectorWorker:
         """As `make_scheduler`."""
+
+
+def check_serves_compacted(name: str, connector: KVConnector) -> None:
+    """Raise ConfigError if a connector does not serve engines whose caches are compacted."""
+    if not getattr(connector, "compacted_caches", False):
+        raise ConfigError(
+            f"kv_compression: the KV connector {name!r} (kv_transfer_config) does not serve "
+            "engines whose caches are compacted",
+            param="kv_compression",
+        )
 
 
 class KVCodec:

@@ -13,10 +13,14 @@ from ..outputs import EngineStats
 from ..request import Request
 from ..sampling_params import KVCompressionParams
 from ..step import Compaction
+from .kv_transfers import KVTransfers
 
 MIN_KEPT = 16
 """Fewest tokens that stay: below this, even the first and the last tokens would be dropped."""
 NEVER = sys.maxsize
+WORTH = 8
+"""A cache is compacted for the sake of a waiting request if one in so many of its blocks comes
+back."""
 PAUSE = 32
 """Plans without a look for blocks for waiting requests, after none came back."""
 
@@ -58,8 +62,15 @@ class CacheCompression:
     min_gain = 1
     """Blocks that must come back for a cache to be compacted."""
 
-    def __init__(self, rule: CompressionRule, kv: KVCacheManager, stats: EngineStats) -> None:
+    def __init__(
+        self,
+        rule: CompressionRule,
+        kv: KVCacheManager,
+        stats: EngineStats,
+        transfers: KVTransfers | None = None,
+    ) -> None:
         self._rule = rule
+        self._transfers = transfers
         self._kv = kv
         self._stats = stats
         self._read: set[int] = set()
@@ -101,20 +112,21 @@ class CacheCompression:
         """Compact the cache of a request whose `compact_at` is reached, if blocks come back by it.
 
         If no blocks are free for the tokens that stay, and its own cannot be written, it is tried
-        again with the next token.
+        again with the next token. With a KV connector, the prompt's blocks stay until they are
+        saved.
         """
-        rule = self._rule.of(request.params.kv_compression)
+        rule, transfers = self._rule.of(request.params.kv_compression), self._transfers
         assert rule is not None, "no compaction is due"
-        gain, kept = self._gain(request, rule)
-        if gain < self.min_gain or self._compact(request, kept, gain):
+        gain, kept = self._gain(request, rule, () if transfers is None else transfers.held_blocks)
+        if gain < self.min_gain or self._compact_due(request, kept, gain):
             interval = rule.interval
             request.compact_at = request.num_computed_tokens + interval if interval else NEVER
 
-    def relieve(self, requests: Iterable[Request]) -> bool:
+    def relieve(self, requests: Iterable[Request], *, worth: int | None = None) -> bool:
         """Compact the cache, of those that wait for pressure, from which most blocks come back.
 
-        requests: running ones that have no row in this plan yet. Return False if none of them can
-        give a block back.
+        requests: running ones that have no row in this plan yet. worth: leave a cache out unless
+        one in so many of its blocks comes back. Return False if none of them can give one back.
         """
         if not self._rule.on_pressure:
             return False
@@ -128,6 +140,8 @@ class CacheCompression:
             if request.slot in self._planned:
                 continue
             gain, kept = self._gain(request, rule)
+            if worth is not None and gain * worth < len(request.tables[0]):
+                continue
             if gain > 0 and (best is None or gain > best[0]):
                 best = gain, kept, request
         return best is not None and self._compact(best[2], best[1], best[0])
@@ -138,14 +152,29 @@ class CacheCompression:
             self._pause -= 1
             return
         while self._kv.pool.num_free < num_blocks:
-            if not self.relieve(requests):
-                self._pause = PAUSE
+            if not self.relieve(requests, worth=WORTH):
+                if not self._transfers:  # None, or without blocks that soon come back.
+                    self._pause = PAUSE
                 break
 
-    def _gain(self, request: Request, rule: CompressionRule) -> tuple[int, int]:
-        """Return how many blocks a compaction would give back, and how many tokens would stay."""
+    def _gain(
+        self, request: Request, rule: CompressionRule, transfers: Iterable[int] = ()
+    ) -> tuple[int, int]:
+        """Return how many blocks a compaction would give back, and how many tokens would stay.
+
+        transfers: blocks that KV transfers hold, one entry per reference, which is to be ignored.
+        """
         kept = min(rule.kept_tokens(request.num_computed_tokens), request.num_kv_tokens)
-        return self._kv.compaction_gain(request, kept), kept
+        return self._kv.compaction_gain(request, kept, transfers), kept
+
+    def _compact_due(self, request: Request, kept: int, gain: int) -> bool:
+        if self._transfers is not None:
+            self._transfers.hold_prompt(request)
+        if self._compact(request, kept, gain):
+            return True
+        if self._transfers is not None:
+            self._transfers.let_prompt_go(request)
+        return False
 
     def _compact(self, request: Request, kept: int, gain: int) -> bool:
         compaction = self._kv.compact(request, kept, self._read)

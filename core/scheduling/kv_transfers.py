@@ -7,7 +7,7 @@ import logging
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import count
+from itertools import chain, count
 
 from ..cache.kv_manager import KVCacheManager, PrefixHits
 from ..request import Request, Status
@@ -63,6 +63,9 @@ class KVTransfers:
         self._numbers = count()
         self._held: dict[int, list[int]] = {}
         """Transfer → held blocks, one reference each."""
+        self._unoffered: dict[str, tuple[int, list[int]]] = {}
+        """Compacted request → blocks of its prompt that steps in flight fill, one reference each,
+        and the column of the first."""
         self._unsent: set[int] = set()
         """Transfers of `_held` that the worker half does not know of yet."""
         self._failure_seen = False
@@ -131,19 +134,47 @@ class KVTransfers:
         first, full = request.num_offered_blocks, num_computed // self.kv.block_size
         if full <= first or not self._saving:
             return
+        if not request.compacted:
+            blocks = request.block_ids[first:full]
+        elif request.request_id in self._unoffered:
+            first, blocks = self._unoffered[request.request_id]
+            if full < first + len(blocks):
+                return
+            full = first + len(blocks)
+        else:
+            return
         request.num_offered_blocks = full
-        blocks = request.block_ids[first:full]
         keys = self.kv.block_keys(request, full)[first:]
+        self._save(request, keys, blocks)
+        self.let_prompt_go(request)
+
+    def _save(self, request: Request, keys: list[bytes], blocks: list[int]) -> None:
         transfer = next(self._numbers)
         saved = self.connector.start_save(transfer, request, keys, blocks)
         if saved:
             self._hold(transfer, list(saved))
 
+    def hold_prompt(self, request: Request) -> None:
+        """Hold the full blocks of a request's prompt that were not offered yet, as its cache is
+        about to be compacted: `offer_save` offers them when their results have arrived."""
+        first, full = request.num_offered_blocks, request.num_prompt_tokens // self.kv.block_size
+        if full <= first or not self._saving or request.compacted or self.failure is not None:
+            return
+        blocks = request.block_ids[first:full]
+        self.kv.pool.hold(blocks)
+        self._unoffered[request.request_id] = first, blocks
+
+    def let_prompt_go(self, request: Request) -> None:
+        """Release what `hold_prompt` holds."""
+        _, blocks = self._unoffered.pop(request.request_id, (0, []))
+        self.kv.pool.release(blocks)
+
     def finish_request(self, request: Request) -> None:
         """Notify the connector that a request has ended; the request still has its blocks."""
+        self.let_prompt_go(request)
         transfer = next(self._numbers)
         is_retained, request.kv_transfer_params = self.connector.request_finished(transfer, request)
-        if is_retained and request.block_ids:
+        if is_retained and request.block_ids and not request.compacted:
             self._hold(transfer, list(request.block_ids))
 
     def _hold(self, transfer: int, block_ids: list[int]) -> None:
@@ -198,7 +229,7 @@ class KVTransfers:
         if detached.closed:
             self._release_all()
         elif detached.closed is not None:
-            self.num_lost_blocks = len(set(self.held_blocks))
+            self.num_lost_blocks = len({b for held in self._held.values() for b in held})
             logger.error(
                 "%d KV blocks are out of use until the engine is started anew: they may still be "
                 "read and written", self.num_lost_blocks,
@@ -282,7 +313,8 @@ class KVTransfers:
     @property
     def held_blocks(self) -> Iterator[int]:
         """Held block ids, one entry per reference."""
-        return (block_id for block_ids in self._held.values() for block_id in block_ids)
+        unoffered = (blocks for _, blocks in self._unoffered.values())
+        return chain.from_iterable(chain(self._held.values(), unoffered))
 
     def metadata(self) -> bytes | None:
         """Return the metadata that the step being planned sends to the worker half, encoded."""

@@ -66,15 +66,25 @@ class LiveRequests:
     def preempt(self, request: Request) -> None:
         """Return a running request to the queue, to be computed again; drop results in flight."""
         self._leave_slot(request)
+        if self._transfers is not None:
+            self._transfers.let_prompt_go(request)
         self._kv.free(request)
         request.external_end = None
         request.status = Status.PREEMPTED
         request.epoch += 1
+        request.num_preempted_tokens = min(request.num_computed_tokens, request.num_known_tokens)
         request.num_computed_tokens = 0
         request.num_tokens = request.num_known_tokens
         request.num_preemptions += 1
         self._stats.num_preemptions += 1
         self.waiting.add(request)
+
+    def count_restart(self, request: Request) -> None:
+        """Count what a preempted request finds of its tokens, now that it has blocks again."""
+        found = min(request.num_computed_tokens, request.num_preempted_tokens)
+        self._stats.preempted_tokens_restored += found
+        self._stats.preempted_tokens_recomputed += request.num_preempted_tokens - found
+        request.num_preempted_tokens = 0
 
     def wait_again(self, request: Request) -> None:
         """Return a request to the queue whose load has ended."""

@@ -130,6 +130,7 @@ class RowPlanner:
                 reserve = self._admission_reserve if len(self._requests.running) else 0
                 decision = self._transfers.try_load(request, hits, reserve)
                 if decision is LoadDecision.NO_ROOM:
+                    self._want_blocks(request, hits, reserve)
                     break
                 if decision is LoadDecision.STARTED:
                     self._requests.loading.add(request)
@@ -158,9 +159,7 @@ class RowPlanner:
                 return False
             reserve += cost
         if not self._kv.can_hold(request.num_tokens, hits, reserve):
-            if self._compression is not None:
-                missing = self._kv.blocks_for(request.num_tokens) - hits.num_blocks
-                self._blocks_wanted = missing + reserve
+            self._want_blocks(request, hits, reserve)
             return False
         snapshots = self._kv.snapshots
         if snapshots is not None:
@@ -169,6 +168,7 @@ class RowPlanner:
         self._requests.run(request)
         self._kv.allocate(request, chunk, hits)
         builder.table_writes += self._kv.whole_tables(request)
+        self._requests.count_restart(request)
         for allowance in self._allowances:
             granted = allowance.take(request)
             builder.table_writes += granted.table_writes
@@ -188,6 +188,12 @@ class RowPlanner:
         self._add_prefill(builder, request, chunk)
         builder.budget -= chunk
         return True
+
+    def _want_blocks(self, request: Request, hits: PrefixHits, reserve: int) -> None:
+        """Let caches be compacted for the first waiting request before the next plan's rows."""
+        if self._compression is not None:
+            missing = self._kv.blocks_for(request.num_tokens) - hits.num_blocks
+            self._blocks_wanted = missing + reserve
 
     def _add_prefill(self, builder: PlanBuilder, request: Request, chunk: int) -> None:
         builder.add_prefill(request, chunk)

@@ -64,9 +64,9 @@ class Scheduler:
     ) -> None:
         """transfer: the role of `connector`. hash_key: see `BlockHasher`. groups: layers that share
         a block table. kv_compression: None: caches stay whole. Not None only with one group
-        without a window, and without a connector. num_snapshots: of states, if
-        layers keep them; None: they keep none. max_source_tokens: of an encoder-decoder model,
-        without a connector and KV compression; 0: the model has no encoder."""
+        without a window. num_snapshots: of states, if layers keep them; None: they keep none.
+        max_source_tokens: of an encoder-decoder model, without a connector and KV compression; 0:
+        the model has no encoder."""
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self._keys = PolicyKeys(policy, policy_name)
@@ -115,7 +115,9 @@ class Scheduler:
         self._stats = EngineStats(num_slots=max_num_seqs, kv_blocks_total=self.kv.num_usable_blocks)
         self._compression: CacheCompression | None = None
         if kv_compression is not None:
-            self._compression = CacheCompression(kv_compression, self.kv, self._stats)
+            self._compression = CacheCompression(
+                kv_compression, self.kv, self._stats, self.transfers
+            )
         allowances: list[Allowance] = []
         if max_source_tokens:
             most = max(max_source_tokens, max_num_batched_tokens)

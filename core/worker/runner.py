@@ -77,6 +77,8 @@ class ModelRunner:
         """Set with a KV compressor that needs queries."""
         self._uncompacted: dict[int, str] = {}
         """Slot → why its compaction failed, until a step has its row."""
+        self._compaction_seconds: list[Callable[[], float]] = []
+        """Return the time that compactions took which no step has reported yet."""
         self.states: States | None = None
         """Set if layers keep states."""
         self.sources: Sources | None = None
@@ -95,16 +97,23 @@ class ModelRunner:
         if plan.encode:
             assert self.sources is not None, "a source to encode, without an encoder"
             self.sources.encode(plan.encode)
+        assert not plan.compactions, "compact() comes first"
+        step = self._launch(plan, launched)
+        if self._compaction_seconds:
+            times, self._compaction_seconds = self._compaction_seconds, []
+            step.compaction_seconds = lambda: sum(seconds() for seconds in times)
+        if plan.state_saves:
+            assert self.states is not None, "a copy of states, without states"
+            self.states.save(plan.state_saves)
+        return self._fail_uncompacted(step) if self._uncompacted else step
+
+    @torch.inference_mode()
+    def compact(self, plan: StepPlan) -> StepPlan:
+        """Queue a plan's compactions. Return the plan without them, for `launch`."""
         if not plan.compactions:
-            step = self._launch(plan, launched)
-            if plan.state_saves:
-                assert self.states is not None, "a copy of states, without states"
-                self.states.save(plan.state_saves)
-            return self._fail_uncompacted(step) if self._uncompacted else step
-        seconds = self._timed(lambda: self._compact(plan))
-        step = self._launch(replace_fields(plan, compactions=()), launched)
-        step.compaction_seconds = seconds
-        return self._fail_uncompacted(step)
+            return plan
+        self._compaction_seconds.append(self._timed(lambda: self._compact(plan)))
+        return replace_fields(plan, compactions=())
 
     def _compact(self, plan: StepPlan) -> None:
         assert self.compactor is not None, "a compaction, without KV compression"

@@ -110,9 +110,8 @@ class Worker:
         """
         assert self.runner is not None, "start() comes first"
         connector = self.connector
-        if connector is not None:
-            connector.start(plan.kv_metadata)
         if self._step_failed:
+            self._start_transfers(plan)
             raise RuntimeError("not run: a step before it failed")
         before = self._num_prepared()
         began, worked = time.perf_counter(), time.thread_time()
@@ -165,6 +164,13 @@ class Worker:
         self, plan: StepPlan, in_process: InProcess, runner: ModelRunner | PoolingRunner
     ) -> PendingStep:
         try:
+            try:
+                # First, as the plan's loads may write to blocks that its compactions read.
+                if plan.compactions:
+                    assert isinstance(runner, ModelRunner), "pooled rows have no cache afterwards"
+                    plan = runner.compact(plan)
+            finally:
+                self._start_transfers(plan)
             if self._unscaled and plan.slots:
                 return self._first_step(plan, in_process, runner)
             if not plan.slots:
@@ -172,6 +178,11 @@ class Worker:
             return runner.launch(plan, in_process)
         except torch.OutOfMemoryError as error:
             raise explain_oom(error, f"running a step of {plan.total_tokens} tokens") from error
+
+    def _start_transfers(self, plan: StepPlan) -> None:
+        """Pass a plan's metadata on to the KV connector."""
+        if self.connector is not None:
+            self.connector.start(plan.kv_metadata)
 
     @torch.inference_mode()
     def _first_step(

@@ -34,6 +34,7 @@ class CpuOffloadConnector:
 
     shared = False
     metadata_type = Jobs
+    compacted_caches = True
 
     @classmethod
     def make_scheduler(cls, setup: KVConnectorSetup) -> CpuOffloadScheduler:

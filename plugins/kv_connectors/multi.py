@@ -19,6 +19,7 @@ from ...core.protocols.kv import (
     KVConnectorScheduler,
     KVConnectorSetup,
     KVConnectorWorker,
+    check_serves_compacted,
 )
 from ...core.request import Request
 from ...core.step import KVReport
@@ -46,6 +47,7 @@ class MultiConnector:
     """Combines several connectors in order."""
 
     metadata_type = MultiMetadata
+    compacted_caches = True
     payload_type = tuple[KVReport | None, ...]
     """[num_connectors] The report of each, with its payload encoded as its own `payload_type`."""
 
@@ -53,6 +55,8 @@ class MultiConnector:
     def make_scheduler(cls, setup: KVConnectorSetup) -> MultiScheduler:
         """Return a half that combines the scheduler half of each."""
         parts = [(part, _load(part)) for part in _parts(setup)]
+        for part, loaded in parts if setup.compacts else ():
+            check_serves_compacted(part.transfer.kv_connector, loaded)
         return MultiScheduler(
             [(part, loaded.make_scheduler(part), KVCodec(loaded)) for part, loaded in parts]
         )

@@ -66,6 +66,7 @@ class StoreConnector:
     store_class: ClassVar[Any]
     """Called with the KVConnectorSetup, once for each half. → BlockStore; raises ConfigError."""
     metadata_type = Jobs
+    compacted_caches = True
 
     @classmethod
     def make_scheduler(cls, setup: KVConnectorSetup) -> StoreScheduler:

@@ -20,12 +20,17 @@ def connect_half(
     caches: Sequence[Mapping[str, torch.Tensor]],
     device: torch.device,
     notify: Callable[[], None],
+    *,
+    compacts: bool,
 ) -> GuardedHalf:
     """Return the half, bound to the caches: [num_layers], of the one group that connectors support.
 
-    notify: the half has something to report; called from any thread.
+    notify: the half has something to report; called from any thread. compacts: caches of requests
+    are compacted.
     """
-    setup = KVConnectorSetup(transfer=transfer, layout=layout, plugins=plugins, notify=notify)
+    setup = KVConnectorSetup(
+        transfer=transfer, layout=layout, plugins=plugins, notify=notify, compacts=compacts
+    )
     connectors = plugins["kv_connector"]
     name = transfer.kv_connector
     connector = connectors.load(name)

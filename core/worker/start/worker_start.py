@@ -260,7 +260,13 @@ class WorkerStart:
                 config, self.model_config, model, cache_specs, num_blocks, self.ranks
             )
             connector = connect_half(
-                config.kv_transfer_config, self.plugins, layout, caches, device, self._notify
+                config.kv_transfer_config,
+                self.plugins,
+                layout,
+                caches,
+                device,
+                self._notify,
+                compacts=compacts,
             )
         info = ExecutorInfo(
             num_blocks=num_blocks,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
-from test_scheduler_state_machine import PriorityMachine
+from test_scheduler_state_machine import ConnectorPriorityMachine, PriorityMachine
 
+from jackfield.core.sampling_params import SamplingParams
 from jackfield.core.scheduling.compression import CompressionRule
 
 NIGHTLY_STEPS = 20_000
@@ -34,7 +35,50 @@ class PressedMachine(PriorityMachine):
     num_blocks = 13
 
 
-MACHINES = (CompactingMachine, RecompactingMachine, PressedMachine)
+class CompactingConnectorMachine(ConnectorPriorityMachine):
+    """Blocks are loaded and saved while caches are compacted."""
+
+    kv_compression = CompressionRule(ratio=0.3, interval=6)
+    num_blocks = 20
+
+
+class PressedConnectorMachine(ConnectorPriorityMachine):
+    """What was preempted comes back from the far side."""
+
+    kv_compression = CompressionRule(ratio=0.3, on_pressure=True)
+    num_blocks = 13
+
+
+MACHINES = (
+    CompactingMachine,
+    RecompactingMachine,
+    PressedMachine,
+    CompactingConnectorMachine,
+    PressedConnectorMachine,
+)
+
+
+def test_a_load_gets_blocks_that_a_compaction_of_the_same_plan_reads() -> None:
+    """The request that waits is in the far side's store: the running one gives it room."""
+    machine = PressedConnectorMachine()
+    machine.add_one([3, 3, 4] * 10, SamplingParams(max_tokens=10, min_tokens=10))
+    while not machine.scheduler.kv.num_used_blocks == 8:
+        machine.answer()
+        machine.schedule()
+        if machine.flying:
+            machine.update()
+    machine.connector.known[str(len(machine.all))] = True  # Its lookup is answered at once.
+    machine.add_one([i % 7 for i in range(22)], SamplingParams(max_tokens=4))
+    plan = None
+    while plan is None or not plan.compactions:
+        machine.schedule()
+        plan, _ = machine.flying[-1]
+        machine.end_a_transfer(0, 1.0)
+        machine.update()
+    loads, _, _ = plan.kv_metadata
+    read = set(range(1, 13)) - set(plan.compactions[0].block_ids)
+    assert read & set(loads[0].block_ids)
+    machine.teardown()
 
 
 def run_machine(machine: type[PriorityMachine], steps: int) -> None:

@@ -73,7 +73,8 @@ class ReplayingWorker:
         return self.tokens, self.computed, self.tables, self.salts, self.held, self.owners
 
     def compact(self, compactions: tuple[Compaction, ...]) -> None:
-        """Keep some tokens of each, in any order; which ones is not the plan's business."""
+        """Keep some tokens of each, in any order; which ones is not the plan's business. Before
+        the plan's transfers begin, and before its rows."""
         assert len({each.slot for each in compactions}) == len(compactions)
         contents = {}
         for each in compactions:
@@ -113,7 +114,6 @@ class ReplayingWorker:
         for slot in plan.released:
             for state in self._states:
                 state.pop(slot, None)
-        self.compact(plan.compactions)
         for start in plan.starts:
             assert start.slot not in self.tables, "a slot is used twice"
             assert 0 <= start.slot < self.max_num_seqs
@@ -328,6 +328,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 for start in plan.starts:
                     self.slots[start.slot] = start.request_id
                 self.owners[plan.step] = dict(self.slots)
+                self.worker.compact(plan.compactions)
                 report = self.transfer(plan)
                 result = self.worker.run(plan, self.salts, report, look=self.detached is not None)
                 self.flying.append((plan, self.with_news(result)))
@@ -527,7 +528,7 @@ class FarSide:
         return block_ids
 
     def request_finished(self, transfer, request):
-        holds = len(request.block_ids) % 3 == 2
+        holds = len(request.block_ids) % 3 == 2 and not request.compacted
         if holds:
             self.holds.append(Job(transfer, list(request.block_ids), [], []))
         self.fail_in("request_finished")

@@ -346,8 +346,6 @@ def test_policies_keep_first_and_last_tokens() -> None:
           "kv_compression_on_pressure": True}, "kv_compression_interval"),
         ({"kv_compression": "window", "attention_backend": "flex"}, "reads no compacted cache"),
         ({"kv_compression": "window", "runner": "pooling"}, "kv_compression: .* is pooled"),
-        ({"kv_compression": "window", "kv_transfer_config": {"kv_connector": "cpu_offload"}},
-         "kv_compression: KV connectors"),
     ],
 )  # fmt: skip
 async def test_what_does_not_go_together_is_refused(
