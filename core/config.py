@@ -145,6 +145,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     load_format: Annotated[
         LoadFormat, _doc("Weight loader: auto (safetensors), gguf, dummy (random), or a plugin's.")
     ] = "auto"
+    model_impl: Annotated[
+        Literal["auto", "jackfield", "vllm", "transformers"],
+        _doc(
+            "Whose model code runs: jackfield (or vllm: the engine's own), transformers (its "
+            "modules; slower), or auto: the engine's own where there is one."
+        ),
+    ] = "auto"
     max_model_len: Annotated[
         AtLeastOne | None, _doc("Context length in tokens; default: the model's.")
     ] = None

@@ -38,6 +38,22 @@ rerank](../how-to/embeddings.md). To add one: [write a plugin](../how-to/write-a
 
 """
 
+FALLBACK = "test_fallback"
+ON_MODULES = """\
+## On transformers' modules
+
+Any other causal model of `transformers` whose layers are attention alone runs on its own modules,
+over the cache and the scheduling here: attention, cached prefixes, chunks and preemption are as for
+every family, and its products and experts are quantized and divided like theirs. Norms, rotations
+and activations are kernels of their own, and steps are launched, not recorded, so that small
+batches take several times as long. `--model-impl transformers` asks for it where there is a family,
+too, and `--model-impl jackfield` refuses it. Refused at the start, with the reason: layers that
+keep a state, masks and windows that attention is not told, several attentions in a layer, tokens
+that meet outside attention; with several ranks, what transformers has no plan for
+(`plugins/models/fallback/modules.py`). These have been compared:
+
+"""
+
 
 def models(table: Callable[[list[str], list[list[str]]], str]) -> str:
     """The page. Raises SystemExit for an architecture that no test names."""
@@ -63,12 +79,19 @@ def models(table: Callable[[list[str], list[list[str]]], str]) -> str:
         case = test.partition("[")[2][:-1]
         where = f"{file}: `{case}`" if case else f"`{test}`"
         rows.append([f"`{entry.name}`{equal}", f"`{family}`", where, _quantization(kind), ran])
+    other = {name: place for name, place in tests.items() if place[0] == FALLBACK}
+    modules = [
+        [f"`{name}`", f"{file}: `{test.partition('[')[2][:-1]}`"]
+        for name, (file, test) in sorted(other.items(), key=lambda item: item[0].lower())
+        if name not in registry
+    ]
     reasons: dict[str, list[str]] = {}
     for name in registry.refused:
         reasons.setdefault(registry.refusal(name) or "", []).append(f"`{name}`")
     refused = [[", ".join(names), reason] for reason, names in sorted(reasons.items())]
     return (
         f"{ABOUT}{table(['architecture', 'family', 'test', 'quantization', 'GPU'], rows)}\n"
+        f"{ON_MODULES}{table(['architecture', 'test'], modules)}\n"
         "## Not served\n\nOf what `transformers` lists as models that generate; the error says the "
         f"same.\n\n{table(['architectures', 'reason'], refused)}"
     )

@@ -16,6 +16,7 @@ from ..loading.dialects import recognized
 from ..loading.generation_config import read_generation_config
 from ..loading.model_config import ModelConfig, SourceConfig, resolve_model_config
 from ..loading.resolve_pooling import resolve_pooling
+from ..registration.architecture import registered_name
 from ..registry import Plugins
 from ..text.tokenizer import template_texts
 
@@ -71,7 +72,8 @@ def resolve_runner(
     """
     registry = plugins["model"]
     name = model_config.architecture
-    model = registry.load(name) if name in registry else None
+    model_type = getattr(model_config.hf_config, "model_type", None)
+    model = registry.load(registered_name(registry, config, name, model_type))
     model_config = resolve_source(config, resolve_pooling(config, model_config, model), model)
     pooling = model_config.pooling
     if pooling is not None and config.kv_transfer_config is not None:

@@ -13,6 +13,7 @@ from ..errors import ConfigError, PluginError
 from ..nn.context import BuildContext
 from ..nn.operations import Operations
 from ..parallel.ranks import ONE_RANK, Ranks
+from ..registration.architecture import registered_name
 from ..registry import Plugins
 from .model_config import ModelConfig
 from .quantize import choose_method, place_layers
@@ -35,15 +36,8 @@ def build_model(
     """
     start = time.monotonic()
     registry = plugins["model"]
-    if model_config.architecture not in registry:
-        reason = registry.refusal(model_config.architecture)
-        known = f" (there are: {', '.join(sorted(registry))})" if reason is None else f": {reason}"
-        raise ConfigError(
-            f"model: architecture {model_config.architecture!r} (model_type "
-            f"{getattr(model_config.hf_config, 'model_type', None)!r}) is not supported{known}; "
-            "Jackfield never runs code from a checkpoint: install a plugin that registers it",
-            param="model",
-        )
+    model_type = getattr(model_config.hf_config, "model_type", None)
+    name = registered_name(registry, config, model_config.architecture, model_type)
     load_format = "safetensors" if config.load_format == "auto" else config.load_format
     try:
         loader_class = plugins["weight_loader"].load(load_format)
@@ -58,20 +52,20 @@ def build_model(
         ranks=ranks,
         unit=getattr(method, "unit", 1),
     )
-    architecture = registry.load(model_config.architecture)
+    architecture = registry.load(name)
     if ranks.tensor.size > 1 and not vars(architecture).get("tensor_parallel", False):
         raise ConfigError(
             f"tensor_parallel_size: {model_config.architecture} cannot be divided among ranks",
             param="tensor_parallel_size",
         )
-    with registry.calling(model_config.architecture, "its constructor"):
+    with registry.calling(name, "its constructor"):
         model: nn.Module = architecture(model_config, build)
     if method is not None:
         place_layers(model, model.weight_map, method, build)  # type: ignore[arg-type]
         model.kv_cache_dtype = getattr(method, "kv_cache_dtype", None)  # type: ignore[assignment]
     with plugins["weight_loader"].calling(load_format, "load"):
         loader_class(config, model_config).load(model, device)
-    with registry.calling(model_config.architecture, "after_loading"):
+    with registry.calling(name, "after_loading"):
         for module in reversed(list(model.modules())):
             if hasattr(module, "after_loading"):
                 module.after_loading()  # type: ignore[operator]

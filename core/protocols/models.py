@@ -22,6 +22,9 @@ class Model(Protocol):
     """
 
     weight_map: ClassVar[Any]
+    graph_safe: ClassVar[bool]
+    """False: steps are launched, never recorded, because `forward` may wait for the device.
+    Optional; without it, true."""
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         """Create parameters (uninitialised) on `build.device` in `build.dtype`."""

@@ -35,6 +35,7 @@ from ...core.loading.model_config import resolve_model_config
 from ...core.nn.context import ForwardContext
 from ...core.nn.experts import Router
 from ...core.parallel.ranks import ONE_RANK, Ranks
+from ...core.registration.architecture import FALLBACK
 from ...core.registration.choice import choose
 from ...core.registry import Plugins, load_plugins
 from ...core.sampling_params import SamplingParams
@@ -166,7 +167,8 @@ def check_ranks(folder: Path, name: str, size: int, plugins: Plugins, bound: flo
     """Check that `size` ranks compute together what one does; a class that does not say
     `tensor_parallel` must be refused. `bound`: allowed deviation of float32 log-probabilities."""
     ranks = thread_ranks(size)
-    if not vars(plugins["model"].load(name)).get("tensor_parallel", False):
+    registered = name if name in plugins["model"] else FALLBACK
+    if not vars(plugins["model"].load(registered)).get("tensor_parallel", False):
         with pytest.raises(ConfigError, match="tensor_parallel_size"):
             PagedModel(folder, "float32", plugins=plugins, ranks=ranks[0])
         return

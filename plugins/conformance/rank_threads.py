@@ -52,7 +52,7 @@ def thread_ranks(size: int) -> list[Ranks]:
     """Return the ranks of one group."""
     parts: list[Any] = [None] * size
     barrier = threading.Barrier(size)
-    return [Ranks(tensor=ThreadGroup(rank, parts, barrier)) for rank in range(size)]
+    return [Ranks(tensor=ThreadGroup(rank, parts, barrier)).pausable() for rank in range(size)]
 
 
 def run_ranks(calls: Sequence[Callable[[], Result]]) -> list[Result]:

@@ -115,6 +115,7 @@ def register_models(registry: Any) -> None:
     }
     for name, place in (classes | SAME).items():
         registry.add(name, f"jackfield.plugins.models.{place}")
+    registry.add("*", "jackfield.plugins.models.fallback.model:TransformersLM")
     for reason, names in REFUSED.items():
         for name in names:
             registry.refuse(name, reason)

@@ -378,6 +378,8 @@ class WorkerStart:
         """Return what records the runner's steps; None: they are not recorded."""
         if not isinstance(runner, ModelRunner) or not runner.backend.graph_safe:
             return None
+        if not getattr(runner.model, "graph_safe", True):
+            return None
         if (recorder := self._recorder()) is None:
             return None
         return StepGraphs(runner, recorder, self._max_num_batched_tokens, self.ranks)

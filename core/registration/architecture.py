@@ -1,0 +1,49 @@
+"""Which registered model serves a checkpoint's architecture."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..config import EngineConfig
+from ..errors import ConfigError
+from .registered import Registry
+
+FALLBACK = "*"
+"""The name of a model that is asked where no other has the architecture's name. Its class says with
+`refusal(architecture)`, in one clause, why it cannot serve one; None: it may."""
+
+
+def registered_name(
+    registry: Registry[Any], config: EngineConfig, name: str, model_type: str | None
+) -> str:
+    """Return the name that serves an architecture, as `EngineConfig.model_impl` asks for.
+
+    Raises ConfigError if there is none.
+    """
+    choice = config.model_impl
+    if choice == "transformers":
+        if (reason := _fallback_refusal(registry, name)) is None:
+            return FALLBACK
+        raise ConfigError(f"model_impl: 'transformers' cannot serve {name!r}: {reason}",
+                          param="model_impl")  # fmt: skip
+    if name in registry:
+        return name
+    reason, more = registry.refusal(name), ""
+    if reason is None and choice == "auto":
+        if (refusal := _fallback_refusal(registry, name)) is None:
+            return FALLBACK
+        more = f", and {refusal}"
+    families = ", ".join(sorted(set(registry) - {FALLBACK}))
+    known = f" (there are: {families}){more}" if reason is None else f": {reason}"
+    raise ConfigError(
+        f"model: architecture {name!r} (model_type {model_type!r}) is not supported{known}; "
+        "Jackfield never runs code from a checkpoint: install a plugin that registers it",
+        param="model",
+    )
+
+
+def _fallback_refusal(registry: Registry[Any], architecture: str) -> str | None:
+    if FALLBACK not in registry:
+        return "no plugin registers a fallback"
+    refusal: str | None = registry.load(FALLBACK).refusal(architecture)
+    return refusal

@@ -1,0 +1,1 @@
+"""Any causal model of `transformers`: its modules, over the cache and the scheduling here."""
