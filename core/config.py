@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from .errors import ConfigError
+from .speculative_config import SpeculativeConfig
 
 Device = Literal["auto", "cuda", "cpu"]
 DType = Literal["auto", "bfloat16", "float16", "float32"]
@@ -251,6 +252,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             "one has to wait, instead of after each prompt."
         ),
     ] = False
+    speculative_config: Annotated[
+        SpeculativeConfig | None,
+        _doc(
+            "Speculative decoding: method (a speculator by name), num_speculative_tokens, and the "
+            "speculator's own options beside them; default: none."
+        ),
+    ] = None
     attention_backend: Annotated[str, _doc("Attention backend by name, or auto.")] = "auto"
     operations: Annotated[
         str, _doc("Implementation of norms, products and activations by name, or auto.")
@@ -378,6 +386,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             msgspec.structs.force_setattr(
                 self, "kv_transfer_config", _transfer_config(self.kv_transfer_config)
             )
+        if isinstance(self.speculative_config, dict | SpeculativeConfig):
+            speculative = SpeculativeConfig.read(self.speculative_config)
+            msgspec.structs.force_setattr(self, "speculative_config", speculative)
         for name, hint in _field_types(type(self)).items():
             value = getattr(self, name)
             try:
@@ -433,6 +444,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 "recording, so it could not be replayed",
                 param="record_steps",
             )
+        if self.speculative_config is not None:
+            self._check_speculative()
         if self.kv_compression_on_pressure and self.kv_compression_interval:
             raise ConfigError(
                 "kv_compression_interval: caches are compacted only when blocks run out "
@@ -456,6 +469,19 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 f"({self.max_model_len}), and enable_chunked_prefill is off: such prompts could "
                 "never run",
                 param="max_num_batched_tokens",
+            )
+
+    def _check_speculative(self) -> None:
+        reason = None
+        if self.kv_compression is not None:
+            reason = "caches with drafts are not compacted (kv_compression)"
+        elif self.kv_transfer_config is not None:
+            reason = "KV connectors (kv_transfer_config) would save drafts"
+        elif self.tensor_parallel_size > 1:
+            reason = "drafts are verified by one rank alone (tensor_parallel_size 1)"
+        if reason is not None:
+            raise ConfigError(
+                f"speculative_config: {reason}; leave one of them out", param="speculative_config"
             )
 
     @classmethod

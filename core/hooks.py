@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from .protocols.models import CheckpointConfig, Model, PoolingModel
     from .protocols.parsers import ReasoningParser, ToolParser
     from .protocols.quantization import QuantizationMethod
+    from .protocols.speculators import Speculator
     from .registry import Registry
     from .step import StepPlan, StepResult
     from .tenancy import ReceivedRequest, RequestHead, Tenant
@@ -219,6 +220,18 @@ def register_kv_compressors(registry: Registry[type[KVCompressor]]) -> None:
     Used by the worker (`EngineConfig.kv_compression`) whenever a request's cache is compacted:
     after its prompt, at intervals, or when blocks run out.
     Contract: `protocols.KVCompressor`.
+    """
+
+
+@hookspec
+def register_speculators(registry: Registry[type[Speculator]]) -> None:
+    """Speculators, which propose drafts: tokens that one step verifies together.
+
+        registry.add("my_drafts", "my_package.drafts:MyDrafts")
+
+    Used by the worker at start (`EngineConfig.speculative_config`). Contract:
+    `protocols.Speculator`, made from a `protocols.SpeculatorSetup`; it gets `protocols.KnownTokens`
+    and returns `protocols.Drafts`.
     """
 
 

@@ -186,6 +186,15 @@ class EngineStats(msgspec.Struct, kw_only=True):
     late_preparations: int = 0
     """Kernels compiled or loaded, and graphs recorded, in steps that waited for it, since the
     start."""
+    spec_decode_num_drafts: int = 0
+    """Rows whose drafts were verified, since the start."""
+    spec_decode_num_draft_tokens: int = 0
+    """Drafts that were verified, since the start."""
+    spec_decode_num_accepted_tokens: int = 0
+    """Of those, the ones that requests kept."""
+    spec_decode_num_accepted_tokens_per_pos: tuple[int, ...] = ()
+    """[num_speculative_tokens] The same by their place among a row's drafts; empty without
+    speculative decoding."""
     prompt_tokens: int = 0
     generation_tokens: int = 0
     steps: int = 0

@@ -29,14 +29,14 @@ PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
         "jackfield.core.registry": ("Plugins", "Registry", "load_plugins"),
         "jackfield.core.protocols": (
             "ArgumentForm", "AttentionBackend", "AttentionSpec", "CallForm", "CheckpointConfig",
-            "Collectives", "CollectivesSetup", "Content", "Executor", "ExecutorInfo", "Grammar",
-            "GrammarBackend", "GrammarMatcher", "GrammarSpec", "KVConnector",
+            "Collectives", "CollectivesSetup", "Content", "Drafts", "Executor", "ExecutorInfo",
+            "Grammar", "GrammarBackend", "GrammarMatcher", "GrammarSpec", "KVConnector",
             "KVConnectorScheduler", "KVConnectorSetup", "KVConnectorWorker", "KVLayout",
-            "LatentAttentionBackend", "LatentAttentionSpec", "LayerSpec", "LogitsProcessor",
-            "LogitsProcessorSetup", "Model", "PagedBackend", "ParserEvent", "PoolingModel",
-            "ProcessedRows", "QuantizationMethod", "Reasoning", "ReasoningParser", "SchedulePolicy",
-            "ToolCallArguments", "ToolCallEnd", "ToolCallStart", "ToolParser", "Vocabulary",
-            "WeightLoader",
+            "KnownTokens", "LatentAttentionBackend", "LatentAttentionSpec", "LayerSpec",
+            "LogitsProcessor", "LogitsProcessorSetup", "Model", "PagedBackend", "ParserEvent",
+            "PoolingModel", "ProcessedRows", "QuantizationMethod", "Reasoning", "ReasoningParser",
+            "SchedulePolicy", "Speculator", "SpeculatorSetup", "ToolCallArguments", "ToolCallEnd",
+            "ToolCallStart", "ToolParser", "Vocabulary", "WeightLoader",
         ),
         "jackfield.core.types": (
             "CompiledGrammar", "GrammarStart", "InProcess", "KVDetached", "KVReport",
@@ -106,6 +106,7 @@ PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "jackfield.plugins.conformance.policies": ("SchedulePolicyKit",),
         "jackfield.plugins.conformance.quantization": ("QuantizationKit",),
+        "jackfield.plugins.conformance.speculators": ("SpeculatorKit",),
     },
 }  # fmt: skip
 """Topic → module → names."""

@@ -55,6 +55,7 @@ KINDS = {
     "tool_parser": "register_tool_parsers",
     "kv_connector": "register_kv_connectors",
     "kv_compressor": "register_kv_compressors",
+    "speculator": "register_speculators",
     "structured_backend": "register_structured_backends",
     "logits_processor": "register_logits_processors",
     "weight_loader": "register_weight_loaders",

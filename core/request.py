@@ -73,6 +73,11 @@ class Request:
     """Known tokens and those being sampled by steps in flight."""
     num_computed_tokens: int = 0
     """Tokens whose KV is written or being written by a step in flight."""
+    num_unverified_tokens: int = 0
+    """Drafts in steps in flight: counted in `num_tokens` and `num_computed_tokens`, which are upper
+    bounds by as much."""
+    num_proposed: int = 0
+    """Drafts that the speculator had after the last step with a result."""
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache at first admission."""
     epoch: int = 0

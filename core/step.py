@@ -140,17 +140,26 @@ class StateCopy(msgspec.Struct, frozen=True, gc=False):
     snapshot: int
 
 
+class Rejection(msgspec.Struct, frozen=True, gc=False):
+    """Drafts of earlier plans that were not accepted: the slot has so many tokens less than these
+    plans say. The device knows already; the host's bound of the slot's length falls."""
+
+    slot: int
+    num_tokens: int
+
+
 class StepPlan(msgspec.Struct, frozen=True):
     """One step of work: the whole contract between the event loop and the worker.
 
     It carries differences: a slot's tokens, blocks and parameters travel once. Applied in order:
-    `released`, `compactions`, `starts`, `table_writes`, `state_loads`, `encode`; then rows run as
-    given by `slots`/`num_tokens`; then `state_saves`.
+    `released`, `rejections`, `compactions`, `starts`, `table_writes`, `state_loads`, `encode`; then
+    rows run as given by `slots`/`num_tokens`; then `state_saves`.
     """
 
     step: int
     slots: tuple[int, ...]
-    """[num_rows] Each scheduled row's slot. Decode rows (one token) come before prefill rows."""
+    """[num_rows] Each scheduled row's slot. Decode rows (one token) come first, then rows with
+    drafts, then prefill rows."""
     num_tokens: tuple[int, ...]
     """[num_rows] Tokens to compute for each row, after those that its slot has computed."""
     samples: tuple[bool, ...]
@@ -169,6 +178,12 @@ class StepPlan(msgspec.Struct, frozen=True):
     """Snapshots of what the step's rows leave: after all rows."""
     encode: tuple[EncodeItem, ...] = ()
     """Sources of rows of this plan or later ones: before any row."""
+    num_drafts: tuple[int, ...] = ()
+    """[num_rows] The last so many of a row's tokens are drafts, which the device has behind the
+    slot's known tokens: the row samples at each of them and before the first, and keeps its tokens
+    up to the first that is not the draft. Empty: no row has any."""
+    rejections: tuple[Rejection, ...] = ()
+    """What earlier plans counted too much."""
     kv_metadata: bytes | None = None
     """Data from the KV connector's scheduler half to its worker half, encoded as the connector's
     `metadata_type`. A plan may have only this."""
@@ -221,7 +236,8 @@ class StepResult(msgspec.Struct, frozen=True):
 
     step: int
     counts: list[int]
-    """[num_rows] Tokens of each row: 0 where it does not sample, is pooled, or has failed."""
+    """[num_rows] Tokens of each row: 0 where it does not sample, is pooled, or has failed; with
+    drafts, 1 and the accepted ones."""
     token_ids: list[int]
     """[sum(counts)] The tokens of all rows, row after row, each row's in order."""
     logprobs: dict[int, list[TokenLogprobs]] = {}
@@ -237,6 +253,12 @@ class StepResult(msgspec.Struct, frozen=True):
     """Launch to result, as the worker saw it."""
     kv_report: KVReport | None = None
     """KV transfers that have ended since the previous result."""
+    proposed: list[int] = []
+    """[num_rows] Drafts that the speculator had for the row's next tokens, once these were
+    sampled. Empty without a speculator, or where no row may have any."""
+    verified: list[int] = []
+    """[num_rows] Of the row's drafts in this step, those that the speculator had proposed; others
+    are padding. Empty: no row had any."""
     kv_detached: KVDetached | None = None
     """Set in every result after the KV connector's worker half has raised, once its last report was
     delivered."""

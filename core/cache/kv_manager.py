@@ -196,7 +196,8 @@ class KVCacheManager:
     def _release_behind_windows(self, request: Request) -> None:
         """Release the blocks that no step planned from now on reads."""
         for number in self._windowed:
-            first = self.groups[number].first_block(request.num_computed_tokens, self.block_size)
+            certain = request.num_computed_tokens - request.num_unverified_tokens
+            first = self.groups[number].first_block(certain, self.block_size)
             released = request.num_released_blocks[number]
             if first > released:
                 table = request.tables[number]
@@ -213,6 +214,14 @@ class KVCacheManager:
             )
             if table
         ]
+
+    def trim(self, request: Request) -> None:
+        """Release the last blocks of tokens that turned out not to be there (rejected drafts)."""
+        columns = self.blocks_for(request.num_kv_tokens)
+        for table in request.tables:
+            if len(table) > columns:
+                self.pool.release(table[columns:])
+                del table[columns:]
 
     def free(self, request: Request) -> None:
         """Release the request's blocks; hits find their content until they are reused."""
@@ -364,6 +373,11 @@ class KVCacheManager:
         for request in requests:
             columns = self.blocks_for(request.num_kv_tokens)
             assert len(request.tables) == len(self.groups), f"{request.request_id}: no table"
+            named = request.num_registered_blocks
+            assert named * self.block_size <= request.num_known_tokens, (
+                f"{request.request_id}: {named} blocks have names, with "
+                f"{request.num_known_tokens} tokens known"
+            )
             for table, released in zip(request.tables, request.num_released_blocks, strict=True):
                 assert len(table) == columns, (
                     f"{request.request_id}: {len(table)} blocks for {request.num_kv_tokens} tokens"

@@ -186,6 +186,11 @@ class EngineCore:
                 f"kv_compression: executor {config.executor!r} does not compact caches",
                 param="kv_compression",
             )
+        if config.speculative_config is not None and not self.info.num_drafts:
+            raise ConfigError(
+                f"speculative_config: executor {config.executor!r} verifies no drafts",
+                param="speculative_config",
+            )
         if self.info.keeps_states and config.enable_prefix_caching:
             logger.info("prefix caching: room for %d states", self.info.num_snapshots)
         limits = request_limits(config, model_config, self.info)
@@ -224,6 +229,7 @@ class EngineCore:
             num_snapshots=self.info.num_snapshots if self.info.keeps_states else None,
             max_source_tokens=self.info.max_source_tokens,
             kv_compression=_compression_rule(config),
+            num_drafts=self.info.num_drafts,
         )
         self._limits = self.scheduler.limits
         self.outputs = OutputProcessor(self.requests, self.scheduler, self.metrics, events)

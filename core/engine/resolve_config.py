@@ -17,6 +17,7 @@ from ..loading.generation_config import read_generation_config
 from ..loading.model_config import ModelConfig, SourceConfig, resolve_model_config
 from ..loading.resolve_pooling import resolve_pooling
 from ..registration.architecture import registered_name
+from ..registration.plugin_options import typed_options
 from ..registry import Plugins
 from ..text.tokenizer import template_texts
 
@@ -87,6 +88,12 @@ def resolve_runner(
             f"kv_compression: {name} is pooled to vectors here, and reads no cache after the "
             "prompt; leave it out",
             param="kv_compression",
+        )
+    if pooling is not None and config.speculative_config is not None:
+        raise ConfigError(
+            f"speculative_config: {name} is pooled to vectors here, and generates no tokens; leave "
+            "it out",
+            param="speculative_config",
         )
     if pooling is None or pooling.causal:
         return config, model_config
@@ -234,6 +241,8 @@ def check_names(config: EngineConfig, plugins: Plugins) -> None:
         options.append(
             ("kv_transfer_config", "kv_connector", config.kv_transfer_config.kv_connector)
         )
+    if config.speculative_config is not None:
+        options.append(("speculative_config", "speculator", config.speculative_config.method))
     for option, kind, name in options:
         if name is None or (name in (NONE, AUTO) and option in PARSERS):
             continue
@@ -241,6 +250,9 @@ def check_names(config: EngineConfig, plugins: Plugins) -> None:
             plugins[kind].load(name)
         except PluginError as error:
             raise ConfigError(f"{option}: {error}", param=option) from error
+    if (speculative := config.speculative_config) is not None:
+        schema = plugins["speculator"].load(speculative.method).options
+        typed_options("", schema, speculative.options, field="speculative_config")
     executor = plugins["executor"].load(config.executor_name)
     if config.tensor_parallel_size > 1 and not getattr(executor, "tensor_parallel", False):
         raise ConfigError(

@@ -80,9 +80,24 @@ class EngineMetrics:
                 "late_preparations",
                 "Kernels compiled or loaded, and graphs recorded, in steps that waited for it.",
             ),
+            "spec_decode_num_drafts": counter(
+                "spec_decode_num_drafts", "Rows whose drafts were verified."
+            ),
+            "spec_decode_num_draft_tokens": counter(
+                "spec_decode_num_draft_tokens", "Drafts that were verified."
+            ),
+            "spec_decode_num_accepted_tokens": counter(
+                "spec_decode_num_accepted_tokens", "Drafts that were accepted."
+            ),
             "prompt_tokens": counter("prompt_tokens", "Prompt tokens of admitted requests."),
             "generation_tokens": counter("generation_tokens", "Tokens generated."),
         }
+        self._accepted_at = prometheus.Counter(
+            "jackfield:spec_decode_num_accepted_tokens_per_pos",
+            "Accepted drafts by their place in a row, from 0.",
+            ["model_name", "position"],
+            registry=self.registry,
+        )
         self._success = prometheus.Counter(
             "jackfield:request_success",
             "Finished requests.",
@@ -129,6 +144,10 @@ class EngineMetrics:
             increase = getattr(stats, name) - getattr(self._seen, name)
             if increase:
                 counter.inc(increase)
+        accepted = stats.spec_decode_num_accepted_tokens_per_pos
+        before = self._seen.spec_decode_num_accepted_tokens_per_pos or (0,) * len(accepted)
+        for place, count in enumerate(accepted):
+            self._accepted_at.labels(self._model, str(place)).inc(count - before[place])
         for reason, count in stats.requests_finished.items():
             increase = count - self._seen.requests_finished.get(reason, 0)
             if increase:

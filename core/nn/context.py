@@ -90,6 +90,9 @@ class BatchLayout:
     mixed: MixedRows | None = None
     """Set for a recorded step that may hold prompts: lengths and starts are only in device memory.
     Only backends that are `mixed_graph_safe` get it. Rows without tokens come last."""
+    bounded: bool = False
+    """Whether `seq_lens_cpu` has upper bounds alone, because drafts of earlier steps were counted
+    whose verdict the host does not know yet."""
     group: int = 0
     """Number of the cache group whose block table this is."""
     slots: torch.Tensor | None = None
@@ -111,6 +114,7 @@ class BatchLayout:
         mixed: MixedRows | None = None,
         positions: torch.Tensor | None = None,
         slots: torch.Tensor | None = None,
+        bounded: bool = False,
     ) -> BatchLayout:
         """Create a layout from the tensors and their twins. The only place that does.
 
@@ -135,6 +139,7 @@ class BatchLayout:
             seq_lens_cpu=seq_lens_cpu,
             positions=positions,
             mixed=mixed,
+            bounded=bounded,
             group=group,
             slots=slots,
         )

@@ -30,6 +30,7 @@ from .parsers import (
     ToolParser,
 )
 from .quantization import QuantizationMethod
+from .speculators import Drafts, KnownTokens, Speculator, SpeculatorSetup
 
 __all__ = [
     "ArgumentForm",
@@ -41,6 +42,7 @@ __all__ = [
     "Collectives",
     "CollectivesSetup",
     "Content",
+    "Drafts",
     "Executor",
     "ExecutorInfo",
     "Grammar",
@@ -53,6 +55,7 @@ __all__ = [
     "KVConnectorSetup",
     "KVConnectorWorker",
     "KVLayout",
+    "KnownTokens",
     "LatentAttentionBackend",
     "LatentAttentionSpec",
     "LayerSpec",
@@ -67,6 +70,8 @@ __all__ = [
     "Reasoning",
     "ReasoningParser",
     "SchedulePolicy",
+    "Speculator",
+    "SpeculatorSetup",
     "ToolCallArguments",
     "ToolCallEnd",
     "ToolCallStart",

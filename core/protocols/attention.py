@@ -86,6 +86,9 @@ class PagedBackend(ABC):
     blocks before windows are kept."""
     fp8_cache: ClassVar[bool] = False
     """Whether it can read a float8_e4m3fn or float8_e5m2 cache, with the spec's scales."""
+    bounded_lengths: ClassVar[bool] = False
+    """Whether it serves layouts that are `bounded`: the host knows only upper bounds of the rows'
+    lengths, as with speculative decoding; `BatchLayout.seq_lens` has the exact ones."""
 
     @classmethod
     @abstractmethod

@@ -107,6 +107,9 @@ class ExecutorInfo(msgspec.Struct, frozen=True, kw_only=True):
     kv_compression: bool = False
     """Whether it does `StepPlan.compactions`: otherwise `EngineConfig.kv_compression` is
     refused."""
+    num_drafts: int = 0
+    """Most drafts of a row that it verifies (`StepPlan.num_drafts`); 0: none, so that
+    `EngineConfig.speculative_config` is refused."""
     keeps_states: bool = False
     """Whether layers keep states of sequences, so that blocks alone do not hold a prefix."""
     num_snapshots: int = 0

@@ -51,6 +51,7 @@ CONTRACTS = {
     "kv_compressor": Contract(
         "protocols.KVCompressor", base="jackfield.core.protocols:KVCompressor"
     ),
+    "speculator": Contract("protocols.Speculator", base="jackfield.core.protocols:Speculator"),
     "structured_backend": Contract(
         "protocols.GrammarBackend", ("bounded", "unavailable", "refusal", "compile")
     ),

@@ -13,11 +13,13 @@ from .plugin_checks import near
 FIELD = "plugin_options"
 
 
-def typed_options(name: str, schema: type[msgspec.Struct], value: Any) -> msgspec.Struct:
+def typed_options(
+    name: str, schema: type[msgspec.Struct], value: Any, *, field: str = FIELD
+) -> msgspec.Struct:
     """Return an instance of `schema`, with defaults for missing options. Raises ConfigError with
-    the name of the invalid option.
+    the name of the invalid option, which stands in `field.name`; name "": in the field itself.
     """
-    param = f"{FIELD}.{name}"
+    param = f"{field}.{name}" if name else field
     if not isinstance(value, Mapping):
         raise ConfigError(f"{param}: must be an object of options, got {value!r}", param=param)
     names = {field.encode_name for field in msgspec.structs.fields(schema)}

@@ -12,6 +12,7 @@ from ..outputs import EngineStats, FinishReason, KVCompressionUsage
 from ..request import Request, Status, Update
 from .allowances import Allowance
 from .compression import CacheCompression
+from .drafts import DraftBooks
 from .kv_transfers import KVTransfers
 from .queue import RequestQueue
 
@@ -28,6 +29,7 @@ class LiveRequests:
         transfers: KVTransfers | None,
         compression: CacheCompression | None,
         allowances: Sequence[Allowance] = (),
+        drafts: DraftBooks | None = None,
     ) -> None:
         """allowances: what a request has while it runs, besides slot and blocks."""
         self.by_id: dict[str, Request] = {}
@@ -41,6 +43,7 @@ class LiveRequests:
         self._transfers = transfers
         self._compression = compression
         self._allowances = allowances
+        self._drafts = drafts
         self._arrivals = count()
         self._free_slots = list(range(num_slots))
         self._released: list[int] = []
@@ -129,6 +132,8 @@ class LiveRequests:
             self._compression.withdraw(request.slot)
         for allowance in self._allowances:
             allowance.give_back(request)
+        if self._drafts is not None:
+            self._drafts.withdraw(request)
         heapq.heappush(self._free_slots, request.slot)
         self._released.append(request.slot)
         request.slot = -1
@@ -171,6 +176,7 @@ class LiveRequests:
             assert r.num_computed_tokens == 0 and r.num_pending_tokens == 0, (
                 f"{r.request_id} waits, but counts computed tokens"
             )
+            assert r.num_unverified_tokens == 0, f"{r.request_id} waits, but counts drafts"
         held = [block for each in self._allowances for block in each.held_blocks(running)]
         if self._transfers is not None:
             self._transfers.check({r.request_id for r in loading})

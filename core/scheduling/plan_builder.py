@@ -6,7 +6,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ..request import Request
-from ..step import Compaction, EncodeItem, SlotStart, StateCopy, StepPlan, TableWrite
+from ..step import (
+    Compaction,
+    EncodeItem,
+    Rejection,
+    SlotStart,
+    StateCopy,
+    StepPlan,
+    TableWrite,
+)
 
 
 @dataclass(slots=True)
@@ -24,11 +32,15 @@ class PlannedStep:
 
 @dataclass(slots=True)
 class PlanBuilder:
-    """Rows of the plan that `Scheduler.schedule` is making, decode rows apart from prefill rows."""
+    """Rows of the plan that `Scheduler.schedule` is making, by kind."""
 
     budget: int
     """Tokens that the step may still get."""
     decodes: list[Request] = field(default_factory=list)
+    drafted: list[Request] = field(default_factory=list)
+    """Decode rows with drafts."""
+    drafts: list[int] = field(default_factory=list)
+    """[len(drafted)]"""
     prefills: list[Request] = field(default_factory=list)
     chunks: list[int] = field(default_factory=list)
     """[len(prefills)] tokens of each prefill row"""
@@ -40,7 +52,7 @@ class PlanBuilder:
 
     @property
     def has_rows(self) -> bool:
-        return bool(self.decodes or self.prefills)
+        return bool(self.decodes or self.drafted or self.prefills)
 
     def add_prefill(self, request: Request, chunk: int) -> None:
         """Add a row of `chunk` tokens. The caller counts them against the budget."""
@@ -53,8 +65,8 @@ class PlanBuilder:
 
     def planned(self, *, with_ends: bool) -> PlannedStep:
         """Return what the result will be read by. with_ends: a KV connector needs them."""
-        rows = self.decodes + self.prefills
-        num_decodes = len(self.decodes)
+        rows = self.decodes + self.drafted + self.prefills
+        num_decodes = len(self.decodes) + len(self.drafted)
         first_positions = {
             num_decodes + i: request.num_computed_tokens - self.chunks[i]
             for i, request in enumerate(self.prefills)
@@ -70,16 +82,18 @@ class PlanBuilder:
         *,
         released: Iterable[int],
         compactions: tuple[Compaction, ...],
+        rejections: tuple[Rejection, ...],
         kv_metadata: bytes | None,
     ) -> StepPlan:
         """Return the plan of step number `step`. released: slots that requests left since the last
         plan. kv_metadata: the KV connector's, encoded."""
         num_decodes = len(self.decodes)
+        drafts = tuple(self.drafts)
         return StepPlan(
             step=step,
             slots=tuple([r.slot for r in planned.rows]),
-            num_tokens=(1,) * num_decodes + tuple(self.chunks),
-            samples=(True,) * num_decodes
+            num_tokens=(1,) * num_decodes + tuple([1 + n for n in drafts]) + tuple(self.chunks),
+            samples=(True,) * (num_decodes + len(drafts))
             + tuple([r.num_pending_tokens > 0 for r in self.prefills]),
             released=tuple(released),
             starts=tuple(self.starts),
@@ -88,6 +102,8 @@ class PlanBuilder:
             state_loads=tuple(self.state_loads),
             state_saves=tuple(self.state_saves),
             encode=tuple(self.encode),
+            num_drafts=(0,) * num_decodes + drafts + (0,) * len(self.chunks) if drafts else (),
+            rejections=rejections,
             kv_metadata=kv_metadata,
         )
 

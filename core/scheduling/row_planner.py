@@ -10,6 +10,7 @@ from ..request import Request
 from ..step import StateCopy
 from .allowances import Allowance
 from .compression import CacheCompression
+from .drafts import DraftBooks
 from .kv_transfers import KVTransfers, LoadDecision
 from .live_requests import LiveRequests
 from .plan_builder import PlanBuilder
@@ -30,6 +31,7 @@ class RowPlanner:
         transfers: KVTransfers | None,
         compression: CacheCompression | None,
         allowances: Sequence[Allowance] = (),
+        drafts: DraftBooks | None = None,
     ) -> None:
         """admission_reserve: blocks that stay free for running requests when another is
         admitted. allowances: what a request must have, besides slot and blocks."""
@@ -41,6 +43,7 @@ class RowPlanner:
         self._transfers = transfers
         self._compression = compression
         self._allowances = allowances
+        self._drafts = drafts
         self._blocks_wanted = 0
         """Blocks that the first waiting request lacked when the last plan was made."""
 
@@ -54,6 +57,8 @@ class RowPlanner:
         decodes = builder.decodes
         budget = builder.budget
         num_running = len(self._requests.running)
+        spare = budget - num_running
+        """Tokens for drafts: each running request may have one without."""
         if self._blocks_wanted:
             assert self._compression is not None, "set with KV compression"
             self._compression.relieve_admission(
@@ -68,6 +73,10 @@ class RowPlanner:
             if num_tokens - computed == 1:
                 if num_tokens >= request.max_total_tokens:
                     continue  # its last token is in flight
+                if request.num_proposed and (drafts := self._add_drafts(request, spare, builder)):
+                    spare -= drafts
+                    budget -= 1 + drafts
+                    continue
                 if computed >= request.compact_at:
                     self._compress(request)
                 in_cache = computed - request.num_dropped_tokens
@@ -85,6 +94,25 @@ class RowPlanner:
                 budget -= chunk
         builder.budget = budget
         return len(self._requests.running) == num_running
+
+    def _add_drafts(self, request: Request, spare: int, builder: PlanBuilder) -> int:
+        """Plan a row with drafts, and return their number; 0, with nothing done: the request gets
+        none, or there are no blocks for them."""
+        assert self._drafts is not None, "proposed by a speculator"
+        num_drafts = self._drafts.wanted(request, spare)
+        if not num_drafts:
+            return 0
+        self._kv.register(request)
+        writes = self._kv.allocate(request, 1 + num_drafts)
+        if writes is None:
+            return 0
+        builder.table_writes += writes
+        builder.drafted.append(request)
+        builder.drafts.append(num_drafts)
+        request.num_computed_tokens += 1 + num_drafts
+        request.num_tokens += 1 + num_drafts
+        request.num_unverified_tokens += num_drafts
+        return num_drafts
 
     def _extend_blocks(self, request: Request, num_new_tokens: int, builder: PlanBuilder) -> bool:
         """Allocate blocks for a request's next tokens, preempting the last requests if needed.

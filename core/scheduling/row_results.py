@@ -11,9 +11,6 @@ def append_all_but_last(request: Request, new: list[int]) -> int:
 
     A token that ends the request is the last: those after it are removed from `new`.
     """
-    # One token was pending; the KV of the others, but the last, is written, too.
-    request.num_tokens += len(new) - 1
-    request.num_computed_tokens += len(new) - 1
     outputs = request.output_token_ids
     for number, token_id in enumerate(new):
         outputs.append(token_id)

@@ -17,6 +17,7 @@ from ..request import Request, Update
 from ..step import NOTHING_IN_PROCESS, InProcess, StepPlan, StepResult
 from .allowances import Allowance
 from .compression import CacheCompression, CompressionRule
+from .drafts import DraftBooks
 from .guarded_connector import GuardedConnector
 from .kv_transfers import KVTransfers
 from .limits import RequestLimits
@@ -61,12 +62,14 @@ class Scheduler:
         kv_compression: CompressionRule | None = None,
         num_snapshots: int | None = None,
         max_source_tokens: int = 0,
+        num_drafts: int = 0,
     ) -> None:
         """transfer: the role of `connector`. hash_key: see `BlockHasher`. groups: layers that share
         a block table. kv_compression: None: caches stay whole. Not None only with one group
         without a window. num_snapshots: of states, if layers keep them; None: they keep none.
         max_source_tokens: of an encoder-decoder model, without a connector and KV compression; 0:
-        the model has no encoder."""
+        the model has no encoder. num_drafts: of a row, at most; not 0 only without a connector, KV
+        compression, states and an encoder."""
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self._keys = PolicyKeys(policy, policy_name)
@@ -122,6 +125,7 @@ class Scheduler:
         if max_source_tokens:
             most = max(max_source_tokens, max_num_batched_tokens)
             allowances.append(SourceAllowance(self.kv, len(groups), most))
+        self._drafts = DraftBooks(num_drafts, self.kv) if num_drafts else None
         self.requests = LiveRequests(
             max_num_seqs,
             self.kv,
@@ -129,6 +133,7 @@ class Scheduler:
             transfers=self.transfers,
             compression=self._compression,
             allowances=allowances,
+            drafts=self._drafts,
         )
         self._rows = RowPlanner(
             self.requests,
@@ -139,6 +144,7 @@ class Scheduler:
             transfers=self.transfers,
             compression=self._compression,
             allowances=allowances,
+            drafts=self._drafts,
         )
         self._steps = count()
         self._in_flight: dict[int, PlannedStep] = {}
@@ -259,6 +265,7 @@ class Scheduler:
             planned,
             released=self.requests.take_released(),
             compactions=() if self._compression is None else self._compression.take(),
+            rejections=() if self._drafts is None else self._drafts.take_rejections(),
             kv_metadata=metadata,
         )
 
@@ -291,6 +298,9 @@ class Scheduler:
             if failed and row in failed:
                 updates.append(self.requests.fail(request, failed[row]))
                 continue
+            num_tokens = len(new)
+            if self._drafts is not None:
+                self._drafts.settle(request, row, plan, result, num_tokens)
             if transfers is not None:
                 transfers.offer_save(request, step.ends[row])
             if request.pooling is not None:
@@ -312,6 +322,8 @@ class Scheduler:
                     if stop is not None:
                         self.requests.end(request, *stop)
                         update.finished = True
+                if self._drafts is not None:
+                    self._drafts.count(row, result, min(num_tokens - 1, len(new)))
                 num_new += len(new)
                 if logprobs and row in logprobs:
                     update.logprobs = logprobs[row][: len(new)]
@@ -410,6 +422,7 @@ class Scheduler:
             prefix_cache_queries=self.kv.num_queried_tokens,
             prefix_cache_hits=self.kv.num_hit_tokens,
             **({} if self.transfers is None else self.transfers.counts),
+            **({} if self._drafts is None else self._drafts.counts),
         )
 
     def reset_prefix_cache(self) -> bool:

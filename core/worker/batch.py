@@ -120,6 +120,18 @@ class LogitRows(NamedTuple):
         return cls(sampling, rows.query_start[1:][sampling] - 1)
 
     @classmethod
+    def verifying(
+        cls, rows: StepRows, samples: Sequence[bool], num_drafts: Sequence[int]
+    ) -> LogitRows:
+        """Return the positions that sample: the last of each sampling row, and as many before it as
+        the row has drafts."""
+        last = cls.sampled(rows, samples)
+        counts = np.asarray(num_drafts, dtype=np.int32)[last.rows] + 1
+        ends = np.cumsum(counts, dtype=np.int32)
+        back = np.repeat(ends, counts) - 1 - np.arange(counts.sum(), dtype=np.int32)
+        return cls(np.repeat(last.rows, counts), np.repeat(last.tokens, counts) - back)
+
+    @classmethod
     def leading(cls, rows: StepRows, which: Sequence[int], counts: Sequence[int]) -> LogitRows:
         """Return the first positions of some rows, `counts` of each."""
         numbers = np.asarray(counts, dtype=np.int32)
@@ -143,9 +155,11 @@ class PersistentBatch:
         num_groups: int = 1,
         compacts: bool = False,
         has_sources: bool = False,
+        num_drafts: int = 0,
     ) -> None:
         """`num_groups`: groups of layers; each has a block table in every slot. `compacts`: plans
-        may have compactions. `has_sources`: requests have a source, which layers attend to."""
+        may have compactions. `has_sources`: requests have a source, which layers attend to.
+        `num_drafts`: of a row, at most."""
         self.device = device
         self.operations = operations or Operations()
         self.num_slots = max_num_seqs
@@ -153,6 +167,7 @@ class PersistentBatch:
         self.max_model_len = max_model_len
         self.num_groups = num_groups
         self.has_sources = has_sources
+        self.num_drafts = num_drafts
         self.table = SlotTable(
             num_slots=max_num_seqs,
             max_model_len=max_model_len,
@@ -161,6 +176,7 @@ class PersistentBatch:
             num_groups=num_groups,
             compacts=compacts,
             has_sources=has_sources,
+            num_drafts=num_drafts,
         )
         self._staging: list[torch.Tensor] = []
         self._next_buffer = 0
@@ -273,6 +289,7 @@ class PersistentBatch:
         """Return the layout of each group, from tensors made on the device. `bounds`: see
         `BatchLayout.of`."""
         count, columns = self.num_groups, self.table.columns
+        bounds["bounded"] = self.num_drafts > 0
         places = [inputs.slot_mapping]
         if self.table.dropped is not None:
             bounds["positions"] = inputs.positions

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from ..step import StepPlan, StepResult, TokenLogprobs
+from .speculation.drafting import DraftedRows
 
 LOGPROB_FIELDS = ("top_ids", "top_logprobs", "logprob", "rank")
 """As `sampling.logprobs.Logprobs` has them."""
@@ -56,6 +57,10 @@ class LaunchedStep:
     """Device tensors that the copies read; held until they are done."""
     failed: dict[int, str] = field(default_factory=dict)
     """Row of the plan → why it failed before it was sampled."""
+    drafted: DraftedRows | None = None
+    """Set if rows have drafts; `output` then has what `Drafting.verify` returned as "verdicts"."""
+    proposal_rows: Sequence[int] = ()
+    """Rows of the plan that got drafts; `output` has their numbers as "proposed"."""
     compaction_seconds: Callable[[], float] | None = None
     """Returns the time that compactions took, once the step is done; None: there were none."""
     late_preparations: int = 0
@@ -83,26 +88,32 @@ class LaunchedStep:
         self.keep.clear()
         failed = dict(self.failed)
         chosen = self._sampled() if self.sample_rows else []
-        for row, token in zip(self.sample_rows, chosen, strict=True):
+        rows: Sequence[int] = self.sample_rows
+        places: Sequence[int] = range(len(chosen))
+        verified: list[int] = []
+        if self.drafted is not None:
+            places, verified = self._kept(self.drafted)
+            rows, chosen = [rows[at] for at in places], [chosen[at] for at in places]
+        for row, token in zip(rows, chosen, strict=True):
             if token < 0 and row not in failed:
                 failed[row] = "no token can be chosen: NaN logits, or every token is masked"
         counts, token_ids = [0] * len(self.plan.slots), chosen
-        for row in self.sample_rows:
-            counts[row] = 1
+        for row in rows:
+            counts[row] += 1
         if failed:
             for row in failed:
                 counts[row] = 0
-            sampled = zip(self.sample_rows, chosen, strict=True)
+            sampled = zip(rows, chosen, strict=True)
             token_ids = [token for row, token in sampled if row not in failed]
-        logprobs = {}
+        logprobs: dict[int, list[TokenLogprobs]] = {}
         if self.wanted_logprobs:
             tables = {name: self.output[name].tolist() for name in LOGPROB_FIELDS}
             # A recorded step has results for all of its rows.
             whole = len(tables["rank"]) != len(self.sample_rows)
-            for index, row in enumerate(self.sample_rows):
+            for place, row, token in zip(places, rows, chosen, strict=True):
                 if (k := self.wanted_logprobs.get(row)) is not None and counts[row]:
-                    at = row if whole else index
-                    logprobs[row] = [_position(tables, at, chosen[index], k)]
+                    at = row if whole else place
+                    logprobs.setdefault(row, []).append(_position(tables, at, token, k))
         prompts = dict(scored for scores in self.prompt_scores for scored in scores.by_row())
         return StepResult(
             step=self.plan.step,
@@ -111,6 +122,8 @@ class LaunchedStep:
             logprobs=logprobs,
             prompt_logprobs=prompts,
             failed=failed,
+            proposed=self._proposed(),
+            verified=verified,
             device_seconds=time.monotonic() - self.launched,
             compaction_seconds=0.0
             if self.compaction_seconds is None
@@ -118,6 +131,27 @@ class LaunchedStep:
             late_preparations=self.late_preparations,
             launch_wait_seconds=self.launch_wait_seconds,
         )
+
+    def _kept(self, drafted: DraftedRows) -> tuple[list[int], list[int]]:
+        """Return which of the sampled tokens are kept: a row's accepted drafts, and one more; and
+        by row of the plan, how many drafts it had."""
+        kept: list[int] = []
+        verified = [0] * len(self.plan.slots)
+        verdicts = self.output["verdicts"].tolist()
+        first = 0
+        for row, count, verdict in zip(drafted.rows, drafted.counts, verdicts, strict=True):
+            accepted, verified[row] = verdict
+            kept += range(first, first + accepted + 1)
+            first += count + 1
+        return kept, verified
+
+    def _proposed(self) -> list[int]:
+        proposed = [0] * len(self.plan.slots) if self.proposal_rows else []
+        if self.proposal_rows:
+            numbers = self.output["proposed"].tolist()
+            for row, number in zip(self.proposal_rows, numbers, strict=True):
+                proposed[row] = number
+        return proposed
 
 
 def _position(tables: dict[str, Any], index: int, token_id: int, k: int) -> TokenLogprobs:

@@ -34,6 +34,7 @@ from .sampling.masks import GrammarMasks, TokenMask
 from .sampling.prompt_logprobs import PromptLogprobs
 from .sampling.sampler import Sampler
 from .sampling.sampling_state import SamplingState
+from .speculation.drafting import DraftedRows, Drafting
 
 logger = logging.getLogger("jackfield.worker")
 
@@ -83,6 +84,8 @@ class ModelRunner:
         """Set if layers keep states."""
         self.sources: Sources | None = None
         """Set if layers attend to sources."""
+        self.drafting: Drafting | None = None
+        """Set with speculative decoding."""
         self.precompiling = False
         """Whether kernels are only compiled, not run."""
 
@@ -147,6 +150,8 @@ class ModelRunner:
 
     def _launch(self, plan: StepPlan, launched: float) -> LaunchedStep:
         """Queue the rows of a step."""
+        if plan.num_drafts:
+            return self._launch_drafts(plan, launched)
         if self.graphs is not None and self.graphs.is_decode_step(plan):
             step = self._replay(plan, self.graphs, launched)
             if step is not None:
@@ -184,6 +189,45 @@ class ModelRunner:
             launched,
         )
 
+    def _launch_drafts(self, plan: StepPlan, launched: float) -> LaunchedStep:
+        """Queue a step whose rows have drafts: the forward pass from a recorded graph where one
+        serves it, as of prompts."""
+        assert self.drafting is not None, "drafts, without speculative decoding"
+        writes = self.batch.table.writes(plan)
+        rows = self.batch.rows(plan)
+        if self._launch_mixed(rows, writes):
+            assert self.mixed_graphs is not None, "it was just used"
+            hidden = self.mixed_graphs.states
+        else:
+            logits = LogitRows.sampled(rows, plan.samples)
+            hidden = self.forward(self.batch.lay_out(rows, logits, writes))
+        self._upload()
+        scores = self.prompt_logprobs.score(rows, hidden)
+        drafted = self.drafting.rows(plan, rows)
+        return self._sample(
+            plan,
+            self.logits(hidden[drafted.logit_tokens]),
+            drafted.logit_rows,
+            [plan.slots[row] for row in drafted.logit_rows],
+            drafted.slots,
+            drafted.lengths,
+            scores,
+            launched,
+            drafted,
+        )
+
+    def _launch_mixed(self, rows: StepRows, writes: np.ndarray) -> bool:
+        """Queue the forward pass of a step from a recorded graph; False, with nothing done, if none
+        serves it."""
+        if self.mixed_graphs is None:
+            return False
+        try:
+            return self.mixed_graphs.launch(rows, writes)
+        except self.record_errors:
+            logger.exception("a step with prompts cannot be recorded; such steps are launched")
+            self.mixed_graphs = None
+            return False
+
     def _replay_mixed(
         self,
         plan: StepPlan,
@@ -194,12 +238,7 @@ class ModelRunner:
     ) -> LaunchedStep | None:
         """Launch a step with prompts from recorded graphs; None, with nothing done, if none serves
         it."""
-        try:
-            if not graphs.launch(rows, writes):
-                return None
-        except self.record_errors:
-            logger.exception("a step with prompts cannot be recorded; such steps are launched")
-            self.mixed_graphs = None
+        if not self._launch_mixed(rows, writes):
             return None
         # Runs while the device computes.
         self._upload()
@@ -268,6 +307,7 @@ class ModelRunner:
         lengths: torch.Tensor,
         scores: list[PromptScores],
         launched: float,
+        drafted: DraftedRows | None = None,
     ) -> LaunchedStep:
         """Sample from the preceding forward pass, and start the copies to the host.
 
@@ -276,7 +316,7 @@ class ModelRunner:
         structured = self.masks.rows(rows_host)
         mask = self.masks.fill(structured, len(rows)) if structured else None
         output, logprob_rows = self._choose(logits, rows, rows_host, slots, lengths, mask)
-        step = self._copy_back(plan, rows, logprob_rows, output, scores, launched)
+        step = self._copy_back(plan, rows, logprob_rows, output, scores, launched, drafted)
         if structured:
             self.masks.sampled(step, structured)
         failures = self.sampler.processors.failures(rows_host) | self.masks.failures(structured)
@@ -335,6 +375,7 @@ class ModelRunner:
         """Update what is remembered of the slots that the plan releases and starts."""
         for slot in plan.released if self._uncompacted else ():
             self._uncompacted.pop(slot, None)
+        self.batch.table.shorten(plan.rejections)
         update_parts(self.parts, plan, in_process)
 
     def _upload(self) -> None:
@@ -355,8 +396,21 @@ class ModelRunner:
         output: dict[str, torch.Tensor],
         scores: list[PromptScores],
         launched: float,
+        drafted: DraftedRows | None = None,
     ) -> LaunchedStep:
-        """Start the copies to the host; no synchronisation."""
+        """Verify drafts and propose the next ones, and start the copies to the host; no
+        synchronisation."""
+        proposal_rows: list[int] = []
+        if self.drafting is not None:
+            if drafted is not None:
+                output["verdicts"] = self.drafting.verify(drafted, output["chosen"])
+            proposal_rows = self.drafting.proposal_rows(plan)
+            if proposal_rows:
+                proposed = self.drafting.propose([plan.slots[row] for row in proposal_rows])
+                if proposed is None:
+                    proposal_rows = []
+                else:
+                    output["proposed"] = proposed
         keep: list[Any] = [output, scores]
         event = None
         if self.device.type == "cuda":
@@ -370,7 +424,10 @@ class ModelRunner:
         else:
             # The next step overwrites these buffers.
             output = {name: tensor.clone() for name, tensor in output.items()}
-        return LaunchedStep(plan, sample_rows, logprob_rows, output, scores, event, launched, keep)
+        return LaunchedStep(
+            plan, sample_rows, logprob_rows, output, scores, event, launched, keep,
+            drafted=drafted, proposal_rows=proposal_rows,
+        )  # fmt: skip
 
 
 def _tensors(logprobs: Logprobs | None) -> dict[str, torch.Tensor]:

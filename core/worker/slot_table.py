@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from ..step import StepPlan, TableWrite
+from ..step import Rejection, StepPlan, TableWrite
 
 ALIGNMENT = 4
 """int32 numbers in 16 bytes."""
@@ -33,14 +33,16 @@ class SlotTable:
         num_groups: int = 1,
         compacts: bool = False,
         has_sources: bool = False,
+        num_drafts: int = 0,
     ) -> None:
         """`num_groups`: groups of layers; each has a block table in every slot. `compacts`: plans
-        may have compactions. `has_sources`: slots have a source, in one more table."""
+        may have compactions. `has_sources`: slots have a source, in one more table. `num_drafts`:
+        of a row, at most."""
         self.num_slots = num_slots
         num_tables = self.num_tables = num_groups + has_sources
         # One row more than slots, for padding, and one position more than a sequence has, for the
-        # token that is sampled after the last.
-        rows, positions = num_slots + 1, max_model_len + 1
+        # token that is sampled after the last, and drafts after that.
+        rows, positions = num_slots + 1, max_model_len + 1 + num_drafts
         columns = -(-max_model_len // block_size)
         if num_tables > 1:
             # Each part of a slot's table is aligned.
@@ -74,7 +76,7 @@ class SlotTable:
         """[num_slots + 1] The same on the host, where it is always known."""
         history = self.storage[self._history_start : self._history_start + rows * positions]
         self.token_history = history.view(rows, positions)
-        """[num_slots + 1, max_model_len + 1] int32"""
+        """[num_slots + 1, max_model_len + 1 + num_drafts] int32"""
         self.block_table = self.storage[self._table_start : table_end].view(rows, -1)
         """[num_slots + 1, num_tables * columns] int32: the blocks of each group, then those of the
         source, and padding where there are several."""
@@ -87,7 +89,8 @@ class SlotTable:
         self._settled = 0
         """The first so many rows have the tables of the slots that `_slot_of` says."""
         self.length_bounds = np.zeros(num_slots, dtype=np.int32)
-        """Upper bounds of `lengths`; equal to them while a step keeps all tokens of its rows."""
+        """Upper bounds of `lengths`; equal to them but for drafts whose verdict no plan has told
+        yet."""
         self.num_prompt = np.zeros(num_slots, dtype=np.int32)
         """Tokens of each slot's prompt."""
 
@@ -147,6 +150,11 @@ class SlotTable:
             self._leave_row(write.slot)
             pieces.append((self._place(self._table_start, write.slot, write), write.block_ids))
         return _scattered(pieces)
+
+    def shorten(self, rejections: Sequence[Rejection]) -> None:
+        """Take back drafts that were counted in the bounds, and not accepted."""
+        for rejection in rejections:
+            self.length_bounds[rejection.slot] -= rejection.num_tokens
 
     def row_writes(self, table_writes: Sequence[TableWrite]) -> np.ndarray:
         """The same as `writes`, for block tables alone, those of `row_tables` included: [N, 2]

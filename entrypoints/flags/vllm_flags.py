@@ -70,7 +70,6 @@ MISSING: dict[str, str] = {
     "--override-pooler-config": "see --pooler-config",
     "--reasoning-parser-plugin": "install it as a package: jackfield plugins new reasoning-parser",
     "--scheduler-cls": "see --scheduling-policy, which takes a plugin's",
-    "--speculative-config": "speculative decoding is not supported yet",
     "--stream-interval": "each step's tokens are sent when they are there",
     "--tool-parser-plugin": "install it as a package: jackfield plugins new tool-parser",
 }  # fmt: skip

@@ -83,6 +83,7 @@ class TorchAttention(AttentionBackend):
     cache_formats: ClassVar[frozenset[str]] = frozenset(QUANTIZED_FORMATS)
     cache_groups: ClassVar[bool] = True
     compacted_cache: ClassVar[bool] = True
+    bounded_lengths: ClassVar[bool] = True
     features: ClassVar[frozenset[str]] = frozenset(
         {"sliding_window", "soft_cap", "alibi_slopes", "sinks", "key_scale", "value_scale"}
     )
@@ -112,11 +113,13 @@ class TorchAttention(AttentionBackend):
         self.block_size = block_size
 
     def build_metadata(self, layout: BatchLayout) -> TorchMetadata:
-        """Build the layout as Python numbers, once per step."""
+        """Build the layout as Python numbers, once per step. Waits for the device if only that
+        knows the lengths."""
+        seq_lens = layout.seq_lens if layout.bounded else np.asarray(layout.seq_lens_cpu)
         return TorchMetadata(
             layout=layout,
             starts=np.asarray(layout.query_start_cpu)[: layout.num_rows + 1].tolist(),
-            seq_lens=np.asarray(layout.seq_lens_cpu)[: layout.num_rows].tolist(),
+            seq_lens=seq_lens[: layout.num_rows].tolist(),
         )
 
     def forward(

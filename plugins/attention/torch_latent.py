@@ -59,11 +59,13 @@ class TorchLatentAttention(LatentAttentionBackend):
         self.block_size = block_size
 
     def build_metadata(self, layout: BatchLayout) -> LatentMetadata:
-        """Build the layout as Python numbers, once per step."""
+        """Build the layout as Python numbers, once per step. Waits for the device if only that
+        knows the lengths."""
+        seq_lens = layout.seq_lens if layout.bounded else np.asarray(layout.seq_lens_cpu)
         return LatentMetadata(
             layout=layout,
             starts=np.asarray(layout.query_start_cpu)[: layout.num_rows + 1].tolist(),
-            seq_lens=np.asarray(layout.seq_lens_cpu)[: layout.num_rows].tolist(),
+            seq_lens=seq_lens[: layout.num_rows].tolist(),
         )
 
     def forward(

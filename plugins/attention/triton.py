@@ -101,6 +101,7 @@ class TritonAttention(AttentionBackend):
     fp8_cache: ClassVar[bool] = True
     cache_groups: ClassVar[bool] = True
     compacted_cache: ClassVar[bool] = True
+    bounded_lengths: ClassVar[bool] = True
     keeps_queries: ClassVar[bool] = True
 
     @classmethod

@@ -45,6 +45,7 @@ KITS = {
     "executor": Kit("--executor", "executors", "ExecutorKit"),
     "operations": Kit("--operations", "operations", "OperationsKit"),
     "schedule_policy": Kit("--schedule-policy", "policies", "SchedulePolicyKit"),
+    "speculator": Kit("--speculator", "speculators", "SpeculatorKit"),
     "weight_loader": Kit("--weight-loader", "loaders", "WeightLoaderKit"),
 }
 """Kits by the registry's name of the kind."""

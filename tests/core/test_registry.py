@@ -410,8 +410,8 @@ NO_EFFECT = [
         "register_tool_parser: there is no such hook; did you mean 'register_tool_parsers'?",
     ),
     (
-        "@hookimpl\ndef register_speculators(registry): pass",
-        "register_speculators: there is no such hook",
+        "@hookimpl\ndef register_tokenizers(registry): pass",
+        "register_tokenizers: there is no such hook",
     ),
     (
         "async def add(registry): registry.add('half', 'a:b')\n"

@@ -31,6 +31,7 @@ from jackfield.core.registration.failing_plugin import failing_plugin
 from jackfield.core.registration.plugin_checks import HOOKS
 from jackfield.core.registry import KINDS, Plugins, Provenance, load_plugins
 from jackfield.core.sampling_params import StructuredOutputsParams
+from jackfield.core.speculative_config import SpeculativeConfig
 from jackfield.core.step import KVReport
 from jackfield.plugins.attention.torch import TorchAttention
 from jackfield.plugins.executors.inprocess import InProcessExecutor
@@ -39,6 +40,7 @@ from jackfield.plugins.kv_connectors.cpu_offload import CpuOffloadConnector
 from jackfield.plugins.models.qwen3 import Qwen3ForCausalLM
 from jackfield.plugins.operations.triton import TritonOperations
 from jackfield.plugins.quantization.fp8 import Fp8, Fp8Linear
+from jackfield.plugins.speculators.ngram import Ngram
 
 BAD = Provenance("bad-dist", "2.0", "bad")
 ELSEWHERE = {
@@ -148,6 +150,7 @@ BadAttention = type("BadAttention", (TorchAttention,), {"supports": staticmethod
 BadOperations = type("BadOperations", (TritonOperations,), {"supports": staticmethod(bang)})
 BadExecutor = type("BadExecutor", (InProcessExecutor,), {"start": bang})
 BadCompressor = type("BadCompressor", (Window,), {"__init__": bang})
+BadSpeculator = type("BadSpeculator", (Ngram,), {"__init__": bang})
 BadPolicy = type("BadPolicy", (), {"__init__": bang, "key": bang})
 
 STARTS: dict[str, tuple[str, object, dict[str, Any]]] = {
@@ -164,6 +167,11 @@ STARTS: dict[str, tuple[str, object, dict[str, Any]]] = {
     "register_executors": ("executor", BadExecutor, {"executor": "bad"}),
     "register_schedule_policies": ("schedule_policy", BadPolicy, {"scheduling_policy": "bad"}),
     "register_kv_compressors": ("kv_compressor", BadCompressor, {"kv_compression": "bad"}),
+    "register_speculators": (
+        "speculator",
+        BadSpeculator,
+        {"speculative_config": SpeculativeConfig(method="bad", num_speculative_tokens=2)},
+    ),
     "register_kv_connectors": (
         "kv_connector",
         BadConnector,

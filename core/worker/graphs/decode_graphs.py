@@ -167,13 +167,15 @@ class DecodeGraphs:
 
 class DecodeInputs:
     """The static input of decode graphs: each row's slot, and the block that it gets; with several
-    groups of layers, writes to block tables instead of the blocks."""
+    groups of layers, or drafts, writes to block tables instead of the blocks."""
 
     def __init__(self, batch: PersistentBatch, operations: Operations, max_rows: int) -> None:
         self._batch = batch
         self._operations = operations
-        # Each into the slot's table and the row's.
-        self._most_writes = 2 * batch.num_groups * max_rows if batch.num_groups > 1 else 0
+        # Each into the slot's table and the row's. The device cannot tell the column of a new block
+        # by a length that the host only bounds.
+        listed = batch.num_groups > 1 or batch.num_drafts > 0
+        self._most_writes = 2 * batch.num_groups * max_rows if listed else 0
         size = 2 * max_rows + (4 + 2 * self._most_writes if self._most_writes else 0)
         self._device_array = torch.zeros(size, dtype=torch.int32, device=batch.device)
         self._query_start = torch.arange(max_rows + 1, dtype=torch.int32, device=batch.device)

@@ -72,6 +72,8 @@ class StepGraphs:
             runner.graphs = self.decode
             if self.mixed is not None:
                 self.mixed.record_for(FIRST_PROMPT)
+                if runner.batch.num_drafts:
+                    self.mixed.record_for(1 + runner.batch.num_drafts)
                 runner.mixed_graphs = self.mixed
             end = time.monotonic() + RECORDING_SECONDS
             while self._ranks.all(time.monotonic() < end, device):

@@ -100,6 +100,10 @@ def make_states(model: nn.Module, config: EngineConfig, device: torch.device) ->
     refused = {
         "kv_transfer_config": (config.kv_transfer_config, "KV connectors move blocks alone"),
         "kv_compression": (config.kv_compression, "only keys and values are compacted"),
+        "speculative_config": (
+            config.speculative_config,
+            "a state does not go back behind a rejected draft",
+        ),
     }
     for name, (value, reason) in refused.items():
         if value is not None:

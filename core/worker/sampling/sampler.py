@@ -48,7 +48,11 @@ class Sampler(PerSlot):
         state: SamplingState,
         processors: Processors | None = None,
         operations: Operations | None = None,
+        *,
+        rows_per_slot: int = 1,
     ) -> None:
+        """`rows_per_slot`: rows of a slot in one call, at most."""
+        self._max_rows = state.num_slots * rows_per_slot
         self._state = state
         self._operations = operations or Operations()
         if self._operations.samples != state.kernels:
@@ -93,7 +97,7 @@ class Sampler(PerSlot):
         """Output buffers of the kernels, at fixed addresses: one row for each row that a step may
         have."""
         if self._outputs is None:
-            self._outputs = sample_outputs(self._state.num_slots, self._state.device)
+            self._outputs = sample_outputs(self._max_rows, self._state.device)
         return self._outputs
 
     def is_plain(self, rows_host: list[int]) -> bool:

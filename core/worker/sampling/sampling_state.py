@@ -229,6 +229,14 @@ class SamplingState:
         self._asked = (self._version, list(rows_host), flags)
         return flags
 
+    def depends_on_output(self, slot: int) -> bool:
+        """Whether what a slot may get next depends on its output, so that tokens cannot be chosen
+        at several positions at once: penalties, bad words, min_tokens, grammars and plugged-in
+        processors."""
+        return bool(
+            self._flags[slot] & (Flag.PENALTIES | Flag.BANS | Flag.GRAMMAR | Flag.PROCESSED)
+        )
+
     def scored_rows(self, rows_host: list[int]) -> tuple[Rows, int]:
         """Return the rows that request log-probabilities, and their largest number of top
         tokens."""

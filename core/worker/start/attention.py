@@ -40,16 +40,19 @@ def choose_attention(
     *,
     formats: CacheFormats,
     compacts: bool,
+    drafts: bool,
 ) -> ChosenBackend:
     """Return the backend that the configuration names, or the first that serves all layers.
 
-    kind: the registry; specs: [num_layers]; compacts: with KV compression. Raises ConfigError if
-    none can.
+    kind: the registry; specs: [num_layers]; compacts: with KV compression; drafts: with speculative
+    decoding. Raises ConfigError if none can.
     """
     if not specs:
         return NO_ATTENTION
 
     def refusal(backend: type[PagedBackend]) -> str | None:
+        if drafts and not getattr(backend, "bounded_lengths", False):
+            return "it needs lengths that only the device knows (speculative_config)"
         if isinstance(backend, type) and issubclass(backend, AttentionBackend):
             if compacts and not (backend.compacted_cache and backend.standard_cache):
                 return "it reads no compacted cache (kv_compression)"

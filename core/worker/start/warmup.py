@@ -175,6 +175,13 @@ class Warmup:
                 )
             )
         runner.sampling.upload()
+        sample_slots, lengths = inputs.sample_slots, inputs.sample_lengths
+        if runner.batch.num_drafts:
+            # As many positions as may be sampled of these rows.
+            num_logits = min(layout.num_tokens, num_rows * (1 + runner.batch.num_drafts))
+            index = torch.arange(num_logits, device=device)
+            sample_slots, lengths = sample_slots[index % num_rows], lengths[index % num_rows]
+            slots, num_rows = [slots[row % num_rows] for row in range(num_logits)], num_logits
         hidden = runner.forward(inputs)[index]
         logits = runner.logits(hidden)
         words = -(-runner.vocab_size // 32)
@@ -183,16 +190,16 @@ class Warmup:
         )
         sampler = runner.sampler
         out = sample_outputs(num_rows, device)
-        if not sampler.sample_step(logits, inputs.sample_slots, inputs.sample_lengths, out, mask):
-            sampler.in_torch.sample(logits, inputs.sample_slots, slots, inputs.sample_lengths)
+        if not sampler.sample_step(logits, sample_slots, lengths, out, mask):
+            sampler.in_torch.sample(logits, sample_slots, slots, lengths)
             for table in (logits, logits.float()):
                 sampler.mask(table, mask)
                 sampler.mask(table, replace(mask, rows=None))
-        sampler.sample_plain(logits, inputs.sample_slots, inputs.sample_lengths, out)
+        sampler.sample_plain(logits, sample_slots, lengths, out)
         if sampler.shard is not None:
             own = runner.logits(hidden, Ending.PLAIN)
-            sampler.shard.sample_plain(own, inputs.sample_slots, inputs.sample_lengths, out)
-        sampler.precompile_processed(logits, inputs.sample_slots, inputs.sample_lengths, out)
+            sampler.shard.sample_plain(own, sample_slots, lengths, out)
+        sampler.precompile_processed(logits, sample_slots, lengths, out)
         for slot in slots:
             runner.sampling.release(slot)
         runner.sampling.upload()

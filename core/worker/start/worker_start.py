@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from ... import speculative_config
 from ...cache.groups import CacheGroup
 from ...config import EngineConfig
 from ...errors import ConfigError
@@ -47,6 +48,7 @@ from ..sampling.processors import Processors
 from ..sampling.sampler import Sampler
 from ..sampling.sampling_state import SamplingState
 from ..selection import backend_kind, cache_layers, keys_and_values
+from ..speculation.load import load_drafting
 from .attention import choose_attention
 from .connector import connect_half
 from .warmup import Warmup
@@ -183,6 +185,14 @@ class WorkerStart:
             for layer in layers
         ]
         sources = source_layers(model, layers, kv_dtype)
+        speculative = config.speculative_config
+        num_drafts = 0 if speculative is None else speculative.num_speculative_tokens
+        if num_drafts and sources:
+            raise ConfigError(
+                f"{speculative_config.FIELD}: the drafts of an encoder-decoder model are not "
+                "verified yet",
+                param=speculative_config.FIELD,
+            )
         chosen = choose_attention(
             self.plugins,
             config,
@@ -192,6 +202,7 @@ class WorkerStart:
             self.model_config.dtype,
             formats=formats,
             compacts=compacts,
+            drafts=num_drafts > 0,
         )
         max_model_len = self.model_config.max_model_len
         groups = form_cache_groups(layers, kv_dtype, chosen.backend_class, config, max_model_len)
@@ -216,8 +227,9 @@ class WorkerStart:
                     max_model_len=max_model_len,
                 )
         batch = self._batch(
-            operations, num_groups=len(groups), compacts=compacts, has_sources=bool(sources)
-        )
+            operations, num_groups=len(groups), compacts=compacts, has_sources=bool(sources),
+            num_drafts=num_drafts,
+        )  # fmt: skip
         runner: ModelRunner | PoolingRunner
         if self.model_config.pooling is not None:
             runner = self._pooling_runner(model, backend, batch)
@@ -251,6 +263,8 @@ class WorkerStart:
         warmup.warm_up()
         if isinstance(runner, ModelRunner) and runner.compactor is not None:
             runner.compactor.warm_up()
+        if isinstance(runner, ModelRunner) and runner.drafting is not None:
+            runner.drafting.warm_up()
         if graphs is not None and not first_scaled:
             graphs.record_first(device)
         load_seconds = time.monotonic() - self._began
@@ -281,6 +295,7 @@ class WorkerStart:
             kv_layout=layout,
             cache_groups=groups,
             kv_compression=compacts,
+            num_drafts=num_drafts,
             keeps_states=states is not None,
             num_snapshots=0 if states is None else states.num_snapshots,
             max_source_tokens=max_model_len if sources else 0,
@@ -296,6 +311,7 @@ class WorkerStart:
         num_groups: int = 1,
         compacts: bool = False,
         has_sources: bool = False,
+        num_drafts: int = 0,
     ) -> PersistentBatch:
         return PersistentBatch(
             max_num_seqs=self.config.max_num_seqs,
@@ -306,6 +322,7 @@ class WorkerStart:
             num_groups=num_groups,
             compacts=compacts,
             has_sources=has_sources,
+            num_drafts=num_drafts,
         )
 
     def _pooling_runner(
@@ -343,13 +360,16 @@ class WorkerStart:
             backend=backend,
             batch=batch,
             sampling=sampling,
-            sampler=Sampler(sampling, processors, operations),
+            sampler=Sampler(sampling, processors, operations, rows_per_slot=1 + batch.num_drafts),
             vocab_size=vocab_size,
             device=device,
             masks=grammar_masks(self.ranks.tensor, config, vocab_size, device),
             ranks=self.ranks,
         )
         runner.states = states
+        runner.drafting = load_drafting(
+            self.plugins, config.speculative_config, batch.table, sampling, batch.max_model_len
+        )
         return runner
 
     def _compress(

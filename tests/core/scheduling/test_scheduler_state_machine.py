@@ -30,6 +30,17 @@ def next_token(prefix: tuple[int, ...], salt: str | None) -> int:
     return hash((prefix, salt is None)) % 10
 
 
+def drafts_behind(tokens: list[int], salt: str | None, most: int) -> list[int]:
+    """A speculator: the first few drafts are what the model will say, then one is not."""
+    seed = hash((len(tokens), *tokens[-2:]))
+    count, right = seed % (most + 1), seed // 7 % (most + 2)
+    drafts: list[int] = []
+    for place in range(count):
+        token = next_token((*tokens, *drafts), salt)
+        drafts.append(token if place < right else (token + 1) % 10)
+    return drafts
+
+
 class ReplayingWorker:
     """Applies plans as a worker does, in order, and refuses any that break the contract.
 
@@ -46,8 +57,9 @@ class ReplayingWorker:
         max_num_seqs: int,
         budget: int,
         groups: tuple[CacheGroup, ...],
+        num_drafts: int,
     ) -> None:
-        self.groups = groups
+        self.groups, self.num_drafts = groups, num_drafts
         self.block_size, self.max_num_seqs, self.budget = block_size, max_num_seqs, budget
         self.num_blocks = num_blocks
         self.kv: dict[tuple[int, int], tuple[Any, ...]] = {}
@@ -61,6 +73,11 @@ class ReplayingWorker:
         self.num_compactions = 0
         self.owners: dict[int, int | None] = {}
         """Slot → the number of its compaction."""
+        self.drafts: dict[int, list[int]] = {}
+        """Slot → what the speculator put behind its tokens."""
+        self.bounds: dict[int, int] = {}
+        """Slot → the host's bound of `computed`."""
+        self.num_accepted = 0
 
     def forget(self, slots: set[int]) -> None:
         """What the executor's `recover` does; all blocks but `kept` may hold anything by now."""
@@ -70,7 +87,10 @@ class ReplayingWorker:
 
     @property
     def _states(self) -> tuple[dict[int, Any], ...]:
-        return self.tokens, self.computed, self.tables, self.salts, self.held, self.owners
+        return (
+            self.tokens, self.computed, self.tables, self.salts, self.held, self.owners,
+            self.drafts, self.bounds,
+        )  # fmt: skip
 
     def compact(self, compactions: tuple[Compaction, ...]) -> None:
         """Keep some tokens of each, in any order; which ones is not the plan's business. Before
@@ -114,11 +134,14 @@ class ReplayingWorker:
         for slot in plan.released:
             for state in self._states:
                 state.pop(slot, None)
+        for rejection in plan.rejections:
+            assert rejection.num_tokens > 0
+            self.bounds[rejection.slot] -= rejection.num_tokens
         for start in plan.starts:
             assert start.slot not in self.tables, "a slot is used twice"
             assert 0 <= start.slot < self.max_num_seqs
             self.tokens[start.slot] = list(start.token_ids)
-            self.computed[start.slot] = start.num_computed_tokens
+            self.computed[start.slot] = self.bounds[start.slot] = start.num_computed_tokens
             self.tables[start.slot] = [{} for _ in self.groups]
             self.salts[start.slot] = salts[start.request_id]
         for write in plan.table_writes:
@@ -134,16 +157,28 @@ class ReplayingWorker:
         assert len(plan.slots) == len(plan.num_tokens) == len(plan.samples)
         assert plan.total_tokens <= self.budget
         started = {start.slot for start in plan.starts}
-        is_prefill = [
-            not (count == 1 and sampled and slot not in started)
-            for slot, count, sampled in zip(plan.slots, plan.num_tokens, plan.samples, strict=True)
+        num_drafts = plan.num_drafts or (0,) * len(plan.slots)
+        assert len(num_drafts) == len(plan.slots)
+        kinds = [
+            1 if drafts else 2 * (not (count == 1 and sampled and slot not in started))
+            for slot, count, sampled, drafts in zip(
+                plan.slots, plan.num_tokens, plan.samples, num_drafts, strict=True
+            )
         ]
-        assert is_prefill == sorted(is_prefill), "a decode row after a prefill row"
+        assert kinds == sorted(kinds), "a decode row after one with drafts, or after a prefill row"
         written: set[tuple[int, int]] = set()
-        for slot, count in zip(plan.slots, plan.num_tokens, strict=True):
-            assert count >= 1
+        ahead: dict[int, list[int]] = {}
+        """Slot → its tokens and drafts, as this step sees them."""
+        for slot, count, drafts in zip(plan.slots, plan.num_tokens, num_drafts, strict=True):
+            assert count >= 1 and drafts < count
+            padding = [0] * drafts
+            ahead[slot] = [*self.tokens[slot], *(self.drafts.get(slot, []) + padding)[:drafts]]
+            self.bounds[slot] += count
+            assert self.bounds[slot] >= self.computed[slot] + count, "the host's bound is none"
+            columns = -(-self.bounds[slot] // self.block_size)
+            assert all(columns - 1 in table for table in self.tables[slot]) or slot in self.held
             for position in range(self.computed[slot], self.computed[slot] + count):
-                prefix = tuple(self.tokens[slot][: position + 1])
+                prefix = tuple(ahead[slot][: position + 1])
                 assert len(prefix) == position + 1, "computes a token that does not exist"
                 index = position
                 if slot in self.held:
@@ -154,29 +189,43 @@ class ReplayingWorker:
                     assert place not in written, "two rows write one place"
                     written.add(place)
                     self.kv[place] = (prefix, self.salts[slot], number, self.owners.get(slot))
-        sampled_ids = []
-        rows = zip(plan.slots, plan.num_tokens, plan.samples, strict=True)
-        for slot, count, sampled in rows:
+        sampled_ids, counts, proposed, verified = [], [], [], []
+        rows = zip(plan.slots, plan.num_tokens, plan.samples, num_drafts, strict=True)
+        for slot, count, sampled, drafts in rows:
             first = self.computed[slot]
             self.computed[slot] += count
             end = self.computed[slot]
-            assert sampled == (end == len(self.tokens[slot])), "samples off the end"
+            assert sampled == (end == len(ahead[slot])), "samples off the end"
             for number, group in enumerate(self.groups):
                 seen = 0 if group.window is None else max(0, first - group.window + 1)
                 for index, position in list(enumerate(self._held(slot)))[seen:]:
                     prefix, salt, owner, only = self.kv[self._place(slot, number, index)]
                     assert only in (None, self.owners.get(slot)), "another's compacted KV"
-                    assert prefix == tuple(self.tokens[slot][: position + 1]), "another's KV"
+                    assert prefix == tuple(ahead[slot][: position + 1]), "another's KV"
                     assert salt == self.salts[slot], "another tenant's KV"
                     assert owner == number, "another layer's KV"
-            if sampled:
-                place = self._place(slot, 0, len(self._held(slot)) - 1)
+            real = min(drafts, len(self.drafts.get(slot, [])))
+            accepted = 0
+            while sampled:
+                place = self._place(slot, 0, len(self._held(slot)) - 1 - drafts + accepted)
                 prefix, salt, _, _ = self.kv[place]
                 token = next_token(prefix, salt)
                 self.tokens[slot].append(token)
                 sampled_ids.append(token)
-        counts = [int(sampled) for sampled in plan.samples]
-        return StepResult(plan.step, counts, sampled_ids, kv_report=report)
+                if accepted == real or token != self.drafts[slot][accepted]:
+                    break
+                accepted += 1
+            self.num_accepted += accepted
+            self.computed[slot] -= drafts - accepted
+            counts.append(1 + accepted if sampled else 0)
+            verified.append(real)
+            if sampled and self.num_drafts:
+                self.drafts[slot] = drafts_behind(
+                    self.tokens[slot], self.salts[slot], self.num_drafts
+                )
+            proposed.append(len(self.drafts.get(slot, [])))
+        more = {"proposed": proposed, "verified": verified} if self.num_drafts else {}
+        return StepResult(plan.step, counts, sampled_ids, kv_report=report, **more)
 
     def _place(self, slot: int, group: int, position: int) -> tuple[int, int]:
         block = self.tables[slot][group][position // self.block_size]
@@ -209,6 +258,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     policy: type = FirstComeFirstServed
     groups: tuple[CacheGroup, ...] = ONE_GROUP
     kv_compression: CompressionRule | None = None
+    num_drafts = 0
     max_num_seqs, budget, max_model_len, num_blocks, block_size = 4, 16, 40, 14, 4
 
     def __init__(self) -> None:
@@ -228,10 +278,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             hash_key=b"the same for all",
             groups=self.groups,
             kv_compression=self.kv_compression,
+            num_drafts=self.num_drafts,
         )
         self.worker = ReplayingWorker(
-            self.num_blocks, self.block_size, self.max_num_seqs, self.budget, self.groups
-        )
+            self.num_blocks, self.block_size, self.max_num_seqs, self.budget, self.groups,
+            self.num_drafts,
+        )  # fmt: skip
         self.flying: deque[tuple[StepPlan, StepResult]] = deque()
         self.all: dict[str, Request] = {}
         self.salts: dict[str, str | None] = {}

@@ -1,0 +1,1 @@
+"""Speculative decoding in the worker: drafts are verified, and proposed."""

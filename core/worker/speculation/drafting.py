@@ -1,0 +1,183 @@
+"""Verifies the drafts of a step's rows, and has the speculator propose the next ones.
+
+A row with d drafts samples at 1 + d positions, each with the row's own noise, which depends on
+nothing but seed, position and token. It keeps its tokens up to the first that is not the draft
+there. So tokens are those that steps of one token bring, and a draft x is accepted with probability
+p(x), as rejection sampling accepts a draft without a distribution (Leviathan, Kalman, Matias 2023);
+given a rejection, the token kept is drawn from p without x.
+
+All of it is on the device: the host learns the numbers of accepted and of new drafts with the
+step's tokens, when it has planned one more step.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ...protocols.speculators import Drafts, KnownTokens, Speculator
+from ...step import StepPlan
+from ..batch import LogitRows, StepRows
+from ..packing import PackedUpload
+from ..sampling.sampling_state import SamplingState
+from ..slot_table import SlotTable
+
+logger = logging.getLogger("jackfield.worker")
+
+
+@dataclass(frozen=True)
+class DraftedRows:
+    """The positions at which a step with drafts samples. L = positions, S = sampling rows."""
+
+    rows: list[int]
+    """[S] The plan's row of each."""
+    counts: list[int]
+    """[S] Drafts of each; its positions are one more, and follow those of the row before."""
+    logit_rows: list[int]
+    """[L] The plan's row of each."""
+    logit_tokens: torch.Tensor
+    """[L] int64: index into the step's tokens."""
+    slots: torch.Tensor
+    """[L] int64"""
+    lengths: torch.Tensor
+    """[L] int64: tokens before the one that is sampled."""
+    drafts: torch.Tensor
+    """[L] int32: the draft at the place of that token; undefined at a row's last position."""
+    places: torch.Tensor
+    """[S, K] int64, K = the largest of `counts`: the row's first positions; of a row with fewer,
+    any."""
+    row_slots: torch.Tensor
+    """[S] int64"""
+    num_drafts: torch.Tensor
+    """[S] int32: `counts`."""
+
+
+class Drafting:
+    """The speculator of an engine, and what became of its drafts. Used by the launch thread."""
+
+    def __init__(
+        self,
+        speculator: Speculator,
+        who: str,
+        *,
+        table: SlotTable,
+        sampling: SamplingState,
+        num_drafts: int,
+    ) -> None:
+        """`who`: the speculator, for messages; `num_drafts`: of a row, at most."""
+        self._speculator: Speculator | None = speculator
+        self._who = who
+        self._table = table
+        self._sampling = sampling
+        self._num_drafts = num_drafts
+        self._device = table.storage.device
+        self._num_proposed = torch.zeros(
+            table.num_slots + 1, dtype=torch.int32, device=self._device
+        )
+        """[num_slots + 1] Drafts behind each slot's tokens."""
+        self._order = torch.arange(num_drafts, device=self._device)
+
+    # ------------------------------------------------------------ verification
+
+    def rows(self, plan: StepPlan, rows: StepRows) -> DraftedRows:
+        """Return where a step with drafts samples. Call behind the forward pass, and before the
+        tokens are sampled, which take the drafts' places."""
+        logits = LogitRows.verifying(rows, plan.samples, plan.num_drafts)
+        sampling, firsts = np.unique(logits.rows, return_index=True)
+        counts = np.asarray(plan.num_drafts, dtype=np.int32)[sampling]
+        back = firsts.repeat(counts + 1) + counts.repeat(counts + 1) - np.arange(len(logits.rows))
+        places = firsts[:, None] + np.minimum(np.arange(max(1, counts.max())), counts[:, None])
+        upload = PackedUpload(self._device)
+        for array in (
+            logits.tokens.astype(np.int64), rows.slots[logits.rows].astype(np.int64), back,
+            places, rows.slots[sampling].astype(np.int64), counts,
+        ):  # fmt: skip
+            upload.add(array)
+        tokens, slots, from_end, device_places, row_slots, num_drafts = upload.send()
+        lengths = self._table.lengths[slots] - from_end
+        return DraftedRows(
+            rows=sampling.tolist(),
+            counts=counts.tolist(),
+            logit_rows=logits.rows.tolist(),
+            logit_tokens=tokens,
+            slots=slots,
+            lengths=lengths,
+            drafts=self._table.token_history[slots, lengths],
+            places=device_places,
+            row_slots=row_slots,
+            num_drafts=num_drafts,
+        )
+
+    def verify(self, drafted: DraftedRows, chosen: torch.Tensor) -> torch.Tensor:
+        """Accept the drafts that were sampled, and take the others out of the slots' lengths.
+
+        chosen: [L] int32, the sampled tokens → [S, 2] int32: the row's accepted drafts, and those
+        that the speculator had proposed
+        """
+        places = drafted.places
+        proposed = torch.minimum(drafted.num_drafts, self._num_proposed[drafted.row_slots])
+        alike = chosen[places] == drafted.drafts[places]
+        alike &= self._order[: places.shape[1]] < proposed[:, None]
+        accepted = alike.cumprod(dim=1).sum(dim=1, dtype=torch.int32)
+        self._table.lengths.index_add_(0, drafted.row_slots, accepted - drafted.num_drafts)
+        return torch.stack((accepted, proposed), dim=1)
+
+    # ------------------------------------------------------------ proposals
+
+    def proposal_rows(self, plan: StepPlan) -> list[int]:
+        """Return the plan's rows that get drafts after this step: those that sample, but for slots
+        where what may come next depends on the output."""
+        if self._speculator is None:
+            return []
+        alone = self._sampling.depends_on_output
+        return [
+            row
+            for row, (slot, samples) in enumerate(zip(plan.slots, plan.samples, strict=True))
+            if samples and not alone(slot)
+        ]
+
+    def propose(self, slots: Sequence[int]) -> torch.Tensor | None:
+        """Put drafts behind the tokens of these slots → [len(slots)] int32, the number of each;
+        None: the speculator has failed, and the engine goes on without."""
+        upload = PackedUpload(self._device)
+        upload.add(np.asarray(slots, dtype=np.int64))
+        device_slots = upload.send()[0]
+        # The newest token is behind the computed ones.
+        lengths = self._table.lengths[device_slots].long() + 1
+        drafts = self._proposed(KnownTokens(self._table.token_history, device_slots, lengths))
+        if drafts is None:
+            return None
+        known = (drafts.token_ids >= 0) & (drafts.token_ids < self._sampling.vocab_size)
+        valid = (known & (self._order < drafts.counts[:, None])).cumprod(dim=1)
+        counts = valid.sum(dim=1, dtype=torch.int32)
+        # Others are computed, too, so they have to be tokens.
+        token_ids = drafts.token_ids.masked_fill(valid == 0, 0).int()
+        places = lengths[:, None] + self._order
+        self._table.token_history[device_slots[:, None], places] = token_ids
+        self._num_proposed[device_slots] = counts
+        return counts
+
+    def _proposed(self, tokens: KnownTokens) -> Drafts | None:
+        assert self._speculator is not None, "asked of a speculator that has failed"
+        try:
+            drafts = self._speculator.propose(tokens)
+            shapes = tuple(drafts.token_ids.shape), tuple(drafts.counts.shape)
+            num_rows = len(tokens.slots)
+            if shapes != ((num_rows, self._num_drafts), (num_rows,)):
+                raise ValueError(
+                    f"propose gave token_ids and counts of {shapes[0]} and {shapes[1]}, for "
+                    f"{num_rows} rows of {self._num_drafts} drafts"
+                )
+            return drafts
+        except Exception:
+            logger.exception("%s failed: the engine goes on without drafts", self._who)
+            self._speculator = None
+            return None
+
+    def warm_up(self) -> None:
+        """Propose for the scratch slot, so that kernels are compiled."""
+        self.propose([self._table.scratch_slot])

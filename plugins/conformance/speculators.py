@@ -1,0 +1,151 @@
+"""`SpeculatorKit`: whether a speculator proposes tokens, from those of a row alone.
+
+    class TestMine(SpeculatorKit):
+        name = "mine"                               # as registered
+        own_options = {"lookback": 3}               # if it needs any
+
+The kit does not judge how many of its drafts a model would say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any, ClassVar
+
+import msgspec
+import pytest
+import torch
+
+from ...core.config import EngineConfig
+from ...core.engine.async_engine import AsyncEngine
+from ...core.protocols.speculators import Drafts, KnownTokens, Speculator, SpeculatorSetup
+from ...core.sampling_params import OutputKind, SamplingParams
+from .kit import Kit
+
+VOCAB_SIZE = 40
+NUM_SLOTS = 6
+MAX_MODEL_LEN = 64
+
+
+class SpeculatorKit(Kit):
+    """Subclass it, and set the name."""
+
+    kind = "speculator"
+    own_options: ClassVar[dict[str, Any]] = {}
+    """Keys of `speculative_config` besides `method` and `num_speculative_tokens`."""
+
+    def make(self, num_drafts: int = 4) -> Speculator:
+        """Create the speculator as the worker does."""
+        speculator_class = self.registered()
+        setup = SpeculatorSetup(
+            num_drafts=num_drafts,
+            options=msgspec.convert(self.own_options, speculator_class.options),
+            vocab_size=VOCAB_SIZE,
+            max_model_len=MAX_MODEL_LEN,
+            num_slots=NUM_SLOTS,
+            device=torch.device("cpu"),
+        )
+        speculator: Speculator = speculator_class(setup)
+        return speculator
+
+    def tokens(self, seed: int, slots: list[int], lengths: list[int]) -> KnownTokens:
+        """Return rows of few different tokens, so that they repeat themselves."""
+        draw = torch.Generator().manual_seed(seed)
+        kinds = 2 + seed % 4
+        shape = (NUM_SLOTS + 1, MAX_MODEL_LEN + 9)
+        history = torch.randint(0, kinds, shape, generator=draw, dtype=torch.int32)
+        return KnownTokens(
+            history * (VOCAB_SIZE // kinds), torch.tensor(slots), torch.tensor(lengths)
+        )
+
+    @staticmethod
+    def kept(drafts: Drafts) -> list[list[int]]:
+        """Return the drafts of each row."""
+        rows = zip(drafts.token_ids.tolist(), drafts.counts.tolist(), strict=True)
+        return [ids[:count] for ids, count in rows]
+
+    @pytest.mark.parametrize("num_drafts", [1, 3, 8])
+    def test_drafts_are_tokens_of_the_vocabulary(self, num_drafts: int) -> None:
+        """Of rows of any length, from one token to as many as there may be."""
+        speculator = self.make(num_drafts)
+        for seed in range(6):
+            lengths = [1, MAX_MODEL_LEN, 2, 17 + seed, 40]
+            drafts = speculator.propose(self.tokens(seed, [3, 0, 5, 1, 2], lengths))
+            assert drafts.token_ids.shape == (5, num_drafts)
+            assert drafts.counts.shape == (5,)
+            for part in drafts:
+                assert part.dtype in (torch.int32, torch.int64)
+            assert all(0 <= count <= num_drafts for count in drafts.counts.tolist())
+            for row in self.kept(drafts):
+                assert all(0 <= token < VOCAB_SIZE for token in row)
+
+    def test_tokens_are_read_and_not_changed(self) -> None:
+        speculator = self.make()
+        tokens = self.tokens(1, [0, 2, 4], [30, 12, MAX_MODEL_LEN])
+        before = [part.clone() for part in tokens]
+        speculator.propose(tokens)
+        assert all(map(torch.equal, tokens, before))
+
+    def test_drafts_depend_on_the_tokens_of_their_row_alone(self) -> None:
+        """Not on what is behind them in the history, on other rows, the slot, or earlier calls."""
+        speculator = self.make()
+        for seed in range(8):
+            lengths = [9 + seed, 50, 33, 20]
+            tokens = self.tokens(seed, [0, 1, 4, 2], lengths)
+            together = self.kept(speculator.propose(tokens))
+            for row, length in enumerate(lengths):
+                own = tokens.history[tokens.slots[row], :length]
+                history = (tokens.history + 1) % VOCAB_SIZE
+                slot = (int(tokens.slots[row]) + 3) % NUM_SLOTS
+                history[slot, :length] = own
+                alone = KnownTokens(history, torch.tensor([slot]), torch.tensor([length]))
+                assert self.kept(speculator.propose(alone)) == [together[row]]
+                # Some speculators hand out a buffer, which the call before has filled.
+                assert self.kept(self.make().propose(alone)) == [together[row]]
+
+    def test_an_engine_serves_the_same_tokens_with_it(self) -> None:
+        """Greedy and sampled; and it does not fail, which an engine would outlive."""
+        prompts = [[7, 8, 9, 10] * 4, [30 + number for number in range(21)], [5] * 9]
+        params = SamplingParams(
+            temperature=0.0, max_tokens=24, ignore_eos=True, output_kind=OutputKind.FINAL_ONLY
+        )
+        sampled = msgspec.structs.replace(params, temperature=0.8, seed=3)
+
+        async def serve(config: dict[str, Any] | None) -> list[list[int]]:
+            async def generate(prompt: list[int], params: SamplingParams) -> list[int]:
+                outputs = [output async for output in engine.generate(prompt, params)]
+                assert outputs[-1].error is None, outputs[-1].error
+                return outputs[-1].outputs[0].token_ids
+
+            engine_config = EngineConfig(
+                device="cpu", dtype="float32", speculative_config=config,  # type: ignore[arg-type]
+                block_size=4, max_model_len=64, max_num_seqs=4, num_gpu_blocks_override=80,
+            )  # fmt: skip
+            async with AsyncEngine(engine_config, plugins=self.plugins()) as engine:
+                calls = [generate(prompt, each) for prompt in prompts for each in (params, sampled)]
+                return list(await asyncio.gather(*calls))
+
+        async def compare() -> None:
+            method = {"method": self.name, "num_speculative_tokens": 4, **self.own_options}
+            assert await serve(method) == await serve(None)
+
+        errors = _Errors(logging.ERROR)
+        logger = logging.getLogger("jackfield.worker")
+        logger.addHandler(errors)
+        try:
+            asyncio.run(compare())
+        finally:
+            logger.removeHandler(errors)
+        assert not errors.messages, errors.messages
+
+
+class _Errors(logging.Handler):
+    """Keeps messages."""
+
+    def __init__(self, level: int) -> None:
+        super().__init__(level)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(self.format(record))

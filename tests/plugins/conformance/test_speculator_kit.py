@@ -1,0 +1,121 @@
+"""The kit of speculators: those in the box pass it, and planted bugs do not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from mutants import Mutant, mutant_tests, plugin_of, subclass
+
+from jackfield.core.protocols import Drafts
+from jackfield.plugins.conformance.speculators import SpeculatorKit
+from jackfield.plugins.speculators.ngram import Ngram
+
+
+class TestNgram(SpeculatorKit):
+    name = "ngram"
+    own_options = {"prompt_lookup_max": 3, "prompt_lookup_min": 1}
+
+
+class Kit(SpeculatorKit):
+    name = "subject"
+    own_options = {"prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    plugin = plugin_of("speculator", "subject", Ngram)
+
+
+VOCABULARY = "test_drafts_are_tokens_of_the_vocabulary"
+UNCHANGED = "test_tokens_are_read_and_not_changed"
+ALONE = "test_drafts_depend_on_the_tokens_of_their_row_alone"
+ENGINE = "test_an_engine_serves_the_same_tokens_with_it"
+
+
+def one_more(self: Any, tokens: Any) -> Drafts:
+    drafts = Ngram.propose(self, tokens)
+    return drafts._replace(counts=drafts.counts + 1)
+
+
+def beyond(self: Any, tokens: Any) -> Drafts:
+    drafts = Ngram.propose(self, tokens)
+    return drafts._replace(token_ids=drafts.token_ids + 1_000_000)
+
+
+def floats(self: Any, tokens: Any) -> Drafts:
+    drafts = Ngram.propose(self, tokens)
+    return drafts._replace(counts=drafts.counts.float())
+
+
+def one_column(self: Any, tokens: Any) -> Drafts:
+    drafts = Ngram.propose(self, tokens)
+    return Drafts(drafts.token_ids[:, :1].repeat(1, 5), drafts.counts)
+
+
+def written(self: Any, tokens: Any) -> Drafts:
+    drafts = Ngram.propose(self, tokens)
+    tokens.history[tokens.slots, tokens.lengths] = drafts.token_ids[:, 0].int()
+    return drafts
+
+
+def lengths_counted_up(self: Any, tokens: Any) -> Drafts:
+    tokens.lengths.add_(1)
+    return Ngram.propose(self, tokens)
+
+
+def from_behind(self: Any, tokens: Any) -> Drafts:
+    drafts = Ngram.propose(self, tokens)
+    behind = tokens.history[tokens.slots, tokens.lengths]
+    return drafts._replace(token_ids=drafts.token_ids.clone().fill_(0) + behind[:, None])
+
+
+def from_the_slot(self: Any, tokens: Any) -> Drafts:
+    drafts = Ngram.propose(self, tokens)
+    return drafts._replace(token_ids=tokens.slots[:, None].expand(drafts.token_ids.shape))
+
+
+def from_the_first_row(self: Any, tokens: Any) -> Drafts:
+    drafts = Ngram.propose(self, tokens)
+    return drafts._replace(token_ids=drafts.token_ids[:1].expand(drafts.token_ids.shape))
+
+
+class Remembers(Ngram):
+    calls = 0
+
+    def propose(self, tokens: Any) -> Drafts:
+        self.calls += 1
+        drafts = super().propose(tokens)
+        return drafts._replace(counts=drafts.counts.clamp(max=self.calls % 4))
+
+
+class FailsInAnEngine(Ngram):
+    """At the first request with a long output."""
+
+    def propose(self, tokens: Any) -> Drafts:
+        if tokens.history.shape[1] == 64 + 1 + 4 and int(tokens.lengths.max()) > 30:
+            raise RuntimeError("on purpose")
+        return super().propose(tokens)
+
+
+def unbounded(self: Any, tokens: Any) -> Drafts:
+    shape = (len(tokens.slots), self._num_drafts)
+    return Drafts(torch.full(shape, 39), torch.full(shape[:1], 9))
+
+
+MUTANTS = {
+    "a count above the number of drafts": Mutant(subclass(Ngram, propose=unbounded), (VOCABULARY,)),
+    "counts the newest token": Mutant(subclass(Ngram, propose=one_more), (VOCABULARY,)),
+    "ids outside the vocabulary": Mutant(subclass(Ngram, propose=beyond), (VOCABULARY,)),
+    "counts are floats": Mutant(subclass(Ngram, propose=floats), (VOCABULARY,)),
+    "a wrong number of columns": Mutant(subclass(Ngram, propose=one_column), (VOCABULARY, ENGINE)),
+    "writes into the history": Mutant(
+        subclass(Ngram, propose=written), (UNCHANGED,), perhaps=(ALONE,)
+    ),
+    "changes the lengths": Mutant(
+        subclass(Ngram, propose=lengths_counted_up), (UNCHANGED, ALONE), perhaps=(VOCABULARY,)
+    ),
+    "reads what is behind the tokens": Mutant(subclass(Ngram, propose=from_behind), (ALONE,)),
+    "depends on the slot": Mutant(subclass(Ngram, propose=from_the_slot), (ALONE,)),
+    "depends on another row": Mutant(subclass(Ngram, propose=from_the_first_row), (ALONE,)),
+    "depends on calls before": Mutant(Remembers, (ALONE,)),
+    "fails while it serves": Mutant(FailsInAnEngine, (ENGINE,)),
+}
+
+TestMutants = mutant_tests(Kit, MUTANTS)
