@@ -36,6 +36,7 @@ class TorchLatentAttention(LatentAttentionBackend):
 
     name: ClassVar[str] = "torch"
     cache_groups: ClassVar[bool] = True
+    bounded_lengths: ClassVar[bool] = True
 
     @classmethod
     def supports(
