@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from .errors import ConfigError
-from .speculative_config import SpeculativeConfig
+from .registration.speculative_config import SpeculativeConfig
 
 Device = Literal["auto", "cuda", "cpu"]
 DType = Literal["auto", "bfloat16", "float16", "float32"]

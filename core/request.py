@@ -188,6 +188,32 @@ class Request:
             return "length", None
         return None
 
+    def append_all_but_last(self, new: list[int]) -> int:
+        """Append the tokens of one step up to the one before the last, and return the last.
+
+        A token that ends the request is the last: those after it are removed from `new`.
+        """
+        outputs = self.output_token_ids
+        for number, token_id in enumerate(new):
+            outputs.append(token_id)
+            if number == len(new) - 1 or self.stop_on(token_id) is not None:
+                break
+        del new[number + 1 :]
+        return outputs.pop()
+
+    def new_prompt_logprobs(
+        self, first_position: int, positions: list[TokenLogprobs] | None
+    ) -> list[TokenLogprobs] | None:
+        """Return the positions not published yet: a preempted prompt is computed more than once.
+
+        Position p is about prompt token p + 1. The first `num_prompt_logprobs` have been published.
+        """
+        if positions is None:
+            return None
+        new = positions[max(0, self.num_prompt_logprobs - first_position) :]
+        self.num_prompt_logprobs += len(new)
+        return new or None
+
 
 def new_scheduler_id() -> str:
     """Return a new name for a request inside the engine."""

@@ -26,7 +26,6 @@ from .plan_builder import PlanBuilder, PlannedStep
 from .policy_keys import PolicyKeys
 from .prefill_chunks import PrefillChunks
 from .row_planner import RowPlanner
-from .row_results import append_all_but_last, new_prompt_logprobs
 from .source_allowance import SourceAllowance
 
 
@@ -310,11 +309,11 @@ class Scheduler:
                 continue
             update = Update(request, new)
             if first_positions and row in first_positions:
-                update.prompt_logprobs = new_prompt_logprobs(
-                    request, first_positions[row], result.prompt_logprobs.get(row)
+                update.prompt_logprobs = request.new_prompt_logprobs(
+                    first_positions[row], result.prompt_logprobs.get(row)
                 )
             if new:
-                token_id = new[0] if len(new) == 1 else append_all_but_last(request, new)
+                token_id = new[0] if len(new) == 1 else request.append_all_but_last(new)
                 request.output_token_ids.append(token_id)
                 # Cheap conditions first: few tokens can be the last.
                 if token_id in request.stop_ids or request.num_tokens >= request.max_total_tokens:

@@ -29,9 +29,9 @@ from jackfield.core.nn.operations import Operations
 from jackfield.core.nn.quantized import PRODUCTS
 from jackfield.core.registration.failing_plugin import failing_plugin
 from jackfield.core.registration.plugin_checks import HOOKS
+from jackfield.core.registration.speculative_config import SpeculativeConfig
 from jackfield.core.registry import KINDS, Plugins, Provenance, load_plugins
 from jackfield.core.sampling_params import StructuredOutputsParams
-from jackfield.core.speculative_config import SpeculativeConfig
 from jackfield.core.step import KVReport
 from jackfield.plugins.attention.torch import TorchAttention
 from jackfield.plugins.executors.inprocess import InProcessExecutor

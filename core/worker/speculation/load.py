@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ...protocols.speculators import Speculator, SpeculatorSetup
 from ...registration.plugin_options import typed_options
+from ...registration.speculative_config import FIELD, SpeculativeConfig
 from ...registry import Plugins
-from ...speculative_config import FIELD, SpeculativeConfig
 from ..sampling.sampling_state import SamplingState
 from ..slot_table import SlotTable
 from .drafting import Drafting

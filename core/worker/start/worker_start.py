@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from ... import speculative_config
 from ...cache.groups import CacheGroup
 from ...config import EngineConfig
 from ...errors import ConfigError
@@ -189,9 +188,8 @@ class WorkerStart:
         num_drafts = 0 if speculative is None else speculative.num_speculative_tokens
         if num_drafts and sources:
             raise ConfigError(
-                f"{speculative_config.FIELD}: the drafts of an encoder-decoder model are not "
-                "verified yet",
-                param=speculative_config.FIELD,
+                "speculative_config: drafts of encoder-decoder models are not verified yet",
+                param="speculative_config",
             )
         chosen = choose_attention(
             self.plugins,

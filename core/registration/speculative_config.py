@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from .errors import ConfigError
+from ..errors import ConfigError
 
 FIELD = "speculative_config"
 MOST_DRAFTS = 32
