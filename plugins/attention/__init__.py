@@ -22,6 +22,12 @@ def register_attention_backends(registry: Any) -> None:
 
 @hookimpl
 def register_latent_attention_backends(registry: Any) -> None:
+    priority = 5 if os.environ.get("TRITON_INTERPRET") == "1" else 20
+    registry.add(
+        "triton",
+        "jackfield.plugins.attention.triton_latent:TritonLatentAttention",
+        priority=priority,
+    )
     registry.add(
         "torch", "jackfield.plugins.attention.torch_latent:TorchLatentAttention", priority=10
     )

@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 
 from ...core.nn.kv_cache.quantized_cache import KVCache, QuantizedCache
+from ...core.nn.latent.operations import LatentOperations
 from ...core.nn.operations import (
     ClampedSwiGLU,
     ExpertWeight,
@@ -48,6 +49,7 @@ try:
     from ...kernels.step_inputs import advance, scatter, slot_mappings, step_inputs
     from ...kernels.tuning import Product, small_m_config
     from .experts import experts_product, experts_serve
+    from .latents import TritonLatents
     from .packed import packed_product
     from .states import TritonStates
 
@@ -55,13 +57,14 @@ try:
 except ImportError as error:
     _MISSING = f"triton cannot be imported ({error})"
     TritonStates = StateOperations  # type: ignore[assignment,misc]
+    TritonLatents = LatentOperations  # type: ignore[assignment,misc]
 
 
 WORKSPACE_FLOATS = 4 << 20
 """Floats for the partial sums of products that are split over K."""
 
 
-class TritonOperations(TritonStates, Operations):
+class TritonOperations(TritonStates, TritonLatents, Operations):
     """Multiplies one token by fused matrix-vector products, a few by `small_m_matmul` where that
     was measured to be faster, more by cuBLAS with kernels around it."""
 

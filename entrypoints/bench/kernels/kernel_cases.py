@@ -1,7 +1,7 @@
 """Each kernel at real shapes, with the bytes and operations that no implementation can avoid.
 
-Shapes are those of Qwen3-8B, for experts those of Qwen3-30B-A3B; `TINY` ones run in Triton's
-interpreter.
+Shapes are those of Qwen3-8B, for experts those of Qwen3-30B-A3B, for latents DeepSeek's; `TINY`
+ones run in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from ....kernels.rms_norm import rms_norm
 from ....kernels.sampling.sample_gumbel import sample_gumbel
 from ....kernels.tuning import Product, small_m_config, small_m_rule
 from .expert_cases import QWEN3_30B_A3B, TINY_MIXTURE, expert_cases
+from .latent_cases import MEASURED, TINY_LATENTS, latent_cases
 from .quant_cases import quant_cases
 
 Work = Callable[[], object]
@@ -129,6 +130,9 @@ def cases(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Iterator[Ca
         yield Case(kernel=kernel, shape=shape, bytes=moved, make=make)
     mixture = QWEN3_30B_A3B if sizes == QWEN3_8B else TINY_MIXTURE
     for kernel, shape, moved, make, flops in expert_cases(mixture, device, dtype):
+        yield Case(kernel=kernel, shape=shape, bytes=moved, make=make, flops=flops)
+    layers = MEASURED if sizes == QWEN3_8B else TINY_LATENTS
+    for kernel, shape, moved, make, flops in latent_cases(layers, device, dtype):
         yield Case(kernel=kernel, shape=shape, bytes=moved, make=make, flops=flops)
 
 

@@ -117,6 +117,25 @@ async def test_states_of_sequences(tmp_path: Path, name: str) -> None:
     similar(plain, recorded)
 
 
+async def test_latents(tmp_path: Path) -> None:
+    config = transformers.DeepseekV2Config(**{
+        **ATTENTION, "num_key_value_heads": 4, "q_lora_rank": None, "kv_lora_rank": 48,
+        "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 24, "n_routed_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 48, "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+    })  # fmt: skip
+    torch.manual_seed(7)
+    transformers.DeepseekV2ForCausalLM(config).float().save_pretrained(tmp_path)
+    plain, _ = await tokens(
+        tmp_path, late=False, attention_backend="torch", operations="torch", enforce_eager=True
+    )
+    recorded, stats = await tokens(
+        tmp_path, late=True, attention_backend="triton", operations="triton"
+    )
+    assert stats.prefix_cache_hits > 0
+    similar(plain, recorded)
+
+
 @pytest.mark.parametrize("policy", ["window", "key_norm"])
 async def test_compressed_caches(tmp_path: Path, policy: str) -> None:
     folder = make_checkpoint("qwen3", tmp_path)

@@ -1,0 +1,464 @@
+"""Latent attention of prompts' rows: to what their sequences have cached, and to their own tokens.
+
+`latent_context` attends to cached latents of earlier steps with absorbed queries, as decode rows
+do; every query of a row sees all of them. `latent_prompt` attends to the step's own tokens,
+causally, with keys and values that were made in full, and continues what the first one has found: a
+row without a context costs the first kernel nothing, and the host need not know which rows have
+one.
+
+A program takes a tile of one row: of tokens and heads together for the context, so that a cached
+latent is read once for all of them; of one head's tokens for the prompt. The device finds the row
+of a tile by a binary search over query_start.
+
+Operations per head and pair of a query and a token that it sees: 2 * (2 * latent_dim + rope_dim) of
+the context, 2 * (nope_dim + rope_dim + value_dim) of the prompt.
+
+Source: DeepSeek-V2 (arXiv 2405.04434); Dao, "FlashAttention-2", 2023.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ..launch import launch
+from .latent_decode import LatentTiles, attend_absorbed
+
+
+@triton.jit
+def _row_of_tile(tile, query_start_ptr, first_row, num_rows, BLOCK_Q: tl.constexpr):
+    """Return the row of a tile, and the tile's number in it.
+
+    Row r's tiles begin at (its first token) // BLOCK_Q + r, which gives each row enough tiles and
+    needs no table: find the last row that begins at or before this tile.
+    """
+    origin = tl.load(query_start_ptr + first_row)
+    low = 0
+    high = num_rows
+    while high - low > 1:
+        middle = (low + high) // 2
+        begins = (tl.load(query_start_ptr + first_row + middle) - origin) // BLOCK_Q + middle
+        if begins <= tile:
+            low = middle
+        else:
+            high = middle
+    start = tl.load(query_start_ptr + first_row + low)
+    return first_row + low, tile - (start - origin) // BLOCK_Q - low
+
+
+@triton.jit(
+    do_not_specialize=["first_row", "num_rows", "stride_table"],
+    do_not_specialize_on_alignment=["bounds_ptr"],
+)
+def _latent_context_kernel(
+    out_ptr,
+    lse_ptr,
+    absorbed_ptr,
+    turned_ptr,
+    cache_ptr,
+    block_table_ptr,
+    query_start_ptr,
+    seq_lens_ptr,
+    bounds_ptr,
+    scale,
+    first_row,
+    num_rows,
+    stride_out_token,
+    stride_out_head,
+    stride_absorbed_token,
+    stride_absorbed_head,
+    stride_turned_token,
+    stride_turned_head,
+    stride_block,
+    stride_slot,
+    stride_table,
+    NUM_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
+    LATENT_DIM: tl.constexpr,
+    ROPE_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    MIXED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """One program per (tile of BLOCK_M // HEADS tokens, HEADS heads)."""
+    BLOCK_Q: tl.constexpr = BLOCK_M // HEADS
+    if MIXED:
+        first_row = tl.load(bounds_ptr)
+        num_rows = tl.load(bounds_ptr + 1)
+        if num_rows == 0:
+            return
+    row, number = _row_of_tile(tl.program_id(0), query_start_ptr, first_row, num_rows, BLOCK_Q)
+    row_start = tl.load(query_start_ptr + row)
+    query_len = tl.load(query_start_ptr + row + 1) - row_start
+    if number * BLOCK_Q >= query_len:
+        return
+
+    offs_m = tl.arange(0, BLOCK_M)
+    local = number * BLOCK_Q + offs_m // HEADS
+    head = tl.program_id(1) * HEADS + offs_m % HEADS
+    mask_m = (local < query_len) & (head < NUM_HEADS)
+    token = (row_start + local).to(tl.int64)
+    at = token * NUM_HEADS + head
+    context = tl.load(seq_lens_ptr + row) - query_len
+    if context == 0:
+        # The sum is undefined: whoever reads it sees that it has no weight.
+        tl.store(lse_ptr + at, tl.full([BLOCK_M], -float("inf"), tl.float32), mask=mask_m)
+        return
+    offs_l = tl.arange(0, BLOCK_L)
+    offs_r = tl.arange(0, BLOCK_R)
+    mask_l = mask_m[:, None] & (offs_l < LATENT_DIM)[None, :]
+    absorbed = tl.load(
+        absorbed_ptr
+        + token[:, None] * stride_absorbed_token
+        + head[:, None] * stride_absorbed_head
+        + offs_l[None, :],
+        mask=mask_l,
+        other=0.0,
+    )
+    turned = tl.load(
+        turned_ptr
+        + token[:, None] * stride_turned_token
+        + head[:, None] * stride_turned_head
+        + offs_r[None, :],
+        mask=mask_m[:, None] & (offs_r < ROPE_DIM)[None, :],
+        other=0.0,
+    )
+    table = block_table_ptr + row.to(tl.int64) * stride_table
+    acc, m, total = attend_absorbed(
+        absorbed, turned, 0, tl.cdiv(context, BLOCK_N), context, table, cache_ptr, scale,
+        stride_block, stride_slot, LATENT_DIM, ROPE_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, BLOCK_L,
+        BLOCK_R,
+    )  # fmt: skip
+    acc = acc / total[:, None]
+    tl.store(lse_ptr + at, m + tl.log2(total), mask=mask_m)
+    target = out_ptr + token[:, None] * stride_out_token + head[:, None] * stride_out_head
+    tl.store(target + offs_l[None, :], acc.to(out_ptr.dtype.element_ty), mask=mask_l)
+
+
+@triton.jit
+def _attend_prompt(
+    acc,
+    m,
+    total,
+    query,
+    turned,
+    local_q,
+    begin,
+    end,
+    query_len,
+    row_start,
+    head,
+    expanded_ptr,
+    shared_ptr,
+    scale,
+    stride_expanded_token,
+    stride_expanded_head,
+    stride_shared,
+    NOPE_DIM: tl.constexpr,
+    ROPE_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Fold a row's own tokens of tiles [begin, end) into the running softmax. Without MASKED every
+    query of the tile sees all of them."""
+    LOG2E: tl.constexpr = 1.4426950408889634
+    offs_n = tl.arange(0, BLOCK_N)
+    offs_k = tl.arange(0, BLOCK_K)
+    offs_r = tl.arange(0, BLOCK_R)
+    offs_v = tl.arange(0, BLOCK_V)
+    for tile in range(begin, end):
+        place = tile * BLOCK_N + offs_n
+        token = (row_start + place).to(tl.int64)
+        entry = expanded_ptr + token * stride_expanded_token + head * stride_expanded_head
+        mask_k = (offs_k < NOPE_DIM)[None, :]
+        mask_r = (offs_r < ROPE_DIM)[None, :]
+        mask_v = (offs_v < VALUE_DIM)[None, :]
+        if MASKED:
+            valid = (place < query_len)[:, None]
+            mask_k = mask_k & valid
+            mask_r = mask_r & valid
+            mask_v = mask_v & valid
+        key = tl.load(entry[:, None] + offs_k[None, :], mask=mask_k, other=0.0)
+        value = tl.load(entry[:, None] + NOPE_DIM + offs_v[None, :], mask=mask_v, other=0.0)
+        shared = tl.load(
+            shared_ptr + (token * stride_shared)[:, None] + offs_r[None, :], mask=mask_r, other=0.0
+        )
+        scores = tl.dot(query, tl.trans(key), input_precision="ieee")
+        scores = tl.dot(turned, tl.trans(shared), scores, input_precision="ieee")
+        scores = scores * (scale * LOG2E)
+        if MASKED:
+            scores = tl.where(place[None, :] <= local_q[:, None], scores, -float("inf"))
+        m_new = tl.maximum(m, tl.max(scores, axis=1))
+        # A query that has seen nothing stays at 0, not NaN.
+        pivot = m_new
+        if MASKED:
+            pivot = tl.where(m_new == -float("inf"), 0.0, m_new)
+        weights = tl.exp2(scores - pivot[:, None])
+        decay = tl.exp2(m - pivot)
+        total = total * decay + tl.sum(weights, axis=1)
+        acc = acc * decay[:, None]
+        acc = tl.dot(weights.to(value.dtype), value, acc, input_precision="ieee")
+        m = m_new
+    return acc, m, total
+
+
+@triton.jit(
+    do_not_specialize=["first_row", "num_rows"], do_not_specialize_on_alignment=["bounds_ptr"]
+)
+def _latent_prompt_kernel(
+    out_ptr,
+    lse_ptr,
+    query_ptr,
+    expanded_ptr,
+    shared_ptr,
+    query_start_ptr,
+    bounds_ptr,
+    scale,
+    first_row,
+    num_rows,
+    stride_out_token,
+    stride_out_head,
+    stride_query_token,
+    stride_query_head,
+    stride_expanded_token,
+    stride_expanded_head,
+    stride_shared,
+    NUM_HEADS: tl.constexpr,
+    NOPE_DIM: tl.constexpr,
+    ROPE_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    CONTEXT: tl.constexpr,
+    MIXED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """One program per (head, tile of BLOCK_M tokens)."""
+    head = tl.program_id(0).to(tl.int64)
+    # Later tiles see more tokens: start them first.
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)
+    if MIXED:
+        first_row = tl.load(bounds_ptr)
+        num_rows = tl.load(bounds_ptr + 1)
+        if num_rows == 0:
+            return
+    row, number = _row_of_tile(tile, query_start_ptr, first_row, num_rows, BLOCK_M)
+    row_start = tl.load(query_start_ptr + row)
+    query_len = tl.load(query_start_ptr + row + 1) - row_start
+    if number * BLOCK_M >= query_len:
+        return
+
+    local = number * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_k = tl.arange(0, BLOCK_K)
+    offs_r = tl.arange(0, BLOCK_R)
+    offs_v = tl.arange(0, BLOCK_V)
+    mask_m = local < query_len
+    token = (row_start + local).to(tl.int64)
+    source = query_ptr + token * stride_query_token + head * stride_query_head
+    query = tl.load(
+        source[:, None] + offs_k[None, :],
+        mask=mask_m[:, None] & (offs_k < NOPE_DIM)[None, :],
+        other=0.0,
+    )
+    turned = tl.load(
+        source[:, None] + NOPE_DIM + offs_r[None, :],
+        mask=mask_m[:, None] & (offs_r < ROPE_DIM)[None, :],
+        other=0.0,
+    )
+    mask_v = mask_m[:, None] & (offs_v < VALUE_DIM)[None, :]
+    target = out_ptr + token * stride_out_token + head * stride_out_head
+    target = target[:, None] + offs_v[None, :]
+    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    m = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    if CONTEXT:
+        # What the context gave has the weight that its log-sum-exp says; if none, it is undefined.
+        m = tl.load(lse_ptr + token * NUM_HEADS + head, mask=mask_m, other=-float("inf"))
+        seen = m > -float("inf")
+        total = tl.where(seen, 1.0, 0.0)
+        acc = tl.load(target, mask=mask_v & seen[:, None], other=0.0).to(tl.float32)
+    first = number * BLOCK_M
+    full = (first + 1) // BLOCK_N
+    end = tl.cdiv(tl.minimum(first + BLOCK_M, query_len), BLOCK_N)
+    acc, m, total = _attend_prompt(
+        acc, m, total, query, turned, local, 0, full, query_len, row_start, head, expanded_ptr,
+        shared_ptr, scale, stride_expanded_token, stride_expanded_head, stride_shared, NOPE_DIM,
+        ROPE_DIM, VALUE_DIM, BLOCK_N, BLOCK_K, BLOCK_R, BLOCK_V, False,
+    )  # fmt: skip
+    acc, m, total = _attend_prompt(
+        acc, m, total, query, turned, local, full, end, query_len, row_start, head, expanded_ptr,
+        shared_ptr, scale, stride_expanded_token, stride_expanded_head, stride_shared, NOPE_DIM,
+        ROPE_DIM, VALUE_DIM, BLOCK_N, BLOCK_K, BLOCK_R, BLOCK_V, True,
+    )  # fmt: skip
+    acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+    tl.store(target, acc.to(out_ptr.dtype.element_ty), mask=mask_v)
+
+
+def context_tiles(num_heads: int, latent_dim: int, dtype: torch.dtype) -> LatentTiles:
+    """Return the tiles of `latent_context`."""
+    if dtype == torch.float32:
+        return LatentTiles(max(16, min(32, triton.next_power_of_2(num_heads))), 16, 4, 1)
+    return LatentTiles(64, 32, 8, 2 if latent_dim > 256 else 3)
+
+
+def latent_context(
+    absorbed: torch.Tensor,
+    turned: torch.Tensor,
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    scale: float,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    first_row: int = 0,
+    num_tokens: int | None = None,
+    bounds: torch.Tensor | None = None,
+    max_rows: int = 0,
+) -> None:
+    """Attend to the tokens before each row's own.
+
+    absorbed: [all_tokens, num_heads, latent_dim], turned: [all_tokens, num_heads, rope_dim]; cache:
+    [num_blocks, block_size, latent_dim + rope_dim], of absorbed's type; block_table: [num_rows,
+    max_blocks] int32; query_start: [num_rows + 1] int32; seq_lens: [num_rows] int32. Last strides
+    are 1, others free. out: the shape of absorbed, gets sums of latents by their weights; lse:
+    [all_tokens, num_heads] float32, gets log-sum-exps in units of log2, -inf where nothing is
+    cached, and there `out` is left as it is. Rows from `first_row` on, which have `num_tokens` (by
+    default all); bounds: [2] int32, first_row and the number of rows, if only the device knows
+    them; then `max_rows` is the largest possible number, and tokens of other rows are not written.
+    """
+    all_tokens, num_heads, latent_dim = absorbed.shape
+    rope_dim = turned.shape[-1]
+    num_rows = max_rows if bounds is not None else seq_lens.shape[0] - first_row
+    num_tokens = all_tokens if num_tokens is None else num_tokens
+    if num_rows == 0 or num_tokens == 0:
+        return
+    tiles = context_tiles(num_heads, latent_dim, absorbed.dtype)
+    heads = min(triton.next_power_of_2(num_heads), tiles.block_m)
+    num_tiles = num_tokens // (tiles.block_m // heads) + num_rows
+    launch(_latent_context_kernel, (num_tiles, triton.cdiv(num_heads, heads)))(
+        out,
+        lse,
+        absorbed,
+        turned,
+        cache,
+        block_table,
+        query_start,
+        seq_lens,
+        seq_lens if bounds is None else bounds,
+        scale,
+        first_row,
+        num_rows,
+        out.stride(0),
+        out.stride(1),
+        absorbed.stride(0),
+        absorbed.stride(1),
+        turned.stride(0),
+        turned.stride(1),
+        cache.stride(0),
+        cache.stride(1),
+        block_table.stride(0),
+        NUM_HEADS=num_heads,
+        HEADS=heads,
+        LATENT_DIM=latent_dim,
+        ROPE_DIM=rope_dim,
+        BLOCK_SIZE=cache.shape[1],
+        MIXED=bounds is not None,
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n,
+        BLOCK_L=max(16, triton.next_power_of_2(latent_dim)),
+        BLOCK_R=max(16, triton.next_power_of_2(rope_dim)),
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
+
+
+def prompt_tiles(max_query_len: int, key_dim: int, dtype: torch.dtype) -> LatentTiles:
+    """Return the tiles of `latent_prompt`: few different ones, so few compilations."""
+    if dtype == torch.float32:
+        return LatentTiles(32, 32, 4, 1)
+    if max_query_len <= 64 or key_dim > 256:
+        return LatentTiles(64, 32 if key_dim > 256 else 64, 8 if key_dim > 256 else 4, 2)
+    return LatentTiles(128, 64, 8, 3 if key_dim <= 192 else 2)
+
+
+def latent_prompt(
+    query: torch.Tensor,
+    expanded: torch.Tensor,
+    shared: torch.Tensor,
+    query_start: torch.Tensor,
+    *,
+    scale: float,
+    max_query_len: int,
+    out: torch.Tensor,
+    lse: torch.Tensor | None = None,
+    first_row: int = 0,
+    num_tokens: int | None = None,
+    num_rows: int | None = None,
+    bounds: torch.Tensor | None = None,
+    max_rows: int = 0,
+) -> None:
+    """Attend to each row's own tokens, causally.
+
+    query: [all_tokens, num_heads, nope_dim + rope_dim]; expanded: [all_tokens, num_heads, nope_dim
+    + value_dim], each head's part of the keys, then its values; shared: [all_tokens, rope_dim], the
+    part that all heads share; query_start: [num_rows + 1] int32. Last strides are 1, others free.
+    out: [all_tokens, num_heads, value_dim]; lse: [all_tokens, num_heads] float32 of what `out`
+    holds already, in units of log2, -inf for nothing; None: it holds nothing. first_row,
+    num_tokens, bounds, max_rows: as for `latent_context`. With `max_query_len`, of any row, they
+    size the launch.
+    """
+    all_tokens, num_heads, key_dim = query.shape
+    rope_dim, value_dim = shared.shape[1], out.shape[2]
+    nope_dim = key_dim - rope_dim
+    if bounds is not None:
+        num_rows = max_rows
+    elif num_rows is None:
+        num_rows = query_start.shape[0] - 1 - first_row
+    num_tokens = all_tokens if num_tokens is None else num_tokens
+    if num_rows == 0 or num_tokens == 0:
+        return
+    tiles = prompt_tiles(max_query_len, key_dim, query.dtype)
+    launch(_latent_prompt_kernel, (num_heads, num_tokens // tiles.block_m + num_rows))(
+        out,
+        out if lse is None else lse,
+        query,
+        expanded,
+        shared,
+        query_start,
+        query_start if bounds is None else bounds,
+        scale,
+        first_row,
+        num_rows,
+        out.stride(0),
+        out.stride(1),
+        query.stride(0),
+        query.stride(1),
+        expanded.stride(0),
+        expanded.stride(1),
+        shared.stride(0),
+        NUM_HEADS=num_heads,
+        NOPE_DIM=nope_dim,
+        ROPE_DIM=rope_dim,
+        VALUE_DIM=value_dim,
+        CONTEXT=lse is not None,
+        MIXED=bounds is not None,
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n,
+        BLOCK_K=max(16, triton.next_power_of_2(nope_dim)),
+        BLOCK_R=max(16, triton.next_power_of_2(rope_dim)),
+        BLOCK_V=max(16, triton.next_power_of_2(value_dim)),
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
