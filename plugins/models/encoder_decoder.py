@@ -169,19 +169,40 @@ class SinusoidalPositions(nn.Module):
     """Position → sines of all frequencies, then their cosines (arXiv 1706.03762). Computed:
     checkpoints may have them, or not."""
 
+    offset: ClassVar[int] = 0
+    """What the first position counts as."""
+
     def __init__(self, hf: Any, build: BuildContext) -> None:
         super().__init__()
         self.table: torch.Tensor
-        positions = torch.arange(hf.max_position_embeddings, dtype=torch.float64)
-        rates = 10000.0 ** (torch.arange(0, hf.d_model, 2, dtype=torch.float64) / -hf.d_model)
-        angles = positions[:, None] * rates
-        table = torch.cat((angles.sin(), angles[:, : hf.d_model // 2].cos()), dim=-1)
-        table = table.to(build.dtype).to(build.device)
-        self.register_buffer("table", table, persistent=False)
+        positions = torch.arange(hf.max_position_embeddings, dtype=torch.float64) + self.offset
+        angles = positions[:, None] * self.rates(hf.d_model)
+        table = torch.cat((angles.sin(), angles.cos()), dim=-1).to(build.dtype)
+        self.register_buffer("table", table.to(build.device), persistent=False)
+
+    @staticmethod
+    def rates(size: int) -> torch.Tensor:
+        """→ [size / 2] radians per position"""
+        exponents = torch.arange(0, size, 2, dtype=torch.float64) / size
+        out: torch.Tensor = 10000.0**-exponents
+        return out
 
     def forward(self, positions: torch.Tensor) -> torch.Tensor:
         """[num_tokens] → [num_tokens, hidden_size]"""
         return self.table[positions]
+
+
+class SinusoidalFromTwo(SinusoidalPositions):
+    """Positions count from 2 on, and the last rate is exactly 1 / 10000."""
+
+    offset = 2
+
+    @staticmethod
+    def rates(size: int) -> torch.Tensor:
+        half = size // 2
+        exponents = torch.arange(half, dtype=torch.float64) / (half - 1)
+        out: torch.Tensor = 10000.0**-exponents
+        return out
 
 
 class Half(nn.Module):
@@ -193,6 +214,7 @@ class Half(nn.Module):
         super().__init__()
         self.scale = math.sqrt(hf.d_model) if hf.scale_embedding else None
         self.embed_positions = owner.positions(hf, build)
+        self.norms_words = owner.decoder_norms_words and isinstance(self, Decoder)
         self.layernorm_embedding = None
         if owner.norms_embeddings:
             self.layernorm_embedding = LayerNorm(hf.d_model, EPS, build)
@@ -206,12 +228,21 @@ class Half(nn.Module):
     ) -> torch.Tensor:
         """Embeddings of tokens → states before the last norm, both [num_tokens, hidden_size]."""
         hidden = embeddings if self.scale is None else embeddings * self.scale
-        hidden = hidden + self.embed_positions(context.positions)
-        if self.layernorm_embedding is not None:
-            hidden = self.layernorm_embedding(hidden)
+        hidden = self.add_positions(hidden, self.embed_positions(context.positions))
         for layer in self.layers:
             hidden = layer(hidden, context)
         out: torch.Tensor = hidden
+        return out
+
+    def add_positions(self, words: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Both [num_tokens, hidden_size] → the input of the first layer"""
+        norm = self.layernorm_embedding
+        if norm is not None and self.norms_words:
+            words = norm(words)
+        hidden = words + positions
+        if norm is None or self.norms_words:
+            return hidden
+        out: torch.Tensor = norm(hidden)
         return out
 
     def normed(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -255,6 +286,9 @@ class EncoderDecoderLM(nn.Module):
     norm_first: ClassVar[bool] = False
     """Norms come before attention and MLP, and one after all layers; otherwise after each sum."""
     norms_embeddings: ClassVar[bool] = True
+    """There is a norm of the sum of words and positions."""
+    decoder_norms_words: ClassVar[bool] = False
+    """That of the decoder is a norm of the words, before positions are added."""
     positions: ClassVar[type[LearnedPositions | SinusoidalPositions]] = LearnedFromTwo
     weight_map: WeightMap = LogitsBiasMap(
         stacked={
@@ -276,6 +310,7 @@ class EncoderDecoderLM(nn.Module):
         },
         names={"mlp.up_proj": "fc1", "mlp.down_proj": "fc2"},
         zeros=("model.shared.bias",),
+        ignored=("model.encoder.embed_positions.", "model.decoder.embed_positions."),
     )  # fmt: skip
     """All names of the embeddings are those of one table."""
 

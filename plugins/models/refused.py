@@ -7,6 +7,8 @@ EXPERTS = "its mixture of experts is chosen or shared in a way that is not there
 INDEXED = "an indexer chooses the tokens that its attention reads"
 ENCODER = "it is an encoder by training: Jackfield serves encoders for vectors and labels"
 CROSS = "it is the decoder of an encoder-decoder model, and attends to the encoder's states"
+SPARSE_ENCODER = "its encoder attends to windows or blocks of its input"
+RELATIVE = "its attention adds a learned bias by distance, which no attention backend has"
 IMAGES = "it takes images, sound or video beside text"
 REFUSED = {
     STATE: (
@@ -15,7 +17,7 @@ REFUSED = {
         "RwkvForCausalLM", "ZambaForCausalLM", "ZayaForCausalLM",
         "xLSTMForCausalLM",
     ),
-    EXPERTS: ("DbrxForCausalLM", "JetMoeForCausalLM"),
+    EXPERTS: ("DbrxForCausalLM", "JetMoeForCausalLM", "NllbMoeForConditionalGeneration"),
     INDEXED: (
         "AXK2ForCausalLM", "DeepseekV32ForCausalLM", "Dots3NoteForCausalLM", "GlmMoeDsaForCausalLM",
         "HYV4ForCausalLM",
@@ -37,13 +39,33 @@ REFUSED = {
         "MusicgenForCausalLM", "MusicgenMelodyForCausalLM", "PLBartForCausalLM",
         "PegasusForCausalLM", "ProphetNetForCausalLM", "TrOCRForCausalLM", "WhisperForCausalLM",
     ),
+    SPARSE_ENCODER: (
+        "BigBirdPegasusForConditionalGeneration", "LEDForConditionalGeneration",
+        "LongT5ForConditionalGeneration", "PegasusXForConditionalGeneration",
+    ),
+    RELATIVE: (
+        "MT5ForConditionalGeneration", "SwitchTransformersForConditionalGeneration",
+        "T5ForConditionalGeneration", "UMT5ForConditionalGeneration",
+    ),
+    "encoder and decoder have separate vocabularies": ("FSMTForConditionalGeneration",),
+    "it predicts several tokens at once": ("ProphetNetForConditionalGeneration",),
+    "encoder and decoder are models of any two families": ("EncoderDecoderModel",),
+    "encoder and decoder rotate, which the parts of encoder-decoder models do not": (
+        "T5GemmaForConditionalGeneration",
+    ),
     IMAGES: (
-        "CohereCompassForCausalLM", "FuyuForCausalLM",
-        "Gemma3ForConditionalGeneration", "Gemma3nForConditionalGeneration",
-        "Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration",
-        "GitForCausalLM", "GotOcr2ForConditionalGeneration", "MiniMaxM3VLForCausalLM",
-        "MllamaForCausalLM", "MoshiForCausalLM",
-        "MossTranscribeDiarizeForConditionalGeneration", "Phi4MultimodalForCausalLM",
+        "AudioFlamingo3ForConditionalGeneration", "CohereCompassForCausalLM", 
+        "FuyuForCausalLM", "Gemma3ForConditionalGeneration", "Gemma3nForConditionalGeneration",
+        "Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration", "GitForCausalLM",
+        "GlmAsrForConditionalGeneration", "GotOcr2ForConditionalGeneration",
+        "GraniteSpeechForConditionalGeneration", "GraniteSpeechPlusForConditionalGeneration",
+        "MiniMaxM3VLForCausalLM", "MllamaForCausalLM", "MoshiForCausalLM",
+        "MossTranscribeDiarizeForConditionalGeneration", "MusicFlamingoForConditionalGeneration",
+        "Nemotron3_5TranscribeForConditionalGeneration", "Phi4MultimodalForCausalLM",
+        "Qwen2AudioForConditionalGeneration", "Qwen3ASRForConditionalGeneration",
+        "SeamlessM4TForTextToText", "SeamlessM4Tv2ForTextToText",
+        "T5Gemma2ForConditionalGeneration", "VibeVoiceAsrForConditionalGeneration",
+        "VoxtralForConditionalGeneration", "VoxtralRealtimeForConditionalGeneration",
     ),
     "layers share keys and values, and add to embeddings of their own": (
         "Gemma3nForCausalLM", "Gemma4ForCausalLM", "Gemma4UnifiedForCausalLM",

@@ -11,7 +11,10 @@ import torch
 import transformers
 from packaging.version import Version
 from test_fallback import CASES as FALLBACK
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+)
 
 from jackfield import EngineConfig
 from jackfield.core.errors import ConfigError
@@ -21,7 +24,10 @@ from jackfield.core.registry import Registry, load_plugins
 from jackfield.plugins.models import ARCHITECTURES, SAME
 from jackfield.plugins.models.refused import REFUSED
 
-LISTED = sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()))
+LISTED = sorted({
+    *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(),
+    *MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.values(),
+})  # fmt: skip
 
 
 def refusal_of(architecture: str) -> ConfigError:

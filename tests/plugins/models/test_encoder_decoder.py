@@ -29,7 +29,14 @@ TINY: dict[str, Any] = {
 }  # fmt: skip
 CASES: dict[str, dict[str, Any]] = {
     "BartForConditionalGeneration": {},
+    "BlenderbotForConditionalGeneration": {"encoder_no_repeat_ngram_size": 0},
+    "BlenderbotSmallForConditionalGeneration": {"scale_embedding": True},
+    "M2M100ForConditionalGeneration": {"forced_bos_token_id": 11, "activation_function": "relu"},
     "MBartForConditionalGeneration": {"scale_embedding": True, "forced_bos_token_id": 7},
+    "MarianMTModel": {"activation_function": "swish"},
+    "MvpForConditionalGeneration": {"use_prompt": False},
+    "PLBartForConditionalGeneration": {},
+    "PegasusForConditionalGeneration": {"activation_function": "relu"},
 }
 SOURCES = [[3 + (5 * i * n) % (VOCAB - 3) for i in range(1, n)] for n in (2, 9, 26, 43)]
 OUTPUT = 7
@@ -127,6 +134,23 @@ def watched(engine: AsyncEngine) -> list[StepPlan]:
 
 def num_encoded(plans: list[StepPlan]) -> int:
     return sum(len(plan.encode) for plan in plans)
+
+
+async def test_tokens_that_the_checkpoint_bars_are_not_generated(bart: Any, tmp_path: Path) -> None:
+    """As the padding token of Marian."""
+    model, folder = bart
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    async with AsyncEngine(config(folder)) as engine:
+        first = (await answer(engine, SOURCES[1])).outputs[0].token_ids
+    barred = [[first[0]], [first[3]]]
+    edit_json(tmp_path / "generation_config.json", bad_words_ids=barred)
+    async with AsyncEngine(config(tmp_path)) as engine:
+        output = await answer(engine, SOURCES[1])
+    made = model.generate(
+        torch.tensor([SOURCES[1]]), do_sample=False, max_new_tokens=OUTPUT, eos_token_id=None,
+        bad_words_ids=barred,
+    )  # fmt: skip
+    assert made[0].tolist() == [2, *output.outputs[0].token_ids]
 
 
 @pytest.mark.parametrize("caching", [True, False])
