@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from jackfield.core.cache.groups import ONE_GROUP, CacheGroup
-from jackfield.core.request import Request, Status
+from jackfield.core.request import Request, Status, source_digest
 from jackfield.core.sampling_params import SamplingParams
 from jackfield.core.scheduling.compression import CompressionRule
 from jackfield.core.scheduling.guarded_connector import GuardedConnector
@@ -142,7 +142,8 @@ class ReplayingWorker:
             assert 0 <= start.slot < self.max_num_seqs
             self.tokens[start.slot] = list(start.token_ids)
             self.computed[start.slot] = self.bounds[start.slot] = start.num_computed_tokens
-            self.tables[start.slot] = [{} for _ in self.groups]
+            # The last one is that of a source.
+            self.tables[start.slot] = [{} for _ in range(len(self.groups) + 1)]
             self.salts[start.slot] = salts[start.request_id]
         for write in plan.table_writes:
             columns = range(write.column, write.column + len(write.block_ids))
@@ -249,6 +250,7 @@ def expected_output(request: Request, salt: str | None, max_model_len: int) -> l
 class SchedulerMachine(RuleBasedStateMachine):
     """add / schedule / update / finish in any order, up to two steps in flight."""
 
+    worker_class: type[ReplayingWorker] = ReplayingWorker
     connector: FarSide | None = None
     detached: KVDetached | None = None
     """Once its worker half has raised."""
@@ -259,6 +261,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     groups: tuple[CacheGroup, ...] = ONE_GROUP
     kv_compression: CompressionRule | None = None
     num_drafts = 0
+    max_source_tokens = 0
     max_num_seqs, budget, max_model_len, num_blocks, block_size = 4, 16, 40, 14, 4
 
     def __init__(self) -> None:
@@ -279,8 +282,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             groups=self.groups,
             kv_compression=self.kv_compression,
             num_drafts=self.num_drafts,
+            max_source_tokens=self.max_source_tokens,
         )
-        self.worker = ReplayingWorker(
+        self.worker = self.worker_class(
             self.num_blocks, self.block_size, self.max_num_seqs, self.budget, self.groups,
             self.num_drafts,
         )  # fmt: skip
@@ -352,7 +356,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             # Admission: within the context, and nothing that could never finish.
             max_tokens = min(params.max_tokens, self.max_model_len - len(prompt))
             total = len(prompt) + max_tokens
-            if self.scheduler.limits.rejection_reason(len(prompt), total) is not None:
+            source = self.source(prompt)
+            limits = self.scheduler.limits.beside_source(len(source))
+            if limits.rejection_reason(len(prompt), total) is not None:
                 return
             request = Request(
                 request_id=str(len(self.all)),
@@ -363,6 +369,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 eos_token_ids=frozenset({EOS}),
                 priority=priority,
                 cache_salt=salt,
+                source_token_ids=source,
+                cache_extra=(source_digest(source),) if source else (),
                 arrival=float(len(self.all)),
                 leader=leader,
             )
@@ -371,6 +379,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.salts[request.request_id] = salt
             self.received[request.request_id] = []
             self.scheduler.add_requests(request)
+
+    def source(self, prompt: list[int]) -> list[int]:
+        """What the encoder of an encoder-decoder model reads."""
+        return []
 
     @rule()
     def schedule(self):
