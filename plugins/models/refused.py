@@ -54,7 +54,7 @@ REFUSED = {
         "T5GemmaForConditionalGeneration",
     ),
     IMAGES: (
-        "AudioFlamingo3ForConditionalGeneration", "CohereCompassForCausalLM", 
+        "AudioFlamingo3ForConditionalGeneration", "CohereCompassForCausalLM",
         "FuyuForCausalLM", "Gemma3ForConditionalGeneration", "Gemma3nForConditionalGeneration",
         "Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration", "GitForCausalLM",
         "GlmAsrForConditionalGeneration", "GotOcr2ForConditionalGeneration",
