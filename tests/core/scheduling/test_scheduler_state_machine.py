@@ -177,7 +177,8 @@ class ReplayingWorker:
             self.bounds[slot] += count
             assert self.bounds[slot] >= self.computed[slot] + count, "the host's bound is none"
             columns = -(-self.bounds[slot] // self.block_size)
-            assert all(columns - 1 in table for table in self.tables[slot]) or slot in self.held
+            tables = self.tables[slot][: len(self.groups)]
+            assert all(columns - 1 in table for table in tables) or slot in self.held
             for position in range(self.computed[slot], self.computed[slot] + count):
                 prefix = tuple(ahead[slot][: position + 1])
                 assert len(prefix) == position + 1, "computes a token that does not exist"
