@@ -14,11 +14,54 @@ import torch
 
 from .quant.quantized_weight import QuantizedWeight, Weight, weight_arguments
 
+Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""[2, num_blocks, block_size, num_kv_heads, head_dim], or quantized: see
+attention/quantized_tiles.py."""
+
+
+def quantize_heads(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """x: [..., head_dim] → codes of a quantized cache, [..., width], and words, [...] int32.
+
+    The zero is the middle of the range, the scale what reaches its ends, rounded up: bfloat16.
+    """
+    x = x.float()
+    ends = torch.stack([x.min(dim=-1).values, x.max(dim=-1).values])
+    zero = (ends.sum(0) * 0.5).bfloat16()
+    steps, middle = (127.0, 0.0) if bits == 8 else (7.5, 7.5)
+    reach = (ends - zero.float()).abs().max(dim=0).values * (1.0 / steps)
+    scale = reach.bfloat16()
+    scale = torch.where(scale.float() < reach, scale.nextafter(scale + 1e30), scale)
+    used = scale.float().clamp(min=1e-30)
+    codes = torch.floor((x - zero.float()[..., None]) * (1.0 / used)[..., None] + (middle + 0.5))
+    codes = codes.clamp(middle - steps, middle + steps)
+    codes = torch.where(scale.float()[..., None] > 1e-30, codes, middle + 0.5).floor()
+    words = torch.stack([scale, zero], dim=-1).view(torch.int32)[..., 0]
+    if bits == 8:
+        return codes.to(torch.int8), words
+    half = x.shape[-1] // 2
+    return (codes[..., :half] + 16 * codes[..., half:]).to(torch.uint8), words
+
+
+def dequantize_cache(cache: Cache) -> torch.Tensor:
+    """→ [2, num_blocks, block_size, num_kv_heads, head_dim] float32"""
+    if isinstance(cache, torch.Tensor):
+        return cache.float()
+    parts = []
+    for codes, words in zip(cache[:2], cache[2].transpose(2, 3), strict=True):
+        pairs = words.contiguous().view(torch.bfloat16).float().view(*words.shape, 2)
+        scale, zero = pairs[..., :1], pairs[..., 1:]
+        if codes.dtype == torch.int8:
+            parts.append(codes.float() * scale + zero)
+        else:
+            numbers = torch.cat([codes % 16, codes // 16], dim=-1).float()
+            parts.append((numbers - 7.5) * scale + zero)
+    return torch.stack(parts)
+
 
 def kv_cache_write(
     key: torch.Tensor,
     value: torch.Tensor,
-    kv_cache: torch.Tensor,
+    kv_cache: Cache,
     slot_mapping: torch.Tensor,
     cache_scales: tuple[float, float] = (1.0, 1.0),
 ) -> None:
@@ -28,6 +71,13 @@ def kv_cache_write(
     slot_mapping: [num_tokens] int64, block * block_size + offset.
     """
     slots = slot_mapping.to(torch.int64)
+    if not isinstance(kv_cache, torch.Tensor):
+        size = kv_cache[0].shape[1]
+        for codes, words, part in zip(kv_cache[:2], kv_cache[2], (key, value), strict=True):
+            bits = 8 if codes.dtype == torch.int8 else 4
+            codes[slots // size, slots % size], new_words = quantize_heads(part, bits)
+            words[slots // size, :, slots % size] = new_words
+        return
     for cache, part, scale in zip(kv_cache, (key, value), cache_scales, strict=True):
         if cache.element_size() == 1:
             largest = torch.finfo(cache.dtype).max
@@ -38,7 +88,7 @@ def kv_cache_write(
 
 def paged_attention(
     query: torch.Tensor,
-    kv_cache: torch.Tensor,
+    kv_cache: Cache,
     block_table: torch.Tensor,
     query_start: torch.Tensor,
     seq_lens: torch.Tensor,
@@ -59,15 +109,16 @@ def paged_attention(
     gives zeros.
     """
     out = torch.zeros_like(query)
-    block_size = kv_cache.shape[2]
-    group = query.shape[1] // kv_cache.shape[3]
+    cached = dequantize_cache(kv_cache)
+    block_size = cached.shape[2]
+    group = query.shape[1] // cached.shape[3]
     starts, lengths = query_start.tolist(), seq_lens.tolist()
     for row, length in enumerate(lengths):
         begin, end = starts[row], starts[row + 1]
         if begin == end or length == 0:
             continue
         blocks = block_table[row, : -(-length // block_size)].long()
-        key, value = kv_cache.float()[:, blocks].flatten(1, 2)[:, :length]
+        key, value = cached[:, blocks].flatten(1, 2)[:, :length]
         key, value = key * cache_scales[0], value * cache_scales[1]
         key = key.repeat_interleave(group, dim=1)
         value = value.repeat_interleave(group, dim=1)
@@ -92,7 +143,7 @@ def paged_attention(
 
 def paged_attention_decode(
     query: torch.Tensor,
-    kv_cache: torch.Tensor,
+    kv_cache: Cache,
     block_table: torch.Tensor,
     seq_lens: torch.Tensor,
     *,
@@ -163,7 +214,7 @@ def qk_norm_rope_cache(
     cos_sin: torch.Tensor | None = None,
     query_norm: tuple[torch.Tensor, float] | None = None,
     key_norm: tuple[torch.Tensor, float] | None = None,
-    kv_cache: torch.Tensor | None = None,
+    kv_cache: Cache | None = None,
     slot_mapping: torch.Tensor | None = None,
     cache_scales: tuple[float, float] = (1.0, 1.0),
 ) -> None:

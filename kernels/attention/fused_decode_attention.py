@@ -24,6 +24,15 @@ from .paged_attention_decode import (
     decode_config,
     workspace_elements,
 )
+from .quantized_tiles import (
+    Quantized,
+    add_code_values,
+    block_width,
+    cache_arguments,
+    code_scores,
+    quantized_heads,
+    word_places,
+)
 
 EARLY_WIDTH = 4096
 """Total width of the heads from which on the next kernel may start at once, as in gemv.py: the
@@ -65,6 +74,36 @@ def _head(
     return x
 
 
+@triton.jit
+def _half_heads(
+    head_ptr,
+    weight_ptr,
+    eps,
+    cos,
+    sin,
+    mask,
+    NORM: tl.constexpr,
+    ROTATE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """As `_head`, in two halves [n, BLOCK_H]. `sin` is as it is."""
+    HALF: tl.constexpr = HEAD_DIM // 2
+    dim = tl.arange(0, BLOCK_H)
+    x = tl.load(head_ptr + dim[None, :], mask=mask, other=0.0).to(tl.float32)
+    y = tl.load(head_ptr + HALF + dim[None, :], mask=mask, other=0.0).to(tl.float32)
+    if NORM:
+        in_half = dim < HALF
+        scale = tl.rsqrt((tl.sum(x * x, axis=1) + tl.sum(y * y, axis=1)) / HEAD_DIM + eps)[:, None]
+        x *= scale * tl.load(weight_ptr + dim, mask=in_half, other=0.0)[None, :]
+        y *= scale * tl.load(weight_ptr + HALF + dim, mask=in_half, other=0.0)[None, :]
+    if ROTATE:
+        turned = x * cos[None, :] - y * sin[None, :]
+        y = y * cos[None, :] + x * sin[None, :]
+        x = turned
+    return x, y
+
+
 @triton.jit(do_not_specialize=["num_splits", "stride_table"])
 def _fused_decode_kernel(
     out_ptr,
@@ -74,6 +113,8 @@ def _fused_decode_kernel(
     qkv_ptr,
     key_cache_ptr,
     value_cache_ptr,
+    key_words_ptr,
+    value_words_ptr,
     block_table_ptr,
     seq_lens_ptr,
     slot_ptr,
@@ -108,10 +149,16 @@ def _fused_decode_kernel(
     NORM_QUERY: tl.constexpr,
     NORM_KEY: tl.constexpr,
     MIN_TILES: tl.constexpr,
+    KEY_BITS: tl.constexpr,
+    VALUE_BITS: tl.constexpr,
+    KEY_WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
     FP8: tl.constexpr,
     PDL: tl.constexpr,
@@ -139,13 +186,16 @@ def _fused_decode_kernel(
 
     offs_m = tl.arange(0, BLOCK_M)
     offs_n = tl.arange(0, BLOCK_N)
-    dim = tl.arange(0, BLOCK_D)
-    in_head = dim < HEAD_DIM
+    # Keys of 4 bits are in two halves, each with the same angles.
+    dim = tl.arange(0, BLOCK_K)
+    in_head = dim < KEY_WIDTH
+    dim_v = tl.arange(0, BLOCK_V)
+    in_value = dim_v < VALUE_WIDTH
     mask_q = (offs_m < GROUP)[:, None] & in_head[None, :]
     dtype = qkv_ptr.dtype.element_ty
     newest = seq_len - 1
-    cos = tl.zeros([BLOCK_D], tl.float32)
-    sin = tl.zeros([BLOCK_D], tl.float32)
+    cos = tl.zeros([BLOCK_K], tl.float32)
+    sin = tl.zeros([BLOCK_K], tl.float32)
     if ROTATE:
         turn = newest.to(tl.int64)
         if POSITIONS:
@@ -153,65 +203,108 @@ def _fused_decode_kernel(
         angles = cos_sin_ptr + turn * stride_cos_sin + dim % HALF
         cos = tl.load(angles, mask=in_head, other=0.0)
         sin = tl.load(angles + HALF, mask=in_head, other=0.0)
-        sin = tl.where(dim < HALF, -sin, sin)
+        if KEY_BITS != 4:
+            sin = tl.where(dim < HALF, -sin, sin)
     if PDL:
         gdc_wait()
 
     head = kv_head * GROUP + offs_m
     projected = qkv_ptr + row64 * stride_qkv
-    query = _head(
-        projected + head[:, None] * HEAD_DIM,
-        query_weight_ptr,
-        query_eps,
-        cos,
-        sin,
-        mask_q,
-        NORM_QUERY,
-        ROTATE,
-        HEAD_DIM,
-        BLOCK_D,
-    ).to(dtype)
+    source = projected + head[:, None] * HEAD_DIM
+    if KEY_BITS == 4:
+        query, query_high = _half_heads(
+            source, query_weight_ptr, query_eps, cos, sin, mask_q, NORM_QUERY, ROTATE, HEAD_DIM,
+            BLOCK_K,
+        )  # fmt: skip
+        query_high = query_high.to(dtype)
+    else:
+        query = _head(
+            source, query_weight_ptr, query_eps, cos, sin, mask_q, NORM_QUERY, ROTATE, HEAD_DIM,
+            BLOCK_K,
+        )  # fmt: skip
+        query_high = query
+    query = query.to(dtype)
+    if KEY_BITS < 16:
+        query_sum = tl.sum(query.to(tl.float32), axis=1)
+    if KEY_BITS == 4:
+        query_sum += tl.sum(query_high.to(tl.float32), axis=1)
     if RING:
         if split == 0:
             place = tl.load(places_ptr + row) * (NUM_HEADS * HEAD_DIM)
             kept_query = ring_ptr + place + head[:, None] * HEAD_DIM + dim[None, :]
             tl.store(kept_query, query, mask=mask_q)
+            if KEY_BITS == 4:
+                tl.store(kept_query + HALF, query_high, mask=mask_q)
     m = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    acc_high = acc
+    if VALUE_BITS < 16:
+        missing = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if end_tile == end:
         # The new token: computed here, written to the cache, and attended to from registers.
         mask_new = in_head[None, :]
+        mask_value = in_value[None, :]
         new = projected + (NUM_HEADS + kv_head) * HEAD_DIM + tl.zeros([1, 1], tl.int32)
-        new_key = _head(
-            new,
-            key_weight_ptr,
-            key_eps,
-            cos,
-            sin,
-            mask_new,
-            NORM_KEY,
-            ROTATE,
-            HEAD_DIM,
-            BLOCK_D,
-        ).to(dtype)
-        new_value = tl.load(new + NUM_KV_HEADS * HEAD_DIM + dim[None, :], mask=mask_new, other=0.0)
+        if KEY_BITS == 4:
+            new_key, key_high = _half_heads(
+                new, key_weight_ptr, key_eps, cos, sin, mask_new, NORM_KEY, ROTATE, HEAD_DIM,
+                BLOCK_K,
+            )  # fmt: skip
+            key_high = key_high.to(dtype)
+        else:
+            new_key = _head(
+                new, key_weight_ptr, key_eps, cos, sin, mask_new, NORM_KEY, ROTATE, HEAD_DIM,
+                BLOCK_K,
+            )  # fmt: skip
+            key_high = new_key
+        new_key = new_key.to(dtype)
+        new += NUM_KV_HEADS * HEAD_DIM
+        new_value = tl.load(new + dim_v[None, :], mask=mask_value, other=0.0)
+        value_high = new_value
+        if VALUE_BITS == 4:
+            value_high = tl.load(new + HALF + dim_v[None, :], mask=mask_value, other=0.0)
         slot = tl.load(slot_ptr + row).to(tl.int64)
         place = (slot // BLOCK_SIZE) * stride_block + (slot % BLOCK_SIZE) * stride_slot
-        place = place + kv_head * stride_head + dim[None, :]
-        if FP8:
-            # Rounded to the cache's type, as later steps will read it.
-            kept = key_cache_ptr.dtype.element_ty
-            new_key = (new_key.to(tl.float32) * key_factor).to(kept)
-            new_value = (new_value.to(tl.float32) / value_scale).to(kept)
-        tl.store(key_cache_ptr + place, new_key, mask=mask_new)
-        tl.store(value_cache_ptr + place, new_value, mask=mask_new)
-        m = tl.sum(query.to(tl.float32) * new_key.to(tl.float32), axis=1) * scale
+        place = place + kv_head * stride_head
+        value_place = place
+        if VALUE_BITS < KEY_BITS:
+            value_place = place >> 1
+        key_target = key_cache_ptr + place + dim[None, :]
+        value_target = value_cache_ptr + value_place + dim_v[None, :]
+        kept = key_cache_ptr.dtype.element_ty
+        # Rounded as it is stored, and as later steps will read it.
+        if KEY_BITS < 16:
+            key_codes, key_words, new_key, key_high = quantized_heads(
+                new_key.to(tl.float32), key_high.to(tl.float32), mask_new, KEY_BITS
+            )
+            value_codes, value_words, new_value, value_high = quantized_heads(
+                new_value.to(tl.float32), value_high.to(tl.float32), mask_value, VALUE_BITS
+            )
+            tl.store(key_target, key_codes.to(kept), mask=mask_new)
+            value_codes = value_codes.to(value_cache_ptr.dtype.element_ty)
+            tl.store(value_target, value_codes, mask=mask_value)
+            words = word_places(slot // BLOCK_SIZE, slot, kv_head, NUM_KV_HEADS, BLOCK_SIZE)
+            words += tl.zeros([1], tl.int64)
+            tl.store(key_words_ptr + words, key_words)
+            tl.store(value_words_ptr + words, value_words)
+        else:
+            if FP8:
+                new_key = (new_key.to(tl.float32) * key_factor).to(kept)
+                new_value = (new_value.to(tl.float32) / value_scale).to(kept)
+            tl.store(key_target, new_key, mask=mask_new)
+            tl.store(value_target, new_value, mask=mask_value)
+        m = tl.sum(query.to(tl.float32) * tl.where(mask_new, new_key.to(tl.float32), 0.0), axis=1)
+        if KEY_BITS == 4:
+            m += tl.sum(query_high.to(tl.float32) * tl.where(mask_new, key_high, 0.0), axis=1)
+        m *= scale
         if SOFT_CAP > 0.0:
             m = SOFT_CAP * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * m / SOFT_CAP)))
         m *= LOG2E
         total += 1.0
         acc += new_value.to(tl.float32)
+        if VALUE_BITS == 4:
+            acc_high += value_high
 
     table = block_table_ptr + row64 * stride_table
     for tile in range(begin_tile, end_tile):
@@ -219,11 +312,23 @@ def _fused_decode_kernel(
         valid = (position >= lower) & (position < newest)
         block = tl.load(table + position // BLOCK_SIZE, mask=valid, other=0).to(tl.int64)
         base = block * stride_block + (position % BLOCK_SIZE) * stride_slot + kv_head * stride_head
-        offsets = base[:, None] + dim[None, :]
-        mask_kv = valid[:, None] & in_head[None, :]
-        key = tl.load(key_cache_ptr + offsets, mask=mask_kv, other=0.0).to(dtype)
-        value = tl.load(value_cache_ptr + offsets, mask=mask_kv, other=0.0).to(dtype)
-        scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+        key_places = base[:, None] + dim[None, :]
+        mask_keys = valid[:, None] & in_head[None, :]
+        if KEY_BITS == 16:
+            key = tl.load(key_cache_ptr + key_places, mask=mask_keys, other=0.0).to(dtype)
+            value = tl.load(value_cache_ptr + key_places, mask=mask_keys, other=0.0).to(dtype)
+            scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+        else:
+            key = tl.load(key_cache_ptr + key_places, mask=mask_keys, other=0)
+            if VALUE_BITS < KEY_BITS:
+                base = base >> 1
+            value_places = base[:, None] + dim_v[None, :]
+            mask_values = valid[:, None] & in_value[None, :]
+            value = tl.load(value_cache_ptr + value_places, mask=mask_values, other=0)
+            words = word_places(block, position, kv_head, NUM_KV_HEADS, BLOCK_SIZE)
+            key_words = tl.load(key_words_ptr + words, mask=valid, other=0)
+            value_words = tl.load(value_words_ptr + words, mask=valid, other=0)
+            scores = code_scores(query, query_high, query_sum, key, key_words, scale, KEY_BITS)
         if SOFT_CAP > 0.0:
             scores = SOFT_CAP * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * scores / SOFT_CAP)))
         scores = tl.where(valid[None, :], scores * LOG2E, -float("inf"))
@@ -232,19 +337,39 @@ def _fused_decode_kernel(
         weights = tl.exp2(scores - m_new[:, None])
         decay = tl.exp2(m - m_new)
         total = total * decay + tl.sum(weights, axis=1)
-        acc = acc * decay[:, None] + tl.dot(weights.to(dtype), value, input_precision="ieee")
+        acc = acc * decay[:, None]
+        if VALUE_BITS == 16:
+            acc += tl.dot(weights.to(dtype), value, input_precision="ieee")
+        else:
+            if VALUE_BITS == 4:
+                acc_high = acc_high * decay[:, None]
+            acc, acc_high, more = add_code_values(
+                acc, acc_high, weights, value, value_words, dtype, VALUE_BITS
+            )
+            missing = missing * decay[:, None] + more
         m = m_new
 
     if PDL and not EARLY:
         gdc_launch_dependents()
-    acc = acc * (value_scale / total)[:, None]
+    if VALUE_BITS < 16:
+        rest = tl.sum(missing, axis=1)[:, None]
+        acc += rest
+        acc_high += rest
+    factor = (value_scale / total)[:, None]
+    acc = acc * factor
+    mask_out = (offs_m < GROUP)[:, None] & in_value[None, :]
     if active == 1:
-        target = out_ptr + row64 * stride_out + head[:, None] * HEAD_DIM + dim[None, :]
-        tl.store(target, acc.to(dtype), mask=mask_q)
+        target = out_ptr + row64 * stride_out + head[:, None] * HEAD_DIM + dim_v[None, :]
+        tl.store(target, acc.to(dtype), mask=mask_out)
+        if VALUE_BITS == 4:
+            tl.store(target + HALF, (acc_high * factor).to(dtype), mask=mask_out)
         return
     at = (row64 * NUM_HEADS + head) * num_splits + split
     tl.store(lse_ptr + at, m + tl.log2(total), mask=offs_m < GROUP)
-    tl.store(partial_ptr + at[:, None] * HEAD_DIM + dim[None, :], acc, mask=mask_q)
+    partial = partial_ptr + at[:, None] * HEAD_DIM + dim_v[None, :]
+    tl.store(partial, acc, mask=mask_out)
+    if VALUE_BITS == 4:
+        tl.store(partial + HALF, acc_high * factor, mask=mask_out)
     tl.debug_barrier()
     counter = counter_ptr + row * NUM_KV_HEADS + kv_head
     if tl.atomic_add(counter, 1, sem="acq_rel") != active - 1:
@@ -322,7 +447,7 @@ def fused_decode_attention(
     qkv: torch.Tensor,
     num_heads: int,
     num_kv_heads: int,
-    kv_cache: torch.Tensor,
+    kv_cache: torch.Tensor | Quantized,
     block_table: torch.Tensor,
     seq_lens: torch.Tensor,
     slot_mapping: torch.Tensor,
@@ -345,14 +470,14 @@ def fused_decode_attention(
     changed → [num_rows, num_heads, head_dim]
 
     kv_cache: [2, num_blocks, block_size, num_kv_heads, head_dim] of qkv's type, or fp8 that is
-    multiplied by `cache_scales` (keys, values), last stride 1: the new key and value are written to
-    slot_mapping [num_rows] int64. block_table: [num_rows, max_blocks] int32; seq_lens: [num_rows]
-    int32, at least 1, including the new token. positions: [num_rows] int64 of the new tokens; None:
-    each is that of the last token in the cache. query_ring: where queries are written, normed and
-    rotated: [places, num_heads, head_dim], contiguous, of qkv's type, and the place of each row,
-    [num_rows] int64. cos_sin: [max_positions, head_dim] float32: the
-    whole head is rotated; norms: (weight [head_dim], eps). counters: [at least num_rows *
-    num_kv_heads] int32, zeros before and after; workspace: float32, `workspace_elements(...)`.
+    multiplied by `cache_scales` (keys, values), last stride 1, or quantized: the new key and value
+    are written to slot_mapping [num_rows] int64. block_table: [num_rows, max_blocks] int32;
+    seq_lens: [num_rows] int32, at least 1, including the new token. positions: [num_rows] int64 of
+    the new tokens; None: each is that of the last token in the cache. query_ring: where queries
+    are written, normed and rotated: [places, num_heads, head_dim], contiguous, of qkv's type, and
+    the place of each row, [num_rows] int64. cos_sin: [max_positions, head_dim] float32: the whole
+    head is rotated; norms: (weight [head_dim], eps). counters: [at least num_rows * num_kv_heads]
+    int32, zeros before and after; workspace: float32, `workspace_elements(...)`.
     No host synchronisation; safe to capture.
     """
     num_rows, width = qkv.shape
@@ -366,6 +491,8 @@ def fused_decode_attention(
     if workspace.numel() < needed:
         raise ValueError(f"workspace has {workspace.numel()} elements, not {needed}")
     group = num_heads // num_kv_heads
+    cache = cache_arguments(kv_cache)
+    key_width, value_width = cache.key_width(head_dim), cache.value_width(head_dim)
     programs = num_rows * num_kv_heads
     block_n, num_warps, num_stages = config or decode_config(head_dim, qkv.dtype, programs)
     options = pdl_options(qkv.device)
@@ -375,8 +502,10 @@ def fused_decode_attention(
         workspace[num_rows * num_heads * num_splits * head_dim :],
         counters,
         qkv,
-        kv_cache[0],
-        kv_cache[1],
+        cache.keys,
+        cache.values,
+        cache.key_words,
+        cache.value_words,
         block_table,
         seq_lens,
         slot_mapping,
@@ -395,14 +524,12 @@ def fused_decode_attention(
         out.stride(0),
         qkv.stride(0),
         0 if cos_sin is None else cos_sin.stride(0),
-        kv_cache.stride(1),
-        kv_cache.stride(2),
-        kv_cache.stride(3),
+        *cache.strides,
         block_table.stride(0),
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
-        BLOCK_SIZE=kv_cache.shape[2],
+        BLOCK_SIZE=cache.block_size,
         WINDOW=sliding_window or 0,
         SOFT_CAP=soft_cap or 0.0,
         ROTATE=cos_sin is not None,
@@ -411,12 +538,18 @@ def fused_decode_attention(
         NORM_QUERY=query_norm is not None,
         NORM_KEY=key_norm is not None,
         MIN_TILES=MIN_SPLIT_TILES,
+        KEY_BITS=cache.key_bits,
+        VALUE_BITS=cache.value_bits,
+        KEY_WIDTH=key_width,
+        VALUE_WIDTH=value_width,
         BLOCK_M=max(16, triton.next_power_of_2(group)),
         BLOCK_G=triton.next_power_of_2(group),
         BLOCK_N=block_n,
         BLOCK_S=min(JOIN_SPLITS, triton.next_power_of_2(num_splits)),
-        BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
-        FP8=kv_cache.element_size() == 1,
+        BLOCK_K=block_width(key_width),
+        BLOCK_V=block_width(value_width),
+        BLOCK_D=block_width(head_dim),
+        FP8=cache.is_fp8,
         PDL=bool(options),
         EARLY=num_heads * head_dim >= EARLY_WIDTH,
         num_warps=num_warps,

@@ -20,6 +20,14 @@ import triton.language as tl
 
 from ..launch import launch
 from ..pdl import gdc_launch_dependents, gdc_wait, pdl_options
+from .quantized_tiles import (
+    Quantized,
+    add_code_values,
+    block_width,
+    cache_arguments,
+    code_scores,
+    word_places,
+)
 
 MAX_SPLITS = 64
 MIN_SPLIT_TILES = 2
@@ -55,6 +63,8 @@ def _decode_kernel(
     query_ptr,
     key_cache_ptr,
     value_cache_ptr,
+    key_words_ptr,
+    value_words_ptr,
     block_table_ptr,
     seq_lens_ptr,
     query_start_ptr,
@@ -82,12 +92,18 @@ def _decode_kernel(
     SPLIT: tl.constexpr,
     MIXED: tl.constexpr,
     MIN_TILES: tl.constexpr,
+    KEY_BITS: tl.constexpr,
+    VALUE_BITS: tl.constexpr,
+    KEY_WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program per (row, kv head, split). Scores are kept in units of log2."""
+    NUM_KV_HEADS: tl.constexpr = NUM_HEADS // GROUP
     row = tl.program_id(0)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
@@ -107,20 +123,28 @@ def _decode_kernel(
 
     offs_m = tl.arange(0, BLOCK_M)
     offs_n = tl.arange(0, BLOCK_N)
-    offs_d = tl.arange(0, BLOCK_D)
-    mask_d = offs_d < HEAD_DIM
-    mask_q = (offs_m < GROUP)[:, None] & mask_d[None, :]
+    offs_k = tl.arange(0, BLOCK_K)
+    offs_v = tl.arange(0, BLOCK_V)
+    mask_k = offs_k < KEY_WIDTH
+    mask_v = offs_v < VALUE_WIDTH
+    mask_q = (offs_m < GROUP)[:, None] & mask_k[None, :]
     head = kv_head * GROUP + offs_m
     row64 = row.to(tl.int64)
-    query = tl.load(
-        query_ptr + row64 * stride_query_row + head[:, None] * stride_query_head + offs_d[None, :],
-        mask=mask_q,
-        other=0.0,
-    )
+    source = query_ptr + row64 * stride_query_row + head[:, None] * stride_query_head
+    query = tl.load(source + offs_k[None, :], mask=mask_q, other=0.0)
+    query_high = query
+    if KEY_BITS < 16:
+        query_sum = tl.sum(query.to(tl.float32), axis=1)
+    if KEY_BITS == 4:
+        query_high = tl.load(source + KEY_WIDTH + offs_k[None, :], mask=mask_q, other=0.0)
+        query_sum += tl.sum(query_high.to(tl.float32), axis=1)
 
     m = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    acc_high = acc
+    if VALUE_BITS < 16:
+        missing = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     table = block_table_ptr + row64 * stride_table
     LOG2E: tl.constexpr = 1.4426950408889634
     if ALIBI:
@@ -130,11 +154,24 @@ def _decode_kernel(
         valid = (position >= lower) & (position < seq_len)
         block = tl.load(table + position // BLOCK_SIZE, mask=valid, other=0).to(tl.int64)
         base = block * stride_block + (position % BLOCK_SIZE) * stride_slot + kv_head * stride_head
-        offsets = base[:, None] + offs_d[None, :]
-        mask_kv = valid[:, None] & mask_d[None, :]
-        key = tl.load(key_cache_ptr + offsets, mask=mask_kv, other=0.0).to(query.dtype)
-        value = tl.load(value_cache_ptr + offsets, mask=mask_kv, other=0.0).to(query.dtype)
-        scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+        key_places = base[:, None] + offs_k[None, :]
+        mask_keys = valid[:, None] & mask_k[None, :]
+        if KEY_BITS == 16:
+            key = tl.load(key_cache_ptr + key_places, mask=mask_keys, other=0.0).to(query.dtype)
+            value = tl.load(value_cache_ptr + key_places, mask=mask_keys, other=0.0)
+            value = value.to(query.dtype)
+            scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+        else:
+            key = tl.load(key_cache_ptr + key_places, mask=mask_keys, other=0)
+            if VALUE_BITS < KEY_BITS:
+                base = base >> 1
+            value_places = base[:, None] + offs_v[None, :]
+            mask_values = valid[:, None] & mask_v[None, :]
+            value = tl.load(value_cache_ptr + value_places, mask=mask_values, other=0)
+            words = word_places(block, position, kv_head, NUM_KV_HEADS, BLOCK_SIZE)
+            key_words = tl.load(key_words_ptr + words, mask=valid, other=0)
+            value_words = tl.load(value_words_ptr + words, mask=valid, other=0)
+            scores = code_scores(query, query_high, query_sum, key, key_words, scale, KEY_BITS)
         if SOFT_CAP > 0.0:
             scores = SOFT_CAP * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * scores / SOFT_CAP)))
         if ALIBI:
@@ -145,26 +182,47 @@ def _decode_kernel(
         weights = tl.exp2(scores - m_new[:, None])
         decay = tl.exp2(m - m_new)
         total = total * decay + tl.sum(weights, axis=1)
-        acc = acc * decay[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
+        acc = acc * decay[:, None]
+        if VALUE_BITS == 16:
+            acc += tl.dot(weights.to(value.dtype), value, input_precision="ieee")
+        else:
+            if VALUE_BITS == 4:
+                acc_high = acc_high * decay[:, None]
+            acc, acc_high, more = add_code_values(
+                acc, acc_high, weights, value, value_words, query.dtype, VALUE_BITS
+            )
+            # Summed over the columns once, after the last tile.
+            missing = missing * decay[:, None] + more
         m = m_new
 
     if PDL:
         gdc_launch_dependents()
+    if VALUE_BITS < 16:
+        rest = tl.sum(missing, axis=1)[:, None]
+        acc += rest
+        acc_high += rest
     if SINKS and not SPLIT:
         sink = tl.load(sinks_ptr + head, mask=offs_m < GROUP, other=0.0).to(tl.float32) * LOG2E
         m_new = tl.maximum(m, sink)
         decay = tl.exp2(m - m_new)
         total = total * decay + tl.exp2(sink - m_new)
         acc = acc * decay[:, None]
+        acc_high = acc_high * decay[:, None]
     # A row of length 0 (padding) has total 0 and gives zeros.
-    acc = acc * (value_scale / tl.where(total > 0.0, total, 1.0))[:, None]
+    factor = (value_scale / tl.where(total > 0.0, total, 1.0))[:, None]
+    acc = acc * factor
+    mask_out = (offs_m < GROUP)[:, None] & mask_v[None, :]
+    at = (row64 * NUM_HEADS + head) * num_splits + split
     if SPLIT:
-        at = (row64 * NUM_HEADS + head) * num_splits + split
         tl.store(lse_ptr + at, m + tl.log2(total), mask=offs_m < GROUP)
-        tl.store(partial_ptr + at[:, None] * HEAD_DIM + offs_d[None, :], acc, mask=mask_q)
+        target = partial_ptr + at[:, None] * HEAD_DIM + offs_v[None, :]
     else:
         target = out_ptr + row64 * stride_out_row + head[:, None] * stride_out_head
-        tl.store(target + offs_d[None, :], acc.to(out_ptr.dtype.element_ty), mask=mask_q)
+        target += offs_v[None, :]
+    tl.store(target, acc.to(target.dtype.element_ty), mask=mask_out)
+    if VALUE_BITS == 4:
+        acc_high = (acc_high * factor).to(target.dtype.element_ty)
+        tl.store(target + VALUE_WIDTH, acc_high, mask=mask_out)
 
 
 @triton.jit(do_not_specialize=["num_splits"])
@@ -274,7 +332,7 @@ def workspace_elements(num_rows: int, num_heads: int, head_dim: int, num_splits:
 
 def paged_attention_decode(
     query: torch.Tensor,
-    kv_cache: torch.Tensor,
+    kv_cache: torch.Tensor | Quantized,
     block_table: torch.Tensor,
     seq_lens: torch.Tensor,
     *,
@@ -293,7 +351,7 @@ def paged_attention_decode(
     """query: [num_rows, num_heads, head_dim], one token per row → the same shape.
 
     kv_cache: [2, num_blocks, block_size, num_kv_heads, head_dim], of query's type (float16,
-    bfloat16 or float32), or fp8 that is multiplied by `cache_scales` (keys, values);
+    bfloat16 or float32), or fp8 that is multiplied by `cache_scales` (keys, values); or quantized.
     block_table: [num_rows, max_blocks] int32; seq_lens: [num_rows] int32, including the query's
     own token. Last strides are 1, others free. alibi_slopes: [num_heads] float32, times (key's
     position - query's) added to the logits; sinks: [num_heads], one additional logit per head in
@@ -303,12 +361,13 @@ def paged_attention_decode(
     query_start[row + 1] = row + 1 are computed. No host synchronisation; safe to capture.
     """
     num_rows, num_heads, head_dim = query.shape
-    _, _, block_size, num_kv_heads, _ = kv_cache.shape
+    cache = cache_arguments(kv_cache)
+    num_kv_heads = cache.num_kv_heads
     out = torch.empty_like(query) if out is None else out
     if num_rows == 0:
         return out
     group = num_heads // num_kv_heads
-    block_d = max(16, triton.next_power_of_2(head_dim))
+    key_width, value_width = cache.key_width(head_dim), cache.value_width(head_dim)
     block_n, num_warps, num_stages = config or decode_config(
         head_dim, query.dtype, num_rows * num_kv_heads
     )
@@ -331,8 +390,10 @@ def paged_attention_decode(
         partial,
         lse,
         query,
-        kv_cache[0],
-        kv_cache[1],
+        cache.keys,
+        cache.values,
+        cache.key_words,
+        cache.value_words,
         block_table,
         seq_lens,
         seq_lens if query_start is None else query_start,
@@ -345,14 +406,12 @@ def paged_attention_decode(
         out.stride(1),
         query.stride(0),
         query.stride(1),
-        kv_cache.stride(1),
-        kv_cache.stride(2),
-        kv_cache.stride(3),
+        *cache.strides,
         block_table.stride(0),
         NUM_HEADS=num_heads,
         GROUP=group,
         HEAD_DIM=head_dim,
-        BLOCK_SIZE=block_size,
+        BLOCK_SIZE=cache.block_size,
         WINDOW=sliding_window or 0,
         SOFT_CAP=soft_cap or 0.0,
         ALIBI=alibi_slopes is not None,
@@ -360,9 +419,14 @@ def paged_attention_decode(
         SPLIT=num_splits > 1,
         MIXED=query_start is not None,
         MIN_TILES=MIN_SPLIT_TILES,
+        KEY_BITS=cache.key_bits,
+        VALUE_BITS=cache.value_bits,
+        KEY_WIDTH=key_width,
+        VALUE_WIDTH=value_width,
         BLOCK_M=max(16, triton.next_power_of_2(group)),
         BLOCK_N=block_n,
-        BLOCK_D=block_d,
+        BLOCK_K=block_width(key_width),
+        BLOCK_V=block_width(value_width),
         PDL=bool(options),
         num_warps=num_warps,
         num_stages=num_stages,
@@ -387,7 +451,7 @@ def paged_attention_decode(
             MIN_TILES=MIN_SPLIT_TILES,
             BLOCK_N=block_n,
             BLOCK_S=triton.next_power_of_2(num_splits),
-            BLOCK_D=block_d,
+            BLOCK_D=block_width(head_dim),
             PDL=bool(options),
             num_warps=4,
             **options,

@@ -20,19 +20,34 @@ import triton
 import triton.language as tl
 
 from ..launch import launch
+from .quantized_tiles import (
+    Quantized,
+    add_code_values,
+    block_width,
+    cache_arguments,
+    code_scores,
+    word_places,
+)
 
 
 @triton.jit
 def _attend(
     acc,
+    acc_high,
+    rest,
     m,
     total,
     query,
+    query_high,
+    query_sum,
     position_q,
     tile_begin,
     tile_end,
     key_base,
     value_base,
+    key_words_ptr,
+    value_words_ptr,
+    kv_head,
     table,
     lower,
     seq_len,
@@ -40,24 +55,33 @@ def _attend(
     scale,
     stride_block,
     stride_slot,
-    HEAD_DIM: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    KEY_BITS: tl.constexpr,
+    VALUE_BITS: tl.constexpr,
+    KEY_WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     ALIBI: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Fold the keys of tiles [tile_begin, tile_end) into the running softmax.
 
+    acc_high: the upper half of values of 4 bits; rest: [M], of quantized ones, what each channel of
+    the sum lacks; both unused otherwise.
     Without MASKED every query of the tile sees all of these keys. No query sees a key before
     `lower`: blocks before the window may have been freed.
     """
     LOG2E: tl.constexpr = 1.4426950408889634
     offs_n = tl.arange(0, BLOCK_N)
-    offs_d = tl.arange(0, BLOCK_D)
-    mask_d = (offs_d < HEAD_DIM)[None, :]
+    offs_k = tl.arange(0, BLOCK_K)
+    offs_v = tl.arange(0, BLOCK_V)
+    mask_k = (offs_k < KEY_WIDTH)[None, :]
+    mask_v = (offs_v < VALUE_WIDTH)[None, :]
     for tile in range(tile_begin, tile_end):
         position = tile * BLOCK_N + offs_n
         if MASKED:
@@ -68,23 +92,42 @@ def _attend(
         else:
             block = tl.load(table + position // BLOCK_SIZE).to(tl.int64)
         base = block * stride_block + (position % BLOCK_SIZE) * stride_slot
-        offsets = base[:, None] + offs_d[None, :]
+        value_start = base
+        if VALUE_BITS < KEY_BITS:
+            value_start = base >> 1
+        key_places = base[:, None] + offs_k[None, :]
+        value_places = value_start[:, None] + offs_v[None, :]
         if MASKED:
-            key = tl.load(key_base + offsets, mask=valid[:, None] & mask_d, other=0.0)
-            value = tl.load(value_base + offsets, mask=valid[:, None] & mask_d, other=0.0)
-        elif HEAD_DIM != BLOCK_D:
-            key = tl.load(key_base + offsets, mask=mask_d, other=0.0)
-            value = tl.load(value_base + offsets, mask=mask_d, other=0.0)
+            key = tl.load(key_base + key_places, mask=valid[:, None] & mask_k, other=0.0)
+            value = tl.load(value_base + value_places, mask=valid[:, None] & mask_v, other=0.0)
+        elif KEY_WIDTH != BLOCK_K or VALUE_WIDTH != BLOCK_V:
+            key = tl.load(key_base + key_places, mask=mask_k, other=0.0)
+            value = tl.load(value_base + value_places, mask=mask_v, other=0.0)
         else:
-            key = tl.load(key_base + offsets)
-            value = tl.load(value_base + offsets)
-        key, value = key.to(query.dtype), value.to(query.dtype)
-        scores = tl.dot(query, tl.trans(key), input_precision="ieee")
-        if SOFT_CAP > 0.0:
-            scores = SOFT_CAP * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * scale * scores / SOFT_CAP)))
-            scores = scores * LOG2E
+            key = tl.load(key_base + key_places)
+            value = tl.load(value_base + value_places)
+        if KEY_BITS == 16:
+            key, value = key.to(query.dtype), value.to(query.dtype)
+            scores = tl.dot(query, tl.trans(key), input_precision="ieee")
+            if SOFT_CAP > 0.0:
+                scores = SOFT_CAP * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * scale * scores / SOFT_CAP)))
+                scores = scores * LOG2E
+            else:
+                scores = scores * (scale * LOG2E)
         else:
-            scores = scores * (scale * LOG2E)
+            words = word_places(block, position, kv_head, NUM_KV_HEADS, BLOCK_SIZE)
+            if MASKED:
+                key_words = tl.load(key_words_ptr + words, mask=valid, other=0)
+                value_words = tl.load(value_words_ptr + words, mask=valid, other=0)
+            else:
+                key_words = tl.load(key_words_ptr + words)
+                value_words = tl.load(value_words_ptr + words)
+            factor = scale * LOG2E
+            if SOFT_CAP > 0.0:
+                factor = 2.0 * scale / SOFT_CAP
+            scores = code_scores(query, query_high, query_sum, key, key_words, factor, KEY_BITS)
+            if SOFT_CAP > 0.0:
+                scores = (SOFT_CAP * LOG2E) * (1.0 - 2.0 / (1.0 + tl.exp(scores)))
         if ALIBI:
             away = position[None, :] - position_q[:, None]
             scores += (slope * LOG2E)[:, None] * away
@@ -102,9 +145,17 @@ def _attend(
         decay = tl.exp2(m - pivot)
         total = total * decay + tl.sum(weights, axis=1)
         acc = acc * decay[:, None]
-        acc = tl.dot(weights.to(value.dtype), value, acc, input_precision="ieee")
+        if VALUE_BITS == 16:
+            acc = tl.dot(weights.to(value.dtype), value, acc, input_precision="ieee")
+        else:
+            if VALUE_BITS == 4:
+                acc_high = acc_high * decay[:, None]
+            acc, acc_high, more = add_code_values(
+                acc, acc_high, weights, value, value_words, query.dtype, VALUE_BITS
+            )
+            rest = rest * decay + tl.sum(more, axis=1)
         m = m_new
-    return acc, m, total
+    return acc, acc_high, rest, m, total
 
 
 @triton.jit(
@@ -116,6 +167,8 @@ def _prefill_kernel(
     query_ptr,
     key_cache_ptr,
     value_cache_ptr,
+    key_words_ptr,
+    value_words_ptr,
     block_table_ptr,
     query_start_ptr,
     seq_lens_ptr,
@@ -142,9 +195,15 @@ def _prefill_kernel(
     ALIBI: tl.constexpr,
     SINKS: tl.constexpr,
     MIXED: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    KEY_BITS: tl.constexpr,
+    VALUE_BITS: tl.constexpr,
+    KEY_WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
 ):
     """One program per (tile of BLOCK_M // GROUP queries, kv head). Scores are in units of log2."""
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
@@ -179,20 +238,23 @@ def _prefill_kernel(
 
     seq_len = tl.load(seq_lens_ptr + row)
     offs_m = tl.arange(0, BLOCK_M)
-    offs_d = tl.arange(0, BLOCK_D)
+    offs_k = tl.arange(0, BLOCK_K)
+    offs_v = tl.arange(0, BLOCK_V)
     local = tile_start + offs_m // GROUP
     head = kv_head * GROUP + offs_m % GROUP
     mask_m = (offs_m < BLOCK_Q * GROUP) & (local < query_len)
-    mask_q = mask_m[:, None] & (offs_d < HEAD_DIM)[None, :]
+    mask_q = mask_m[:, None] & (offs_k < KEY_WIDTH)[None, :]
     token = (row_start + local).to(tl.int64)
-    query = tl.load(
-        query_ptr
-        + token[:, None] * stride_query_token
-        + head[:, None] * stride_query_head
-        + offs_d[None, :],
-        mask=mask_q,
-        other=0.0,
-    )
+    source = query_ptr + token[:, None] * stride_query_token + head[:, None] * stride_query_head
+    source += offs_k[None, :]
+    query = tl.load(source, mask=mask_q, other=0.0)
+    query_high = query
+    query_sum = 0.0
+    if KEY_BITS < 16:
+        query_sum = tl.sum(query.to(tl.float32), axis=1)
+    if KEY_BITS == 4:
+        query_high = tl.load(source + KEY_WIDTH, mask=mask_q, other=0.0)
+        query_sum += tl.sum(query_high.to(tl.float32), axis=1)
 
     # first, last: cache positions of the tile's queries. Every query sees keys
     # [last - WINDOW + 1, first]; some query sees keys [first - WINDOW + 1, last].
@@ -210,7 +272,9 @@ def _prefill_kernel(
         begin = lower // BLOCK_N
         full_begin = tl.minimum(tl.cdiv(tl.maximum(last - WINDOW + 1, 0), BLOCK_N), end)
 
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    acc_high = acc
+    rest = tl.zeros([BLOCK_M], tl.float32)
     m = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     LOG2E: tl.constexpr = 1.4426950408889634
@@ -223,31 +287,50 @@ def _prefill_kernel(
         total += 1.0
     table = block_table_ptr + row.to(tl.int64) * stride_table
     key_base = key_cache_ptr + kv_head * stride_head
-    value_base = value_cache_ptr + kv_head * stride_head
+    if VALUE_BITS < KEY_BITS:
+        value_base = value_cache_ptr + kv_head * (stride_head >> 1)
+    else:
+        value_base = value_cache_ptr + kv_head * stride_head
     if WINDOW > 0:
-        acc, m, total = _attend(
-            acc, m, total, query, position_q, begin, full_begin, key_base, value_base, table,
-            lower, seq_len, slope, scale, stride_block, stride_slot, HEAD_DIM, BLOCK_SIZE, WINDOW,
-            SOFT_CAP, ALIBI, BLOCK_N, BLOCK_D, True,
+        acc, acc_high, rest, m, total = _attend(
+            acc, acc_high, rest, m, total, query, query_high, query_sum, position_q,
+            begin, full_begin, key_base, value_base, key_words_ptr, value_words_ptr, kv_head,
+            table, lower, seq_len, slope, scale, stride_block, stride_slot, NUM_KV_HEADS,
+            KEY_BITS, VALUE_BITS, KEY_WIDTH, VALUE_WIDTH, BLOCK_SIZE, WINDOW, SOFT_CAP, ALIBI,
+            BLOCK_N, BLOCK_K, BLOCK_V, True,
         )  # fmt: skip
-    acc, m, total = _attend(
-        acc, m, total, query, position_q, full_begin, full_end, key_base, value_base, table,
-        lower, seq_len, slope, scale, stride_block, stride_slot, HEAD_DIM, BLOCK_SIZE, WINDOW,
-        SOFT_CAP, ALIBI, BLOCK_N, BLOCK_D, False,
+    acc, acc_high, rest, m, total = _attend(
+        acc, acc_high, rest, m, total, query, query_high, query_sum, position_q,
+        full_begin, full_end, key_base, value_base, key_words_ptr, value_words_ptr, kv_head,
+        table, lower, seq_len, slope, scale, stride_block, stride_slot, NUM_KV_HEADS,
+        KEY_BITS, VALUE_BITS, KEY_WIDTH, VALUE_WIDTH, BLOCK_SIZE, WINDOW, SOFT_CAP, ALIBI,
+        BLOCK_N, BLOCK_K, BLOCK_V, False,
     )  # fmt: skip
-    acc, m, total = _attend(
-        acc, m, total, query, position_q, tl.maximum(full_begin, full_end), end, key_base,
-        value_base, table, lower, seq_len, slope, scale, stride_block, stride_slot, HEAD_DIM,
-        BLOCK_SIZE, WINDOW, SOFT_CAP, ALIBI, BLOCK_N, BLOCK_D, True,
+    tail = tl.maximum(full_begin, full_end)
+    acc, acc_high, rest, m, total = _attend(
+        acc, acc_high, rest, m, total, query, query_high, query_sum, position_q,
+        tail, end, key_base, value_base, key_words_ptr, value_words_ptr, kv_head,
+        table, lower, seq_len, slope, scale, stride_block, stride_slot, NUM_KV_HEADS,
+        KEY_BITS, VALUE_BITS, KEY_WIDTH, VALUE_WIDTH, BLOCK_SIZE, WINDOW, SOFT_CAP, ALIBI,
+        BLOCK_N, BLOCK_K, BLOCK_V, True,
     )  # fmt: skip
 
-    acc = acc * (value_scale / tl.where(total > 0.0, total, 1.0))[:, None]
+    if VALUE_BITS < 16:
+        acc += rest[:, None]
+        acc_high += rest[:, None]
+    factor = (value_scale / tl.where(total > 0.0, total, 1.0))[:, None]
+    acc = acc * factor
+    mask_out = mask_m[:, None] & (offs_v < VALUE_WIDTH)[None, :]
     target = out_ptr + token[:, None] * stride_out_token + head[:, None] * stride_out_head
-    tl.store(target + offs_d[None, :], acc.to(out_ptr.dtype.element_ty), mask=mask_q)
+    target += offs_v[None, :]
+    tl.store(target, acc.to(out_ptr.dtype.element_ty), mask=mask_out)
+    if VALUE_BITS == 4:
+        acc_high = (acc_high * factor).to(out_ptr.dtype.element_ty)
+        tl.store(target + VALUE_WIDTH, acc_high, mask=mask_out)
 
 
 def _tile_shape(
-    max_query_len: int, group: int, head_dim: int, dtype: torch.dtype, mixed: bool
+    max_query_len: int, group: int, head_dim: int, dtype: torch.dtype, mixed: bool, quantized: bool
 ) -> tuple[int, int, int, int]:
     """Return (BLOCK_M, BLOCK_N, num_warps, num_stages): few different ones, so few compilations;
     fewer still for `mixed` rows, whose kernels must all be compiled before an engine is ready."""
@@ -259,6 +342,9 @@ def _tile_shape(
         return least, 64 if head_dim <= 128 else 32, 4, 3
     if rows <= (128 if mixed else 64):
         return max(least, 64), 64 if head_dim <= 128 else 32, 4, 3
+    if head_dim <= 128 and quantized:
+        # Scales and zeros need registers, too: with larger tiles they spill.
+        return (256, 32, 8, 3) if rows > 128 else (max(least, 128), 64, 8, 3)
     if head_dim <= 128:
         return (256, 64, 8, 3) if rows > 128 else (max(least, 128), 64, 4, 3)
     return max(least, 64), 32, 4, 3
@@ -266,7 +352,7 @@ def _tile_shape(
 
 def paged_attention_prefill(
     query: torch.Tensor,
-    kv_cache: torch.Tensor,
+    kv_cache: torch.Tensor | Quantized,
     block_table: torch.Tensor,
     query_start: torch.Tensor,
     seq_lens: torch.Tensor,
@@ -287,19 +373,21 @@ def paged_attention_prefill(
     """query: [all_tokens, num_heads, head_dim] → the same shape; rows from first_row on.
 
     kv_cache: [2, num_blocks, block_size, num_kv_heads, head_dim], of query's type (float16,
-    bfloat16 or float32), or fp8 that is multiplied by `cache_scales` (keys, values); block_table:
-    [num_rows, max_blocks] int32; query_start: [num_rows + 1] int32, row r's tokens in query;
-    seq_lens: [num_rows] int32. A row's queries are the last positions of its sequence. Last strides
-    are 1, others free. `num_tokens`: tokens of the computed rows (all of query's by default); with
-    max_query_len it sizes the launch. alibi_slopes: [num_heads] float32, times (key's position -
-    query's) added to the logits; sinks: [num_heads], one additional logit per head in the
-    softmax's sum. Cache positions beyond a row's length or before its first query's window are
-    never read. bounds: [2] int32, first_row and the number of rows, if only the device knows them;
-    then `max_rows` is the largest possible number of rows, and tokens of other rows are not
-    written. No host synchronisation.
+    bfloat16 or float32), or fp8 that is multiplied by `cache_scales` (keys, values); or quantized;
+    block_table: [num_rows, max_blocks] int32; query_start: [num_rows + 1] int32, row r's tokens in
+    query; seq_lens: [num_rows] int32. A row's queries are the last positions of its sequence. Last
+    strides are 1, others free. `num_tokens`: tokens of the computed rows (all of query's by
+    default); with max_query_len it sizes the launch. alibi_slopes: [num_heads] float32, times
+    (key's position - query's) added to the logits; sinks: [num_heads], one additional logit per
+    head in the softmax's sum. Cache positions beyond a row's length or before its first query's
+    window are never read. bounds: [2] int32, first_row and the number of rows, if only the device
+    knows them; then `max_rows` is the largest possible number of rows, and tokens of other rows are
+    not written. No host synchronisation.
     """
     all_tokens, num_heads, head_dim = query.shape
-    _, _, block_size, num_kv_heads, _ = kv_cache.shape
+    cache = cache_arguments(kv_cache)
+    key_width, value_width = cache.key_width(head_dim), cache.value_width(head_dim)
+    num_kv_heads = cache.num_kv_heads
     out = torch.empty_like(query) if out is None else out
     num_rows = max_rows if bounds is not None else seq_lens.shape[0] - first_row
     num_tokens = all_tokens if num_tokens is None else num_tokens
@@ -307,14 +395,16 @@ def paged_attention_prefill(
         return out
     group = num_heads // num_kv_heads
     block_m, block_n, num_warps, num_stages = _tile_shape(
-        max_query_len, group, head_dim, query.dtype, bounds is not None
+        max_query_len, group, head_dim, query.dtype, bounds is not None, cache.key_words is not None
     )
     num_tiles = num_tokens // (block_m // group) + num_rows
     launch(_prefill_kernel, (num_tiles, num_kv_heads))(
         out,
         query,
-        kv_cache[0],
-        kv_cache[1],
+        cache.keys,
+        cache.values,
+        cache.key_words,
+        cache.value_words,
         block_table,
         query_start,
         seq_lens,
@@ -329,21 +419,25 @@ def paged_attention_prefill(
         out.stride(1),
         query.stride(0),
         query.stride(1),
-        kv_cache.stride(1),
-        kv_cache.stride(2),
-        kv_cache.stride(3),
+        *cache.strides,
         block_table.stride(0),
         GROUP=group,
         HEAD_DIM=head_dim,
-        BLOCK_SIZE=block_size,
+        BLOCK_SIZE=cache.block_size,
         WINDOW=sliding_window or 0,
         SOFT_CAP=soft_cap or 0.0,
         ALIBI=alibi_slopes is not None,
         SINKS=sinks is not None,
         MIXED=bounds is not None,
+        NUM_KV_HEADS=num_kv_heads,
+        KEY_BITS=cache.key_bits,
+        VALUE_BITS=cache.value_bits,
+        KEY_WIDTH=key_width,
+        VALUE_WIDTH=value_width,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
-        BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+        BLOCK_K=block_width(key_width),
+        BLOCK_V=block_width(value_width),
         num_warps=num_warps,
         num_stages=num_stages,
     )

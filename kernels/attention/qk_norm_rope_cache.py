@@ -16,6 +16,15 @@ import triton.language as tl
 
 from ..launch import launch
 from ..pdl import gdc_launch_dependents, gdc_wait, pdl_options
+from .quantized_tiles import (
+    FLOATS,
+    CacheArguments,
+    Quantized,
+    cache_arguments,
+    head_codes,
+    head_words,
+    word_places,
+)
 
 MAX_GROUP = 8
 """Heads per program, at most."""
@@ -55,6 +64,51 @@ def _norm_and_rotate(
 
 
 @triton.jit
+def _store_quantized(
+    codes_ptr,
+    words_ptr,
+    words,
+    first,
+    second,
+    rest,
+    in_half,
+    in_rest,
+    HALF: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+):
+    """Store heads, in three pieces as `_norm_and_rotate` has them, [GROUP, …] float32, as codes at
+    codes_ptr, [GROUP, 1], and their words at words, [GROUP]. With 4 bits, there is no rest."""
+    infinite: tl.constexpr = float("inf")
+    lowest = tl.minimum(
+        tl.min(tl.where(in_half, first, infinite), axis=1),
+        tl.min(tl.where(in_half, second, infinite), axis=1),
+    )
+    highest = tl.maximum(
+        tl.max(tl.where(in_half, first, -infinite), axis=1),
+        tl.max(tl.where(in_half, second, -infinite), axis=1),
+    )
+    if BITS == 8:
+        lowest = tl.minimum(lowest, tl.min(tl.where(in_rest, rest, infinite), axis=1))
+        highest = tl.maximum(highest, tl.max(tl.where(in_rest, rest, -infinite), axis=1))
+    scale, zero, word = head_words(lowest, highest, BITS)
+    tl.store(words_ptr + words, word)
+    kept = codes_ptr.dtype.element_ty
+    dim = tl.arange(0, BLOCK_HALF)[None, :]
+    low = head_codes(first, scale, zero, BITS)
+    high = head_codes(second, scale, zero, BITS)
+    if BITS == 8:
+        tail = tl.arange(0, BLOCK_REST)[None, :] + 2 * HALF
+        tl.store(codes_ptr + dim, low.to(kept), mask=in_half)
+        tl.store(codes_ptr + HALF + dim, high.to(kept), mask=in_half)
+        last = head_codes(rest, scale, zero, BITS)
+        tl.store(codes_ptr + tail, last.to(kept), mask=in_rest)
+    else:
+        tl.store(codes_ptr + dim, (low | (high << 4)).to(kept), mask=in_half)
+
+
+@triton.jit
 def _qk_norm_rope_cache_kernel(
     qkv_ptr,
     positions_ptr,
@@ -63,6 +117,8 @@ def _qk_norm_rope_cache_kernel(
     key_weight_ptr,
     key_cache_ptr,
     value_cache_ptr,
+    key_words_ptr,
+    value_words_ptr,
     slot_ptr,
     query_eps,
     key_eps,
@@ -86,6 +142,8 @@ def _qk_norm_rope_cache_kernel(
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
     FP8: tl.constexpr,
+    KEY_BITS: tl.constexpr,
+    VALUE_BITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program: GROUP heads of one token, all queries, all keys or all values."""
@@ -157,29 +215,56 @@ def _qk_norm_rope_cache_kernel(
             tl.store(source + tail, rest.to(dtype), mask=in_rest)
             if CACHE:
                 target = key_cache_ptr + place + (head - NUM_HEADS) * stride_head
-                if FP8:
-                    first *= key_factor
-                    second *= key_factor
-                    rest *= key_factor
-                tl.store(target + dim, first.to(in_cache), mask=in_half)
-                tl.store(target + HALF + dim, second.to(in_cache), mask=in_half)
-                tl.store(target + tail, rest.to(in_cache), mask=in_rest)
+                if KEY_BITS < 16:
+                    # Rounded as other steps read them from the projection.
+                    kv_heads = first_head - NUM_HEADS + tl.arange(0, GROUP)
+                    words = word_places(
+                        slot // BLOCK_SIZE, slot, kv_heads, NUM_KV_HEADS, BLOCK_SIZE
+                    )
+                    _store_quantized(
+                        target, key_words_ptr, words, first.to(dtype).to(tl.float32),
+                        second.to(dtype).to(tl.float32), rest.to(dtype).to(tl.float32),
+                        in_half, in_rest, HALF, KEY_BITS, BLOCK_HALF, BLOCK_REST,
+                    )  # fmt: skip
+                else:
+                    if FP8:
+                        first *= key_factor
+                        second *= key_factor
+                        rest *= key_factor
+                    tl.store(target + dim, first.to(in_cache), mask=in_half)
+                    tl.store(target + HALF + dim, second.to(in_cache), mask=in_half)
+                    tl.store(target + tail, rest.to(in_cache), mask=in_rest)
         else:
             if CACHE:
                 kv_head = head - NUM_HEADS - NUM_KV_HEADS
-                target = value_cache_ptr + place + kv_head * stride_head
-                factor = value_factor if FP8 else 1.0
-                tl.store(
-                    target + dim, (raw_first.to(tl.float32) * factor).to(in_cache), mask=in_half
-                )
-                tl.store(
-                    target + HALF + dim,
-                    (raw_second.to(tl.float32) * factor).to(in_cache),
-                    mask=in_half,
-                )
-                tl.store(
-                    target + tail, (raw_rest.to(tl.float32) * factor).to(in_cache), mask=in_rest
-                )
+                if VALUE_BITS < 16:
+                    value_place = place + kv_head * stride_head
+                    if VALUE_BITS < KEY_BITS:
+                        value_place = value_place >> 1
+                    kv_heads = first_head - NUM_HEADS - NUM_KV_HEADS + tl.arange(0, GROUP)
+                    words = word_places(
+                        slot // BLOCK_SIZE, slot, kv_heads, NUM_KV_HEADS, BLOCK_SIZE
+                    )
+                    _store_quantized(
+                        value_cache_ptr + value_place, value_words_ptr, words,
+                        raw_first.to(tl.float32), raw_second.to(tl.float32),
+                        raw_rest.to(tl.float32), in_half, in_rest, HALF, VALUE_BITS, BLOCK_HALF,
+                        BLOCK_REST,
+                    )  # fmt: skip
+                else:
+                    target = value_cache_ptr + place + kv_head * stride_head
+                    factor = value_factor if FP8 else 1.0
+                    tl.store(
+                        target + dim, (raw_first.to(tl.float32) * factor).to(in_cache), mask=in_half
+                    )
+                    tl.store(
+                        target + HALF + dim,
+                        (raw_second.to(tl.float32) * factor).to(in_cache),
+                        mask=in_half,
+                    )
+                    tl.store(
+                        target + tail, (raw_rest.to(tl.float32) * factor).to(in_cache), mask=in_rest
+                    )
 
 
 def qk_norm_rope_cache(
@@ -190,7 +275,7 @@ def qk_norm_rope_cache(
     cos_sin: torch.Tensor | None = None,
     query_norm: tuple[torch.Tensor, float] | None = None,
     key_norm: tuple[torch.Tensor, float] | None = None,
-    kv_cache: torch.Tensor | None = None,
+    kv_cache: torch.Tensor | Quantized | None = None,
     slot_mapping: torch.Tensor | None = None,
     cache_scales: tuple[float, float] = (1.0, 1.0),
 ) -> None:
@@ -199,7 +284,8 @@ def qk_norm_rope_cache(
     qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], last stride 1, queries first;
     positions: [num_tokens] int; cos_sin: [max_positions, rotary_dim] float32, cosines then sines,
     None: no rotation; norms: (weight [head_dim], eps); kv_cache: [2, num_blocks, block_size,
-    num_kv_heads, head_dim] of qkv's type or fp8, last stride 1; slot_mapping: [num_tokens] int;
+    num_kv_heads, head_dim] of qkv's type or fp8, last stride 1, or quantized, where 4 bits need a
+    rotation of the whole head or none; slot_mapping: [num_tokens] int;
     cache_scales: divisors of keys and values that are written to an fp8 cache.
     Computed in float32, rounded once.
     """
@@ -209,8 +295,12 @@ def qk_norm_rope_cache(
     head_dim = width // (num_heads + 2 * num_kv_heads)
     half = head_dim // 2 if cos_sin is None else cos_sin.shape[1] // 2
     group = min(num_kv_heads & -num_kv_heads, num_heads & -num_heads, MAX_GROUP)
-    cache = qkv if kv_cache is None else kv_cache
     cached = kv_cache is not None
+    cache = CacheArguments(qkv, qkv, None, None, FLOATS, FLOATS, num_kv_heads)
+    if kv_cache is not None:
+        cache = cache_arguments(kv_cache)
+    if 2 * half != head_dim and min(cache.key_bits, cache.value_bits) == 4:
+        raise ValueError(f"{2 * half} channels of {head_dim} are rotated: 4 bits pair other ones")
     programs = num_heads + (2 if cached else 1) * num_kv_heads
     options = pdl_options(qkv.device)
     launch(_qk_norm_rope_cache_kernel, (num_tokens, programs // group))(
@@ -219,8 +309,10 @@ def qk_norm_rope_cache(
         cos_sin,
         None if query_norm is None else query_norm[0],
         None if key_norm is None else key_norm[0],
-        cache[0],
-        cache[1] if cached else cache[0],
+        cache.keys,
+        cache.values,
+        cache.key_words,
+        cache.value_words,
         slot_mapping,
         0.0 if query_norm is None else query_norm[1],
         0.0 if key_norm is None else key_norm[1],
@@ -228,9 +320,7 @@ def qk_norm_rope_cache(
         1.0 / cache_scales[1],
         qkv.stride(0),
         0 if cos_sin is None else cos_sin.stride(0),
-        cache.stride(1) if cached else 0,
-        cache.stride(2) if cached else 0,
-        cache.stride(3) if cached else 0,
+        *(cache.strides if cached else (0, 0, 0)),
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
@@ -239,11 +329,13 @@ def qk_norm_rope_cache(
         NORM_QUERY=query_norm is not None,
         NORM_KEY=key_norm is not None,
         CACHE=cached,
-        BLOCK_SIZE=cache.shape[2] if cached else 1,
+        BLOCK_SIZE=cache.block_size if cached else 1,
         GROUP=group,
         BLOCK_HALF=triton.next_power_of_2(half),
         BLOCK_REST=triton.next_power_of_2(max(head_dim - 2 * half, 1)),
-        FP8=cache.element_size() == 1,
+        FP8=cache.is_fp8,
+        KEY_BITS=cache.key_bits,
+        VALUE_BITS=cache.value_bits,
         PDL=bool(options),
         num_warps=2,
         **options,

@@ -19,7 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ...core.cache.formats import QUANTIZED_FORMATS
 from ...core.nn.context import BatchLayout, MixedRows
+from ...core.nn.kv_cache.quantized_cache import KVCache
 from ...core.nn.operations import Norm
 from ...core.protocols.attention import AttentionBackend, AttentionSpec
 
@@ -99,6 +101,7 @@ class TritonAttention(AttentionBackend):
     graph_safe: ClassVar[bool] = True
     mixed_graph_safe: ClassVar[bool] = True
     fp8_cache: ClassVar[bool] = True
+    cache_formats: ClassVar[frozenset[str]] = frozenset(QUANTIZED_FORMATS)
     cache_groups: ClassVar[bool] = True
     compacted_cache: ClassVar[bool] = True
     bounded_lengths: ClassVar[bool] = True
@@ -189,7 +192,7 @@ class TritonAttention(AttentionBackend):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        kv_cache: torch.Tensor,
+        kv_cache: KVCache,
         metadata: TritonMetadata,
         *,
         sinks: torch.Tensor | None = None,
@@ -246,7 +249,7 @@ class TritonAttention(AttentionBackend):
         self,
         spec: AttentionSpec,
         query: torch.Tensor,
-        kv_cache: torch.Tensor,
+        kv_cache: KVCache,
         layout: BatchLayout,
         mixed: MixedRows,
         sinks: torch.Tensor | None,
@@ -323,7 +326,7 @@ class TritonAttention(AttentionBackend):
         cos_sin: torch.Tensor | None,
         query_norm: Norm | None,
         key_norm: Norm | None,
-        kv_cache: torch.Tensor,
+        kv_cache: KVCache,
         metadata: TritonMetadata,
         *,
         query_ring: tuple[torch.Tensor, torch.Tensor] | None = None,

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from ...core.nn.kv_cache.quantized_cache import KVCache, QuantizedCache
+from ...core.nn.kv_cache.quantized_cache import KVCache, QuantizedCache, code_bits
 from ...core.nn.latent.operations import LatentOperations
 from ...core.nn.operations import (
     ClampedSwiGLU,
@@ -252,10 +252,13 @@ class TritonOperations(TritonStates, TritonLatents, Operations):
         cache_scales: tuple[float, float] = (1.0, 1.0),
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """As `heads`; keys and values are in the cache, too."""
-        if isinstance(kv_cache, QuantizedCache):
-            return super().cached_heads(
-                qkv, layout, positions, cos_sin, query_norm, key_norm, kv_cache, slot_mapping
-            )
+        if isinstance(kv_cache, QuantizedCache) and cos_sin is not None:
+            packed = 4 in (code_bits(kv_cache.keys), code_bits(kv_cache.values))
+            if packed and cos_sin.shape[1] < layout.head_dim:
+                # The kernel has other channels together than those that share a byte.
+                return super().cached_heads(
+                    qkv, layout, positions, cos_sin, query_norm, key_norm, kv_cache, slot_mapping
+                )
         qk_norm_rope_cache(
             qkv,
             layout.num_heads,

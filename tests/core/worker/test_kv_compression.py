@@ -156,7 +156,7 @@ def pruned_reference(
         ("torch", KeyNorm, OUTPUT, "fp8"), ("torch", SnapKV, OUTPUT, "int8"),
         ("torch", RKV, OUTPUT, "int8_int4"), ("torch", KeyNorm, OUTPUT, "int4"),
         pytest.param("triton", SnapKV, 3, "auto", marks=interpreted),
-        pytest.param("triton", KeyNorm, 3, "auto", marks=interpreted),
+        pytest.param("triton", KeyNorm, 3, "int8", marks=interpreted),
     ],
 )  # fmt: skip
 async def test_tokens_are_those_of_dense_attention_to_what_is_left(

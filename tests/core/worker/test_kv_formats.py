@@ -22,7 +22,7 @@ from jackfield.core.hooks import hookimpl
 from jackfield.core.nn.operations import Operations
 from jackfield.core.registry import load_plugins
 
-from helpers import VOCAB, make_checkpoint, reference_model
+from helpers import VOCAB, interpreted, make_checkpoint, reference_model
 
 PROMPT = [3 + 7 * i % (VOCAB - 3) for i in range(41)]
 
@@ -52,9 +52,9 @@ async def serve(engine: AsyncEngine, prompt: list[int], **params: Any) -> Any:
 
 async def output(folder: Path, **options: Any) -> Any:
     """Serve one prompt, in chunks, with all log-probabilities."""
-    plugins = options.pop("plugins", None)
+    plugins, count = options.pop("plugins", None), options.pop("count", 8)
     async with AsyncEngine(config(folder, **options), plugins=plugins) as engine:
-        return await serve(engine, PROMPT, prompt_logprobs=1)
+        return await serve(engine, PROMPT, prompt_logprobs=1, max_tokens=count)
 
 
 def deviation(output: Any, cache: RoundedCache | None, folder: Path) -> float:
@@ -166,6 +166,16 @@ async def test_prefixes_preemption_and_other_rows_change_no_token(folder: Path, 
     assert shared == alone and stats.num_preemptions > 0
     hits, stats = await run(False)
     assert hits == alone and stats.prefix_cache_hits > 0
+
+
+@interpreted
+@pytest.mark.parametrize("name", ["int8", "int8_int4", "int4"])
+async def test_triton_gives_the_tokens_of_torch(folder: Path, name: str) -> None:
+    options: Any = {"kv_cache_dtype": name, "count": 3}
+    expected = await output(folder, **options)
+    served = await output(folder, attention_backend="triton", operations="triton", **options)
+    assert served.outputs[0].token_ids == expected.outputs[0].token_ids
+    assert deviation(served, RoundedCache(name), folder) < 2e-3
 
 
 class OwnWrites(Operations):

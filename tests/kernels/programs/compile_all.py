@@ -37,7 +37,19 @@ from jackfield.kernels.sampling import (
     sample_tokens,
 )
 
+FLOATS = {
+    "KEY_BITS": 16,
+    "VALUE_BITS": 16,
+    "key_words_ptr": None,
+    "value_words_ptr": None,
+}
 COMMON = {
+    **FLOATS,
+    "NUM_KV_HEADS": 8,
+    "KEY_WIDTH": 128,
+    "VALUE_WIDTH": 128,
+    "BLOCK_K": 128,
+    "BLOCK_V": 128,
     "HEAD_DIM": 128,
     "BLOCK_SIZE": 16,
     "WINDOW": 0,
@@ -52,6 +64,10 @@ WIDE = {
     **COMMON,
     "HEAD_DIM": 256,
     "BLOCK_D": 256,
+    "KEY_WIDTH": 256,
+    "VALUE_WIDTH": 256,
+    "BLOCK_K": 256,
+    "BLOCK_V": 256,
     "NUM_HEADS": 16,
     "NUM_KV_HEADS": 8,
     "WINDOW": 4096,
@@ -59,6 +75,20 @@ WIDE = {
     "GROUP": 2,
 }
 MORE = {"ALIBI": True, "SINKS": True}
+INT8 = {"KEY_BITS": 8, "VALUE_BITS": 8}
+INT4_VALUES = {"KEY_BITS": 8, "VALUE_BITS": 4, "VALUE_WIDTH": 64, "BLOCK_V": 64}
+INT4_CACHE = {
+    **INT4_VALUES,
+    "KEY_BITS": 4,
+    "KEY_WIDTH": 64,
+    "BLOCK_K": 64,
+}
+WORDS = {"key_words_ptr": "*i32", "value_words_ptr": "*i32"}
+CODES = {
+    8: {**WORDS, "key_cache_ptr": "*i8", "value_cache_ptr": "*i8"},
+    4: {**WORDS, "key_cache_ptr": "*u8", "value_cache_ptr": "*u8"},
+    84: {**WORDS, "key_cache_ptr": "*i8", "value_cache_ptr": "*u8"},
+}
 DECODE = {"MIN_TILES": 2, "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_D": 128, "BLOCK_S": 8, "GROUP": 4}
 
 
@@ -314,7 +344,14 @@ KERNELS = [
     ),
     (
         compact_caches._compact_kernel,
-        {"NUM_KV_HEADS": 8, "HEAD_DIM": 128, "BLOCK_SIZE": 16, "BLOCK_N": 32, "BLOCK_D": 128},
+        {
+            "COUNT": 2,
+            "NUM_KV_HEADS": 8,
+            "HEAD_DIM": 128,
+            "BLOCK_SIZE": 16,
+            "BLOCK_N": 32,
+            "BLOCK_D": 128,
+        },
         4,
         {"layers_ptr": "*i64", "slots_ptr": "*i32", "starts_ptr": "*i32", "targets_ptr": "*i32"},
     ),
@@ -611,6 +648,31 @@ TYPES = {
     "key_factor": "fp32",
     "value_factor": "fp32",
 }
+FUSED = {
+    "ROTATE": True,
+    "POSITIONS": False,
+    "RING": False,
+    "NORM_QUERY": True,
+    "NORM_KEY": True,
+    "BLOCK_G": 4,
+    "FP8": False,
+    "PDL": True,
+    "EARLY": True,
+}
+WRITE = {"HALF": 64, "ROTATE": True, "NORM_QUERY": True, "NORM_KEY": True, "CACHE": True}
+WRITE |= {"GROUP": 8, "BLOCK_HALF": 64, "BLOCK_REST": 1, "FP8": False, "PDL": True}
+PREFILL = {"GROUP": 4, "BLOCK_M": 128, "BLOCK_N": 64}
+for bits, widths in ((8, INT8), (84, INT4_VALUES), (4, INT4_CACHE)):
+    quantized = {**COMMON, **DECODE, **widths}
+    for name in WORDS:
+        quantized.pop(name)
+    KERNELS += [
+        (paged_attention_decode._decode_kernel, {**quantized, "SPLIT": True, "PDL": True}, 4,
+         CODES[bits]),
+        (fused_decode_attention._fused_decode_kernel, {**quantized, **FUSED}, 4, CODES[bits]),
+        (paged_attention_prefill._prefill_kernel, {**quantized, **PREFILL}, 4, CODES[bits]),
+        (qk_norm_rope_cache._qk_norm_rope_cache_kernel, {**quantized, **WRITE}, 2, CODES[bits]),
+    ]  # fmt: skip
 for kernel, constants, warps, *own in KERNELS:
     types = {**TYPES, **(own[0] if own else {})}
     names = kernel.arg_names

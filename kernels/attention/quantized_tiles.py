@@ -1,0 +1,281 @@
+"""Tiles of a quantized KV cache in attention kernels: products with codes, scales and zeros.
+
+A channel is zero + scale * (code - middle), with scale and zero of its token and head. Tensor cores
+multiply codes; scales are applied to scores and to weights, one number per token instead of one per
+channel, and zeros as sums: q · k = scale * (q · codes) + sum(q) * zero', and so for values.
+
+Codes become floats without conversions, of which a multiprocessor does few per clock. 8 bits: with
+the upper byte of 128 in bfloat16 the lower seven bits read as 128 + number, the sign bit alone as
+128 or 256, and the difference is the code: four instructions for two. 4 bits read as 128 + code, in
+two instructions for two; the 128 is subtracted from sums.
+
+Keys are converted in the layout in which a product takes them. That layout has several tokens of a
+channel in a register, which for values are single bytes apart: those are converted as they are
+loaded, and reach the product through shared memory as floats, which it reads transposed. So their
+conversion is marked as one that the compiler must not move (Triton 3.6: a loop of 800 instructions
+for 64 tokens, where it has 1,115 if all are moved).
+"""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple, TypeAlias
+
+import torch
+import triton
+import triton.language as tl
+
+Quantized: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Keys, values [num_blocks, block_size, num_kv_heads, width], contiguous: int8 with a width of
+head_dim, or uint8 with head_dim / 2, byte i having channel i in its low half and channel i +
+head_dim / 2 in its high half; and scales [2 (keys, values), num_blocks, num_kv_heads, block_size]
+int32, contiguous: a bfloat16 scale in the low half, a zero in the high half. Codes of 8 bits are
+-127 .. 127 around the zero, those of 4 bits 0 .. 15 around 7.5."""
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+FLOATS = 16
+"""In place of bits: a cache of floats, whichever their size."""
+
+
+class CacheArguments(NamedTuple):
+    """A cache as kernels take it."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    key_words: torch.Tensor | None
+    """[num_blocks, num_kv_heads, block_size] int32; None: floats"""
+    value_words: torch.Tensor | None
+    key_bits: int
+    """8, 4 or `FLOATS`"""
+    value_bits: int
+    num_kv_heads: int
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+        return int(self.keys.shape[1])
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether floats are of one byte."""
+        return self.key_words is None and self.keys.element_size() == 1
+
+    @property
+    def strides(self) -> tuple[int, int, int]:
+        """Strides of keys: of blocks, tokens and heads; those of values are the same, or half."""
+        return self.keys.stride(0), self.keys.stride(1), self.keys.stride(2)
+
+    def key_width(self, head_dim: int) -> int:
+        """Return the numbers or bytes of a key."""
+        return head_dim // 2 if self.key_bits == 4 else head_dim
+
+    def value_width(self, head_dim: int) -> int:
+        """Return the numbers or bytes of a value."""
+        return head_dim // 2 if self.value_bits == 4 else head_dim
+
+
+def cache_arguments(kv_cache: torch.Tensor | Quantized) -> CacheArguments:
+    """kv_cache: [2, num_blocks, block_size, num_kv_heads, head_dim] floats, or quantized."""
+    if isinstance(kv_cache, torch.Tensor):
+        return CacheArguments(
+            kv_cache[0], kv_cache[1], None, None, FLOATS, FLOATS, kv_cache.shape[3]
+        )
+    keys, values, words = kv_cache
+    bits = [8 if codes.dtype == torch.int8 else 4 for codes in (keys, values)]
+    return CacheArguments(keys, values, words[0], words[1], bits[0], bits[1], keys.shape[2])
+
+
+def block_width(width: int) -> int:
+    """Return the columns of a tile for a key or value of `width`: what a tensor core takes."""
+    return max(16, int(triton.next_power_of_2(width)))
+
+
+@triton.constexpr_function
+def code_middle(bits, dtype):
+    """Return what `widen_codes` or `unpack_codes` gives for the code of the zero."""
+    if bits == 8:
+        return 0.0
+    if INTERPRETED or dtype == tl.float32:
+        return 7.5
+    return 135.5 if dtype == tl.bfloat16 else 1031.5
+
+
+if INTERPRETED:
+
+    @triton.jit
+    def widen_codes(codes, dtype: tl.constexpr, MOVABLE: tl.constexpr):
+        """int8 → the same numbers in a float type"""
+        return codes.to(dtype)
+
+    @triton.jit
+    def unpack_codes(codes, dtype: tl.constexpr, MOVABLE: tl.constexpr):
+        """Bytes of two codes → low halves and high halves, in a float type"""
+        return (codes & 15).to(dtype), (codes >> 4).to(dtype)
+
+else:
+    _WIDEN_BFLOAT16 = tl.constexpr(
+        "{ .reg .b32 low, high, number, sign;"
+        " prmt.b32 low, $2, 0x43434343, 0x4140; prmt.b32 high, $2, 0x43434343, 0x4342;"
+        " and.b32 number, low, 0x437f437f; and.b32 sign, low, 0x43804380;"
+        " sub.rn.bf16x2 $0, number, sign;"
+        " and.b32 number, high, 0x437f437f; and.b32 sign, high, 0x43804380;"
+        " sub.rn.bf16x2 $1, number, sign; }"
+    )
+    _WIDEN_FLOAT16 = tl.constexpr(
+        "{ .reg .b32 codes, low, high, base;"
+        " xor.b32 codes, $2, 0x80808080; mov.b32 base, 0x64806480;"
+        " prmt.b32 low, codes, 0x64646464, 0x4140; prmt.b32 high, codes, 0x64646464, 0x4342;"
+        " sub.rn.f16x2 $0, low, base; sub.rn.f16x2 $1, high, base; }"
+    )
+
+    def _unpacking(upper: str) -> tl.constexpr:
+        """Return PTX for four bytes: spread them, mask each half, set the upper byte."""
+        fill, mask, base = f"0x{upper * 4}", f"0x{upper}0f{upper}0f", f"0x{upper}00{upper}00"
+        return tl.constexpr(
+            "{ .reg .b32 low, high;"
+            f" prmt.b32 low, $4, {fill}, 0x4140; prmt.b32 high, $4, {fill}, 0x4342;"
+            f" and.b32 $0, low, {mask}; and.b32 $1, high, {mask};"
+            f" shr.u32 low, low, 4; lop3.b32 $2, low, 0x000f000f, {base}, 0xea;"
+            f" shr.u32 high, high, 4; lop3.b32 $3, high, 0x000f000f, {base}, 0xea; }}"
+        )
+
+    _UNPACK_BFLOAT16, _UNPACK_FLOAT16 = _unpacking("43"), _unpacking("64")
+
+    @triton.jit
+    def widen_codes(codes, dtype: tl.constexpr, MOVABLE: tl.constexpr):
+        """int8 → the same numbers in a float type, four codes at a time."""
+        if dtype == tl.bfloat16:
+            return tl.inline_asm_elementwise(
+                _WIDEN_BFLOAT16, "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=MOVABLE, pack=4
+            )
+        elif dtype == tl.float16:
+            return tl.inline_asm_elementwise(
+                _WIDEN_FLOAT16, "=r,=r,r", [codes], dtype=tl.float16, is_pure=MOVABLE, pack=4
+            )
+        else:
+            return codes.to(dtype)
+
+    @triton.jit
+    def unpack_codes(codes, dtype: tl.constexpr, MOVABLE: tl.constexpr):
+        """Bytes of two codes → low halves and high halves, in a float type: see `code_middle`."""
+        if dtype == tl.bfloat16:
+            return tl.inline_asm_elementwise(
+                _UNPACK_BFLOAT16, "=r,=r,=r,=r,r", [codes],
+                dtype=(tl.bfloat16, tl.bfloat16), is_pure=MOVABLE, pack=4,
+            )  # fmt: skip
+        elif dtype == tl.float16:
+            return tl.inline_asm_elementwise(
+                _UNPACK_FLOAT16, "=r,=r,=r,=r,r", [codes],
+                dtype=(tl.float16, tl.float16), is_pure=MOVABLE, pack=4,
+            )  # fmt: skip
+        else:
+            return (codes & 15).to(dtype), (codes >> 4).to(dtype)
+
+
+@triton.jit
+def word_scale(words):
+    """The lower half of each int32, as bfloat16 → float32"""
+    return (words << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def word_zero(words):
+    """The upper half."""
+    return (words & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def word_places(block, position, kv_head, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Return where the words of these tokens are. block: int64, of each position."""
+    return (block * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + position % BLOCK_SIZE
+
+
+@triton.jit
+def code_scores(query, query_high, query_sum, codes, words, scale, BITS: tl.constexpr):
+    """Return scale * q · k, [M, N] float32.
+
+    query: [M, width]; query_high: [M, width], its upper half, with 4 bits, else unused; query_sum:
+    [M] float32, over the whole head; codes: [N, width]; words: [N].
+    """
+    step = word_scale(words)
+    zero = word_zero(words) - code_middle(BITS, query.dtype) * step
+    if BITS == 8:
+        keys = widen_codes(codes, query.dtype, True)
+        product = tl.dot(query, tl.trans(keys), input_precision="ieee")
+    else:
+        low, high = unpack_codes(codes, query.dtype, True)
+        product = tl.dot(query, tl.trans(low), input_precision="ieee")
+        product = tl.dot(query_high, tl.trans(high), product, input_precision="ieee")
+    return product * (step * scale)[None, :] + query_sum[:, None] * (zero * scale)[None, :]
+
+
+@triton.jit
+def add_code_values(acc, acc_high, weights, codes, words, dtype: tl.constexpr, BITS: tl.constexpr):
+    """Add weights · values: return both halves of the sum, [M, width] float32, and what is missing
+    in each of its channels, as [M, N] to be summed.
+
+    acc_high: unused with 8 bits; weights: [M, N] float32; codes: [N, width]; words: [N]; dtype: of
+    the product.
+    """
+    scaled = (weights * word_scale(words)[None, :]).to(dtype)
+    missing = weights * word_zero(words)[None, :]
+    if BITS == 8:
+        values = widen_codes(codes, dtype, False)
+        acc = tl.dot(scaled, values, acc, input_precision="ieee")
+    else:
+        low, high = unpack_codes(codes, dtype, False)
+        acc = tl.dot(scaled, low, acc, input_precision="ieee")
+        acc_high = tl.dot(scaled, high, acc_high, input_precision="ieee")
+        # Of the weights as they were multiplied: what is rounded off in them is no part of the sum.
+        missing -= code_middle(BITS, dtype) * scaled.to(tl.float32)
+    return acc, acc_high, missing
+
+
+@triton.jit
+def head_words(lowest, highest, BITS: tl.constexpr):
+    """Return scale, zero and word of heads whose channels lie between these, [n] float32 each.
+
+    The zero is the middle, rounded to bfloat16; the scale reaches from there, and is rounded up.
+    """
+    STEPS: tl.constexpr = 127.0 if BITS == 8 else 7.5
+    middle = ((lowest + highest) * 0.5).to(tl.int32, bitcast=True)
+    # To the nearest bfloat16, the even one of two; the interpreter's conversion cuts off.
+    zero_bits = (middle + 0x7FFF + ((middle >> 16) & 1)) & -65536
+    zero = zero_bits.to(tl.float32, bitcast=True)
+    reach = tl.maximum(highest - zero, zero - lowest) * (1.0 / STEPS)
+    scale_bits = (reach.to(tl.int32, bitcast=True) + 0xFFFF) & -65536
+    scale = scale_bits.to(tl.float32, bitcast=True)
+    return scale, zero, zero_bits | (scale_bits >> 16)
+
+
+@triton.jit
+def quantized_heads(x, x_high, in_head, BITS: tl.constexpr):
+    """Return what is stored of heads, and what will be read: codes or bytes, [n, width] int32;
+    words, [n] int32; both halves of the dequantised channels, [n, width] float32.
+
+    x: [n, width] float32; x_high: the upper half with 4 bits, else unused; in_head: [1, width]
+    """
+    lowest = tl.min(tl.where(in_head, x, float("inf")), axis=1)
+    highest = tl.max(tl.where(in_head, x, -float("inf")), axis=1)
+    if BITS == 4:
+        lowest = tl.minimum(lowest, tl.min(tl.where(in_head, x_high, float("inf")), axis=1))
+        highest = tl.maximum(highest, tl.max(tl.where(in_head, x_high, -float("inf")), axis=1))
+    scale, zero, words = head_words(lowest, highest, BITS)
+    stored = head_codes(x, scale, zero, BITS)
+    MIDDLE: tl.constexpr = 0.0 if BITS == 8 else 7.5
+    low = zero[:, None] + scale[:, None] * (stored.to(tl.float32) - MIDDLE)
+    high = low
+    if BITS == 4:
+        codes = head_codes(x_high, scale, zero, BITS)
+        high = zero[:, None] + scale[:, None] * (codes.to(tl.float32) - MIDDLE)
+        stored = stored | (codes << 4)
+    return stored, words, low, high
+
+
+@triton.jit
+def head_codes(x, scale, zero, BITS: tl.constexpr):
+    """x: [n, m] float32; scale, zero: [n] → codes, int32: -127 .. 127 or 0 .. 15"""
+    MIDDLE: tl.constexpr = 0.0 if BITS == 8 else 7.5
+    STEPS: tl.constexpr = 127.0 if BITS == 8 else 7.5
+    inverse = tl.where(scale > 1e-30, 1.0 / tl.where(scale > 1e-30, scale, 1.0), 0.0)
+    codes = tl.floor((x - zero[:, None]) * inverse[:, None] + (MIDDLE + 0.5))
+    return tl.minimum(tl.maximum(codes, MIDDLE - STEPS), MIDDLE + STEPS).to(tl.int32)
