@@ -132,7 +132,7 @@ def resolve_source(config: EngineConfig, model_config: ModelConfig, model: Any) 
                 f"{option}: {name} is an encoder-decoder model, and {reason}; leave it out",
                 param=option,
             )
-    if config.kv_cache_dtype.startswith("fp8") or config.calculate_kv_scales:
+    if config.kv_cache_dtype.startswith(("fp8", "int")) or config.calculate_kv_scales:
         raise ConfigError(
             f"kv_cache_dtype: {name} is an encoder-decoder model, whose cache of the encoder's "
             "states has no scales; leave it on auto",

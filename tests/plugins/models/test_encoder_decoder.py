@@ -287,6 +287,7 @@ async def test_a_bad_prompt_is_refused_by_its_field(bart: Any) -> None:
         {"kv_transfer_config": {"kv_connector": "cpu_offload", "kv_role": "kv_both"}},
         {"kv_compression": "window"},
         {"kv_cache_dtype": "fp8"},
+        {"kv_cache_dtype": "int8"},
         {"runner": "pooling"},
     ],
 )
