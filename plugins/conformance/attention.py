@@ -200,6 +200,27 @@ class AttentionBackendKit(Kit):
             pytest.skip(f"{self.name} does not claim cache_groups")
         self.check([(300, 1), (41, 1), (150, 1), (200, 70), (90, 3)], spec, dtype, 8)
 
+    @pytest.mark.parametrize("window", [None, 40])
+    def test_lengths_that_only_the_device_knows(self, window: int | None) -> None:
+        """If it claims `bounded_lengths`: the host has upper bounds of them, block tables are as
+        wide, and rows of a few tokens are drafts."""
+        sizes = [(90, 1), (200, 6), (33, 1), (17, 4), (64, 2), (40, 40)]
+        spec = make_spec(sliding_window=window)
+        backend = self.make(spec, torch.float32, 8)
+        if not backend.bounded_lengths:
+            pytest.skip(f"{self.name} does not claim bounded_lengths")
+        batch = make_batch(
+            sizes, spec, 8, self.device, torch.float32, released=backend.cache_groups
+        )
+        bounds = batch.layout.seq_lens_cpu + np.array([12, 6, 0, 9, 3, 0], dtype=np.int32)
+        table = torch.nn.functional.pad(batch.layout.block_table, (0, 2))
+        layout = replace(
+            batch.layout, seq_lens_cpu=bounds, max_seq_len=int(bounds.max()), block_table=table,
+            bounded=True,
+        )  # fmt: skip
+        actual = self.attend(backend, spec, replace(batch, layout=layout))
+        self.assert_near(actual, dense_attention(spec, batch.rows), torch.float32)
+
     def test_groups_of_a_step_are_kept_apart(self) -> None:
         """If it claims `cache_groups`: layers of equal shape use the tables of their groups."""
         spec = make_spec(sliding_window=24)

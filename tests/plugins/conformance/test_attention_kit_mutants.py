@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -48,6 +49,10 @@ def with_spec(**changes: Any) -> type:
 
 def no_sinks(self: Any, spec: Any, *args: Any, sinks: Any = None) -> torch.Tensor:
     return TorchAttention.forward(self, msgspec.structs.replace(spec, sinks=False), *args)
+
+
+def host_lengths(self: Any, layout: Any) -> Any:
+    return TorchAttention.build_metadata(self, replace(layout, bounded=False))
 
 
 def wide(self: Any, *args: Any, **more: Any) -> torch.Tensor:
@@ -136,6 +141,7 @@ FP8, LAYER = "test_fp8_cache", "test_through_a_layer"
 LAYER_FEATURES = "test_features_through_a_layer"
 MANY = "test_one_instance_serves_many_steps_and_layers"
 BEHIND, GROUPS = "test_nothing_is_read_behind_a_window", "test_groups_of_a_step_are_kept_apart"
+BOUNDED = "test_lengths_that_only_the_device_knows"
 PADDING, WARM = (
     "test_padding_rows_touch_the_null_block_alone", "test_warm_up_on_the_null_block",
 )  # fmt: skip
@@ -147,6 +153,7 @@ DOWN_THE_LINE = (
 WRONG = (*DOWN_THE_LINE, PADDING)
 MUTANTS: dict[str, Mutant] = {
     "another scale": Mutant(with_spec(scale=lambda scale: scale * 1.1), WRONG),
+    "believes the host's bounds": Mutant(planted(build_metadata=host_lengths), (BOUNDED,)),
     "the cap is left out": Mutant(with_spec(soft_cap=None), (FEATURES, FRESH)),
     "a window one too wide": Mutant(
         with_spec(sliding_window=lambda window: window + 1),
