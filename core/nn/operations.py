@@ -21,6 +21,7 @@ from .ragged import RaggedRows
 from .routing import Routing, RoutingRule, choose_experts
 from .state.operations import StateOperations
 from .step_operations.compaction import CompactionOperations
+from .step_operations.drafts import DraftOperations
 from .step_operations.inputs import InputOperations
 from .step_operations.sampling import SamplingOperations
 
@@ -77,7 +78,12 @@ class Precompiler(Protocol):
 
 
 class Operations(
-    LatentOperations, StateOperations, InputOperations, SamplingOperations, CompactionOperations
+    LatentOperations,
+    StateOperations,
+    InputOperations,
+    SamplingOperations,
+    CompactionOperations,
+    DraftOperations,
 ):
     """T = num_tokens. Weights are [out_features, in_features].
 

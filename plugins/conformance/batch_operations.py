@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from ...core.nn.operations import Operations
+from ...core.nn.step_operations.drafts import DraftTables
 from ...core.nn.step_operations.inputs import DecodeTensors
 from ...core.sampling_params import SamplingParams
 from ...core.step import SlotStart
@@ -126,6 +127,52 @@ class BatchChecks:
         got = self.make(torch.float32).slot_mappings(*given)
         assert got.shape == (tables - 1, sum(counts))
         assert got.dtype == want.dtype and torch.equal(got, want)
+
+    def _draft_tables(self, draw: torch.Generator) -> tuple[DraftTables, DraftTables]:
+        """Return tables of 9 slots with up to 5 drafts, here and for the reference."""
+        history = torch.randint(0, 3, (9, 40), generator=draw, dtype=torch.int32)
+        lengths = torch.randint(0, 30, (9,), generator=draw, dtype=torch.int32)
+        proposed = torch.randint(0, 6, (9,), generator=draw, dtype=torch.int32)
+        tables = DraftTables(history, lengths, proposed)
+        return DraftTables(*(part.to(self.device, copy=True) for part in tables)), tables
+
+    @pytest.mark.parametrize("counts", [[5], [0], [3, 0, 5, 1, 5, 2, 5, 4]], ids=str)
+    def test_verify_drafts(self, counts: list[int]) -> None:
+        """Drafts are accepted up to the first that was not chosen or proposed; the others leave
+        their slots' lengths."""
+        for seed in range(6):
+            draw = torch.Generator().manual_seed(seed)
+            mine, tables = self._draft_tables(draw)
+            starts = torch.tensor([0, *(count + 1 for count in counts)]).cumsum(0).int()
+            drafts = torch.randint(0, 3, (int(starts[-1]),), generator=draw, dtype=torch.int32)
+            other = torch.rand(len(drafts), generator=draw) < 0.2
+            chosen = torch.where(other, -1, drafts)
+            slots = torch.randperm(8, generator=draw)[: len(counts)]
+            given = (chosen, drafts, starts, slots)
+            want = REFERENCE.verify_drafts(*given, tables, 5)
+            on_device = (part.to(self.device) for part in given)
+            got = self.make(torch.float32).verify_drafts(*on_device, mine, 5)
+            assert got.dtype == want.dtype and torch.equal(got.cpu(), want)
+            assert all(torch.equal(a.cpu(), b) for a, b in zip(mine, tables, strict=True))
+
+    @pytest.mark.parametrize("integers", [torch.int32, torch.int64], ids=str)
+    @pytest.mark.parametrize("num_drafts", [1, 5])
+    def test_keep_drafts(self, num_drafts: int, integers: torch.dtype) -> None:
+        """Drafts stand behind the known tokens, up to the first that is none of the vocabulary."""
+        for seed in range(6):
+            draw = torch.Generator().manual_seed(seed)
+            mine, tables = self._draft_tables(draw)
+            token_ids = torch.randint(0, 50, (num_drafts, 6), generator=draw).T
+            strange = torch.rand(token_ids.shape, generator=draw)
+            token_ids = torch.where(strange < 0.1, -1, token_ids)
+            token_ids = torch.where(strange > 0.9, 50, token_ids).to(integers)
+            counts = torch.randint(0, num_drafts + 1, (6,), generator=draw).to(integers)
+            given = (token_ids, counts, torch.randperm(9, generator=draw)[:6])
+            want = REFERENCE.keep_drafts(*given, tables, 50)
+            on_device = (part.to(self.device) for part in given)
+            got = self.make(torch.float32).keep_drafts(*on_device, mine, 50)
+            assert got.dtype == want.dtype and torch.equal(got.cpu(), want)
+            assert all(torch.equal(a.cpu(), b) for a, b in zip(mine, tables, strict=True))
 
     @pytest.mark.parametrize("count", [0, 1, 60, 100])
     def test_scatter(self, count: int) -> None:

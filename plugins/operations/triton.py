@@ -22,6 +22,7 @@ from ...core.nn.packed import PackedWeight
 from ...core.nn.routing import Routing, RoutingRule
 from ...core.nn.state.operations import StateOperations
 from ...core.nn.step_operations.compaction import CacheMoves
+from ...core.nn.step_operations.drafts import DraftTables
 from ...core.nn.step_operations.inputs import DecodeTensors, StepTensors
 from ...core.nn.step_operations.sampling import GrammarBits, SampleOutputs, SlotTables
 
@@ -32,6 +33,7 @@ try:
     from ...kernels.compact_caches import compact_caches
     from ...kernels.compile import Precompiler, can_precompile, load_compiler, num_loaded
     from ...kernels.decode_inputs import decode_inputs
+    from ...kernels.drafts import keep_drafts, verify_drafts
     from ...kernels.linear.gemv import gemv
     from ...kernels.linear.small_m_matmul import (
         MAX_TILES,
@@ -353,6 +355,32 @@ class TritonOperations(TritonStates, TritonLatents, Operations):
     def scatter(self, storage: torch.Tensor, writes: torch.Tensor, count: torch.Tensor) -> None:
         """In one launch."""
         scatter(storage, writes, count)
+
+    def verify_drafts(
+        self,
+        chosen: torch.Tensor,
+        drafts: torch.Tensor,
+        starts: torch.Tensor,
+        slots: torch.Tensor,
+        tables: DraftTables,
+        most: int,
+    ) -> torch.Tensor:
+        """In one launch."""
+        _, lengths, num_proposed = tables
+        return verify_drafts(chosen, drafts, starts, slots, lengths, num_proposed, most)
+
+    def keep_drafts(
+        self,
+        token_ids: torch.Tensor,
+        counts: torch.Tensor,
+        slots: torch.Tensor,
+        tables: DraftTables,
+        vocab_size: int,
+    ) -> torch.Tensor:
+        """In one launch."""
+        if token_ids.stride(1) != 1:
+            token_ids = token_ids.contiguous()
+        return keep_drafts(token_ids, counts, slots, *tables, vocab_size)
 
     samples: ClassVar[bool] = True
 

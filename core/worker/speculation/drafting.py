@@ -19,6 +19,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ...nn.operations import Operations
+from ...nn.step_operations.drafts import DraftTables
 from ...protocols.speculators import Drafts, KnownTokens, Speculator
 from ...step import StepPlan
 from ..batch import LogitRows, StepRows
@@ -47,13 +49,10 @@ class DraftedRows:
     """[L] int64: tokens before the one that is sampled."""
     drafts: torch.Tensor
     """[L] int32: the draft at the place of that token; undefined at a row's last position."""
-    places: torch.Tensor
-    """[S, K] int64, K = the largest of `counts`: the row's first positions; of a row with fewer,
-    any."""
+    starts: torch.Tensor
+    """[S + 1] int32: the first position of each row, and their number."""
     row_slots: torch.Tensor
     """[S] int64"""
-    num_drafts: torch.Tensor
-    """[S] int32: `counts`."""
 
 
 class Drafting:
@@ -66,6 +65,7 @@ class Drafting:
         *,
         table: SlotTable,
         sampling: SamplingState,
+        operations: Operations,
         num_drafts: int,
     ) -> None:
         """`who`: the speculator, for messages; `num_drafts`: of a row, at most."""
@@ -75,11 +75,9 @@ class Drafting:
         self._sampling = sampling
         self._num_drafts = num_drafts
         self._device = table.storage.device
-        self._num_proposed = torch.zeros(
-            table.num_slots + 1, dtype=torch.int32, device=self._device
-        )
-        """[num_slots + 1] Drafts behind each slot's tokens."""
-        self._order = torch.arange(num_drafts, device=self._device)
+        self._operations = operations
+        num_proposed = torch.zeros(table.num_slots + 1, dtype=torch.int32, device=self._device)
+        self._tables = DraftTables(table.token_history, table.lengths, num_proposed)
 
     # ------------------------------------------------------------ verification
 
@@ -90,14 +88,14 @@ class Drafting:
         sampling, firsts = np.unique(logits.rows, return_index=True)
         counts = np.asarray(plan.num_drafts, dtype=np.int32)[sampling]
         back = firsts.repeat(counts + 1) + counts.repeat(counts + 1) - np.arange(len(logits.rows))
-        places = firsts[:, None] + np.minimum(np.arange(max(1, counts.max())), counts[:, None])
+        starts = np.append(firsts, len(logits.rows)).astype(np.int32)
         upload = PackedUpload(self._device)
         for array in (
             logits.tokens.astype(np.int64), rows.slots[logits.rows].astype(np.int64), back,
-            places, rows.slots[sampling].astype(np.int64), counts,
+            starts, rows.slots[sampling].astype(np.int64),
         ):  # fmt: skip
             upload.add(array)
-        tokens, slots, from_end, device_places, row_slots, num_drafts = upload.send()
+        tokens, slots, from_end, device_starts, row_slots = upload.send()
         lengths = self._table.lengths[slots] - from_end
         return DraftedRows(
             rows=sampling.tolist(),
@@ -107,9 +105,8 @@ class Drafting:
             slots=slots,
             lengths=lengths,
             drafts=self._table.token_history[slots, lengths],
-            places=device_places,
+            starts=device_starts,
             row_slots=row_slots,
-            num_drafts=num_drafts,
         )
 
     def verify(self, drafted: DraftedRows, chosen: torch.Tensor) -> torch.Tensor:
@@ -118,13 +115,10 @@ class Drafting:
         chosen: [L] int32, the sampled tokens → [S, 2] int32: the row's accepted drafts, and those
         that the speculator had proposed
         """
-        places = drafted.places
-        proposed = torch.minimum(drafted.num_drafts, self._num_proposed[drafted.row_slots])
-        alike = chosen[places] == drafted.drafts[places]
-        alike &= self._order[: places.shape[1]] < proposed[:, None]
-        accepted = alike.cumprod(dim=1).sum(dim=1, dtype=torch.int32)
-        self._table.lengths.index_add_(0, drafted.row_slots, accepted - drafted.num_drafts)
-        return torch.stack((accepted, proposed), dim=1)
+        return self._operations.verify_drafts(
+            chosen, drafted.drafts, drafted.starts, drafted.row_slots, self._tables,
+            self._num_drafts,
+        )  # fmt: skip
 
     # ------------------------------------------------------------ proposals
 
@@ -151,15 +145,9 @@ class Drafting:
         drafts = self._proposed(KnownTokens(self._table.token_history, device_slots, lengths))
         if drafts is None:
             return None
-        known = (drafts.token_ids >= 0) & (drafts.token_ids < self._sampling.vocab_size)
-        valid = (known & (self._order < drafts.counts[:, None])).cumprod(dim=1)
-        counts = valid.sum(dim=1, dtype=torch.int32)
-        # Others are computed, too, so they have to be tokens.
-        token_ids = drafts.token_ids.masked_fill(valid == 0, 0).int()
-        places = lengths[:, None] + self._order
-        self._table.token_history[device_slots[:, None], places] = token_ids
-        self._num_proposed[device_slots] = counts
-        return counts
+        return self._operations.keep_drafts(
+            drafts.token_ids, drafts.counts, device_slots, self._tables, self._sampling.vocab_size
+        )
 
     def _proposed(self, tokens: KnownTokens) -> Drafts | None:
         assert self._speculator is not None, "asked of a speculator that has failed"
@@ -179,5 +167,11 @@ class Drafting:
             return None
 
     def warm_up(self) -> None:
-        """Propose for the scratch slot, so that kernels are compiled."""
+        """Propose for the scratch slot, and verify no draft of it, so that kernels are compiled."""
         self.propose([self._table.scratch_slot])
+        slots = torch.full((1,), self._table.scratch_slot, device=self._device)
+        chosen = torch.zeros(1, dtype=torch.int32, device=self._device)
+        starts = torch.arange(2, dtype=torch.int32, device=self._device)
+        self._operations.verify_drafts(
+            chosen, chosen, starts, slots, self._tables, self._num_drafts
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ...nn.operations import Operations
 from ...protocols.speculators import Speculator, SpeculatorSetup
 from ...registration.plugin_options import typed_options
 from ...registration.speculative_config import FIELD, SpeculativeConfig
@@ -16,6 +17,7 @@ def load_drafting(
     config: SpeculativeConfig | None,
     table: SlotTable,
     sampling: SamplingState,
+    operations: Operations,
     max_model_len: int,
 ) -> Drafting | None:
     """Return the configured speculator with its books; None: none is configured."""
@@ -38,5 +40,6 @@ def load_drafting(
         registry.described(config.method),
         table=table,
         sampling=sampling,
+        operations=operations,
         num_drafts=setup.num_drafts,
     )

@@ -366,8 +366,9 @@ class WorkerStart:
         )
         runner.states = states
         runner.drafting = load_drafting(
-            self.plugins, config.speculative_config, batch.table, sampling, batch.max_model_len
-        )
+            self.plugins, config.speculative_config, batch.table, sampling, operations,
+            batch.max_model_len,
+        )  # fmt: skip
         return runner
 
     def _compress(

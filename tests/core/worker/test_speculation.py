@@ -292,7 +292,10 @@ async def test_no_speculator_changes_the_tokens(
 
 
 @interpreted
-async def test_recorded_forward_passes_and_kernels_give_the_same(folders: Any) -> None:
+@pytest.mark.parametrize("operations", ["torch", pytest.param("triton", marks=pytest.mark.slow)])
+async def test_recorded_forward_passes_and_kernels_give_the_same(
+    operations: str, folders: Any
+) -> None:
     """Rows with drafts go through the recorded steps of prompts; rows without through those of
     decode rows, whose blocks are written by column."""
     pytest.importorskip("triton")
@@ -311,7 +314,8 @@ async def test_recorded_forward_passes_and_kernels_give_the_same(folders: Any) -
         "attention_backend": "triton", "num_gpu_blocks_override": 40,
     }  # fmt: skip
     plain, _ = await serve(config_of(folders("qwen3"), **shared), asked)
-    config = config_of(folders("qwen3"), **shared, executor="recording", speculative_config=NGRAM)
+    shared |= {"operations": operations, "executor": "recording"}
+    config = config_of(folders("qwen3"), **shared, speculative_config=NGRAM)
     drafted, stats = await serve(config, asked, plugins)
     assert drafted == plain
     assert stats.spec_decode_num_accepted_tokens > 0
@@ -346,7 +350,10 @@ def test_drafts_leave_the_distribution_as_it_is() -> None:
             def propose(self, tokens: KnownTokens, proposals: torch.Tensor = proposals) -> Drafts:
                 return Drafts(proposals, torch.full((len(proposals),), 2))
 
-        drafting = Drafting(Fixed(), "fixed", table=batch.table, sampling=state, num_drafts=2)
+        drafting = Drafting(
+            Fixed(), "fixed", table=batch.table, sampling=state, operations=batch.operations,
+            num_drafts=2,
+        )  # fmt: skip
         starts = tuple(
             SlotStart(
                 slot=slot, request_id=str(slot), token_ids=(0, first_token), num_prompt_tokens=2,

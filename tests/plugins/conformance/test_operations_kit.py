@@ -77,6 +77,16 @@ def no_bias_for_one_token(self: Any, x: Any, weight: Any, bias: Any = None, **mo
     return Operations.linear(self, x, weight, bias if len(x) > 1 else None, **more)
 
 
+def accepts_after_a_rejection(self: Any, chosen: Any, drafts: Any, starts: Any, slots: Any,
+                              tables: Any, most: int) -> Any:  # fmt: skip
+    others = torch.where(chosen < 0, drafts, chosen)
+    return Operations.verify_drafts(self, others, drafts, starts, slots, tables, most)
+
+
+def any_token(self: Any, token_ids: Any, counts: Any, slots: Any, tables: Any, vocab: int) -> Any:
+    return Operations.keep_drafts(self, token_ids, counts, slots, tables, vocab + 1)
+
+
 def up_first(self: Any, x: Any) -> Any:
     up, gate = x.chunk(2, dim=-1)
     return torch.nn.functional.silu(gate) * up
@@ -248,6 +258,10 @@ MUTANTS = {
         planted(slot_mappings=first_table_alone), ("test_slot_mappings",)
     ),
     "rows of one token": Mutant(planted(step_inputs=rows_of_one_token), ("test_step_inputs",)),
+    "drafts after a rejected one": Mutant(
+        planted(verify_drafts=accepts_after_a_rejection), ("test_verify_drafts",)
+    ),
+    "drafts outside the vocabulary": Mutant(planted(keep_drafts=any_token), ("test_keep_drafts",)),
     "all writes, however many count": Mutant(planted(scatter=writes_all), ("test_scatter",)),
     "another type comes out": Mutant(planted(layer_norm=float64), ("test_layer_norm",)),
     "experts without the residual": Mutant(planted(experts=forgets_residual), ("test_experts",)),
