@@ -132,10 +132,10 @@ def resolve_source(config: EngineConfig, model_config: ModelConfig, model: Any) 
                 f"{option}: {name} is an encoder-decoder model, and {reason}; leave it out",
                 param=option,
             )
-    if config.kv_cache_dtype.startswith(("fp8", "int")) or config.calculate_kv_scales:
+    if config.kv_cache_dtype not in ("auto", "bfloat16", "float16", "float32"):
         raise ConfigError(
-            f"kv_cache_dtype: {name} is an encoder-decoder model, whose cache of the encoder's "
-            "states has no scales; leave it on auto",
+            f"kv_cache_dtype: {name} is an encoder-decoder model, and the keys and values of its "
+            "sources are kept in the model's type; leave it on auto",
             param="kv_cache_dtype",
         )
     generation = read_generation_config(model_config.path, config)

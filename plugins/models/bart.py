@@ -16,9 +16,13 @@ from .encoder_decoder import (
 class BartForConditionalGeneration(EncoderDecoderLM):
     """Norms after sums, learned positions from row 2 on, a norm of the embeddings. PLBART, too."""
 
+    tensor_parallel = True
+
 
 class MvpForConditionalGeneration(EncoderDecoderLM):
     """As BART, without the prompts of its pre-training."""
+
+    tensor_parallel = True
 
     @classmethod
     def check(cls, hf: Any) -> None:
@@ -30,12 +34,14 @@ class MvpForConditionalGeneration(EncoderDecoderLM):
 class MBartForConditionalGeneration(EncoderDecoderLM):
     """As BART, with norms before attention and MLP."""
 
+    tensor_parallel = True
     norm_first = True
 
 
 class BlenderbotForConditionalGeneration(EncoderDecoderLM):
     """Norms first, and none of the embeddings."""
 
+    tensor_parallel = True
     norm_first = True
     norms_embeddings = False
     positions = LearnedPositions
@@ -44,6 +50,7 @@ class BlenderbotForConditionalGeneration(EncoderDecoderLM):
 class BlenderbotSmallForConditionalGeneration(EncoderDecoderLM):
     """Norms after sums; the decoder norms the words alone."""
 
+    tensor_parallel = True
     decoder_norms_words = True
     positions = LearnedPositions
 
@@ -51,6 +58,7 @@ class BlenderbotSmallForConditionalGeneration(EncoderDecoderLM):
 class PegasusForConditionalGeneration(EncoderDecoderLM):
     """Norms first, sinusoidal positions."""
 
+    tensor_parallel = True
     norm_first = True
     norms_embeddings = False
     positions = SinusoidalPositions
@@ -59,12 +67,14 @@ class PegasusForConditionalGeneration(EncoderDecoderLM):
 class M2M100ForConditionalGeneration(PegasusForConditionalGeneration):
     """M2M-100 and NLLB: other sinusoids, from position 2 on."""
 
+    tensor_parallel = True
     positions = SinusoidalFromTwo
 
 
 class MarianMTModel(EncoderDecoderLM):
     """Norms after sums, sinusoidal positions."""
 
+    tensor_parallel = True
     norms_embeddings = False
     positions = SinusoidalPositions
 

@@ -4,6 +4,7 @@ also attend to what the encoder has read. Families of BART's kind set a few attr
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -19,6 +20,7 @@ from ...core.nn.encoder import BidirectionalAttention, SourceAttention
 from ...core.nn.linear import Linear, MergedLinear
 from ...core.nn.mlp import PlainMLP
 from ...core.nn.norm import LayerNorm
+from ...core.parallel.sharding import HeadShare
 from ...core.protocols.attention import AttentionSpec
 from .decoder import QKV_SHARDS
 
@@ -47,51 +49,76 @@ class Layer(nn.Module):
         return out
 
 
-class EncoderAttention(nn.Module):
-    """hidden + attention(norm(hidden)) in both directions."""
+class AttentionPart(nn.Module):
+    """What attention of each kind has: this rank's heads, and the projection of their output."""
 
     def __init__(self, size: int, heads: int, build: BuildContext) -> None:
         super().__init__()
-        self.qkv_proj = MergedLinear(size, {"q": size, "k": size, "v": size}, build, bias=True)
-        self.attention = BidirectionalAttention(heads, size // heads, build)
-        self.out_proj = Linear(size, size, build, bias=True)
+        self.ranks, self.head_dim = build.ranks, size // heads
+        self.own = HeadShare.of(heads, heads, build.ranks.tensor)
+        """This rank's heads."""
+        self.rows = self.own.rows(self.head_dim)
+        self.out_proj = Linear(size, size, build, bias=True, shard="in", share=self.rows["q"])
+
+    def spec(self) -> AttentionSpec:
+        """Return what the attention requires of a backend."""
+        own = self.own
+        return AttentionSpec(
+            num_heads=own.num_heads, num_kv_heads=own.num_kv_heads, head_dim=self.head_dim,
+            scale=self.head_dim**-0.5,
+        )  # fmt: skip
+
+    def merged(self, size: int, names: Sequence[str], build: BuildContext) -> MergedLinear:
+        """Return projections of one input to the heads of these names: q, k, v."""
+        shares = {name: self.rows[name] for name in names}
+        return MergedLinear(
+            size, dict.fromkeys(names, size), build, bias=True, shard="out", shares=shares
+        )
+
+    def project(self, hidden: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
+        """hidden + output of `heads`, [num_tokens, num_heads * head_dim]"""
+        return self.ranks.add(hidden, (self.out_proj, heads))
+
+
+class EncoderAttention(AttentionPart):
+    """hidden + attention(norm(hidden)) in both directions."""
+
+    def __init__(self, size: int, heads: int, build: BuildContext) -> None:
+        super().__init__(size, heads, build)
+        self.qkv_proj = self.merged(size, "qkv", build)
+        self.attention = BidirectionalAttention(self.own.num_heads, self.head_dim, build)
 
     def forward(
         self, hidden: torch.Tensor, norm: nn.Module | None, context: EncodeContext
     ) -> torch.Tensor:
         """[num_tokens, hidden_size] → the same shape"""
         heads = self.attention(self.qkv_proj(hidden, norm=norm), context.rows)
-        out: torch.Tensor = self.out_proj(heads, residual=hidden)
-        return out
+        return self.project(hidden, heads)
 
 
-class DecoderAttention(nn.Module):
+class DecoderAttention(AttentionPart):
     """hidden + attention(norm(hidden)) to the tokens before."""
 
     def __init__(self, size: int, heads: int, build: BuildContext) -> None:
-        super().__init__()
-        self.qkv_proj = MergedLinear(size, {"q": size, "k": size, "v": size}, build, bias=True)
-        self.attention = Attention(_spec(size, heads), build)
-        self.out_proj = Linear(size, size, build, bias=True)
+        super().__init__(size, heads, build)
+        self.qkv_proj = self.merged(size, "qkv", build)
+        self.attention = Attention(self.spec(), build)
 
     def forward(
         self, hidden: torch.Tensor, norm: nn.Module | None, context: ForwardContext
     ) -> torch.Tensor:
         """[num_tokens, hidden_size] → the same shape"""
-        heads = self.attention(self.qkv_proj(hidden, norm=norm), context)
-        out: torch.Tensor = self.out_proj(heads, residual=hidden)
-        return out
+        return self.project(hidden, self.attention(self.qkv_proj(hidden, norm=norm), context))
 
 
-class CrossAttention(nn.Module):
+class CrossAttention(AttentionPart):
     """hidden + attention(norm(hidden)) to the encoder's states."""
 
     def __init__(self, size: int, heads: int, build: BuildContext) -> None:
-        super().__init__()
-        self.query = Linear(size, size, build, bias=True)
-        self.kv_proj = MergedLinear(size, {"k": size, "v": size}, build, bias=True)
-        self.attention = SourceAttention(_spec(size, heads), build)
-        self.out_proj = Linear(size, size, build, bias=True)
+        super().__init__(size, heads, build)
+        self.query = Linear(size, size, build, bias=True, shard="out", share=self.rows["q"])
+        self.kv_proj = self.merged(size, "kv", build)
+        self.attention = SourceAttention(self.spec(), build)
 
     def write(self, states: torch.Tensor, context: EncodeContext) -> None:
         """Keep the keys and values of encoded sources, [num_source_tokens, hidden_size]."""
@@ -101,16 +128,7 @@ class CrossAttention(nn.Module):
         self, hidden: torch.Tensor, norm: nn.Module | None, context: ForwardContext
     ) -> torch.Tensor:
         """[num_tokens, hidden_size] → the same shape"""
-        heads = self.attention(self.query(hidden, norm=norm), context)
-        out: torch.Tensor = self.out_proj(heads, residual=hidden)
-        return out
-
-
-def _spec(size: int, heads: int) -> AttentionSpec:
-    head_dim = size // heads
-    return AttentionSpec(
-        num_heads=heads, num_kv_heads=heads, head_dim=head_dim, scale=head_dim**-0.5
-    )
+        return self.project(hidden, self.attention(self.query(hidden, norm=norm), context))
 
 
 class EncoderLayer(Layer):
@@ -266,7 +284,7 @@ class EncoderDecoder(nn.Module):
 
     def __init__(self, owner: type[EncoderDecoderLM], hf: Any, build: BuildContext) -> None:
         super().__init__()
-        self.shared = Embedding(hf.vocab_size, hf.d_model, build, bias=True)
+        self.shared = Embedding(hf.vocab_size, hf.d_model, build, bias=True, shard="vocabulary")
         """Its bias is that of the logits."""
         self.encoder = Encoder(owner, hf, hf.encoder_layers, build)
         self.decoder = Decoder(owner, hf, hf.decoder_layers, build)

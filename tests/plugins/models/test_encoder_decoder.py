@@ -12,9 +12,11 @@ import tokenizers
 import torch
 import transformers
 from aiohttp.test_utils import TestClient, TestServer
+from rank_executor import Plugin
 
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.errors import ConfigError, InvalidRequest
+from jackfield.core.registry import load_plugins
 from jackfield.core.step import StepPlan
 from jackfield.entrypoints.server.app import make_app
 
@@ -134,6 +136,33 @@ def watched(engine: AsyncEngine) -> list[StepPlan]:
 
 def num_encoded(plans: list[StepPlan]) -> int:
     return sum(len(plan.encode) for plan in plans)
+
+
+@pytest.mark.parametrize("case", ["BartForConditionalGeneration", "MBartForConditionalGeneration"])
+async def test_two_ranks_compute_what_one_does(case: str, tmp_path: Path) -> None:
+    """An odd vocabulary: one rank has a row of padding."""
+    model = make(case, tmp_path)
+    options = {"executor": "rank_threads", "tensor_parallel_size": 2}
+    async with AsyncEngine(
+        config(tmp_path, **options), plugins=load_plugins(extra=[Plugin()])
+    ) as engine:
+        outputs = await asyncio.gather(*(answer(engine, source) for source in SOURCES))
+        workers = engine.core.executor.workers  # type: ignore[union-attr]
+        sizes = [sum(p.numel() for p in worker.runner.model.parameters()) for worker in workers]
+    for source, output in zip(SOURCES, outputs, strict=True):
+        check(model, source, output)
+    assert max(sizes) < 0.75 * sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("options", [{"quantization": "int8"}, {"attention_backend": "flex"}])
+async def test_what_goes_with_sources(options: dict[str, Any], bart: Any) -> None:
+    """The most likely token, within the rounding of weights to 8 bits."""
+    model, folder = bart
+    async with AsyncEngine(config(folder, **options)) as engine:
+        output = await answer(engine, SOURCES[2])
+    begin, tokens = output.prompt_token_ids, output.outputs[0].token_ids
+    wanted = scores(model, SOURCES[2], begin + tokens)[len(begin) - 1 : -1]
+    assert max(float(r.max() - r[t]) for r, t in zip(wanted, tokens, strict=True)) < 0.2
 
 
 async def test_tokens_that_the_checkpoint_bars_are_not_generated(bart: Any, tmp_path: Path) -> None:
@@ -289,6 +318,7 @@ async def test_a_bad_prompt_is_refused_by_its_field(bart: Any) -> None:
         {"kv_cache_dtype": "fp8"},
         {"kv_cache_dtype": "int8"},
         {"runner": "pooling"},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
     ],
 )
 async def test_what_sources_do_not_go_with_is_refused_by_name(
