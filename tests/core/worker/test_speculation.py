@@ -323,6 +323,26 @@ async def test_recorded_forward_passes_and_kernels_give_the_same(
     assert counts["replayed"] > 4 and not counts["launched"], counts
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "gpt-oss"])
+async def test_kernels_and_graphs_on_a_gpu(name: str, folders: Any) -> None:
+    """A near tie may be chosen otherwise by other kernels: in one request of all, at most."""
+    few = list(FEW)
+    asked: Asked = [(prompt, greedy(allowed_token_ids=few)) for prompt in prompts(5)]
+    asked += [(prompt, greedy()) for prompt in prompts(4, 1)]
+    asked += [
+        (prompt, greedy(temperature=0.9, seed=3, top_k=9, allowed_token_ids=few))
+        for prompt in prompts(3, 2)
+    ]
+    shared = {"device": "cuda", "block_size": 16, "max_num_batched_tokens": 64}
+    plain, _ = await serve(config_of(folders(name), **shared, enforce_eager=True), asked)
+    kernels = {"operations": "triton", "attention_backend": "triton", "speculative_config": NGRAM}
+    drafted, stats = await serve(config_of(folders(name), **{**shared, **kernels}), asked)
+    assert stats.spec_decode_num_accepted_tokens > 20
+    assert sum(a == b for a, b in zip(drafted, plain, strict=True)) >= len(asked) - 1
+
+
 # ---------------------------------------------------------------- the distribution
 
 
