@@ -28,15 +28,21 @@ class Rotary(nn.Module):
     """Angles for the first `rotary_dim` channels of each head, halves paired (NeoX style).
 
     rope: in the form of a checkpoint's `rope_parameters`; None: those of the configuration.
+    head_dim: channels of a head; None: the configuration's.
     """
 
     def __init__(
-        self, config: ModelConfig, build: BuildContext, rope: dict[str, Any] | None = None
+        self,
+        config: ModelConfig,
+        build: BuildContext,
+        rope: dict[str, Any] | None = None,
+        *,
+        head_dim: int | None = None,
     ) -> None:
         super().__init__()
         rope = config.rope_parameters if rope is None else rope
         partial = float(rope.get("partial_rotary_factor") or 1.0)
-        self.rotary_dim = int(config.head_dim * partial)
+        self.rotary_dim = int((head_dim or config.head_dim) * partial)
         frequencies, attention_factor = inverse_frequencies(
             rope, self.rotary_dim, config.max_model_len, config.hf_config.max_position_embeddings
         )

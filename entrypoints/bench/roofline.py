@@ -76,6 +76,45 @@ class Extent(NamedTuple):
     """Number of prompt tokens that are in the KV cache already."""
 
 
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""What configurations call the number of experts."""
+
+
+class LatentShape(NamedTuple):
+    """The sizes of latent attention (MLA)."""
+
+    latent: int
+    rope: int
+    nope: int
+    value: int
+    query: int
+    """Channels that queries are made from; 0: hidden states."""
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> LatentShape:
+        """Return the sizes in a checkpoint's config.json."""
+        names = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+        latent, rope, nope, value = (int(config[name]) for name in names)
+        return cls(latent, rope, nope, value, int(config.get("q_lora_rank") or 0))
+
+    @property
+    def cached(self) -> int:
+        """Numbers that a layer caches of a token."""
+        return self.latent + self.rope
+
+    @property
+    def pair_width(self) -> int:
+        """Channels of a head's key and value, expanded."""
+        return self.nope + self.rope + self.value
+
+    def weights(self, hidden: int, heads: int) -> int:
+        """Return the number of weights of one layer's projections."""
+        key = heads * (self.nope + self.rope)
+        queries = self.query * (hidden + key) if self.query else hidden * key
+        up = self.latent * heads * (self.nope + self.value)
+        return queries + hidden * self.cached + up + heads * self.value * hidden
+
+
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     """The sizes of a Llama-like decoder, dense or mixture of experts, that determine its cost."""
 
@@ -93,6 +132,12 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     experts: int = 0
     experts_per_token: int = 0
     expert_intermediate: int = 0
+    shared_experts: int = 0
+    """Experts that every token is multiplied with."""
+    dense_layers: int = 0
+    """Of a mixture: layers with an MLP."""
+    latent: LatentShape | None = None
+    """None: keys and values are cached."""
 
     @classmethod
     def from_config(
@@ -110,11 +155,14 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
             vocab=int(config["vocab_size"]),
             weight_bytes=weight_bytes,
             kv_bytes=kv_bytes,
-            experts=int(config.get("num_experts") or config.get("num_local_experts") or 0),
+            experts=int(next(filter(None, (config.get(name) for name in EXPERTS)), 0)),
             experts_per_token=int(config.get("num_experts_per_tok") or 0),
             expert_intermediate=int(
                 config.get("moe_intermediate_size") or config["intermediate_size"]
             ),
+            shared_experts=int(config.get("n_shared_experts") or 0),
+            dense_layers=int(config.get("first_k_dense_replace") or 0),
+            latent=LatentShape.from_config(config) if config.get("kv_lora_rank") else None,
         )
 
     @property
@@ -126,13 +174,15 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def attention_weights(self) -> int:
         """Number of weights of one layer's query, key, value and output projections."""
+        if self.latent is not None:
+            return self.latent.weights(self.hidden, self.heads)
         width = self.head_dim * self.hidden
         return width * (self.heads + 2 * self.kv_heads) + width * self.heads
 
     @property
     def active_weights(self) -> float:
         """Number of weights that one token is multiplied with, without the output projection."""
-        return self.layers * (self.attention_weights + self._mlp_weights(self.experts_per_token))
+        return self.layers * self.attention_weights + self._mlp_weights(self.experts_per_token)
 
     def step_weight_bytes(self, tokens: float) -> float:
         """Return the bytes of weights that a step of `tokens` tokens reads. Of the experts, those
@@ -141,23 +191,30 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         if self.experts:
             missed = (1 - self.experts_per_token / self.experts) ** tokens
             num_experts = self.experts * (1 - missed)
-        layer = self.attention_weights + self._mlp_weights(num_experts)
-        return (self.layers * layer + self.head_weights) * self.weight_bytes
+        layers = self.layers * self.attention_weights + self._mlp_weights(num_experts)
+        return (layers + self.head_weights) * self.weight_bytes
 
     @property
     def kv_bytes_per_token(self) -> float:
-        """Bytes of keys and values of one position, in all layers."""
+        """Bytes of what is cached of one position, in all layers."""
+        if self.latent is not None:
+            return self.layers * self.latent.cached * self.kv_bytes
         return 2 * self.layers * self.kv_heads * self.head_dim * self.kv_bytes
 
     def attention_flops(self, pairs: float) -> float:
         """Return the operations of scores and weighted sums for `pairs` (query, key) pairs, in all
         layers."""
-        return 4 * self.layers * self.heads * self.head_dim * pairs
+        widths = 2 * self.head_dim if self.latent is None else self.latent.pair_width
+        return 2 * self.layers * self.heads * widths * pairs
 
     def _mlp_weights(self, experts: float) -> float:
+        """Number of weights of all layers' MLPs, of mixtures so many chosen experts."""
+        dense = 3 * self.hidden * self.intermediate
         if not self.experts:
-            return 3 * self.hidden * self.intermediate
-        return self.hidden * (self.experts + 3 * self.expert_intermediate * experts)
+            return self.layers * dense
+        chosen = 3 * self.expert_intermediate * (experts + self.shared_experts)
+        mixture = self.hidden * (self.experts + chosen)
+        return self.dense_layers * dense + (self.layers - self.dense_layers) * mixture
 
 
 def decode_step_floor(shape: ModelShape, ceilings: Ceilings, rows: float, context: float) -> float:

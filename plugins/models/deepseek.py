@@ -4,7 +4,7 @@ them beside mixtures of experts."""
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -16,7 +16,7 @@ from ...core.nn.rotary import Rotary
 from ...core.nn.routing import RoutingRule
 from .decoder import Block, CausalLM, Decoder, MakeMLP, SelfAttention
 from .deepseek_moe import DeepseekMoeForCausalLM, is_dense
-from .latent import LATENT_MAP, LatentSelfAttention
+from .latent import LATENT_MAP, LatentDecoder, LatentSelfAttention
 
 V2_METHODS = {"greedy": False, "group_limited_greedy": True}
 """How V2 chooses experts → whether only in the best groups."""
@@ -25,6 +25,7 @@ V2_METHODS = {"greedy": False, "group_limited_greedy": True}
 class DeepseekV3ForCausalLM(DeepseekMoeForCausalLM):
     tensor_parallel = True
     attention = LatentSelfAttention
+    decoder: ClassVar[type[Decoder]] = LatentDecoder
     weight_map = LATENT_MAP
 
 
@@ -58,6 +59,7 @@ class DeepseekV2ForCausalLM(DeepseekV3ForCausalLM):
 class YoutuForCausalLM(CausalLM):
     tensor_parallel = True
     attention = LatentSelfAttention
+    decoder = LatentDecoder
     weight_map = LATENT_MAP
 
 
@@ -91,7 +93,7 @@ class AXK1Block(Block):
         return out
 
 
-class AXK1Decoder(Decoder):
+class AXK1Decoder(LatentDecoder):
     block = AXK1Block
 
 

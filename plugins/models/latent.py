@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -20,7 +21,7 @@ from ...core.nn.quantized import QuantizedLinear
 from ...core.nn.rotary import Rotary
 from ...core.parallel.sharding import HeadShare
 from ...core.protocols.latent_attention import LatentAttentionSpec
-from .decoder import CausalLM, SelfAttention
+from .decoder import CausalLM, Decoder, SelfAttention
 
 LATENT_MAP = dataclasses.replace(
     CausalLM.weight_map,
@@ -130,6 +131,15 @@ class LatentSelfAttention(SelfAttention):
             query, latent, self.up, context, norm=self.kv_a_layernorm, rotary=rotary
         )
         return out
+
+
+class LatentDecoder(Decoder):
+    """Rotates the channels of keys that all heads share, and as many of queries."""
+
+    @staticmethod
+    def rotaries_of(config: ModelConfig, build: BuildContext) -> Sequence[Rotary | None]:
+        rotary = Rotary(config, build, head_dim=config.hf_config.qk_rope_head_dim)
+        return [rotary] * config.num_layers
 
 
 def rope_scale(rope: dict[str, Any]) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 
 from ...core.errors import ConfigError
@@ -9,7 +11,7 @@ from ...core.loading.model_config import ModelConfig
 from ...core.nn.context import BuildContext
 from .decoder import CausalLM, Decoder
 from .granite import GraniteBlock
-from .latent import LATENT_MAP, LatentSelfAttention
+from .latent import LATENT_MAP, LatentDecoder, LatentSelfAttention
 
 
 class MiniCPMBlock(GraniteBlock):
@@ -28,7 +30,7 @@ class MiniCPMDecoder(Decoder):
 
 class MiniCPMForCausalLM(CausalLM):
     tensor_parallel = True
-    decoder = MiniCPMDecoder
+    decoder: ClassVar[type[Decoder]] = MiniCPMDecoder
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         """Raises ConfigError for its mixtures of experts."""
@@ -47,7 +49,12 @@ class HalvesLatentAttention(LatentSelfAttention):
         return False
 
 
+class MiniCPM3Decoder(MiniCPMDecoder):
+    rotaries_of = LatentDecoder.rotaries_of
+
+
 class MiniCPM3ForCausalLM(MiniCPMForCausalLM):
     tensor_parallel = True
+    decoder = MiniCPM3Decoder
     attention = HalvesLatentAttention
     weight_map = LATENT_MAP

@@ -147,6 +147,7 @@ def test_the_floor_of_8b_is_its_bytes(tmp_path: Path) -> None:
     """15.1 GB of weights at 4.2 TB/s: 3.60 ms per token."""
     assert set(ARCHITECTURES) == {
         "Qwen3-0.6B", "Qwen3-8B", "Qwen3-30B-A3B", "Qwen2.5-7B", "Gemma-2-9B",
+        "DeepSeek-V2-Lite",
     }  # fmt: skip
     shape = ModelShape.from_config(model_config_dict(write_model("Qwen3-8B", tmp_path)))
     assert shape.step_weight_bytes(1) == pytest.approx(15.1e9, rel=0.01)
@@ -157,6 +158,15 @@ def test_the_floor_of_8b_is_its_bytes(tmp_path: Path) -> None:
     )  # fmt: skip
     first = batch_floor(shape, card, [Extent(1, 3, 0)])
     assert first == pytest.approx(3 * 3.6e-3, rel=0.01)
+
+
+def test_the_floor_of_a_mixture_with_latents(tmp_path: Path) -> None:
+    """Of 15.7 billion weights, 2.45 per token are multiplied with, and the embedding is not."""
+    shape = ModelShape.from_config(model_config_dict(write_model("DeepSeek-V2-Lite", tmp_path)))
+    assert shape.active_weights + shape.head_weights == pytest.approx(2.45e9, rel=0.01)
+    assert shape.step_weight_bytes(1e9) == pytest.approx(2 * 15.5e9, rel=0.01)
+    assert shape.kv_bytes_per_token == 27 * 576 * 2
+    assert shape.attention_flops(1) == 2 * 27 * 16 * (192 + 128)
 
 
 def test_the_front_end_is_timed_without_a_model(tmp_path: Path) -> None:

@@ -109,7 +109,8 @@ def test_kernels_equal_transformers(case: str, tmp_path: Path) -> None:
 
 
 async def test_kimi_k2_is_v3_by_another_model_type(tmp_path: Path) -> None:
-    """As its config.json is: a rotation by the older names, and no groups."""
+    """As its config.json is: a rotation by the older names, and no groups; whatever it says of a
+    head's size, the shared part of keys is rotated."""
     case = "DeepseekV3ForCausalLM"
     changes = {"n_group": 1, "topk_group": 1}
     reference = latent_reference(case, {**CASES[case], **changes})
@@ -119,9 +120,10 @@ async def test_kimi_k2_is_v3_by_another_model_type(tmp_path: Path) -> None:
     rope = config.pop("rope_parameters")
     config["rope_theta"] = rope.pop("rope_theta")
     config["rope_scaling"] = {"type": rope.pop("rope_type"), **rope}
-    for name in ("head_dim", "qk_head_dim", "num_mtp_layers"):
+    for name in ("qk_head_dim", "num_mtp_layers"):
         config.pop(name, None)
-    path.write_text(json.dumps(config | {"model_type": "kimi_k2", "num_nextn_predict_layers": 0}))
+    more = {"model_type": "kimi_k2", "num_nextn_predict_layers": 0, "head_dim": 16}
+    path.write_text(json.dumps(config | more))
     await check_engine(folder, lambda tokens: score(reference, tokens))
 
 

@@ -184,6 +184,16 @@ class TestGlm4Moe(DeepseekMoeKit):
         assert self.parameters(own).keys() == self.parameters(folder).keys()
 
 
+class TestDeepseekV3(DeepseekMoeKit):
+    """Latents, with queries made from a narrower vector."""
+
+    name = "DeepseekV3ForCausalLM"
+    config = {
+        **DeepseekMoeKit.config, "num_key_value_heads": 4, "kv_lora_rank": 24, "q_lora_rank": 20,
+        "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10, "head_dim": 8,
+    }  # fmt: skip
+
+
 class TestMixtral(ModelKit):
     name = "MixtralForCausalLM"
     config = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24}
