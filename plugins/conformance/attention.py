@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 
+from ...core.cache.formats import QUANTIZED_FORMATS
 from ...core.nn.context import BatchLayout, ForwardContext
 from ...core.nn.operations import HeadLayout, Norm, Operations
 from ...core.protocols.attention import AttentionBackend, AttentionSpec
@@ -28,6 +29,7 @@ from .attention_cases import (
     CASES,
     MAX_MODEL_LEN,
     FutureSpec,
+    QuantizedLayer,
     assert_same,
     bound_layer,
     make_spec,
@@ -285,6 +287,28 @@ class AttentionBackendKit(Kit):
         for part, name, scale in zip(cached.cache.float(), ("key", "value"), scales, strict=True):
             new = part.flatten(0, 1)[paged.layout.slot_mapping] * scale
             assert torch.equal(new, paged.joined(name).float())
+
+    @pytest.mark.parametrize(
+        ("batch", "features"),
+        [*((batch, {}) for batch in BATCHES), ("mixed", {"sliding_window": 24, "soft_cap": 4.0}),
+         ("decode", {"sinks": True})],
+        ids=lambda case: case if isinstance(case, str) else "+".join(case) or "plain",
+    )  # fmt: skip
+    @pytest.mark.parametrize("name", QUANTIZED_FORMATS)
+    def test_quantized_cache(
+        self, name: str, batch: str, features: dict[str, Any], dtype: torch.dtype
+    ) -> None:
+        """Codes are read with the scale and the zero of their token and head."""
+        if name not in self.backend_class.cache_formats:
+            pytest.skip(f"{self.name} does not claim to read {name}")
+        spec = make_spec((4, 2, 64, 16), **features)
+        backend = self.make(spec, dtype, 16)
+        paged = make_batch(BATCHES[batch], spec, 16, self.device, dtype)
+        quantized = QuantizedLayer(spec, paged, name, dtype)
+        actual = quantized.run(backend, self.sinks(spec))
+        expected = dense_attention(spec, quantized.rows, self.sinks(spec)).flatten(1)
+        self.assert_near(actual, expected, dtype, times=2)
+        quantized.check_cache()
 
     # -------------------------------------------------------------- as layers use it
 

@@ -7,11 +7,19 @@ from typing import Any
 
 import torch
 
+from ...core.cache.formats import QUANTIZED_FORMATS
 from ...core.nn.attention import Attention
 from ...core.nn.context import BatchLayout, BuildContext, ForwardContext
+from ...core.nn.kv_cache.quantized_cache import (
+    QuantizedCache,
+    dequantize,
+    quantize,
+    token_parts,
+    write_blocks,
+)
 from ...core.nn.operations import Norm, Operations
 from ...core.protocols.attention import AttentionBackend, AttentionSpec
-from .paged import Batch, Sizes
+from .paged import Batch, Row, Sizes
 
 BATCHES: dict[str, Sizes] = {
     "prefill": [(21, 21), (1, 1), (70, 70)],
@@ -80,3 +88,69 @@ def run_layer(
     parts: dict[str, Any] = {"query_norm": query_norm, "key_norm": key_norm}
     out: torch.Tensor = layer(qkv, context, rotary=rotary, sinks=sinks, **parts)
     return out
+
+
+NAN_WORD = 0x7FC07FC0
+"""A scale and a zero that are NaN."""
+
+
+class QuantizedLayer:
+    """A layer over a batch's keys and values in a quantized cache, whose words are NaN where no
+    earlier token lies."""
+
+    def __init__(self, spec: AttentionSpec, batch: Batch, name: str, dtype: torch.dtype) -> None:
+        form, device = QUANTIZED_FORMATS[name], batch.cache.device
+        self.batch = batch
+        _, num_blocks, block_size = batch.cache.shape[:3]
+        parts = {
+            part.name: torch.full(
+                (part.count, num_blocks, block_size, *part.shape),
+                NAN_WORD if part.name == "scales" else 5,
+                dtype=getattr(torch, part.dtype),
+                device=device,
+            )
+            for part in form.parts(spec.num_kv_heads, spec.head_dim)
+        }
+        self.layer = Attention(spec, BuildContext(device, dtype, Operations()))
+        self.layer.bind(parts)
+        assert isinstance(self.layer.kv_cache, QuantizedCache)
+        self.cache = self.layer.kv_cache
+        slots = batch.cache.flatten(1, 2)
+        old = (~slots[0, :, 0, 0].isnan()).nonzero()[:, 0]
+        write_blocks(slots[0, old], slots[1, old], self.cache, old)
+        self.before = {name: part.clone() for name, part in token_parts(self.cache).items()}
+        self.rows = [
+            Row(
+                row.query,
+                dequantize(*quantize(row.key, form.key_bits)),
+                dequantize(*quantize(row.value, form.value_bits)),
+            )
+            for row in batch.rows
+        ]
+        """What attention sees: the rows, with rounded keys and values."""
+
+    def run(self, backend: AttentionBackend, sinks: torch.Tensor | None = None) -> torch.Tensor:
+        """`Attention.forward` from the fused projection: [num_tokens, num_heads * head_dim]."""
+        batch = self.batch
+        joined = [batch.joined(name).flatten(1) for name in ("query", "key", "value")]
+        metadata = backend.build_metadata(batch.layout)
+        context = ForwardContext(backend, metadata, batch.layout, batch.positions)
+        out: torch.Tensor = self.layer(torch.cat(joined, dim=1), context, sinks=sinks)
+        return out
+
+    def check_cache(self) -> None:
+        """Check that the step's tokens were written, and nothing else."""
+        expected = QuantizedCache(*(part.clone() for part in self.cache))
+        for name, part in token_parts(expected).items():
+            part.copy_(self.before[name])
+        keys, values = self.batch.joined("key"), self.batch.joined("value")
+        write_blocks(keys, values, expected, self.batch.layout.slot_mapping)
+        for got, want in zip(self.cache, expected, strict=True):
+            # Codes of a backend's own may be one apart, where a number is between two.
+            close = (got.long() - want.long()).abs() <= (1 if got.dtype == torch.int8 else 0)
+            assert close.float().mean() > 0.99, "other keys or values are in the cache"
+        slots = torch.ones(self.before["scales"].shape[1:3], dtype=torch.bool)
+        slots.flatten()[self.batch.layout.slot_mapping.cpu()] = False
+        for name, part in token_parts(self.cache).items():
+            same = (part == self.before[name])[:, slots.to(part.device)]
+            assert same.all(), f"{name} of other tokens were written"

@@ -36,6 +36,7 @@ from ...core.nn.ragged import RaggedRows
 from ...core.nn.routing import Routing, RoutingRule
 from .batch_operations import BatchChecks
 from .kit import Kit
+from .quantized_caches import QuantizedCacheChecks
 from .states import StateChecks
 
 REFERENCE = Operations()
@@ -87,7 +88,7 @@ def tensors(value: Any) -> list[torch.Tensor]:
     return [value.weight] if isinstance(value, Norm) else []
 
 
-class OperationsKit(BatchChecks, StateChecks, Kit):
+class OperationsKit(BatchChecks, QuantizedCacheChecks, StateChecks, Kit):
     """Subclass it in your tests, and set the class variables."""
 
     kind = "operations"

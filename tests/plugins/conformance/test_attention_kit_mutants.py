@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from mutants import Mutant, mutant_tests, plugin_of, subclass
 
+from jackfield.core.cache.formats import QUANTIZED_FORMATS
+from jackfield.core.nn.kv_cache.quantized_cache import QuantizedCache
 from jackfield.core.protocols.attention import AttentionSpec
 from jackfield.plugins.attention.torch import TorchAttention
 from jackfield.plugins.conformance.attention import AttentionBackendKit
@@ -17,6 +19,7 @@ from jackfield.plugins.conformance.attention import AttentionBackendKit
 
 class Sound(TorchAttention):
     name = "subject"
+    cache_formats = frozenset()
 
 
 class Kit(AttentionBackendKit):
@@ -134,10 +137,25 @@ def reads_the_last_metadata(self: Any, spec: Any, query: Any, key: Any, value: A
     return TorchAttention.forward(self, spec, query, key, value, cache, self.kept, **more)
 
 
+def words_of_keys_alone(self: Any, spec: Any, query: Any, key: Any, value: Any, cache: Any,
+                        *args: Any, **more: Any) -> torch.Tensor:  # fmt: skip
+    if isinstance(cache, QuantizedCache):
+        cache = cache._replace(scales=cache.scales[[0, 0]])
+    return TorchAttention.forward(self, spec, query, key, value, cache, *args, **more)
+
+
+def no_zeros(self: Any, spec: Any, query: Any, key: Any, value: Any, cache: Any, *args: Any,
+             **more: Any) -> torch.Tensor:  # fmt: skip
+    if isinstance(cache, QuantizedCache):
+        cache = cache._replace(scales=cache.scales & 0xFFFF)
+    return TorchAttention.forward(self, spec, query, key, value, cache, *args, **more)
+
+
 DENSE, RANDOM = "test_equals_dense_attention", "test_equals_dense_attention_on_random_layouts"
 LONG, LARGE = "test_long_and_short_rows_together", "test_large_logits_do_not_overflow"
 FEATURES, FRESH = "test_features", "test_fresh_prompts_with_features"
 FP8, LAYER = "test_fp8_cache", "test_through_a_layer"
+QUANTIZED, FORMATS = "test_quantized_cache", frozenset(QUANTIZED_FORMATS)
 LAYER_FEATURES = "test_features_through_a_layer"
 MANY = "test_one_instance_serves_many_steps_and_layers"
 BEHIND, GROUPS = "test_nothing_is_read_behind_a_window", "test_groups_of_a_step_are_kept_apart"
@@ -174,6 +192,10 @@ MUTANTS: dict[str, Mutant] = {
     "the first step's metadata": Mutant(
         planted(build_metadata=keeps_the_first_metadata), (MANY, WARM, GROUPS)
     ),
+    "scales of keys for values": Mutant(
+        planted(forward=words_of_keys_alone, cache_formats=FORMATS), (QUANTIZED,)
+    ),
+    "zeros are left out": Mutant(planted(forward=no_zeros, cache_formats=FORMATS), (QUANTIZED,)),
     "a block behind the window": Mutant(planted(forward=reads_all_blocks), (BEHIND, FEATURES)),
     "one group's metadata for all": Mutant(
         planted(build_metadata=keeps_the_last_metadata, forward=reads_the_last_metadata), (GROUPS,)

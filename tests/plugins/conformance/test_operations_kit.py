@@ -9,6 +9,7 @@ import pytest
 import torch
 from mutants import Mutant, mutant_tests, plugin_of, subclass
 
+from jackfield.core.nn.kv_cache.quantized_cache import QuantizedCache
 from jackfield.core.nn.operations import Norm, Operations
 from jackfield.core.nn.routing import Routing
 from jackfield.plugins.conformance.operations import OperationsKit
@@ -22,6 +23,7 @@ class TestTorch(OperationsKit):
     promised = frozenset(dtypes)
 
 
+INTEGERS = "test_cached_heads_in_integers"
 CUT_OFF = "test_an_fp8_cache_is_cut_off_at_its_largest"
 
 
@@ -104,6 +106,13 @@ def exact_gelu(self: Any, x: Any) -> Any:
 def last_of_equal(self: Any, logits: Any, rule: Any) -> Routing:
     made = Operations.route(self, logits.flip(1), rule)
     return Routing(made.weights, logits.shape[1] - 1 - made.experts)
+
+
+def rounded_codes(self: Any, key: Any, value: Any, cache: Any, slots: Any, *more: Any) -> None:
+    """The lowest bit of keys of 8 bits is lost."""
+    Operations.write_cache(self, key, value, cache, slots, *more)
+    if isinstance(cache, QuantizedCache) and cache.keys.dtype == torch.int8:
+        cache.keys.flatten(0, 1)[slots] &= -2
 
 
 def unscaled(self: Any, *args: Any) -> Any:
@@ -198,7 +207,7 @@ def forgets_state(self: Any, *args: Any) -> Any:
 
 NORMS = ("test_rms_norm", "test_rms_norm_of_part_of_a_tensor")
 NORMED = ("test_add_rms_norm", "test_linear", "test_gated_linear", "test_packed_linear",
-          "test_heads", "test_cached_heads")  # fmt: skip
+          "test_heads", "test_cached_heads", INTEGERS)  # fmt: skip
 MUTANTS = {
     "an eps of its own": Mutant(planted(rms_norm=small_eps), (*NORMS, *NORMED)),
     "squares in float16": Mutant(
@@ -239,7 +248,12 @@ MUTANTS = {
     "rows of a step see each other": Mutant(
         planted(bidirectional_attention=sees_later_rows), ("test_bidirectional_attention",)
     ),
-    "sines before cosines": Mutant(planted(heads=interleaved), ("test_heads", "test_cached_heads")),
+    "codes lose a bit": Mutant(
+        planted(write_cache=rounded_codes, features=Operations.features), (INTEGERS,)
+    ),
+    "sines before cosines": Mutant(
+        planted(heads=interleaved), ("test_heads", "test_cached_heads", INTEGERS)
+    ),
     "the first rows are masked": Mutant(
         planted(mask_tokens=first_rows_masked), ("test_mask_tokens",)
     ),
