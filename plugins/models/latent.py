@@ -47,10 +47,9 @@ class LatentSelfAttention(SelfAttention):
     """Of the norms of latents and of narrow queries, whatever `rms_norm_eps` says."""
 
     def __init__(self, config: ModelConfig, layer: int, build: BuildContext) -> None:
-        """Raises ConfigError."""
+        """Raises ConfigError. The decoder has checked the sizes."""
         nn.Module.__init__(self)
         hf = config.hf_config
-        _check_sizes(hf)
         nope, rope, value = hf.qk_nope_head_dim, hf.qk_rope_head_dim, hf.v_head_dim
         heads, narrow, bias = config.num_heads, hf.q_lora_rank, self.output_bias(hf)
         if bias and narrow is None:
@@ -134,10 +133,12 @@ class LatentSelfAttention(SelfAttention):
 
 
 class LatentDecoder(Decoder):
-    """Rotates the channels of keys that all heads share, and as many of queries."""
+    """Rotates the channels of keys that all heads share, and as many of queries. Raises
+    ConfigError for sizes that are none."""
 
     @staticmethod
     def rotaries_of(config: ModelConfig, build: BuildContext) -> Sequence[Rotary | None]:
+        _check_sizes(config.hf_config)
         rotary = Rotary(config, build, head_dim=config.hf_config.qk_rope_head_dim)
         return [rotary] * config.num_layers
 

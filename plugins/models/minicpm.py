@@ -50,7 +50,7 @@ class HalvesLatentAttention(LatentSelfAttention):
 
 
 class MiniCPM3Decoder(MiniCPMDecoder):
-    rotaries_of = LatentDecoder.rotaries_of
+    rotaries_of = staticmethod(LatentDecoder.rotaries_of)
 
 
 class MiniCPM3ForCausalLM(MiniCPMForCausalLM):
