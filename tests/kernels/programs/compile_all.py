@@ -9,6 +9,8 @@ from jackfield.kernels import (
     best_tokens,
     compact_caches,
     decode_inputs,
+    drafts,
+    lookup_ngrams,
     rms_norm,
     step_inputs,
 )
@@ -42,6 +44,16 @@ FLOATS = {
     "VALUE_BITS": 16,
     "key_words_ptr": None,
     "value_words_ptr": None,
+}
+DRAFTS = {
+    "history_ptr": "*i32",
+    "slots_ptr": "*i64",
+    "lengths_ptr": "*i32",
+    "num_proposed_ptr": "*i32",
+    "token_ids_ptr": "*i32",
+    "counts_ptr": "*i64",
+    "stride_ids": "i32",
+    "num_drafts": "i32",
 }
 COMMON = {
     **FLOATS,
@@ -336,6 +348,25 @@ KERNELS = [
         4,
         SLOT_TABLE,
     ),
+    (
+        lookup_ngrams._lookup_kernel,
+        {"LEAST": 2, "MOST": 4, "DRAFTS": 8, "TOKENS": 2048},
+        8,
+        {**DRAFTS, "drafts_ptr": "*i32", "counts_ptr": "*i32", "lengths_ptr": "*i64"},
+    ),
+    (
+        drafts._verify_kernel,
+        {"BLOCK": 8},
+        1,
+        {
+            **DRAFTS,
+            "verdicts_ptr": "*i32",
+            "chosen_ptr": "*i32",
+            "drafts_ptr": "*i32",
+            "starts_ptr": "*i32",
+        },
+    ),
+    (drafts._keep_kernel, {"BLOCK": 1}, 1, {**DRAFTS, "kept_ptr": "*i32"}),
     (
         best_tokens._best_tokens_kernel,
         {"NUM_HEADS": 8, "BLOCK": 4096},
