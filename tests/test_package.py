@@ -63,7 +63,15 @@ FORBIDDEN = {
 
 MEASURES_KERNELS = tuple(
     f"entrypoints/bench/kernels/{name}.py"
-    for name in ("expert_cases", "kernel_cases", "latent_cases", "quant_cases", "tune", "tune_int4")
+    for name in (
+        "cache_cases",
+        "expert_cases",
+        "kernel_cases",
+        "latent_cases",
+        "quant_cases",
+        "tune",
+        "tune_int4",
+    )
 )
 
 

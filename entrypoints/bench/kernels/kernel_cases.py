@@ -34,6 +34,7 @@ from ....kernels.linear.small_m_matmul import (
 from ....kernels.rms_norm import rms_norm
 from ....kernels.sampling.sample_gumbel import sample_gumbel
 from ....kernels.tuning import Product, small_m_config, small_m_rule
+from .cache_cases import QWEN3_8B_CACHE, TINY_CACHE, cache_cases
 from .expert_cases import QWEN3_30B_A3B, TINY_MIXTURE, expert_cases
 from .latent_cases import MEASURED, TINY_LATENTS, latent_cases
 from .quant_cases import quant_cases
@@ -130,6 +131,9 @@ def cases(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Iterator[Ca
         yield Case(kernel=kernel, shape=shape, bytes=moved, make=make)
     mixture = QWEN3_30B_A3B if sizes == QWEN3_8B else TINY_MIXTURE
     for kernel, shape, moved, make, flops in expert_cases(mixture, device, dtype):
+        yield Case(kernel=kernel, shape=shape, bytes=moved, make=make, flops=flops)
+    caches = QWEN3_8B_CACHE if sizes == QWEN3_8B else TINY_CACHE
+    for kernel, shape, moved, make, flops in cache_cases(caches, device, dtype):
         yield Case(kernel=kernel, shape=shape, bytes=moved, make=make, flops=flops)
     layers = MEASURED if sizes == QWEN3_8B else TINY_LATENTS
     for kernel, shape, moved, make, flops in latent_cases(layers, device, dtype):

@@ -121,6 +121,10 @@ def test_kernels_are_timed_beside_their_floors(tmp_path: Path) -> None:
     for line in lines:
         assert line["measured"]["us"] > line["floor"]["us"] > 0
     assert run(["kernels", "no_such_kernel", *options]) != 0
+    assert run(["kernels", "paged_attention_decode", *options]) == 0
+    shapes = [json.loads(line)["at"]["shape"] for line in out.read_text().splitlines()[18:]]
+    formats = [shape.partition(", ")[2] for shape in shapes if ", " in shape]
+    assert formats == ["float32", "fp8", "int8", "int8_int4", "int4"]
 
 
 def test_mistakes_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
