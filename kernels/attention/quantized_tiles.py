@@ -113,12 +113,13 @@ if INTERPRETED:
 
 else:
     _WIDEN_BFLOAT16 = tl.constexpr(
-        "{ .reg .b32 low, high, number, sign;"
+        # number * 1 + -(128 or 256): additions of bfloat16 pairs need Hopper, these Ampere.
+        "{ .reg .b32 low, high, number, sign, one; mov.b32 one, 0x3f803f80;"
         " prmt.b32 low, $2, 0x43434343, 0x4140; prmt.b32 high, $2, 0x43434343, 0x4342;"
-        " and.b32 number, low, 0x437f437f; and.b32 sign, low, 0x43804380;"
-        " sub.rn.bf16x2 $0, number, sign;"
-        " and.b32 number, high, 0x437f437f; and.b32 sign, high, 0x43804380;"
-        " sub.rn.bf16x2 $1, number, sign; }"
+        " and.b32 number, low, 0x437f437f; lop3.b32 sign, low, 0x43804380, 0x80008000, 0xea;"
+        " fma.rn.bf16x2 $0, number, one, sign;"
+        " and.b32 number, high, 0x437f437f; lop3.b32 sign, high, 0x43804380, 0x80008000, 0xea;"
+        " fma.rn.bf16x2 $1, number, one, sign; }"
     )
     _WIDEN_FLOAT16 = tl.constexpr(
         "{ .reg .b32 codes, low, high, base;"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import sys
@@ -91,3 +92,25 @@ async def test_it_answers_held_out_prompts_of_each_kind(made: Any) -> None:
                 right[kind] = right.get(kind, 0) + evaluate.correct(example, last.outputs[0].text)
     assert sum(right.values()) >= 0.9 * count * len(KINDS), right
     assert min(right.values()) >= count - 2, right
+
+
+async def test_it_says_the_same_from_a_cache_of_8_bits(made: Any) -> None:
+    generator, evaluate = made
+    answers = []
+    for stored in ("auto", "int8"):
+        config = EngineConfig(
+            device="cpu", attention_backend="torch", max_num_seqs=16, kv_cache_dtype=stored
+        )
+        async with AsyncEngine(config) as engine:
+
+            async def answer(engine: AsyncEngine, kind: str) -> str:
+                (example,) = itertools.islice(generator.examples(78, "held-out", kind), 1)
+                prompt = engine.tokenizer.encode(evaluate.prompt(example), add_special_tokens=False)
+                params = SamplingParams(temperature=0.0, max_tokens=40, skip_special_tokens=False)
+                async for output in engine.generate(prompt, params):
+                    last = output
+                return last.outputs[0].text
+
+            kinds = sorted(KINDS)
+            answers.append(await asyncio.gather(*(answer(engine, kind) for kind in kinds)))
+    assert answers[0] == answers[1]

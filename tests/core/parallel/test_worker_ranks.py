@@ -93,6 +93,13 @@ async def test_two_ranks_serve_the_tokens_of_one(family: str, tmp_path: Path) ->
     assert await tokens(config(folder, 2), requests()) == want
 
 
+@pytest.mark.parametrize("stored", ["int8", "int4"])
+async def test_ranks_quantize_the_heads_that_they_have(stored: str, tmp_path: Path) -> None:
+    folder = make_checkpoint("qwen3", tmp_path)
+    want = await tokens(config(folder, 1, kv_cache_dtype=stored), requests())
+    assert await tokens(config(folder, 2, kv_cache_dtype=stored), requests()) == want
+
+
 async def pooled(folder: Path, size: int, **options: Any) -> list[np.ndarray]:
     prompts = [[4 + (7 * at) % 50 for at in range(length)] for length in (1, 17, 40)]
     settings = config(

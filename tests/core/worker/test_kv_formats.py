@@ -20,7 +20,9 @@ from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.errors import ConfigError
 from jackfield.core.hooks import hookimpl
 from jackfield.core.nn.operations import Operations
+from jackfield.core.recording.recording import Recording
 from jackfield.core.registry import load_plugins
+from jackfield.entrypoints.replay import replay, replay_config
 
 from helpers import VOCAB, interpreted, make_checkpoint, reference_model
 
@@ -176,6 +178,36 @@ async def test_triton_gives_the_tokens_of_torch(folder: Path, name: str) -> None
     served = await output(folder, attention_backend="triton", operations="triton", **options)
     assert served.outputs[0].token_ids == expected.outputs[0].token_ids
     assert deviation(served, RoundedCache(name), folder) < 2e-3
+
+
+@pytest.mark.parametrize("name", ["int8", "int8_int4", "int4"])
+async def test_what_a_connector_brings_back_is_what_was_stored(
+    folder: Path, tmp_path: Path, name: str
+) -> None:
+    transfer = {
+        "kv_connector": "file_store", "kv_role": "kv_both",
+        "kv_connector_extra_config": {"path": str(tmp_path)},
+    }  # fmt: skip
+    outputs = []
+    for hits in (0, 40):
+        settings = config(folder, kv_cache_dtype=name, kv_transfer_config=transfer)
+        async with AsyncEngine(settings) as engine:
+            outputs.append(await serve(engine, PROMPT))
+            assert engine.stats().external_prefix_cache_hits == hits
+    assert outputs[0].outputs[0].token_ids == outputs[1].outputs[0].token_ids
+    for one, other in zip(*(each.outputs[0].logprobs for each in outputs), strict=True):
+        assert one.keys() == other.keys()
+        for token in one:
+            assert one[token].logprob == pytest.approx(other[token].logprob, abs=1e-5)
+
+
+async def test_a_recording_replays(folder: Path, tmp_path: Path) -> None:
+    file = str(tmp_path / "steps")
+    await output(folder, kv_cache_dtype="int8_int4", record_steps=file, count=3)
+    recording = Recording(file)
+    settings = replay_config(recording.header.config, recording.header.info)
+    assert settings.kv_cache_dtype == "int8_int4"
+    assert (await replay(recording, settings, load_plugins())).num_steps > 3
 
 
 class OwnWrites(Operations):

@@ -76,6 +76,23 @@ async def test_groups_of_windows(tmp_path: Path, name: str) -> None:
     similar(plain, recorded)
 
 
+@pytest.mark.parametrize(
+    ("name", "stored"),
+    [("gemma3", "int8"), ("llama", "int8_int4"), ("qwen3", "int4"), ("gpt-oss", "int4")],
+)
+async def test_caches_of_integers(tmp_path: Path, name: str, stored: str) -> None:
+    folder = make_checkpoint(name, tmp_path)
+    options: Any = {"kv_cache_dtype": stored}
+    plain, _ = await tokens(
+        folder, late=False, attention_backend="torch", operations="torch", enforce_eager=True,
+        **options,
+    )  # fmt: skip
+    recorded, _ = await tokens(
+        folder, late=True, attention_backend="triton", operations="triton", **options
+    )
+    similar(plain, recorded)
+
+
 SIZES = {
     "vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 3, "initializer_range": 0.2,
     "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,

@@ -447,7 +447,8 @@ async def test_another_model_finds_nothing(tmp_path: Path) -> None:
     config = transfer("file_store", path=str(tmp_path))
     fingerprints = set()
     for options in ({}, {"load_format": "dummy"}, {"load_format": "dummy", "seed": 1},
-                    {"dtype": "bfloat16"}, {"block_size": 8}):  # fmt: skip
+                    {"dtype": "bfloat16"}, {"block_size": 8}, {"kv_cache_dtype": "int8"},
+                    {"kv_cache_dtype": "int4"}, {"kv_cache_dtype": "int8_int4"}):  # fmt: skip
         engine_config = EngineConfig(
             device="cpu", max_model_len=96, num_gpu_blocks_override=33,
             kv_transfer_config=config, **options,
@@ -455,4 +456,4 @@ async def test_another_model_finds_nothing(tmp_path: Path) -> None:
         async with AsyncEngine(engine_config) as engine:
             assert engine.info.kv_layout is not None
             fingerprints.add(engine.info.kv_layout.fingerprint)
-    assert len(fingerprints) == 5
+    assert len(fingerprints) == 8
