@@ -1,8 +1,9 @@
-"""Chooses the experts of each token: the top_k largest scores, by softmax or sigmoid, plus bias.
+"""Chooses the experts of each token: the top_k largest scores, by softmax or sigmoid, plus bias;
+of all, or of those in the best groups.
 
 Memory: reads num_experts logits per token and writes 8 bytes per choice. Bound by the latency of
-top_k sequential reductions. So each row has one warp, and scores are compared as integers, whose
-order is the same: a warp finds the largest integer in one instruction.
+top_k (and a few for each group) sequential reductions. So each row has one warp, and scores are
+compared as integers, whose order is the same: a warp finds the largest integer in one instruction.
 """
 
 from __future__ import annotations
@@ -18,6 +19,51 @@ ROWS = 4
 """Tokens per program, at most; one per warp."""
 LOWEST = tl.constexpr(-(1 << 31))
 """Below every score, and below NaN."""
+OUTSIDE = tl.constexpr(-0x7F800001)
+"""-inf, as an integer in the order of scores."""
+
+
+@triton.jit
+def _ordered(x):
+    """float32 → int32 in the same order"""
+    bits = x.to(tl.int32, bitcast=True)
+    # Negative floats compare in reverse.
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _in_best_groups(
+    left,
+    choice,
+    expert,
+    GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BEST: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """Set scores outside a token's best groups, those with the largest sum of their BEST largest
+    scores, to -inf. left: [ROWS, BLOCK_E] choice as ordered integers."""
+    group = tl.arange(0, BLOCK_G)
+    totals = tl.full([ROWS, BLOCK_G], LOWEST, tl.int32)
+    for number in tl.static_range(GROUPS):
+        own = tl.where((expert // SIZE == number)[None, :], left, LOWEST)
+        total = tl.zeros([ROWS], tl.float32)
+        for _ in tl.static_range(BEST):
+            highest = tl.max(own, axis=1)
+            at = tl.min(tl.where(own == highest[:, None], expert[None, :], BLOCK_E), axis=1)
+            total += tl.sum(tl.where(expert[None, :] == at[:, None], choice, 0.0), axis=1)
+            own = tl.where(expert[None, :] == at[:, None], LOWEST, own)
+        totals = tl.where((group == number)[None, :], _ordered(total)[:, None], totals)
+    kept = tl.zeros([ROWS, BLOCK_E], tl.int1)
+    for _ in tl.static_range(TOP_GROUPS):
+        highest = tl.max(totals, axis=1)
+        at = tl.min(tl.where(totals == highest[:, None], group[None, :], BLOCK_G), axis=1)
+        kept = kept | ((expert // SIZE)[None, :] == at[:, None])
+        totals = tl.where(group[None, :] == at[:, None], LOWEST, totals)
+    return tl.where(kept | (left == LOWEST), left, OUTSIDE)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -34,6 +80,9 @@ def _topk_experts_kernel(
     BIAS: tl.constexpr,
     RENORMALIZE: tl.constexpr,
     FACTOR: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    BLOCK_G: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_TOP: tl.constexpr,
@@ -58,12 +107,17 @@ def _topk_experts_kernel(
         scores = grown / tl.sum(grown, axis=1)[:, None]
     if BIAS:
         bias = tl.load(bias_ptr + expert, mask=in_e, other=0.0).to(tl.float32)
-        left = (scores + bias[None, :]).to(tl.int32, bitcast=True)
-        # Negative floats compare in reverse.
-        left = left ^ ((left >> 31) & 0x7FFFFFFF)
+        choice = scores + bias[None, :]
+        left = _ordered(choice)
     else:
+        choice = scores
         left = scores.to(tl.int32, bitcast=True)
     left = tl.where(in_e[None, :], left, LOWEST)
+    if GROUPS > 1:
+        left = _in_best_groups(
+            left, choice, expert, GROUPS, TOP_GROUPS, E // GROUPS,
+            min(2, E // GROUPS) if BIAS else 1, BLOCK_G, ROWS, BLOCK_E,
+        )  # fmt: skip
     weights = tl.zeros([ROWS, BLOCK_TOP], tl.float32)
     experts = tl.zeros([ROWS, BLOCK_TOP], tl.int32)
     total = tl.zeros([ROWS], tl.float32)
@@ -98,13 +152,17 @@ def topk_experts(
     sigmoid: bool = False,
     bias: torch.Tensor | None = None,
     factor: float = 1.0,
+    groups: int = 1,
+    top_groups: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """logits: [num_tokens, num_experts], last stride 1; bias: [num_experts], added to scores for
     the choice alone → weights [num_tokens, top_k] float32 and experts [num_tokens, top_k] int32, by
     descending score, then ascending number.
 
     `sigmoid`: scores are of each logit, not a softmax over all. `factor`: of all weights, after
-    `renormalize`. A row's experts are different and valid for any logits, NaN included.
+    `renormalize`. `groups`: of equal size, in order; experts are chosen from the `top_groups` with
+    the largest sum of their two best scores, or without a bias, with the best score. A row's
+    experts are different and valid for any logits, NaN included.
     """
     num_tokens, num_experts = logits.shape
     weights = torch.empty((num_tokens, top_k), dtype=torch.float32, device=logits.device)
@@ -126,6 +184,9 @@ def topk_experts(
         BIAS=bias is not None,
         RENORMALIZE=renormalize,
         FACTOR=factor,
+        GROUPS=groups,
+        TOP_GROUPS=top_groups,
+        BLOCK_G=triton.next_power_of_2(groups),
         ROWS=rows,
         BLOCK_E=triton.next_power_of_2(num_experts),
         BLOCK_TOP=triton.next_power_of_2(top_k),

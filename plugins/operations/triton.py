@@ -190,12 +190,10 @@ class TritonOperations(TritonStates, TritonLatents, Operations):
         )  # fmt: skip
 
     def route(self, logits: torch.Tensor, rule: RoutingRule) -> Routing:
-        """In one launch, unless experts are in groups."""
-        if rule.groups > 1:
-            return super().route(logits, rule)
+        """In one launch."""
         weights, experts = topk_experts(
             logits, rule.top_k, renormalize=rule.renormalize, sigmoid=rule.scoring == "sigmoid",
-            bias=rule.bias, factor=rule.factor,
+            bias=rule.bias, factor=rule.factor, groups=rule.groups, top_groups=rule.top_groups,
         )  # fmt: skip
         return Routing(weights, experts)
 

@@ -114,12 +114,33 @@ def test_a_routing_equals_its_twin(
     torch.testing.assert_close(actual.weights, expected.weights)
 
 
+@pytest.mark.parametrize(
+    ("num_experts", "rule"),
+    [
+        (64, RoutingRule(6, "sigmoid", True, groups=8, top_groups=4, factor=2.5)),
+        (60, RoutingRule(4, groups=5, top_groups=2, factor=16.0)),
+        (6, RoutingRule(3, "sigmoid", groups=6, top_groups=3)),
+    ],
+    ids=["V3", "V2", "groups of one"],
+)
+def test_a_routing_in_groups_equals_its_twin(num_experts: int, rule: RoutingRule) -> None:
+    """With a bias, where scores are sigmoids, that may be negative."""
+    logits = draw(9, num_experts, dtype=torch.float32) * 2
+    logits[0, 1::2] = logits[0].max()
+    if rule.scoring == "sigmoid":
+        rule = rule._replace(bias=draw(num_experts, seed=1) - 0.7)
+    actual, expected = KERNELS.route(logits, rule), REFERENCE.route(logits, rule)
+    assert torch.equal(actual.experts, expected.experts)
+    torch.testing.assert_close(actual.weights, expected.weights)
+
+
 def test_a_routing_of_no_numbers_stays_among_the_experts() -> None:
     logits = torch.full((3, 37), float("nan"), device=DEVICE)
     logits[1] = float("-inf")
-    expert_ids = KERNELS.route(logits, RoutingRule(4, renormalize=True)).experts
-    assert ((expert_ids >= 0) & (expert_ids < 37)).all()
-    assert all(len(set(row)) == 4 for row in expert_ids.tolist())
+    for rule in (RoutingRule(4, renormalize=True), RoutingRule(4, groups=37, top_groups=5)):
+        expert_ids = KERNELS.route(logits, rule).experts
+        assert ((expert_ids >= 0) & (expert_ids < 37)).all()
+        assert all(len(set(row)) == 4 for row in expert_ids.tolist())
 
 
 @settings(max_examples=15, deadline=None)
