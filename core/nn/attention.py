@@ -70,18 +70,20 @@ class Attention(nn.Module):
         query_norm: RMSNorm | None = None,
         key_norm: RMSNorm | None = None,
         sinks: torch.Tensor | None = None,
+        distance_bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], may be overwritten
         → [num_tokens, num_heads * head_dim]
 
         Queries and keys are normed over each head, then rotated, if norms and rotation are given.
-        sinks: [num_heads], if the spec has them.
+        sinks: [num_heads], if the spec has them; distance_bias: as `AttentionBackend.forward` has
+        it, if the spec does.
         """
         backend, layout, metadata, kv_cache = self._bound(context)
         cos_sin = rotary.cos_sin if rotary else None
         norms = (query_norm.norm if query_norm else None, key_norm.norm if key_norm else None)
         more = self._kept_queries(backend, context)
-        if sinks is None and more is not None:
+        if sinks is None and distance_bias is None and more is not None:
             out = backend.forward_projection(
                 self.spec, qkv, cos_sin, *norms, kv_cache, metadata, **more
             )
@@ -94,7 +96,7 @@ class Attention(nn.Module):
             heads = self.operations.cached_heads(
                 *cut, kv_cache, layout.slot_mapping, self._cache_scales
             )
-        return self.attend(*heads, context, sinks=sinks, cached=True)
+        return self.attend(*heads, context, sinks=sinks, distance_bias=distance_bias, cached=True)
 
     def attend(
         self,
@@ -104,13 +106,14 @@ class Attention(nn.Module):
         context: ForwardContext,
         *,
         sinks: torch.Tensor | None = None,
+        distance_bias: torch.Tensor | None = None,
         cached: bool = False,
     ) -> torch.Tensor:
         """Write keys and values to the cache, and attend to it, with heads as they are.
 
         query: [num_tokens, num_heads, head_dim]; key, value: [num_tokens, num_kv_heads, head_dim];
-        sinks: [num_heads], if the spec has them → [num_tokens, num_heads * head_dim]. `cached`: the
-        cache has them already, where this backend reads the standard cache.
+        sinks, distance_bias: if the spec has them → [num_tokens, num_heads * head_dim]. `cached`:
+        the cache has them already, where this backend reads the standard cache.
         """
         backend, layout, metadata, kv_cache = self._bound(context)
         if backend.standard_cache and not cached:
@@ -120,7 +123,8 @@ class Attention(nn.Module):
         if self.query_ring is not None and context.query_places is not None:
             tokens, places = context.query_places
             self.query_ring.index_copy_(0, places, query if tokens is None else query[tokens])
-        more = {} if sinks is None else {"sinks": sinks}
+        learned = {"sinks": sinks, "distance_bias": distance_bias}
+        more = {name: values for name, values in learned.items() if values is not None}
         out = backend.forward(self.spec, query, key, value, kv_cache, metadata, **more)
         return out.reshape(out.shape[0], -1)
 

@@ -18,16 +18,24 @@ from .ragged import RaggedRows
 class BidirectionalAttention(nn.Module):
     """Every token of a row sees every other one. It has no parameters and no cache."""
 
-    def __init__(self, num_heads: int, head_dim: int, build: BuildContext) -> None:
+    def __init__(
+        self, num_heads: int, head_dim: int, build: BuildContext, scale: float | None = None
+    ) -> None:
+        """scale: of the logits; None: 1 / sqrt(head_dim)"""
         super().__init__()
         self.layout = HeadLayout(num_heads, num_heads, head_dim)
-        self.scale = head_dim**-0.5
+        self.scale = head_dim**-0.5 if scale is None else scale
         self.operations = build.operations
 
-    def forward(self, qkv: torch.Tensor, rows: RaggedRows) -> torch.Tensor:
-        """[num_tokens, 3 * num_heads * head_dim] → [num_tokens, num_heads * head_dim]"""
+    def forward(
+        self, qkv: torch.Tensor, rows: RaggedRows, *, distance_bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """[num_tokens, 3 * num_heads * head_dim] → [num_tokens, num_heads * head_dim]
+
+        distance_bias: as `Operations.bidirectional_attention` has it."""
         heads = split_heads(qkv, self.layout)
-        out = self.operations.bidirectional_attention(*heads, rows, self.scale)
+        more = {} if distance_bias is None else {"distance_bias": distance_bias}
+        out = self.operations.bidirectional_attention(*heads, rows, self.scale, **more)
         return out.flatten(1)
 
 

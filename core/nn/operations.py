@@ -96,7 +96,7 @@ class Operations(
     features: ClassVar[frozenset[str]] = frozenset({
         "cached_heads.quantized", "write_cache.quantized",
         "decode_inputs.dropped", "step_inputs.dropped",
-        "experts.activation", "experts.bias",
+        "bidirectional_attention.distance_bias", "experts.activation", "experts.bias",
         "route.bias", "route.factor", "route.groups", "route.sigmoid",
     })  # fmt: skip
     """Options of methods that these operations support, as "method.option"; a model or an engine
@@ -158,16 +158,22 @@ class Operations(
         value: torch.Tensor,
         rows: RaggedRows,
         scale: float,
+        distance_bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attention in which each token sees all tokens of its row; nothing is cached.
 
-        query, key, value: [T, num_heads, head_dim] → the same shape.
+        query, key, value: [T, num_heads, head_dim] → the same shape. distance_bias: [num_heads,
+        2 * n + 1], added to logits: n + (key's position - query's) of at most n either way. Only
+        models that have it pass it (`features`).
         """
         out = torch.empty_like(query)
         for group in rows.groups:
             shaped = [part[group.tokens].transpose(1, 2) for part in (query, key, value)]
+            mask = group.visible
+            if distance_bias is not None:
+                mask = _biased(distance_bias.to(query.dtype), group.tokens.shape[1], mask)
             attended = F.scaled_dot_product_attention(
-                shaped[0], shaped[1], shaped[2], attn_mask=group.visible, scale=scale
+                shaped[0], shaped[1], shaped[2], attn_mask=mask, scale=scale
             )
             flat = attended.transpose(1, 2).reshape(-1, *query.shape[1:])
             out[group.source] = flat if group.visible is None else flat[group.place]
@@ -352,6 +358,17 @@ class Operations(
                 # As bytes: torch has no indexed copy for fp8.
                 cache, part = cache.view(torch.uint8), part.view(torch.uint8)
             cache.flatten(0, 1).index_copy_(0, slot_mapping, part.to(cache.dtype))
+
+
+def _biased(distance_bias: torch.Tensor, length: int, visible: torch.Tensor | None) -> torch.Tensor:
+    """Return what is added to logits: [rows or 1, num_heads, length, length]
+
+    distance_bias: [num_heads, 2 * n + 1]; visible: [rows, 1, 1, length] bool, None: all."""
+    most = distance_bias.shape[1] // 2
+    places = torch.arange(length, device=distance_bias.device)
+    distance = (places - places[:, None]).clamp_(-most, most) + most
+    bias = distance_bias[:, distance][None]
+    return bias if visible is None else bias.masked_fill(~visible, float("-inf"))
 
 
 def _num_rows(weight: ExpertWeight) -> int:

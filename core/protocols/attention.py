@@ -61,6 +61,9 @@ class AttentionSpec(LayerSpec, frozen=True, kw_only=True):
     sinks: bool = False
     """Each head has an additional learned logit that takes part in the softmax and has no value;
     `forward` gets them as `sinks`."""
+    distance_bias: bool = False
+    """A learned value by head and distance (query's position - key's) is added to each logit, after
+    the soft cap; `forward` gets them as `distance_bias`. Source: T5 (arXiv 1910.10683)."""
 
 
 class PagedBackend(ABC):
@@ -170,13 +173,15 @@ class AttentionBackend(PagedBackend):
         metadata: Any,
         *,
         sinks: torch.Tensor | None = None,
+        distance_bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend to the cache. If `standard_cache` is false, write key and value to it first.
 
         query: [num_tokens, num_heads, head_dim]; key, value: [num_tokens, num_kv_heads, head_dim];
         kv_cache: the tensor above, or, for `cache_formats`, a `QuantizedCache`
-        (`core.nn.kv_cache.quantized_cache`); sinks: [num_heads], given only for layers whose spec
-        has them (a backend without that feature needs no such argument)
+        (`core.nn.kv_cache.quantized_cache`); sinks: [num_heads]; distance_bias: [num_heads,
+        num_distances], the last one for all distances from it on. Both are given only for layers
+        whose spec has them (a backend without that feature needs no such argument)
         → [num_tokens, num_heads, head_dim]
         """
 

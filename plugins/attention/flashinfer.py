@@ -133,6 +133,7 @@ class FlashInferAttention(AttentionBackend):
         metadata: FlashInferMetadata,
         *,
         sinks: torch.Tensor | None = None,
+        distance_bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """query: [num_tokens, num_heads, head_dim] → the same shape; see the protocol."""
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)

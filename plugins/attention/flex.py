@@ -143,6 +143,7 @@ class FlexAttention(AttentionBackend):
         metadata: FlexMetadata,
         *,
         sinks: torch.Tensor | None = None,
+        distance_bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """query: [num_tokens, num_heads, head_dim] → the same shape; see the protocol."""
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)

@@ -61,18 +61,40 @@ class _Extras(NamedTuple):
     """[num_kv_heads, group] float32"""
     sinks: torch.Tensor | None
     """[num_kv_heads, group] float32"""
+    biases: torch.Tensor | None
+    """[num_kv_heads, group, distances] float32"""
 
     @classmethod
-    def of(cls, spec: AttentionSpec, sinks: torch.Tensor | None, device: torch.device) -> _Extras:
+    def of(
+        cls,
+        spec: AttentionSpec,
+        sinks: torch.Tensor | None,
+        distance_bias: torch.Tensor | None,
+        device: torch.device,
+    ) -> _Extras:
         slopes = None
         if spec.alibi_slopes is not None:
             slopes = torch.tensor(spec.alibi_slopes, dtype=torch.float32, device=device)
             slopes = slopes.view(spec.num_kv_heads, -1)
-        return cls(slopes, None if sinks is None else sinks.float().view(spec.num_kv_heads, -1))
+        biases = None
+        if distance_bias is not None:
+            biases = distance_bias.float().view(spec.num_kv_heads, -1, distance_bias.shape[1])
+        sinks = None if sinks is None else sinks.float().view(spec.num_kv_heads, -1)
+        return cls(slopes, sinks, biases)
+
+    def by_distance(self, distance: torch.Tensor) -> torch.Tensor | None:
+        """What is added to logits. distance: [..., keys] int, of keys before their queries
+        → [num_kv_heads, group, ..., keys]; None: nothing."""
+        if self.biases is not None:
+            return self.biases[:, :, distance.clamp(0, self.biases.shape[-1] - 1).long()]
+        if self.slopes is None:
+            return None
+        return self.slopes.view(*self.slopes.shape, *(1 for _ in distance.shape)) * -distance
 
     def none(self, spec: AttentionSpec) -> bool:
         """Whether the layer is only a softmax of scaled products."""
-        return spec.soft_cap is None and self.slopes is None and self.sinks is None
+        extras = (spec.soft_cap, self.slopes, self.sinks, self.biases)
+        return all(extra is None for extra in extras)
 
 
 class TorchAttention(AttentionBackend):
@@ -85,8 +107,11 @@ class TorchAttention(AttentionBackend):
     compacted_cache: ClassVar[bool] = True
     bounded_lengths: ClassVar[bool] = True
     features: ClassVar[frozenset[str]] = frozenset(
-        {"sliding_window", "soft_cap", "alibi_slopes", "sinks", "key_scale", "value_scale"}
-    )
+        {
+            "sliding_window", "soft_cap", "alibi_slopes", "sinks", "distance_bias", "key_scale",
+            "value_scale",
+        }
+    )  # fmt: skip
 
     @classmethod
     def supports(cls, spec: AttentionSpec, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -132,10 +157,11 @@ class TorchAttention(AttentionBackend):
         metadata: TorchMetadata,
         *,
         sinks: torch.Tensor | None = None,
+        distance_bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """query: [num_tokens, num_heads, head_dim] → the same shape; see the protocol."""
         out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
-        extras = _Extras.of(spec, sinks, query.device)
+        extras = _Extras.of(spec, sinks, distance_bias, query.device)
         for chunk in self._decode_chunks(spec, metadata):
             self._decode(spec, query, kv_cache, metadata, chunk, extras, out)
         starts = metadata.starts
@@ -218,16 +244,15 @@ class TorchAttention(AttentionBackend):
         grouped = query[tokens].reshape(rows, spec.num_kv_heads, -1, spec.head_dim)
         mask = chunk.visible[:, None, None, :].expand(-1, 1, grouped.shape[2], -1)
         bias = None
-        if extras.slopes is not None:
+        if extras.slopes is not None or extras.biases is not None:
             positions = torch.arange(
                 chunk.first_block * self.block_size,
                 chunk.end_block * self.block_size,
                 device=query.device,
             )
-            offsets = (
-                positions - metadata.layout.seq_lens[chunk.first_row : chunk.end_row, None] + 1
-            )
-            bias = extras.slopes[:, :, None] * offsets[:, None, None, :]
+            own = metadata.layout.seq_lens[chunk.first_row : chunk.end_row, None] - 1
+            bias = extras.by_distance(own - positions)
+            bias = None if bias is None else bias.permute(2, 0, 1, 3)
         attended = _attend(
             spec,
             grouped,
@@ -287,9 +312,7 @@ class TorchAttention(AttentionBackend):
                 keys[:, :, :num_keys],
                 values[:, :, :num_keys],
                 mask,
-                bias=None
-                if extras.slopes is None
-                else extras.slopes[:, :, None, None] * (0.0 - distance),
+                bias=extras.by_distance(distance),
                 sinks=None if extras.sinks is None else extras.sinks[:, :, None],
             )
             out[first + begin : first + stop] = attended.permute(2, 0, 1, 3).flatten(1, 2)

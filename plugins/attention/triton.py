@@ -196,6 +196,7 @@ class TritonAttention(AttentionBackend):
         metadata: TritonMetadata,
         *,
         sinks: torch.Tensor | None = None,
+        distance_bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """query: [num_tokens, num_heads, head_dim] → the same shape; see the protocol."""
         layout, rows = metadata.layout, metadata.num_decode_rows

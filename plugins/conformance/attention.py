@@ -97,6 +97,13 @@ class AttentionBackendKit(Kit):
         """[num_heads] Sinks of significant size, if the layer has them."""
         return torch.linspace(-2.0, 4.0, spec.num_heads, device=self.device) if spec.sinks else None
 
+    def distance_bias(self, spec: AttentionSpec) -> torch.Tensor | None:
+        """[num_heads, 9] Biases of significant size by distance, if the layer has them."""
+        if not spec.distance_bias:
+            return None
+        values = torch.linspace(0.0, 20.0, spec.num_heads * 9, device=self.device).sin() * 2.0
+        return values.view(spec.num_heads, 9)
+
     def attend(
         self, backend: AttentionBackend, spec: AttentionSpec, batch: Batch, metadata: Any = None
     ) -> torch.Tensor:
@@ -106,7 +113,10 @@ class AttentionBackendKit(Kit):
             metadata = backend.build_metadata(batch.layout)
         context = ForwardContext(backend, metadata, batch.layout, batch.positions)
         layer = bound_layer(spec, batch, query.dtype)
-        out = layer.attend(query, key, value, context, sinks=self.sinks(spec))
+        out = layer.attend(
+            query, key, value, context, sinks=self.sinks(spec),
+            distance_bias=self.distance_bias(spec),
+        )  # fmt: skip
         return out.view(query.shape)
 
     def assert_near(
@@ -132,7 +142,8 @@ class AttentionBackendKit(Kit):
         before = batch.cache.clone()
         actual = self.attend(backend, spec, batch)
         assert actual.dtype == dtype
-        self.assert_near(actual, dense_attention(spec, batch.rows, self.sinks(spec)), dtype)
+        learned = self.sinks(spec), self.distance_bias(spec)
+        self.assert_near(actual, dense_attention(spec, batch.rows, *learned), dtype)
         if backend.standard_cache:
             write(before, batch.layout, batch.joined("key"), batch.joined("value"))
             assert_same(batch.cache, before)
@@ -189,6 +200,8 @@ class AttentionBackendKit(Kit):
             {"alibi_slopes": (0.3, 0.01, 0.9, 0.5), "sliding_window": 24, "soft_cap": 4.0},
             {"sinks": True},
             {"sinks": True, "sliding_window": 24},
+            {"distance_bias": True},
+            {"distance_bias": True, "sliding_window": 24, "soft_cap": 4.0},
         ],
         ids=lambda features: "+".join(f"{key}" for key in features),
     )

@@ -113,11 +113,15 @@ def make_layout(
 
 
 def dense_attention(
-    spec: AttentionSpec, rows: Sequence[Row], sinks: torch.Tensor | None = None
+    spec: AttentionSpec,
+    rows: Sequence[Row],
+    sinks: torch.Tensor | None = None,
+    distance_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute each row separately in float32, with explicit mask and bias.
 
-    sinks: [num_heads] → [num_tokens, num_heads, head_dim] float32
+    sinks: [num_heads]; distance_bias: [num_heads, num_distances], the last one for all from it on
+    → [num_tokens, num_heads, head_dim] float32
     """
     outputs = []
     group = spec.num_heads // spec.num_kv_heads
@@ -136,6 +140,10 @@ def dense_attention(
                 scores = torch.tanh(scores / spec.soft_cap) * spec.soft_cap
             if spec.alibi_slopes is not None:
                 scores = scores - spec.alibi_slopes[head] * distance
+            if distance_bias is not None:
+                scores = (
+                    scores + distance_bias[head][distance.clamp(0, len(distance_bias[head]) - 1)]
+                )
             weights = scores.double().masked_fill(~seen, float("-inf")).exp()
             total = weights.sum(-1, keepdim=True)
             if sinks is not None:

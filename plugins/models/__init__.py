@@ -84,6 +84,9 @@ ARCHITECTURES = {
     "roberta": ("RobertaModel", "RobertaForSequenceClassification"),
     "smollm3": ("SmolLM3ForCausalLM",),
     "starcoder2": ("Starcoder2ForCausalLM",),
+    "t5": (
+        "MT5ForConditionalGeneration", "T5ForConditionalGeneration", "UMT5ForConditionalGeneration",
+    ),
     "vaultgemma": ("VaultGemmaForCausalLM",),
     "xglm": ("XGLMForCausalLM",),
     "zamba2": ("Zamba2ForCausalLM",),

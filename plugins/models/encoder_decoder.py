@@ -52,13 +52,22 @@ class Layer(nn.Module):
 class AttentionPart(nn.Module):
     """What attention of each kind has: this rank's heads, and the projection of their output."""
 
-    def __init__(self, size: int, heads: int, build: BuildContext) -> None:
+    bias: ClassVar[bool] = True
+    """Whether projections have biases."""
+
+    def __init__(
+        self, size: int, heads: int, build: BuildContext, head_dim: int | None = None
+    ) -> None:
+        """head_dim: None: size / heads"""
         super().__init__()
-        self.ranks, self.head_dim = build.ranks, size // heads
+        self.ranks, self.head_dim = build.ranks, head_dim or size // heads
+        self.inner_size = heads * self.head_dim
         self.own = HeadShare.of(heads, heads, build.ranks.tensor)
         """This rank's heads."""
         self.rows = self.own.rows(self.head_dim)
-        self.out_proj = Linear(size, size, build, bias=True, shard="in", share=self.rows["q"])
+        self.out_proj = Linear(
+            self.inner_size, size, build, bias=self.bias, shard="in", share=self.rows["q"]
+        )
 
     def spec(self) -> AttentionSpec:
         """Return what the attention requires of a backend."""
@@ -71,9 +80,8 @@ class AttentionPart(nn.Module):
     def merged(self, size: int, names: Sequence[str], build: BuildContext) -> MergedLinear:
         """Return projections of one input to the heads of these names: q, k, v."""
         shares = {name: self.rows[name] for name in names}
-        return MergedLinear(
-            size, dict.fromkeys(names, size), build, bias=True, shard="out", shares=shares
-        )
+        sizes = dict.fromkeys(names, self.inner_size)
+        return MergedLinear(size, sizes, build, bias=self.bias, shard="out", shares=shares)
 
     def project(self, hidden: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
         """hidden + output of `heads`, [num_tokens, num_heads * head_dim]"""

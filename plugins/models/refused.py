@@ -8,7 +8,6 @@ INDEXED = "an indexer chooses the tokens that its attention reads"
 ENCODER = "it is an encoder by training: Jackfield serves encoders for vectors and labels"
 CROSS = "it is the decoder of an encoder-decoder model, and attends to the encoder's states"
 SPARSE_ENCODER = "its encoder attends to windows or blocks of its input"
-RELATIVE = "its attention adds a learned bias by distance, which no attention backend has"
 IMAGES = "it takes images, sound or video beside text"
 REFUSED = {
     STATE: (
@@ -17,7 +16,8 @@ REFUSED = {
         "RwkvForCausalLM", "ZambaForCausalLM", "ZayaForCausalLM",
         "xLSTMForCausalLM",
     ),
-    EXPERTS: ("DbrxForCausalLM", "JetMoeForCausalLM", "NllbMoeForConditionalGeneration"),
+    EXPERTS: ("DbrxForCausalLM", "JetMoeForCausalLM", "NllbMoeForConditionalGeneration",
+              "SwitchTransformersForConditionalGeneration"),
     INDEXED: (
         "AXK2ForCausalLM", "DeepseekV32ForCausalLM", "Dots3NoteForCausalLM", "GlmMoeDsaForCausalLM",
         "HYV4ForCausalLM",
@@ -42,10 +42,6 @@ REFUSED = {
     SPARSE_ENCODER: (
         "BigBirdPegasusForConditionalGeneration", "LEDForConditionalGeneration",
         "LongT5ForConditionalGeneration", "PegasusXForConditionalGeneration",
-    ),
-    RELATIVE: (
-        "MT5ForConditionalGeneration", "SwitchTransformersForConditionalGeneration",
-        "T5ForConditionalGeneration", "UMT5ForConditionalGeneration",
     ),
     "encoder and decoder have separate vocabularies": ("FSMTForConditionalGeneration",),
     "it predicts several tokens at once": ("ProphetNetForConditionalGeneration",),

@@ -13,7 +13,7 @@ ON_A_GPU = frozenset({"bfloat16"} if torch.cuda.is_available() else {"float16"})
 
 class TestTorch(AttentionBackendKit):
     name = "torch"
-    promised = EVERYTHING | {"float32", "float16", "bfloat16"}
+    promised = EVERYTHING | {"distance_bias", "float32", "float16", "bfloat16"}
 
 
 class TestTriton(AttentionBackendKit):

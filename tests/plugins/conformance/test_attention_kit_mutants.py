@@ -50,8 +50,12 @@ def with_spec(**changes: Any) -> type:
     return planted(forward=forward)
 
 
-def no_sinks(self: Any, spec: Any, *args: Any, sinks: Any = None) -> torch.Tensor:
-    return TorchAttention.forward(self, msgspec.structs.replace(spec, sinks=False), *args)
+def no_sinks(self: Any, *args: Any, sinks: Any = None, **more: Any) -> torch.Tensor:
+    return TorchAttention.forward(self, *args, **more)
+
+
+def no_bias(self: Any, *args: Any, distance_bias: Any = None, **more: Any) -> torch.Tensor:
+    return TorchAttention.forward(self, *args, **more)
 
 
 def host_lengths(self: Any, layout: Any) -> Any:
@@ -179,6 +183,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "slopes are left out": Mutant(with_spec(alibi_slopes=None), (FEATURES, LAYER_FEATURES, FRESH)),
     "sinks are left out": Mutant(planted(forward=no_sinks), (FEATURES, LAYER_FEATURES, FRESH)),
+    "biases by distance are left out": Mutant(planted(forward=no_bias), (FEATURES,)),
     "values of the first head alone": Mutant(
         planted(forward=one_value_head),
         (DENSE, RANDOM, FEATURES, LAYER_FEATURES, FP8, FRESH, MANY, PADDING, LAYER, BEHIND, GROUPS),

@@ -29,6 +29,11 @@ TINY: dict[str, Any] = {
     "decoder_ffn_dim": 40, "max_position_embeddings": 64, "init_std": 0.3, "pad_token_id": 1,
     "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2, "forced_eos_token_id": None,
 }  # fmt: skip
+T5: dict[str, Any] = {
+    "num_layers": 2, "num_decoder_layers": 3, "num_heads": 4, "d_kv": 10, "d_ff": 48,
+    "relative_attention_num_buckets": 12, "relative_attention_max_distance": 20,
+    "initializer_factor": 2.0, "decoder_start_token_id": 1,
+}  # fmt: skip
 CASES: dict[str, dict[str, Any]] = {
     "BartForConditionalGeneration": {},
     "BlenderbotForConditionalGeneration": {"encoder_no_repeat_ngram_size": 0},
@@ -39,6 +44,14 @@ CASES: dict[str, dict[str, Any]] = {
     "MvpForConditionalGeneration": {"use_prompt": False},
     "PLBartForConditionalGeneration": {},
     "PegasusForConditionalGeneration": {"activation_function": "relu"},
+    "MT5ForConditionalGeneration": {**T5, "feed_forward_proj": "gated-gelu"},
+    "T5ForConditionalGeneration": {**T5, "feed_forward_proj": "relu"},
+    "T5ForConditionalGeneration:flan": {
+        **T5,
+        "feed_forward_proj": "gated-gelu",
+        "tie_word_embeddings": False,
+    },
+    "UMT5ForConditionalGeneration": {**T5, "feed_forward_proj": "gated-gelu"},
 }
 SOURCES = [[3 + (5 * i * n) % (VOCAB - 3) for i in range(1, n)] for n in (2, 9, 26, 43)]
 OUTPUT = 7
@@ -48,7 +61,9 @@ def make(case: str, folder: Path) -> Any:
     """Save a random checkpoint, and return the model of `transformers`."""
     model_class = getattr(transformers, case.partition(":")[0])
     torch.manual_seed(11)
-    model = model_class(model_class.config_class(**TINY, **CASES[case])).eval()
+    model = model_class(model_class.config_class(**{**TINY, **CASES[case]})).eval()
+    if CASES[case].get("tie_word_embeddings") is False:
+        model.lm_head.weight = torch.nn.Parameter(torch.randn(VOCAB, TINY["d_model"]))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name or name.endswith("bias"):
@@ -138,7 +153,19 @@ def num_encoded(plans: list[StepPlan]) -> int:
     return sum(len(plan.encode) for plan in plans)
 
 
-@pytest.mark.parametrize("case", ["BartForConditionalGeneration", "MBartForConditionalGeneration"])
+async def test_a_bias_by_distance_goes_with_chunks_and_hits(tmp_path: Path) -> None:
+    """Distances beyond the largest bucket, prompts over several steps, a prefix from the cache."""
+    case = "UMT5ForConditionalGeneration"
+    model = make(case, tmp_path)
+    prompt = {"encoder_prompt": SOURCES[3], "decoder_prompt": [5 + n % 90 for n in range(41)]}
+    async with AsyncEngine(config(tmp_path, max_num_batched_tokens=16)) as engine:
+        outputs = [await answer(engine, prompt) for _ in range(2)]
+    assert [output.num_cached_tokens for output in outputs] == [0, 40]
+    for output in outputs:
+        check(model, SOURCES[3], output)
+
+
+@pytest.mark.parametrize("case", ["BartForConditionalGeneration", "T5ForConditionalGeneration"])
 async def test_two_ranks_compute_what_one_does(case: str, tmp_path: Path) -> None:
     """An odd vocabulary: one rank has a row of padding."""
     model = make(case, tmp_path)
