@@ -10,7 +10,6 @@ import logging
 import os
 import socket
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
@@ -18,16 +17,18 @@ import torch
 from ...core.protocols.collectives import CollectivesSetup
 from ...kernels.collectives.peer_sum import DTYPES, Mailboxes, Way, mailbox_words, peer_sum
 from .builtin import Nccl
+from .shared_memory import SharedMemory
 
 logger = logging.getLogger("jackfield.worker")
 
 WAYS: dict[int, tuple[tuple[int, Way], ...]] = {
-    2: ((256 << 10, "words"), (8 << 20, "one_shot")),
-    4: ((128 << 10, "words"), (512 << 10, "one_shot"), (8 << 20, "two_shot")),
-    8: ((64 << 10, "words"), (256 << 10, "one_shot"), (8 << 20, "two_shot")),
+    2: ((512 << 10, "words"), (2 << 20, "one_shot"), (16 << 20, "two_shot")),
+    4: ((128 << 10, "words"), (512 << 10, "one_shot"), (16 << 20, "two_shot")),
+    8: ((64 << 10, "words"), (256 << 10, "one_shot"), (16 << 20, "two_shot")),
 }
 """By the largest number of ranks: the largest terms in bytes, and how they are added. What is
-larger goes through NCCL."""
+larger goes through NCCL. Two ranks: as measured on H200 (examples/benchmarks/peer_sum.py); the
+others follow from the bytes that each way sends."""
 
 
 class Address(msgspec.Struct, frozen=True):
@@ -39,8 +40,8 @@ class Address(msgspec.Struct, frozen=True):
     """Number of the device in that process."""
     pointer: int
     """Valid in that process."""
-    handle: list[Any]
-    """For other processes: the arguments of torch's `_new_shared_cuda` after the device."""
+    handle: bytes
+    """For other processes."""
 
 
 class PeerMemory(Nccl):
@@ -69,16 +70,9 @@ class PeerMemory(Nccl):
 
     def _open(self, setup: CollectivesSetup) -> Mailboxes | None:
         """Return the mailboxes of all ranks; None if they are not all on this host."""
-        device = setup.device
-        words = mailbox_words(setup.size)
-        own = self._own = torch.zeros(words, dtype=torch.int64, device=device)
-        storage = own.untyped_storage()
-        # The number of the device comes first, and is the reader's affair.
-        _, *handle = storage._share_cuda_()  # type: ignore[no-untyped-call]
-        index = device.index or 0
-        host = _host()
-        address = Address(host, os.getpid(), index, own.data_ptr(), handle)
-        torch.cuda.synchronize(device)
+        device, host = setup.device, _host()
+        own = self._memory = SharedMemory(device, 8 * mailbox_words(setup.size))
+        address = Address(host, os.getpid(), device.index or 0, own.pointer, own.handle())
         encoded = msgspec.msgpack.encode(address)
         self._store.set(f"mailbox/{setup.rank}", encoded)  # type: ignore[arg-type]
         addresses = [
@@ -88,28 +82,21 @@ class PeerMemory(Nccl):
         if any(other.host != host for other in addresses):
             logger.info("ranks are on several hosts: NCCL alone adds what they have")
             return None
-        self._others: list[Any] = []
-        """Keeps the memory of other processes open."""
         pointers = [
-            own.data_ptr() if rank == setup.rank else self._pointer(other, index)
+            own.pointer if rank == setup.rank else self._pointer(other, device)
             for rank, other in enumerate(addresses)
         ]
         # Nobody writes before everybody has opened all.
         self.all_reduce(torch.zeros(1, device=device)).item()
         return Mailboxes.at(setup.rank, pointers, device)
 
-    def _pointer(self, address: Address, device: int) -> int:
+    def _pointer(self, address: Address, device: torch.device) -> int:
         """Return where another rank's mailbox is for this process and device."""
         if address.process == os.getpid():
             # A copy makes torch give the two devices access to each other.
-            torch.empty(1, device=f"cuda:{device}").copy_(
-                torch.empty(1, device=f"cuda:{address.device}")
-            )
+            torch.empty(1, device=device).copy_(torch.empty(1, device=f"cuda:{address.device}"))
             return address.pointer
-        storage = torch.UntypedStorage._new_shared_cuda(device, *address.handle)
-        self._others.append(storage)
-        pointer: int = storage.data_ptr()
-        return pointer
+        return self._memory.open(address.handle)
 
     def all_reduce(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """By peer memory where the table of WAYS says so."""
@@ -126,6 +113,7 @@ class PeerMemory(Nccl):
         if self._mailboxes is not None:
             self._mailboxes.give_up()
         super().close()
+        self._memory.close()
 
 
 def _host() -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import faulthandler
 import logging
 import os
@@ -380,10 +381,12 @@ class ProcessesExecutor:
         ended.add_done_callback(_retrieve)
         joined = self._joined
         await asyncio.wait([ended], timeout=STOP_SECONDS if self.failure is None else ABORT_SECONDS)
+        leaving: asyncio.Future[None] | None = None
         if not ended.done() and joined is not None:
-            threading.Thread(target=joined.leave, daemon=True).start()
-            await asyncio.wait([ended], timeout=END_SECONDS)
-        if not ended.done():
+            leaving = asyncio.get_running_loop().create_future()
+            threading.Thread(target=_leave, args=(joined, leaving), daemon=True).start()
+            await asyncio.wait([ended, leaving], timeout=END_SECONDS)
+        if not ended.done() or not (leaving is None or leaving.done()):
             return False
         await thread.close()
         if (error := ended.exception()) is not None:
@@ -405,6 +408,14 @@ class _Nothing:
 
 def _nobody(error: Exception) -> None:
     """Do nothing: default before a listener is set."""
+
+
+def _leave(joined: RankWorker, left: asyncio.Future[None]) -> None:
+    """Leave the group on this thread. A process that ended while a library is in that call would
+    abort."""
+    joined.leave()
+    with contextlib.suppress(RuntimeError):  # The loop has closed.
+        left.get_loop().call_soon_threadsafe(_set, left, None)
 
 
 def _leave_now() -> None:

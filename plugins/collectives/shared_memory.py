@@ -1,0 +1,93 @@
+"""Memory of a CUDA device that other processes map, by calls of the driver that torch lacks.
+
+torch can share its tensors between processes, too, but counts their users in files that stay behind
+when a process is killed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+import torch
+
+HANDLE_BYTES = 64
+LAZY_PEER_ACCESS = 1
+"""CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS."""
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = (("reserved", ctypes.c_char * HANDLE_BYTES),)
+
+
+@functools.cache
+def _driver() -> Any:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _call(name: str, *arguments: Any) -> None:
+    """Raises RuntimeError with the driver's name of the error."""
+    status = getattr(_driver(), name)(*arguments)
+    if status:
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorName(status, ctypes.byref(text))
+        error = (text.value or b"unknown error").decode()
+        raise RuntimeError(f"{name}: {error} ({status})")
+
+
+_unused: dict[tuple[int, int], list[int]] = {}
+"""Addresses by device and bytes. Memory that others may have open must not be freed, so it stays
+with the process, for the next group."""
+
+
+class SharedMemory:
+    """Zeros on a device, and the memory of other processes that has been opened from it."""
+
+    def __init__(self, device: torch.device, num_bytes: int) -> None:
+        """Raises RuntimeError."""
+        self._device = device
+        self._key = (device.index or 0, num_bytes)
+        self._opened: list[int] = []
+        unused = _unused.setdefault(self._key, [])
+        with torch.cuda.device(device):
+            torch.cuda.synchronize()
+            self.pointer: int = unused.pop() if unused else _allocate(num_bytes)
+            """Address, in this process."""
+            address, size = ctypes.c_uint64(self.pointer), ctypes.c_size_t(num_bytes)
+            _call("cuMemsetD8_v2", address, ctypes.c_ubyte(0), size)
+            torch.cuda.synchronize()
+
+    def handle(self) -> bytes:
+        """Return what another process opens it by."""
+        handle = _Handle()
+        with torch.cuda.device(self._device):
+            _call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(self.pointer))
+        return bytes(handle)
+
+    def open(self, handle: bytes) -> int:
+        """Return the address of another process's memory for this process and device."""
+        memory = ctypes.c_uint64()
+        with torch.cuda.device(self._device):
+            _call(
+                "cuIpcOpenMemHandle_v2",
+                ctypes.byref(memory),
+                _Handle.from_buffer_copy(handle),
+                ctypes.c_uint(LAZY_PEER_ACCESS),
+            )
+        self._opened.append(memory.value)
+        return memory.value
+
+    def close(self) -> None:
+        """Close what was opened, and leave the own memory to the next group."""
+        opened, self._opened = self._opened, []
+        with torch.cuda.device(self._device):
+            for address in opened:
+                _call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
+        _unused[self._key].append(self.pointer)
+
+
+def _allocate(num_bytes: int) -> int:
+    memory = ctypes.c_uint64()
+    _call("cuMemAlloc_v2", ctypes.byref(memory), ctypes.c_size_t(num_bytes))
+    return memory.value
