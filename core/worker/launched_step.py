@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..step import StepPlan, StepResult, TokenLogprobs
-from .speculation.drafting import DraftedRows
+from .speculation.drafting import DraftCounts
 
 LOGPROB_FIELDS = ("top_ids", "top_logprobs", "logprob", "rank")
 """As `sampling.logprobs.Logprobs` has them."""
@@ -57,7 +57,7 @@ class LaunchedStep:
     """Device tensors that the copies read; held until they are done."""
     failed: dict[int, str] = field(default_factory=dict)
     """Row of the plan → why it failed before it was sampled."""
-    drafted: DraftedRows | None = None
+    drafted: DraftCounts | None = None
     """Set if rows have drafts; `output` then has what `Drafting.verify` returned as "verdicts"."""
     proposal_rows: Sequence[int] = ()
     """Rows of the plan that got drafts; `output` has their numbers as "proposed"."""
@@ -132,7 +132,7 @@ class LaunchedStep:
             launch_wait_seconds=self.launch_wait_seconds,
         )
 
-    def _kept(self, drafted: DraftedRows) -> tuple[list[int], list[int]]:
+    def _kept(self, drafted: DraftCounts) -> tuple[list[int], list[int]]:
         """Return which of the sampled tokens are kept: a row's accepted drafts, and one more; and
         by row of the plan, how many drafts it had."""
         kept: list[int] = []

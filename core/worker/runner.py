@@ -20,6 +20,7 @@ from ..protocols.attention import PagedBackend
 from ..step import NOTHING_IN_PROCESS, InProcess, StepPlan
 from .batch import LogitRows, PersistentBatch, StepInputs, StepRows, releasing_all
 from .graphs.decode_graphs import DecodeGraphs
+from .graphs.draft_graphs import DraftGraphs
 from .graphs.endings import Ending
 from .graphs.mixed_graphs import MixedGraphs
 from .graphs.recorder import NotRecorded
@@ -34,7 +35,7 @@ from .sampling.masks import GrammarMasks, TokenMask
 from .sampling.prompt_logprobs import PromptLogprobs
 from .sampling.sampler import Sampler
 from .sampling.sampling_state import SamplingState
-from .speculation.drafting import DraftedRows, Drafting
+from .speculation.drafting import DraftCounts, DraftedRows, Drafting
 
 logger = logging.getLogger("jackfield.worker")
 
@@ -68,6 +69,7 @@ class ModelRunner:
         """All that the runner remembers of slots."""
         self.graphs: DecodeGraphs | None = None
         self.mixed_graphs: MixedGraphs | None = None
+        self.draft_graphs: DraftGraphs | None = None
         self.compactor: Compactor | None = None
         """Set with KV compression."""
         sampler.divide(model, ranks)
@@ -193,6 +195,9 @@ class ModelRunner:
         """Queue a step whose rows have drafts: the forward pass from a recorded graph where one
         serves it, as of prompts."""
         assert self.drafting is not None, "drafts, without speculative decoding"
+        step = self._replay_drafts(plan, launched)
+        if step is not None:
+            return step
         writes = self.batch.table.writes(plan)
         rows = self.batch.rows(plan)
         if self._launch_mixed(rows, writes):
@@ -215,6 +220,22 @@ class ModelRunner:
             launched,
             drafted,
         )
+
+    def _replay_drafts(self, plan: StepPlan, launched: float) -> LaunchedStep | None:
+        """Run a step from a graph of rows with drafts; None if none serves it."""
+        graphs, rows_host = self.draft_graphs, list(plan.slots)
+        if graphs is None or (ending := self._ending(rows_host)) is Ending.LOGITS:
+            return None
+        self._upload()
+        if not graphs.launch(plan, ending):
+            return None
+        rows = list(range(len(rows_host)))
+        positions = [row for row in rows for _ in range(graphs.width)]
+        slots = [rows_host[row] for row in positions]
+        output, logprob_rows = self._recorded(graphs.outputs, len(positions), positions, slots)
+        output["verdicts"] = graphs.verdicts[: len(rows)]
+        drafted = DraftCounts(rows, [graphs.width - 1] * len(rows))
+        return self._copy_back(plan, positions, logprob_rows, output, [], launched, drafted)
 
     def _launch_mixed(self, rows: StepRows, writes: np.ndarray) -> bool:
         """Queue the forward pass of a step from a recorded graph; False, with nothing done, if none
@@ -316,7 +337,12 @@ class ModelRunner:
         structured = self.masks.rows(rows_host)
         mask = self.masks.fill(structured, len(rows)) if structured else None
         output, logprob_rows = self._choose(logits, rows, rows_host, slots, lengths, mask)
-        step = self._copy_back(plan, rows, logprob_rows, output, scores, launched, drafted)
+        counts = None
+        if drafted is not None:
+            assert self.drafting is not None, "drafts, without speculative decoding"
+            output["verdicts"] = self.drafting.verify(drafted, output["chosen"])
+            counts = drafted.host
+        step = self._copy_back(plan, rows, logprob_rows, output, scores, launched, counts)
         if structured:
             self.masks.sampled(step, structured)
         failures = self.sampler.processors.failures(rows_host) | self.masks.failures(structured)
@@ -396,14 +422,11 @@ class ModelRunner:
         output: dict[str, torch.Tensor],
         scores: list[PromptScores],
         launched: float,
-        drafted: DraftedRows | None = None,
+        drafted: DraftCounts | None = None,
     ) -> LaunchedStep:
-        """Verify drafts and propose the next ones, and start the copies to the host; no
-        synchronisation."""
+        """Propose drafts, and start the copies to the host; no synchronisation."""
         proposal_rows: list[int] = []
         if self.drafting is not None:
-            if drafted is not None:
-                output["verdicts"] = self.drafting.verify(drafted, output["chosen"])
             proposal_rows = self.drafting.proposal_rows(plan)
             if proposal_rows:
                 proposed = self.drafting.propose([plan.slots[row] for row in proposal_rows])

@@ -10,6 +10,7 @@ import torch
 from ...parallel.ranks import Ranks
 from ..runner import ModelRunner
 from .decode_graphs import DecodeGraphs
+from .draft_graphs import DraftGraphs
 from .endings import Ending
 from .mixed_graphs import MixedGraphs
 from .recorder import Recorder
@@ -57,11 +58,25 @@ class StepGraphs:
                 max_tokens=max_tokens,
             )
 
+        self.drafts: DraftGraphs | None = None
+        """None: rows have no drafts, or steps with prompts are not recorded either."""
+        if runner.drafting is not None and self.mixed is not None:
+            self.drafts = DraftGraphs(
+                forward=runner.forward,
+                logits=runner.logits,
+                batch=runner.batch,
+                sampler=runner.sampler,
+                drafting=runner.drafting,
+                record=record,
+                max_tokens=max_tokens,
+            )
+
     @property
     def num_recorded(self) -> int:
         """Number of graphs recorded so far."""
         mixed = 0 if self.mixed is None else self.mixed.num_recorded
-        return self.decode.num_recorded + mixed
+        drafts = 0 if self.drafts is None else self.drafts.num_recorded
+        return self.decode.num_recorded + mixed + drafts
 
     def record_first(self, device: torch.device) -> None:
         """Record what the first requests need, and then more for up to `RECORDING_SECONDS`. The
@@ -75,12 +90,22 @@ class StepGraphs:
                 if runner.batch.num_drafts:
                     self.mixed.record_for(1 + runner.batch.num_drafts)
                 runner.mixed_graphs = self.mixed
+            runner.draft_graphs = self.drafts
+            self._record_drafts()
             end = time.monotonic() + RECORDING_SECONDS
             while self._ranks.all(time.monotonic() < end, device):
                 if not self.record_next():
                     break
         except runner.record_errors:
             logger.exception("steps cannot be recorded here; going on without graphs")
+
+    def _record_drafts(self) -> bool:
+        """Record one more step with drafts; return whether more are left."""
+        drafts = self._runner.draft_graphs
+        missing = [] if drafts is None else drafts.missing()
+        if drafts is not None and missing:
+            drafts.record(*missing[0])
+        return len(missing) > 1
 
     def record_next(self) -> bool:
         """Record one more of each kind of step that the runner uses; False: nothing is left."""
@@ -90,7 +115,7 @@ class StepGraphs:
         missing = decode.missing()
         if missing:
             decode.record(*missing[0])
-        more = False
+        more = self._record_drafts()
         for _ in range(MIXED_TOGETHER):
-            more = mixed is not None and mixed.record_next()
+            more = (mixed is not None and mixed.record_next()) or more
         return more or len(missing) > 1

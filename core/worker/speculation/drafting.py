@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -31,14 +32,21 @@ from ..slot_table import SlotTable
 logger = logging.getLogger("jackfield.worker")
 
 
-@dataclass(frozen=True)
-class DraftedRows:
-    """The positions at which a step with drafts samples. L = positions, S = sampling rows."""
+class DraftCounts(NamedTuple):
+    """The S sampling rows of a step with drafts, on the host."""
 
     rows: list[int]
     """[S] The plan's row of each."""
     counts: list[int]
     """[S] Drafts of each; its positions are one more, and follow those of the row before."""
+
+
+@dataclass(frozen=True)
+class DraftedRows:
+    """The positions at which a step with drafts samples. L = positions, S = sampling rows."""
+
+    host: DraftCounts
+    """The rows."""
     logit_rows: list[int]
     """[L] The plan's row of each."""
     logit_tokens: torch.Tensor
@@ -98,8 +106,7 @@ class Drafting:
         tokens, slots, from_end, device_starts, row_slots = upload.send()
         lengths = self._table.lengths[slots] - from_end
         return DraftedRows(
-            rows=sampling.tolist(),
-            counts=counts.tolist(),
+            host=DraftCounts(sampling.tolist(), counts.tolist()),
             logit_rows=logits.rows.tolist(),
             logit_tokens=tokens,
             slots=slots,
@@ -115,10 +122,19 @@ class Drafting:
         chosen: [L] int32, the sampled tokens → [S, 2] int32: the row's accepted drafts, and those
         that the speculator had proposed
         """
+        return self.verified(chosen, drafted.drafts, drafted.starts, drafted.row_slots)
+
+    def verified(
+        self,
+        chosen: torch.Tensor,
+        drafts: torch.Tensor,
+        starts: torch.Tensor,
+        slots: torch.Tensor,
+    ) -> torch.Tensor:
+        """The same from the parts of `DraftedRows`; may be recorded in a graph."""
         return self._operations.verify_drafts(
-            chosen, drafted.drafts, drafted.starts, drafted.row_slots, self._tables,
-            self._num_drafts,
-        )  # fmt: skip
+            chosen, drafts, starts, slots, self._tables, self._num_drafts
+        )
 
     # ------------------------------------------------------------ proposals
 

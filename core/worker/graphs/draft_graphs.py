@@ -1,0 +1,143 @@
+"""Steps whose rows all have as many drafts as rows may have, as recorded graphs: forward pass,
+sampling and verification in one replay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from ...nn.context import MixedRows
+from ...step import StepPlan
+from ..batch import PersistentBatch, StepInputs
+from ..sampling.sampler import Sampler
+from ..speculation.drafting import Drafting
+from .endings import Ending, row_counts, sample_rows, sampling_endings
+from .recorder import Recorder, Replay
+
+BLOCKS_PER_ROW = 2
+"""New blocks that a row may get for each block that its tokens fill, at most."""
+MAX_TOKENS = 512
+"""Tokens of the largest recorded step. With more, the device hides the launches."""
+
+
+class DraftGraphs:
+    """Records such steps by number of rows, and replays them. Smaller steps are padded."""
+
+    def __init__(
+        self,
+        *,
+        forward: Callable[[StepInputs], torch.Tensor],
+        logits: Callable[[torch.Tensor, Ending], torch.Tensor],
+        batch: PersistentBatch,
+        sampler: Sampler,
+        drafting: Drafting,
+        record: Recorder,
+        max_tokens: int,
+    ) -> None:
+        """`forward`, `logits`: as for `DecodeGraphs`, over all tokens; `max_tokens`: of any
+        step."""
+        self._forward, self._logits = forward, logits
+        self._batch, self._sampler, self._drafting = batch, sampler, drafting
+        self._record = record
+        width = self.width = 1 + batch.num_drafts
+        """Tokens of each row."""
+        most_tokens = min(max_tokens, MAX_TOKENS)
+        self._counts = [n for n in row_counts(batch.num_slots) if n * width <= most_tokens]
+        self._replays: dict[tuple[int, Ending], Replay] = {}
+        max_rows = max(self._counts, default=0)
+        device = batch.device
+        per_row = BLOCKS_PER_ROW * (1 + width // batch.block_size)
+        self._most_writes = max_rows * per_row * batch.num_groups
+        self._header = -(-max_rows // 4) * 4 + 4  # The writes begin at a multiple of 16 bytes.
+        size = self._header + 2 * self._most_writes
+        self._device_array = torch.zeros(size, dtype=torch.int32, device=device)
+        self._starts = width * torch.arange(max_rows + 1, dtype=torch.int32, device=device)
+        self._row_of = torch.arange(max_rows * width, device=device) // width
+        self._bounds: dict[int, torch.Tensor] = {}
+        self.outputs = sampler.outputs
+        """Tokens of the step launched last, `width` of each row."""
+        self.verdicts = torch.zeros((max_rows, 2), dtype=torch.int32, device=device)
+        """What `Drafting.verify` says of the step launched last."""
+        self.num_recorded = 0
+        """Number of graphs recorded so far."""
+
+    def missing(self) -> list[tuple[int, Ending]]:
+        """Return what is not recorded yet, the smallest first: drafts pay for few rows."""
+        wanted = [(n, ending) for ending in sampling_endings(self._sampler) for n in self._counts]
+        return [kind for kind in wanted if kind not in self._replays]
+
+    def launch(self, plan: StepPlan, ending: Ending) -> bool:
+        """Replay a step. Returns False, with nothing done, if a row has fewer drafts, or no graph
+        serves it."""
+        num_rows = len(plan.slots)
+        able = (n for n in self._counts if n >= num_rows and (n, ending) in self._replays)
+        rows = next(able, None)
+        alike = set(plan.num_drafts) == {self.width - 1} and not plan.starts
+        num_writes = sum(len(write.block_ids) for write in plan.table_writes)
+        if rows is None or not alike or num_writes > self._most_writes:
+            return False
+        table = self._batch.table
+        writes = table.writes(plan)
+        self._batch.rows(plan)
+        self._send(np.asarray(plan.slots, dtype=np.int32), rows, writes)
+        self._replays[rows, ending]()
+        return True
+
+    def record(self, rows: int, ending: Ending) -> None:
+        """Record a step of `rows` rows."""
+        none = np.zeros(0, dtype=np.int32)
+        self._send(none, rows, none.reshape(0, 2))
+        self._step(rows, ending)
+        self._replays[rows, ending] = self._record(lambda: self._step(rows, ending))
+        self.num_recorded += 1
+
+    def _send(self, slots: np.ndarray, rows: int, writes: np.ndarray) -> None:
+        numbers = np.full(self._header + writes.size, self._batch.scratch_slot, dtype=np.int32)
+        numbers[: len(slots)] = slots
+        numbers[self._header - 4] = len(writes)
+        numbers[self._header :] = writes.reshape(-1)
+        self._batch.copy_into(self._device_array, numbers)
+
+    def _step(self, rows: int, ending: Ending) -> None:
+        batch, width, header = self._batch, self.width, self._header
+        array, starts = self._device_array, self._starts[: rows + 1]
+        writes = array[header:].view(-1, 2)
+        batch.operations.scatter(batch.table.storage, writes, array[header - 4 : header - 3])
+        slots, num_tokens = array[:rows], rows * width
+        tensors = batch.step_tensors(starts, slots, slots, num_tokens)
+        long_slots, lengths = tensors.sample_slots, tensors.positions + 1
+        sample_slots = long_slots.index_select(0, self._row_of[:num_tokens])
+        if rows not in self._bounds:
+            bounds = torch.tensor([0, rows], dtype=torch.int32)
+            self._bounds[rows] = bounds.to(batch.device)
+        layouts = batch.layouts(
+            tensors,
+            starts,
+            np.zeros(rows + 1, dtype=np.int32),
+            np.full(rows, batch.max_model_len, dtype=np.int32),
+            max_query_len=width,
+            slots=slots,
+            mixed=MixedRows(self._bounds[rows], 0, rows),
+        )
+        hidden = self._forward(
+            StepInputs(
+                input_ids=tensors.input_ids,
+                positions=tensors.positions,
+                slots=slots,
+                layouts=layouts,
+                logit_tokens=self._row_of[:num_tokens],
+                sample_slots=sample_slots,
+                sample_lengths=lengths,
+                logit_rows=[],
+                source=None,
+            )
+        )
+        drafts = batch.table.token_history[sample_slots, lengths]
+        sample_rows(self._sampler, ending, self._logits(hidden, ending), sample_slots, lengths)
+        chosen = self.outputs.first(num_tokens).chosen
+        verdicts = self._drafting.verified(chosen, drafts, starts, long_slots)
+        self.verdicts[:rows].copy_(verdicts)
+        # Padding was verified, too.
+        batch.table.lengths[batch.scratch_slot].fill_(0)
