@@ -48,19 +48,27 @@ def _head_matmul_kernel(
     mask_n = (offs_n < OUT)[None, :]
     rows = x_ptr + (token.to(tl.int64) * stride_x_token + head * stride_x_head)[:, None]
     columns = weight_ptr + head * stride_weight_head + (offs_n * stride_weight_out)[None, :]
-    if PDL:
-        gdc_wait()
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for start in range(0, IN, BLOCK_K):
-        offs_k = start + tl.arange(0, BLOCK_K)
+    if IN <= BLOCK_K:
+        # All of the weights are on their way before the kernel before this one ends.
+        offs_k = tl.arange(0, BLOCK_K)
         mask_k = offs_k < IN
-        weight = tl.load(
-            columns + (offs_k * stride_weight_in)[:, None],
-            mask=mask_k[:, None] & mask_n,
-            other=0.0,
-        )
+        weights = columns + (offs_k * stride_weight_in)[:, None]
+        weight = tl.load(weights, mask=mask_k[:, None] & mask_n, other=0.0)
+        if PDL:
+            gdc_wait()
         x = tl.load(rows + offs_k[None, :], mask=mask_m & mask_k[None, :], other=0.0)
         acc = tl.dot(x, weight, acc, input_precision="ieee")
+    else:
+        if PDL:
+            gdc_wait()
+        for start in range(0, IN, BLOCK_K):
+            offs_k = start + tl.arange(0, BLOCK_K)
+            mask_k = offs_k < IN
+            weights = columns + (offs_k * stride_weight_in)[:, None]
+            weight = tl.load(weights, mask=mask_k[:, None] & mask_n, other=0.0)
+            x = tl.load(rows + offs_k[None, :], mask=mask_m & mask_k[None, :], other=0.0)
+            acc = tl.dot(x, weight, acc, input_precision="ieee")
     if PDL:
         gdc_launch_dependents()
     target = out_ptr + (token.to(tl.int64) * stride_out_token + head * stride_out_head)[:, None]
@@ -84,7 +92,7 @@ def head_matmul(
     block_m = min(max(16, triton.next_power_of_2(num_tokens)), MAX_TOKENS)
     # Columns that are adjacent in memory are read in longer pieces.
     block_n = 64 if weight.stride(2) == 1 else 16
-    block_k = min(128, max(16, triton.next_power_of_2(in_dim)))
+    block_k = min(512 if block_m == 16 else 128, max(16, triton.next_power_of_2(in_dim)))
     if x.dtype == torch.float32:
         block_m, block_k = min(block_m, 32), min(block_k, 32)
     options = pdl_options(x.device)

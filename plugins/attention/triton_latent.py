@@ -34,6 +34,9 @@ except ImportError as error:
 
 MAX_LATENT, MAX_HEAD = 512, 256
 """Largest latents, and parts of a head's key and value, that fit in a program's shared memory."""
+LAUNCHED_ROWS, LAUNCHED_TOKENS = 8, 2048
+"""Most rows, and least tokens, of steps of whole prompts that are launched instead of replayed.
+Estimates: from there on, the device should take longer for a kernel than the host for a launch."""
 INTERPRETER_SMS = 8
 """Multiprocessors assumed in the interpreter, so that small batches split there too."""
 
@@ -62,6 +65,7 @@ class TritonLatentAttention(LatentAttentionBackend):
     graph_safe: ClassVar[bool] = True
     mixed_graph_safe: ClassVar[bool] = True
     cache_groups: ClassVar[bool] = True
+    bounded_lengths: ClassVar[bool] = True
 
     @classmethod
     def supports(
@@ -114,6 +118,13 @@ class TritonLatentAttention(LatentAttentionBackend):
         contexts = layout.seq_lens_cpu[first:rows] > lengths[first:]
         longest = int(lengths[first:].max(initial=0))
         return TritonLatentMetadata(layout, first, longest, bool(contexts.any()))
+
+    def prefers_launch(self, query_lens: np.ndarray, seq_lens: np.ndarray) -> bool:
+        """Where a large step is whole prompts: a recorded one must absorb them, too."""
+        longer = query_lens > 1
+        fresh = bool((seq_lens == query_lens)[longer].all())
+        few = len(query_lens) <= LAUNCHED_ROWS
+        return few and fresh and int(query_lens.sum()) >= LAUNCHED_TOKENS
 
     def forward(
         self,

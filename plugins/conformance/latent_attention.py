@@ -212,6 +212,23 @@ class LatentAttentionBackendKit(Kit):
         backend = self.make(spec, dtype)
         self.check(backend, spec, latent_batch(sizes, spec, 16, self.device, dtype))
 
+    def test_lengths_that_only_the_device_knows(self) -> None:
+        """If it claims `bounded_lengths`: the host has upper bounds of them, block tables are as
+        wide, and rows of a few tokens are drafts."""
+        spec = SPECS["small"]
+        backend = self.make(spec, torch.float32)
+        if not backend.bounded_lengths:
+            pytest.skip(f"{self.name} does not claim bounded_lengths")
+        sizes = [(90, 1), (200, 6), (33, 1), (17, 4), (64, 2), (40, 40)]
+        batch = latent_batch(sizes, spec, 16, self.device, torch.float32)
+        bounds = batch.layout.seq_lens_cpu + np.array([12, 6, 0, 9, 3, 0], dtype=np.int32)
+        table = torch.nn.functional.pad(batch.layout.block_table, (0, 2))
+        layout = replace(
+            batch.layout, seq_lens_cpu=bounds, max_seq_len=int(bounds.max()), block_table=table,
+            bounded=True,
+        )  # fmt: skip
+        self.check(backend, spec, batch._replace(layout=layout))
+
     def test_large_logits_do_not_overflow(self) -> None:
         spec = msgspec.structs.replace(SPECS["small"], scale=4.0)
         backend = self.make(spec, torch.float32)

@@ -26,7 +26,13 @@ context, prompt = latent_prefill._latent_context_kernel, latent_prefill._latent_
 KERNELS = [
     (latent_inputs._latent_inputs_kernel, {**LITE, **INPUTS, "PDL": True}, 4, 3),
     (head_matmul._head_matmul_kernel, {**ABSORB, "stride_weight_out": 1}, 4, 3),
-    (head_matmul._head_matmul_kernel, {**UP, "stride_weight_in": 1, "BLOCK_M": 16}, 4, 3),
+    (
+        head_matmul._head_matmul_kernel,
+        {**UP, "stride_weight_in": 1, "BLOCK_M": 16, "BLOCK_K": 512},
+        4,
+        3,
+    ),
+    (head_matmul._head_matmul_kernel, {**UP, "stride_weight_in": 1}, 4, 3),
     (decode, {**LITE, **DECODE, "BLOCK_M": 16}, 4, 4),
     (decode, {**V3, **MIXED, "BLOCK_M": 64}, 8, 2),
     (join, {**LITE, **JOIN}, 4, 3),

@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
@@ -41,8 +42,8 @@ def engine(folder: Path, plugins: Any = None, **options: Any) -> AsyncEngine:
     return AsyncEngine(EngineConfig(model=str(folder), **settings), plugins=plugins)
 
 
-async def answer(running: AsyncEngine) -> Any:
-    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+async def answer(running: AsyncEngine, max_tokens: int = 4) -> Any:
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     *_, last = [output async for output in running.generate(PROMPT, params)]
     return last
 
@@ -84,6 +85,38 @@ async def test_blocks_of_latents_go_through_a_kv_connector(folder: Path) -> None
         again = await answer(running)
     assert again.num_cached_tokens >= 24
     assert again.outputs[0].token_ids == first.outputs[0].token_ids
+
+
+async def test_drafts_change_no_token(folder: Path) -> None:
+    async with engine(folder) as running:
+        plain = await answer(running, max_tokens=20)
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+    async with engine(folder, speculative_config=drafts) as running:
+        drafted = await answer(running, max_tokens=20)
+        assert running.stats().spec_decode_num_draft_tokens > 0
+    assert drafted.outputs[0].token_ids == plain.outputs[0].token_ids
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "seq_lens", "launched"),
+    [
+        ([4096], [4096], True),
+        ([1, 1, 1500, 700], [90, 3, 1500, 700], True),
+        ([4096], [4097], False),
+        ([1024], [1024], False),
+        ([300] * 9, [300] * 9, False),
+    ],
+    ids=["a prompt", "beside decode rows", "after a chunk", "short", "many"],
+)
+def test_large_steps_of_whole_prompts_are_launched(
+    query_lens: list[int], seq_lens: list[int], launched: bool
+) -> None:
+    pytest.importorskip("triton")
+    backend = load_plugins()["latent_attention_backend"].load("triton")(
+        device=torch.device("cpu"), dtype=torch.float32, block_size=16, max_num_seqs=4,
+        max_num_batched_tokens=8192, max_model_len=8192,
+    )  # fmt: skip
+    assert backend.prefers_launch(np.array(query_lens), np.array(seq_lens)) == launched
 
 
 class BadLatentAttention(TorchLatentAttention):
