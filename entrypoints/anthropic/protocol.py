@@ -22,6 +22,7 @@ DISPLAYS = ("summarized", "omitted")
 PASSED = (
     "temperature", "top_p", "top_k", "seed", "min_p", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids", "priority", "cache_salt",
+    "kv_compression",
 )  # fmt: skip
 """Fields with the same meaning in a message and in a chat."""
 RENAMED = {
@@ -172,6 +173,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True, dict=True):
     stop_token_ids: list[int] | None = None
     priority: int = 0
     cache_salt: str | None = None
+    kv_compression: str | bool | dict[str, Any] | None = None
 
     def chat(self, switch: str | None) -> ChatRequest:
         chat = super().chat(switch)

@@ -145,4 +145,6 @@ class MessageCompletion(ChatCompletion):
             usage["output_tokens_details"] = {
                 "thinking_tokens": self._choice.parser.num_reasoning_tokens
             }
+        if output.kv_compression is not None:
+            usage["kv_cache_details"] = msgspec.structs.asdict(output.kv_compression)
         return usage

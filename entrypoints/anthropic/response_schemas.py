@@ -55,6 +55,14 @@ class TokensDetails(Struct):
     thinking_tokens: int
 
 
+class KVCacheDetails(Struct):
+    """What KV compression has left of the cache, at the end."""
+
+    kept_tokens: int
+    dropped_tokens: int
+    compactions: int
+
+
 class UsageFacts(Struct, omit_defaults=True):
     """Token counts of a message. The prompt's count is the sum of the first three."""
 
@@ -63,6 +71,7 @@ class UsageFacts(Struct, omit_defaults=True):
     cache_read_input_tokens: int
     output_tokens: int
     output_tokens_details: TokensDetails | None = None
+    kv_cache_details: KVCacheDetails | None = None
 
 
 class MessageResponse(Struct):

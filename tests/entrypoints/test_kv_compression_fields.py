@@ -63,6 +63,29 @@ def test_a_stream_has_them_in_its_last_chunk(client: httpx.Client) -> None:
     assert '"kept_tokens":22,"dropped_tokens":80' in text.replace(" ", "")
 
 
+def test_responses_and_messages_have_them_too(client: httpx.Client) -> None:
+    """By the request's own budget: the prompt has more tokens than that."""
+    text = "a b c d e f g h " * 4
+    common = {"model": model(client), "temperature": 0, "ignore_eos": True}
+    compression = {"kv_compression": {"budget": 20}}
+    messages = [{"role": "user", "content": text}]
+    for route, own in (
+        ("/v1/responses", {"input": text, "max_output_tokens": 3}),
+        ("/v1/messages", {"messages": messages, "max_tokens": 3}),
+    ):
+        body = {**common, **own}
+        usage = client.post(route, json={**body, **compression}).json()["usage"]
+        # A message's prompt without what the prefix cache had.
+        prompt = usage["input_tokens"] + usage.get("cache_read_input_tokens", 0)
+        dropped = prompt + 2 - 22
+        details = {"kept_tokens": 22, "dropped_tokens": dropped, "compactions": 1}
+        assert usage["kv_cache_details"] == details and dropped > 0
+        whole = client.post(route, json={**body, "kv_compression": "off"}).json()["usage"]
+        assert "kv_cache_details" not in whole
+        streamed = client.post(route, json={**body, **compression, "stream": True}).text
+        assert '"kept_tokens":22' in streamed.replace(" ", "")
+
+
 def test_wrong_values_are_refused_by_name(client: httpx.Client) -> None:
     for value, field in (
         ("half", "kv_compression"),

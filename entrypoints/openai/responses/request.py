@@ -11,6 +11,8 @@ from bisect import bisect_left
 from collections.abc import AsyncIterator
 from typing import Any
 
+import msgspec
+
 from ....core.engine.async_engine import AsyncEngine
 from ....core.errors import ContextLengthExceeded, JackfieldError, RequestFailed
 from ....core.output_parsing.events import merge_events
@@ -217,7 +219,7 @@ class ResponseCompletion(ChatCompletion):
             return None
         parser = self._choice.parser
         prompt, completion = output.num_prompt_tokens, parser.num_tokens
-        return {
+        usage: dict[str, Any] = {
             "input_tokens": prompt,
             "input_tokens_details": {
                 "cached_tokens": output.num_cached_tokens,
@@ -227,6 +229,9 @@ class ResponseCompletion(ChatCompletion):
             "output_tokens_details": {"reasoning_tokens": parser.num_reasoning_tokens},
             "total_tokens": prompt + completion,
         }
+        if output.kv_compression is not None:
+            usage["kv_cache_details"] = msgspec.structs.asdict(output.kv_compression)
+        return usage
 
     def snapshot(self) -> dict[str, Any]:
         """Return the response in its current state."""
