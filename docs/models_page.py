@@ -5,11 +5,13 @@ from __future__ import annotations
 import ast
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from jackfield.core import hooks
+from jackfield.core.nn.experts import SparseMLP
 from jackfield.core.registry import load_plugins
 from jackfield.plugins.models.decoder import CausalLM, HeadlessLM
 from jackfield.plugins.models.encoder_decoder import EncoderDecoderLM
@@ -101,7 +103,9 @@ def _quantization(kind: type[CausalLM | EncoderDecoderLM]) -> str:
     if issubclass(kind, EncoderDecoderLM):
         return "all"
     weights = kind.weight_map
-    if "SparseMLP" in kind.mlp.__code__.co_names:
+    module = vars(sys.modules[kind.mlp.__module__])
+    made = [module.get(name) for name in kind.mlp.__code__.co_names]
+    if any(isinstance(part, type) and issubclass(part, SparseMLP) for part in made):
         return "experts"
     moved = kind.row_orders is not HeadlessLM.row_orders or weights.rows
     columns = isinstance(weights, OldWeightMap) and weights.transposed
@@ -110,7 +114,8 @@ def _quantization(kind: type[CausalLM | EncoderDecoderLM]) -> str:
 
 def _tests() -> Iterator[tuple[str, tuple[str, str]]]:
     """Architecture → file and test. What comes last counts: the kit, and of several the first."""
-    for path in sorted(TESTS.glob("test_*.py"), reverse=True):
+    order = sorted(TESTS.glob("test_*.py"), reverse=True)
+    for path in sorted(order, key=lambda path: path.stem != FALLBACK):
         for node in reversed(ast.parse(path.read_text()).body):
             if isinstance(node, ast.ClassDef):
                 for part in node.body:

@@ -15,7 +15,7 @@ from .linear import MergedLinear
 from .mlp import GatedMLP
 from .operations import ClampedSwiGLU, ExpertWeight, Operations
 from .quantized import QuantizedLinear
-from .routing import RoutingRule
+from .routing import Routing, RoutingRule
 
 MOST_EXPERTS = 1 << 14
 """Sanity bound: layers of published models have less than a tenth of it."""
@@ -198,8 +198,7 @@ class SparseMLP(nn.Module):
         """residual + the sum of the chosen experts' outputs: [num_tokens, hidden_size] → the same
         shape"""
         residual = torch.zeros_like(x) if residual is None else residual
-        rule = self.rule._replace(bias=self.gate.e_score_correction_bias)
-        routing = self.operations.route(self.gate(x), rule)
+        routing = self.route(self.gate(x))
         gate_up, down = self.experts.gate_up_proj, self.experts.down_proj
         more: dict[str, Any] = {
             "gate_up_bias": gate_up.bias, "down_bias": down.bias, "activation": self.clamped
@@ -208,6 +207,12 @@ class SparseMLP(nn.Module):
         return self.operations.experts(
             x, routing, gate_up.bank, down.bank, residual=residual, **more
         )
+
+    def route(self, logits: torch.Tensor) -> Routing:
+        """Choose experts by the rule: [num_tokens, num_experts] → what each token gets. Families
+        whose routers have a rule of their own override it."""
+        rule = self.rule._replace(bias=self.gate.e_score_correction_bias)
+        return self.operations.route(logits, rule)
 
 
 def _check_groups(num_experts: int, rule: RoutingRule) -> None:

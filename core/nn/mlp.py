@@ -48,9 +48,12 @@ class GatedMLP(nn.Module):
             intermediate_size, hidden_size, build, bias=bias, shard="in", share=own
         )
 
-    def forward(self, hidden: torch.Tensor, norm: nn.Module | None = None) -> torch.Tensor:
-        """hidden + mlp(norm(hidden)): [num_tokens, hidden_size] → the same shape."""
-        return self.project(self.inner(hidden, norm), hidden)
+    def forward(
+        self, hidden: torch.Tensor, norm: nn.Module | None = None, *, add: bool = True
+    ) -> torch.Tensor:
+        """hidden + mlp(norm(hidden)), or with `add` False the second term alone: [num_tokens,
+        hidden_size] → the same shape."""
+        return self.project(self.inner(hidden, norm), hidden if add else None)
 
     def project(self, inner: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """residual + down(inner): [num_tokens, intermediate_size] → [num_tokens, hidden_size]"""

@@ -188,7 +188,7 @@ class NormedBlock(Block):
     `norms`: before and after attention, before and after the MLP; "" for none.
     """
 
-    mlp: GatedMLP
+    mlp: nn.Module
 
     def forward(
         self, hidden: torch.Tensor, rotary: Rotary | None, context: ForwardContext
@@ -198,7 +198,7 @@ class NormedBlock(Block):
         before, behind, before_mlp, behind_mlp = norms
         answer = self.self_attn(hidden, before, rotary, context, add=False)
         hidden = behind.add(answer, hidden)
-        answer = self.mlp.project(self.mlp.inner(hidden, before_mlp))
+        answer = self.mlp(hidden, before_mlp, add=False)
         out: torch.Tensor = behind_mlp.add(answer, hidden)
         return out
 

@@ -1,4 +1,5 @@
-"""DeepSeek's mixture of experts in models with ordinary attention: GLM-4.5 and dots.llm1.
+"""DeepSeek's mixture of experts in models with ordinary attention: GLM-4.5, dots.llm1 and Solar
+Open.
 
 The first layers have an MLP; in the others, experts are chosen by the sigmoid of their logits plus
 a bias (`RoutingRule`), and beside them are experts that all tokens share.
@@ -74,7 +75,7 @@ def is_dense(hf: Any, layer: int) -> bool:
     if kinds := getattr(hf, "mlp_layer_types", None):
         return bool(kinds[layer] == "dense")
     every = getattr(hf, "moe_layer_freq", None) or 1
-    return layer < (hf.first_k_dense_replace or 0) or layer % every > 0
+    return layer < (getattr(hf, "first_k_dense_replace", None) or 0) or layer % every > 0
 
 
 class Glm4MoeAttention(SelfAttention):
@@ -100,3 +101,9 @@ class Glm4MoeForCausalLM(DeepseekMoeForCausalLM):
 class Dots1ForCausalLM(DeepseekMoeForCausalLM):
     tensor_parallel = True
     attention = Qwen3Attention
+
+
+class SolarOpenForCausalLM(DeepseekMoeForCausalLM):
+    """Llama's attention; a part of each head may be rotated."""
+
+    tensor_parallel = True

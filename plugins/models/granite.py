@@ -6,10 +6,10 @@ from typing import Any
 
 import msgspec
 import torch
+from torch import nn
 
 from ...core.loading.model_config import ModelConfig
 from ...core.nn.context import BuildContext, ForwardContext
-from ...core.nn.mlp import GatedMLP
 from ...core.nn.rotary import Rotary
 from ...core.protocols.attention import AttentionSpec
 from .decoder import Block, CausalLM, Decoder, HeadlessLM, MakeMLP, SelfAttention
@@ -27,7 +27,7 @@ class GraniteAttention(SelfAttention):
 class GraniteBlock(Block):
     """hidden + multiplier * f(hidden), for attention and then for the MLP."""
 
-    mlp: GatedMLP
+    mlp: nn.Module
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class GraniteBlock(Block):
     ) -> torch.Tensor:
         answer = self.self_attn(hidden, self.input_layernorm, rotary, context, add=False)
         hidden = torch.add(hidden, answer, alpha=self.multiplier)
-        answer = self.mlp.project(self.mlp.inner(hidden, self.post_attention_layernorm))
+        answer = self.mlp(hidden, self.post_attention_layernorm, add=False)
         return torch.add(hidden, answer, alpha=self.multiplier)
 
 

@@ -60,7 +60,7 @@ class ClovaBlock(GraniteBlock):
     ) -> torch.Tensor:
         answer = self.self_attn(hidden, self.input_layernorm, rotary, context, add=False)
         hidden = torch.add(hidden, self.post_norm1(answer), alpha=self.multiplier)
-        answer = self.mlp.project(self.mlp.inner(hidden, self.post_attention_layernorm))
+        answer = self.mlp(hidden, self.post_attention_layernorm, add=False)
         return torch.add(hidden, self.post_norm2(answer), alpha=self.multiplier)
 
 

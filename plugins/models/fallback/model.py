@@ -21,6 +21,8 @@ from .weights import ModuleWeightMap
 
 logger = logging.getLogger("jackfield.loading")
 
+BY_PLACE = frozenset({"Llama4ForCausalLM", "PhimoeForCausalLM"})
+"""Models that `after_loading` does not find: only long texts show it."""
 MEETING = 0.05
 """Relative difference of states by which tokens are said to meet outside attention."""
 
@@ -43,6 +45,8 @@ class TransformersLM(nn.Module):
         """Return, in one clause, why it cannot serve an architecture; None if it may."""
         if model_class(architecture) is None:
             return "transformers has no causal model of that name"
+        if architecture in BY_PLACE:
+            return "its modules look at a token's place in the step, or at the step's longest text"
         return None
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:

@@ -65,14 +65,12 @@ CASES: dict[str, dict[str, Any]] = {
     "HunYuanMoEV1ForCausalLM": {"num_experts": 8, "moe_topk": 2},
     "Kolibri1ForCausalLM": {**MIXTURE, **WINDOWS},
     "LagunaForCausalLM": {**SPARSE, **WINDOWS},
-    "Llama4ForCausalLM": {"num_local_experts": 4, "intermediate_size_mlp": 96},
     "MellumForCausalLM": {**MIXTURE, **WINDOWS, "rope_parameters": LEFT_OUT},
     "MiMoV2FlashForCausalLM": {**SPARSE, **WINDOWS, "v_head_dim": 8},
     "MiniCPM3ForCausalLM": LATENT,
     "MiniMaxM2ForCausalLM": {"num_local_experts": 8, "num_experts_per_tok": 2},
     "ModernBertDecoderForCausalLM": {"local_attention": 12},
     "OlmoeForCausalLM": MIXTURE,
-    "PhimoeForCausalLM": {"num_local_experts": 8, "num_experts_per_tok": 2},
     "SolarOpenForCausalLM": MIXTURE,
     "YoutuForCausalLM": LATENT,
 }  # fmt: skip
@@ -274,6 +272,12 @@ def test_a_name_without_a_model_anywhere_is_refused(tmp_path: Path) -> None:
     assert caught.value.param == "model_impl"
     with pytest.raises(ConfigError, match="transformers has no causal model of that name"):
         PagedModel(folder, "float32")
+
+
+def test_models_that_look_at_places_in_a_step_are_refused(tmp_path: Path) -> None:
+    _, folder = folder_of("PhimoeForCausalLM", {"num_local_experts": 4}, tmp_path)
+    with pytest.raises(ConfigError, match="a token's place in the step"):
+        PagedModel(folder, "float32", model_impl="transformers")
 
 
 def test_weights_have_their_names_in_checkpoints(tmp_path: Path) -> None:

@@ -1,0 +1,76 @@
+"""Granite 3 with experts: Granite's multipliers, mixtures in every layer, and beside them an MLP
+for all tokens, or windows and sinks."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from ...core.loading.model_config import ModelConfig
+from ...core.loading.weight_map import Together, WeightMap
+from ...core.nn.context import BuildContext
+from ...core.nn.experts import SparseMLP
+from ...core.nn.mlp import GatedMLP
+from ...core.nn.routing import RoutingRule
+from .decoder import QKV_SHARDS, CausalLM
+from .granite import GraniteForCausalLM
+from .granite_swa import GraniteSwaAttention, GraniteSwaDecoder
+
+
+class GraniteMoeForCausalLM(GraniteForCausalLM):
+    tensor_parallel = True
+    weight_map = WeightMap(
+        stacked=QKV_SHARDS,
+        tied=CausalLM.weight_map.tied,
+        names={
+            "mlp.shared_experts": "shared_mlp",
+            "shared_experts.gate_up_proj": "shared_experts.input_linear",
+            "shared_experts.down_proj": "shared_experts.output_linear",
+            "experts.all_gate_up": "input_linear.weight",
+            "experts.all_down": "output_linear.weight",
+            "gate": "router.layer",
+            "mlp": "block_sparse_moe",
+            "gate_up_proj": "input_linear",
+            "down_proj": "output_linear",
+        },
+        together={
+            "all_gate_up": Together("gate_up_proj.weight", ("gate", "up"), joined=True),
+            "all_down": Together("down_proj.weight"),
+        },
+    )
+
+    @staticmethod
+    def mlp(config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:
+        """Create a mixture whose weights sum to 1."""
+        hf = config.hf_config
+        inner = getattr(hf, "shared_intermediate_size", 0)
+        shared = None
+        if inner:
+            shared = GatedMLP(hf.hidden_size, inner, hf.hidden_act, build, whole=True)
+        return SparseMLP(
+            hf.num_local_experts,
+            RoutingRule(hf.num_experts_per_tok, renormalize=True),
+            hf.hidden_size,
+            hf.intermediate_size,
+            hf.hidden_act,
+            build,
+            shared=shared,
+        )
+
+
+class GraniteMoeSharedForCausalLM(GraniteMoeForCausalLM):
+    tensor_parallel = True
+
+
+class GraniteMoeSWAForCausalLM(GraniteMoeForCausalLM):
+    tensor_parallel = True
+    attention = GraniteSwaAttention
+    decoder = GraniteSwaDecoder
+    weight_map = WeightMap(
+        stacked=QKV_SHARDS,
+        tied=CausalLM.weight_map.tied,
+        names={"gate": "router", "mlp": "block_sparse_moe"},
+        together={
+            "gate_up_proj": Together("gate_up_proj.weight", ("gate", "up"), joined=True),
+            "down_proj": Together("down_proj.weight"),
+        },
+    )

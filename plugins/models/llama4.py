@@ -1,0 +1,122 @@
+"""Llama 4 (text): rotated layers with norms of heads behind the rotation, others whose queries grow
+with their position, and one expert for each token beside a shared one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...core.errors import ConfigError
+from ...core.loading.model_config import ModelConfig
+from ...core.loading.weight_map import RowOrder, Together
+from ...core.nn.context import BuildContext, ForwardContext
+from ...core.nn.experts import SparseMLP
+from ...core.nn.mlp import GatedMLP
+from ...core.nn.operations import rotate
+from ...core.nn.rotary import Rotary
+from ...core.nn.routing import Routing, RoutingRule
+from .decoder import CausalLM, Decoder, SelfAttention
+
+
+class Llama4Attention(SelfAttention):
+    def __init__(self, config: ModelConfig, layer: int, build: BuildContext) -> None:
+        super().__init__(config, layer, build)
+        hf = config.hf_config
+        self.eps = float(hf.rms_norm_eps) if hf.use_qk_norm else None
+        self.floor = float(hf.floor_scale) if hf.attn_temperature_tuning else None
+        self.growth = float(hf.attn_scale)
+
+    def heads(
+        self, qkv: torch.Tensor, rotary: Rotary | None, context: ForwardContext
+    ) -> torch.Tensor:
+        if rotary is None:
+            if self.floor is not None:
+                steps = ((context.positions + 1) / self.floor).floor()
+                queries = qkv[:, : self.num_heads * self.head_dim]
+                queries.mul_((torch.log1p(steps) * self.growth + 1)[:, None].to(qkv.dtype))
+            return super().heads(qkv, None, context)
+        if self.eps is None:
+            return super().heads(qkv, rotary, context)
+        count = self.num_heads + self.num_kv_heads
+        turned = qkv[:, : count * self.head_dim].view(-1, count, self.head_dim)
+        wide = rotate(turned, rotary.cos_sin[context.positions][:, None].to(qkv.dtype)).float()
+        turned.copy_(wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps))
+        return super().heads(qkv, None, context)
+
+
+class Llama4Decoder(Decoder):
+    @staticmethod
+    def rotaries_of(config: ModelConfig, build: BuildContext) -> Sequence[Rotary | None]:
+        """`no_rope_layers` has a 1 for the layers that do rotate."""
+        rotary = Rotary(config, build)
+        return [rotary if flag else None for flag in config.hf_config.no_rope_layers]
+
+
+class ScaledInputMLP(SparseMLP):
+    """The chosen expert gets its input times the sigmoid of its logit."""
+
+    def _routed(self, x: torch.Tensor, *, residual: torch.Tensor | None = None) -> torch.Tensor:
+        logits, chosen = self.gate(x).max(dim=-1, keepdim=True)
+        weight = torch.sigmoid(logits.float())
+        routing = Routing(torch.ones_like(weight), chosen.to(torch.int32))
+        scaled = x * weight.to(x.dtype)
+        residual = torch.zeros_like(x) if residual is None else residual
+        return self.operations.experts(
+            scaled, routing, self.experts.gate_up_proj.bank, self.experts.down_proj.bank,
+            residual=residual,
+        )  # fmt: skip
+
+
+class Llama4ForCausalLM(CausalLM):
+    tensor_parallel = True
+    attention = Llama4Attention
+    decoder = Llama4Decoder
+    weight_map = dataclasses.replace(
+        CausalLM.weight_map,
+        names={"shared_experts": "shared_expert", "mlp": "feed_forward", "gate": "router"},
+        together={
+            "gate_up_proj": Together(
+                "gate_up_proj.weight", ("gate", "up"), transposed=True, joined=True
+            ),
+            "down_proj": Together("down_proj.weight", transposed=True),
+        },
+    )
+
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        """Raises ConfigError for texts longer than a chunk, within which its rotated layers
+        attend."""
+        hf = config.hf_config
+        chunk = getattr(hf, "attention_chunk_size", None)
+        if chunk is not None and config.max_model_len > chunk:
+            raise ConfigError(
+                f"max_model_len: {config.max_model_len} is more than attention_chunk_size {chunk}, "
+                f"beyond which this model is not served; set it to {chunk}",
+                param="max_model_len",
+            )
+        super().__init__(config, build)
+
+    @staticmethod
+    def row_orders(config: ModelConfig) -> dict[str, RowOrder]:
+        order = RowOrder.halves(config.head_dim)
+        return {"q_proj": order, "k_proj": order}
+
+    @staticmethod
+    def mlp(config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:
+        """Raises ConfigError for several experts per token."""
+        hf: Any = config.hf_config
+        size, inner = hf.hidden_size, hf.intermediate_size
+        if layer not in hf.moe_layers:
+            return GatedMLP(size, hf.intermediate_size_mlp, hf.hidden_act, build)
+        if hf.num_experts_per_tok != 1:
+            raise ConfigError(
+                f"num_experts_per_tok: {hf.num_experts_per_tok} is not 1",
+                param="num_experts_per_tok",
+            )
+        return ScaledInputMLP(
+            hf.num_local_experts, RoutingRule(1), size, inner, hf.hidden_act, build,
+            shared=GatedMLP(size, inner, hf.hidden_act, build),
+        )  # fmt: skip

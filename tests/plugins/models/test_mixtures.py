@@ -1,0 +1,86 @@
+"""Families with mixtures of experts say what `transformers` says, through the engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_fallback import MIXTURE, SPARSE, WINDOWS, folder_of
+from test_families import check_engine, check_logits, score
+
+from jackfield.core.errors import ConfigError
+from jackfield.core.registry import load_plugins
+from jackfield.plugins.conformance.models import PagedModel, check_ranks
+
+GRANITE = {
+    "num_local_experts": 8, "num_experts_per_tok": 2, "logits_scaling": 2.5,
+    "residual_multiplier": 0.4, "attention_multiplier": 0.6, "embedding_multiplier": 3.0,
+}  # fmt: skip
+LLAMA4 = {
+    "num_local_experts": 4, "intermediate_size_mlp": 48, "num_experts_per_tok": 1,
+    "no_rope_layers": [1, 0, 1], "interleave_moe_layer_step": 2, "floor_scale": 8,
+    "attn_scale": 0.5, "tie_word_embeddings": False, "moe_layers": [1, 2],
+}  # fmt: skip
+CASES: dict[str, dict[str, Any]] = {
+    "Ernie4_5_MoeForCausalLM": {"moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 32},
+    "ExaoneMoeForCausalLM": {**SPARSE, **WINDOWS, "n_group": 2, "topk_group": 1},
+    "FlexOlmoForCausalLM": MIXTURE,
+    "GraniteMoeForCausalLM": GRANITE,
+    "GraniteMoeSWAForCausalLM": {**GRANITE, **WINDOWS},
+    "GraniteMoeSharedForCausalLM": {**GRANITE, "shared_intermediate_size": 48},
+    "HYV3ForCausalLM": SPARSE,
+    "HunYuanMoEV1ForCausalLM": {"num_experts": 8, "moe_topk": 2},
+    "Llama4ForCausalLM": LLAMA4,
+    "MellumForCausalLM": {**SPARSE, **WINDOWS},
+    "MiniMaxM2ForCausalLM": {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "OlmoeForCausalLM": {**MIXTURE, "norm_topk_prob": True},
+    "PhimoeForCausalLM": {
+        "num_local_experts": 8, "num_experts_per_tok": 2, "attention_bias": True,
+        "lm_head_bias": True, "router_jitter_noise": 0.2,
+    },
+    "SolarOpenForCausalLM": {**MIXTURE, "n_group": 2, "topk_group": 1},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+async def test_a_mixture_equals_transformers(case: str, tmp_path: Path) -> None:
+    reference, folder = folder_of(case, CASES[case], tmp_path)
+    check_logits(folder, reference)
+    check_ranks(folder, case, 2, load_plugins(), 2e-4)
+    await check_engine(folder, lambda tokens: score(reference, tokens))
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "param"),
+    [
+        ("Llama4ForCausalLM", {"attention_chunk_size": 32}, "max_model_len"),
+        ("Llama4ForCausalLM", {"num_experts_per_tok": 2}, "num_experts_per_tok"),
+        ("PhimoeForCausalLM", {"num_experts_per_tok": 3}, "num_experts_per_tok"),
+        ("PhimoeForCausalLM", {"lm_head_bias": False}, "lm_head_bias"),
+        ("OlmoeForCausalLM", {"clip_qkv": 2.0}, "clip_qkv"),
+    ],
+)
+def test_what_a_mixture_lacks_is_refused_by_name(
+    case: str, changes: dict[str, Any], param: str, tmp_path: Path
+) -> None:
+    _, folder = folder_of(case, {**CASES[case], **changes}, tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        PagedModel(folder, "float32", max_model_len=64)
+    assert caught.value.param == param
+
+
+def test_long_texts_have_their_own_factor_in_phimoe(tmp_path: Path) -> None:
+    """Angles and their factor are those for long texts where the context is longer than the first
+    one, whatever a text's length."""
+    rope = {
+        "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 8,
+        "long_factor": [2.0] * 8, "short_mscale": 1.5, "long_mscale": 2.5,
+        "original_max_position_embeddings": 16, "factor": 16.0,
+    }  # fmt: skip
+    changes = {**CASES["PhimoeForCausalLM"], "rope_parameters": rope}
+    _, folder = folder_of("PhimoeForCausalLM", changes, tmp_path)
+    for length, factor in ((16, 1.5), (64, 2.5)):
+        model: Any = PagedModel(folder, "float32", max_model_len=length).model
+        table = model.model.rotaries[0].cos_sin
+        assert float(table[0, 0]) == factor
