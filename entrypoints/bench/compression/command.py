@@ -51,6 +51,10 @@ def parser() -> argparse.ArgumentParser:
     )
     options.add_argument("--seed", type=int, default=0, help="of the contexts (default: 0)")
     options.add_argument(
+        "--kv-cache-dtype", default="auto", metavar="TYPE",
+        help="type of cached keys and values, as of the server (default: the model's)",
+    )  # fmt: skip
+    options.add_argument(
         "--model", type=Path, default=MODEL, metavar="FOLDER",
         help="a checkpoint that --train has written (default: the one in the package)",
     )  # fmt: skip
@@ -89,10 +93,11 @@ def run(argv: Sequence[str]) -> int:
         trials = draw(length, options.samples, options.seed)
         for policy in (WHOLE, BY_CHANCE, *names):
             ratios = [1.0] if policy == WHOLE else options.ratios
-            for result in asyncio.run(evaluate(options.model, policy, ratios, trials)):
+            stored = options.kv_cache_dtype
+            for result in asyncio.run(evaluate(options.model, policy, ratios, trials, stored)):
                 emitter.emit({
                     "benchmark": "kv_compression", "model": _name(options.model),
-                    "length": length, "seed": options.seed, **result,
+                    "kv_cache_dtype": stored, "length": length, "seed": options.seed, **result,
                 })  # fmt: skip
     say(summary(emitter.records))
     return 0

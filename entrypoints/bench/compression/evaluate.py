@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ....core.config import EngineConfig
+from ....core.config import EngineConfig, KVCacheDType
 from ....core.engine.async_engine import AsyncEngine
 from ....core.registry import load_plugins
 from ....core.sampling_params import OutputKind, SamplingParams
@@ -105,15 +105,20 @@ def draw(length: int, count: int, seed: int) -> list[Trial]:
 
 
 async def evaluate(
-    model: Path, policy: str, ratios: Sequence[float], trials: Sequence[Trial]
+    model: Path,
+    policy: str,
+    ratios: Sequence[float],
+    trials: Sequence[Trial],
+    stored: KVCacheDType = "auto",
 ) -> list[dict[str, Any]]:
-    """Return one result per ratio and task. policy: a KV compressor, or `WHOLE`."""
+    """Return one result per ratio and task. policy: a KV compressor, or `WHOLE`; stored: as
+    `EngineConfig.kv_cache_dtype`."""
     config = EngineConfig(
         model=str(model), device="cpu", dtype="float32", skip_tokenizer_init=True,
         max_model_len=POSITIONS, max_num_seqs=16, max_num_batched_tokens=POSITIONS,
         enable_prefix_caching=False, kv_compression_interval=INTERVAL,
         kv_compression=None if policy == WHOLE else policy,
-        logits_processors=("forced_tokens",),
+        logits_processors=("forced_tokens",), kv_cache_dtype=stored,
     )  # fmt: skip
     results = []
     async with AsyncEngine(config, plugins=load_plugins(extra=[Plugin()])) as engine:
