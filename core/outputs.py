@@ -192,9 +192,8 @@ class EngineStats(msgspec.Struct, kw_only=True):
     """Drafts that were verified, since the start."""
     spec_decode_num_accepted_tokens: int = 0
     """Of those, the ones that requests kept."""
-    spec_decode_num_accepted_tokens_per_pos: tuple[int, ...] = ()
-    """[num_speculative_tokens] The same by their place among a row's drafts; empty without
-    speculative decoding."""
+    spec_decode_num_accepted_tokens_per_pos: dict[int, int] = {}
+    """The same by their place among a row's drafts, from 0; empty without speculative decoding."""
     prompt_tokens: int = 0
     generation_tokens: int = 0
     steps: int = 0

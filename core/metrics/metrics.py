@@ -144,10 +144,9 @@ class EngineMetrics:
             increase = getattr(stats, name) - getattr(self._seen, name)
             if increase:
                 counter.inc(increase)
-        accepted = stats.spec_decode_num_accepted_tokens_per_pos
-        before = self._seen.spec_decode_num_accepted_tokens_per_pos or (0,) * len(accepted)
-        for place, count in enumerate(accepted):
-            self._accepted_at.labels(self._model, str(place)).inc(count - before[place])
+        before = self._seen.spec_decode_num_accepted_tokens_per_pos
+        for place, count in stats.spec_decode_num_accepted_tokens_per_pos.items():
+            self._accepted_at.labels(self._model, str(place)).inc(count - before.get(place, 0))
         for reason, count in stats.requests_finished.items():
             increase = count - self._seen.requests_finished.get(reason, 0)
             if increase:

@@ -96,5 +96,5 @@ class DraftBooks:
             "spec_decode_num_drafts": self._num_rows,
             "spec_decode_num_draft_tokens": self._num_verified,
             "spec_decode_num_accepted_tokens": self._num_accepted,
-            "spec_decode_num_accepted_tokens_per_pos": tuple(self._accepted_at),
+            "spec_decode_num_accepted_tokens_per_pos": dict(enumerate(self._accepted_at)),
         }

@@ -489,7 +489,7 @@ def test_rows_with_drafts_bring_several_tokens_and_those_after_a_stop_are_droppe
     stats = scheduler.stats
     assert stats.generation_tokens == 4 + 7
     assert stats.spec_decode_num_drafts == 3 and stats.spec_decode_num_draft_tokens == 6
-    assert stats.spec_decode_num_accepted_tokens_per_pos == (2, 2, 0)
+    assert stats.spec_decode_num_accepted_tokens_per_pos == {0: 2, 1: 2, 2: 0}
     run(scheduler, ahead, proposed=[0, 3, 0])
     assert (rejects.num_computed_tokens, rejects.num_tokens) == (6, 7)
     assert len(rejects.tables[0]) == 2, "blocks for rejected drafts are taken back"
