@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from jackfield.core.cache.groups import CacheGroup
 from jackfield.core.request import Request, Status, Update
 from jackfield.core.sampling_params import SamplingParams
 from jackfield.core.scheduling.compression import NEVER, CompressionRule
@@ -509,6 +510,24 @@ def test_each_running_request_gets_a_token_before_any_gets_drafts():
     run(scheduler, scheduler.schedule(), proposed=[8] * 4)
     plan = scheduler.schedule()
     assert plan.total_tokens == 12 and sorted(plan.num_drafts) == [0, 0, 0, 8]
+
+
+def test_drafts_in_flight_count_as_part_of_a_windows_chunk():
+    """Blocks before a window go back by the lower bound of the length, so that no request holds
+    more of them than the limits say."""
+    window = (CacheGroup((0,), 3),)
+    scheduler = make_scheduler(
+        block_size=1, groups=window, num_drafts=4, max_num_batched_tokens=6, max_model_len=64
+    )
+    request = make_request(5, max_tokens=40)
+    add(scheduler, request)
+    run(scheduler, scheduler.schedule(), proposed=[4])
+    first, second = scheduler.schedule(), scheduler.schedule()
+    assert (first.num_drafts, second.num_drafts) == ((4,), (1,))
+    most = window[0].most_blocks(request.num_computed_tokens, 1, 6)
+    assert sum(map(bool, request.tables[0])) <= most
+    run(scheduler, first, proposed=[4])
+    assert scheduler.schedule().num_drafts == (4,), "the others were rejected"
 
 
 def test_without_blocks_for_them_a_row_gets_no_drafts():
