@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
+from ..openai.common.response_schemas import KVCacheDetails
+
 
 class ErrorDetails(Struct):
     """Type of the error, for programs."""
@@ -53,14 +55,6 @@ class TokensDetails(Struct):
     """The output tokens by kind."""
 
     thinking_tokens: int
-
-
-class KVCacheDetails(Struct):
-    """What KV compression has left of the cache, at the end."""
-
-    kept_tokens: int
-    dropped_tokens: int
-    compactions: int
 
 
 class UsageFacts(Struct, omit_defaults=True):
