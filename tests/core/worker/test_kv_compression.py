@@ -98,11 +98,43 @@ async def test_keeping_all_in_fresh_blocks_changes_no_token(
     assert kept == plain
 
 
-async def test_a_budget_above_the_length_compacts_nothing(folder: Path) -> None:
-    prompts = [prompt(n, n) for n in (1, 15, 40)]
-    plain, _ = await outputs(folder, prompts)
-    kept, stats = await outputs(folder, prompts, kv_compression="window", kv_compression_ratio=1.0)
-    assert kept == plain and stats.kv_compactions == 0
+@pytest.mark.parametrize(
+    "rule",
+    [{"kv_compression_ratio": 1.0}, {"kv_compression_budget": 40}, {"kv_compression_budget": 90}],
+)
+async def test_a_budget_at_or_above_the_length_compacts_nothing(
+    folder: Path, rule: dict[str, Any]
+) -> None:
+    """The same bits: the log-probability of each token, too."""
+
+    async def run_all(**options: Any) -> list[tuple[list[int], float | None]]:
+        params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=OUTPUT, logprobs=1)
+        async with AsyncEngine(config(folder, **options)) as engine:
+            found = []
+            for n in (1, 15, 40):
+                async for output in engine.generate(prompt(n, n), params):
+                    last = output
+                (completion,) = last.outputs
+                found.append((completion.token_ids, completion.cumulative_logprob))
+            assert engine.stats().kv_compactions == 0
+        return found
+
+    assert await run_all(kv_compression="window", **rule) == await run_all()
+
+
+@pytest.mark.parametrize("count", [40, 100])
+async def test_a_batch_of_many_gives_the_tokens_of_each_alone(folder: Path, count: int) -> None:
+    """All are compacted, again and again, many in one plan."""
+    prompts = [prompt(20 + n % 25, n) for n in range(count)]
+    options = {
+        "kv_compression": "key_norm", "kv_compression_ratio": 0.4, "kv_compression_interval": 6,
+        "max_num_seqs": 100, "num_gpu_blocks_override": 2000, "params": {"max_tokens": 20},
+    }  # fmt: skip
+    together, stats = await outputs(folder, prompts, **options)
+    assert stats.kv_compactions > 2 * count
+    for number in range(0, count, count // 5):
+        (alone,), _ = await outputs(folder, [prompts[number]], **options)
+        assert together[number] == alone
 
 
 @torch.no_grad()
