@@ -97,6 +97,7 @@ def paged_attention(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     alibi_slopes: torch.Tensor | None = None,
+    distance_bias: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     cache_scales: tuple[float, float] = (1.0, 1.0),
 ) -> torch.Tensor:
@@ -104,7 +105,8 @@ def paged_attention(
 
     query: [num_tokens, num_heads, head_dim]; kv_cache as in `kv_cache_write`;
     block_table: [num_rows, max_blocks]; query_start: [num_rows + 1]; seq_lens: [num_rows].
-    alibi_slopes, sinks: [num_heads]. A row's queries are the last positions of its sequence.
+    alibi_slopes, sinks: [num_heads]; distance_bias: [num_heads, num_distances]. A row's queries are
+    the last positions of its sequence.
     Returns the shape of query; a row without tokens has no output, and a row of an empty sequence
     gives zeros.
     """
@@ -129,6 +131,10 @@ def paged_attention(
         distance = positions[length - (end - begin) :, None] - positions[None, :]
         if alibi_slopes is not None:
             scores = scores - alibi_slopes[:, None, None] * distance
+        if distance_bias is not None:
+            scores = (
+                scores + distance_bias.float()[:, distance.clamp(0, distance_bias.shape[1] - 1)]
+            )
         visible = distance >= 0
         if sliding_window is not None:
             visible &= distance < sliding_window
@@ -151,6 +157,7 @@ def paged_attention_decode(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     alibi_slopes: torch.Tensor | None = None,
+    distance_bias: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     cache_scales: tuple[float, float] = (1.0, 1.0),
 ) -> torch.Tensor:
@@ -166,6 +173,7 @@ def paged_attention_decode(
         sliding_window=sliding_window,
         soft_cap=soft_cap,
         alibi_slopes=alibi_slopes,
+        distance_bias=distance_bias,
         sinks=sinks,
         cache_scales=cache_scales,
     )

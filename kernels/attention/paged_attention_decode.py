@@ -88,6 +88,7 @@ def _decode_kernel(
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     ALIBI: tl.constexpr,
+    DISTANCES: tl.constexpr,
     SINKS: tl.constexpr,
     SPLIT: tl.constexpr,
     MIXED: tl.constexpr,
@@ -176,6 +177,11 @@ def _decode_kernel(
             scores = SOFT_CAP * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * scores / SOFT_CAP)))
         if ALIBI:
             scores += slope[:, None] * (position - seq_len + 1)[None, :]
+        if DISTANCES > 0:
+            away = tl.minimum(tl.maximum(seq_len - 1 - position, 0), DISTANCES - 1)
+            places = head[:, None] * DISTANCES + away[None, :]
+            bias = tl.load(slopes_ptr + places, mask=(offs_m < GROUP)[:, None], other=0.0)
+            scores += bias.to(tl.float32)
         scores = tl.where(valid[None, :], scores * LOG2E, -float("inf"))
         # A tile always holds a visible position, so m_new is finite.
         m_new = tl.maximum(m, tl.max(scores, axis=1))
@@ -340,6 +346,7 @@ def paged_attention_decode(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     alibi_slopes: torch.Tensor | None = None,
+    distance_bias: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     num_splits: int = 1,
     workspace: torch.Tensor | None = None,
@@ -352,13 +359,15 @@ def paged_attention_decode(
 
     kv_cache: [2, num_blocks, block_size, num_kv_heads, head_dim], of query's type (float16,
     bfloat16 or float32), or fp8 that is multiplied by `cache_scales` (keys, values); or quantized.
-    block_table: [num_rows, max_blocks] int32; seq_lens: [num_rows] int32, including the query's
-    own token. Last strides are 1, others free. alibi_slopes: [num_heads] float32, times (key's
-    position - query's) added to the logits; sinks: [num_heads], one additional logit per head in
-    the softmax's sum. `workspace`: float32, at least `workspace_elements(...)`, contents free;
-    None: allocated here. Cache positions beyond a row's length, or before its window, are never
-    read. query_start: [at least num_rows + 1] int32; if given, only the leading rows with
-    query_start[row + 1] = row + 1 are computed. No host synchronisation; safe to capture.
+    block_table: [num_rows, max_blocks] int32; seq_lens: [num_rows] int32, including the query's own
+    token. Last strides are 1, others free. alibi_slopes: [num_heads] float32, times (key's position
+    - query's) added to the logits; distance_bias, in place of them: [num_heads, num_distances],
+    contiguous, added by the distance to the key, the last one from there on; sinks: [num_heads],
+    one additional logit per head in the softmax's sum. `workspace`: float32, at least
+    `workspace_elements(...)`, contents free; None: allocated here. Cache positions beyond a row's
+    length, or before its window, are never read. query_start: [at least num_rows + 1] int32; if
+    given, only the leading rows with query_start[row + 1] = row + 1 are computed. No host
+    synchronisation; safe to capture.
     """
     num_rows, num_heads, head_dim = query.shape
     cache = cache_arguments(kv_cache)
@@ -397,7 +406,7 @@ def paged_attention_decode(
         block_table,
         seq_lens,
         seq_lens if query_start is None else query_start,
-        seq_lens if alibi_slopes is None else alibi_slopes,
+        next(part for part in (alibi_slopes, distance_bias, seq_lens) if part is not None),
         seq_lens if sinks is None else sinks,
         scale * cache_scales[0],
         cache_scales[1],
@@ -415,6 +424,7 @@ def paged_attention_decode(
         WINDOW=sliding_window or 0,
         SOFT_CAP=soft_cap or 0.0,
         ALIBI=alibi_slopes is not None,
+        DISTANCES=0 if distance_bias is None else distance_bias.shape[1],
         SINKS=sinks is not None,
         SPLIT=num_splits > 1,
         MIXED=query_start is not None,

@@ -64,6 +64,7 @@ def _attend(
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     ALIBI: tl.constexpr,
+    DISTANCES: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -131,6 +132,10 @@ def _attend(
         if ALIBI:
             away = position[None, :] - position_q[:, None]
             scores += (slope * LOG2E)[:, None] * away
+        if DISTANCES > 0:
+            away = position_q[:, None] - position[None, :]
+            away = tl.minimum(tl.maximum(away, 0), DISTANCES - 1)
+            scores += tl.load(slope[:, None] + away).to(tl.float32) * LOG2E
         if MASKED:
             visible = position[None, :] <= position_q[:, None]
             if WINDOW > 0:
@@ -193,6 +198,7 @@ def _prefill_kernel(
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     ALIBI: tl.constexpr,
+    DISTANCES: tl.constexpr,
     SINKS: tl.constexpr,
     MIXED: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -281,6 +287,9 @@ def _prefill_kernel(
     slope = 0.0
     if ALIBI:
         slope = tl.load(slopes_ptr + head, mask=mask_m, other=0.0)
+    if DISTANCES > 0:
+        # Where the biases of the query's head begin.
+        slope = slopes_ptr + head * DISTANCES
     if SINKS:
         # The sink acts as a key that every query sees, with this logit and a value of zeros.
         m = tl.load(sinks_ptr + head, mask=mask_m, other=0.0).to(tl.float32) * LOG2E
@@ -297,14 +306,14 @@ def _prefill_kernel(
             begin, full_begin, key_base, value_base, key_words_ptr, value_words_ptr, kv_head,
             table, lower, seq_len, slope, scale, stride_block, stride_slot, NUM_KV_HEADS,
             KEY_BITS, VALUE_BITS, KEY_WIDTH, VALUE_WIDTH, BLOCK_SIZE, WINDOW, SOFT_CAP, ALIBI,
-            BLOCK_N, BLOCK_K, BLOCK_V, True,
+            DISTANCES, BLOCK_N, BLOCK_K, BLOCK_V, True,
         )  # fmt: skip
     acc, acc_high, rest, m, total = _attend(
         acc, acc_high, rest, m, total, query, query_high, query_sum, position_q,
         full_begin, full_end, key_base, value_base, key_words_ptr, value_words_ptr, kv_head,
         table, lower, seq_len, slope, scale, stride_block, stride_slot, NUM_KV_HEADS,
         KEY_BITS, VALUE_BITS, KEY_WIDTH, VALUE_WIDTH, BLOCK_SIZE, WINDOW, SOFT_CAP, ALIBI,
-        BLOCK_N, BLOCK_K, BLOCK_V, False,
+        DISTANCES, BLOCK_N, BLOCK_K, BLOCK_V, False,
     )  # fmt: skip
     tail = tl.maximum(full_begin, full_end)
     acc, acc_high, rest, m, total = _attend(
@@ -312,7 +321,7 @@ def _prefill_kernel(
         tail, end, key_base, value_base, key_words_ptr, value_words_ptr, kv_head,
         table, lower, seq_len, slope, scale, stride_block, stride_slot, NUM_KV_HEADS,
         KEY_BITS, VALUE_BITS, KEY_WIDTH, VALUE_WIDTH, BLOCK_SIZE, WINDOW, SOFT_CAP, ALIBI,
-        BLOCK_N, BLOCK_K, BLOCK_V, True,
+        DISTANCES, BLOCK_N, BLOCK_K, BLOCK_V, True,
     )  # fmt: skip
 
     if VALUE_BITS < 16:
@@ -362,6 +371,7 @@ def paged_attention_prefill(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     alibi_slopes: torch.Tensor | None = None,
+    distance_bias: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     first_row: int = 0,
     num_tokens: int | None = None,
@@ -378,11 +388,12 @@ def paged_attention_prefill(
     query; seq_lens: [num_rows] int32. A row's queries are the last positions of its sequence. Last
     strides are 1, others free. `num_tokens`: tokens of the computed rows (all of query's by
     default); with max_query_len it sizes the launch. alibi_slopes: [num_heads] float32, times
-    (key's position - query's) added to the logits; sinks: [num_heads], one additional logit per
-    head in the softmax's sum. Cache positions beyond a row's length or before its first query's
-    window are never read. bounds: [2] int32, first_row and the number of rows, if only the device
-    knows them; then `max_rows` is the largest possible number of rows, and tokens of other rows are
-    not written. No host synchronisation.
+    (key's position - query's) added to the logits; distance_bias, in place of them: [num_heads,
+    num_distances], contiguous, added by the distance to the key, the last one from there on; sinks:
+    [num_heads], one additional logit per head in the softmax's sum. Cache positions beyond a row's
+    length or before its first query's window are never read. bounds: [2] int32, first_row and the
+    number of rows, if only the device knows them; then `max_rows` is the largest possible number of
+    rows, and tokens of other rows are not written. No host synchronisation.
     """
     all_tokens, num_heads, head_dim = query.shape
     cache = cache_arguments(kv_cache)
@@ -409,7 +420,7 @@ def paged_attention_prefill(
         query_start,
         seq_lens,
         seq_lens if bounds is None else bounds,
-        seq_lens if alibi_slopes is None else alibi_slopes,
+        next(part for part in (alibi_slopes, distance_bias, seq_lens) if part is not None),
         seq_lens if sinks is None else sinks,
         scale * cache_scales[0],
         cache_scales[1],
@@ -427,6 +438,7 @@ def paged_attention_prefill(
         WINDOW=sliding_window or 0,
         SOFT_CAP=soft_cap or 0.0,
         ALIBI=alibi_slopes is not None,
+        DISTANCES=0 if distance_bias is None else distance_bias.shape[1],
         SINKS=sinks is not None,
         MIXED=bounds is not None,
         NUM_KV_HEADS=num_kv_heads,

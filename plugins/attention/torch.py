@@ -85,11 +85,13 @@ class _Extras(NamedTuple):
     def by_distance(self, distance: torch.Tensor) -> torch.Tensor | None:
         """What is added to logits. distance: [..., keys] int, of keys before their queries
         → [num_kv_heads, group, ..., keys]; None: nothing."""
+        bias = None
+        if self.slopes is not None:
+            bias = self.slopes.view(*self.slopes.shape, *(1 for _ in distance.shape)) * -distance
         if self.biases is not None:
-            return self.biases[:, :, distance.clamp(0, self.biases.shape[-1] - 1).long()]
-        if self.slopes is None:
-            return None
-        return self.slopes.view(*self.slopes.shape, *(1 for _ in distance.shape)) * -distance
+            learned = self.biases[:, :, distance.clamp(0, self.biases.shape[-1] - 1).long()]
+            bias = learned if bias is None else bias + learned
+        return bias
 
     def none(self, spec: AttentionSpec) -> bool:
         """Whether the layer is only a softmax of scaled products."""

@@ -96,7 +96,15 @@ class TritonAttention(AttentionBackend):
 
     name: ClassVar[str] = "triton"
     features: ClassVar[frozenset[str]] = frozenset(
-        {"sliding_window", "soft_cap", "alibi_slopes", "sinks", "key_scale", "value_scale"}
+        {
+            "sliding_window",
+            "soft_cap",
+            "alibi_slopes",
+            "sinks",
+            "distance_bias",
+            "key_scale",
+            "value_scale",
+        }
     )
     graph_safe: ClassVar[bool] = True
     mixed_graph_safe: ClassVar[bool] = True
@@ -122,6 +130,8 @@ class TritonAttention(AttentionBackend):
             return (
                 f"num_heads ({spec.num_heads}) is no multiple of num_kv_heads ({spec.num_kv_heads})"
             )
+        if spec.distance_bias and spec.alibi_slopes is not None:
+            return "it has distance_bias in place of alibi_slopes"
         if spec.num_heads // spec.num_kv_heads > MAX_GROUP:
             return f"more than {MAX_GROUP} query heads share a key head"
         if not 1 <= spec.head_dim <= 256:
@@ -201,7 +211,9 @@ class TritonAttention(AttentionBackend):
         """query: [num_tokens, num_heads, head_dim] → the same shape; see the protocol."""
         layout, rows = metadata.layout, metadata.num_decode_rows
         if layout.mixed is not None:
-            return self._forward_mixed(spec, query, kv_cache, layout, layout.mixed, sinks)
+            return self._forward_mixed(
+                spec, query, kv_cache, layout, layout.mixed, sinks, distance_bias
+            )
         if len(metadata.runs) == 1 and not rows and _takes_dense(spec, metadata.runs[0]):
             return _dense(spec, query, key, value, metadata.runs[0])
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -216,6 +228,7 @@ class TritonAttention(AttentionBackend):
                 sliding_window=spec.sliding_window,
                 soft_cap=spec.soft_cap,
                 alibi_slopes=slopes,
+                distance_bias=distance_bias,
                 sinks=sinks,
                 num_splits=self._num_splits(spec, rows, query.dtype),
                 workspace=self._workspace(spec, query.dtype).floats,
@@ -238,6 +251,7 @@ class TritonAttention(AttentionBackend):
                 sliding_window=spec.sliding_window,
                 soft_cap=spec.soft_cap,
                 alibi_slopes=slopes,
+                distance_bias=distance_bias,
                 sinks=sinks,
                 first_row=run.first_row,
                 num_tokens=run.end_token - run.first_token,
@@ -254,6 +268,7 @@ class TritonAttention(AttentionBackend):
         layout: BatchLayout,
         mixed: MixedRows,
         sinks: torch.Tensor | None,
+        distance_bias: torch.Tensor | None,
     ) -> torch.Tensor:
         """Launch both kernels over the maximum number of rows; each selects its rows on the device.
 
@@ -274,6 +289,7 @@ class TritonAttention(AttentionBackend):
                 sliding_window=spec.sliding_window,
                 soft_cap=spec.soft_cap,
                 alibi_slopes=slopes,
+                distance_bias=distance_bias,
                 sinks=sinks,
                 num_tokens=layout.num_tokens,
                 out=out,
@@ -296,6 +312,7 @@ class TritonAttention(AttentionBackend):
                 sliding_window=spec.sliding_window,
                 soft_cap=spec.soft_cap,
                 alibi_slopes=slopes,
+                distance_bias=distance_bias,
                 sinks=sinks,
                 num_splits=self._num_splits(spec, rows, query.dtype),
                 workspace=self._workspace(spec, query.dtype).floats,

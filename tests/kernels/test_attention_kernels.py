@@ -178,14 +178,19 @@ def test_prefill_kernel_at_every_tile_height(query_len):
     )
 
 
+@pytest.mark.parametrize("bias", ["alibi_slopes", "distance_bias"])
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("window", [None, 37])
-def test_slopes_and_sinks(splits, window):
+def test_biases_and_sinks(splits, window, bias):
     heads, dim = 6, 32
+    biases = {
+        "alibi_slopes": torch.linspace(0.01, 0.7, heads, device=DEVICE),
+        "distance_bias": torch.linspace(0, 40, heads * 11, device=DEVICE).sin().view(heads, 11),
+    }
     options = {
         "scale": 0.2,
         "sliding_window": window,
-        "alibi_slopes": torch.linspace(0.01, 0.7, heads, device=DEVICE),
+        bias: biases[bias].to(DTYPES[1]) if bias == "distance_bias" else biases[bias],
         "sinks": torch.linspace(-2.0, 5.0, heads, device=DEVICE, dtype=DTYPES[1]),
     }
     shape = {"num_heads": heads, "num_kv_heads": 2, "head_dim": dim, "block_size": 4}

@@ -18,15 +18,27 @@ from helpers import interpreted
 pytest.importorskip("triton")
 
 
-@interpreted
-async def test_recorded_steps_equal_launched_ones(tmp_path: Path) -> None:
-    torch.manual_seed(5)
-    model = transformers.BartForConditionalGeneration(transformers.BartConfig(
+def bart() -> Any:
+    return transformers.BartForConditionalGeneration(transformers.BartConfig(
         vocab_size=VOCAB, d_model=16, encoder_layers=1, decoder_layers=1,
         encoder_attention_heads=2, decoder_attention_heads=1, encoder_ffn_dim=16,
         decoder_ffn_dim=16, max_position_embeddings=40, init_std=0.4, forced_bos_token_id=5,
     ))  # fmt: skip
-    model.save_pretrained(tmp_path)
+
+
+def t5() -> Any:
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(
+        vocab_size=VOCAB, d_model=16, d_kv=16, num_heads=2, num_layers=1, num_decoder_layers=1,
+        d_ff=16, max_position_embeddings=40, initializer_factor=2.0, decoder_start_token_id=0,
+        relative_attention_num_buckets=8, relative_attention_max_distance=6,
+    ))  # fmt: skip
+
+
+@interpreted
+@pytest.mark.parametrize("make", [bart, t5])
+async def test_recorded_steps_equal_launched_ones(make: Any, tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    make().save_pretrained(tmp_path)
     plugins = load_plugins()
     plugins.add_plugin(Plugin(), Provenance("tests", "0", "graphs"))
     common: dict[str, Any] = {

@@ -68,6 +68,7 @@ COMMON = {
     "SOFT_CAP": 0.0,
     "NUM_HEADS": 32,
     "ALIBI": False,
+    "DISTANCES": 0,
     "SINKS": False,
     "MIXED": False,
 }
@@ -475,6 +476,18 @@ KERNELS = [
         paged_attention_decode._decode_kernel,
         {**COMMON, **DECODE, **MORE, "SPLIT": False, "PDL": True},
         4,
+    ),
+    (
+        paged_attention_decode._decode_kernel,
+        {**COMMON, **DECODE, "DISTANCES": 129, "SPLIT": True, "PDL": True},
+        4,
+        {"slopes_ptr": "*bf16"},
+    ),
+    (
+        paged_attention_prefill._prefill_kernel,
+        {**COMMON, "DISTANCES": 129, "GROUP": 1, "BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_D": 128},
+        4,
+        {"slopes_ptr": "*bf16"},
     ),
     (
         fused_decode_attention._fused_decode_kernel,

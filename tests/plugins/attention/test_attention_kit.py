@@ -18,7 +18,7 @@ class TestTorch(AttentionBackendKit):
 
 class TestTriton(AttentionBackendKit):
     name = "triton"
-    promised = EVERYTHING | {"float32"} | ON_A_GPU
+    promised = EVERYTHING | {"distance_bias", "float32"} | ON_A_GPU
 
 
 class TestFlex(AttentionBackendKit):
