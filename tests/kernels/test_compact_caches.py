@@ -12,6 +12,8 @@ if not torch.cuda.is_available():
 
 pytest.importorskip("triton")
 
+from jackfield.core.cache.formats import QUANTIZED_FORMATS
+from jackfield.core.nn.kv_cache.quantized_cache import QuantizedCache, token_parts
 from jackfield.core.nn.operations import Operations
 from jackfield.core.nn.step_operations.compaction import CacheMoves
 from jackfield.plugins.operations.triton import TritonOperations
@@ -61,3 +63,32 @@ def test_it_equals_its_twin(in_place: bool, dims: tuple[int, ...]) -> None:
     if not in_place:
         read = moves.block_table.flatten().long()
         assert torch.equal(caches[0][:, read], before[0][:, read]), "sources are only read"
+
+
+@pytest.mark.parametrize("name", QUANTIZED_FORMATS)
+@pytest.mark.parametrize("in_place", [False, True])
+def test_codes_and_words_move_as_they_are(in_place: bool, name: str) -> None:
+    _, moves = caches_and_moves(in_place, (16, 16))
+    draw = torch.Generator().manual_seed(2)
+    layers = []
+    for _ in range(2):
+        parts = {
+            part.name: torch.randint(
+                0, 100, (part.count, 60, SIZE, *part.shape), generator=draw,
+                dtype=getattr(torch, part.dtype),
+            ).to(DEVICE)
+            for part in QUANTIZED_FORMATS[name].parts(HEADS, 24)
+        }  # fmt: skip
+        layers.append(token_parts(QuantizedCache.of(parts)))
+    for kind in layers[0]:
+        caches = [layer[kind] for layer in layers]
+        expected = [cache.clone() for cache in caches]
+        before = expected[1].clone()
+        Operations().compact_caches(expected, moves)
+        TritonOperations().compact_caches(caches, moves)
+        for got, want in zip(caches, expected, strict=True):
+            assert torch.equal(got, want)
+        source = int(moves.chosen[1, 44, 1])
+        old = before[:, int(moves.block_table[2, source // SIZE]), source % SIZE, 1]
+        new = caches[1][:, int(moves.targets[0, 44 // SIZE]), 44 % SIZE, 1]
+        assert torch.equal(new, old)

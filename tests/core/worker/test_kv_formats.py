@@ -210,6 +210,22 @@ async def test_a_recording_replays(folder: Path, tmp_path: Path) -> None:
     assert (await replay(recording, settings, load_plugins())).num_steps > 3
 
 
+@pytest.mark.parametrize("stored", ["fp8", "int8", "int4"])
+async def test_all_policies_compact_it(folder: Path, stored: str) -> None:
+    """Also those that merge values; a request that is not compacted says what it says alone."""
+    alone = (await output(folder, kv_cache_dtype=stored)).outputs[0].token_ids
+    for policy in load_plugins()["kv_compressor"]:
+        options = {"kv_compression": policy, "kv_compression_ratio": 0.5}
+        async with AsyncEngine(config(folder, kv_cache_dtype=stored, **options)) as engine:
+            whole, short = await asyncio.gather(
+                serve(engine, PROMPT, kv_compression="off"), serve(engine, PROMPT[::-1])
+            )
+            assert engine.stats().kv_compactions == 1, policy
+            engine.core.scheduler.check_invariants()
+        assert short.error is None and len(short.outputs[0].token_ids) == 8, policy
+        assert whole.outputs[0].token_ids == alone, policy
+
+
 class OwnWrites(Operations):
     """Operations that write caches themselves, and know of no quantized ones."""
 
