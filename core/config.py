@@ -144,7 +144,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     seed: Annotated[Bits64, _doc("Seeds the requests that bring no seed, and dummy weights.")] = 0
     load_format: Annotated[
-        LoadFormat, _doc("Weight loader: auto (safetensors), gguf, dummy (random), or a plugin's.")
+        LoadFormat,
+        _doc(
+            "Weight loader: auto (safetensors), runai_streamer (safetensors, by its package), pt "
+            "(torch's files, as tensors alone), gguf, dummy (random), or a plugin's."
+        ),
     ] = "auto"
     model_impl: Annotated[
         Literal["auto", "jackfield", "vllm", "transformers"],

@@ -11,7 +11,7 @@ from typing import Any
 
 _NO_COMPILER = "no graph is compiled for its shapes; --enforce-eager turns CUDA graphs off"
 _STEPS = "two steps are always in flight"
-_LOADS = "loading shows no bar"
+_LOADS = "loading shows a bar on terminals"
 NO_EFFECT: dict[str, tuple[int | str, str]] = {
     "--async-scheduling": (0, _STEPS),
     "--no-async-scheduling": (0, _STEPS),

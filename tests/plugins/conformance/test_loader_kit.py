@@ -21,6 +21,27 @@ class TestSafetensors(WeightLoaderKit):
     name = "safetensors"
 
 
+class TestPt(WeightLoaderKit):
+    name = "pt"
+
+    def write(self, tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
+        torch.save(dict(tensors), folder / "pytorch_model.bin")
+
+    def write_in_parts(self, tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
+        names = sorted(tensors)
+        for number in range(2):
+            part = {name: tensors[name] for name in names[number::2]}
+            torch.save(part, folder / f"consolidated.{number:02d}.pt")
+
+
+class TestRunaiStreamer(WeightLoaderKit):
+    name = "runai_streamer"
+
+    def registered(self) -> Any:
+        pytest.importorskip("runai_model_streamer")
+        return super().registered()
+
+
 class TestDummy(WeightLoaderKit):
     name = "dummy"
     reads = False

@@ -1,0 +1,57 @@
+"""Files of torch (`pytorch_model.bin`, `*.pt`), read as tensors only: never as a pickle's objects.
+
+Not chosen by `auto`: reading them needs torch's unpickler, restricted to tensors.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...core.config import EngineConfig
+from ...core.errors import LoadError
+from ...core.loading.model_config import ModelConfig
+from ...core.loading.weight_map import ParameterFiller
+from .files import Layout, files_of, shown
+
+LAYOUT = Layout(
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+    ("*.bin", "*.pt", "*.pth"),
+    ("training_args.bin", "optimizer.bin", "scheduler.bin", "optimizer.pt", "scheduler.pt"),
+)
+
+
+class PtLoader:
+    """Fills a model from torch's files."""
+
+    def __init__(self, config: EngineConfig, model_config: ModelConfig) -> None:
+        self.folder = model_config.path
+
+    def load(self, model: nn.Module, device: torch.device) -> None:
+        """Raises LoadError naming what is missing, unexpected, or of another shape, and for files
+        that hold anything but tensors."""
+        filler = ParameterFiller(model, model.weight_map)  # type: ignore[arg-type]
+        files = files_of(self.folder, LAYOUT, "use load_format=auto for safetensors")
+        for file in shown(files):
+            try:
+                tensors: Any = torch.load(file, map_location="cpu", weights_only=True)
+            except Exception as error:  # The unpickler stumbles over damaged files in many ways.
+                reason = str(error).split("\n", 1)[0]
+                raise LoadError(
+                    f"{file.name} cannot be read as tensors alone ({type(error).__name__}: "
+                    f"{reason}); convert it to safetensors where you trust it"
+                ) from error
+            if not isinstance(tensors, dict) or not all(
+                isinstance(name, str) and isinstance(part, torch.Tensor)
+                for name, part in tensors.items()
+            ):
+                raise LoadError(f"{file.name} is not a mapping from names to tensors")
+            try:
+                for name, tensor in tensors.items():
+                    filler.fill(name, tensor.to(device))
+            except LoadError as error:
+                raise LoadError(f"{file.name}: {error.message}") from error
+        filler.finish()
