@@ -84,9 +84,9 @@ class Sources:
             slot_mapping.to(self._batch.device, non_blocking=True),
         )  # fmt: skip
 
-    def run_largest(self, num_tokens: int, longest: int) -> None:
-        """Encode sources of `num_tokens` in all on the null block, each of `longest` or fewer, to
-        measure their memory and compile kernels."""
+    def warm_up(self, num_tokens: int, longest: int) -> None:
+        """Encode sources of `num_tokens` in all, each of `longest` or fewer, to the null block, so
+        that kernels are compiled, or the memory of so many is measured."""
         lengths = [longest] * (num_tokens // longest)
         if rest := num_tokens % longest:
             lengths.append(rest)

@@ -102,6 +102,8 @@ class Warmup:
 
     def warm_up(self) -> None:
         """Run one prefill and one decode step on the null block, so that kernels are compiled."""
+        if isinstance(self._runner, ModelRunner) and self._runner.sources is not None:
+            self._runner.sources.warm_up(self._long_prompt(), self._max_model_len)
         for num_tokens in (self._long_prompt(), 1):
             self._alone(num_tokens)
 
@@ -118,7 +120,7 @@ class Warmup:
         each, more = divmod(self._budget, num_rows)
         if isinstance(self._runner, ModelRunner) and self._runner.sources is not None:
             most = max(self._budget, self._max_model_len)
-            self._runner.sources.run_largest(most, self._max_model_len)
+            self._runner.sources.warm_up(most, self._max_model_len)
         self.run([each + 1] * more + [each] * (num_rows - more), range(num_rows))
 
     def _alone(self, num_tokens: int) -> None:
