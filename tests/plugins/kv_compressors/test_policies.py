@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from jackfield.core.protocols.attention import AttentionSpec
-from jackfield.plugins.kv_compressors.by_keys import RECENT, SINKS, KeyDiff
+from jackfield.core.protocols.kv_compressors import KVCompressor
+from jackfield.plugins.kv_compressors.by_keys import RECENT, SINKS, KeyDiff, KeyNorm
 from jackfield.plugins.kv_compressors.by_queries import (
     RKV,
     ExpectedAttention,
@@ -167,3 +168,27 @@ def test_merged_values() -> None:
         torch.testing.assert_close(merged[:, head].double(), expected, atol=1e-5, rtol=1e-4)
         changed = (merged[:, head] - values[:20, head]).abs().amax(1) > 1e-4
         assert changed[5] and not changed.all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "policy", [KeyNorm, KeyDiff, SnapKV, MergingSnapKV, ExpectedAttention, RKV]
+)
+def test_16_bit_caches_on_a_gpu_score_like_float32(policy: type[KVCompressor]) -> None:
+    """At the shapes of an 8B model; nearly all of what stays is the same."""
+    spec = AttentionSpec(num_heads=32, num_kv_heads=8, head_dim=128, scale=128**-0.5)
+    draw = torch.Generator().manual_seed(3)
+    keys, values = torch.randn(2, 1500, 8, 128, generator=draw).bfloat16()
+    more = {}
+    if policy.num_queries:
+        queries = torch.randn(policy.num_queries, 32, 128, generator=draw).bfloat16()
+        more["queries"] = queries
+    expected = policy().scores(
+        spec, keys.float(), values.float(), **{name: each.float() for name, each in more.items()}
+    )
+    on_gpu = {name: each.cuda() for name, each in more.items()}
+    scores = policy().scores(spec, keys.cuda(), values.cuda(), **on_gpu).cpu()
+    want, got = kept_tokens(expected, 500), kept_tokens(scores, 500)
+    for head in range(8):
+        same = len(set(want[:, head].tolist()) & set(got[:, head].tolist()))
+        assert same >= 490
