@@ -10,8 +10,8 @@
 each policy: time on the device, launches, the time in which the device was busy, and extra memory.
 
 `requests`: Qwen3-8B with made-up weights and a cache that holds `--fitting` whole requests of type
-auto (of fp8 twice as many, in the same bytes); more requests than that arrive at once. For each
-share that stays and each type of cache: requests that ran at once while others waited, output
+auto (of fp8 twice as many, in the same bytes; of int8 and int4 likewise what fits in them, for
+heads of 128 channels); more requests than that arrive at once. For each share that stays and each type of cache: requests that ran at once while others waited, output
 tokens per second from the first request to the last token, and the time between two tokens of a
 request.
 """
@@ -58,6 +58,12 @@ QWEN3_8B = AttentionSpec(num_heads=32, num_kv_heads=8, head_dim=128, scale=128**
 NUM_LAYERS = 36
 BLOCK_SIZE = 16
 WHOLE = "none"
+MORE_BLOCKS = {
+    "fp8": 2, "fp8_e4m3": 2, "fp8_e5m2": 2,
+    "int8": 512 / 264, "int8_int4": 512 / 200, "int4": 512 / 136,
+}  # fmt: skip
+"""Blocks of a type in the room of one with 16 bits, for heads of 128 channels: 4 bytes of scale and
+zero come with each token and head."""
 POLL_SECONDS = 0.01
 
 
@@ -256,11 +262,11 @@ def engine_options(
 ) -> dict[str, Any]:
     """Return the options of one setting."""
     length = args.tokens + args.output_tokens
-    scale = 2 if cache_type.startswith("fp8") else 1
     num_blocks = args.blocks or args.fitting * -(-(length + 1) // BLOCK_SIZE)
     options: dict[str, Any] = {
         "device": args.device, "max_model_len": length + 1, "block_size": BLOCK_SIZE,
-        "num_gpu_blocks_override": 1 + scale * num_blocks, "kv_cache_dtype": cache_type,
+        "num_gpu_blocks_override": 1 + int(MORE_BLOCKS.get(cache_type, 1) * num_blocks),
+        "kv_cache_dtype": cache_type,
         "max_num_seqs": args.requests, "enable_prefix_caching": False, **args.options,
     }  # fmt: skip
     if model:
