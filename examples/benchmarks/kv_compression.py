@@ -11,9 +11,9 @@ each policy: time on the device, launches, the time in which the device was busy
 
 `requests`: Qwen3-8B with made-up weights and a cache that holds `--fitting` whole requests of type
 auto (of fp8 twice as many, in the same bytes; of int8 and int4 likewise what fits in them, for
-heads of 128 channels); more requests than that arrive at once. For each share that stays and each type of cache: requests that ran at once while others waited, output
-tokens per second from the first request to the last token, and the time between two tokens of a
-request.
+heads of 128 channels); more requests than that arrive at once. For each share that stays and each
+type of cache: requests that ran at once while others waited, output tokens per second from the
+first request to the last token, and the time between two tokens of a request.
 """
 
 from __future__ import annotations
