@@ -102,7 +102,9 @@ def compactor_of(policy: str, args: argparse.Namespace) -> tuple[Compactor, Comp
         for layer in layers:
             assert layer.query_ring is not None
             layer.query_ring.normal_()
-    compactor = Compactor(compressor, policy, layers, slots, BLOCK_SIZE, operations, ring)
+    compactor = Compactor(
+        compressor, policy, layers, slots, BLOCK_SIZE, operations, dtype=dtype, ring=ring
+    )
     targets = tuple(range(1 + columns, 1 + columns + fresh))
     return compactor, Compaction(0, args.tokens, kept, targets)
 
