@@ -10,6 +10,7 @@ from .refused import REFUSED
 ARCHITECTURES = {
     "apertus": ("ApertusForCausalLM",),
     "baichuan": ("BaichuanForCausalLM",),
+    "bailing_moe": ("BailingMoeForCausalLM", "BailingMoeV2ForCausalLM"),
     "bamba": ("BambaForCausalLM", "GraniteMoeHybridForCausalLM"),
     "bart": (
         "BartForConditionalGeneration",
@@ -122,6 +123,7 @@ SAME = {
 CONFIGS = {
     **dict.fromkeys(("aquila", "internlm", "internlm2", "xverse"), "LlamaLikeConfig"),
     "baichuan": "BaichuanConfig",
+    **dict.fromkeys(("bailing_moe", "bailing_moe_v2"), "BailingConfig"),
     "chatglm": "ChatGLMConfig",
     "exaone": "ExaoneConfig",
     "kimi_k2": "KimiK2Config",

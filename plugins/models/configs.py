@@ -93,3 +93,24 @@ class KimiK2Config:
     def from_dict(cls, config_dict: dict[str, Any]) -> Any:
         own = {name: value for name, value in config_dict.items() if name != "model_type"}
         return DeepseekV3Config(**own)
+
+
+class BailingConfig(RenamedConfig):
+    """Ling and Ring. A part of each head may be rotated."""
+
+    defaults = {
+        "hidden_act": "silu", "use_qk_norm": False, "n_group": 1, "topk_group": 1,
+        "routed_scaling_factor": 1.0, "norm_topk_prob": True, "num_shared_experts": 0,
+        "first_k_dense_replace": 0,
+    }  # fmt: skip
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any]) -> Any:
+        own = dict(config_dict)
+        scaling = own.get("rope_scaling") or own.get("rope_parameters") or {}
+        own["rope_parameters"] = {
+            "rope_type": "default", "rope_theta": own.get("rope_theta", 10000.0),
+            "partial_rotary_factor": own.get("partial_rotary_factor", 1.0), **scaling,
+        }  # fmt: skip
+        own.pop("rope_scaling", None)
+        return super().from_dict(own)

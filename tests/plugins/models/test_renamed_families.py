@@ -112,6 +112,24 @@ def chatglm(tensors: Tensors) -> Tensors:
     return found | {"transformer.rotary_pos_emb.inv_freq": torch.ones(4)}
 
 
+def bailing(tensors: Tensors) -> Tensors:
+    found = {}
+    for name, tensor in together(tensors, "query_key_value").items():
+        if ".mlp.experts." in name:
+            layers = ("gate_proj", "up_proj") if "gate_up" in name else ("down_proj",)
+            stem = name.rpartition(".")[0]
+            for expert, parts in enumerate(tensor):
+                for layer, part in zip(layers, parts.chunk(len(layers)), strict=True):
+                    found[f"{stem}.{expert}.{layer}.weight"] = part
+        else:
+            found[name] = tensor
+    return renamed(
+        ("embed_tokens", "word_embeddings"), ("self_attn", "attention"), ("o_proj", "dense"),
+        ("q_norm", "query_layernorm"), ("k_norm", "key_layernorm"),
+        ("e_score_correction_bias", "expert_bias"),
+    )(found)  # fmt: skip
+
+
 def longer_rows(tensors: Tensors) -> Tensors:
     """A head whose rows have length 1, as Baichuan 2 stores it: before the division."""
     lengths = torch.linspace(0.5, 2.0, VOCAB)[:, None]
@@ -160,6 +178,28 @@ CASES = {
         **COMMON, "model_type": "minicpm", "num_key_value_heads": 2, "scale_emb": 12,
         "scale_depth": 1.4, "dim_model_base": 16,
     }),
+    "BailingMoeForCausalLM": Case("Qwen3MoeForCausalLM", {
+        "tie_word_embeddings": False, "num_experts": 8, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32, "norm_topk_prob": True,
+    }, {
+        **COMMON, "model_type": "bailing_moe", "num_key_value_heads": 2, "head_dim": 16,
+        "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+        "use_qk_norm": True,
+    }, bailing),
+    "BailingMoeV2ForCausalLM": Case("Glm4MoeForCausalLM", {
+        "tie_word_embeddings": False, "n_routed_experts": 8, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32, "n_shared_experts": 1, "first_k_dense_replace": 1,
+        "n_group": 2, "topk_group": 1, "use_qk_norm": True, "routed_scaling_factor": 2.5,
+        "rope_parameters": {
+            "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5,
+        },
+    }, {
+        **COMMON, "model_type": "bailing_moe_v2", "num_key_value_heads": 2, "head_dim": 16,
+        "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+        "num_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1,
+        "use_qk_norm": True, "routed_scaling_factor": 2.5, "partial_rotary_factor": 0.5,
+        "score_function": "sigmoid", "moe_router_enable_expert_bias": True,
+    }, bailing),
     "ChatGLMModel": Case("GlmForCausalLM", {
         "tie_word_embeddings": False, "attention_bias": True,
         "rope_parameters": {
