@@ -37,9 +37,9 @@ class TestPt(WeightLoaderKit):
 class TestRunaiStreamer(WeightLoaderKit):
     name = "runai_streamer"
 
-    def registered(self) -> Any:
+    @pytest.fixture(autouse=True)
+    def installed(self) -> None:
         pytest.importorskip("runai_model_streamer")
-        return super().registered()
 
 
 class TestDummy(WeightLoaderKit):
