@@ -19,6 +19,7 @@ from ..engine.admission import request_limits
 from ..engine.core_client import S
 from ..engine.output_processor import RequestTracker, State
 from ..engine.plugin_events import PluginEvents
+from ..engine.request_state import RequestState
 from ..engine.resolve_config import resolve_models
 from ..engine.text_processor import TextProcessor
 from ..errors import EngineOverloaded, EngineStopped, JackfieldError, OutOfMemory
@@ -222,10 +223,18 @@ class PooledCores:
 
     def abort_request(self, state: State) -> None:
         """End what is left of a request at once, and notify its member."""
-        placement = self._placements.get(state.request_id)
-        process = None if placement is None else self.members[placement.member].process
-        if process is not None:
+        if (process := self._process_of(state)) is not None:
             process.requests.abort(state)
+
+    def finish_completion(self, state: RequestState, index: int, stop: str) -> None:
+        """End one completion at a stop string that a front end found."""
+        if (process := self._process_of(state)) is not None:
+            process.requests.finish_completion(state, index, stop)
+
+    def _process_of(self, state: State) -> MemberProcess | None:
+        """Return the process that runs a request; None: it has ended."""
+        placement = self._placements.get(state.request_id)
+        return None if placement is None else self.members[placement.member].process
 
     def _begun(self, state: State) -> None:
         self.router.begin(self._placements[state.request_id])

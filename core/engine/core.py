@@ -347,7 +347,7 @@ class EngineCore:
             self.scheduler.stats, requests_finished=dict(self.outputs.finished_counts)
         )
 
-    def metric_families(self) -> list[Family]:
+    async def metric_families(self) -> list[Family]:
         """Return all metrics as they stand."""
         self.metrics.observe_stats(self.stats())
         return families(self.metrics.registry)

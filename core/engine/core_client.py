@@ -9,11 +9,13 @@ import prometheus_client as prometheus
 
 from ..config import EngineConfig
 from ..loading.model_config import ModelConfig
+from ..metrics.merge import Family
 from ..outputs import EngineStats
 from ..protocols.executors import ExecutorInfo
 from ..request import Request, RequestSpec
 from .output_processor import RequestTracker, State
 from .plugin_events import PluginEvents
+from .request_state import RequestState
 from .text_processor import TextProcessor
 
 S = TypeVar("S", bound=State)
@@ -92,3 +94,13 @@ class CoreClient(Protocol):
 
     async def server_load(self) -> int:
         """Return the number of inference requests that all processes serve."""
+
+
+class ServedCore(CoreClient, Protocol):
+    """A core that front ends in other processes can use (`EngineServer`)."""
+
+    def finish_completion(self, state: RequestState, index: int, stop: str) -> None:
+        """End one completion at a stop string that a front end found."""
+
+    async def metric_families(self) -> list[Family]:
+        """Return all metrics of the core as they stand."""

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import prometheus_client as prometheus
 
 from ..config import EngineConfig
@@ -129,10 +130,10 @@ class RemoteCore:
         if not self.requests.healthy:
             raise EngineStopped(self.requests.dead_reason or "the engine is not running")
         try:
-            await asyncio.wait_for(self._calls.query("health"), timeout)
+            reply = await asyncio.wait_for(self._calls.query("health"), timeout)
         except TimeoutError:
             raise EngineStopped(f"the engine has not answered for {timeout:g} seconds") from None
-        return {}
+        return msgspec.msgpack.decode(reply, type=dict[str, str])
 
     async def reset_prefix_cache(self) -> bool:
         """Forget cached blocks. Return False if some are in use."""

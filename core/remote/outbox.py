@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from ..engine.pooling import Pooled, PoolingState
@@ -41,7 +41,7 @@ class Outbox:
         """Completion number → its change in the next frame; further tokens of it go there, too."""
         self._scheduled = False
 
-    def add_tokens(self, number: int, token_ids: list[int]) -> None:
+    def add_tokens(self, number: int, token_ids: Sequence[int]) -> None:
         """Add bare tokens of a completion."""
         change = self._changes.get(number)
         if change is not None:
@@ -128,6 +128,12 @@ class ForwardedCompletion(Completion):
             self._begun = True
             change.num_cached_tokens = self.request.num_cached_tokens
             change.first_scheduled = self.request.first_scheduled
+        return None
+
+    def apply_tokens(self, new_token_ids: Sequence[int]) -> str | None:
+        """Forward tokens of an engine that is in another process itself."""
+        if not self.state.muted and self.finish_reason is None:
+            self.state.outbox.add_tokens(self.number, new_token_ids)
         return None
 
     def set_finished(self, reason: FinishReason, stop_reason: int | str | None) -> None:

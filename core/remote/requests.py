@@ -87,6 +87,12 @@ class RemoteRequests:
             completion.set_finished("abort", None)
         self._end(state)
 
+    def finish_completion(self, state: State, index: int, stop: str) -> None:
+        """End one completion at a stop string that was found elsewhere."""
+        first = self._numbers.get(state.request_id)
+        if first is not None and first + index in self._open:
+            self._stop(first + index, stop)
+
     def fail(self, error: str) -> None:
         """End all of them with an error."""
         for request_id in list(self._numbers):
@@ -119,7 +125,7 @@ class RemoteRequests:
         """Finish a request whose completions have all ended."""
         self._forget(state)
         state.mark_finished()
-        if self.events.wants_requests:
+        if self.events.wants_requests and state.announced:
             if isinstance(state, RequestState):
                 self.events.request_finished(state.peek_output())
             elif state.pooled.row is not None:

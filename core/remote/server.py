@@ -1,18 +1,19 @@
-"""The engine's end of the sockets: serves front ends from an `EngineCore`."""
+"""The engine's end of the sockets: serves front ends from a core."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Coroutine, Iterable
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from ..engine.core import EngineCore
-from ..engine.core_client import HEALTH_SECONDS
+from ..engine.core_client import HEALTH_SECONDS, ServedCore
+from ..engine.pooling import Pooled
+from ..engine.request_state import Completion
 from ..errors import EngineStopped, InvalidRequest, JackfieldError, RequestFailed
 from ..metrics.merge import merged, render
 from ..request import Request
@@ -47,7 +48,7 @@ REPORT_SECONDS = 2.0
 class EngineServer:
     """Accepts connections of front ends, from before the core starts until after its end."""
 
-    def __init__(self, core: EngineCore) -> None:
+    def __init__(self, core: ServedCore) -> None:
         self.core = core
         self.fronts: set[FrontendConnection] = set()
         self.changed = asyncio.Event()
@@ -144,13 +145,12 @@ class EngineServer:
         """Return the reply to a Query. Raises InvalidRequest for an unknown question."""
         match name:
             case "health":
-                await self.core.check_health(HEALTH_SECONDS)
-                return None
+                return msgspec.msgpack.encode(await self.core.check_health(HEALTH_SECONDS))
             case "metrics":
                 reports = [report.families for report in await self.reports()]
-                return render(merged([self.core.metric_families(), *reports]))
+                return render(merged([await self.core.metric_families(), *reports]))
             case "families":
-                return msgspec.msgpack.encode(self.core.metric_families())
+                return msgspec.msgpack.encode(await self.core.metric_families())
             case "ping":
                 return None
             case "load":
@@ -268,8 +268,10 @@ class FrontendConnection:
             return ForwardedState(requests, number, outbox)
 
         state = await self.core.add_request(message.spec, make_state)
-        for index in range(len(state.requests)):
-            outbox.open[number + index] = state
+        completions: Sequence[Completion | Pooled] = state.completions
+        for index, completion in enumerate(completions):
+            if completion.finish_reason is None:  # Of several engines, one may be done already.
+                outbox.open[number + index] = state
         self.send(Reply(number))
 
     async def _reply(self, query: Query) -> None:

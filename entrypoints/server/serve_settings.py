@@ -100,12 +100,6 @@ def settings(argv: list[str], *, remarks: bool = True) -> Settings:
     for sentence in without_effect(args) if remarks else ():
         logger.warning("%s", sentence)
     config = engine_config(args, args.model_flag or args.model)
-    if serve.api_server_count > 1 and config.data_parallel_size > 1:
-        raise ConfigError(
-            "--api-server-count: one front end serves all engines of --data-parallel-size; set it "
-            "to 1",
-            param="api_server_count",
-        )
     if serve.enable_auto_tool_choice:
         check_tool_parser(config)
     options = server_options(args)

@@ -25,6 +25,8 @@ from jackfield.core.data_parallel import member as members
 from jackfield.core.data_parallel.pooled_cores import PooledCores
 from jackfield.core.errors import ConfigError, EngineOverloaded, EngineStopped, InvalidRequest
 from jackfield.core.recording.recording import Recording
+from jackfield.core.remote.client import remote_engine
+from jackfield.core.remote.server import EngineServer
 from jackfield.entrypoints.http.options import ServerOptions
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
@@ -115,15 +117,27 @@ def metric(server: Server, name: str, member: int) -> float:
     return float(line)
 
 
-def test_tokens_are_those_of_one_engine(server: Server, checkpoint: Path) -> None:
+def test_tokens_are_those_of_one_engine(server: Server, checkpoint: Path, tmp_path: Path) -> None:
+    """Also through a front end, for which the first process only passes tokens on."""
+
     async def alone() -> list[Any]:
         async with AsyncEngine(engine_config(checkpoint, max_num_batched_tokens=8)) as engine:
-            return [await results(engine) for _ in range(2)]
+            return [await results(engine) for _ in range(3)]
+
+    async def fronted(engine: AsyncEngine) -> list[Any]:
+        socket = EngineServer(pool(engine))
+        async with socket.listening(tmp_path / "engine"):
+            socket.started()
+            front, _ = remote_engine(engine.config, tmp_path / "engine")
+            async with front:
+                assert await front.check_health() == {}
+                return await results(front)
 
     expected = asyncio.run(alone())
-    # Whichever member draws nothing itself: requests without a seed get those of one engine.
+    # Requests without a seed get those that one engine draws, whoever serves them.
     assert server.call(lambda engine: results(engine, data_parallel_rank=1)) == expected[0]
     assert server.call(results) == expected[1]
+    assert server.call(fronted) == expected[2]
     assert server.call(lambda engine: pool(engine).check_idle()) is None
 
 

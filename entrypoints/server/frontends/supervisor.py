@@ -18,8 +18,9 @@ from typing import Any
 import msgspec
 
 from ....core.engine.async_engine import AsyncEngine
-from ....core.engine.core import EngineCore
+from ....core.engine.core_client import ServedCore
 from ....core.errors import JackfieldError
+from ....core.make_core import make_core
 from ....core.remote.server import EngineServer
 from ..serve_settings import Settings
 from ..server import CLOSE_SECONDS, SWITCH_INTERVAL, address, death, first_of, freeze, ready_line
@@ -138,7 +139,7 @@ async def serve_fronts(settings: Settings) -> int:
     signals: asyncio.Queue[None] = asyncio.Queue()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, signals.put_nowait, None)
-    core = EngineCore(settings.config, settings.plugins)
+    core = make_core(settings.config, settings.plugins)
     engine = AsyncEngine(settings.config, plugins=settings.plugins, core=core)
     with (
         tempfile.TemporaryDirectory(prefix="jackfield-") as folder,  # Readable by this user only.
@@ -166,7 +167,7 @@ async def serve_fronts(settings: Settings) -> int:
 @contextlib.asynccontextmanager
 async def fronted(
     engine: AsyncEngine,
-    core: EngineCore,
+    core: ServedCore,
     settings: Settings,
     folder: str,
     sockets: list[tuple[socket.socket, ...]],
