@@ -81,7 +81,8 @@ ENCODER = COMMON | {
 }
 FREE = frozenset({
     "bad_words_ids", "classifier_from_token", "is_causal", "is_matryoshka",
-    "is_original_qwen3_reranker", "matryoshka_dimensions", "method", "position_embedding_type", "quantization_config",
+    "is_original_qwen3_reranker", "matryoshka_dimensions", "method",
+    "position_embedding_type", "quantization_config",
     "sbert_ce_default_activation_function", "sentence_transformers", "use_pad_token",
 })  # fmt: skip
 """Fields of no family: kept unchanged if present."""
