@@ -29,8 +29,6 @@ Bits64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Name = Annotated[str, Meta(min_length=1)]
 
 
-EXECUTORS = {"mp": "processes", "uni": "inprocess"}
-"""vLLM's names of executors that have another one here."""
 SYNONYMS = {"distributed_executor_backend": "executor"}
 """vLLM's names of options that have another one here."""
 
@@ -274,8 +272,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     executor: Annotated[
         str,
         _doc(
-            "Where ranks run: inprocess (one), processes (one or several; mp is the same), a "
-            "plugin's, or auto, by their number."
+            "Where ranks run: inprocess (one; uni is the same), processes (one or several; mp is "
+            "the same), a plugin's, or auto, by their number."
         ),
     ] = "auto"
     tensor_parallel_size: Annotated[
@@ -411,13 +409,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     def served_names(self) -> tuple[str, ...]:
         """The model's names for requests; responses have the first one."""
         return self.served_model_name or (self.model or "jackfield-tiny",)
-
-    @property
-    def executor_name(self) -> str:
-        """The executor's registered name: for auto, by the number of ranks."""
-        if self.executor == "auto":
-            return "inprocess" if self.tensor_parallel_size == 1 else "processes"
-        return EXECUTORS.get(self.executor, self.executor)
 
     def _check_together(self) -> None:
         if self.trust_remote_code:

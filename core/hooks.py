@@ -273,9 +273,11 @@ def register_weight_loaders(registry: Registry[type[WeightLoader]]) -> None:
 def register_executors(registry: Registry[type[Executor]]) -> None:
     """Executors, which run the worker's ranks.
 
-        registry.add("inprocess", "jackfield.plugins.executors.inprocess:InProcessExecutor")
+        registry.add("inprocess", "jackfield.plugins.executors.inprocess:InProcessExecutor",
+                     priority=20, aliases=("uni",))
 
-    Used by the engine at start (`EngineConfig.executor`). Contract: `protocols.Executor`.
+    Used by the engine at start (`EngineConfig.executor`); `auto` takes the highest priority that
+    runs as many ranks. Contract: `protocols.Executor`.
     """
 
 

@@ -56,7 +56,7 @@ async def replay(recording: Recording, config: EngineConfig, plugins: Plugins) -
     """
     header = recording.header
     check_names(config, plugins)
-    resolved = resolve_config(config)
+    resolved = resolve_config(config, plugins)
     model_config = await asyncio.to_thread(resolve_model_config, resolved, plugins)
     resolved, model_config = resolve_runner(config, resolved, model_config, plugins)
     plugins.configure(resolved.plugin_options)

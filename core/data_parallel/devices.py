@@ -7,7 +7,7 @@ import os
 import torch
 
 from ..config import EngineConfig
-from ..engine.resolve_config import resolve_config
+from ..engine.resolve_config import resolve_device
 from ..errors import ConfigError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -19,7 +19,7 @@ def member_environments(config: EngineConfig) -> list[dict[str, str]]:
     Blocks. Raises ConfigError if there are too few.
     """
     size, each = config.data_parallel_size, config.tensor_parallel_size
-    if resolve_config(config).device != "cuda":
+    if resolve_device(config) != "cuda":
         return [{} for _ in range(size)]
     return slices(size, each, torch.cuda.device_count(), os.environ.get(VISIBLE))
 

@@ -63,10 +63,6 @@ def _check_encodable(spec: RequestSpec, grammar: CompiledGrammar | None) -> None
         raise InvalidRequest(f"a value cannot be sent to the other ranks: {error}") from None
 
 
-def _unwatched(callback: Callable[[Exception], None]) -> None:
-    """Do nothing: in place of `Executor.watch_failure`, which is optional."""
-
-
 class EngineCore:
     """Schedules requests onto an executor of this process. A `CoreClient`."""
 
@@ -108,7 +104,7 @@ class EngineCore:
         executors, name = self.plugins["executor"], self.config.executor
         with executors.calling(name, "its constructor"):
             self.executor = executors.load(name)(self.config, self.model_config, self.plugins)
-        getattr(self.executor, "watch_failure", _unwatched)(self._executor_failed)
+        self.executor.watch_failure(self._executor_failed)
         if self.config.kv_transfer_config is not None:
             watch_transfers(self.executor, self._expect_transfer_report)
         writer = None if self.config.record_steps is None else Writer(self.config.record_steps)
@@ -160,11 +156,12 @@ class EngineCore:
         """Make the configuration concrete, while the executor's class prepares the device."""
         given, plugins = self.config, self.plugins
         check_names(given, plugins)
-        config = resolve_config(given)
+        config = resolve_config(given, plugins)
         executor_class = plugins["executor"].load(config.executor)
-        getattr(executor_class, "start_ahead", lambda config: None)(config)
-        initialize = getattr(executor_class, "initialize_device", lambda config, plugins: None)
-        ready = asyncio.ensure_future(asyncio.to_thread(initialize, config, plugins))
+        executor_class.start_ahead(config)
+        ready = asyncio.ensure_future(
+            asyncio.to_thread(executor_class.initialize_device, config, plugins)
+        )
         try:
             model_config = await asyncio.to_thread(resolve_model_config, config, plugins)
         finally:

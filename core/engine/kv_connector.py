@@ -22,13 +22,13 @@ from ..scheduling.guarded_connector import GuardedConnector
 
 def watch_transfers(executor: Executor, callback: Callable[[], None]) -> None:
     """Call `callback` when transfers end. Raises ConfigError if the executor cannot do that."""
-    watch = getattr(executor, "watch_transfers", None)
-    if watch is None:
+    try:
+        executor.watch_transfers(callback)
+    except NotImplementedError:
         raise ConfigError(
             f"kv_transfer_config: the executor {type(executor).__name__} serves no KV connectors",
             param="kv_transfer_config",
-        )
-    watch(callback)
+        ) from None
 
 
 def connect(

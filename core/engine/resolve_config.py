@@ -17,6 +17,7 @@ from ..loading.generation_config import read_generation_config
 from ..loading.model_config import ModelConfig, SourceConfig, resolve_model_config
 from ..loading.resolve_pooling import resolve_pooling
 from ..registration.architecture import registered_name
+from ..registration.executor_choice import choose_executor
 from ..registration.plugin_options import typed_options
 from ..registry import Plugins
 from ..text.tokenizer import template_texts
@@ -44,21 +45,28 @@ NOT_WITH_SOURCES = {
 """Options that serve decoders alone → why."""
 
 
-def resolve_config(config: EngineConfig) -> EngineConfig:
-    """Fill in `device`, `max_num_batched_tokens` and `executor`. Raises ConfigError."""
+def resolve_device(config: EngineConfig) -> str:
+    """Return where the model runs, cuda or cpu. Raises ConfigError if there is no such device."""
     device: str = config.device
     if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        return "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
             "device: cuda was requested, but torch finds no CUDA device here; use cpu or auto",
             param="device",
         )
+    return device
+
+
+def resolve_config(config: EngineConfig, plugins: Plugins) -> EngineConfig:
+    """Fill in `device`, `max_num_batched_tokens` and `executor`. Raises ConfigError."""
+    device = resolve_device(config)
     budget = config.max_num_batched_tokens or max(TOKEN_BUDGET[device], config.max_num_seqs)
     if budget < config.max_num_seqs:
         config = msgspec.structs.replace(config, max_num_seqs=budget)
+    executor = choose_executor(config, plugins["executor"])
     return msgspec.structs.replace(
-        config, device=device, max_num_batched_tokens=budget, executor=config.executor_name
+        config, device=device, max_num_batched_tokens=budget, executor=executor
     )
 
 
@@ -236,7 +244,6 @@ def _parser_name(name: str) -> str | None:
 def check_names(config: EngineConfig, plugins: Plugins) -> None:
     """Import the plugins that options name. Raises ConfigError with the option's name."""
     options = [(option, kind, getattr(config, option)) for option, kind in NAMED.items()]
-    options.append(("executor", "executor", config.executor_name))
     if config.kv_transfer_config is not None:
         options.append(
             ("kv_transfer_config", "kv_connector", config.kv_transfer_config.kv_connector)
@@ -253,11 +260,5 @@ def check_names(config: EngineConfig, plugins: Plugins) -> None:
     if (speculative := config.speculative_config) is not None:
         schema = plugins["speculator"].load(speculative.method).options
         typed_options("", schema, speculative.options, field="speculative_config")
-    executor = plugins["executor"].load(config.executor_name)
-    if config.tensor_parallel_size > 1 and not getattr(executor, "tensor_parallel", False):
-        raise ConfigError(
-            f"tensor_parallel_size: executor {config.executor_name!r} runs one rank; set it to 1, "
-            "or use executor processes",
-            param="tensor_parallel_size",
-        )
+    choose_executor(config, plugins["executor"])
     check_backend(plugins["structured_backend"], config.structured_outputs_config.backend)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import msgspec
 
@@ -20,37 +21,45 @@ if TYPE_CHECKING:
 from .kv import KVLayout
 
 
-class Executor(Protocol):
+class Executor(ABC):
     """Runs the worker's ranks. The event loop accesses the worker only through it.
 
-    A class with `tensor_parallel = True` starts `EngineConfig.tensor_parallel_size` of them
-    (`core.parallel.join`); for others, more than 1 is refused.
+    A class that does not subclass this one gets the defaults of the methods that it lacks.
     """
 
+    tensor_parallel: ClassVar[bool] = False
+    """Whether it starts `EngineConfig.tensor_parallel_size` ranks (`core.parallel.join`), however
+    many; False: one, and more are refused. `auto` takes the first executor by priority that runs
+    as many as there are, so importing the class should be cheap."""
+
+    @abstractmethod
     def __init__(
         self, config: EngineConfig, model_config: ModelConfig, plugins: Plugins
     ) -> None: ...
 
-    @staticmethod
+    @staticmethod  # noqa: B027
     def start_ahead(config: EngineConfig) -> None:
         """Begin what takes long and needs neither a model nor a device, such as starting processes.
+        Default: nothing.
 
         Called before `initialize_device`, perhaps more than once for one engine, and perhaps for
-        one that does not start. Optional.
+        one that does not start.
         """
 
-    @staticmethod
+    @staticmethod  # noqa: B027
     def initialize_device(config: EngineConfig, plugins: Plugins) -> None:
-        """Do the parts of a start that do not depend on the model.
+        """Do the parts of a start that do not depend on the model. Default: nothing; `start` does
+        all.
 
-        Called on a thread, while the model's configuration is read and before `__init__`; an
-        executor without this method does all in `start`. A failure here must be raised again by
-        `start`.
+        Called on a thread, while the model's configuration is read and before `__init__`. A failure
+        here must be raised again by `start`.
         """
 
+    @abstractmethod
     async def start(self) -> ExecutorInfo:
         """Load the model, size the cache, warm up."""
 
+    @abstractmethod
     def submit(self, plan: StepPlan, in_process: InProcess) -> asyncio.Future[StepResult]:
         """Queue one step; plans run in order. The future fails if the step as a whole does.
         Raises if it does not accept the plan.
@@ -59,6 +68,7 @@ class Executor(Protocol):
         to it: a worker elsewhere makes its own, from `SlotStart.params` and `SlotStart.grammar`.
         """
 
+    @abstractmethod
     def ask(self, job: WorkerJob) -> asyncio.Future[Any]:
         """Queue a job behind the plans and jobs before it → what its class says.
 
@@ -68,23 +78,25 @@ class Executor(Protocol):
         the engine is idle.
         """
 
+    @abstractmethod
     async def stop(self) -> None:
         """Finish what is queued, free the device. Safe to call twice."""
 
-    def watch_failure(self, callback: Callable[[Exception], None]) -> None:
+    def watch_failure(self, callback: Callable[[Exception], None]) -> None:  # noqa: B027
         """Call `callback` on the event loop, once, if the executor cannot go on, also when nothing
-        is queued: the engine ends with that error.
+        is queued: the engine ends with that error. Default: it is never called, and the engine
+        learns of it by the next step.
 
-        Called once, before `start`. Optional: without it, the engine learns of it by the next step.
+        Called once, before `start`.
         """
 
     def watch_transfers(self, callback: Callable[[], None]) -> None:
         """Call `callback` on the event loop when a KV connector's worker half has something to
-        report.
+        report. Default: raises NotImplementedError, and connectors are refused.
 
-        Called once, before `start`, and only if a connector is configured: an executor without this
-        method does not support connectors.
+        Called once, before `start`, and only if a connector is configured.
         """
+        raise NotImplementedError(f"{type(self).__name__} serves no KV connectors")
 
 
 class ExecutorInfo(msgspec.Struct, frozen=True, kw_only=True):

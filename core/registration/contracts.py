@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -25,6 +25,8 @@ class Contract(NamedTuple):
     """Alternatives: at least one of these is required."""
     base: str = ""
     """"module:class" that it must subclass."""
+    defaults: str = ""
+    """"module:class" with all other methods: a class that does not subclass it gets them."""
 
 
 CONTRACTS = {
@@ -59,7 +61,11 @@ CONTRACTS = {
         "protocols.LogitsProcessor", base="jackfield.core.protocols:LogitsProcessor"
     ),
     "weight_loader": Contract("protocols.WeightLoader", ("load",)),
-    "executor": Contract("protocols.Executor", ("start", "submit", "ask", "stop")),
+    "executor": Contract(
+        "protocols.Executor",
+        ("start", "submit", "ask", "stop"),
+        defaults="jackfield.core.protocols:Executor",
+    ),
     "collectives": Contract(
         "protocols.Collectives", ("supports", "all_reduce", "all_gather", "close")
     ),
@@ -78,8 +84,7 @@ def violation(kind: str, thing: object) -> str | None:
         return "it is None"
     contract = CONTRACTS.get(kind, Contract("something to call", ("__call__",)))
     if contract.base:
-        module, _, name = contract.base.partition(":")
-        base = getattr(importlib.import_module(module), name)
+        base = _class(contract.base)
         if not (isinstance(thing, type) and issubclass(thing, base)):
             return f"it does not subclass {contract.base.replace(':', '.')}"
         if inspect.isabstract(thing):
@@ -93,6 +98,21 @@ def violation(kind: str, thing: object) -> str | None:
     if kind == "options":
         return _undecided(thing)
     return None
+
+
+def completed(kind: str, thing: Any) -> Any:
+    """Return `thing`; a class that lacks optional methods of its kind as a subclass that has their
+    defaults."""
+    defaults = CONTRACTS[kind].defaults if kind in CONTRACTS else ""
+    if not defaults or not isinstance(thing, type) or issubclass(thing, base := _class(defaults)):
+        return thing
+    return type(thing.__name__, (thing, base), {"__module__": thing.__module__})
+
+
+def _class(reference: str) -> type:
+    module, _, name = reference.partition(":")
+    found: type = getattr(importlib.import_module(module), name)
+    return found
 
 
 def _undecided(schema: object) -> str | None:

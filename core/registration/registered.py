@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from ..errors import JackfieldError, PluginError
-from .contracts import violation
+from .contracts import completed, violation
 from .plugin_checks import near
 
 T = TypeVar("T")
@@ -49,6 +49,8 @@ class Entry(msgspec.Struct, frozen=True):
     """Of a parser: texts that a chat template has whose model writes what it reads."""
     model_types: tuple[str, ...] = ()
     """Of a parser: the only model types whose templates are recognized by `marks`; (): any."""
+    aliases: tuple[str, ...] = ()
+    """Other names of an executor."""
 
 
 class NameConflict(PluginError):
@@ -76,9 +78,11 @@ class Registry(Generic[T]):
         final: bool = False,
         marks: tuple[str, ...] = (),
         model_types: tuple[str, ...] = (),
+        aliases: tuple[str, ...] = (),
     ) -> None:
         """Register `reference` ("module:attribute", or the object) under `name`; `final`: it cannot
-        be overridden; `marks` and `model_types`: for parsers that `auto` may choose (`Entry`).
+        be overridden; `marks` and `model_types`: for parsers that `auto` may choose (`Entry`);
+        `aliases`: other names that the option of an executor may have.
 
         Raises NameConflict if the name is taken and `override` is not set, PluginError if it is
         final or `reference` is text of another form.
@@ -99,8 +103,9 @@ class Registry(Generic[T]):
                 "override=True"
             )
         self._entries[name] = Entry(
-            name, reference, self._registering, priority, help, final, override, marks, model_types
-        )
+            name, reference, self._registering, priority, help, final, override, marks,
+            model_types, aliases,
+        )  # fmt: skip
         self._loaded.pop(name, None)
 
     def refuse(self, name: str, reason: str) -> None:
@@ -144,8 +149,14 @@ class Registry(Generic[T]):
             raise PluginError(
                 f"{self.kind} {name!r} of {entry.provenance.distribution} is none: {reason}"
             )
-        self._loaded[name] = reference
-        return reference  # type: ignore[no-any-return]
+        self._loaded[name] = completed(self.kind, reference)
+        return self._loaded[name]
+
+    def canonical(self, name: str) -> str:
+        """Return the registered name that `name` is an alias of; any other name as it is."""
+        if name in self._entries:
+            return name
+        return next((entry.name for entry in self.entries() if name in entry.aliases), name)
 
     def in_use(self) -> dict[str, T]:
         """Objects imported so far, by name."""

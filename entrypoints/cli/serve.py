@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...core.errors import ConfigError, JackfieldError
+from ...core.registration.executor_choice import choose_executor
 from ..flags.engine_flags import fail
 from ..server.event_loop import run_on_loop
 from ..server.serve_settings import settings
@@ -44,8 +45,8 @@ def _start_ahead(config: EngineConfig, plugins: Plugins) -> None:
         start_ahead(config.data_parallel_size)
     elif config.tensor_parallel_size > 1:
         with contextlib.suppress(JackfieldError):
-            executor = plugins["executor"].load(config.executor_name)
-            getattr(executor, "start_ahead", lambda config: None)(config)
+            executors = plugins["executor"]
+            executors.load(choose_executor(config, executors)).start_ahead(config)
 
 
 def _check_address(listen: Listen) -> None:

@@ -9,6 +9,7 @@ On the embedded model, on the CPU or what `device` says. Plans are made by the r
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import threading
 from collections.abc import Coroutine
@@ -68,7 +69,8 @@ class ExecutorKit(Kit):
     def make(self, **options: Any) -> tuple[Executor, EngineConfig]:
         """Create the executor as an engine does; return it and the resolved configuration."""
         engine_config = self.config(**options)
-        config, plugins = resolve_config(engine_config), self.plugins()
+        plugins = self.plugins()
+        config = resolve_config(engine_config, plugins)
         model_config = resolve_model_config(config)
         config, model_config = resolve_runner(engine_config, config, model_config, plugins)
         executor: Executor = self.registered()(config, model_config, plugins)
@@ -146,6 +148,28 @@ class ExecutorKit(Kit):
             assert info.weight_bytes > 1000
             assert info.kv_cache_bytes % info.num_blocks == 0 and info.kv_cache_bytes
             assert info.load_seconds >= 0
+
+        self.run(scenario())
+
+    def test_what_is_optional_is_called_as_an_engine_does(self) -> None:
+        """What begins early may be begun twice, and an executor that is stopped has not failed."""
+
+        async def scenario() -> None:
+            plugins = self.plugins()
+            config = resolve_config(self.config(), plugins)
+            executor_class: type[Executor] = self.registered()
+            assert isinstance(executor_class.tensor_parallel, bool)
+            for _ in range(2):
+                executor_class.start_ahead(config)
+            await asyncio.to_thread(executor_class.initialize_device, config, plugins)
+            failures: list[Exception] = []
+            executor, config = self.make()
+            executor.watch_failure(failures.append)
+            with contextlib.suppress(NotImplementedError):
+                executor.watch_transfers(lambda: None)
+            await executor.start()
+            await executor.stop()
+            assert not failures, "it said that it cannot go on"
 
         self.run(scenario())
 

@@ -9,5 +9,12 @@ from ...core.hooks import hookimpl
 
 @hookimpl
 def register_executors(registry: Any) -> None:
-    registry.add("inprocess", "jackfield.plugins.executors.inprocess:InProcessExecutor")
-    registry.add("processes", "jackfield.plugins.executors.processes:ProcessesExecutor")
+    # Aliases are vLLM's names.
+    registry.add(
+        "inprocess", "jackfield.plugins.executors.inprocess:InProcessExecutor", priority=20,
+        aliases=("uni",),
+    )  # fmt: skip
+    registry.add(
+        "processes", "jackfield.plugins.executors.processes:ProcessesExecutor", priority=10,
+        aliases=("mp",),
+    )  # fmt: skip

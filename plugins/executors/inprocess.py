@@ -1,32 +1,39 @@
-"""One rank, in this process, on a thread of its own."""
+"""One rank, in this process, on a thread of its own.
+
+Imports nothing large: `auto` asks this class for its number of ranks before processes are started.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...core.config import EngineConfig
-from ...core.loading.model_config import ModelConfig
-from ...core.protocols.executors import ExecutorInfo
+from ...core.protocols.executors import Executor, ExecutorInfo
 from ...core.registry import Plugins
 from ...core.step import InProcess, Ping, StepPlan, StepResult, WorkerJob
-from ...core.worker.start.device_init import initialize_device
 from ...core.worker.threads import WorkerThread
-from ...core.worker.worker import Worker
+
+if TYPE_CHECKING:
+    from ...core.loading.model_config import ModelConfig
 
 
-class InProcessExecutor:
+class InProcessExecutor(Executor):
     """Runs plans on a worker thread beside the event loop."""
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig, plugins: Plugins) -> None:
+        from ...core.worker.worker import Worker
+
         self._worker = Worker(config, model_config, plugins)
         self._thread: WorkerThread | None = None
 
     @staticmethod
     def initialize_device(config: EngineConfig, plugins: Plugins) -> None:
         """Initialize the device."""
+        from ...core.worker.start.device_init import initialize_device
+
         initialize_device(config, plugins)
 
     def watch_transfers(self, callback: Callable[[], None]) -> None:

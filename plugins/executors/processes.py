@@ -24,7 +24,7 @@ import msgspec
 
 from ...core.config import EngineConfig
 from ...core.errors import JackfieldError, RankFailed
-from ...core.protocols.executors import ExecutorInfo
+from ...core.protocols.executors import Executor, ExecutorInfo
 from ...core.registry import Plugins
 from ...core.remote.frames import encode
 from ...core.step import InProcess, Ping, StepPlan, StepResult, WorkerJob
@@ -81,7 +81,7 @@ class Awaited:
     """Whether it has failed on some ranks, and a time is set for the others."""
 
 
-class ProcessesExecutor:
+class ProcessesExecutor(Executor):
     """Runs plans on all ranks. Everything but the worker belongs to the event loop."""
 
     tensor_parallel = True

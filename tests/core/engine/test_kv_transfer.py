@@ -11,6 +11,7 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from jackfield import AsyncEngine, EngineConfig, OutputKind, SamplingParams, hookimpl
 from jackfield.core.errors import ConfigError, InvalidRequest
+from jackfield.core.protocols import Executor
 from jackfield.core.registry import load_plugins
 from jackfield.core.step import KVReport
 from jackfield.entrypoints.server.app import make_app
@@ -208,7 +209,7 @@ def test_kv_transfer_params_must_be_an_object() -> None:
 
 async def test_an_executor_that_knows_no_connectors_is_refused() -> None:
     class Older(InProcessExecutor):
-        watch_transfers = None
+        watch_transfers = Executor.watch_transfers
 
     class Plugin:
         jackfield_api = 2

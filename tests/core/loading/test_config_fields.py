@@ -52,7 +52,7 @@ def build(folder: Path, plugins: Plugins, changes: dict[str, Any]) -> None:
         engine_config = EngineConfig(
             model=str(folder), device="cpu", load_format="dummy", skip_tokenizer_init=True
         )
-        config = resolve_config(engine_config)
+        config = resolve_config(engine_config, plugins)
         config, model_config = resolve_runner(
             engine_config, config, resolve_model_config(config), plugins
         )

@@ -183,6 +183,22 @@ def silent(self: Any) -> Any:
     return start()
 
 
+def failing_at_the_end(self: Any) -> Any:
+    failed = self.__dict__.get("failed")
+    if failed is not None:
+        failed(RuntimeError("stopped"))
+    return InProcessExecutor.stop(self)
+
+
+def remembering(self: Any, callback: Any) -> None:
+    self.failed = callback
+
+
+def starting_once(config: Any, started: list[Any] = []) -> None:  # noqa: B006
+    assert not started, "started twice"
+    started.append(config)
+
+
 INFO = "test_what_it_tells_of_itself"
 TOKENS = "test_tokens_are_those_of_the_executor_in_the_box"
 JOBS = "test_jobs_run_in_order_with_plans"
@@ -194,7 +210,13 @@ PING, QUEUED = "test_a_ping_comes_after_what_was_queued", "test_stopping_finishe
 TWICE = "test_stopping_twice_or_before_the_start_is_harmless"
 TWO = "test_two_live_side_by_side"
 
+OPTIONAL = "test_what_is_optional_is_called_as_an_engine_does"
+
 MUTANTS = {
+    "fails where it is stopped": Mutant(
+        planted(stop=failing_at_the_end, watch_failure=remembering), (OPTIONAL,)
+    ),
+    "begins once": Mutant(planted(start_ahead=staticmethod(starting_once)), (OPTIONAL,)),
     "one block too many": Mutant(planted(start=one_block_too_many), (INFO,)),
     "starts on the event loop": Mutant(planted(start=start_on_the_loop), (WAITS,)),
     "runs a step on the event loop": Mutant(planted(submit=run_at_once), (WAITS,)),

@@ -6,6 +6,8 @@ import asyncio
 import json
 import operator
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,8 +18,11 @@ import torch
 import transformers
 
 import jackfield
-from jackfield import AsyncEngine, EngineConfig, SamplingParams
+from jackfield import AsyncEngine, EngineConfig, SamplingParams, hookimpl
 from jackfield.core.errors import ConfigError, InvalidRequest
+from jackfield.core.protocols import Executor
+from jackfield.core.registration.executor_choice import choose_executor
+from jackfield.core.registry import load_plugins
 from jackfield.core.remote.frames import encode
 from jackfield.core.sampling_params import OutputKind, StructuredOutputsParams
 from jackfield.core.step import PrepareAhead
@@ -281,10 +286,62 @@ def test_two_gpus_give_the_tokens_of_one(checkpoint: Path) -> None:
     ],
 )
 def test_the_number_of_ranks_chooses_the_executor(options: Any, executor: str) -> None:
-    from jackfield.core.engine.resolve_config import resolve_config
-
     made = EngineConfig.from_options({"device": "cpu", **options})
-    assert resolve_config(made).executor == executor
+    assert choose_executor(made, load_plugins()["executor"]) == executor
+
+
+class Larger:
+    """An executor of many ranks that leaves out all that is optional, and subclasses nothing."""
+
+    jackfield_api = 2
+    tensor_parallel = True
+    start = submit = ask = stop = None
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    @hookimpl
+    def register_executors(self, registry: Any) -> None:
+        registry.add("larger", Larger, priority=15, aliases=("big", "mp"))
+
+
+@pytest.mark.parametrize(
+    ("options", "executor"),
+    [
+        ({}, "inprocess"),
+        ({"tensor_parallel_size": 2}, "larger"),
+        ({"tensor_parallel_size": 2, "executor": "processes"}, "processes"),
+        ({"executor": "big"}, "larger"),
+    ],
+)
+def test_auto_takes_the_first_executor_that_runs_as_many_ranks(options: Any, executor: str) -> None:
+    executors = load_plugins(extra=[Larger()])["executor"]
+    assert choose_executor(EngineConfig(device="cpu", **options), executors) == executor
+
+
+def test_choosing_an_executor_imports_no_torch() -> None:
+    """The other ranks' processes start before this one has imported it."""
+    code = (
+        "import sys; from jackfield.core.config import EngineConfig; "
+        "from jackfield.core.registration.executor_choice import choose_executor; "
+        "from jackfield.core.registry import load_plugins; "
+        "choose_executor(EngineConfig(tensor_parallel_size=2), load_plugins()['executor']); "
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_an_executor_that_subclasses_nothing_gets_what_is_optional() -> None:
+    executor = load_plugins(extra=[Larger()])["executor"].load("larger")
+    assert issubclass(executor, Larger) and issubclass(executor, Executor)
+    assert executor.tensor_parallel and executor.start is None
+    config = EngineConfig(device="cpu")
+    assert executor.start_ahead(config) is None
+    assert executor.initialize_device(config, load_plugins()) is None
+    made = executor()
+    assert made.watch_failure(print) is None
+    with pytest.raises(NotImplementedError, match="Larger"):
+        made.watch_transfers(print)
 
 
 @pytest.mark.parametrize(
