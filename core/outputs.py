@@ -186,6 +186,8 @@ class EngineStats(msgspec.Struct, kw_only=True):
     late_preparations: int = 0
     """Kernels compiled or loaded, and graphs recorded, in steps that waited for it, since the
     start."""
+    graph_recording_failures: int = 0
+    """Failed attempts to record a step as a CUDA graph, since the start."""
     spec_decode_num_drafts: int = 0
     """Rows whose drafts were verified, since the start."""
     spec_decode_num_draft_tokens: int = 0

@@ -269,6 +269,8 @@ class StepResult(msgspec.Struct, frozen=True):
     launch_wait_seconds: float = 0.0
     """Seconds of the launch in which the thread could not run, mostly waiting for the interpreter
     lock."""
+    graph_recording_failures: int = 0
+    """Failed attempts to record a step as a graph, since the previous result."""
 
     def rows(self) -> list[list[int]]:
         """Return the tokens of each row, in new lists. Raises ValueError if `counts` and

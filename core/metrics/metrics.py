@@ -80,6 +80,10 @@ class EngineMetrics:
                 "late_preparations",
                 "Kernels compiled or loaded, and graphs recorded, in steps that waited for it.",
             ),
+            "graph_recording_failures": counter(
+                "graph_recording_failures",
+                "Failed attempts to record a step as a CUDA graph; such steps are launched.",
+            ),
             "spec_decode_num_drafts": counter(
                 "spec_decode_num_drafts", "Rows whose drafts were verified."
             ),

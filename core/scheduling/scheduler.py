@@ -335,6 +335,7 @@ class Scheduler:
         self._stats.steps += 1
         self._stats.generation_tokens += num_new
         self._stats.late_preparations += result.late_preparations
+        self._stats.graph_recording_failures += result.graph_recording_failures
         self._stats.kv_compaction_seconds += result.compaction_seconds
         return updates
 

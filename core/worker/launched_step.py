@@ -65,6 +65,7 @@ class LaunchedStep:
     """Returns the time that compactions took, once the step is done; None: there were none."""
     late_preparations: int = 0
     """As in `StepResult`, as `launch_wait_seconds` is."""
+    graph_recording_failures: int = 0
     launch_wait_seconds: float = 0.0
 
     def chosen_tokens(self) -> list[int]:
@@ -129,6 +130,7 @@ class LaunchedStep:
             if self.compaction_seconds is None
             else self.compaction_seconds(),
             late_preparations=self.late_preparations,
+            graph_recording_failures=self.graph_recording_failures,
             launch_wait_seconds=self.launch_wait_seconds,
         )
 

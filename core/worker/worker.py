@@ -70,6 +70,8 @@ class Worker:
         self._started: StartedWorker | None = None
         self._unscaled: list[Attention] = []
         """Layers whose cache scales the first step will compute."""
+        self._reported_failures = 0
+        """Failures to record a graph that a step's result has reported."""
         self._step_failed = False
         """Whether the state of the slots is undefined: see `step`."""
 
@@ -119,6 +121,7 @@ class Worker:
             step = self._launched(plan, in_process, self.runner)
             if isinstance(step, LaunchedStep):
                 step.late_preparations = self._num_prepared() - before
+                step.graph_recording_failures = self._new_recording_failures()
                 worked = time.thread_time() - worked
                 step.launch_wait_seconds = max(0.0, time.perf_counter() - began - worked)
         except BaseException as error:
@@ -138,6 +141,14 @@ class Worker:
             return 0
         recorded = 0 if started.graphs is None else started.graphs.num_recorded
         return started.operations.num_loaded() + recorded
+
+    def _new_recording_failures(self) -> int:
+        """Number of graphs whose recording has failed since the last call, at first the start."""
+        started = self._started
+        if started is None or started.graphs is None:
+            return 0
+        before, self._reported_failures = self._reported_failures, started.graphs.num_failures
+        return self._reported_failures - before
 
     def run_job(self, job: WorkerJob) -> Any:
         """Return what the job's class says. Raises NotImplementedError for one that is not done

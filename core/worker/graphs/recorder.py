@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 import torch
 
 from ...parallel.ranks import ONE_RANK, Ranks
+
+logger = logging.getLogger("jackfield.worker")
 
 Replay = Callable[[], object]
 Recorder = Callable[[Callable[[], None]], Replay]
@@ -15,6 +18,28 @@ Recorder = Callable[[Callable[[], None]], Replay]
 
 class NotRecorded(RuntimeError):
     """Work could not be recorded on some rank, and so counts as not recorded on all."""
+
+
+class CountedRecorder:
+    """Counts the recordings that fail, and logs the first of them."""
+
+    def __init__(self, record: Recorder) -> None:
+        self._record = record
+        self.num_failures = 0
+
+    def __call__(self, function: Callable[[], None]) -> Replay:
+        """Record `function`. Raises RuntimeError if that fails."""
+        try:
+            return self._record(function)
+        except RuntimeError as error:
+            if not self.num_failures:
+                logger.warning(
+                    "recording a step as a CUDA graph failed: %s; a step without a graph is "
+                    "launched kernel by kernel (further failures are only counted, in "
+                    "jackfield:graph_recording_failures_total)", error,
+                )  # fmt: skip
+            self.num_failures += 1
+            raise
 
 
 class CudaRecorder:

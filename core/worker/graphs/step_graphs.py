@@ -13,7 +13,7 @@ from .decode_graphs import DecodeGraphs
 from .draft_graphs import DraftGraphs
 from .endings import Ending
 from .mixed_graphs import MixedGraphs
-from .recorder import Recorder
+from .recorder import CountedRecorder, Recorder
 
 logger = logging.getLogger("jackfield.worker")
 
@@ -34,6 +34,7 @@ class StepGraphs:
         """max_tokens: of any step. Nothing is recorded yet."""
         self._runner = runner
         self._ranks = ranks
+        self._record = CountedRecorder(record)
         operations = runner.batch.operations
         self.decode = DecodeGraphs(
             forward=runner.forward,
@@ -41,7 +42,7 @@ class StepGraphs:
             batch=runner.batch,
             sampler=runner.sampler,
             operations=operations,
-            record=record,
+            record=self._record,
         )
         self.mixed: MixedGraphs | None = None
         """None: the attention backend, or layers that keep states, do not support recording steps
@@ -54,7 +55,7 @@ class StepGraphs:
                 batch=runner.batch,
                 backend=runner.backend,
                 sampler=runner.sampler,
-                record=record,
+                record=self._record,
                 max_tokens=max_tokens,
             )
 
@@ -67,7 +68,7 @@ class StepGraphs:
                 batch=runner.batch,
                 sampler=runner.sampler,
                 drafting=runner.drafting,
-                record=record,
+                record=self._record,
                 max_tokens=max_tokens,
             )
 
@@ -77,6 +78,11 @@ class StepGraphs:
         mixed = 0 if self.mixed is None else self.mixed.num_recorded
         drafts = 0 if self.drafts is None else self.drafts.num_recorded
         return self.decode.num_recorded + mixed + drafts
+
+    @property
+    def num_failures(self) -> int:
+        """Number of recordings that have failed so far."""
+        return self._record.num_failures
 
     def record_first(self, device: torch.device) -> None:
         """Record what the first requests need, and then more for up to `RECORDING_SECONDS`. The

@@ -210,6 +210,40 @@ def test_a_worker_on_a_cpu_records_nothing(checkpoint: Path) -> None:
     assert Worker(config, None, None)._recorder() is None  # type: ignore[arg-type]
 
 
+async def test_what_cannot_be_recorded_is_counted_and_logged_once(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Tokens come all the same, by launches."""
+
+    class Failing(InProcessExecutor):
+        def __init__(self, config: Any, model_config: Any, plugins: Any) -> None:
+            super().__init__(config, model_config, plugins)
+            self._worker._recorder = lambda: refuse  # type: ignore[method-assign]
+
+    def refuse(function: Callable[[], None]) -> Callable[[], None]:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    class Other(Plugin):
+        @hookimpl
+        def register_executors(self, registry: Any) -> None:
+            registry.add("failing", Failing)
+
+    config = EngineConfig(
+        model=str(checkpoint), device="cpu", executor="failing", attention_backend="static",
+        max_model_len=64, max_num_seqs=2, cpu_kvcache_space=0.01, skip_tokenizer_init=True,
+    )  # fmt: skip
+    caplog.set_level("WARNING", "jackfield.worker")
+    async with AsyncEngine(config, plugins=load_plugins(extra=[Other()])) as engine:
+        stream = engine.generate([5, 6, 7], SamplingParams(max_tokens=3, ignore_eos=True))
+        async for output in stream:
+            last = output
+        assert len(last.outputs[0].token_ids) == 3
+        # Once before the step has run, and once after it.
+        assert engine.stats().graph_recording_failures == 2
+    messages = [record.getMessage() for record in caplog.records]
+    assert sum("stream is capturing" in message for message in messages) == 1
+
+
 async def test_work_in_spare_time_leaves_requests_alone(checkpoint: Path) -> None:
     """Recording and compiling ahead, between the steps of a request that draws in slot 0."""
     plugins = load_plugins()
