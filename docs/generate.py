@@ -15,8 +15,10 @@ import json
 import re
 import sys
 import textwrap
+import tomllib
 import typing
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -399,11 +401,34 @@ def render() -> dict[str, str]:
     return {name: NOTE + make() for name, make in PAGES.items()}
 
 
+def check_installed(pyproject: str, installed: set[str]) -> None:
+    """Raise SystemExit if the installation lacks entry points of pyproject.toml, or has more: pages
+    that list plugins would be wrong.
+
+    pyproject: its text. installed: names of the entry points of this distribution's plugins.
+    """
+    declared = set(tomllib.loads(pyproject)["project"]["entry-points"][hooks.PROJECT])
+    differing = sorted(declared ^ installed)
+    if differing:
+        raise SystemExit(
+            f"the installed {hooks.PROJECT} has other entry points than pyproject.toml "
+            f"({', '.join(differing)}): install it again (pip install --no-deps -e .), then run "
+            "this once more"
+        )
+
+
+def installed_plugins() -> set[str]:
+    """Return the names of the entry points of this distribution's plugins, as it is installed."""
+    points = metadata.entry_points(group=hooks.PROJECT)
+    return {point.name for point in points if point.dist and point.dist.name == hooks.PROJECT}
+
+
 def main() -> int:
     """→ exit status"""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing")
     check = parser.parse_args().check
+    check_installed((DOCS.parent / "pyproject.toml").read_text(), installed_plugins())
     pages = render()
     stale = []
     for name, text in pages.items():

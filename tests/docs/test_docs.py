@@ -225,6 +225,14 @@ def test_links_resolve(page: Path) -> None:
 # ---------------------------------------------------------------- what is generated
 
 
+def test_pages_of_an_older_installation_are_refused() -> None:
+    generated, pyproject = generator(), (ROOT / "pyproject.toml").read_text()
+    installed = generated.installed_plugins()
+    generated.check_installed(pyproject, installed)
+    with pytest.raises(SystemExit, match=r"\(speculators\).*install it again"):
+        generated.check_installed(pyproject, installed - {"speculators"})
+
+
 def test_generated_pages_are_up_to_date() -> None:
     generated = generator()
     pages = generated.render()
