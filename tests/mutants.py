@@ -102,6 +102,8 @@ def run_kit(tests: type, only: Collection[str] | None = None) -> Outcomes:
                "unraisableexception", "threadexception")  # fmt: skip
     arguments = [str(ANCHOR), "-c", os.devnull, "--rootdir", str(ANCHOR.parent), "--strict-markers"]
     arguments += [word for name in plugins for word in ("-p", f"no:{name}")]
+    # Or the checkout, whose root is a package, is imported once more, under its folder's name.
+    arguments += ["--confcutdir", str(ANCHOR.parent)]
     arguments += ["-o", "markers=gpu: needs a CUDA device", "-m", "not gpu"]
     before = os.environ.get("PYTEST_DISABLE_PLUGIN_AUTOLOAD")
     current = os.environ.get("PYTEST_CURRENT_TEST")

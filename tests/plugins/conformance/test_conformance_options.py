@@ -11,6 +11,7 @@ import textwrap
 from importlib import metadata
 from pathlib import Path
 
+import mutants
 import pytest
 from mutants import plugin_of
 
@@ -180,3 +181,24 @@ def test_all_stands_for_every_registered_name(installed: Path, tmp_path: Path) -
     assert status == 0, printed
     for name in ("torch", "triton", "flex", "flashinfer", "mine", "forgetful"):
         assert f"::TestAttentionBackend_{name}::" in printed
+
+
+def test_a_mutant_is_no_matter_of_the_checkouts_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkout's root is a package, which no inner session imports under its folder's name."""
+    checkout = tmp_path / "a-checkout"
+    (checkout / "tests").mkdir(parents=True)
+    (checkout / "__init__.py").write_text("raise ImportError('imported once more')")
+    anchor = checkout / "tests" / "anchor.py"
+    anchor.write_text("")
+    monkeypatch.setattr(mutants, "ANCHOR", anchor)
+
+    class Sound:
+        __test__ = True
+
+        def test_nothing(self) -> None:
+            pass
+
+    outcomes = mutants.run_kit(Sound)
+    assert outcomes.by_outcome["passed"] == {"test_nothing"}, outcomes.reasons
