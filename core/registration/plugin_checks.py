@@ -100,10 +100,17 @@ def api_refusal(stated: object, plugin: object = None) -> str | None:
     has = f"this Jackfield has {hooks.API_VERSION}"
     if version > hooks.API_VERSION:
         return f"it is built for hook API {version}, {has}: update Jackfield"
-    silent = f" (it states no {API_ATTRIBUTE})" if stated is None else ""
-    built = f"it is built for hook API {version}{silent}, {has}"
+    built = f"it is built for hook API {version}, {has}"
+    update = "update the plugin"
+    if stated is None:
+        built = f"it states no {API_ATTRIBUTE}, which counts as hook API {version}, and {has}"
+        place = "" if plugin is None else f" in {_place(plugin)}"
+        update = (
+            f"if it is written for that, set {API_ATTRIBUTE} = {hooks.API_VERSION}{place}, else "
+            f"{update}"
+        )
     if plugin is None or version < 1:
-        return f"{built}: update the plugin"
+        return f"{built}: {update}"
     since = {
         hook: newer
         for newer in range(version + 1, hooks.API_VERSION + 1)
@@ -111,7 +118,15 @@ def api_refusal(stated: object, plugin: object = None) -> str | None:
     }
     used = {hook for _, hook, _ in _implementations(plugin)}
     changed = [f"{hook} (in {since[hook]})" for hook in sorted(used & since.keys())]
-    return f"{built}, which changed {', '.join(changed)}: update the plugin" if changed else None
+    return f"{built}, which changed {', '.join(changed)}: {update}" if changed else None
+
+
+def _place(plugin: object) -> str:
+    """Return, for messages, where a plugin's attributes are set."""
+    if isinstance(plugin, types.ModuleType):
+        return f"module {plugin.__name__}"
+    cls = plugin if isinstance(plugin, type) else type(plugin)
+    return f"class {cls.__module__}.{cls.__qualname__}"
 
 
 def stated_api(entry_point: metadata.EntryPoint) -> object:

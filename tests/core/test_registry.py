@@ -175,9 +175,19 @@ PARSER = GOOD.replace("\n    ", "\n")
 EXECUTOR = "@hookimpl\ndef register_executors(registry): registry.add('mine', 'os:getcwd')\n"
 
 
-@pytest.mark.parametrize(("stated", "told"), [("", " (it states no jackfield_api)"), ("1", "")])
+SILENT = (
+    "it states no jackfield_api, which counts as hook API 1, and",
+    f"if it is written for that, set jackfield_api = {API_VERSION} in module executors, else "
+    "update the plugin",
+)
+
+
+@pytest.mark.parametrize(
+    ("stated", "built", "do"),
+    [("", *SILENT), ("1", "it is built for hook API 1,", "update the plugin")],
+)
 def test_a_plugin_for_the_first_hook_api_runs_where_nothing_that_it_uses_has_changed(
-    install: Install, stated: str, told: str
+    install: Install, stated: str, built: str, do: str
 ) -> None:
     api = f"jackfield_api = {stated}\n" if stated else ""
     install("goods", api + PARSER)
@@ -186,9 +196,18 @@ def test_a_plugin_for_the_first_hook_api_runs_where_nothing_that_it_uses_has_cha
     assert "good" in plugins["tool_parser"] and "mine" not in plugins["executor"]
     assert [(failed.provenance.distribution, failed.error) for failed in plugins.failed] == [(
         "executors",
-        f"it is built for hook API 1{told}, this Jackfield has {API_VERSION}, which changed "
-        "register_executors (in 2): update the plugin",
+        f"{built} this Jackfield has {API_VERSION}, which changed register_executors (in 2): {do}",
     )]  # fmt: skip
+
+
+def test_a_class_that_states_no_hook_api_is_named() -> None:
+    class Silent:
+        @hookimpl
+        def register_executors(self, registry: Any) -> None:
+            registry.add("mine", "os:getcwd")
+
+    with pytest.raises(PluginError, match=r"set jackfield_api = \d+ in class .*\.Silent, else"):
+        load_plugins(extra=[Silent()])
 
 
 def test_a_plugin_that_has_skipped_versions_is_told_the_last_one_that_changed_its_hooks(
