@@ -177,7 +177,7 @@ EXECUTOR = "@hookimpl\ndef register_executors(registry): registry.add('mine', 'o
 
 SILENT = (
     "it states no jackfield_api, which counts as hook API 1, and",
-    f"if it is written for that, set jackfield_api = {API_VERSION} in module executors, else "
+    f"if it is written for that, set jackfield_api = {API_VERSION} in module executors_plugin, else "
     "update the plugin",
 )
 
