@@ -177,8 +177,8 @@ EXECUTOR = "@hookimpl\ndef register_executors(registry): registry.add('mine', 'o
 
 SILENT = (
     "it states no jackfield_api, which counts as hook API 1, and",
-    f"if it is written for that, set jackfield_api = {API_VERSION} in module executors_plugin, else "
-    "update the plugin",
+    f"if it is written for that, set jackfield_api = {API_VERSION} in module executors_plugin, "
+    "else update the plugin",
 )
 
 
