@@ -81,7 +81,7 @@ class TransformersLM(nn.Module):
             "model: %s runs on transformers' modules (the fallback): attention, cache and "
             "scheduling are Jackfield's; norms, rotations and activations are kernels of their "
             "own, and steps are launched, not recorded: small batches take longer "
-            "as with a family of Jackfield's",
+            "than with a family of Jackfield's",
             config.architecture,
         )
 
