@@ -254,7 +254,9 @@ def test_a_body_that_turns_bad_in_its_middle_is_answered(server: Server) -> None
         assert server.becomes(lambda _: True)  # The server's loop has seen the headers.
         connection.sendall(b"no size\r\n")
         response = rest(connection)
-    assert response.startswith(b"HTTP/1.1 400 "), "and not silence, until the body's time is over"
+    # aiohttp answers by HTTP/1.0 where it has not parsed the headers yet.
+    status = response.partition(b" ")[2]
+    assert status.startswith(b"400 "), "and not silence, until the body's time is over"
     assert response.count(b"HTTP/1.") == 1
 
 

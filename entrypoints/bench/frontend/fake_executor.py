@@ -15,7 +15,7 @@ import msgspec
 
 from ....core.config import EngineConfig
 from ....core.loading.model_config import ModelConfig
-from ....core.protocols.executors import ExecutorInfo
+from ....core.protocols.executors import Executor, ExecutorInfo
 from ....core.registry import Plugins
 from ....core.step import InProcess, StepPlan, StepResult, WorkerJob
 
@@ -53,7 +53,7 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-class ScriptedExecutor:
+class ScriptedExecutor(Executor):
     """Ends a step when the next one is submitted, after the work that the event loop has queued by
     then: each step's tokens are delivered before the next ones arrive, without idle time in
     between.
