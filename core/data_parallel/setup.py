@@ -1,4 +1,4 @@
-"""How the process of a member is told what it is: the first frame of its connection."""
+"""What the process of a member is given first: the first frame of its connection."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Collectives(Protocol):
 
     def __init__(self, setup: CollectivesSetup) -> None:
         """Join; returns when all ranks have. Raises ConfigError (`tensor_parallel_size`) if they do
-        not within the timeout."""
+        not within the timeout, and where it cannot work here (`collectives`)."""
 
     def all_reduce(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """Return the sum of `x` over all ranks, plus the residual, which is the same on all: the

@@ -73,7 +73,7 @@ class Speculator(ABC):
     def propose(self, tokens: KnownTokens) -> Drafts:
         """Return drafts of each row, from its tokens alone.
 
-        Called after each step, behind the choice of its tokens, for requests that may have drafts.
+        Called after each step, once its tokens are chosen, for requests that may have drafts.
         Launches work on the device and does not wait for it; the result may be overwritten by the
         next call.
         """

@@ -84,9 +84,9 @@ class LiveRequests:
 
     def count_restart(self, request: Request) -> None:
         """Count what a preempted request finds of its tokens, now that it has blocks again."""
-        found = min(request.num_computed_tokens, request.num_preempted_tokens)
-        self._stats.preempted_tokens_restored += found
-        self._stats.preempted_tokens_recomputed += request.num_preempted_tokens - found
+        num_restored = min(request.num_computed_tokens, request.num_preempted_tokens)
+        self._stats.preempted_tokens_restored += num_restored
+        self._stats.preempted_tokens_recomputed += request.num_preempted_tokens - num_restored
         request.num_preempted_tokens = 0
 
     def wait_again(self, request: Request) -> None:
@@ -177,8 +177,8 @@ class LiveRequests:
                 f"{r.request_id} waits, but counts computed tokens"
             )
             assert r.num_unverified_tokens == 0, f"{r.request_id} waits, but counts drafts"
-        held = [block for each in self._allowances for block in each.held_blocks(running)]
+        blocks = [block for each in self._allowances for block in each.held_blocks(running)]
         if self._transfers is not None:
             self._transfers.check({r.request_id for r in loading})
-            held += self._transfers.held_blocks
-        self._kv.check(running, held)
+            blocks += self._transfers.held_blocks
+        self._kv.check(running, blocks)

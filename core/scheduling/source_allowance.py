@@ -33,9 +33,9 @@ class SourceAllowance(Allowance):
 
     def cost(self, request: Request) -> int | None:
         """Return the blocks of the source, 0 if other running requests have them."""
-        found = self._find(request)
-        # Blocks that nobody holds may be reused before `take`.
-        if found and not any(map(self._pool.is_free, found)):
+        blocks = self._find(request)
+        # Blocks that no request holds may be reused before `take`.
+        if blocks and not any(map(self._pool.is_free, blocks)):
             return 0
         if len(request.source_token_ids) > self._budget:
             return None
@@ -80,5 +80,5 @@ class SourceAllowance(Allowance):
     def _find(self, request: Request) -> list[int]:
         """Return the blocks that have the source, all of them or []."""
         keys = self._kv.source_keys(request, self._num_blocks(request))
-        found = [self._pool.lookup(key) for key in keys]
-        return [block_id for block_id in found if block_id is not None] if None not in found else []
+        blocks = [self._pool.lookup(key) for key in keys]
+        return [] if None in blocks else [block_id for block_id in blocks if block_id is not None]

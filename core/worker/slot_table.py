@@ -89,7 +89,7 @@ class SlotTable:
         self._settled = 0
         """The first so many rows have the tables of the slots that `_slot_of` says."""
         self.length_bounds = np.zeros(num_slots, dtype=np.int32)
-        """Upper bounds of `lengths`; equal to them but for drafts whose verdict no plan has told
+        """Upper bounds of `lengths`; equal to them but for drafts whose verdict is in no plan
         yet."""
         self.num_prompt = np.zeros(num_slots, dtype=np.int32)
         """Tokens of each slot's prompt."""

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from ...core.errors import ConfigError
 from ...core.protocols.collectives import CollectivesSetup
 from ...kernels.collectives.peer_sum import DTYPES, Mailboxes, Way, mailbox_words, peer_sum
 from .builtin import Nccl
@@ -64,7 +65,14 @@ class PeerMemory(Nccl):
     def __init__(self, setup: CollectivesSetup) -> None:
         self._mailboxes: Mailboxes | None = None
         super().__init__(setup)
-        self._mailboxes = self._open(setup)
+        try:
+            self._mailboxes = self._open(setup)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"collectives: rank {setup.rank} of {setup.size} cannot share memory of its GPU "
+                f"with the others ({error}); set collectives=nccl to go without",
+                param="collectives",
+            ) from error
         ways = [WAYS[size] for size in sorted(WAYS) if size >= setup.size]
         self._ways = ways[0] if ways else ()
 
@@ -102,7 +110,8 @@ class PeerMemory(Nccl):
         """By peer memory where the table of WAYS says so."""
         boxes = self._mailboxes
         num_bytes = x.numel() * x.element_size()
-        if boxes is not None and x.dtype in DTYPES and num_bytes % 4 == 0:
+        alike = residual is None or residual.dtype == x.dtype
+        if boxes is not None and x.dtype in DTYPES and alike and num_bytes % 4 == 0:
             for largest, way in self._ways:
                 if num_bytes <= largest:
                     return peer_sum(x, residual, boxes, way)

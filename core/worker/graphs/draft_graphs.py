@@ -65,8 +65,8 @@ class DraftGraphs:
 
     def missing(self) -> list[tuple[int, Ending]]:
         """Return what is not recorded yet, the smallest first: drafts pay for few rows."""
-        wanted = [(n, ending) for ending in sampling_endings(self._sampler) for n in self._counts]
-        return [kind for kind in wanted if kind not in self._replays]
+        kinds = [(n, ending) for ending in sampling_endings(self._sampler) for n in self._counts]
+        return [kind for kind in kinds if kind not in self._replays]
 
     def launch(self, plan: StepPlan, ending: Ending) -> bool:
         """Replay a step. Returns False, with nothing done, if a row has fewer drafts, or no graph
