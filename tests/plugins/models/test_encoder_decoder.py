@@ -128,6 +128,20 @@ async def test_a_family_equals_transformers(case: str, tmp_path: Path) -> None:
         assert made[0, : len(tokens)].tolist() == tokens
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES)
+async def test_a_family_equals_transformers_on_a_gpu(case: str, tmp_path: Path) -> None:
+    """Recorded steps, a slot that is used again, and sources that are found again."""
+    model = make(case, tmp_path)
+    options: dict[str, Any] = {"device": "cuda", "block_size": 16, "max_num_seqs": 2}
+    async with AsyncEngine(config(tmp_path, **options)) as engine:
+        outputs = await asyncio.gather(*(answer(engine, source) for source in SOURCES))
+        outputs += await asyncio.gather(*(answer(engine, source) for source in SOURCES))
+        engine.core.check_idle()
+    for source, output in zip(SOURCES * 2, outputs, strict=True):
+        check(model, source, output)
+
+
 @pytest.fixture(scope="module")
 def bart(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """→ model of `transformers`, its folder"""
