@@ -115,8 +115,45 @@ class LatentShape(NamedTuple):
         return queries + hidden * self.cached + up + heads * self.value * hidden
 
 
+class StateShape(NamedTuple):
+    """The sizes of layers that keep a state: Mamba 2, or the gated delta rule."""
+
+    layers: int
+    weights: int
+    """Of one layer."""
+    elements: int
+    """Of one sequence's state in one layer."""
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> StateShape | None:
+        """Return the sizes in a checkpoint's config.json; None if no layer keeps a state."""
+        hidden, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
+        if config["model_type"] == "qwen3_next":
+            names = ("num_key_heads", "key_head_dim", "num_value_heads", "value_head_dim")
+            key_heads, key, heads, value = (int(config[f"linear_{name}"]) for name in names)
+            keys, values = key_heads * key, heads * value
+            weights = hidden * (2 * keys + 2 * values + 2 * heads) + values * hidden
+            return cls(
+                layers - layers // config["full_attention_interval"],
+                weights,
+                keys * value * heads // key_heads,
+            )
+        if config["model_type"] == "mamba2":
+            heads, dim, state = (int(config[n]) for n in ("num_heads", "head_dim", "state_size"))
+            groups = int(config["n_groups"])
+        elif config["model_type"] == "falcon_h1":
+            names = ("n_heads", "d_head", "d_state", "n_groups")
+            heads, dim, state, groups = (int(config[f"mamba_{name}"]) for name in names)
+        else:
+            return None
+        inner = heads * dim
+        weights = hidden * (2 * inner + 2 * groups * state + heads) + inner * hidden
+        return cls(layers, weights, inner * state)
+
+
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
-    """The sizes of a Llama-like decoder, dense or mixture of experts, that determine its cost."""
+    """The sizes of a decoder that determine its cost: Llama-like, a mixture of experts, or with
+    states."""
 
     layers: int
     hidden: int
@@ -138,29 +175,41 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     """Of a mixture: layers with an MLP."""
     latent: LatentShape | None = None
     """None: keys and values are cached."""
+    state: StateShape | None = None
+    attention_layers: int
+    gated_attention: bool = False
+    """Whether queries have a gate as wide as they."""
 
     @classmethod
     def from_config(
         cls, config: Mapping[str, Any], *, weight_bytes: float = 2, kv_bytes: float = 2
     ) -> ModelShape:
         """Return the sizes in a checkpoint's config.json."""
-        heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
+        hidden, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
+        heads = int(config.get("num_attention_heads") or 0)
+        state = StateShape.from_config(config)
+        interval = int(config.get("full_attention_interval") or 1)
         return cls(
-            layers=int(config["num_hidden_layers"]),
+            layers=layers,
+            state=state,
+            attention_layers=layers // interval if heads else 0,
+            gated_attention=interval > 1,
             hidden=hidden,
             heads=heads,
             kv_heads=int(config.get("num_key_value_heads") or heads),
-            head_dim=int(config.get("head_dim") or hidden // heads),
-            intermediate=int(config["intermediate_size"]),
+            head_dim=int(config.get("head_dim") or hidden // max(heads, 1)),
+            intermediate=int(config.get("intermediate_size") or 0),
             vocab=int(config["vocab_size"]),
             weight_bytes=weight_bytes,
             kv_bytes=kv_bytes,
             experts=int(next(filter(None, (config.get(name) for name in EXPERTS)), 0)),
             experts_per_token=int(config.get("num_experts_per_tok") or 0),
             expert_intermediate=int(
-                config.get("moe_intermediate_size") or config["intermediate_size"]
+                config.get("moe_intermediate_size") or config.get("intermediate_size") or 0
             ),
-            shared_experts=int(config.get("n_shared_experts") or 0),
+            shared_experts=int(
+                config.get("n_shared_experts") or "shared_expert_intermediate_size" in config
+            ),
             dense_layers=int(config.get("first_k_dense_replace") or 0),
             latent=LatentShape.from_config(config) if config.get("kv_lora_rank") else None,
         )
@@ -177,12 +226,19 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         if self.latent is not None:
             return self.latent.weights(self.hidden, self.heads)
         width = self.head_dim * self.hidden
-        return width * (self.heads + 2 * self.kv_heads) + width * self.heads
+        queries = self.heads * (2 if self.gated_attention else 1)
+        return width * (queries + 2 * self.kv_heads) + width * self.heads
+
+    @property
+    def mixer_weights(self) -> int:
+        """Number of weights of all layers' attention and state projections."""
+        states = self.state.layers * self.state.weights if self.state else 0
+        return self.attention_layers * self.attention_weights + states
 
     @property
     def active_weights(self) -> float:
         """Number of weights that one token is multiplied with, without the output projection."""
-        return self.layers * self.attention_weights + self._mlp_weights(self.experts_per_token)
+        return self.mixer_weights + self._mlp_weights(self.experts_per_token)
 
     def step_weight_bytes(self, tokens: float) -> float:
         """Return the bytes of weights that a step of `tokens` tokens reads. Of the experts, those
@@ -191,7 +247,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         if self.experts:
             missed = (1 - self.experts_per_token / self.experts) ** tokens
             num_experts = self.experts * (1 - missed)
-        layers = self.layers * self.attention_weights + self._mlp_weights(num_experts)
+        layers = self.mixer_weights + self._mlp_weights(num_experts)
         return (layers + self.head_weights) * self.weight_bytes
 
     @property
@@ -199,13 +255,22 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         """Bytes of what is cached of one position, in all layers."""
         if self.latent is not None:
             return self.layers * self.latent.cached * self.kv_bytes
-        return 2 * self.layers * self.kv_heads * self.head_dim * self.kv_bytes
+        return 2 * self.attention_layers * self.kv_heads * self.head_dim * self.kv_bytes
+
+    @property
+    def state_bytes(self) -> float:
+        """Bytes of a sequence's states in all layers, with elements as wide as the cache's."""
+        return self.state.layers * self.state.elements * self.kv_bytes if self.state else 0.0
+
+    def state_flops(self, tokens: float) -> float:
+        """Return the operations of updating and reading states for `tokens` tokens."""
+        return 4 * self.state.layers * self.state.elements * tokens if self.state else 0.0
 
     def attention_flops(self, pairs: float) -> float:
         """Return the operations of scores and weighted sums for `pairs` (query, key) pairs, in all
         layers."""
         widths = 2 * self.head_dim if self.latent is None else self.latent.pair_width
-        return 2 * self.layers * self.heads * widths * pairs
+        return 2 * self.attention_layers * self.heads * widths * pairs
 
     def _mlp_weights(self, experts: float) -> float:
         """Number of weights of all layers' MLPs, of mixtures so many chosen experts."""
@@ -221,7 +286,8 @@ def decode_step_floor(shape: ModelShape, ceilings: Ceilings, rows: float, contex
     """Return the seconds of a decode step of `rows` sequences with `context` tokens in total."""
     weights = shape.step_weight_bytes(rows) / ceilings.copy_bytes_per_second
     flops = 2 * (shape.active_weights + shape.head_weights) * rows
-    cache = context * shape.kv_bytes_per_token / ceilings.copy_bytes_per_second
+    moved = context * shape.kv_bytes_per_token + 2 * rows * shape.state_bytes
+    cache = moved / ceilings.copy_bytes_per_second
     return max(weights, flops / ceilings.matmul_flops) + cache
 
 
@@ -232,7 +298,8 @@ def prefill_flops(shape: ModelShape, requests: Sequence[Extent]) -> float:
         (each.prompt * (each.prompt + 1) - each.cached * (each.cached + 1)) / 2 for each in requests
     )
     head = 2 * shape.head_weights * len(requests)
-    return 2 * shape.active_weights * tokens + head + shape.attention_flops(pairs)
+    mixing = shape.attention_flops(pairs) + shape.state_flops(tokens)
+    return 2 * shape.active_weights * tokens + head + mixing
 
 
 def prefill_floor(shape: ModelShape, ceilings: Ceilings, requests: Sequence[Extent]) -> float:

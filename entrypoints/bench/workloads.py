@@ -80,8 +80,55 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True, "torch_dtype": "bfloat16", "use_cache": True,
         "vocab_size": 256000,
     },
+    "Mamba2-2.7B": {
+        "architectures": ["Mamba2ForCausalLM"], "model_type": "mamba2", "bos_token_id": 0,
+        "chunk_size": 256, "conv_kernel": 4, "eos_token_id": 0, "expand": 2, "head_dim": 64,
+        "hidden_act": "silu", "hidden_size": 2560, "initializer_range": 0.1,
+        "layer_norm_epsilon": 1e-5, "n_groups": 1, "norm_before_gate": True, "num_heads": 80,
+        "num_hidden_layers": 64, "pad_token_id": 0, "residual_in_fp32": True, "rms_norm": True,
+        "state_size": 128, "tie_word_embeddings": True, "time_step_rank": 160,
+        "torch_dtype": "bfloat16", "use_bias": False, "use_cache": True, "use_conv_bias": True,
+        "vocab_size": 50288,
+    },
+    "Falcon-H1-1.5B": {
+        "architectures": ["FalconH1ForCausalLM"], "model_type": "falcon_h1",
+        "attention_bias": False, "attention_in_multiplier": 1.0,
+        "attention_out_multiplier": 0.9375, "bos_token_id": 1,
+        "embedding_multiplier": 5.656854249492381, "eos_token_id": 11, "head_dim": 128,
+        "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02,
+        "intermediate_size": 4096, "key_multiplier": 0.390625,
+        "lm_head_multiplier": 0.0390625, "mamba_chunk_size": 256, "mamba_conv_bias": True,
+        "mamba_d_conv": 4, "mamba_d_head": 64, "mamba_d_ssm": 3072, "mamba_d_state": 256,
+        "mamba_expand": 2, "mamba_n_groups": 1, "mamba_n_heads": 48,
+        "mamba_norm_before_gate": False, "mamba_proj_bias": False, "mamba_rms_norm": False,
+        "max_position_embeddings": 131072, "mlp_bias": False,
+        "mlp_multipliers": [0.8838834764831844, 0.5859375], "num_attention_heads": 8,
+        "num_hidden_layers": 24, "num_key_value_heads": 2, "pad_token_id": 0,
+        "projectors_bias": False, "rms_norm_eps": 1e-5, "rope_theta": 100000000000.0,
+        "ssm_in_multiplier": 1.25,
+        "ssm_multipliers": [0.3535533905932738, 0.25, 0.1767766952966369, 0.5, 0.3535533905932738],
+        "ssm_out_multiplier": 0.23570226039551587, "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16", "use_cache": True, "vocab_size": 65537,
+    },
+    "Qwen3-Next-12L": {
+        "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next",
+        "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 151643,
+        "decoder_sparse_step": 1, "eos_token_id": 151645, "full_attention_interval": 4,
+        "head_dim": 256, "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02,
+        "intermediate_size": 5120, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
+        "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_value_head_dim": 128,
+        "max_position_embeddings": 262144, "mlp_only_layers": [], "moe_intermediate_size": 512,
+        "norm_topk_prob": True, "num_attention_heads": 16, "num_experts": 512,
+        "num_experts_per_tok": 10, "num_hidden_layers": 12, "num_key_value_heads": 2,
+        "output_router_logits": False, "partial_rotary_factor": 0.25, "rms_norm_eps": 1e-6,
+        "rope_scaling": None, "rope_theta": 10000000, "router_aux_loss_coef": 0.001,
+        "shared_expert_intermediate_size": 512, "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16", "use_cache": True, "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
 }  # fmt: skip
-"""The configurations of published checkpoints; their weights are random, created on the device."""
+"""The configurations of published checkpoints (Qwen3-Next-80B-A3B with 12 of its 48 layers); their
+weights are random, created on the device."""
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,9 +7,17 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from jackfield.entrypoints.bench.command import run
-from jackfield.entrypoints.bench.roofline import Ceilings, Extent, ModelShape, batch_floor
+from jackfield.entrypoints.bench.roofline import (
+    Ceilings,
+    Extent,
+    ModelShape,
+    batch_floor,
+    decode_step_floor,
+)
 from jackfield.entrypoints.bench.workloads import (
     ARCHITECTURES,
     WORKLOADS,
@@ -151,7 +159,7 @@ def test_the_floor_of_8b_is_its_bytes(tmp_path: Path) -> None:
     """15.1 GB of weights at 4.2 TB/s: 3.60 ms per token."""
     assert set(ARCHITECTURES) == {
         "Qwen3-0.6B", "Qwen3-8B", "Qwen3-30B-A3B", "Qwen2.5-7B", "Gemma-2-9B",
-        "DeepSeek-V2-Lite",
+        "DeepSeek-V2-Lite", "Mamba2-2.7B", "Falcon-H1-1.5B", "Qwen3-Next-12L",
     }  # fmt: skip
     shape = ModelShape.from_config(model_config_dict(write_model("Qwen3-8B", tmp_path)))
     assert shape.step_weight_bytes(1) == pytest.approx(15.1e9, rel=0.01)
@@ -162,6 +170,30 @@ def test_the_floor_of_8b_is_its_bytes(tmp_path: Path) -> None:
     )  # fmt: skip
     first = batch_floor(shape, card, [Extent(1, 3, 0)])
     assert first == pytest.approx(3 * 3.6e-3, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("model", "state"),
+    [("Mamba2-2.7B", 83.9e6), ("Falcon-H1-1.5B", 37.7e6), ("Qwen3-Next-12L", 9.4e6)],
+)
+def test_the_floor_of_models_with_states(model: str, state: float, tmp_path: Path) -> None:
+    """All weights but the embedding's and small ones, as `transformers` counts them; a sequence's
+    states in two bytes a number, which are read and written."""
+    folder = write_model(model, tmp_path)
+    shape = ModelShape.from_config(model_config_dict(folder))
+    with torch.device("meta"):
+        whole = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    count = sum(p.numel() for p in whole.parameters())
+    count -= 0 if whole.config.tie_word_embeddings else shape.head_weights
+    read_weights = shape.step_weight_bytes(1e9) / shape.weight_bytes
+    assert read_weights == pytest.approx(count, rel=0.01)
+    assert shape.state_bytes == pytest.approx(state, rel=0.01)
+    card = Ceilings(
+        copy_bytes_per_second=1.0, read_bytes_per_second=1.0, matmul_flops=1e30,
+        dtype="bfloat16", device="a card",
+    )  # fmt: skip
+    more = decode_step_floor(shape, card, 64, 0) - shape.step_weight_bytes(64)
+    assert more == pytest.approx(128 * state, rel=0.01)
 
 
 def test_the_floor_of_a_mixture_with_latents(tmp_path: Path) -> None:
