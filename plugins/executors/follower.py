@@ -22,7 +22,20 @@ import msgspec
 
 from ...core.remote.frames import encode
 from ...core.remote.processes import follow_parent
-from .messages import Done, End, Failed, Inbox, Job, Joining, Log, Ready, Setup, Step, ToFollower
+from .messages import (
+    Beat,
+    Done,
+    End,
+    Failed,
+    Inbox,
+    Job,
+    Joining,
+    Log,
+    Ready,
+    Setup,
+    Step,
+    ToFollower,
+)
 from .progress import BEAT_SECONDS, Progress
 
 if TYPE_CHECKING:
@@ -36,11 +49,11 @@ def main() -> int:
     if not follow_parent(parent):
         return 1
     connection = socket.socket(fileno=connection_number)
-    threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
+    threading.Thread(target=end_with, args=(connection,), daemon=True).start()
     return Follower(connection, Progress(os.fdopen(progress_number, "r+b"))).run()
 
 
-def _end_with(connection: socket.socket) -> None:
+def end_with(connection: socket.socket) -> None:
     """End this process as soon as the other side of the connection is closed."""
     poll = select.poll()
     poll.register(connection, getattr(select, "POLLRDHUP", 0))  # And POLLHUP, which is always on.
@@ -49,9 +62,13 @@ def _end_with(connection: socket.socket) -> None:
 
 
 class Follower:
-    """Runs one rank. The main thread launches; a second one waits for the device."""
+    """Runs one rank. The thread of `run` launches; a second one waits for the device."""
 
-    def __init__(self, connection: socket.socket, progress: Progress) -> None:
+    def __init__(
+        self, connection: socket.socket, progress: Progress, *, sends_progress: bool = False
+    ) -> None:
+        """sends_progress: rank 0 does not see the memory of `progress`."""
+        self._sends_progress = sends_progress
         self._connection = connection
         self._progress = progress
         self._inbox: Inbox[ToFollower] = Inbox(connection, ToFollower)
@@ -75,6 +92,7 @@ class Follower:
                 setup.config,
                 setup.plugins,
                 setup.rank,
+                setup.local_rank,
                 setup.address,
                 self._progress,
                 lambda: self.send(Joining()),
@@ -159,6 +177,11 @@ class Follower:
     def _beat(self, launch_thread: int) -> None:
         while True:
             self._progress.beat(launch_thread)
+            if self._sends_progress:
+                try:
+                    self.send(Beat(self._progress.counts()))
+                except OSError:
+                    return  # This process ends with the connection.
             time.sleep(BEAT_SECONDS)
 
 

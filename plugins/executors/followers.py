@@ -1,4 +1,4 @@
-"""The processes of ranks other than 0, as rank 0's process sees them."""
+"""The ranks other than 0, as rank 0's process sees them: their connections and processes."""
 
 from __future__ import annotations
 
@@ -7,41 +7,53 @@ import collections
 import contextlib
 import logging
 import signal
+import socket
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import ClassVar
 
 from ...core.remote.frames import BadFrame, FrameReader
 from ...core.remote.processes import describe_end
-from .messages import Log, ToLeader
+from .messages import Beat, Log, ToLeader
+from .progress import Progress
 from .spawn import take
 
 PART = 1 << 16
 """Bytes read at once."""
-REAP_SECONDS = 2.0
-"""A process whose connection has closed is gone after this long."""
 POLL_SECONDS = 0.02
 
 
-class FollowerProcess:
-    """One rank's process and the connection to it. All methods belong to the event loop."""
+class FollowerConnection(ABC):
+    """The connection to one rank's process. All methods belong to the event loop."""
+
+    reap_seconds: ClassVar[float] = 2.0
+    """After its connection has closed, it is known by then how a process has ended."""
+    local_rank: int
+    """Number of the rank's device on its host."""
+    where = ""
+    """The host, with a preposition before it, for messages; "": this one."""
 
     def __init__(
         self,
         rank: int,
+        connection: socket.socket,
+        progress: Progress,
         *,
         received: Callable[[int, ToLeader], None],
         lost: Callable[[int, str], None],
     ) -> None:
-        """Start the process, or take one that was started ahead. received: rank, message; lost:
-        rank, how it ended, called once unless `kill` was called before."""
+        """received: rank, message; lost: rank, how it ended, called once unless `kill` was called
+        before."""
         self.rank = rank
+        self.progress = progress
         self._received = received
         self._lost = lost
         self._loop = asyncio.get_running_loop()
         self._reader: FrameReader[ToLeader] = FrameReader(ToLeader)
         self._unsent: collections.deque[memoryview] = collections.deque()
         self._closed = False
-        self.process, self._socket, self.progress = take()
+        self._socket = connection
         self._socket.setblocking(False)
         self._loop.add_reader(self._socket.fileno(), self._read)
 
@@ -85,11 +97,13 @@ class FollowerProcess:
             data = b""
         if not data:
             self._disconnect()
-            self._report_end(time.monotonic() + REAP_SECONDS)
+            self._report_end(time.monotonic() + self.reap_seconds)
             return
         try:
             for message in self._reader.read_frames(data):
-                if isinstance(message, Log):
+                if isinstance(message, Beat):
+                    self.progress.copy(message.counts)
+                elif isinstance(message, Log):
                     logging.getLogger(message.name).log(
                         message.level, "rank %d: %s", self.rank, message.text
                     )
@@ -100,10 +114,10 @@ class FollowerProcess:
             self._lost(self.rank, f"sent an invalid frame: {error}")
 
     def _report_end(self, deadline: float) -> None:
-        if self.process.poll() is None and time.monotonic() < deadline:
+        if (ending := self.ending()) is None and time.monotonic() < deadline:
             self._loop.call_later(POLL_SECONDS, self._report_end, deadline)
             return
-        self._lost(self.rank, describe_end(self.process.poll()))
+        self._lost(self.rank, ending or describe_end(None))
 
     def _disconnect(self) -> None:
         if not self._closed:
@@ -114,6 +128,54 @@ class FollowerProcess:
     def kill(self) -> None:
         """End the process now."""
         self._disconnect()
+        self._kill()
+
+    async def close(self, seconds: float) -> None:
+        """Wait for the process to end, and kill it after `seconds`."""
+        deadline = time.monotonic() + seconds
+        while self.ending() is None and time.monotonic() < deadline:
+            await asyncio.sleep(POLL_SECONDS)
+        self.kill()
+        while self.ending() is None:
+            await asyncio.sleep(POLL_SECONDS)
+        self._socket.close()
+        self.progress.close()
+
+    @abstractmethod
+    def ending(self) -> str | None:
+        """Return how the process has ended, as the rest of a sentence about it; None: it has not,
+        as far as is known."""
+
+    @abstractmethod
+    def dump_stacks(self) -> None:
+        """Make the process write the stacks of its threads to standard error."""
+
+    @abstractmethod
+    def _kill(self) -> None:
+        """End the process."""
+
+
+class FollowerProcess(FollowerConnection):
+    """A rank of this host, in a process that this one has started."""
+
+    def __init__(
+        self,
+        rank: int,
+        *,
+        received: Callable[[int, ToLeader], None],
+        lost: Callable[[int, str], None],
+    ) -> None:
+        """Start the process, or take one that was started ahead."""
+        self.process, connection, progress = take()
+        self.local_rank = rank
+        super().__init__(rank, connection, progress, received=received, lost=lost)
+
+    def ending(self) -> str | None:
+        """By the process's status."""
+        status = self.process.poll()
+        return None if status is None else describe_end(status)
+
+    def _kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             self.process.kill()
 
@@ -121,14 +183,3 @@ class FollowerProcess:
         """Make the process write the stacks of its threads to standard error."""
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(signal.SIGUSR1)
-
-    async def close(self, seconds: float) -> None:
-        """Wait for the process to end, and kill it after `seconds`."""
-        deadline = time.monotonic() + seconds
-        while self.process.poll() is None and time.monotonic() < deadline:
-            await asyncio.sleep(POLL_SECONDS)
-        self.kill()
-        while self.process.poll() is None:
-            await asyncio.sleep(POLL_SECONDS)
-        self._socket.close()
-        self.progress.close()

@@ -31,6 +31,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, tag="setup"):
     config: EngineConfig
     """Resolved."""
     rank: int
+    local_rank: int
+    """Number of the rank's device on its host."""
     address: tuple[str, int]
     """Host and port where rank 0 listens for the others (`core.parallel.join`)."""
     plugins: tuple[str, ...]
@@ -99,11 +101,11 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
         text = message.encode("utf-8", "replace").decode()
         return cls(number, kind, text, getattr(error, "param", None))
 
-    def error(self, rank: int) -> Exception:
-        """Return the exception, with the rank in its message."""
+    def error(self, rank: str) -> Exception:
+        """Return the exception, with the name of the rank in its message."""
         if (known := error_named(self.kind)) is not None:
-            return known(f"rank {rank}: {self.message}", param=self.param)
-        return RuntimeError(f"rank {rank}: {self.kind}: {self.message}")
+            return known(f"{rank}: {self.message}", param=self.param)
+        return RuntimeError(f"{rank}: {self.kind}: {self.message}")
 
 
 class Log(msgspec.Struct, frozen=True, tag="log"):
@@ -114,7 +116,14 @@ class Log(msgspec.Struct, frozen=True, tag="log"):
     text: str
 
 
-ToLeader: TypeAlias = Joining | Ready | Done | Failed | Log
+class Beat(msgspec.Struct, frozen=True, tag="beat"):
+    """How far the rank has come, where it shares no memory with rank 0."""
+
+    counts: tuple[int, ...]
+    """[len(progress.COLUMNS)]"""
+
+
+ToLeader: TypeAlias = Joining | Ready | Done | Failed | Log | Beat
 
 
 class Inbox(Generic[T]):

@@ -17,8 +17,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import msgspec
 
@@ -29,7 +28,8 @@ from ...core.registry import Plugins
 from ...core.remote.frames import encode
 from ...core.step import InProcess, Ping, StepPlan, StepResult, WorkerJob
 from ...core.worker.threads import WorkerThread
-from .followers import FollowerProcess
+from .awaited import Awaited, retrieve, set_once
+from .followers import FollowerConnection, FollowerProcess
 from .messages import Done, End, Failed, Job, Joining, Ready, Setup, Step, ToLeader
 from .progress import Progress, StallDetector
 from .spawn import start_ahead
@@ -65,20 +65,13 @@ ALIKE = (
 """Fields of ExecutorInfo that are the same for all ranks."""
 
 
-@dataclass
-class Awaited:
-    """A step or job whose end is not known."""
+class Place(NamedTuple):
+    """Where rank 0 is."""
 
-    future: asyncio.Future[Any]
-    waits_for: set[int]
-    """Other ranks that have not said that they have done it: only of a job."""
-    own_done: bool = False
-    result: Any = None
-    """Rank 0's, once `own_done`."""
-    failures: dict[int, BaseException] = field(default_factory=dict)
-    """By rank."""
-    disputed: bool = False
-    """Whether it has failed on some ranks, and a time is set for the others."""
+    host: str
+    """Address of this host that all ranks reach."""
+    device: int
+    """Number of rank 0's device on it."""
 
 
 class ProcessesExecutor(Executor):
@@ -91,7 +84,8 @@ class ProcessesExecutor(Executor):
         self.model_config = model_config
         self.plugins = plugins
         self.size = config.tensor_parallel_size
-        self.followers: list[FollowerProcess] = []
+        self.followers: list[FollowerConnection] = []
+        """The other ranks, from 1."""
         self.failure: Exception | None = None
         """Why no more plans are taken."""
         self.num_encoded = 0
@@ -133,50 +127,69 @@ class ProcessesExecutor(Executor):
 
         loop = asyncio.get_running_loop()
         thread = self._thread = WorkerThread(loop)
-        listener = listen()
-        address = listener.getsockname()[:2]
         self._starting = {rank: loop.create_future() for rank in range(1, self.size)}
         self._joining = {rank: loop.create_future() for rank in self._starting}
-        for rank in self._starting:
-            follower = FollowerProcess(rank, received=self._receive, lost=self._lose)
-            self.followers.append(follower)
-            follower.send(
-                encode(
-                    Setup(
-                        config=self.config,
-                        rank=rank,
-                        address=address,
-                        plugins=self.plugins.outside,
-                        log_level=_follower_log_level(),
-                    )
-                )
-            )
-        self._watch = asyncio.create_task(self._watch_ranks(), name="jackfield-ranks")
-
-        def start() -> ExecutorInfo:
-            from .rank import RankWorker
-
-            self._joined = RankWorker.join(
-                self.config, self.model_config, self.plugins, 0, address, self._progress, listener
-            )
-            return self._joined.worker.start()
-
         own: asyncio.Future[ExecutorInfo] = loop.create_future()
         try:
+            host, device = await self._start_others()
+            listener = listen(host)
+            address = listener.getsockname()[:2]
+            for follower in self.followers:
+                setup = Setup(
+                    config=self.config,
+                    rank=follower.rank,
+                    local_rank=follower.local_rank,
+                    address=address,
+                    plugins=self.plugins.outside,
+                    log_level=_follower_log_level(),
+                )
+                follower.send(encode(setup))
+            self._watch = asyncio.create_task(self._watch_ranks(), name="jackfield-ranks")
+
+            def start() -> ExecutorInfo:
+                from .rank import RankWorker
+
+                self._joined = RankWorker.join(
+                    self.config,
+                    self.model_config,
+                    self.plugins,
+                    0,
+                    device,
+                    address,
+                    self._progress,
+                    listener,
+                )
+                return self._joined.worker.start()
+
             await self._all_joining()
             own = thread.call(start)
             await self._all_started(own)
             info = own.result()
             for rank, future in self._starting.items():
-                _check_alike(rank, future.result(), info)
+                _check_alike(self._name(rank), future.result(), info)
         except BaseException as error:
             self._fail(error if isinstance(error, Exception) else RankFailed("not started"))
             raise
         finally:
-            own.add_done_callback(_retrieve)
+            own.add_done_callback(retrieve)
             for future in self._starting.values():
-                future.add_done_callback(_retrieve)
+                future.add_done_callback(retrieve)
         return msgspec.structs.replace(info, num_ranks=self.size)
+
+    async def _start_others(self) -> Place:
+        """Start the other ranks, as `followers`: each waits for its Setup. Return where rank 0
+        is."""
+        for rank in self._starting:
+            self.followers.append(FollowerProcess(rank, received=self._receive, lost=self._lose))
+        return Place("127.0.0.1", 0)
+
+    async def _end_others(self) -> None:
+        """End what `_start_others` has started, perhaps in part."""
+        await asyncio.gather(*(follower.close(END_SECONDS) for follower in self.followers))
+
+    def _name(self, rank: int) -> str:
+        """Return what messages call another rank."""
+        return f"rank {rank}{self.followers[rank - 1].where}"
 
     async def _all_joining(self) -> None:
         """Wait until every other rank is about to join. Raises its error if one has failed before
@@ -268,11 +281,11 @@ class ProcessesExecutor(Executor):
 
     def _receive(self, rank: int, message: ToLeader) -> None:
         if isinstance(message, Joining):
-            _set(self._joining[rank], None)
+            set_once(self._joining[rank], None)
         elif isinstance(message, Ready):
             self._starting[rank].set_result(message.info)
         elif isinstance(message, Failed):
-            error = message.error(rank)
+            error = message.error(self._name(rank))
             if message.number == 0:
                 self._starting[rank].set_exception(error)
             elif (awaited := self._awaited.get(message.number)) is not None:
@@ -289,10 +302,10 @@ class ProcessesExecutor(Executor):
         if not awaited.failures:
             if awaited.own_done and not awaited.waits_for:
                 del self._awaited[number]
-                _set(awaited.future, awaited.result)
+                set_once(awaited.future, awaited.result)
         elif len(awaited.failures) == self.size:
             del self._awaited[number]
-            _set(awaited.future, awaited.failures[0])
+            set_once(awaited.future, awaited.failures[0])
         elif not awaited.disputed:
             awaited.disputed = True
             asyncio.get_running_loop().call_later(AGREE_SECONDS, self._disagree, number)
@@ -311,7 +324,8 @@ class ProcessesExecutor(Executor):
         """A rank's process has ended."""
         if self._stopping:
             return
-        error = RankFailed(f"rank {rank} of {self.size} {ending}")
+        where = self.followers[rank - 1].where
+        error = RankFailed(f"rank {rank} of {self.size}{where} {ending}")
         if not self._starting[rank].done():
             self._starting[rank].set_exception(error)
         else:
@@ -336,7 +350,9 @@ class ProcessesExecutor(Executor):
             for follower in self.followers:
                 follower.dump_stacks()
             await asyncio.sleep(STACK_SECONDS)
-            self._fail(RankFailed(f"{stall} for {seconds:g} seconds"))
+            places = [self._name(each.rank) for each in self.followers if each.where]
+            hosts = f" ({', '.join(places)})" if places else ""
+            self._fail(RankFailed(f"{stall} for {seconds:g} seconds{hosts}"))
 
     def _fail(self, error: Exception) -> None:
         """End all ranks but this one, and everything that is awaited."""
@@ -346,9 +362,9 @@ class ProcessesExecutor(Executor):
         for follower in self.followers:
             follower.kill()
         for future in self._starting.values():
-            _set(future, error)
+            set_once(future, error)
         for awaited in self._awaited.values():
-            _set(awaited.future, error)
+            set_once(awaited.future, error)
         self._awaited.clear()
         self._failed(error)
 
@@ -372,13 +388,13 @@ class ProcessesExecutor(Executor):
         elif not await self._unwind(thread, ended):
             logger.error("rank 0 waits for other ranks for ever: the process ends with status 1")
             atexit.register(_leave_now)
-        await asyncio.gather(*(follower.close(END_SECONDS) for follower in self.followers))
+        await self._end_others()
         if self._joined is None:
             self._progress.close()
 
     async def _unwind(self, thread: WorkerThread, ended: asyncio.Future[None]) -> bool:
         """End the worker thread, which may wait for ranks that are gone; return whether it did."""
-        ended.add_done_callback(_retrieve)
+        ended.add_done_callback(retrieve)
         joined = self._joined
         await asyncio.wait([ended], timeout=STOP_SECONDS if self.failure is None else ABORT_SECONDS)
         leaving: asyncio.Future[None] | None = None
@@ -415,29 +431,13 @@ def _leave(joined: RankWorker, left: asyncio.Future[None]) -> None:
     abort."""
     joined.leave()
     with contextlib.suppress(RuntimeError):  # The loop has closed.
-        left.get_loop().call_soon_threadsafe(_set, left, None)
+        left.get_loop().call_soon_threadsafe(set_once, left, None)
 
 
 def _leave_now() -> None:
     """End the process: a thread is in a call of a library that does not return."""
     logging.shutdown()
     os._exit(1)
-
-
-def _set(future: asyncio.Future[Any], value: Any) -> None:
-    """Set a future's result or exception, unless it has one."""
-    if future.done():
-        return
-    if isinstance(value, BaseException):
-        future.set_exception(value)
-    else:
-        future.set_result(value)
-
-
-def _retrieve(future: asyncio.Future[Any]) -> None:
-    """Look at a future's exception, which is reported elsewhere."""
-    if not future.cancelled():
-        future.exception()
 
 
 def _remoteness(error: BaseException) -> int:
@@ -447,11 +447,11 @@ def _remoteness(error: BaseException) -> int:
     return 1 if isinstance(error, JackfieldError) else 2
 
 
-def _check_alike(rank: int, info: ExecutorInfo, own: ExecutorInfo) -> None:
+def _check_alike(rank: str, info: ExecutorInfo, own: ExecutorInfo) -> None:
     """Raise RankFailed if a rank came to other decisions than rank 0."""
     for name in ALIKE:
         if (there := getattr(info, name)) != (here := getattr(own, name)):
-            raise RankFailed(f"rank {rank} has {name} {there!r}, and rank 0 {here!r}")
+            raise RankFailed(f"{rank} has {name} {there!r}, and rank 0 {here!r}")
 
 
 def _follower_log_level() -> int:

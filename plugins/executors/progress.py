@@ -54,6 +54,15 @@ class Progress:
         self._memory.close()
         self.file.close()
 
+    def counts(self) -> tuple[int, ...]:
+        """Return what the rank has written, in the order of COLUMNS."""
+        return tuple(self._cells)
+
+    def copy(self, counts: Sequence[int]) -> None:
+        """Take over the `counts` of a rank of another host."""
+        for column, count in enumerate(counts):
+            self._cells[column] = count
+
     def read(self) -> dict[str, int]:
         """Return what the rank has written, by the names of COLUMNS."""
         return dict(zip(COLUMNS, self._cells, strict=True))

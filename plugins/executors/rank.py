@@ -28,14 +28,15 @@ def start_rank(
     config: EngineConfig,
     plugin_names: Sequence[str],
     rank: int,
+    local_rank: int,
     address: tuple[str, int],
     progress: Progress,
     joining: Callable[[], None],
 ) -> tuple[RankWorker, ExecutorInfo]:
     """Start a rank in a process of its own. `config`: resolved; `plugin_names`: the plugins from
-    outside to load; `joining`: called right before it joins the others. Raises what the start of an
-    engine raises."""
-    device = rank_device(config, rank)
+    outside to load; `local_rank`: number of its device on its host; `joining`: called right before
+    it joins the others. Raises what the start of an engine raises."""
+    device = rank_device(config, local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     plugins = load_plugins(disable=config.disable_plugins, only=plugin_names)
@@ -46,7 +47,7 @@ def start_rank(
     config, model_config = resolve_runner(config, config, model_config, plugins)
     initializing.join()
     joining()
-    joined = RankWorker.join(config, model_config, plugins, rank, address, progress)
+    joined = RankWorker.join(config, model_config, plugins, rank, local_rank, address, progress)
     return joined, joined.worker.start()
 
 
@@ -71,6 +72,7 @@ class RankWorker:
         model_config: ModelConfig,
         plugins: Plugins,
         rank: int,
+        local_rank: int,
         address: tuple[str, int],
         progress: Progress,
         listener: socket | None = None,
@@ -78,7 +80,14 @@ class RankWorker:
         """Join the other ranks, if there are any, and create the worker, which has not started."""
         ranks = ONE_RANK
         if config.tensor_parallel_size > 1:
-            ranks = join(config, plugins, rank=rank, address=address, listener=listener)
+            ranks = join(
+                config,
+                plugins,
+                rank=rank,
+                address=address,
+                listener=listener,
+                local_rank=local_rank,
+            )
         counted = dataclasses.replace(ranks, tensor=progress.counted(ranks.tensor))
         return cls(Worker(config, model_config, plugins, counted), ranks)
 

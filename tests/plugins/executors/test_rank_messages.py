@@ -99,11 +99,13 @@ async def test_replies_logs_and_the_end(
 
 
 def test_errors_keep_their_class_and_field() -> None:
-    error = Failed.because(2, ConfigError("block_size: too small", param="block_size")).error(1)
+    error = Failed.because(2, ConfigError("block_size: too small", param="block_size")).error(
+        "rank 1"
+    )
     assert isinstance(error, ConfigError) and error.param == "block_size"
     assert str(error) == "rank 1: block_size: too small"
-    assert isinstance(Failed.because(2, OutOfMemory("no room")).error(1), OutOfMemory)
-    other = Failed.because(2, ZeroDivisionError("by zero")).error(1)
+    assert isinstance(Failed.because(2, OutOfMemory("no room")).error("rank 1"), OutOfMemory)
+    other = Failed.because(2, ZeroDivisionError("by zero")).error("rank 1")
     assert str(other) == "rank 1: ZeroDivisionError: by zero"
 
 
