@@ -37,6 +37,13 @@ def gated_product(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
 
 
 @triton.jit
+def squared_relu(x):
+    """Return relu(x)². NaN propagates."""
+    x = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    return x * x
+
+
+@triton.jit
 def gelu_product(gate, up):
     """Return gelu(gate) * up, float32."""
     # gate / 2 * (1 + tanh(inner)), where (1 + tanh(z)) / 2 = 1 / (1 + exp(-2 z))

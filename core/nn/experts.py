@@ -1,4 +1,4 @@
-"""Mixture of experts: many gated MLPs, of which a router chooses a few for each token."""
+"""Mixture of experts: many MLPs, of which a router chooses a few for each token."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import nn
 from ..errors import ConfigError
 from ..parallel.sharding import Features
 from .context import BuildContext
-from .linear import MergedLinear
-from .mlp import GatedMLP
+from .linear import Linear, MergedLinear
+from .mlp import GatedMLP, PlainMLP
 from .operations import ClampedSwiGLU, ExpertWeight, Operations
 from .quantized import QuantizedLinear
 from .routing import Routing, RoutingRule
@@ -100,9 +100,11 @@ class GatedExperts(ExpertLinear):
 
 
 class Experts(nn.Module):
-    """The MLPs; `down(silu(gate(x)) * up(x))` each, or with another activation."""
+    """The MLPs; `down(silu(gate(x)) * up(x))` each, or with another activation; without gates,
+    `down(activation(up(x)))`."""
 
     gate_up_proj: ExpertLinear | QuantizedLinear
+    up_proj: ExpertLinear | QuantizedLinear
     down_proj: ExpertLinear | QuantizedLinear
 
     def __init__(
@@ -113,17 +115,30 @@ class Experts(nn.Module):
         build: BuildContext,
         *,
         bias: bool = False,
+        gated: bool = True,
     ) -> None:
         super().__init__()
         inner = {"gate": intermediate_size, "up": intermediate_size}
         own = build.inner_share(intermediate_size)
-        self.gate_up_proj = GatedExperts(
-            num_experts, hidden_size, inner, build, bias=bias, shard="out", share=own
-        )
+        self.gated = gated
+        if gated:
+            self.gate_up_proj = GatedExperts(
+                num_experts, hidden_size, inner, build, bias=bias, shard="out", share=own
+            )
+        else:
+            self.up_proj = ExpertLinear(
+                num_experts, hidden_size, {"": intermediate_size}, build, bias=bias, shard="out",
+                share=own,
+            )  # fmt: skip
         self.down_proj = ExpertLinear(
             num_experts, intermediate_size, {"": hidden_size}, build, bias=bias, shard="in",
             share=own,
         )  # fmt: skip
+
+    @property
+    def first(self) -> ExpertLinear | QuantizedLinear:
+        """The layers before the activation."""
+        return self.gate_up_proj if self.gated else self.up_proj
 
 
 class SparseMLP(nn.Module):
@@ -131,7 +146,7 @@ class SparseMLP(nn.Module):
     of experts that all tokens share."""
 
     shared_expert_gate: Router | None
-    shared_experts: GatedMLP | None
+    shared_experts: GatedMLP | PlainMLP | None
 
     def __init__(
         self,
@@ -146,15 +161,19 @@ class SparseMLP(nn.Module):
         score_bias: bool = False,
         wide_router: bool = False,
         clamped: ClampedSwiGLU | None = None,
-        shared: GatedMLP | None = None,
+        shared: GatedMLP | PlainMLP | None = None,
         shared_gate: bool = False,
+        gated: bool = True,
+        latent_size: int | None = None,
     ) -> None:
         """`rule`: without its bias, which the router has with `score_bias`; `bias`: router and
         experts have biases; `wide_router`: its logits are computed in float32; `clamped`: in place
         of silu(gate) * up; `shared`: experts for all tokens, as one MLP, with `shared_gate` times
-        the sigmoid of a logit per token. Raises ConfigError."""
+        the sigmoid of a logit per token; `gated`: whether experts have gates; `latent_size`: width
+        that tokens are projected to for the chosen experts, and back behind them. Raises
+        ConfigError."""
         super().__init__()
-        if activation not in ("silu", "swish"):
+        if activation not in (("silu", "swish") if gated else ("relu2",)):
             raise ConfigError(f"hidden_act: {activation!r} is not supported", param="hidden_act")
         if num_experts > MOST_EXPERTS:
             raise ConfigError(
@@ -167,15 +186,23 @@ class SparseMLP(nn.Module):
                 f"num_experts_per_tok: {rule.top_k} of {in_reach} experts cannot be chosen",
                 param="num_experts_per_tok",
             )
-        needs = {"experts.bias": bias, "experts.activation": clamped, "route.bias": score_bias}
+        needs = {
+            "experts.bias": bias, "experts.activation": clamped, "route.bias": score_bias,
+            "experts.relu2": not gated,
+        }  # fmt: skip
         _check_features(build.operations, rule.features | {name for name in needs if needs[name]})
         self.gate = Router(
             num_experts, hidden_size, build, bias=bias, score_bias=score_bias, wide=wide_router
         )
-        self.experts = Experts(num_experts, hidden_size, intermediate_size, build, bias=bias)
+        width = hidden_size if latent_size is None else latent_size
+        self.experts = Experts(num_experts, width, intermediate_size, build, bias=bias, gated=gated)
+        self.latent = latent_size is not None
+        if self.latent:
+            self.fc1_latent_proj = Linear(hidden_size, width, build)
+            self.fc2_latent_proj = Linear(width, hidden_size, build)
         self.shared_experts = shared
         self.shared_expert_gate = Router(1, hidden_size, build) if shared_gate else None
-        self.clamped = clamped
+        self.activation = clamped if gated else "relu2"
         self.rule = rule
         self.operations, self.ranks = build.operations, build.ranks
 
@@ -197,16 +224,22 @@ class SparseMLP(nn.Module):
     def _routed(self, x: torch.Tensor, *, residual: torch.Tensor | None = None) -> torch.Tensor:
         """residual + the sum of the chosen experts' outputs: [num_tokens, hidden_size] → the same
         shape"""
-        residual = torch.zeros_like(x) if residual is None else residual
         routing = self.route(self.gate(x))
-        gate_up, down = self.experts.gate_up_proj, self.experts.down_proj
+        first, down = self.experts.first, self.experts.down_proj
         more: dict[str, Any] = {
-            "gate_up_bias": gate_up.bias, "down_bias": down.bias, "activation": self.clamped
+            "gate_up_bias": first.bias, "down_bias": down.bias, "activation": self.activation
         }  # fmt: skip
         more = {name: value for name, value in more.items() if value is not None}
-        return self.operations.experts(
-            x, routing, gate_up.bank, down.bank, residual=residual, **more
+        if not self.latent:
+            into = torch.zeros_like(x) if residual is None else residual
+            return self.operations.experts(x, routing, first.bank, down.bank, residual=into, **more)
+        x = self.fc1_latent_proj(x)
+        made = self.operations.experts(
+            x, routing, first.bank, down.bank, residual=torch.zeros_like(x), **more
         )
+        # Linear: of several ranks, each may project its part of the sum.
+        out: torch.Tensor = self.fc2_latent_proj(made, residual=residual)
+        return out
 
     def route(self, logits: torch.Tensor) -> Routing:
         """Choose experts by the rule: [num_tokens, num_experts] → what each token gets. Families

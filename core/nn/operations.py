@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -58,6 +58,10 @@ class ClampedSwiGLU(NamedTuple):
         return (up + 1) * gate * torch.sigmoid(self.alpha * gate)
 
 
+ExpertActivation: TypeAlias = ClampedSwiGLU | Literal["relu2"]
+"""Of experts, in place of silu(gate) * up; "relu2": relu(up)², of experts without gates."""
+
+
 class DenseRows(NamedTuple):
     """A weight that only its layer can read."""
 
@@ -97,7 +101,7 @@ class Operations(
         "cached_heads.quantized", "write_cache.quantized",
         "decode_inputs.dropped", "step_inputs.dropped",
         "bidirectional_attention.distance_bias", "experts.activation", "experts.bias",
-        "route.bias", "route.factor", "route.groups", "route.sigmoid",
+        "experts.relu2", "route.bias", "route.factor", "route.groups", "route.sigmoid",
     })  # fmt: skip
     """Options of methods that these operations support, as "method.option"; a model or an engine
     that needs another one is refused. A subclass that overrides such a method sets it; without
@@ -253,7 +257,7 @@ class Operations(
         residual: torch.Tensor,
         gate_up_bias: torch.Tensor | None = None,
         down_bias: torch.Tensor | None = None,
-        activation: ClampedSwiGLU | None = None,
+        activation: ExpertActivation | None = None,
     ) -> torch.Tensor:
         """residual + Σ weight * down_e(silu(gate_e(x)) * up_e(x)) over each token's experts e.
 
@@ -261,7 +265,7 @@ class Operations(
         down: E experts' [hidden_size, inner] → [T, hidden_size]. `residual` may be overwritten.
         Biases: [E * 2 * inner] and [E * hidden_size], added to the products of each expert's
         layers; `activation`: in place of silu(gate) * up. Only models that have these three pass
-        them (`features`).
+        them (`features`). With "relu2", gate_up has E experts' [inner, hidden_size]: up alone.
 
         The reference computes one expert at a time. On a device that runs asynchronously to the
         host, each expert computes all tokens: the launches then do not depend on the routing, and a
@@ -285,6 +289,8 @@ class Operations(
             ]
             if activation is None:
                 inner = self.gated_linear(x[tokens], first, biases[0])
+            elif activation == "relu2":
+                inner = F.relu(self.linear(x[tokens], first, biases[0])).square()
             else:
                 inner = activation(*self.linear(x[tokens], first, biases[0]).chunk(2, dim=-1))
             made = self.linear(inner, second, biases[1])

@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..activations import Clamp
+from ..activations import Clamp, squared_relu
 from ..launch import launch
 from ..pdl import gdc_launch_dependents, gdc_wait, pdl_options
 from ..quant.dequant_tile import dequant_tile, load_scale, load_zero
@@ -82,6 +82,7 @@ def _expert_gemv_kernel(
     BIAS: tl.constexpr,
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
+    SQUARED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     UNROLL: tl.constexpr,
@@ -158,6 +159,8 @@ def _expert_gemv_kernel(
     sums = tl.sum(acc, axis=1)
     up_sums = tl.sum(up_acc, axis=1) if GATED else sums
     sums = apply_bias_and_gate(sums, up_sums, bias_ptr, rows, in_r, N, GATED, BIAS, ALPHA, LIMIT)
+    if SQUARED:
+        sums = squared_relu(sums)
     if FACTOR:
         sums *= tl.load(factor_ptr + slot, mask=in_r, other=0.0)
     out = tl.sum(tl.reshape(sums, [BLOCK_COUNT, BLOCK_N]), axis=0)
@@ -225,6 +228,7 @@ def expert_gemv(
     out: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     clamp: Clamp | None = None,
+    gated: bool = True,
     config: ExpertGemvConfig | None = None,
     known: bool = False,
 ) -> torch.Tensor:
@@ -234,14 +238,16 @@ def expert_gemv(
 
     experts: [num_tokens, top_k] int32, contiguous; weight: [num_experts * N, K]; last strides 1;
     `out` may be the residual; bias: [num_experts * N], contiguous; `clamp`: in place of
-    silu(g) * u. `known`: experts were written before the last kernel on the stream began.
+    silu(g) * u; without `gated`: relu(u)² of u alone, [num_tokens * top_k, N], in their place.
+    `known`: experts were written before the last kernel on the stream began.
     """
     num_tokens, top_k = experts.shape
-    gated = factor is None
+    first = factor is None
+    gated = gated and first
     values = values_of(weight)
     rows = values.shape[0] // num_experts
     outputs = rows // 2 if gated else rows
-    count, targets = (1, num_tokens * top_k) if gated else (top_k, num_tokens)
+    count, targets = (1, num_tokens * top_k) if first else (top_k, num_tokens)
     if out is None:
         out = torch.empty((targets, outputs), dtype=x.dtype, device=x.device)
     if num_tokens == 0:
@@ -259,7 +265,7 @@ def expert_gemv(
     even = outputs % config.block_n == 0 and width % chunks == 0
     # More would evict the first prefetched weights.
     fits = targets * count * outputs * width * item <= PREFETCH_BYTES
-    prefetch = known and not gated and aligned and even and fits and bool(options)
+    prefetch = known and not first and aligned and even and fits and bool(options)
     launch(_expert_gemv_kernel, (targets, triton.cdiv(outputs, config.block_n)))(
         out,
         x,
@@ -276,13 +282,14 @@ def expert_gemv(
         N=outputs,
         FORMAT=arguments.format,
         COUNT=count,
-        DIVIDE=top_k if gated else 1,
+        DIVIDE=top_k if first else 1,
         GATED=gated,
-        FACTOR=not gated,
+        FACTOR=not first,
         RESIDUAL=residual is not None,
         BIAS=bias is not None,
         ALPHA=clamp.alpha if clamp else None,
         LIMIT=clamp.limit if clamp else None,
+        SQUARED=first and not gated,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
         UNROLL=unroll,

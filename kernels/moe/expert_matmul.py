@@ -25,7 +25,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..activations import Clamp
+from ..activations import Clamp, squared_relu
 from ..launch import launch
 from ..pdl import gdc_launch_dependents, gdc_wait, pdl_options
 from ..quant.dequant_tile import dot_part, load_part_scales, unpack_tile
@@ -70,6 +70,7 @@ def _expert_matmul_kernel(
     BIAS: tl.constexpr,
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
+    SQUARED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -173,6 +174,8 @@ def _expert_matmul_kernel(
         if GATED:
             up_acc *= x_scale
     acc = apply_bias_and_gate(acc, up_acc, bias_ptr, rows, in_n, N, GATED, BIAS, ALPHA, LIMIT)
+    if SQUARED:
+        acc = squared_relu(acc)
     out_ptrs = out_ptr + slot.to(tl.int64)[None, :] * N + offs_n[:, None]
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=in_n[:, None] & in_m[None, :])
 
@@ -254,6 +257,7 @@ def expert_matmul(
     x_scale: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     clamp: Clamp | None = None,
+    squared: bool = False,
     dtype: torch.dtype | None = None,
     config: ExpertMatmulConfig | None = None,
 ) -> torch.Tensor:
@@ -263,8 +267,9 @@ def expert_matmul(
     slots: [num_experts, num_tokens] and counts: [num_experts], from `sort_tokens`; last strides 1.
     x may be of the weight's 8-bit type, with a float32 `x_scale` for each of its rows, if the
     weight has one for each of its own. bias: [num_experts * N], contiguous; `clamp`: in place of
-    silu(g) * u. Sums in float32 (of int8: int32), rounded once. Raises ValueError if the weight's
-    groups are too narrow for the tensor core (`expert_matmul_supports`).
+    silu(g) * u; `squared`: relu(out)², not gated. Sums in float32 (of int8: int32), rounded once.
+    Raises ValueError if the weight's groups are too narrow for the tensor core
+    (`expert_matmul_supports`).
     """
     num_experts, num_tokens = slots.shape
     num_slots = num_tokens * top_k
@@ -305,6 +310,7 @@ def expert_matmul(
         BIAS=bias is not None,
         ALPHA=clamp.alpha if clamp else None,
         LIMIT=clamp.limit if clamp else None,
+        SQUARED=squared,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         BLOCK_K=block_k,

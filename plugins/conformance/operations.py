@@ -335,7 +335,7 @@ class OperationsKit(BatchChecks, QuantizedCacheChecks, StateChecks, Kit):
         self.near(got.weights, want.weights, torch.float32)
 
     @pytest.mark.parametrize("tokens", TOKENS)
-    @pytest.mark.parametrize("kind", ["plain", "biases", "4 bits", "fp8", "rows"])
+    @pytest.mark.parametrize("kind", ["plain", "biases", "no gates", "4 bits", "fp8", "rows"])
     def test_experts(self, kind: str, tokens: int, dtype: torch.dtype) -> None:
         """Check some experts with many tokens, some with none."""
         number, inner, top_k = 6, 64, 3
@@ -364,6 +364,11 @@ class OperationsKit(BatchChecks, QuantizedCacheChecks, StateChecks, Kit):
                 "down_bias": self.draw(number * SIZE, dtype=dtype, seed=12),
                 "activation": ClampedSwiGLU(1.7, 0.8),
             }
+        if kind == "no gates":
+            if "experts.relu2" not in self.make(dtype).features:
+                pytest.skip("these operations have no experts without gates")
+            gate_up, more = gate_up[: number * inner], {"activation": "relu2"}
+            exact[0] = wide(gate_up)
         residual = self.draw(tokens, SIZE, dtype=dtype, seed=8)
         want = REFERENCE.experts(
             x.float(), routing, *exact, residual=residual.float(),

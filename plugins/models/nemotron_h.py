@@ -1,8 +1,10 @@
-"""Nemotron-H: layers of one part each: Mamba 2, attention without rotation, or an MLP."""
+"""Nemotron-H and Nemotron 3: layers of one part each: Mamba 2, attention without rotation, an MLP,
+or a mixture of experts without gates."""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,8 +12,10 @@ from torch import nn
 from ...core.errors import ConfigError
 from ...core.loading.model_config import ModelConfig
 from ...core.nn.context import BuildContext, ForwardContext
+from ...core.nn.experts import SparseMLP
 from ...core.nn.mlp import PlainMLP
 from ...core.nn.rotary import Rotary
+from ...core.nn.routing import RoutingRule
 from ...core.nn.state.mamba2 import Mamba2Mixer, Mamba2Sizes
 from .decoder import QKV_SHARDS, CausalLM, SelfAttention
 from .mamba import BACKBONE
@@ -27,15 +31,18 @@ class NemotronHBlock(MixerBlock):
         if kind == "full_attention":
             return attention(config, layer, build)
         if kind == "mlp":
-            return PlainMLP(
-                hf.hidden_size, hf.intermediate_size, hf.mlp_hidden_act, build, bias=hf.mlp_bias,
-                field="mlp_hidden_act",
-            )  # fmt: skip
-        if kind != "linear_attention" or hf.mamba_hidden_act != "silu":
+            return _plain(hf, hf.intermediate_size, build)
+        if kind == "moe":
+            return _mixture(hf, build)
+        if kind != "linear_attention":
             raise ConfigError(
-                f"layers_block_type: a layer of kind {kind!r} is not served: experts without gates "
-                "are not there yet",
+                f"layers_block_type: a layer of kind {kind!r} is not supported",
                 param="layers_block_type",
+            )
+        if hf.mamba_hidden_act != "silu":
+            raise ConfigError(
+                f"mamba_hidden_act: {hf.mamba_hidden_act!r} is not supported",
+                param="mamba_hidden_act",
             )
         sizes = Mamba2Sizes(
             hf.hidden_size, hf.mamba_num_heads, hf.mamba_head_dim, hf.ssm_state_size, hf.n_groups,
@@ -50,10 +57,36 @@ class NemotronHBlock(MixerBlock):
     def forward(
         self, hidden: torch.Tensor, rotary: Rotary | None, context: ForwardContext
     ) -> torch.Tensor:
-        if isinstance(self.mixer, PlainMLP):
+        if isinstance(self.mixer, PlainMLP | SparseMLP):
             out: torch.Tensor = self.mixer(hidden, self.norm)
             return out
         return super().forward(hidden, rotary, context)
+
+
+def _plain(hf: Any, inner: int, build: BuildContext) -> PlainMLP:
+    return PlainMLP(
+        hf.hidden_size, inner, hf.mlp_hidden_act, build, bias=hf.mlp_bias, field="mlp_hidden_act"
+    )
+
+
+def _mixture(hf: Any, build: BuildContext) -> SparseMLP:
+    """Create experts, chosen as DeepSeek-V3's are, and a shared one. With `moe_latent_size` the
+    chosen ones see a projection of that width."""
+    for field, known in (("mlp_hidden_act", "relu2"), ("mlp_bias", False)):
+        if (value := getattr(hf, field)) != known:
+            raise ConfigError(
+                f"{field}: {value!r} is not supported for layers of experts", param=field
+            )
+    rule = RoutingRule(
+        hf.num_experts_per_tok, scoring="sigmoid", renormalize=bool(hf.norm_topk_prob),
+        groups=hf.n_group or 1, top_groups=hf.topk_group or 1,
+        factor=float(hf.routed_scaling_factor),
+    )  # fmt: skip
+    return SparseMLP(
+        hf.n_routed_experts, rule, hf.hidden_size, hf.moe_intermediate_size, hf.mlp_hidden_act,
+        build, score_bias=True, wide_router=True, gated=False, latent_size=hf.moe_latent_size,
+        shared=_plain(hf, hf.moe_shared_expert_intermediate_size, build),
+    )  # fmt: skip
 
 
 class NemotronHDecoder(MixerDecoder):
@@ -61,6 +94,8 @@ class NemotronHDecoder(MixerDecoder):
 
 
 class NemotronHForCausalLM(CausalLM):
+    """Layers of the checkpoint that predict further tokens are not loaded."""
+
     tensor_parallel = True
     decoder = NemotronHDecoder
-    weight_map = dataclasses.replace(BACKBONE, stacked=QKV_SHARDS)
+    weight_map = dataclasses.replace(BACKBONE, stacked=QKV_SHARDS, ignored=("mtp.",))

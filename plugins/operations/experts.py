@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ...core.nn.operations import ClampedSwiGLU, DenseRows, ExpertWeight
+from ...core.nn.operations import ClampedSwiGLU, DenseRows, ExpertActivation, ExpertWeight
 from ...core.nn.packed import PackedWeight
 from ...core.nn.routing import Routing
 from ...kernels.activations import Clamp
@@ -43,7 +43,7 @@ def experts_product(
     *,
     gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
-    activation: ClampedSwiGLU | None = None,
+    activation: ExpertActivation | None = None,
 ) -> torch.Tensor:
     """As `Operations.experts`, into `residual`.
 
@@ -51,18 +51,21 @@ def experts_product(
     """
     num_tokens, top_k = routing.experts.shape
     num_experts = values_of(_kernel_weight(down)).shape[0] // x.shape[1]
-    clamp = None if activation is None else Clamp(*activation)
+    gated = activation != "relu2"
+    clamp = Clamp(*activation) if isinstance(activation, ClampedSwiGLU) else None
     if few_slots(num_tokens, top_k, num_experts):
         inner = expert_gemv(
             _ordered(x, gate_up), routing.experts, _kernel_weight(gate_up), num_experts,
-            bias=gate_up_bias, clamp=clamp,
+            bias=gate_up_bias, clamp=clamp, gated=gated,
         )  # fmt: skip
         return expert_gemv(
             _ordered(inner, down), routing.experts, _kernel_weight(down), num_experts,
             factor=routing.weights, residual=residual, out=residual, bias=down_bias, known=True,
         )  # fmt: skip
     lists = sort_tokens(routing.experts, num_experts)
-    inner = _product(x, gate_up, lists, top_k, gate_up_bias, gated=True, clamp=clamp)
+    inner = _product(
+        x, gate_up, lists, top_k, gate_up_bias, gated=gated, squared=not gated, clamp=clamp
+    )
     parts = _product(inner, down, lists, top_k, down_bias, gated=False)
     return combine(parts, routing.weights, residual, residual)
 
@@ -75,6 +78,7 @@ def _product(
     bias: torch.Tensor | None,
     *,
     gated: bool,
+    squared: bool = False,
     clamp: Clamp | None = None,
 ) -> torch.Tensor:
     """Multiply by the experts that were listed, in 8 bits if the weight asks for that."""
@@ -84,7 +88,7 @@ def _product(
         x, scale = quantize_rows(x, weight.values.dtype, scale=weight.input_scale)
     return expert_matmul(
         x, *lists, _kernel_weight(weight), top_k=top_k, gated=gated, x_scale=scale, bias=bias,
-        clamp=clamp, dtype=dtype,
+        clamp=clamp, squared=squared, dtype=dtype,
     )  # fmt: skip
 
 

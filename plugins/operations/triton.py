@@ -11,7 +11,7 @@ import torch
 from ...core.nn.kv_cache.quantized_cache import KVCache, QuantizedCache, code_bits
 from ...core.nn.latent.operations import LatentOperations
 from ...core.nn.operations import (
-    ClampedSwiGLU,
+    ExpertActivation,
     ExpertWeight,
     HeadLayout,
     Norm,
@@ -207,7 +207,7 @@ class TritonOperations(TritonStates, TritonLatents, Operations):
         residual: torch.Tensor,
         gate_up_bias: torch.Tensor | None = None,
         down_bias: torch.Tensor | None = None,
-        activation: ClampedSwiGLU | None = None,
+        activation: ExpertActivation | None = None,
     ) -> torch.Tensor:
         """Only chosen experts are read; the residual is overwritten."""
         make = experts_product if experts_serve(gate_up, down) else super().experts

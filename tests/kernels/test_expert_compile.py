@@ -21,7 +21,10 @@ PROGRAM = Path(__file__).parent / "programs" / "compile_experts.py"
 
 @pytest.mark.parametrize(
     "model",
-    [pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3-30b-a3b", "gpt-oss-20b")],
+    [
+        pytest.param(name, marks=pytest.mark.slow)
+        for name in ("qwen3-30b-a3b", "gpt-oss-20b", "nemotron-3-nano")
+    ],
 )
 def test_experts_of_a_real_model_fit_the_registers(model: str, tmp_path: Path) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

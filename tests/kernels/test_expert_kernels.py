@@ -251,6 +251,22 @@ def test_experts_with_biases_equal_their_twin(
     )
 
 
+@pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[3]], ids=str)
+@pytest.mark.parametrize("kind", ["dense", "fp8", "int8", "words4"])
+def test_experts_without_gates_equal_their_twin(kind: str, shape: tuple[int, ...]) -> None:
+    dtype = DTYPES[-1]
+    num_tokens, num_experts, top_k, hidden, inner = (*shape[:3], 64, 128)
+    up, down = ((num_experts * inner, hidden), (num_experts * hidden, inner))
+    if kind == "dense":
+        banks: list[Any] = [dense(num_experts, n // num_experts, m, dtype) for n, m in (up, down)]
+    else:
+        banks = [packed(kind, *size, group, dtype) for size, group in ((up, 64), (down, 32))]
+    check(
+        draw(num_tokens, hidden, dtype=dtype), routing(num_tokens, top_k, num_experts), *banks,
+        activation="relu2",
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("num_tokens", [1, 11])
 @pytest.mark.parametrize("kind", ["fp8", "words4"])
 def test_packed_experts_with_biases_equal_their_twin(kind: str, num_tokens: int) -> None:

@@ -163,6 +163,22 @@ def test_the_reference_adds_biases_and_clamps(tokens: int) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-3)
 
 
+def test_experts_without_gates_square_what_is_positive() -> None:
+    tokens, num_experts, top_k, hidden, inner = 5, 4, 2, 6, 8
+    x = torch.randn(tokens, hidden)
+    up, down = torch.randn(num_experts, inner, hidden), torch.randn(num_experts, hidden, inner)
+    routing = OPERATIONS.route(torch.randn(tokens, num_experts), RoutingRule(top_k))
+    expected = x.clone()
+    for token in range(tokens):
+        for weight, e in zip(routing.weights[token], routing.experts[token], strict=True):
+            made = up[e] @ x[token]
+            expected[token] += weight * (down[e] @ torch.where(made > 0, made * made, 0.0))
+    actual = OPERATIONS.experts(
+        x, routing, up.flatten(0, 1), down.flatten(0, 1), residual=x.clone(), activation="relu2"
+    )
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-3)
+
+
 class OlderOperations(Operations):
     """From when experts had neither biases nor another activation."""
 

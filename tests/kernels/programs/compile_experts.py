@@ -47,6 +47,11 @@ if sys.argv[2] == "gpt-oss-20b":
     more["gate_up_bias"] = torch.empty(E * 2 * INNER, dtype=torch.bfloat16)
     more["down_bias"] = torch.empty(E * HIDDEN, dtype=torch.bfloat16)
     more["activation"] = ClampedSwiGLU(1.702, 7.0)
+elif sys.argv[2] == "nemotron-3-nano":
+    E, TOP_K, HIDDEN, INNER = 128, 6, 2688, 1856
+    kinds = {"bf16": (1, 64, 8192), "fp8": (64,)}
+    more["activation"] = "relu2"
+LAYERS = 1 if more.get("activation") == "relu2" else 2
 
 
 def bank(kind, rows, size):
@@ -73,7 +78,7 @@ def usage(kernel):
 
 operations = TritonOperations()
 for kind, tokens in kinds.items():
-    gate_up, down = bank(kind, E * 2 * INNER, HIDDEN), bank(kind, E * HIDDEN, INNER)
+    gate_up, down = bank(kind, E * LAYERS * INNER, HIDDEN), bank(kind, E * HIDDEN, INNER)
     for num_tokens in tokens:
         x = torch.empty(num_tokens, HIDDEN, dtype=torch.bfloat16)
         logits = torch.empty(num_tokens, E, dtype=torch.bfloat16)

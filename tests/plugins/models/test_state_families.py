@@ -44,6 +44,19 @@ DELTA = {
     "linear_key_head_dim": 12, "linear_value_head_dim": 10, "linear_num_key_heads": 2,
     "linear_num_value_heads": 4, "partial_rotary_factor": 0.5,
 }  # fmt: skip
+# transformers 5.23 raises step sizes of prompts, not of other tokens, to time_step_min: those that
+# trained Nemotron-H did not.
+NEMOTRON = {
+    "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 12, "n_groups": 2,
+    "chunk_size": 16, "num_hidden_layers": LEFT_OUT, "time_step_min": 1e-9,
+    "time_step_floor": 0.1,
+}  # fmt: skip
+NEMOTRON_3 = {
+    **NEMOTRON, "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+    "n_routed_experts": 8, "n_group": 2,
+    "num_experts_per_tok": 3, "moe_intermediate_size": 48, "routed_scaling_factor": 2.5,
+    "moe_shared_expert_intermediate_size": 32,
+}  # fmt: skip
 CASES: dict[str, dict[str, Any]] = {
     "BambaForCausalLM": {**HYBRID, "attn_layer_indices": [1]},
     "FalconH1ForCausalLM": {**FALCON, "mamba_rms_norm": False, "projectors_bias": True},
@@ -72,10 +85,11 @@ CASES: dict[str, dict[str, Any]] = {
     "Mamba2ForCausalLM": {**MAMBA2, "time_step_limit": (0.3, 2.0)},
     "MambaForCausalLM": {"state_size": 6, "use_bias": True},
     "NemotronHForCausalLM": {
+        **NEMOTRON,
         "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
-        "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 12, "n_groups": 2,
-        "chunk_size": 16, "num_hidden_layers": LEFT_OUT,
     },
+    "NemotronHForCausalLM:experts": NEMOTRON_3,
+    "NemotronHForCausalLM:latent experts": {**NEMOTRON_3, "moe_latent_size": 24, "topk_group": 2},
     "Qwen3NextForCausalLM": {
         **DELTA, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
         "shared_expert_intermediate_size": 32, "decoder_sparse_step": 2,
