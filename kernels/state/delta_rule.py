@@ -1,33 +1,58 @@
-"""Gated delta rule over rows of any lengths, in one launch.
+"""Gated delta rule over rows of any lengths.
 
     S = exp(rate softplus(step + bias)) S        S += k (sigmoid(beta) (v - Sᵀ k))ᵀ
     y = Sᵀ q / sqrt(K), with queries and keys divided by their lengths first
 
-One program holds the state of one row and head (for some of its values) in registers, and walks
-over its tokens.
+One program holds the state of one row and head (for some of its values) in registers. A row of one
+token is computed as above; a longer one chunk by chunk, from what `delta_chunks` has found of all
+chunks in a launch before: four products of tiles per chunk, of which one waits for another.
 
 Memory: queries, keys, values and outputs once per token (queries and keys by each program of a
-head), a state once per row: the bound of rows of one token. As many steps one after another as the
-longest row has tokens: prompts are bound by their latency. Source: gated delta networks (arXiv
-2412.06464). Twin: `core.nn.state.operations.StateOperations.delta_rule`.
+head), a state once per row: the bound of rows of one token. Of prompts also what `delta_chunks`
+writes; one row of a prompt is bound by the latency of its chunks one after another, several by the
+L2 cache. Source: gated delta networks (arXiv 2412.06464). Twin:
+`core.nn.state.operations.StateOperations.delta_rule`.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from ..launch import launch
+from .delta_chunks import DeltaChunks, delta_chunks
 from .rows import PLACES, Rows, row_of, softplus
 
-VALUES = 16
-"""Values per program."""
+
+class _Tiles(NamedTuple):
+    """How a step is computed."""
+
+    values: int
+    """Values per program."""
+    chunk: int
+    precision: str
+    num_warps: int
+    num_stages: int
 
 
-@triton.jit(do_not_specialize_on_alignment=PLACES)
+SINGLE = _Tiles(values=16, chunk=16, precision="tf32", num_warps=2, num_stages=1)
+"""Rows of one token."""
+NARROW = _Tiles(values=32, chunk=64, precision="tf32", num_warps=4, num_stages=2)
+"""Prompts in 16 bits."""
+WIDE = _Tiles(values=16, chunk=16, precision="ieee", num_warps=8, num_stages=1)
+"""Prompts in float32: products without tensor cores, whose small tiles stay in registers."""
+
+
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=PLACES)
 def _delta_rule_kernel(
     out_ptr,
+    own_ptr,
+    seen_ptr,
+    scores_ptr,
+    factors_ptr,
     q_ptr,
     k_ptr,
     v_ptr,
@@ -39,6 +64,7 @@ def _delta_rule_kernel(
     query_start_ptr,
     seq_lens_ptr,
     slots_ptr,
+    num_tokens,
     stride_q,
     stride_k,
     stride_v,
@@ -51,6 +77,9 @@ def _delta_rule_kernel(
     V: tl.constexpr,
     BLOCK_K: tl.constexpr,
     VALUES: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SINGLE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """One program: VALUES values of one head of one row."""
     head = tl.program_id(1)
@@ -63,26 +92,57 @@ def _delta_rule_kernel(
     in_k, in_v = key < K, value < V
     inside = in_k[:, None] & in_v[None, :]
     states = state_ptr + ((slot * HEADS + head) * K + key[:, None]) * V + value[None, :]
-    state = tl.load(states, mask=inside & (begins == 0), other=0.0)
-    rate = tl.load(rate_ptr + head)
-    bias = tl.load(bias_ptr + head)
-    for at in range(0, count):
-        token = start + at
-        q = tl.load(q_ptr + token * stride_q + group * K + key, mask=in_k, other=0.0)
-        k = tl.load(k_ptr + token * stride_k + group * K + key, mask=in_k, other=0.0)
-        v = tl.load(v_ptr + token * stride_v + head * V + value, mask=in_v, other=0.0)
-        q, k, v = q.to(tl.float32), k.to(tl.float32), v.to(tl.float32)
+    state = tl.load(states, mask=inside & (begins == 0), other=0.0).to(tl.float32)
+    q_ptr += start * stride_q + group * K
+    k_ptr += start * stride_k + group * K
+    place = start * HEADS + head
+    if count == 1:
+        q = tl.load(q_ptr + key, mask=in_k, other=0.0).to(tl.float32)
+        k = tl.load(k_ptr + key, mask=in_k, other=0.0).to(tl.float32)
+        v = tl.load(v_ptr + start * stride_v + head * V + value, mask=in_v, other=0.0)
         q *= tl.rsqrt(tl.sum(q * q, axis=0) + 1e-6) * scale
         k *= tl.rsqrt(tl.sum(k * k, axis=0) + 1e-6)
-        step = tl.load(step_ptr + token * stride_step + head).to(tl.float32)
-        beta = tl.load(beta_ptr + token * stride_beta + head).to(tl.float32)
-        state *= tl.exp(rate * softplus(step + bias))
-        missing = v - tl.sum(state * k[:, None], axis=0)
+        step = tl.load(step_ptr + start * stride_step + head).to(tl.float32)
+        beta = tl.load(beta_ptr + start * stride_beta + head).to(tl.float32)
+        state *= tl.exp(tl.load(rate_ptr + head) * softplus(step + tl.load(bias_ptr + head)))
+        missing = v.to(tl.float32) - tl.sum(state * k[:, None], axis=0)
         state += k[:, None] * (missing / (1.0 + tl.exp(-beta)))[None, :]
         y = tl.sum(state * q[:, None], axis=0)
-        place = (token * HEADS + head) * V + value
-        tl.store(out_ptr + place, y.to(out_ptr.dtype.element_ty), mask=in_v)
-    tl.store(states, state, mask=inside)
+        tl.store(out_ptr + place * V + value, y.to(out_ptr.dtype.element_ty), mask=in_v)
+    elif not SINGLE:
+        narrow = own_ptr.dtype.element_ty
+        at = tl.arange(0, CHUNK)
+        own_ptr += place * V
+        seen_ptr += place * K
+        scores_ptr += place * CHUNK
+        out_ptr += place * V
+        factors_ptr += head.to(tl.int64) * num_tokens + start
+        part = tl.num_programs(1).to(tl.int64) * num_tokens
+        for first in range(0, count, CHUNK):
+            token = first + at
+            here = token < count
+            in_keys = here[:, None] & in_k[None, :]
+            in_values = here[:, None] & in_v[None, :]
+            row = token[:, None]
+            values = row * (HEADS * V) + value[None, :]
+            own = tl.load(own_ptr + values, mask=in_values, other=0.0)
+            seen = tl.load(seen_ptr + row * (HEADS * K) + key[None, :], mask=in_keys, other=0.0)
+            q = tl.load(q_ptr + row * stride_q + key[None, :], mask=in_keys, other=0.0)
+            k = tl.load(k_ptr + row * stride_k + key[None, :], mask=in_keys, other=0.0)
+            scores = tl.load(
+                scores_ptr + row * (HEADS * CHUNK) + at[None, :], mask=here[:, None], other=0.0
+            )
+            of_query = tl.load(factors_ptr + token, mask=here, other=0.0)
+            of_key = tl.load(factors_ptr + part + token, mask=here, other=0.0)
+            decay = tl.load(factors_ptr + 2 * part + first)
+            before = state.to(narrow)
+            y = tl.dot(q, before, input_precision=PRECISION) * of_query[:, None]
+            added = own.to(tl.float32) - tl.dot(seen, before, input_precision=PRECISION)
+            y += tl.dot(scores, added.to(narrow), input_precision=PRECISION)
+            tl.store(out_ptr + values, y.to(out_ptr.dtype.element_ty), mask=in_values)
+            added = (added * of_key[:, None]).to(narrow)
+            state = state * decay + tl.dot(tl.trans(k), added, input_precision=PRECISION)
+    tl.store(states, state.to(state_ptr.dtype.element_ty), mask=inside)
 
 
 def delta_rule(
@@ -97,17 +157,23 @@ def delta_rule(
     rows: Rows,
 ) -> torch.Tensor:
     """q, k: [T, G, K]; v: [T, H, V]; step, beta: [T, H]: contiguous but for the first dimension;
-    rate, dt_bias: [H] float32; state: [num_states, H, K, V] float32, contiguous, changed
-    → [T, H, V]"""
+    rate, dt_bias: [H] float32; state: [num_states, H, K, V], contiguous, changed → [T, H, V]"""
     num_tokens, heads, width = v.shape
     groups, size = q.shape[1:]
     out = torch.empty((num_tokens, heads, width), dtype=v.dtype, device=v.device)
-    grid = (rows.slots.shape[0], heads, triton.cdiv(width, VALUES))
+    inputs = (q, k, v, step, beta, rate, dt_bias)
+    if rows.single:
+        tiles, chunks = SINGLE, DeltaChunks(out, out, out, rate)
+    else:
+        tiles = WIDE if v.dtype == torch.float32 else NARROW
+        chunks = delta_chunks(*inputs, rows, chunk=tiles.chunk, precision=tiles.precision)
+    grid = (rows.slots.shape[0], heads, triton.cdiv(width, tiles.values))
     launch(_delta_rule_kernel, grid)(
-        out, q, k, v, step, beta, rate, dt_bias, state,
-        rows.query_start, rows.seq_lens, rows.slots,
+        out, *chunks, *inputs, state, rows.query_start, rows.seq_lens, rows.slots, num_tokens,
         q.stride(0), k.stride(0), v.stride(0), step.stride(0), beta.stride(0), size**-0.5,
-        HEADS=heads, GROUPS=groups, K=size, V=width, BLOCK_K=triton.next_power_of_2(size),
-        VALUES=VALUES, num_warps=2,
+        HEADS=heads, GROUPS=groups, K=size, V=width,
+        BLOCK_K=max(16, triton.next_power_of_2(size)), VALUES=tiles.values, CHUNK=tiles.chunk,
+        SINGLE=rows.single, PRECISION=tiles.precision, num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
     )  # fmt: skip
     return out

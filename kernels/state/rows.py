@@ -36,6 +36,27 @@ def row_of(row, query_start_ptr, seq_lens_ptr, slots_ptr):
 
 
 @triton.jit
+def chunk_of(chunk, query_start_ptr, num_rows, CHUNK: tl.constexpr):
+    """Return the first token of a chunk's row, the row's number of tokens, and which of them the
+    chunk begins with: of a number that no chunk has, one behind the row's end.
+
+    Rows are cut into chunks from their own begin. The chunks of row r are numbered from
+    `query_start[r] // CHUNK + r`, which leaves each row room for its last chunk; the numbers of all
+    T tokens are below `T // CHUNK + num_rows`.
+    """
+    low, high = 0, num_rows
+    while high - low > 1:
+        middle = (low + high) // 2
+        before = tl.load(query_start_ptr + middle) // CHUNK + middle <= chunk
+        low = tl.where(before, middle, low)
+        high = tl.where(before, high, middle)
+    start = tl.load(query_start_ptr + low)
+    count = tl.load(query_start_ptr + low + 1) - start
+    first = (chunk - start // CHUNK - low) * CHUNK
+    return start.to(tl.int64), count, first
+
+
+@triton.jit
 def softplus(x):
     """Return log(1 + exp(x)), float32; x where that is all that is left of it."""
     return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(x)))

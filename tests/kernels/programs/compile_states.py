@@ -6,6 +6,7 @@ from triton.compiler import ASTSource
 
 from jackfield.kernels.state import (
     causal_conv,
+    delta_chunks,
     delta_rule,
     gated_rms_norm,
     selective_scan,
@@ -19,7 +20,13 @@ SSD = {
     "SINGLE": False, "PRECISION": "tf32",
 }  # fmt: skip
 LARGE = {**SSD, "N": 256, "BLOCK_N": 256, "BLOCK_P": 16}
-DELTA = {"HEADS": 32, "GROUPS": 16, "K": 128, "V": 128, "BLOCK_K": 128, "VALUES": 16}
+# Qwen3-Next and Qwen3.5; in float32, too.
+DELTA = {
+    "HEADS": 32, "GROUPS": 16, "K": 128, "V": 128, "BLOCK_K": 128, "BLOCK_V": 64, "VALUES": 32,
+    "CHUNK": 64, "SINGLE": False, "PRECISION": "tf32",
+}  # fmt: skip
+DELTA_SINGLE = {**DELTA, "VALUES": 16, "CHUNK": 16, "SINGLE": True}
+DELTA_WIDE = {**DELTA, "VALUES": 16, "CHUNK": 16, "PRECISION": "ieee"}
 NORM = {"GROUP": 8192, "SHARED": False, "GATE_FIRST": True, "BLOCK": 8192}
 KERNELS = [
     (causal_conv._conv_kernel, CONV, 4),
@@ -28,10 +35,14 @@ KERNELS = [
     (ssd_scan._ssd_scan_kernel, {**SSD, "SINGLE": True}, 4),
     (ssd_scan._ssd_scan_kernel, LARGE, 8),
     (selective_scan._selective_scan_kernel, {"N": 16, "BLOCK_N": 16, "CHANNELS": 32}, 1),
-    (delta_rule._delta_rule_kernel, DELTA, 2),
+    (delta_chunks._delta_chunk_kernel, DELTA, 4),
+    (delta_chunks._delta_chunk_kernel, DELTA_WIDE, 4),
+    (delta_rule._delta_rule_kernel, DELTA, 4),
+    (delta_rule._delta_rule_kernel, DELTA_SINGLE, 2),
+    (delta_rule._delta_rule_kernel, DELTA_WIDE, 8),
     (gated_rms_norm._gated_rms_norm_kernel, NORM, 16),
 ]
-FLOATS = ("a_ptr", "d_ptr", "bias_ptr", "rate_ptr")
+FLOATS = ("a_ptr", "d_ptr", "bias_ptr", "rate_ptr", "factors_ptr")
 TYPES = {
     "query_start_ptr": "*i32", "seq_lens_ptr": "*i32", "slots_ptr": "*i64",
     "low": "fp32", "high": "fp32", "scale": "fp32", "eps": "fp32",
@@ -42,10 +53,11 @@ for kernel, constants, warps in KERNELS:
     convolution = "weight_ptr" in names
     wide = {} if convolution else dict.fromkeys((*FLOATS, "state_ptr"), "*fp32")
     types = {**TYPES, **wide}
+    narrow = "*fp32" if constants.get("PRECISION") == "ieee" else "*bf16"
     signature = {
         name: "constexpr"
         if name in constants
-        else types.get(name, "*bf16" if name.endswith("_ptr") else "i32")
+        else types.get(name, narrow if name.endswith("_ptr") else "i32")
         for name in names
     }
     places = {(names.index(name),): value for name, value in constants.items()}

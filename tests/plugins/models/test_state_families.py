@@ -16,8 +16,12 @@ from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.errors import ConfigError, OutOfMemory
-from jackfield.core.registry import load_plugins
+from jackfield.core.hooks import hookimpl
+from jackfield.core.nn.operations import Operations
+from jackfield.core.registry import Provenance, load_plugins
 from jackfield.plugins.conformance.models import VOCAB, check_ranks
+
+from helpers import interpreted
 
 GROUPS = 2 if "group_size" in inspect.signature(MambaRMSNormGated).parameters else 1
 """Older versions of transformers normalise all groups together."""
@@ -152,6 +156,46 @@ async def test_a_family_equals_transformers(case: str, tmp_path: Path) -> None:
         prompts = [*PROMPTS, PROMPTS[1]]
         answers = await asyncio.gather(*(answer(engine, prompt) for prompt in prompts))
         engine.core.check_idle()
+    for prompt, output in zip(prompts, answers, strict=True):
+        check(prompt, output, lambda tokens: score(reference, tokens))
+
+
+class Kernels:
+    """Registers the kernels over states beside torch for all else: the interpreter is slow."""
+
+    jackfield_api = 2
+
+    @hookimpl
+    def register_operations(self, registry: Any) -> None:
+        pytest.importorskip("triton")
+        from jackfield.plugins.operations.states import TritonStates
+
+        class StateKernels(TritonStates, Operations):
+            """Results by the kernels."""
+
+            name = "state_kernels"
+
+        registry.add("state_kernels", StateKernels)
+
+
+@pytest.mark.slow
+@interpreted
+@pytest.mark.parametrize("case", ["Qwen3NextForCausalLM", "JambaForCausalLM"])
+async def test_kernels_over_states_equal_transformers(case: str, tmp_path: Path) -> None:
+    """A prompt in two steps of several chunks each, and from the states of its prefix."""
+    reference, folder = reference_and_folder(case, tmp_path)
+    plugins = load_plugins()
+    plugins.add_plugin(Kernels(), Provenance("tests", "0", "kernels"))
+    options: dict[str, Any] = {
+        "device": "cpu", "operations": "state_kernels", "max_num_batched_tokens": 40,
+        "num_gpu_blocks_override": 96,
+    }  # fmt: skip
+    async with AsyncEngine(config(folder, **options), plugins=plugins) as engine:
+        prompts = [[*PROMPTS[2], *PROMPTS[1]], PROMPTS[0]]
+        answers = await asyncio.gather(*(answer(engine, prompt) for prompt in prompts))
+        prompts.append(prompts[0])
+        answers.append(await answer(engine, prompts[-1]))
+    assert answers[-1].num_cached_tokens == 44
     for prompt, output in zip(prompts, answers, strict=True):
         check(prompt, output, lambda tokens: score(reference, tokens))
 

@@ -1,0 +1,120 @@
+"""Kernels over states, at lengths around their chunks, against one token after another in torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from jackfield.core.nn.operations import Operations
+from jackfield.core.nn.state.operations import DeltaWeights
+from jackfield.core.nn.state.rows import StateRows
+from jackfield.plugins.conformance.states import NUM_STATES, make_rows
+from jackfield.plugins.operations.states import TritonStates
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+CUDA = DEVICE.type == "cuda"
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
+DTYPES = (torch.float32, torch.float16, *((torch.bfloat16,) if CUDA else ()))
+"""The interpreter's products of bfloat16 are wrong."""
+Sizes = Sequence[tuple[int, int]]
+LENGTHS: dict[str, Sizes] = {
+    "around chunks": ((15, 15), (64, 64), (130, 65), (17, 16), (2, 2)),
+    "one of several chunks": ((200, 200),),
+    "beside single tokens": ((9, 1), (3, 3), (1, 1), (100, 97), (50, 1)),
+}
+"""(tokens of the sequence, those of the step) of each row."""
+
+
+class Delta:
+    """A gated delta net: its inputs, and its operation."""
+
+    def __init__(self, dtype: torch.dtype, *, heads: int, groups: int, keys: int, values: int):
+        self.dtype, self.keys = dtype, keys
+        self.shapes = ((groups, keys), (groups, keys), (heads, values), (heads,), (heads,))
+        self.state_shape = (heads, keys, values)
+        self.weights = DeltaWeights(-torch.rand(heads), torch.randn(heads))
+
+    def inputs(self, tokens: int) -> list[torch.Tensor]:
+        return [torch.randn(tokens, *shape).to(self.dtype) for shape in self.shapes]
+
+    def run(
+        self, operations: Any, inputs: Sequence[torch.Tensor], state: torch.Tensor, rows: StateRows
+    ) -> torch.Tensor:
+        weights = DeltaWeights(*(weight.to(DEVICE) for weight in self.weights))
+        moved = [part.to(DEVICE) for part in inputs]
+        y: torch.Tensor = operations.delta_rule(*moved, weights, state, rows)
+        return y
+
+
+def compare(subject: Any, inputs: Sequence[torch.Tensor], rows: StateRows) -> None:
+    """The results and the states of the kernels and of torch are near; unused states are kept."""
+    state = torch.randn(NUM_STATES, *subject.state_shape, device=DEVICE)
+    state[rows.slots[rows.begins].long()] = float("nan")
+    kept = state.clone()
+    want_state, got_state = state.clone(), state
+    want = subject.run(Operations(), inputs, want_state, rows)
+    got = subject.run(TritonStates(), inputs, got_state, rows)
+    error = TOLERANCE[subject.dtype]
+    torch.testing.assert_close(got.float(), want.float(), atol=error, rtol=error)
+    used = sorted(set(rows.slots.tolist()))
+    torch.testing.assert_close(got_state[used], want_state[used], atol=error, rtol=error)
+    others = [slot for slot in range(NUM_STATES) if slot not in used]
+    assert torch.equal(got_state[others], kept[others])
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(11)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sizes", LENGTHS.values(), ids=LENGTHS)
+def test_delta_rules_of_any_lengths(sizes: Sizes, dtype: torch.dtype) -> None:
+    subject = Delta(dtype, heads=2, groups=1, keys=24, values=40)
+    rows = make_rows(sizes, DEVICE)
+    compare(subject, subject.inputs(rows.num_tokens), rows)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_delta_rule_whose_keys_are_all_alike(dtype: torch.dtype) -> None:
+    """Nothing decays, and each token replaces what the one before it has added: powers of a chunk's
+    matrix reach 1e17, its inverse has numbers up to 1."""
+    subject = Delta(dtype, heads=1, groups=1, keys=16, values=16)
+    subject.weights = DeltaWeights(torch.full((1,), -1e-6), torch.zeros(1))
+    rows = make_rows(((128, 128),), DEVICE)
+    q, k, v, step, beta = subject.inputs(rows.num_tokens)
+    compare(
+        subject, [q, k[:1].expand_as(k).contiguous(), v, step, torch.full_like(beta, 9.0)], rows
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_delta_rule_that_forgets_within_a_chunk(dtype: torch.dtype) -> None:
+    """exp of the sum of its decays is zero, and that of their negative infinite."""
+    subject = Delta(dtype, heads=1, groups=1, keys=16, values=16)
+    subject.weights = DeltaWeights(torch.full((1,), -60.0), torch.zeros(1))
+    rows = make_rows(((70, 70), (90, 33)), DEVICE)
+    compare(subject, subject.inputs(rows.num_tokens), rows)
+
+
+@pytest.mark.parametrize("cut", [1, 15, 64, 99])
+def test_a_prompt_in_two_steps_is_that_prompt(cut: int) -> None:
+    subject = Delta(torch.float32, heads=2, groups=2, keys=16, values=20)
+    length = 100
+    inputs = subject.inputs(length)
+    states = torch.full((2, NUM_STATES, *subject.state_shape), float("nan"), device=DEVICE)
+    whole = subject.run(TritonStates(), inputs, states[0], make_rows(((length, length),), DEVICE))
+    parts = [
+        subject.run(TritonStates(), [part[at] for part in inputs], states[1], rows)
+        for at, rows in (
+            (slice(cut), make_rows(((cut, cut),), DEVICE)),
+            (slice(cut, length), make_rows(((length, length - cut),), DEVICE)),
+        )
+    ]
+    torch.testing.assert_close(torch.cat(parts), whole, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(states[1], states[0], atol=1e-5, rtol=1e-5, equal_nan=True)
