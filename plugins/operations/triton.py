@@ -29,8 +29,8 @@ from ...core.nn.step_operations.sampling import GrammarBits, SampleOutputs, Slot
 try:
     from ...kernels.activations import gelu_mul, silu_mul
     from ...kernels.attention.qk_norm_rope_cache import qk_norm_rope_cache
-    from ...kernels.best_tokens import best_tokens
-    from ...kernels.compact_caches import compact_caches
+    from ...kernels.compaction.best_tokens import best_tokens
+    from ...kernels.compaction.compact_caches import compact_caches
     from ...kernels.compile import Precompiler, can_precompile, load_compiler, num_loaded
     from ...kernels.decode_inputs import decode_inputs
     from ...kernels.drafts import keep_drafts, verify_drafts
@@ -86,7 +86,6 @@ class TritonOperations(TritonStates, TritonLatents, Operations):
 
     def __init__(self) -> None:
         self._workspaces: dict[torch.device, SplitKWorkspace] = {}
-        self._cache_addresses: dict[tuple[int, ...], torch.Tensor] = {}
 
     @classmethod
     def initialize_device(cls, device: torch.device) -> None:
@@ -329,14 +328,9 @@ class TritonOperations(TritonStates, TritonLatents, Operations):
                 chosen = moves.chosen[number : number + 1]
                 self.compact_caches([cache], moves._replace(chosen=chosen))
             return
-        places = tuple(cache.data_ptr() for cache in caches)
-        addresses = self._cache_addresses.get(places)
-        if addresses is None:
-            addresses = torch.tensor(places, dtype=torch.int64, device=first.device)
-            self._cache_addresses[places] = addresses
         compact_caches(
-            caches, addresses, moves.slots, moves.starts, moves.chosen, moves.block_table,
-            moves.targets,
+            caches, moves.slots, moves.starts, moves.chosen, moves.block_table, moves.targets,
+            max(moves.counts),
         )  # fmt: skip
 
     def slot_mappings(

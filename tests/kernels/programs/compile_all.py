@@ -6,8 +6,6 @@ from triton.compiler import ASTSource
 
 from jackfield.kernels import (
     activations,
-    best_tokens,
-    compact_caches,
     decode_inputs,
     drafts,
     lookup_ngrams,
@@ -20,6 +18,7 @@ from jackfield.kernels.attention import (
     paged_attention_prefill,
     qk_norm_rope_cache,
 )
+from jackfield.kernels.compaction import best_tokens, compact_caches
 from jackfield.kernels.linear import (
     gemv,
     int4_gemv,
@@ -384,14 +383,16 @@ KERNELS = [
         compact_caches._compact_kernel,
         {
             "COUNT": 2,
+            "NUM_LAYERS": 32,
             "NUM_KV_HEADS": 8,
             "HEAD_DIM": 128,
             "BLOCK_SIZE": 16,
-            "BLOCK_N": 32,
+            "BLOCK_N": 64,
             "BLOCK_D": 128,
+            "ALIGNED": True,
         },
         4,
-        {"layers_ptr": "*i64", "slots_ptr": "*i32", "starts_ptr": "*i32", "targets_ptr": "*i32"},
+        {"addresses_ptr": "*i64", "slots_ptr": "*i32", "starts_ptr": "*i32", "targets_ptr": "*i32"},
     ),
     (
         fused_decode_attention._fused_decode_kernel,

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import launch
+from ..launch import launch
 
 MAX_TILE = 4096
 LOWEST = tl.constexpr(-(1 << 31))

@@ -1,0 +1,38 @@
+"""Caches of several layers in one launch: kernels get the address of each."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+ALIGNMENT = 16
+"""Bytes of the widest load."""
+
+
+@triton.jit
+def cache_of_layer(addresses_ptr, layer, like_ptr, ALIGNED: tl.constexpr):
+    """Return the pointer to a layer's cache, of like_ptr's type. ALIGNED: to `ALIGNMENT`, which
+    the compiler cannot know of a number that it loads; without it, loads are of single numbers."""
+    cache = tl.load(addresses_ptr + layer).to(tl.pointer_type(like_ptr.dtype.element_ty))
+    if ALIGNED:
+        cache = tl.multiple_of(cache, 16)
+    return cache
+
+
+@functools.lru_cache(maxsize=64)
+def _on_device(places: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    return torch.tensor(places, dtype=torch.int64, device=device)
+
+
+def cache_addresses(caches: Sequence[torch.Tensor]) -> tuple[torch.Tensor, bool]:
+    """Return where caches of one shape, strides and type are, [L] int64 on their device, and
+    whether all are aligned."""
+    first = caches[0]
+    alike = (first.shape, first.stride(), first.dtype)
+    assert all((cache.shape, cache.stride(), cache.dtype) == alike for cache in caches)
+    places = tuple(cache.data_ptr() for cache in caches)
+    return _on_device(places, first.device), all(place % ALIGNMENT == 0 for place in places)
