@@ -22,10 +22,11 @@ import triton.language as tl
 from ..launch import launch
 from .quantized_tiles import (
     Quantized,
-    add_code_values,
+    all_codes,
     block_width,
     cache_arguments,
-    code_scores,
+    code_weights,
+    product_scores,
     word_places,
 )
 
@@ -33,12 +34,10 @@ from .quantized_tiles import (
 @triton.jit
 def _attend(
     acc,
-    acc_high,
     rest,
     m,
     total,
     query,
-    query_high,
     query_sum,
     position_q,
     tile_begin,
@@ -72,8 +71,8 @@ def _attend(
 ):
     """Fold the keys of tiles [tile_begin, tile_end) into the running softmax.
 
-    acc_high: the upper half of values of 4 bits; rest: [M], of quantized ones, what each channel of
-    the sum lacks; both unused otherwise.
+    acc: [M, channels]; rest: [M], of quantized values, what each channel of the sum lacks, unused
+    otherwise.
     Without MASKED every query of the tile sees all of these keys. No query sees a key before
     `lower`: blocks before the window may have been freed.
     """
@@ -126,7 +125,9 @@ def _attend(
             factor = scale * LOG2E
             if SOFT_CAP > 0.0:
                 factor = 2.0 * scale / SOFT_CAP
-            scores = code_scores(query, query_high, query_sum, key, key_words, factor, KEY_BITS)
+            keys = all_codes(key, query.dtype, True, KEY_BITS)
+            product = tl.dot(query, tl.trans(keys), input_precision="ieee")
+            scores = product_scores(product, query_sum, key_words, factor, query.dtype, KEY_BITS)
             if SOFT_CAP > 0.0:
                 scores = (SOFT_CAP * LOG2E) * (1.0 - 2.0 / (1.0 + tl.exp(scores)))
         if ALIBI:
@@ -153,14 +154,23 @@ def _attend(
         if VALUE_BITS == 16:
             acc = tl.dot(weights.to(value.dtype), value, acc, input_precision="ieee")
         else:
-            if VALUE_BITS == 4:
-                acc_high = acc_high * decay[:, None]
-            acc, acc_high, more = add_code_values(
-                acc, acc_high, weights, value, value_words, query.dtype, VALUE_BITS
-            )
-            rest = rest * decay + tl.sum(more, axis=1)
+            scaled, missing = code_weights(weights, value_words, query.dtype, VALUE_BITS)
+            values = all_codes(value, query.dtype, False, VALUE_BITS)
+            acc = tl.dot(scaled, values, acc, input_precision="ieee")
+            rest = rest * decay + tl.sum(missing, axis=1)
         m = m_new
-    return acc, acc_high, rest, m, total
+    return acc, rest, m, total
+
+
+@triton.jit
+def _channels(BITS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the channel of each column of a tile, as `all_codes` orders them, and which exist."""
+    if BITS == 4:
+        column = tl.arange(0, 2 * BLOCK)
+        return column // BLOCK * WIDTH + column % BLOCK, column % BLOCK < WIDTH
+    else:
+        column = tl.arange(0, BLOCK)
+        return column, column < WIDTH
 
 
 @triton.jit(
@@ -244,23 +254,19 @@ def _prefill_kernel(
 
     seq_len = tl.load(seq_lens_ptr + row)
     offs_m = tl.arange(0, BLOCK_M)
-    offs_k = tl.arange(0, BLOCK_K)
-    offs_v = tl.arange(0, BLOCK_V)
+    offs_k, in_key = _channels(KEY_BITS, KEY_WIDTH, BLOCK_K)
+    offs_v, in_value = _channels(VALUE_BITS, VALUE_WIDTH, BLOCK_V)
     local = tile_start + offs_m // GROUP
     head = kv_head * GROUP + offs_m % GROUP
     mask_m = (offs_m < BLOCK_Q * GROUP) & (local < query_len)
-    mask_q = mask_m[:, None] & (offs_k < KEY_WIDTH)[None, :]
+    mask_q = mask_m[:, None] & in_key[None, :]
     token = (row_start + local).to(tl.int64)
     source = query_ptr + token[:, None] * stride_query_token + head[:, None] * stride_query_head
     source += offs_k[None, :]
     query = tl.load(source, mask=mask_q, other=0.0)
-    query_high = query
     query_sum = 0.0
     if KEY_BITS < 16:
         query_sum = tl.sum(query.to(tl.float32), axis=1)
-    if KEY_BITS == 4:
-        query_high = tl.load(source + KEY_WIDTH, mask=mask_q, other=0.0)
-        query_sum += tl.sum(query_high.to(tl.float32), axis=1)
 
     # first, last: cache positions of the tile's queries. Every query sees keys
     # [last - WINDOW + 1, first]; some query sees keys [first - WINDOW + 1, last].
@@ -278,8 +284,7 @@ def _prefill_kernel(
         begin = lower // BLOCK_N
         full_begin = tl.minimum(tl.cdiv(tl.maximum(last - WINDOW + 1, 0), BLOCK_N), end)
 
-    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
-    acc_high = acc
+    acc = tl.zeros([BLOCK_M, 2 * BLOCK_V if VALUE_BITS == 4 else BLOCK_V], tl.float32)
     rest = tl.zeros([BLOCK_M], tl.float32)
     m = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -301,23 +306,23 @@ def _prefill_kernel(
     else:
         value_base = value_cache_ptr + kv_head * stride_head
     if WINDOW > 0:
-        acc, acc_high, rest, m, total = _attend(
-            acc, acc_high, rest, m, total, query, query_high, query_sum, position_q,
+        acc, rest, m, total = _attend(
+            acc, rest, m, total, query, query_sum, position_q,
             begin, full_begin, key_base, value_base, key_words_ptr, value_words_ptr, kv_head,
             table, lower, seq_len, slope, scale, stride_block, stride_slot, NUM_KV_HEADS,
             KEY_BITS, VALUE_BITS, KEY_WIDTH, VALUE_WIDTH, BLOCK_SIZE, WINDOW, SOFT_CAP, ALIBI,
             DISTANCES, BLOCK_N, BLOCK_K, BLOCK_V, True,
         )  # fmt: skip
-    acc, acc_high, rest, m, total = _attend(
-        acc, acc_high, rest, m, total, query, query_high, query_sum, position_q,
+    acc, rest, m, total = _attend(
+        acc, rest, m, total, query, query_sum, position_q,
         full_begin, full_end, key_base, value_base, key_words_ptr, value_words_ptr, kv_head,
         table, lower, seq_len, slope, scale, stride_block, stride_slot, NUM_KV_HEADS,
         KEY_BITS, VALUE_BITS, KEY_WIDTH, VALUE_WIDTH, BLOCK_SIZE, WINDOW, SOFT_CAP, ALIBI,
         DISTANCES, BLOCK_N, BLOCK_K, BLOCK_V, False,
     )  # fmt: skip
     tail = tl.maximum(full_begin, full_end)
-    acc, acc_high, rest, m, total = _attend(
-        acc, acc_high, rest, m, total, query, query_high, query_sum, position_q,
+    acc, rest, m, total = _attend(
+        acc, rest, m, total, query, query_sum, position_q,
         tail, end, key_base, value_base, key_words_ptr, value_words_ptr, kv_head,
         table, lower, seq_len, slope, scale, stride_block, stride_slot, NUM_KV_HEADS,
         KEY_BITS, VALUE_BITS, KEY_WIDTH, VALUE_WIDTH, BLOCK_SIZE, WINDOW, SOFT_CAP, ALIBI,
@@ -326,16 +331,12 @@ def _prefill_kernel(
 
     if VALUE_BITS < 16:
         acc += rest[:, None]
-        acc_high += rest[:, None]
     factor = (value_scale / tl.where(total > 0.0, total, 1.0))[:, None]
     acc = acc * factor
-    mask_out = mask_m[:, None] & (offs_v < VALUE_WIDTH)[None, :]
+    mask_out = mask_m[:, None] & in_value[None, :]
     target = out_ptr + token[:, None] * stride_out_token + head[:, None] * stride_out_head
     target += offs_v[None, :]
     tl.store(target, acc.to(out_ptr.dtype.element_ty), mask=mask_out)
-    if VALUE_BITS == 4:
-        acc_high = (acc_high * factor).to(out_ptr.dtype.element_ty)
-        tl.store(target + VALUE_WIDTH, acc_high, mask=mask_out)
 
 
 def _tile_shape(

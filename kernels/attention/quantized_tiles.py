@@ -191,14 +191,45 @@ def word_places(block, position, kv_head, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE
 
 
 @triton.jit
+def all_codes(codes, dtype: tl.constexpr, MOVABLE: tl.constexpr, BITS: tl.constexpr):
+    """[n, width] as stored → [n, width], or [n, 2 * width] with 4 bits, of a float type: the codes
+    of low halves, then those of high halves; see `code_middle`."""
+    if BITS == 8:
+        return widen_codes(codes, dtype, MOVABLE)
+    else:
+        low, high = unpack_codes(codes, dtype, MOVABLE)
+        halves = tl.permute(tl.join(low, high), (0, 2, 1))
+        return tl.reshape(halves, (codes.shape[0], 2 * codes.shape[1]))
+
+
+@triton.jit
+def product_scores(product, query_sum, words, scale, dtype: tl.constexpr, BITS: tl.constexpr):
+    """Return scale * q · k, [M, N] float32, of q · codes, [M, N]; query_sum: [M] float32, over the
+    whole head; words: [N]; dtype: that of the codes in the product."""
+    step = word_scale(words)
+    zero = word_zero(words) - code_middle(BITS, dtype) * step
+    return product * (step * scale)[None, :] + query_sum[:, None] * (zero * scale)[None, :]
+
+
+@triton.jit
+def code_weights(weights, words, dtype: tl.constexpr, BITS: tl.constexpr):
+    """Return weights of codes, [M, N] of `dtype`, and what their product lacks in each channel, as
+    [M, N] float32 to be summed. weights: [M, N] float32; words: [N]"""
+    scaled = (weights * word_scale(words)[None, :]).to(dtype)
+    missing = weights * word_zero(words)[None, :]
+    if BITS == 4:
+        # Of the weights as they were multiplied: what is rounded off in them is no part of the sum.
+        missing -= code_middle(BITS, dtype) * scaled.to(tl.float32)
+    return scaled, missing
+
+
+@triton.jit
 def code_scores(query, query_high, query_sum, codes, words, scale, BITS: tl.constexpr):
     """Return scale * q · k, [M, N] float32.
 
     query: [M, width]; query_high: [M, width], its upper half, with 4 bits, else unused; query_sum:
     [M] float32, over the whole head; codes: [N, width]; words: [N].
     """
-    step = word_scale(words)
-    zero = word_zero(words) - code_middle(BITS, query.dtype) * step
     if BITS == 8:
         keys = widen_codes(codes, query.dtype, True)
         product = tl.dot(query, tl.trans(keys), input_precision="ieee")
@@ -206,7 +237,7 @@ def code_scores(query, query_high, query_sum, codes, words, scale, BITS: tl.cons
         low, high = unpack_codes(codes, query.dtype, True)
         product = tl.dot(query, tl.trans(low), input_precision="ieee")
         product = tl.dot(query_high, tl.trans(high), product, input_precision="ieee")
-    return product * (step * scale)[None, :] + query_sum[:, None] * (zero * scale)[None, :]
+    return product_scores(product, query_sum, words, scale, query.dtype, BITS)
 
 
 @triton.jit
@@ -217,8 +248,7 @@ def add_code_values(acc, acc_high, weights, codes, words, dtype: tl.constexpr, B
     acc_high: unused with 8 bits; weights: [M, N] float32; codes: [N, width]; words: [N]; dtype: of
     the product.
     """
-    scaled = (weights * word_scale(words)[None, :]).to(dtype)
-    missing = weights * word_zero(words)[None, :]
+    scaled, missing = code_weights(weights, words, dtype, BITS)
     if BITS == 8:
         values = widen_codes(codes, dtype, False)
         acc = tl.dot(scaled, values, acc, input_precision="ieee")
@@ -226,8 +256,6 @@ def add_code_values(acc, acc_high, weights, codes, words, dtype: tl.constexpr, B
         low, high = unpack_codes(codes, dtype, False)
         acc = tl.dot(scaled, low, acc, input_precision="ieee")
         acc_high = tl.dot(scaled, high, acc_high, input_precision="ieee")
-        # Of the weights as they were multiplied: what is rounded off in them is no part of the sum.
-        missing -= code_middle(BITS, dtype) * scaled.to(tl.float32)
     return acc, acc_high, missing
 
 
