@@ -18,7 +18,7 @@ def quicken() -> None:
         from triton.runtime import interpreter
     except ImportError:
         return
-    names = ("_LangPatchScope", "_patch_lang", "_patch_attr", "_get_np_dtype")
+    names = ("_LangPatchScope", "_patch_lang", "_patch_attr", "_get_np_dtype", "ScanOps")
     if not all(hasattr(interpreter, name) for name in names) or hasattr(interpreter, "quickened"):
         return
     interpreter.quickened = True
@@ -26,6 +26,7 @@ def quicken() -> None:
     _keep_numpy_types(interpreter)
     _type_tuples_when_asked(core)
     _keep_shapes(core)
+    _scan_by_slices(interpreter)
 
 
 def _patch_the_language_once(interpreter: Any, core: Any) -> None:
@@ -118,3 +119,28 @@ def _keep_shapes(core: Any) -> None:
     core._unwrap_if_constexpr = unwrapped
     core.block_type.__init__ = init_block
     core.tensor.__init__ = init_tensor
+
+
+def _scan_by_slices(interpreter: Any) -> None:
+    """A scan combines numbers one by one; slices across its axis give the same numbers."""
+    np = interpreter.np
+
+    def scan(self: Any, inputs: Any) -> list[Any]:
+        whole = [np.moveaxis(part.handle.data, self.axis, 0) for part in inputs]
+        combined = [tuple(part[0] for part in whole)]
+        for at in range(1, len(whole[0])):
+            sides = (combined[-1], tuple(part[at] for part in whole))
+            tensors = [
+                self.to_tensor(data, part.dtype)
+                for side in sides
+                for data, part in zip(side, inputs, strict=True)
+            ]
+            found = self.combine_fn.fn(*tensors)
+            found = found if isinstance(found, tuple) else (found,)
+            combined.append(tuple(part.handle.data for part in found))
+        return [
+            self.to_tensor(np.moveaxis(np.stack(parts), 0, self.axis), part.dtype)
+            for parts, part in zip(zip(*combined, strict=True), inputs, strict=True)
+        ]
+
+    interpreter.ScanOps.generic_scan = scan

@@ -2,14 +2,22 @@
 
     S[i, n] = exp(dt[i] a[i, n]) S[i, n] + dt[i] x[i] b[n]        y = (S c + d x) silu(gate)
 
-One program holds the state of some channels of one row in registers, and walks over its tokens.
+One program holds the state of some channels of one row in registers. A longer row is computed in
+tiles of some tokens: all loads, step sizes and exponentials of a tile do not wait for one another;
+then a scan, whose tokens are registers of one thread, and sums over n. The next tile is loaded
+meanwhile. Cutting long rows into parts that are computed side by side would take every exponential
+twice, and channels alone fill the device: 8192 of them are 1024 warps.
 
-Memory: x, dt, gate and y once per token, a state once per row. About 6 N operations per element of
-x, and as many steps one after another as the longest row has tokens: bound by their latency.
-Source: Mamba (arXiv 2312.00752). Twin: `core.nn.state.operations.StateOperations.selective_scan`.
+Memory: x, dt, gate and y once per token, a state once per row: the bound of rows of one token. Of
+prompts, the N exponentials per element of x are the bound, some twice its bytes' time for N = 16
+(a multiprocessor of an H100 computes 16 in a cycle), and instructions around them, twice as long
+again. Source: Mamba (arXiv 2312.00752). Twin:
+`core.nn.state.operations.StateOperations.selective_scan`.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -18,8 +26,44 @@ import triton.language as tl
 from ..launch import launch
 from .rows import PLACES, Rows, row_of, softplus
 
-CHANNELS = 32
-"""Channels per program."""
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+class _Tiles(NamedTuple):
+    """How a step is computed."""
+
+    channels: int
+    """Channels per program."""
+    tokens: int
+    num_warps: int
+
+
+SINGLE = _Tiles(channels=32, tokens=1, num_warps=1)
+"""Rows of one token."""
+LONGER = _Tiles(channels=32, tokens=16, num_warps=4)
+"""Prompts: each warp has all channels, and some of their states."""
+
+
+@triton.jit
+def _after(decay, added, next_decay, next_added):
+    """Two steps of S = decay S + added in one."""
+    return decay * next_decay, added * next_decay + next_added
+
+
+@triton.jit
+def _load_tile(
+    x_ptr, dt_ptr, gate_ptr, b_ptr, c_ptr, stride_x, stride_dt, stride_gate, stride_b, stride_c,
+    token, here, channel, in_size, place, in_n,
+):  # fmt: skip
+    """Return x, dt and gate, [TOKENS, CHANNELS], and b and c, [TOKENS, BLOCK_N]."""
+    at, inside = token[:, None], here[:, None] & in_size[None, :]
+    in_b = here[:, None] & in_n[None, :]
+    x = tl.load(x_ptr + at * stride_x + channel[None, :], mask=inside, other=0.0)
+    dt = tl.load(dt_ptr + at * stride_dt + channel[None, :], mask=inside, other=0.0)
+    gate = tl.load(gate_ptr + at * stride_gate + channel[None, :], mask=inside, other=0.0)
+    b = tl.load(b_ptr + at * stride_b + place[None, :], mask=in_b, other=0.0)
+    c = tl.load(c_ptr + at * stride_c + place[None, :], mask=in_b, other=0.0)
+    return x, dt, gate, b, c
 
 
 @triton.jit(do_not_specialize_on_alignment=PLACES)
@@ -48,34 +92,79 @@ def _selective_scan_kernel(
     N: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CHANNELS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    SINGLE: tl.constexpr,
 ):
+    """One program: CHANNELS channels of one row. Tiles are [BLOCK_N, CHANNELS], so that a warp's
+    lanes are channels, and sums over n are sums of one thread's registers."""
     start, count, slot, begins = row_of(tl.program_id(0), query_start_ptr, seq_lens_ptr, slots_ptr)
     if count == 0:
         return
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     place = tl.arange(0, BLOCK_N)
     in_size, in_n = channel < size, place < N
-    inside = in_size[:, None] & in_n[None, :]
-    states = state_ptr + (slot * size + channel[:, None]) * N + place[None, :]
-    state = tl.load(states, mask=inside & (begins == 0), other=0.0)
-    a = tl.load(a_ptr + channel[:, None] * N + place[None, :], mask=inside, other=0.0)
+    inside = in_n[:, None] & in_size[None, :]
+    states = state_ptr + (slot * size + channel[None, :]) * N + place[:, None]
+    state = tl.load(states, mask=inside & (begins == 0), other=0.0).to(tl.float32)
+    a = tl.load(a_ptr + channel[None, :] * N + place[:, None], mask=inside, other=0.0) * LOG2_E
     d = tl.load(d_ptr + channel, mask=in_size, other=0.0)
     bias = tl.load(bias_ptr + channel, mask=in_size, other=0.0)
-    for at in range(0, count):
-        token = start + at
-        x = tl.load(x_ptr + token * stride_x + channel, mask=in_size, other=0.0).to(tl.float32)
-        step = tl.load(dt_ptr + token * stride_dt + channel, mask=in_size, other=0.0)
-        gate = tl.load(gate_ptr + token * stride_gate + channel, mask=in_size, other=0.0)
-        b = tl.load(b_ptr + token * stride_b + place, mask=in_n, other=0.0).to(tl.float32)
-        c = tl.load(c_ptr + token * stride_c + place, mask=in_n, other=0.0).to(tl.float32)
-        step = softplus(step.to(tl.float32) + bias)
-        step = tl.minimum(tl.maximum(step, low), high)
-        state = state * tl.exp(step[:, None] * a) + (step * x)[:, None] * b[None, :]
-        y = tl.sum(state * c[None, :], axis=1) + d * x
-        gate = gate.to(tl.float32)
-        y = y * gate / (1.0 + tl.exp(-gate))
-        tl.store(out_ptr + token * size + channel, y.to(out_ptr.dtype.element_ty), mask=in_size)
-    tl.store(states, state, mask=inside)
+    x_ptr += start * stride_x
+    dt_ptr += start * stride_dt
+    gate_ptr += start * stride_gate
+    b_ptr += start * stride_b
+    c_ptr += start * stride_c
+    out_ptr += start * size
+    if count == 1:
+        x = tl.load(x_ptr + channel, mask=in_size, other=0.0).to(tl.float32)
+        step = tl.load(dt_ptr + channel, mask=in_size, other=0.0).to(tl.float32)
+        gate = tl.load(gate_ptr + channel, mask=in_size, other=0.0).to(tl.float32)
+        b = tl.load(b_ptr + place, mask=in_n, other=0.0).to(tl.float32)
+        c = tl.load(c_ptr + place, mask=in_n, other=0.0).to(tl.float32)
+        step = tl.minimum(tl.maximum(softplus(step + bias), low), high)
+        state = state * tl.exp2(step[None, :] * a) + (step * x)[None, :] * b[:, None]
+        y = tl.sum(state * c[:, None], axis=0) + d * x
+        y *= gate / (1.0 + tl.exp(-gate))
+        tl.store(out_ptr + channel, y.to(out_ptr.dtype.element_ty), mask=in_size)
+    elif not SINGLE:
+        at = tl.arange(0, TOKENS)
+        xs, steps, gates, bs, cs = _load_tile(
+            x_ptr, dt_ptr, gate_ptr, b_ptr, c_ptr,
+            stride_x, stride_dt, stride_gate, stride_b, stride_c,
+            at, at < count, channel, in_size, place, in_n,
+        )  # fmt: skip
+        for first in range(0, count, TOKENS):
+            token = first + at
+            here = token < count
+            after = token + TOKENS
+            next_xs, next_steps, next_gates, next_bs, next_cs = _load_tile(
+                x_ptr, dt_ptr, gate_ptr, b_ptr, c_ptr,
+                stride_x, stride_dt, stride_gate, stride_b, stride_c,
+                after, after < count, channel, in_size, place, in_n,
+            )  # fmt: skip
+            wide = xs.to(tl.float32)
+            # Selected, so that they are widened before each thread gets its copy, not behind that.
+            in_b = here[:, None] & in_n[None, :]
+            keys = tl.where(in_b, bs.to(tl.float32), 0.0)
+            queries = tl.where(in_b, cs.to(tl.float32), 0.0)
+            sizes = softplus(steps.to(tl.float32) + bias[None, :])
+            # Tokens behind the row's end neither add nor decay.
+            sizes = tl.where(here[:, None], tl.minimum(tl.maximum(sizes, low), high), 0.0)
+            decay = tl.exp2(sizes[:, None, :] * a[None, :, :])
+            added = (sizes * wide)[:, None, :] * keys[:, :, None]
+            added = tl.where(at[:, None, None] == 0, added + decay * state[None, :, :], added)
+            _, scanned = tl.associative_scan((decay, added), 0, _after)
+            last = tl.where(at[:, None, None] == TOKENS - 1, scanned, 0.0)
+            state = tl.sum(last, axis=0)
+            ys = tl.sum(scanned * queries[:, :, None], axis=1) + d[None, :] * wide
+            factor = gates.to(tl.float32)
+            ys *= factor / (1.0 + tl.exp(-factor))
+            tl.store(
+                out_ptr + token[:, None] * size + channel[None, :],
+                ys.to(out_ptr.dtype.element_ty), mask=here[:, None] & in_size[None, :],
+            )  # fmt: skip
+            xs, steps, gates, bs, cs = next_xs, next_steps, next_gates, next_bs, next_cs
+    tl.store(states, state.to(state_ptr.dtype.element_ty), mask=inside)
 
 
 def selective_scan(
@@ -92,14 +181,16 @@ def selective_scan(
     rows: Rows,
 ) -> torch.Tensor:
     """x, dt, gate: [T, I]; b, c: [T, N], last strides 1; a: [I, N], d, dt_bias: [I], float32,
-    contiguous; state: [num_states, I, N] float32, contiguous, changed → [T, I]"""
+    contiguous; state: [num_states, I, N], contiguous, changed → [T, I]"""
     num_tokens, size = x.shape
     out = torch.empty((num_tokens, size), dtype=x.dtype, device=x.device)
     states = b.shape[1]
-    grid = (rows.slots.shape[0], triton.cdiv(size, CHANNELS))
+    tiles = SINGLE if rows.single else LONGER
+    grid = (rows.slots.shape[0], triton.cdiv(size, tiles.channels))
     launch(_selective_scan_kernel, grid)(
         out, x, dt, b, c, gate, a, d, dt_bias, state, rows.query_start, rows.seq_lens, rows.slots,
         x.stride(0), dt.stride(0), b.stride(0), c.stride(0), gate.stride(0), *dt_limit, size,
-        N=states, BLOCK_N=triton.next_power_of_2(states), CHANNELS=CHANNELS, num_warps=1,
+        N=states, BLOCK_N=triton.next_power_of_2(states), CHANNELS=tiles.channels,
+        TOKENS=tiles.tokens, SINGLE=rows.single, num_warps=tiles.num_warps,
     )  # fmt: skip
     return out

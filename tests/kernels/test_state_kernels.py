@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 from jackfield.core.nn.operations import Operations
-from jackfield.core.nn.state.operations import DeltaWeights
+from jackfield.core.nn.state.operations import DeltaWeights, ScanWeights
 from jackfield.core.nn.state.rows import StateRows
 from jackfield.plugins.conformance.states import NUM_STATES, make_rows
 from jackfield.plugins.operations.states import TritonStates
@@ -30,14 +30,16 @@ LENGTHS: dict[str, Sizes] = {
 """(tokens of the sequence, those of the step) of each row."""
 
 
-class Delta:
-    """A gated delta net: its inputs, and its operation."""
+class Subject:
+    """A kind of layer: its inputs, and its operation."""
 
-    def __init__(self, dtype: torch.dtype, *, heads: int, groups: int, keys: int, values: int):
-        self.dtype, self.keys = dtype, keys
-        self.shapes = ((groups, keys), (groups, keys), (heads, values), (heads,), (heads,))
-        self.state_shape = (heads, keys, values)
-        self.weights = DeltaWeights(-torch.rand(heads), torch.randn(heads))
+    dtype: torch.dtype
+    shapes: tuple[tuple[int, ...], ...]
+    """Of the inputs of a token."""
+    state_shape: tuple[int, ...]
+    operation: str
+    weights: Any
+    """A named tuple; its tensors are moved to the device."""
 
     def inputs(self, tokens: int) -> list[torch.Tensor]:
         return [torch.randn(tokens, *shape).to(self.dtype) for shape in self.shapes]
@@ -45,13 +47,40 @@ class Delta:
     def run(
         self, operations: Any, inputs: Sequence[torch.Tensor], state: torch.Tensor, rows: StateRows
     ) -> torch.Tensor:
-        weights = DeltaWeights(*(weight.to(DEVICE) for weight in self.weights))
+        parts = (p.to(DEVICE) if isinstance(p, torch.Tensor) else p for p in self.weights)
         moved = [part.to(DEVICE) for part in inputs]
-        y: torch.Tensor = operations.delta_rule(*moved, weights, state, rows)
+        operation = getattr(operations, self.operation)
+        y: torch.Tensor = operation(*moved, type(self.weights)(*parts), state, rows)
         return y
 
 
-def compare(subject: Any, inputs: Sequence[torch.Tensor], rows: StateRows) -> None:
+class Selective(Subject):
+    """Mamba. Its last input is the gate."""
+
+    operation = "selective_scan"
+
+    def __init__(self, dtype: torch.dtype, *, channels: int, states: int):
+        self.dtype = dtype
+        self.shapes = ((channels,), (channels,), (states,), (states,), (channels,))
+        self.state_shape = (channels, states)
+        self.weights = ScanWeights(
+            -torch.rand(channels, states), torch.randn(channels), torch.randn(channels)
+        )
+
+
+class Delta(Subject):
+    """A gated delta net."""
+
+    operation = "delta_rule"
+
+    def __init__(self, dtype: torch.dtype, *, heads: int, groups: int, keys: int, values: int):
+        self.dtype = dtype
+        self.shapes = ((groups, keys), (groups, keys), (heads, values), (heads,), (heads,))
+        self.state_shape = (heads, keys, values)
+        self.weights = DeltaWeights(-torch.rand(heads), torch.randn(heads))
+
+
+def compare(subject: Subject, inputs: Sequence[torch.Tensor], rows: StateRows) -> None:
     """The results and the states of the kernels and of torch are near; unused states are kept."""
     state = torch.randn(NUM_STATES, *subject.state_shape, device=DEVICE)
     state[rows.slots[rows.begins].long()] = float("nan")
@@ -81,6 +110,24 @@ def test_delta_rules_of_any_lengths(sizes: Sizes, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sizes", LENGTHS.values(), ids=LENGTHS)
+def test_selective_scans_of_any_lengths(sizes: Sizes, dtype: torch.dtype) -> None:
+    subject = Selective(dtype, channels=40, states=6)
+    rows = make_rows(sizes, DEVICE)
+    compare(subject, subject.inputs(rows.num_tokens), rows)
+
+
+@pytest.mark.parametrize("limit", [(0.0, float("inf")), (0.1, 0.7)], ids=str)
+def test_a_selective_scan_limits_step_sizes_up_to_where_a_row_ends(
+    limit: tuple[float, float],
+) -> None:
+    subject = Selective(torch.float32, channels=33, states=16)
+    subject.weights = subject.weights._replace(a=subject.weights.a * 30, dt_limit=limit)
+    rows = make_rows(((35, 35), (40, 19)), DEVICE)
+    compare(subject, subject.inputs(rows.num_tokens), rows)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_delta_rule_whose_keys_are_all_alike(dtype: torch.dtype) -> None:
     """Nothing decays, and each token replaces what the one before it has added: powers of a chunk's
     matrix reach 1e17, its inverse has numbers up to 1."""
@@ -103,8 +150,13 @@ def test_a_delta_rule_that_forgets_within_a_chunk(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("cut", [1, 15, 64, 99])
-def test_a_prompt_in_two_steps_is_that_prompt(cut: int) -> None:
-    subject = Delta(torch.float32, heads=2, groups=2, keys=16, values=20)
+@pytest.mark.parametrize("kind", [Delta, Selective])
+def test_a_prompt_in_two_steps_is_that_prompt(kind: type[Subject], cut: int) -> None:
+    subject = (
+        Delta(torch.float32, heads=2, groups=2, keys=16, values=20)
+        if kind is Delta
+        else Selective(torch.float32, channels=20, states=8)
+    )
     length = 100
     inputs = subject.inputs(length)
     states = torch.full((2, NUM_STATES, *subject.state_shape), float("nan"), device=DEVICE)

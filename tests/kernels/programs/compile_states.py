@@ -20,6 +20,7 @@ SSD = {
     "SINGLE": False, "PRECISION": "tf32",
 }  # fmt: skip
 LARGE = {**SSD, "N": 256, "BLOCK_N": 256, "BLOCK_P": 16}
+SELECTIVE = {"N": 16, "BLOCK_N": 16, "CHANNELS": 32, "TOKENS": 16, "SINGLE": False}
 # Qwen3-Next and Qwen3.5; in float32, too.
 DELTA = {
     "HEADS": 32, "GROUPS": 16, "K": 128, "V": 128, "BLOCK_K": 128, "BLOCK_V": 64, "VALUES": 32,
@@ -34,7 +35,8 @@ KERNELS = [
     (ssd_scan._ssd_scan_kernel, SSD, 4),
     (ssd_scan._ssd_scan_kernel, {**SSD, "SINGLE": True}, 4),
     (ssd_scan._ssd_scan_kernel, LARGE, 8),
-    (selective_scan._selective_scan_kernel, {"N": 16, "BLOCK_N": 16, "CHANNELS": 32}, 1),
+    (selective_scan._selective_scan_kernel, SELECTIVE, 4),
+    (selective_scan._selective_scan_kernel, {**SELECTIVE, "TOKENS": 1, "SINGLE": True}, 1),
     (delta_chunks._delta_chunk_kernel, DELTA, 4),
     (delta_chunks._delta_chunk_kernel, DELTA_WIDE, 4),
     (delta_rule._delta_rule_kernel, DELTA, 4),
