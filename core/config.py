@@ -145,9 +145,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         LoadFormat,
         _doc(
             "Weight loader: auto (safetensors), runai_streamer (safetensors, by its package), pt "
-            "(torch's files, as tensors alone), gguf, dummy (random), or a plugin's."
+            "(torch's files, as tensors alone), gguf, sharded_state (a file for each rank, by "
+            "jackfield convert), dummy (random), or a plugin's."
         ),
     ] = "auto"
+    model_loader_extra_config: Annotated[
+        dict[str, Any] | None,
+        _doc("The weight loader's own options; sharded_state: pattern, of its files' names."),
+    ] = None
     model_impl: Annotated[
         Literal["auto", "jackfield", "vllm", "transformers"],
         _doc(

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
 from ..config import EngineConfig
-from ..errors import ConfigError, PluginError
+from ..errors import ConfigError, PluginError, listed
 from ..nn.context import BuildContext
 from ..nn.operations import Operations
 from ..parallel.ranks import ONE_RANK, Ranks
+from ..protocols.quantization import QuantizationMethod
 from ..registration.architecture import registered_name
 from ..registry import Plugins
 from .model_config import ModelConfig
@@ -35,15 +38,34 @@ def build_model(
     A quantization method's wish for the cache is the module's `kv_cache_dtype`.
     """
     start = time.monotonic()
-    registry = plugins["model"]
-    model_type = getattr(model_config.hf_config, "model_type", None)
-    name = registered_name(registry, config, model_config.architecture, model_type)
-    load_format = "safetensors" if config.load_format == "auto" else config.load_format
-    try:
-        loader_class = plugins["weight_loader"].load(load_format)
-    except PluginError as error:
-        raise ConfigError(f"load_format: {error}", param="load_format") from error
+    name = _registered_name(plugins, config, model_config)
+    choose_loader(plugins, config)  # Before the layers are made.
     method = choose_method(plugins, config, model_config, device)
+    model = construct_model(plugins, config, model_config, device, operations, ranks, method)
+    load_weights(plugins, config, model_config, model, device, ranks)
+    with plugins["model"].calling(name, "after_loading"):
+        for module in reversed(list(model.modules())):
+            if hasattr(module, "after_loading"):
+                module.after_loading()  # type: ignore[operator]
+    model.eval()
+    model.requires_grad_(False)
+    logger.info("weights: %s in %.2f s", config.load_format, time.monotonic() - start)
+    return model
+
+
+def construct_model(
+    plugins: Plugins,
+    config: EngineConfig,
+    model_config: ModelConfig,
+    device: torch.device,
+    operations: Operations,
+    ranks: Ranks,
+    method: QuantizationMethod | None,
+) -> nn.Module:
+    """Return the architecture on `device`, its weights not loaded, and its layers replaced by those
+    of `method`. Raises ConfigError."""
+    registry = plugins["model"]
+    name = _registered_name(plugins, config, model_config)
     build = BuildContext(
         device=device,
         dtype=model_config.dtype,
@@ -63,13 +85,48 @@ def build_model(
     if method is not None:
         place_layers(model, model.weight_map, method, build)  # type: ignore[arg-type]
         model.kv_cache_dtype = getattr(method, "kv_cache_dtype", None)  # type: ignore[assignment]
-    with plugins["weight_loader"].calling(load_format, "load"):
-        loader_class(config, model_config).load(model, device)
-    with registry.calling(name, "after_loading"):
-        for module in reversed(list(model.modules())):
-            if hasattr(module, "after_loading"):
-                module.after_loading()  # type: ignore[operator]
-    model.eval()
-    model.requires_grad_(False)
-    logger.info("weights: %s in %.2f s", load_format, time.monotonic() - start)
     return model
+
+
+def choose_loader(plugins: Plugins, config: EngineConfig) -> tuple[str, Any]:
+    """Return the name and the class of the weight loader that an engine asks for.
+
+    Raises ConfigError if there is none, or it does not take all of `model_loader_extra_config`.
+    """
+    name = "safetensors" if config.load_format == "auto" else config.load_format
+    try:
+        loader = plugins["weight_loader"].load(name)
+    except PluginError as error:
+        raise ConfigError(f"load_format: {error}", param="load_format") from error
+    options = config.model_loader_extra_config or {}
+    check_extra_config(name, loader, options, "model_loader_extra_config")
+    return name, loader
+
+
+def check_extra_config(name: str, loader: Any, options: Mapping[str, Any], field: str) -> None:
+    """Raise ConfigError, with the field's name, for options that a weight loader does not take."""
+    taken = tuple(getattr(loader, "extra_config", ()))
+    if unknown := sorted(options.keys() - set(taken)):
+        others = f"it takes {listed(taken)}" if taken else "it takes no options"
+        raise ConfigError(f"{field}: the loader {name} has no {listed(unknown)}; {others}",
+                          param=field)  # fmt: skip
+
+
+def load_weights(
+    plugins: Plugins,
+    config: EngineConfig,
+    model_config: ModelConfig,
+    model: nn.Module,
+    device: torch.device,
+    ranks: Ranks,
+) -> None:
+    """Fill a model by the loader that the engine asks for. Raises ConfigError, LoadError."""
+    name, loader = choose_loader(plugins, config)
+    with plugins["weight_loader"].calling(name, "load"):
+        given = (ranks,) if getattr(loader, "per_rank", False) else ()
+        loader(config, model_config, *given).load(model, device)
+
+
+def _registered_name(plugins: Plugins, config: EngineConfig, model_config: ModelConfig) -> str:
+    model_type = getattr(model_config.hf_config, "model_type", None)
+    return registered_name(plugins["model"], config, model_config.architecture, model_type)

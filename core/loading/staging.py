@@ -28,15 +28,32 @@ class Staging:
         }
         """Missing required tensors; the layer is not checked for completeness before."""
 
-    def add(self, name: str, leaf: str, shard: str | None, tensor: torch.Tensor) -> None:
-        """Add one tensor; process the layer after the last one. Raises LoadError."""
+    @property
+    def places(self) -> Iterable[tuple[str, str]]:
+        """The tensors that the layer takes: (shard name, name after the prefix)."""
+        for shard, specs in self._wanted.items():
+            for leaf in specs:
+                yield shard, leaf
+
+    def add(
+        self,
+        name: str,
+        leaf: str,
+        shard: str | None,
+        tensor: torch.Tensor,
+        *,
+        divided: bool = False,
+    ) -> None:
+        """Add one tensor; process the layer after the last one. `divided`: it is this rank's part
+        already. Raises LoadError."""
         spec = self._wanted.get(shard or "", {}).get(leaf)
         if spec is None:
             raise LoadError(
                 f"unexpected tensor {name!r}: its layer is quantized and takes "
                 f"{', '.join(sorted(self._wanted[next(iter(self._wanted))]))}"
             )
-        tensor = _own_part(self.module.sharding, name, shard, tensor, spec)
+        if not divided:
+            tensor = _own_part(self.module.sharding, name, shard, tensor, spec)
         self._got[shard or ""][leaf] = _checked(name, tensor, spec)
         self._needed.discard((shard or "", leaf))
         if not self._needed and not self.module.processed and self.module.ready(self._got):
@@ -45,10 +62,7 @@ class Staging:
     @property
     def missing(self) -> Iterable[tuple[str, str]]:
         """The tensors that have not been added: (shard name, name after the prefix)."""
-        for shard, specs in self._wanted.items():
-            for leaf in specs:
-                if (shard, leaf) in self._needed:
-                    yield shard, leaf
+        return (place for place in self.places if place in self._needed)
 
     def finish(self) -> None:
         """Process a layer if optional tensors are missing."""

@@ -36,6 +36,12 @@ def _run_batch(argv: list[str]) -> int:
     return run(argv)
 
 
+def _convert(argv: list[str]) -> int:
+    from .convert import run
+
+    return run(argv)
+
+
 def _keys(argv: list[str]) -> int:
     from .keys import run
 
@@ -65,6 +71,7 @@ COMMANDS: dict[str, tuple[Command, str]] = {
     "chat": (_chat, "talk to a running server"),
     "complete": (_complete, "complete a text on a running server"),
     "run-batch": (_run_batch, "answer a file of requests, without a server"),
+    "convert": (_convert, "write a checkpoint divided among ranks, for faster starts"),
     "keys": (_keys, "create API keys with names and limits for a server"),
     "bench": (_bench, "measure speed, here and against others"),
     "debug": (_debug, "replay the steps that an engine has recorded, and compare"),

@@ -8,7 +8,7 @@ import json
 import sys
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import msgspec
@@ -66,9 +66,11 @@ def add_no_plugin(group: Any) -> None:
     )
 
 
-def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """Add a flag for each field of EngineConfig except `model`, and `--no-plugin` and
-    `--plugin-option`."""
+def add_engine_options(
+    parser: argparse.ArgumentParser, only: Collection[str] | None = None
+) -> None:
+    """Add a flag for each field of EngineConfig except `model`, or for the fields `only`, and
+    `--no-plugin` and `--plugin-option`."""
     group = parser.add_argument_group("engine")
     add_no_plugin(group)
     group.add_argument(
@@ -81,7 +83,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     )
     hints = typing.get_type_hints(EngineConfig, include_extras=True)
     for name in EngineConfig.__struct_fields__:
-        if name == "model":
+        if name == "model" or (only is not None and name not in only):
             continue
         kind, text = _unpack(hints[name])
         default = getattr(EngineConfig(), name)
@@ -111,10 +113,11 @@ def _add(group: argparse._ArgumentGroup, name: str, kind: Any, text: str, defaul
         metavar = name.rpartition(".")[2].upper()
         group.add_argument(*names, type=kind, metavar=metavar, **options)
     else:
-        group.add_argument(*names, type=_json, metavar="JSON", **options)
+        group.add_argument(*names, type=json_value, metavar="JSON", **options)
 
 
-def _json(text: str) -> Any:
+def json_value(text: str) -> Any:
+    """Return the value of a JSON text, for a parser's `type`."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -66,7 +66,6 @@ MISSING: dict[str, str] = {
     "--kv-cache-memory-bytes": "see --gpu-memory-utilization and --num-gpu-blocks-override",
     "--kv-events-config": "KV events are not published yet",
     "--middleware": "a plugin adds routes and middleware: register_routes",
-    "--model-loader-extra-config": "loaders have no options; a plugin can register another one",
     "--override-pooler-config": "see --pooler-config",
     "--reasoning-parser-plugin": "install it as a package: jackfield plugins new reasoning-parser",
     "--scheduler-cls": "see --scheduling-policy, which takes a plugin's",

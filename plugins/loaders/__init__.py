@@ -11,6 +11,7 @@ from ...core.hooks import hookimpl
 def register_weight_loaders(registry: Any) -> None:
     registry.add("safetensors", "jackfield.plugins.loaders.safetensors:SafetensorsLoader")
     registry.add("gguf", "jackfield.plugins.loaders.gguf:GgufLoader")
+    registry.add("sharded_state", "jackfield.plugins.loaders.sharded_state:ShardedStateLoader")
     registry.add("dummy", "jackfield.plugins.loaders.dummy:DummyLoader")
     registry.add("pt", "jackfield.plugins.loaders.pt:PtLoader")
     registry.add("runai_streamer", "jackfield.plugins.loaders.runai_streamer:RunaiStreamerLoader")

@@ -11,10 +11,12 @@ import pytest
 import torch
 from mutants import Mutant, mutant_tests, plugin_of, subclass
 
-from jackfield.core.errors import LoadError
+from jackfield.core.errors import ConfigError, LoadError
+from jackfield.core.loading.state.record import StateRecord
 from jackfield.core.loading.weight_map import ParameterFiller
 from jackfield.plugins.conformance.loaders import WeightLoaderKit
 from jackfield.plugins.loaders.safetensors import SafetensorsLoader
+from jackfield.plugins.loaders.sharded_state import ShardedStateLoader
 
 
 class TestSafetensors(WeightLoaderKit):
@@ -40,6 +42,55 @@ class TestRunaiStreamer(WeightLoaderKit):
     @pytest.fixture(autouse=True)
     def installed(self) -> None:
         pytest.importorskip("runai_model_streamer")
+
+
+MERGED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj"),
+}  # fmt: skip
+
+
+class TestShardedState(WeightLoaderKit):
+    """Its tensors are the model's own, so products of one layer are one. What quantized layers take
+    has files of its own (`test_sharded_state.py`)."""
+
+    name = "sharded_state"
+
+    def called(self, name: str) -> str:
+        for whole, parts in MERGED.items():
+            for part in parts:
+                name = name.replace(f".{part}.", f".{whole}.")
+        return name
+
+    def state(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Join what is one parameter; without one of its parts there is none."""
+        groups: dict[str, list[str]] = {}
+        for name in tensors:
+            groups.setdefault(self.called(name), []).append(name)
+        state = {}
+        for merged, names in groups.items():
+            order = next((parts for whole, parts in MERGED.items() if whole in merged), ("",))
+            if len(names) == len(order):
+                names.sort(key=lambda name: next(n for n, part in enumerate(order) if part in name))
+                state[merged] = torch.cat([tensors[name] for name in names])
+        return state
+
+    def write(self, tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
+        self.save(self.state(tensors), folder, 1 << 30)
+
+    def write_in_parts(self, tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
+        self.save(self.state(tensors), folder, 1 << 16)
+
+    def save(self, state: dict[str, torch.Tensor], folder: Path, size: int) -> None:
+        record = StateRecord(
+            architecture="LlamaForCausalLM", quantization=None, tensor_parallel_size=1, rank=0
+        )
+        ShardedStateLoader.save(state, record, folder, {}, size)
+
+    def test_quantized_layers_get_their_tensors(self, tensors: Any, tmp_path: Path) -> None:
+        """A method that the files were not made for is refused."""
+        folder = self.checkpoint(tmp_path, tensors)
+        with pytest.raises(ConfigError, match="quantization"):
+            self.load(folder, quantization="int8")
 
 
 class TestDummy(WeightLoaderKit):

@@ -1,0 +1,1 @@
+"""A model's weights as each rank holds them: taken from a checkpoint, written, and read again."""

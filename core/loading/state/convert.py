@@ -1,0 +1,124 @@
+"""A checkpoint's weights divided among ranks and written in another format."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeAlias
+
+import torch
+
+from ...config import EngineConfig
+from ...errors import ConfigError, PluginError
+from ...nn.operations import Operations
+from ...parallel.ranks import OneRank, Ranks
+from ...registry import Plugins
+from ..build import check_extra_config, construct_model, load_weights
+from ..model_config import ModelConfig, resolve_model_config
+from ..quantize import choose_method
+from .rank_state import UnprocessedMethod, rank_state
+from .record import StateRecord, method_name
+
+CPU = torch.device("cpu")
+Saver: TypeAlias = Callable[[Mapping[str, torch.Tensor], StateRecord, Path], list[Path]]
+"""Writes one rank's weights into a folder, and returns the files."""
+WEIGHTS = frozenset({
+    ".safetensors", ".bin", ".pt", ".pth", ".gguf", ".tensors", ".h5", ".msgpack", ".onnx", ".ot",
+})  # fmt: skip
+"""Suffixes of files that are not copied."""
+
+
+def make_saver(
+    plugins: Plugins, name: str, options: Mapping[str, Any], max_file_size: int
+) -> Saver:
+    """Return what writes the format of a weight loader. options: its `model_loader_extra_config`.
+    max_file_size: in bytes. Raises ConfigError if it cannot write."""
+    registry = plugins["weight_loader"]
+    try:
+        loader = registry.load(name)
+    except PluginError as error:
+        raise ConfigError(f"--to: {error}") from error
+    if not hasattr(loader, "save"):
+        raise ConfigError(f"--to: the loader {name} only reads its format")
+    check_extra_config(name, loader, options, "--to-extra-config")
+
+    def save(state: Mapping[str, torch.Tensor], record: StateRecord, folder: Path) -> list[Path]:
+        with registry.calling(name, "save"):
+            files: list[Path] = loader.save(state, record, folder, options, max_file_size)
+            return files
+
+    return save
+
+
+def convert(
+    config: EngineConfig, plugins: Plugins, saver: Saver, folder: Path
+) -> Iterator[dict[str, int]]:
+    """Write a checkpoint for `config.tensor_parallel_size` ranks into a new folder; yields each
+    rank's files with their sizes in bytes.
+
+    config: the checkpoint, its loader, and what decides about the layers (`quantization`, `dtype`,
+    `hf_overrides`). The weights are in the type that
+    an engine on a GPU would have, and one rank's are in memory at a time. No device is needed: what
+    quantized layers take is written as it is, and repacked where it is loaded. `folder` appears
+    when all is written. Raises ConfigError, LoadError, OSError.
+    """
+    if folder.exists():
+        raise ConfigError(f"output: {str(folder)!r} exists already; give a new folder")
+    model_config = resolve_model_config(config, plugins)
+    partial = folder.with_name(f"{folder.name}.partial")
+    partial.mkdir(parents=True)
+    try:
+        size = config.tensor_parallel_size
+        for rank in range(size):
+            ranks = Ranks(tensor=OneRank(rank, size))
+            state = _state(config, plugins, model_config, ranks)
+            record = StateRecord(
+                architecture=model_config.architecture,
+                quantization=method_name(config.quantization, model_config),
+                tensor_parallel_size=size,
+                rank=rank,
+            )
+            files = saver(state, record, partial)
+            yield {file.name: file.stat().st_size for file in files}
+        _copy_others(model_config.path, partial)
+        partial.rename(folder)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _state(
+    config: EngineConfig, plugins: Plugins, model_config: ModelConfig, ranks: Ranks
+) -> dict[str, torch.Tensor]:
+    method = choose_method(plugins, config, model_config, CPU)
+    unprocessed: Any = None if method is None else UnprocessedMethod(method)
+    model = construct_model(plugins, config, model_config, CPU, Operations(), ranks, unprocessed)
+    load_weights(plugins, config, model_config, model, CPU, ranks)
+    return rank_state(model)
+
+
+def _copy_others(source: Path, target: Path) -> None:
+    """Copy a checkpoint's files that are not weights: configuration, tokenizer, templates; and the
+    modules of sentence-transformers that have folders of their own, whole."""
+    for file in source.iterdir():
+        if file.is_file() and not _is_weights(file):
+            shutil.copyfile(file, target / file.name)
+    for name in _modules(source):
+        shutil.copytree(source / name, target / name, dirs_exist_ok=True)
+
+
+def _is_weights(file: Path) -> bool:
+    return file.suffix in WEIGHTS or file.name.endswith(".index.json")
+
+
+def _modules(source: Path) -> Iterator[str]:
+    """Yield folders that modules.json names."""
+    file = source / "modules.json"
+    listed: Any = json.loads(file.read_text()) if file.is_file() else []
+    for entry in listed if isinstance(listed, list) else []:
+        name = str(entry.get("path") or "") if isinstance(entry, dict) else ""
+        path = PurePosixPath(name)
+        if name and not path.is_absolute() and ".." not in path.parts and (source / name).is_dir():
+            yield name

@@ -1,0 +1,85 @@
+"""What files of a rank's weights say about themselves, and whether it fits an engine."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from ...errors import ConfigError, LoadError
+from ..model_config import ModelConfig
+
+VERSION = 1
+"""Of the names in the files."""
+
+
+class StateRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """How the weights of one rank were made; each of its files has it."""
+
+    architecture: str
+    quantization: str | None
+    """Name of the quantization method that took the layers; None: none did."""
+    tensor_parallel_size: Annotated[int, Meta(ge=1)]
+    rank: Annotated[int, Meta(ge=0)]
+    num_parts: Annotated[int, Meta(ge=1)] = 1
+    """Files of this rank."""
+    version: int = VERSION
+
+    @classmethod
+    def read(cls, file: str, text: str | None) -> StateRecord:
+        """Return the record of a file. Raises LoadError if it has none, or one that cannot be
+        read."""
+        if text is None:
+            raise LoadError(
+                f"{file} has no record of how it was divided; write it with `jackfield convert`"
+            )
+        try:
+            record = msgspec.json.decode(text, type=cls)
+        except (msgspec.DecodeError, UnicodeEncodeError) as error:
+            raise LoadError(f"{file}: its record cannot be read: {error}") from error
+        if record.version != VERSION:
+            raise LoadError(
+                f"{file} has version {record.version} of the names of weights, and this release "
+                f"reads {VERSION}; convert the checkpoint again"
+            )
+        return record
+
+    def encode(self) -> str:
+        """Return it as text."""
+        return msgspec.json.encode(self).decode()
+
+    def check(
+        self, file: str, architecture: str, quantization: str | None, rank: int, size: int
+    ) -> None:
+        """Raise ConfigError, with the option's name, if the file was made for another engine, and
+        LoadError if it is another rank's."""
+        if self.tensor_parallel_size != size:
+            raise ConfigError(
+                f"tensor_parallel_size: {file} is of {self.tensor_parallel_size} ranks, and this "
+                f"engine has {size}; convert the checkpoint for {size}, or set it to "
+                f"{self.tensor_parallel_size}",
+                param="tensor_parallel_size",
+            )
+        if self.quantization != quantization:
+            raise ConfigError(
+                f"quantization: {file} was made for {self.quantization or 'no method'}, and this "
+                f"engine has {quantization or 'none'}; convert the checkpoint with the same "
+                "--quantization",
+                param="quantization",
+            )
+        if self.architecture != architecture:
+            raise ConfigError(
+                f"model: {file} has the weights of {self.architecture}, and config.json names "
+                f"{architecture}",
+                param="model",
+            )
+        if self.rank != rank:
+            raise LoadError(f"{file} has the weights of rank {self.rank}, not of rank {rank}")
+
+
+def method_name(requested: str | None, model_config: ModelConfig) -> str | None:
+    """Return the name of the quantization method of an engine (`EngineConfig.quantization`, else
+    the checkpoint's); None if there is none."""
+    own = (model_config.quantization_config or {}).get("quant_method")
+    return requested or (own if isinstance(own, str) else None)

@@ -1,0 +1,86 @@
+"""`jackfield convert`: write a checkpoint divided among ranks, for faster starts."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from pathlib import Path
+
+from ...core.errors import ConfigError, JackfieldError
+from ...core.registry import load_plugins
+from ..flags.engine_flags import Parser, add_engine_options, engine_config, fail, json_value
+
+DEFAULT_FILE_SIZE = 5 << 30
+OPTIONS = (
+    "revision", "load_format", "model_loader_extra_config", "quantization", "dtype",
+    "tensor_parallel_size", "model_impl", "hf_overrides", "plugin_options", "disable_plugins",
+)  # fmt: skip
+"""Engine options that decide what is written."""
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="jackfield convert",
+        description="Write the weights of a checkpoint as each rank of an engine holds them, so "
+        "that a rank reads its own alone, and copy the checkpoint's other files. Needs no GPU, and "
+        "memory for the weights of one rank. The same --tensor-parallel-size and --quantization "
+        "are given to the engine, with --load-format as --to here.",
+    )
+    parser.add_argument("--model", default="", help="checkpoint; none: the embedded one")
+    parser.add_argument(
+        "-o", "--output", required=True, metavar="FOLDER", help="a new folder for the result"
+    )
+    parser.add_argument(
+        "--to", default="sharded_state", metavar="FORMAT",
+        help="weight loader that reads the result (default: sharded_state)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--to-extra-config", type=json_value, default={}, metavar="JSON",
+        help="the format's own options, as --model-loader-extra-config has them when it is read",
+    )  # fmt: skip
+    parser.add_argument(
+        "--max-file-size", type=int, default=DEFAULT_FILE_SIZE, metavar="BYTES",
+        help=f"begin another file beyond this size (default: {DEFAULT_FILE_SIZE})",
+    )  # fmt: skip
+    parser.add_argument(
+        "--log-level",
+        default="warning",
+        choices=("debug", "info", "warning"),
+        help="least level that is logged",
+    )
+    add_engine_options(parser, OPTIONS)
+    return parser
+
+
+def run(argv: list[str]) -> int:
+    """Return the exit status."""
+    args = make_parser().parse_args(argv)
+    logging.basicConfig(
+        level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    try:
+        return _run(args)
+    except KeyboardInterrupt:
+        return 1
+    except (JackfieldError, OSError) as error:
+        return fail(error)
+
+
+def _run(args: argparse.Namespace) -> int:
+    from ...core.loading.state.convert import convert, make_saver
+
+    if args.max_file_size < 1:
+        raise ConfigError(f"--max-file-size: must be at least 1, got {args.max_file_size}")
+    config = engine_config(args, args.model)
+    plugins = load_plugins(disable=config.disable_plugins)
+    saver = make_saver(plugins, args.to, args.to_extra_config, args.max_file_size)
+    folder = Path(args.output).expanduser()
+    for rank, files in enumerate(convert(config, plugins, saver, folder)):
+        size = sum(files.values())
+        print(f"rank {rank}: {size / 1e9:.3f} GB in {len(files)} files", flush=True)
+    name, ranks = config.quantization, config.tensor_parallel_size
+    flags = [f"--model {folder}", f"--load-format {args.to}"]
+    flags += [f"--tensor-parallel-size {ranks}"] * (ranks > 1)
+    flags += [f"--quantization {name}"] if name else []
+    print(f"jackfield serve {' '.join(flags)}")
+    return 0

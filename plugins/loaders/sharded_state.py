@@ -1,0 +1,157 @@
+"""Files of each rank's own weights (`model-rank-{rank}-part-{part}.safetensors`, as vLLM names
+them), so that a rank reads no other's: written by `jackfield convert --to sharded_state`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from string import Formatter
+from typing import Any, ClassVar
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from ...core.config import EngineConfig
+from ...core.errors import ConfigError, LoadError, listed
+from ...core.loading.model_config import ModelConfig
+from ...core.loading.state.rank_state import StateFiller
+from ...core.loading.state.record import StateRecord, method_name
+from ...core.parallel.ranks import ONE_RANK, Ranks
+from .files import shown
+
+PATTERN = "model-rank-{rank}-part-{part}.safetensors"
+RECORD = "jackfield"
+"""Key of the record in a file's header."""
+
+
+class ShardedStateLoader:
+    """Fills one rank's model from its own files."""
+
+    extra_config: ClassVar[tuple[str, ...]] = ("pattern",)
+    per_rank: ClassVar[bool] = True
+
+    def __init__(
+        self, config: EngineConfig, model_config: ModelConfig, ranks: Ranks = ONE_RANK
+    ) -> None:
+        """Raises ConfigError for a pattern that names no files of a rank."""
+        self.folder = model_config.path
+        self.pattern = _pattern(config.model_loader_extra_config or {})
+        self.architecture = model_config.architecture
+        self.quantization = method_name(config.quantization, model_config)
+        self.rank, self.size = ranks.tensor.rank, ranks.tensor.size
+
+    def load(self, model: nn.Module, device: torch.device) -> None:
+        """Raises ConfigError where the files were made for another engine, and LoadError naming
+        what is missing, unexpected, or of another shape."""
+        files = self._files()
+        filler = StateFiller(model)
+        for file in shown(files):
+            try:
+                with safe_open(file, framework="pt", device=str(device)) as tensors:
+                    record = StateRecord.read(file.name, (tensors.metadata() or {}).get(RECORD))
+                    self._check(record, file.name, len(files))
+                    for name in tensors.keys():
+                        filler.fill(name, tensors.get_tensor(name))
+            except (SafetensorError, OSError) as error:
+                raise LoadError(f"{file.name} is not a safetensors file: {error}") from error
+            except LoadError as error:
+                named = file.name in error.message
+                raise LoadError(error.message if named else f"{file.name}: {error}") from error
+        filler.finish()
+
+    def _check(self, record: StateRecord, file: str, num_files: int) -> None:
+        record.check(file, self.architecture, self.quantization, self.rank, self.size)
+        if record.num_parts != num_files:
+            raise LoadError(
+                f"rank {self.rank} has {num_files} files in {self.folder}, and {file} says "
+                f"{record.num_parts}"
+            )
+
+    def _files(self) -> list[Path]:
+        """Return this rank's files by part. Raises LoadError."""
+        found = list(_matches(self.folder, self.pattern))
+        own = {part: file for rank, part, file in found if rank == self.rank}
+        if not own:
+            ranks = sorted({rank for rank, _, _ in found})
+            what = f"only of ranks {listed(map(str, ranks))}" if ranks else "and of no other"
+            raise LoadError(
+                f"no file of rank {self.rank} ({self.pattern}) in {self.folder}, {what}; write "
+                "them with `jackfield convert --to sharded_state`"
+            )
+        missing = sorted(set(range(len(own))) - own.keys())
+        if missing:
+            raise LoadError(
+                f"{self.pattern.format(rank=self.rank, part=missing[0])} is missing in "
+                f"{self.folder}"
+            )
+        return [own[part] for part in sorted(own)]
+
+    @classmethod
+    def save(
+        cls,
+        state: Mapping[str, torch.Tensor],
+        record: StateRecord,
+        folder: Path,
+        options: Mapping[str, Any],
+        max_file_size: int,
+    ) -> list[Path]:
+        """Write one rank's files. Raises ConfigError for a pattern that names none."""
+        pattern = _pattern(options)
+        parts = list(_parts(state, max_file_size))
+        record = msgspec.structs.replace(record, num_parts=len(parts))
+        metadata = {"format": "pt", RECORD: record.encode()}
+        files = []
+        for number, part in enumerate(parts):
+            files.append(folder / pattern.format(rank=record.rank, part=number))
+            save_file(part, files[-1], metadata)
+        return files
+
+
+def _parts(state: Mapping[str, torch.Tensor], max_size: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield the tensors of each file, each at most `max_size` bytes, or one tensor."""
+    part: dict[str, torch.Tensor] = {}
+    size = 0
+    for name, tensor in state.items():
+        if part and size + tensor.nbytes > max_size:
+            yield part
+            part, size = {}, 0
+        # A copy of what is a view of another tensor: a file has each by itself.
+        part[name] = tensor.contiguous().clone()
+        size += tensor.nbytes
+    yield part
+
+
+def _matches(folder: Path, pattern: str) -> Iterator[tuple[int, int, Path]]:
+    """Yield rank, part and path of the files that a pattern names."""
+    expression = "".join(
+        re.escape(text) + (rf"(?P<{field}>[0-9]+)" if field else "")
+        for text, field, _, _ in Formatter().parse(pattern)
+    )
+    for file in sorted(folder.iterdir()):
+        if match := re.fullmatch(expression, file.name):
+            rank, part = int(match["rank"]), int(match["part"])
+            if pattern.format(rank=rank, part=part) == file.name:
+                yield rank, part, file
+
+
+def _pattern(options: Mapping[str, Any]) -> str:
+    pattern = options.get("pattern", PATTERN)
+    try:
+        if not isinstance(pattern, str):
+            raise ValueError(f"must be text, got {pattern!r}")
+        fields = sorted(field for _, field, _, _ in Formatter().parse(pattern) if field is not None)
+        name = pattern.format(rank=0, part=0)
+        if fields != ["part", "rank"] or Path(name).name != name:
+            raise ValueError(
+                "must be the name of a file in the checkpoint's folder, with {rank} and {part}, "
+                f"got {pattern!r}"
+            )
+    except (ValueError, LookupError, AttributeError) as error:
+        raise ConfigError(
+            f"model_loader_extra_config: pattern: {error}", param="model_loader_extra_config"
+        ) from error
+    return pattern
