@@ -69,6 +69,7 @@ MEASURES_KERNELS = tuple(
         "kernel_cases",
         "latent_cases",
         "quant_cases",
+        "state_cases",
         "tune",
         "tune_int4",
     )

@@ -1,6 +1,7 @@
 """Each kernel at real shapes, with the bytes and operations that no implementation can avoid.
 
-Shapes are those of Qwen3-8B, for experts those of Qwen3-30B-A3B, for latents DeepSeek's; `TINY`
+Shapes are those of Qwen3-8B, for experts those of Qwen3-30B-A3B, for latents DeepSeek's, for states
+those that state_cases.py names; `TINY`
 ones run in Triton's interpreter.
 """
 
@@ -38,6 +39,7 @@ from .cache_cases import QWEN3_8B_CACHE, TINY_CACHE, cache_cases
 from .expert_cases import QWEN3_30B_A3B, TINY_MIXTURE, expert_cases
 from .latent_cases import MEASURED, TINY_LATENTS, latent_cases
 from .quant_cases import quant_cases
+from .state_cases import PUBLISHED, TINY_STATES, state_cases
 
 Work = Callable[[], object]
 EPS = 1e-6
@@ -137,6 +139,9 @@ def cases(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Iterator[Ca
         yield Case(kernel=kernel, shape=shape, bytes=moved, make=make, flops=flops)
     layers = MEASURED if sizes == QWEN3_8B else TINY_LATENTS
     for kernel, shape, moved, make, flops in latent_cases(layers, device, dtype):
+        yield Case(kernel=kernel, shape=shape, bytes=moved, make=make, flops=flops)
+    states = PUBLISHED if sizes == QWEN3_8B else TINY_STATES
+    for kernel, shape, moved, make, flops in state_cases(states, device, dtype):
         yield Case(kernel=kernel, shape=shape, bytes=moved, make=make, flops=flops)
 
 

@@ -1,0 +1,169 @@
+"""Cases for the kernels over states: the gated delta rule of Qwen3-Next, Mamba's scan in Falcon
+Mamba 7B, Mamba 2's in Mamba 2 2.7B; the others are in kernel_cases.py.
+
+Operations of products are those of chunks of 64 tokens, which no shorter way is known for. Those of
+Mamba's scan are no products: an exponential per element of x and state, which bounds its prompts
+more than their bytes do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+
+from ....kernels.state.delta_rule import delta_rule
+from ....kernels.state.rows import Rows
+from ....kernels.state.selective_scan import selective_scan
+from ....kernels.state.ssd_scan import ssd_scan
+
+Work = Callable[[], object]
+CHUNK = 64
+ANY_STEP = (0.0, float("inf"))
+
+
+class Delta(NamedTuple):
+    """A gated delta net."""
+
+    heads: int
+    groups: int
+    keys: int
+    values: int
+
+
+class Mamba2(NamedTuple):
+    """A layer of Mamba 2."""
+
+    heads: int
+    groups: int
+    width: int
+    states: int
+
+
+class Mamba(NamedTuple):
+    """A layer of Mamba."""
+
+    channels: int
+    states: int
+
+
+class StateSizes(NamedTuple):
+    """Layers, and the batches to run: (rows, tokens of each)."""
+
+    delta: Delta
+    mamba: Mamba
+    mamba2: Mamba2
+    batches: tuple[tuple[int, int], ...]
+
+
+PUBLISHED = StateSizes(
+    Delta(32, 16, 128, 128), Mamba(8192, 16), Mamba2(80, 1, 64, 128),
+    ((1, 1), (64, 1), (256, 1), (1, 512), (1, 8192), (8, 1024)),
+)  # fmt: skip
+TINY_STATES = StateSizes(
+    Delta(2, 1, 16, 16), Mamba(32, 4), Mamba2(2, 1, 16, 16), ((1, 1), (3, 1), (2, 17))
+)
+
+
+class StateCase(NamedTuple):
+    """The fields of `kernel_cases.Case`, by position."""
+
+    kernel: str
+    shape: str
+    bytes: float
+    make: Callable[[], Work]
+    flops: float = 0.0
+
+
+def state_cases(sizes: StateSizes, device: torch.device, dtype: torch.dtype) -> Iterator[StateCase]:
+    """Yield a case of each layer and batch."""
+    for rows, tokens in sizes.batches:
+        maker = _Maker(rows, tokens, device, dtype)
+        yield maker.delta(sizes.delta)
+        yield maker.mamba(sizes.mamba)
+        yield maker.mamba2(sizes.mamba2)
+
+
+class _Maker:
+    """Prompts begin their sequences; rows of one token continue them."""
+
+    def __init__(self, rows: int, tokens: int, device: torch.device, dtype: torch.dtype) -> None:
+        self.num_rows, self.tokens, self.device, self.dtype = rows, tokens, device, dtype
+        self.total = rows * tokens
+        self.shape = f"{rows} rows of {tokens}"
+
+    def rows(self) -> Rows:
+        starts = torch.arange(self.num_rows + 1, dtype=torch.int32, device=self.device)
+        length = self.tokens if self.tokens > 1 else 100
+        lengths = torch.full((self.num_rows,), length, dtype=torch.int32, device=self.device)
+        slots = torch.arange(self.num_rows, device=self.device)
+        return Rows(starts * self.tokens, lengths, slots, self.tokens == 1)
+
+    def random(self, *shape: int) -> torch.Tensor:
+        return torch.randn(self.total, *shape, device=self.device, dtype=self.dtype)
+
+    def wide(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=self.device)
+
+    def case(
+        self, kernel: str, state: int, elements: int, make: Callable[[], Work], flops: float
+    ) -> StateCase:
+        """state: numbers in a row's state; elements: those that a token has in and out."""
+        times = 2 if self.tokens == 1 else 1
+        moved = self.total * elements * self.dtype.itemsize + 4 * times * self.num_rows * state
+        return StateCase(kernel, self.shape, moved, make, flops * self.total)
+
+    def delta(self, layer: Delta) -> StateCase:
+        heads, groups, keys, values = layer
+
+        def make() -> Work:
+            q, k, v = (
+                self.random(groups, keys),
+                self.random(groups, keys),
+                self.random(heads, values),
+            )
+            step, beta = self.random(heads), self.random(heads)
+            rate, bias = -self.wide(heads).abs(), self.wide(heads)
+            state = self.wide(self.num_rows, heads, keys, values)
+            rows = self.rows()
+            return lambda: delta_rule(q, k, v, step, beta, rate, bias, state, rows)
+
+        chunk = 0 if self.tokens == 1 else CHUNK
+        flops = 2.0 * heads * (3 * keys * values + chunk * (3 * keys + 2 * values))
+        elements = 2 * groups * keys + 2 * heads * values + 2 * heads
+        return self.case("delta_rule", heads * keys * values, elements, make, flops)
+
+    def mamba(self, layer: Mamba) -> StateCase:
+        channels, states = layer
+
+        def make() -> Work:
+            x, dt, gate = (self.random(channels) for _ in range(3))
+            b, c = self.random(states), self.random(states)
+            a, d, bias = (
+                -self.wide(channels, states).abs(),
+                self.wide(channels),
+                self.wide(channels),
+            )
+            state = self.wide(self.num_rows, channels, states)
+            rows = self.rows()
+            return lambda: selective_scan(x, dt, b, c, gate, a, d, bias, ANY_STEP, state, rows)
+
+        elements = 4 * channels + 2 * states
+        return self.case("selective_scan", channels * states, elements, make, 0.0)
+
+    def mamba2(self, layer: Mamba2) -> StateCase:
+        heads, groups, width, states = layer
+
+        def make() -> Work:
+            x, dt = self.random(heads, width), self.random(heads)
+            b, c = self.random(groups, states), self.random(groups, states)
+            a, d, bias = -self.wide(heads).abs(), self.wide(heads), self.wide(heads)
+            state = self.wide(self.num_rows, heads, width, states)
+            rows = self.rows()
+            return lambda: ssd_scan(x, dt, b, c, a, d, bias, ANY_STEP, state, rows)
+
+        chunk = 0 if self.tokens == 1 else CHUNK
+        flops = 2.0 * heads * (2 * width * states + chunk * (states + width))
+        elements = 2 * heads * width + 2 * groups * states + heads
+        return self.case("ssd_scan", heads * width * states, elements, make, flops)
