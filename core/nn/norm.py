@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError
+from ..parallel.sharding import Sharding
 from .context import BuildContext
 from .operations import Norm
 
@@ -57,6 +58,29 @@ class OffsetRMSNorm(RMSNorm):
     def norm(self) -> Norm:
         """Return the parameters with the factors as weight, always float32."""
         return Norm(self.factor, self.eps)
+
+
+class AllHeadsRMSNorm(RMSNorm):
+    """One norm over heads that ranks divide: each adds up the squares of its own."""
+
+    def __init__(
+        self, heads: slice, num_heads: int, head_dim: int, eps: float, build: BuildContext
+    ) -> None:
+        """`heads`: this rank's; other ranks may have the same ones."""
+        group, count = build.ranks.tensor, heads.stop - heads.start
+        super().__init__(count * head_dim, eps, build)
+        self.group, self.size = group, group.size * count * head_dim
+        rows = slice(heads.start * head_dim, heads.stop * head_dim)
+        self.shardings = {"weight": Sharding(0, {"": num_heads * head_dim}, {"": (rows,)})}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[num_tokens, heads * head_dim] → the same shape"""
+        if self.group.size == 1:
+            return super().forward(x)
+        wide = x.float()
+        squares = self.group.all_reduce(wide.square().sum(-1, keepdim=True))
+        wide = wide * torch.rsqrt(squares / self.size + self.eps)
+        return (self.weight * wide.to(self.weight.dtype)).to(x.dtype)
 
 
 class LayerNorm(nn.Module):

@@ -45,6 +45,7 @@ ARCHITECTURES = {
     "hunyuan_moe": ("HunYuanMoEV1ForCausalLM", "HYV3ForCausalLM"),
     "llama4": ("Llama4ForCausalLM",),
     "mellum": ("MellumForCausalLM",),
+    "minimax": ("MiniMaxForCausalLM",),
     "minimax_m2": ("MiniMaxM2ForCausalLM",),
     "olmoe": ("OlmoeForCausalLM", "FlexOlmoForCausalLM"),
     "phimoe": ("PhimoeForCausalLM",),
@@ -113,6 +114,9 @@ SAME = {
     "BaiChuanForCausalLM": "baichuan:BaichuanForCausalLM",
     "ChatGLMForConditionalGeneration": "chatglm:ChatGLMModel",
     "BertForMaskedLM": "bert:BertModel",
+    **dict.fromkeys(
+        ("MiniMaxM1ForCausalLM", "MiniMaxText01ForCausalLM"), "minimax:MiniMaxForCausalLM"
+    ),
     "PLBartForConditionalGeneration": "bart:BartForConditionalGeneration",
     "RobertaForMaskedLM": "roberta:RobertaModel",
     "XLMRobertaForMaskedLM": "roberta:RobertaModel",
@@ -128,6 +132,7 @@ CONFIGS = {
     "exaone": "ExaoneConfig",
     "kimi_k2": "KimiK2Config",
     "minicpm": "MiniCPMConfig",
+    **dict.fromkeys(("minimax_m1", "minimax_text_01"), "MiniMaxText01Config"),
     "orion": "OrionConfig",
     "qwen": "QWenConfig",
 }

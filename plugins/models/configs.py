@@ -47,6 +47,31 @@ class MiniCPMConfig(RenamedConfig):
     defaults = {"tie_word_embeddings": True, "hidden_act": "silu"}
 
 
+class MiniMaxText01Config(RenamedConfig):
+    """MiniMax-Text-01 and M1: their factors by the names of MiniMax in `transformers`."""
+
+    usual = {
+        f"{ours}_{factor}_factor": f"layernorm_{theirs}_{factor}"
+        for ours, theirs in (
+            ("full_attn", "full_attention"), ("linear_attn", "linear_attention"), ("mlp", "mlp"),
+        ) for factor in ("alpha", "beta")
+    }  # fmt: skip
+    defaults = {
+        "hidden_act": "silu", "rope_theta": 10000.0, "sliding_window": None, "postnorm": False,
+        **dict.fromkeys(usual.values(), 1.0),
+    }  # fmt: skip
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any]) -> Any:
+        """A list says which layers attend to all tokens: 1, or 0 for lightning attention."""
+        own = dict(config_dict)
+        kinds = own.get("attn_type_list") or own.get("decoder_attention_types")
+        kinds = kinds or [1] * own["num_hidden_layers"]
+        names = {0: "linear_attention", 1: "full_attention"}
+        own["layer_types"] = [names.get(kind, str(kind)) for kind in kinds]
+        return super().from_dict(own)
+
+
 class OrionConfig(RenamedConfig):
     usual = {"layer_norm_eps": "rms_norm_eps"}
 

@@ -6,9 +6,8 @@ import torch
 
 from ...core.loading.model_config import ModelConfig
 from ...core.nn.context import BuildContext, ForwardContext
-from ...core.nn.norm import RMSNorm
+from ...core.nn.norm import AllHeadsRMSNorm, RMSNorm
 from ...core.nn.rotary import Rotary
-from ...core.parallel.sharding import Sharding
 from .decoder import (
     CausalLM,
     Decoder,
@@ -17,29 +16,6 @@ from .decoder import (
     NormedBlock,
     SelfAttention,
 )
-
-
-class AllHeadsRMSNorm(RMSNorm):
-    """One norm over heads that ranks divide: each adds up the squares of its own."""
-
-    def __init__(
-        self, heads: slice, num_heads: int, head_dim: int, eps: float, build: BuildContext
-    ) -> None:
-        """`heads`: this rank's; other ranks may have the same ones."""
-        group, count = build.ranks.tensor, heads.stop - heads.start
-        super().__init__(count * head_dim, eps, build)
-        self.group, self.size = group, group.size * count * head_dim
-        rows = slice(heads.start * head_dim, heads.stop * head_dim)
-        self.shardings = {"weight": Sharding(0, {"": num_heads * head_dim}, {"": (rows,)})}
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[num_tokens, heads * head_dim] → the same shape"""
-        if self.group.size == 1:
-            return super().forward(x)
-        wide = x.float()
-        squares = self.group.all_reduce(wide.square().sum(-1, keepdim=True))
-        wide = wide * torch.rsqrt(squares / self.size + self.eps)
-        return (self.weight * wide.to(self.weight.dtype)).to(x.dtype)
 
 
 class Olmo2Attention(SelfAttention):

@@ -12,7 +12,7 @@ IMAGES = "it takes images, sound or video beside text"
 REFUSED = {
     STATE: (
         "BailingHybridForCausalLM", "KimiLinearForCausalLM", "Lfm3ForCausalLM",
-        "MiniMaxForCausalLM", "OlmoHybridForCausalLM", "RecurrentGemmaForCausalLM",
+        "OlmoHybridForCausalLM", "RecurrentGemmaForCausalLM",
         "RwkvForCausalLM", "ZambaForCausalLM", "ZayaForCausalLM",
         "xLSTMForCausalLM",
     ),

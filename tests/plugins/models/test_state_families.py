@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from test_families import LEFT_OUT, check_logits, checkpoint, make_reference, score
 from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 
@@ -19,7 +21,8 @@ from jackfield.core.errors import ConfigError, OutOfMemory
 from jackfield.core.hooks import hookimpl
 from jackfield.core.nn.operations import Operations
 from jackfield.core.registry import Provenance, load_plugins
-from jackfield.plugins.conformance.models import VOCAB, check_ranks
+from jackfield.plugins.conformance.models import VOCAB, PagedModel, check_ranks
+from jackfield.plugins.models.minimax import CONSTANTS
 
 from helpers import interpreted
 
@@ -88,6 +91,12 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "Mamba2ForCausalLM": {**MAMBA2, "time_step_limit": (0.3, 2.0)},
     "MambaForCausalLM": {"state_size": 6, "use_bias": True},
+    "MiniMaxForCausalLM": {
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "num_local_experts": 6, "num_experts_per_tok": 2, "block_size": 16,
+        "full_attn_alpha_factor": 1.5, "full_attn_beta_factor": 0.7, "linear_attn_beta_factor": 1.2,
+        "linear_attn_alpha_factor": 0.6, "mlp_alpha_factor": 1.1, "mlp_beta_factor": 0.8,
+    },
     "NemotronHForCausalLM": {
         **NEMOTRON,
         "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
@@ -275,3 +284,40 @@ async def test_what_states_do_not_allow_is_refused_by_name(
         async with AsyncEngine(config(folder, **options)):
             pass
     assert caught.value.param == param
+
+
+def as_minimax_m1(folder: Path) -> dict[str, Any]:
+    """Give a checkpoint of MiniMax the configuration of its remote code, and no constants."""
+    tensors = load_file(folder / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if not name.endswith(CONSTANTS)}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    path = folder / "config.json"
+    own = json.loads(path.read_text())
+    words = {"full_attn": "full_attention", "linear_attn": "linear_attention", "mlp": "mlp"}
+    for ours, theirs in words.items():
+        for factor in ("alpha", "beta"):
+            own[f"layernorm_{theirs}_{factor}"] = own.pop(f"{ours}_{factor}_factor")
+    own["attn_type_list"] = [int(kind == "full_attention") for kind in own.pop("layer_types")]
+    own["rope_theta"] = own.pop("rope_parameters")["rope_theta"]
+    own |= {
+        "architectures": ["MiniMaxM1ForCausalLM"], "model_type": "minimax_m1", "postnorm": True,
+        "rotary_dim": 16, "shared_intermediate_size": 0,
+    }  # fmt: skip
+    path.write_text(json.dumps(own))
+    return own
+
+
+async def test_minimax_m1_is_served_by_the_names_of_its_remote_code(tmp_path: Path) -> None:
+    reference, folder = reference_and_folder("MiniMaxForCausalLM", tmp_path)
+    own = as_minimax_m1(folder)
+    async with AsyncEngine(config(folder, num_gpu_blocks_override=96)) as engine:
+        output = await answer(engine, PROMPTS[2])
+    check(PROMPTS[2], output, lambda tokens: score(reference, tokens))
+    (folder / "config.json").write_text(json.dumps(own | {"rotary_dim": 8}))
+    model: Any = PagedModel(folder, "float32").model
+    assert model.model.rotaries[0].rotary_dim == 8
+    for field, value in (("postnorm", False), ("shared_intermediate_size", [0, 96, 0])):
+        (folder / "config.json").write_text(json.dumps(own | {field: value}))
+        with pytest.raises(ConfigError) as caught:
+            PagedModel(folder, "float32")
+        assert caught.value.param == field

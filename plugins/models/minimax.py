@@ -1,0 +1,104 @@
+"""MiniMax-Text-01 and MiniMax-M1: lightning attention in most layers, attention in some, experts in
+each."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...core.errors import ConfigError
+from ...core.loading.model_config import ModelConfig
+from ...core.loading.weight_map import RowOrder
+from ...core.nn.context import BuildContext, ForwardContext
+from ...core.nn.rotary import Rotary
+from ...core.nn.state.lightning import LightningAttention
+from .decoder import Decoder, MakeMLP, SelfAttention
+from .mixer import HybridBlock
+from .mixtral import MixtralForCausalLM
+
+NORM_EPS = 1e-6
+"""Of the norm of lightning attention, whatever `rms_norm_eps` says."""
+CONSTANTS = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
+"""Tensors of lightning attention that some checkpoints have, and that its sizes decide."""
+
+
+def slopes(num_heads: int, layer: int, num_layers: int) -> tuple[float, ...]:
+    """Return the rate of decay of each head: those of ALiBi, less in later layers."""
+    factor = 1 - layer / (num_layers - 1 + 1e-5) + 1e-5
+    return tuple(2.0 ** (-8.0 * (head + 1) / num_heads) * factor for head in range(num_heads))
+
+
+class MiniMaxBlock(HybridBlock):
+    """alpha * x + beta * f(x) of the normed x, for the mixer and then for the experts."""
+
+    state_name = "self_attn"
+    mlp: nn.Module
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        build: BuildContext,
+        attention: type[SelfAttention],
+        mlp: MakeMLP,
+    ) -> None:
+        super().__init__(config, layer, build, attention, mlp)
+        hf = config.hf_config
+        kind = "full" if self.attends(hf, layer) else "linear"
+        names = (f"{kind}_attn_alpha_factor", f"{kind}_attn_beta_factor")
+        self.alpha, self.beta = (float(getattr(hf, name)) for name in names)
+        self.mlp_alpha, self.mlp_beta = float(hf.mlp_alpha_factor), float(hf.mlp_beta_factor)
+
+    def make_mixer(self, config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:
+        hf = config.hf_config
+        return LightningAttention(
+            hf.hidden_size, slopes(config.num_heads, layer, hf.num_hidden_layers), config.head_dim,
+            build, eps=NORM_EPS,
+        )  # fmt: skip
+
+    def forward(
+        self, hidden: torch.Tensor, rotary: Rotary | None, context: ForwardContext
+    ) -> torch.Tensor:
+        x = self.input_layernorm(hidden)
+        answer = self.mixer(x, None, rotary, context, add=False)
+        x = self.post_attention_layernorm(self.alpha * x + self.beta * answer)
+        answer = self.mlp(x, None, add=False)
+        out: torch.Tensor = self.mlp_alpha * x + self.mlp_beta * answer
+        return out
+
+
+class MiniMaxDecoder(Decoder):
+    block = MiniMaxBlock
+
+    @staticmethod
+    def rotaries_of(config: ModelConfig, build: BuildContext) -> list[Rotary | None]:
+        """Checkpoints may say how many channels of a head rotate, as `rotary_dim`."""
+        rope = dict(config.rope_parameters)
+        if width := getattr(config.hf_config, "rotary_dim", None):
+            rope["partial_rotary_factor"] = int(width) / config.head_dim
+        return [Rotary(config, build, rope)] * config.num_layers
+
+
+class MiniMaxForCausalLM(MixtralForCausalLM):
+    tensor_parallel = True
+    decoder = MiniMaxDecoder
+
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        """Raises ConfigError."""
+        hf: Any = config.hf_config
+        for field, known in (("postnorm", True), ("shared_intermediate_size", 0)):
+            value = getattr(hf, field, known)
+            if value not in (known, [known] * config.num_layers):
+                raise ConfigError(f"{field}: {value!r} is not supported", param=field)
+        super().__init__(config, build)
+        places = [f"model.layers.{layer}.self_attn.{name}" for layer in range(config.num_layers)
+                  for name in CONSTANTS]  # fmt: skip
+        self.weight_map = dataclasses.replace(self.weight_map, ignored=tuple(places))
+
+    @staticmethod
+    def row_orders(config: ModelConfig) -> dict[str, RowOrder]:
+        """Lightning attention's queries, keys and values take turns by head."""
+        return {"qkv_proj": RowOrder.by_part(config.num_heads, 3, config.head_dim)}
