@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -19,6 +20,8 @@ from helpers import VOCAB, make_checkpoint
 MAX_MODEL_LEN = 160
 NEAR_TIES = 0.002
 """Share of streams in which another number of rows may decide a near tie the other way."""
+MARGIN = 1e-4
+"""Logits that are closer are a near tie."""
 
 
 def draw(number: int) -> tuple[list[int], SamplingParams, int | None]:
@@ -52,9 +55,16 @@ def draw(number: int) -> tuple[list[int], SamplingParams, int | None]:
     return prompt, params, leave_after
 
 
-async def tokens_of(engine: AsyncEngine, number: int, *, whole: bool) -> list[list[int]]:
-    """Each completion's tokens, up to where the caller leaves unless `whole`."""
+async def tokens_of(
+    engine: AsyncEngine, number: int, *, whole: bool, bias: dict[int, float] | None = None
+) -> list[list[int]]:
+    """Each completion's tokens, up to where the caller leaves unless `whole`. `bias`: more for the
+    logits of some tokens."""
     prompt, params, leave_after = draw(number)
+    if bias:
+        own = params.logit_bias or {}
+        more = {token: own.get(token, 0.0) + value for token, value in bias.items()}
+        params = msgspec.structs.replace(params, logit_bias={**own, **more})
     completions: list[list[int]] = [[] for _ in range(params.n)]
     async for out in engine.generate(prompt, params):
         for completion in out.outputs:
@@ -62,6 +72,22 @@ async def tokens_of(engine: AsyncEngine, number: int, *, whole: bool) -> list[li
         if not whole and leave_after and len(completions[0]) >= leave_after:
             break
     return completions
+
+
+async def is_near_tie(
+    engine: AsyncEngine, number: int, index: int, ours: list[int], theirs: list[int]
+) -> bool:
+    """Whether the first token in which a completion differs from the same request alone is decided
+    by a bias of MARGIN on the logit of one of the two."""
+    place = next(at for at, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b)
+    tokens = {ours[place], theirs[place]}
+    found = set()
+    for token in tokens:
+        for bias in (MARGIN, -MARGIN):
+            made = (await tokens_of(engine, number, whole=True, bias={token: bias}))[index]
+            if made[:place] == theirs[:place] and len(made) > place:
+                found.add(made[place])
+    return tokens <= found
 
 
 async def client(
@@ -90,9 +116,12 @@ async def check_traffic(
             assert stats.num_requests_running == 0 and stats.kv_blocks_used == 0
             for number, completions in together.items():
                 alone = await tokens_of(engine, number, whole=True)
-                for ours, theirs in zip(completions, alone, strict=True):
+                for index, (ours, theirs) in enumerate(zip(completions, alone, strict=True)):
                     streams += 1
-                    different += ours != theirs[: len(ours)]
+                    if ours != theirs[: len(ours)]:
+                        different += 1
+                        message = f"request {number}, completion {index}: {ours}, {theirs} alone"
+                        assert await is_near_tie(engine, number, index, ours, theirs), message
             if torch.cuda.is_available():
                 allocated.append(torch.cuda.memory_allocated())
             first += requests
@@ -122,6 +151,14 @@ async def test_requests_together_get_the_tokens_of_each_alone(checkpoint: Path) 
     config = config_of(checkpoint, device="cpu", operations="torch", attention_backend="torch")
     streams, different = await check_traffic(config, clients=16, requests=60)
     assert streams >= 60 and different <= max(1, NEAR_TIES * streams)
+
+
+async def test_another_token_is_no_near_tie(checkpoint: Path) -> None:
+    config = config_of(checkpoint, device="cpu", operations="torch", attention_backend="torch")
+    async with AsyncEngine(config) as engine:
+        alone = (await tokens_of(engine, 5, whole=True))[0]
+        other = [*alone[:1], (alone[1] + 1) % VOCAB, *alone[2:]]
+        assert not await is_near_tie(engine, 5, 0, other, alone)
 
 
 @pytest.mark.slow
