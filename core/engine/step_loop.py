@@ -179,7 +179,7 @@ class StepLoop:
     def _fill(self, in_flight: InFlight) -> None:
         while len(in_flight) < self.steps_in_flight and not self._delay(in_flight):
             begun = self._timing.now()
-            plan = self.scheduler.schedule()
+            plan = self.scheduler.schedule(self._timing.short_step())
             if plan is None:
                 return
             try:

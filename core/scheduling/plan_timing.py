@@ -19,6 +19,10 @@ SHORTEST_DELAY = 0.001
 """Less is not waited for: the event loop's timers are no finer."""
 CLASSES_PER_DOUBLING = 2
 """Classes of steps by number of tokens, whose durations are kept apart."""
+SHORT_STEP_SECONDS = 0.025
+"""Steps with prompts are planned to take about this long while others decode and few wait."""
+SHORT_STEP_TOKENS = 512
+"""Fewest tokens of such a step, and what their number is a multiple of."""
 FORGET = 0.02
 """Weight of the newest step where it is slower than expected, and of a host that got faster."""
 
@@ -37,6 +41,8 @@ class StepDurations:
 
     def __init__(self) -> None:
         self._classes: dict[tuple[bool, int], _Class] = {}
+        self.seconds_per_token = 0.0
+        """Of steps with prompts of some length; 0: none is known."""
 
     def add(self, plan: StepPlan, seconds: float) -> None:
         """Record the duration of one step; not of one that encodes sources, whose size is more than
@@ -44,6 +50,8 @@ class StepDurations:
         if plan.encode:
             return
         tokens = plan.total_tokens
+        if tokens >= SHORT_STEP_TOKENS > len(plan.slots):
+            self.seconds_per_token = _smooth(self.seconds_per_token, seconds / tokens)
         known = self._classes.get(_class(plan))
         if known is None:
             self._classes[_class(plan)] = _Class(seconds, tokens)
@@ -58,6 +66,13 @@ class StepDurations:
         if known is None:
             return 0.0
         return known.seconds * min(1.0, plan.total_tokens / max(known.tokens, 1.0))
+
+
+def _smooth(known: float, measured: float) -> float:
+    """Return a duration that follows faster steps at once and slower ones slowly; 0: unknown."""
+    if not known:
+        return measured
+    return known + (0.5 if measured < known else FORGET) * (measured - known)
 
 
 def _class(plan: StepPlan) -> tuple[bool, int]:
@@ -101,6 +116,14 @@ class PlanTiming:
         host = max(launched - begun, 0.0)
         self._host_seconds = max(host, self._host_seconds + FORGET * (host - self._host_seconds))
         self._last_end = now
+
+    def short_step(self) -> int | None:
+        """Return the tokens of a step that takes SHORT_STEP_SECONDS; None: not known yet."""
+        each = self._durations.seconds_per_token
+        if not each:
+            return None
+        count = SHORT_STEP_SECONDS / each / SHORT_STEP_TOKENS
+        return max(1, round(count)) * SHORT_STEP_TOKENS
 
     def failed(self) -> None:
         """Note that no plan is in flight any more, after one that failed."""

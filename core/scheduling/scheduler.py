@@ -72,7 +72,7 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self._keys = PolicyKeys(policy, policy_name)
-        chunks = PrefillChunks(
+        self._chunks = chunks = PrefillChunks(
             chunked=enable_chunked_prefill,
             longest=long_prefill_token_threshold,
             block_size=block_size,
@@ -234,9 +234,16 @@ class Scheduler:
 
     # ------------------------------------------------------------ planning
 
-    def schedule(self) -> StepPlan | None:
-        """Plan the next step. Return None if nothing can run before a result or request arrives."""
-        builder = PlanBuilder(self.max_num_batched_tokens)
+    def schedule(self, short_step: int | None = None) -> StepPlan | None:
+        """Plan the next step. Return None if nothing can run before a result or request arrives.
+
+        short_step: tokens of a step with prompts while others decode and few tokens wait, so that
+        nobody's next token waits long; None: max_num_batched_tokens.
+        """
+        budget = self.max_num_batched_tokens
+        if short_step is not None and self._drafts is None:
+            budget = self._chunks.step_budget(budget, short_step, self.requests)
+        builder = PlanBuilder(budget)
         self._detach_connector()
         if self._rows.schedule_running(builder):
             self._rows.admit_waiting(builder)

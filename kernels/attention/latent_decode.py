@@ -257,7 +257,7 @@ def decode_tiles(num_heads: int, latent_dim: int, dtype: torch.dtype) -> LatentT
         return LatentTiles(16, 32, 4, 4 if wide else 5)
     if num_heads <= 32:
         return LatentTiles(32, 32, 4 if not wide else 8, 3)
-    return LatentTiles(64, 32, 8, 2 if wide else 3)
+    return LatentTiles(64, 64, 8, 3)
 
 
 def choose_latent_splits(

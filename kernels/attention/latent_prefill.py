@@ -308,7 +308,7 @@ def context_tiles(num_heads: int, latent_dim: int, dtype: torch.dtype) -> Latent
     """Return the tiles of `latent_context`."""
     if dtype == torch.float32:
         return LatentTiles(max(16, min(32, triton.next_power_of_2(num_heads))), 16, 4, 1)
-    return LatentTiles(64, 32, 8, 2 if latent_dim > 256 else 3)
+    return LatentTiles(64, 64, 8, 3)
 
 
 def latent_context(

@@ -116,13 +116,27 @@ def test_a_slow_host_is_given_its_time(clock: Clock) -> None:
     assert timing.delay() == pytest.approx(quick - 0.012)
 
 
+def test_the_tokens_of_a_short_step_follow_the_device(clock: Clock) -> None:
+    """A fifth of a millisecond and then 24 microseconds a token: 512 and 1,024 tokens."""
+    timing = PlanTiming(clock)
+    run_step(timing, clock, plan_of(64), 0.001, 0.004)
+    assert timing.short_step() is None, "steps of few tokens tell nothing"
+    run_step(timing, clock, plan_of(512), 0.0, 0.2e-3 * 512)
+    assert timing.short_step() == 512
+    for _ in range(20):
+        run_step(timing, clock, plan_of(1024), 0.0, 24e-6 * 1024)
+    assert timing.short_step() == 1024
+    run_step(timing, clock, plan_of(1024), 0.0, 30e-6 * 1024)
+    assert timing.short_step() == 1024, "one slow step changes little"
+
+
 class StubScheduler:
     """Always has a step of 512 tokens to plan."""
 
     def __init__(self) -> None:
         self.num_planned = 0
 
-    def schedule(self) -> StepPlan:
+    def schedule(self, short_step: int | None = None) -> StepPlan:
         self.num_planned += 1
         return plan_of(512, self.num_planned)
 

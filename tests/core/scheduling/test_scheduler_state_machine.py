@@ -385,10 +385,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         """What the encoder of an encoder-decoder model reads."""
         return []
 
-    @rule()
-    def schedule(self):
+    @rule(short_step=st.sampled_from([None, None, 4, 9]))
+    def schedule(self, short_step=None):
         if len(self.flying) < 2:
-            plan = self.scheduler.schedule()
+            plan = self.scheduler.schedule(short_step)
             if plan is not None:
                 for start in plan.starts:
                     self.slots[start.slot] = start.request_id
