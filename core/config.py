@@ -285,13 +285,18 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         int, _doc("GPUs that share each layer: ranks, each with a process of its own.", ge=1)
     ] = 1
     pipeline_parallel_size: Annotated[
-        int, _doc("GPUs that share the layers. More than 1 is refused for now.", ge=1)
+        int,
+        _doc(
+            "Stages that each hold some of the layers, on tensor_parallel_size GPUs of its own: "
+            "as many steps are in flight.",
+            ge=1,
+        ),
     ] = 1
     data_parallel_size: Annotated[
         int,
         _doc(
-            "Engines with the same model behind one server, each on tensor_parallel_size GPUs of "
-            "its own; a request runs on one of them.",
+            "Engines with the same model behind one server, each on tensor_parallel_size * "
+            "pipeline_parallel_size GPUs of its own; a request runs on one of them.",
             ge=1,
         ),
     ] = 1
@@ -415,6 +420,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         """The model's names for requests; responses have the first one."""
         return self.served_model_name or (self.model or "jackfield-tiny",)
 
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks that compute the model together."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
     def _check_together(self) -> None:
         if self.trust_remote_code:
             raise ConfigError(
@@ -422,14 +432,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 "plugin instead (docs/how-to)",
                 param="trust_remote_code",
             )
-        if self.pipeline_parallel_size > 1:
+        if self.kv_transfer_config is not None and self.num_ranks > 1:
             raise ConfigError(
-                "pipeline_parallel_size: more than one stage is not supported yet, set it to 1",
-                param="pipeline_parallel_size",
-            )
-        if self.kv_transfer_config is not None and self.tensor_parallel_size > 1:
-            raise ConfigError(
-                "kv_transfer_config: KV connectors serve one rank (tensor_parallel_size 1)",
+                "kv_transfer_config: KV connectors serve one rank (tensor_parallel_size 1, "
+                "pipeline_parallel_size 1)",
                 param="kv_transfer_config",
             )
         if self.kv_transfer_config is not None and not self.enable_prefix_caching:
@@ -477,8 +483,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             reason = "caches with drafts are not compacted (kv_compression)"
         elif self.kv_transfer_config is not None:
             reason = "KV connectors (kv_transfer_config) would save drafts"
-        elif self.tensor_parallel_size > 1:
-            reason = "drafts are verified by one rank alone (tensor_parallel_size 1)"
+        elif self.num_ranks > 1:
+            reason = (
+                "drafts are verified by one rank alone (tensor_parallel_size 1, "
+                "pipeline_parallel_size 1)"
+            )
         if reason is not None:
             raise ConfigError(
                 f"speculative_config: {reason}; leave one of them out", param="speculative_config"

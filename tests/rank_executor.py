@@ -16,25 +16,26 @@ from jackfield.plugins.conformance.rank_threads import thread_ranks
 
 
 class RankThreads:
-    """Gives each rank the same plans and jobs, and compares what they say. The first rank alone
-    has the objects of this process."""
+    """Gives each rank the same plans and jobs, and compares what those of the last stage say. The
+    first rank alone has the objects of this process."""
 
-    tensor_parallel = True
+    tensor_parallel = pipeline_parallel = True
     delays: tuple[float, ...] = ()
     """Seconds that each rank waits before each call, over and over; (): none."""
 
     def __init__(self, config: Any, model_config: Any, plugins: Any) -> None:
         self.workers = [
             Worker(config, model_config, plugins, ranks)
-            for ranks in thread_ranks(config.tensor_parallel_size)
+            for ranks in thread_ranks(config.tensor_parallel_size, config.pipeline_parallel_size)
         ]
+        self.stage_size = config.tensor_parallel_size
         self.threads: list[WorkerThread] = []
 
     async def start(self) -> ExecutorInfo:
         loop = asyncio.get_running_loop()
         self.threads = [WorkerThread(loop) for _ in self.workers]
         infos = await asyncio.gather(*self._on_each(lambda worker, _: worker.start()))
-        assert len({info.num_blocks for info in infos}) == 1
+        assert len({(info.num_blocks, info.cache_groups) for info in infos}) == 1
         first: ExecutorInfo = infos[0]
         return first
 
@@ -55,9 +56,8 @@ class RankThreads:
 
         return asyncio.ensure_future(self._alike(self._on_each(step, step=True)))
 
-    @staticmethod
-    async def _alike(futures: list[Any]) -> Any:
-        first, *others = await asyncio.gather(*futures)
+    async def _alike(self, futures: list[Any]) -> Any:
+        first, *others = (await asyncio.gather(*futures))[: self.stage_size]
         for other in others:
             assert other.counts == first.counts and other.token_ids == first.token_ids
             assert (other.logprobs, other.pooled) == (first.logprobs, first.pooled)

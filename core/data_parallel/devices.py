@@ -18,7 +18,7 @@ def member_environments(config: EngineConfig) -> list[dict[str, str]]:
 
     Blocks. Raises ConfigError if there are too few.
     """
-    size, each = config.data_parallel_size, config.tensor_parallel_size
+    size, each = config.data_parallel_size, config.num_ranks
     if resolve_device(config) != "cuda":
         return [{} for _ in range(size)]
     return slices(size, each, torch.cuda.device_count(), os.environ.get(VISIBLE))

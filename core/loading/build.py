@@ -80,6 +80,12 @@ def construct_model(
             f"tensor_parallel_size: {model_config.architecture} cannot be divided among ranks",
             param="tensor_parallel_size",
         )
+    if ranks.pipeline.size > 1 and not getattr(architecture, "pipeline_parallel", False):
+        raise ConfigError(
+            f"pipeline_parallel_size: the layers of {model_config.architecture} cannot be divided "
+            "among stages",
+            param="pipeline_parallel_size",
+        )
     with registry.calling(name, "its constructor"):
         model: nn.Module = architecture(model_config, build)
     if method is not None:

@@ -30,6 +30,7 @@ from torch import nn
 from ..errors import LoadError, listed
 from ..nn.attention import Attention
 from ..nn.quantized import QuantizedLinear
+from ..parallel.elsewhere import elsewhere
 from ..parallel.sharding import Sharding
 from .staging import Staging
 
@@ -257,6 +258,7 @@ class ParameterFiller:
     def __init__(self, model: nn.Module, weight_map: WeightMap) -> None:
         self.model = model
         self.weight_map = weight_map
+        self._elsewhere = elsewhere(model)
         self.parameters = dict(model.named_parameters())
         modules = dict(model.named_modules())
         self.attention = {
@@ -285,9 +287,18 @@ class ParameterFiller:
             else:
                 self.missing.add((name, None))
 
+    def takes(self, name: str) -> bool:
+        """Return whether `fill` needs a checkpoint's tensor; False: it is not of use, or another
+        stage has it."""
+        if name.endswith(IGNORED_SUFFIXES):
+            return False
+        return not self._elsewhere or not self.weight_map.target(name)[0].startswith(
+            self._elsewhere
+        )
+
     def fill(self, name: str, tensor: torch.Tensor) -> None:
         """Copy one checkpoint tensor. Raises LoadError if it has no parameter or another shape."""
-        if name.endswith(IGNORED_SUFFIXES):
+        if not self.takes(name):
             return
         for parameter_name, shard, part in self.weight_map.pieces(name, tensor):
             self._fill(name, parameter_name, shard, part)

@@ -228,6 +228,9 @@ class ForwardContext:
     """Where the step's queries are kept; None: nowhere."""
     source: SourceContext | None = None
     """Set for an encoder-decoder model."""
+    incoming: torch.Tensor | None = None
+    """[num_tokens, hidden_size] What the layers of an earlier stage have computed, which takes the
+    place of embeddings and may be overwritten; None: this is the first stage."""
 
     @classmethod
     def of(
@@ -240,6 +243,7 @@ class ForwardContext:
         precompiling: bool = False,
         query_places: QueryPlaces | None = None,
         source: SourceContext | None = None,
+        incoming: torch.Tensor | None = None,
     ) -> ForwardContext:
         """Create the context of a step, from one layout per cache group."""
         first, *more = (
@@ -256,6 +260,7 @@ class ForwardContext:
             more_groups=tuple(more),
             query_places=query_places,
             source=source,
+            incoming=incoming,
         )
 
     def of_group(self, number: int) -> GroupContext:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import socket
+from typing import Any
 
+import msgspec
 import torch
 
 from ..config import EngineConfig
@@ -11,7 +13,7 @@ from ..errors import ConfigError
 from ..protocols.collectives import Collectives, CollectivesSetup
 from ..registration.choice import choose
 from ..registry import Plugins
-from .ranks import Ranks
+from .ranks import Group, Pipeline, Ranks
 
 
 def listen(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
@@ -33,7 +35,7 @@ def join(
     listener: socket.socket | None = None,
     local_rank: int | None = None,
 ) -> Ranks:
-    """Join the group of `config.tensor_parallel_size` ranks; returns when all have joined.
+    """Join all ranks of `config`'s stages; returns when all have joined.
 
     `config`: its `device` is concrete. `address`, `listener`: see `listen`; only rank 0 has the
     listener. `local_rank`: number of this rank's device on its host; default: `rank`. Blocks, so
@@ -47,24 +49,66 @@ def join(
         config.collectives,
         lambda candidate: candidate.supports(device),
     )
-    setup = CollectivesSetup(
-        rank=rank,
-        size=config.tensor_parallel_size,
-        address=address,
-        listener=listener,
-        device=device,
-        timeout=config.distributed_timeout_seconds,
-    )
-    with plugins["collectives"].calling(name, "its constructor"):
-        group: Collectives = collectives(setup)
-    return Ranks(tensor=group, local_rank=local)
+
+    def group_of(
+        rank: int, size: int, address: tuple[str, int], listener: socket.socket | None
+    ) -> Collectives:
+        setup = CollectivesSetup(
+            rank=rank,
+            size=size,
+            address=address,
+            listener=listener,
+            device=device,
+            timeout=config.distributed_timeout_seconds,
+        )
+        with plugins["collectives"].calling(name, "its constructor"):
+            group: Collectives = collectives(setup)
+        return group
+
+    num_stages, tensor_size = config.pipeline_parallel_size, config.tensor_parallel_size
+    world = group_of(rank, num_stages * tensor_size, address, listener)
+    if num_stages == 1:
+        return Ranks(tensor=world, local_rank=local)
+    pipeline = Pipeline.of(world, num_stages)
+    pipeline.connect(device)
+    if tensor_size == 1:
+        return Ranks(pipeline=pipeline, local_rank=local)
+    # The first rank of each stage leads that stage's group.
+    leads = rank % tensor_size == 0
+    own = listen(own_address(*address)) if leads else None
+    addresses = exchange(world, None if own is None else own.getsockname()[:2], device)
+    tensor = group_of(rank % tensor_size, tensor_size, addresses[rank - rank % tensor_size], own)
+    return Ranks(tensor=tensor, pipeline=pipeline, local_rank=local)
 
 
 def leave(ranks: Ranks) -> None:
-    """Leave the group. Called after `Worker.stop`, which drops the graphs that use it."""
-    close = getattr(ranks.tensor, "close", None)
-    if close is not None:
-        close()
+    """Leave the groups. Called after `Worker.stop`, which drops the graphs that use them."""
+    for group in (ranks.tensor, ranks.pipeline.world):
+        close = getattr(group, "close", None)
+        if close is not None:
+            close()
+
+
+def own_address(host: str, port: int) -> str:
+    """Return this host's address on the way to another, or to itself."""
+    family = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0][0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        # Sends nothing: it only chooses the route.
+        probe.connect((host, port))
+        address: str = probe.getsockname()[0]
+        return address
+
+
+def exchange(group: Group, own: Any, device: torch.device) -> list[Any]:
+    """Return what each rank of a group has to say, by rank: anything that MessagePack encodes."""
+    frame = msgspec.msgpack.encode(own)
+    sizes = group.all_gather(torch.tensor([len(frame)], device=device)).tolist()
+    padded = torch.zeros(max(sizes), dtype=torch.int64)
+    padded[: len(frame)] = torch.frombuffer(bytearray(frame), dtype=torch.uint8)
+    rows = group.all_gather(padded.to(device)).view(len(sizes), -1).tolist()
+    return [
+        msgspec.msgpack.decode(bytes(row[:size])) for row, size in zip(rows, sizes, strict=True)
+    ]
 
 
 def rank_device(config: EngineConfig, local_rank: int) -> torch.device:
@@ -73,9 +117,11 @@ def rank_device(config: EngineConfig, local_rank: int) -> torch.device:
     if config.device != "cuda":
         return torch.device(config.device)
     if local_rank >= (count := torch.cuda.device_count()):
+        divided = config.pipeline_parallel_size > 1
+        param = "pipeline_parallel_size" if divided else "tensor_parallel_size"
         raise ConfigError(
-            f"tensor_parallel_size: rank {local_rank} of this host needs a device of its own, and "
-            f"torch finds {count} here",
-            param="tensor_parallel_size",
+            f"{param}: rank {local_rank} of this host needs a device of its own, and torch finds "
+            f"{count} here",
+            param=param,
         )
     return torch.device("cuda", local_rank)

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
+from ..errors import ConfigError
+
 if TYPE_CHECKING:
     import torch
 
@@ -30,6 +32,26 @@ class Group(Protocol):
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Return the tensors of all ranks, joined in the last dimension, by rank: [..., n] → [...,
         size * n]"""
+
+
+class Transfer(Protocol):
+    """A tensor on its way to this rank."""
+
+    def wait(self) -> object:
+        """Return once it is there. On a device with streams: the current stream waits for it."""
+
+
+class LinkedGroup(Group, Protocol):
+    """A group whose ranks also send tensors to each other: what one rank sends to another arrives
+    in that order, and the others take no part in it."""
+
+    def send(self, x: torch.Tensor, to: int) -> None:
+        """Send `x`, which is contiguous, without waiting for the receiver. It may be overwritten
+        afterwards."""
+
+    def receive(self, into: torch.Tensor, source: int) -> Transfer:
+        """Let `into`, which is contiguous, be filled by the next tensor from a rank: one of the
+        same shape and type. Does not wait for it."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +91,95 @@ class PausableGroup:
         return self._group.all_gather(x)
 
 
+@dataclass(frozen=True)
+class Pipeline:
+    """The stages of a model, as one rank sees them. Stage 0 has the embedding, the last one the
+    head.
+
+    Numbers of ranks count the stages backwards: rank 0, whose process has the requests, belongs to
+    the last stage, which samples. So results and grammars stay in that process, and sampled tokens
+    alone go back to the first stage.
+    """
+
+    stage: int = 0
+    size: int = 1
+    """Number of stages."""
+    tensor_size: int = 1
+    """Number of ranks of a stage."""
+    world: LinkedGroup | None = None
+    """All ranks of all stages; None: there is one stage."""
+
+    @classmethod
+    def of(cls, world: LinkedGroup, size: int) -> Pipeline:
+        """Return the place of this rank in `size` stages that `world` is divided into."""
+        tensor_size = world.size // size
+        return cls(size - 1 - world.rank // tensor_size, size, tensor_size, world)
+
+    @property
+    def first(self) -> bool:
+        """Whether this stage has the embedding."""
+        return self.stage == 0
+
+    @property
+    def last(self) -> bool:
+        """Whether this stage has the head."""
+        return self.stage == self.size - 1
+
+    def layers(self, count: int) -> range:
+        """Return this stage's of `count` layers. Those that are left over go to the stages in the
+        middle, from the back, then to the last: it has the head beside them, and the first has the
+        embedding. Raises ConfigError if there are fewer layers than stages."""
+        if count < self.size:
+            raise ConfigError(
+                f"pipeline_parallel_size: {self.size} stages cannot share the {count} layers of "
+                "this model",
+                param="pipeline_parallel_size",
+            )
+        each, more = divmod(count, self.size)
+        larger = [*range(self.size - 2, 0, -1), self.size - 1][:more]
+        start = self.stage * each + sum(stage < self.stage for stage in larger)
+        return range(start, start + each + (self.stage in larger))
+
+    def connect(self, device: torch.device) -> None:
+        """Exchange a number over each link that steps use. Connections are made by the first call,
+        which may wait for the other side: all ranks go through the links in one order."""
+        import torch
+
+        for stage in range(self.size):
+            number = torch.zeros(1, device=device)
+            last = stage == self.size - 1
+            if self.stage == stage:
+                (self.send_tokens if last else self.send_hidden)(number)
+            if last and self.first:
+                self.receive_tokens(number).wait()
+            elif self.stage == stage + 1:
+                self.receive_hidden(number).wait()
+
+    def send_hidden(self, hidden: torch.Tensor) -> None:
+        """Send what this stage has computed to the next one: [num_tokens, hidden_size]."""
+        assert self.world is not None and not self.last, "there is a next stage"
+        self.world.send(hidden, self.world.rank - self.tensor_size)
+
+    def receive_hidden(self, into: torch.Tensor) -> Transfer:
+        """Receive what the stage before has computed: [num_tokens, hidden_size]."""
+        assert self.world is not None and not self.first, "there is a stage before"
+        return self.world.receive(into, self.world.rank + self.tensor_size)
+
+    def send_tokens(self, tokens: torch.Tensor) -> None:
+        """Send the tokens that the last stage has sampled to the first: [num_tokens]."""
+        assert self.world is not None and self.last, "the last stage samples"
+        self.world.send(tokens, self.world.rank + (self.size - 1) * self.tensor_size)
+
+    def receive_tokens(self, into: torch.Tensor) -> Transfer:
+        """Receive on the first stage what the last has sampled: [num_tokens]."""
+        assert self.world is not None and self.first, "the first stage embeds tokens"
+        return self.world.receive(into, self.world.rank - (self.size - 1) * self.tensor_size)
+
+
+ONE_STAGE = Pipeline()
+"""A model that is not divided by its layers."""
+
+
 class Product(Protocol):
     """A layer that is divided by its input features, so that each rank computes one term."""
 
@@ -83,8 +194,15 @@ class Ranks:
 
     tensor: Group = OneRank()
     """Ranks that each hold a part of every layer (tensor parallelism)."""
+    pipeline: Pipeline = ONE_STAGE
+    """Stages that each hold some of the layers (pipeline parallelism)."""
     local_rank: int = 0
     """Number of this rank among those of its host, and of its device."""
+
+    @property
+    def size(self) -> int:
+        """Number of ranks that compute the model."""
+        return self.tensor.size * self.pipeline.size
 
     def pausable(self) -> Ranks:
         """Return the same ranks, whose calls `pause` leaves out."""
@@ -104,17 +222,18 @@ class Ranks:
                 group.paused = False
 
     def all(self, done: bool, device: torch.device) -> bool:
-        """Return whether `done` is true on all ranks. `device`: that of their tensors."""
+        """Return whether `done` is true on all ranks of this stage. `device`: that of their
+        tensors."""
         return bool(self.minimum(int(done), device))
 
     def minimum(self, value: int, device: torch.device) -> int:
-        """Return the smallest `value` of all ranks. `device`: that of their tensors."""
-        if self.tensor.size == 1:
-            return value
-        import torch
+        """Return the smallest `value` of all ranks of this stage. `device`: that of their
+        tensors."""
+        return _minimum(self.tensor, value, device)
 
-        values = self.tensor.all_gather(torch.tensor([value], device=device))
-        return int(values.min())
+    def minimum_of_stages(self, value: int, device: torch.device) -> int:
+        """Return the smallest `value` of all ranks of all stages."""
+        return _minimum(self.pipeline.world or self.tensor, value, device)
 
     def add(
         self, residual: torch.Tensor | None, *products: tuple[Product, torch.Tensor]
@@ -132,6 +251,14 @@ class Ranks:
         if alone:
             return total
         return self.tensor.all_reduce(total, residual)
+
+
+def _minimum(group: Group, value: int, device: torch.device) -> int:
+    if group.size == 1:
+        return value
+    import torch
+
+    return int(group.all_gather(torch.tensor([value], device=device)).min())
 
 
 ONE_RANK = Ranks()

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     import torch
 
+    from ..parallel.ranks import Transfer
+
 
 @dataclass(frozen=True)
 class CollectivesSetup:
@@ -29,7 +31,7 @@ class CollectivesSetup:
 
 
 class Collectives(Protocol):
-    """A rank's end of a group (`core.parallel.ranks.Group`). It takes all that it needs as
+    """A rank's end of a group (`core.parallel.ranks.LinkedGroup`). It takes all that it needs as
     arguments, so that a process can have several groups and never sets environment variables for
     them. To test collectives: `jackfield.plugins.conformance.collectives`."""
 
@@ -55,6 +57,19 @@ class Collectives(Protocol):
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Return the tensors of all ranks, joined in the last dimension, by rank: [..., n] → [...,
         size * n]. As `all_reduce` otherwise."""
+
+    def send(self, x: torch.Tensor, to: int) -> None:
+        """Send `x`, which is contiguous, to another rank, without waiting for it on the host or on
+        the current stream. `x` may be overwritten by what is queued after this call.
+
+        Tensors from one rank to another arrive in the order in which they were sent. The first call
+        for a pair of ranks in one direction may wait for the other side. Never recorded.
+        """
+
+    def receive(self, into: torch.Tensor, source: int) -> Transfer:
+        """Let the next tensor from a rank fill `into`, which is contiguous, of the same shape and
+        type. Does not wait; the result's `wait` does, on a device with streams on the current
+        one. Never recorded."""
 
     def close(self) -> None:
         """Leave. Waits for no other rank; graphs that use the group are gone. Called once."""

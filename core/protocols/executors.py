@@ -31,6 +31,9 @@ class Executor(ABC):
     """Whether it starts `EngineConfig.tensor_parallel_size` ranks (`core.parallel.join`), however
     many; False: one, and more are refused. `auto` takes the first executor by priority that runs
     as many as there are, so importing the class should be cheap."""
+    pipeline_parallel: ClassVar[bool] = False
+    """Whether it starts ranks for each of `EngineConfig.pipeline_parallel_size` stages; False:
+    more than one are refused."""
 
     @abstractmethod
     def __init__(
@@ -132,8 +135,12 @@ class ExecutorInfo(msgspec.Struct, frozen=True, kw_only=True):
     encoder."""
     num_ranks: int = 1
     """Ranks that compute the model together; bytes are those of one."""
+    num_stages: int = 1
+    """Stages that steps pass through one after the other, each with some of the layers: requests
+    take turns, so that all stages have work (`core.scheduling.pipeline`)."""
     steps_in_flight: int = 2
-    """Plans that are submitted before the result of the first one is there, at most."""
+    """Plans that are submitted before the result of the first one is there, at most. With stages,
+    one more than these: the next step waits at the first stage."""
 
     @property
     def where(self) -> str:

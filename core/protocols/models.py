@@ -18,7 +18,9 @@ class Model(Protocol):
     `weight_map` is data: which checkpoint names stack into which parameter
     (`core.loading.weight_map`). A class with `tensor_parallel = True` (which is not inherited) can
     be divided among the ranks of `build.ranks`: its layers say what ranks divide, and sums are
-    added over ranks (`Ranks.add`).
+    added over ranks (`Ranks.add`). One with `pipeline_parallel` true has the layers of
+    `build.ranks.pipeline` alone and `Elsewhere` in the place of other modules, and begins with
+    `context.incoming`, if that is there, instead of token ids.
     """
 
     weight_map: ClassVar[Any]

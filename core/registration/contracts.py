@@ -67,7 +67,8 @@ CONTRACTS = {
         defaults="jackfield.core.protocols:Executor",
     ),
     "collectives": Contract(
-        "protocols.Collectives", ("supports", "all_reduce", "all_gather", "close")
+        "protocols.Collectives",
+        ("supports", "all_reduce", "all_gather", "send", "receive", "close"),
     ),
     "schedule_policy": Contract("protocols.SchedulePolicy", ("key",)),
     "command": Contract("a function of (argv: list[str])", ("__call__",)),

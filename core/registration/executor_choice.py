@@ -14,17 +14,23 @@ def choose_executor(config: EngineConfig, executors: Registry[type[Executor]]) -
 
     Raises ConfigError if it cannot be loaded, or runs one rank where several are asked for.
     """
-    name, num_ranks = executors.canonical(config.executor), config.tensor_parallel_size
+    name, num_ranks = executors.canonical(config.executor), config.num_ranks
     if name != "auto":
         try:
             executor = executors.load(name)
         except PluginError as error:
             raise ConfigError(f"executor: {error}", param="executor") from error
-        if num_ranks > 1 and not executor.tensor_parallel:
+        if config.tensor_parallel_size > 1 and not executor.tensor_parallel:
             raise ConfigError(
                 f"tensor_parallel_size: executor {name!r} runs one rank; set it to 1, or leave "
                 "executor at auto",
                 param="tensor_parallel_size",
+            )
+        if config.pipeline_parallel_size > 1 and not executor.pipeline_parallel:
+            raise ConfigError(
+                f"pipeline_parallel_size: executor {name!r} runs one stage; set it to 1, or leave "
+                "executor at auto",
+                param="pipeline_parallel_size",
             )
         return name
     reasons = []
@@ -34,11 +40,14 @@ def choose_executor(config: EngineConfig, executors: Registry[type[Executor]]) -
         except PluginError as error:
             reasons.append(str(error))
             continue
-        if num_ranks == 1 or executor.tensor_parallel:
+        if config.tensor_parallel_size > 1 and not executor.tensor_parallel:
+            reasons.append(f"{entry.name}: it runs one rank")
+        elif config.pipeline_parallel_size > 1 and not executor.pipeline_parallel:
+            reasons.append(f"{entry.name}: it runs one stage")
+        else:
             return entry.name
-        reasons.append(f"{entry.name}: it runs one rank")
     raise ConfigError(
-        f"executor: none runs {num_ranks} ranks (tensor_parallel_size): "
+        f"executor: none runs {num_ranks} ranks (tensor_parallel_size, pipeline_parallel_size): "
         f"{'; '.join(reasons) or 'none is registered'}",
         param="executor",
     )

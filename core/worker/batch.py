@@ -23,8 +23,6 @@ from .slot_table import NO_WRITES, SlotTable
 
 STEPS_IN_FLIGHT = 2
 """Steps that are launched before the result of the first one is there."""
-STAGING_BUFFERS = STEPS_IN_FLIGHT + 2
-"""More than the steps in flight, so that no buffer is rewritten while a copy still reads it."""
 
 
 @dataclass(frozen=True)
@@ -156,10 +154,12 @@ class PersistentBatch:
         compacts: bool = False,
         has_sources: bool = False,
         num_drafts: int = 0,
+        steps_in_flight: int = STEPS_IN_FLIGHT,
     ) -> None:
         """`num_groups`: groups of layers; each has a block table in every slot. `compacts`: plans
         may have compactions. `has_sources`: requests have a source, which layers attend to.
-        `num_drafts`: of a row, at most."""
+        `num_drafts`: of a row, at most. `steps_in_flight`: launched before the result of the first
+        one is there."""
         self.device = device
         self.operations = operations or Operations()
         self.num_slots = max_num_seqs
@@ -179,6 +179,9 @@ class PersistentBatch:
             num_drafts=num_drafts,
         )
         self._staging: list[torch.Tensor] = []
+        self._num_staging = steps_in_flight + 2
+        """More than the steps in flight, so that no buffer is rewritten while a copy still reads
+        it."""
         self._next_buffer = 0
 
     @property
@@ -373,9 +376,9 @@ class PersistentBatch:
         """Return the next pinned buffer of the ring, with room for `size` int32 numbers."""
         if not self._staging:
             self._staging = [
-                torch.empty(0, dtype=torch.int32, pin_memory=True) for _ in range(STAGING_BUFFERS)
+                torch.empty(0, dtype=torch.int32, pin_memory=True) for _ in range(self._num_staging)
             ]
-        self._next_buffer = (self._next_buffer + 1) % STAGING_BUFFERS
+        self._next_buffer = (self._next_buffer + 1) % self._num_staging
         if self._staging[self._next_buffer].numel() < size:
             self._staging[self._next_buffer] = torch.empty(
                 max(size, 16384) * 2, dtype=torch.int32, pin_memory=True

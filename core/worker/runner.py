@@ -30,6 +30,7 @@ from .kv_cache.sources import Sources
 from .kv_cache.states import States
 from .launched_step import LOGPROB_FIELDS, LaunchedStep, PromptScores
 from .parts import PerSlot, update_parts
+from .pipeline_stage import PipelineStage
 from .sampling.logprobs import Logprobs
 from .sampling.masks import GrammarMasks, TokenMask
 from .sampling.prompt_logprobs import PromptLogprobs
@@ -88,8 +89,21 @@ class ModelRunner:
         """Set if layers attend to sources."""
         self.drafting: Drafting | None = None
         """Set with speculative decoding."""
+        self.stage: PipelineStage | None = None
+        """Set if other ranks have some of the layers."""
         self.precompiling = False
         """Whether kernels are only compiled, not run."""
+
+    def divide_by_layers(self, stage: PipelineStage) -> None:
+        """Compute one stage of the model's. Only the last samples."""
+        self.stage = stage
+        if not stage.pipeline.last:
+            self.parts = ()
+
+    @property
+    def samples(self) -> bool:
+        """Whether this rank computes logits and samples."""
+        return self.stage is None or self.stage.pipeline.last
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, in_process: InProcess = NOTHING_IN_PROCESS) -> LaunchedStep:
@@ -154,6 +168,7 @@ class ModelRunner:
         """Queue the rows of a step."""
         if plan.num_drafts:
             return self._launch_drafts(plan, launched)
+        arriving = None if self.stage is None else self.stage.begin(plan)
         if self.graphs is not None and self.graphs.is_decode_step(plan):
             step = self._replay(plan, self.graphs, launched)
             if step is not None:
@@ -166,7 +181,12 @@ class ModelRunner:
                 return step
         inputs = self.batch.lay_out(rows, LogitRows.sampled(rows, plan.samples), writes)
         self._upload()
+        if arriving is not None:
+            arriving.wait()
         hidden = self.forward(inputs)
+        if self.stage is not None and not self.samples:
+            self.stage.send_states(plan, hidden)
+            return self._copy_back(plan, [], {}, {}, [], launched)
         if not inputs.logit_rows:
             scores = self.prompt_logprobs.score(rows, hidden)
             return self._copy_back(plan, [], {}, {}, scores, launched)
@@ -385,6 +405,7 @@ class ModelRunner:
             self.backend, inputs.layouts, inputs.positions, precompiling=self.precompiling,
             query_places=places,
             source=None if self.sources is None else self.sources.context(inputs),
+            incoming=None if self.stage is None else self.stage.states_in(inputs.input_ids),
         )  # fmt: skip
         hidden: torch.Tensor = self.model(inputs.input_ids, context)
         return hidden
@@ -434,6 +455,8 @@ class ModelRunner:
                     proposal_rows = []
                 else:
                     output["proposed"] = proposed
+        if self.stage is not None and sample_rows:
+            self.stage.send_tokens(output["chosen"], sample_rows)
         keep: list[Any] = [output, scores]
         event = None
         if self.device.type == "cuda":

@@ -60,7 +60,7 @@ class Worker:
         self.ranks = ranks.pausable()
         self.device = (
             torch.device("cuda", torch.cuda.current_device())
-            if config.device == "cuda" and ranks.tensor.size == 1
+            if config.device == "cuda" and ranks.size == 1
             else rank_device(config, ranks.local_rank)
         )
         self.runner: ModelRunner | PoolingRunner | None = None
@@ -164,8 +164,13 @@ class Worker:
 
     @torch.inference_mode()
     def recover(self) -> None:
-        """Reset every slot after a failed step. Raises the device's error if the device is lost."""
+        """Reset every slot after a failed step. Raises the device's error if the device is lost.
+
+        Stages cannot: one may have sent what another one, which failed, has not received.
+        """
         assert self.runner is not None, "start() comes first"
+        if self.ranks.pipeline.size > 1:
+            raise NotImplementedError("stages do not go on after a step that failed")
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.runner.forget_slots()

@@ -43,7 +43,7 @@ def _start_ahead(config: EngineConfig, plugins: Plugins) -> None:
         from ...core.data_parallel.spares import start_ahead
 
         start_ahead(config.data_parallel_size)
-    elif config.tensor_parallel_size > 1:
+    elif config.num_ranks > 1:
         with contextlib.suppress(JackfieldError):
             executors = plugins["executor"]
             executors.load(choose_executor(config, executors)).start_ahead(config)

@@ -6,8 +6,8 @@ variables that they are usually configured by, are left alone.
 
 from __future__ import annotations
 
+import collections
 import os
-import socket
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +17,8 @@ from torch.distributed import AllreduceOptions, PrefixStore, TCPStore  # type: i
 from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 
 from ...core.errors import ConfigError
+from ...core.parallel.join import own_address
+from ...core.parallel.ranks import Transfer
 from ...core.protocols.collectives import CollectivesSetup
 
 
@@ -29,6 +31,8 @@ class _Collectives:
         self._sum = AllreduceOptions()
         self._gather = AllgatherOptions()
         self._sum.asyncOp = self._gather.asyncOp = False
+        self._sending: collections.deque[tuple[Any, torch.Tensor]] = collections.deque()
+        """What was sent and is not known to have arrived: libraries read it until then."""
         host, port = setup.address
         timeout = timedelta(seconds=setup.timeout)
         listener = None if setup.listener is None else setup.listener.detach()
@@ -65,8 +69,29 @@ class _Collectives:
         _wait(self._group._allgather_base(parts.view(-1), x.flatten(), self._gather))
         return parts.movedim(0, -2).flatten(-2)
 
+    def send(self, x: torch.Tensor, to: int) -> None:
+        """Send a copy."""
+        sending = self._sending
+        while sending and sending[0][0].is_completed():
+            sending.popleft()
+        copy = x.clone()
+        group, number = self._link(self.rank, to)
+        sending.append((group.send([copy], number, 0), copy))
+
+    def receive(self, into: torch.Tensor, source: int) -> Transfer:
+        """Begin to receive."""
+        group, number = self._link(source, self.rank)
+        transfer: Transfer = group.recv([into], number, 0)
+        return transfer
+
+    def _link(self, source: int, target: int) -> tuple[Any, int]:
+        """Return the library's group for tensors from one rank to another, and the other's number
+        in it."""
+        return self._group, target if source == self.rank else source
+
     def close(self) -> None:
         """End the connections."""
+        self._sending.clear()
         del self._group, self._store
 
 
@@ -90,7 +115,7 @@ class Gloo(_Collectives):
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = timeout
         # The name of a host need not resolve to an address that others can reach.
-        own = _own_address(*setup.address)
+        own = own_address(*setup.address)
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=own)]
         store = PrefixStore("gloo", self._store)
         return dist.ProcessGroupGloo(store, setup.rank, setup.size, options)
@@ -106,26 +131,34 @@ class Nccl(_Collectives):
             return "this build of torch has no NCCL"
         return None if device.type == "cuda" else "it is for CUDA devices"
 
+    def __init__(self, setup: CollectivesSetup) -> None:
+        self._links: dict[tuple[int, int], Any] = {}
+        """By source and target: connections and a stream for each direction, so that neither what
+        is sent the other way nor a step holds it up."""
+        super().__init__(setup)
+
     def _join(self, setup: CollectivesSetup, timeout: timedelta) -> Any:
         # Multicast needs rights that containers often lack, and pays for large tensors only.
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
         torch.cuda.set_device(setup.device)
+        self._timeout = timeout
+        return self._library("nccl", setup.rank, setup.size)
+
+    def _library(self, name: str, rank: int, size: int) -> Any:
+        """Return the library's group of a name, which is not connected yet."""
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        store = PrefixStore("nccl", self._store)
-        return dist.ProcessGroupNCCL(store, setup.rank, setup.size, options)
+        options._timeout = self._timeout
+        return dist.ProcessGroupNCCL(PrefixStore(name, self._store), rank, size, options)
+
+    def _link(self, source: int, target: int) -> tuple[Any, int]:
+        if (source, target) not in self._links:
+            name, number = f"link/{source}/{target}", int(self.rank == target)
+            self._links[source, target] = self._library(name, number, 2)
+        return self._links[source, target], int(self.rank == source)
 
     def close(self) -> None:
         """Abort, because a shutdown would wait for the other ranks."""
-        self._group.abort()
+        for group in (self._group, *self._links.values()):
+            group.abort()
+        self._links.clear()
         super().close()
-
-
-def _own_address(host: str, port: int) -> str:
-    """Return this host's address on the way to another, or to itself."""
-    family = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0][0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        # Sends nothing: it only chooses the route.
-        probe.connect((host, port))
-        address: str = probe.getsockname()[0]
-        return address

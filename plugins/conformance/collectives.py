@@ -128,6 +128,58 @@ class CollectivesKit(Kit):
         want = torch.tensor([[n, 2.0 * n] for n in range(1, 60)]).flatten()
         assert all(torch.equal(got, want) for got in self.exchange(2, work))
 
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @pytest.mark.parametrize("shape", [(1,), (3, 4), (700, 520)], ids=str)
+    def test_what_is_sent_arrives(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        sent = (10 * torch.randn(shape, generator=torch.Generator().manual_seed(3))).to(dtype)
+
+        def work(group: Any, device: torch.device) -> Any:
+            if group.rank == 0:
+                group.send(sent.to(device), 1)
+                return sent
+            into = torch.zeros(shape, dtype=dtype, device=device)
+            group.receive(into, 0).wait()
+            return into
+
+        assert all(torch.equal(got, sent) for got in self.exchange(2, work))
+
+    def test_what_is_sent_stays_in_order_and_as_it_was(self) -> None:
+        """Around a ring of three. What was sent is overwritten, and what is received is waited for
+        when all is on its way."""
+
+        def work(group: Any, device: torch.device) -> list[int]:
+            after, before = (group.rank + 1) % 3, (group.rank + 2) % 3
+            number = torch.zeros(2, dtype=torch.int64, device=device)
+            arriving = []
+            for count in range(40):
+                number.fill_(100 * group.rank + count)
+                group.send(number, after)
+                into = torch.zeros_like(number)
+                arriving.append((into, group.receive(into, before)))
+            got = []
+            for into, transfer in arriving:
+                transfer.wait()
+                got += into.tolist()
+            return got
+
+        for rank, got in enumerate(self.exchange(3, work)):
+            first = 100 * ((rank + 2) % 3)
+            assert got == [first + count for count in range(40) for _ in range(2)]
+
+    def test_a_rank_need_not_wait_for_what_is_on_its_way(self) -> None:
+        """Each receives before it sends, and all ranks add up meanwhile."""
+
+        def work(group: Any, device: torch.device) -> float:
+            into = torch.zeros(3, device=device)
+            other = 1 - group.rank
+            transfer = group.receive(into, other)
+            total = group.all_reduce(torch.ones(3, device=device))
+            group.send(total * (group.rank + 1), other)
+            transfer.wait()
+            return float(into.sum())
+
+        assert self.exchange(2, work) == [12.0, 6.0]
+
     def test_two_groups_of_one_process_do_not_meet(self) -> None:
         ended = threading.Event()
 

@@ -2,26 +2,47 @@
 
 from __future__ import annotations
 
+import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import torch
 
-from ...core.parallel.ranks import Ranks
+from ...core.parallel.ranks import OneRank, Pipeline, Ranks
 
 SECONDS = 60.0
 """Longest wait for the other ranks; a rank that misses a call fails instead of hanging."""
 Result = TypeVar("Result")
 
 
+class Arrival:
+    """A tensor that another thread sends."""
+
+    def __init__(self, sent: queue.SimpleQueue[torch.Tensor], into: torch.Tensor) -> None:
+        self._sent, self._into = sent, into
+
+    def wait(self) -> None:
+        """Copy it. Those of one queue are waited for in order."""
+        x = self._sent.get(timeout=SECONDS)
+        assert (x.shape, x.dtype) == (self._into.shape, self._into.dtype), "another was sent"
+        self._into.copy_(x)
+
+
 class ThreadGroup:
     """One thread's view of the group."""
 
-    def __init__(self, rank: int, parts: list[Any], barrier: threading.Barrier) -> None:
+    def __init__(
+        self,
+        rank: int,
+        parts: list[Any],
+        barrier: threading.Barrier,
+        links: Mapping[tuple[int, int], queue.SimpleQueue[torch.Tensor]],
+    ) -> None:
+        """links: tensors under way, by sender and receiver."""
         self.rank, self.size = rank, len(parts)
-        self._parts, self._barrier = parts, barrier
+        self._parts, self._barrier, self._links = parts, barrier, links
 
     def _exchange(self, x: torch.Tensor) -> list[torch.Tensor]:
         """Return the tensors of all ranks, by rank."""
@@ -47,12 +68,38 @@ class ThreadGroup:
         """Return the tensors of all ranks, joined in the last dimension."""
         return torch.cat(self._exchange(x), dim=-1)
 
+    def send(self, x: torch.Tensor, to: int) -> None:
+        """Send a copy."""
+        self._links[self.rank, to].put(x.clone())
 
-def thread_ranks(size: int) -> list[Ranks]:
-    """Return the ranks of one group."""
+    def receive(self, into: torch.Tensor, source: int) -> Arrival:
+        """Return what copies the next tensor once it is there."""
+        return Arrival(self._links[source, self.rank], into)
+
+
+def thread_groups(size: int) -> list[ThreadGroup]:
+    """Return the ends of one group, by rank."""
     parts: list[Any] = [None] * size
     barrier = threading.Barrier(size)
-    return [Ranks(tensor=ThreadGroup(rank, parts, barrier)).pausable() for rank in range(size)]
+    links: dict[tuple[int, int], queue.SimpleQueue[torch.Tensor]] = {
+        (one, other): queue.SimpleQueue() for one in range(size) for other in range(size)
+    }
+    return [ThreadGroup(rank, parts, barrier, links) for rank in range(size)]
+
+
+def thread_ranks(size: int, num_stages: int = 1) -> list[Ranks]:
+    """Return the ranks of a model in `num_stages` stages of `size` ranks each, by number."""
+    world = thread_groups(size * num_stages)
+    if num_stages == 1:
+        return [Ranks(tensor=group).pausable() for group in world]
+    stages = [thread_groups(size) for _ in range(num_stages)]
+    return [
+        Ranks(
+            tensor=stages[rank // size][rank % size] if size > 1 else OneRank(),
+            pipeline=Pipeline.of(group, num_stages),
+        ).pausable()
+        for rank, group in enumerate(world)
+    ]
 
 
 def run_ranks(calls: Sequence[Callable[[], Result]]) -> list[Result]:

@@ -77,13 +77,13 @@ class Place(NamedTuple):
 class ProcessesExecutor(Executor):
     """Runs plans on all ranks. Everything but the worker belongs to the event loop."""
 
-    tensor_parallel = True
+    tensor_parallel = pipeline_parallel = True
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig, plugins: Plugins) -> None:
         self.config = config
         self.model_config = model_config
         self.plugins = plugins
-        self.size = config.tensor_parallel_size
+        self.size = config.num_ranks
         self.followers: list[FollowerConnection] = []
         """The other ranks, from 1."""
         self.failure: Exception | None = None
@@ -106,7 +106,7 @@ class ProcessesExecutor(Executor):
     @staticmethod
     def start_ahead(config: EngineConfig) -> None:
         """Start the other ranks' processes, which import what they need."""
-        start_ahead(config.tensor_parallel_size - 1)
+        start_ahead(config.num_ranks - 1)
 
     @staticmethod
     def initialize_device(config: EngineConfig, plugins: Plugins) -> None:
@@ -325,11 +325,17 @@ class ProcessesExecutor(Executor):
         if self._stopping:
             return
         where = self.followers[rank - 1].where
-        error = RankFailed(f"rank {rank} of {self.size}{where} {ending}")
+        error = RankFailed(f"rank {rank} of {self.size}{self._stage_of(rank)}{where} {ending}")
         if not self._starting[rank].done():
             self._starting[rank].set_exception(error)
         else:
             self._fail(error)
+
+    def _stage_of(self, rank: int) -> str:
+        """Return which stage a rank belongs to, for messages, if there are several."""
+        stages = self.config.pipeline_parallel_size
+        stage = stages - 1 - rank // self.config.tensor_parallel_size
+        return "" if stages == 1 else f" (stage {stage} of {stages})"
 
     async def _watch_ranks(self) -> None:
         """Look for ranks that hang."""

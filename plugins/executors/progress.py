@@ -85,7 +85,7 @@ class Progress:
         """Note a call to other ranks."""
         self._cells[3] += 1
 
-    def counted(self, group: Group) -> Group:
+    def counted(self, group: Group) -> CountedGroup:
         """Return the group, with its calls counted."""
         return CountedGroup(group, self.counted_call)
 
@@ -93,7 +93,7 @@ class Progress:
 class CountedGroup:
     """A group that counts calls. Of a recorded graph, only the recording is one."""
 
-    def __init__(self, group: Group, count: Callable[[], None]) -> None:
+    def __init__(self, group: Any, count: Callable[[], None]) -> None:
         self.rank, self.size = group.rank, group.size
         self._group = group
         self._count = count
@@ -107,6 +107,16 @@ class CountedGroup:
         """As the group's."""
         self._count()
         return self._group.all_gather(x)
+
+    def send(self, x: Any, to: int) -> None:
+        """As the group's."""
+        self._count()
+        self._group.send(x, to)
+
+    def receive(self, into: Any, source: int) -> Any:
+        """As the group's."""
+        self._count()
+        return self._group.receive(into, source)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._group, name)

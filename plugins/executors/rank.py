@@ -79,7 +79,7 @@ class RankWorker:
     ) -> RankWorker:
         """Join the other ranks, if there are any, and create the worker, which has not started."""
         ranks = ONE_RANK
-        if config.tensor_parallel_size > 1:
+        if config.num_ranks > 1:
             ranks = join(
                 config,
                 plugins,
@@ -89,6 +89,9 @@ class RankWorker:
                 local_rank=local_rank,
             )
         counted = dataclasses.replace(ranks, tensor=progress.counted(ranks.tensor))
+        if (world := ranks.pipeline.world) is not None:
+            links = dataclasses.replace(ranks.pipeline, world=progress.counted(world))
+            counted = dataclasses.replace(counted, pipeline=links)
         return cls(Worker(config, model_config, plugins, counted), ranks)
 
     def run_job(self, job: WorkerJob) -> Any:

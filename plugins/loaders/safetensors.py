@@ -30,7 +30,8 @@ class SafetensorsLoader:
             try:
                 with safe_open(file, framework="pt", device=str(device)) as tensors:
                     for name in tensors.keys():
-                        filler.fill(name, tensors.get_tensor(name))
+                        if filler.takes(name):
+                            filler.fill(name, tensors.get_tensor(name))
             except (SafetensorError, OSError) as error:
                 raise LoadError(f"{file.name} is not a safetensors file: {error}") from error
             except LoadError as error:

@@ -25,6 +25,7 @@ from ...core.nn.linear import Linear, MergedLinear
 from ...core.nn.mlp import GatedMLP, PlainMLP
 from ...core.nn.norm import LayerNorm, RMSNorm, norm_eps
 from ...core.nn.rotary import Rotary
+from ...core.parallel.elsewhere import Elsewhere
 from ...core.parallel.sharding import HeadShare, Sharding
 from ...core.protocols.attention import AttentionSpec
 from ...core.text.tokenizer import Tokenizer
@@ -245,29 +246,44 @@ class Decoder(nn.Module):
         mlp: MakeMLP,
     ) -> None:
         super().__init__()
-        hf = config.hf_config
-        self.embed_tokens = Embedding(config.vocab_size, hf.hidden_size, build, shard="vocabulary")
+        hf, pipeline = config.hf_config, build.ranks.pipeline
+        ties = config.pooling is None and bool(getattr(hf, "tie_word_embeddings", False))
+        self.embed_tokens: Any = Elsewhere()
+        if pipeline.first or (pipeline.last and ties):
+            self.embed_tokens = Embedding(
+                config.vocab_size, hf.hidden_size, build, shard="vocabulary"
+            )
         self.scale = self.embedding_scale(config, build)
         self.rotaries = nn.ModuleList(self.rotaries_of(config, build))  # type: ignore[arg-type]
         block = self.block_of(config)
+        count = hf.num_hidden_layers
+        own = self.own_layers = pipeline.layers(count)
+        """Numbers of the layers that this stage has."""
         self.layers = nn.ModuleList(
-            block(config, layer, build, attention, mlp) for layer in range(hf.num_hidden_layers)
+            block(config, layer, build, attention, mlp) if layer in own else Elsewhere()
+            for layer in range(count)
         )
-        self.norm = block.make_norm(hf, build)
+        self.norm: Any = block.make_norm(hf, build) if pipeline.last else Elsewhere()
 
     def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """[num_tokens] → [num_tokens, hidden_size], not normed."""
-        hidden = self.embed(input_ids, context.positions)
-        layers = zip(self.layers, self.rotaries, strict=True)
-        for layer, rotary in self.unlike_layers() if context.precompiling else layers:
+        """[num_tokens] → [num_tokens, hidden_size], not normed; of this stage's layers."""
+        hidden = context.incoming
+        if hidden is None:
+            hidden = self.embed(input_ids, context.positions)
+        layers = self.unlike_layers() if context.precompiling else self.stage_layers()
+        for layer, rotary in layers:
             hidden = layer(hidden, rotary, context)
         return hidden
+
+    def stage_layers(self) -> list[tuple[nn.Module, nn.Module]]:
+        """Return the layers of this stage, each with its rotary embedding."""
+        return [(self.layers[number], self.rotaries[number]) for number in self.own_layers]
 
     def unlike_layers(self) -> list[tuple[nn.Module, nn.Module]]:
         """Return one layer of each kind, with its rotary embedding: together they launch all
         kernels."""
         kinds: dict[tuple[Any, ...], tuple[nn.Module, nn.Module]] = {}
-        for layer, rotary in zip(self.layers, self.rotaries, strict=True):
+        for layer, rotary in self.stage_layers():
             shapes = () if rotary is None else _shapes(rotary)
             kinds.setdefault((*_shapes(layer), *shapes), (layer, rotary))
         return list(kinds.values())
@@ -320,6 +336,8 @@ class HeadlessLM(nn.Module):
 
     attention: ClassVar[type[SelfAttention]] = SelfAttention
     decoder: ClassVar[type[Decoder]] = Decoder
+    pipeline_parallel: ClassVar[bool] = True
+    """Whether stages can have its layers: all work is that of `Decoder.forward`."""
     weight_map: WeightMap = WeightMap(
         stacked={
             **QKV_SHARDS,
@@ -329,6 +347,11 @@ class HeadlessLM(nn.Module):
         tied={"lm_head.weight": "model.embed_tokens.weight"},
         prefixes={f"{part}.": f"model.{part}." for part in ("embed_tokens", "layers", "norm")},
     )
+
+    def __init_subclass__(cls) -> None:
+        cls.pipeline_parallel = (
+            cls.forward is HeadlessLM.forward and cls.decoder.forward is Decoder.forward
+        )
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__()
@@ -373,10 +396,12 @@ class CausalLM(HeadlessLM):
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__(config, build)
         if config.pooling is None and not config.hf_config.tie_word_embeddings:
-            self.lm_head = Embedding(
-                config.vocab_size, config.hidden_size, build, bias=self.head_bias,
-                shard="vocabulary",
-            )  # fmt: skip
+            self.lm_head: Any = Elsewhere()
+            if build.ranks.pipeline.last:
+                self.lm_head = Embedding(
+                    config.vocab_size, config.hidden_size, build, bias=self.head_bias,
+                    shard="vocabulary",
+                )  # fmt: skip
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[num_rows, hidden_size] → [num_rows, vocab_size]"""

@@ -204,6 +204,7 @@ class Zamba2Decoder(Decoder):
             else:
                 layers.append(MambaLayer(config, build))
         self.layers = nn.ModuleList(layers)
+        self.own_layers = range(config.num_layers)
         self.norm = RMSNorm(hf.hidden_size, float(hf.rms_norm_eps), build)
 
     def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:

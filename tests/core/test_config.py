@@ -79,7 +79,18 @@ def test_nonsense_is_refused_by_name(name: str, value: Any) -> None:
         ({"device": "tpu"}, "device"),
         ({"dtype": "float8"}, "dtype"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size"),
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
+        ({"pipeline_parallel_size": 0}, "pipeline_parallel_size"),
+        (
+            {"pipeline_parallel_size": 2, "kv_transfer_config": {"kv_connector": "memory"}},
+            "kv_transfer_config",
+        ),
+        (
+            {
+                "pipeline_parallel_size": 2,
+                "speculative_config": {"method": "ngram", "num_speculative_tokens": 2},
+            },
+            "speculative_config",
+        ),
         ({"trust_remote_code": True}, "trust_remote_code"),
         (
             {

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ...cache.groups import CacheGroup, form_groups
+from ...cache.groups import CacheGroup, TokenCache, form_groups
 from ...config import EngineConfig
 from ...protocols.attention import PagedBackend
 from ..selection import CacheLayer
@@ -17,15 +17,16 @@ logger = logging.getLogger("jackfield.worker")
 
 
 def form_cache_groups(
-    layers: Sequence[CacheLayer],
-    dtype: torch.dtype,
+    specs: Sequence[TokenCache],
     backend_class: type[PagedBackend],
     config: EngineConfig,
     max_model_len: int,
 ) -> tuple[CacheGroup, ...]:
     """Return the groups of layers that share a block table: one for all layers if a backend or
-    a KV connector supports no other grouping, or if layers store different things."""
-    specs = [layer.cache_spec(dtype) for layer in layers]
+    a KV connector supports no other grouping, or if layers store different things.
+
+    specs: of the layers of all stages.
+    """
     groups = form_groups(
         specs,
         max_model_len=max_model_len,
@@ -44,7 +45,7 @@ def form_cache_groups(
             reason = f"KV connector {config.kv_transfer_config.kv_connector} moves them"
         if reason is not None:
             logger.info("blocks behind sliding windows stay in the cache: %s", reason)
-            return (CacheGroup(tuple(range(len(layers)))),)
+            return (CacheGroup(tuple(range(len(specs)))),)
     return groups
 
 

@@ -163,6 +163,9 @@ class Warmup:
         if isinstance(runner, PoolingRunner):
             runner.pool_all(runner.forward(inputs))
             return
+        if not runner.samples:
+            runner.forward(inputs)
+            return
         params = SamplingParams(temperature=0.8, top_p=0.9, top_k=50)
         for slot in slots:
             runner.sampling.start(

@@ -40,6 +40,7 @@ from ..kv_cache.query_ring import QueryRing
 from ..kv_cache.scales import to_be_scaled, unscaled
 from ..kv_cache.sources import Sources, bind_sources, source_layers
 from ..kv_cache.states import States, make_states
+from ..pipeline_stage import PipelineStage
 from ..pooling_runner import PoolingRunner
 from ..runner import ModelRunner
 from ..sampling.masks import grammar_masks
@@ -50,6 +51,7 @@ from ..selection import backend_kind, cache_layers, keys_and_values
 from ..speculation.load import load_drafting
 from .attention import choose_attention
 from .connector import connect_half
+from .stages import AllStages, StageFacts
 from .warmup import Warmup
 
 COMPACTED_INPUTS = frozenset({"decode_inputs.dropped", "step_inputs.dropped"})
@@ -103,8 +105,13 @@ class WorkerStart:
     def run(self) -> StartedWorker:
         """Load the model and make everything ready for the first step."""
         device, model_config = self.device, self.model_config
-        if device.type == "cpu" or self.ranks.tensor.size > 1:
-            _leave_a_core_for_the_loop(self.ranks.tensor.size)
+        if self.ranks.pipeline.size > 1 and model_config.pooling is not None:
+            raise ConfigError(
+                "pipeline_parallel_size: models whose states are pooled run in one stage",
+                param="pipeline_parallel_size",
+            )
+        if device.type == "cpu" or self.ranks.size > 1:
+            _leave_a_core_for_the_loop(self.ranks.size)
         if device.type == "cuda":
             self._held_before = torch.cuda.memory_allocated(device)
             torch.cuda.set_device(device)
@@ -203,7 +210,11 @@ class WorkerStart:
             drafts=num_drafts > 0,
         )
         max_model_len = self.model_config.max_model_len
-        groups = form_cache_groups(layers, kv_dtype, chosen.backend_class, config, max_model_len)
+        cache_specs = [layer.cache_spec(kv_dtype) for layer in layers]
+        facts = StageFacts(tuple(cache_specs), states is not None)
+        stages = AllStages(self.ranks.pipeline, facts, device)
+        all_groups = form_cache_groups(stages.specs, chosen.backend_class, config, max_model_len)
+        groups = stages.own(all_groups)
         with self.plugins[chosen.kind].calling(chosen.name, "its constructor"):
             backend = chosen.backend_class(
                 device=device,
@@ -233,6 +244,8 @@ class WorkerStart:
             runner = self._pooling_runner(model, backend, batch)
         else:
             runner = self._model_runner(model, backend, batch, states)
+            if self.ranks.pipeline.size > 1:
+                runner.divide_by_layers(self._stage(batch))
             if isinstance(source_backend, AttentionBackend):
                 runner.sources = Sources(model, source_backend, batch)
             if compressor is not None:
@@ -243,7 +256,6 @@ class WorkerStart:
         with self.ranks.pause():
             # How much there is to compile depends on this host's files.
             warmup.precompile(operations, graphs)
-        cache_specs = [layer.cache_spec(kv_dtype) for layer in layers]
         block_bytes = bytes_per_block(cache_specs, groups, config.block_size)
         state_bytes = 0 if states is None else states.nbytes
         num_blocks = num_kv_blocks(
@@ -253,9 +265,10 @@ class WorkerStart:
             block_size=config.block_size,
             max_model_len=max_model_len,
             # A source, of at most the same length, has a table like one more group's.
-            groups=(*groups, CacheGroup()) if sources else groups,
+            groups=(*all_groups, CacheGroup()) if sources else all_groups,
             max_chunk=self._max_num_batched_tokens,
         )
+        num_blocks = self.ranks.minimum_of_stages(num_blocks, device)
         caches = bind_cache(layers, groups, num_blocks, config.block_size, kv_dtype, device)
         bind_sources(sources, caches)
         warmup.warm_up()
@@ -289,18 +302,34 @@ class WorkerStart:
             weight_bytes=weight_bytes,
             kv_cache_bytes=num_blocks * block_bytes + state_bytes,
             load_seconds=load_seconds,
-            steps_in_flight=STEPS_IN_FLIGHT,
+            num_stages=self.ranks.pipeline.size,
+            steps_in_flight=self._steps_in_flight,
             kv_layout=layout,
-            cache_groups=groups,
+            cache_groups=all_groups,
             kv_compression=compacts,
             num_drafts=num_drafts,
-            keeps_states=states is not None,
+            keeps_states=stages.keep_states,
             num_snapshots=0 if states is None else states.num_snapshots,
             max_source_tokens=max_model_len if sources else 0,
         )
         return StartedWorker(info, runner, operations, warmup, graphs, first_scaled, connector)
 
     # ------------------------------------------------------------ parts
+
+    @property
+    def _steps_in_flight(self) -> int:
+        """One for each stage, and one that waits at the first."""
+        return max(STEPS_IN_FLIGHT, self.ranks.pipeline.size + 1)
+
+    def _stage(self, batch: PersistentBatch) -> PipelineStage:
+        return PipelineStage(
+            self.ranks.pipeline,
+            batch.table,
+            max_tokens=self._max_num_batched_tokens,
+            hidden_size=self.model_config.hidden_size,
+            dtype=self.model_config.dtype,
+            device=self.device,
+        )
 
     def _batch(
         self,
@@ -321,6 +350,7 @@ class WorkerStart:
             compacts=compacts,
             has_sources=has_sources,
             num_drafts=num_drafts,
+            steps_in_flight=self._steps_in_flight,
         )
 
     def _pooling_runner(

@@ -281,6 +281,7 @@ def test_two_gpus_give_the_tokens_of_one(checkpoint: Path) -> None:
     [
         ({}, "inprocess"),
         ({"tensor_parallel_size": 2}, "processes"),
+        ({"pipeline_parallel_size": 2}, "processes"),
         ({"executor": "mp"}, "processes"),
         ({"distributed_executor_backend": "uni"}, "inprocess"),
     ],
@@ -310,6 +311,7 @@ class Larger:
     [
         ({}, "inprocess"),
         ({"tensor_parallel_size": 2}, "larger"),
+        ({"pipeline_parallel_size": 2}, "processes"),
         ({"tensor_parallel_size": 2, "executor": "processes"}, "processes"),
         ({"executor": "big"}, "larger"),
     ],
@@ -351,6 +353,11 @@ def test_an_executor_that_subclasses_nothing_gets_what_is_optional() -> None:
         ({"executor": "uni"}, "tensor_parallel_size"),
         ({"executor": "ray"}, "executor"),
         ({"tensor_parallel_size": 3}, "tensor_parallel_size"),
+        (
+            {"tensor_parallel_size": 1, "pipeline_parallel_size": 2, "executor": "uni"},
+            "pipeline_parallel_size",
+        ),
+        ({"tensor_parallel_size": 1, "pipeline_parallel_size": 3}, "pipeline_parallel_size"),
     ],
 )
 def test_ranks_that_cannot_be_are_refused_by_name(

@@ -1,0 +1,16 @@
+"""Parts of a model that another stage of the pipeline has."""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+class Elsewhere(nn.Module):
+    """Stands in the place of a module that this stage does not have, under its name: the tensors
+    that a checkpoint has for it are not loaded."""
+
+
+def elsewhere(model: nn.Module) -> tuple[str, ...]:
+    """Return the starts of the names of parameters that this stage does not have."""
+    modules = model.named_modules()
+    return tuple(f"{name}." for name, module in modules if isinstance(module, Elsewhere))

@@ -1,0 +1,114 @@
+"""What a worker does as one stage of a pipeline: states in and out, and sampled tokens back."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ..parallel.ranks import Pipeline, Transfer
+from ..step import StepPlan
+from .slot_table import SlotTable
+
+
+class Awaited(NamedTuple):
+    """Tokens of an earlier step, which the last stage samples meanwhile."""
+
+    slots: np.ndarray
+    """[N] int64: slots whose rows sample there; -1: another request has the slot by now."""
+    places: np.ndarray
+    """[N] int64: where each token goes in `SlotTable.storage`."""
+    tokens: torch.Tensor
+    """[N] int32"""
+    transfer: Transfer
+
+
+class PipelineStage:
+    """The exchange of one stage with the others, step by step as plans say.
+
+    Every stage runs every plan in order, so a tensor needs no header: its size, and whether there
+    is one, follow from the plan. Nothing is sent in a step that was not launched as a plan.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        table: SlotTable,
+        *,
+        max_tokens: int,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """max_tokens: of a step, padding included."""
+        self.pipeline = pipeline
+        self._table = table
+        self._device = device
+        self.incoming: torch.Tensor | None = None
+        """[max_tokens, hidden_size] States from the stage before; None: this is the first."""
+        if not pipeline.first:
+            size = max_tokens, hidden_size
+            self.incoming = torch.zeros(size, dtype=dtype, device=device)
+        self._awaited: collections.deque[Awaited] = collections.deque()
+        """On the first stage: tokens that are not in the table yet, by step."""
+
+    def begin(self, plan: StepPlan) -> Transfer | None:
+        """Prepare for a plan's rows, before any of its writes. Return what they wait for."""
+        if self.pipeline.first:
+            self._take_tokens(plan)
+            return None
+        assert self.incoming is not None, "a stage before sends states"
+        return self.pipeline.receive_hidden(self.incoming[: plan.total_tokens])
+
+    def states_in(self, input_ids: torch.Tensor) -> torch.Tensor | None:
+        """Return what the first layer gets for these tokens, [num_tokens, hidden_size]; None: their
+        embeddings."""
+        return None if self.incoming is None else self.incoming[: len(input_ids)]
+
+    def send_states(self, plan: StepPlan, hidden: torch.Tensor) -> None:
+        """Send a plan's states to the next stage: [plan.total_tokens or more, hidden_size]. The
+        first stage also awaits the tokens that come of them."""
+        self.pipeline.send_hidden(hidden[: plan.total_tokens])
+        if self.pipeline.first and any(plan.samples):
+            slots = np.asarray(plan.slots, dtype=np.int64)[np.asarray(plan.samples)]
+            tokens = torch.empty(len(slots), dtype=torch.int32, device=self._device)
+            places = self._table.history_places(slots, self._table.length_bounds[slots])
+            transfer = self.pipeline.receive_tokens(tokens)
+            self._awaited.append(Awaited(slots, places, tokens, transfer))
+
+    def send_tokens(self, chosen: torch.Tensor, rows: Sequence[int]) -> None:
+        """Send what was sampled to the first stage. chosen: [any] tokens, -1 for none; rows: which
+        of them are those of the plan's sampling rows, in order."""
+        if len(rows) != len(chosen):
+            chosen = chosen.index_select(0, self._sent(np.asarray(rows, dtype=np.int64)))
+        # A row without a token ends; until then its next step computes something.
+        self.pipeline.send_tokens(chosen.to(torch.int32).clamp_(min=0))
+
+    def _take_tokens(self, plan: StepPlan) -> None:
+        """Write the tokens that the plan's rows continue from into the table."""
+        nowhere = self._table.storage.numel() - 1
+        for start in plan.starts:
+            # Another request has the slot.
+            for awaited in self._awaited:
+                own = awaited.slots == start.slot
+                awaited.slots[own], awaited.places[own] = -1, nowhere
+        # In order, up to the last that has a row of this plan. Those of steps that have ended long
+        # ago are there: no row continues from them.
+        count = len(self._awaited) - self.pipeline.size - 1
+        for number, awaited in enumerate(self._awaited, 1):
+            if np.isin(awaited.slots, plan.slots).any():
+                count = max(count, number)
+        for _ in range(count):
+            awaited = self._awaited.popleft()
+            awaited.transfer.wait()
+            self._table.storage.index_copy_(0, self._sent(awaited.places), awaited.tokens)
+
+    def _sent(self, numbers: np.ndarray) -> torch.Tensor:
+        """Copy numbers to the device without waiting for it."""
+        host = torch.from_numpy(numbers)
+        if self._device.type == "cuda":
+            host = host.pin_memory()
+        return host.to(self._device, non_blocking=True)

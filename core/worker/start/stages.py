@@ -1,0 +1,53 @@
+"""What the stages of a pipeline tell each other at the start."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import torch
+
+from ...cache.groups import CacheGroup, TokenCache
+from ...parallel.join import exchange
+from ...parallel.ranks import Pipeline
+
+
+class StageFacts(msgspec.Struct, frozen=True):
+    """What one stage has."""
+
+    specs: tuple[TokenCache, ...]
+    """Caches of its layers."""
+    keeps_states: bool
+    """Whether its layers keep states of sequences."""
+
+
+class AllStages:
+    """The facts of all stages, from the first."""
+
+    def __init__(self, pipeline: Pipeline, own: StageFacts, device: torch.device) -> None:
+        """device: that of the ranks' tensors."""
+        self._stages = [own]
+        self._stage = pipeline.stage
+        if pipeline.world is not None:
+            told = exchange(pipeline.world, msgspec.to_builtins(own), device)
+            by_stage = told[:: pipeline.tensor_size][::-1]
+            self._stages = [msgspec.convert(each, StageFacts) for each in by_stage]
+
+    @property
+    def specs(self) -> list[TokenCache]:
+        """Caches of all layers, in the order of the model."""
+        return [spec for stage in self._stages for spec in stage.specs]
+
+    @property
+    def keep_states(self) -> bool:
+        """Whether any layer keeps states."""
+        return any(stage.keeps_states for stage in self._stages)
+
+    def own(self, groups: Sequence[CacheGroup]) -> tuple[CacheGroup, ...]:
+        """Return the groups with this stage's layers alone, counted from its first."""
+        start = sum(len(stage.specs) for stage in self._stages[: self._stage])
+        end = start + len(self._stages[self._stage].specs)
+        return tuple(
+            CacheGroup(tuple(n - start for n in group.layers if start <= n < end), group.window)
+            for group in groups
+        )

@@ -1,0 +1,155 @@
+"""Stages that each have some of a model's layers serve what one rank serves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from encoders import save_decoder
+from rank_executor import Plugin
+from test_worker_ranks import config, requests, tokens
+
+from jackfield import AsyncEngine, EngineConfig
+from jackfield.core.errors import ConfigError
+from jackfield.core.parallel.join import exchange, join, leave, listen
+from jackfield.core.parallel.ranks import Pipeline, Ranks
+from jackfield.core.registry import load_plugins
+from jackfield.plugins.conformance.rank_threads import run_ranks, thread_groups, thread_ranks
+
+from helpers import make_checkpoint
+
+
+def staged(folder: Path, num_stages: int, size: int = 1, **options: Any) -> EngineConfig:
+    stages = {"pipeline_parallel_size": num_stages, "executor": "rank_threads"}
+    return config(folder, size, **{**stages, **options})
+
+
+# ---------------------------------------------------------------- division
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "sizes"),
+    [
+        (4, 1, [4]), (4, 2, [2, 2]), (5, 2, [2, 3]), (5, 3, [1, 2, 2]), (3, 3, [1, 1, 1]),
+        (10, 4, [2, 3, 3, 2]), (11, 4, [2, 3, 3, 3]), (61, 8, [7, 7, 8, 8, 8, 8, 8, 7]),
+    ],
+)  # fmt: skip
+def test_layers_are_divided_as_evenly_as_possible(
+    layers: int, stages: int, sizes: list[int]
+) -> None:
+    parts = [Pipeline(stage, stages).layers(layers) for stage in range(stages)]
+    assert [len(part) for part in parts] == sizes
+    assert [layer for part in parts for layer in part] == list(range(layers))
+
+
+def test_stages_without_a_layer_are_refused() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Pipeline(0, 4).layers(3)
+    assert caught.value.param == "pipeline_parallel_size"
+
+
+def test_rank_0_belongs_to_the_last_stage() -> None:
+    places = [(ranks.pipeline.stage, ranks.tensor.rank) for ranks in thread_ranks(2, 3)]
+    assert places == [(2, 0), (2, 1), (1, 0), (1, 1), (0, 0), (0, 1)]
+
+
+# ---------------------------------------------------------------- joining
+
+
+def joined(num_stages: int, size: int, work: Any) -> list[Any]:
+    """What `work` returns on each rank, threads over gloo."""
+    settings = EngineConfig(
+        device="cpu", tensor_parallel_size=size, pipeline_parallel_size=num_stages,
+        distributed_timeout_seconds=30,
+    )  # fmt: skip
+    plugins, listener = load_plugins(), listen()
+    address = listener.getsockname()[:2]
+
+    def run(rank: int) -> Any:
+        ranks = join(
+            settings, plugins, rank=rank, address=address, listener=None if rank else listener
+        )
+        try:
+            return work(ranks)
+        finally:
+            leave(ranks)
+
+    return run_ranks([lambda rank=rank: run(rank) for rank in range(num_stages * size)])
+
+
+def test_each_stage_adds_by_itself_and_states_go_through_all_of_them() -> None:
+    def work(ranks: Ranks) -> tuple[int, int, float, float]:
+        stages, number = ranks.pipeline, torch.zeros(1)
+        if not stages.first:
+            stages.receive_hidden(number).wait()
+        number = ranks.tensor.all_reduce(number + 1)
+        if stages.last:
+            stages.send_tokens(number)
+            back = 0.0
+        else:
+            stages.send_hidden(number)
+            into = torch.zeros(1)
+            if stages.first:
+                stages.receive_tokens(into).wait()
+            back = float(into)
+        smallest = ranks.minimum_of_stages(10 * stages.stage + 5, torch.device("cpu"))
+        assert smallest == 5 and ranks.minimum(stages.stage, torch.device("cpu")) == stages.stage
+        return stages.stage, ranks.tensor.rank, float(number), back
+
+    assert joined(3, 2, work) == [
+        (2, 0, 14.0, 0.0), (2, 1, 14.0, 0.0), (1, 0, 6.0, 0.0), (1, 1, 6.0, 0.0),
+        (0, 0, 2.0, 14.0), (0, 1, 2.0, 14.0),
+    ]  # fmt: skip
+
+
+def test_ranks_exchange_what_they_have_to_say() -> None:
+    told = [["a", 1], None, {"long": "x" * 300}]
+    groups, cpu = thread_groups(3), torch.device("cpu")
+    calls = [lambda g=group: exchange(g, told[g.rank], cpu) for group in groups]
+    assert run_ranks(calls) == [told] * 3
+
+
+# ---------------------------------------------------------------- serving
+
+
+@pytest.mark.parametrize(("num_stages", "size"), [(2, 1), (3, 1), (2, 2)])
+async def test_stages_serve_the_tokens_of_one_rank(
+    num_stages: int, size: int, tmp_path: Path
+) -> None:
+    """Of requests of all kinds, some of them preempted, some in chunks."""
+    folder = make_checkpoint("qwen3", tmp_path)
+    want = await tokens(config(folder, 1), requests())
+    assert await tokens(staged(folder, num_stages, size), requests()) == want
+
+
+@pytest.mark.parametrize(
+    ("options", "made"),
+    [
+        ({"model_impl": "transformers"}, lambda folder: make_checkpoint("qwen3", folder)),
+        ({"runner": "pooling"}, lambda folder: save_decoder(folder, "Qwen3", "Model")),
+        ({"pipeline_parallel_size": 4}, lambda folder: make_checkpoint("qwen3", folder)),
+    ],
+)
+async def test_what_stages_cannot_serve_is_refused_by_name(
+    options: dict[str, Any], made: Any, tmp_path: Path
+) -> None:
+    settings = staged(made(tmp_path), 2, **{"num_gpu_blocks_override": None, **options})
+    with pytest.raises(ConfigError) as caught:
+        async with AsyncEngine(settings, plugins=load_plugins(extra=[Plugin()])):
+            pass
+    assert caught.value.param == "pipeline_parallel_size"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "divided"),
+    [
+        ("LlamaForCausalLM", True), ("GPT2LMHeadModel", True), ("BloomForCausalLM", True),
+        ("Zamba2ForCausalLM", False), ("BartForConditionalGeneration", False),
+        ("T5ForConditionalGeneration", False), ("BertModel", False),
+    ],
+)  # fmt: skip
+def test_a_model_says_whether_its_layers_can_be_divided(architecture: str, divided: bool) -> None:
+    model = load_plugins()["model"].load(architecture)
+    assert getattr(model, "pipeline_parallel", False) == divided

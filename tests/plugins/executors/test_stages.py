@@ -1,0 +1,80 @@
+"""Stages in processes of their own: the same tokens as with one rank, and none without the
+others."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from test_rank_failures import DECODE, kill, lose
+from test_ranks import LONG, Running, checkpoint, config, mixed, outputs
+
+from jackfield import AsyncEngine
+
+from helpers import make_checkpoint
+
+_ = checkpoint  # The fixture, which is found by its name.
+
+
+@pytest.fixture(scope="module")
+def one(checkpoint: Path) -> Iterator[Running]:
+    running = Running(config(checkpoint))
+    yield running
+    running.close()
+
+
+@pytest.fixture(scope="module")
+def two(checkpoint: Path) -> Iterator[Running]:
+    running = Running(config(checkpoint, pipeline_parallel_size=2))
+    yield running
+    running.close()
+
+
+def test_tokens_are_those_of_one_rank(one: Running, two: Running) -> None:
+    """With a grammar, chunks, several completions, and too few blocks for all of them."""
+    expected, preempted = one.run(mixed(one.engine)), one.engine.stats().num_preemptions
+    assert preempted, "the requests of this test need more blocks than there are"
+    assert two.run(mixed(two.engine)) == expected
+    assert two.engine.stats().num_preemptions
+
+
+def test_a_prefix_hit_gives_the_same_tokens(one: Running, two: Running) -> None:
+    async def twice(engine: AsyncEngine) -> tuple[list[object], int]:
+        await engine.reset_prefix_cache()
+        first = await outputs(engine, LONG)
+        before = engine.stats().prefix_cache_hits
+        assert await outputs(engine, LONG) == first
+        return first, engine.stats().prefix_cache_hits - before
+
+    expected = one.run(twice(one.engine))
+    assert expected[1] and two.run(twice(two.engine)) == expected
+
+
+def test_health_and_an_abort(one: Running, two: Running) -> None:
+    async def aborted(engine: AsyncEngine) -> list[object]:
+        await engine.check_health()
+        other = asyncio.create_task(outputs(engine, LONG[3:20]))
+        ended = asyncio.create_task(outputs(engine, LONG[:30], max_tokens=60))
+        await asyncio.sleep(0.05)
+        ended.cancel()
+        return [await other, await outputs(engine, LONG[2:40])]
+
+    assert two.run(aborted(two.engine)) == one.run(aborted(one.engine))
+
+
+def test_a_stage_that_is_killed_ends_the_engine(tmp_path: Path) -> None:
+    folder = make_checkpoint("qwen3", tmp_path)
+    options = {"tensor_parallel_size": 1, "pipeline_parallel_size": 2}
+    reason = asyncio.run(lose(folder, kill, DECODE, **options))
+    assert "rank 1 of 2 (stage 0 of 2) was ended by SIGKILL" in reason
+
+
+@pytest.mark.slow
+def test_stages_of_two_ranks_serve_the_tokens_of_one(one: Running, checkpoint: Path) -> None:
+    four = Running(config(checkpoint, pipeline_parallel_size=2, tensor_parallel_size=2))
+    try:
+        assert four.run(mixed(four.engine)) == one.run(mixed(one.engine))
+    finally:
+        four.close()
