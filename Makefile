@@ -22,9 +22,10 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	$(BIN)/python examples/demo.py
 
+# Bytecode is kept, even where the environment says not to: tests start many processes.
 test: $(READY)
 	$(MAKE) lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal --durations=25
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal --durations=25
 
 lint: $(READY)
 	$(BIN)/ruff check .

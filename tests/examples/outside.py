@@ -51,6 +51,9 @@ class Outside:
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
+            # Hypothesis' tables, which it would make in each folder; a plugin that nobody uses.
+            "HYPOTHESIS_STORAGE_DIRECTORY": str(Path.cwd() / ".hypothesis"),
+            "PYTEST_ADDOPTS": "-p no:schemathesis",
             "PIP_NO_INDEX": "1",
             "PIP_NO_DEPS": "1",
             "PIP_NO_BUILD_ISOLATION": "0",

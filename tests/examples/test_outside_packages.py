@@ -31,9 +31,6 @@ from jackfield.entrypoints.cli.skeleton import KINDS
 from helpers import COMMON
 
 PACKAGES = sorted(path.parent for path in (ROOT / "examples/plugins").glob("*/pyproject.toml"))
-QUICK = ("jackfield-brackets",)
-"""Packages that are tried by default: each is built, installed, tested and served with, which takes
-most of a minute. All are nightly."""
 FLAGS = {
     "attention_backend": "--attention-backend",
     "quantization": "--quantization",
@@ -77,13 +74,8 @@ def test_the_packages_are_found() -> None:
     assert len(PACKAGES) >= 3
 
 
-@pytest.mark.parametrize(
-    "package",
-    [
-        pytest.param(path, marks=() if path.name in QUICK else pytest.mark.slow, id=path.name)
-        for path in PACKAGES
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("package", PACKAGES, ids=[path.name for path in PACKAGES])
 def test_an_outside_package_comes_serves_and_goes(
     package: Path, outside: Outside, plain_text: str, tmp_path: Path
 ) -> None:
@@ -99,8 +91,7 @@ def test_an_outside_package_comes_serves_and_goes(
     before = outside.plugins()
     assert not names_of(before, about["name"])
 
-    source = tmp_path / package.name
-    shutil.copytree(package, source, ignore=shutil.ignore_patterns(".*", "build", "*.egg-info"))
+    source = copied(package, tmp_path)
     outside.install(outside.wheel(source))
     shutil.rmtree(source / "src")
     names = names_of(outside.plugins(), about["name"])
@@ -111,6 +102,12 @@ def test_an_outside_package_comes_serves_and_goes(
 
     outside.uninstall(about["name"])
     assert outside.plugins() == before
+
+
+def copied(package: Path, folder: Path) -> Path:
+    """→ a copy of a package's folder, without what a build left there"""
+    ignored = shutil.ignore_patterns(".*", "build", "*.egg-info")
+    return Path(shutil.copytree(package, folder / package.name, ignore=ignored))
 
 
 def serve_and_compare(
@@ -142,10 +139,14 @@ def serve_and_compare(
         elif any(kind in names for kind in EXACT):
             assert text == plain_text
         if "tool_parser" in names:
-            # A parser of another dialect takes a call of this one for text.
-            message = ask(f"{url}/v1/chat/completions", CHAT)["choices"][0]["message"]
-            assert '"get_weather"' in message["content"]
-            assert not message.get("tool_calls")
+            check_calls_are_text(url)
+
+
+def check_calls_are_text(url: str) -> None:
+    """A parser of another dialect takes a call of the embedded model's for text."""
+    message = ask(f"{url}/v1/chat/completions", CHAT)["choices"][0]["message"]
+    assert '"get_weather"' in message["content"]
+    assert not message.get("tool_calls")
 
 
 @contextlib.contextmanager
@@ -180,31 +181,62 @@ def random_checkpoint(architecture: str, folder: Path) -> Path:
 
 LIGHT = ("reasoning-parser", "quantization", "model", "schedule-policy", "command")
 """Kinds whose skeletons are soon tested. The page for newcomers tests the tool parser's."""
+QUICK = "not (engine or greedy or prefix_hit or linear_time or costs_the_same)"
+"""pytest's -k: without the checks that take longest, which are made of plugins in the box."""
 
 
-@pytest.mark.parametrize(
-    "kinds",
-    [LIGHT, pytest.param(sorted(KINDS.keys() - set(LIGHT)), marks=pytest.mark.slow)],
-    ids=["light", "others"],
-)
-def test_the_skeletons_of_all_kinds_pass_their_own_tests(
-    kinds: Sequence[str], outside: Outside, tmp_path: Path
-) -> None:
-    """All in one environment: they also bear each other."""
-    before = outside.plugins()
+def write_skeletons(kinds: Sequence[str], outside: Outside, folder: Path) -> list[Path]:
+    """→ the folders of a new package of each kind"""
     for kind in kinds:
         name = "MineForCausalLM" if kind == "model" else f"mine_{kind.replace('-', '_')}"
-        outside.run("jackfield", "plugins", "new", kind, name, cwd=tmp_path)
-    folders = sorted(tmp_path.iterdir())
+        outside.run("jackfield", "plugins", "new", kind, name, cwd=folder)
+    return sorted(folder.iterdir())
+
+
+def run_their_tests(folders: Sequence[Path], outside: Outside, *flags: str) -> None:
+    tests = [str(path / "tests") for path in folders]
+    output = outside.run("pytest", "-q", "-p", "no:cacheprovider", *flags, *tests)
+    assert " passed" in output and "failed" not in output, output
+
+
+@pytest.mark.slow
+def test_the_skeletons_of_all_kinds_pass_their_own_tests(outside: Outside, tmp_path: Path) -> None:
+    """All in one environment: they also bear each other."""
+    before = outside.plugins()
+    folders = write_skeletons(sorted(KINDS), outside, tmp_path)
     outside.install(*folders)
     rows = [row for row in outside.plugins() if row not in before]
-    assert {row["kind"].replace("_", "-") for row in rows} == set(kinds)
-    tests = [str(path / "tests") for path in folders]
-    output = outside.run(
-        "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), *tests
-    )
-    assert " passed" in output and "failed" not in output, output
+    assert {row["kind"].replace("_", "-") for row in rows} == set(KINDS)
+    run_their_tests(folders, outside, "--rootdir", str(tmp_path))
     outside.uninstall(*(path.name for path in folders))
+    assert outside.plugins() == before
+
+
+def test_an_example_and_skeletons_come_together_serve_and_go(
+    outside: Outside, plain_text: str, tmp_path: Path
+) -> None:
+    """One of examples/plugins and the light skeletons, installed, tested and served with at once;
+    each package alone, and every kind of skeleton, are nightly."""
+    before = outside.plugins()
+    folders = write_skeletons(LIGHT, outside, tmp_path)
+    (example,) = (path for path in PACKAGES if path.name == "jackfield-brackets")
+    source = copied(example, tmp_path)
+    outside.install(*folders, source)
+    shutil.rmtree(source / "src")
+    rows = [row for row in outside.plugins() if row not in before]
+    brackets = names_of(rows, source.name)
+    assert brackets == {"reasoning_parser": "brackets", "tool_parser": "brackets"}
+    mine = [row for row in rows if row["distribution"] != source.name]
+    assert {row["kind"].replace("_", "-") for row in mine} == set(LIGHT)
+    run_their_tests([*folders, source], outside, "--rootdir", str(tmp_path), "-k", QUICK)
+
+    policy = next(row["name"] for row in mine if row["kind"] == "schedule_policy")
+    names = {**brackets, "schedule_policy": policy}
+    flags = [part for kind, name in names.items() for part in (FLAGS[kind], name)]
+    with outside.serving(*flags) as url:
+        assert ask(f"{url}/v1/completions", PROMPT)["choices"][0]["text"] == plain_text
+        check_calls_are_text(url)
+    outside.uninstall(source.name, *(path.name for path in folders))
     assert outside.plugins() == before
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ import torch
 from jackfield.plugins.conformance.quantization import QuantizationKit
 from jackfield.plugins.quantization.bitsandbytes import BitsAndBytes
 
-functional = pytest.importorskip("bitsandbytes.functional")
+if importlib.util.find_spec("bitsandbytes") is None:
+    pytest.skip("bitsandbytes is not installed", allow_module_level=True)
 
 
 class TestNf4(QuantizationKit):
@@ -27,6 +29,8 @@ class TestNf4(QuantizationKit):
     ignore_field = "llm_int8_skip_modules"
 
     def quantize(self, weight: torch.Tensor) -> Any:
+        from bitsandbytes import functional  # Late: every process collects this file.
+
         packed, state = functional.quantize_4bit(
             weight,
             blocksize=64,
