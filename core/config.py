@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from .errors import ConfigError
+from .registration.parallel_options import parallel_refusal
 from .registration.speculative_config import SpeculativeConfig
 
 Device = Literal["auto", "cuda", "cpu"]
@@ -284,6 +285,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     tensor_parallel_size: Annotated[
         int, _doc("GPUs that share each layer: ranks, each with a process of its own.", ge=1)
     ] = 1
+    enable_expert_parallel: Annotated[
+        bool,
+        _doc(
+            "Divide a mixture's experts whole among the ranks of tensor_parallel_size, instead of "
+            "each expert; with one rank nothing is divided."
+        ),
+    ] = False
     pipeline_parallel_size: Annotated[
         int,
         _doc(
@@ -432,12 +440,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 "plugin instead (docs/how-to)",
                 param="trust_remote_code",
             )
-        if self.kv_transfer_config is not None and self.num_ranks > 1:
-            raise ConfigError(
-                "kv_transfer_config: KV connectors serve one rank (tensor_parallel_size 1, "
-                "pipeline_parallel_size 1)",
-                param="kv_transfer_config",
-            )
+        if refusal := parallel_refusal(
+            tensor=self.tensor_parallel_size,
+            pipeline=self.pipeline_parallel_size,
+            data=self.data_parallel_size,
+            expert_parallel=self.enable_expert_parallel,
+            has_connector=self.kv_transfer_config is not None,
+        ):
+            raise refusal
         if self.kv_transfer_config is not None and not self.enable_prefix_caching:
             raise ConfigError(
                 "kv_transfer_config: what a connector loads becomes part of the prefix cache, "

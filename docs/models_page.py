@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import json
 import re
 import sys
@@ -15,6 +16,7 @@ from jackfield.core.nn.experts import SparseMLP
 from jackfield.core.registry import load_plugins
 from jackfield.plugins.models.decoder import CausalLM, HeadlessLM
 from jackfield.plugins.models.encoder_decoder import EncoderDecoderLM
+from jackfield.plugins.models.mixer import MixerDecoder
 from jackfield.plugins.models.parts import OldWeightMap
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -35,11 +37,15 @@ rerank](../how-to/embeddings.md). To add one: [write a plugin](../how-to/write-a
   columns are put in another order on loading, so weights may be stored in 16 or 32 bits and
   rounded on loading; packed ones are refused by name.
   *experts*: all but `bitsandbytes`, which takes no experts; `mxfp4` takes nothing else.
+- **ranks**: how several GPUs can share the model ([several GPUs](../how-to/several-gpus.md)):
+  *tensor*: each holds a part of every layer; *experts*: also some of the experts whole;
+  *stages*: each holds some of the layers.
 - **GPU**: the last run of that test there, from
   [conformance.jsonl](../benchmarks/conformance.jsonl).
 
 """
 
+COLUMNS = ["architecture", "family", "test", "quantization", "ranks", "GPU"]
 FALLBACK = "test_fallback"
 ON_MODULES = """\
 ## On transformers' modules
@@ -80,7 +86,9 @@ def models(table: Callable[[list[str], list[list[str]]], str]) -> str:
         equal = "" if name == entry.name else f" (as {name})"
         case = test.partition("[")[2][:-1]
         where = f"{file}: `{case}`" if case else f"`{test}`"
-        rows.append([f"`{entry.name}`{equal}", f"`{family}`", where, _quantization(kind), ran])
+        rows.append([
+            f"`{entry.name}`{equal}", f"`{family}`", where, _quantization(kind), _ranks(kind), ran
+        ])  # fmt: skip
     other = {name: place for name, place in tests.items() if place[0] == FALLBACK}
     modules = [
         [f"`{name}`", f"{file}: `{test.partition('[')[2][:-1]}`"]
@@ -92,7 +100,7 @@ def models(table: Callable[[list[str], list[list[str]]], str]) -> str:
         reasons.setdefault(registry.refusal(name) or "", []).append(f"`{name}`")
     refused = [[", ".join(names), reason] for reason, names in sorted(reasons.items())]
     return (
-        f"{ABOUT}{table(['architecture', 'family', 'test', 'quantization', 'GPU'], rows)}\n"
+        f"{ABOUT}{table(COLUMNS, rows)}\n"
         f"{ON_MODULES}{table(['architecture', 'test'], modules)}\n"
         "## Not served\n\nOf what `transformers` lists as models that generate; the error says the "
         f"same.\n\n{table(['architectures', 'reason'], refused)}"
@@ -103,13 +111,37 @@ def _quantization(kind: type[CausalLM | EncoderDecoderLM]) -> str:
     if issubclass(kind, EncoderDecoderLM):
         return "all"
     weights = kind.weight_map
-    module = vars(sys.modules[kind.mlp.__module__])
-    made = [module.get(name) for name in kind.mlp.__code__.co_names]
-    if any(isinstance(part, type) and issubclass(part, SparseMLP) for part in made):
-        return "experts"
     moved = kind.row_orders is not HeadlessLM.row_orders or weights.rows
     columns = isinstance(weights, OldWeightMap) and weights.transposed
-    return "on loading" if moved or columns else "all"
+    if moved or columns:
+        return "on loading"
+    return "experts" if _has_experts(kind) else "all"
+
+
+def _ranks(kind: type[CausalLM | EncoderDecoderLM]) -> str:
+    ways = []
+    if vars(kind).get("tensor_parallel", False):
+        ways = ["tensor", "experts"] if _has_experts(kind) else ["tensor"]
+    if getattr(kind, "pipeline_parallel", False):
+        ways.append("stages")
+    return ", ".join(ways) or "no"
+
+
+def _has_experts(kind: type[CausalLM | EncoderDecoderLM]) -> bool:
+    """Whether what makes the class's MLPs or blocks makes a mixture's layer."""
+    if issubclass(kind, EncoderDecoderLM):
+        return False
+    block = kind.decoder.block
+    if issubclass(kind.decoder, MixerDecoder):
+        block = kind.decoder.mixer_block
+    for maker in (kind.mlp, block.__init__, getattr(block, "make_mixer", block.__init__)):
+        module = vars(sys.modules[maker.__module__])
+        for part in map(module.get, maker.__code__.co_names):
+            if isinstance(part, type) and issubclass(part, SparseMLP):
+                return True
+            if inspect.isfunction(part) and part.__annotations__.get("return") == "SparseMLP":
+                return True
+    return False
 
 
 def _tests() -> Iterator[tuple[str, tuple[str, str]]]:

@@ -13,6 +13,7 @@ from torch import nn
 from ..config import EngineConfig
 from ..errors import ConfigError, PluginError, listed
 from ..nn.context import BuildContext
+from ..nn.experts import Experts
 from ..nn.operations import Operations
 from ..parallel.ranks import ONE_RANK, Ranks
 from ..protocols.quantization import QuantizationMethod
@@ -88,6 +89,15 @@ def construct_model(
         )
     with registry.calling(name, "its constructor"):
         model: nn.Module = architecture(model_config, build)
+    # A stage may have no layer with experts where others have some.
+    whole = ranks.pipeline.size == 1
+    has_experts = any(isinstance(module, Experts) for module in model.modules())
+    if config.enable_expert_parallel and whole and not has_experts:
+        raise ConfigError(
+            f"enable_expert_parallel: {model_config.architecture} has no experts as this "
+            "configuration builds it; leave the option out",
+            param="enable_expert_parallel",
+        )
     if method is not None:
         place_layers(model, model.weight_map, method, build)  # type: ignore[arg-type]
         model.kv_cache_dtype = getattr(method, "kv_cache_dtype", None)  # type: ignore[assignment]

@@ -94,6 +94,8 @@ def place_layers(
             continue
         if module.shardings and not isinstance(module, Embedding):
             _divide(layer, module, method.name)
+        if isinstance(module, ExpertLinear):
+            layer.expert_share = module.expert_share
         num_quantized += 1
         if (bias := getattr(module, "bias", None)) is not None:
             rows = layer.spec.out_features

@@ -23,14 +23,17 @@ import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from ..errors import LoadError, listed
 from ..nn.attention import Attention
+from ..nn.experts import ExpertLinear
 from ..nn.quantized import QuantizedLinear
 from ..parallel.elsewhere import elsewhere
+from ..parallel.expert_share import ExpertShare
 from ..parallel.sharding import Sharding
 from .staging import Staging
 
@@ -64,11 +67,17 @@ class Together:
     joined: bool = False
     """The rows of one shard follow all of another's; otherwise rows of all shards take turns."""
 
-    def shards(self, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """→ shard name, and a view of its part. Raises LoadError where there are no experts."""
-        if tensor.dim() < 2 + self.transposed:
+    @property
+    def least_dims(self) -> int:
+        """Return the number of dimensions that such a tensor has at least."""
+        return 2 + self.transposed
+
+    def shards(self, tensor: torch.Tensor, first: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
+        """→ shard name, and a view of its part. `first`: number of the tensor's first expert.
+        Raises LoadError where there are no experts."""
+        if tensor.dim() < self.least_dims:
             raise LoadError(f"has shape {tuple(tensor.shape)}, which is not one of all experts")
-        for expert, part in enumerate(tensor):
+        for expert, part in enumerate(tensor, first):
             rows = part.t() if self.transposed and part.dim() == 2 else part
             for index, name in enumerate(self.names):
                 shard = f"{expert}.{name}" if name else str(expert)
@@ -182,6 +191,13 @@ class WeightMap:
             name = name.replace(f".{old}.", f".{new}.")
         return name[1:-1]
 
+    def together_at(self, name: str) -> tuple[str, Together] | None:
+        """Return the parameter that a checkpoint's tensor of all experts fills, and how; None: it
+        is not one."""
+        prefix, _, last = self.renamed(name).rpartition(".")
+        together = self.together.get(last) if f".{prefix}".endswith(f".{EXPERTS}") else None
+        return None if together is None else (f"{prefix}.{together.parameter}", together)
+
     def pieces(
         self, name: str, tensor: torch.Tensor
     ) -> Iterator[tuple[str, str | None, torch.Tensor]]:
@@ -193,14 +209,13 @@ class WeightMap:
         for dotted in renamed.split(".") if self.rows else ():
             if dotted in self.rows:
                 tensor = self.rows[dotted].apply(name, tensor)
-        prefix, _, last = renamed.rpartition(".")
-        together = self.together.get(last) if f".{prefix}".endswith(f".{EXPERTS}") else None
-        if together is None:
+        if (at := self.together_at(name)) is None:
             yield *self.target(name), tensor
             return
+        parameter, together = at
         try:
             for shard, part in together.shards(tensor):
-                yield f"{prefix}.{together.parameter}", shard, part
+                yield parameter, shard, part
         except LoadError as error:
             raise LoadError(f"tensor {name!r} {error.message}") from error
 
@@ -252,6 +267,16 @@ class WeightMap:
         return ".".join(stored)
 
 
+class TensorFile(Protocol):
+    """A file of named tensors, parts of which can be read, as `safetensors.safe_open` opens it."""
+
+    def get_tensor(self, name: str, /) -> torch.Tensor:
+        """Read a tensor."""
+
+    def get_slice(self, name: str, /) -> Any:
+        """Return a tensor that reads what it is indexed with, and has `get_shape`."""
+
+
 class ParameterFiller:
     """Copies named tensors into a model's parameters, and tracks which are missing."""
 
@@ -272,6 +297,12 @@ class ParameterFiller:
             for module in modules.values()
             if isinstance(module, QuantizedLinear)
         }
+        self.expert_shares = {
+            name: module.expert_share
+            for name, module in modules.items()
+            if isinstance(module, ExpertLinear | QuantizedLinear) and module.expert_share
+        }
+        """Layers of which this rank holds some experts."""
         self.shards: dict[str, Mapping[str, slice]] = {}
         self.shardings: dict[str, Sharding] = {}
         """Parameters of which this rank holds a part."""
@@ -289,19 +320,54 @@ class ParameterFiller:
 
     def takes(self, name: str) -> bool:
         """Return whether `fill` needs a checkpoint's tensor; False: it is not of use, or another
-        stage has it."""
+        rank has it."""
         if name.endswith(IGNORED_SUFFIXES):
             return False
-        return not self._elsewhere or not self.weight_map.target(name)[0].startswith(
-            self._elsewhere
-        )
+        if not self._elsewhere and not self.expert_shares:
+            return True
+        parameter_name, shard = self.weight_map.target(name)
+        if parameter_name.startswith(self._elsewhere):
+            return False
+        if shard is None or self.weight_map.together_at(name) is not None:
+            return True
+        share = self._expert_share(parameter_name)
+        return share is None or not share.is_elsewhere(shard)
 
     def fill(self, name: str, tensor: torch.Tensor) -> None:
-        """Copy one checkpoint tensor. Raises LoadError if it has no parameter or another shape."""
+        """Copy one checkpoint tensor, as far as this rank holds it. Raises LoadError if it has no
+        parameter or another shape."""
         if not self.takes(name):
             return
         for parameter_name, shard, part in self.weight_map.pieces(name, tensor):
-            self._fill(name, parameter_name, shard, part)
+            share = self._expert_share(parameter_name) if shard is not None else None
+            if share is None or not share.is_elsewhere(shard or ""):
+                self._fill(name, parameter_name, shard, part)
+
+    def fill_from(self, file: TensorFile, name: str) -> None:
+        """Copy one checkpoint tensor; what other ranks hold is not read, but for parts of products.
+        Raises LoadError as `fill`."""
+        if not self.takes(name):
+            return
+        at = self.weight_map.together_at(name) if self.expert_shares else None
+        share = None if at is None else self._expert_share(at[0])
+        if at is None or share is None:
+            self.fill(name, file.get_tensor(name))
+            return
+        (parameter, together), stored = at, file.get_slice(name)
+        shape = stored.get_shape()
+        if len(shape) < together.least_dims or shape[0] != share.num_experts:
+            self.fill(name, stored[:])  # Which refuses it, with the reason.
+            return
+        own = stored[share.own.start : share.own.stop]
+        for shard, part in together.shards(own, share.own.start):
+            self._fill(name, parameter, shard, part)
+
+    def _expert_share(self, parameter_name: str) -> ExpertShare | None:
+        """Return the share of the layer that a parameter, or a quantized layer's tensor, is of."""
+        prefix = parameter_name.rpartition(".")[0] if self.expert_shares else ""
+        while prefix and prefix not in self.expert_shares:
+            prefix = prefix.rpartition(".")[0]
+        return self.expert_shares.get(prefix)
 
     def _fill(
         self, name: str, parameter_name: str, shard: str | None, tensor: torch.Tensor

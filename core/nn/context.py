@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from ..parallel.expert_share import ExpertShare
 from ..parallel.ranks import Ranks
 from ..parallel.sharding import even_slice
 from ..protocols.attention import AttentionBackend, PagedBackend
@@ -35,6 +36,12 @@ class BuildContext:
     def inner_share(self, size: int) -> slice:
         """Return this rank's inner features of an MLP that has `size`. Raises ConfigError."""
         return even_slice(size, self.ranks.tensor, unit=self.unit)
+
+    def expert_share(self, num_experts: int) -> ExpertShare | None:
+        """Return the experts of a layer that this rank holds; None: a part of each. Raises
+        ConfigError."""
+        group = self.ranks.experts
+        return None if group.size == 1 else ExpertShare.of(num_experts, group)
 
     def empty(self, *shape: int) -> torch.Tensor:
         """Return an uninitialised parameter."""

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError
+from ..parallel.expert_share import ExpertShare
 from ..parallel.sharding import Features
 from .context import BuildContext
 from .linear import Linear, MergedLinear
@@ -65,6 +66,8 @@ class ExpertLinear(MergedLinear):
     """
 
     weight: nn.Parameter
+    expert_share: ExpertShare | None
+    """The experts that this rank holds, whole; None: all, or a part of each."""
 
     def __init__(
         self,
@@ -77,15 +80,20 @@ class ExpertLinear(MergedLinear):
         shard: Features | None = None,
         share: slice | None = None,
     ) -> None:
-        """`share`: this rank's features of each expert, of those that ranks divide."""
+        """`share`: this rank's features of each expert, of those that ranks divide, unless ranks
+        hold experts whole."""
+        experts = build.expert_share(num_experts)
         shards = {
             f"{expert}.{name}" if name else str(expert): size
-            for expert in range(num_experts)
+            for expert in (range(num_experts) if experts is None else experts.own)
             for name, size in sizes.items()
         }
+        if experts is not None:
+            shard = share = None
         names = ("",) if shard == "in" else shards
         shares = None if share is None else dict.fromkeys(names, share)
         super().__init__(in_features, shards, build, bias=bias, shard=shard, shares=shares)
+        self.expert_share = experts
 
     @property
     def bank(self) -> ExpertWeight:
@@ -119,7 +127,10 @@ class Experts(nn.Module):
     ) -> None:
         super().__init__()
         inner = {"gate": intermediate_size, "up": intermediate_size}
-        own = build.inner_share(intermediate_size)
+        self.share = build.expert_share(num_experts)
+        own = None if self.share is not None else build.inner_share(intermediate_size)
+        if self.share is not None:
+            _check_features(build.operations, frozenset({"experts.foreign"}))
         self.gated = gated
         if gated:
             self.gate_up_proj = GatedExperts(
@@ -139,6 +150,14 @@ class Experts(nn.Module):
     def first(self) -> ExpertLinear | QuantizedLinear:
         """The layers before the activation."""
         return self.gate_up_proj if self.gated else self.up_proj
+
+    def local(self, routing: Routing) -> Routing:
+        """Number a routing's experts as this rank holds them."""
+        if self.share is None:
+            return routing
+        start, num_experts = self.share.own.start, self.share.num_experts
+        experts = routing.experts - start if start else routing.experts
+        return routing._replace(experts=experts, num_experts=num_experts)
 
 
 class SparseMLP(nn.Module):
@@ -224,7 +243,7 @@ class SparseMLP(nn.Module):
     def _routed(self, x: torch.Tensor, *, residual: torch.Tensor | None = None) -> torch.Tensor:
         """residual + the sum of the chosen experts' outputs: [num_tokens, hidden_size] → the same
         shape"""
-        routing = self.route(self.gate(x))
+        routing = self.experts.local(self.route(self.gate(x)))
         first, down = self.experts.first, self.experts.down_proj
         more: dict[str, Any] = {
             "gate_up_bias": first.bias, "down_bias": down.bias, "activation": self.activation

@@ -101,7 +101,8 @@ class Operations(
         "cached_heads.quantized", "write_cache.quantized",
         "decode_inputs.dropped", "step_inputs.dropped",
         "bidirectional_attention.distance_bias", "experts.activation", "experts.bias",
-        "experts.relu2", "route.bias", "route.factor", "route.groups", "route.sigmoid",
+        "experts.foreign", "experts.relu2", "route.bias", "route.factor", "route.groups",
+        "route.sigmoid",
     })  # fmt: skip
     """Options of methods that these operations support, as "method.option"; a model or an engine
     that needs another one is refused. A subclass that overrides such a method sets it; without
@@ -265,7 +266,9 @@ class Operations(
         down: E experts' [hidden_size, inner] → [T, hidden_size]. `residual` may be overwritten.
         Biases: [E * 2 * inner] and [E * hidden_size], added to the products of each expert's
         layers; `activation`: in place of silu(gate) * up. Only models that have these three pass
-        them (`features`). With "relu2", gate_up has E experts' [inner, hidden_size]: up alone.
+        them (`features`). With "relu2", gate_up has E experts' [inner, hidden_size]: up alone. With
+        `Routing.num_experts`, experts below 0 or from E on are other ranks', and add nothing; only
+        operations with the feature `foreign` get that.
 
         The reference computes one expert at a time. On a device that runs asynchronously to the
         host, each expert computes all tokens: the launches then do not depend on the routing, and a

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import nn
 
+from ..parallel.expert_share import ExpertShare
 from ..parallel.sharding import Features, Sharding
 from .norm import before_product
 from .operations import DenseRows, ExpertWeight, Operations
@@ -93,6 +94,8 @@ class QuantizedLinear(nn.Module):
         """What this rank holds of the layer's weight; None: all. `spec` is of that part."""
         self.shardings: dict[str, Sharding] = {}
         """As `Linear.shardings`, for the bias."""
+        self.expert_share: ExpertShare | None = None
+        """As `ExpertLinear.expert_share`."""
         self.processed = False
         self.shards: dict[str, slice] = {}
         """Rows of each shard, if there are several: used to fill a merged bias."""

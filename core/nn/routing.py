@@ -18,6 +18,10 @@ class Routing(NamedTuple):
     """[T, top_k] float32: the weight of each expert's output."""
     experts: torch.Tensor
     """[T, top_k] int32, all different in a row, by descending score"""
+    num_experts: int | None = None
+    """Number of experts of all ranks, where each rank holds some of them: then `experts` has their
+    numbers on this rank, and those outside of its range are others' and add nothing here. None: all
+    experts are here."""
 
 
 class RoutingRule(NamedTuple):

@@ -13,7 +13,7 @@ from ..errors import ConfigError
 from ..protocols.collectives import Collectives, CollectivesSetup
 from ..registration.choice import choose
 from ..registry import Plugins
-from .ranks import Group, Pipeline, Ranks
+from .ranks import ONE_STAGE, Group, OneRank, Pipeline, Ranks
 
 
 def listen(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
@@ -68,7 +68,7 @@ def join(
     num_stages, tensor_size = config.pipeline_parallel_size, config.tensor_parallel_size
     world = group_of(rank, num_stages * tensor_size, address, listener)
     if num_stages == 1:
-        return Ranks(tensor=world, local_rank=local)
+        return _ranks(config, world, ONE_STAGE, local)
     pipeline = Pipeline.of(world, num_stages)
     pipeline.connect(device)
     if tensor_size == 1:
@@ -78,7 +78,12 @@ def join(
     own = listen(own_address(*address)) if leads else None
     addresses = exchange(world, None if own is None else own.getsockname()[:2], device)
     tensor = group_of(rank % tensor_size, tensor_size, addresses[rank - rank % tensor_size], own)
-    return Ranks(tensor=tensor, pipeline=pipeline, local_rank=local)
+    return _ranks(config, tensor, pipeline, local)
+
+
+def _ranks(config: EngineConfig, tensor: Group, pipeline: Pipeline, local_rank: int) -> Ranks:
+    experts = tensor if config.enable_expert_parallel else OneRank()
+    return Ranks(tensor=tensor, experts=experts, pipeline=pipeline, local_rank=local_rank)
 
 
 def leave(ranks: Ranks) -> None:

@@ -196,6 +196,10 @@ class Ranks:
     """Ranks that each hold a part of every layer (tensor parallelism)."""
     pipeline: Pipeline = ONE_STAGE
     """Stages that each hold some of the layers (pipeline parallelism)."""
+    experts: Group = OneRank()
+    """Ranks that each hold some of a mixture's experts whole (expert parallelism): those of
+    `tensor`, or with one rank, each expert is divided like other layers. Its methods are not
+    called: what experts compute is a term of `add`'s sum."""
     local_rank: int = 0
     """Number of this rank among those of its host, and of its device."""
 

@@ -24,6 +24,7 @@ NO_EFFECT: dict[str, tuple[int | str, str]] = {
     "--disable-custom-all-reduce": (0, "collectives are chosen by --collectives"),
     "--disable-frontend-multiprocessing": (0, "engine and worker share a process"),
     "--disable-log-stats": (0, "nothing is logged of them; they are at /metrics"),
+    "--enable-ep-weight-filter": (0, "a rank reads its own experts alone"),
     "--enable-prompt-tokens-details": (0, "usage always has them"),
     "--enable-reasoning": (0, "--reasoning-parser is enough"),
     "--enable-server-load-tracking": (0, "/load always counts"),
@@ -41,6 +42,12 @@ _GPUS = (
     "(--data-parallel-size), on one host; nothing else is supported yet"
 )
 _ONE_HOST = "the engines of --data-parallel-size are those of one server on one host"
+_EXPERTS = (
+    "experts stay on the rank that loads them (--enable-expert-parallel), and are not balanced yet"
+)
+_EXCHANGE = (
+    "with --enable-expert-parallel every rank has all tokens, and one sum adds what experts compute"
+)
 _TRACES = "traces are not exported; plugins hear of each request and step (request_finished)"
 MISSING: dict[str, str] = {
     **dict.fromkeys(
@@ -51,12 +58,17 @@ MISSING: dict[str, str] = {
         ("--limit-mm-per-prompt", "--mm-processor-kwargs", "--allowed-local-media-path",
          "--language-model-only"), _PICTURES,
     ),
-    **dict.fromkeys(("--enable-expert-parallel", "--headless"), _GPUS),
+    "--headless": _GPUS,
     **dict.fromkeys(
         ("--data-parallel-rank", "-dpn", "--data-parallel-start-rank", "-dpr",
          "--data-parallel-size-local", "-dpl", "--data-parallel-address", "-dpa",
          "--data-parallel-rpc-port", "-dpp", "--data-parallel-hybrid-lb"), _ONE_HOST,
     ),
+    **dict.fromkeys(
+        ("--enable-eplb", "--eplb-config", "--num-redundant-experts",
+         "--expert-placement-strategy"), _EXPERTS,
+    ),
+    "--all2all-backend": _EXCHANGE,
     **dict.fromkeys(("--otlp-traces-endpoint", "--collect-detailed-traces"), _TRACES),
     "--convert": "see --runner and --task",
     "--cpu-offload-gb": "weights stay on the device; see --quantization",

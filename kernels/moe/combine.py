@@ -2,7 +2,8 @@
 
     out[t] = residual[t] + Σ_j weights[t, j] * parts[t * top_k + j]
 
-Memory: reads top_k + 1 rows per token and writes one; bound by it. Sums in a fixed order.
+Memory: reads top_k + 1 rows per token and writes one; bound by it. Sums in a fixed order. Parts of
+another rank's experts, which no kernel has written, are not read.
 """
 
 from __future__ import annotations
@@ -23,14 +24,16 @@ def _combine_kernel(
     parts_ptr,
     weights_ptr,
     residual_ptr,
+    experts_ptr,
     stride_out,
     stride_residual,
     SIZE: tl.constexpr,
     TOP_K: tl.constexpr,
+    OWN: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program: BLOCK elements of one token."""
+    """One program: BLOCK elements of one token. OWN: None, or so many experts are this rank's."""
     token = tl.program_id(0).to(tl.int64)
     offs_n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = offs_n < SIZE
@@ -40,17 +43,28 @@ def _combine_kernel(
     total = tl.load(residual_ptr + token * stride_residual + offs_n, mask=mask, other=0.0)
     total = total.to(tl.float32)
     for place in tl.static_range(TOP_K):
-        part = tl.load(parts_ptr + (token * TOP_K + place) * SIZE + offs_n, mask=mask, other=0.0)
+        in_part = mask
+        if OWN is not None:
+            expert = tl.load(experts_ptr + token * TOP_K + place)
+            in_part = mask & (expert >= 0) & (expert < OWN)
+        part = tl.load(parts_ptr + (token * TOP_K + place) * SIZE + offs_n, mask=in_part, other=0.0)
         total += part.to(tl.float32) * tl.load(weights_ptr + token * TOP_K + place)
     tl.store(out_ptr + token * stride_out + offs_n, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def combine(
-    parts: torch.Tensor, weights: torch.Tensor, residual: torch.Tensor, out: torch.Tensor
+    parts: torch.Tensor,
+    weights: torch.Tensor,
+    residual: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    experts: torch.Tensor | None = None,
+    own: int | None = None,
 ) -> torch.Tensor:
     """parts: [num_tokens * top_k, size] and weights: [num_tokens, top_k] float32, contiguous;
     residual, out: [num_tokens, size], perhaps the same, last strides 1 → out. Sums in float32,
-    rounded once."""
+    rounded once. With `own`, parts whose expert, [num_tokens, top_k] int32, is not below it, or is
+    negative, are left out."""
     num_tokens, size = residual.shape
     if num_tokens == 0:
         return out
@@ -61,10 +75,12 @@ def combine(
         parts,
         weights,
         residual,
+        experts,
         out.stride(0),
         residual.stride(0),
         SIZE=size,
         TOP_K=weights.shape[1],
+        OWN=own,
         BLOCK=block,
         PDL=bool(options),
         num_warps=4,

@@ -83,6 +83,7 @@ def _expert_gemv_kernel(
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
     SQUARED: tl.constexpr,
+    FOREIGN: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     UNROLL: tl.constexpr,
@@ -92,11 +93,13 @@ def _expert_gemv_kernel(
     PDL: tl.constexpr,
 ):
     """One program: BLOCK_N outputs (and as many gates) of COUNT slots, which are added up; one row
-    of weights per output and slot."""
+    of weights per output and slot. FOREIGN: experts may be of another rank; of their slots nothing
+    is read, and the first product writes nothing."""
     WIDTH: tl.constexpr = FORMAT.width
     PACK_FACTOR: tl.constexpr = FORMAT.pack_factor
     ROWS: tl.constexpr = N * 2 if GATED else N
-    EVEN_N: tl.constexpr = N % BLOCK_N == 0 and COUNT == BLOCK_COUNT
+    MASKED: tl.constexpr = FOREIGN and FACTOR
+    EVEN_N: tl.constexpr = N % BLOCK_N == 0 and COUNT == BLOCK_COUNT and not MASKED
     EVEN_K: tl.constexpr = WIDTH % BLOCK_K == 0
     target = tl.program_id(0)
     tile_n = tl.program_id(1)
@@ -113,17 +116,26 @@ def _expert_gemv_kernel(
         ids = tl.load(experts_ptr + target * COUNT + place, cache_modifier=".cg")
         rows = tl.minimum(tl.maximum(ids, 0), E - 1).to(tl.int64) * ROWS
         rows += tile_n * BLOCK_N + chunk // CHUNKS % BLOCK_N
+        if FOREIGN:
+            rows = tl.where((ids >= 0) & (ids < E), rows, 0)
         prefetch_l2(
             weight_ptr + rows * stride_weight + chunk % CHUNKS * (WIDTH // CHUNKS), PREFETCH
         )
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
+    if FOREIGN and not FACTOR:
+        only = tl.load(experts_ptr + target)
+        if (only < 0) | (only >= E):
+            return
+    expert = tl.load(experts_ptr + slot)
+    if MASKED:
+        in_r = in_r & (expert >= 0) & (expert < E)
     # Clamped, so that no other memory is read if the router wrote an invalid id.
-    expert = tl.minimum(tl.maximum(tl.load(experts_ptr + slot), 0), E - 1)
+    expert = tl.minimum(tl.maximum(expert, 0), E - 1)
     rows = expert.to(tl.int64) * ROWS + offs_n
     ptrs = weight_ptr + rows[:, None] * stride_weight + offs_k[None, :]
-    if COUNT == 1:
+    if COUNT == 1 and not MASKED:
         x_ptrs = x_ptr + (target // DIVIDE).to(tl.int64) * stride_x + offs_k[None, :]
     else:
         x_ptrs = x_ptr + (slot // DIVIDE).to(tl.int64)[:, None] * stride_x + offs_k[None, :]
@@ -140,7 +152,11 @@ def _expert_gemv_kernel(
                 up_tile = load_tile(up_ptrs, in_r, in_k, EVEN_N, EVEN_K, "evict_first")
             for part in tl.static_range(PACK_FACTOR):
                 k = part * WIDTH + start
-                if EVEN_K:
+                if MASKED:
+                    # The first product has not written other ranks' slots.
+                    mask = in_r[:, None] & in_k[None, :]
+                    x = tl.load(x_ptrs + k, mask=mask, other=0.0).to(tl.float32)
+                elif EVEN_K:
                     x = tl.load(x_ptrs + k).to(tl.float32)
                 else:
                     x = tl.load(x_ptrs + k, mask=in_k[None, :], other=0.0).to(tl.float32)
@@ -231,6 +247,7 @@ def expert_gemv(
     gated: bool = True,
     config: ExpertGemvConfig | None = None,
     known: bool = False,
+    foreign: bool = False,
 ) -> torch.Tensor:
     """Without `factor`, compute gate and up of each slot: x [num_tokens, K] → [num_tokens * top_k,
     N / 2] of x's type. With it, compute down and the sum: x [num_tokens * top_k, K] and factor
@@ -240,6 +257,8 @@ def expert_gemv(
     `out` may be the residual; bias: [num_experts * N], contiguous; `clamp`: in place of
     silu(g) * u; without `gated`: relu(u)² of u alone, [num_tokens * top_k, N], in their place.
     `known`: experts were written before the last kernel on the stream began.
+    `foreign`: experts below 0 or from num_experts on are another rank's; they add nothing to the
+    sum, and nothing is written to their slots.
     """
     num_tokens, top_k = experts.shape
     first = factor is None
@@ -290,6 +309,7 @@ def expert_gemv(
         ALPHA=clamp.alpha if clamp else None,
         LIMIT=clamp.limit if clamp else None,
         SQUARED=first and not gated,
+        FOREIGN=foreign,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
         UNROLL=unroll,

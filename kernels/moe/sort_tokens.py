@@ -55,7 +55,7 @@ def _sort_tokens_kernel(
 def sort_tokens(experts: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
     """experts: [num_tokens, top_k] int32, contiguous → slots [num_experts, num_tokens] int32, each
     expert's in ascending order, and their counts, [num_experts] int32; the rest of each row is not
-    written."""
+    written. Slots of other numbers (another rank's experts) are in no list."""
     num_tokens, top_k = experts.shape
     slots = torch.empty((num_experts, num_tokens), dtype=torch.int32, device=experts.device)
     counts = torch.empty(num_experts, dtype=torch.int32, device=experts.device)

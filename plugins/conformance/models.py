@@ -17,9 +17,9 @@ import functools
 import json
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import pytest
@@ -33,7 +33,7 @@ from ...core.errors import ConfigError, LoadError
 from ...core.loading.build import build_model
 from ...core.loading.model_config import resolve_model_config
 from ...core.nn.context import ForwardContext
-from ...core.nn.experts import Router
+from ...core.nn.experts import Experts, Router
 from ...core.parallel.ranks import ONE_RANK, Ranks
 from ...core.registration.architecture import FALLBACK
 from ...core.registration.choice import choose
@@ -163,26 +163,43 @@ class PagedModel:
         return hidden
 
 
-def check_ranks(folder: Path, name: str, size: int, plugins: Plugins, bound: float) -> None:
-    """Check that `size` ranks compute together what one does; a class that does not say
-    `tensor_parallel` must be refused. `bound`: allowed deviation of float32 log-probabilities."""
-    ranks = thread_ranks(size)
+def check_ranks(
+    folder: Path,
+    name: str,
+    size: int,
+    plugins: Plugins,
+    bound: float,
+    ways: Collection[Literal["tensor", "experts"]] = ("tensor", "experts"),
+) -> None:
+    """Check that `size` ranks compute together what one does, mixtures also with expert
+    parallelism; a class that does not say `tensor_parallel` must be refused. `bound`: allowed
+    deviation of float32 log-probabilities; `ways`: how experts are divided."""
     registered = name if name in plugins["model"] else FALLBACK
     if not vars(plugins["model"].load(registered)).get("tensor_parallel", False):
         with pytest.raises(ConfigError, match="tensor_parallel_size"):
-            PagedModel(folder, "float32", plugins=plugins, ranks=ranks[0])
+            PagedModel(folder, "float32", plugins=plugins, ranks=thread_ranks(size)[0])
         return
     one = PagedModel(folder, "float32", plugins=plugins)
-    models = [PagedModel(folder, "float32", plugins=plugins, ranks=rank) for rank in ranks]
+    has_experts = any(isinstance(module, Experts) for module in one.model.modules())
+    models = [
+        [
+            PagedModel(folder, "float32", plugins=plugins, ranks=rank)
+            for rank in thread_ranks(size, expert_parallel=way == "experts")
+        ]
+        for way in ways
+        if way == "tensor" or has_experts
+    ]
     for step in (dict(enumerate(_prompts()[1:4])), {0: [7], 2: [9]}):
         want = one.run(step)
-        results = run_ranks([functools.partial(model.run, step) for model in models])
-        for slot, logits in want.items():
-            ModelKit.near(results[0][slot], logits, bound)
-            for result in results[1:]:
-                assert torch.equal(result[slot], results[0][slot]), "ranks have unlike logits"
-    sizes = [sum(p.numel() for p in m.model.parameters()) for m in (one, *models)]
-    assert max(sizes[1:]) < sizes[0], "a rank holds all weights"
+        for way in models:
+            results = run_ranks([functools.partial(model.run, step) for model in way])
+            for slot, logits in want.items():
+                ModelKit.near(results[0][slot], logits, bound)
+                for result in results[1:]:
+                    assert torch.equal(result[slot], results[0][slot]), "ranks have unlike logits"
+    for way in models:
+        sizes = [sum(p.numel() for p in m.model.parameters()) for m in (one, *way)]
+        assert max(sizes[1:]) < sizes[0], "a rank holds all weights"
 
 
 class ModelKit(Kit):

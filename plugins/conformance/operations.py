@@ -335,14 +335,22 @@ class OperationsKit(BatchChecks, QuantizedCacheChecks, StateChecks, Kit):
         self.near(got.weights, want.weights, torch.float32)
 
     @pytest.mark.parametrize("tokens", TOKENS)
-    @pytest.mark.parametrize("kind", ["plain", "biases", "no gates", "4 bits", "fp8", "rows"])
+    @pytest.mark.parametrize(
+        "kind", ["plain", "biases", "no gates", "4 bits", "fp8", "rows", "foreign"]
+    )
     def test_experts(self, kind: str, tokens: int, dtype: torch.dtype) -> None:
-        """Check some experts with many tokens, some with none."""
+        """Check some experts with many tokens, some with none, and ("foreign") with other ranks'
+        experts among the chosen."""
         number, inner, top_k = 6, 64, 3
         x = self.draw(tokens, SIZE, dtype=dtype)
         logits = self.draw(tokens, number, dtype=torch.float32, seed=2)
         logits[:, 4] = -100.0
         routing = REFERENCE.route(logits, RoutingRule(top_k, renormalize=True))
+        if kind == "foreign":
+            # Of nine experts, the second to the seventh are here.
+            logits = self.draw(tokens, number + 3, dtype=torch.float32, seed=2)
+            routing = REFERENCE.route(logits, RoutingRule(top_k, renormalize=True))
+            routing = routing._replace(experts=routing.experts - 1, num_experts=number + 3)
         more: dict[str, Any] = {}
         if kind in ("4 bits", "fp8"):
             gate_up: Any = self.packed(kind, number * 2 * inner, dtype)
@@ -375,8 +383,10 @@ class OperationsKit(BatchChecks, QuantizedCacheChecks, StateChecks, Kit):
             **{key: wide(value) for key, value in more.items()},
         )  # fmt: skip
         operations = self.make(dtype)
+        if kind == "foreign" and "experts.foreign" not in operations.features:
+            pytest.skip(f"{operations.name} does not claim experts.foreign")
         kept = x.clone()
-        chosen = Routing(*(part.clone() for part in routing))
+        chosen = Routing(routing.weights.clone(), routing.experts.clone(), routing.num_experts)
         got = operations.experts(x, chosen, gate_up, down, residual=residual.clone(), **more)
         assert got.dtype == dtype
         assert torch.equal(x, kept), "experts overwrites what it was given"

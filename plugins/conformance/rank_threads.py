@@ -87,19 +87,26 @@ def thread_groups(size: int) -> list[ThreadGroup]:
     return [ThreadGroup(rank, parts, barrier, links) for rank in range(size)]
 
 
-def thread_ranks(size: int, num_stages: int = 1) -> list[Ranks]:
-    """Return the ranks of a model in `num_stages` stages of `size` ranks each, by number."""
+def thread_ranks(size: int, num_stages: int = 1, *, expert_parallel: bool = False) -> list[Ranks]:
+    """Return the ranks of a model in `num_stages` stages of `size` ranks each, by number.
+    `expert_parallel`: those of a stage hold experts whole."""
     world = thread_groups(size * num_stages)
     if num_stages == 1:
-        return [Ranks(tensor=group).pausable() for group in world]
+        return [
+            Ranks(tensor=group, experts=group if expert_parallel else OneRank()).pausable()
+            for group in world
+        ]
     stages = [thread_groups(size) for _ in range(num_stages)]
+    tensor = [
+        stages[rank // size][rank % size] if size > 1 else OneRank() for rank in range(len(world))
+    ]
     return [
         Ranks(
-            tensor=stages[rank // size][rank % size] if size > 1 else OneRank(),
+            tensor=own, experts=own if expert_parallel else OneRank(),
             pipeline=Pipeline.of(group, num_stages),
         ).pausable()
-        for rank, group in enumerate(world)
-    ]
+        for own, group in zip(tensor, world, strict=True)
+    ]  # fmt: skip
 
 
 def run_ranks(calls: Sequence[Callable[[], Result]]) -> list[Result]:

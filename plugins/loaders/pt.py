@@ -51,7 +51,8 @@ class PtLoader:
                 raise LoadError(f"{file.name} is not a mapping from names to tensors")
             try:
                 for name, tensor in tensors.items():
-                    filler.fill(name, tensor.to(device))
+                    if filler.takes(name):
+                        filler.fill(name, tensor.to(device))
             except LoadError as error:
                 raise LoadError(f"{file.name}: {error.message}") from error
         filler.finish()

@@ -40,8 +40,9 @@ class RunaiStreamerLoader:
                 with self.streamer.SafetensorsStreamer() as streamer:
                     streamer.stream_file(str(file))
                     for name, tensor in streamer.get_tensors():
-                        # The streamer uses its buffers again.
-                        filler.fill(name, tensor.clone().to(device))
+                        if filler.takes(name):
+                            # The streamer uses its buffers again.
+                            filler.fill(name, tensor.clone().to(device))
             except LoadError as error:
                 raise LoadError(f"{file.name}: {error.message}") from error
             except Exception as error:  # The package raises what reading stumbles over.

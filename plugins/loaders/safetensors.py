@@ -30,8 +30,7 @@ class SafetensorsLoader:
             try:
                 with safe_open(file, framework="pt", device=str(device)) as tensors:
                     for name in tensors.keys():
-                        if filler.takes(name):
-                            filler.fill(name, tensors.get_tensor(name))
+                        filler.fill_from(tensors, name)
             except (SafetensorError, OSError) as error:
                 raise LoadError(f"{file.name} is not a safetensors file: {error}") from error
             except LoadError as error:

@@ -10,7 +10,11 @@ from ...core.nn.routing import Routing
 from ...kernels.activations import Clamp
 from ...kernels.moe.combine import combine
 from ...kernels.moe.expert_gemv import expert_gemv
-from ...kernels.moe.expert_matmul import expert_matmul, expert_matmul_supports
+from ...kernels.moe.expert_matmul import (
+    expert_matmul,
+    expert_matmul_config,
+    expert_matmul_supports,
+)
 from ...kernels.moe.sort_tokens import sort_tokens
 from ...kernels.quant.quantize_rows import quantize_rows
 from ...kernels.quant.quantized_weight import Weight, values_of
@@ -53,21 +57,27 @@ def experts_product(
     num_experts = values_of(_kernel_weight(down)).shape[0] // x.shape[1]
     gated = activation != "relu2"
     clamp = Clamp(*activation) if isinstance(activation, ClampedSwiGLU) else None
-    if few_slots(num_tokens, top_k, num_experts):
+    # With experts on other ranks, too, this rank has few slots where all of them have.
+    total, foreign = routing.num_experts or num_experts, routing.num_experts is not None
+    if few_slots(num_tokens, top_k, total):
         inner = expert_gemv(
             _ordered(x, gate_up), routing.experts, _kernel_weight(gate_up), num_experts,
-            bias=gate_up_bias, clamp=clamp, gated=gated,
+            bias=gate_up_bias, clamp=clamp, gated=gated, foreign=foreign,
         )  # fmt: skip
         return expert_gemv(
             _ordered(inner, down), routing.experts, _kernel_weight(down), num_experts,
             factor=routing.weights, residual=residual, out=residual, bias=down_bias, known=True,
+            foreign=foreign,
         )  # fmt: skip
     lists = sort_tokens(routing.experts, num_experts)
     inner = _product(
-        x, gate_up, lists, top_k, gate_up_bias, gated=gated, squared=not gated, clamp=clamp
+        x, gate_up, lists, top_k, total, gate_up_bias, gated=gated, squared=not gated, clamp=clamp
     )
-    parts = _product(inner, down, lists, top_k, down_bias, gated=False)
-    return combine(parts, routing.weights, residual, residual)
+    parts = _product(inner, down, lists, top_k, total, down_bias, gated=False)
+    return combine(
+        parts, routing.weights, residual, residual, experts=routing.experts if foreign else None,
+        own=num_experts if foreign else None,
+    )  # fmt: skip
 
 
 def _product(
@@ -75,20 +85,25 @@ def _product(
     weight: ExpertWeight,
     lists: tuple[torch.Tensor, torch.Tensor],
     top_k: int,
+    total: int,
     bias: torch.Tensor | None,
     *,
     gated: bool,
     squared: bool = False,
     clamp: Clamp | None = None,
 ) -> torch.Tensor:
-    """Multiply by the experts that were listed, in 8 bits if the weight asks for that."""
+    """Multiply by the experts that were listed, in 8 bits if the weight asks for that. `total`:
+    number of experts that share the slots."""
     dtype, scale = x.dtype, None
     x = _ordered(x, weight)
     if isinstance(weight, PackedWeight) and multiplies_8_bits(weight):
         x, scale = quantize_rows(x, weight.values.dtype, scale=weight.input_scale)
+    config = expert_matmul_config(
+        lists[0].shape[1] * top_k, total, _kernel_weight(weight), gated, in_8_bits=scale is not None
+    )
     return expert_matmul(
         x, *lists, _kernel_weight(weight), top_k=top_k, gated=gated, x_scale=scale, bias=bias,
-        clamp=clamp, squared=squared, dtype=dtype,
+        clamp=clamp, squared=squared, dtype=dtype, config=config,
     )  # fmt: skip
 
 

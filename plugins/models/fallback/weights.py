@@ -11,7 +11,6 @@ import torch
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming
 
-from ....core.errors import LoadError
 from ....core.loading.weight_map import Together, WeightMap
 from .attention import refused
 
@@ -70,22 +69,18 @@ class ModuleWeightMap(WeightMap):
             name, _ = renaming.rename_source_key(name)
         return name
 
+    def together_at(self, name: str) -> tuple[str, Together] | None:
+        module, _, last = self.renamed(name).rpartition(".")
+        if module not in self.experts or last not in INNER:
+            return None
+        parameter = f"{last}.weight"
+        return f"{ROOT}.{module}.{parameter}", Together(parameter, INNER[last], joined=True)
+
     def pieces(
         self, name: str, tensor: torch.Tensor
     ) -> Iterator[tuple[str, str | None, torch.Tensor]]:
-        if any(re.search(pattern, name) for pattern in self.unexpected):
-            return
-        module, _, last = self.renamed(name).rpartition(".")
-        if module in self.experts and last in INNER:
-            try:
-                for shard, part in Together(f"{last}.weight", INNER[last], joined=True).shards(
-                    tensor
-                ):
-                    yield f"{ROOT}.{module}.{last}.weight", shard, part
-            except LoadError as error:
-                raise LoadError(f"tensor {name!r} {error.message}") from error
-            return
-        yield *self.target(name), tensor
+        if not any(re.search(pattern, name) for pattern in self.unexpected):
+            yield from super().pieces(name, tensor)
 
     def target(self, name: str) -> tuple[str, str | None]:
         renamed = self.renamed(name)

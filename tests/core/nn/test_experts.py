@@ -94,7 +94,7 @@ def test_routing_is_a_softmax_and_the_largest_of_it(tokens: int, count: int, dat
     renormalize = data.draw(st.booleans())
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
     logits = torch.randint(-3, 4, (tokens, count), generator=generator).float()
-    weights, experts = OPERATIONS.route(logits, RoutingRule(top_k, renormalize=renormalize))
+    weights, experts, _ = OPERATIONS.route(logits, RoutingRule(top_k, renormalize=renormalize))
     assert weights.shape == experts.shape == (tokens, top_k)
     assert weights.dtype == torch.float32 and experts.dtype == torch.int32
     for row, expert_ids, actual in zip(logits, experts.tolist(), weights, strict=True):
@@ -303,7 +303,7 @@ def test_routing_by_sigmoids_of_groups_is_what_it_says(data: Any) -> None:
     logits = torch.randn(3, groups * size, generator=generator)
     bias = torch.randn(groups * size, generator=generator)
     rule = RoutingRule(top_k, "sigmoid", True, bias, groups, top_groups, factor=2.5)
-    weights, experts = OPERATIONS.route(logits, rule)
+    weights, experts, _ = OPERATIONS.route(logits, rule)
     for row, actual, expert_ids in zip(
         logits.tolist(), weights.tolist(), experts.tolist(), strict=True
     ):

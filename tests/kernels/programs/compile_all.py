@@ -139,6 +139,7 @@ EXPERT_GEMV = {
     "BLOCK_N": 1,
     "BLOCK_K": 256,
     "PREFETCH": "192",
+    "FOREIGN": False,
 }
 SLOT_GEMV = {
     **EXPERT_GEMV,
@@ -151,6 +152,7 @@ SLOT_GEMV = {
     "BLOCK_K": 1024,
     "PREFETCH": None,
 }
+COMBINE = {"SIZE": 2048, "TOP_K": 8, "OWN": None, "BLOCK": 1024, "PDL": True}
 SMALL_M = {"GATED": False, "STAGES": 3, "PDL": True, "EARLY": True, "PREFETCH": None}
 FEW = {"BLOCK_M": 16, "BLOCK_N": 128, "BLOCK_K": 128, "STAGES": 3}
 MANY = {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64, "STAGES": 3}
@@ -216,9 +218,12 @@ KERNELS = [
         4,
     ),
     (sort_tokens._sort_tokens_kernel, {"TOP_K": 8, "BLOCK_TOP": 8, "BLOCK": 1024, "PDL": True}, 8),
-    (combine._combine_kernel, {"SIZE": 2048, "TOP_K": 8, "BLOCK": 1024, "PDL": True}, 4),
+    (combine._combine_kernel, COMBINE, 4),
+    (combine._combine_kernel, {**COMBINE, "OWN": 64}, 4, {"experts_ptr": "*i32"}),
     (expert_gemv._expert_gemv_kernel, {**GATE_UP, **SLOT_GEMV}, 4),
+    (expert_gemv._expert_gemv_kernel, {**GATE_UP, **SLOT_GEMV, "FOREIGN": True}, 4),
     (expert_gemv._expert_gemv_kernel, {**DOWN, **EXPERT_GEMV}, 2),
+    (expert_gemv._expert_gemv_kernel, {**DOWN, **EXPERT_GEMV, "FOREIGN": True}, 2),
     (
         expert_gemv._expert_gemv_kernel,
         {**DOWN, **EXPERT_GEMV, **BLOCKS, "BLOCK_K": 128, "PREFETCH": "96"},

@@ -44,6 +44,25 @@ def test_formats_of_groups_and_blocks(
     check_ranks(tmp_path, f"{family}ForCausalLM", 2, load_plugins(), 2e-3)
 
 
+@pytest.mark.parametrize(
+    "kit",
+    [
+        fp8.TestPerTensor, fp8.TestPerChannel, fp8.TestBlocks, fp8.TestRoundedAtLoad,
+        grouped.TestRtn4, grouped.TestInt8, grouped.TestGptq, grouped.TestGptqSymmetric,
+        grouped.TestAwq, packed.TestFp8Static, packed.TestFp8Blocks, packed.TestInt8,
+        packed.TestW4A16, packed.TestW4A16Asymmetric,
+    ],
+)  # fmt: skip
+def test_experts_are_held_whole_in_every_format(
+    kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three experts, one rank holds two. Their inner features are one block of 128, which ranks
+    could not divide."""
+    monkeypatch.setitem(SIZES, "moe_intermediate_size", 128)
+    write(kit, "Qwen3Moe", tmp_path, monkeypatch)
+    check_ranks(tmp_path, "Qwen3MoeForCausalLM", 2, load_plugins(), 2e-3, ways=("experts",))
+
+
 def test_blocks_of_inner_features_stay_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,236 @@
+"""Expert parallelism: which experts a rank holds, what it reads of a checkpoint, and that an
+engine's tokens are those of one rank."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from jackfield import AsyncEngine, EngineConfig, SamplingParams
+from jackfield.core.errors import ConfigError, LoadError
+from jackfield.core.loading.build import build_model
+from jackfield.core.loading.model_config import resolve_model_config
+from jackfield.core.loading.weight_map import ParameterFiller
+from jackfield.core.nn.operations import Operations
+from jackfield.core.parallel.expert_share import ExpertShare
+from jackfield.core.parallel.ranks import ONE_RANK, Ranks
+from jackfield.core.registry import load_plugins
+from jackfield.plugins.conformance.models import PagedModel
+from jackfield.plugins.conformance.rank_threads import thread_ranks
+
+from helpers import make_checkpoint
+
+
+def build(folder: Path, ranks: Ranks = ONE_RANK, operations: Any = None, **options: Any) -> Any:
+    config = EngineConfig(
+        model=str(folder), device="cpu", dtype="float32", skip_tokenizer_init=True, **options
+    )
+    operations = Operations() if operations is None else operations
+    resolved = resolve_model_config(config)
+    return build_model(load_plugins(), config, resolved, torch.device("cpu"), operations, ranks)
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "size", "own"),
+    [
+        (8, 2, [range(0, 4), range(4, 8)]),
+        (7, 3, [range(0, 3), range(3, 5), range(5, 7)]),
+        (3, 3, [range(0, 1), range(1, 2), range(2, 3)]),
+    ],
+)
+def test_ranks_hold_neighbours_and_the_first_ones_more(
+    num_experts: int, size: int, own: list[range]
+) -> None:
+    shares = [ExpertShare.of(num_experts, ranks.tensor) for ranks in thread_ranks(size)]
+    assert [share.own for share in shares] == own
+    for share in shares:
+        names = [str(number) for number in range(num_experts)]
+        there = [name for name in names if not share.is_elsewhere(name)]
+        assert there == [str(number) for number in share.own]
+        assert share.is_elsewhere("0.gate") == (0 not in share.own)
+        assert not share.is_elsewhere(str(num_experts)), "no rank has it"
+
+
+def test_a_rank_without_experts_is_refused() -> None:
+    with pytest.raises(ConfigError, match="3 experts, fewer than tensor_parallel_size 4") as caught:
+        ExpertShare.of(3, thread_ranks(4)[0].tensor)
+    assert caught.value.param == "enable_expert_parallel"
+
+
+def test_experts_of_engines_are_not_divided_between_them() -> None:
+    with pytest.raises(ConfigError, match="among the ranks of each engine") as caught:
+        EngineConfig(enable_expert_parallel=True, data_parallel_size=2)
+    assert caught.value.param == "enable_expert_parallel"
+
+
+def test_a_model_without_experts_is_refused(tmp_path: Path) -> None:
+    make_checkpoint("qwen3", tmp_path)
+    with pytest.raises(ConfigError, match="Qwen3ForCausalLM has no experts") as caught:
+        build(tmp_path, enable_expert_parallel=True)
+    assert caught.value.param == "enable_expert_parallel"
+
+
+def test_one_rank_holds_all_experts(tmp_path: Path) -> None:
+    make_checkpoint("mixtral", tmp_path)
+    experts = build(tmp_path, enable_expert_parallel=True).model.layers[0].mlp.experts
+    assert experts.share is None
+    assert list(experts.down_proj.shards) == ["0", "1", "2", "3"]
+
+
+class OlderOperations(Operations):
+    """Operations whose experts do not know of other ranks'."""
+
+    name = "older"
+    features = Operations.features - {"experts.foreign"}
+
+
+def test_operations_that_cannot_skip_experts_are_refused(tmp_path: Path) -> None:
+    make_checkpoint("mixtral", tmp_path)
+    build(tmp_path, thread_ranks(2)[0], OlderOperations())
+    with pytest.raises(ConfigError, match=r"'older' .* experts\.foreign") as caught:
+        build(tmp_path, thread_ranks(2, expert_parallel=True)[0], OlderOperations())
+    assert caught.value.param == "operations"
+
+
+class CountedFile:
+    """A checkpoint's file that counts the elements that are read."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self.read: dict[str, int] = {}
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        tensor: torch.Tensor = self._file.get_tensor(name)
+        self.read[name] = tensor.numel()
+        return tensor
+
+    def get_slice(self, name: str) -> Any:
+        stored, read = self._file.get_slice(name), self.read
+
+        class Counted:
+            get_shape = staticmethod(stored.get_shape)
+
+            def __getitem__(self, places: Any) -> torch.Tensor:
+                tensor: torch.Tensor = stored[places]
+                read[name] = tensor.numel()
+                return tensor
+
+        return Counted()
+
+
+@pytest.mark.parametrize(
+    ("family", "num_experts"), [("qwen3-moe", 7), ("gpt-oss", 6)], ids=["each", "together"]
+)
+def test_a_rank_reads_its_own_experts_alone(family: str, num_experts: int, tmp_path: Path) -> None:
+    """Stored one by one, and all in one tensor."""
+    make_checkpoint(family, tmp_path)
+    total = 0
+    for ranks in thread_ranks(2, expert_parallel=True):
+        model = build(tmp_path, ranks, load_format="dummy")
+        filler = ParameterFiller(model, model.weight_map)
+        with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
+            counted = CountedFile(file)
+            for name in file.keys():
+                filler.fill_from(counted, name)
+            stored = {
+                name: torch.Size(file.get_slice(name).get_shape()).numel() for name in file.keys()
+            }
+        filler.finish()
+        of_experts = [name for name in stored if ".experts." in name]
+        total += sum(counted.read.get(name, 0) for name in of_experts)
+        others = stored.keys() - set(of_experts)
+        assert {name: counted.read[name] for name in others} == {n: stored[n] for n in others}
+    assert total == sum(stored[name] for name in of_experts)
+
+
+def test_a_tensor_of_more_experts_than_the_model_has_is_refused(tmp_path: Path) -> None:
+    make_checkpoint("gpt-oss", tmp_path)
+    ranks = thread_ranks(2, expert_parallel=True)[0]
+    model = build(tmp_path, ranks, load_format="dummy")
+    filler = ParameterFiller(model, model.weight_map)
+    with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
+        name = next(name for name in file.keys() if name.endswith("experts.down_proj"))
+        stored = file.get_tensor(name)
+
+    class Longer:
+        def get_tensor(self, name: str) -> torch.Tensor:
+            return torch.cat([stored, stored[:1]])
+
+        def get_slice(self, name: str) -> Any:
+            tensor = self.get_tensor(name)
+
+            class Slice:
+                def get_shape(self) -> list[int]:
+                    return list(tensor.shape)
+
+                def __getitem__(self, places: Any) -> torch.Tensor:
+                    return tensor[places]
+
+            return Slice()
+
+    with pytest.raises(LoadError, match="has no such part"):
+        filler.fill_from(Longer(), name)
+
+
+def test_a_missing_expert_is_named_by_its_rank(tmp_path: Path) -> None:
+    make_checkpoint("qwen3-moe", tmp_path)
+    model = build(tmp_path, thread_ranks(2, expert_parallel=True)[1], load_format="dummy")
+    filler = ParameterFiller(model, model.weight_map)
+    with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
+        for name in file.keys():
+            # The first rank's are not missed.
+            if not any(f"layers.0.mlp.experts.{n}." in name for n in (0, 1, 2, 3, 5)):
+                filler.fill_from(file, name)
+    with pytest.raises(LoadError, match=r"layers\.0\.mlp\.experts\.5\.") as caught:
+        filler.finish()
+    assert "experts.0." not in str(caught.value)
+
+
+async def tokens(folder: Path, **options: Any) -> list[list[int]]:
+    """Requests of several lengths at once, greedy and drawn."""
+    config = EngineConfig(
+        model=str(folder), device="cpu", dtype="float32", max_model_len=128, max_num_seqs=4,
+        max_num_batched_tokens=32, num_gpu_blocks_override=64, skip_tokenizer_init=True,
+        **options,
+    )  # fmt: skip
+
+    async def generate(engine: AsyncEngine, number: int) -> list[int]:
+        prompt = [3 + (number * 7 + 11 * at) % 140 for at in range(2 + 19 * number)]
+        params = SamplingParams(
+            temperature=0.7 * (number % 2), seed=number, max_tokens=16, ignore_eos=True,
+            detokenize=False,
+        )  # fmt: skip
+        async for output in engine.generate(prompt, params):
+            last = output
+        assert last.error is None, last.error
+        return list(last.outputs[0].token_ids)
+
+    async with AsyncEngine(config) as engine:
+        return list(await asyncio.gather(*(generate(engine, number) for number in range(5))))
+
+
+@pytest.mark.parametrize("family", ["qwen3-moe", pytest.param("gpt-oss", marks=pytest.mark.slow)])
+async def test_an_engines_tokens_are_those_of_one_rank(family: str, tmp_path: Path) -> None:
+    """Rank 0 here and another one in a process, over gloo."""
+    folder = make_checkpoint(family, tmp_path)
+    one = await tokens(folder)
+    assert await tokens(folder, tensor_parallel_size=2, enable_expert_parallel=True) == one
+
+
+def test_parts_of_experts_are_whole(tmp_path: Path) -> None:
+    """A rank's experts are the checkpoint's, bit for bit."""
+    make_checkpoint("qwen3-moe", tmp_path)
+    whole: Any = PagedModel(tmp_path, "float32").model
+    banks = [layer.mlp.experts.down_proj.weight for layer in whole.model.layers[::2]]
+    for ranks in thread_ranks(2, expert_parallel=True):
+        part: Any = PagedModel(tmp_path, "float32", ranks=ranks).model
+        for bank, layer in zip(banks, part.model.layers[::2], strict=True):
+            own = layer.mlp.experts.share.own
+            rows = len(bank) // 7
+            held = layer.mlp.experts.down_proj.weight
+            assert torch.equal(held, bank[own.start * rows : own.stop * rows])
