@@ -254,7 +254,7 @@ def decode_tiles(num_heads: int, latent_dim: int, dtype: torch.dtype) -> LatentT
     if dtype == torch.float32:
         return LatentTiles(16, 16, 4, 1)
     if num_heads <= 16:
-        return LatentTiles(16, 32, 4, 4 if wide else 5)
+        return LatentTiles(16, 32, 4, 2)
     if num_heads <= 32:
         return LatentTiles(32, 32, 4 if not wide else 8, 3)
     return LatentTiles(64, 64, 8, 3)
@@ -268,16 +268,17 @@ def choose_latent_splits(
     max_model_len: int,
     num_sms: int,
 ) -> int:
-    """Return the number of splits that gives each multiprocessor a program, two for few heads.
+    """Return the number of splits that gives each multiprocessor at most one program, two for few
+    heads: one more would wait for all others.
 
     Depends only on numbers that are constant in a graph, so an eager step and a captured one run
     the same kernels.
     """
     tiles = decode_tiles(num_heads, latent_dim, dtype)
     programs = num_rows * triton.cdiv(num_heads, tiles.block_m)
-    needed = triton.cdiv((2 if tiles.block_m == 16 else 1) * num_sms, programs)
+    room = (2 if tiles.block_m == 16 else 1) * num_sms // programs
     longest = triton.cdiv(max_model_len, tiles.block_n * MIN_SPLIT_TILES)
-    return int(max(1, min(needed, longest, MAX_SPLITS)))
+    return int(max(1, min(room, longest, MAX_SPLITS)))
 
 
 def latent_workspace(num_rows: int, num_heads: int, latent_dim: int, num_splits: int) -> int:
