@@ -17,6 +17,7 @@ from .registration.speculative_config import SpeculativeConfig
 
 Device = Literal["auto", "cuda", "cpu"]
 DType = Literal["auto", "bfloat16", "float16", "float32"]
+"""Types of models, and of states of sequences."""
 KVCacheDType = Literal[
     "auto", "bfloat16", "float16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2",
     "int8", "int8_int4", "int4", "int8_per_token_head",
@@ -209,6 +210,20 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             "window."
         ),
     ] = ()
+    mamba_cache_dtype: Annotated[
+        DType,
+        _doc(
+            "Type of states of sequences (of state-space layers, gated delta nets and short "
+            "convolutions); auto: the model's for inputs of convolutions, and float32 for the rest."
+        ),
+    ] = "auto"
+    mamba_ssm_cache_dtype: Annotated[
+        DType,
+        _doc(
+            "Type of states of sequences but inputs of convolutions; auto: as mamba_cache_dtype. "
+            "Sums are float32; a state is rounded where a step leaves it: once per generated token."
+        ),
+    ] = "auto"
     calculate_kv_scales: Annotated[
         bool,
         _doc(

@@ -63,7 +63,7 @@ def _ssd_scan_kernel(
     in_p, in_n = channel < P, place < N
     in_state = in_p[:, None] & in_n[None, :]
     states = state_ptr + ((slot * HEADS + head) * P + channel[:, None]) * N + place[None, :]
-    state = tl.load(states, mask=in_state & (begins == 0), other=0.0)
+    state = tl.load(states, mask=in_state & (begins == 0), other=0.0).to(tl.float32)
     a = tl.load(a_ptr + head)
     d = tl.load(d_ptr + head)
     bias = tl.load(bias_ptr + head)
@@ -112,7 +112,7 @@ def _ssd_scan_kernel(
             added = x * (step * tl.exp(end - total))[:, None]
             state = state * tl.exp(end)
             state += tl.dot(tl.trans(added), b, input_precision=PRECISION)
-    tl.store(states, state, mask=in_state)
+    tl.store(states, state.to(state_ptr.dtype.element_ty), mask=in_state)
 
 
 def ssd_scan(
@@ -128,7 +128,7 @@ def ssd_scan(
     rows: Rows,
 ) -> torch.Tensor:
     """x: [T, H, P]; dt: [T, H]; b, c: [T, G, N]: contiguous but for the first dimension; a, d,
-    dt_bias: [H] float32; state: [num_states, H, P, N] float32, contiguous, changed → [T, H, P]"""
+    dt_bias: [H] float32; state: [num_states, H, P, N], contiguous, changed → [T, H, P]"""
     num_tokens, heads, width = x.shape
     groups, size = b.shape[1:]
     out = torch.empty((num_tokens, heads, width), dtype=x.dtype, device=x.device)

@@ -7,7 +7,7 @@ stay as they are, and what is left in the slot of a row that begins must not mat
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -56,6 +56,7 @@ class StateChecks:
     draw: Any
     make: Any
     near: Any
+    tolerance: ClassVar[Any]
 
     def _sliced(self, tokens: int, *shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
         """[tokens, *shape]: a part of a wider tensor, as projections give it."""
@@ -93,7 +94,8 @@ class StateChecks:
             assert got.dtype == dtype
             self.near(got, want, dtype)
             used = rows.slots.long()
-            self.near(got_state[used], want_state[used], dtype)
+            least = max(dtype, state.dtype, key=lambda kind: self.tolerance[kind])
+            self.near(got_state[used], want_state[used], least)
             others = [slot for slot in range(NUM_STATES - 1) if slot not in rows.slots.tolist()]
             assert torch.equal(got_state[others], state[others]), "another slot's state changed"
 
@@ -137,6 +139,32 @@ class StateChecks:
         shapes = [(groups, keys), (groups, keys), (heads, values), (heads,), (heads,)]
         state = self.draw(NUM_STATES, heads, keys, values, dtype=torch.float32)
         self._check_states("delta_rule", dtype, step, shapes, [weights], state)
+
+    @pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16], ids=str)
+    def test_states_of_16_bits_continue(self, dtype: torch.dtype, stored: torch.dtype) -> None:
+        """Read, and rounded where the step leaves them; what is between is as exact as ever."""
+        heads, size = 2, 16
+        skip, bias = (self.draw(heads, dtype=torch.float32, seed=seed) for seed in (1, 2))
+        scan = ScanWeights(self._rates(heads), skip, bias)
+        channel = ScanWeights(self._rates(heads, size), skip, bias)
+        convolution = [self.draw(heads, 4, dtype=dtype, scale=0.5), None]
+        vectors, numbers = (heads, size), (heads,)
+        cases: list[tuple[str, list[tuple[int, ...]], list[Any], tuple[int, ...]]] = [
+            ("ssd_scan", [vectors, numbers, vectors, vectors], [scan], (heads, size, size)),
+            (
+                "selective_scan", [numbers, numbers, (size,), (size,), numbers], [channel],
+                (heads, size),
+            ),
+            (
+                "delta_rule", [vectors, vectors, vectors, numbers, numbers],
+                [DeltaWeights(scan.a, bias)], (heads, size, size),
+            ),
+        ]  # fmt: skip
+        for name, shapes, weights, shape in cases:
+            state = self.draw(NUM_STATES, *shape, dtype=stored)
+            self._check_states(name, dtype, "prompts", shapes, weights, state)
+        state = self.draw(NUM_STATES, 3, heads, dtype=stored)
+        self._check_states("causal_conv", dtype, "decode", [numbers], convolution, state, silu=True)
 
     @pytest.mark.parametrize("gate_first", [True, False])
     def test_gated_norms(self, dtype: torch.dtype, gate_first: bool) -> None:

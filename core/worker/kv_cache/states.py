@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
@@ -21,6 +22,8 @@ from .memory import GIB
 SNAPSHOT_SHARE = 1 / 10
 """Share that snapshots get of the memory that is free beside the slots' states."""
 MOST_SNAPSHOTS = 256
+CONVOLUTION = "conv"
+"""The part of a layer's state that holds inputs of its convolution."""
 
 
 class States:
@@ -28,7 +31,7 @@ class States:
 
     def __init__(
         self,
-        layers: Sequence[StateLayer],
+        layers: Mapping[StateLayer, Sequence[CachePart]],
         num_slots: int,
         device: torch.device,
         available: int,
@@ -36,10 +39,11 @@ class States:
         shares: bool,
     ) -> None:
         """Allocate the states and bind them to their layers. Raises OutOfMemory if they need more
-        than `available` bytes. shares: there are snapshots, in some of what is left."""
+        than `available` bytes. layers: what each keeps, as it is stored; shares: there are
+        snapshots, in some of what is left."""
         places: dict[CachePart, list[StateLayer]] = {}
-        for layer in layers:
-            for part in layer.cache.parts:
+        for layer, parts in layers.items():
+            for part in parts:
                 places.setdefault(part, []).append(layer)
         self.bytes_per_slot = sum(
             math.prod(part.shape) * getattr(torch, part.dtype).itemsize * len(sharers)
@@ -89,6 +93,16 @@ class States:
             tensor[:, target].copy_(tensor[:, source])
 
 
+def stored_parts(layer: StateLayer, config: EngineConfig) -> tuple[CachePart, ...]:
+    """Return what a layer keeps of a sequence, in the types that the configuration wants."""
+    conv, ssm = config.mamba_cache_dtype, config.mamba_ssm_cache_dtype
+    parts = []
+    for part in layer.cache.parts:
+        wish = conv if part.name == CONVOLUTION or ssm == "auto" else ssm
+        parts.append(part if wish == "auto" else msgspec.structs.replace(part, dtype=wish))
+    return tuple(parts)
+
+
 def make_states(model: nn.Module, config: EngineConfig, device: torch.device) -> States | None:
     """Return the states of a model's layers; None: it has none.
 
@@ -96,6 +110,17 @@ def make_states(model: nn.Module, config: EngineConfig, device: torch.device) ->
     """
     layers = [module for module in model.modules() if isinstance(module, StateLayer)]
     if not layers:
+        wishes = {
+            "mamba_cache_dtype": config.mamba_cache_dtype,
+            "mamba_ssm_cache_dtype": config.mamba_ssm_cache_dtype,
+        }
+        for name, wish in wishes.items():
+            if wish != "auto":
+                raise ConfigError(
+                    f"{name}: this model keeps no states of sequences (kv_cache_dtype is the type "
+                    "of keys and values)",
+                    param=name,
+                )
         return None
     refused = {
         "kv_transfer_config": (config.kv_transfer_config, "KV connectors move blocks alone"),
@@ -116,8 +141,9 @@ def make_states(model: nn.Module, config: EngineConfig, device: torch.device) ->
         available = max(0, min(free, budget))
     else:
         available = int(config.cpu_kvcache_space * GIB)
+    stored = {layer: stored_parts(layer, config) for layer in layers}
     return States(
-        layers, config.max_num_seqs, device, available, shares=config.enable_prefix_caching
+        stored, config.max_num_seqs, device, available, shares=config.enable_prefix_caching
     )
 
 

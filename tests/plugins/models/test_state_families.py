@@ -265,6 +265,49 @@ async def test_few_snapshots_are_those_used_last(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("conv", "ssm", "sizes"),
+    [
+        ("auto", "auto", (4, 4)), ("float16", "auto", (2, 2)), ("auto", "bfloat16", (4, 2)),
+        ("bfloat16", "float32", (2, 4)),
+    ],
+)  # fmt: skip
+async def test_states_have_the_type_that_is_asked_for(
+    conv: str, ssm: str, sizes: tuple[int, int], tmp_path: Path
+) -> None:
+    """Memory counts its bytes, up to the last one; answers stay near."""
+    reference, folder = reference_and_folder("Mamba2ForCausalLM", tmp_path)
+    layers, inner, size = reference.config.num_hidden_layers, 8 * 16, 12
+    slot = layers * (sizes[0] * 3 * (inner + 2 * GROUPS * size) + sizes[1] * inner * size)
+    options: dict[str, Any] = {
+        "device": "cpu", "max_num_seqs": 3, "enable_prefix_caching": False,
+        "mamba_cache_dtype": conv, "mamba_ssm_cache_dtype": ssm,
+    }  # fmt: skip
+    with pytest.raises(OutOfMemory):
+        async with AsyncEngine(config(folder, cpu_kvcache_space=(4 * slot - 1) / 2**30, **options)):
+            pass
+    async with AsyncEngine(config(folder, cpu_kvcache_space=4 * slot / 2**30, **options)) as engine:
+        output = await answer(engine, PROMPTS[2])
+    (chosen,) = output.outputs
+    wanted = score(reference, PROMPTS[2] + chosen.token_ids)[len(PROMPTS[2]) - 1 : -1]
+    told = [
+        row[token].logprob for token, row in zip(chosen.token_ids, chosen.logprobs, strict=True)
+    ]
+    kept = [float(row[token]) for token, row in zip(chosen.token_ids, wanted, strict=True)]
+    exact = sizes == (4, 4)
+    assert (told == pytest.approx(kept, abs=1e-4)) == exact
+    assert told == pytest.approx(kept, abs=0.1)
+
+
+@pytest.mark.parametrize("name", ["mamba_cache_dtype", "mamba_ssm_cache_dtype"])
+async def test_types_of_states_need_states(name: str, tmp_path: Path) -> None:
+    folder = checkpoint(make_reference("LlamaForCausalLM", {}), "LlamaForCausalLM", tmp_path)
+    with pytest.raises(ConfigError, match="keeps no states") as caught:
+        async with AsyncEngine(config(folder, **{name: "bfloat16"})):
+            pass
+    assert caught.value.param == name
+
+
+@pytest.mark.parametrize(
     ("options", "param"),
     [
         ({"kv_compression": "key_norm", "enable_prefix_caching": False}, "kv_compression"),
