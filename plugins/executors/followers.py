@@ -6,6 +6,7 @@ import asyncio
 import collections
 import contextlib
 import logging
+import math
 import signal
 import socket
 import time
@@ -29,6 +30,8 @@ class FollowerConnection(ABC):
 
     reap_seconds: ClassVar[float] = 2.0
     """After its connection has closed, it is known by then how a process has ended."""
+    kill_seconds: ClassVar[float] = math.inf
+    """After it was killed, it is known by then that it has ended."""
     local_rank: int
     """Number of the rank's device on its host."""
     where = ""
@@ -113,6 +116,12 @@ class FollowerConnection(ABC):
             self._disconnect()
             self._lost(self.rank, f"sent an invalid frame: {error}")
 
+    def lose(self) -> None:
+        """Report that the process has ended, which its connection may not show."""
+        if not self._closed:
+            self._disconnect()
+            self._report_end(time.monotonic())
+
     def _report_end(self, deadline: float) -> None:
         if (ending := self.ending()) is None and time.monotonic() < deadline:
             self._loop.call_later(POLL_SECONDS, self._report_end, deadline)
@@ -132,14 +141,16 @@ class FollowerConnection(ABC):
 
     async def close(self, seconds: float) -> None:
         """Wait for the process to end, and kill it after `seconds`."""
+        await self._wait(seconds)
+        self.kill()
+        await self._wait(self.kill_seconds)
+        self._socket.close()
+        self.progress.close()
+
+    async def _wait(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         while self.ending() is None and time.monotonic() < deadline:
             await asyncio.sleep(POLL_SECONDS)
-        self.kill()
-        while self.ending() is None:
-            await asyncio.sleep(POLL_SECONDS)
-        self._socket.close()
-        self.progress.close()
 
     @abstractmethod
     def ending(self) -> str | None:

@@ -78,6 +78,9 @@ class RankWorker:
         listener: socket | None = None,
     ) -> RankWorker:
         """Join the other ranks, if there are any, and create the worker, which has not started."""
+        device = rank_device(config, local_rank)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # Of this thread.
         ranks = ONE_RANK
         if config.num_ranks > 1:
             ranks = join(

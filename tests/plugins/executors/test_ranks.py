@@ -351,7 +351,7 @@ def test_an_executor_that_subclasses_nothing_gets_what_is_optional() -> None:
     [
         ({"executor": "inprocess"}, "tensor_parallel_size"),
         ({"executor": "uni"}, "tensor_parallel_size"),
-        ({"executor": "ray"}, "executor"),
+        ({"executor": "slurm"}, "executor"),
         ({"tensor_parallel_size": 3}, "tensor_parallel_size"),
         (
             {"tensor_parallel_size": 1, "pipeline_parallel_size": 2, "executor": "uni"},

@@ -1,0 +1,285 @@
+"""The Ray cluster: this process's connection to it, the places of ranks, and their actors."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import threading
+import time
+from typing import Any, ClassVar, NamedTuple
+
+from ....core.errors import ConfigError, RankFailed
+from .actor import RankActor
+
+logger = logging.getLogger("jackfield.worker")
+POLL_SECONDS = 0.05
+TOGETHER_SECONDS = 5.0
+"""How long ranks that one host could hold wait for room there, before other hosts' is taken."""
+REACH_SECONDS = 5.0
+"""Time for the cluster's address to take a connection."""
+REMIND_SECONDS = 15.0
+"""How often the log says that the ranks still wait for a place."""
+ALL_VISIBLE = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
+"""Ray's switch: a process sees all GPUs of its host, as peers must that share memory."""
+COPIED = ("JACKFIELD_", "NCCL_", "GLOO_", "TORCH_", "TRITON_", "HF_")
+"""Variables of rank 0's environment whose names begin so are defaults of the other ranks."""
+
+
+def load_ray() -> Any:
+    """Return the package. Raises ConfigError if it is not installed."""
+    try:
+        import ray
+    except ImportError as error:
+        raise ConfigError(
+            f"executor: ray needs a package that is not installed ({error}): "
+            "pip install 'jackfield[ray]'",
+            param="executor",
+        ) from error
+    return ray
+
+
+class Node(NamedTuple):
+    """A host of the cluster, as Ray sees it."""
+
+    id: str
+    name: str
+    address: str
+    resources: dict[str, float]
+    """In all, used or not."""
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.address})"
+
+
+class Connection:
+    """This process as a driver of the cluster: a process has one connection, its engines share
+    it."""
+
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+    _users: ClassVar[int] = 0
+    _own: ClassVar[bool] = False
+    """Whether it was made here, and is to be ended here."""
+
+    @classmethod
+    def open(cls) -> None:
+        """Connect, unless the process is connected. Blocks. Raises ConfigError."""
+        ray = load_ray()
+        with cls._lock:
+            if not ray.is_initialized():
+                _connect(ray)
+                cls._own = True
+            cls._users += 1
+
+    @classmethod
+    def close(cls) -> None:
+        """End the connection with its last user, if it was made here."""
+        ray = load_ray()
+        with cls._lock:
+            cls._users -= 1
+            if cls._own and not cls._users:
+                cls._own = False
+                ray.shutdown()
+
+
+def _connect(ray: Any) -> None:
+    """Not on the main thread, where Ray would take over SIGTERM."""
+    address = os.environ.get("RAY_ADDRESS", "")
+    if address.startswith("ray://"):
+        raise ConfigError(
+            f"executor: RAY_ADDRESS={address} is a Ray client's: rank 0 is this process, which has "
+            "to be on a host of the cluster",
+            param="executor",
+        )
+    # It would warn that it leaves SIGTERM alone.
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    try:
+        host, _, port = address.rpartition(":")
+        if host and port.isdecimal():  # Ray itself would try for minutes.
+            socket.create_connection((host.strip("[]"), int(port)), REACH_SECONDS).close()
+        ray.init(address="auto", configure_logging=False)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"executor: no Ray cluster is reached from here ({str(error).splitlines()[0]}): run "
+            "`ray start --head` on this host and `ray start --address=...` on the others, or set "
+            "RAY_ADDRESS",
+            param="executor",
+        ) from error
+
+
+class RemoteRank:
+    """The actor of a rank other than 0."""
+
+    def __init__(self, rank: int, node: Node, actor: Any) -> None:
+        self.rank, self.node, self.actor = rank, node, actor
+        self.ending: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """How it has ended, as the rest of a sentence about it."""
+
+    def run(self, *arguments: Any) -> None:
+        """Start `RankActor.run`."""
+        loop = asyncio.get_running_loop()
+
+        def ended(done: Any) -> None:
+            with contextlib.suppress(RuntimeError):  # The loop has closed.
+                loop.call_soon_threadsafe(self._end, describe_ending(done.exception()))
+
+        self.actor.run.remote(*arguments).future().add_done_callback(ended)
+
+    def _end(self, ending: str) -> None:
+        if not self.ending.done():
+            self.ending.set_result(ending)
+
+
+class Placement:
+    """A placement group of Ray with a bundle for each rank: bundle 0 is on this process's node."""
+
+    def __init__(self, resource: str, size: int) -> None:
+        """resource: "GPU" or "CPU", one of them for a rank."""
+        self.resource, self.size = resource, size
+        self.nodes: list[Node] = []
+        """By rank, once there is room: rank 0's, the others of its host, those of other hosts."""
+        self._ray = load_ray()
+        self._group: Any = None
+        self._bundles: list[int] = []
+        """By rank."""
+        self._actors: list[Any] = []
+
+    async def reserve(self, seconds: float) -> None:
+        """Wait until there is room for all ranks. Raises ConfigError where there cannot be, and
+        RankFailed after `seconds`."""
+        own: str = self._ray.get_runtime_context().get_node_id()
+        nodes = await asyncio.to_thread(self._alive)
+        here = int(nodes[own].resources.get(self.resource, 0))
+        if here < 1:
+            raise ConfigError(
+                f"executor: rank 0 is this process, and Ray has no {self.resource} on its host "
+                f"{nodes[own]}: start jackfield on a host that has one",
+                param="executor",
+            )
+        together = here >= self.size
+        began = reminded = time.monotonic()
+        await asyncio.to_thread(self._ask, own, together)
+        while (table := await asyncio.to_thread(self._table))["state"] != "CREATED":
+            await asyncio.sleep(POLL_SECONDS)
+            now = time.monotonic()
+            if together and now - began > TOGETHER_SECONDS:
+                together = False
+                await asyncio.to_thread(self._ask, own, together)
+            if now - began > seconds:
+                raise RankFailed(f"{self._missing(nodes)}, for {seconds:g} seconds")
+            if now - reminded > REMIND_SECONDS:
+                reminded = now
+                nodes = await asyncio.to_thread(self._alive)
+                logger.warning("%s", self._missing(nodes))
+        nodes = await asyncio.to_thread(self._alive)
+        places = table["bundles_to_node_id"]
+        self._bundles = sorted(
+            places, key=lambda bundle: (bundle > 0, places[bundle] != own, places[bundle], bundle)
+        )
+        self.nodes = [nodes[places[bundle]] for bundle in self._bundles]
+
+    def _ask(self, own: str, together: bool) -> None:
+        """Ask for the bundles, in place of those asked for before. `own`: this process's node;
+        `together`: all on it."""
+        from ray.util.placement_group import placement_group, remove_placement_group
+
+        if self._group is not None:
+            remove_placement_group(self._group)
+        selector = {"ray.io/node-id": own}
+        self._group = placement_group(
+            [{self.resource: 1}] * self.size,
+            strategy="STRICT_PACK" if together else "PACK",
+            bundle_label_selector=[selector] + [selector if together else {}] * (self.size - 1),
+        )
+
+    def _alive(self) -> dict[str, Node]:
+        return {
+            node["NodeID"]: Node(
+                node["NodeID"],
+                node["NodeManagerHostname"],
+                node["NodeManagerAddress"],
+                node["Resources"],
+            )
+            for node in self._ray.nodes()
+            if node["Alive"]
+        }
+
+    def _table(self) -> dict[str, Any]:
+        from ray.util.placement_group import placement_group_table
+
+        table: dict[str, Any] = placement_group_table(self._group)
+        return table
+
+    def _missing(self, nodes: dict[str, Node]) -> str:
+        free = self._ray.available_resources().get(self.resource, 0)
+        there = ", ".join(
+            f"{node} has {node.resources.get(self.resource, 0):g}" for node in nodes.values()
+        )
+        return (
+            f"{self.size} ranks wait for a {self.resource} each in the Ray cluster, rank 0 on this "
+            f"host: {there}; {free:g} of them are free"
+        )
+
+    def start_actors(self) -> list[RemoteRank]:
+        """Start the actors of ranks other than 0, and, for GPUs, one that holds rank 0's."""
+        own = [self._actor(0)] if self.resource == "GPU" else []
+        remotes = [
+            RemoteRank(rank, self.nodes[rank], self._actor(rank)) for rank in range(1, self.size)
+        ]
+        self._actors = [*own, *(remote.actor for remote in remotes)]
+        return remotes
+
+    def _actor(self, rank: int) -> Any:
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        gpus = int(self.resource == "GPU")
+        return (
+            self._ray.remote(RankActor)
+            .options(
+                num_gpus=gpus,
+                num_cpus=1 - gpus,
+                max_concurrency=2,
+                max_restarts=0,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    self._group, placement_group_bundle_index=self._bundles[rank]
+                ),
+                runtime_env={"env_vars": {ALL_VISIBLE: "1"}} if gpus else None,
+            )
+            .remote()
+        )
+
+    async def own_gpu(self) -> str:
+        """Return Ray's name of rank 0's GPU."""
+        gpu: str = await self._actors[0].gpu.remote()
+        return gpu
+
+    def release(self) -> None:
+        """End the actors, and give the places back. Blocks."""
+        from ray.util.placement_group import remove_placement_group
+
+        for actor in self._actors:
+            self._ray.kill(actor)
+        self._actors.clear()
+        if self._group is not None:
+            group, self._group = self._group, None
+            remove_placement_group(group)
+
+
+def copied_environment() -> dict[str, str]:
+    """Return the variables of this process that other ranks get as defaults."""
+    return {name: value for name, value in os.environ.items() if name.startswith(COPIED)}
+
+
+def describe_ending(error: BaseException | None) -> str:
+    """Return how an actor has ended, as the rest of a sentence. error: what its run raised."""
+    if error is None:
+        return "ended"
+    cause = getattr(error, "cause", None)
+    if isinstance(cause, Exception):  # Raised by our own code there.
+        return f"failed: {type(cause).__name__}: {cause}"
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    reason = next((line for line in lines if line.startswith("The actor is dead")), lines[0])
+    reason = reason.partition(" Some common causes")[0].strip()
+    return f"is gone: {reason.rstrip('.')}"

@@ -1,0 +1,121 @@
+"""TCP connections between rank 0 and ranks of other hosts.
+
+Rank 0 listens; a rank that connects says first who it is, and proves by a secret of this engine,
+which Ray has carried to it, that it is. What it sends before is not decoded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import secrets
+import socket
+import struct
+
+logger = logging.getLogger("jackfield.worker")
+SECRET_BYTES = 32
+GREETING = struct.Struct(f"!{SECRET_BYTES}sH")
+"""The secret, and the rank's number."""
+GREETING_SECONDS = 10.0
+"""Time for the greeting: then the connection is closed."""
+SILENT_SECONDS = 30
+"""A connection ends if the other host does not acknowledge what is sent for so long."""
+
+
+def connect(address: tuple[str, int], secret: bytes, rank: int) -> socket.socket:
+    """Return a blocking connection to rank 0, greeted. Raises OSError."""
+    connection = socket.create_connection(address, timeout=GREETING_SECONDS)
+    connection.settimeout(None)
+    _configure(connection)
+    connection.sendall(GREETING.pack(secret, rank))
+    return connection
+
+
+def _configure(connection: socket.socket) -> None:
+    """Send small messages at once, and find out that a host has gone without a word."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in {
+        "TCP_KEEPIDLE": SILENT_SECONDS // 3,
+        "TCP_KEEPINTVL": SILENT_SECONDS // 6,
+        "TCP_KEEPCNT": 4,
+        "TCP_USER_TIMEOUT": 1000 * SILENT_SECONDS,
+    }.items():  # Not every system has them.
+        if (option := getattr(socket, name, None)) is not None:
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+class Reception:
+    """Rank 0's side: waits for the other ranks' connections."""
+
+    def __init__(self, listener: socket.socket, ranks: range) -> None:
+        """listener: `core.parallel.join.listen`; closed by `close`."""
+        loop = asyncio.get_running_loop()
+        self.secret = secrets.token_bytes(SECRET_BYTES)
+        self.address: tuple[str, int] = listener.getsockname()[:2]
+        self.connections: dict[int, asyncio.Future[socket.socket]] = {
+            rank: loop.create_future() for rank in ranks
+        }
+        """By rank."""
+        self._listener = listener
+        self._listener.setblocking(False)
+        self._greetings: set[asyncio.Task[None]] = set()
+        self._accepting = asyncio.create_task(self._accept())
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            connection, (host, *_) = await loop.sock_accept(self._listener)
+            greeting = asyncio.create_task(self._greet(connection, host))
+            self._greetings.add(greeting)
+            greeting.add_done_callback(self._greetings.discard)
+
+    async def _greet(self, connection: socket.socket, host: str) -> None:
+        """Give the connection to its rank, or close it."""
+        kept = False
+        try:
+            connection.setblocking(False)
+            received = await asyncio.wait_for(_receive(connection), GREETING_SECONDS)
+            secret, rank = GREETING.unpack(received)
+            future = self.connections.get(rank)
+            known = hmac.compare_digest(secret, self.secret)
+            if known and future is not None and not future.done():
+                _configure(connection)
+                future.set_result(connection)
+                kept = True
+        except (OSError, TimeoutError, EOFError):
+            pass
+        finally:
+            if not kept:
+                connection.close()
+        if not kept:
+            logger.warning("a connection from %s was closed: it is not of a rank", host)
+
+    def take(self, rank: int) -> socket.socket:
+        """Return a rank's connection, which is there."""
+        return self.connections.pop(rank).result()
+
+    async def close(self) -> None:
+        """Accept no more. Connections that were not taken are closed."""
+        tasks = [self._accepting, *self._greetings]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._listener.close()
+        for future in self.connections.values():
+            if not future.cancel() and not future.cancelled():
+                future.result().close()
+        self.connections.clear()
+
+
+async def _receive(connection: socket.socket) -> bytes:
+    """Return the bytes of a greeting. Raises EOFError."""
+    loop = asyncio.get_running_loop()
+    received = b""
+    while len(received) < GREETING.size:
+        data = await loop.sock_recv(connection, GREETING.size - len(received))
+        if not data:
+            raise EOFError
+        received += data
+    return received

@@ -1,0 +1,133 @@
+"""The executor `ray` without a cluster: greetings of ranks, and why it cannot start."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+from typing import Any
+
+import pytest
+
+from jackfield import AsyncEngine, EngineConfig
+from jackfield.core.errors import ConfigError
+from jackfield.core.parallel.join import listen
+from jackfield.core.registration.executor_choice import choose_executor
+from jackfield.core.registry import load_plugins
+from jackfield.plugins.executors.ray.cluster import describe_ending
+from jackfield.plugins.executors.ray.connections import GREETING, Reception, connect
+
+
+def test_only_ranks_that_know_the_secret_are_let_in(caplog: pytest.LogCaptureFixture) -> None:
+    """Others do not hold up those that do: a silent one, wrong ones, a number that is taken."""
+
+    async def receive() -> list[bytes]:
+        reception = Reception(listen(), range(1, 3))
+        address, secret = reception.address, reception.secret
+        silent = socket.create_connection(address)
+        wrong = [
+            await asyncio.to_thread(connect, address, *greeting)
+            for greeting in ((bytes(32), 1), (secret, 0), (secret, 3))
+        ]
+        ranks = [await asyncio.to_thread(connect, address, secret, rank) for rank in (2, 1, 2)]
+        await asyncio.gather(*reception.connections.values())
+        received = []
+        for rank in (1, 2):
+            own = reception.take(rank)
+            await asyncio.get_running_loop().sock_sendall(own, b"%d" % rank)
+            received.append(ranks[2 - rank].recv(1))
+            own.close()
+        # All others are closed, at the latest with the reception.
+        await reception.close()
+        for refused in (silent, *wrong, ranks[2]):
+            refused.settimeout(10)
+            assert refused.recv(1) == b""
+        for each in (silent, *wrong, *ranks):
+            each.close()
+        with pytest.raises(OSError):
+            socket.create_connection(address, timeout=1)
+        return received
+
+    assert asyncio.run(receive()) == [b"1", b"2"]
+    assert "is not of a rank" in caplog.text
+
+
+def test_a_connection_that_is_not_taken_is_closed() -> None:
+    async def receive() -> None:
+        reception = Reception(listen(), range(1, 3))
+        rank = connect(reception.address, reception.secret, 1)
+        await reception.connections[1]
+        await reception.close()
+        rank.settimeout(10)
+        assert rank.recv(1) == b""
+        rank.close()
+
+    asyncio.run(receive())
+
+
+def test_a_greeting_that_never_ends_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jackfield.plugins.executors.ray.connections.GREETING_SECONDS", 0.1)
+
+    async def receive() -> bytes:
+        reception = Reception(listen(), range(1, 2))
+        slow = socket.create_connection(reception.address)
+        slow.sendall(bytes(GREETING.size - 1))
+        slow.settimeout(10)
+        closed = await asyncio.to_thread(slow.recv, 1)
+        await reception.close()
+        slow.close()
+        return closed
+
+    assert asyncio.run(receive()) == b""
+
+
+def start(**options: Any) -> None:
+    async def enter() -> None:
+        async with AsyncEngine(EngineConfig(device="cpu", executor="ray", **options)):
+            pass
+
+    asyncio.run(enter())
+
+
+def test_without_the_package_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ConfigError, match=r"pip install 'jackfield\[ray\]'") as refusal:
+        start()
+    assert refusal.value.param == "executor"
+
+
+@pytest.mark.parametrize(
+    ("address", "reason"),
+    [("127.0.0.1:9", "ray start --head"), ("ray://127.0.0.1:10001", "is a Ray client's")],
+)
+def test_without_a_cluster_it_says_what_to_start(
+    monkeypatch: pytest.MonkeyPatch, address: str, reason: str
+) -> None:
+    pytest.importorskip("ray", reason="needs the package ray, which the extra `test` has")
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(ConfigError, match=reason) as refusal:
+        start()
+    assert refusal.value.param == "executor"
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 16])
+def test_auto_never_chooses_it(ranks: int) -> None:
+    config = EngineConfig(device="cpu", tensor_parallel_size=ranks)
+    assert choose_executor(config, load_plugins()["executor"]) != "ray"
+
+
+def test_the_end_of_an_actor_is_told_in_one_line() -> None:
+    """As of Ray 2.60, for an actor whose process was killed."""
+    text = (
+        "The actor died unexpectedly before finishing this task.\n\tclass_name: RankActor\n"
+        "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR "
+        "Worker exit detail: End of file. Some common causes include: (1) the process was killed"
+    )
+    assert describe_ending(RuntimeError(text)) == (
+        "is gone: The actor is dead because its worker process has died. Worker exit type: "
+        "SYSTEM_ERROR Worker exit detail: End of file"
+    )
+    raised = RuntimeError("wrapped")
+    raised.cause = OSError("no route")  # type: ignore[attr-defined]
+    assert describe_ending(raised) == "failed: OSError: no route"
+    assert describe_ending(None) == "ended"
