@@ -293,8 +293,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     executor: Annotated[
         str,
         _doc(
-            "Where ranks run: inprocess (one; uni is the same), processes (one or several; mp is "
-            "the same), a plugin's, or auto, by their number."
+            "Where ranks run: inprocess (one; uni is the same), processes (one or several of this "
+            "host; mp is the same), ray (on hosts of a Ray cluster), a plugin's, or auto, by their "
+            "number."
         ),
     ] = "auto"
     tensor_parallel_size: Annotated[
