@@ -13,7 +13,8 @@ from ..flags.engine_flags import Parser, add_engine_options, engine_config, fail
 DEFAULT_FILE_SIZE = 5 << 30
 OPTIONS = (
     "revision", "load_format", "model_loader_extra_config", "quantization", "dtype",
-    "tensor_parallel_size", "model_impl", "hf_overrides", "plugin_options", "disable_plugins",
+    "tensor_parallel_size", "enable_expert_parallel", "model_impl", "hf_overrides",
+    "plugin_options", "disable_plugins",
 )  # fmt: skip
 """Engine options that decide what is written."""
 
@@ -23,8 +24,9 @@ def make_parser() -> argparse.ArgumentParser:
         prog="jackfield convert",
         description="Write the weights of a checkpoint as each rank of an engine holds them, so "
         "that a rank reads its own alone, and copy the checkpoint's other files. Needs no GPU, and "
-        "memory for the weights of one rank. The same --tensor-parallel-size and --quantization "
-        "are given to the engine, with --load-format as --to here.",
+        "memory for the weights of one rank. The same --tensor-parallel-size, "
+        "--enable-expert-parallel and --quantization are given to the engine, with --load-format "
+        "as --to here.",
     )
     parser.add_argument("--model", default="", help="checkpoint; none: the embedded one")
     parser.add_argument(
@@ -81,6 +83,7 @@ def _run(args: argparse.Namespace) -> int:
     name, ranks = config.quantization, config.tensor_parallel_size
     flags = [f"--model {folder}", f"--load-format {args.to}"]
     flags += [f"--tensor-parallel-size {ranks}"] * (ranks > 1)
+    flags += ["--enable-expert-parallel"] * config.enable_expert_parallel
     flags += [f"--quantization {name}"] if name else []
     print(f"jackfield serve {' '.join(flags)}")
     return 0

@@ -42,7 +42,7 @@ class ShardedStateLoader:
         self.pattern = _pattern(config.model_loader_extra_config or {})
         self.architecture = model_config.architecture
         self.quantization = method_name(config.quantization, model_config)
-        self.rank, self.size = ranks.tensor.rank, ranks.tensor.size
+        self.ranks, self.rank = ranks, ranks.tensor.rank
 
     def load(self, model: nn.Module, device: torch.device) -> None:
         """Raises ConfigError where the files were made for another engine, and LoadError naming
@@ -64,7 +64,7 @@ class ShardedStateLoader:
         filler.finish()
 
     def _check(self, record: StateRecord, file: str, num_files: int) -> None:
-        record.check(file, self.architecture, self.quantization, self.rank, self.size)
+        record.check(file, self.architecture, self.quantization, self.ranks)
         if record.num_parts != num_files:
             raise LoadError(
                 f"rank {self.rank} has {num_files} files in {self.folder}, and {file} says "

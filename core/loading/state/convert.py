@@ -72,12 +72,15 @@ def convert(
     try:
         size = config.tensor_parallel_size
         for rank in range(size):
-            ranks = Ranks(tensor=OneRank(rank, size))
+            group = OneRank(rank, size)
+            experts = group if config.enable_expert_parallel else OneRank()
+            ranks = Ranks(tensor=group, experts=experts)
             state = _state(config, plugins, model_config, ranks)
             record = StateRecord(
                 architecture=model_config.architecture,
                 quantization=method_name(config.quantization, model_config),
                 tensor_parallel_size=size,
+                expert_parallel=experts.size > 1,
                 rank=rank,
             )
             files = saver(state, record, partial)

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from ...errors import ConfigError, LoadError
+from ...parallel.ranks import Ranks
 from ..model_config import ModelConfig
 
 VERSION = 1
@@ -22,6 +23,8 @@ class StateRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the quantization method that took the layers; None: none did."""
     tensor_parallel_size: Annotated[int, Meta(ge=1)]
     rank: Annotated[int, Meta(ge=0)]
+    expert_parallel: bool = False
+    """Whether the rank's experts are whole."""
     num_parts: Annotated[int, Meta(ge=1)] = 1
     """Files of this rank."""
     version: int = VERSION
@@ -49,17 +52,23 @@ class StateRecord(msgspec.Struct, frozen=True, kw_only=True):
         """Return it as text."""
         return msgspec.json.encode(self).decode()
 
-    def check(
-        self, file: str, architecture: str, quantization: str | None, rank: int, size: int
-    ) -> None:
+    def check(self, file: str, architecture: str, quantization: str | None, ranks: Ranks) -> None:
         """Raise ConfigError, with the option's name, if the file was made for another engine, and
-        LoadError if it is another rank's."""
+        LoadError if it is another rank's. `ranks`: the engine's."""
+        rank, size = ranks.tensor.rank, ranks.tensor.size
         if self.tensor_parallel_size != size:
             raise ConfigError(
                 f"tensor_parallel_size: {file} is of {self.tensor_parallel_size} ranks, and this "
                 f"engine has {size}; convert the checkpoint for {size}, or set it to "
                 f"{self.tensor_parallel_size}",
                 param="tensor_parallel_size",
+            )
+        if self.expert_parallel != (ranks.experts.size > 1):
+            made, here = ("whole", "divided") if self.expert_parallel else ("divided", "whole")
+            raise ConfigError(
+                f"enable_expert_parallel: in {file} experts are {made}, and in this engine {here}; "
+                "convert the checkpoint with the same option",
+                param="enable_expert_parallel",
             )
         if self.quantization != quantization:
             raise ConfigError(

@@ -33,11 +33,15 @@ CPU = torch.device("cpu")
 
 def build(folder: Path, rank: int = 0, size: int = 1, **options: Any) -> torch.nn.Module:
     """Return the model of one rank, which is only loaded, not computed with."""
+    return of_ranks(folder, Ranks(tensor=OneRank(rank, size)), **options)
+
+
+def of_ranks(folder: Path, ranks: Ranks, **options: Any) -> Any:
+    size = ranks.tensor.size
     config = EngineConfig(
         model=str(folder), device="cpu", dtype="float32", tensor_parallel_size=size, **options
     )
     model_config = resolve_model_config(config)
-    ranks = Ranks(tensor=OneRank(rank, size))
     return build_model(load_plugins(), config, model_config, CPU, Operations(), ranks)
 
 
@@ -130,6 +134,21 @@ def test_a_quantized_checkpoint_is_divided_as_it_is(llama: Path, tmp_path: Path)
     assert float(state["model.layers.1.self_attn.k_scale"]) == 1.5
 
 
+def test_whole_experts_are_written_and_read(tmp_path: Path) -> None:
+    folder = make_checkpoint("gpt-oss", tmp_path / "in")
+    output = convert(folder, tmp_path / "out", 2, "--enable-expert-parallel")
+    for group in (OneRank(0, 2), OneRank(1, 2)):
+        ranks = Ranks(tensor=group, experts=group)
+        expected = of_ranks(folder, ranks)
+        assert expected.model.layers[0].mlp.experts.share.num_experts == 6
+        same(of_ranks(output, ranks, load_format="sharded_state"), expected)
+    with pytest.raises(
+        ConfigError, match="experts are whole, and in this engine divided"
+    ) as caught:
+        build(output, 0, 2, load_format="sharded_state")
+    assert caught.value.param == "enable_expert_parallel"
+
+
 async def generate(folder: Path, size: int, load_format: str) -> list[list[int]]:
     config = EngineConfig(
         model=str(folder), device="cpu", dtype="float32", load_format=load_format,
@@ -142,11 +161,9 @@ async def generate(folder: Path, size: int, load_format: str) -> list[list[int]]
     async with AsyncEngine(config, plugins=load_plugins(extra=[Plugin()])) as engine:
 
         async def one(prompt: list[int]) -> list[int]:
-            return [
-                token
-                async for output in engine.generate(prompt, params)
-                for token in output.outputs[0].token_ids
-            ]
+            async for output in engine.generate(prompt, params):
+                last = output
+            return list(last.outputs[0].token_ids)
 
         return list(await asyncio.gather(*map(one, prompts)))
 
