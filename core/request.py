@@ -83,6 +83,10 @@ class Request:
     epoch: int = 0
     """Rises with each preemption, and at the end: results of an older epoch are dropped."""
     slot: int = -1
+    lane: int = -1
+    """With stages: which decode steps it is in (`core.scheduling.pipeline`); -1: none yet."""
+    last_step: int = -1
+    """With stages: number of the last step that samples for it; -1: none has."""
     tables: list[list[int]] = field(default_factory=list)
     """Block ids per group of layers: one block per column, the null block where the block was given
     back. Empty while the request holds no blocks."""

@@ -227,6 +227,7 @@ class EngineCore:
             max_source_tokens=self.info.max_source_tokens,
             kv_compression=_compression_rule(config),
             num_drafts=self.info.num_drafts,
+            num_stages=self.info.num_stages,
         )
         self._limits = self.scheduler.limits
         self.outputs = OutputProcessor(self.requests, self.scheduler, self.metrics, events)
@@ -234,6 +235,7 @@ class EngineCore:
             self.scheduler,
             self.executor,
             steps_in_flight=self.info.steps_in_flight,
+            num_stages=self.info.num_stages,
             publish=self.outputs.publish,
             stepped=self._step_finished,
             died=self._die,

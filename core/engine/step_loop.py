@@ -36,6 +36,7 @@ class StepLoop:
         executor: Executor,
         *,
         steps_in_flight: int,
+        num_stages: int = 1,
         publish: Callable[[list[Update]], None],
         stepped: Callable[[StepPlan, StepResult], None],
         died: Callable[[BaseException], None],
@@ -43,6 +44,9 @@ class StepLoop:
         self.scheduler = scheduler
         self.executor = executor
         self.steps_in_flight = steps_in_flight
+        self._delays = num_stages == 1
+        """Whether plans are made late: the first of several stages needs the next one long before
+        the steps in flight have ended."""
         self.publish = publish
         self.stepped = stepped
         self.died = died
@@ -173,7 +177,7 @@ class StepLoop:
 
     def _delay(self, in_flight: InFlight) -> float:
         """Return the seconds until the last free place in flight is to be filled; 0: not later."""
-        last_place = len(in_flight) == self.steps_in_flight - 1
+        last_place = self._delays and len(in_flight) == self.steps_in_flight - 1
         return self._timing.delay() if last_place and in_flight else 0.0
 
     def _fill(self, in_flight: InFlight) -> None:

@@ -14,6 +14,7 @@ from .allowances import Allowance
 from .compression import CacheCompression
 from .drafts import DraftBooks
 from .kv_transfers import KVTransfers
+from .pipeline.lanes import Lanes
 from .queue import RequestQueue
 
 
@@ -30,8 +31,10 @@ class LiveRequests:
         compression: CacheCompression | None,
         allowances: Sequence[Allowance] = (),
         drafts: DraftBooks | None = None,
+        lanes: Lanes | None = None,
     ) -> None:
-        """allowances: what a request has while it runs, besides slot and blocks."""
+        """allowances: what a request has while it runs, besides slot and blocks. lanes: with
+        stages."""
         self.by_id: dict[str, Request] = {}
         self.running = RequestQueue()
         self.waiting = RequestQueue()
@@ -44,6 +47,7 @@ class LiveRequests:
         self._compression = compression
         self._allowances = allowances
         self._drafts = drafts
+        self._lanes = lanes
         self._arrivals = count()
         self._free_slots = list(range(num_slots))
         self._released: list[int] = []
@@ -134,6 +138,8 @@ class LiveRequests:
             allowance.give_back(request)
         if self._drafts is not None:
             self._drafts.withdraw(request)
+        if self._lanes is not None:
+            self._lanes.leave(request)
         heapq.heappush(self._free_slots, request.slot)
         self._released.append(request.slot)
         request.slot = -1
@@ -177,6 +183,8 @@ class LiveRequests:
                 f"{r.request_id} waits, but counts computed tokens"
             )
             assert r.num_unverified_tokens == 0, f"{r.request_id} waits, but counts drafts"
+        if self._lanes is not None:
+            self._lanes.check(running)
         blocks = [block for each in self._allowances for block in each.held_blocks(running)]
         if self._transfers is not None:
             self._transfers.check({r.request_id for r in loading})

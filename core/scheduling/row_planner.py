@@ -13,6 +13,7 @@ from .compression import CacheCompression
 from .drafts import DraftBooks
 from .kv_transfers import KVTransfers, LoadDecision
 from .live_requests import LiveRequests
+from .pipeline.lanes import Lanes
 from .plan_builder import PlanBuilder
 from .prefill_chunks import PrefillChunks
 
@@ -32,9 +33,11 @@ class RowPlanner:
         compression: CacheCompression | None,
         allowances: Sequence[Allowance] = (),
         drafts: DraftBooks | None = None,
+        lanes: Lanes | None = None,
     ) -> None:
         """admission_reserve: blocks that stay free for running requests when another is
-        admitted. allowances: what a request must have, besides slot and blocks."""
+        admitted. allowances: what a request must have, besides slot and blocks. lanes: with
+        stages."""
         self._requests = requests
         self._kv = kv
         self._chunks = chunks
@@ -44,6 +47,7 @@ class RowPlanner:
         self._compression = compression
         self._allowances = allowances
         self._drafts = drafts
+        self._lanes = lanes
         self._blocks_wanted = 0
         """Blocks that the first waiting request lacked when the last plan was made."""
 
@@ -73,6 +77,8 @@ class RowPlanner:
             if num_tokens - computed == 1:
                 if num_tokens >= request.max_total_tokens:
                     continue  # its last token is in flight
+                if self._lanes is not None and not self._lanes.takes(request):
+                    continue
                 if request.num_proposed and (drafts := self._add_drafts(request, spare, builder)):
                     spare -= drafts
                     budget -= 1 + drafts

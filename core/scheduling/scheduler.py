@@ -22,6 +22,7 @@ from .guarded_connector import GuardedConnector
 from .kv_transfers import KVTransfers
 from .limits import RequestLimits
 from .live_requests import LiveRequests
+from .pipeline.lanes import Lanes
 from .plan_builder import PlanBuilder, PlannedStep
 from .policy_keys import PolicyKeys
 from .prefill_chunks import PrefillChunks
@@ -62,13 +63,15 @@ class Scheduler:
         num_snapshots: int | None = None,
         max_source_tokens: int = 0,
         num_drafts: int = 0,
+        num_stages: int = 1,
     ) -> None:
         """transfer: the role of `connector`. hash_key: see `BlockHasher`. groups: layers that share
         a block table. kv_compression: None: caches stay whole. Not None only with one group
         without a window. num_snapshots: of states, if layers keep them; None: they keep none.
         max_source_tokens: of an encoder-decoder model, without a connector and KV compression; 0:
         the model has no encoder. num_drafts: of a row, at most; not 0 only without a connector, KV
-        compression, states and an encoder."""
+        compression, states and an encoder. num_stages: that a step passes through; not 1 only
+        without drafts and a connector."""
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self._keys = PolicyKeys(policy, policy_name)
@@ -125,6 +128,7 @@ class Scheduler:
             most = max(max_source_tokens, max_num_batched_tokens)
             allowances.append(SourceAllowance(self.kv, len(groups), most))
         self._drafts = DraftBooks(num_drafts, self.kv) if num_drafts else None
+        self._lanes = Lanes(num_stages) if num_stages > 1 else None
         self.requests = LiveRequests(
             max_num_seqs,
             self.kv,
@@ -133,6 +137,7 @@ class Scheduler:
             compression=self._compression,
             allowances=allowances,
             drafts=self._drafts,
+            lanes=self._lanes,
         )
         self._rows = RowPlanner(
             self.requests,
@@ -144,6 +149,7 @@ class Scheduler:
             compression=self._compression,
             allowances=allowances,
             drafts=self._drafts,
+            lanes=self._lanes,
         )
         self._steps = count()
         self._in_flight: dict[int, PlannedStep] = {}
@@ -183,7 +189,7 @@ class Scheduler:
     def fail_all(self, error: str) -> list[Update]:
         """End every request after the device failed; drop steps in flight and cached content."""
         updates = self.take_failures()
-        self._in_flight.clear()
+        self._forget_steps()
         for request in list(self.requests.by_id.values()):
             updates.append(self.requests.fail(request, error))
         if self.transfers is not None:
@@ -212,7 +218,7 @@ class Scheduler:
         results of steps that succeeded after it, only the reports of transfers are used.
         """
         step = self._in_flight[plan.step]
-        self._in_flight.clear()
+        self._forget_steps()
         updates = self.take_failures()
         for request, epoch in zip(step.rows, step.epochs, strict=True):
             if request.epoch == epoch:
@@ -227,6 +233,11 @@ class Scheduler:
             self.transfers.expect_report()
         return updates
 
+    def _forget_steps(self) -> None:
+        self._in_flight.clear()
+        if self._lanes is not None:
+            self._lanes.forget_steps()
+
     def take_failures(self) -> list[Update]:
         """Return updates that belong to no step, as `update` also does."""
         failures, self._failures = self._failures, []
@@ -240,6 +251,17 @@ class Scheduler:
         short_step: tokens of a step with prompts while others decode and few tokens wait, so that
         nobody's next token waits long; None: max_num_batched_tokens.
         """
+        if self._lanes is None:
+            return self._schedule(short_step)
+        requests = self.requests
+        admits = requests.has_free_slot and bool(requests.waiting.requests)
+        for _ in self._lanes.turns(requests.running.requests, admits):
+            if (plan := self._schedule(short_step)) is not None:
+                return plan
+        return None
+
+    def _schedule(self, short_step: int | None) -> StepPlan | None:
+        """Plan a step; with stages, of the lane whose turn it is."""
         budget = self.max_num_batched_tokens
         if short_step is not None and self._drafts is None:
             budget = self._chunks.step_budget(budget, short_step, self.requests)
@@ -266,6 +288,9 @@ class Scheduler:
         self._in_flight[step] = planned
         if self.kv.snapshots is not None:
             self.kv.snapshots.commit()
+        if self._lanes is not None:
+            prompts = [request for request in builder.prefills if request.num_pending_tokens]
+            self._lanes.planned(step, builder.decodes, [*builder.decodes, *prompts])
         return builder.plan(
             step,
             planned,
@@ -292,6 +317,8 @@ class Scheduler:
         so are a row's tokens after one that ends its request.
         """
         step = self._in_flight.pop(plan.step)
+        if self._lanes is not None:
+            self._lanes.ended(plan.step)
         updates = self.take_failures()
         self._take_transfers(result, updates)
         logprobs, failed, first_positions = result.logprobs, result.failed, step.first_positions

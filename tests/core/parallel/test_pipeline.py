@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,12 @@ from encoders import save_decoder
 from rank_executor import Plugin
 from test_worker_ranks import config, requests, tokens
 
-from jackfield import AsyncEngine, EngineConfig
+from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.errors import ConfigError
 from jackfield.core.parallel.join import exchange, join, leave, listen
 from jackfield.core.parallel.ranks import Pipeline, Ranks
 from jackfield.core.registry import load_plugins
+from jackfield.core.step import StepPlan
 from jackfield.plugins.conformance.rank_threads import run_ranks, thread_groups, thread_ranks
 
 from helpers import make_checkpoint
@@ -122,6 +124,38 @@ async def test_stages_serve_the_tokens_of_one_rank(
     folder = make_checkpoint("qwen3", tmp_path)
     want = await tokens(config(folder, 1), requests())
     assert await tokens(staged(folder, num_stages, size), requests()) == want
+
+
+async def test_all_stages_have_a_step_in_steady_decode(tmp_path: Path) -> None:
+    """And one more waits at the first, so that none waits for the host."""
+    settings = staged(make_checkpoint("qwen3", tmp_path), 3)
+    params = SamplingParams(max_tokens=40, ignore_eos=True, detokenize=False)
+    in_flight: list[int] = []
+    rows: list[set[int]] = []
+    async with AsyncEngine(settings, plugins=load_plugins(extra=[Plugin()])) as engine:
+        executor: Any = engine.core.executor  # type: ignore[attr-defined]
+        submit = executor.submit
+
+        def watched(plan: StepPlan, *more: Any) -> Any:
+            if plan.total_tokens == len(plan.slots):
+                in_flight.append(engine.core.scheduler.in_flight)  # type: ignore[attr-defined]
+                rows.append(set(plan.slots))
+            return submit(plan, *more)
+
+        executor.submit = watched
+
+        async def serve(number: int) -> None:
+            async for _ in engine.generate([5 + number, 7, 9], params):
+                pass
+
+        await asyncio.gather(*map(serve, range(4)))
+        engine.core.check_idle()  # type: ignore[attr-defined]
+    steady = slice(10, -10)
+    assert set(in_flight[steady]) == {4}
+    assert all(
+        not a & b and not a & c
+        for a, b, c in zip(rows[8:-10], rows[9:-9], rows[10:-8], strict=True)
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,1 @@
+"""Steps of a model in stages: which requests are in which."""
