@@ -333,6 +333,11 @@ class ParameterFiller:
         share = self._expert_share(parameter_name)
         return share is None or not share.is_elsewhere(shard)
 
+    @property
+    def takes_all(self) -> bool:
+        """Whether no other stage has a part of the checkpoint."""
+        return not self._elsewhere
+
     def fill(self, name: str, tensor: torch.Tensor) -> None:
         """Copy one checkpoint tensor, as far as this rank holds it. Raises LoadError if it has no
         parameter or another shape."""

@@ -88,7 +88,7 @@ class GgufLoader:
                 dense = self._unturned(stem, dense)
             filler.fill(name, dense.to(device))
         filler.finish()
-        if unused:
+        if unused and filler.takes_all:
             raise LoadError(
                 f"{self.file.name} has tensors that the model has no place for: "
                 f"{listed(sorted(unused))}"

@@ -55,7 +55,8 @@ class ShardedStateLoader:
                     record = StateRecord.read(file.name, (tensors.metadata() or {}).get(RECORD))
                     self._check(record, file.name, len(files))
                     for name in tensors.keys():
-                        filler.fill(name, tensors.get_tensor(name))
+                        if filler.takes(name):
+                            filler.fill(name, tensors.get_tensor(name))
             except (SafetensorError, OSError) as error:
                 raise LoadError(f"{file.name} is not a safetensors file: {error}") from error
             except LoadError as error:

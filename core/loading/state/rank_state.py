@@ -19,6 +19,7 @@ from torch import nn
 from ...errors import LoadError, listed
 from ...nn.attention import Attention
 from ...nn.quantized import LinearSpec, QuantizedLinear, TensorSpec
+from ...parallel.elsewhere import elsewhere
 from ...protocols.quantization import QuantizationMethod
 from ..quantize import quantized_layers
 from ..staging import Staging
@@ -82,6 +83,7 @@ class StateFiller:
     """Fills a rank's model from the tensors of `rank_state`, and tracks which are missing."""
 
     def __init__(self, model: nn.Module) -> None:
+        self._elsewhere = elsewhere(model)
         self._parameters = dict(model.named_parameters())
         self._layers = [Staging(layer) for layer in quantized_layers(model).values()]
         self._places: dict[str, tuple[Staging, str, str]] = {
@@ -91,6 +93,10 @@ class StateFiller:
         }
         self._attention = _attention(model)
         self._missing = set(self._parameters)
+
+    def takes(self, name: str) -> bool:
+        """Return whether a tensor is of this stage."""
+        return not name.startswith(self._elsewhere)
 
     def fill(self, name: str, tensor: torch.Tensor) -> None:
         """Copy one tensor. Raises LoadError if it has no place, or another shape."""

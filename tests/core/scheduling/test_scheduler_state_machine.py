@@ -263,6 +263,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     kv_compression: CompressionRule | None = None
     num_drafts = 0
     max_source_tokens = 0
+    num_stages = 1
+    most_in_flight = 2
     max_num_seqs, budget, max_model_len, num_blocks, block_size = 4, 16, 40, 14, 4
 
     def __init__(self) -> None:
@@ -284,6 +286,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             kv_compression=self.kv_compression,
             num_drafts=self.num_drafts,
             max_source_tokens=self.max_source_tokens,
+            num_stages=self.num_stages,
         )
         self.worker = self.worker_class(
             self.num_blocks, self.block_size, self.max_num_seqs, self.budget, self.groups,
@@ -387,7 +390,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(short_step=st.sampled_from([None, None, 4, 9]))
     def schedule(self, short_step=None):
-        if len(self.flying) < 2:
+        if len(self.flying) < self.most_in_flight:
             plan = self.scheduler.schedule(short_step)
             if plan is not None:
                 for start in plan.starts:
@@ -410,7 +413,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def refuse_a_plan(self):
         """The executor raises in place of taking one: it fails as a step, with those in flight
         before it."""
-        if len(self.flying) == 2 or (plan := self.scheduler.schedule()) is None:
+        if len(self.flying) == self.most_in_flight or (plan := self.scheduler.schedule()) is None:
             return
         self.scheduler.not_taken(plan)
         while self.flying:
@@ -511,7 +514,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             in_flight = len(self.flying)
             self.progress()
             self.schedule()
-            if len(self.flying) in (in_flight, 2):
+            if len(self.flying) in (in_flight, self.most_in_flight):
                 if self.flying:
                     self.update()
                 else:
@@ -863,6 +866,17 @@ def test_a_failed_step_empties_the_prefix_cache_while_a_transfer_holds_blocks() 
     machine.teardown()
 
 
+class StagesMachine(SchedulerMachine):
+    """Three stages, and few blocks for what they have in flight."""
+
+    num_stages, most_in_flight = 3, 4
+    num_blocks = 19
+
+
+class TwoStagesMachine(PriorityMachine):
+    num_stages, most_in_flight = 2, 3
+
+
 class WindowsMachine(SchedulerMachine):
     """A group with all tokens, and windows that begin and end within blocks."""
 
@@ -902,6 +916,8 @@ for machine in (
     FailingConnectorMachine,
     FailingWorkerHalfMachine,
     UnclosableWorkerHalfMachine,
+    StagesMachine,
+    TwoStagesMachine,
 ):
     machine.TestCase.settings = settings(
         max_examples=60,
@@ -923,3 +939,5 @@ TestConnectorPriority = ConnectorPriorityMachine.TestCase
 TestFailingConnector = FailingConnectorMachine.TestCase
 TestFailingWorkerHalf = FailingWorkerHalfMachine.TestCase
 TestUnclosableWorkerHalf = UnclosableWorkerHalfMachine.TestCase
+TestStages = StagesMachine.TestCase
+TestTwoStages = TwoStagesMachine.TestCase
