@@ -101,8 +101,8 @@ class Operations(
         "cached_heads.quantized", "write_cache.quantized",
         "decode_inputs.dropped", "step_inputs.dropped",
         "bidirectional_attention.distance_bias", "experts.activation", "experts.bias",
-        "experts.foreign", "experts.relu2", "route.bias", "route.factor", "route.groups",
-        "route.sigmoid",
+        "experts.foreign", "experts.relu2", "gated_rms_norm.sigmoid",
+        "route.bias", "route.factor", "route.groups", "route.sigmoid",
     })  # fmt: skip
     """Options of methods that these operations support, as "method.option"; a model or an engine
     that needs another one is refused. A subclass that overrides such a method sets it; without

@@ -1,4 +1,4 @@
-"""RMSNorm of groups of channels, times silu(gate) before or after it.
+"""RMSNorm of groups of channels, times silu(gate) before or after it, or sigmoid(gate) after it.
 
 Memory: reads x and gate and writes the result, once. About 10 operations per element: bound by
 memory. Twin: `core.nn.state.operations.StateOperations.gated_rms_norm`.
@@ -26,6 +26,7 @@ def _gated_rms_norm_kernel(
     GROUP: tl.constexpr,
     SHARED: tl.constexpr,
     GATE_FIRST: tl.constexpr,
+    SIGMOID: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One program: one group of one token."""
@@ -36,14 +37,17 @@ def _gated_rms_norm_kernel(
     x = tl.load(x_ptr + token * stride_x + channel, mask=mask, other=0.0)
     gate = tl.load(gate_ptr + token * stride_gate + channel, mask=mask, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + (place if SHARED else channel), mask=mask, other=0.0)
-    factor = gate / (1.0 + tl.exp(-gate))
+    factor = (1.0 if SIGMOID else gate) / (1.0 + tl.exp(-gate))
     wide = x.to(tl.float32)
     if GATE_FIRST:
         wide *= factor
     wide *= tl.rsqrt(tl.sum(wide * wide, axis=0) / GROUP + eps)
-    # Rounded before the weight, as models were trained.
-    normed = wide.to(x.dtype).to(tl.float32) * weight.to(tl.float32)
-    normed = normed.to(x.dtype).to(tl.float32)
+    # Rounded before the weight, as models were trained; with a sigmoid, only behind the gate.
+    if not SIGMOID:
+        wide = wide.to(x.dtype).to(tl.float32)
+    normed = wide * weight.to(tl.float32)
+    if not SIGMOID:
+        normed = normed.to(x.dtype).to(tl.float32)
     if not GATE_FIRST:
         normed *= factor
     tl.store(out_ptr + token * size + channel, normed.to(x.dtype), mask=mask)
@@ -57,6 +61,7 @@ def gated_rms_norm(
     *,
     group_size: int,
     gate_first: bool,
+    sigmoid: bool = False,
 ) -> torch.Tensor:
     """x, gate: [T, size], last stride 1; weight: [size], or [group_size] for all groups → [T,
     size]"""
@@ -65,7 +70,7 @@ def gated_rms_norm(
     block = triton.next_power_of_2(group_size)
     launch(_gated_rms_norm_kernel, (num_tokens, size // group_size))(
         out, x, gate, weight, x.stride(0), gate.stride(0), size, eps,
-        GROUP=group_size, SHARED=weight.shape[0] == group_size, GATE_FIRST=gate_first, BLOCK=block,
-        num_warps=min(16, max(1, block // 512)),
+        GROUP=group_size, SHARED=weight.shape[0] == group_size, GATE_FIRST=gate_first,
+        SIGMOID=sigmoid, BLOCK=block, num_warps=min(16, max(1, block // 512)),
     )  # fmt: skip
     return out

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ...core.nn.operations import Operations
-from ...core.nn.state.operations import DeltaWeights, ScanWeights
+from ...core.nn.state.operations import ChannelDeltaWeights, DeltaWeights, ScanWeights
 from ...core.nn.state.rows import StateRows
 
 REFERENCE = Operations()
@@ -165,6 +165,30 @@ class StateChecks:
             self._check_states(name, dtype, "prompts", shapes, weights, state)
         state = self.draw(NUM_STATES, 3, heads, dtype=stored)
         self._check_states("causal_conv", dtype, "decode", [numbers], convolution, state, silu=True)
+
+    @pytest.mark.parametrize("bound", [None, -5.0])
+    @pytest.mark.parametrize("step", STEPS)
+    def test_channel_delta_rules_continue_states(
+        self, dtype: torch.dtype, step: str, bound: float | None
+    ) -> None:
+        heads, keys, values = 3, 12, 20
+        bias = self.draw(heads, keys, dtype=torch.float32, seed=1)
+        weights = ChannelDeltaWeights(self._rates(heads), bias, bound)
+        shapes = [(heads, keys), (heads, keys), (heads, values), (heads, keys), (heads,)]
+        state = self.draw(NUM_STATES, heads, keys, values, dtype=torch.float32)
+        self._check_states("channel_delta_rule", dtype, step, shapes, [weights], state)
+
+    def test_norms_gated_by_sigmoids(self, dtype: torch.dtype) -> None:
+        operations = self.make(dtype)
+        if "gated_rms_norm.sigmoid" not in operations.features:
+            pytest.skip("these operations have no such gates")
+        x, gate = (self._sliced(5, 96, dtype=dtype, seed=seed) for seed in (1, 2))
+        weight = self.draw(24, dtype=dtype, seed=3)
+        got, want = (
+            each.gated_rms_norm(x, gate, weight, 0.1, group_size=24, gate_first=False, sigmoid=True)
+            for each in (operations, REFERENCE)
+        )
+        self.near(got, want, dtype)
 
     @pytest.mark.parametrize("gate_first", [True, False])
     def test_gated_norms(self, dtype: torch.dtype, gate_first: bool) -> None:

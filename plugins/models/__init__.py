@@ -65,6 +65,7 @@ ARCHITECTURES = {
     "hunyuan": ("HunYuanDenseV1ForCausalLM",),
     "internlm2": ("InternLM2ForCausalLM",),
     "jamba": ("JambaForCausalLM",),
+    "kimi_linear": ("BailingHybridForCausalLM", "KimiLinearForCausalLM"),
     "lfm2": ("Lfm2ForCausalLM", "Lfm2MoeForCausalLM"),
     "llama": ("LlamaForCausalLM", "LlamaModel", "LlamaForSequenceClassification"),
     "mamba": ("MambaForCausalLM", "FalconMambaForCausalLM", "Mamba2ForCausalLM"),

@@ -51,7 +51,8 @@ class LatentSelfAttention(SelfAttention):
         nn.Module.__init__(self)
         hf = config.hf_config
         nope, rope, value = hf.qk_nope_head_dim, hf.qk_rope_head_dim, hf.v_head_dim
-        heads, narrow, bias = config.num_heads, hf.q_lora_rank, self.output_bias(hf)
+        heads, narrow = config.num_heads, getattr(hf, "q_lora_rank", None)
+        bias = self.output_bias(hf)
         if bias and narrow is None:
             raise ConfigError(
                 "attention_bias: it is not supported without q_lora_rank", param="attention_bias"
@@ -138,7 +139,7 @@ class LatentDecoder(Decoder):
 
     @staticmethod
     def rotaries_of(config: ModelConfig, build: BuildContext) -> Sequence[Rotary | None]:
-        _check_sizes(config.hf_config)
+        check_sizes(config.hf_config)
         rotary = Rotary(config, build, head_dim=config.hf_config.qk_rope_head_dim)
         return [rotary] * config.num_layers
 
@@ -152,7 +153,7 @@ def rope_scale(rope: dict[str, Any]) -> float:
     return 0.1 * float(all_dim) * math.log(factor) + 1.0
 
 
-def _check_sizes(hf: Any) -> None:
+def check_sizes(hf: Any) -> None:
     """Raise ConfigError, with the field's name, for a size that is none."""
     for name in SIZES:
         size = getattr(hf, name, None)
@@ -163,6 +164,6 @@ def _check_sizes(hf: Any) -> None:
             f"qk_rope_head_dim: {hf.qk_rope_head_dim} channels cannot be rotated in pairs",
             param="qk_rope_head_dim",
         )
-    narrow = hf.q_lora_rank
+    narrow = getattr(hf, "q_lora_rank", None)
     if narrow is not None and (type(narrow) is not int or narrow < 1):
         raise ConfigError(f"q_lora_rank: {narrow!r} is no size", param="q_lora_rank")

@@ -6,9 +6,15 @@ from typing import ClassVar
 
 import torch
 
-from ...core.nn.state.operations import DeltaWeights, ScanWeights, StateOperations
+from ...core.nn.state.operations import (
+    ChannelDeltaWeights,
+    DeltaWeights,
+    ScanWeights,
+    StateOperations,
+)
 from ...core.nn.state.rows import StateRows
 from ...kernels.state.causal_conv import causal_conv
+from ...kernels.state.channel_delta_rule import channel_delta_rule
 from ...kernels.state.delta_rule import delta_rule
 from ...kernels.state.gated_rms_norm import gated_rms_norm
 from ...kernels.state.rows import Rows
@@ -86,6 +92,20 @@ class TritonStates(StateOperations):
         """[T, H, V] → [T, H, V]"""
         return delta_rule(q, k, v, step, beta, *weights, state, _rows(rows))
 
+    def channel_delta_rule(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        step: torch.Tensor,
+        beta: torch.Tensor,
+        weights: ChannelDeltaWeights,
+        state: torch.Tensor,
+        rows: StateRows,
+    ) -> torch.Tensor:
+        """[T, H, V] → [T, H, V]"""
+        return channel_delta_rule(q, k, v, step, beta, *weights, state, _rows(rows))
+
     def gated_rms_norm(
         self,
         x: torch.Tensor,
@@ -95,6 +115,9 @@ class TritonStates(StateOperations):
         *,
         group_size: int,
         gate_first: bool,
+        sigmoid: bool = False,
     ) -> torch.Tensor:
         """[T, size] → [T, size]"""
-        return gated_rms_norm(x, gate, weight, eps, group_size=group_size, gate_first=gate_first)
+        return gated_rms_norm(
+            x, gate, weight, eps, group_size=group_size, gate_first=gate_first, sigmoid=sigmoid
+        )

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ...cache.groups import CachePart, StateCache
+from ...parallel.sharding import Sharding
 from ..context import BuildContext
 
 
@@ -49,6 +50,30 @@ class CausalConv(nn.Module):
     def kernel(self) -> torch.Tensor:
         """[channels, size]"""
         return self.weight[:, 0]
+
+
+class MergedConv(CausalConv):
+    """Convolutions side by side, whose weights checkpoints have apart."""
+
+    def __init__(
+        self,
+        channels: Mapping[str, int],
+        shares: Mapping[str, slice],
+        size: int,
+        build: BuildContext,
+    ) -> None:
+        """channels: name → those of all ranks; shares: name → this rank's"""
+        count = sum(share.stop - share.start for share in shares.values())
+        super().__init__(count, size, build, bias=False)
+        self.shards: dict[str, slice] = {}
+        self.shardings: dict[str, Sharding] = {}
+        start = 0
+        for name, share in shares.items():
+            self.shards[name] = slice(start, start + share.stop - share.start)
+            start = self.shards[name].stop
+        if build.ranks.tensor.size > 1:
+            own = {name: (share,) for name, share in shares.items()}
+            self.shardings["weight"] = Sharding(0, channels, own)
 
 
 class GateNorm(nn.Module):

@@ -46,6 +46,24 @@ class DeltaWeights(NamedTuple):
     """Added to the step size, before softplus."""
 
 
+class ChannelDeltaWeights(NamedTuple):
+    """Parameters of a delta rule with a decay for each channel, float32."""
+
+    rate: torch.Tensor
+    """[H] Rate of decay, negative."""
+    dt_bias: torch.Tensor
+    """[H, K] Added to the step size."""
+    bound: float | None = None
+    """Least logarithm of a decay, of the bounded form."""
+
+    def decay(self, step: torch.Tensor) -> torch.Tensor:
+        """Return the logarithm of each channel's decay: [T, H, K] → the same shape, float32."""
+        wide, rate = step.float() + self.dt_bias, self.rate[:, None]
+        if self.bound is None:
+            return rate * F.softplus(wide)
+        return self.bound * torch.sigmoid(-rate * wide)
+
+
 class StateOperations:
     """T tokens in R rows (`StateRows`). Every row's tokens continue its slot's state, and leave it
     as it is after the last of them; sums are float32."""
@@ -170,6 +188,31 @@ class StateOperations:
         )  # fmt: skip
         return y.to(v.dtype)
 
+    def channel_delta_rule(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        step: torch.Tensor,
+        beta: torch.Tensor,
+        weights: ChannelDeltaWeights,
+        state: torch.Tensor,
+        rows: StateRows,
+    ) -> torch.Tensor:
+        """As `delta_rule`, but that each channel of keys decays by its own number, that of
+        `weights`: S[k] = exp(decay[k]) S[k], …
+
+        q, k, step: [T, H, K]; v: [T, H, V]; beta: [T, H]; state: [num_states, H, K, V]; all but
+        state may be views of wider tensors → [T, H, V]
+        """
+        queries, keys = unit(q) * q.shape[2] ** -0.5, unit(k)
+        y = _scan(
+            delta_step, delta_tokens,
+            (queries, keys, v.float(), weights.decay(step), torch.sigmoid(beta.float())),
+            (), (), state, rows,
+        )  # fmt: skip
+        return y.to(v.dtype)
+
     def gated_rms_norm(
         self,
         x: torch.Tensor,
@@ -179,12 +222,20 @@ class StateOperations:
         *,
         group_size: int,
         gate_first: bool,
+        sigmoid: bool = False,
     ) -> torch.Tensor:
         """x / rms(x) * weight over each group of channels, times silu(gate) before or after.
 
         x, gate: [T, size]; weight: [size], or [group_size] for all groups alike; group_size:
-        divides size → [T, size]
+        divides size; sigmoid: times sigmoid(gate), rounded once. Only models that have it pass it
+        (`features`) → [T, size]
         """
+        if sigmoid:
+            assert not gate_first, "this gate is behind its norm"
+            groups = x.float().unflatten(-1, (-1, group_size))
+            groups = groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + eps)
+            normed = (groups * weight.float().view(-1, group_size)).flatten(-2)
+            return (normed * torch.sigmoid(gate.float())).to(x.dtype)
         factor = F.silu(gate.float())
         wide = x.float() * factor if gate_first else x.float()
         groups = wide.unflatten(-1, (-1, group_size))

@@ -104,10 +104,12 @@ def delta_step(
     """One token of each of R sequences: S = exp(decay) S, S += k (beta (v - Sᵀ k))ᵀ, y = Sᵀ q. All
     float32.
 
-    q, k: [R, H, K]; v: [R, H, V]; decay, beta: [R, H]; states: [R, H, K, V] → y [R, H, V], states
-    after it. Source: gated delta networks (arXiv 2412.06464).
+    q, k: [R, H, K]; v: [R, H, V]; decay: [R, H], or [R, H, K] for each channel; beta: [R, H];
+    states: [R, H, K, V] → y [R, H, V], states after it. Source: gated delta networks (arXiv
+    2412.06464).
     """
-    states = states * decay.exp()[:, :, None, None]
+    kept = decay.exp() if decay.dim() == 3 else decay.exp()[:, :, None]
+    states = states * kept[..., None]
     missing = v - torch.einsum("rhkv,rhk->rhv", states, k)
     states = states + k[..., None] * (missing * beta[:, :, None])[:, :, None]
     return torch.einsum("rhkv,rhk->rhv", states, q), states

@@ -6,6 +6,7 @@ from triton.compiler import ASTSource
 
 from jackfield.kernels.state import (
     causal_conv,
+    channel_delta_rule,
     delta_chunks,
     delta_rule,
     gated_rms_norm,
@@ -28,7 +29,7 @@ DELTA = {
 }  # fmt: skip
 DELTA_SINGLE = {**DELTA, "VALUES": 16, "CHUNK": 16, "SINGLE": True}
 DELTA_WIDE = {**DELTA, "VALUES": 16, "CHUNK": 16, "PRECISION": "ieee"}
-NORM = {"GROUP": 8192, "SHARED": False, "GATE_FIRST": True, "BLOCK": 8192}
+NORM = {"GROUP": 8192, "SHARED": False, "GATE_FIRST": True, "SIGMOID": False, "BLOCK": 8192}
 KERNELS = [
     (causal_conv._conv_kernel, CONV, 4),
     (causal_conv._conv_state_kernel, {**CONV, "SINGLE": False}, 1),
@@ -39,6 +40,8 @@ KERNELS = [
     (selective_scan._selective_scan_kernel, {**SELECTIVE, "TOKENS": 1, "SINGLE": True}, 1),
     (delta_chunks._delta_chunk_kernel, DELTA, 4),
     (delta_chunks._delta_chunk_kernel, DELTA_WIDE, 4),
+    (channel_delta_rule._channel_delta_rule_kernel, {**DELTA_SINGLE, "BOUND": None}, 2),
+    (channel_delta_rule._channel_delta_rule_kernel, {**DELTA_SINGLE, "BOUND": -5.0}, 2),
     (delta_rule._delta_rule_kernel, DELTA, 4),
     (delta_rule._delta_rule_kernel, DELTA_SINGLE, 2),
     (delta_rule._delta_rule_kernel, DELTA_WIDE, 8),

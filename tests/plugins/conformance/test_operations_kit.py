@@ -205,6 +205,16 @@ def forgets_state(self: Any, *args: Any) -> Any:
     return Operations.delta_rule(self, *inputs, state.clone(), rows)
 
 
+def decays_heads(self: Any, *args: Any) -> Any:
+    *inputs, weights, state, rows = args
+    alike = weights._replace(dt_bias=weights.dt_bias[:, :1].expand_as(weights.dt_bias))
+    return Operations.channel_delta_rule(self, *inputs, alike, state, rows)
+
+
+def gates_by_silu(self: Any, *args: Any, sigmoid: bool = False, **more: Any) -> Any:
+    return Operations.gated_rms_norm(self, *args, **more)
+
+
 NORMS = ("test_rms_norm", "test_rms_norm_of_part_of_a_tensor")
 NORMED = ("test_add_rms_norm", "test_linear", "test_gated_linear", "test_packed_linear",
           "test_heads", "test_cached_heads", INTEGERS)  # fmt: skip
@@ -284,6 +294,13 @@ MUTANTS = {
     ),
     "states are forgotten": Mutant(
         planted(delta_rule=forgets_state), ("test_delta_rules_continue_states",)
+    ),
+    "channels of a head decay alike": Mutant(
+        planted(channel_delta_rule=decays_heads), ("test_channel_delta_rules_continue_states",)
+    ),
+    "one gate for another": Mutant(
+        planted(gated_rms_norm=gates_by_silu, features=Operations.features),
+        ("test_norms_gated_by_sigmoids",),
     ),
     "a refusal without words": Mutant(
         planted(

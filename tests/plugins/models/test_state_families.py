@@ -51,6 +51,17 @@ DELTA = {
     "linear_key_head_dim": 12, "linear_value_head_dim": 10, "linear_num_key_heads": 2,
     "linear_num_value_heads": 4, "partial_rotary_factor": 0.5,
 }  # fmt: skip
+LATENT = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "mlp_layer_types": ["dense", "sparse", "sparse"], "kv_lora_rank": 24, "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8, "v_head_dim": 10, "num_key_value_heads": 4, "num_local_experts": 8,
+    "num_experts_per_tok": 3, "moe_intermediate_size": 48, "topk_group": 1, "n_group": 1,
+}  # fmt: skip
+KIMI = {
+    **LATENT, "linear_head_dim": 12, "linear_num_heads": 4, "q_lora_rank": None,
+    "head_dim": LEFT_OUT,
+}  # fmt: skip
+LING_3 = {**LATENT, "head_dim": 12, "n_group": 2}
 # transformers 5.23 raises step sizes of prompts, not of other tokens, to time_step_min: those that
 # trained Nemotron-H did not.
 NEMOTRON = {
@@ -66,6 +77,11 @@ NEMOTRON_3 = {
 }  # fmt: skip
 CASES: dict[str, dict[str, Any]] = {
     "BambaForCausalLM": {**HYBRID, "attn_layer_indices": [1]},
+    "BailingHybridForCausalLM": {**LING_3, "kda_lower_bound": -3.0},
+    "BailingHybridForCausalLM:no bound": {
+        # All experts of a token: rounded to bfloat16, a near tie would choose others.
+        **LING_3, "kda_safe_gate": False, "n_group": 1, "num_experts_per_tok": 8,
+    },
     "FalconH1ForCausalLM": {**FALCON, "mamba_rms_norm": False, "projectors_bias": True},
     "FalconH1ForCausalLM:norm first": {
         **FALCON, "mamba_rms_norm": True, "mamba_norm_before_gate": True,
@@ -90,6 +106,9 @@ CASES: dict[str, dict[str, Any]] = {
         "head_dim": LEFT_OUT, "routed_scaling_factor": 1.5,
     },
     "Mamba2ForCausalLM": {**MAMBA2, "time_step_limit": (0.3, 2.0)},
+    # All experts of a token: rounded to bfloat16, a near tie would choose others.
+    "KimiLinearForCausalLM": {**KIMI, "num_experts_per_tok": 8},
+    "KimiLinearForCausalLM:narrow queries": {**KIMI, "q_lora_rank": 20, "n_group": 2},
     "MambaForCausalLM": {"state_size": 6, "use_bias": True},
     "MiniMaxForCausalLM": {
         "layer_types": ["linear_attention", "full_attention", "linear_attention"],

@@ -1,0 +1,119 @@
+"""Delta rule whose state decays by a number per channel of keys, over rows of any lengths.
+
+    S[k] = exp(g[k]) S[k]        S += k (sigmoid(beta) (v - Sᵀ k))ᵀ        y = Sᵀ q / sqrt(K)
+    g = rate softplus(step + bias), or bounded, g = bound sigmoid(-rate (step + bias)), with queries
+    and keys divided by their lengths first
+
+One program holds the state of one row and head (for some of its values) in registers, and walks
+over its tokens.
+
+Memory: queries, keys, steps, values and outputs once per token (the first three by each program of
+a head), a state once per row: the bound of rows of one token. As many steps one after another as
+the longest row has tokens: prompts are bound by their latency. Source: Kimi Linear (arXiv
+2510.26692). Twin: `core.nn.state.operations.StateOperations.channel_delta_rule`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ..launch import launch
+from .rows import PLACES, Rows, row_of, softplus
+
+VALUES = 16
+"""Values per program."""
+
+
+@triton.jit(do_not_specialize_on_alignment=PLACES)
+def _channel_delta_rule_kernel(
+    out_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    step_ptr,
+    beta_ptr,
+    rate_ptr,
+    bias_ptr,
+    state_ptr,
+    query_start_ptr,
+    seq_lens_ptr,
+    slots_ptr,
+    stride_q,
+    stride_k,
+    stride_v,
+    stride_step,
+    stride_beta,
+    scale,
+    HEADS: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BOUND: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    VALUES: tl.constexpr,
+):
+    """One program: VALUES values of one head of one row."""
+    head = tl.program_id(1)
+    start, count, slot, begins = row_of(tl.program_id(0), query_start_ptr, seq_lens_ptr, slots_ptr)
+    if count == 0:
+        return
+    key = tl.arange(0, BLOCK_K)
+    value = tl.program_id(2) * VALUES + tl.arange(0, VALUES)
+    in_k, in_v = key < K, value < V
+    inside = in_k[:, None] & in_v[None, :]
+    states = state_ptr + ((slot * HEADS + head) * K + key[:, None]) * V + value[None, :]
+    state = tl.load(states, mask=inside & (begins == 0), other=0.0).to(tl.float32)
+    rate = tl.load(rate_ptr + head)
+    bias = tl.load(bias_ptr + head * K + key, mask=in_k, other=0.0)
+    for at in range(0, count):
+        token = start + at
+        q = tl.load(q_ptr + token * stride_q + head * K + key, mask=in_k, other=0.0)
+        k = tl.load(k_ptr + token * stride_k + head * K + key, mask=in_k, other=0.0)
+        v = tl.load(v_ptr + token * stride_v + head * V + value, mask=in_v, other=0.0)
+        step = tl.load(step_ptr + token * stride_step + head * K + key, mask=in_k, other=0.0)
+        beta = tl.load(beta_ptr + token * stride_beta + head).to(tl.float32)
+        q, k, v = q.to(tl.float32), k.to(tl.float32), v.to(tl.float32)
+        q *= tl.rsqrt(tl.sum(q * q, axis=0) + 1e-6) * scale
+        k *= tl.rsqrt(tl.sum(k * k, axis=0) + 1e-6)
+        step = step.to(tl.float32) + bias
+        if BOUND is None:
+            decay = rate * softplus(step)
+        else:
+            decay = BOUND / (1.0 + tl.exp(rate * step))
+        state *= tl.exp(decay)[:, None]
+        missing = v - tl.sum(state * k[:, None], axis=0)
+        state += k[:, None] * (missing / (1.0 + tl.exp(-beta)))[None, :]
+        y = tl.sum(state * q[:, None], axis=0)
+        place = (token * HEADS + head) * V + value
+        tl.store(out_ptr + place, y.to(out_ptr.dtype.element_ty), mask=in_v)
+    tl.store(states, state.to(state_ptr.dtype.element_ty), mask=inside)
+
+
+def channel_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    step: torch.Tensor,
+    beta: torch.Tensor,
+    rate: torch.Tensor,
+    dt_bias: torch.Tensor,
+    bound: float | None,
+    state: torch.Tensor,
+    rows: Rows,
+) -> torch.Tensor:
+    """q, k, step: [T, H, K]; v: [T, H, V]; beta: [T, H]: contiguous but for the first dimension;
+    rate: [H], dt_bias: [H, K], float32 and contiguous; state: [num_states, H, K, V], contiguous,
+    changed → [T, H, V]"""
+    num_tokens, heads, width = v.shape
+    size = q.shape[2]
+    out = torch.empty((num_tokens, heads, width), dtype=v.dtype, device=v.device)
+    grid = (rows.slots.shape[0], heads, triton.cdiv(width, VALUES))
+    launch(_channel_delta_rule_kernel, grid)(
+        out, q, k, v, step, beta, rate, dt_bias, state,
+        rows.query_start, rows.seq_lens, rows.slots,
+        q.stride(0), k.stride(0), v.stride(0), step.stride(0), beta.stride(0), size**-0.5,
+        HEADS=heads, K=size, V=width, BOUND=bound, BLOCK_K=triton.next_power_of_2(size),
+        VALUES=VALUES, num_warps=2,
+    )  # fmt: skip
+    return out
