@@ -21,6 +21,9 @@ if importlib.util.find_spec("triton.runtime._async_compile") is None:
     pytest.skip("Triton cannot compile aside", allow_module_level=True)
 
 PROGRAMS = Path(__file__).parent / "programs"
+MODELS = ["qwen3", "qwen3_5", "mamba"]
+"""Of programs/serve_requests.py; the last two keep states of sequences."""
+STATES_BY_NIGHT = [MODELS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in MODELS[1:])]
 
 
 def jitted(tree: ast.AST) -> set[str]:
@@ -53,10 +56,10 @@ def test_every_kernel_of_ours_is_launched_so_that_precompilation_sees_it() -> No
     assert not launches, f"launch(kernel, grid) from jackfield.kernels.compile: {launches}"
 
 
-def run(program: str, folder: Path) -> subprocess.CompletedProcess[str]:
+def run(program: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(folder / "cache")
-    command = [sys.executable, str(PROGRAMS / program), str(folder)]
+    command = [sys.executable, str(PROGRAMS / program), str(folder), *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
@@ -65,14 +68,16 @@ def test_kernels_compile_aside_and_failures_come_at_the_launch(tmp_path: Path) -
     assert completed.returncode == 0, completed.stderr[-3000:]
 
 
-def test_after_a_precompiled_start_no_step_compiles_anything(tmp_path: Path) -> None:
-    completed = run("serve_launching.py", tmp_path)
+@pytest.mark.parametrize("model", STATES_BY_NIGHT)
+def test_after_a_precompiled_start_no_step_compiles_anything(model: str, tmp_path: Path) -> None:
+    completed = run("serve_launching.py", tmp_path, model)
     assert completed.returncode == 0, completed.stderr[-3000:]
 
 
 @pytest.mark.gpu
-def test_after_a_start_on_a_device_no_step_compiles_anything(tmp_path: Path) -> None:
-    completed = run("serve_on_device.py", tmp_path)
+@pytest.mark.parametrize("model", MODELS)
+def test_after_a_start_on_a_device_no_step_compiles_anything(model: str, tmp_path: Path) -> None:
+    completed = run("serve_on_device.py", tmp_path, model)
     assert completed.returncode == 0, completed.stderr[-3000:]
 
 

@@ -7,29 +7,40 @@ from pathlib import Path
 
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
 
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 64,
+    "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 192, "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False,
+}  # fmt: skip
+QWEN3_5 = {
+    **QWEN3, "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text",
+    "layer_types": ["linear_attention", "full_attention"], "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_conv_kernel_dim": 4, "hidden_act": "silu", "attn_output_gate": True,
+    "rope_parameters": {
+        "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5,
+    },
+}  # fmt: skip
+MAMBA = {
+    "architectures": ["MambaForCausalLM"], "model_type": "mamba", "hidden_size": 64,
+    "state_size": 16, "num_hidden_layers": 2, "vocab_size": 192, "conv_kernel": 4, "expand": 2,
+    "intermediate_size": 128, "time_step_rank": 4, "layer_norm_epsilon": 1e-5, "use_bias": False,
+    "use_conv_bias": True, "hidden_act": "silu", "tie_word_embeddings": False,
+}  # fmt: skip
+MODELS = {
+    "qwen3": (QWEN3, {"_prefill_kernel", "_fused_decode_kernel"}, {"_decode_kernel"}),
+    "qwen3_5": (QWEN3_5, {"_delta_chunk_kernel", "_delta_rule_kernel"}, {"_decode_kernel"}),
+    "mamba": (MAMBA, {"_selective_scan_kernel", "_conv_kernel"}, set()),
+}
+"""Name → config.json, kernels that a start compiles, and more that are compiled by then."""
+
 
 def serve(options, plugins, compiled, launched):
     """compiled: (kernel, thread) of each compilation; launched: kernels, None if not recorded."""
     folder = Path(sys.argv[1])
-    folder.joinpath("config.json").write_text(
-        json.dumps(
-            {
-                "architectures": ["Qwen3ForCausalLM"],
-                "model_type": "qwen3",
-                "hidden_size": 64,
-                "intermediate_size": 128,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 4,
-                "num_key_value_heads": 2,
-                "head_dim": 32,
-                "vocab_size": 192,
-                "max_position_embeddings": 4096,
-                "rms_norm_eps": 1e-6,
-                "rope_theta": 10000.0,
-                "tie_word_embeddings": False,
-            }
-        )
-    )
+    checkpoint, first, more = MODELS[sys.argv[2]]
+    folder.joinpath("config.json").write_text(json.dumps(checkpoint))
     config = EngineConfig(
         model=str(folder),
         load_format="dummy",
@@ -44,7 +55,7 @@ def serve(options, plugins, compiled, launched):
     async def main():
         async with AsyncEngine(config, plugins=plugins) as engine:
             names = {name for name, _ in compiled}
-            assert {"_prefill_kernel", "_fused_decode_kernel"} <= names
+            assert first <= names
             ready = len(compiled)
 
             async def generate(length, each=lambda: None, **params):
@@ -76,7 +87,7 @@ def serve(options, plugins, compiled, launched):
         assert not compiled[ready:], compiled[ready:]
         if launched is not None:
             assert names - {"_smallest_kernel"} <= set(launched), names - set(launched)
-            expected = {"_decode_kernel", "_small_m_matmul_kernel", "_row_kernel"}
+            expected = {"_small_m_matmul_kernel", "_row_kernel", *more}
             assert expected <= names, expected - names
 
     asyncio.run(main())
