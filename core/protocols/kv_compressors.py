@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
     from .attention import AttentionSpec
@@ -52,6 +54,25 @@ class KVCompressor(ABC):
         float32; they depend on nothing else. Among equal scores, earlier tokens stay. Runs between
         steps on the device: no copies to the host, which would wait for it.
         """
+
+    def cached_scores(
+        self,
+        spec: AttentionSpec,
+        caches: Sequence[torch.Tensor],
+        blocks: torch.Tensor,
+        num_tokens: int,
+        *,
+        queries: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
+        """Return what `scores` gives in several layers, read where it is cached; None (the default)
+        if this is not served here: then `scores` is called for each layer, with copies.
+
+        caches: [L] of [2 (keys, values), num_blocks, block_size, num_kv_heads, head_dim], floats of
+        16 or 32 bits, alike in shape, strides and type; blocks: [columns] int32, those of the
+        request in order; queries: [L, Q, num_heads, head_dim], contiguous
+        → [L, num_kv_heads, num_tokens] float32, contiguous. Compressors that merge are not asked.
+        """
+        return None
 
     def merged_values(
         self,

@@ -83,6 +83,32 @@ class KVCompressorKit(Kit):
         self.scores(compressor, spec, torch.ones(2, 20, 2, HEAD_DIM))
         assert torch.equal(self.scores(compressor, spec, cache), first), "others' tokens matter"
 
+    @pytest.mark.parametrize("num_tokens", [17, 100])
+    def test_scores_of_caches_are_those_of_copies(self, num_tokens: int) -> None:
+        """If it reads caches itself; the blocks of others hold NaN."""
+        spec, compressor, size = self.spec(2), self.make(), 8
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        draw = torch.Generator().manual_seed(num_tokens)
+        columns = -(-num_tokens // size)
+        blocks = torch.randperm(2 * columns, generator=draw)[:columns].int() + 1
+        caches = [torch.full((2, 2 * columns + 1, size, 2, HEAD_DIM), torch.nan) for _ in range(3)]
+        copies = torch.randn(3, 2, num_tokens, 2, HEAD_DIM, generator=draw)
+        order = torch.arange(num_tokens)
+        for cache, copy in zip(caches, copies, strict=True):
+            cache[:, blocks[order // size].long(), order % size] = copy
+        queries = torch.randn(3, compressor.num_queries, spec.num_heads, HEAD_DIM, generator=draw)
+        more = {"queries": queries.to(device)} if compressor.num_queries else {}
+        scores = compressor.cached_scores(
+            spec, [cache.to(device) for cache in caches], blocks.to(device), num_tokens, **more
+        )
+        if scores is None:
+            pytest.skip(f"{self.name} does not read caches here")
+        assert scores.dtype == torch.float32
+        for layer, (keys, values) in enumerate(copies):
+            own = {"queries": queries[layer]} if more else {}
+            expected = compressor.scores(spec, keys, values, **own).float().T
+            torch.testing.assert_close(scores[layer].cpu(), expected, atol=1e-4, rtol=1e-3)
+
     @pytest.mark.parametrize("kept", [1, 16, 40])
     def test_merged_values_are_those_of_tokens_that_stay(self, kept: int) -> None:
         """As many, finite, and unchanged where nothing was dropped."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 
 from ...core.protocols.attention import AttentionSpec
 from ...core.protocols.kv_compressors import KVCompressor
+from .in_place import cached_tokens, key_differences, key_norms
 
 SINKS = 4
 """First tokens that always stay: models put much of their attention there (arXiv 2309.17453)."""
@@ -25,6 +27,13 @@ def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         multiply = torch.mm if left.dim() == 2 else torch.bmm
         return multiply(left, right, out_dtype=torch.float32)
     return left.float() @ right.float()
+
+
+def keep_ends(scores: torch.Tensor) -> torch.Tensor:
+    """Give the first and last tokens the highest score. scores: [..., num_tokens], changed"""
+    scores[..., :SINKS] = torch.inf
+    scores[..., -RECENT:] = torch.inf
+    return scores
 
 
 class Window(KVCompressor):
@@ -44,6 +53,20 @@ class Window(KVCompressor):
         scores = torch.arange(keys.shape[0], dtype=torch.float32, device=keys.device)
         scores[:SINKS] = torch.inf
         return scores[:, None].expand(-1, keys.shape[1])
+
+    def cached_scores(
+        self,
+        spec: AttentionSpec,
+        caches: Sequence[torch.Tensor],
+        blocks: torch.Tensor,
+        num_tokens: int,
+        *,
+        queries: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
+        """The same in all layers and heads: nothing is read."""
+        scores = torch.arange(num_tokens, dtype=torch.float32, device=blocks.device)
+        scores[:SINKS] = torch.inf
+        return scores.expand(len(caches), spec.num_kv_heads, -1)
 
 
 class KeyNorm(KVCompressor):
@@ -65,6 +88,19 @@ class KeyNorm(KVCompressor):
         scores[:SINKS] = torch.inf
         scores[-RECENT:] = torch.inf
         return scores
+
+    def cached_scores(
+        self,
+        spec: AttentionSpec,
+        caches: Sequence[torch.Tensor],
+        blocks: torch.Tensor,
+        num_tokens: int,
+        *,
+        queries: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
+        """In one launch."""
+        tokens = cached_tokens(caches, blocks, num_tokens)
+        return None if tokens is None else keep_ends(key_norms(tokens).neg_())
 
 
 class KeyDiff(KVCompressor):
@@ -94,3 +130,16 @@ class KeyDiff(KVCompressor):
         scores[:SINKS] = torch.inf
         scores[-RECENT:] = torch.inf
         return scores
+
+    def cached_scores(
+        self,
+        spec: AttentionSpec,
+        caches: Sequence[torch.Tensor],
+        blocks: torch.Tensor,
+        num_tokens: int,
+        *,
+        queries: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
+        """In two launches, besides those of the mean."""
+        tokens = cached_tokens(caches, blocks, num_tokens)
+        return None if tokens is None else keep_ends(key_differences(tokens))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -9,7 +10,8 @@ import torch.nn.functional as F
 
 from ...core.protocols.attention import AttentionSpec
 from ...core.protocols.kv_compressors import KVCompressor
-from .by_keys import RECENT, SINKS, product
+from .by_keys import RECENT, SINKS, keep_ends, product
+from .in_place import attention_weights, cached_tokens, expected_weights
 
 ROWS = 128
 """Rows of a similarity matrix that are computed at a time."""
@@ -81,6 +83,28 @@ class SnapKV(KVCompressor):
         scores[-RECENT:] = torch.inf
         return scores
 
+    def cached_scores(
+        self,
+        spec: AttentionSpec,
+        caches: Sequence[torch.Tensor],
+        blocks: torch.Tensor,
+        num_tokens: int,
+        *,
+        queries: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
+        """In two launches, besides those of the sums and the neighbours."""
+        tokens = cached_tokens(caches, blocks, num_tokens)
+        if tokens is None:
+            return None
+        assert queries is not None, "num_queries is not 0"
+        weights = attention_weights(tokens, queries, spec.scale, spec.soft_cap)
+        scores = F.avg_pool1d(
+            weights.flatten(0, 1), self.width, stride=1, padding=self.width // 2,
+            count_include_pad=False,
+        ).view(weights.shape)  # fmt: skip
+        scores[..., -RECENT:] = torch.inf
+        return scores
+
 
 class ExpectedAttention(KVCompressor):
     """Keep what queries like the last ones are expected to attend to, weighted by the size of its
@@ -115,6 +139,22 @@ class ExpectedAttention(KVCompressor):
         scores[:SINKS] = torch.inf
         scores[-RECENT:] = torch.inf
         return scores
+
+    def cached_scores(
+        self,
+        spec: AttentionSpec,
+        caches: Sequence[torch.Tensor],
+        blocks: torch.Tensor,
+        num_tokens: int,
+        *,
+        queries: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
+        """In two launches, besides those of the sums."""
+        tokens = cached_tokens(caches, blocks, num_tokens)
+        if tokens is None:
+            return None
+        assert queries is not None, "num_queries is not 0"
+        return keep_ends(expected_weights(tokens, queries, spec.scale, spec.soft_cap))
 
 
 class RKV(KVCompressor):

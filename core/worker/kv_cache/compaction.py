@@ -152,6 +152,10 @@ class Compactor:
     ) -> torch.Tensor | None:
         """Choose the tokens of one request that stay. Return their values, where others were
         merged into them, of the last of these layers."""
+        cached = self._cached_scores(layers, compaction)
+        if cached is not None:
+            self._operations.best_tokens(cached, chosen)
+            return None
         compressor, size, count = self._compressor, self._block_size, compaction.num_tokens
         table = self._table.block_table[compaction.slot, : -(-count // size)].long()
         length = count + int(self._table.num_dropped[compaction.slot])
@@ -185,6 +189,31 @@ class Compactor:
                 f"head_dim], which is {[compaction.kept, *values.shape[1:]]}"
             )
         return merged
+
+    def _cached_scores(self, layers: slice, compaction: Compaction) -> torch.Tensor | None:
+        """Return the scores that the compressor reads from the caches themselves, [L, num_kv_heads,
+        num_tokens]; None if it does not, or these caches are not made alike, or not of floats."""
+        own = self._layers[layers]
+        caches = [cache for layer in own if isinstance(cache := layer.kv_cache, torch.Tensor)]
+        alike = {(cache.shape, cache.stride(), cache.dtype) for cache in caches}
+        spec, slot, count = own[0].spec, compaction.slot, compaction.num_tokens
+        if self._merges or len(caches) < len(own) or len(alike) > 1 or caches[0].itemsize == 1:
+            return None
+        if any(layer.spec != spec for layer in own):
+            return None
+        blocks = self._table.block_table[slot, : -(-count // self._block_size)]
+        more = {}
+        if self._ring is not None:
+            length = count + int(self._table.num_dropped[slot])
+            more["queries"] = self._ring.queries_of_layers(layers, slot, length)
+        scores = self._compressor.cached_scores(spec, caches, blocks, count, **more)
+        expected = (len(own), spec.num_kv_heads, count)
+        if scores is not None and (scores.shape != expected or scores.dtype != torch.float32):
+            raise ValueError(
+                f"its cached scores are {list(scores.shape)} of {scores.dtype}, not [num_layers, "
+                f"num_kv_heads, num_tokens] of float32, which is {list(expected)}"
+            )
+        return None if scores is None else scores.contiguous()
 
     def _write_merged(
         self, number: int, moves: CacheMoves, merged: Sequence[torch.Tensor | None]

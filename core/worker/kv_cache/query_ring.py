@@ -64,8 +64,12 @@ class QueryRing(PerSlot):
     def queries(self, layer: int, slot: int, length: int) -> torch.Tensor:
         """Return the last queries of a slot's sequence of `length` computed tokens, oldest first:
         [at most num_queries, num_heads, head_dim], rotated. Only prefix hits leave fewer."""
-        count = min(self.num_queries, length - self._first_positions[slot])
-        ring, size = self._rings[layer], self.num_queries
-        whole = ring[slot * size : (slot + 1) * size]
+        return self.queries_of_layers(slice(layer, layer + 1), slot, length)[0]
+
+    def queries_of_layers(self, layers: slice, slot: int, length: int) -> torch.Tensor:
+        """As `queries`, of several layers: [num_layers, at most num_queries, num_heads, head_dim],
+        contiguous."""
+        count, size = min(self.num_queries, length - self._first_positions[slot]), self.num_queries
+        whole = torch.stack([ring[slot * size : (slot + 1) * size] for ring in self._rings[layers]])
         first = (length - count) % size
-        return torch.cat((whole[first:], whole[:first]))[:count]
+        return torch.cat((whole[:, first:], whole[:, :first]), dim=1)[:, :count].contiguous()

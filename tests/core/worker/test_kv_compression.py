@@ -27,8 +27,8 @@ from jackfield.core.scheduling.compression import CacheCompression
 from jackfield.core.worker.kv_cache.compaction import load_compressor
 from jackfield.entrypoints.replay import replay, replay_config
 from jackfield.plugins.executors.inprocess import InProcessExecutor
-from jackfield.plugins.kv_compressors.by_keys import RECENT, SINKS, KeyNorm, Window
-from jackfield.plugins.kv_compressors.by_queries import RKV, SnapKV
+from jackfield.plugins.kv_compressors.by_keys import RECENT, SINKS, KeyDiff, KeyNorm, Window
+from jackfield.plugins.kv_compressors.by_queries import RKV, ExpectedAttention, SnapKV
 
 from helpers import (
     VOCAB,
@@ -40,7 +40,10 @@ from helpers import (
 )
 
 BLOCK = 4
-NAMES = {KeyNorm: "key_norm", Window: "window", SnapKV: "snap_kv", RKV: "r_kv"}
+NAMES = {
+    KeyNorm: "key_norm", KeyDiff: "key_diff", Window: "window", SnapKV: "snap_kv", RKV: "r_kv",
+    ExpectedAttention: "expected_attention",
+}  # fmt: skip
 OUTPUT = 10
 
 
@@ -188,6 +191,8 @@ def pruned_reference(
         ("torch", KeyNorm, OUTPUT, "fp8"), ("torch", SnapKV, OUTPUT, "int8"),
         ("torch", RKV, OUTPUT, "int8_int4"), ("torch", KeyNorm, OUTPUT, "int4"),
         pytest.param("triton", SnapKV, 3, "auto", marks=interpreted),
+        pytest.param("triton", ExpectedAttention, 3, "auto", marks=interpreted),
+        pytest.param("triton", KeyDiff, 3, "auto", marks=interpreted),
         pytest.param("triton", KeyNorm, 3, "int8", marks=interpreted),
     ],
 )  # fmt: skip

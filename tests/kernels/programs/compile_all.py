@@ -18,7 +18,7 @@ from jackfield.kernels.attention import (
     paged_attention_prefill,
     qk_norm_rope_cache,
 )
-from jackfield.kernels.compaction import best_tokens, compact_caches
+from jackfield.kernels.compaction import best_tokens, compact_caches, key_scores, query_scores
 from jackfield.kernels.linear import (
     gemv,
     int4_gemv,
@@ -177,6 +177,22 @@ TABLES = {
     "top_logprobs_ptr": "*fp32",
     "logprob_ptr": "*fp32",
     "rank_ptr": "*i32",
+}
+CACHED = {
+    "NUM_KV_HEADS": 8,
+    "HEAD_DIM": 128,
+    "BLOCK_SIZE": 16,
+    "BLOCK_D": 128,
+    "ALIGNED": True,
+    "BLOCK_N": 64,
+}
+QUERIES = {"GROUP": 4, "BLOCK_G": 4, "BLOCK_Q": 16, "SOFT_CAP": 0.0, "NUM_TILES": 16}
+ADDRESSES = {
+    "addresses_ptr": "*i64",
+    "blocks_ptr": "*i32",
+    "out_ptr": "*fp32",
+    "mean_ptr": "*fp32",
+    "log_sums_ptr": "*fp32",
 }
 KERNELS = [
     (
@@ -398,6 +414,14 @@ KERNELS = [
         },
         4,
         {"addresses_ptr": "*i64", "slots_ptr": "*i32", "starts_ptr": "*i32", "targets_ptr": "*i32"},
+    ),
+    (key_scores._norms_kernel, CACHED, 4, ADDRESSES),
+    (key_scores._directions_kernel, {**CACHED, "NUM_TILES": 16}, 4, ADDRESSES),
+    (key_scores._differences_kernel, CACHED, 4, ADDRESSES),
+    *(
+        (kernel, {**CACHED, **QUERIES, "EXPECTED": expected}, 4, ADDRESSES)
+        for kernel in (query_scores._sums_kernel, query_scores._weights_kernel)
+        for expected in (False, True)
     ),
     (
         fused_decode_attention._fused_decode_kernel,

@@ -1,0 +1,270 @@
+"""Scores of cached tokens by the last queries of their request, all layers and heads in a launch.
+
+Two passes over the keys: the first finds the sums of the softmaxes, part by part, the second the
+probabilities. Operations: 4 * head_dim * num_heads * num_queries per layer and token. Memory: keys
+twice, for `expected_weights` values once; scores are written once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from ..launch import launch
+from .cached_tokens import CachedTokens, token_tile
+from .caches import cache_of_layer
+
+TILE = 64
+"""Tokens that a program reads at a time."""
+TILES = 16
+"""Tiles of a program, which reads the queries once."""
+
+
+@triton.jit
+def _query_columns(
+    queries_ptr, layer, head, num_queries,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Return the queries of a kv head's group, [BLOCK_D, BLOCK_G * BLOCK_Q], head by head; and the
+    number of each, and which exist, [BLOCK_G * BLOCK_Q]."""
+    column = tl.arange(0, BLOCK_G * BLOCK_Q)
+    dim = tl.arange(0, BLOCK_D)
+    group, number = column // BLOCK_Q, column % BLOCK_Q
+    exists = (group < GROUP) & (number < num_queries)
+    row = (layer * num_queries + number) * (NUM_KV_HEADS * GROUP) + head * GROUP + group
+    mask = (dim < HEAD_DIM)[:, None] & exists[None, :]
+    source = queries_ptr + row[None, :] * HEAD_DIM + dim[:, None]
+    return tl.load(source, mask=mask, other=0.0), number, exists
+
+
+@triton.jit
+def _scaled(products, scale, SOFT_CAP: tl.constexpr):
+    """Return logits."""
+    logits = products * scale
+    if SOFT_CAP > 0.0:
+        # tanh, by the exponential that every target has.
+        logits = SOFT_CAP * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * logits / SOFT_CAP)))
+    return logits
+
+
+@triton.jit
+def _attended(
+    key, query, number, exists, place, num_tokens, num_queries, scale, SOFT_CAP: tl.constexpr
+):
+    """Return the logits of the last queries, [N, columns], -inf where a query does not see."""
+    logits = _scaled(tl.dot(key, query, input_precision="ieee"), scale, SOFT_CAP)
+    last = num_tokens - num_queries + number
+    seen = (place[:, None] <= last[None, :]) & exists[None, :] & (place < num_tokens)[:, None]
+    return tl.where(seen, logits, -float("inf"))
+
+
+@triton.jit
+def _expected(
+    key, query, number, place, num_tokens, num_queries, scale, SOFT_CAP: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_Q: tl.constexpr,
+):  # fmt: skip
+    """Return the logarithms of the expected exponentials of logits, [N, BLOCK_G]: mean + variance
+    / 2 over the queries; -inf beyond the tokens."""
+    logits = _scaled(tl.dot(key, query, input_precision="ieee"), scale, SOFT_CAP)
+    logits = tl.reshape(logits, (BLOCK_N, BLOCK_G, BLOCK_Q))
+    mean = tl.sum(logits, axis=2) / num_queries
+    apart = logits - mean[:, :, None]
+    counts = tl.arange(0, BLOCK_Q) < num_queries
+    apart = tl.where(counts[None, None, :], apart, 0.0)
+    expected = mean + tl.sum(apart * apart, axis=2) / (2.0 * num_queries)
+    return tl.where((place < num_tokens)[:, None], expected, -float("inf"))
+
+
+@triton.jit(
+    do_not_specialize=["num_tokens", "num_queries"], do_not_specialize_on_alignment=["blocks_ptr"]
+)
+def _sums_kernel(
+    out_ptr,
+    queries_ptr,
+    addresses_ptr,
+    like_ptr,
+    blocks_ptr,
+    num_tokens,
+    stride_kv,
+    stride_block,
+    stride_slot,
+    stride_head,
+    num_queries,
+    scale,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    EXPECTED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    NUM_TILES: tl.constexpr,
+):
+    """Write the logarithm of a part's sum of exponentials, for each query, or, if EXPECTED, for
+    each query head. One program per (kv head, part, layer)."""
+    COLUMNS: tl.constexpr = BLOCK_G if EXPECTED else BLOCK_G * BLOCK_Q
+    head = tl.program_id(0)
+    part = tl.program_id(1)
+    layer = tl.program_id(2).to(tl.int64)
+    keys = cache_of_layer(addresses_ptr, layer, like_ptr, ALIGNED) + head * stride_head
+    query, number, exists = _query_columns(
+        queries_ptr, layer, head, num_queries,
+        NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_G, BLOCK_Q, BLOCK_D,
+    )  # fmt: skip
+    m = tl.full([COLUMNS], -float("inf"), tl.float32)
+    total = tl.zeros([COLUMNS], tl.float32)
+    for tile in range(part * NUM_TILES, (part + 1) * NUM_TILES):
+        place = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        key = token_tile(
+            keys, blocks_ptr, place, num_tokens, stride_block, stride_slot,
+            HEAD_DIM, BLOCK_SIZE, BLOCK_D,
+        ).to(query.dtype)  # fmt: skip
+        if EXPECTED:
+            logits = _expected(
+                key, query, number, place, num_tokens, num_queries, scale, SOFT_CAP,
+                BLOCK_N, BLOCK_G, BLOCK_Q,
+            )  # fmt: skip
+        else:
+            logits = _attended(
+                key, query, number, exists, place, num_tokens, num_queries, scale, SOFT_CAP
+            )
+        m_new = tl.maximum(m, tl.max(logits, axis=0))
+        pivot = tl.where(m_new == -float("inf"), 0.0, m_new)
+        total = total * tl.exp(m - pivot) + tl.sum(tl.exp(logits - pivot[None, :]), axis=0)
+        m = m_new
+    out = out_ptr + ((layer * NUM_KV_HEADS + head) * tl.num_programs(1) + part) * COLUMNS
+    log_sum = tl.where(total > 0.0, m + tl.log(tl.where(total > 0.0, total, 1.0)), -float("inf"))
+    tl.store(out + tl.arange(0, COLUMNS), log_sum)
+
+
+@triton.jit(
+    do_not_specialize=["num_tokens", "num_queries"], do_not_specialize_on_alignment=["blocks_ptr"]
+)
+def _weights_kernel(
+    out_ptr,
+    log_sums_ptr,
+    queries_ptr,
+    addresses_ptr,
+    like_ptr,
+    blocks_ptr,
+    num_tokens,
+    stride_kv,
+    stride_block,
+    stride_slot,
+    stride_head,
+    num_queries,
+    scale,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    EXPECTED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    NUM_TILES: tl.constexpr,
+):
+    """Write each token's mean probability: over the queries that see it; or, if EXPECTED, over
+    query heads, times the norm of its value. One program per (kv head, part, layer)."""
+    COLUMNS: tl.constexpr = BLOCK_G if EXPECTED else BLOCK_G * BLOCK_Q
+    head = tl.program_id(0)
+    layer = tl.program_id(2).to(tl.int64)
+    row = layer * NUM_KV_HEADS + head
+    keys = cache_of_layer(addresses_ptr, layer, like_ptr, ALIGNED) + head * stride_head
+    query, number, exists = _query_columns(
+        queries_ptr, layer, head, num_queries,
+        NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_G, BLOCK_Q, BLOCK_D,
+    )  # fmt: skip
+    column = tl.arange(0, COLUMNS)
+    log_sum = tl.load(log_sums_ptr + row * COLUMNS + column)
+    if not EXPECTED:
+        # Columns of no query have no sum.
+        log_sum = tl.where(exists, log_sum, 0.0)
+    first = tl.program_id(1) * NUM_TILES
+    for tile in range(first, first + NUM_TILES):
+        place = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        key = token_tile(
+            keys, blocks_ptr, place, num_tokens, stride_block, stride_slot,
+            HEAD_DIM, BLOCK_SIZE, BLOCK_D,
+        ).to(query.dtype)  # fmt: skip
+        if EXPECTED:
+            logits = _expected(
+                key, query, number, place, num_tokens, num_queries, scale, SOFT_CAP,
+                BLOCK_N, BLOCK_G, BLOCK_Q,
+            )  # fmt: skip
+            weights = tl.where((column < GROUP)[None, :], tl.exp(logits - log_sum[None, :]), 0.0)
+            value = token_tile(
+                keys + stride_kv, blocks_ptr, place, num_tokens, stride_block, stride_slot,
+                HEAD_DIM, BLOCK_SIZE, BLOCK_D,
+            ).to(tl.float32)  # fmt: skip
+            score = tl.sum(weights, axis=1) / GROUP * tl.sqrt(tl.sum(value * value, axis=1))
+        else:
+            logits = _attended(
+                key, query, number, exists, place, num_tokens, num_queries, scale, SOFT_CAP
+            )
+            weights = tl.exp(logits - log_sum[None, :])
+            seeing = tl.maximum(tl.minimum(num_tokens - place, num_queries), 1)
+            score = tl.sum(weights, axis=1) / (GROUP * seeing)
+        tl.store(out_ptr + row * num_tokens + place, score, mask=place < num_tokens)
+
+
+def _scores(
+    tokens: CachedTokens,
+    queries: torch.Tensor,
+    scale: float,
+    soft_cap: float | None,
+    expected: bool,
+) -> torch.Tensor:
+    num_layers, num_kv_heads, num_tokens = tokens.shape
+    _, num_queries, num_heads, _ = queries.shape
+    assert queries.is_contiguous()
+    group = num_heads // num_kv_heads
+    block_g, block_q = (triton.next_power_of_2(count) for count in (group, num_queries))
+    # A product has at least 16 columns.
+    block_q = max(block_q, 16 // block_g)
+    constants: dict[str, Any] = {
+        **tokens.constants(), "GROUP": group, "BLOCK_G": block_g, "BLOCK_Q": block_q,
+        "SOFT_CAP": soft_cap or 0.0, "EXPECTED": expected, "BLOCK_N": TILE, "NUM_TILES": TILES,
+        "num_warps": 4,
+    }  # fmt: skip
+    columns = block_g if expected else block_g * block_q
+    parts = triton.cdiv(num_tokens, TILE * TILES)
+    shape = num_layers, num_kv_heads, parts, columns
+    sums = torch.empty(shape, dtype=torch.float32, device=queries.device)
+    launch(_sums_kernel, (num_kv_heads, parts, num_layers))(
+        sums, queries, *tokens.arguments(), num_queries, scale, **constants
+    )
+    log_sums = sums.logsumexp(2)
+    out = torch.empty(tokens.shape, dtype=torch.float32, device=queries.device)
+    launch(_weights_kernel, (num_kv_heads, parts, num_layers))(
+        out, log_sums, queries, *tokens.arguments(), num_queries, scale, **constants
+    )
+    return out
+
+
+def attention_weights(
+    tokens: CachedTokens, queries: torch.Tensor, scale: float, soft_cap: float | None = None
+) -> torch.Tensor:
+    """Return the mean probability that the last queries which see a token give it, [L,
+    num_kv_heads, num_tokens] float32. queries: [L, Q, num_heads, head_dim], contiguous, of the
+    cache's type, oldest first."""
+    return _scores(tokens, queries, scale, soft_cap, expected=False)
+
+
+def expected_weights(
+    tokens: CachedTokens, queries: torch.Tensor, scale: float, soft_cap: float | None = None
+) -> torch.Tensor:
+    """Return each token's probability under queries distributed normally as these, times the norm
+    of its value, as `attention_weights` does."""
+    return _scores(tokens, queries, scale, soft_cap, expected=True)

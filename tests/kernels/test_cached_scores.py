@@ -1,0 +1,93 @@
+"""Scores of tokens where they are cached, against the compressors' own over copies."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+pytest.importorskip("triton")
+
+from jackfield.core.protocols.attention import AttentionSpec
+from jackfield.plugins.kv_compressors.by_keys import KeyDiff, KeyNorm, Window
+from jackfield.plugins.kv_compressors.by_queries import ExpectedAttention, SnapKV
+
+GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if GPU else "cpu")
+DTYPES = [torch.float32, torch.bfloat16 if GPU else torch.float16]
+LAYERS, SIZE = 2, 16
+
+
+@dataclass
+class Case:
+    """One request among the blocks of others, which hold NaN."""
+
+    spec: AttentionSpec
+    caches: list[torch.Tensor]
+    blocks: torch.Tensor
+    num_tokens: int
+    queries: torch.Tensor
+
+    @classmethod
+    def make(
+        cls, heads: int, kv_heads: int, dim: int, num_tokens: int, num_queries: int,
+        dtype: torch.dtype, soft_cap: float | None = None,
+    ) -> Case:  # fmt: skip
+        draw = torch.Generator().manual_seed(num_tokens)
+        columns = -(-num_tokens // SIZE)
+        order = torch.randperm(2 * columns, generator=draw)[:columns].int() + 1
+        caches = []
+        for _ in range(LAYERS):
+            cache = torch.full((2, 2 * columns + 1, SIZE, kv_heads, dim), torch.nan)
+            content = torch.randn(2, columns * SIZE, kv_heads, dim, generator=draw)
+            content[:, num_tokens:] = torch.nan
+            cache[:, order.long()] = content.view(2, columns, SIZE, kv_heads, dim)
+            caches.append(cache.to(DEVICE, dtype))
+        queries = torch.randn(LAYERS, num_queries, heads, dim, generator=draw).to(DEVICE, dtype)
+        spec = AttentionSpec(
+            num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, scale=0.4, soft_cap=soft_cap
+        )
+        return cls(spec, caches, order.to(DEVICE), num_tokens, queries)
+
+    def check(self, policy: Window | KeyNorm | KeyDiff | SnapKV | ExpectedAttention) -> None:
+        """Check that the scores are those of copies in float32."""
+        more = {"queries": self.queries} if policy.num_queries else {}
+        scores = policy.cached_scores(self.spec, self.caches, self.blocks, self.num_tokens, **more)
+        assert scores is not None and scores.dtype == torch.float32
+        for layer, cache in enumerate(self.caches):
+            keys, values = cache[:, self.blocks.long()].flatten(1, 2)[:, : self.num_tokens].float()
+            own = {"queries": self.queries[layer].float()} if more else {}
+            expected = policy.scores(self.spec, keys, values, **own).T
+            bound = 2e-4 if GPU else 2e-5
+            torch.testing.assert_close(scores[layer], expected, atol=bound * 0.1, rtol=bound)
+
+
+POLICIES = [Window, KeyNorm, KeyDiff, SnapKV, ExpectedAttention]
+SHAPES = [(4, 2, 16, 40, 16), (6, 2, 24, 150, 5), (2, 2, 16, 33, 32), (8, 1, 64, 1100, 16)]
+"""Heads, KV heads, channels, tokens (in a block; in several tiles; in several parts), queries."""
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_scores_are_those_of_copies(
+    policy: type[Window], shape: tuple[int, int, int, int, int], dtype: torch.dtype
+) -> None:
+    Case.make(*shape, dtype).check(policy())
+
+
+@pytest.mark.parametrize("policy", [SnapKV, ExpectedAttention])
+def test_logits_are_capped(policy: type[SnapKV]) -> None:
+    Case.make(4, 2, 16, 70, 16, torch.float32, soft_cap=2.0).check(policy())
+
+
+def test_keys_of_no_length_have_no_direction() -> None:
+    case = Case.make(2, 2, 16, 40, 1, DTYPES[1])
+    for cache in case.caches:
+        cache[:, case.blocks[:1].long(), 5:8] = 0.0
+    case.check(KeyDiff())
