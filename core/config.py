@@ -148,12 +148,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         _doc(
             "Weight loader: auto (safetensors), runai_streamer (safetensors, by its package), pt "
             "(torch's files, as tensors alone), gguf, sharded_state (a file for each rank, by "
-            "jackfield convert), dummy (random), or a plugin's."
+            "jackfield convert), tensorizer (*.tensors, by its package), dummy (random), or a "
+            "plugin's."
         ),
     ] = "auto"
     model_loader_extra_config: Annotated[
         dict[str, Any] | None,
-        _doc("The weight loader's own options; sharded_state: pattern, of its files' names."),
+        _doc(
+            "The weight loader's own options; sharded_state: pattern, of its files' names; "
+            "tensorizer: tensorizer_uri, a path; num_readers; verify_hash (true)."
+        ),
     ] = None
     model_impl: Annotated[
         Literal["auto", "jackfield", "vllm", "transformers"],

@@ -13,8 +13,8 @@ from ..flags.engine_flags import Parser, add_engine_options, engine_config, fail
 DEFAULT_FILE_SIZE = 5 << 30
 OPTIONS = (
     "revision", "load_format", "model_loader_extra_config", "quantization", "dtype",
-    "tensor_parallel_size", "enable_expert_parallel", "model_impl", "hf_overrides",
-    "plugin_options", "disable_plugins",
+    "tensor_parallel_size", "pipeline_parallel_size", "enable_expert_parallel",
+    "model_impl", "hf_overrides", "plugin_options", "disable_plugins",
 )  # fmt: skip
 """Engine options that decide what is written."""
 
@@ -80,9 +80,12 @@ def _run(args: argparse.Namespace) -> int:
     for rank, files in enumerate(convert(config, plugins, saver, folder)):
         size = sum(files.values())
         print(f"rank {rank}: {size / 1e9:.3f} GB in {len(files)} files", flush=True)
-    name, ranks = config.quantization, config.tensor_parallel_size
+    name, ranks, stages = (
+        config.quantization, config.tensor_parallel_size, config.pipeline_parallel_size
+    )  # fmt: skip
     flags = [f"--model {folder}", f"--load-format {args.to}"]
     flags += [f"--tensor-parallel-size {ranks}"] * (ranks > 1)
+    flags += [f"--pipeline-parallel-size {stages}"] * (stages > 1)
     flags += ["--enable-expert-parallel"] * config.enable_expert_parallel
     flags += [f"--quantization {name}"] if name else []
     print(f"jackfield serve {' '.join(flags)}")

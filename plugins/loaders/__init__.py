@@ -14,4 +14,5 @@ def register_weight_loaders(registry: Any) -> None:
     registry.add("sharded_state", "jackfield.plugins.loaders.sharded_state:ShardedStateLoader")
     registry.add("dummy", "jackfield.plugins.loaders.dummy:DummyLoader")
     registry.add("pt", "jackfield.plugins.loaders.pt:PtLoader")
+    registry.add("tensorizer", "jackfield.plugins.loaders.tensorizer:TensorizerLoader")
     registry.add("runai_streamer", "jackfield.plugins.loaders.runai_streamer:RunaiStreamerLoader")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -56,26 +56,38 @@ def files_of(folder: Path, layout: Layout, otherwise: str) -> list[Path]:
     return [folder / name for name in names]
 
 
-def shown(files: Iterable[Path]) -> Iterator[Path]:
-    """Yield the files, with a line on the terminal that says how many of their bytes are loaded;
-    nothing is shown where there is no terminal."""
-    files = list(files)
-    if not sys.stderr.isatty():
-        yield from files
-        return
-    sizes = [file.stat().st_size for file in files]
-    total, done = max(sum(sizes), 1), 0
-    try:
-        for number, (file, size) in enumerate(zip(files, sizes, strict=True), 1):
-            _show(done, total, number, len(files))
-            yield file
-            done += size
-        _show(done, total, len(files), len(files))
-    finally:
-        print(file=sys.stderr, flush=True)
+class Bar:
+    """A line on the terminal that says how much of the weights is loaded; none where there is no
+    terminal."""
 
+    CELLS = 30
 
-def _show(done: int, total: int, number: int, count: int) -> None:
-    cells = 30 * done // total
-    line = f"\rweights [{'#' * cells}{'.' * (30 - cells)}] {100 * done // total:3d} %"
-    print(f"{line}, file {number} of {count}", end="", file=sys.stderr, flush=True)
+    def __init__(self, total: int) -> None:
+        """total: bytes to load."""
+        self._total, self._done, self._percent = max(total, 1), 0, -1
+        self._shows = sys.stderr.isatty()
+
+    @classmethod
+    def of(cls, files: Iterable[Path]) -> Bar:
+        """Return the bar of files."""
+        return cls(sum(file.stat().st_size for file in files))
+
+    def __enter__(self) -> Bar:
+        self.add(0)
+        return self
+
+    def add(self, size: int) -> None:
+        """Count `size` bytes more."""
+        self._done = min(self._done + size, self._total)
+        percent = 100 * self._done // self._total
+        if self._shows and percent != self._percent:
+            self._percent = percent
+            cells = self.CELLS * self._done // self._total
+            line = f"\rweights [{'#' * cells}{'.' * (self.CELLS - cells)}] {percent:3d} %"
+            print(f"{line} of {self._total / 1e9:.1f} GB", end="", file=sys.stderr, flush=True)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.add(self._total)  # What stands in the files beside the tensors.
+        if self._shows:
+            print(file=sys.stderr, flush=True)

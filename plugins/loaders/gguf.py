@@ -19,6 +19,7 @@ from ...core.config import EngineConfig
 from ...core.errors import ConfigError, LoadError, listed
 from ...core.loading.model_config import ModelConfig
 from ...core.loading.weight_map import ParameterFiller
+from .files import Bar
 
 logger = logging.getLogger("jackfield.loading")
 NEIGHBOURS = ("llama", "granite")
@@ -75,18 +76,21 @@ class GgufLoader:
         tied = model.weight_map.tied  # type: ignore[union-attr]
         unused = {name for name in stored if not name.startswith(ROTATIONS)}
         unused -= {_stored_name(names, name) for name in tied}  # type: ignore[union-attr]
-        for name in sorted(set(filler.wanted())):
-            stem = name.rpartition(".")[0]
-            tensor = stored.get(_stored_name(names, name))
-            if tensor is None:
-                continue
-            unused.discard(tensor.name)
-            kinds[tensor.tensor_type.name] += 1
-            whole = family in WHOLE_FACTORS and stem.endswith("norm")
-            dense = self._dense(tensor, less=1.0 if whole else 0.0)
-            if family in NEIGHBOURS:
-                dense = self._unturned(stem, dense)
-            filler.fill(name, dense.to(device))
+        found = {
+            name: tensor for name in sorted(set(filler.wanted()))
+            if (tensor := stored.get(_stored_name(names, name))) is not None
+        }  # fmt: skip
+        with Bar(sum(int(tensor.n_bytes) for tensor in found.values())) as bar:
+            for name, tensor in found.items():
+                stem = name.rpartition(".")[0]
+                unused.discard(tensor.name)
+                kinds[tensor.tensor_type.name] += 1
+                whole = family in WHOLE_FACTORS and stem.endswith("norm")
+                dense = self._dense(tensor, less=1.0 if whole else 0.0)
+                if family in NEIGHBOURS:
+                    dense = self._unturned(stem, dense)
+                filler.fill(name, dense.to(device))
+                bar.add(int(tensor.n_bytes))
         filler.finish()
         if unused and filler.takes_all:
             raise LoadError(

@@ -5,6 +5,7 @@ Not chosen by `auto`: reading them needs torch's unpickler, restricted to tensor
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from ...core.config import EngineConfig
 from ...core.errors import LoadError
 from ...core.loading.model_config import ModelConfig
 from ...core.loading.weight_map import ParameterFiller
-from .files import Layout, files_of, shown
+from .files import Bar, Layout, files_of
 
 LAYOUT = Layout(
     "pytorch_model.bin",
@@ -35,24 +36,31 @@ class PtLoader:
         that hold anything but tensors."""
         filler = ParameterFiller(model, model.weight_map)  # type: ignore[arg-type]
         files = files_of(self.folder, LAYOUT, "use load_format=auto for safetensors")
-        for file in shown(files):
-            try:
-                tensors: Any = torch.load(file, map_location="cpu", weights_only=True)
-            except Exception as error:  # The unpickler stumbles over damaged files in many ways.
-                reason = str(error).split("\n", 1)[0]
-                raise LoadError(
-                    f"{file.name} cannot be read as tensors alone ({type(error).__name__}: "
-                    f"{reason}); convert it to safetensors where you trust it"
-                ) from error
-            if not isinstance(tensors, dict) or not all(
-                isinstance(name, str) and isinstance(part, torch.Tensor)
-                for name, part in tensors.items()
-            ):
-                raise LoadError(f"{file.name} is not a mapping from names to tensors")
-            try:
-                for name, tensor in tensors.items():
-                    if filler.takes(name):
-                        filler.fill(name, tensor.to(device))
-            except LoadError as error:
-                raise LoadError(f"{file.name}: {error.message}") from error
+        with Bar.of(files) as bar:
+            for file in files:
+                tensors = _tensors(file)
+                try:
+                    for name, tensor in tensors.items():
+                        if filler.takes(name):
+                            filler.fill(name, tensor.to(device))
+                        bar.add(tensor.nbytes)
+                except LoadError as error:
+                    raise LoadError(f"{file.name}: {error.message}") from error
         filler.finish()
+
+
+def _tensors(file: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of a file. Raises LoadError where it holds anything else."""
+    try:
+        tensors: Any = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # The unpickler stumbles over damaged files in many ways.
+        reason = str(error).split("\n", 1)[0]
+        raise LoadError(
+            f"{file.name} cannot be read as tensors alone ({type(error).__name__}: {reason}); "
+            "convert it to safetensors where you trust it"
+        ) from error
+    if not isinstance(tensors, dict) or not all(
+        isinstance(name, str) and isinstance(part, torch.Tensor) for name, part in tensors.items()
+    ):
+        raise LoadError(f"{file.name} is not a mapping from names to tensors")
+    return tensors

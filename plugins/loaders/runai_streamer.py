@@ -13,7 +13,7 @@ from ...core.config import EngineConfig
 from ...core.errors import ConfigError, LoadError
 from ...core.loading.model_config import ModelConfig
 from ...core.loading.weight_map import ParameterFiller
-from .files import shown
+from .files import Bar
 from .safetensors import checkpoint_files
 
 
@@ -35,16 +35,19 @@ class RunaiStreamerLoader:
     def load(self, model: nn.Module, device: torch.device) -> None:
         """Raises LoadError naming what is missing, unexpected, or of another shape."""
         filler = ParameterFiller(model, model.weight_map)  # type: ignore[arg-type]
-        for file in shown(checkpoint_files(self.folder)):
-            try:
-                with self.streamer.SafetensorsStreamer() as streamer:
-                    streamer.stream_file(str(file))
-                    for name, tensor in streamer.get_tensors():
-                        if filler.takes(name):
-                            # The streamer uses its buffers again.
-                            filler.fill(name, tensor.clone().to(device))
-            except LoadError as error:
-                raise LoadError(f"{file.name}: {error.message}") from error
-            except Exception as error:  # The package raises what reading stumbles over.
-                raise LoadError(f"{file.name} is not a safetensors file: {error}") from error
+        files = checkpoint_files(self.folder)
+        with Bar.of(files) as bar:
+            for file in files:
+                try:
+                    with self.streamer.SafetensorsStreamer() as streamer:
+                        streamer.stream_file(str(file))
+                        for name, tensor in streamer.get_tensors():
+                            if filler.takes(name):
+                                # The streamer uses its buffers again.
+                                filler.fill(name, tensor.clone().to(device))
+                            bar.add(tensor.nbytes)
+                except LoadError as error:
+                    raise LoadError(f"{file.name}: {error.message}") from error
+                except Exception as error:  # The package raises what reading stumbles over.
+                    raise LoadError(f"{file.name} is not a safetensors file: {error}") from error
         filler.finish()

@@ -12,7 +12,7 @@ from ...core.config import EngineConfig
 from ...core.errors import LoadError
 from ...core.loading.model_config import ModelConfig
 from ...core.loading.weight_map import ParameterFiller
-from .files import Layout, files_of, shown
+from .files import Bar, Layout, files_of
 
 LAYOUT = Layout("model.safetensors", "model.safetensors.index.json", ("*.safetensors",))
 
@@ -26,15 +26,19 @@ class SafetensorsLoader:
     def load(self, model: nn.Module, device: torch.device) -> None:
         """Raises LoadError naming what is missing, unexpected, or of another shape."""
         filler = ParameterFiller(model, model.weight_map)  # type: ignore[arg-type]
-        for file in shown(checkpoint_files(self.folder)):
-            try:
-                with safe_open(file, framework="pt", device=str(device)) as tensors:
-                    for name in tensors.keys():
-                        filler.fill_from(tensors, name)
-            except (SafetensorError, OSError) as error:
-                raise LoadError(f"{file.name} is not a safetensors file: {error}") from error
-            except LoadError as error:
-                raise LoadError(f"{file.name}: {error.message}") from error
+        files = checkpoint_files(self.folder)
+        with Bar.of(files) as bar:
+            for file in files:
+                try:
+                    with safe_open(file, framework="pt", device=str(device)) as tensors:
+                        names = list(tensors.keys())
+                        for name in names:
+                            filler.fill_from(tensors, name)
+                            bar.add(file.stat().st_size // len(names))
+                except (SafetensorError, OSError) as error:
+                    raise LoadError(f"{file.name} is not a safetensors file: {error}") from error
+                except LoadError as error:
+                    raise LoadError(f"{file.name}: {error.message}") from error
         filler.finish()
 
 

@@ -19,9 +19,9 @@ from ...core.config import EngineConfig
 from ...core.errors import ConfigError, LoadError, listed
 from ...core.loading.model_config import ModelConfig
 from ...core.loading.state.rank_state import StateFiller
-from ...core.loading.state.record import StateRecord, method_name
+from ...core.loading.state.record import StateRecord, method_name, number
 from ...core.parallel.ranks import ONE_RANK, Ranks
-from .files import shown
+from .files import Bar
 
 PATTERN = "model-rank-{rank}-part-{part}.safetensors"
 RECORD = "jackfield"
@@ -42,26 +42,28 @@ class ShardedStateLoader:
         self.pattern = _pattern(config.model_loader_extra_config or {})
         self.architecture = model_config.architecture
         self.quantization = method_name(config.quantization, model_config)
-        self.ranks, self.rank = ranks, ranks.tensor.rank
+        self.ranks, self.rank = ranks, number(ranks)
 
     def load(self, model: nn.Module, device: torch.device) -> None:
         """Raises ConfigError where the files were made for another engine, and LoadError naming
         what is missing, unexpected, or of another shape."""
         files = self._files()
         filler = StateFiller(model)
-        for file in shown(files):
-            try:
-                with safe_open(file, framework="pt", device=str(device)) as tensors:
-                    record = StateRecord.read(file.name, (tensors.metadata() or {}).get(RECORD))
-                    self._check(record, file.name, len(files))
-                    for name in tensors.keys():
-                        if filler.takes(name):
-                            filler.fill(name, tensors.get_tensor(name))
-            except (SafetensorError, OSError) as error:
-                raise LoadError(f"{file.name} is not a safetensors file: {error}") from error
-            except LoadError as error:
-                named = file.name in error.message
-                raise LoadError(error.message if named else f"{file.name}: {error}") from error
+        with Bar.of(files) as bar:
+            for file in files:
+                try:
+                    with safe_open(file, framework="pt", device=str(device)) as tensors:
+                        record = StateRecord.read(file.name, (tensors.metadata() or {}).get(RECORD))
+                        self._check(record, file.name, len(files))
+                        for name in tensors.keys():
+                            tensor = tensors.get_tensor(name)
+                            filler.fill(name, tensor)
+                            bar.add(tensor.nbytes)
+                except (SafetensorError, OSError) as error:
+                    raise LoadError(f"{file.name} is not a safetensors file: {error}") from error
+                except LoadError as error:
+                    named = file.name in error.message
+                    raise LoadError(error.message if named else f"{file.name}: {error}") from error
         filler.finish()
 
     def _check(self, record: StateRecord, file: str, num_files: int) -> None:
@@ -106,8 +108,8 @@ class ShardedStateLoader:
         record = msgspec.structs.replace(record, num_parts=len(parts))
         metadata = {"format": "pt", RECORD: record.encode()}
         files = []
-        for number, part in enumerate(parts):
-            files.append(folder / pattern.format(rank=record.rank, part=number))
+        for count, part in enumerate(parts):
+            files.append(folder / pattern.format(rank=record.rank, part=count))
             save_file(part, files[-1], metadata)
         return files
 

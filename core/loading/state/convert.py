@@ -13,13 +13,13 @@ import torch
 from ...config import EngineConfig
 from ...errors import ConfigError, PluginError
 from ...nn.operations import Operations
-from ...parallel.ranks import OneRank, Ranks
+from ...parallel.ranks import OneRank, Pipeline, Ranks
 from ...registry import Plugins
 from ..build import check_extra_config, construct_model, load_weights
 from ..model_config import ModelConfig, resolve_model_config
 from ..quantize import choose_method
 from .rank_state import UnprocessedMethod, rank_state
-from .record import StateRecord, method_name
+from .record import StateRecord, method_name, number
 
 CPU = torch.device("cpu")
 Saver: TypeAlias = Callable[[Mapping[str, torch.Tensor], StateRecord, Path], list[Path]]
@@ -55,11 +55,11 @@ def make_saver(
 def convert(
     config: EngineConfig, plugins: Plugins, saver: Saver, folder: Path
 ) -> Iterator[dict[str, int]]:
-    """Write a checkpoint for `config.tensor_parallel_size` ranks into a new folder; yields each
-    rank's files with their sizes in bytes.
+    """Write a checkpoint for an engine's ranks into a new folder; yields each rank's files with
+    their sizes in bytes.
 
-    config: the checkpoint, its loader, and what decides about the layers (`quantization`, `dtype`,
-    `hf_overrides`). The weights are in the type that
+    config: the checkpoint, its loader, the numbers of ranks and stages, and what decides about the
+    layers (`quantization`, `dtype`, `hf_overrides`). The weights are in the type that
     an engine on a GPU would have, and one rank's are in memory at a time. No device is needed: what
     quantized layers take is written as it is, and repacked where it is loaded. `folder` appears
     when all is written. Raises ConfigError, LoadError, OSError.
@@ -70,18 +70,15 @@ def convert(
     partial = folder.with_name(f"{folder.name}.partial")
     partial.mkdir(parents=True)
     try:
-        size = config.tensor_parallel_size
-        for rank in range(size):
-            group = OneRank(rank, size)
-            experts = group if config.enable_expert_parallel else OneRank()
-            ranks = Ranks(tensor=group, experts=experts)
+        for ranks in _all_ranks(config):
             state = _state(config, plugins, model_config, ranks)
             record = StateRecord(
                 architecture=model_config.architecture,
                 quantization=method_name(config.quantization, model_config),
-                tensor_parallel_size=size,
-                expert_parallel=experts.size > 1,
-                rank=rank,
+                tensor_parallel_size=ranks.tensor.size,
+                pipeline_parallel_size=ranks.pipeline.size,
+                rank=number(ranks),
+                expert_parallel=ranks.experts.size > 1,
             )
             files = saver(state, record, partial)
             yield {file.name: file.stat().st_size for file in files}
@@ -90,6 +87,16 @@ def convert(
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+def _all_ranks(config: EngineConfig) -> Iterator[Ranks]:
+    """Yield the ranks of an engine, by their numbers, which count the stages backwards."""
+    size, stages = config.tensor_parallel_size, config.pipeline_parallel_size
+    for stage in reversed(range(stages)):
+        for rank in range(size):
+            tensor = OneRank(rank, size)
+            experts = tensor if config.enable_expert_parallel else OneRank()
+            yield Ranks(tensor=tensor, experts=experts, pipeline=Pipeline(stage, stages, size))
 
 
 def _state(

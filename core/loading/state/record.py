@@ -22,9 +22,11 @@ class StateRecord(msgspec.Struct, frozen=True, kw_only=True):
     quantization: str | None
     """Name of the quantization method that took the layers; None: none did."""
     tensor_parallel_size: Annotated[int, Meta(ge=1)]
+    pipeline_parallel_size: Annotated[int, Meta(ge=1)] = 1
     rank: Annotated[int, Meta(ge=0)]
+    """Number of the rank among all of all stages."""
     expert_parallel: bool = False
-    """Whether the rank's experts are whole."""
+    """Whether the rank has some experts of each mixture whole, instead of a part of each."""
     num_parts: Annotated[int, Meta(ge=1)] = 1
     """Files of this rank."""
     version: int = VERSION
@@ -54,15 +56,17 @@ class StateRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     def check(self, file: str, architecture: str, quantization: str | None, ranks: Ranks) -> None:
         """Raise ConfigError, with the option's name, if the file was made for another engine, and
-        LoadError if it is another rank's. `ranks`: the engine's."""
-        rank, size = ranks.tensor.rank, ranks.tensor.size
-        if self.tensor_parallel_size != size:
-            raise ConfigError(
-                f"tensor_parallel_size: {file} is of {self.tensor_parallel_size} ranks, and this "
-                f"engine has {size}; convert the checkpoint for {size}, or set it to "
-                f"{self.tensor_parallel_size}",
-                param="tensor_parallel_size",
-            )
+        LoadError if it is another rank's."""
+        for field, own, size in (
+            ("tensor_parallel_size", self.tensor_parallel_size, ranks.tensor.size),
+            ("pipeline_parallel_size", self.pipeline_parallel_size, ranks.pipeline.size),
+        ):
+            if own != size:
+                raise ConfigError(
+                    f"{field}: {file} was written for {own}, and this engine has {size}; convert "
+                    f"the checkpoint for {size}, or set it to {own}",
+                    param=field,
+                )
         if self.expert_parallel != (ranks.experts.size > 1):
             made, here = ("whole", "divided") if self.expert_parallel else ("divided", "whole")
             raise ConfigError(
@@ -83,8 +87,14 @@ class StateRecord(msgspec.Struct, frozen=True, kw_only=True):
                 f"{architecture}",
                 param="model",
             )
-        if self.rank != rank:
+        if self.rank != (rank := number(ranks)):
             raise LoadError(f"{file} has the weights of rank {self.rank}, not of rank {rank}")
+
+
+def number(ranks: Ranks) -> int:
+    """Return the number of a rank among all of all stages."""
+    stages_after = ranks.pipeline.size - 1 - ranks.pipeline.stage
+    return stages_after * ranks.tensor.size + ranks.tensor.rank
 
 
 def method_name(requested: str | None, model_config: ModelConfig) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,17 @@ from jackfield.core.loading.weight_map import ParameterFiller
 from jackfield.plugins.conformance.loaders import WeightLoaderKit
 from jackfield.plugins.loaders.safetensors import SafetensorsLoader
 from jackfield.plugins.loaders.sharded_state import ShardedStateLoader
+
+
+def write_tensors(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
+    """Serialize tensors by the package itself, and cut off the room that it leaves at the end: what
+    is missing of that is no damage."""
+    tensorizer = pytest.importorskip("tensorizer")
+    serializer = tensorizer.TensorSerializer(str(file))
+    serializer.write_state_dict(dict(tensors))
+    serializer.close()
+    index = tensorizer.TensorDeserializer(str(file), device="cpu", lazy_load=True)._metadata
+    os.truncate(file, max(entry.data_offset + entry.data_length for entry in index.values()))
 
 
 class TestSafetensors(WeightLoaderKit):
@@ -42,6 +54,23 @@ class TestRunaiStreamer(WeightLoaderKit):
     @pytest.fixture(autouse=True)
     def installed(self) -> None:
         pytest.importorskip("runai_model_streamer")
+
+
+class TestTensorizer(WeightLoaderKit):
+    name = "tensorizer"
+
+    @pytest.fixture(autouse=True)
+    def installed(self) -> None:
+        pytest.importorskip("tensorizer")
+
+    def write(self, tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
+        write_tensors(tensors, folder / "model.tensors")
+
+    def write_in_parts(self, tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
+        names = sorted(tensors)
+        for number in range(2):
+            part = {name: tensors[name] for name in names[number::2]}
+            write_tensors(part, folder / f"part-{number}.tensors")
 
 
 MERGED = {

@@ -10,12 +10,20 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from jackfield import EngineConfig
 from jackfield.core.errors import ConfigError, LoadError
+from jackfield.core.loading.build import build_model
+from jackfield.core.loading.model_config import resolve_model_config
+from jackfield.core.nn.operations import Operations
+from jackfield.core.registry import load_plugins
+from jackfield.entrypoints.cli.main import main
 from jackfield.plugins.loaders import files
 from jackfield.plugins.loaders.pt import PtLoader
 from jackfield.plugins.loaders.runai_streamer import RunaiStreamerLoader
+
+from helpers import make_checkpoint
 
 
 class Folder:
@@ -93,9 +101,39 @@ def test_a_terminal_shows_how_far_loading_is(
     parts = [tmp_path / "a", tmp_path / "b"]
     for part, size in zip(parts, (10, 30), strict=True):
         part.write_bytes(bytes(size))
-    for stream, lines in ((Terminal(), ["0 %", "25 %", "100 %"]), (io.StringIO(), [])):
+    for stream, lines in ((Terminal(), ["0 %", "25 %", "50 %", "100 %"]), (io.StringIO(), [])):
         monkeypatch.setattr("sys.stderr", stream)
-        assert list(files.shown(parts)) == parts
+        with files.Bar.of(parts) as bar:
+            bar.add(10)
+            bar.add(10)
         texts = stream.getvalue().split("\r")[1:]
         assert len(texts) == len(lines)
         assert all(line in text for line, text in zip(lines, texts, strict=True))
+
+
+def test_a_load_that_fails_leaves_its_bar_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Terminal()
+    monkeypatch.setattr("sys.stderr", stream)
+    with pytest.raises(LoadError), files.Bar(100) as bar:
+        bar.add(30)
+        raise LoadError("no more")
+    assert "30 %" in stream.getvalue() and "100 %" not in stream.getvalue()
+
+
+@pytest.mark.parametrize("load_format", ["auto", "pt", "dummy", "sharded_state"])
+def test_loaders_show_a_bar(
+    load_format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_checkpoint("llama", tmp_path / "model")
+    if load_format == "pt":
+        torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    if load_format == "sharded_state":
+        folder = tmp_path / "divided"
+        assert main(["convert", "--model", str(tmp_path / "model"), "-o", str(folder)]) == 0
+    stream = Terminal()
+    monkeypatch.setattr("sys.stderr", stream)
+    config = EngineConfig(model=str(folder), device="cpu", load_format=load_format)
+    cpu = torch.device("cpu")
+    build_model(load_plugins(), config, resolve_model_config(config), cpu, Operations())
+    texts = stream.getvalue().split("\r")
+    assert len(texts) > 5 and " 0 %" in texts[1] and "100 %" in texts[-1]

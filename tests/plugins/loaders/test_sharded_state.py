@@ -22,7 +22,7 @@ from jackfield.core.loading.build import build_model
 from jackfield.core.loading.model_config import resolve_model_config
 from jackfield.core.nn.attention import Attention
 from jackfield.core.nn.operations import Operations
-from jackfield.core.parallel.ranks import OneRank, Ranks
+from jackfield.core.parallel.ranks import OneRank, Pipeline, Ranks
 from jackfield.core.registry import load_plugins
 from jackfield.entrypoints.cli.main import main
 
@@ -31,16 +31,20 @@ from helpers import VOCAB, edit_json, make_checkpoint
 CPU = torch.device("cpu")
 
 
-def build(folder: Path, rank: int = 0, size: int = 1, **options: Any) -> torch.nn.Module:
+def build(
+    folder: Path, rank: int = 0, size: int = 1, stages: int = 1, **options: Any
+) -> torch.nn.Module:
     """Return the model of one rank, which is only loaded, not computed with."""
-    return of_ranks(folder, Ranks(tensor=OneRank(rank, size)), **options)
+    pipeline = Pipeline(stages - 1 - rank // size, stages, size)
+    ranks = Ranks(tensor=OneRank(rank % size, size), pipeline=pipeline)
+    return of_ranks(folder, ranks, **options)
 
 
 def of_ranks(folder: Path, ranks: Ranks, **options: Any) -> Any:
-    size = ranks.tensor.size
     config = EngineConfig(
-        model=str(folder), device="cpu", dtype="float32", tensor_parallel_size=size, **options
-    )
+        model=str(folder), device="cpu", dtype="float32", tensor_parallel_size=ranks.tensor.size,
+        pipeline_parallel_size=ranks.pipeline.size, **options,
+    )  # fmt: skip
     model_config = resolve_model_config(config)
     return build_model(load_plugins(), config, model_config, CPU, Operations(), ranks)
 
@@ -89,6 +93,16 @@ def test_each_rank_loads_what_the_checkpoint_gives_it(
     family: str, size: int, tmp_path: Path
 ) -> None:
     check(make_checkpoint(family, tmp_path / "in"), tmp_path, size)
+
+
+def test_stages_have_files_of_their_own(llama: Path, tmp_path: Path) -> None:
+    output = convert(llama, tmp_path / "out", 2, "-pp", "2")
+    assert len(list(output.glob("*.safetensors"))) == 4
+    for rank in range(4):
+        same(build(output, rank, 2, 2, load_format="sharded_state"), build(llama, rank, 2, 2))
+    with pytest.raises(ConfigError, match="was written for 2, and this engine has 1") as caught:
+        build(output, 0, 2, 1, load_format="sharded_state")
+    assert caught.value.param == "pipeline_parallel_size"
 
 
 @pytest.mark.parametrize("method", ["int8", "rtn", "fp8"])
@@ -227,7 +241,7 @@ def divided(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("options", "field", "text"),
     [
-        ({"size": 1}, "tensor_parallel_size", "is of 2 ranks, and this engine has 1"),
+        ({"size": 1}, "tensor_parallel_size", "was written for 2, and this engine has 1"),
         ({"size": 2, "quantization": "int8"}, "quantization", "made for no method.* has int8"),
     ],
 )

@@ -1,0 +1,131 @@
+"""Files of CoreWeave's tensorizer (`*.tensors`, package `tensorizer`): a checkpoint's tensors by
+their own names, read by several threads.
+
+The format is numbers and names in fixed layouts, without pickles. Files are opened here, so the
+package fetches nothing. Encrypted files are refused. Hashes are verified unless that is turned off:
+of a file that ends too early the package otherwise reads anything.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from ...core.config import EngineConfig
+from ...core.errors import ConfigError, LoadError
+from ...core.loading.model_config import ModelConfig
+from ...core.loading.weight_map import ParameterFiller
+from .files import Bar, Layout, files_of
+
+LAYOUT = Layout("model.tensors", "model.tensors.index.json", ("*.tensors",))
+TENSORS_AT_ONCE = 8
+"""Tensors that the package reads, and keeps in memory, together."""
+OF_VLLM = ("_vllm_marker", "vllm_tensorized_marker")
+"""Names of a tensor by which vLLM marks files of its own parameters."""
+
+
+class TensorizerLoader:
+    """Fills a model from `*.tensors`."""
+
+    extra_config: ClassVar[tuple[str, ...]] = ("tensorizer_uri", "num_readers", "verify_hash")
+
+    def __init__(self, config: EngineConfig, model_config: ModelConfig) -> None:
+        """Raises ConfigError without the package, and for options of other types."""
+        try:
+            self.tensorizer: Any = importlib.import_module("tensorizer")
+        except ImportError as error:
+            raise ConfigError(
+                "load_format: tensorizer needs the package tensorizer (pip install tensorizer): "
+                f"{error}",
+                param="load_format",
+            ) from error
+        options = config.model_loader_extra_config or {}
+        self.folder = model_config.path
+        self.file = _path(options.get("tensorizer_uri"), self.folder)
+        self.num_readers = options.get("num_readers")
+        if self.num_readers is not None and (
+            type(self.num_readers) is not int or not 1 <= self.num_readers <= 256
+        ):
+            raise _refusal("num_readers", f"must be from 1 to 256, got {self.num_readers!r}")
+        self.verify_hash = options.get("verify_hash", True)
+        if not isinstance(self.verify_hash, bool):
+            raise _refusal("verify_hash", f"must be true or false, got {self.verify_hash!r}")
+
+    def load(self, model: nn.Module, device: torch.device) -> None:
+        """Raises LoadError naming what is missing, unexpected, or of another shape, and for files
+        that are damaged, encrypted, or of vLLM's own parameters."""
+        filler = ParameterFiller(model, model.weight_map)  # type: ignore[arg-type]
+        files = [self.file] if self.file else files_of(self.folder, LAYOUT, "serialize the tensors")
+        with Bar.of(files) as bar, torch.no_grad():
+            for file in files:
+                try:
+                    for name, tensor in self._tensors(file, device, filler.takes):
+                        filler.fill(name, tensor)
+                        bar.add(tensor.nbytes)
+                except LoadError as error:
+                    raise LoadError(f"{file.name}: {error.message}") from error
+                except Exception as error:  # The package raises what reading stumbles over.
+                    kind = type(error).__name__
+                    reason = (
+                        "it is encrypted, and encrypted files are not read here"
+                        if kind == "CryptographyError"
+                        else f"{kind}: {error}"
+                    )
+                    raise LoadError(
+                        f"{file.name} cannot be read by tensorizer: {reason}"
+                    ) from error
+        filler.finish()
+
+    def _tensors(
+        self, file: Path, device: torch.device, takes: Callable[[str], bool]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors of a file whose names the model takes. A few at a time: the
+        package keeps what it has read for as long as it has the file open."""
+        with file.open("rb") as opened:
+            names = list(self._open(opened, device).keys())
+        for name in names:
+            if not isinstance(name, str):
+                raise LoadError(f"a tensor's name is {name!r}, which is no text")
+        if found := set(OF_VLLM) & set(names):
+            raise LoadError(
+                f"vLLM wrote it of its own parameters ({found.pop()}); serialize the checkpoint's "
+                "tensors by their own names"
+            )
+        waiting = filter(takes, names)
+        while part := frozenset(itertools.islice(waiting, TENSORS_AT_ONCE)):
+            with file.open("rb") as opened:
+                reader = self._open(opened, device, filter_func=part.__contains__)
+                for _, _, name, tensor in reader.read_tensors():
+                    yield name, tensor.detach()
+
+    def _open(self, opened: Any, device: torch.device, **options: Any) -> Any:
+        return self.tensorizer.TensorDeserializer(
+            opened, device=device, lazy_load=True, num_readers=self.num_readers,
+            verify_hash=self.verify_hash, **options,
+        )  # fmt: skip
+
+
+def _path(given: Any, folder: Path) -> Path | None:
+    """Return the file of the option tensorizer_uri; None if it is not given. Raises ConfigError."""
+    if given is None:
+        return None
+    if not isinstance(given, str) or not given:
+        raise _refusal("tensorizer_uri", f"must be a path, got {given!r}")
+    if "://" in given:
+        raise _refusal("tensorizer_uri", f"{given!r} is a URL; only local files are read")
+    file = folder / Path(given).expanduser()
+    if not file.is_file():
+        raise _refusal("tensorizer_uri", f"there is no file {str(file)!r}")
+    return file
+
+
+def _refusal(option: str, reason: str) -> ConfigError:
+    return ConfigError(
+        f"model_loader_extra_config: {option}: {reason}", param="model_loader_extra_config"
+    )
