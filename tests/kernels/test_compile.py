@@ -28,11 +28,12 @@ PROGRAM_FILES = [
 """All but the one that compiles each configuration of experts, which runs by night."""
 
 
+@pytest.mark.parametrize("cases", [("once",), pytest.param((), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("program", PROGRAM_FILES, ids=lambda program: program.stem)
-def test_every_kernel_compiles_for_a_hopper_gpu(program: Path) -> None:
+def test_every_kernel_compiles_for_a_hopper_gpu(program: Path, cases: tuple[str, ...]) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     completed = subprocess.run(
-        [sys.executable, str(program)], env=environment, capture_output=True, text=True
+        [sys.executable, str(program), *cases], env=environment, capture_output=True, text=True
     )
     assert completed.returncode == 0, completed.stderr[-3000:]
     assert completed.stdout.split()

@@ -1,4 +1,7 @@
-"""Compiles every kernel of latent attention for a Hopper GPU, and prints its name."""
+"""Compiles every kernel of latent attention for a Hopper GPU, and prints its name; with `once`, its
+first case alone."""
+
+import sys
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -48,6 +51,8 @@ TYPES = {
     **dict.fromkeys(FLOATS, "*fp32"), **dict.fromkeys(INTS, "*i32"),
     **dict.fromkeys(("positions_ptr", "slot_ptr"), "*i64"), "scale": "fp32", "eps": "fp32",
 }  # fmt: skip
+if "once" in sys.argv:
+    KERNELS = list({case[0].fn: case for case in reversed(KERNELS)}.values())
 for kernel, constants, warps, stages in KERNELS:
     names = kernel.arg_names
     constants = {name: value for name, value in constants.items() if name in names}

@@ -13,10 +13,18 @@ ONCE_FOR_A_MECHANISM = (
     "test_a_megabyte_takes_linear_time",
     "test_tiny_pieces_take_linear_time",
     "test_a_piece_costs_the_same_however_much_came_before",
+    "test_no_call_escapes_a_strict_grammar",
 )
-"""How long a text takes: families differ in marks, and time is spent where they are looked for."""
-ONCE_FOR_A_PARSER = ("test_forced_calls_are_read_back", "test_no_call_escapes_a_strict_grammar")
+"""How long a text takes, and what gets through a grammar: families differ in marks, and time is
+spent, and calls escape, where they are looked for."""
+ONCE_FOR_A_PARSER = ("test_forced_calls_are_read_back",)
 """Outputs that do not depend on a family's samples; some names stand for the same parser."""
+WHEREVER_A_SAMPLE_BREAKS_OFF = ("test_a_sample_may_end_anywhere", "test_arguments_are_strict_json")
+"""Their time grows with the square of a sample's length. Families that write the same calls with
+other marks have long samples of much the same length: one of each hundred characters is enough,
+besides every family's samples that are not long."""
+LONG = 400
+"""Characters of a long sample."""
 
 
 def mechanism(parser: Any) -> type:
@@ -24,18 +32,26 @@ def mechanism(parser: Any) -> type:
     return next((base for base in parser.__mro__ if base.__module__.startswith(MECHANISMS)), parser)
 
 
+def _length(item: Any) -> int:
+    """Characters of the sample that a test is about."""
+    return len(item.callspec.params["sample"].text)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what is asked a second time as slow."""
     seen: dict[tuple[str, Any], Any] = {}
+    kit: Any
     for item in items:
-        kit, name = getattr(item, "cls", None), item.name
+        kit, name = getattr(item, "cls", None), item.name.partition("[")[0]
         if kit is None or not issubclass(kit, ParserKit):
             continue
         if name in ONCE_FOR_A_MECHANISM:
             about = mechanism(kit.registered())
         elif name in ONCE_FOR_A_PARSER:
             about = kit.registered()
+        elif name in WHEREVER_A_SAMPLE_BREAKS_OFF and (length := _length(item)) > LONG:
+            kit, about = item, (mechanism(kit.registered()), length // 100)
         else:
             continue
         if seen.setdefault((name, about), kit) is not kit:
