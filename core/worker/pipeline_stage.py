@@ -52,16 +52,23 @@ class PipelineStage:
         if not pipeline.first:
             size = max_tokens, hidden_size
             self.incoming = torch.zeros(size, dtype=dtype, device=device)
+        self._num_arrived = 0
+        """Rows of `incoming` that are not zeros."""
         self._awaited: collections.deque[Awaited] = collections.deque()
         """On the first stage: tokens that are not in the table yet, by step."""
 
-    def begin(self, plan: StepPlan) -> Transfer | None:
-        """Prepare for a plan's rows, before any of its writes. Return what they wait for."""
-        if self.pipeline.first:
+    def begin(self, plan: StepPlan) -> None:
+        """Wait for what a plan's rows need, before any of its writes; on a device with streams, the
+        current stream waits."""
+        if self.incoming is None:
             self._take_tokens(plan)
-            return None
-        assert self.incoming is not None, "a stage before sends states"
-        return self.pipeline.receive_hidden(self.incoming[: plan.total_tokens])
+            return
+        count = plan.total_tokens
+        if count < self._num_arrived:
+            # Padding of recorded steps: it may be no number in what came before.
+            self.incoming[count : self._num_arrived].zero_()
+        self._num_arrived = count
+        self.pipeline.receive_hidden(self.incoming[:count]).wait()
 
     def states_in(self, input_ids: torch.Tensor) -> torch.Tensor | None:
         """Return what the first layer gets for these tokens, [num_tokens, hidden_size]; None: their
@@ -85,7 +92,7 @@ class PipelineStage:
         if len(rows) != len(chosen):
             chosen = chosen.index_select(0, self._sent(np.asarray(rows, dtype=np.int64)))
         # A row without a token ends; until then its next step computes something.
-        self.pipeline.send_tokens(chosen.to(torch.int32).clamp_(min=0))
+        self.pipeline.send_tokens(chosen.clamp(min=0).to(torch.int32))
 
     def _take_tokens(self, plan: StepPlan) -> None:
         """Write the tokens that the plan's rows continue from into the table."""

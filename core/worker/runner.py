@@ -168,7 +168,8 @@ class ModelRunner:
         """Queue the rows of a step."""
         if plan.num_drafts:
             return self._launch_drafts(plan, launched)
-        arriving = None if self.stage is None else self.stage.begin(plan)
+        if self.stage is not None:
+            self.stage.begin(plan)
         if self.graphs is not None and self.graphs.is_decode_step(plan):
             step = self._replay(plan, self.graphs, launched)
             if step is not None:
@@ -181,12 +182,9 @@ class ModelRunner:
                 return step
         inputs = self.batch.lay_out(rows, LogitRows.sampled(rows, plan.samples), writes)
         self._upload()
-        if arriving is not None:
-            arriving.wait()
         hidden = self.forward(inputs)
-        if self.stage is not None and not self.samples:
-            self.stage.send_states(plan, hidden)
-            return self._copy_back(plan, [], {}, {}, [], launched)
+        if not self.samples:
+            return self._send_states(plan, hidden, launched)
         if not inputs.logit_rows:
             scores = self.prompt_logprobs.score(rows, hidden)
             return self._copy_back(plan, [], {}, {}, scores, launched)
@@ -281,6 +279,8 @@ class ModelRunner:
         it."""
         if not self._launch_mixed(rows, writes):
             return None
+        if not self.samples:
+            return self._send_states(plan, graphs.states, launched)
         # Runs while the device computes.
         self._upload()
         scores = self.prompt_logprobs.score(rows, graphs.states)
@@ -314,6 +314,8 @@ class ModelRunner:
             logger.exception("a decode graph cannot be recorded; going on without graphs")
             self.graphs = None
             return None
+        if not self.samples:
+            return self._send_states(plan, graphs.logits, launched)
         if ending is not Ending.LOGITS:
             tensors, logprob_rows = self._recorded(graphs.outputs, len(rows), rows, rows_host)
             return self._copy_back(plan, rows, logprob_rows, tensors, [], launched)
@@ -321,8 +323,17 @@ class ModelRunner:
         logits = graphs.logits[: len(rows)]
         return self._sample(plan, logits, rows, rows_host, slots, lengths, [], launched)
 
+    def _send_states(self, plan: StepPlan, hidden: torch.Tensor, launched: float) -> LaunchedStep:
+        """Let the next stage go on with a step. hidden: [plan.total_tokens or more,
+        hidden_size]"""
+        assert self.stage is not None, "there is a next stage"
+        self.stage.send_states(plan, hidden)
+        return self._copy_back(plan, [], {}, {}, [], launched)
+
     def _ending(self, rows_host: list[int]) -> Ending:
         """Return the recorded ending that serves all that these slots request."""
+        if not self.samples:
+            return Ending.STATES
         if self.masks.rows(rows_host):
             return Ending.LOGITS
         if self.sampler.is_plain(rows_host):
@@ -412,7 +423,9 @@ class ModelRunner:
 
     def logits(self, hidden: torch.Tensor, ending: Ending = Ending.LOGITS) -> torch.Tensor:
         """[num_rows, hidden_size] → [num_rows, vocab_size], or the part of it that this rank
-        samples plain rows from."""
+        samples plain rows from; of a stage that does not sample, the states themselves."""
+        if ending is Ending.STATES:
+            return hidden
         if ending is Ending.PLAIN and self.sampler.shard is not None:
             return self.sampler.shard.logits(self.model.compute_logits, hidden)  # type: ignore
         logits: torch.Tensor = self.model.compute_logits(hidden)  # type: ignore[operator]

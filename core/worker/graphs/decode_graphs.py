@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from ...step import StepPlan
 from ..batch import PersistentBatch, StepInputs
 from ..sampling.sampler import Sampler
 from ..slot_table import NO_WRITES
-from .endings import Ending, row_counts, sample_rows, sampling_endings
+from .endings import Ending, row_counts, sample_rows
 from .recorder import Recorder, Replay
 
 logger = logging.getLogger("jackfield.worker")
@@ -38,13 +38,16 @@ class DecodeGraphs:
         sampler: Sampler,
         operations: Operations,
         record: Recorder,
+        endings: Sequence[Ending],
     ) -> None:
         """`forward`: from a step's inputs, R rows of one token each, to hidden states; `logits`:
-        from these to those that an ending samples from."""
+        from these to those that an ending samples from. endings: to record, the most useful
+        first."""
         max_num_seqs = batch.num_slots
         self._forward, self._logits = forward, logits
         self._sampler = sampler
         self._record = record
+        self._kinds = endings
         self._counts = row_counts(max_num_seqs)
         self._replays: dict[tuple[int, Ending], Replay] = {}
         self._inputs = DecodeInputs(batch, operations, max_num_seqs)
@@ -52,8 +55,8 @@ class DecodeGraphs:
         self.outputs = sampler.outputs
         """Tokens of the step launched last, unless it ended with logits."""
         self.logits = torch.empty(0, device=device)
-        """[max_num_seqs, vocab_size] Logits of the step launched last without sampling; made when
-        such a step is first recorded."""
+        """[max_num_seqs, vocab_size] Logits of the step launched last without sampling, or its
+        states, [max_num_seqs, hidden_size]; made when such a step is first recorded."""
         self._sampling_inputs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         """Rows of a graph without sampling → slots and lengths, which it writes: kept, so that no
         other graph is given their memory while the sampler reads them."""
@@ -67,11 +70,12 @@ class DecodeGraphs:
         halves, so that there soon is one not much larger than needed, then the rest; logits, which
         few steps end with, last.
         """
-        endings = sampling_endings(self._sampler)
+        endings = [ending for ending in self._kinds if ending.samples]
+        others = [ending for ending in self._kinds if not ending.samples]
         halves = [n for n in self._counts if n.bit_count() == 1 or n == self._counts[-1]][::-1]
         rest = [n for n in reversed(self._counts) if n not in halves]
         wanted = [(n, ending) for part in (halves, rest) for ending in endings for n in part]
-        wanted += [(n, Ending.LOGITS) for n in halves + rest]
+        wanted += [(n, ending) for ending in others for n in halves + rest]
         return [kind for kind in wanted if kind not in self._replays]
 
     @staticmethod
@@ -86,7 +90,7 @@ class DecodeGraphs:
         )
 
     def launch(self, plan: StepPlan, ending: Ending) -> bool:
-        """Replay a decode step, with its sampling (to `outputs`) or up to `logits`.
+        """Replay a decode step, with its sampling (to `outputs`) or up to `logits` or states.
 
         Returns False, with nothing done, if the step is not an ordinary one, or no recorded graph
         serves it. A graph is recorded here only if a step needs logits before spare time has
@@ -107,7 +111,7 @@ class DecodeGraphs:
         """Return the smallest recorded number of rows that serves a step."""
         able = (n for n in self._counts if n >= num_rows and (n, ending) in self._replays)
         rows = next(able, None)
-        if rows is None and ending is Ending.LOGITS:
+        if rows is None and not ending.samples:
             rows = next(n for n in self._counts if n >= num_rows)
             self.record(rows, ending)
         return rows
@@ -147,7 +151,9 @@ class DecodeGraphs:
         ):  # fmt: skip
             places.zero_()
         hidden = self._forward(inputs)
-        for ending in sampling_endings(self._sampler):
+        for ending in self._kinds:
+            if not ending.samples:
+                continue
             logits = self._logits(hidden, ending)
             sample_rows(self._sampler, ending, logits, inputs.sample_slots, inputs.sample_lengths)
 
@@ -156,7 +162,7 @@ class DecodeGraphs:
 
     def _finish(self, inputs: StepInputs, rows: int, ending: Ending) -> None:
         logits = self._logits(self._forward(inputs), ending)
-        if ending is not Ending.LOGITS:
+        if ending.samples:
             sample_rows(self._sampler, ending, logits, inputs.sample_slots, inputs.sample_lengths)
             return
         if not self.logits.numel():

@@ -18,6 +18,13 @@ class Ending(enum.StrEnum):
     """Sample rows that ask for anything that the kernels do (`Sampler.recordable`)."""
     LOGITS = "logits"
     """Sampling by separately launched kernels, for example if a grammar's mask is awaited."""
+    STATES = "states"
+    """None: hidden states go to the next stage of the pipeline."""
+
+    @property
+    def samples(self) -> bool:
+        """Whether tokens are sampled in the recorded step."""
+        return self in (Ending.PLAIN, Ending.FULL)
 
 
 def row_counts(max_num_seqs: int) -> list[int]:
@@ -40,6 +47,11 @@ def sample_rows(
         (sampler.shard or sampler).sample_plain(logits, slots, lengths, out)
     else:
         sampler.sample_step(logits, slots, lengths, out)
+
+
+def recorded_endings(sampler: Sampler, samples: bool) -> list[Ending]:
+    """Return the endings to record, the most useful first. samples: this stage does."""
+    return [*sampling_endings(sampler), Ending.LOGITS] if samples else [Ending.STATES]
 
 
 def sampling_endings(sampler: Sampler) -> list[Ending]:

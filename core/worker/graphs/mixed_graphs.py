@@ -12,7 +12,7 @@ from __future__ import annotations
 import bisect
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +22,7 @@ from ...nn.context import MixedRows
 from ...protocols.attention import PagedBackend
 from ..batch import PersistentBatch, StepInputs, StepRows
 from ..sampling.sampler import Sampler
-from .endings import Ending, row_counts, sample_rows, sampling_endings
+from .endings import Ending, row_counts, sample_rows
 from .recorder import Recorder, Replay
 
 logger = logging.getLogger("jackfield.worker")
@@ -82,15 +82,18 @@ class MixedGraphs:
         sampler: Sampler,
         record: Recorder,
         max_tokens: int,
+        endings: Sequence[Ending],
     ) -> None:
         """`forward`: maps a step's inputs to hidden states [T, hidden_size]; `logits`: from those
-        of R rows to those that an ending samples from; `max_tokens`: of any step."""
+        of R rows to those that an ending samples from; `max_tokens`: of any step; `endings`: to
+        record, the most useful first."""
         self._forward = forward
         self._logits = logits
         self._batch = batch
         self._backend = backend
         self._sampler = sampler
         self._record = record
+        self._kinds = [ending for ending in endings if ending is not Ending.STATES]
         self._token_counts = token_counts(min(max_tokens, MAX_TOKENS))
         self._decode_counts = decode_row_counts(batch.num_slots)
         self._row_counts = row_counts(batch.num_slots)
@@ -209,10 +212,9 @@ class MixedGraphs:
         far_apart = [key for key in mixed if not key.tokens % STRIDE or key is mixed[-1]]
         first = [*far_apart, *alone, *mixed]
         rest = sorted(keys, key=rank)
-        kinds = [*sampling_endings(self._sampler), Ending.LOGITS]
         halves = [n for n in self._row_counts if n.bit_count() == 1 or n == self._row_counts[-1]]
         order = halves[::-1] + [n for n in reversed(self._row_counts) if n not in halves]
-        endings = [(rows, ending) for ending in kinds for rows in order]
+        endings = [(rows, ending) for ending in self._kinds for rows in order]
         few = [each for each in endings if each[0] in halves]
         graph_keys: list[MixedKey | tuple[int, Ending]] = [*few, *first, *endings, *rest]
         return [
@@ -236,7 +238,8 @@ class MixedGraphs:
         """Record the graphs that serve a single prompt of this many tokens, with its endings."""
         if (key := self._smallest_key(_Shape(0, 1, tokens))) is not None:
             self.record(key)
-            self.record_ending(1, Ending.PLAIN)
+            for ending in self._kinds[:1]:
+                self.record_ending(1, ending)
 
     def precompiled_keys(self) -> list[MixedKey]:
         """Return steps that together launch every kernel."""

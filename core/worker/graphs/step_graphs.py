@@ -11,7 +11,7 @@ from ...parallel.ranks import Ranks
 from ..runner import ModelRunner
 from .decode_graphs import DecodeGraphs
 from .draft_graphs import DraftGraphs
-from .endings import Ending
+from .endings import recorded_endings
 from .mixed_graphs import MixedGraphs
 from .recorder import CountedRecorder, Recorder
 
@@ -36,6 +36,7 @@ class StepGraphs:
         self._ranks = ranks
         self._record = CountedRecorder(record)
         operations = runner.batch.operations
+        endings = self._endings = recorded_endings(runner.sampler, runner.samples)
         self.decode = DecodeGraphs(
             forward=runner.forward,
             logits=runner.logits,
@@ -43,6 +44,7 @@ class StepGraphs:
             sampler=runner.sampler,
             operations=operations,
             record=self._record,
+            endings=endings,
         )
         self.mixed: MixedGraphs | None = None
         """None: the attention backend, or layers that keep states, do not support recording steps
@@ -57,6 +59,7 @@ class StepGraphs:
                 sampler=runner.sampler,
                 record=self._record,
                 max_tokens=max_tokens,
+                endings=endings,
             )
 
         self.drafts: DraftGraphs | None = None
@@ -89,7 +92,7 @@ class StepGraphs:
         runner uses the graphs from here on."""
         runner = self._runner
         try:
-            self.decode.record(1, Ending.PLAIN)
+            self.decode.record(1, self._endings[0])
             runner.graphs = self.decode
             if self.mixed is not None:
                 self.mixed.record_for(FIRST_PROMPT)

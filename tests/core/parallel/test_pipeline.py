@@ -10,7 +10,7 @@ import pytest
 import torch
 from encoders import save_decoder
 from rank_executor import Plugin
-from test_worker_ranks import config, requests, tokens
+from test_worker_ranks import Recording, config, requests, tokens
 
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.errors import ConfigError
@@ -116,12 +116,16 @@ def test_ranks_exchange_what_they_have_to_say() -> None:
 # ---------------------------------------------------------------- serving
 
 
-@pytest.mark.parametrize(("num_stages", "size"), [(2, 1), (3, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("family", "num_stages", "size"),
+    [("qwen3", 2, 1), ("qwen3", 3, 1), ("qwen3", 2, 2), ("gemma3", 3, 1), ("gpt-oss", 2, 1)],
+)
 async def test_stages_serve_the_tokens_of_one_rank(
-    num_stages: int, size: int, tmp_path: Path
+    family: str, num_stages: int, size: int, tmp_path: Path
 ) -> None:
-    """Of requests of all kinds, some of them preempted, some in chunks."""
-    folder = make_checkpoint("qwen3", tmp_path)
+    """Of requests of all kinds, some of them preempted, some in chunks; with windows, whose layers
+    are in stages of unlike sizes."""
+    folder = make_checkpoint(family, tmp_path)
     want = await tokens(config(folder, 1), requests())
     assert await tokens(staged(folder, num_stages, size), requests()) == want
 
@@ -187,3 +191,17 @@ async def test_what_stages_cannot_serve_is_refused_by_name(
 def test_a_model_says_whether_its_layers_can_be_divided(architecture: str, divided: bool) -> None:
     model = load_plugins()["model"].load(architecture)
     assert getattr(model, "pipeline_parallel", False) == divided
+
+
+class RecordingStages(Recording):
+    """Steps are recorded as far as a CPU can."""
+
+    delays = (0.0,) * 3
+
+
+async def test_stages_record_their_steps(tmp_path: Path) -> None:
+    folder = make_checkpoint("qwen3", tmp_path)
+    want = await tokens(config(folder, 1), requests())
+    settings = staged(folder, 3, attention_backend="static")
+    assert await tokens(settings, requests(), RecordingStages) == want
+    assert min(Recording.replays.pop()) > 10
