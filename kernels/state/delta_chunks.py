@@ -172,6 +172,7 @@ def delta_chunks(
     *,
     chunk: int,
     precision: str,
+    num_warps: int,
 ) -> DeltaChunks:
     """Arguments as `delta_rule`'s; chunk: tokens of a chunk, a power of 2, at least 16; precision:
     of products."""
@@ -192,6 +193,6 @@ def delta_chunks(
         *found, q, k, v, step, beta, rate, dt_bias, rows.query_start, num_rows, num_tokens,
         q.stride(0), k.stride(0), v.stride(0), step.stride(0), beta.stride(0), size**-0.5,
         HEADS=heads, GROUPS=groups, K=size, V=width, BLOCK_K=block_k, BLOCK_V=block_v,
-        CHUNK=chunk, PRECISION=precision, num_warps=4, num_stages=1,
+        CHUNK=chunk, PRECISION=precision, num_warps=num_warps, num_stages=1,
     )  # fmt: skip
     return found

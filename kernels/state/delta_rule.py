@@ -36,13 +36,15 @@ class _Tiles(NamedTuple):
     precision: str
     num_warps: int
     num_stages: int
+    chunk_warps: int
+    """Warps of a program of `delta_chunks`."""
 
 
-SINGLE = _Tiles(values=16, chunk=16, precision="tf32", num_warps=2, num_stages=1)
+SINGLE = _Tiles(values=16, chunk=16, precision="tf32", num_warps=2, num_stages=1, chunk_warps=4)
 """Rows of one token."""
-NARROW = _Tiles(values=32, chunk=64, precision="tf32", num_warps=4, num_stages=2)
+NARROW = _Tiles(values=32, chunk=64, precision="tf32", num_warps=4, num_stages=2, chunk_warps=4)
 """Prompts in 16 bits."""
-WIDE = _Tiles(values=16, chunk=16, precision="ieee", num_warps=8, num_stages=1)
+WIDE = _Tiles(values=16, chunk=16, precision="ieee", num_warps=8, num_stages=1, chunk_warps=4)
 """Prompts in float32: products without tensor cores, whose small tiles stay in registers."""
 
 
@@ -166,7 +168,10 @@ def delta_rule(
         tiles, chunks = SINGLE, DeltaChunks(out, out, out, rate)
     else:
         tiles = WIDE if v.dtype == torch.float32 else NARROW
-        chunks = delta_chunks(*inputs, rows, chunk=tiles.chunk, precision=tiles.precision)
+        chunks = delta_chunks(
+            *inputs, rows, chunk=tiles.chunk, precision=tiles.precision,
+            num_warps=tiles.chunk_warps,
+        )  # fmt: skip
     grid = (rows.slots.shape[0], heads, triton.cdiv(width, tiles.values))
     launch(_delta_rule_kernel, grid)(
         out, *chunks, *inputs, state, rows.query_start, rows.seq_lens, rows.slots, num_tokens,
