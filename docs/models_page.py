@@ -53,8 +53,9 @@ ON_MODULES = """\
 Any other causal model of `transformers` whose layers are attention alone runs on its own modules,
 over the cache and the scheduling here: attention, cached prefixes, chunks and preemption are as for
 every family, and its products and experts are quantized and divided like theirs. Norms, rotations
-and activations are kernels of their own, and steps are launched, not recorded, so that small
-batches take longer. `--model-impl transformers` asks for it where there is a family,
+and activations are kernels of their own, so steps take longer. They are recorded as CUDA graphs
+where modules ask the device for no values; the first recording that fails says so in the log, and
+steps are launched from then on. `--model-impl transformers` asks for it where there is a family,
 too, and `--model-impl jackfield` refuses it. Refused at the start, with the reason: layers that
 keep a state, masks and windows that attention is not told, several attentions in a layer, tokens
 that meet outside attention; with several ranks, what transformers has no plan for

@@ -32,12 +32,11 @@ class TransformersLM(nn.Module):
 
     A step is one sequence [1, num_tokens] to them, of tokens at any positions; only attention knows
     which tokens belong together. Products and experts are replaced, so that quantization methods
-    and ranks find them; weights have their names in checkpoints.
+    and ranks find them; weights have their names in checkpoints. Steps are recorded as any model's:
+    where modules ask the device for values, the first recording fails, and steps are launched.
     """
 
     tensor_parallel = True
-    graph_safe = False
-    """Modules of transformers may ask the device for values: steps are launched, not recorded."""
     weight_map: WeightMap = WeightMap()
 
     @classmethod
@@ -80,8 +79,8 @@ class TransformersLM(nn.Module):
         logger.info(
             "model: %s runs on transformers' modules (the fallback): attention, cache and "
             "scheduling are Jackfield's; norms, rotations and activations are kernels of their "
-            "own, and steps are launched, not recorded: small batches take longer "
-            "than with a family of Jackfield's",
+            "own, so that steps take longer than with a family of Jackfield's; they are recorded "
+            "as CUDA graphs where its modules ask the device for no values",
             config.architecture,
         )
 

@@ -20,6 +20,9 @@ from ....core.parallel.sharding import Features
 
 FEATURES: dict[str, Features] = {"colwise": "out", "rowwise": "in"}
 """transformers' name for how ranks divide a product → the features that they divide."""
+WHOLE = frozenset({"colwise_gather_output", "rowwise_split_input"})
+"""Products that transformers divides between inputs and outputs that all ranks have: each has all
+of them here."""
 OF_EXPERTS = frozenset({"packed_colwise", "colwise", "rowwise", "moe_tp_experts"})
 """How its plans divide experts, of which ranks hold a part of each here."""
 ROUTERS = frozenset({"gate", "router"})
@@ -99,7 +102,8 @@ class TensorPlan:
             return None
         pattern = re.sub(r"\.\d+(?=\.|$)", ".*", name)
         style = self.styles.get(pattern)
-        return None if style is None or style.startswith("replicated") else style
+        whole = style is None or style in WHOLE or style.startswith("replicated")
+        return None if whole else style
 
 
 def place_modules(model: nn.Module, head: nn.Module | None, plan: TensorPlan,
