@@ -30,6 +30,7 @@ from jackfield.core.config import EngineConfig, StructuredOutputsConfig
 from jackfield.core.data_parallel.metrics import PoolMetrics
 from jackfield.core.engine import core as engine_core
 from jackfield.core.metrics.metrics import EngineMetrics
+from jackfield.core.metrics.rank_metrics import RankMetrics
 from jackfield.core.registry import KINDS, load_plugins
 from jackfield.entrypoints.openai.common import protocol
 from jackfield.entrypoints.openai.pooling import protocol as pooling_protocol
@@ -276,6 +277,7 @@ def metrics() -> str:
     made = EngineMetrics("MODEL")
     made.observe_cache_config(**dict.fromkeys(_cache_facts(), ""))
     made.registry.register(FrontendMetrics(0, lambda: 0))
+    made.registry.register(RankMetrics("MODEL", lambda: [protocols.RankState(0, "HOST", 0, 0, 0)]))
     rows = []
     for family in [*made.registry.collect(), *PoolMetrics("MODEL", 1).registry.collect()]:
         labels = sorted({k for s in family.samples for k in s.labels} - {"le"})
@@ -290,9 +292,11 @@ def metrics() -> str:
         "is the same, a name is vLLM's with the prefix `jackfield:`. Every engine has a registry "
         "of its own. Times are seconds. In Python, `engine.stats()` gives the same counts as "
         "an `EngineStats` (`core/step.py`). Those of front ends are there with "
-        "`--api-server-count` alone, those of `data_parallel` with `--data-parallel-size` alone; "
-        "there, each engine's metrics have the label `engine`, its number.\n\n"
+        "`--api-server-count` alone, those of ranks where an engine has several, those of "
+        "`data_parallel` with `--data-parallel-size` alone; there, each engine's metrics have "
+        "the label `engine`, its number.\n\n"
         "Source: [core/metrics/metrics.py](../../core/metrics/metrics.py), "
+        "[core/metrics/rank_metrics.py](../../core/metrics/rank_metrics.py), "
         "[core/data_parallel/metrics.py](../../core/data_parallel/metrics.py), "
         "[entrypoints/server/frontends/metrics.py](../../entrypoints/server/frontends/metrics.py).\n\n"
         + table(["name", "type", "labels", "meaning"], sorted(rows))

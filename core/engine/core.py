@@ -20,6 +20,7 @@ from ..loading.generation_config import NO_DEFAULTS
 from ..loading.model_config import ModelConfig, resolve_model_config
 from ..metrics.merge import Family, families
 from ..metrics.metrics import EngineMetrics
+from ..metrics.rank_metrics import RankMetrics
 from ..outputs import EngineStats
 from ..protocols.executors import Executor, ExecutorInfo, SchedulePolicy
 from ..recording.recorder import RecordingExecutor
@@ -200,6 +201,8 @@ class EngineCore:
             gpu_memory_utilization=config.gpu_memory_utilization,
             enable_prefix_caching=config.enable_prefix_caching,
         )
+        if self.info.num_ranks > 1:
+            self.metrics.registry.register(RankMetrics(config.served_names[0], self.executor.ranks))
         self.grammars = Grammars(
             self.plugins,
             config,

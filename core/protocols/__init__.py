@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from .attention import AttentionBackend, AttentionSpec, LayerSpec, PagedBackend
 from .collectives import Collectives, CollectivesSetup
-from .executors import Executor, ExecutorInfo, SchedulePolicy
+from .executors import Executor, ExecutorInfo, RankState, SchedulePolicy
 from .grammars import Grammar, GrammarBackend, GrammarMatcher, GrammarSpec, Vocabulary
 from .kv import KVConnector, KVConnectorScheduler, KVConnectorSetup, KVConnectorWorker, KVLayout
 from .kv_compressors import KVCompressor
@@ -67,6 +67,7 @@ __all__ = [
     "PoolingModel",
     "ProcessedRows",
     "QuantizationMethod",
+    "RankState",
     "Reasoning",
     "ReasoningParser",
     "SchedulePolicy",

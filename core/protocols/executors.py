@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import msgspec
@@ -85,6 +85,10 @@ class Executor(ABC):
     async def stop(self) -> None:
         """Finish what is queued, free the device. Safe to call twice."""
 
+    def ranks(self) -> Sequence[RankState]:
+        """Return how each rank is doing, for metrics; default: (), which tells nothing."""
+        return ()
+
     def watch_failure(self, callback: Callable[[Exception], None]) -> None:  # noqa: B027
         """Call `callback` on the event loop, once, if the executor cannot go on, also when nothing
         is queued: the engine ends with that error. Default: it is never called, and the engine
@@ -146,6 +150,18 @@ class ExecutorInfo(msgspec.Struct, frozen=True, kw_only=True):
     def where(self) -> str:
         """The device, and how many ranks there are, for messages."""
         return self.device if self.num_ranks == 1 else f"{self.device}, {self.num_ranks} ranks"
+
+
+class RankState(msgspec.Struct, frozen=True):
+    """How one of several ranks is doing."""
+
+    rank: int
+    host: str
+    """Name of its host."""
+    steps: int
+    """Steps and jobs that it has finished."""
+    weight_bytes: int
+    kv_cache_bytes: int
 
 
 class SchedulePolicy(Protocol):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from typing import Any
 
 from ..config import EngineConfig
-from ..protocols.executors import Executor, ExecutorInfo
+from ..protocols.executors import Executor, ExecutorInfo, RankState
 from ..step import (
     InProcess,
     ModelFingerprint,
@@ -104,6 +104,10 @@ class RecordingExecutor(Executor):
         if not isinstance(job, Ping):
             self._write(Asked(job))
         return self.executor.ask(job)
+
+    def ranks(self) -> Sequence[RankState]:
+        """As the executor says."""
+        return self.executor.ranks()
 
     def watch_transfers(self, callback: Callable[[], None]) -> None:
         """Recordings are made without a KV connector: there is nothing to watch."""

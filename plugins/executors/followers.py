@@ -34,6 +34,8 @@ class FollowerConnection(ABC):
     """After it was killed, it is known by then that it has ended."""
     local_rank: int
     """Number of the rank's device on its host."""
+    host: str
+    """Its name."""
     where = ""
     """The host, with a preposition before it, for messages; "": this one."""
 
@@ -179,6 +181,7 @@ class FollowerProcess(FollowerConnection):
         """Start the process, or take one that was started ahead."""
         self.process, connection, progress = take()
         self.local_rank = rank
+        self.host = socket.gethostname()
         super().__init__(rank, connection, progress, received=received, lost=lost)
 
     def ending(self) -> str | None:

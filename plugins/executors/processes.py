@@ -15,6 +15,7 @@ import contextlib
 import faulthandler
 import logging
 import os
+import socket
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
@@ -23,7 +24,7 @@ import msgspec
 
 from ...core.config import EngineConfig
 from ...core.errors import JackfieldError, RankFailed
-from ...core.protocols.executors import Executor, ExecutorInfo
+from ...core.protocols.executors import Executor, ExecutorInfo, RankState
 from ...core.registry import Plugins
 from ...core.remote.frames import encode
 from ...core.step import InProcess, Ping, StepPlan, StepResult, WorkerJob
@@ -93,6 +94,8 @@ class ProcessesExecutor(Executor):
         self._thread: WorkerThread | None = None
         self._joined: RankWorker | None = None
         self._progress = Progress.create()
+        self._infos: list[ExecutorInfo] = []
+        """By rank; [] until all have started."""
         self._number = 0
         self._awaited: dict[int, Awaited] = {}
         """Steps and jobs whose end is not known, by number."""
@@ -114,6 +117,17 @@ class ProcessesExecutor(Executor):
         from ...core.worker.start.device_init import initialize_device
 
         initialize_device(config, plugins)
+
+    def ranks(self) -> list[RankState]:
+        """Nothing before all ranks have started, or after the end."""
+        if not self._infos or self._thread is None or self.failure is not None:
+            return []
+        hosts = [socket.gethostname(), *(follower.host for follower in self.followers)]
+        progress = [self._progress, *(follower.progress for follower in self.followers)]
+        return [
+            RankState(rank, host, own.read()["finished"], info.weight_bytes, info.kv_cache_bytes)
+            for rank, (host, own, info) in enumerate(zip(hosts, progress, self._infos, strict=True))
+        ]
 
     def watch_failure(self, callback: Callable[[Exception], None]) -> None:
         """Call `callback` on the event loop if a rank fails and the engine cannot go on."""
@@ -167,6 +181,7 @@ class ProcessesExecutor(Executor):
             info = own.result()
             for rank, future in self._starting.items():
                 _check_alike(self._name(rank), future.result(), info)
+            self._infos = [info, *(future.result() for future in self._starting.values())]
         except BaseException as error:
             self._fail(error if isinstance(error, Exception) else RankFailed("not started"))
             raise

@@ -103,6 +103,9 @@ CHECKPOINT_FILES = {"config.json", "scores.json"}
 OTHERS_NAMES = {
     "OpenAI", "None", "True", "False", "SIGTERM", "SIGINT", "HF_HUB_OFFLINE", "X-Request-Id",
     "JSON", "Authorization", "Serving", "X", "PATH", "NAME", "KEY", "ParserEvent",
+    # Of Ray, gloo and NCCL.
+    "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "GLOO_SOCKET_IFNAME",
+    "NCCL_DEBUG", "NCCL_IB_DISABLE", "NCCL_IB_HCA", "NCCL_SOCKET_IFNAME", "INFO",
 }  # fmt: skip
 
 

@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import msgspec
+
 from ....core.config import EngineConfig
 from ....core.errors import RankFailed
 from ....core.registry import Plugins
@@ -52,6 +54,7 @@ class RayFollower(FollowerConnection):
         """Its number on its host."""
         self._remote = remote
         self._ray = load_ray()
+        self.host = remote.node.name
         self.where = f" on {remote.node}"
         super().__init__(remote.rank, connection, Progress.create(), received=received, lost=lost)
         remote.ending.add_done_callback(lambda _: self.lose())
@@ -100,6 +103,10 @@ class RayExecutor(ProcessesExecutor):
         gpus = self.config.device == "cuda"
         placement = self._placement = Placement("GPU" if gpus else "CPU", self.size)
         await placement.reserve(seconds)
+        several = len({node.id for node in placement.nodes}) > 1
+        if several and gpus and self.config.collectives == "auto":
+            # Each rank would choose by what it sees on its own host.
+            self.config = msgspec.structs.replace(self.config, collectives="nccl")
         remotes = placement.start_actors()
         host = placement.nodes[0].address
         reception = Reception(listen(host), range(1, self.size))

@@ -6,6 +6,7 @@ import asyncio
 import json
 import operator
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -155,6 +156,27 @@ def test_log_probabilities_and_health(one: Running, two: Running) -> None:
 
     for there, here in zip(two.run(scored(two.engine)), one.run(scored(one.engine)), strict=True):
         assert there == pytest.approx(here, abs=1e-4)
+
+
+def test_metrics_tell_of_each_rank(one: Running, two: Running) -> None:
+    """The smaller part of a rank, and the steps that it has done, whichever executor."""
+    two.run(outputs(two.engine, LONG[:5]))
+    two.run(two.engine.check_health())
+
+    def value(name: str, rank: int, **labels: str) -> float:
+        labels |= {"model_name": two.engine.config.served_names[0], "rank": str(rank)}
+        labels["host"] = socket.gethostname()
+        return two.engine.metrics_registry.get_sample_value(f"jackfield:{name}", labels) or 0
+
+    steps = [value("rank_steps_total", rank) for rank in (0, 1)]
+    assert min(steps) >= 24 and abs(steps[0] - steps[1]) <= 2
+    info = one.engine.core.info  # type: ignore[attr-defined]
+    for rank in (0, 1):
+        weights = value("rank_memory_bytes", rank, kind="weights")
+        assert info.weight_bytes / 3 < weights < info.weight_bytes
+        cache = value("rank_memory_bytes", rank, kind="kv_cache")
+        assert cache == info.kv_cache_bytes / 2
+    assert "rank_steps" not in {metric.name for metric in one.engine.metrics_registry.collect()}
 
 
 def test_an_abort_in_mid_stream_leaves_the_ranks_alike(one: Running, two: Running) -> None:
