@@ -39,20 +39,21 @@ class RMSNorm(nn.Module):
 
 
 class OffsetRMSNorm(RMSNorm):
-    """x / rms(x) * (1 + weight): checkpoints store the factors minus one.
+    """x / rms(x) * (1 + weight): checkpoints store the factors minus one, or another offset.
 
     Computed in float32, and rounded once: 16 bits cannot represent one plus a small number.
     """
 
-    def __init__(self, size: int, eps: float, build: BuildContext) -> None:
+    def __init__(self, size: int, eps: float, build: BuildContext, *, offset: float = 1.0) -> None:
         super().__init__(size, eps, build)
+        self.offset = offset
         self.factor: torch.Tensor
         factor = torch.empty(size, device=build.device, dtype=torch.float32)
         self.register_buffer("factor", factor, persistent=False)
 
     def after_loading(self) -> None:
         """Compute the factors once the weight is loaded."""
-        self.factor.copy_(self.weight.detach()).add_(1.0)
+        self.factor.copy_(self.weight.detach()).add_(self.offset)
 
     @property
     def norm(self) -> Norm:

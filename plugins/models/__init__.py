@@ -89,6 +89,7 @@ ARCHITECTURES = {
     "orion": ("OrionForCausalLM",),
     "phi": ("PhiForCausalLM", "PersimmonForCausalLM"),
     "phi3": ("Phi3ForCausalLM", "Phi3Model", "Phi3ForSequenceClassification"),
+    "plamo2": ("Plamo2ForCausalLM",),
     "qwen": ("QWenLMHeadModel",),
     "qwen2": ("Qwen2ForCausalLM", "Qwen2Model", "Qwen2ForSequenceClassification"),
     "qwen2_moe": ("Qwen2MoeForCausalLM",),
@@ -135,6 +136,7 @@ CONFIGS = {
     "minicpm": "MiniCPMConfig",
     **dict.fromkeys(("minimax_m1", "minimax_text_01"), "MiniMaxText01Config"),
     "orion": "OrionConfig",
+    "plamo2": "Plamo2Config",
     "qwen": "QWenConfig",
 }
 """Model types that `transformers` does not know."""

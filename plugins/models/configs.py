@@ -76,6 +76,16 @@ class OrionConfig(RenamedConfig):
     usual = {"layer_norm_eps": "rms_norm_eps"}
 
 
+class Plamo2Config(RenamedConfig):
+    usual = {"head_dim": "hidden_size_per_head"}
+    defaults = {
+        "tie_word_embeddings": True, "hidden_act": "silu", "rms_norm_eps": 1e-6,
+        "num_key_value_heads": 4, "hidden_size_per_head": 128, "attention_window_size": 2048,
+        "full_attention_idx": None, "mamba_d_state": 64, "mamba_d_conv": 4, "mamba_num_heads": 64,
+        "mamba_step": 2, "mamba_enabled": True, "max_position_embeddings": 2048,
+    }  # fmt: skip
+
+
 class QWenConfig(RenamedConfig):
     """The first Qwen: an MLP has half of `intermediate_size`, and up to `seq_length` tokens are
     attended to without changes."""
