@@ -34,7 +34,7 @@ from ...core.loading.build import build_model
 from ...core.loading.model_config import resolve_model_config
 from ...core.nn.context import ForwardContext
 from ...core.nn.experts import Experts, Router
-from ...core.parallel.ranks import ONE_RANK, Ranks
+from ...core.parallel.ranks import ONE_RANK, Pipeline, Ranks
 from ...core.registration.architecture import FALLBACK
 from ...core.registration.choice import choose
 from ...core.registry import Plugins, load_plugins
@@ -135,9 +135,11 @@ class PagedModel:
         return logits
 
     @torch.inference_mode()
-    def hidden(self, rows: Mapping[int, Sequence[int]]) -> torch.Tensor:
-        """Run a step as `run` does, up to the input of `compute_logits`: [tokens of all rows,
-        hidden_size]."""
+    def hidden(
+        self, rows: Mapping[int, Sequence[int]], incoming: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Run a step as `run` does, up to the input of `compute_logits`, or of the next stage:
+        [tokens of all rows, hidden_size]. incoming: what the stage before has returned."""
         slots = list(rows)
         sizes = [(self.computed[s] + len(rows[s]), len(rows[s])) for s in slots]
         width = self.blocks_per_row
@@ -155,6 +157,7 @@ class PagedModel:
             metadata=self.backend.build_metadata(layout),
             layout=layout,
             positions=torch.cat(positions).to(self.device),
+            incoming=None if incoming is None else incoming.clone(),
         )
         tokens = torch.tensor([t for s in slots for t in rows[s]], device=self.device)
         for slot, (length, _) in zip(slots, sizes, strict=True):
@@ -200,6 +203,29 @@ def check_ranks(
     for way in models:
         sizes = [sum(p.numel() for p in m.model.parameters()) for m in (one, *way)]
         assert max(sizes[1:]) < sizes[0], "a rank holds all weights"
+
+
+def check_stages(folder: Path, count: int, plugins: Plugins) -> None:
+    """Check that `count` stages compute one after another what one rank does, bit for bit, and that
+    none has the others' weights; a class that does not say `pipeline_parallel` must be refused."""
+    ranks = [Ranks(pipeline=Pipeline(stage, count)) for stage in range(count)]
+    one = PagedModel(folder, "float32", plugins=plugins)
+    if not getattr(one.model, "pipeline_parallel", False):
+        with pytest.raises(ConfigError, match="pipeline_parallel_size"):
+            PagedModel(folder, "float32", plugins=plugins, ranks=ranks[0])
+        return
+    stages = [PagedModel(folder, "float32", plugins=plugins, ranks=each) for each in ranks]
+    for step in (dict(enumerate(_prompts()[1:4])), {0: [7], 2: [9]}):
+        want, hidden = one.run(step), None
+        for stage in stages:
+            hidden = stage.hidden(step, hidden)
+        assert hidden is not None
+        assert torch.equal(stages[-1].logits(hidden), torch.cat(list(want.values())))
+    names = [{name for name, _ in model.model.named_parameters()} for model in (one, *stages)]
+    assert set.union(*names[1:]) == names[0], "no stage has a weight, or one that is none"
+    shared = {name for name in names[0] if sum(name in each for each in names[1:]) > 1}
+    tied = set(one.model.weight_map.tied.values())  # type: ignore[union-attr]
+    assert shared <= tied, f"several stages have {sorted(shared)}"
 
 
 class ModelKit(Kit):
@@ -336,6 +362,13 @@ class ModelKit(Kit):
     def test_ranks_compute_together_what_one_does(self, folder: Path, size: int) -> None:
         """A class that does not say `tensor_parallel` is refused with several ranks."""
         check_ranks(folder, self.name, size, self.plugins(), self.invariance)
+
+    @pytest.mark.parametrize("count", [2, 3])
+    def test_stages_compute_one_after_another_what_one_rank_does(
+        self, folder: Path, count: int
+    ) -> None:
+        """A class that does not say `pipeline_parallel` is refused with several stages."""
+        check_stages(folder, count, self.plugins())
 
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_builds_and_runs_in_every_dtype(

@@ -14,6 +14,7 @@ from ...core.loading.model_config import ModelConfig
 from ...core.loading.weight_map import RowOrder
 from ...core.nn.context import BuildContext
 from ...core.nn.mlp import PlainMLP
+from ...core.parallel.elsewhere import Elsewhere
 from ...core.protocols.attention import AttentionSpec
 from .decoder import CausalLM, MakeMLP, SelfAttention
 from .falcon import FalconForCausalLM
@@ -39,7 +40,9 @@ class BloomDecoder(UnrotatedDecoder):
         mlp: MakeMLP,
     ) -> None:
         super().__init__(config, build, attention, mlp)
-        self.word_embeddings_layernorm = self.block.make_norm(config.hf_config, build)
+        self.word_embeddings_layernorm: nn.Module = Elsewhere()
+        if build.ranks.pipeline.first:
+            self.word_embeddings_layernorm = self.block.make_norm(config.hf_config, build)
 
     def embed(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         normed: torch.Tensor = self.word_embeddings_layernorm(super().embed(input_ids, positions))

@@ -14,7 +14,7 @@ from ...core.loading.weight_map import WeightMap
 from ...core.nn.context import BuildContext
 from ...core.nn.mlp import PlainMLP
 from ...core.nn.rotary import Rotary
-from .decoder import QKV_SHARDS, Block, CausalLM, Decoder, HeadlessLM
+from .decoder import QKV_SHARDS, Block, CausalLM, Decoder, HeadlessLM, MakeMLP, SelfAttention
 from .parts import RotatedFirstAttention, WeightlessRMSNorm
 
 
@@ -40,12 +40,22 @@ class NanoChatDecoder(Decoder):
 
     block = NanoChatBlock
 
+    def __init__(
+        self,
+        config: ModelConfig,
+        build: BuildContext,
+        attention: type[SelfAttention],
+        mlp: MakeMLP,
+    ) -> None:
+        super().__init__(config, build, attention, mlp)
+        self.embedding_norm = self.block.make_norm(config.hf_config, build)
+
     @staticmethod
     def rotaries_of(config: ModelConfig, build: BuildContext) -> Sequence[Rotary | None]:
         return [BackwardRotary(config, build)] * config.num_layers
 
     def embed(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        normed: torch.Tensor = self.norm(super().embed(input_ids, positions))
+        normed: torch.Tensor = self.embedding_norm(super().embed(input_ids, positions))
         return normed
 
 

@@ -22,6 +22,7 @@ from ...core.nn.mlp import PlainMLP
 from ...core.nn.norm import LayerNorm, RMSNorm
 from ...core.nn.operations import rotate
 from ...core.nn.rotary import Rotary
+from ...core.parallel.elsewhere import Elsewhere
 from ...core.parallel.sharding import Sharding
 from .decoder import Block, Decoder, MakeMLP, ParallelBlock, SelfAttention
 
@@ -104,7 +105,9 @@ class PositionDecoder(UnrotatedDecoder):
     ) -> None:
         super().__init__(config, build, attention, mlp)
         rows = config.hf_config.max_position_embeddings + self.offset
-        self.embed_positions = Embedding(rows, config.hidden_size, build)
+        self.embed_positions: nn.Module = Elsewhere()
+        if build.ranks.pipeline.first:
+            self.embed_positions = Embedding(rows, config.hidden_size, build)
 
     def embed(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         places: torch.Tensor = self.embed_positions(positions + self.offset)

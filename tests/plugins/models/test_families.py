@@ -24,7 +24,13 @@ from jackfield.core.loading.model_config import resolve_model_config
 from jackfield.core.loading.quantize import quantized_layers
 from jackfield.core.nn.operations import Operations
 from jackfield.core.registry import load_plugins
-from jackfield.plugins.conformance.models import VOCAB, PagedModel, check_ranks, tiny
+from jackfield.plugins.conformance.models import (
+    VOCAB,
+    PagedModel,
+    check_ranks,
+    check_stages,
+    tiny,
+)  # fmt: skip
 
 LEFT_OUT = ...
 """Of a field of the kit's tiny configuration that a family cannot take."""
@@ -246,6 +252,7 @@ def check_logits(folder: Path, reference: Any) -> None:
         got = torch.cat([model.run({0: part})[0] for part in (prompt[:11], prompt[11:])])
         torch.testing.assert_close(got.log_softmax(-1).cpu(), want, atol=bound, rtol=0)
     check_names(folder, model.model)
+    check_stages(folder, 2, load_plugins())
 
 
 @pytest.mark.parametrize("case", CASES)
