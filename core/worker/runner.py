@@ -110,8 +110,9 @@ class ModelRunner:
         """Queue one step on the device and return at once."""
         launched = time.monotonic()
         self.update_slots(plan, in_process)
-        if plan.state_loads:
-            assert self.states is not None, "a copy of states, without states"
+        # Layers that keep states may all be on other stages.
+        assert self.states is not None or self.stage is not None or not plan.state_loads
+        if self.states is not None:
             self.states.load(plan.state_loads)
         if plan.encode:
             assert self.sources is not None, "a source to encode, without an encoder"
@@ -121,8 +122,7 @@ class ModelRunner:
         if self._compaction_seconds:
             times, self._compaction_seconds = self._compaction_seconds, []
             step.compaction_seconds = lambda: sum(seconds() for seconds in times)
-        if plan.state_saves:
-            assert self.states is not None, "a copy of states, without states"
+        if self.states is not None:
             self.states.save(plan.state_saves)
         return self._fail_uncompacted(step) if self._uncompacted else step
 

@@ -224,7 +224,7 @@ def check_stages(folder: Path, count: int, plugins: Plugins) -> None:
     names = [{name for name, _ in model.model.named_parameters()} for model in (one, *stages)]
     assert set.union(*names[1:]) == names[0], "no stage has a weight, or one that is none"
     shared = {name for name in names[0] if sum(name in each for each in names[1:]) > 1}
-    tied = set(one.model.weight_map.tied.values())  # type: ignore[union-attr]
+    tied = set(one.model.weight_map.tied.values())  # type: ignore[union-attr, operator]
     assert shared <= tied, f"several stages have {sorted(shared)}"
 
 

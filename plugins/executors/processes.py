@@ -55,6 +55,8 @@ START_TICKS = 120
 """Without a sign of life of a rank that starts: libraries that load hold the interpreter."""
 
 
+NO_ATTENTION = "none"
+"""What a stage without layers of attention has as `ExecutorInfo.attention_backend`."""
 ALIKE = (
     "num_blocks",
     "num_snapshots",
@@ -470,7 +472,10 @@ def _remoteness(error: BaseException) -> int:
 
 def _check_alike(rank: str, info: ExecutorInfo, own: ExecutorInfo) -> None:
     """Raise RankFailed if a rank came to other decisions than rank 0."""
+    backends = info.attention_backend, own.attention_backend
     for name in ALIKE:
+        if name == "attention_backend" and NO_ATTENTION in backends:
+            continue  # No layer of that stage attends.
         if (there := getattr(info, name)) != (here := getattr(own, name)):
             raise RankFailed(f"{rank} has {name} {there!r}, and rank 0 {here!r}")
 

@@ -9,7 +9,6 @@ import torch
 
 from ...cache.groups import CacheGroup, TokenCache, form_groups
 from ...config import EngineConfig
-from ...protocols.attention import PagedBackend
 from ..selection import CacheLayer
 from .memory import allocate_cache
 
@@ -18,14 +17,15 @@ logger = logging.getLogger("jackfield.worker")
 
 def form_cache_groups(
     specs: Sequence[TokenCache],
-    backend_class: type[PagedBackend],
+    refusal: str | None,
     config: EngineConfig,
     max_model_len: int,
 ) -> tuple[CacheGroup, ...]:
     """Return the groups of layers that share a block table: one for all layers if a backend or
     a KV connector supports no other grouping, or if layers store different things.
 
-    specs: of the layers of all stages.
+    specs: of the layers of all stages; refusal: why the backend supports no other grouping, as a
+    clause; None: it does.
     """
     groups = form_groups(
         specs,
@@ -38,9 +38,7 @@ def form_cache_groups(
             "blocks behind sliding windows stay in the cache: layers store different things"
         )
     if any(group.window is not None for group in groups):
-        reason = None
-        if not backend_class.cache_groups:
-            reason = f"attention backend {backend_class.name} reads them"
+        reason = refusal
         if config.kv_transfer_config is not None:
             reason = f"KV connector {config.kv_transfer_config.kv_connector} moves them"
         if reason is not None:

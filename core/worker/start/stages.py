@@ -17,8 +17,10 @@ class StageFacts(msgspec.Struct, frozen=True):
 
     specs: tuple[TokenCache, ...]
     """Caches of its layers."""
-    keeps_states: bool
-    """Whether its layers keep states of sequences."""
+    num_snapshots: int | None
+    """Snapshots of its layers' states that there is room for; None: they keep none."""
+    cache_groups: bool
+    """Whether its attention backend serves several groups of layers."""
 
 
 class AllStages:
@@ -39,9 +41,15 @@ class AllStages:
         return [spec for stage in self._stages for spec in stage.specs]
 
     @property
-    def keep_states(self) -> bool:
-        """Whether any layer keeps states."""
-        return any(stage.keeps_states for stage in self._stages)
+    def num_snapshots(self) -> int | None:
+        """Snapshots of states that all stages have room for; None: no layer keeps states."""
+        counts = [s.num_snapshots for s in self._stages if s.num_snapshots is not None]
+        return min(counts, default=None)
+
+    @property
+    def cache_groups(self) -> bool:
+        """Whether layers may be in several groups."""
+        return all(stage.cache_groups for stage in self._stages)
 
     def own(self, groups: Sequence[CacheGroup]) -> tuple[CacheGroup, ...]:
         """Return the groups with this stage's layers alone, counted from its first."""

@@ -211,9 +211,14 @@ class WorkerStart:
         )
         max_model_len = self.model_config.max_model_len
         cache_specs = [layer.cache_spec(kv_dtype) for layer in layers]
-        facts = StageFacts(tuple(cache_specs), states is not None)
+        facts = StageFacts(
+            specs=tuple(cache_specs),
+            num_snapshots=None if states is None else states.num_snapshots,
+            cache_groups=chosen.backend_class.cache_groups,
+        )
         stages = AllStages(self.ranks.pipeline, facts, device)
-        all_groups = form_cache_groups(stages.specs, chosen.backend_class, config, max_model_len)
+        refusal = None if stages.cache_groups else f"attention backend {chosen.name} reads them"
+        all_groups = form_cache_groups(stages.specs, refusal, config, max_model_len)
         groups = stages.own(all_groups)
         with self.plugins[chosen.kind].calling(chosen.name, "its constructor"):
             backend = chosen.backend_class(
@@ -308,8 +313,8 @@ class WorkerStart:
             cache_groups=all_groups,
             kv_compression=compacts,
             num_drafts=num_drafts,
-            keeps_states=stages.keep_states,
-            num_snapshots=0 if states is None else states.num_snapshots,
+            keeps_states=stages.num_snapshots is not None,
+            num_snapshots=stages.num_snapshots or 0,
             max_source_tokens=max_model_len if sources else 0,
         )
         return StartedWorker(info, runner, operations, warmup, graphs, first_scaled, connector)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from rank_executor import Plugin
 from safetensors.torch import load_file, save_file
 from test_families import LEFT_OUT, check_logits, checkpoint, make_reference, score
 from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
@@ -268,6 +269,24 @@ async def test_a_prefix_hit_starts_from_the_states_after_it(case: str, tmp_path:
     assert [output.num_cached_tokens for output in answers] == [0, 40, 40, 0, 20, 20]
     assert forgotten.num_cached_tokens == 0
     for prompt, output in zip((first, first, longer, *others), answers, strict=True):
+        check(prompt, output, lambda tokens: score(reference, tokens))
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+async def test_stages_keep_the_states_of_their_layers(num_stages: int, tmp_path: Path) -> None:
+    """With three, one has no attention, and one no states."""
+    reference, folder = reference_and_folder("BambaForCausalLM", tmp_path)
+    prompts = [PROMPTS[2], [*PROMPTS[2][:22], 11, 7, 8], [*PROMPTS[2][:22], 12, 7], PROMPTS[1]]
+    options = {
+        "pipeline_parallel_size": num_stages, "executor": "rank_threads",
+        "num_gpu_blocks_override": 96,
+    }  # fmt: skip
+    async with AsyncEngine(config(folder, **options), plugins=load_plugins(extra=[Plugin()])) as e:
+        answers = [await answer(e, prompt) for prompt in prompts]
+        answers += await asyncio.gather(*(answer(e, prompt) for prompt in prompts))
+    assert [output.num_cached_tokens for output in answers[:4]] == [0, 0, 20, 0]
+    assert answers[4].num_cached_tokens == 40
+    for prompt, output in zip(prompts * 2, answers, strict=True):
         check(prompt, output, lambda tokens: score(reference, tokens))
 
 
