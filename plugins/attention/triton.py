@@ -109,11 +109,7 @@ class TritonAttention(AttentionBackend):
     graph_safe: ClassVar[bool] = True
     mixed_graph_safe: ClassVar[bool] = True
     fp8_cache: ClassVar[bool] = True
-    cache_formats: ClassVar[frozenset[str]] = frozenset(
-        QUANTIZED_FORMATS if os.environ.get("TRITON_INTERPRET") == "1" else ("int8",)
-    )
-    """On a GPU, the prompt kernel in half precision has read outside of its memory with values of 4
-    bits, which its interpreter does not."""
+    cache_formats: ClassVar[frozenset[str]] = frozenset(QUANTIZED_FORMATS)
     cache_groups: ClassVar[bool] = True
     compacted_cache: ClassVar[bool] = True
     bounded_lengths: ClassVar[bool] = True

@@ -78,7 +78,7 @@ async def test_groups_of_windows(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "stored"),
-    [("gemma3", "int8"), ("llama", "int8")],
+    [("gemma3", "int8"), ("llama", "int8_int4"), ("qwen3", "int4"), ("gpt-oss", "int4")],
 )
 async def test_caches_of_integers(tmp_path: Path, name: str, stored: str) -> None:
     folder = make_checkpoint(name, tmp_path)
