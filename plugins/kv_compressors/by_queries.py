@@ -11,10 +11,19 @@ import torch.nn.functional as F
 from ...core.protocols.attention import AttentionSpec
 from ...core.protocols.kv_compressors import KVCompressor
 from .by_keys import RECENT, SINKS, keep_ends, product
-from .in_place import attention_weights, cached_tokens, expected_weights
+from .in_place import (
+    attention_weights,
+    cached_tokens,
+    expected_weights,
+    kernels_run,
+    most_similar,
+    newest_similar,
+)
 
 ROWS = 128
 """Rows of a similarity matrix that are computed at a time."""
+FRACTIONS = float(1 << 32)
+"""Parts of 1 to which cosines are rounded before they are summed."""
 
 
 def key_products(spec: AttentionSpec, keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
@@ -51,6 +60,32 @@ def visible(num_queries: int, num_tokens: int, device: torch.device) -> torch.Te
     key = torch.arange(num_tokens, device=device)
     last = torch.arange(num_tokens - num_queries, num_tokens, device=device)
     return key <= last[:, None]
+
+
+def newest_of_similar(keys: torch.Tensor, directions: torch.Tensor, similar: float) -> torch.Tensor:
+    """Return the newest other key whose cosine with each key is over `similar`, [num_kv_heads,
+    num_tokens] int64; -1: there is none. directions: [num_kv_heads, num_tokens, head_dim] float32,
+    of the keys"""
+    if kernels_run(keys):
+        return newest_similar(keys, similar).long()
+    order = torch.arange(directions.shape[1], device=keys.device)
+    found = []
+    for rows in order.split(ROWS):
+        cosines = directions[:, rows] @ directions.transpose(1, 2)
+        cosines.masked_fill_(rows[:, None] == order, 0.0)
+        found.append(torch.where(cosines > similar, order, -1).amax(-1))
+    return torch.cat(found, dim=1)
+
+
+def nearest(keys: torch.Tensor, others: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the cosine of each key with the most similar of the others, and which one that is,
+    [num_kv_heads, num_tokens] each. keys, others: [num_tokens, num_kv_heads, head_dim]"""
+    if kernels_run(keys):
+        return most_similar(keys, others)
+    directions, aims = (F.normalize(k.float(), dim=2).transpose(0, 1) for k in (keys, others))
+    parts = [(rows @ aims.transpose(1, 2)).max(2) for rows in directions.split(ROWS, dim=1)]
+    cosines, indices = zip(*parts, strict=True)
+    return torch.cat(cosines, dim=1), torch.cat(indices, dim=1)
 
 
 class SnapKV(KVCompressor):
@@ -193,17 +228,16 @@ class RKV(KVCompressor):
         """Return the mean cosine of each key with all others, [num_kv_heads, num_tokens]: of tokens
         that repeat each other, the newest is spared."""
         directions = F.normalize(keys.float(), dim=2).transpose(0, 1)
-        count = directions.shape[1]
-        order = torch.arange(count, device=keys.device)
-        total = torch.zeros(directions.shape[:2], device=keys.device)
-        for start in range(0, count, ROWS):
-            rows = order[start : start + ROWS]
-            cosines = directions[:, rows] @ directions.transpose(1, 2)
-            cosines.masked_fill_(rows[:, None] == order, 0.0)
-            newest = torch.where(cosines > self.similar, order, -1).amax(-1, keepdim=True)
-            cosines.masked_fill_(newest == order, 0.0)
-            total += cosines.sum(1)
-        return total / count
+        newest = newest_of_similar(keys, directions, self.similar)
+        # The mean is that with the sum of all directions, less itself and less what is spared.
+        total = (directions @ directions.sum(1)[:, :, None])[:, :, 0] - directions.square().sum(2)
+        spared = newest.clamp(min=0)
+        others = directions.gather(1, spared[:, :, None].expand(directions.shape))
+        cosines = (directions * others).sum(2).masked_fill_(newest < 0, 0.0)
+        # Whole numbers: on a GPU, sums of floats would differ from run to run.
+        taken = torch.zeros_like(newest).scatter_add_(1, spared, (cosines * FRACTIONS).long())
+        mean: torch.Tensor = (total - taken.float() / FRACTIONS) / directions.shape[1]
+        return mean
 
 
 class MergingSnapKV(SnapKV):
@@ -222,22 +256,19 @@ class MergingSnapKV(SnapKV):
     ) -> torch.Tensor:
         """v <- (v + sum of w_i v_i) / (1 + sum of w_i), over the dropped tokens whose key is most
         similar to this one's: w_i = cosine * |v_i| / (|v_i| + |v|), 0 below `similar`."""
-        directions = F.normalize(keys.float(), dim=2).transpose(0, 1)
         own = values.float().transpose(0, 1)
         norms = own.norm(dim=2)
         index = chosen.T
-        kept = directions.gather(1, index[:, :, None].expand(-1, -1, keys.shape[2]))
         kept_norms = norms.gather(1, index)
         merged = own.gather(1, index[:, :, None].expand(-1, -1, values.shape[2]))
         weights = torch.ones_like(kept_norms)
         stays = torch.zeros_like(norms, dtype=torch.bool).scatter_(1, index, True)
-        for start in range(0, keys.shape[0], ROWS):
-            rows = slice(start, start + ROWS)
-            cosine, target = (directions[:, rows] @ kept.transpose(1, 2)).max(2)
-            both = norms[:, rows] + kept_norms.gather(1, target)
-            share = cosine * norms[:, rows] / both.clamp(min=1e-12)
-            share = share.masked_fill(stays[:, rows] | (cosine < self.similar), 0.0)
-            weights.scatter_add_(1, target, share)
-            taken = target[:, :, None].expand(-1, -1, values.shape[2])
-            merged.scatter_add_(1, taken, share[:, :, None] * own[:, rows])
+        cosine, target = nearest(
+            keys, keys.gather(0, chosen[:, :, None].expand(-1, -1, keys.shape[2]))
+        )
+        share = cosine * norms / (norms + kept_norms.gather(1, target)).clamp(min=1e-12)
+        share = share.masked_fill(stays | (cosine < self.similar), 0.0)
+        weights.scatter_add_(1, target, share)
+        taken = target[:, :, None].expand(own.shape)
+        merged.scatter_add_(1, taken, share[:, :, None] * own)
         return (merged / weights[:, :, None]).transpose(0, 1).to(values.dtype)

@@ -1,4 +1,4 @@
-"""Whether Triton kernels can score cached tokens where they lie."""
+"""The Triton kernels of compressors, where they run: they score tokens where they are cached."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 try:
     from ...kernels.compaction.cached_tokens import CachedTokens
+    from ...kernels.compaction.key_pairs import most_similar, newest_similar
     from ...kernels.compaction.key_scores import key_differences, key_norms
     from ...kernels.compaction.query_scores import attention_weights, expected_weights
 
@@ -16,17 +17,29 @@ try:
 except ImportError:
     _MISSING = True
 
-__all__ = ["attention_weights", "cached_tokens", "expected_weights", "key_differences", "key_norms"]
+__all__ = [
+    "attention_weights",
+    "cached_tokens",
+    "expected_weights",
+    "kernels_run",
+    "key_differences",
+    "key_norms",
+    "most_similar",
+    "newest_similar",
+]
+
+
+def kernels_run(keys: torch.Tensor) -> bool:
+    """Return whether they do, on keys of this type where these are."""
+    if _MISSING:
+        return False
+    # Triton's interpreter has no products of bfloat16.
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1" and keys.dtype != torch.bfloat16
+    return keys.is_cuda or interpreted
 
 
 def cached_tokens(
     caches: Sequence[torch.Tensor], blocks: torch.Tensor, num_tokens: int
 ) -> CachedTokens | None:
     """Return what the kernels take; None where they do not run."""
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if _MISSING or not (caches[0].is_cuda or interpreted):
-        return None
-    # Triton's interpreter has no products of bfloat16.
-    if interpreted and caches[0].dtype == torch.bfloat16:
-        return None
-    return CachedTokens(caches, blocks, num_tokens)
+    return CachedTokens(caches, blocks, num_tokens) if kernels_run(caches[0]) else None

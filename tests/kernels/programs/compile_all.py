@@ -5,6 +5,7 @@ import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from uniform_registers import unwritten_reads
 
 from jackfield.kernels import (
     activations,
@@ -20,7 +21,13 @@ from jackfield.kernels.attention import (
     paged_attention_prefill,
     qk_norm_rope_cache,
 )
-from jackfield.kernels.compaction import best_tokens, compact_caches, key_scores, query_scores
+from jackfield.kernels.compaction import (
+    best_tokens,
+    compact_caches,
+    key_pairs,
+    key_scores,
+    query_scores,
+)
 from jackfield.kernels.linear import (
     gemv,
     int4_gemv,
@@ -189,6 +196,14 @@ CACHED = {
     "BLOCK_N": 64,
 }
 QUERIES = {"GROUP": 4, "BLOCK_G": 4, "BLOCK_Q": 16, "SOFT_CAP": 0.0, "NUM_TILES": 16}
+PAIRS = {"HEAD_DIM": 128, "BLOCK_D": 128, "BLOCK_N": 128}
+LENGTHS = {
+    "norms_ptr": "*fp32",
+    "other_norms_ptr": "*fp32",
+    "cosine_ptr": "*fp32",
+    "index_ptr": "*i64",
+    "similar": "fp32",
+}
 ADDRESSES = {
     "addresses_ptr": "*i64",
     "blocks_ptr": "*i32",
@@ -417,6 +432,8 @@ KERNELS = [
         4,
         {"addresses_ptr": "*i64", "slots_ptr": "*i32", "starts_ptr": "*i32", "targets_ptr": "*i32"},
     ),
+    (key_pairs._newest_kernel, {**PAIRS, "CHUNK": 8}, 8, {**LENGTHS, "out_ptr": "*i32"}),
+    (key_pairs._nearest_kernel, PAIRS, 8, LENGTHS),
     (key_scores._norms_kernel, CACHED, 4, ADDRESSES),
     (key_scores._directions_kernel, {**CACHED, "NUM_TILES": 16}, 4, ADDRESSES),
     (key_scores._differences_kernel, CACHED, 4, ADDRESSES),
@@ -755,6 +772,17 @@ for bits, widths in ((8, INT8), (84, INT4_VALUES), (4, INT4_CACHE)):
         (paged_attention_prefill._prefill_kernel, {**quantized, **PREFILL}, 4, CODES[bits]),
         (qk_norm_rope_cache._qk_norm_rope_cache_kernel, {**quantized, **WRITE}, 2, CODES[bits]),
     ]  # fmt: skip
+# Where ptxas 12.8 went wrong while low and high halves had a product each.
+HEADS_OF_64 = {**PREFILL, "HEAD_DIM": 64, "KEY_WIDTH": 64, "BLOCK_K": 64}
+HEADS_OF_64 |= {"VALUE_WIDTH": 32, "BLOCK_V": 32}
+KERNELS.append(
+    (
+        paged_attention_prefill._prefill_kernel,
+        {k: v for k, v in {**COMMON, **INT4_VALUES, **HEADS_OF_64}.items() if k not in WORDS},
+        8,
+        CODES[84],
+    )
+)
 if "once" in sys.argv:
     KERNELS = list({case[0].fn: case for case in reversed(KERNELS)}.values())
 for kernel, constants, warps, *own in KERNELS:
@@ -773,4 +801,5 @@ for kernel, constants, warps, *own in KERNELS:
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     assert compiled.metadata.shared < 227 * 1024, kernel
     assert "ld.local" not in compiled.asm["ptx"], kernel
+    assert not unwritten_reads(compiled.asm["cubin"]), kernel
     print(kernel.fn.__name__)
