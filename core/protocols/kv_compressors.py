@@ -67,9 +67,10 @@ class KVCompressor(ABC):
         """Return what `scores` gives in several layers, read where it is cached; None (the default)
         if this is not served here: then `scores` is called for each layer, with copies.
 
-        caches: [L] of [2 (keys, values), num_blocks, block_size, num_kv_heads, head_dim], floats of
-        16 or 32 bits, alike in shape, strides and type; blocks: [columns] int32, those of the
-        request in order; queries: [L, Q, num_heads, head_dim], contiguous
+        caches: [L] of [2 (keys, values), num_blocks, block_size, num_kv_heads, head_dim], floats,
+        alike in shape, strides and type; fp8 ones are multiplied by the spec's key_scale and
+        value_scale; blocks: [columns] int32, those of the request in order; queries: [L, Q,
+        num_heads, head_dim], contiguous
         → [L, num_kv_heads, num_tokens] float32, contiguous. Compressors that merge are not asked.
         """
         return None

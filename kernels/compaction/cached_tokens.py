@@ -17,8 +17,8 @@ class CachedTokens(NamedTuple):
     """One request's tokens in the caches of several layers of one shape."""
 
     caches: Sequence[torch.Tensor]
-    """[L] of [2, num_blocks, block_size, num_kv_heads, head_dim], floats of 16 or 32 bits, all of
-    one shape, strides and type; the last stride is 1."""
+    """[L] of [2, num_blocks, block_size, num_kv_heads, head_dim], floats, all of one shape, strides
+    and type; the last stride is 1."""
     blocks: torch.Tensor
     """[columns] int32"""
     num_tokens: int

@@ -257,8 +257,8 @@ def attention_weights(
     tokens: CachedTokens, queries: torch.Tensor, scale: float, soft_cap: float | None = None
 ) -> torch.Tensor:
     """Return the mean probability that the last queries which see a token give it, [L,
-    num_kv_heads, num_tokens] float32. queries: [L, Q, num_heads, head_dim], contiguous, of the
-    cache's type, oldest first."""
+    num_kv_heads, num_tokens] float32. queries: [L, Q, num_heads, head_dim], contiguous, oldest
+    first, of the cache's type, or of one that has its numbers."""
     return _scores(tokens, queries, scale, soft_cap, expected=False)
 
 

@@ -100,7 +100,7 @@ class KeyNorm(KVCompressor):
     ) -> torch.Tensor | None:
         """In one launch."""
         tokens = cached_tokens(caches, blocks, num_tokens)
-        return None if tokens is None else keep_ends(key_norms(tokens).neg_())
+        return None if tokens is None else keep_ends(key_norms(tokens).mul_(-spec.key_scale))
 
 
 class KeyDiff(KVCompressor):

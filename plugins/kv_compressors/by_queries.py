@@ -132,7 +132,8 @@ class SnapKV(KVCompressor):
         if tokens is None:
             return None
         assert queries is not None, "num_queries is not 0"
-        weights = attention_weights(tokens, queries, spec.scale, spec.soft_cap)
+        scale = spec.scale * spec.key_scale
+        weights = attention_weights(tokens, queries, scale, spec.soft_cap)
         scores = F.avg_pool1d(
             weights.flatten(0, 1), self.width, stride=1, padding=self.width // 2,
             count_include_pad=False,
@@ -189,7 +190,9 @@ class ExpectedAttention(KVCompressor):
         if tokens is None:
             return None
         assert queries is not None, "num_queries is not 0"
-        return keep_ends(expected_weights(tokens, queries, spec.scale, spec.soft_cap))
+        scale = spec.scale * spec.key_scale
+        weights = expected_weights(tokens, queries, scale, spec.soft_cap)
+        return keep_ends(weights.mul_(spec.value_scale))
 
 
 class RKV(KVCompressor):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+import msgspec
 import pytest
 import torch
 
@@ -60,7 +61,8 @@ class Case:
         scores = policy.cached_scores(self.spec, self.caches, self.blocks, self.num_tokens, **more)
         assert scores is not None and scores.dtype == torch.float32
         for layer, cache in enumerate(self.caches):
-            keys, values = cache[:, self.blocks.long()].flatten(1, 2)[:, : self.num_tokens].float()
+            content = cache.float()[:, self.blocks.long()].flatten(1, 2)[:, : self.num_tokens]
+            keys, values = content[0] * self.spec.key_scale, content[1] * self.spec.value_scale
             own = {"queries": self.queries[layer].float()} if more else {}
             expected = policy.scores(self.spec, keys, values, **own).T
             bound = 2e-4 if GPU else 2e-5
@@ -84,6 +86,14 @@ def test_scores_are_those_of_copies(
 @pytest.mark.parametrize("policy", [SnapKV, ExpectedAttention])
 def test_logits_are_capped(policy: type[SnapKV]) -> None:
     Case.make(4, 2, 16, 70, 16, torch.float32, soft_cap=2.0).check(policy())
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_numbers_of_fp8_have_scales(policy: type[Window]) -> None:
+    case = Case.make(4, 2, 16, 70, 16, DTYPES[1])
+    case.spec = msgspec.structs.replace(case.spec, key_scale=0.5, value_scale=0.25)
+    case.caches = [cache.to(torch.float8_e4m3fn) for cache in case.caches]
+    case.check(policy())
 
 
 def test_keys_of_no_length_have_no_direction() -> None:

@@ -197,7 +197,7 @@ class Compactor:
         caches = [cache for layer in own if isinstance(cache := layer.kv_cache, torch.Tensor)]
         alike = {(cache.shape, cache.stride(), cache.dtype) for cache in caches}
         spec, slot, count = own[0].spec, compaction.slot, compaction.num_tokens
-        if self._merges or len(caches) < len(own) or len(alike) > 1 or caches[0].itemsize == 1:
+        if self._merges or len(caches) < len(own) or len(alike) > 1:
             return None
         if any(layer.spec != spec for layer in own):
             return None
