@@ -111,7 +111,7 @@ def _nearest_kernel(
 def key_lengths(keys: torch.Tensor) -> torch.Tensor:
     """keys: [num_tokens, num_kv_heads, head_dim] → norms, [num_kv_heads, num_tokens] float32, none
     0"""
-    norms = torch.linalg.vector_norm(keys, dim=2, dtype=torch.float32)
+    norms: torch.Tensor = torch.linalg.vector_norm(keys, dim=2, dtype=torch.float32)
     return norms.clamp_(min=1e-12).T.contiguous()
 
 

@@ -70,7 +70,8 @@ def newest_of_similar(keys: torch.Tensor, directions: torch.Tensor, similar: flo
         return newest_similar(keys, similar).long()
     order = torch.arange(directions.shape[1], device=keys.device)
     found = []
-    for rows in order.split(ROWS):
+    for start in range(0, len(order), ROWS):
+        rows = order[start : start + ROWS]
         cosines = directions[:, rows] @ directions.transpose(1, 2)
         cosines.masked_fill_(rows[:, None] == order, 0.0)
         found.append(torch.where(cosines > similar, order, -1).amax(-1))
@@ -83,7 +84,8 @@ def nearest(keys: torch.Tensor, others: torch.Tensor) -> tuple[torch.Tensor, tor
     if kernels_run(keys):
         return most_similar(keys, others)
     directions, aims = (F.normalize(k.float(), dim=2).transpose(0, 1) for k in (keys, others))
-    parts = [(rows @ aims.transpose(1, 2)).max(2) for rows in directions.split(ROWS, dim=1)]
+    starts = range(0, directions.shape[1], ROWS)
+    parts = [(directions[:, s : s + ROWS] @ aims.transpose(1, 2)).max(2) for s in starts]
     cosines, indices = zip(*parts, strict=True)
     return torch.cat(cosines, dim=1), torch.cat(indices, dim=1)
 
