@@ -241,12 +241,13 @@ def map_body(context, body):
 
 def command(server: Server, examples: int, folder: Path) -> None:
     """Its command: what every schema's corners are, then `examples` of its own for each route."""
+    phases = "coverage,fuzzing" if examples else "coverage"
     (folder / "hooks.py").write_text(HOOKS)
     environment = {**os.environ, "SCHEMATHESIS_HOOKS": "hooks", "PYTHONPATH": str(folder)}
     completed = subprocess.run(
         [sys.executable, "-m", "schemathesis.cli", "run", server.url + "/openapi.json",
-         "--phases", "coverage,fuzzing", "--generation-deterministic", "--no-color",
-         "--max-examples", str(examples), "--suppress-health-check", "all",
+         "--phases", phases, "--generation-deterministic", "--no-color",
+         "--max-examples", str(max(examples, 1)), "--suppress-health-check", "all",
          "--request-timeout", "300",
          # A schema does not say which prompts fit a model, nor which fields go together.
          "--exclude-checks", "positive_data_acceptance"],
@@ -258,7 +259,7 @@ def command(server: Server, examples: int, folder: Path) -> None:
 
 
 def test_schemathesis_finds_nothing(server: Server, tmp_path: Path) -> None:
-    command(server, 10, tmp_path)
+    command(server, 0, tmp_path)
 
 
 @pytest.mark.slow
@@ -435,12 +436,12 @@ def _ask(server: Server, operation: Any, raw: Any, schema: Any, openapi: Any, ex
 
 
 def test_answers_have_the_documented_shape(server: Server, pooler: Server) -> None:
-    answered = guided(server, 25)
+    answered = guided(server, 12)
     for path in ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"):
-        assert answered[path] >= 5, answered
-    answered = guided(pooler, 30, POOLING)
+        assert answered[path] >= 2, answered
+    answered = guided(pooler, 15, POOLING)
     for path in set(POOLING) - {"/classify"}:
-        assert answered[path] >= 3, answered
+        assert answered[path] >= 1, answered
 
 
 @pytest.mark.slow

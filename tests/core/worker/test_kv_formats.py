@@ -171,7 +171,12 @@ async def test_prefixes_preemption_and_other_rows_change_no_token(folder: Path, 
 
 
 @interpreted
-@pytest.mark.parametrize("name", ["int8", "int8_int4", "int4"])
+@pytest.mark.parametrize(
+    "name",
+    # Keys of the one and values of the other; each alone by night.
+    [pytest.param("int8", marks=pytest.mark.slow), "int8_int4",
+     pytest.param("int4", marks=pytest.mark.slow)],
+)  # fmt: skip
 async def test_triton_gives_the_tokens_of_torch(folder: Path, name: str) -> None:
     options: Any = {"kv_cache_dtype": name, "count": 3}
     expected = await output(folder, **options)

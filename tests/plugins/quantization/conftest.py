@@ -1,0 +1,28 @@
+"""Which families of models each format is tried with by day."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from jackfield.plugins.conformance.quantization import QuantizationKit
+
+FUSED = ("test_layers_multiply_by_the_dequantised_weights", "test_missing_and_misshapen")
+"""What fused tensors change, besides what the first format of a file is tried with."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as slow what a file's first format is tried with, and what does not depend on the
+    format: Qwen3's layers, which are Llama's without biases, and most of Phi3's."""
+    first: dict[Any, Any] = {}
+    for item in items:
+        kit: Any = getattr(item, "cls", None)
+        if kit is None or not issubclass(kit, QuantizationKit):
+            continue
+        if first.setdefault(item.path, kit) is kit:
+            continue
+        family = item.name.rpartition("[")[2].rstrip("]")
+        if family == "Qwen3" or (family == "Phi3" and not item.name.startswith(FUSED)):
+            item.add_marker(pytest.mark.slow)
