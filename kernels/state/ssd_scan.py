@@ -1,4 +1,4 @@
-"""Mamba 2's recurrence over rows of any lengths, in one launch.
+"""Mamba 2's recurrence over rows of any lengths; long ones are computed by `ssd_chunks`.
 
     S = exp(dt a) S + dt x bᵀ        y = S c + d x        dt = clamp(softplus(dt + bias))
 
@@ -20,6 +20,9 @@ import triton.language as tl
 
 from ..launch import launch
 from .rows import PLACES, Rows, row_of, softplus
+from .ssd_chunks import BLOCK, CHUNK, ssd_chunks
+
+ANY_LENGTH = 1 << 30
 
 
 @triton.jit(do_not_specialize_on_alignment=PLACES)
@@ -49,13 +52,14 @@ def _ssd_scan_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CHUNK: tl.constexpr,
+    LONG: tl.constexpr,
     SINGLE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One program: BLOCK_P channels of one head of one row."""
+    """One program: BLOCK_P channels of one head of one row of at most LONG tokens."""
     head = tl.program_id(1)
     start, count, slot, begins = row_of(tl.program_id(0), query_start_ptr, seq_lens_ptr, slots_ptr)
-    if count == 0:
+    if (count == 0) | (count > LONG):
         return
     group = head // (HEADS // GROUPS)
     channel = tl.program_id(2) * BLOCK_P + tl.arange(0, BLOCK_P)
@@ -126,9 +130,16 @@ def ssd_scan(
     dt_limit: tuple[float, float],
     state: torch.Tensor,
     rows: Rows,
+    *,
+    long: int = CHUNK,
+    block: int = BLOCK,
 ) -> torch.Tensor:
     """x: [T, H, P]; dt: [T, H]; b, c: [T, G, N]: contiguous but for the first dimension; a, d,
-    dt_bias: [H] float32; state: [num_states, H, P, N], contiguous, changed → [T, H, P]"""
+    dt_bias: [H] float32; state: [num_states, H, P, N], contiguous, changed → [T, H, P]
+
+    long, block: in half precision, rows of more than `long` tokens are computed by `ssd_chunks`,
+    `block` tokens at a time.
+    """
     num_tokens, heads, width = x.shape
     groups, size = b.shape[1:]
     out = torch.empty((num_tokens, heads, width), dtype=x.dtype, device=x.device)
@@ -137,13 +148,15 @@ def ssd_scan(
     block_p = max(16, min(triton.next_power_of_2(width), 4096 // block_n, 64))
     if x.dtype == torch.float32:
         # Products without tensor cores: small tiles stay in registers.
-        chunk, block_p, precision = 16, 16, "ieee"
+        chunk, block_p, precision, long = 16, 16, "ieee", ANY_LENGTH
     grid = (rows.slots.shape[0], heads, triton.cdiv(width, block_p))
     launch(_ssd_scan_kernel, grid)(
         out, x, dt, b, c, a, d, dt_bias, state, rows.query_start, rows.seq_lens, rows.slots,
         x.stride(0), dt.stride(0), b.stride(0), c.stride(0), *dt_limit,
         HEADS=heads, GROUPS=groups, P=width, N=size, BLOCK_P=block_p, BLOCK_N=block_n,
-        CHUNK=chunk, SINGLE=rows.single, PRECISION=precision,
+        CHUNK=chunk, LONG=long, SINGLE=rows.single, PRECISION=precision,
         num_warps=4 if block_n <= 128 else 8, num_stages=1,
     )  # fmt: skip
+    if not rows.single and long < ANY_LENGTH:
+        ssd_chunks(out, x, dt, b, c, a, d, dt_bias, dt_limit, state, rows, chunk=long, block=block)
     return out

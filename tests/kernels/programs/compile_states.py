@@ -14,6 +14,7 @@ from jackfield.kernels.state import (
     delta_rule,
     gated_rms_norm,
     selective_scan,
+    ssd_chunks,
     ssd_scan,
 )
 
@@ -21,9 +22,11 @@ CONV = {"K": 4, "BIAS": True, "SILU": True, "TOKENS": 16, "CHANNELS": 128}
 # Mamba 2 of 2.7 billion parameters; Bamba has states of 128, Falcon-H1 of 256.
 SSD = {
     "HEADS": 80, "GROUPS": 1, "P": 64, "N": 128, "BLOCK_P": 32, "BLOCK_N": 128, "CHUNK": 32,
-    "SINGLE": False, "PRECISION": "tf32",
+    "LONG": 256, "SINGLE": False, "PRECISION": "tf32",
 }  # fmt: skip
 LARGE = {**SSD, "N": 256, "BLOCK_N": 256, "BLOCK_P": 16}
+CHUNKS = {**SSD, "BLOCK_P": 64, "CHUNK": 256, "BLOCK": 64, "SIZE": 8192, "PASSED": 1024}
+LARGE_CHUNKS = {**CHUNKS, "N": 256, "BLOCK_N": 256}
 SELECTIVE = {"N": 16, "BLOCK_N": 16, "CHANNELS": 32, "TOKENS": 16, "SINGLE": False}
 # Qwen3-Next and Qwen3.5; in float32, too.
 DELTA = {
@@ -39,6 +42,11 @@ KERNELS = [
     (ssd_scan._ssd_scan_kernel, SSD, 4),
     (ssd_scan._ssd_scan_kernel, {**SSD, "SINGLE": True}, 4),
     (ssd_scan._ssd_scan_kernel, LARGE, 8),
+    (ssd_chunks._ssd_added_kernel, CHUNKS, 4),
+    (ssd_chunks._ssd_added_kernel, LARGE_CHUNKS, 8),
+    (ssd_chunks._ssd_pass_kernel, CHUNKS, 4),
+    (ssd_chunks._ssd_output_kernel, CHUNKS, 4),
+    (ssd_chunks._ssd_output_kernel, LARGE_CHUNKS, 8),
     (selective_scan._selective_scan_kernel, SELECTIVE, 4),
     (selective_scan._selective_scan_kernel, {**SELECTIVE, "TOKENS": 1, "SINGLE": True}, 1),
     (delta_chunks._delta_chunk_kernel, DELTA, 4),
@@ -50,7 +58,16 @@ KERNELS = [
     (delta_rule._delta_rule_kernel, DELTA_WIDE, 8),
     (gated_rms_norm._gated_rms_norm_kernel, NORM, 16),
 ]
-FLOATS = ("a_ptr", "d_ptr", "bias_ptr", "rate_ptr", "factors_ptr")
+FLOATS = (
+    "a_ptr",
+    "d_ptr",
+    "bias_ptr",
+    "rate_ptr",
+    "factors_ptr",
+    "added_ptr",
+    "decay_ptr",
+    "before_ptr",
+)
 TYPES = {
     "query_start_ptr": "*i32", "seq_lens_ptr": "*i32", "slots_ptr": "*i64",
     "low": "fp32", "high": "fp32", "scale": "fp32", "eps": "fp32",
