@@ -224,13 +224,14 @@ def _scores(
     queries: torch.Tensor,
     scale: float,
     soft_cap: float | None,
+    most_queries: int,
     expected: bool,
 ) -> torch.Tensor:
     num_layers, num_kv_heads, num_tokens = tokens.shape
     _, num_queries, num_heads, _ = queries.shape
-    assert queries.is_contiguous()
+    assert queries.is_contiguous() and num_queries <= most_queries
     group = num_heads // num_kv_heads
-    block_g, block_q = (triton.next_power_of_2(count) for count in (group, num_queries))
+    block_g, block_q = (triton.next_power_of_2(count) for count in (group, most_queries))
     # A product has at least 16 columns.
     block_q = max(block_q, 16 // block_g)
     constants: dict[str, Any] = {
@@ -254,17 +255,26 @@ def _scores(
 
 
 def attention_weights(
-    tokens: CachedTokens, queries: torch.Tensor, scale: float, soft_cap: float | None = None
+    tokens: CachedTokens,
+    queries: torch.Tensor,
+    scale: float,
+    soft_cap: float | None,
+    most_queries: int,
 ) -> torch.Tensor:
     """Return the mean probability that the last queries which see a token give it, [L,
     num_kv_heads, num_tokens] float32. queries: [L, Q, num_heads, head_dim], contiguous, oldest
-    first, of the cache's type, or of one that has its numbers."""
-    return _scores(tokens, queries, scale, soft_cap, expected=False)
+    first, of the cache's type, or of one that has its numbers; most_queries: of any call, so that
+    fewer of them need no other kernel."""
+    return _scores(tokens, queries, scale, soft_cap, most_queries, expected=False)
 
 
 def expected_weights(
-    tokens: CachedTokens, queries: torch.Tensor, scale: float, soft_cap: float | None = None
+    tokens: CachedTokens,
+    queries: torch.Tensor,
+    scale: float,
+    soft_cap: float | None,
+    most_queries: int,
 ) -> torch.Tensor:
     """Return each token's probability under queries distributed normally as these, times the norm
     of its value, as `attention_weights` does."""
-    return _scores(tokens, queries, scale, soft_cap, expected=True)
+    return _scores(tokens, queries, scale, soft_cap, most_queries, expected=True)

@@ -135,7 +135,7 @@ class SnapKV(KVCompressor):
             return None
         assert queries is not None, "num_queries is not 0"
         scale = spec.scale * spec.key_scale
-        weights = attention_weights(tokens, queries, scale, spec.soft_cap)
+        weights = attention_weights(tokens, queries, scale, spec.soft_cap, self.num_queries)
         scores = F.avg_pool1d(
             weights.flatten(0, 1), self.width, stride=1, padding=self.width // 2,
             count_include_pad=False,
@@ -193,7 +193,7 @@ class ExpectedAttention(KVCompressor):
             return None
         assert queries is not None, "num_queries is not 0"
         scale = spec.scale * spec.key_scale
-        weights = expected_weights(tokens, queries, scale, spec.soft_cap)
+        weights = expected_weights(tokens, queries, scale, spec.soft_cap, self.num_queries)
         return keep_ends(weights.mul_(spec.value_scale))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import pytest
@@ -15,6 +16,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from jackfield.core.protocols.attention import AttentionSpec
+from jackfield.kernels.compaction import query_scores
 from jackfield.plugins.kv_compressors.by_keys import KeyDiff, KeyNorm, Window
 from jackfield.plugins.kv_compressors.by_queries import ExpectedAttention, SnapKV
 
@@ -70,7 +72,7 @@ class Case:
 
 
 POLICIES = [Window, KeyNorm, KeyDiff, SnapKV, ExpectedAttention]
-SHAPES = [(4, 2, 16, 40, 16), (6, 2, 24, 150, 5), (2, 2, 16, 33, 32), (8, 1, 64, 1100, 16)]
+SHAPES = [(4, 2, 16, 40, 16), (6, 2, 24, 150, 5), (2, 2, 16, 33, 1), (8, 1, 64, 1100, 16)]
 """Heads, KV heads, channels, tokens (in a block; in several tiles; in several parts), queries."""
 
 
@@ -101,3 +103,21 @@ def test_keys_of_no_length_have_no_direction() -> None:
     for cache in case.caches:
         cache[:, case.blocks[:1].long(), 5:8] = 0.0
     case.check(KeyDiff())
+
+
+@pytest.mark.parametrize("policy", [SnapKV, ExpectedAttention])
+def test_fewer_queries_need_no_other_kernel(
+    policy: type[SnapKV], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A warm-up has few, and a prefix hit may leave few; nothing is compiled while serving."""
+    constants: dict[int, list[Any]] = {}
+    for count in (2, policy.num_queries):
+        launches = constants[count] = []
+
+        def launch(kernel: Any, grid: Any, launches: list[Any] = launches) -> Any:
+            return lambda *args, **keywords: launches.append((kernel, keywords))
+
+        monkeypatch.setattr(query_scores, "launch", launch)
+        case = Case.make(4, 2, 16, 70, count, torch.float32)
+        policy().cached_scores(case.spec, case.caches, case.blocks, 70, queries=case.queries)
+    assert constants[2] == constants[policy.num_queries] and len(constants[2]) == 2
