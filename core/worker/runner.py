@@ -74,6 +74,8 @@ class ModelRunner:
         self.compactor: Compactor | None = None
         """Set with KV compression."""
         sampler.divide(model, ranks)
+        self.divided = ranks.size > 1
+        """Whether other ranks compute parts of the model."""
         self.record_errors = RuntimeError if ranks.tensor.size == 1 else NotRecorded
         """What a failed recording raises. Another error may be that of one rank alone, while the
         others wait for it."""
@@ -137,7 +139,7 @@ class ModelRunner:
     def _compact(self, plan: StepPlan) -> None:
         assert self.compactor is not None, "a compaction, without KV compression"
         failures = self.compactor.run(plan.compactions)
-        if failures and self.record_errors is NotRecorded:
+        if failures and self.divided:
             # It may have failed on this rank alone, whose results are not those that are served.
             raise RuntimeError(next(iter(failures.values())))
         self._uncompacted |= failures

@@ -159,6 +159,7 @@ class ExecutorKit(Kit):
             config = resolve_config(self.config(), plugins)
             executor_class: type[Executor] = self.registered()
             assert isinstance(executor_class.tensor_parallel, bool)
+            assert isinstance(executor_class.pipeline_parallel, bool)
             for _ in range(2):
                 executor_class.start_ahead(config)
             await asyncio.to_thread(executor_class.initialize_device, config, plugins)

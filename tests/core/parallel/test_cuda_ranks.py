@@ -101,3 +101,23 @@ async def test_two_gpus_serve_the_tokens_of_one(family: str, eager: bool, tmp_pa
     one = await tokens(folder, 1, enforce_eager=eager)
     two = await tokens(folder, 2, enforce_eager=eager)
     assert sum(map(operator.eq, one, two)) >= len(one) - 1
+
+
+@pytest.mark.parametrize("eager", [True, False])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt-oss"])
+async def test_two_stages_serve_the_tokens_of_one_gpu(
+    family: str, eager: bool, tmp_path: Path
+) -> None:
+    """Recorded, the states of each stage are in static memory."""
+    folder = make_checkpoint(family, tmp_path)
+    one = await tokens(folder, 1, enforce_eager=eager)
+    two = await tokens(folder, 1, enforce_eager=eager, pipeline_parallel_size=2)
+    assert sum(map(operator.eq, one, two)) >= len(one) - 1
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")
+async def test_two_stages_of_two_gpus_serve_the_tokens_of_one(tmp_path: Path) -> None:
+    folder = make_checkpoint("qwen3", tmp_path)
+    one = await tokens(folder, 1)
+    four = await tokens(folder, 2, pipeline_parallel_size=2)
+    assert sum(map(operator.eq, one, four)) >= len(one) - 1

@@ -14,10 +14,12 @@ from test_worker_ranks import Recording, config, requests, tokens
 
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.errors import ConfigError
+from jackfield.core.loading.weight_map import ParameterFiller
 from jackfield.core.parallel.join import exchange, join, leave, listen
 from jackfield.core.parallel.ranks import Pipeline, Ranks
 from jackfield.core.registry import load_plugins
 from jackfield.core.step import StepPlan
+from jackfield.plugins.conformance.models import PagedModel
 from jackfield.plugins.conformance.rank_threads import run_ranks, thread_groups, thread_ranks
 
 from helpers import make_checkpoint
@@ -191,6 +193,50 @@ async def test_what_stages_cannot_serve_is_refused_by_name(
 def test_a_model_says_whether_its_layers_can_be_divided(architecture: str, divided: bool) -> None:
     model = load_plugins()["model"].load(architecture)
     assert getattr(model, "pipeline_parallel", False) == divided
+
+
+@pytest.mark.parametrize(
+    ("family", "size", "options"),
+    [
+        ("qwen3", 1, {"quantization": "int8"}),
+        ("qwen3", 1, {"kv_cache_dtype": "int4"}),
+        ("mistral-window", 1, {"kv_cache_dtype": "fp8", "calculate_kv_scales": True}),
+        ("qwen3", 1, {"enable_chunked_prefill": False, "max_num_batched_tokens": 128}),
+        ("qwen3-moe", 2, {"enable_expert_parallel": True}),
+    ],
+    ids=str,
+)
+async def test_stages_take_what_one_rank_takes(
+    family: str, size: int, options: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = make_checkpoint(family, tmp_path)
+    alone = {name: value for name, value in options.items() if name != "enable_expert_parallel"}
+    want = await tokens(config(folder, 1, **alone), requests())
+    assert await tokens(staged(folder, 2, size, **options), requests()) == want
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_stage_reads_its_own_tensors_alone(
+    tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_checkpoint("qwen3" if tied else "olmo2", tmp_path)
+    read: list[str] = []
+    fill = ParameterFiller.fill
+
+    def watched(filler: ParameterFiller, name: str, tensor: torch.Tensor) -> None:
+        read.append(name)
+        fill(filler, name, tensor)
+
+    monkeypatch.setattr(ParameterFiller, "fill", watched)
+    named = []
+    for stage in range(3):
+        read.clear()
+        PagedModel(folder, "float32", ranks=Ranks(pipeline=Pipeline(stage, 3)))
+        assert {name.split(".")[2] for name in read if ".layers." in name} == {str(stage)}
+        named.append({name for name in read if ".layers." not in name})
+    embedding, head = {"model.embed_tokens.weight"}, {"model.norm.weight"}
+    head |= embedding if tied else {"lm_head.weight"}
+    assert named == [embedding, set(), head]
 
 
 class RecordingStages(Recording):

@@ -64,6 +64,22 @@ def test_health_and_an_abort(one: Running, two: Running) -> None:
     assert two.run(aborted(two.engine)) == one.run(aborted(one.engine))
 
 
+def test_kv_compression_drops_the_same_tokens(checkpoint: Path) -> None:
+    """Each stage chooses for its own layers, by the plan's numbers."""
+
+    async def serve(stages: int) -> tuple[list[object], int]:
+        made = config(
+            checkpoint, pipeline_parallel_size=stages, kv_compression="key_norm",
+            kv_compression_ratio=0.5, skip_tokenizer_init=True,
+        )  # fmt: skip
+        async with AsyncEngine(made) as engine:
+            answers = await asyncio.gather(*(outputs(engine, LONG[at:50]) for at in range(3)))
+            return list(answers), engine.stats().kv_compactions
+
+    expected = asyncio.run(serve(1))
+    assert expected[1] and asyncio.run(serve(2)) == expected
+
+
 def test_a_stage_that_is_killed_ends_the_engine(tmp_path: Path) -> None:
     folder = make_checkpoint("qwen3", tmp_path)
     options = {"tensor_parallel_size": 1, "pipeline_parallel_size": 2}
