@@ -6,8 +6,12 @@ import asyncio
 import contextlib
 import importlib
 import os
+import re
 import signal
+import subprocess
+import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -51,14 +55,22 @@ def cluster() -> Iterator[Any]:
 @pytest.fixture
 def spread(monkeypatch: pytest.MonkeyPatch) -> None:
     """No two ranks of an engine are on one node."""
+    alive = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+    own = ray.get_runtime_context().get_node_id()
+    place_on(monkeypatch, sorted(alive, key=lambda node: node != own))
+
+
+def place_on(monkeypatch: pytest.MonkeyPatch, nodes: list[str]) -> None:
+    """Put ranks on these nodes."""
     groups = importlib.import_module("ray.util.placement_group")
     create = groups.placement_group
 
-    def apart(bundles: Any, strategy: str, bundle_label_selector: Any) -> Any:
-        free = [bundle_label_selector[0]] + [{}] * (len(bundles) - 1)
-        return create(bundles, strategy="STRICT_SPREAD", bundle_label_selector=free)
+    def placed(bundles: Any, strategy: str, bundle_label_selector: Any) -> Any:
+        assert strategy in ("STRICT_PACK", "PACK") and len(bundles) == len(bundle_label_selector)
+        selectors = [{"ray.io/node-id": node} for node in nodes[: len(bundles)]]
+        return create(bundles, strategy="PACK", bundle_label_selector=selectors)
 
-    monkeypatch.setattr(groups, "placement_group", apart)
+    monkeypatch.setattr(groups, "placement_group", placed)
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +112,7 @@ async def mixed(made: EngineConfig) -> list[list[int]]:
             executor: Any = engine.core.executor  # type: ignore[attr-defined]
             assert isinstance(executor, RayExecutor)
             nodes = {node.id for node in executor._placement.nodes}
-            assert len(nodes) == made.tensor_parallel_size == len(executor.followers) + 1
+            assert len(nodes) == made.num_ranks == len(executor.followers) + 1
         return await asyncio.gather(
             tokens(engine, PROMPT, temperature=0.0),
             tokens(engine, PROMPT[:30], temperature=0.9, seed=7, top_p=0.9),
@@ -133,6 +145,127 @@ def test_an_actor_that_is_killed_ends_the_engine(checkpoint: Path) -> None:
     host = ray.nodes()[0]["NodeManagerHostname"]
     assert f"rank 1 of 2 on {host} (" in reason
     assert "its worker process has died" in reason
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("spread")
+def test_stages_of_two_nodes_give_the_tokens_of_one_rank(checkpoint: Path) -> None:
+    stages = {"tensor_parallel_size": 1, "pipeline_parallel_size": 2}
+    expected = asyncio.run(mixed(config(checkpoint, executor="inprocess", tensor_parallel_size=1)))
+    assert asyncio.run(mixed(config(checkpoint, **stages))) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("spread")
+def test_an_actor_that_is_stopped_ends_the_engine(checkpoint: Path) -> None:
+    """And is gone afterwards, though it does not do what Ray asks of it."""
+    process = 0
+
+    async def stop() -> str:
+        nonlocal process
+        async with AsyncEngine(config(checkpoint, rank_timeout=3.0)) as engine:
+            executor: Any = engine.core.executor  # type: ignore[attr-defined]
+            process = executor.followers[0].process
+            os.kill(process, signal.SIGSTOP)
+            await tokens(engine, PROMPT)
+            return engine.dead_reason or ""
+
+    reason = asyncio.run(asyncio.wait_for(stop(), DETECTED))
+    host = ray.nodes()[0]["NodeManagerHostname"]
+    assert f"rank 1 has given no sign of life for 3 seconds (rank 1 on {host} (" in reason
+    end = time.monotonic() + DETECTED
+    while alive(process):
+        assert time.monotonic() < end, "the actor is still there"
+        time.sleep(0.05)
+
+
+def alive(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.mark.slow
+def test_a_node_that_is_lost_ends_the_engine(
+    checkpoint: Path, cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    third = cluster.add_node(num_cpus=1, num_gpus=0, object_store_memory=80 << 20)
+    cluster.wait_for_nodes()
+    own = ray.get_runtime_context().get_node_id()
+    place_on(monkeypatch, [own, third.node_id])
+
+    async def lose() -> str:
+        async with AsyncEngine(config(checkpoint)) as engine:
+            params = SamplingParams(max_tokens=60, ignore_eos=True)
+            async for output in engine.generate(PROMPT, params):
+                if len(output.outputs[0].token_ids) == 3 and third in cluster.list_all_nodes():
+                    await asyncio.to_thread(cluster.remove_node, third, allow_graceful=False)
+            return engine.dead_reason or ""
+
+    assert "rank 1 of 2 on " in asyncio.run(asyncio.wait_for(lose(), DETECTED))
+
+
+SCRIPT = """
+import os, signal, sys
+from jackfield import LLM, SamplingParams
+
+llm = LLM(sys.argv[1], device="cpu", dtype="float32", skip_tokenizer_init=True, max_model_len=128,
+          num_gpu_blocks_override=60, tensor_parallel_size=2, executor="ray")
+output = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
+assert len(output[0].outputs[0].token_ids) == 4
+print(llm.engine.core.executor.followers[0].process, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.slow
+def test_actors_end_with_a_script_that_is_killed(
+    checkpoint: Path, tmp_path: Path, cluster: Any
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    run = subprocess.run(
+        [sys.executable, str(script), str(checkpoint)],
+        env={**os.environ, "RAY_ADDRESS": cluster.address},
+        capture_output=True, text=True, timeout=180,
+    )  # fmt: skip
+    assert run.returncode == -signal.SIGKILL, run.stderr
+    process, end = int(run.stdout.split()[-1]), time.monotonic() + DETECTED
+    while alive(process):
+        assert time.monotonic() < end, "the actor is still there"
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_a_server_ends_with_status_1_if_an_actor_is_lost(
+    checkpoint: Path, tmp_path: Path, cluster: Any
+) -> None:
+    flags = {"device": "cpu", "dtype": "float32", "max-model-len": "128", "port": "0",
+             "num-gpu-blocks-override": "60", "tensor-parallel-size": "2",
+             "distributed-executor-backend": "ray", "log-level": "info"}  # fmt: skip
+    server = subprocess.Popen(
+        [sys.executable, "-m", "jackfield", "serve", str(checkpoint), "--skip-tokenizer-init",
+         *(part for name, value in flags.items() for part in (f"--{name}", value))],
+        stdout=subprocess.PIPE, stderr=(tmp_path / "log").open("w"), text=True,
+        env={**os.environ, "RAY_ADDRESS": cluster.address},
+    )  # fmt: skip
+    log = tmp_path / "log"
+    with server:
+        assert server.stdout is not None
+        url = re.search(r"http://\S+", server.stdout.readline())
+        assert url is not None
+        metrics = urllib.request.urlopen(f"{url[0]}/metrics").read().decode()
+        host = ray.nodes()[0]["NodeManagerHostname"]
+        for rank in (0, 1):
+            assert re.search(
+                rf'jackfield:rank_steps_total{{host="{host}",.*rank="{rank}"}}', metrics
+            )
+        [actor] = re.findall(r"rank 1 is process (\d+) on ", log.read_text())
+        os.kill(int(actor), signal.SIGKILL)
+        server.communicate(timeout=DETECTED)
+    assert server.returncode == 1, log.read_text()
+    assert "rank 1 of 2 on " in log.read_text()
 
 
 def test_an_actor_that_cannot_start_is_named(
