@@ -1,4 +1,4 @@
-"""Several ranks of one host: rank 0 in this process, each other one in a process of its own.
+"""Several ranks: rank 0 in this process, each other one in a process of its own, of this host.
 
 Imports nothing large, as `spawn`.
 
@@ -23,12 +23,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 import msgspec
 
 from ...core.config import EngineConfig
-from ...core.errors import JackfieldError, RankFailed
+from ...core.errors import RankFailed
 from ...core.protocols.executors import Executor, ExecutorInfo, RankState
 from ...core.registry import Plugins
 from ...core.remote.frames import encode
 from ...core.step import InProcess, Ping, StepPlan, StepResult, WorkerJob
 from ...core.worker.threads import WorkerThread
+from .agreement import check_alike, remoteness
 from .awaited import Awaited, retrieve, set_once
 from .followers import FollowerConnection, FollowerProcess
 from .messages import Done, End, Failed, Job, Joining, Ready, Setup, Step, ToLeader
@@ -53,19 +54,6 @@ STACK_SECONDS = 0.2
 """Time for ranks to write their stacks before they are killed."""
 START_TICKS = 120
 """Without a sign of life of a rank that starts: libraries that load hold the interpreter."""
-
-
-NO_ATTENTION = "none"
-"""What a stage without layers of attention has as `ExecutorInfo.attention_backend`."""
-ALIKE = (
-    "num_blocks",
-    "num_snapshots",
-    "cache_groups",
-    "dtype",
-    "attention_backend",
-    "steps_in_flight",
-)
-"""Fields of ExecutorInfo that are the same for all ranks."""
 
 
 class Place(NamedTuple):
@@ -182,7 +170,7 @@ class ProcessesExecutor(Executor):
             await self._all_started(own)
             info = own.result()
             for rank, future in self._starting.items():
-                _check_alike(self._name(rank), future.result(), info)
+                check_alike(self._name(rank), future.result(), info)
             self._infos = [info, *(future.result() for future in self._starting.values())]
         except BaseException as error:
             self._fail(error if isinstance(error, Exception) else RankFailed("not started"))
@@ -226,7 +214,7 @@ class ProcessesExecutor(Executor):
             return
         done, _ = await asyncio.wait(starts, timeout=AGREE_SECONDS)
         errors = [error for future in starts if future in done and (error := future.exception())]
-        raise min(errors, key=_remoteness)
+        raise min(errors, key=remoteness)
 
     # ------------------------------------------------------------ steps and jobs
 
@@ -461,23 +449,6 @@ def _leave_now() -> None:
     """End the process: a thread is in a call of a library that does not return."""
     logging.shutdown()
     os._exit(1)
-
-
-def _remoteness(error: BaseException) -> int:
-    """Return how far an error at the start may be from its cause."""
-    if isinstance(error, RankFailed):
-        return 0
-    return 1 if isinstance(error, JackfieldError) else 2
-
-
-def _check_alike(rank: str, info: ExecutorInfo, own: ExecutorInfo) -> None:
-    """Raise RankFailed if a rank came to other decisions than rank 0."""
-    backends = info.attention_backend, own.attention_backend
-    for name in ALIKE:
-        if name == "attention_backend" and NO_ATTENTION in backends:
-            continue  # No layer of that stage attends.
-        if (there := getattr(info, name)) != (here := getattr(own, name)):
-            raise RankFailed(f"{rank} has {name} {there!r}, and rank 0 {here!r}")
 
 
 def _follower_log_level() -> int:

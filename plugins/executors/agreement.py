@@ -1,0 +1,35 @@
+"""What ranks that have started, or failed to, must agree on."""
+
+from __future__ import annotations
+
+from ...core.errors import JackfieldError, RankFailed
+from ...core.protocols.executors import ExecutorInfo
+
+NO_ATTENTION = "none"
+"""What a stage without layers of attention has as `ExecutorInfo.attention_backend`."""
+ALIKE = (
+    "num_blocks",
+    "num_snapshots",
+    "cache_groups",
+    "dtype",
+    "attention_backend",
+    "steps_in_flight",
+)
+"""Fields of ExecutorInfo that are the same for all ranks."""
+
+
+def remoteness(error: BaseException) -> int:
+    """Return how far an error at the start may be from its cause."""
+    if isinstance(error, RankFailed):
+        return 0
+    return 1 if isinstance(error, JackfieldError) else 2
+
+
+def check_alike(rank: str, info: ExecutorInfo, own: ExecutorInfo) -> None:
+    """Raise RankFailed if a rank came to other decisions than rank 0."""
+    backends = info.attention_backend, own.attention_backend
+    for name in ALIKE:
+        if name == "attention_backend" and NO_ATTENTION in backends:
+            continue  # No layer of that stage attends.
+        if (there := getattr(info, name)) != (here := getattr(own, name)):
+            raise RankFailed(f"{rank} has {name} {there!r}, and rank 0 {here!r}")
