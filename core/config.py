@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from .errors import ConfigError
-from .registration.parallel_options import parallel_refusal
+from .registration.parallel_options import EPLBConfig, parallel_refusal
 from .registration.speculative_config import SpeculativeConfig
 
 Device = Literal["auto", "cuda", "cpu"]
@@ -312,6 +312,17 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             "each expert; with one rank nothing is divided."
         ),
     ] = False
+    enable_eplb: Annotated[
+        bool,
+        _doc(
+            "With enable_expert_parallel: count the tokens that choose each expert, and move "
+            "experts between ranks so that each computes about as many."
+        ),
+    ] = False
+    eplb_config: Annotated[
+        EPLBConfig,
+        _doc("How experts are placed by load: window_size, step_interval, num_redundant_experts."),
+    ] = EPLBConfig()
     pipeline_parallel_size: Annotated[
         int,
         _doc(
@@ -465,9 +476,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             pipeline=self.pipeline_parallel_size,
             data=self.data_parallel_size,
             expert_parallel=self.enable_expert_parallel,
+            eplb=self.eplb_config if self.enable_eplb else None,
             has_connector=self.kv_transfer_config is not None,
         ):
             raise refusal
+        if self.eplb_config.num_redundant_experts and not self.enable_eplb:
+            raise ConfigError(
+                "eplb_config.num_redundant_experts: copies are placed by load; set enable_eplb",
+                param="eplb_config",
+            )
         if self.kv_transfer_config is not None and not self.enable_prefix_caching:
             raise ConfigError(
                 "kv_transfer_config: what a connector loads becomes part of the prefix cache, "

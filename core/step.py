@@ -315,5 +315,16 @@ class ModelFingerprint(msgspec.Struct, frozen=True, tag="model_fingerprint"):
     → [32] bytes"""
 
 
-WorkerJob: TypeAlias = Ping | Recover | PrepareAhead | ModelFingerprint
+class BalanceExperts(msgspec.Struct, frozen=True, tag="balance_experts"):
+    """Place a mixture's experts on ranks by the tokens that chose them since the last such job, and
+    begin to count again. → how many places of all ranks got another expert
+
+    Asked while no step is in flight. Raises if the model's experts do not move.
+    """
+
+    moves: bool = True
+    """False: only begin to count."""
+
+
+WorkerJob: TypeAlias = Ping | Recover | PrepareAhead | ModelFingerprint | BalanceExperts
 """What an engine asks of the worker apart from steps: see `Executor.ask`."""

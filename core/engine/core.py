@@ -39,7 +39,7 @@ from .output_processor import OutputProcessor, RequestTracker, State
 from .plugin_events import PluginEvents
 from .request_state import RequestState
 from .resolve_config import check_names, resolve_config, resolve_parsers, resolve_runner
-from .step_loop import StepLoop
+from .step_loop import BalanceTimes, StepLoop
 from .text_processor import TextProcessor
 
 logger = logging.getLogger("jackfield.engine")
@@ -242,10 +242,17 @@ class EngineCore:
             publish=self.outputs.publish,
             stepped=self._step_finished,
             died=self._die,
+            balancing=self._balance_times(),
         )
         self.steps.start()
         if self._executor_error is not None:
             self.steps.fail(self._executor_error)
+
+    def _balance_times(self) -> BalanceTimes | None:
+        eplb = self.config.eplb_config
+        if not self.config.enable_eplb:
+            return None
+        return BalanceTimes(eplb.step_interval, eplb.window_size)
 
     def _policy(self) -> SchedulePolicy:
         """Return a new schedule policy. Raises PluginError if it cannot be made."""

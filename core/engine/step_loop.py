@@ -13,7 +13,7 @@ from ..protocols.executors import Executor
 from ..request import Update
 from ..scheduling.plan_timing import PlanTiming
 from ..scheduling.scheduler import Scheduler
-from ..step import PrepareAhead, Recover, StepPlan, StepResult
+from ..step import BalanceExperts, PrepareAhead, Recover, StepPlan, StepResult
 
 logger = logging.getLogger("jackfield.engine")
 IDLE_SECONDS = 0.05
@@ -21,6 +21,31 @@ IDLE_SECONDS = 0.05
 MAX_FAILED_STEPS = 3
 """Consecutive failed steps after which the loop ends."""
 InFlight: TypeAlias = collections.deque[tuple[StepPlan, asyncio.Future[StepResult]]]
+
+
+class BalanceTimes:
+    """When experts are counted, and moved: in steps with rows."""
+
+    def __init__(self, interval: int, window: int) -> None:
+        """`interval`: steps from one move to the next; `window`: the last of them are counted."""
+        self.num_steps = 0
+        """Since the last move."""
+        self._interval, self._window = interval, window
+        self._counts = False
+
+    @property
+    def due(self) -> BalanceExperts | None:
+        """The job to ask for now."""
+        if self._counts:
+            return BalanceExperts() if self.num_steps >= self._interval else None
+        begins = self.num_steps >= self._interval - self._window
+        return BalanceExperts(moves=False) if begins else None
+
+    def done(self, job: BalanceExperts) -> None:
+        """Note that a job has been done."""
+        self._counts = not job.moves
+        if job.moves:
+            self.num_steps = 0
 
 
 class StepLoop:
@@ -40,7 +65,9 @@ class StepLoop:
         publish: Callable[[list[Update]], None],
         stepped: Callable[[StepPlan, StepResult], None],
         died: Callable[[BaseException], None],
+        balancing: BalanceTimes | None = None,
     ) -> None:
+        """`balancing`: when experts are placed by load; None: never."""
         self.scheduler = scheduler
         self.executor = executor
         self.steps_in_flight = steps_in_flight
@@ -55,6 +82,7 @@ class StepLoop:
         self._prepares = True
         """Whether the executor prepares for later steps (`PrepareAhead`)."""
         self._timing = PlanTiming()
+        self._balancing = balancing
         self._failure: Exception | None = None
         """Why the executor cannot go on, once it has said so."""
         self._wake = asyncio.Event()
@@ -97,7 +125,12 @@ class StepLoop:
                 if self._failure is not None:
                     raise self._failure
                 self._wake.clear()
-                self._fill(in_flight)
+                balance = None if self._balancing is None else self._balancing.due
+                if balance is None:
+                    self._fill(in_flight)
+                elif not in_flight:
+                    await self._balance(balance)
+                    continue
                 if not in_flight:
                     self.publish(self.scheduler.take_failures())
                     await self._idle()
@@ -116,6 +149,8 @@ class StepLoop:
                 self._timing.ended(plan, result)
                 if plan.slots:
                     self._num_failed = 0
+                    if self._balancing is not None:
+                        self._balancing.num_steps += 1
                 self.publish(self.scheduler.update(plan, result))
                 self.stepped(plan, result)
         except asyncio.CancelledError:
@@ -150,6 +185,18 @@ class StepLoop:
                 logger.exception("preparing for later steps failed; it is given up")
             self._prepares = False
         return False
+
+    async def _balance(self, job: BalanceExperts) -> None:
+        """Let experts be counted or moved. Requests wait for it as for a step. Raises its error:
+        ranks may have moved some."""
+        assert self._balancing is not None
+        try:
+            await asyncio.shield(self.executor.ask(job))
+        except NotImplementedError:
+            logger.warning("enable_eplb: this executor does not move experts; they stay")
+            self._balancing = None
+        else:
+            self._balancing.done(job)
 
     async def _recover(self, plan: StepPlan, error: Exception, in_flight: InFlight) -> None:
         """End the requests of a failed step. Raises its error if the loop cannot continue."""

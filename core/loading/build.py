@@ -74,6 +74,7 @@ def construct_model(
         defer_weights=method is not None,
         ranks=ranks,
         unit=getattr(method, "unit", 1),
+        redundant_experts=config.eplb_config.num_redundant_experts if config.enable_eplb else None,
     )
     architecture = registry.load(name)
     if ranks.tensor.size > 1 and not vars(architecture).get("tensor_parallel", False):

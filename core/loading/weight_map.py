@@ -363,9 +363,9 @@ class ParameterFiller:
         if len(shape) < together.least_dims or shape[0] != share.num_experts:
             self.fill(name, stored[:])  # Which refuses it, with the reason.
             return
-        own = stored[share.own.start : share.own.stop]
-        for shard, part in together.shards(own, share.own.start):
-            self._fill(name, parameter, shard, part)
+        for expert in share.own:
+            for shard, part in together.shards(stored[expert : expert + 1], expert):
+                self._fill(name, parameter, shard, part)
 
     def _expert_share(self, parameter_name: str) -> ExpertShare | None:
         """Return the share of the layer that a parameter, or a quantized layer's tensor, is of."""

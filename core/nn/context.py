@@ -33,6 +33,10 @@ class BuildContext:
     unit: int = 1
     """Inner features of an MLP that a quantization method stores together: ranks get whole ones."""
 
+    redundant_experts: int | None = None
+    """Copies of a layer's experts, beyond one each, that are placed by load; None: experts stay
+    where they are loaded."""
+
     def inner_share(self, size: int) -> slice:
         """Return this rank's inner features of an MLP that has `size`. Raises ConfigError."""
         return even_slice(size, self.ranks.tensor, unit=self.unit)
@@ -41,7 +45,9 @@ class BuildContext:
         """Return the experts of a layer that this rank holds; None: a part of each. Raises
         ConfigError."""
         group = self.ranks.experts
-        return None if group.size == 1 else ExpertShare.of(num_experts, group)
+        if group.size == 1:
+            return None
+        return ExpertShare.of(num_experts, group, self.redundant_experts or 0)
 
     def empty(self, *shape: int) -> torch.Tensor:
         """Return an uninitialised parameter."""

@@ -12,6 +12,7 @@ from ..errors import ConfigError
 from ..parallel.expert_share import ExpertShare
 from ..parallel.sharding import Features
 from .context import BuildContext
+from .expert_balance.places import ExpertBalance
 from .linear import Linear, MergedLinear
 from .mlp import GatedMLP, PlainMLP
 from .operations import ClampedSwiGLU, ExpertWeight, Operations
@@ -129,8 +130,14 @@ class Experts(nn.Module):
         inner = {"gate": intermediate_size, "up": intermediate_size}
         self.share = build.expert_share(num_experts)
         own = None if self.share is not None else build.inner_share(intermediate_size)
+        self.balance: ExpertBalance | None = None
+        """Where the experts are by now; None: where they were loaded."""
         if self.share is not None:
             _check_features(build.operations, frozenset({"experts.foreign"}))
+            if build.redundant_experts is not None:
+                self.balance = ExpertBalance(
+                    self.share, build.redundant_experts, build.ranks.experts, build.device
+                )
         self.gated = gated
         if gated:
             self.gate_up_proj = GatedExperts(
@@ -155,7 +162,9 @@ class Experts(nn.Module):
         """Number a routing's experts as this rank holds them."""
         if self.share is None:
             return routing
-        start, num_experts = self.share.own.start, self.share.num_experts
+        if self.balance is not None:
+            return self.balance.place(routing)
+        start, num_experts = self.share.first, self.share.num_experts
         experts = routing.experts - start if start else routing.experts
         return routing._replace(experts=experts, num_experts=num_experts)
 

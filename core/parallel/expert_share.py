@@ -9,29 +9,43 @@ from .ranks import Group
 
 
 class ExpertShare(NamedTuple):
-    """A rank's experts of one layer."""
+    """A rank's experts of one layer, each in a place of its weights."""
 
-    own: range
-    """Numbers of the experts that this rank holds."""
+    own: tuple[int, ...]
+    """Numbers of the experts that this rank loads, by place; neighbours, unless some have
+    copies."""
     num_experts: int
-    """Of all ranks."""
+    """Of all ranks, without copies."""
+    first: int
+    """Number of this rank's first place among those of all ranks."""
 
     @classmethod
-    def of(cls, num_experts: int, group: Group) -> ExpertShare:
+    def of(cls, num_experts: int, group: Group, num_copies: int = 0) -> ExpertShare:
         """Divide a layer's experts: neighbours stay together, and the first ranks hold one more
-        where the number cannot be divided. Raises ConfigError if a rank would have none."""
+        where the number cannot be divided. `num_copies`: of experts from the first on, in places
+        behind all others. Raises ConfigError if a rank would have none, or an expert twice, or
+        there are copies and ranks would not have as many places each."""
+        places = num_experts + num_copies
         if num_experts < group.size:
             raise ConfigError(
                 f"enable_expert_parallel: a layer of this model has {num_experts} experts, fewer "
                 f"than tensor_parallel_size {group.size}",
                 param="enable_expert_parallel",
             )
-        each, more = divmod(num_experts, group.size)
+        each, more = divmod(places, group.size)
+        if num_copies and (more or each > num_experts):
+            fits = "a multiple of it" if more else f"at most {num_experts * (group.size - 1)} more"
+            raise ConfigError(
+                f"eplb_config.num_redundant_experts: {num_experts} experts and {num_copies} more "
+                f"do not fit {group.size} ranks: their sum must be {fits}",
+                param="eplb_config",
+            )
         first = group.rank * each + min(group.rank, more)
-        return cls(range(first, first + each + (group.rank < more)), num_experts)
+        numbers = range(first, first + each + (group.rank < more))
+        return cls(tuple(number % num_experts for number in numbers), num_experts, first)
 
     def is_elsewhere(self, shard: str) -> bool:
-        """Return whether another rank holds a shard of the layer: "3.gate" is the fourth
+        """Return whether another rank alone holds a shard of the layer: "3.gate" is the fourth
         expert's."""
         number = shard.partition(".")[0]
         expert = int(number) if number.isdecimal() else -1

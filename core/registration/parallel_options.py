@@ -2,15 +2,41 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
 from ..errors import ConfigError
 
 
+class EPLBConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How experts are placed by load: `EngineConfig.eplb_config`. Names are vLLM's."""
+
+    window_size: Annotated[
+        int, Meta(description="Steps whose tokens are counted before experts move.", ge=1)
+    ] = 1000
+    step_interval: Annotated[
+        int, Meta(description="Steps from one move of experts to the next.", ge=1)
+    ] = 3000
+    num_redundant_experts: Annotated[
+        int, Meta(description="Copies of a layer's experts, beyond one each, of all ranks.", ge=0)
+    ] = 0
+
+
 def parallel_refusal(
-    *, tensor: int, pipeline: int, data: int, expert_parallel: bool, has_connector: bool
+    *,
+    tensor: int,
+    pipeline: int,
+    data: int,
+    expert_parallel: bool,
+    eplb: EPLBConfig | None,
+    has_connector: bool,
 ) -> ConfigError | None:
     """Return the error for options that do not go together, with the name of one; None: they do.
 
-    Sizes are those of tensor, pipeline and data parallelism; `has_connector`: of KV.
+    Sizes are those of tensor, pipeline and data parallelism; `eplb`: None if experts stay;
+    `has_connector`: of KV.
     """
     if has_connector and tensor * pipeline > 1:
         return ConfigError(
@@ -23,5 +49,16 @@ def parallel_refusal(
             "enable_expert_parallel: experts are divided among the ranks of each engine "
             "(tensor_parallel_size), not among engines (data_parallel_size)",
             param="enable_expert_parallel",
+        )
+    if eplb is not None and not (expert_parallel and tensor > 1):
+        return ConfigError(
+            "enable_eplb: experts move between ranks that hold them whole: it needs "
+            "enable_expert_parallel and a tensor_parallel_size above 1",
+            param="enable_eplb",
+        )
+    if eplb is not None and pipeline > 1:
+        return ConfigError(
+            "enable_eplb: experts of stages (pipeline_parallel_size) do not move yet",
+            param="enable_eplb",
         )
     return None

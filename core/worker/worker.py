@@ -23,6 +23,7 @@ from ..registration.failing_plugin import plugin_failure
 from ..registry import Plugins
 from ..step import (
     NOTHING_IN_PROCESS,
+    BalanceExperts,
     InProcess,
     ModelFingerprint,
     PrepareAhead,
@@ -30,6 +31,7 @@ from ..step import (
     StepPlan,
     WorkerJob,
 )
+from .expert_balance import ExpertMover
 from .graphs.recorder import CudaRecorder, Recorder
 from .guarded_half import EmptyStep, GuardedHalf, TransferringStep
 from .kv_cache.layout import model_fingerprint
@@ -68,6 +70,8 @@ class Worker:
         self.transfer_news: Callable[[], None] = _nobody
         """Called, on any thread, when the connector has something to report."""
         self._started: StartedWorker | None = None
+        self._experts: ExpertMover | None = None
+        """Set with `enable_eplb`."""
         self._unscaled: list[Attention] = []
         """Layers whose cache scales the first step will compute."""
         self._reported_failures = 0
@@ -96,6 +100,9 @@ class Worker:
         self._started = started
         self.runner, self.connector = started.runner, started.connector
         self._unscaled = started.unscaled
+        if self.config.enable_eplb:
+            with torch.inference_mode():
+                self._experts = ExpertMover(started.runner.model, self.ranks.tensor, self.device)
         return started.info
 
     def _recorder(self) -> Recorder | None:
@@ -160,6 +167,8 @@ class Worker:
         if isinstance(job, ModelFingerprint):
             assert self.runner is not None, "start() comes first"
             return model_fingerprint(self.runner.model)
+        if isinstance(job, BalanceExperts) and self._experts is not None:
+            return self._balance_experts(job, self._experts)
         raise NotImplementedError(f"the worker does no {type(job).__name__}")
 
     @torch.inference_mode()
@@ -232,12 +241,19 @@ class Worker:
             return True
         return self._started.warmup.run_short_prompt()
 
+    @torch.inference_mode()
+    def _balance_experts(self, job: BalanceExperts, experts: ExpertMover) -> int:
+        if job.moves:
+            return experts.move()
+        experts.forget()
+        return 0
+
     def stop(self) -> None:
         """Release the device memory."""
         if self.connector is not None:
             self.connector.close()
             self.connector = None
-        self.runner = self._started = None
+        self.runner = self._started = self._experts = None
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -42,9 +42,6 @@ _GPUS = (
     "(--data-parallel-size), on one host; nothing else is supported yet"
 )
 _ONE_HOST = "the engines of --data-parallel-size are those of one server on one host"
-_EXPERTS = (
-    "experts stay on the rank that loads them (--enable-expert-parallel), and are not balanced yet"
-)
 _EXCHANGE = (
     "with --enable-expert-parallel every rank has all tokens, and one sum adds what experts compute"
 )
@@ -65,10 +62,11 @@ MISSING: dict[str, str] = {
          "--data-parallel-rpc-port", "-dpp", "--data-parallel-hybrid-lb"), _ONE_HOST,
     ),
     **dict.fromkeys(
-        ("--enable-eplb", "--eplb-config", "--num-redundant-experts",
-         "--expert-placement-strategy"), _EXPERTS,
+        ("--num-redundant-experts", "--eplb-window-size", "--eplb-step-interval"),
+        "see --eplb-config",
     ),
     "--all2all-backend": _EXCHANGE,
+    "--expert-placement-strategy": "ranks hold neighbours; --enable-eplb moves experts by load",
     **dict.fromkeys(("--otlp-traces-endpoint", "--collect-detailed-traces"), _TRACES),
     "--convert": "see --runner and --task",
     "--cpu-offload-gb": "weights stay on the device; see --quantization",

@@ -56,11 +56,11 @@ def own(weight: ExpertWeight, share: ExpertShare) -> Any:
     """Return a rank's rows of a weight."""
     if isinstance(weight, torch.Tensor):
         rows = len(weight) // share.num_experts
-        return weight[share.own.start * rows : share.own.stop * rows].clone()
+        return weight[share.own[0] * rows : (share.own[-1] + 1) * rows].clone()
     assert isinstance(weight, PackedWeight)
     rows = weight.out_features // share.num_experts
     return weight.rows(
-        torch.arange(share.own.start * rows, share.own.stop * rows, device=DEVICE)
+        torch.arange(share.own[0] * rows, (share.own[-1] + 1) * rows, device=DEVICE)
     )._replace(scale_rows=1)
 
 
@@ -71,7 +71,7 @@ def sum_of_ranks(
     total = torch.zeros_like(x, dtype=torch.float32)
     for rank in range(size):
         share: Any = ExpertShare.of(NUM_EXPERTS, OfSize(rank, size))  # type: ignore[arg-type]
-        local = Routing(route.weights, route.experts - share.own.start, NUM_EXPERTS)
+        local = Routing(route.weights, route.experts - share.first, NUM_EXPERTS)
         held = {
             name: own(value, share) if isinstance(value, torch.Tensor | PackedWeight) else value
             for name, value in weights.items()

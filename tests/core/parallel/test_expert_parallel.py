@@ -47,7 +47,7 @@ def test_ranks_hold_neighbours_and_the_first_ones_more(
     num_experts: int, size: int, own: list[range]
 ) -> None:
     shares = [ExpertShare.of(num_experts, ranks.tensor) for ranks in thread_ranks(size)]
-    assert [share.own for share in shares] == own
+    assert [share.own for share in shares] == [tuple(numbers) for numbers in own]
     for share in shares:
         names = [str(number) for number in range(num_experts)]
         there = [name for name in names if not share.is_elsewhere(name)]
@@ -117,7 +117,7 @@ class CountedFile:
 
             def __getitem__(self, places: Any) -> torch.Tensor:
                 tensor: torch.Tensor = stored[places]
-                read[name] = tensor.numel()
+                read[name] = read.get(name, 0) + tensor.numel()
                 return tensor
 
         return Counted()
@@ -233,4 +233,4 @@ def test_parts_of_experts_are_whole(tmp_path: Path) -> None:
             own = layer.mlp.experts.share.own
             rows = len(bank) // 7
             held = layer.mlp.experts.down_proj.weight
-            assert torch.equal(held, bank[own.start * rows : own.stop * rows])
+            assert torch.equal(held, bank[own[0] * rows : (own[-1] + 1) * rows])

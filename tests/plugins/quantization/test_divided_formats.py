@@ -9,6 +9,7 @@ import pytest
 import test_compressed_tensors as packed
 import test_fp8 as fp8
 import test_grouped_formats as grouped
+from expert_moves import check_moves
 
 from jackfield.core.errors import ConfigError
 from jackfield.core.loading.quantize import quantized_layers
@@ -61,6 +62,11 @@ def test_experts_are_held_whole_in_every_format(
     monkeypatch.setitem(SIZES, "moe_intermediate_size", 128)
     write(kit, "Qwen3Moe", tmp_path, monkeypatch)
     check_ranks(tmp_path, "Qwen3MoeForCausalLM", 2, load_plugins(), 2e-3, ways=("experts",))
+    if kit is packed.TestFp8Static:
+        with pytest.raises(ConfigError, match="does not store it by expert"):
+            check_moves(tmp_path, 1)
+    else:
+        check_moves(tmp_path, 1, quantization=kit.name)
 
 
 def test_blocks_of_inner_features_stay_together(

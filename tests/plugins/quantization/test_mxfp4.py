@@ -16,6 +16,8 @@ from safetensors.torch import load_file, save_file
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from expert_moves import check_moves
+
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.errors import ConfigError, LoadError
 from jackfield.core.loading.build import build_model
@@ -272,3 +274,4 @@ def test_ranks_have_whole_groups(checkpoint: Any) -> None:
     """Of three groups of inner features, one rank has two."""
     folder, _ = checkpoint
     check_ranks(folder, "GptOssForCausalLM", 2, load_plugins(), 2e-4)
+    check_moves(folder, 2, quantization="mxfp4")

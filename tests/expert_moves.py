@@ -1,0 +1,62 @@
+"""What ranks compute while experts move between them, for tests of layers and of formats."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from jackfield.core.worker.expert_balance import ExpertMover
+from jackfield.plugins.conformance.models import ModelKit, PagedModel
+from jackfield.plugins.conformance.rank_threads import run_ranks, thread_ranks
+
+
+def two_ranks(folder: Path, copies: int, **options: Any) -> tuple[list[PagedModel], Any]:
+    """Return the models of two ranks, and their movers."""
+    ranks = thread_ranks(2, expert_parallel=True)
+    models = [
+        PagedModel(
+            folder, "float32", ranks=rank, tensor_parallel_size=2, enable_expert_parallel=True,
+            enable_eplb=True, eplb_config={"num_redundant_experts": copies}, **options,
+        )
+        for rank in ranks
+    ]  # fmt: skip
+    movers = run_ranks([
+        functools.partial(ExpertMover, model.model, rank.tensor, model.device)
+        for model, rank in zip(models, ranks, strict=True)
+    ])  # fmt: skip
+    return models, movers
+
+
+def check_moves(folder: Path, copies: int, **options: Any) -> None:
+    """Compare with what ranks, and without quantization one rank, compute before experts move."""
+    models, movers = two_ranks(folder, copies, **options)
+    prompt = [5 + number % 140 for number in range(0, 310, 11)]
+
+    def run(slot: int) -> list[torch.Tensor]:
+        row = {slot: prompt}
+        return [r[slot] for r in run_ranks([functools.partial(m.run, row) for m in models])]
+
+    want = run(3)[0]
+    if not options:
+        ModelKit.near(PagedModel(folder, "float32").run({0: prompt})[0], want, 2e-4)
+    for number in range(3):
+        for mover in movers:
+            for balance, _ in mover.layers:
+                # As if all tokens had chosen what one rank alone has.
+                own, other = (balance.placement[rank] for rank in (number % 2, 1 - number % 2))
+                balance.loads.zero_()
+                balance.loads[[expert for expert in own if expert not in other][:2]] = 50
+        with torch.inference_mode():
+            moved = run_ranks([mover.move for mover in movers])
+        assert moved[0] == moved[1] > 0
+        for balance, _ in movers[0].layers:
+            assert int(balance.loads.sum()) == 0
+        for result in run(number):
+            ModelKit.near(result, want, 2e-4)
+        counted = [balance.loads.tolist() for mover in movers for balance, _ in mover.layers]
+        half = len(counted) // 2
+        assert counted[:half] == counted[half:], "ranks have counted unlike tokens"
+        assert sum(counted[0]) >= len(prompt) and sum(counted[0]) % len(prompt) == 0
