@@ -1,6 +1,6 @@
 """Delta rule whose state decays by a number per channel of keys, over rows of any lengths.
 
-    S[k] = exp(g[k]) S[k]        S += k (sigmoid(beta) (v - Sᵀ k))ᵀ        y = Sᵀ q / sqrt(K)
+    S[k] = exp(g[k]) S[k]    S += k (strength sigmoid(beta) (v - Sᵀ k))ᵀ    y = Sᵀ q / sqrt(K)
     g = rate softplus(step + bias), or bounded, g = bound sigmoid(-rate (step + bias)), with queries
     and keys divided by their lengths first
 
@@ -46,6 +46,7 @@ def _channel_delta_rule_kernel(
     stride_step,
     stride_beta,
     scale,
+    strength,
     HEADS: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -83,7 +84,7 @@ def _channel_delta_rule_kernel(
             decay = BOUND / (1.0 + tl.exp(rate * step))
         state *= tl.exp(decay)[:, None]
         missing = v - tl.sum(state * k[:, None], axis=0)
-        state += k[:, None] * (missing / (1.0 + tl.exp(-beta)))[None, :]
+        state += k[:, None] * (missing * (strength / (1.0 + tl.exp(-beta))))[None, :]
         y = tl.sum(state * q[:, None], axis=0)
         place = (token * HEADS + head) * V + value
         tl.store(out_ptr + place, y.to(out_ptr.dtype.element_ty), mask=in_v)
@@ -99,6 +100,7 @@ def channel_delta_rule(
     rate: torch.Tensor,
     dt_bias: torch.Tensor,
     bound: float | None,
+    strength: float,
     state: torch.Tensor,
     rows: Rows,
 ) -> torch.Tensor:
@@ -113,7 +115,7 @@ def channel_delta_rule(
         out, q, k, v, step, beta, rate, dt_bias, state,
         rows.query_start, rows.seq_lens, rows.slots,
         q.stride(0), k.stride(0), v.stride(0), step.stride(0), beta.stride(0), size**-0.5,
-        HEADS=heads, K=size, V=width, BOUND=bound, BLOCK_K=triton.next_power_of_2(size),
+        strength, HEADS=heads, K=size, V=width, BOUND=bound, BLOCK_K=triton.next_power_of_2(size),
         VALUES=VALUES, num_warps=2,
     )  # fmt: skip
     return out

@@ -83,6 +83,7 @@ ARCHITECTURES = {
     "nemotron": ("NemotronForCausalLM", "Jais2ForCausalLM", "ArceeForCausalLM"),
     "nemotron_h": ("NemotronHForCausalLM",),
     "olmo": ("OlmoForCausalLM",),
+    "olmo_hybrid": ("OlmoHybridForCausalLM",),
     "olmo2": ("Olmo2ForCausalLM", "Olmo2Model", "Olmo2ForSequenceClassification"),
     "olmo3": ("Olmo3ForCausalLM", "Olmo3Model", "Olmo3ForSequenceClassification"),
     "opt": ("OPTForCausalLM", "BioGptForCausalLM"),

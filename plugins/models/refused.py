@@ -11,10 +11,8 @@ SPARSE_ENCODER = "its encoder attends to windows or blocks of its input"
 IMAGES = "it takes images, sound or video beside text"
 REFUSED = {
     STATE: (
-        "Lfm3ForCausalLM",
-        "OlmoHybridForCausalLM", "RecurrentGemmaForCausalLM",
-        "RwkvForCausalLM", "ZambaForCausalLM", "ZayaForCausalLM",
-        "xLSTMForCausalLM",
+        "Lfm3ForCausalLM", "RecurrentGemmaForCausalLM", "RwkvForCausalLM", "ZambaForCausalLM",
+        "ZayaForCausalLM", "xLSTMForCausalLM",
     ),
     EXPERTS: ("DbrxForCausalLM", "JetMoeForCausalLM", "NllbMoeForConditionalGeneration",
               "SwitchTransformersForConditionalGeneration"),

@@ -54,11 +54,11 @@ def _seed() -> None:
     torch.manual_seed(5)
 
 
-@pytest.mark.parametrize("bound", [None, -5.0])
+@pytest.mark.parametrize(("bound", "strength"), [(None, 1.0), (-5.0, 1.0), (None, 2.0)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("step", STEPS)
 def test_each_channel_decays_by_its_number(
-    step: str, dtype: torch.dtype, bound: float | None
+    step: str, dtype: torch.dtype, bound: float | None, strength: float
 ) -> None:
     """Inputs are views of wider projections."""
     heads, size, width = 2, 24, 20
@@ -69,7 +69,7 @@ def test_each_channel_decays_by_its_number(
     rest = [draw(dtype, tokens, heads, width), draw(dtype, tokens, heads, size)]
     beta = draw(dtype, tokens, heads + 3)[:, 1 : 1 + heads]
     bias = draw(torch.float32, heads, size)
-    weights = ChannelDeltaWeights(-draw(torch.float32, heads).abs(), bias, bound)
+    weights = ChannelDeltaWeights(-draw(torch.float32, heads).abs(), bias, bound, strength)
     compare("channel_delta_rule", [q, k, *rest, beta], weights, (heads, size, width), rows, dtype)
 
 

@@ -55,6 +55,8 @@ class ChannelDeltaWeights(NamedTuple):
     """[H, K] Added to the step size."""
     bound: float | None = None
     """Least logarithm of a decay, of the bounded form."""
+    strength: float = 1.0
+    """Factor of sigmoid(beta), which says how much of what is missing is added."""
 
     def decay(self, step: torch.Tensor) -> torch.Tensor:
         """Return the logarithm of each channel's decay: [T, H, K] → the same shape, float32."""
@@ -200,7 +202,7 @@ class StateOperations:
         rows: StateRows,
     ) -> torch.Tensor:
         """As `delta_rule`, but that each channel of keys decays by its own number, that of
-        `weights`: S[k] = exp(decay[k]) S[k], …
+        `weights`: S[k] = exp(decay[k]) S[k], …, and that of beta's sigmoid there is a factor.
 
         q, k, step: [T, H, K]; v: [T, H, V]; beta: [T, H]; state: [num_states, H, K, V]; all but
         state may be views of wider tensors → [T, H, V]
@@ -208,7 +210,10 @@ class StateOperations:
         queries, keys = unit(q) * q.shape[2] ** -0.5, unit(k)
         y = _scan(
             delta_step, delta_tokens,
-            (queries, keys, v.float(), weights.decay(step), torch.sigmoid(beta.float())),
+            (
+                queries, keys, v.float(), weights.decay(step),
+                weights.strength * torch.sigmoid(beta.float()),
+            ),
             (), (), state, rows,
         )  # fmt: skip
         return y.to(v.dtype)

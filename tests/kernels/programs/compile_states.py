@@ -70,7 +70,7 @@ FLOATS = (
 )
 TYPES = {
     "query_start_ptr": "*i32", "seq_lens_ptr": "*i32", "slots_ptr": "*i64",
-    "low": "fp32", "high": "fp32", "scale": "fp32", "eps": "fp32",
+    "low": "fp32", "strength": "fp32", "high": "fp32", "scale": "fp32", "eps": "fp32",
 }  # fmt: skip
 if "once" in sys.argv:
     KERNELS = list({case[0].fn: case for case in reversed(KERNELS)}.values())

@@ -52,6 +52,12 @@ DELTA = {
     "linear_key_head_dim": 12, "linear_value_head_dim": 10, "linear_num_key_heads": 2,
     "linear_num_value_heads": 4, "partial_rotary_factor": 0.5,
 }  # fmt: skip
+OLMO = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 4, "linear_num_value_heads": 4, "linear_key_head_dim": 12,
+    "linear_value_head_dim": 10, "linear_conv_kernel_dim": 3, "head_dim": LEFT_OUT,
+    "rope_parameters": None,
+}  # fmt: skip
 LATENT = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     "mlp_layer_types": ["dense", "sparse", "sparse"], "kv_lora_rank": 24, "qk_nope_head_dim": 12,
@@ -123,6 +129,11 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "NemotronHForCausalLM:experts": NEMOTRON_3,
     "NemotronHForCausalLM:latent experts": {**NEMOTRON_3, "moe_latent_size": 24, "topk_group": 2},
+    "OlmoHybridForCausalLM": OLMO,
+    "OlmoHybridForCausalLM:rope": {
+        **OLMO, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "linear_allow_neg_eigval": False,
+    },
     "Qwen3NextForCausalLM": {
         **DELTA, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
         "shared_expert_intermediate_size": 32, "decoder_sparse_step": 2,
@@ -147,7 +158,20 @@ OUTPUT = 6
 
 def reference_and_folder(case: str, folder: Path) -> tuple[Any, Path]:
     reference = make_reference(case, CASES[case])
-    return reference, checkpoint(reference, case.partition(":")[0], folder)
+    checkpoint(reference, case.partition(":")[0], folder)
+    if case.startswith("Olmo"):
+        divide_convolutions(folder, [48, 48, 40])
+    return reference, folder
+
+
+def divide_convolutions(folder: Path, widths: list[int]) -> None:
+    """transformers 5.23 saves convolutions of queries, keys and values as equal thirds."""
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if ".q_conv1d." in name]:
+        names = [name.replace(".q_", f".{part}_") for part in "qkv"]
+        parts = torch.cat([tensors[each] for each in names]).split(widths)
+        tensors |= {each: part.clone() for each, part in zip(names, parts, strict=True)}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def config(folder: Path, **options: Any) -> EngineConfig:
