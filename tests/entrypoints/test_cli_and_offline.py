@@ -119,7 +119,14 @@ def test_what_is_no_list_is_refused_by_name(llm: LLM, wrong: Any) -> None:
             llm.generate(wrong, use_tqdm=False)
 
 
-@pytest.mark.parametrize("end", ["", "raise SystemExit(3)", "del llm; import gc; gc.collect()"])
+@pytest.mark.parametrize(
+    "end",
+    [
+        "raise SystemExit(3)",
+        *(pytest.param(end, marks=pytest.mark.slow)
+          for end in ("", "del llm; import gc; gc.collect()")),
+    ],
+)  # fmt: skip
 def test_a_script_need_not_close_it(end: str) -> None:
     script = (
         "from jackfield import LLM, SamplingParams; llm = LLM(max_num_seqs=4); "

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from serving import MODEL, engine_config, running, save_random
 from jackfield import EngineConfig
 from jackfield.entrypoints.cli.main import main
 
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
 ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
 CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
 
@@ -62,6 +64,20 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     argv = command(checkpoint, input_path, output_path, *flags)
     return subprocess.run(argv, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture
+def run_here(capsys: pytest.CaptureFixture[str]) -> Run:
+    """`run` without a process, which takes longer to start than these inputs take."""
+
+    def run_main(
+        checkpoint: Path, input_path: Path, output_path: Path, *flags: str
+    ) -> subprocess.CompletedProcess[str]:
+        argv = command(checkpoint, input_path, output_path, *flags)
+        status = main(argv[3:])
+        return subprocess.CompletedProcess(argv, status, *capsys.readouterr())
+
+    return run_main
 
 
 def test_results_are_the_servers_and_in_the_inputs_order(checkpoint: Path, tmp_path: Path) -> None:
@@ -150,7 +166,7 @@ def without_numbers(value: Any) -> Any:
 
 
 def test_each_bad_line_is_an_error_with_its_number_and_stops_no_other(
-    checkpoint: Path, tmp_path: Path
+    checkpoint: Path, tmp_path: Path, run_here: Run
 ) -> None:
     requests = [
         "\ufeff" + json.dumps(chat("good", "Hello")),
@@ -171,7 +187,7 @@ def test_each_bad_line_is_an_error_with_its_number_and_stops_no_other(
     ]
     output_path = tmp_path / "out.jsonl"
     input_path = write(tmp_path / "in.jsonl", requests)
-    completed = run(
+    completed = run_here(
         checkpoint, input_path, output_path, "--max-body-bytes", "4000", "--disable-tqdm"
     )
     assert completed.returncode == 0 and completed.stderr == ""
@@ -200,11 +216,15 @@ def test_each_bad_line_is_an_error_with_its_number_and_stops_no_other(
     assert hot["response"]["status_code"] == 400
     assert hot["response"]["body"]["error"]["param"] == hot["error"]["param"] == "temperature"
     assert read(output_path)[2]["error"]["message"].startswith("line 4: ")
-    again = run(checkpoint, input_path, output_path, "--max-body-bytes", "4000", "--disable-tqdm")
+    again = run_here(
+        checkpoint, input_path, output_path, "--max-body-bytes", "4000", "--disable-tqdm"
+    )
     assert "14 results" in again.stdout and "14 of them found there already" in again.stdout
 
 
-def test_a_killed_run_goes_on_with_what_is_missing(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_killed_run_goes_on_with_what_is_missing(
+    checkpoint: Path, tmp_path: Path, run_here: Run
+) -> None:
     requests = [
         request(f"r{number}", COMPLETE, prompt=f"{number} ", max_tokens=40, ignore_eos=True)
         for number in range(60)
@@ -227,7 +247,7 @@ def test_a_killed_run_goes_on_with_what_is_missing(checkpoint: Path, tmp_path: P
     lines_before = {json.loads(line)["custom_id"]: line for line in cut.splitlines()[:-1]}
     assert len(lines_before) < 60
     # Now into an engine that is full most of the time: that is no failure, but waited for.
-    completed = run(
+    completed = run_here(
         checkpoint, input_path, output_path, "--max-num-seqs", "4", "--max-waiting-requests", "1"
     )
     assert completed.returncode == 0, completed.stderr

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from programs import run_program
 
 import jackfield
 
@@ -16,9 +15,7 @@ SCRIPT = Path(jackfield.__file__).resolve().parent / "examples/benchmarks/kv_com
 
 
 def records(output: Path, *options: str) -> list[dict[str, Any]]:
-    command = [sys.executable, str(SCRIPT), *options, "--device", "cpu", "--output", str(output)]
-    completed = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert completed.returncode == 0, completed.stderr
+    run_program(SCRIPT, *options, "--device", "cpu", "--output", str(output))
     return [json.loads(line) for line in output.read_text().splitlines()]
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
+
+from programs import run_program
 
 import jackfield
 
@@ -14,12 +14,10 @@ SCRIPT = Path(jackfield.__file__).resolve().parent / "examples/benchmarks/kv_res
 
 def test_it_restores_the_whole_prefix_and_records_it(tmp_path: Path) -> None:
     output = tmp_path / "results.jsonl"
-    completed = subprocess.run(
-        [sys.executable, str(SCRIPT), "--tokens", "200", "--rounds", "1", "--offload-gib", "0.05",
-         "--device", "cpu", "--output", str(output)],
-        capture_output=True, text=True, timeout=300,
+    run_program(
+        SCRIPT, "--tokens", "200", "--rounds", "1", "--offload-gib", "0.05", "--device", "cpu",
+        "--output", str(output),
     )  # fmt: skip
-    assert completed.returncode == 0, completed.stderr
     (line,) = output.read_text().splitlines()
     record = json.loads(line)
     assert record["workload"] == "kv_restore" and record["at"]["tokens"] == 200

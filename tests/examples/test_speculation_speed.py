@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
+
+from programs import run_program
 
 import jackfield
 
@@ -15,12 +15,7 @@ SCRIPT = Path(jackfield.__file__).resolve().parent / "examples/benchmarks/specul
 def test_it_compares_both_engines(tmp_path: Path) -> None:
     output = tmp_path / "results.jsonl"
     options = ["--texts", "copied", "forced", "--drafts", "3", "--output-tokens", "24"]
-    command = [
-        sys.executable, str(SCRIPT), *options, "--tokens", "40", "--device", "cpu",
-        "--output", str(output),
-    ]  # fmt: skip
-    completed = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert completed.returncode == 0, completed.stderr
+    run_program(SCRIPT, *options, "--tokens", "40", "--device", "cpu", "--output", str(output))
     copied, forced = (json.loads(line) for line in output.read_text().splitlines())
     assert copied["at"]["text"] == "copied" and forced["at"]["text"] == "forced"
     for record in (copied, forced):

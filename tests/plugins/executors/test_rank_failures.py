@@ -216,7 +216,12 @@ def _alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("lost", [True, False], ids=["a rank is killed", "Ctrl-C"])
+@pytest.mark.parametrize(
+    "lost",
+    # What a lost rank does to an engine, and a dead engine to a server, has tests by day.
+    [pytest.param(True, id="a rank is killed", marks=pytest.mark.slow),
+     pytest.param(False, id="Ctrl-C")],
+)  # fmt: skip
 def test_a_server_ends_with_its_ranks(checkpoint: Path, lost: bool) -> None:
     """With status 1 where a rank was lost; Ctrl-C, which reaches all ranks, drains as ever."""
     flags = {"device": "cpu", "dtype": "float32", "max-model-len": "128", "port": "0",
