@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 
 from ..launch import launch
-from .rows import PLACES, Rows, chunk_of, softplus
+from .rows import PLACES, Rows, longer_row, softplus
 
 NUM_FACTORS = 3
 
@@ -101,26 +101,31 @@ def _delta_chunk_kernel(
     PRECISION: tl.constexpr,
 ):
     """One program: one head of one chunk."""
-    start, count, first = chunk_of(tl.program_id(0), query_start_ptr, num_rows, CHUNK)
-    # A row of one token needs no chunk.
-    if (first >= count) | (count == 1):
+    row, chunk, _ = longer_row(tl.program_id(0), query_start_ptr, num_rows, CHUNK)
+    if row < 0:
         return
     head = tl.program_id(1)
-    group = head // (HEADS // GROUPS)
     at = tl.arange(0, CHUNK)
-    inside = first + at < count
-    token = start + first + at
+    start = tl.load(query_start_ptr + row)
+    end_row = tl.load(query_start_ptr + row + 1)
+    begin = (start + chunk * CHUNK).to(tl.int64)
+    group = head // (HEADS // GROUPS)
+    inside = at < end_row - begin
+    line = at[:, None]
     key = tl.arange(0, BLOCK_K)
     in_k = inside[:, None] & (key < K)[None, :]
-    channel = group * K + key[None, :]
-    q = tl.load(q_ptr + token[:, None] * stride_q + channel, mask=in_k, other=0.0)
-    k = tl.load(k_ptr + token[:, None] * stride_k + channel, mask=in_k, other=0.0)
+    queries = q_ptr + begin * stride_q + group * K
+    q = tl.load(queries + line * stride_q + key[None, :], mask=in_k, other=0.0)
+    keys = k_ptr + begin * stride_k + group * K
+    k = tl.load(keys + line * stride_k + key[None, :], mask=in_k, other=0.0)
     wide = q.to(tl.float32)
     unit_q = tl.rsqrt(tl.sum(wide * wide, axis=1) + 1e-6) * scale
     wide = k.to(tl.float32)
     unit_k = tl.rsqrt(tl.sum(wide * wide, axis=1) + 1e-6)
-    step = tl.load(step_ptr + token * stride_step + head, mask=inside, other=0.0).to(tl.float32)
-    beta = tl.load(beta_ptr + token * stride_beta + head, mask=inside, other=0.0).to(tl.float32)
+    steps = step_ptr + begin * stride_step + head
+    step = tl.load(steps + at * stride_step, mask=inside, other=0.0).to(tl.float32)
+    betas = beta_ptr + begin * stride_beta + head
+    beta = tl.load(betas + at * stride_beta, mask=inside, other=0.0).to(tl.float32)
     beta = tl.where(inside, 1.0 / (1.0 + tl.exp(-beta)), 0.0)
     decay = tl.load(rate_ptr + head) * softplus(step + tl.load(bias_ptr + head))
     # Tokens behind the row's end neither add nor decay.
@@ -128,7 +133,7 @@ def _delta_chunk_kernel(
     total = tl.cumsum(decay, axis=0)
     end = tl.sum(decay, axis=0)
 
-    factors = factors_ptr + head.to(tl.int64) * num_tokens + token
+    factors = factors_ptr + head.to(tl.int64) * num_tokens + begin + at
     part = tl.num_programs(1).to(tl.int64) * num_tokens
     tl.store(factors, unit_q * tl.exp(total), mask=inside)
     tl.store(factors + part, unit_k * tl.exp(end - total), mask=inside)
@@ -138,26 +143,28 @@ def _delta_chunk_kernel(
     # Chosen before exp, which may overflow for later tokens.
     left = tl.exp(tl.where(earlier, total[:, None] - total[None, :], float("-inf")))
     left *= unit_k[None, :]
-    place = token[:, None] * HEADS + head
+    place = begin * HEADS + head
     narrow = own_ptr.dtype.element_ty
-    keys = tl.trans(k)
-    scores = tl.dot(q, keys, input_precision=PRECISION) * left * unit_q[:, None]
-    tl.store(scores_ptr + place * CHUNK + at[None, :], scores.to(narrow), mask=inside[:, None])
-    lower = tl.dot(k, keys, input_precision=PRECISION) * left * (beta * unit_k)[:, None]
+    turned = tl.trans(k)
+    scores = tl.dot(q, turned, input_precision=PRECISION) * left * unit_q[:, None]
+    pairs = scores_ptr + place * CHUNK + line * (HEADS * CHUNK) + at[None, :]
+    tl.store(pairs, scores.to(narrow), mask=inside[:, None])
+    lower = tl.dot(k, turned, input_precision=PRECISION) * left * (beta * unit_k)[:, None]
     lower = tl.where(at[:, None] > at[None, :], lower, 0.0)
     inverse = _inverse(lower, CHUNK, PRECISION)
     weights = (inverse * (beta * unit_k * tl.exp(total))[None, :]).to(narrow)
     seen = tl.dot(weights, k, input_precision=PRECISION)
-    tl.store(seen_ptr + place * K + key[None, :], seen.to(narrow), mask=in_k)
+    seens = seen_ptr + place * K + line * (HEADS * K) + key[None, :]
+    tl.store(seens, seen.to(narrow), mask=in_k)
     weights = (inverse * beta[None, :]).to(narrow)
     for low in tl.static_range(0, V, BLOCK_V):
         value = low + tl.arange(0, BLOCK_V)
         in_v = inside[:, None] & (value < V)[None, :]
-        v = tl.load(
-            v_ptr + token[:, None] * stride_v + head * V + value[None, :], mask=in_v, other=0.0
-        )
+        values = v_ptr + begin * stride_v + head * V + line * stride_v + value[None, :]
+        v = tl.load(values, mask=in_v, other=0.0)
         own = tl.dot(weights, v, input_precision=PRECISION)
-        tl.store(own_ptr + place * V + value[None, :], own.to(narrow), mask=in_v)
+        owns = own_ptr + place * V + line * (HEADS * V) + value[None, :]
+        tl.store(owns, own.to(narrow), mask=in_v)
 
 
 def delta_chunks(
@@ -187,8 +194,8 @@ def delta_chunks(
     )
     block_k = max(16, triton.next_power_of_2(size))
     block_v = min(64, max(16, triton.next_power_of_2(width)))
-    # Where each row's last chunk has one token: the programs that `chunk_of` numbers.
-    grid = (num_tokens // chunk + num_rows, heads)
+    # A row has several tokens, and its last chunk may have one.
+    grid = (num_tokens // chunk + min(num_rows, num_tokens // 2), heads)
     launch(_delta_chunk_kernel, grid)(
         *found, q, k, v, step, beta, rate, dt_bias, rows.query_start, num_rows, num_tokens,
         q.stride(0), k.stride(0), v.stride(0), step.stride(0), beta.stride(0), size**-0.5,

@@ -3,9 +3,10 @@
     S = exp(rate softplus(step + bias)) S        S += k (sigmoid(beta) (v - Sᵀ k))ᵀ
     y = Sᵀ q / sqrt(K), with queries and keys divided by their lengths first
 
-One program holds the state of one row and head (for some of its values) in registers. A row of one
-token is computed as above; a longer one chunk by chunk, from what `delta_chunks` has found of all
-chunks in a launch before: four products of tiles per chunk, of which one waits for another.
+One program holds the state of one row and head (for some of its values) in registers. Rows of one
+token are computed as above, in a launch whose small programs leave each other room. Longer ones are
+computed chunk by chunk, from what `delta_chunks` has found of all chunks in a launch before: four
+products of tiles per chunk, of which one waits for another.
 
 Memory: queries, keys, values and outputs once per token (queries and keys by each program of a
 head), a state once per row: the bound of rows of one token. Of prompts also what `delta_chunks`
@@ -23,12 +24,12 @@ import triton
 import triton.language as tl
 
 from ..launch import launch
-from .delta_chunks import DeltaChunks, delta_chunks
-from .rows import PLACES, Rows, row_of, softplus
+from .delta_chunks import delta_chunks
+from .rows import MOST_ROWS, PLACES, WHOLE, Rows, longer_row, row_of, softplus
 
 
 class _Tiles(NamedTuple):
-    """How a step is computed."""
+    """How prompts are computed."""
 
     values: int
     """Values per program."""
@@ -40,21 +41,17 @@ class _Tiles(NamedTuple):
     """Warps of a program of `delta_chunks`."""
 
 
-SINGLE = _Tiles(values=16, chunk=16, precision="tf32", num_warps=2, num_stages=1, chunk_warps=4)
-"""Rows of one token."""
 NARROW = _Tiles(values=32, chunk=64, precision="tf32", num_warps=4, num_stages=2, chunk_warps=4)
-"""Prompts in 16 bits."""
+"""In 16 bits."""
 WIDE = _Tiles(values=16, chunk=16, precision="ieee", num_warps=8, num_stages=1, chunk_warps=4)
-"""Prompts in float32: products without tensor cores, whose small tiles stay in registers."""
+"""In float32: products without tensor cores, whose small tiles stay in registers."""
+SINGLE_VALUES = 16
+"""Values per program for rows of one token."""
 
 
-@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=PLACES)
-def _delta_rule_kernel(
+@triton.jit(do_not_specialize_on_alignment=PLACES)
+def _delta_step_kernel(
     out_ptr,
-    own_ptr,
-    seen_ptr,
-    scores_ptr,
-    factors_ptr,
     q_ptr,
     k_ptr,
     v_ptr,
@@ -66,7 +63,6 @@ def _delta_rule_kernel(
     query_start_ptr,
     seq_lens_ptr,
     slots_ptr,
-    num_tokens,
     stride_q,
     stride_k,
     stride_v,
@@ -79,14 +75,11 @@ def _delta_rule_kernel(
     V: tl.constexpr,
     BLOCK_K: tl.constexpr,
     VALUES: tl.constexpr,
-    CHUNK: tl.constexpr,
-    SINGLE: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
-    """One program: VALUES values of one head of one row."""
+    """One program: VALUES values of one head of one row, if it has one token."""
     head = tl.program_id(1)
     start, count, slot, begins = row_of(tl.program_id(0), query_start_ptr, seq_lens_ptr, slots_ptr)
-    if count == 0:
+    if count != 1:
         return
     group = head // (HEADS // GROUPS)
     key = tl.arange(0, BLOCK_K)
@@ -95,56 +88,100 @@ def _delta_rule_kernel(
     inside = in_k[:, None] & in_v[None, :]
     states = state_ptr + ((slot * HEADS + head) * K + key[:, None]) * V + value[None, :]
     state = tl.load(states, mask=inside & (begins == 0), other=0.0).to(tl.float32)
-    q_ptr += start * stride_q + group * K
-    k_ptr += start * stride_k + group * K
-    place = start * HEADS + head
-    if count == 1:
-        q = tl.load(q_ptr + key, mask=in_k, other=0.0).to(tl.float32)
-        k = tl.load(k_ptr + key, mask=in_k, other=0.0).to(tl.float32)
-        v = tl.load(v_ptr + start * stride_v + head * V + value, mask=in_v, other=0.0)
-        q *= tl.rsqrt(tl.sum(q * q, axis=0) + 1e-6) * scale
-        k *= tl.rsqrt(tl.sum(k * k, axis=0) + 1e-6)
-        step = tl.load(step_ptr + start * stride_step + head).to(tl.float32)
-        beta = tl.load(beta_ptr + start * stride_beta + head).to(tl.float32)
-        state *= tl.exp(tl.load(rate_ptr + head) * softplus(step + tl.load(bias_ptr + head)))
-        missing = v.to(tl.float32) - tl.sum(state * k[:, None], axis=0)
-        state += k[:, None] * (missing / (1.0 + tl.exp(-beta)))[None, :]
-        y = tl.sum(state * q[:, None], axis=0)
-        tl.store(out_ptr + place * V + value, y.to(out_ptr.dtype.element_ty), mask=in_v)
-    elif not SINGLE:
-        narrow = own_ptr.dtype.element_ty
-        at = tl.arange(0, CHUNK)
-        own_ptr += place * V
-        seen_ptr += place * K
-        scores_ptr += place * CHUNK
-        out_ptr += place * V
-        factors_ptr += head.to(tl.int64) * num_tokens + start
-        part = tl.num_programs(1).to(tl.int64) * num_tokens
+    q = tl.load(q_ptr + start * stride_q + group * K + key, mask=in_k, other=0.0).to(tl.float32)
+    k = tl.load(k_ptr + start * stride_k + group * K + key, mask=in_k, other=0.0).to(tl.float32)
+    v = tl.load(v_ptr + start * stride_v + head * V + value, mask=in_v, other=0.0).to(tl.float32)
+    q *= tl.rsqrt(tl.sum(q * q, axis=0) + 1e-6) * scale
+    k *= tl.rsqrt(tl.sum(k * k, axis=0) + 1e-6)
+    step = tl.load(step_ptr + start * stride_step + head).to(tl.float32)
+    beta = tl.load(beta_ptr + start * stride_beta + head).to(tl.float32)
+    state *= tl.exp(tl.load(rate_ptr + head) * softplus(step + tl.load(bias_ptr + head)))
+    missing = v - tl.sum(state * k[:, None], axis=0)
+    state += k[:, None] * (missing / (1.0 + tl.exp(-beta)))[None, :]
+    y = tl.sum(state * q[:, None], axis=0)
+    place = (start * HEADS + head) * V + value
+    tl.store(out_ptr + place, y.to(out_ptr.dtype.element_ty), mask=in_v)
+    tl.store(states, state.to(state_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_tokens"], do_not_specialize_on_alignment=PLACES)
+def _delta_rule_kernel(
+    out_ptr,
+    own_ptr,
+    seen_ptr,
+    scores_ptr,
+    factors_ptr,
+    q_ptr,
+    k_ptr,
+    state_ptr,
+    query_start_ptr,
+    seq_lens_ptr,
+    slots_ptr,
+    num_rows,
+    num_tokens,
+    stride_q,
+    stride_k,
+    HEADS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    VALUES: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One program: VALUES values of one head of some rows of several tokens."""
+    head = tl.program_id(1)
+    group = head // (HEADS // GROUPS)
+    at = tl.arange(0, CHUNK)
+    key = tl.arange(0, BLOCK_K)
+    value = tl.program_id(2) * VALUES + tl.arange(0, VALUES)
+    in_k, in_v = key < K, value < V
+    inside = in_k[:, None] & in_v[None, :]
+    narrow = own_ptr.dtype.element_ty
+    part = tl.num_programs(1).to(tl.int64) * num_tokens
+    index = tl.program_id(0)
+    row, _, num_longer = longer_row(index, query_start_ptr, num_rows, WHOLE)
+    while index < num_longer:
+        start, count, slot, begins = row_of(row, query_start_ptr, seq_lens_ptr, slots_ptr)
+        states = state_ptr + ((slot * HEADS + head) * K + key[:, None]) * V + value[None, :]
+        state = tl.load(states, mask=inside & (begins == 0), other=0.0).to(tl.float32)
+        place = start * HEADS + head
+        out = out_ptr + place * V
+        owns = own_ptr + place * V
+        seens = seen_ptr + place * K
+        pairs = scores_ptr + place * CHUNK
+        queries = q_ptr + start * stride_q + group * K
+        keys = k_ptr + start * stride_k + group * K
+        factors = factors_ptr + head.to(tl.int64) * num_tokens + start
         for first in range(0, count, CHUNK):
             token = first + at
             here = token < count
             in_keys = here[:, None] & in_k[None, :]
             in_values = here[:, None] & in_v[None, :]
-            row = token[:, None]
-            values = row * (HEADS * V) + value[None, :]
-            own = tl.load(own_ptr + values, mask=in_values, other=0.0)
-            seen = tl.load(seen_ptr + row * (HEADS * K) + key[None, :], mask=in_keys, other=0.0)
-            q = tl.load(q_ptr + row * stride_q + key[None, :], mask=in_keys, other=0.0)
-            k = tl.load(k_ptr + row * stride_k + key[None, :], mask=in_keys, other=0.0)
+            line = token[:, None]
+            values = line * (HEADS * V) + value[None, :]
+            q = tl.load(queries + line * stride_q + key[None, :], mask=in_keys, other=0.0)
+            k = tl.load(keys + line * stride_k + key[None, :], mask=in_keys, other=0.0)
+            own = tl.load(owns + values, mask=in_values, other=0.0)
+            seen = tl.load(seens + line * (HEADS * K) + key[None, :], mask=in_keys, other=0.0)
             scores = tl.load(
-                scores_ptr + row * (HEADS * CHUNK) + at[None, :], mask=here[:, None], other=0.0
+                pairs + line * (HEADS * CHUNK) + at[None, :], mask=here[:, None], other=0.0
             )
-            of_query = tl.load(factors_ptr + token, mask=here, other=0.0)
-            of_key = tl.load(factors_ptr + part + token, mask=here, other=0.0)
-            decay = tl.load(factors_ptr + 2 * part + first)
+            of_query = tl.load(factors + token, mask=here, other=0.0)
+            of_key = tl.load(factors + part + token, mask=here, other=0.0)
+            decay = tl.load(factors + 2 * part + first)
             before = state.to(narrow)
             y = tl.dot(q, before, input_precision=PRECISION) * of_query[:, None]
             added = own.to(tl.float32) - tl.dot(seen, before, input_precision=PRECISION)
             y += tl.dot(scores, added.to(narrow), input_precision=PRECISION)
-            tl.store(out_ptr + values, y.to(out_ptr.dtype.element_ty), mask=in_values)
+            tl.store(out + values, y.to(out_ptr.dtype.element_ty), mask=in_values)
             added = (added * of_key[:, None]).to(narrow)
             state = state * decay + tl.dot(tl.trans(k), added, input_precision=PRECISION)
-    tl.store(states, state.to(state_ptr.dtype.element_ty), mask=inside)
+        tl.store(states, state.to(state_ptr.dtype.element_ty), mask=inside)
+        index += tl.num_programs(0)
+        if index < num_longer:
+            row, _, _ = longer_row(index, query_start_ptr, num_rows, WHOLE)
 
 
 def delta_rule(
@@ -162,23 +199,28 @@ def delta_rule(
     rate, dt_bias: [H] float32; state: [num_states, H, K, V], contiguous, changed → [T, H, V]"""
     num_tokens, heads, width = v.shape
     groups, size = q.shape[1:]
+    num_rows = rows.slots.shape[0]
     out = torch.empty((num_tokens, heads, width), dtype=v.dtype, device=v.device)
     inputs = (q, k, v, step, beta, rate, dt_bias)
-    if rows.single:
-        tiles, chunks = SINGLE, DeltaChunks(out, out, out, rate)
-    else:
-        tiles = WIDE if v.dtype == torch.float32 else NARROW
-        chunks = delta_chunks(
-            *inputs, rows, chunk=tiles.chunk, precision=tiles.precision,
-            num_warps=tiles.chunk_warps,
-        )  # fmt: skip
-    grid = (rows.slots.shape[0], heads, triton.cdiv(width, tiles.values))
-    launch(_delta_rule_kernel, grid)(
-        out, *chunks, *inputs, state, rows.query_start, rows.seq_lens, rows.slots, num_tokens,
+    places = (rows.query_start, rows.seq_lens, rows.slots)
+    block_k = max(16, triton.next_power_of_2(size))
+    launch(_delta_step_kernel, (num_rows, heads, triton.cdiv(width, SINGLE_VALUES)))(
+        out, *inputs, state, *places,
         q.stride(0), k.stride(0), v.stride(0), step.stride(0), beta.stride(0), size**-0.5,
-        HEADS=heads, GROUPS=groups, K=size, V=width,
-        BLOCK_K=max(16, triton.next_power_of_2(size)), VALUES=tiles.values, CHUNK=tiles.chunk,
-        SINGLE=rows.single, PRECISION=tiles.precision, num_warps=tiles.num_warps,
+        HEADS=heads, GROUPS=groups, K=size, V=width, BLOCK_K=block_k, VALUES=SINGLE_VALUES,
+        num_warps=2,
+    )  # fmt: skip
+    if rows.single:
+        return out
+    tiles = WIDE if v.dtype == torch.float32 else NARROW
+    chunks = delta_chunks(
+        *inputs, rows, chunk=tiles.chunk, precision=tiles.precision, num_warps=tiles.chunk_warps
+    )
+    grid = (min(num_rows, MOST_ROWS), heads, triton.cdiv(width, tiles.values))
+    launch(_delta_rule_kernel, grid)(
+        out, *chunks, q, k, state, *places, num_rows, num_tokens, q.stride(0), k.stride(0),
+        HEADS=heads, GROUPS=groups, K=size, V=width, BLOCK_K=block_k, VALUES=tiles.values,
+        CHUNK=tiles.chunk, PRECISION=tiles.precision, num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )  # fmt: skip
     return out

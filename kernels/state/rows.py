@@ -12,6 +12,16 @@ PLACES = ["query_start_ptr", "seq_lens_ptr", "slots_ptr"]
 """Arguments that may begin anywhere in an array of int32: kernels are not compiled for it."""
 
 
+ROWS = tl.constexpr(256)
+"""Rows that a program looks at together."""
+WHOLE = tl.constexpr(1 << 30)
+"""A chunk that any row fits in."""
+MOST_ROWS = 8
+"""Rows of several tokens that a launch has programs for; these walk over more. A recorded step may
+have as many as it has rows; most have a few beside rows of one token, and a large program that
+finds nothing to do keeps others out meanwhile."""
+
+
 class Rows(NamedTuple):
     """R rows; a row continues the state of its slot, or begins from zeros if its first token is its
     sequence's first. Rows without tokens come last."""
@@ -36,24 +46,26 @@ def row_of(row, query_start_ptr, seq_lens_ptr, slots_ptr):
 
 
 @triton.jit
-def chunk_of(chunk, query_start_ptr, num_rows, CHUNK: tl.constexpr):
-    """Return the first token of a chunk's row, the row's number of tokens, and which of them the
-    chunk begins with: of a number that no chunk has, one behind the row's end.
+def longer_row(index, query_start_ptr, num_rows, CHUNK: tl.constexpr):
+    """Return the row of a chunk, its number in its row, and the number of all chunks; row -1: there
+    are not so many.
 
-    Rows are cut into chunks from their own begin. The chunks of row r are numbered from
-    `query_start[r] // CHUNK + r`, which leaves each row room for its last chunk; the numbers of all
-    T tokens are below `T // CHUNK + num_rows`.
+    Rows of several tokens are cut into chunks, each from its own begin, and all chunks are numbered
+    in the order of rows.
     """
-    low, high = 0, num_rows
-    while high - low > 1:
-        middle = (low + high) // 2
-        before = tl.load(query_start_ptr + middle) // CHUNK + middle <= chunk
-        low = tl.where(before, middle, low)
-        high = tl.where(before, high, middle)
-    start = tl.load(query_start_ptr + low)
-    count = tl.load(query_start_ptr + low + 1) - start
-    first = (chunk - start // CHUNK - low) * CHUNK
-    return start.to(tl.int64), count, first
+    row, part, before = -1, -1, 0
+    for low in range(0, num_rows, ROWS):
+        at = low + tl.arange(0, ROWS)
+        start = tl.load(query_start_ptr + at, mask=at < num_rows, other=0)
+        count = tl.load(query_start_ptr + at + 1, mask=at < num_rows, other=0) - start
+        chunks = tl.where(count > 1, (count + CHUNK - 1) // CHUNK, 0)
+        end = before + tl.cumsum(chunks, axis=0)
+        place = index - (end - chunks)
+        found = (place >= 0) & (index < end)
+        row = tl.maximum(row, tl.max(tl.where(found, at, -1), axis=0))
+        part = tl.maximum(part, tl.max(tl.where(found, place, -1), axis=0))
+        before += tl.sum(chunks, axis=0)
+    return row, part, before
 
 
 @triton.jit

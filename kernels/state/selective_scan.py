@@ -1,8 +1,8 @@
-"""Mamba's recurrence over rows of any lengths, in one launch.
+"""Mamba's recurrence over rows of any lengths: one launch for those of one token, one for longer.
 
     S[i, n] = exp(dt[i] a[i, n]) S[i, n] + dt[i] x[i] b[n]        y = (S c + d x) silu(gate)
 
-One program holds the state of some channels of one row in registers. A longer row is computed in
+One program holds the state of some channels of one row in registers. Longer rows are computed in
 tiles of some tokens: all loads, step sizes and exponentials of a tile do not wait for one another;
 then a scan, whose tokens are registers of one thread, and sums over n. The next tile is loaded
 meanwhile. Cutting long rows into parts that are computed side by side would take every exponential
@@ -24,13 +24,13 @@ import triton
 import triton.language as tl
 
 from ..launch import launch
-from .rows import PLACES, Rows, row_of, softplus
+from .rows import MOST_ROWS, PLACES, WHOLE, Rows, longer_row, row_of, softplus
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 class _Tiles(NamedTuple):
-    """How a step is computed."""
+    """How prompts are computed."""
 
     channels: int
     """Channels per program."""
@@ -38,10 +38,10 @@ class _Tiles(NamedTuple):
     num_warps: int
 
 
-SINGLE = _Tiles(channels=32, tokens=1, num_warps=1)
-"""Rows of one token."""
 LONGER = _Tiles(channels=32, tokens=16, num_warps=4)
-"""Prompts: each warp has all channels, and some of their states."""
+"""Each warp has all channels, and some of their states."""
+SINGLE_CHANNELS = 32
+"""Channels per program for rows of one token."""
 
 
 @triton.jit
@@ -67,7 +67,7 @@ def _load_tile(
 
 
 @triton.jit(do_not_specialize_on_alignment=PLACES)
-def _selective_scan_kernel(
+def _selective_step_kernel(
     out_ptr,
     x_ptr,
     dt_ptr,
@@ -92,44 +92,86 @@ def _selective_scan_kernel(
     N: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CHANNELS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    SINGLE: tl.constexpr,
 ):
-    """One program: CHANNELS channels of one row. Tiles are [BLOCK_N, CHANNELS], so that a warp's
-    lanes are channels, and sums over n are sums of one thread's registers."""
+    """One program: CHANNELS channels of one row, if it has one token."""
     start, count, slot, begins = row_of(tl.program_id(0), query_start_ptr, seq_lens_ptr, slots_ptr)
-    if count == 0:
+    if count != 1:
         return
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     place = tl.arange(0, BLOCK_N)
     in_size, in_n = channel < size, place < N
-    inside = in_n[:, None] & in_size[None, :]
-    states = state_ptr + (slot * size + channel[None, :]) * N + place[:, None]
+    inside = in_size[:, None] & in_n[None, :]
+    states = state_ptr + (slot * size + channel[:, None]) * N + place[None, :]
     state = tl.load(states, mask=inside & (begins == 0), other=0.0).to(tl.float32)
+    a = tl.load(a_ptr + channel[:, None] * N + place[None, :], mask=inside, other=0.0)
+    d = tl.load(d_ptr + channel, mask=in_size, other=0.0)
+    bias = tl.load(bias_ptr + channel, mask=in_size, other=0.0)
+    x = tl.load(x_ptr + start * stride_x + channel, mask=in_size, other=0.0).to(tl.float32)
+    step = tl.load(dt_ptr + start * stride_dt + channel, mask=in_size, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + start * stride_gate + channel, mask=in_size, other=0.0)
+    b = tl.load(b_ptr + start * stride_b + place, mask=in_n, other=0.0).to(tl.float32)
+    c = tl.load(c_ptr + start * stride_c + place, mask=in_n, other=0.0).to(tl.float32)
+    step = tl.minimum(tl.maximum(softplus(step + bias), low), high)
+    state = state * tl.exp(step[:, None] * a) + (step * x)[:, None] * b[None, :]
+    y = tl.sum(state * c[None, :], axis=1) + d * x
+    gate = gate.to(tl.float32)
+    y = y * gate / (1.0 + tl.exp(-gate))
+    tl.store(out_ptr + start * size + channel, y.to(out_ptr.dtype.element_ty), mask=in_size)
+    tl.store(states, state.to(state_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=PLACES)
+def _selective_scan_kernel(
+    out_ptr,
+    x_ptr,
+    dt_ptr,
+    b_ptr,
+    c_ptr,
+    gate_ptr,
+    a_ptr,
+    d_ptr,
+    bias_ptr,
+    state_ptr,
+    query_start_ptr,
+    seq_lens_ptr,
+    slots_ptr,
+    num_rows,
+    stride_x,
+    stride_dt,
+    stride_b,
+    stride_c,
+    stride_gate,
+    low,
+    high,
+    size,
+    N: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """One program: CHANNELS channels of some rows of several tokens. Tiles are [BLOCK_N, CHANNELS],
+    so that a warp's lanes are channels, and sums over n are sums of one thread's registers."""
+    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    place = tl.arange(0, BLOCK_N)
+    at = tl.arange(0, TOKENS)
+    in_size, in_n = channel < size, place < N
+    inside = in_n[:, None] & in_size[None, :]
     a = tl.load(a_ptr + channel[None, :] * N + place[:, None], mask=inside, other=0.0) * LOG2_E
     d = tl.load(d_ptr + channel, mask=in_size, other=0.0)
     bias = tl.load(bias_ptr + channel, mask=in_size, other=0.0)
-    x_ptr += start * stride_x
-    dt_ptr += start * stride_dt
-    gate_ptr += start * stride_gate
-    b_ptr += start * stride_b
-    c_ptr += start * stride_c
-    out_ptr += start * size
-    if count == 1:
-        x = tl.load(x_ptr + channel, mask=in_size, other=0.0).to(tl.float32)
-        step = tl.load(dt_ptr + channel, mask=in_size, other=0.0).to(tl.float32)
-        gate = tl.load(gate_ptr + channel, mask=in_size, other=0.0).to(tl.float32)
-        b = tl.load(b_ptr + place, mask=in_n, other=0.0).to(tl.float32)
-        c = tl.load(c_ptr + place, mask=in_n, other=0.0).to(tl.float32)
-        step = tl.minimum(tl.maximum(softplus(step + bias), low), high)
-        state = state * tl.exp2(step[None, :] * a) + (step * x)[None, :] * b[:, None]
-        y = tl.sum(state * c[:, None], axis=0) + d * x
-        y *= gate / (1.0 + tl.exp(-gate))
-        tl.store(out_ptr + channel, y.to(out_ptr.dtype.element_ty), mask=in_size)
-    elif not SINGLE:
-        at = tl.arange(0, TOKENS)
+    index = tl.program_id(0)
+    row, _, num_longer = longer_row(index, query_start_ptr, num_rows, WHOLE)
+    while index < num_longer:
+        start, count, slot, begins = row_of(row, query_start_ptr, seq_lens_ptr, slots_ptr)
+        states = state_ptr + (slot * size + channel[None, :]) * N + place[:, None]
+        state = tl.load(states, mask=inside & (begins == 0), other=0.0).to(tl.float32)
+        x_row = x_ptr + start * stride_x
+        dt_row = dt_ptr + start * stride_dt
+        gate_row = gate_ptr + start * stride_gate
+        b_row = b_ptr + start * stride_b
+        c_row = c_ptr + start * stride_c
         xs, steps, gates, bs, cs = _load_tile(
-            x_ptr, dt_ptr, gate_ptr, b_ptr, c_ptr,
+            x_row, dt_row, gate_row, b_row, c_row,
             stride_x, stride_dt, stride_gate, stride_b, stride_c,
             at, at < count, channel, in_size, place, in_n,
         )  # fmt: skip
@@ -138,7 +180,7 @@ def _selective_scan_kernel(
             here = token < count
             after = token + TOKENS
             next_xs, next_steps, next_gates, next_bs, next_cs = _load_tile(
-                x_ptr, dt_ptr, gate_ptr, b_ptr, c_ptr,
+                x_row, dt_row, gate_row, b_row, c_row,
                 stride_x, stride_dt, stride_gate, stride_b, stride_c,
                 after, after < count, channel, in_size, place, in_n,
             )  # fmt: skip
@@ -153,18 +195,21 @@ def _selective_scan_kernel(
             decay = tl.exp2(sizes[:, None, :] * a[None, :, :])
             added = (sizes * wide)[:, None, :] * keys[:, :, None]
             added = tl.where(at[:, None, None] == 0, added + decay * state[None, :, :], added)
-            _, scanned = tl.associative_scan((decay, added), 0, _after)
+            _decay, scanned = tl.associative_scan((decay, added), 0, _after)
             last = tl.where(at[:, None, None] == TOKENS - 1, scanned, 0.0)
             state = tl.sum(last, axis=0)
             ys = tl.sum(scanned * queries[:, :, None], axis=1) + d[None, :] * wide
             factor = gates.to(tl.float32)
             ys *= factor / (1.0 + tl.exp(-factor))
             tl.store(
-                out_ptr + token[:, None] * size + channel[None, :],
+                out_ptr + start * size + token[:, None] * size + channel[None, :],
                 ys.to(out_ptr.dtype.element_ty), mask=here[:, None] & in_size[None, :],
             )  # fmt: skip
             xs, steps, gates, bs, cs = next_xs, next_steps, next_gates, next_bs, next_cs
-    tl.store(states, state.to(state_ptr.dtype.element_ty), mask=inside)
+        tl.store(states, state.to(state_ptr.dtype.element_ty), mask=inside)
+        index += tl.num_programs(0)
+        if index < num_longer:
+            row, _, _ = longer_row(index, query_start_ptr, num_rows, WHOLE)
 
 
 def selective_scan(
@@ -185,12 +230,20 @@ def selective_scan(
     num_tokens, size = x.shape
     out = torch.empty((num_tokens, size), dtype=x.dtype, device=x.device)
     states = b.shape[1]
-    tiles = SINGLE if rows.single else LONGER
-    grid = (rows.slots.shape[0], triton.cdiv(size, tiles.channels))
-    launch(_selective_scan_kernel, grid)(
-        out, x, dt, b, c, gate, a, d, dt_bias, state, rows.query_start, rows.seq_lens, rows.slots,
-        x.stride(0), dt.stride(0), b.stride(0), c.stride(0), gate.stride(0), *dt_limit, size,
-        N=states, BLOCK_N=triton.next_power_of_2(states), CHANNELS=tiles.channels,
-        TOKENS=tiles.tokens, SINGLE=rows.single, num_warps=tiles.num_warps,
+    num_rows = rows.slots.shape[0]
+    inputs = (out, x, dt, b, c, gate, a, d, dt_bias, state)
+    places = (rows.query_start, rows.seq_lens, rows.slots)
+    strides = (x.stride(0), dt.stride(0), b.stride(0), c.stride(0), gate.stride(0))
+    block = triton.next_power_of_2(states)
+    launch(_selective_step_kernel, (num_rows, triton.cdiv(size, SINGLE_CHANNELS)))(
+        *inputs, *places, *strides, *dt_limit, size, N=states, BLOCK_N=block,
+        CHANNELS=SINGLE_CHANNELS, num_warps=1,
     )  # fmt: skip
+    if not rows.single:
+        tiles = LONGER
+        grid = (min(num_rows, MOST_ROWS), triton.cdiv(size, tiles.channels))
+        launch(_selective_scan_kernel, grid)(
+            *inputs, *places, num_rows, *strides, *dt_limit, size, N=states, BLOCK_N=block,
+            CHANNELS=tiles.channels, TOKENS=tiles.tokens, num_warps=tiles.num_warps,
+        )  # fmt: skip
     return out

@@ -1,4 +1,4 @@
-"""Operations on states of sequences by Triton kernels: one or two launches each, prompts or not."""
+"""Operations on states of sequences by Triton kernels: one to three launches each."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,9 +11,14 @@ import torch
 
 pytest.importorskip("triton")
 
+import triton
+import triton.language as tl
+
 from jackfield.core.nn.operations import Operations
 from jackfield.core.nn.state.operations import DeltaWeights, ScanWeights
 from jackfield.core.nn.state.rows import StateRows
+from jackfield.kernels.state import delta_rule, selective_scan
+from jackfield.kernels.state.rows import WHOLE, longer_row
 from jackfield.plugins.conformance.states import NUM_STATES, make_rows
 from jackfield.plugins.operations.states import TritonStates
 
@@ -80,14 +86,20 @@ class Delta(Subject):
         self.weights = DeltaWeights(-torch.rand(heads), torch.randn(heads))
 
 
-def compare(subject: Subject, inputs: Sequence[torch.Tensor], rows: StateRows) -> None:
-    """The results and the states of the kernels and of torch are near; unused states are kept."""
+def compare(
+    subject: Subject,
+    inputs: Sequence[torch.Tensor],
+    rows: StateRows,
+    mixed: StateRows | None = None,
+) -> None:
+    """The results and the states of the kernels and of torch are near; unused states are kept.
+    mixed: the rows as a recorded step has them, for the kernels."""
     state = torch.randn(NUM_STATES, *subject.state_shape, device=DEVICE)
     state[rows.slots[rows.begins].long()] = float("nan")
     kept = state.clone()
     want_state, got_state = state.clone(), state
     want = subject.run(Operations(), inputs, want_state, rows)
-    got = subject.run(TritonStates(), inputs, got_state, rows)
+    got = subject.run(TritonStates(), inputs, got_state, mixed or rows)
     error = TOLERANCE[subject.dtype]
     torch.testing.assert_close(got.float(), want.float(), atol=error, rtol=error)
     used = sorted(set(rows.slots.tolist()))
@@ -171,6 +183,50 @@ def test_a_prompt_in_two_steps_is_that_prompt(kind: type[Subject], cut: int) -> 
     error = TOLERANCE[subject.dtype]
     torch.testing.assert_close(torch.cat(parts), whole, atol=error, rtol=error)
     torch.testing.assert_close(states[1], states[0], atol=error, rtol=error, equal_nan=True)
+
+
+@pytest.mark.parametrize("kind", [Delta, Selective])
+def test_few_programs_walk_over_many_prompts(
+    kind: type[Subject], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (delta_rule, selective_scan):
+        monkeypatch.setattr(module, "MOST_ROWS", 2)
+    subject = (
+        Delta(torch.float16, heads=1, groups=1, keys=16, values=16)
+        if kind is Delta
+        else Selective(torch.float32, channels=20, states=8)
+    )
+    rows = make_rows(((3, 3), (5, 1), (20, 17), (2, 2), (70, 70), (31, 30)), DEVICE, mixed=True)
+    host = make_rows(((3, 3), (5, 1), (20, 17), (2, 2), (70, 70), (31, 30)), DEVICE)
+    compare(subject, subject.inputs(rows.num_tokens), host, rows)
+
+
+@triton.jit
+def _find_kernel(out_ptr, query_start_ptr, num_rows, CHUNK: tl.constexpr):
+    row, part, chunks = longer_row(tl.program_id(0), query_start_ptr, num_rows, CHUNK)
+    tl.store(out_ptr + 3 * tl.program_id(0), row)
+    tl.store(out_ptr + 3 * tl.program_id(0) + 1, part)
+    tl.store(out_ptr + 3 * tl.program_id(0) + 2, chunks)
+
+
+@pytest.mark.parametrize("chunk", [4, int(WHOLE.value)])
+def test_chunks_are_those_of_rows_of_several_tokens(chunk: int) -> None:
+    """Rows of one token, and without tokens, have none; there are more rows than are read at
+    once."""
+    counts = [[1, 1, 5, 1, 0, 8, 2][at % 7] if at % 50 < 9 else 1 for at in range(600)]
+    starts = [0, *itertools.accumulate(counts)]
+    wanted = [
+        (row, part)
+        for row, count in enumerate(counts)
+        if count > 1
+        for part in range(-(-count // chunk))
+    ]
+    programs = len(wanted) + 2
+    out = torch.empty(programs, 3, dtype=torch.int32, device=DEVICE)
+    found = torch.tensor(starts, dtype=torch.int32, device=DEVICE)
+    _find_kernel[(programs,)](out, found, len(counts), CHUNK=chunk)
+    assert out[:, :2].tolist() == [list(place) for place in [*wanted, (-1, -1), (-1, -1)]]
+    assert set(out[:, 2].tolist()) == {len(wanted)}
 
 
 @pytest.mark.gpu

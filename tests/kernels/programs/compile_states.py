@@ -27,13 +27,13 @@ SSD = {
 LARGE = {**SSD, "N": 256, "BLOCK_N": 256, "BLOCK_P": 16}
 CHUNKS = {**SSD, "BLOCK_P": 64, "CHUNK": 256, "BLOCK": 64, "SIZE": 8192, "PASSED": 1024}
 LARGE_CHUNKS = {**CHUNKS, "N": 256, "BLOCK_N": 256}
-SELECTIVE = {"N": 16, "BLOCK_N": 16, "CHANNELS": 32, "TOKENS": 16, "SINGLE": False}
+SELECTIVE = {"N": 16, "BLOCK_N": 16, "CHANNELS": 32, "TOKENS": 16}
 # Qwen3-Next and Qwen3.5; in float32, too.
 DELTA = {
     "HEADS": 32, "GROUPS": 16, "K": 128, "V": 128, "BLOCK_K": 128, "BLOCK_V": 64, "VALUES": 32,
-    "CHUNK": 64, "SINGLE": False, "PRECISION": "tf32",
+    "CHUNK": 64, "PRECISION": "tf32",
 }  # fmt: skip
-DELTA_SINGLE = {**DELTA, "VALUES": 16, "CHUNK": 16, "SINGLE": True}
+DELTA_STEP = {**DELTA, "VALUES": 16}
 DELTA_WIDE = {**DELTA, "VALUES": 16, "CHUNK": 16, "PRECISION": "ieee"}
 NORM = {"GROUP": 8192, "SHARED": False, "GATE_FIRST": True, "SIGMOID": False, "BLOCK": 8192}
 KERNELS = [
@@ -48,13 +48,13 @@ KERNELS = [
     (ssd_chunks._ssd_output_kernel, CHUNKS, 4),
     (ssd_chunks._ssd_output_kernel, LARGE_CHUNKS, 8),
     (selective_scan._selective_scan_kernel, SELECTIVE, 4),
-    (selective_scan._selective_scan_kernel, {**SELECTIVE, "TOKENS": 1, "SINGLE": True}, 1),
+    (selective_scan._selective_step_kernel, SELECTIVE, 1),
     (delta_chunks._delta_chunk_kernel, DELTA, 4),
     (delta_chunks._delta_chunk_kernel, DELTA_WIDE, 4),
-    (channel_delta_rule._channel_delta_rule_kernel, {**DELTA_SINGLE, "BOUND": None}, 2),
-    (channel_delta_rule._channel_delta_rule_kernel, {**DELTA_SINGLE, "BOUND": -5.0}, 2),
+    (channel_delta_rule._channel_delta_rule_kernel, {**DELTA_STEP, "BOUND": None}, 2),
+    (channel_delta_rule._channel_delta_rule_kernel, {**DELTA_STEP, "BOUND": -5.0}, 2),
     (delta_rule._delta_rule_kernel, DELTA, 4),
-    (delta_rule._delta_rule_kernel, DELTA_SINGLE, 2),
+    (delta_rule._delta_step_kernel, DELTA_STEP, 2),
     (delta_rule._delta_rule_kernel, DELTA_WIDE, 8),
     (gated_rms_norm._gated_rms_norm_kernel, NORM, 16),
 ]
