@@ -24,8 +24,9 @@ the embedded model does so.
 """
 
 _TOOL_PARSERS = """\
-Calls stream as they are written: first the name, then the arguments, piece by piece. Where a format
-writes arguments as plain text, the request's schema says what type each one has.
+Calls stream as they are written: first the name, then the arguments, piece by piece; calls of
+`beam`, `dots`, `k2_horizon`, `minicpm5`, `minimax_m3` and `spark25` when they are complete. Where a
+format writes arguments as plain text, the request's schema says what type each one has.
 
 What a client gets of output that keeps to no format is the same for all of them, whole or streamed:
 

@@ -23,6 +23,8 @@ ENDS = Marks(*END.texts, *BEGIN.texts)
 """Texts that end a call, even if its JSON is incomplete."""
 _MESSAGE = Marks("<|message|>")
 _MAX_HEADER = 256
+_CHANNEL_MARK = Marks("<|channel|>")
+_FIRST = re.compile(r"\s*to=[^\s<]+\s*")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 
@@ -52,6 +54,17 @@ class Messages:
         if text:
             self._say("\n" + text if self._between else text)
             self._said, self._between = True, False
+
+
+def first_recipient(text: Cursor) -> Read[str]:
+    """Consume and return ` to=f` at the beginning of an output, in front of `<|channel|>`; "" if it
+    begins otherwise."""
+    match = yield from text.until_within(_CHANNEL_MARK, _MAX_HEADER)
+    if match is None:
+        return ""
+    named = _FIRST.fullmatch(match[0])
+    text.back("".join(match) if named is None else match[1])
+    return "" if named is None else match[0]
 
 
 def header(text: Cursor, mark: str) -> Read[Header | None]:

@@ -37,6 +37,12 @@ def parameter_types(schema: Any, name: str) -> frozenset[str]:
     return _types(parameter, schema, set(), 0)
 
 
+def types_of(schema: Any, root: Any) -> frozenset[str]:
+    """Return the JSON types that a schema allows; empty if it says none. root: where its references
+    begin."""
+    return _types(schema, root if isinstance(root, Mapping) else {}, set(), 0)
+
+
 def _types(schema: Any, root: Mapping[str, Any], seen: set[str], depth: int) -> frozenset[str]:
     if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
         return frozenset()

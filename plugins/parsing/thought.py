@@ -18,9 +18,9 @@ class ThoughtParser(StreamingParser):
       `anywhere`.
     """
 
-    open: ClassVar[tuple[str, ...]] = ("<think>",)
-    close: ClassVar[tuple[str, ...]] = ("</think>",)
-    call: ClassVar[tuple[str, ...]] = ()
+    open: tuple[str, ...] = ("<think>",)
+    close: tuple[str, ...] = ("</think>",)
+    call: tuple[str, ...] = ()
     """Beginnings of a tool call that end the reasoning too, if the model forgets to close it."""
     begins_inside: ClassVar[bool] = True
     """Whether a text without an opening mark begins with reasoning, because the prompt has the

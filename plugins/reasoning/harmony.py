@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from ...core.protocols.parsers import CallText, Content, Reasoning
 from ..parsing.cursor import Read, StreamingParser
-from ..parsing.harmony import BEGIN, END, MARKERS, Messages, header
+from ..parsing.harmony import BEGIN, END, MARKERS, Messages, first_recipient, header
 
 
 class HarmonyReasoning(StreamingParser):
@@ -17,6 +19,8 @@ class HarmonyReasoning(StreamingParser):
     """
 
     markers = MARKERS
+    recipient_first: ClassVar[bool] = False
+    """Whether an output may begin with the recipient of a call, in front of its channel."""
 
     def __init__(self, *, thinking: bool = True) -> None:
         self.reasoning_ended = False
@@ -26,7 +30,9 @@ class HarmonyReasoning(StreamingParser):
     def read(self) -> Read[None]:
         """Read messages in turn."""
         text, answer, reasoning = self.text, Messages(self._say), Messages(self._think)
+        lead = (yield from first_recipient(text)) if self.recipient_first else ""
         while mark := (yield from text.until(BEGIN, answer.say)):
+            mark, lead = lead + mark, ""
             message = yield from header(text, mark)
             if message is None:
                 answer.say(mark)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from ..parsing.cursor import Marks, Read
 from ..parsing.thought import ThoughtParser
 
@@ -228,6 +230,48 @@ class ApertusReasoning(ThoughtParser):
             mark = yield from text.until(begin, self.say)
             if not mark:
                 return
+
+
+class Hy3Reasoning(ThoughtParser):
+    """`…</think>`: the template opens or closes the reasoning. Calls end it, too. Every tag may
+    have the same suffix, as in `<think:opensource>`, which is that of the prompt's last tag."""
+
+    call = ("<tool_calls>",)
+    markers = ("<think>", "</think>", "<tool_calls>")
+    begins_inside = False
+    always = True
+
+    def see_prompt_end(self, text: str) -> None:
+        """Note the suffix, and whether the prompt ends with a tag that opens or closes the
+        reasoning."""
+        if match := _LAST_TAG.search(text[-_LONGEST_TAG:]):
+            suffix = match[1]
+            self.open, self.close = (f"<think{suffix}>",), (f"</think{suffix}>",)
+            self.call = (f"<tool_calls{suffix}>",)
+        super().see_prompt_end(text)
+
+
+_LAST_TAG = re.compile(r"</?think((?::[\w.\-]{1,32})?)>\s*$")
+_LONGEST_TAG = 64
+
+
+class K2HorizonReasoning(ThoughtParser):
+    """`…</ifm|think>`, `…</ifm|think_fast>` or `…</ifm|think_faster>`: the template opens the
+    reasoning, by the effort. Calls end it, too."""
+
+    open: tuple[str, ...] = ("<ifm|think>", "<ifm|think_fast>", "<ifm|think_faster>")
+    close = ("</ifm|think>",)
+    call = ("<ifm|tool_calls>",)
+    markers = (*open, "</ifm|think>", "</ifm|think_fast>", "</ifm|think_faster>", *call)
+    always = True
+    thinking_switch = ("reasoning_effort", True)
+
+    def see_prompt_end(self, text: str) -> None:
+        """Note which mark opens the reasoning."""
+        for mark in self.open:
+            if text.rstrip().endswith(mark):
+                self.open, self.close = (mark,), (mark.replace("<", "</"),)
+        super().see_prompt_end(text)
 
 
 class GraniteReasoning(ThoughtParser):

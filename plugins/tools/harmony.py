@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from typing import ClassVar
+
+from ..parsing.block_calls import objects, value_of
 from ..parsing.cursor import SPACES, Read
-from ..parsing.harmony import BEGIN, END, ENDS, MARKERS, Header, Messages, header
+from ..parsing.harmony import BEGIN, END, ENDS, MARKERS, Header, Messages, first_recipient, header
+from ..parsing.schema_values import parameter_types
 from ..parsing.tool_machine import ToolMachine
 
 
@@ -17,17 +22,21 @@ class HarmonyToolParser(ToolMachine):
     """
 
     markers = MARKERS
+    recipient_first: ClassVar[bool] = False
+    """As of the reasoning parser."""
 
     def read(self) -> Read[None]:
         """Read messages in turn."""
         text, messages = self.text, Messages(self.answer.say)
+        lead = (yield from first_recipient(text)) if self.recipient_first else ""
         while mark := (yield from text.until(BEGIN, messages.say)):
+            mark, lead = lead + mark, ""
             message = yield from header(text, mark)
             if message is None:
                 messages.say(mark)
                 continue
             if message.recipient:
-                yield from self._call(message)
+                yield from self.call(message)
                 end = yield from text.until(END, _drop)
             else:
                 messages.begin()
@@ -35,7 +44,7 @@ class HarmonyToolParser(ToolMachine):
             if end == "<|start|>":
                 text.back(end)
 
-    def _call(self, message: Header) -> Read[None]:
+    def call(self, message: Header) -> Read[None]:
         """Read a call, without what follows it."""
         text, answer = self.text, self.answer
         name = message.recipient.removeprefix("functions.")
@@ -51,6 +60,42 @@ class HarmonyToolParser(ToolMachine):
             status = yield from text.json(_drop, answer.arguments, ENDS)
             if status == "done":
                 answer.end()
+
+
+_PARAMETER = re.compile(r'\s*<rfl:parameter name="([^"<>]*)">\n?(.*?)\n?</rfl:parameter>', re.S)
+_STRING = frozenset({"string"})
+
+
+class BeamToolParser(HarmonyToolParser):
+    """` to=f<|channel|>analysis <|constrain|>xml<|message|>`, then for each argument
+    `<rfl:parameter name="a">`, its value on lines, `</rfl:parameter>`, and `<|call|>`.
+
+    Use it with the reasoning parser `beam`, which removes the reasoning.
+    """
+
+    recipient_first = True
+
+    def call(self, message: Header) -> Read[None]:
+        """Read a call, held until it ends, without what follows it. One that is wrong or cut off is
+        left out from its first wrong argument on, and has no end."""
+        text, answer = self.text, self.answer
+        body: list[str] = []
+        name = message.recipient
+        if not self.known(name):
+            return
+        end = yield from text.until(END, body.append)
+        text.back(end)
+        source, position = "".join(body), 0
+        arguments: dict[str, str] = {}
+        while match := _PARAMETER.match(source, position):
+            types = parameter_types(self.schemas.get(name), match[1]) or _STRING
+            arguments[match[1]] = value_of(match[2], types)
+            position = match.end()
+        answer.start(name)
+        complete = not source[position:].strip()
+        answer.arguments(objects(arguments)[: None if complete else -1])
+        if complete:
+            answer.end()
 
 
 def _drop(text: str) -> None:

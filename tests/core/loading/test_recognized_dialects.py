@@ -50,6 +50,17 @@ GLM47 = "<tool_call>{function-name}<arg_key>{arg-key-1}</arg_key></tool_call><th
          "deepseek_v3", "deepseek_r1"),
         ("deepseek_v3", "{% if thinking %}<｜Assistant｜>{% endif %}</think><｜tool▁call▁begin｜>",
          "deepseek_v31", "deepseek_v3"),
+        ("minimax_m3", "]<]minimax[>[<tool_call>]<]minimax[>[<invoke name=<mm:think>",
+         "minimax_m3", "minimax_m3"),
+        ("dots1", "<dots_function_call>", "dots", None),
+        ("minicpm5", '<function name="f"><param name="a">', "minicpm5", None),
+        ("k2_v3", "<ifm|think>' if effort == 'high'<ifm|tool_calls><ifm|tool_call>",
+         "k2_horizon", "k2_horizon"),
+        ("muse", "<|start|>assistant<|message|><atem:function_calls>", "muse", "muse"),
+        ("inkling", "<|message_model|><|content_thinking|><|content_invoke_tool_json|>",
+         "inkling", "inkling"),
+        ("beam", "<|start|>assistant<|channel|>analysis <|constrain|>xml<|message|>"
+         "<rfl:parameter name=", "beam", "beam"),
         ("llama", "{{ messages }}", None, None),
     ],
 )  # fmt: skip

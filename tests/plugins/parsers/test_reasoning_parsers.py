@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 
 from jackfield.core.output_parsing.output_parser import OutputParser, fold
@@ -507,7 +509,9 @@ def test_calls_of_gpt_oss_are_not_shown_where_nothing_reads_them() -> None:
 
 
 def test_every_reasoning_parser_in_the_box_is_here() -> None:
-    kits = [kit for kit in globals().values() if isinstance(kit, type) and hasattr(kit, "name")]
+    places = {**globals(), **vars(importlib.import_module("test_message_parsers"))}
+    kits = [kit for kit in places.values() if isinstance(kit, type) and hasattr(kit, "name")]
+    kits += [kit for kit in globals().values() if isinstance(kit, type) and hasattr(kit, "name")]
     built_in = {
         entry.name
         for entry in load_plugins()["reasoning_parser"].entries()

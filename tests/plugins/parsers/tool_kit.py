@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import ClassVar
 
 import pytest
@@ -54,3 +55,17 @@ class Kit(ToolParserKit):
                     assert message.tool_calls[1:] == calls, (end, message)
                 elif self.close != after:
                     assert message.content == "Done.", (end, message)
+
+
+class BlockKit(Kit):
+    """For dialects whose blocks mean something only as a whole."""
+
+    def test_arguments_stream_before_they_are_complete(self) -> None:
+        """They do not: a call that has begun is complete."""
+        for sample in self.samples:
+            parser = self.make(sample)
+            if any(isinstance(arguments, str) for _, arguments in sample.calls):
+                continue  # Cut off.
+            for character in sample.text:
+                calls = fold(parser.feed(character)).tool_calls
+                assert all(isinstance(json.loads(call.arguments), dict) for call in calls)

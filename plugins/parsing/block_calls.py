@@ -1,0 +1,132 @@
+"""Calls in blocks that mean something only as a whole: a block is held until its closing mark."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+from .cursor import Marks, Read
+from .python_values import python_value
+from .schema_values import json_of, parameter_types
+from .tool_machine import ToolMachine
+
+_ATTRIBUTE = re.compile(r"""\s*("[^"]+"|'[^']+'|[^\s"'<>]+)\s*>""")
+
+
+class BlockCallsParser(ToolMachine):
+    """A block is open, text, close. A family reads its calls in `calls`; a block in which it finds
+    none is content, marks included, and so is one that does not end, unless the family reads it.
+    """
+
+    open: ClassVar[tuple[str, ...]]
+    close: ClassVar[str]
+    verbatim: ClassVar[tuple[str, str] | None] = None
+    """Marks inside of a block between which `close` does not end it."""
+    ends_turn: ClassVar[bool] = False
+    """Whether text after a block with calls is dropped; further blocks count."""
+    reads_unfinished: ClassVar[bool] = False
+    """Whether the calls that are complete count in a block that the end of the text cuts off."""
+
+    def __init__(self, *, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+        self._open = Marks(*self.open)
+        self._in_block = Marks(self.close, *self.open, (self.verbatim or ("",))[0])
+        super().__init__(tools=tools)
+
+    def calls(self, block: str) -> list[tuple[str, str]] | None:
+        """Return the calls of a block, each a name and its arguments as JSON; None if it is no
+        block of calls."""
+        raise NotImplementedError
+
+    def read(self) -> Read[None]:
+        """Read content and blocks in turn."""
+        text, answer = self.text, self.answer
+        mark = yield from text.until(self._open, answer.say)
+        while mark:
+            block: list[str] = []
+            end = yield from text.until(self._in_block, block.append)
+            while self.verbatim is not None and end == self.verbatim[0]:
+                block.append(end)
+                block.append((yield from text.until(Marks(self.verbatim[1]), block.append)))
+                end = yield from text.until(self._in_block, block.append)
+            found = None
+            if end == self.close or self.reads_unfinished:
+                found = self.calls("".join(block))
+            if not found:
+                answer.say("".join([mark, *block, end if end == self.close else ""]))
+            for name, arguments in found or ():
+                answer.start(name)
+                answer.arguments(arguments)
+                answer.end()
+            if end in self.open:
+                mark = end
+                continue
+            dropped = self.ends_turn and answer.calls
+            mark = yield from text.until(self._open, _drop if dropped else answer.say)
+
+    def types(self, name: str, key: str) -> frozenset[str]:
+        """Return the types of an argument by the tool's schema; empty if that has none."""
+        return parameter_types(self.schemas.get(name), key)
+
+
+def objects(arguments: Mapping[str, str]) -> str:
+    """Return the JSON of arguments whose values are JSON already."""
+    return "{" + ", ".join(f"{json.dumps(key)}: {value}" for key, value in arguments.items()) + "}"
+
+
+def value_of(text: str, types: frozenset[str]) -> str:
+    """Return a value's text as JSON of one of these types, else of any that it reads as, in JSON or
+    Python; strings stay as they are."""
+    if types == {"string"}:
+        return json.dumps(text, ensure_ascii=False)
+    value = json_of(text, types)
+    if value.startswith('"') and "string" not in types:
+        value = json_of(text, frozenset())
+        if value.startswith('"') and (source := python_value(text.strip())) is not None:
+            return source
+    return value
+
+
+def elements(text: str, openers: Mapping[str, str]) -> Iterator[tuple[str, str] | None]:
+    """Yield (opener, text inside) of elements that stand one after another; at the end None if
+    anything but whitespace is left. `openers`: opening tag → closing tag."""
+    position = 0
+    while position < len(text):
+        if text[position].isspace():
+            position += 1
+            continue
+        opener = next((tag for tag in openers if text.startswith(tag, position)), None)
+        begin = position + len(opener or "")
+        end = text.find(openers[opener], begin) if opener else -1
+        if opener is None or end < 0:
+            yield None
+            return
+        yield opener, text[begin:end]
+        position = end + len(openers[opener])
+
+
+def attribute(text: str, position: int = 0) -> tuple[str, int] | None:
+    """Return the attribute's value in the rest of a tag, `"f">…`, and where the text after the tag
+    begins; None if there is none."""
+    match = _ATTRIBUTE.match(text, position)
+    if match is None:
+        return None
+    value = match[1]
+    return value[1:-1] if value[0] in "\"'" else value, match.end()
+
+
+def object_of(text: str) -> dict[str, str] | None:
+    """Return the values of a JSON object as JSON, by key; None for any other text. Numbers that
+    JSON has no name for, and nesting that is too deep, are not read."""
+    try:
+        found = json.loads(text, strict=False)
+        if not isinstance(found, dict):
+            return None
+        return {key: json.dumps(value, allow_nan=False) for key, value in found.items()}
+    except (ValueError, RecursionError):
+        return None
+
+
+def _drop(text: str) -> None:
+    """Drop the text."""

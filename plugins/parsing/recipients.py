@@ -1,0 +1,33 @@
+"""The message format of Muse: headers that name a recipient.
+
+to=self<|message|>thought<|eom|><|start|>assistant to=user<|message|>answer<|eot|>
+to=f<|message|><atem:function_calls>…</atem:function_calls><|eom|>
+"""
+
+from __future__ import annotations
+
+import re
+
+from .cursor import Cursor, Marks, Read
+
+START, MESSAGE = "<|start|>", "<|message|>"
+BEGIN = Marks(START)
+MARKERS = (START, MESSAGE, "<|eom|>", "<|eot|>")
+END = Marks("<|eom|>", "<|eot|>", START)
+"""Texts that end a message; `<|start|>` begins the next one too."""
+_MESSAGE = Marks(MESSAGE)
+_MAX_HEADER = 256
+_HEADER = re.compile(r"\s*(?:assistant)?(?:\s+to=([\w.\-]+))?\s*")
+
+
+def recipient(text: Cursor) -> Read[str | None]:
+    """Consume a header, after its `<|start|>`, and return its recipient, "" if it names none; None,
+    with nothing consumed, if there is no header."""
+    match = yield from text.until_within(_MESSAGE, _MAX_HEADER)
+    if match is None:
+        return None
+    header = _HEADER.fullmatch(match[0])
+    if header is None:
+        text.back("".join(match))
+        return None
+    return header[1] or ""

@@ -1,0 +1,151 @@
+"""Families that write reasoning and content as messages or blocks of their own."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from ...core.protocols.parsers import CallText, Content, Reasoning
+from ..parsing import recipients
+from ..parsing.cursor import Marks, Read, Say, StreamingParser
+from ..parsing.harmony import MARKERS as HARMONY_MARKERS
+from .harmony import HarmonyReasoning
+
+
+class MessagesReasoning(StreamingParser):
+    """Passes on reasoning, content, and the text of calls for the family's tool parser."""
+
+    thinking_switch: ClassVar[tuple[str, bool]]
+
+    def __init__(self, *, thinking: bool = True) -> None:
+        self.reasoning_ended = False
+        """Whether the content has begun, or a call. Once true, it stays true."""
+        super().__init__()
+
+    def think(self, text: str) -> None:
+        """Pass on reasoning."""
+        if text:
+            self.events.append(Reasoning(text))
+
+    def say(self, text: str) -> None:
+        """Pass on content."""
+        if text:
+            self.events.append(Content(text))
+
+    def pass_on(self, text: str) -> None:
+        """Pass on a call's text."""
+        if text:
+            self.events.append(CallText(text))
+
+
+class MuseReasoning(MessagesReasoning):
+    """` to=self<|message|>…<|eom|>`, then messages to the user, and to tools, whose text is for the
+    tool parser `muse`.
+    """
+
+    markers = recipients.MARKERS
+    thinking_switch = ("reasoning_strength", True)
+    to_user: ClassVar[frozenset[str]] = frozenset({"user", "commentary"})
+    to_none: ClassVar[frozenset[str]] = frozenset({"developer"})
+    """Recipients of messages that are not shown."""
+    silent: ClassVar[str] = "self"
+    """Who a message is to whose header names no recipient."""
+
+    def read(self) -> Read[None]:
+        """Read messages in turn. Text outside of messages is content."""
+        text = self.text
+        mark = yield from text.accept(recipients.BEGIN)
+        to = yield from recipients.recipient(text)
+        while True:
+            if to is None:
+                self.say(mark)
+            end = yield from text.until(recipients.END, self._speaker(to))
+            mark, to = end, None
+            if end and end != recipients.START:
+                to = yield from recipients.recipient(text)
+                mark = "" if to is not None else (yield from text.until(recipients.BEGIN, self.say))
+            if mark:
+                to = yield from recipients.recipient(text)
+            elif to is None:
+                return
+
+    def _speaker(self, to: str | None) -> Say:
+        """Return what gets the text of a message to a recipient; of text that is no message for
+        None."""
+        to = self.silent if to == "" else to
+        if to == "self":
+            return self.think
+        self.reasoning_ended = True
+        if to in self.to_none:
+            return _drop
+        return self.say if to is None or to in self.to_user else self.pass_on
+
+
+class MuseGlimmerReasoning(MuseReasoning):
+    """` to=self<|message|>…<|eom|>`, then messages to the user, or to no one, and to tools, which
+    are for the tool parser `muse_glimmer`.
+    """
+
+    to_user = frozenset({"user"})
+    to_none = frozenset()
+    silent = "user"
+
+
+_MODEL, _END, _OVER = "<|message_model|>", "<|end_message|>", "<|content_model_end_sampling|>"
+_THINKING, _TEXT, _CALL = (
+    "<|content_thinking|>", "<|content_text|>", "<|content_invoke_tool_json|>"
+)  # fmt: skip
+_TYPES = (_THINKING, _TEXT, _CALL, "<|content_invoke_tool_text|>", "<|content_tool_error|>")
+_MAX_HEADER = 256
+
+
+class InklingReasoning(MessagesReasoning):
+    """Blocks `<|message_model|>HEADER<|content_thinking|>…<|end_message|>`, or `<|content_text|>`;
+    those of calls are for the tool parser `inkling`. The prompt has the first mark.
+    """
+
+    markers = (_MODEL, _END, _OVER, *_TYPES)
+    thinking_switch = ("reasoning_effort", True)
+    _type = ""
+    """The type of the block that the prompt begins; "" before its header."""
+
+    def see_prompt_end(self, text: str) -> None:
+        """Note whether the prompt ends within a block of reasoning or content."""
+        self._type = next((mark for mark in (_THINKING, _TEXT) if text.endswith(mark)), "")
+
+    def read(self) -> Read[None]:
+        """Read blocks in turn. Text outside of blocks is content."""
+        text, kind = self.text, self._type
+        types, ends = Marks(*_TYPES, _MODEL, _END, _OVER), Marks(_END, _OVER, _MODEL)
+        between = Marks(_MODEL, _OVER)
+        while True:
+            if not kind:
+                header = yield from text.until_within(types, _MAX_HEADER)
+                kind = header[1] if header is not None else _TEXT
+            say: Say = self.think if kind == _THINKING else self.say
+            self.reasoning_ended = self.reasoning_ended or kind != _THINKING
+            end = kind
+            if kind in _TYPES:
+                if kind == _CALL:
+                    say = self.pass_on
+                    say(kind)
+                end = yield from text.until(ends, say)
+                if kind == _CALL and end:
+                    say(_END)
+            while end in (_END, _OVER):
+                end = yield from text.until(between, self.say)
+            if not end:
+                return
+            kind = ""
+
+
+class BeamReasoning(HarmonyReasoning):
+    """`<|channel|>analysis<|message|>…<|end|>`; messages in the channel `final` are content, and
+    those to a tool are for the tool parser `beam`.
+    """
+
+    markers = HARMONY_MARKERS
+    recipient_first = True
+
+
+def _drop(text: str) -> None:
+    """Drop the text."""
