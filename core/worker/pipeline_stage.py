@@ -46,7 +46,7 @@ class PipelineStage:
         """max_tokens: of a step, padding included."""
         self.pipeline = pipeline
         self._table = table
-        self._device = device
+        self._dtype, self._device = dtype, device
         self.incoming: torch.Tensor | None = None
         """[max_tokens, hidden_size] States from the stage before; None: this is the first."""
         if not pipeline.first:
@@ -78,6 +78,7 @@ class PipelineStage:
     def send_states(self, plan: StepPlan, hidden: torch.Tensor) -> None:
         """Send a plan's states to the next stage: [plan.total_tokens or more, hidden_size]. The
         first stage also awaits the tokens that come of them."""
+        assert hidden.dtype == self._dtype, f"states are of {hidden.dtype}, not {self._dtype}"
         self.pipeline.send_hidden(hidden[: plan.total_tokens])
         if self.pipeline.first and any(plan.samples):
             slots = np.asarray(plan.slots, dtype=np.int64)[np.asarray(plan.samples)]

@@ -330,7 +330,8 @@ class WorkerStart:
         return PipelineStage(
             self.ranks.pipeline,
             batch.table,
-            max_tokens=self._max_num_batched_tokens,
+            # Steps that are only compiled have decode rows beside the longest prompt.
+            max_tokens=self._max_num_batched_tokens + self.config.max_num_seqs,
             hidden_size=self.model_config.hidden_size,
             dtype=self.model_config.dtype,
             device=self.device,

@@ -251,6 +251,8 @@ def check_logits(folder: Path, reference: Any) -> None:
         model = PagedModel(folder, dtype)
         got = torch.cat([model.run({0: part})[0] for part in (prompt[:11], prompt[11:])])
         torch.testing.assert_close(got.log_softmax(-1).cpu(), want, atol=bound, rtol=0)
+    # As stages send them.
+    assert model.hidden({1: prompt}).dtype == torch.bfloat16
     check_names(folder, model.model)
     check_stages(folder, 2, load_plugins())
 
