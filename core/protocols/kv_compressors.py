@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from ..nn.kv_cache.quantized_cache import KVCache
     from .attention import AttentionSpec
 
 
@@ -58,7 +59,7 @@ class KVCompressor(ABC):
     def cached_scores(
         self,
         spec: AttentionSpec,
-        caches: Sequence[torch.Tensor],
+        caches: Sequence[KVCache],
         blocks: torch.Tensor,
         num_tokens: int,
         *,
@@ -67,10 +68,10 @@ class KVCompressor(ABC):
         """Return what `scores` gives in several layers, read where it is cached; None (the default)
         if this is not served here: then `scores` is called for each layer, with copies.
 
-        caches: [L] of [2 (keys, values), num_blocks, block_size, num_kv_heads, head_dim], floats,
-        alike in shape, strides and type; fp8 ones are multiplied by the spec's key_scale and
-        value_scale; blocks: [columns] int32, those of the request in order; queries: [L, Q,
-        num_heads, head_dim], contiguous
+        caches: [L] of [2 (keys, values), num_blocks, block_size, num_kv_heads, head_dim] floats, of
+        which fp8 ones are multiplied by the spec's key_scale and value_scale, or quantized
+        (`core.nn.kv_cache.quantized_cache`); alike in shape, strides and type. blocks: [columns]
+        int32, those of the request in order; queries: [L, Q, num_heads, head_dim], contiguous
         → [L, num_kv_heads, num_tokens] float32, contiguous. Compressors that merge are not asked.
         """
         return None

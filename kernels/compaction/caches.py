@@ -28,11 +28,15 @@ def _on_device(places: tuple[int, ...], device: torch.device) -> torch.Tensor:
     return torch.tensor(places, dtype=torch.int64, device=device)
 
 
+def addresses_of(parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, bool]:
+    """Return where these are, [len(parts)] int64 on their device, and whether all are aligned."""
+    places = tuple(part.data_ptr() for part in parts)
+    return _on_device(places, parts[0].device), all(place % ALIGNMENT == 0 for place in places)
+
+
 def cache_addresses(caches: Sequence[torch.Tensor]) -> tuple[torch.Tensor, bool]:
-    """Return where caches of one shape, strides and type are, [L] int64 on their device, and
-    whether all are aligned."""
+    """`addresses_of` caches of one shape, strides and type."""
     first = caches[0]
     alike = (first.shape, first.stride(), first.dtype)
     assert all((cache.shape, cache.stride(), cache.dtype) == alike for cache in caches)
-    places = tuple(cache.data_ptr() for cache in caches)
-    return _on_device(places, first.device), all(place % ALIGNMENT == 0 for place in places)
+    return addresses_of(caches)

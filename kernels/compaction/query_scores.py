@@ -7,15 +7,12 @@ twice, for `expected_weights` values once; scores are written once.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
 from ..launch import launch
-from .cached_tokens import CachedTokens, token_tile
-from .caches import cache_of_layer
+from .cached_tokens import CachedTokens, head_pointers, token_tile
 
 TILE = 64
 """Tokens that a program reads at a time."""
@@ -86,19 +83,24 @@ def _sums_kernel(
     out_ptr,
     queries_ptr,
     addresses_ptr,
-    like_ptr,
+    like_key_ptr,
+    like_value_ptr,
     blocks_ptr,
     num_tokens,
-    stride_kv,
     stride_block,
     stride_slot,
     stride_head,
+    stride_value_block,
+    stride_value_slot,
+    stride_value_head,
     num_queries,
     scale,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    KEY_BITS: tl.constexpr,
+    VALUE_BITS: tl.constexpr,
     ALIGNED: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_G: tl.constexpr,
@@ -114,7 +116,9 @@ def _sums_kernel(
     head = tl.program_id(0)
     part = tl.program_id(1)
     layer = tl.program_id(2).to(tl.int64)
-    keys = cache_of_layer(addresses_ptr, layer, like_ptr, ALIGNED) + head * stride_head
+    keys, key_words = head_pointers(
+        addresses_ptr, like_key_ptr, layer, head, stride_head, KEY_BITS, ALIGNED, False
+    )
     query, number, exists = _query_columns(
         queries_ptr, layer, head, num_queries,
         NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_G, BLOCK_Q, BLOCK_D,
@@ -124,8 +128,8 @@ def _sums_kernel(
     for tile in range(part * NUM_TILES, (part + 1) * NUM_TILES):
         place = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         key = token_tile(
-            keys, blocks_ptr, place, num_tokens, stride_block, stride_slot,
-            HEAD_DIM, BLOCK_SIZE, BLOCK_D,
+            keys, key_words, blocks_ptr, head, place, num_tokens, stride_block, stride_slot,
+            NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_D, KEY_BITS,
         ).to(query.dtype)  # fmt: skip
         if EXPECTED:
             logits = _expected(
@@ -153,19 +157,24 @@ def _weights_kernel(
     log_sums_ptr,
     queries_ptr,
     addresses_ptr,
-    like_ptr,
+    like_key_ptr,
+    like_value_ptr,
     blocks_ptr,
     num_tokens,
-    stride_kv,
     stride_block,
     stride_slot,
     stride_head,
+    stride_value_block,
+    stride_value_slot,
+    stride_value_head,
     num_queries,
     scale,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    KEY_BITS: tl.constexpr,
+    VALUE_BITS: tl.constexpr,
     ALIGNED: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_G: tl.constexpr,
@@ -180,8 +189,16 @@ def _weights_kernel(
     COLUMNS: tl.constexpr = BLOCK_G if EXPECTED else BLOCK_G * BLOCK_Q
     head = tl.program_id(0)
     layer = tl.program_id(2).to(tl.int64)
+    keys, key_words = head_pointers(
+        addresses_ptr, like_key_ptr, layer, head, stride_head, KEY_BITS, ALIGNED, False
+    )
+    values = keys
+    value_words = keys
+    if EXPECTED:
+        values, value_words = head_pointers(
+            addresses_ptr, like_value_ptr, layer, head, stride_value_head, VALUE_BITS, ALIGNED, True
+        )
     row = layer * NUM_KV_HEADS + head
-    keys = cache_of_layer(addresses_ptr, layer, like_ptr, ALIGNED) + head * stride_head
     query, number, exists = _query_columns(
         queries_ptr, layer, head, num_queries,
         NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_G, BLOCK_Q, BLOCK_D,
@@ -195,8 +212,8 @@ def _weights_kernel(
     for tile in range(first, first + NUM_TILES):
         place = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         key = token_tile(
-            keys, blocks_ptr, place, num_tokens, stride_block, stride_slot,
-            HEAD_DIM, BLOCK_SIZE, BLOCK_D,
+            keys, key_words, blocks_ptr, head, place, num_tokens, stride_block, stride_slot,
+            NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_D, KEY_BITS,
         ).to(query.dtype)  # fmt: skip
         if EXPECTED:
             logits = _expected(
@@ -205,8 +222,8 @@ def _weights_kernel(
             )  # fmt: skip
             weights = tl.where((column < GROUP)[None, :], tl.exp(logits - log_sum[None, :]), 0.0)
             value = token_tile(
-                keys + stride_kv, blocks_ptr, place, num_tokens, stride_block, stride_slot,
-                HEAD_DIM, BLOCK_SIZE, BLOCK_D,
+                values, value_words, blocks_ptr, head, place, num_tokens, stride_value_block,
+                stride_value_slot, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_D, VALUE_BITS,
             ).to(tl.float32)  # fmt: skip
             score = tl.sum(weights, axis=1) / GROUP * tl.sqrt(tl.sum(value * value, axis=1))
         else:
@@ -234,8 +251,9 @@ def _scores(
     block_g, block_q = (triton.next_power_of_2(count) for count in (group, most_queries))
     # A product has at least 16 columns.
     block_q = max(block_q, 16 // block_g)
-    constants: dict[str, Any] = {
-        **tokens.constants(), "GROUP": group, "BLOCK_G": block_g, "BLOCK_Q": block_q,
+    arguments, constants = tokens.launch_arguments()
+    constants = {
+        **constants, "GROUP": group, "BLOCK_G": block_g, "BLOCK_Q": block_q,
         "SOFT_CAP": soft_cap or 0.0, "EXPECTED": expected, "BLOCK_N": TILE, "NUM_TILES": TILES,
         "num_warps": 4,
     }  # fmt: skip
@@ -244,12 +262,12 @@ def _scores(
     shape = num_layers, num_kv_heads, parts, columns
     sums = torch.empty(shape, dtype=torch.float32, device=queries.device)
     launch(_sums_kernel, (num_kv_heads, parts, num_layers))(
-        sums, queries, *tokens.arguments(), num_queries, scale, **constants
+        sums, queries, *arguments, num_queries, scale, **constants
     )
     log_sums = sums.logsumexp(2)
     out = torch.empty(tokens.shape, dtype=torch.float32, device=queries.device)
     launch(_weights_kernel, (num_kv_heads, parts, num_layers))(
-        out, log_sums, queries, *tokens.arguments(), num_queries, scale, **constants
+        out, log_sums, queries, *arguments, num_queries, scale, **constants
     )
     return out
 

@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 
+from ...core.nn.kv_cache.quantized_cache import KVCache
 from ...core.protocols.attention import AttentionSpec
 from ...core.protocols.kv_compressors import KVCompressor
 from .in_place import cached_tokens, key_differences, key_norms
@@ -57,7 +58,7 @@ class Window(KVCompressor):
     def cached_scores(
         self,
         spec: AttentionSpec,
-        caches: Sequence[torch.Tensor],
+        caches: Sequence[KVCache],
         blocks: torch.Tensor,
         num_tokens: int,
         *,
@@ -92,14 +93,14 @@ class KeyNorm(KVCompressor):
     def cached_scores(
         self,
         spec: AttentionSpec,
-        caches: Sequence[torch.Tensor],
+        caches: Sequence[KVCache],
         blocks: torch.Tensor,
         num_tokens: int,
         *,
         queries: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """In one launch."""
-        tokens = cached_tokens(caches, blocks, num_tokens)
+        tokens = cached_tokens(caches, blocks, num_tokens, spec.head_dim)
         return None if tokens is None else keep_ends(key_norms(tokens).mul_(-spec.key_scale))
 
 
@@ -134,12 +135,12 @@ class KeyDiff(KVCompressor):
     def cached_scores(
         self,
         spec: AttentionSpec,
-        caches: Sequence[torch.Tensor],
+        caches: Sequence[KVCache],
         blocks: torch.Tensor,
         num_tokens: int,
         *,
         queries: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """In two launches, besides those of the mean."""
-        tokens = cached_tokens(caches, blocks, num_tokens)
+        tokens = cached_tokens(caches, blocks, num_tokens, spec.head_dim)
         return None if tokens is None else keep_ends(key_differences(tokens))

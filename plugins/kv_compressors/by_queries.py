@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 
+from ...core.nn.kv_cache.quantized_cache import KVCache
 from ...core.protocols.attention import AttentionSpec
 from ...core.protocols.kv_compressors import KVCompressor
 from .by_keys import RECENT, SINKS, keep_ends, product
@@ -123,14 +124,14 @@ class SnapKV(KVCompressor):
     def cached_scores(
         self,
         spec: AttentionSpec,
-        caches: Sequence[torch.Tensor],
+        caches: Sequence[KVCache],
         blocks: torch.Tensor,
         num_tokens: int,
         *,
         queries: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """In two launches, besides those of the sums and the neighbours."""
-        tokens = cached_tokens(caches, blocks, num_tokens)
+        tokens = cached_tokens(caches, blocks, num_tokens, spec.head_dim)
         if tokens is None:
             return None
         assert queries is not None, "num_queries is not 0"
@@ -181,14 +182,14 @@ class ExpectedAttention(KVCompressor):
     def cached_scores(
         self,
         spec: AttentionSpec,
-        caches: Sequence[torch.Tensor],
+        caches: Sequence[KVCache],
         blocks: torch.Tensor,
         num_tokens: int,
         *,
         queries: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """In two launches, besides those of the sums."""
-        tokens = cached_tokens(caches, blocks, num_tokens)
+        tokens = cached_tokens(caches, blocks, num_tokens, spec.head_dim)
         if tokens is None:
             return None
         assert queries is not None, "num_queries is not 0"

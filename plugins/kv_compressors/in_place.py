@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
+from ...core.nn.kv_cache.quantized_cache import KVCache, QuantizedCache, code_bits
+
 try:
     from ...kernels.compaction.cached_tokens import CachedTokens
     from ...kernels.compaction.key_pairs import most_similar, newest_similar
@@ -39,7 +41,14 @@ def kernels_run(keys: torch.Tensor) -> bool:
 
 
 def cached_tokens(
-    caches: Sequence[torch.Tensor], blocks: torch.Tensor, num_tokens: int
+    caches: Sequence[KVCache], blocks: torch.Tensor, num_tokens: int, head_dim: int
 ) -> CachedTokens | None:
-    """Return what the kernels take; None where they do not run."""
-    return CachedTokens(caches, blocks, num_tokens) if kernels_run(caches[0]) else None
+    """Return what the kernels take; None where they do not run, or for heads whose halves of 4 bits
+    they do not read."""
+    first = caches[0]
+    if not kernels_run(first[0]):
+        return None
+    whole = head_dim >= 16 and head_dim & (head_dim - 1) == 0
+    if isinstance(first, QuantizedCache) and not whole and code_bits(first.values) == 4:
+        return None
+    return CachedTokens(caches, blocks, num_tokens, head_dim)

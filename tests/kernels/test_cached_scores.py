@@ -15,6 +15,14 @@ if not torch.cuda.is_available():
 
 pytest.importorskip("triton")
 
+from jackfield.core.cache.formats import QUANTIZED_FORMATS
+from jackfield.core.nn.kv_cache.quantized_cache import (
+    KVCache,
+    QuantizedCache,
+    read_keys,
+    read_values,
+    write_blocks,
+)
 from jackfield.core.protocols.attention import AttentionSpec
 from jackfield.kernels.compaction import query_scores
 from jackfield.plugins.kv_compressors.by_keys import KeyDiff, KeyNorm, Window
@@ -24,6 +32,7 @@ GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
 DTYPES = [torch.float32, torch.bfloat16 if GPU else torch.float16]
 LAYERS, SIZE = 2, 16
+BOUND = 2e-4 if GPU else 2e-5
 
 
 @dataclass
@@ -31,7 +40,7 @@ class Case:
     """One request among the blocks of others, which hold NaN."""
 
     spec: AttentionSpec
-    caches: list[torch.Tensor]
+    caches: list[KVCache]
     blocks: torch.Tensor
     num_tokens: int
     queries: torch.Tensor
@@ -44,7 +53,7 @@ class Case:
         draw = torch.Generator().manual_seed(num_tokens)
         columns = -(-num_tokens // SIZE)
         order = torch.randperm(2 * columns, generator=draw)[:columns].int() + 1
-        caches = []
+        caches: list[KVCache] = []
         for _ in range(LAYERS):
             cache = torch.full((2, 2 * columns + 1, SIZE, kv_heads, dim), torch.nan)
             content = torch.randn(2, columns * SIZE, kv_heads, dim, generator=draw)
@@ -57,17 +66,22 @@ class Case:
         )
         return cls(spec, caches, order.to(DEVICE), num_tokens, queries)
 
-    def check(self, policy: Window | KeyNorm | KeyDiff | SnapKV | ExpectedAttention) -> None:
+    def check(
+        self, policy: Window | KeyNorm | KeyDiff | SnapKV | ExpectedAttention, bound: float = BOUND
+    ) -> None:
         """Check that the scores are those of copies in float32."""
         more = {"queries": self.queries} if policy.num_queries else {}
         scores = policy.cached_scores(self.spec, self.caches, self.blocks, self.num_tokens, **more)
         assert scores is not None and scores.dtype == torch.float32
         for layer, cache in enumerate(self.caches):
-            content = cache.float()[:, self.blocks.long()].flatten(1, 2)[:, : self.num_tokens]
-            keys, values = content[0] * self.spec.key_scale, content[1] * self.spec.value_scale
+            parts = ((read_keys, self.spec.key_scale), (read_values, self.spec.value_scale))
+            keys, values = (
+                read(cache, self.blocks.long(), torch.float32, scale).float().flatten(0, 1)
+                for read, scale in parts
+            )
+            keys, values = keys[: self.num_tokens], values[: self.num_tokens]
             own = {"queries": self.queries[layer].float()} if more else {}
             expected = policy.scores(self.spec, keys, values, **own).T
-            bound = 2e-4 if GPU else 2e-5
             torch.testing.assert_close(scores[layer], expected, atol=bound * 0.1, rtol=bound)
 
 
@@ -94,13 +108,50 @@ def test_logits_are_capped(policy: type[SnapKV]) -> None:
 def test_numbers_of_fp8_have_scales(policy: type[Window]) -> None:
     case = Case.make(4, 2, 16, 70, 16, DTYPES[1])
     case.spec = msgspec.structs.replace(case.spec, key_scale=0.5, value_scale=0.25)
-    case.caches = [cache.to(torch.float8_e4m3fn) for cache in case.caches]
+    case.caches = [torch.as_tensor(c).to(torch.float8_e4m3fn) for c in case.caches]
     case.check(policy())
+
+
+@pytest.mark.parametrize("name", QUANTIZED_FORMATS)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_codes_have_scales_and_zeros(policy: type[Window], name: str) -> None:
+    case = Case.make(4, 2, 32, 70, 16, DTYPES[1])
+    form, order = QUANTIZED_FORMATS[name], torch.arange(70, device=DEVICE)
+    places = case.blocks[order // SIZE].long() * SIZE + order % SIZE
+    caches: list[KVCache] = []
+    for cache in case.caches:
+        assert isinstance(cache, torch.Tensor)
+        shape = cache.shape[1:3]
+        parts = {
+            # Words of others are NaN.
+            part.name: torch.full(
+                (part.count, *shape, *part.shape),
+                0x7FC07FC0 if part.name == "scales" else 3,
+                dtype=getattr(torch, part.dtype),
+                device=DEVICE,
+            )
+            for part in form.parts(2, 32)
+        }
+        keys, values = cache.flatten(1, 2)[:, places]
+        quantized = QuantizedCache.of(parts)
+        write_blocks(keys, values, quantized, places)
+        caches.append(quantized)
+    case.caches = caches
+    case.check(policy(), 2e-3)
+
+
+def test_heads_of_halves_that_fill_no_tile_are_left_to_copies() -> None:
+    codes = torch.zeros(3, SIZE, 2, 12, dtype=torch.uint8, device=DEVICE)
+    words = torch.zeros(2, 3, 2, SIZE, dtype=torch.int32, device=DEVICE)
+    case = Case.make(4, 2, 24, 20, 1, DTYPES[1])
+    quantized = [QuantizedCache(codes, codes, words)] * LAYERS
+    assert KeyNorm().cached_scores(case.spec, quantized, case.blocks, 20) is None
 
 
 def test_keys_of_no_length_have_no_direction() -> None:
     case = Case.make(2, 2, 16, 40, 1, DTYPES[1])
     for cache in case.caches:
+        assert isinstance(cache, torch.Tensor)
         cache[:, case.blocks[:1].long(), 5:8] = 0.0
     case.check(KeyDiff())
 

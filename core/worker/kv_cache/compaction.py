@@ -192,12 +192,15 @@ class Compactor:
 
     def _cached_scores(self, layers: slice, compaction: Compaction) -> torch.Tensor | None:
         """Return the scores that the compressor reads from the caches themselves, [L, num_kv_heads,
-        num_tokens]; None if it does not, or these caches are not made alike, or not of floats."""
+        num_tokens]; None if it does not, or these caches are not alike."""
         own = self._layers[layers]
-        caches = [cache for layer in own if isinstance(cache := layer.kv_cache, torch.Tensor)]
-        alike = {(cache.shape, cache.stride(), cache.dtype) for cache in caches}
+        caches = [self._cache(number) for number in range(len(self._layers))[layers]]
+        alike = {
+            tuple((p.shape, p.stride(), p.dtype) for p in token_parts(cache).values())
+            for cache in caches
+        }
         spec, slot, count = own[0].spec, compaction.slot, compaction.num_tokens
-        if self._merges or len(caches) < len(own) or len(alike) > 1:
+        if self._merges or len(alike) > 1:
             return None
         if any(layer.spec != spec for layer in own):
             return None

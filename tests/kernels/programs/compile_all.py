@@ -192,6 +192,8 @@ CACHED = {
     "HEAD_DIM": 128,
     "BLOCK_SIZE": 16,
     "BLOCK_D": 128,
+    "KEY_BITS": 16,
+    "VALUE_BITS": 16,
     "ALIGNED": True,
     "BLOCK_N": 64,
 }
