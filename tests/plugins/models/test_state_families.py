@@ -127,7 +127,7 @@ CASES: dict[str, dict[str, Any]] = {
         **NEMOTRON,
         "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
     },
-    "NemotronHForCausalLM:experts": NEMOTRON_3,
+    "NemotronHForCausalLM:experts": {**NEMOTRON_3, "n_group": 1, "num_experts_per_tok": 8},
     "NemotronHForCausalLM:latent experts": {**NEMOTRON_3, "moe_latent_size": 24, "topk_group": 2},
     "OlmoHybridForCausalLM": OLMO,
     "OlmoHybridForCausalLM:rope": {
