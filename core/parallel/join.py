@@ -126,7 +126,7 @@ def rank_device(config: EngineConfig, local_rank: int) -> torch.device:
         param = "pipeline_parallel_size" if divided else "tensor_parallel_size"
         raise ConfigError(
             f"{param}: rank {local_rank} of this host needs a device of its own, and torch finds "
-            f"{count} here",
+            f"{count} here; executor=ray uses several hosts",
             param=param,
         )
     return torch.device("cuda", local_rank)

@@ -246,7 +246,7 @@ class ExecutorKit(Kit):
                 nonlocal turns
                 while not over:
                     turns += 1
-                    await asyncio.sleep(0)
+                    await asyncio.sleep(0.001)  # 0 would take the interpreter from the start.
 
             counting = asyncio.create_task(count())
             info = await executor.start()

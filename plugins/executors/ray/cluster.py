@@ -93,8 +93,9 @@ def _connect(ray: Any) -> None:
             "to be on a host of the cluster",
             param="executor",
         )
-    # It would warn that it leaves SIGTERM alone.
-    logging.getLogger("ray").setLevel(logging.ERROR)
+    own = logging.getLogger("ray")
+    level = own.level
+    own.setLevel(logging.ERROR)  # It would warn that it leaves SIGTERM alone.
     try:
         host, _, port = address.rpartition(":")
         if host and port.isdecimal():  # Ray itself would try for minutes.
@@ -107,6 +108,8 @@ def _connect(ray: Any) -> None:
             "RAY_ADDRESS",
             param="executor",
         ) from error
+    finally:
+        own.setLevel(level)
 
 
 class RemoteRank:
