@@ -134,7 +134,8 @@ FP8_TYPES = {"weight_ptr": "*fp8e4nv", "scale_ptr": "*fp32"}
 FP8_CACHE = {"key_cache_ptr": "*fp8e4nv", "value_cache_ptr": "*fp8e4nv"}
 INT4_TYPES = {"weight_ptr": "*i32", "zero_ptr": "*u8"}
 # Qwen3-30B-A3B's experts: gate and up of [1536, 2048] each, down of [2048, 768].
-EXPERTS = {"E": 128, "BLOCK_E": 128, "PDL": True, "BIAS": False, "ALPHA": None, "LIMIT": None}
+EXPERTS = {"E": 128, "BLOCK_E": 128, "PDL": True, "BIAS": False, "SQUARED": False}
+EXPERTS |= {"ALPHA": None, "LIMIT": None}
 GATE_UP = {**EXPERTS, "N": 768, "FORMAT": dense(2048), "GATED": True, "DIVIDE": 8}
 DOWN = {**EXPERTS, "N": 2048, "FORMAT": dense(768), "GATED": False, "DIVIDE": 1}
 BLOCKS = {"FORMAT": TileFormat(True, 768, 1, 8, 128, 128, True, False, 0)}
