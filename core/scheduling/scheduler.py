@@ -249,7 +249,7 @@ class Scheduler:
         """Plan the next step. Return None if nothing can run before a result or request arrives.
 
         short_step: tokens of a step with prompts while others decode and few tokens wait, so that
-        nobody's next token waits long; None: max_num_batched_tokens.
+        no next token waits long; None: max_num_batched_tokens.
         """
         if self._lanes is None:
             return self._schedule(short_step)

@@ -46,19 +46,19 @@ def row_of(row, query_start_ptr, seq_lens_ptr, slots_ptr):
 
 
 @triton.jit
-def longer_row(index, query_start_ptr, num_rows, CHUNK: tl.constexpr):
+def longer_row(index, query_start_ptr, num_rows, CHUNK: tl.constexpr, LEAST: tl.constexpr = 1):
     """Return the row of a chunk, its number in its row, and the number of all chunks; row -1: there
     are not so many.
 
-    Rows of several tokens are cut into chunks, each from its own begin, and all chunks are numbered
-    in the order of rows.
+    Rows of more than LEAST tokens are cut into chunks, each from its own begin, and all chunks are
+    numbered in the order of rows.
     """
     row, part, before = -1, -1, 0
     for low in range(0, num_rows, ROWS):
         at = low + tl.arange(0, ROWS)
         start = tl.load(query_start_ptr + at, mask=at < num_rows, other=0)
         count = tl.load(query_start_ptr + at + 1, mask=at < num_rows, other=0) - start
-        chunks = tl.where(count > 1, (count + CHUNK - 1) // CHUNK, 0)
+        chunks = tl.where(count > LEAST, (count + CHUNK - 1) // CHUNK, 0)
         end = before + tl.cumsum(chunks, axis=0)
         place = index - (end - chunks)
         found = (place >= 0) & (index < end)

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from ..launch import launch
-from .rows import PLACES, Rows, softplus
+from .rows import PLACES, Rows, longer_row, softplus
 
 CHUNK = 256
 """Tokens between two states that are kept."""
@@ -27,35 +27,6 @@ BLOCK = 64
 """Tokens that see each other at a time."""
 PASSED = 1024
 """Numbers of a state that a program walks with."""
-SEARCHED = tl.constexpr(256)
-"""Rows that a program looks at together."""
-
-
-@triton.jit
-def _long_row(index, query_start_ptr, num_rows, CHUNK: tl.constexpr, BY_CHUNK: tl.constexpr):
-    """Return (row, number of the chunk in its row, number of the row's first chunk among all): of a
-    chunk by its number, or of a long row by its number; row -1: there are not so many."""
-    row, part, first = -1, 0, 0
-    chunks_before, rows_before = 0, 0
-    for low in range(0, num_rows, SEARCHED):
-        at = low + tl.arange(0, SEARCHED)
-        start = tl.load(query_start_ptr + at, mask=at < num_rows, other=0)
-        count = tl.load(query_start_ptr + at + 1, mask=at < num_rows, other=0) - start
-        is_long = (at < num_rows) & (count > CHUNK)
-        chunks = tl.where(is_long, (count + CHUNK - 1) // CHUNK, 0)
-        begin = chunks_before + tl.cumsum(chunks, axis=0) - chunks
-        if BY_CHUNK:
-            found = is_long & (begin <= index) & (index < begin + chunks)
-        else:
-            one = is_long.to(tl.int32)
-            found = is_long & (rows_before + tl.cumsum(one, axis=0) - one == index)
-            rows_before += tl.sum(one, axis=0)
-        row = tl.maximum(row, tl.max(tl.where(found, at, -1), axis=0))
-        first = tl.maximum(first, tl.max(tl.where(found, begin, 0), axis=0))
-        chunks_before += tl.sum(chunks, axis=0)
-    if BY_CHUNK:
-        part = index - first
-    return row, part, first
 
 
 @triton.jit
@@ -96,7 +67,7 @@ def _ssd_added_kernel(
 ):
     """One program: what one chunk adds to one head's state, and the logarithm of its decay."""
     index, head = tl.program_id(0), tl.program_id(1)
-    row, part, _ = _long_row(index, query_start_ptr, num_rows, CHUNK, True)
+    row, part, _ = longer_row(index, query_start_ptr, num_rows, CHUNK, CHUNK)
     if row < 0:
         return
     begin = (tl.load(query_start_ptr + row) + part * CHUNK).to(tl.int64)
@@ -145,11 +116,13 @@ def _ssd_pass_kernel(
     CHUNK: tl.constexpr,
     PASSED: tl.constexpr,
 ):
-    """One program: PASSED numbers of one head's state, through all chunks of a row. The state
-    before each chunk takes the place of what the chunk adds."""
+    """One program: PASSED numbers of one head's state, through all chunks of a row, if the program
+    is that of the first one. The state before each chunk takes the place of what the chunk
+    adds."""
     head = tl.program_id(1)
-    row, _, first = _long_row(tl.program_id(0), query_start_ptr, num_rows, CHUNK, False)
-    if row < 0:
+    first = tl.program_id(0)
+    row, part, _ = longer_row(first, query_start_ptr, num_rows, CHUNK, CHUNK)
+    if (row < 0) | (part > 0):
         return
     count = tl.load(query_start_ptr + row + 1) - tl.load(query_start_ptr + row)
     begins = tl.load(seq_lens_ptr + row) == count
@@ -201,7 +174,7 @@ def _ssd_output_kernel(
     BLOCKS: tl.constexpr = CHUNK // BLOCK
     index, head = tl.program_id(0) // BLOCKS, tl.program_id(1)
     own = BLOCKS - 1 - tl.program_id(0) % BLOCKS
-    row, part, _ = _long_row(index, query_start_ptr, num_rows, CHUNK, True)
+    row, part, _ = longer_row(index, query_start_ptr, num_rows, CHUNK, CHUNK)
     if row < 0:
         return
     begin = (tl.load(query_start_ptr + row) + part * CHUNK).to(tl.int64)
@@ -293,7 +266,7 @@ def ssd_chunks(
         added, decay, x, dt, b, a, dt_bias, rows.query_start, num_rows,
         x.stride(0), dt.stride(0), b.stride(0), *dt_limit, **options,
     )  # fmt: skip
-    grid = (most_rows, heads, triton.cdiv(width * size, PASSED))
+    grid = (most_chunks, heads, triton.cdiv(width * size, PASSED))
     launch(_ssd_pass_kernel, grid)(
         added, decay, state, rows.query_start, rows.seq_lens, rows.slots, num_rows,
         HEADS=heads, SIZE=width * size, CHUNK=chunk, PASSED=PASSED, num_warps=4,
