@@ -303,6 +303,7 @@ def test_a_new_key_is_shown_once_and_its_file_holds_the_digest(
     assert read == read_keys(path)[0]
 
 
+@pytest.mark.slow
 def test_front_ends_know_owners_limits_and_new_keys(tmp_path: Path) -> None:
     """As processes: whichever answers, one key's limits are counted together, and SIGHUP reaches
     all."""

@@ -179,7 +179,7 @@ def random_checkpoint(architecture: str, folder: Path) -> Path:
 # ---------------------------------------------------------------- jackfield plugins new
 
 
-LIGHT = ("reasoning-parser", "quantization", "model", "schedule-policy", "command")
+LIGHT = ("reasoning-parser", "schedule-policy", "command")
 """Kinds whose skeletons are soon tested. The page for newcomers tests the tool parser's."""
 QUICK = "not (engine or greedy or prefix_hit or linear_time or costs_the_same)"
 """pytest's -k: without the checks that take longest, which are made of plugins in the box."""

@@ -23,7 +23,6 @@ if importlib.util.find_spec("triton.runtime._async_compile") is None:
 PROGRAMS = Path(__file__).parent / "programs"
 MODELS = ["qwen3", "qwen3_5", "mamba"]
 """Of programs/serve_requests.py; the last two keep states of sequences."""
-STATES_BY_NIGHT = [MODELS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in MODELS[1:])]
 
 
 def jitted(tree: ast.AST) -> set[str]:
@@ -68,7 +67,8 @@ def test_kernels_compile_aside_and_failures_come_at_the_launch(tmp_path: Path) -
     assert completed.returncode == 0, completed.stderr[-3000:]
 
 
-@pytest.mark.parametrize("model", STATES_BY_NIGHT)
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
 def test_after_a_precompiled_start_no_step_compiles_anything(model: str, tmp_path: Path) -> None:
     completed = run("serve_launching.py", tmp_path, model)
     assert completed.returncode == 0, completed.stderr[-3000:]

@@ -80,7 +80,7 @@ async def one(engine: AsyncEngine, number: int, draw: random.Random) -> str:
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is read from /proc")
-@pytest.mark.parametrize("count", [400, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [200, pytest.param(2000, marks=pytest.mark.slow)])
 async def test_many_requests_leave_nothing_behind(count: int) -> None:
     config = EngineConfig(
         device="cpu",

@@ -920,7 +920,7 @@ for machine in (
     TwoStagesMachine,
 ):
     machine.TestCase.settings = settings(
-        max_examples=60,
+        max_examples=40,
         stateful_step_count=50,
         deadline=None,
         suppress_health_check=list(HealthCheck),

@@ -163,6 +163,7 @@ async def test_recorded_steps_with_prompts_equal_launched_ones(
     assert same >= len(launched) - 1
 
 
+@pytest.mark.slow
 @interpreted
 async def test_many_prompts_of_a_few_tokens_are_replayed_together(checkpoint: Path) -> None:
     """More of them than the smallest graph of so many tokens has room for."""

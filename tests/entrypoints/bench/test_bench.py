@@ -99,6 +99,7 @@ def test_startup_is_timed_in_fresh_processes(tmp_path: Path) -> None:
         assert 0.5 < line["measured"]["ready_s"] < line["measured"]["first_token_s"] < 120
 
 
+@pytest.mark.slow
 def test_engines_are_compared_in_fresh_processes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -226,6 +227,7 @@ def test_the_front_end_is_timed_without_a_model(tmp_path: Path) -> None:
         assert all(value > 0 for value in line["measured"].values())
 
 
+@pytest.mark.slow
 def test_front_ends_in_processes_of_their_own_are_timed_apart(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

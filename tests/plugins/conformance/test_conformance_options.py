@@ -158,6 +158,7 @@ def distribution(
     (info / "RECORD").write_text("".join(f"{file},,\n" for file in files))
 
 
+@pytest.mark.slow
 def test_an_installed_jackfield_checks_a_third_partys_backend(
     installed: Path, tmp_path: Path
 ) -> None:

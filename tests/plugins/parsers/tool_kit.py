@@ -26,6 +26,7 @@ WEATHER = tool("get_weather", city="string", days="integer", hourly="boolean")
 class Kit(ToolParserKit):
     """What the kit asks of everybody, and what the box asks of itself."""
 
+    examples = 30
     close: ClassVar[str] = ""
     """What ends a call of JSON arguments in a dialect that closes its calls."""
 
