@@ -36,6 +36,7 @@ _PARSERS = {
     "kimi_k3": ("kimi_k3:KimiK3Reasoning", "Kimi K3"),
     "ling3": ("think_tags:Glm47Reasoning", "Ling 3"),
     "mimo": ("think_tags:Qwen3Reasoning", "MiMo-V2"),
+    "minicpmv": ("think_tags:MiniCpmVReasoning", "MiniCPM-V"),
     "minimax_m2": ("think_tags:MiniMaxM2Reasoning", "MiniMax-M2"),
     "minimax_m2_append_think": ("think_tags:MiniMaxM2AppendThinkReasoning", "MiniMax-M2"),
     "minimax_m3": ("think_tags:MiniMaxM3Reasoning", "MiniMax-M3"),

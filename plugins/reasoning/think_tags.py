@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from ..parsing.cursor import Marks, Read
+from ..parsing.escapes import NewlineEscapes
 from ..parsing.thought import ThoughtParser
 
 
@@ -230,6 +231,34 @@ class ApertusReasoning(ThoughtParser):
             mark = yield from text.until(begin, self.say)
             if not mark:
                 return
+
+
+class MiniCpmVReasoning(ThoughtParser):
+    """`…</think>`, with newlines written as escapes: the template or the model opens the reasoning,
+    or there is none. A call ends it, too."""
+
+    call = ("<tool_call>",)
+    markers = ("<think>", "</think>", "<|im_end|>")
+
+    def __init__(self, *, thinking: bool = True) -> None:
+        self._reasoning = NewlineEscapes(super().think)
+        self._content = NewlineEscapes(super().say)
+        super().__init__(thinking=thinking)
+
+    def read(self) -> Read[None]:
+        """Read the reasoning, then the content."""
+        yield from super().read()
+        self._reasoning.finish()
+        self._content.finish()
+
+    def think(self, text: str) -> None:
+        """Pass on reasoning."""
+        self._reasoning.add(text)
+
+    def say(self, text: str) -> None:
+        """Pass on content."""
+        self._reasoning.finish()
+        self._content.add(text)
 
 
 class Hy3Reasoning(ThoughtParser):

@@ -157,6 +157,34 @@ class TestK2Horizon(ReasoningParserKit):
         assert (message.reasoning, message.content) == (f"A{other}b", "C")
 
 
+class TestMiniCpmV(ReasoningParserKit):
+    name, thought_end = "minicpmv", "</think>"
+    samples = [
+        Sample("one\\ntwo</think>see `a\\nb`\\nend", reasoning="one\ntwo",
+               content="see `a\\nb`\nend"),
+        Sample("a\\r\\nb", reasoning="a\nb"),
+        Sample("<think></think>4", content="4", thinking=False),
+        Sample("Hm<tool_call>{\"a\": \"b\\nc\"}</tool_call>\\nd", reasoning="Hm",
+               content="<tool_call>{\"a\": \"b\\nc\"}</tool_call>\nd"),
+    ]  # fmt: skip
+
+    @pytest.mark.parametrize(
+        ("written", "shown"),
+        [
+            (r"a\\nb", r"a\\nb"), (r"```\n``\n```\n", "```\\n``\\n```\n"),
+            (r"$a\nb$\n", "$a\\nb$\n"),
+            (r"$$a$\n$$", r"$$a$\n$$"), (r"\(\nu\)", r"\(\nu\)"), (r"\[\nu\]", r"\[\nu\]"),
+            ("a<|im_end|>b<reserved_12>c<|reserved_15|>d", "abcd"), ("a\\", "a\\"),
+            ("a<|im_e", "a<|im_e"), ("``", "``"), ("a\\r", "a\r"),
+        ],
+    )  # fmt: skip
+    def test_escapes_are_newlines_outside_of_code_and_formulas(
+        self, written: str, shown: str
+    ) -> None:
+        for pieces in ([written], list(written)):
+            assert fold(run(self.parser_class(thinking=False), pieces)).content == shown
+
+
 CALL = ("tide", '{"port": "Brest"}')
 
 
