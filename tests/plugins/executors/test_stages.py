@@ -6,12 +6,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 from test_rank_failures import DECODE, kill, lose
 from test_ranks import LONG, Running, checkpoint, config, mixed, outputs
 
 from jackfield import AsyncEngine
+from jackfield.core.step import StepPlan
 
 from helpers import make_checkpoint
 
@@ -64,6 +67,7 @@ def test_health_and_an_abort(one: Running, two: Running) -> None:
     assert two.run(aborted(two.engine)) == one.run(aborted(one.engine))
 
 
+@pytest.mark.slow
 def test_kv_compression_drops_the_same_tokens(checkpoint: Path) -> None:
     """Each stage chooses for its own layers, by the plan's numbers."""
 
@@ -85,6 +89,30 @@ def test_a_stage_that_is_killed_ends_the_engine(tmp_path: Path) -> None:
     options = {"tensor_parallel_size": 1, "pipeline_parallel_size": 2}
     reason = asyncio.run(lose(folder, kill, DECODE, **options))
     assert "rank 1 of 2 (stage 0 of 2) was ended by SIGKILL" in reason
+
+
+@pytest.mark.slow
+def test_a_step_that_fails_ends_the_engine(checkpoint: Path) -> None:
+    """With its cause. The first stage raises, and the last one waits for its states."""
+
+    async def fail() -> str:
+        engine = AsyncEngine(config(checkpoint, pipeline_parallel_size=2))
+        await engine.start()
+        executor: Any = engine.core.executor  # type: ignore[attr-defined]
+        submit = executor.submit
+
+        def broken(plan: StepPlan, in_process: Any) -> Any:
+            wrong = (10_000,) * len(plan.slots)
+            return submit(msgspec.structs.replace(plan, slots=wrong), in_process)
+
+        executor.submit = broken
+        [(_, reason)] = await outputs(engine, LONG[:7])
+        assert reason == "error"
+        await engine.stop()
+        return engine.dead_reason or ""
+
+    reason = asyncio.run(fail())
+    assert "rank 1: IndexError" in reason and "not so on rank 0" in reason
 
 
 @pytest.mark.slow
