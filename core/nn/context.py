@@ -47,7 +47,7 @@ class BuildContext:
         group = self.ranks.experts
         if group.size == 1:
             return None
-        return ExpertShare.of(num_experts, group, self.redundant_experts or 0)
+        return ExpertShare.of(num_experts, group, self.redundant_experts)
 
     def empty(self, *shape: int) -> torch.Tensor:
         """Return an uninitialised parameter."""

@@ -20,12 +20,12 @@ class ExpertShare(NamedTuple):
     """Number of this rank's first place among those of all ranks."""
 
     @classmethod
-    def of(cls, num_experts: int, group: Group, num_copies: int = 0) -> ExpertShare:
+    def of(cls, num_experts: int, group: Group, num_copies: int | None = None) -> ExpertShare:
         """Divide a layer's experts: neighbours stay together, and the first ranks hold one more
-        where the number cannot be divided. `num_copies`: of experts from the first on, in places
-        behind all others. Raises ConfigError if a rank would have none, or an expert twice, or
-        there are copies and ranks would not have as many places each."""
-        places = num_experts + num_copies
+        where the number cannot be divided. `num_copies`: of experts that move, from the first on,
+        in places behind all others; None: they stay. Raises ConfigError if a rank would have none;
+        of experts that move, also if it would have one twice, or other places than another rank."""
+        places = num_experts + (num_copies or 0)
         if num_experts < group.size:
             raise ConfigError(
                 f"enable_expert_parallel: a layer of this model has {num_experts} experts, fewer "
@@ -33,11 +33,12 @@ class ExpertShare(NamedTuple):
                 param="enable_expert_parallel",
             )
         each, more = divmod(places, group.size)
-        if num_copies and (more or each > num_experts):
-            fits = "a multiple of it" if more else f"at most {num_experts * (group.size - 1)} more"
+        if num_copies is not None and (more or each > num_experts):
+            most = num_experts * (group.size - 1)
+            fits = f"their sum must be a multiple of {group.size}" if more else f"at most {most} do"
             raise ConfigError(
                 f"eplb_config.num_redundant_experts: {num_experts} experts and {num_copies} more "
-                f"do not fit {group.size} ranks: their sum must be {fits}",
+                f"do not fit {group.size} ranks; {fits}",
                 param="eplb_config",
             )
         first = group.rank * each + min(group.rank, more)

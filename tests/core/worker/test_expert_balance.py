@@ -82,7 +82,8 @@ def test_copies_take_turns_and_every_choice_is_computed_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_experts", "copies", "reason"), [(7, 2, "a multiple"), (4, 8, "at most 4 more")]
+    ("num_experts", "copies", "reason"),
+    [(7, 2, "a multiple of 2"), (7, 0, "a multiple of 2"), (4, 8, "at most 4 do")],
 )
 def test_copies_that_ranks_have_no_places_for_are_refused(
     num_experts: int, copies: int, reason: str
