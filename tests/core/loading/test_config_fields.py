@@ -19,7 +19,7 @@ from jackfield.core.registry import Plugins, load_plugins
 
 from helpers import make_checkpoint
 
-FAMILIES = ("llama", "gemma3", "mixtral")
+FAMILIES = ("llama", pytest.param("gemma3", marks=pytest.mark.slow), "mixtral")
 ODD: list[Any] = [
     "x", -1, 0, 2.5, 1e400, float("nan"), True, [], ["a"], [1.5], {"a": 1},
     {"factor": "x", "rope_type": "yarn"}, {"rope_type": "yarn"},

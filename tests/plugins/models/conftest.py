@@ -1,0 +1,25 @@
+"""Which splits of a prompt each family of models is tried with by day."""
+
+from __future__ import annotations
+
+import pytest
+
+from jackfield.plugins.conformance.models import ModelKit
+
+SPLIT = "test_any_split_of_the_prompt_gives_the_same_logits["
+BY_DAY = ("1-1-1-1-1-1-1]", "4-4-1-30-2-16-6]")
+"""Token by token, and in parts of all sizes."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the others as slow, but for the first family of a file."""
+    first: dict[object, object] = {}
+    for item in items:
+        kit = getattr(item, "cls", None)
+        if kit is None or not issubclass(kit, ModelKit):
+            continue
+        if first.setdefault(item.path, kit) is kit:
+            continue
+        if item.name.startswith(SPLIT) and not item.name.endswith(BY_DAY):
+            item.add_marker(pytest.mark.slow)
