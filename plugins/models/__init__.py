@@ -69,6 +69,7 @@ ARCHITECTURES = {
     "lfm2": ("Lfm2ForCausalLM", "Lfm2MoeForCausalLM"),
     "llama": ("LlamaForCausalLM", "LlamaModel", "LlamaForSequenceClassification"),
     "mamba": ("MambaForCausalLM", "FalconMambaForCausalLM", "Mamba2ForCausalLM"),
+    "mimo": ("MiMoForCausalLM",),
     "minicpm": ("MiniCPMForCausalLM", "MiniCPM3ForCausalLM"),
     "ministral": (
         "MinistralForCausalLM",
@@ -110,16 +111,19 @@ ARCHITECTURES = {
 """Module → its architectures, by class name."""
 LLAMA = (
     "AquilaForCausalLM", "AquilaModel", "IQuestCoderForCausalLM", "InternLMForCausalLM",
-    "InternLM3ForCausalLM", "LLaMAForCausalLM", "XverseForCausalLM",
+    "InternLM3ForCausalLM", "LLaMAForCausalLM", "PanguEmbeddedForCausalLM", "XverseForCausalLM",
 )  # fmt: skip
 SAME = {
     **dict.fromkeys(LLAMA, "llama:LlamaForCausalLM"),
+    "BailingMoeV3ForCausalLM": "kimi_linear:BailingHybridForCausalLM",
     "BaiChuanForCausalLM": "baichuan:BaichuanForCausalLM",
     "ChatGLMForConditionalGeneration": "chatglm:ChatGLMModel",
     "BertForMaskedLM": "bert:BertModel",
+    "ExaoneMoEForCausalLM": "exaone_moe:ExaoneMoeForCausalLM",
     **dict.fromkeys(
         ("MiniMaxM1ForCausalLM", "MiniMaxText01ForCausalLM"), "minimax:MiniMaxForCausalLM"
     ),
+    "PhiMoEForCausalLM": "phimoe:PhimoeForCausalLM",
     "PLBartForConditionalGeneration": "bart:BartForConditionalGeneration",
     "RobertaForMaskedLM": "roberta:RobertaModel",
     "XLMRobertaForMaskedLM": "roberta:RobertaModel",
@@ -128,7 +132,9 @@ SAME = {
 }
 """Architectures served by the class of another one. Of a masked model only the encoder is used."""
 CONFIGS = {
-    **dict.fromkeys(("aquila", "internlm", "internlm2", "xverse"), "LlamaLikeConfig"),
+    **dict.fromkeys(
+        ("PanguEmbedded", "aquila", "internlm", "internlm2", "mimo", "xverse"), "LlamaLikeConfig"
+    ),
     "baichuan": "BaichuanConfig",
     **dict.fromkeys(("bailing_moe", "bailing_moe_v2"), "BailingConfig"),
     "chatglm": "ChatGLMConfig",

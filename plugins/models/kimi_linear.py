@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from ...core.errors import ConfigError
 from ...core.loading.model_config import ModelConfig
 from ...core.loading.weight_map import Shard, WeightMap
 from ...core.nn.context import BuildContext, ForwardContext
@@ -84,6 +85,12 @@ class KimiLinearForCausalLM(DeepseekMoeForCausalLM):
         prefixes=CausalLM.weight_map.prefixes,
         names={"mlp": "block_sparse_moe"},
     )  # fmt: skip
+
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        """Raises ConfigError."""
+        if getattr(config.hf_config, "mla_use_nope", True) is not True:
+            raise ConfigError("mla_use_nope: only true is supported", param="mla_use_nope")
+        super().__init__(config, build)
 
     @classmethod
     def mlp(cls, config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:

@@ -167,6 +167,15 @@ CASES = {
         "layer_norm_epsilon": EPSILON, "activation_function": "silu", "num_key_value_heads": 2,
         "max_position_embeddings": 256, "tie_word_embeddings": True,
     }, EXAONE),
+    "MiMoForCausalLM": Case("Qwen2ForCausalLM", {
+        "tie_word_embeddings": False, "num_key_value_heads": 2, "head_dim": 16,
+    }, {
+        **COMMON, "model_type": "mimo", "num_key_value_heads": 2, "head_dim": 16,
+        "attention_bias": True, "num_nextn_predict_layers": 1,
+    }, lambda tensors: tensors | {"model.mtp_layers.0.token_layernorm.weight": torch.ones(4)}),
+    "PanguEmbeddedForCausalLM": Case("LlamaForCausalLM", {
+        "tie_word_embeddings": False, "attention_bias": True,
+    }, {**COMMON, "model_type": "PanguEmbedded", "num_key_value_heads": 2, "bias": True}),
     "OrionForCausalLM": Case("StableLmForCausalLM", {
         "partial_rotary_factor": 1.0, "use_qkv_bias": False, "tie_word_embeddings": False,
     }, {**COMMON, "model_type": "orion", "num_key_value_heads": 2, "hidden_act": "silu"}),

@@ -426,3 +426,27 @@ async def test_minimax_m1_is_served_by_the_names_of_its_remote_code(tmp_path: Pa
         with pytest.raises(ConfigError) as caught:
             PagedModel(folder, "float32")
         assert caught.value.param == field
+
+
+async def test_kimi_linear_is_served_by_its_own_configuration(tmp_path: Path) -> None:
+    """Its lists of layers begin with 1, and its fields have other names."""
+    reference, folder = reference_and_folder("KimiLinearForCausalLM", tmp_path)
+    path = folder / "config.json"
+    own = json.loads(path.read_text())
+    for name in ("layer_types", "mlp_layer_types", "linear_head_dim", "linear_num_heads",
+                 "linear_conv_kernel_dim"):  # fmt: skip
+        own.pop(name)
+    own |= {
+        "first_k_dense_replace": 1, "mla_use_nope": True, "linear_attn_config": {
+            "head_dim": 12, "num_heads": 4, "short_conv_kernel_size": 4, "kda_layers": [1, 3],
+            "full_attn_layers": [2],
+        },
+    }  # fmt: skip
+    path.write_text(json.dumps(own))
+    async with AsyncEngine(config(folder, num_gpu_blocks_override=96)) as engine:
+        output = await answer(engine, PROMPTS[2])
+    check(PROMPTS[2], output, lambda tokens: score(reference, tokens))
+    path.write_text(json.dumps(own | {"mla_use_nope": False}))
+    with pytest.raises(ConfigError) as caught:
+        PagedModel(folder, "float32")
+    assert caught.value.param == "mla_use_nope"
