@@ -12,7 +12,8 @@ import triton.language as tl
 
 from ..launch import launch
 
-TILE = 128
+MAX_TILE, TILE_BYTES = 128, 32768
+"""Keys of a tile; fewer where channels are many or wide."""
 TILES_AT_ONCE = 8
 """Tiles after which a program looks whether all of its keys have found another."""
 
@@ -108,6 +109,14 @@ def _nearest_kernel(
     tl.store(index_ptr + out, index, mask=row < num_tokens)
 
 
+def _shape(keys: torch.Tensor) -> dict[str, int]:
+    """Return the constants of every kernel."""
+    head_dim = keys.shape[2]
+    block_d = max(16, int(triton.next_power_of_2(head_dim)))
+    tile = min(MAX_TILE, TILE_BYTES // (block_d * keys.element_size()))
+    return {"HEAD_DIM": head_dim, "BLOCK_D": block_d, "BLOCK_N": tile, "num_warps": 8}
+
+
 def key_lengths(keys: torch.Tensor) -> torch.Tensor:
     """keys: [num_tokens, num_kv_heads, head_dim] → norms, [num_kv_heads, num_tokens] float32, none
     0"""
@@ -119,9 +128,10 @@ def newest_similar(keys: torch.Tensor, similar: float) -> torch.Tensor:
     """Return the newest other key whose cosine with each key is over `similar`, [num_kv_heads,
     num_tokens] int32; -1: there is none. keys: [num_tokens, num_kv_heads, head_dim], the last
     stride 1; similar: not negative."""
-    num_tokens, num_kv_heads, head_dim = keys.shape
+    num_tokens, num_kv_heads, _ = keys.shape
+    constants = _shape(keys)
     out = torch.empty(num_kv_heads, num_tokens, dtype=torch.int32, device=keys.device)
-    launch(_newest_kernel, (triton.cdiv(num_tokens, TILE), num_kv_heads))(
+    launch(_newest_kernel, (triton.cdiv(num_tokens, constants["BLOCK_N"]), num_kv_heads))(
         out,
         keys,
         key_lengths(keys),
@@ -129,11 +139,8 @@ def newest_similar(keys: torch.Tensor, similar: float) -> torch.Tensor:
         similar,
         keys.stride(0),
         keys.stride(1),
-        HEAD_DIM=head_dim,
-        BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
-        BLOCK_N=TILE,
         CHUNK=TILES_AT_ONCE,
-        num_warps=8,
+        **constants,
     )
     return out
 
@@ -144,10 +151,11 @@ def most_similar(keys: torch.Tensor, others: torch.Tensor) -> tuple[torch.Tensor
 
     keys, others: [num_tokens, num_kv_heads, head_dim], [num_others, ...], the last stride 1
     """
-    num_tokens, num_kv_heads, head_dim = keys.shape
+    num_tokens, num_kv_heads, _ = keys.shape
+    constants = _shape(keys)
     cosine = torch.empty(num_kv_heads, num_tokens, dtype=torch.float32, device=keys.device)
     index = torch.empty(num_kv_heads, num_tokens, dtype=torch.int64, device=keys.device)
-    launch(_nearest_kernel, (triton.cdiv(num_tokens, TILE), num_kv_heads))(
+    launch(_nearest_kernel, (triton.cdiv(num_tokens, constants["BLOCK_N"]), num_kv_heads))(
         cosine,
         index,
         keys,
@@ -160,9 +168,6 @@ def most_similar(keys: torch.Tensor, others: torch.Tensor) -> tuple[torch.Tensor
         keys.stride(1),
         others.stride(0),
         others.stride(1),
-        HEAD_DIM=head_dim,
-        BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
-        BLOCK_N=TILE,
-        num_warps=8,
+        **constants,
     )
     return cosine, index

@@ -18,6 +18,10 @@ TILE = 64
 """Tokens that a program reads at a time."""
 TILES = 16
 """Tiles of a program, which reads the queries once."""
+MAX_COLUMNS = 512
+"""Queries of a group, those that fill up a power of 2 among them: more do not fit in registers."""
+SHARED_BYTES = 200 << 10
+"""Shared memory for queries and keys, of the 227 KiB of Hopper."""
 
 
 @triton.jit
@@ -236,6 +240,26 @@ def _weights_kernel(
         tl.store(out_ptr + row * num_tokens + place, score, mask=place < num_tokens)
 
 
+def _columns(group: int, most_queries: int) -> tuple[int, int]:
+    """Return BLOCK_G and BLOCK_Q: a product has at least 16 columns."""
+    block_g, block_q = (triton.next_power_of_2(count) for count in (group, most_queries))
+    return block_g, max(block_q, 16 // block_g)
+
+
+def _stages(columns: int, head_dim: int, itemsize: int) -> int:
+    """Return the stages of loops over keys for which there is shared memory: 0 to 3."""
+    row_bytes = max(16, int(triton.next_power_of_2(head_dim))) * itemsize
+    return min(3, max(0, SHARED_BYTES // row_bytes - columns) // TILE)
+
+
+def scores_fit(group: int, most_queries: int, head_dim: int, itemsize: int) -> bool:
+    """Return whether the kernels serve so many queries and channels. group: query heads per KV
+    head; itemsize: of the queries"""
+    block_g, block_q = _columns(group, most_queries)
+    columns = block_g * block_q
+    return columns <= MAX_COLUMNS and _stages(columns, head_dim, itemsize) > 0
+
+
 def _scores(
     tokens: CachedTokens,
     queries: torch.Tensor,
@@ -245,17 +269,16 @@ def _scores(
     expected: bool,
 ) -> torch.Tensor:
     num_layers, num_kv_heads, num_tokens = tokens.shape
-    _, num_queries, num_heads, _ = queries.shape
+    _, num_queries, num_heads, head_dim = queries.shape
     assert queries.is_contiguous() and num_queries <= most_queries
     group = num_heads // num_kv_heads
-    block_g, block_q = (triton.next_power_of_2(count) for count in (group, most_queries))
-    # A product has at least 16 columns.
-    block_q = max(block_q, 16 // block_g)
+    block_g, block_q = _columns(group, most_queries)
     arguments, constants = tokens.launch_arguments()
-    constants = {
-        **constants, "GROUP": group, "BLOCK_G": block_g, "BLOCK_Q": block_q,
-        "SOFT_CAP": soft_cap or 0.0, "EXPECTED": expected, "BLOCK_N": TILE, "NUM_TILES": TILES,
-        "num_warps": 4,
+    constants |= {
+        "GROUP": group, "BLOCK_G": block_g, "BLOCK_Q": block_q, "SOFT_CAP": soft_cap or 0.0,
+        "EXPECTED": expected, "BLOCK_N": TILE, "NUM_TILES": TILES,
+        "num_warps": 4 if block_g * block_q < 256 else 8,
+        "num_stages": _stages(block_g * block_q, head_dim, queries.element_size()),
     }  # fmt: skip
     columns = block_g if expected else block_g * block_q
     parts = triton.cdiv(num_tokens, TILE * TILES)

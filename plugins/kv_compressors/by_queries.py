@@ -14,11 +14,11 @@ from ...core.protocols.kv_compressors import KVCompressor
 from .by_keys import RECENT, SINKS, keep_ends, product
 from .in_place import (
     attention_weights,
-    cached_tokens,
     expected_weights,
     kernels_run,
     most_similar,
     newest_similar,
+    tokens_for_queries,
 )
 
 ROWS = 128
@@ -131,10 +131,10 @@ class SnapKV(KVCompressor):
         queries: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """In two launches, besides those of the sums and the neighbours."""
-        tokens = cached_tokens(caches, blocks, num_tokens, spec.head_dim)
+        assert queries is not None, "num_queries is not 0"
+        tokens = tokens_for_queries(spec, caches, blocks, num_tokens, queries, self.num_queries)
         if tokens is None:
             return None
-        assert queries is not None, "num_queries is not 0"
         scale = spec.scale * spec.key_scale
         weights = attention_weights(tokens, queries, scale, spec.soft_cap, self.num_queries)
         scores = F.avg_pool1d(
@@ -189,10 +189,10 @@ class ExpectedAttention(KVCompressor):
         queries: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """In two launches, besides those of the sums."""
-        tokens = cached_tokens(caches, blocks, num_tokens, spec.head_dim)
+        assert queries is not None, "num_queries is not 0"
+        tokens = tokens_for_queries(spec, caches, blocks, num_tokens, queries, self.num_queries)
         if tokens is None:
             return None
-        assert queries is not None, "num_queries is not 0"
         scale = spec.scale * spec.key_scale
         weights = expected_weights(tokens, queries, scale, spec.soft_cap, self.num_queries)
         return keep_ends(weights.mul_(spec.value_scale))

@@ -8,12 +8,13 @@ from collections.abc import Sequence
 import torch
 
 from ...core.nn.kv_cache.quantized_cache import KVCache, QuantizedCache, code_bits
+from ...core.protocols.attention import AttentionSpec
 
 try:
     from ...kernels.compaction.cached_tokens import CachedTokens
     from ...kernels.compaction.key_pairs import most_similar, newest_similar
     from ...kernels.compaction.key_scores import key_differences, key_norms
-    from ...kernels.compaction.query_scores import attention_weights, expected_weights
+    from ...kernels.compaction.query_scores import attention_weights, expected_weights, scores_fit
 
     _MISSING = False
 except ImportError:
@@ -28,6 +29,7 @@ __all__ = [
     "key_norms",
     "most_similar",
     "newest_similar",
+    "tokens_for_queries",
 ]
 
 
@@ -52,3 +54,21 @@ def cached_tokens(
     if isinstance(first, QuantizedCache) and not whole and code_bits(first.values) == 4:
         return None
     return CachedTokens(caches, blocks, num_tokens, head_dim)
+
+
+def tokens_for_queries(
+    spec: AttentionSpec,
+    caches: Sequence[KVCache],
+    blocks: torch.Tensor,
+    num_tokens: int,
+    queries: torch.Tensor,
+    most_queries: int,
+) -> CachedTokens | None:
+    """As `cached_tokens`; None also for more queries, or wider ones, than the kernels hold, and on
+    a GPU for float32, of which tensor cores have no products."""
+    if not kernels_run(queries) or (queries.is_cuda and queries.itemsize == 4):
+        return None
+    group = spec.num_heads // spec.num_kv_heads
+    if not scores_fit(group, most_queries, spec.head_dim, queries.itemsize):
+        return None
+    return cached_tokens(caches, blocks, num_tokens, spec.head_dim)

@@ -96,12 +96,14 @@ SHAPES = [(4, 2, 16, 40, 16), (6, 2, 24, 150, 5), (2, 2, 16, 33, 1), (8, 1, 64, 
 def test_scores_are_those_of_copies(
     policy: type[Window], shape: tuple[int, int, int, int, int], dtype: torch.dtype
 ) -> None:
+    if GPU and dtype == torch.float32 and policy.num_queries:
+        pytest.skip("on a GPU, products of float32 are left to copies")
     Case.make(*shape, dtype).check(policy())
 
 
 @pytest.mark.parametrize("policy", [SnapKV, ExpectedAttention])
 def test_logits_are_capped(policy: type[SnapKV]) -> None:
-    Case.make(4, 2, 16, 70, 16, torch.float32, soft_cap=2.0).check(policy())
+    Case.make(4, 2, 16, 70, 16, DTYPES[1], soft_cap=2.0).check(policy())
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -137,7 +139,8 @@ def test_codes_have_scales_and_zeros(policy: type[Window], name: str) -> None:
         write_blocks(keys, values, quantized, places)
         caches.append(quantized)
     case.caches = caches
-    case.check(policy(), 2e-3)
+    # Numbers are rounded to the type of the queries for their product.
+    case.check(policy(), 2e-2 if GPU else 2e-3)
 
 
 def test_heads_of_halves_that_fill_no_tile_are_left_to_copies() -> None:
@@ -169,6 +172,17 @@ def test_fewer_queries_need_no_other_kernel(
             return lambda *args, **keywords: launches.append((kernel, keywords))
 
         monkeypatch.setattr(query_scores, "launch", launch)
-        case = Case.make(4, 2, 16, 70, count, torch.float32)
+        case = Case.make(4, 2, 16, 70, count, DTYPES[1])
         policy().cached_scores(case.spec, case.caches, case.blocks, 70, queries=case.queries)
     assert constants[2] == constants[policy.num_queries] and len(constants[2]) == 2
+
+
+@pytest.mark.parametrize(
+    ("group", "dim", "served"), [(8, 256, True), (16, 128, True), (16, 256, False), (32, 64, False)]
+)
+def test_more_queries_than_fit_are_left_to_copies(group: int, dim: int, served: bool) -> None:
+    case = Case.make(group, 1, dim, 20, 1, DTYPES[1])
+    scores = ExpectedAttention().cached_scores(
+        case.spec, case.caches, case.blocks, 20, queries=case.queries
+    )
+    assert (scores is not None) == served

@@ -13,12 +13,12 @@ if not torch.cuda.is_available():
 
 pytest.importorskip("triton")
 
-from jackfield.kernels.compaction.key_pairs import TILE, most_similar, newest_similar
+from jackfield.kernels.compaction.key_pairs import MAX_TILE, most_similar, newest_similar
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
 DTYPES = [torch.float32, torch.bfloat16 if GPU else torch.float16]
-SHAPES = [(5, 1, 16), (300, 2, 24), (9 * TILE + 3, 1, 16)]
+SHAPES = [(5, 1, 16), (300, 2, 24), (9 * MAX_TILE + 3, 1, 16)]
 """Tokens (in a tile; in three; in more than a program looks at without a stop), heads, channels."""
 
 
