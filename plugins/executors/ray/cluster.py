@@ -105,7 +105,7 @@ def _connect(ray: Any) -> None:
         raise ConfigError(
             f"executor: no Ray cluster is reached from here ({str(error).splitlines()[0]}): run "
             "`ray start --head` on this host and `ray start --address=...` on the others, or set "
-            "RAY_ADDRESS",
+            "RAY_ADDRESS, and Ray's variables for its token if it has one",
             param="executor",
         ) from error
     finally:

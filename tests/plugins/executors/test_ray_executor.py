@@ -298,14 +298,14 @@ def test_ranks_are_on_one_host_where_it_has_room(monkeypatch: pytest.MonkeyPatch
         try:
             for placement in placements:
                 full = placement is placements[-1] and len(placements) == 3
-                await placement.reserve(2 if full else DETECTED)
+                await placement.reserve(1 if full else DETECTED)
             return [[node.id for node in placement.nodes] for placement in placements]
         finally:
             for placement in placements:
                 placement.release()
 
     assert asyncio.run(place(2)) == [[own, own]]
-    monkeypatch.setattr(cluster_module, "TOGETHER_SECONDS", 1.0)
+    monkeypatch.setattr(cluster_module, "TOGETHER_SECONDS", 0.3)
     [_, [first, second]] = asyncio.run(place(1, 2))
     assert first == own != second
     with pytest.raises(RankFailed, match=r"1 ranks wait .* has 2, .* has 2; 1 of them are free"):
