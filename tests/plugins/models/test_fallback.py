@@ -83,10 +83,13 @@ CASES: dict[str, dict[str, Any]] = {
     "YoutuForCausalLM": LATENT,
 }  # fmt: skip
 """Architecture → differences from the kit's tiny configuration."""
+OLDER = tuple(map(int, transformers.__version__.split(".")[:2])) <= (5, 17)
 
 
 def folder_of(case: str, changes: dict[str, Any], folder: Path) -> tuple[Any, Path]:
     """Return a random model of transformers, and its checkpoint."""
+    if not hasattr(transformers, case):
+        pytest.skip(f"transformers {transformers.__version__} has no {case}")
     kind = getattr(transformers, case).config_class
     known = {field.name for field in dataclasses.fields(kind)} | {"rope_parameters", "head_dim"}
     reference = make_reference(case, {k: v for k, v in changes.items() if k in known})
@@ -141,6 +144,8 @@ def test_a_model_equals_itself_in_transformers(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And a step of one token can be recorded: its modules do not ask what it computes."""
+    if case == "AriaTextForCausalLM" and OLDER:
+        pytest.skip("its experts ask for values in transformers 5.17, and so are refused")
     reference, folder = folder_of(case, CASES[case], tmp_path)
     model = PagedModel(folder, "float32", model_impl="transformers")
     prompt = PROMPTS[1]
@@ -329,7 +334,7 @@ def test_ranks_compute_together_what_one_does(case: str, tmp_path: Path) -> None
     [
         ("FlintForCausalLM", 4, "num_key_value_heads 2 is no multiple of 4"),
         ("BitNetForCausalLM", 2, "transformers has no plan for it"),
-        ("MiMoV2FlashForCausalLM", 2, "self_attn would be divided as"),
+        ("MiMoV2FlashForCausalLM", 2, r"self_attn\S* would be divided as"),
     ],
 )
 def test_what_ranks_cannot_divide_is_refused_by_name(
