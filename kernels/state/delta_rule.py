@@ -41,7 +41,7 @@ class _Tiles(NamedTuple):
     """Warps of a program of `delta_chunks`."""
 
 
-NARROW = _Tiles(values=32, chunk=64, precision="tf32", num_warps=4, num_stages=2, chunk_warps=4)
+NARROW = _Tiles(values=32, chunk=64, precision="tf32", num_warps=4, num_stages=3, chunk_warps=4)
 """In 16 bits."""
 WIDE = _Tiles(values=16, chunk=16, precision="ieee", num_warps=8, num_stages=1, chunk_warps=4)
 """In float32: products without tensor cores, whose small tiles stay in registers."""

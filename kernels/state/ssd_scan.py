@@ -23,6 +23,8 @@ from .rows import PLACES, Rows, row_of, softplus
 from .ssd_chunks import BLOCK, CHUNK, ssd_chunks
 
 ANY_LENGTH = 1 << 30
+WALKED = 128
+"""Of smaller states, a walk over the chunks of a row is as fast as all chunks at once."""
 
 
 @triton.jit(do_not_specialize_on_alignment=PLACES)
@@ -131,19 +133,21 @@ def ssd_scan(
     state: torch.Tensor,
     rows: Rows,
     *,
-    long: int = CHUNK,
+    long: int | None = None,
     block: int = BLOCK,
 ) -> torch.Tensor:
     """x: [T, H, P]; dt: [T, H]; b, c: [T, G, N]: contiguous but for the first dimension; a, d,
     dt_bias: [H] float32; state: [num_states, H, P, N], contiguous, changed → [T, H, P]
 
     long, block: in half precision, rows of more than `long` tokens are computed by `ssd_chunks`,
-    `block` tokens at a time.
+    `block` tokens at a time; None: where that is faster.
     """
     num_tokens, heads, width = x.shape
     groups, size = b.shape[1:]
     out = torch.empty((num_tokens, heads, width), dtype=x.dtype, device=x.device)
     block_n = max(16, triton.next_power_of_2(size))
+    if long is None:
+        long = CHUNK if size > WALKED else ANY_LENGTH
     chunk, precision = 32, "tf32"
     block_p = max(16, min(triton.next_power_of_2(width), 4096 // block_n, 64))
     if x.dtype == torch.float32:
