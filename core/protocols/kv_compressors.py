@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,6 +30,12 @@ class KVCompressor(ABC):
     reads_values: ClassVar[bool] = True
     """Whether `scores` reads the values. If not, it may get [0, num_kv_heads, head_dim] instead,
     which spares copying them."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """A class with scores of its own does not inherit how another's are read from caches."""
+        super().__init_subclass__(**options)
+        if "scores" in cls.__dict__ and "cached_scores" not in cls.__dict__:
+            cls.cached_scores = KVCompressor.cached_scores  # type: ignore[method-assign]
 
     @classmethod
     def refusal(cls, spec: AttentionSpec) -> str | None:
@@ -66,7 +72,8 @@ class KVCompressor(ABC):
         queries: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """Return what `scores` gives in several layers, read where it is cached; None (the default)
-        if this is not served here: then `scores` is called for each layer, with copies.
+        if this is not served here: then `scores` is called for each layer, with copies. A subclass
+        that overrides `scores` alone has the default.
 
         caches: [L] of [2 (keys, values), num_blocks, block_size, num_kv_heads, head_dim] floats, of
         which fp8 ones are multiplied by the spec's key_scale and value_scale, or quantized
