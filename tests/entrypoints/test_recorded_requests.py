@@ -65,7 +65,9 @@ def test_a_recorded_request_is_answered(server: Server, recorded: dict[str, Any]
         response_body = response.json()
         assert response_body.get("error") is None and response_body.get("status") != "failed"
         if body.get("tool_choice") == "required" and "choices" in response_body:
-            assert response_body["choices"][0]["message"]["tool_calls"]
+            choice = response_body["choices"][0]
+            # A random model may not end its arguments before the context is full.
+            assert choice["message"].get("tool_calls") or choice["finish_reason"] == "length"
         return
     assert response.headers["content-type"].startswith("text/event-stream")
     events = [
