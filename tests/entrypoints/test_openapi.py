@@ -258,6 +258,7 @@ def command(server: Server, examples: int, folder: Path) -> None:
     assert match is not None and match[1] == match[2] and int(match[1]) > 500, completed.stdout
 
 
+@pytest.mark.slow
 def test_schemathesis_finds_nothing(server: Server, tmp_path: Path) -> None:
     command(server, 0, tmp_path)
 

@@ -188,6 +188,7 @@ def jackfield(folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_what_a_plugin_prints_does_not_break_json(install: Install, tmp_path: Path) -> None:
     install("noisy", NOISY)
     completed = jackfield(tmp_path, "plugins", "--json")

@@ -222,6 +222,7 @@ def test_each_bad_line_is_an_error_with_its_number_and_stops_no_other(
     assert "14 results" in again.stdout and "14 of them found there already" in again.stdout
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_with_what_is_missing(
     checkpoint: Path, tmp_path: Path, run_here: Run
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from programs import run_program
 
 import jackfield
@@ -12,6 +13,7 @@ import jackfield
 SCRIPT = Path(jackfield.__file__).resolve().parent / "examples/benchmarks/kv_restore.py"
 
 
+@pytest.mark.slow
 def test_it_restores_the_whole_prefix_and_records_it(tmp_path: Path) -> None:
     output = tmp_path / "results.jsonl"
     run_program(

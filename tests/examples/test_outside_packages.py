@@ -269,6 +269,7 @@ def assert_printed(output: str, expected: str, what: str) -> None:
     assert re.search(pattern, output, re.S), f"{what}\n{output}"
 
 
+@pytest.mark.slow
 def test_the_page_takes_a_newcomer_to_a_tool_parser_that_serves(
     outside: Outside, tmp_path: Path
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from programs import run_program
 
 import jackfield
@@ -12,6 +13,7 @@ import jackfield
 SCRIPT = Path(jackfield.__file__).resolve().parent / "examples/benchmarks/speculation.py"
 
 
+@pytest.mark.slow
 def test_it_compares_both_engines(tmp_path: Path) -> None:
     output = tmp_path / "results.jsonl"
     options = ["--texts", "copied", "forced", "--drafts", "3", "--output-tokens", "24"]

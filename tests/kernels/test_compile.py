@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,10 +27,19 @@ PROGRAM_FILES = [
     file for file in sorted(PROGRAMS.glob("compile_*.py")) if "experts" not in file.stem
 ]
 """All but the one that compiles each configuration of experts, which runs by night."""
+BY_NIGHT = "compile_all"
+"""Kernels in many files, whose compiling takes longest."""
+
+
+def _programs() -> list[Any]:
+    return [
+        pytest.param(file, id=file.stem, marks=[pytest.mark.slow] * (file.stem == BY_NIGHT))
+        for file in PROGRAM_FILES
+    ]
 
 
 @pytest.mark.parametrize("cases", [("once",), pytest.param((), marks=pytest.mark.slow)])
-@pytest.mark.parametrize("program", PROGRAM_FILES, ids=lambda program: program.stem)
+@pytest.mark.parametrize("program", _programs())
 def test_every_kernel_compiles_for_a_hopper_gpu(program: Path, cases: tuple[str, ...]) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     completed = subprocess.run(

@@ -14,7 +14,7 @@ MAILBOX_BYTES = 1 << 17
 SECONDS = 120.0
 
 
-@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_ranks_get_the_same_bits_of_the_right_sum(size: int, tmp_path: Path) -> None:
     """Each way after each other one, of few values and of more than fit into one round."""
     files = [tmp_path / str(number) for number in range(size + 1)]

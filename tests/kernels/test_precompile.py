@@ -62,6 +62,7 @@ def run(program: str, folder: Path, *arguments: str) -> subprocess.CompletedProc
     return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_kernels_compile_aside_and_failures_come_at_the_launch(tmp_path: Path) -> None:
     completed = run("precompile_kernels.py", tmp_path)
     assert completed.returncode == 0, completed.stderr[-3000:]

@@ -109,11 +109,14 @@ COMPRESSION = pytest.mark.parametrize(
     [
         {},
         {"kv_compression": "key_norm", "kv_compression_ratio": 0.4},
-        {
-            "kv_compression": "snap_kv",
-            "kv_compression_budget": 16,
-            "kv_compression_interval": 8,
-        },
+        pytest.param(
+            {
+                "kv_compression": "snap_kv",
+                "kv_compression_budget": 16,
+                "kv_compression_interval": 8,
+            },
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["whole", "compressed", "by queries"],
 )

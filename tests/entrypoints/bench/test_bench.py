@@ -87,6 +87,7 @@ def test_quantized_engines_have_no_floor_of_the_plain_type(tmp_path: Path) -> No
     assert "floor" not in last and "share_of_floor" not in last["measured"]
 
 
+@pytest.mark.slow
 def test_startup_is_timed_in_fresh_processes(tmp_path: Path) -> None:
     out = tmp_path / "results.jsonl"
     options = ["--device", "cpu", "--attention-backend", "torch", "--output", str(out)]
@@ -224,7 +225,9 @@ def test_the_front_end_is_timed_without_a_model(tmp_path: Path) -> None:
     assert parts["workload"] == "frontend-parts" and parts["measured"]["detokenize"] > 0
     for line in (chat, parsers):
         assert line["workload"] == "frontend"
-        assert all(value > 0 for value in line["measured"].values())
+        # Processor time comes in ticks: little of it may be none.
+        assert all(value >= 0 for value in line["measured"].values())
+        assert any(value > 0 for value in line["measured"].values())
 
 
 @pytest.mark.slow

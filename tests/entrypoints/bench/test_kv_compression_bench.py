@@ -42,6 +42,7 @@ async def test_a_window_forgets_in_a_step() -> None:
     assert 0.2 < results["many questions"]["recall"] < 0.8
 
 
+@pytest.mark.slow
 async def test_a_policy_that_looks_at_queries_finds_the_question_that_it_has_seen() -> None:
     chance, snap = await recalls("by_chance"), await recalls("snap_kv")
     assert snap["question before"]["recall"] >= 0.9 > chance["question before"]["recall"] + 0.2

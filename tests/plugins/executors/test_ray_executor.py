@@ -126,6 +126,7 @@ def test_ranks_of_two_nodes_give_the_tokens_of_one_rank(checkpoint: Path) -> Non
     assert asyncio.run(mixed(config(checkpoint))) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("spread")
 def test_an_actor_that_is_killed_ends_the_engine(checkpoint: Path) -> None:
     """With its number, its host, and what Ray knows of its end."""
