@@ -262,11 +262,11 @@ class SparseMLP(nn.Module):
             into = torch.zeros_like(x) if residual is None else residual
             return self.operations.experts(x, routing, first.bank, down.bank, residual=into, **more)
         x = self.fc1_latent_proj(x)
-        made = self.operations.experts(
+        latents = self.operations.experts(
             x, routing, first.bank, down.bank, residual=torch.zeros_like(x), **more
         )
         # Linear: of several ranks, each may project its part of the sum.
-        out: torch.Tensor = self.fc2_latent_proj(made, residual=residual)
+        out: torch.Tensor = self.fc2_latent_proj(latents, residual=residual)
         return out
 
     def route(self, logits: torch.Tensor) -> Routing:

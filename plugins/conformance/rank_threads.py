@@ -40,7 +40,7 @@ class ThreadGroup:
         barrier: threading.Barrier,
         links: Mapping[tuple[int, int], queue.SimpleQueue[torch.Tensor]],
     ) -> None:
-        """links: tensors under way, by sender and receiver."""
+        """links: tensors that were sent and not received, by sender and receiver."""
         self.rank, self.size = rank, len(parts)
         self._parts, self._barrier, self._links = parts, barrier, links
 

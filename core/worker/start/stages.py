@@ -31,8 +31,8 @@ class AllStages:
         self._stages = [own]
         self._stage = pipeline.stage
         if pipeline.world is not None:
-            told = exchange(pipeline.world, msgspec.to_builtins(own), device)
-            by_stage = told[:: pipeline.tensor_size][::-1]
+            facts = exchange(pipeline.world, msgspec.to_builtins(own), device)
+            by_stage = facts[:: pipeline.tensor_size][::-1]
             self._stages = [msgspec.convert(each, StageFacts) for each in by_stage]
 
     @property
