@@ -45,10 +45,10 @@ def plan(rows: int) -> StepPlan:
 async def measured(send: Callable[[StepPlan], object], rows: int) -> float:
     """Return the median of microseconds of a call."""
     times = []
-    made = plan(rows)
+    step_plan = plan(rows)
     for _ in range(STEPS):
         began = time.perf_counter()
-        send(made)
+        send(step_plan)
         times.append(1e6 * (time.perf_counter() - began))
         await asyncio.sleep(PAUSE_SECONDS)
     return statistics.median(times[STEPS // 10 :])
@@ -65,8 +65,8 @@ async def by_tcp(followers: int, rows: list[int]) -> list[float]:
     await asyncio.gather(*reception.connections.values())
     sockets = [reception.take(rank) for rank in range(1, followers + 1)]
 
-    def send(made: StepPlan) -> None:
-        frame = encode(Step(1, made))
+    def send(step_plan: StepPlan) -> None:
+        frame = encode(Step(1, step_plan))
         for each in sockets:
             assert each.send(frame) == len(frame)
 
@@ -91,8 +91,8 @@ async def by_ray(followers: int, rows: list[int]) -> list[float]:
     actors = [ray.remote(Reader).options(num_cpus=1).remote() for _ in range(followers)]
     ray.get([actor.take.remote(b"") for actor in actors])
 
-    def send(made: StepPlan) -> None:
-        frame = msgspec.msgpack.encode(Step(1, made))
+    def send(step_plan: StepPlan) -> None:
+        frame = msgspec.msgpack.encode(Step(1, step_plan))
         for actor in actors:
             actor.take.remote(frame)
 

@@ -186,7 +186,7 @@ def delta_chunks(
     num_tokens, heads, width = v.shape
     groups, size = q.shape[1:]
     num_rows = rows.slots.shape[0]
-    found = DeltaChunks(
+    chunks = DeltaChunks(
         own=torch.empty_like(v, memory_format=torch.contiguous_format),
         seen=torch.empty((num_tokens, heads, size), dtype=v.dtype, device=v.device),
         scores=torch.empty((num_tokens, heads, chunk), dtype=v.dtype, device=v.device),
@@ -197,9 +197,9 @@ def delta_chunks(
     # A row has several tokens, and its last chunk may have one.
     grid = (num_tokens // chunk + min(num_rows, num_tokens // 2), heads)
     launch(_delta_chunk_kernel, grid)(
-        *found, q, k, v, step, beta, rate, dt_bias, rows.query_start, num_rows, num_tokens,
+        *chunks, q, k, v, step, beta, rate, dt_bias, rows.query_start, num_rows, num_tokens,
         q.stride(0), k.stride(0), v.stride(0), step.stride(0), beta.stride(0), size**-0.5,
         HEADS=heads, GROUPS=groups, K=size, V=width, BLOCK_K=block_k, BLOCK_V=block_v,
         CHUNK=chunk, PRECISION=precision, num_warps=num_warps, num_stages=1,
     )  # fmt: skip
-    return found
+    return chunks

@@ -61,9 +61,9 @@ def longer_row(index, query_start_ptr, num_rows, CHUNK: tl.constexpr, LEAST: tl.
         chunks = tl.where(count > LEAST, (count + CHUNK - 1) // CHUNK, 0)
         end = before + tl.cumsum(chunks, axis=0)
         place = index - (end - chunks)
-        found = (place >= 0) & (index < end)
-        row = tl.maximum(row, tl.max(tl.where(found, at, -1), axis=0))
-        part = tl.maximum(part, tl.max(tl.where(found, place, -1), axis=0))
+        matches = (place >= 0) & (index < end)
+        row = tl.maximum(row, tl.max(tl.where(matches, at, -1), axis=0))
+        part = tl.maximum(part, tl.max(tl.where(matches, place, -1), axis=0))
         before += tl.sum(chunks, axis=0)
     return row, part, before
 

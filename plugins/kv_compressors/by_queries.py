@@ -70,13 +70,13 @@ def newest_of_similar(keys: torch.Tensor, directions: torch.Tensor, similar: flo
     if kernels_run(keys):
         return newest_similar(keys, similar).long()
     order = torch.arange(directions.shape[1], device=keys.device)
-    found = []
+    newest = []
     for start in range(0, len(order), ROWS):
         rows = order[start : start + ROWS]
         cosines = directions[:, rows] @ directions.transpose(1, 2)
         cosines.masked_fill_(rows[:, None] == order, 0.0)
-        found.append(torch.where(cosines > similar, order, -1).amax(-1))
-    return torch.cat(found, dim=1)
+        newest.append(torch.where(cosines > similar, order, -1).amax(-1))
+    return torch.cat(newest, dim=1)
 
 
 def nearest(keys: torch.Tensor, others: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -76,12 +76,12 @@ class GgufLoader:
         tied = model.weight_map.tied  # type: ignore[union-attr]
         unused = {name for name in stored if not name.startswith(ROTATIONS)}
         unused -= {_stored_name(names, name) for name in tied}  # type: ignore[union-attr]
-        found = {
+        tensors = {
             name: tensor for name in sorted(set(filler.wanted()))
             if (tensor := stored.get(_stored_name(names, name))) is not None
         }  # fmt: skip
-        with Bar(sum(int(tensor.n_bytes) for tensor in found.values())) as bar:
-            for name, tensor in found.items():
+        with Bar(sum(int(tensor.n_bytes) for tensor in tensors.values())) as bar:
+            for name, tensor in tensors.items():
                 stem = name.rpartition(".")[0]
                 unused.discard(tensor.name)
                 kinds[tensor.tensor_type.name] += 1

@@ -76,10 +76,10 @@ class ShardedStateLoader:
 
     def _files(self) -> list[Path]:
         """Return this rank's files by part. Raises LoadError."""
-        found = list(_matches(self.folder, self.pattern))
-        own = {part: file for rank, part, file in found if rank == self.rank}
+        parts = list(_matches(self.folder, self.pattern))
+        own = {part: file for rank, part, file in parts if rank == self.rank}
         if not own:
-            ranks = sorted({rank for rank, _, _ in found})
+            ranks = sorted({rank for rank, _, _ in parts})
             what = f"only of ranks {listed(map(str, ranks))}" if ranks else "and of no other"
             raise LoadError(
                 f"no file of rank {self.rank} ({self.pattern}) in {self.folder}, {what}; write "
