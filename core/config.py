@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from .errors import ConfigError
-from .registration.parallel_options import EPLBConfig, parallel_refusal
+from .registration.parallel_options import EPLBConfig, layer_partition, parallel_refusal
 from .registration.speculative_config import SpeculativeConfig
 
 Device = Literal["auto", "cuda", "cpu"]
@@ -331,6 +331,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             ge=1,
         ),
     ] = 1
+    pipeline_layer_partition: Annotated[
+        tuple[AtLeastOne, ...] | None,
+        _doc(
+            "Layers of each stage of pipeline_parallel_size, from the first, such as 10,11,11; "
+            "default: as evenly as possible."
+        ),
+    ] = None
     data_parallel_size: Annotated[
         int,
         _doc(
@@ -433,6 +440,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             if name == "kv_cache_dtype_skip_layers" and isinstance(value, tuple):
                 value = tuple(str(word) if isinstance(word, int) else word for word in value)
             msgspec.structs.force_setattr(self, name, value)
+        if self.pipeline_layer_partition is not None:
+            partition = layer_partition(self.pipeline_layer_partition)
+            msgspec.structs.force_setattr(self, "pipeline_layer_partition", partition)
         if isinstance(self.kv_transfer_config, dict | KVTransferConfig):
             msgspec.structs.force_setattr(
                 self, "kv_transfer_config", _transfer_config(self.kv_transfer_config)
@@ -474,6 +484,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         if refusal := parallel_refusal(
             tensor=self.tensor_parallel_size,
             pipeline=self.pipeline_parallel_size,
+            layer_partition=self.pipeline_layer_partition,
             data=self.data_parallel_size,
             expert_parallel=self.enable_expert_parallel,
             eplb=self.eplb_config if self.enable_eplb else None,

@@ -26,7 +26,11 @@ class RankThreads:
     def __init__(self, config: Any, model_config: Any, plugins: Any) -> None:
         self.workers = [
             Worker(config, model_config, plugins, ranks)
-            for ranks in thread_ranks(config.tensor_parallel_size, config.pipeline_parallel_size)
+            for ranks in thread_ranks(
+                config.tensor_parallel_size,
+                config.pipeline_parallel_size,
+                partition=config.pipeline_layer_partition,
+            )
         ]
         self.stage_size = config.tensor_parallel_size
         self.threads: list[WorkerThread] = []

@@ -69,7 +69,7 @@ def join(
     world = group_of(rank, num_stages * tensor_size, address, listener)
     if num_stages == 1:
         return _ranks(config, world, ONE_STAGE, local)
-    pipeline = Pipeline.of(world, num_stages)
+    pipeline = Pipeline.of(world, num_stages, config.pipeline_layer_partition)
     pipeline.connect(device)
     if tensor_size == 1:
         return Ranks(pipeline=pipeline, local_rank=local)

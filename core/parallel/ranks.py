@@ -108,12 +108,16 @@ class Pipeline:
     """Number of ranks of a stage."""
     world: LinkedGroup | None = None
     """All ranks of all stages; None: there is one stage."""
+    partition: tuple[int, ...] | None = None
+    """Number of layers of each stage; None: as even as possible."""
 
     @classmethod
-    def of(cls, world: LinkedGroup, size: int) -> Pipeline:
+    def of(
+        cls, world: LinkedGroup, size: int, partition: tuple[int, ...] | None = None
+    ) -> Pipeline:
         """Return the place of this rank in `size` stages that `world` is divided into."""
         tensor_size = world.size // size
-        return cls(size - 1 - world.rank // tensor_size, size, tensor_size, world)
+        return cls(size - 1 - world.rank // tensor_size, size, tensor_size, world, partition)
 
     @property
     def first(self) -> bool:
@@ -126,9 +130,20 @@ class Pipeline:
         return self.stage == self.size - 1
 
     def layers(self, count: int) -> range:
-        """Return this stage's of `count` layers. Those that are left over go to the stages in the
-        middle, from the back, then to the last: it has the head beside them, and the first has the
-        embedding. Raises ConfigError if there are fewer layers than stages."""
+        """Return this stage's of `count` layers, by `partition`, or else evenly: those that are
+        left over go to the stages in the middle, from the back, then to the last: it has the head
+        beside them, and the first has the embedding. Raises ConfigError if `partition` is of
+        another number of layers, or there are fewer layers than stages."""
+        if self.partition is not None:
+            if sum(self.partition) != count:
+                listed = ",".join(map(str, self.partition))
+                raise ConfigError(
+                    f"pipeline_layer_partition: {listed} are {sum(self.partition)} layers, and "
+                    f"this model has {count}",
+                    param="pipeline_layer_partition",
+                )
+            start = sum(self.partition[: self.stage])
+            return range(start, start + self.partition[self.stage])
         if count < self.size:
             raise ConfigError(
                 f"pipeline_parallel_size: {self.size} stages cannot share the {count} layers of "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -24,10 +24,27 @@ class EPLBConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     ] = 0
 
 
+def layer_partition(value: Any) -> Any:
+    """Return `EngineConfig.pipeline_layer_partition` as a tuple of numbers, from one, from a list
+    of them, or from text, as VLLM_PP_LAYER_PARTITION has it ("10,11,11"); anything else as it is.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        return (value,)
+    words = [value] if isinstance(value, str) else value
+    if not isinstance(words, list | tuple):
+        return value
+    parts = [
+        part for word in words for part in (word.split(",") if isinstance(word, str) else [word])
+    ]
+    numbers = [part.strip() if isinstance(part, str) else part for part in parts]
+    return tuple(int(n) if isinstance(n, str) and n.isdecimal() else n for n in numbers)
+
+
 def parallel_refusal(
     *,
     tensor: int,
     pipeline: int,
+    layer_partition: tuple[int, ...] | None,
     data: int,
     expert_parallel: bool,
     eplb: EPLBConfig | None,
@@ -35,9 +52,15 @@ def parallel_refusal(
 ) -> ConfigError | None:
     """Return the error for options that do not go together, with the name of one; None: they do.
 
-    Sizes are those of tensor, pipeline and data parallelism; `eplb`: None if experts stay;
-    `has_connector`: of KV.
+    Sizes are those of tensor, pipeline and data parallelism; `layer_partition`: layers
+    of each stage; `eplb`: None if experts stay; `has_connector`: of KV.
     """
+    if layer_partition is not None and len(layer_partition) != pipeline:
+        return ConfigError(
+            f"pipeline_layer_partition: it has layers of {len(layer_partition)} stages, and "
+            f"pipeline_parallel_size is {pipeline}",
+            param="pipeline_layer_partition",
+        )
     if has_connector and tensor * pipeline > 1:
         return ConfigError(
             "kv_transfer_config: KV connectors serve one rank (tensor_parallel_size 1, "

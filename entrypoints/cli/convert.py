@@ -13,7 +13,8 @@ from ..flags.engine_flags import Parser, add_engine_options, engine_config, fail
 DEFAULT_FILE_SIZE = 5 << 30
 OPTIONS = (
     "revision", "load_format", "model_loader_extra_config", "quantization", "dtype",
-    "tensor_parallel_size", "pipeline_parallel_size", "enable_expert_parallel",
+    "tensor_parallel_size", "pipeline_parallel_size", "pipeline_layer_partition",
+    "enable_expert_parallel",
     "model_impl", "hf_overrides", "plugin_options", "disable_plugins",
 )  # fmt: skip
 """Engine options that decide what is written."""
@@ -86,6 +87,8 @@ def _run(args: argparse.Namespace) -> int:
     flags = [f"--model {folder}", f"--load-format {args.to}"]
     flags += [f"--tensor-parallel-size {ranks}"] * (ranks > 1)
     flags += [f"--pipeline-parallel-size {stages}"] * (stages > 1)
+    if (partition := config.pipeline_layer_partition) is not None:
+        flags.append(f"--pipeline-layer-partition {','.join(map(str, partition))}")
     flags += ["--enable-expert-parallel"] * config.enable_expert_parallel
     flags += [f"--quantization {name}"] if name else []
     print(f"jackfield serve {' '.join(flags)}")

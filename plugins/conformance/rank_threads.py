@@ -87,9 +87,15 @@ def thread_groups(size: int) -> list[ThreadGroup]:
     return [ThreadGroup(rank, parts, barrier, links) for rank in range(size)]
 
 
-def thread_ranks(size: int, num_stages: int = 1, *, expert_parallel: bool = False) -> list[Ranks]:
+def thread_ranks(
+    size: int,
+    num_stages: int = 1,
+    *,
+    expert_parallel: bool = False,
+    partition: tuple[int, ...] | None = None,
+) -> list[Ranks]:
     """Return the ranks of a model in `num_stages` stages of `size` ranks each, by number.
-    `expert_parallel`: those of a stage hold experts whole."""
+    `expert_parallel`: those of a stage hold experts whole; `partition`: layers of each stage."""
     world = thread_groups(size * num_stages)
     if num_stages == 1:
         return [
@@ -103,7 +109,7 @@ def thread_ranks(size: int, num_stages: int = 1, *, expert_parallel: bool = Fals
     return [
         Ranks(
             tensor=own, experts=own if expert_parallel else OneRank(),
-            pipeline=Pipeline.of(group, num_stages),
+            pipeline=Pipeline.of(group, num_stages, partition),
         ).pausable()
         for own, group in zip(tensor, world, strict=True)
     ]  # fmt: skip

@@ -77,6 +77,7 @@ def convert(
                 quantization=method_name(config.quantization, model_config),
                 tensor_parallel_size=ranks.tensor.size,
                 pipeline_parallel_size=ranks.pipeline.size,
+                pipeline_layer_partition=ranks.pipeline.partition,
                 rank=number(ranks),
                 expert_parallel=ranks.experts.size > 1,
             )
@@ -96,7 +97,8 @@ def _all_ranks(config: EngineConfig) -> Iterator[Ranks]:
         for rank in range(size):
             tensor = OneRank(rank, size)
             experts = tensor if config.enable_expert_parallel else OneRank()
-            yield Ranks(tensor=tensor, experts=experts, pipeline=Pipeline(stage, stages, size))
+            pipeline = Pipeline(stage, stages, size, None, config.pipeline_layer_partition)
+            yield Ranks(tensor=tensor, experts=experts, pipeline=pipeline)
 
 
 def _state(

@@ -23,6 +23,8 @@ class StateRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the quantization method that took the layers; None: none did."""
     tensor_parallel_size: Annotated[int, Meta(ge=1)]
     pipeline_parallel_size: Annotated[int, Meta(ge=1)] = 1
+    pipeline_layer_partition: tuple[int, ...] | None = None
+    """Layers of each stage; None: as even as possible."""
     rank: Annotated[int, Meta(ge=0)]
     """Number of the rank among all of all stages."""
     expert_parallel: bool = False
@@ -73,6 +75,12 @@ class StateRecord(msgspec.Struct, frozen=True, kw_only=True):
                 f"enable_expert_parallel: in {file} experts are {made}, and in this engine {here}; "
                 "convert the checkpoint with the same option",
                 param="enable_expert_parallel",
+            )
+        if self.pipeline_layer_partition != ranks.pipeline.partition:
+            raise ConfigError(
+                f"pipeline_layer_partition: {file} was made with another one; convert the "
+                "checkpoint with the same option",
+                param="pipeline_layer_partition",
             )
         if self.quantization != quantization:
             raise ConfigError(

@@ -48,10 +48,35 @@ def test_layers_are_divided_as_evenly_as_possible(
     assert [layer for part in parts for layer in part] == list(range(layers))
 
 
+def test_layers_are_divided_as_asked() -> None:
+    parts = [Pipeline(stage, 3, partition=(4, 1, 2)).layers(7) for stage in range(3)]
+    assert parts == [range(4), range(4, 5), range(5, 7)]
+    for given in ("4,1,2", "4, 1,2", ["4,1,2"], ["4", "1", "2"], [4, 1, 2]):
+        made = EngineConfig.from_options(
+            {"pipeline_layer_partition": given, "pipeline_parallel_size": 3}
+        )
+        assert made.pipeline_layer_partition == (4, 1, 2)
+
+
 def test_stages_without_a_layer_are_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         Pipeline(0, 4).layers(3)
     assert caught.value.param == "pipeline_parallel_size"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("4,3", "layers of 2 stages, and pipeline_parallel_size is 3"), ("4,0,3", ">= 1"),
+        ("4,x,3", "Expected `int`"), (True, "Expected `array"),
+        ("4,1,3", "8 layers, and this model has 7"),
+    ],
+)  # fmt: skip
+def test_a_partition_that_does_not_fit_is_refused_by_name(given: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        made = EngineConfig(pipeline_layer_partition=given, pipeline_parallel_size=3)
+        Pipeline(0, 3, partition=made.pipeline_layer_partition).layers(7)
+    assert caught.value.param == "pipeline_layer_partition"
 
 
 def test_rank_0_belongs_to_the_last_stage() -> None:
@@ -119,17 +144,20 @@ def test_ranks_exchange_what_they_have_to_say() -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "num_stages", "size"),
-    [("qwen3", 2, 1), ("qwen3", 3, 1), ("qwen3", 2, 2), ("gemma3", 3, 1), ("gpt-oss", 2, 1)],
-)
+    ("family", "num_stages", "size", "options"),
+    [
+        ("qwen3", 2, 1, {"pipeline_layer_partition": "2,1"}),
+        ("qwen3", 3, 1, {}), ("qwen3", 2, 2, {}), ("gemma3", 3, 1, {}), ("gpt-oss", 2, 1, {}),
+    ],
+)  # fmt: skip
 async def test_stages_serve_the_tokens_of_one_rank(
-    family: str, num_stages: int, size: int, tmp_path: Path
+    family: str, num_stages: int, size: int, options: dict[str, Any], tmp_path: Path
 ) -> None:
     """Of requests of all kinds, some of them preempted, some in chunks; with windows, whose layers
     are in stages of unlike sizes."""
     folder = make_checkpoint(family, tmp_path)
     want = await tokens(config(folder, 1), requests())
-    assert await tokens(staged(folder, num_stages, size), requests()) == want
+    assert await tokens(staged(folder, num_stages, size, **options), requests()) == want
 
 
 async def test_all_stages_have_a_step_in_steady_decode(tmp_path: Path) -> None:

@@ -35,7 +35,8 @@ def build(
     folder: Path, rank: int = 0, size: int = 1, stages: int = 1, **options: Any
 ) -> torch.nn.Module:
     """Return the model of one rank, which is only loaded, not computed with."""
-    pipeline = Pipeline(stages - 1 - rank // size, stages, size)
+    partition = (2, 1) if "pipeline_layer_partition" in options else None
+    pipeline = Pipeline(stages - 1 - rank // size, stages, size, None, partition)
     ranks = Ranks(tensor=OneRank(rank % size, size), pipeline=pipeline)
     return of_ranks(folder, ranks, **options)
 
@@ -96,13 +97,19 @@ def test_each_rank_loads_what_the_checkpoint_gives_it(
 
 
 def test_stages_have_files_of_their_own(llama: Path, tmp_path: Path) -> None:
-    output = convert(llama, tmp_path / "out", 2, "-pp", "2")
+    partition = {"pipeline_layer_partition": (2, 1)}
+    flags = ["-pp", "2", "--pipeline-layer-partition", "2,1"]
+    output = convert(llama, tmp_path / "out", 2, *flags)
     assert len(list(output.glob("*.safetensors"))) == 4
     for rank in range(4):
-        same(build(output, rank, 2, 2, load_format="sharded_state"), build(llama, rank, 2, 2))
+        found = build(output, rank, 2, 2, load_format="sharded_state", **partition)
+        same(found, build(llama, rank, 2, 2, **partition))
     with pytest.raises(ConfigError, match="was written for 2, and this engine has 1") as caught:
         build(output, 0, 2, 1, load_format="sharded_state")
     assert caught.value.param == "pipeline_parallel_size"
+    with pytest.raises(ConfigError, match="was made with another one") as caught:
+        build(output, 0, 2, 2, load_format="sharded_state")
+    assert caught.value.param == "pipeline_layer_partition"
 
 
 @pytest.mark.parametrize("method", ["int8", "rtn", "fp8"])
