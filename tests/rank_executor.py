@@ -19,7 +19,7 @@ class RankThreads:
     """Gives each rank the same plans and jobs, and compares what those of the last stage say. The
     first rank alone has the objects of this process."""
 
-    tensor_parallel = pipeline_parallel = True
+    tensor_parallel = pipeline_parallel = moves_experts = True
     delays: tuple[float, ...] = ()
     """Seconds that each rank waits before each call, over and over; (): none."""
 

@@ -27,6 +27,7 @@ from ..loading.model_config import ModelConfig
 from ..metrics.merge import Family, families, merged, render
 from ..outputs import EngineStats
 from ..protocols.executors import ExecutorInfo
+from ..registration.executor_choice import choose_executor
 from ..registry import Plugins
 from ..remote.frames import Welcome
 from ..request import Request, RequestSpec, draw_seed
@@ -79,6 +80,7 @@ class PooledCores:
         """Start all members at once, and load `texts` meanwhile."""
         config = self.config
         self.events = events
+        choose_executor(config, self.plugins["executor"])  # Refused before processes start.
         self.metrics = PoolMetrics(config.served_names[0], config.data_parallel_size)
         self.router = Router(
             config.data_parallel_size,

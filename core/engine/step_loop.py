@@ -190,13 +190,8 @@ class StepLoop:
         """Let experts be counted or moved. Requests wait for it as for a step. Raises its error:
         ranks may have moved some."""
         assert self._balancing is not None
-        try:
-            await asyncio.shield(self.executor.ask(job))
-        except NotImplementedError:
-            logger.warning("enable_eplb: this executor does not move experts; they stay")
-            self._balancing = None
-        else:
-            self._balancing.done(job)
+        await asyncio.shield(self.executor.ask(job))
+        self._balancing.done(job)
 
     async def _recover(self, plan: StepPlan, error: Exception, in_flight: InFlight) -> None:
         """End the requests of a failed step. Raises its error if the loop cannot continue."""

@@ -34,6 +34,11 @@ class Executor(ABC):
     pipeline_parallel: ClassVar[bool] = False
     """Whether it starts ranks for each of `EngineConfig.pipeline_parallel_size` stages; False:
     more than one are refused."""
+    data_parallel: ClassVar[bool] = False
+    """Whether each of `EngineConfig.data_parallel_size` engines may have one: they are processes of
+    one host, with devices that only they see. False: more than one engine are refused."""
+    moves_experts: ClassVar[bool] = False
+    """Whether its ranks do `BalanceExperts`; False: `EngineConfig.enable_eplb` is refused."""
 
     @abstractmethod
     def __init__(

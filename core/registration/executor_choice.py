@@ -1,6 +1,8 @@
-"""Chooses the executor, by its name or by the number of ranks. Imports nothing large."""
+"""Chooses the executor, by its name or by what ranks are to do. Imports nothing large."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 from ..config import EngineConfig
 from ..errors import ConfigError, PluginError
@@ -8,46 +10,59 @@ from ..protocols.executors import Executor
 from .registered import Registry
 
 
+class Lack(NamedTuple):
+    """What an executor does not do, and a configuration asks for."""
+
+    option: str
+    reason: str
+    """What it does instead, as the rest of a sentence about it."""
+
+
 def choose_executor(config: EngineConfig, executors: Registry[type[Executor]]) -> str:
     """Return the registered name of the executor that `config.executor` names, by its own name or
-    an alias; for `auto`, of the first by priority that runs as many ranks.
+    an alias; for `auto`, of the first by priority that does what the configuration asks of ranks.
 
-    Raises ConfigError if it cannot be loaded, or runs one rank where several are asked for.
+    Raises ConfigError if it cannot be loaded, or does not do that.
     """
-    name, num_ranks = executors.canonical(config.executor), config.num_ranks
+    name = executors.canonical(config.executor)
     if name != "auto":
         try:
             executor = executors.load(name)
         except PluginError as error:
             raise ConfigError(f"executor: {error}", param="executor") from error
-        if config.tensor_parallel_size > 1 and not executor.tensor_parallel:
+        if (lack := _lack(config, executor)) is not None:
+            remedy = "set it to 1" if lack.option.endswith("_size") else "leave it out"
             raise ConfigError(
-                f"tensor_parallel_size: executor {name!r} runs one rank; set it to 1, or leave "
-                "executor at auto",
-                param="tensor_parallel_size",
-            )
-        if config.pipeline_parallel_size > 1 and not executor.pipeline_parallel:
-            raise ConfigError(
-                f"pipeline_parallel_size: executor {name!r} runs one stage; set it to 1, or leave "
-                "executor at auto",
-                param="pipeline_parallel_size",
+                f"{lack.option}: executor {name!r} {lack.reason}; {remedy}, or leave executor at "
+                "auto",
+                param=lack.option,
             )
         return name
     reasons = []
     for entry in executors.entries():
         try:
-            executor = executors.load(entry.name)
+            lack = _lack(config, executors.load(entry.name))
         except PluginError as error:
             reasons.append(str(error))
             continue
-        if config.tensor_parallel_size > 1 and not executor.tensor_parallel:
-            reasons.append(f"{entry.name}: it runs one rank")
-        elif config.pipeline_parallel_size > 1 and not executor.pipeline_parallel:
-            reasons.append(f"{entry.name}: it runs one stage")
-        else:
+        if lack is None:
             return entry.name
+        reasons.append(f"{entry.name}: it {lack.reason}")
+    ranks = f"{config.num_ranks} ranks (tensor_parallel_size, pipeline_parallel_size)"
     raise ConfigError(
-        f"executor: none runs {num_ranks} ranks (tensor_parallel_size, pipeline_parallel_size): "
-        f"{'; '.join(reasons) or 'none is registered'}",
+        f"executor: none serves {ranks} as asked: {'; '.join(reasons) or 'none is registered'}",
         param="executor",
     )
+
+
+def _lack(config: EngineConfig, executor: type[Executor]) -> Lack | None:
+    """Return the first thing that an executor does not do; None: it does all."""
+    if config.tensor_parallel_size > 1 and not executor.tensor_parallel:
+        return Lack("tensor_parallel_size", "runs one rank")
+    if config.pipeline_parallel_size > 1 and not executor.pipeline_parallel:
+        return Lack("pipeline_parallel_size", "runs one stage")
+    if config.data_parallel_size > 1 and not executor.data_parallel:
+        return Lack("data_parallel_size", "does not share a host with other engines")
+    if config.enable_eplb and not executor.moves_experts:
+        return Lack("enable_eplb", "does not move experts")
+    return None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import random
 import threading
 from collections.abc import Coroutine
@@ -29,6 +30,7 @@ from ...core.sampling_params import OutputKind, SamplingParams
 from ...core.scheduling.scheduler import Scheduler
 from ...core.step import (
     NOTHING_IN_PROCESS,
+    BalanceExperts,
     Ping,
     PrepareAhead,
     Recover,
@@ -46,6 +48,14 @@ OPTIONS: dict[str, Any] = {
     "dtype": "float32", "block_size": 4, "max_model_len": 96, "num_gpu_blocks_override": 40,
     "max_num_seqs": 4, "max_num_batched_tokens": 32,
 }  # fmt: skip
+
+MIXTURE: dict[str, Any] = {
+    "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "vocab_size": 96,
+    "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2,
+    "max_position_embeddings": 96,
+}  # fmt: skip
+"""A configuration with experts."""
 
 
 def prompts() -> list[list[int]]:
@@ -160,6 +170,8 @@ class ExecutorKit(Kit):
             executor_class: type[Executor] = self.registered()
             assert isinstance(executor_class.tensor_parallel, bool)
             assert isinstance(executor_class.pipeline_parallel, bool)
+            assert isinstance(executor_class.data_parallel, bool)
+            assert isinstance(executor_class.moves_experts, bool)
             for _ in range(2):
                 executor_class.start_ahead(config)
             await asyncio.to_thread(executor_class.initialize_device, config, plugins)
@@ -347,6 +359,26 @@ class ExecutorKit(Kit):
             return [request.output_token_ids for request in requests]
 
         assert self.run(scenario(True)) == self.run(scenario(False))
+
+    def test_experts_move_if_it_says_so(self, tmp_path: Path) -> None:
+        """Of a mixture without weights, between two ranks."""
+        if not self.registered().moves_experts:
+            pytest.skip("it moves no experts")
+        (tmp_path / "config.json").write_text(json.dumps(MIXTURE))
+
+        async def scenario() -> None:
+            executor, _ = self.make(
+                model=str(tmp_path), load_format="dummy", skip_tokenizer_init=True,
+                tensor_parallel_size=2, enable_expert_parallel=True, enable_eplb=True,
+            )  # fmt: skip
+            info = await executor.start()
+            assert info.num_ranks == 2, "experts move between ranks"
+            await executor.ask(BalanceExperts(moves=False))
+            moved = await executor.ask(BalanceExperts())
+            assert isinstance(moved, int), "how many places got another expert"
+            await executor.stop()
+
+        self.run(scenario())
 
     def test_stopping_finishes_what_is_queued(self) -> None:
         async def scenario() -> None:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 class InProcessExecutor(Executor):
     """Runs plans on a worker thread beside the event loop."""
 
+    data_parallel = True
+
     def __init__(self, config: EngineConfig, model_config: ModelConfig, plugins: Plugins) -> None:
         from ...core.worker.worker import Worker
 

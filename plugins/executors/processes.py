@@ -68,7 +68,7 @@ class Place(NamedTuple):
 class ProcessesExecutor(Executor):
     """Runs plans on all ranks. Everything but the worker belongs to the event loop."""
 
-    tensor_parallel = pipeline_parallel = True
+    tensor_parallel = pipeline_parallel = data_parallel = moves_experts = True
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig, plugins: Plugins) -> None:
         self.config = config

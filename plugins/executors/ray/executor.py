@@ -78,6 +78,8 @@ class RayFollower(FollowerConnection):
 class RayExecutor(ProcessesExecutor):
     """As `processes`, on several hosts."""
 
+    data_parallel = False
+
     def __init__(self, config: EngineConfig, model_config: ModelConfig, plugins: Plugins) -> None:
         """Raises ConfigError without Ray."""
         load_ray()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from pathlib import Path
 from typing import Any, ClassVar
 
 import msgspec
@@ -25,6 +26,11 @@ class TestInProcess(ExecutorKit):
 
 class TestProcesses(ExecutorKit):
     name = "processes"
+
+    @pytest.mark.slow
+    def test_experts_move_if_it_says_so(self, tmp_path: Path) -> None:
+        """By day, tests/core/worker/test_expert_balance.py lets experts move between ranks."""
+        super().test_experts_move_if_it_says_so(tmp_path)
 
 
 @pytest.mark.slow
@@ -210,11 +216,15 @@ PING, QUEUED = "test_a_ping_comes_after_what_was_queued", "test_stopping_finishe
 TWICE = "test_stopping_twice_or_before_the_start_is_harmless"
 TWO = "test_two_live_side_by_side"
 
+EXPERTS = "test_experts_move_if_it_says_so"
 OPTIONAL = "test_what_is_optional_is_called_as_an_engine_does"
 
 MUTANTS = {
     "fails where it is stopped": Mutant(
         planted(stop=failing_at_the_end, watch_failure=remembering), (OPTIONAL,)
+    ),
+    "says that it moves experts": Mutant(
+        planted(tensor_parallel=True, moves_experts=True), (EXPERTS,)
     ),
     "begins once": Mutant(planted(start_ahead=staticmethod(starting_once)), (OPTIONAL,)),
     "one block too many": Mutant(planted(start=one_block_too_many), (INFO,)),

@@ -313,6 +313,9 @@ def test_the_number_of_ranks_chooses_the_executor(options: Any, executor: str) -
     assert choose_executor(made, load_plugins()["executor"]) == executor
 
 
+BALANCED = {"tensor_parallel_size": 2, "enable_expert_parallel": True, "enable_eplb": True}
+
+
 class Larger:
     """An executor of many ranks that leaves out all that is optional, and subclasses nothing."""
 
@@ -336,11 +339,32 @@ class Larger:
         ({"pipeline_parallel_size": 2}, "processes"),
         ({"tensor_parallel_size": 2, "executor": "processes"}, "processes"),
         ({"executor": "big"}, "larger"),
+        (BALANCED, "processes"),
+        ({"tensor_parallel_size": 2, "data_parallel_size": 2}, "processes"),
     ],
 )
-def test_auto_takes_the_first_executor_that_runs_as_many_ranks(options: Any, executor: str) -> None:
+def test_auto_takes_the_first_executor_that_does_what_is_asked(options: Any, executor: str) -> None:
     executors = load_plugins(extra=[Larger()])["executor"]
     assert choose_executor(EngineConfig(device="cpu", **options), executors) == executor
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"executor": "larger", "pipeline_parallel_size": 2}, "pipeline_parallel_size"),
+        ({"executor": "larger", **BALANCED}, "enable_eplb"),
+        ({"executor": "larger", "data_parallel_size": 2}, "data_parallel_size"),
+        ({"executor": "ray", "data_parallel_size": 2}, "data_parallel_size"),
+    ],
+)
+async def test_what_an_executor_does_not_do_is_refused_by_name(options: Any, field: str) -> None:
+    """At the start of an engine, and before processes of several are started."""
+    engine = AsyncEngine(
+        EngineConfig(device="cpu", **options), plugins=load_plugins(extra=[Larger()])
+    )
+    with pytest.raises(ConfigError, match=f"{field}: executor '{options['executor']}'") as refusal:
+        await engine.start()
+    assert refusal.value.param == field
 
 
 def test_choosing_an_executor_imports_no_torch() -> None:

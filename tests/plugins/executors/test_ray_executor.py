@@ -337,6 +337,11 @@ def test_the_number_of_a_gpu_is_its_place_among_those_visible(
 class TestRay(ExecutorKit):
     name = "ray"
 
+    @pytest.mark.slow
+    def test_experts_move_if_it_says_so(self, tmp_path: Path) -> None:
+        """Between actors."""
+        super().test_experts_move_if_it_says_so(tmp_path)
+
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("spread")
