@@ -1,166 +1,201 @@
 """Mamba 2's recurrence over long rows: all chunks of tokens at once, except for states.
 
-Three launches: what each chunk adds to a state that is zero before it; the state before each chunk,
-by a walk over the chunks of a row, number by number; and outputs, from the state before the chunk
-and from the chunk's own tokens, in blocks of tokens that see each other through products of tiles.
+With total(i) what the logarithm of the decay adds up to since the chunk's begin, and S the state
+before the chunk:
 
-Rows of at most CHUNK tokens are not touched: `ssd_scan` walks over them. So a row has fewer than
-2 n / CHUNK chunks, and the states between them fit in some hundred megabytes for 8,192 tokens.
+    y[i] = exp(total(i)) S c[i] + Σ_{j≤i} exp(total(i) - total(j)) dt[j] (c[i]·b[j]) x[j] + d x[i]
 
-Memory: x, b and c are read twice (b and c by each head), states of 4 P N bytes per chunk and head
-written and read twice. Some 2 (2 P N + M N + CHUNK P) operations per token and head for blocks of M
-tokens. Source: Mamba 2 (arXiv 2405.21060), section 6. Twin: as that of `ssd_scan`.
+Three launches. Step sizes and totals of all chunks, which also tells later programs where chunks
+begin. States, by a walk over the chunks of a row, a part of a head's state per program: one product
+per chunk, whose inputs are loaded some chunks ahead; the state before each chunk is kept in the
+inputs' type. Outputs: a program computes c·b of its chunk once for several heads, whose inputs are
+loaded while the head before is computed, as attention does with keys.
+
+Rows of few tokens are not touched: `ssd_scan` walks over them.
+
+Memory: x is read twice and y written once, 6 P bytes per token and head; a state of 2 P N bytes per
+chunk and head is written and read. Some 2 P (2 N + CHUNK) operations per token and head: bound by
+memory, if loads are far enough ahead. Source: Mamba 2 (arXiv 2405.21060), section 6. Twin: as that
+of `ssd_scan`.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from ..launch import launch
-from .rows import PLACES, Rows, longer_row, softplus
+from .rows import MOST_ROWS, PLACES, ROWS, Rows, longer_row, row_of, softplus
 
-CHUNK = 256
-"""Tokens between two states that are kept."""
-BLOCK = 64
-"""Tokens that see each other at a time."""
-PASSED = 1024
-"""Numbers of a state that a program walks with."""
+
+class ChunkTiles(NamedTuple):
+    """How long rows are computed."""
+
+    chunk: int = 128
+    """Tokens between two states that are kept; a power of 2, at least 16."""
+    columns: int = 64
+    """Of a state's columns, those of a program of the walk."""
+    state_warps: int = 4
+    state_stages: int = 3
+    heads: int = 8
+    """Heads of a program of outputs, at most."""
+    output_warps: int = 8
+    output_stages: int = 2
+    programs: int = 256
+    """Programs of outputs that a step should have: with few chunks, they have fewer heads each."""
+
+
+TILES = ChunkTiles()
+STEP_HEADS = 8
+"""Heads per program of the first launch."""
+CHANNELS = 64
+"""Channels of a head per program, at most."""
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _steps(dt_ptr, token, end, stride_dt, a, bias, low, high):
-    """Return (step sizes, logarithms of the decay since the block's begin, and of the whole
-    block's). Tokens behind the row's end neither add nor decay."""
-    inside = token < end
-    step = tl.load(dt_ptr + token * stride_dt, mask=inside, other=0.0).to(tl.float32)
-    step = tl.minimum(tl.maximum(softplus(step + bias), low), high)
-    step = tl.where(inside, step, 0.0)
-    return step, tl.cumsum(step * a, axis=0), tl.sum(step * a, axis=0)
+def _long_row(index, query_start_ptr, num_rows, CHUNK: tl.constexpr, LONG: tl.constexpr):
+    """Return the index-th row of more than LONG tokens, the number of its first chunk among all
+    chunks of such rows, and the number of these rows."""
+    row, first, num_long, num_chunks = -1, 0, 0, 0
+    for low in range(0, num_rows, ROWS):
+        at = low + tl.arange(0, ROWS)
+        start = tl.load(query_start_ptr + at, mask=at < num_rows, other=0)
+        count = tl.load(query_start_ptr + at + 1, mask=at < num_rows, other=0) - start
+        is_long = (count > LONG).to(tl.int32)
+        chunks = is_long * ((count + CHUNK - 1) // CHUNK)
+        here = (is_long > 0) & (num_long + tl.cumsum(is_long, axis=0) == index + 1)
+        before = num_chunks + tl.cumsum(chunks, axis=0) - chunks
+        row = tl.maximum(row, tl.max(tl.where(here, at, -1), axis=0))
+        first = tl.maximum(first, tl.max(tl.where(here, before, 0), axis=0))
+        num_long += tl.sum(is_long, axis=0)
+        num_chunks += tl.sum(chunks, axis=0)
+    return row, first, num_long
 
 
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=PLACES)
-def _ssd_added_kernel(
-    added_ptr,
-    decay_ptr,
-    x_ptr,
+def _ssd_steps_kernel(
+    total_ptr,
+    key_ptr,
+    chunk_ptr,
     dt_ptr,
-    b_ptr,
     a_ptr,
     bias_ptr,
     query_start_ptr,
     num_rows,
-    stride_x,
     stride_dt,
-    stride_b,
     low,
     high,
     HEADS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    P: tl.constexpr,
-    N: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    STEP_HEADS: tl.constexpr,
     CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
+    LONG: tl.constexpr,
 ):
-    """One program: what one chunk adds to one head's state, and the logarithm of its decay."""
-    index, head = tl.program_id(0), tl.program_id(1)
-    row, part, _ = longer_row(index, query_start_ptr, num_rows, CHUNK, CHUNK)
-    if row < 0:
+    """One program: STEP_HEADS heads of one chunk; logarithms to the base 2: of the decay since the
+    chunk's begin, and that less the one of the step size, whose difference weighs a token."""
+    index = tl.program_id(0)
+    row, part, _ = longer_row(index, query_start_ptr, num_rows, CHUNK, LONG)
+    begin = tl.load(query_start_ptr + tl.maximum(row, 0)) + part * CHUNK
+    end = tl.load(query_start_ptr + tl.maximum(row, 0) + 1)
+    count = tl.where(row < 0, 0, tl.minimum(end - begin, CHUNK))
+    if tl.program_id(1) == 0:
+        tl.store(chunk_ptr + 2 * index, begin)
+        tl.store(chunk_ptr + 2 * index + 1, count)
+    if count == 0:
         return
-    begin = (tl.load(query_start_ptr + row) + part * CHUNK).to(tl.int64)
-    end = tl.load(query_start_ptr + row + 1)
-    channel, place, at = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK)
-    in_p, in_n = channel < P, place < N
-    a, bias = tl.load(a_ptr + head), tl.load(bias_ptr + head)
-    x_ptr += head * P
-    b_ptr += head // (HEADS // GROUPS) * N
-    added = tl.zeros([BLOCK_P, BLOCK_N], tl.float32)
-    after = 0.0
-    for number in range(CHUNK // BLOCK):
-        token = begin + CHUNK - (number + 1) * BLOCK + at
-        inside = (token < end)[:, None]
-        step, total, whole = _steps(dt_ptr + head, token, end, stride_dt, a, bias, low, high)
-        x = tl.load(
-            x_ptr + token[:, None] * stride_x + channel[None, :], mask=inside & in_p[None, :],
-            other=0.0,
-        )  # fmt: skip
-        b = tl.load(
-            b_ptr + token[:, None] * stride_b + place[None, :], mask=inside & in_n[None, :],
-            other=0.0,
-        )  # fmt: skip
-        weight = step * tl.exp(whole - total + after)
-        weighted = (x.to(tl.float32) * weight[:, None]).to(x.dtype)
-        added = tl.dot(tl.trans(weighted), b, added, input_precision="ieee")
-        after += whole
-    target = added_ptr + (index.to(tl.int64) * HEADS + head) * (P * N)
-    tl.store(
-        target + channel[:, None] * N + place[None, :], added, mask=in_p[:, None] & in_n[None, :]
-    )
-    tl.store(decay_ptr + index * HEADS + head, after)
+    at = tl.arange(0, CHUNK)
+    head = tl.program_id(1) * STEP_HEADS + tl.arange(0, STEP_HEADS)
+    in_heads = head < HEADS
+    a = tl.load(a_ptr + head, mask=in_heads, other=0.0)
+    bias = tl.load(bias_ptr + head, mask=in_heads, other=0.0)
+    inside = (at < count)[:, None] & in_heads[None, :]
+    steps = dt_ptr + (begin.to(tl.int64) + at)[:, None] * stride_dt + head[None, :]
+    step = tl.load(steps, mask=inside, other=0.0).to(tl.float32)
+    step = tl.minimum(tl.maximum(softplus(step + bias[None, :]), low), high)
+    # Tokens behind the row's end neither add nor decay.
+    step = tl.where(inside, step, 0.0)
+    total = tl.cumsum(step * (a * LOG2_E)[None, :], axis=0)
+    place = (index.to(tl.int64) * HEADS + head)[None, :] * CHUNK + at[:, None]
+    tl.store(total_ptr + place, total, mask=in_heads[None, :])
+    tl.store(key_ptr + place, total - tl.log2(step), mask=in_heads[None, :])
 
 
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=PLACES)
-def _ssd_pass_kernel(
-    added_ptr,
-    decay_ptr,
+def _ssd_state_kernel(
+    before_ptr,
+    total_ptr,
+    key_ptr,
+    x_ptr,
+    b_ptr,
     state_ptr,
     query_start_ptr,
     seq_lens_ptr,
     slots_ptr,
     num_rows,
+    stride_x,
+    stride_b,
     HEADS: tl.constexpr,
-    SIZE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    P: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    COLUMNS: tl.constexpr,
     CHUNK: tl.constexpr,
-    PASSED: tl.constexpr,
+    LONG: tl.constexpr,
 ):
-    """One program: PASSED numbers of one head's state, through all chunks of a row, if the program
-    is that of the first one. The state before each chunk takes the place of what the chunk
-    adds."""
+    """One program: BLOCK_P x COLUMNS numbers of one head's state, through some long rows."""
     head = tl.program_id(1)
-    first = tl.program_id(0)
-    row, part, _ = longer_row(first, query_start_ptr, num_rows, CHUNK, CHUNK)
-    if (row < 0) | (part > 0):
-        return
-    count = tl.load(query_start_ptr + row + 1) - tl.load(query_start_ptr + row)
-    begins = tl.load(seq_lens_ptr + row) == count
-    slot = tl.load(slots_ptr + row).to(tl.int64)
-    place = tl.program_id(2) * PASSED + tl.arange(0, PASSED)
-    inside = place < SIZE
-    states = state_ptr + (slot * HEADS + head) * SIZE + place
-    state = tl.load(states, mask=inside & (begins == 0), other=0.0).to(tl.float32)
-    target = added_ptr + (first.to(tl.int64) * HEADS + head) * SIZE + place
-    decay_ptr += first * HEADS + head
-    for _ in range(0, count, CHUNK):
-        added = tl.load(target, mask=inside, other=0.0)
-        tl.store(target, state, mask=inside)
-        state = state * tl.exp(tl.load(decay_ptr)) + added
-        target += HEADS * SIZE
-        decay_ptr += HEADS
-    tl.store(states, state.to(state_ptr.dtype.element_ty), mask=inside)
+    tiles: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
+    channel = tl.program_id(2) // tiles * BLOCK_P + tl.arange(0, BLOCK_P)
+    place = tl.program_id(2) % tiles * COLUMNS + tl.arange(0, COLUMNS)
+    at = tl.arange(0, CHUNK)
+    in_p, in_n = channel < P, place < N
+    in_state = in_p[:, None] & in_n[None, :]
+    numbers = channel[:, None] * N + place[None, :]
+    channels = x_ptr + head * P + channel[None, :]
+    places = b_ptr + head // (HEADS // GROUPS) * N + place[None, :]
+    index = tl.program_id(0)
+    row, first, num_long = _long_row(index, query_start_ptr, num_rows, CHUNK, LONG)
+    while index < num_long:
+        start, count, slot, begins = row_of(row, query_start_ptr, seq_lens_ptr, slots_ptr)
+        states = state_ptr + (slot * HEADS + head) * (P * N) + numbers
+        state = tl.load(states, mask=in_state & (begins == 0), other=0.0).to(tl.float32)
+        for number in range(0, (count + CHUNK - 1) // CHUNK):
+            line = (number * CHUNK + at)[:, None]
+            token, inside = start + line, line < count
+            source = (first + number).to(tl.int64) * HEADS + head
+            x = tl.load(channels + token * stride_x, mask=inside & in_p[None, :], other=0.0)
+            b = tl.load(places + token * stride_b, mask=inside & in_n[None, :], other=0.0)
+            key = tl.load(key_ptr + source * CHUNK + at)
+            end = tl.load(total_ptr + source * CHUNK + CHUNK - 1)
+            before = before_ptr + source * (P * N) + numbers
+            tl.store(before, state.to(before_ptr.dtype.element_ty), mask=in_state)
+            weighted = (tl.trans(x).to(tl.float32) * tl.exp2(end - key)[None, :]).to(x.dtype)
+            state = tl.dot(weighted, b, state * tl.exp2(end), input_precision="ieee")
+        tl.store(states, state.to(state_ptr.dtype.element_ty), mask=in_state)
+        index += tl.num_programs(0)
+        if index < num_long:
+            row, first, _ = _long_row(index, query_start_ptr, num_rows, CHUNK, LONG)
 
 
-@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=PLACES)
+@triton.jit(do_not_specialize=["heads"])
 def _ssd_output_kernel(
     out_ptr,
     before_ptr,
+    total_ptr,
+    key_ptr,
+    chunk_ptr,
     x_ptr,
-    dt_ptr,
     b_ptr,
     c_ptr,
-    a_ptr,
     d_ptr,
-    bias_ptr,
-    query_start_ptr,
-    num_rows,
+    heads,
     stride_x,
-    stride_dt,
     stride_b,
     stride_c,
-    low,
-    high,
     HEADS: tl.constexpr,
     GROUPS: tl.constexpr,
     P: tl.constexpr,
@@ -168,64 +203,42 @@ def _ssd_output_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
-    """One program: the outputs of one block of a chunk for one head."""
-    BLOCKS: tl.constexpr = CHUNK // BLOCK
-    index, head = tl.program_id(0) // BLOCKS, tl.program_id(1)
-    own = BLOCKS - 1 - tl.program_id(0) % BLOCKS
-    row, part, _ = longer_row(index, query_start_ptr, num_rows, CHUNK, CHUNK)
-    if row < 0:
+    """One program: BLOCK_P channels of the outputs of one chunk, of `heads` heads of a group."""
+    index, head = tl.program_id(1), tl.program_id(0) * heads
+    begin = tl.load(chunk_ptr + 2 * index).to(tl.int64)
+    count = tl.load(chunk_ptr + 2 * index + 1)
+    if count == 0:
         return
-    begin = (tl.load(query_start_ptr + row) + part * CHUNK).to(tl.int64)
-    end = tl.load(query_start_ptr + row + 1)
-    if begin + own * BLOCK >= end:
-        return
-    channel, place, at = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK)
+    at, place = tl.arange(0, CHUNK), tl.arange(0, BLOCK_N)
+    channel = tl.program_id(2) * BLOCK_P + tl.arange(0, BLOCK_P)
     in_p, in_n = channel < P, place < N
-    a, bias = tl.load(a_ptr + head), tl.load(bias_ptr + head)
+    inside = (at < count)[:, None]
     group = head // (HEADS // GROUPS)
-    x_ptr += head * P
-    b_ptr += group * N
-    dt_ptr += head
-    token = begin + own * BLOCK + at
-    inside = (token < end)[:, None]
-    in_x, in_b = inside & in_p[None, :], inside & in_n[None, :]
-    step, total, _ = _steps(dt_ptr, token, end, stride_dt, a, bias, low, high)
-    x = tl.load(x_ptr + token[:, None] * stride_x + channel[None, :], mask=in_x, other=0.0)
-    b = tl.load(b_ptr + token[:, None] * stride_b + place[None, :], mask=in_b, other=0.0)
-    c = tl.load(
-        c_ptr + group * N + token[:, None] * stride_c + place[None, :], mask=in_b, other=0.0
-    )
-    # Chosen before exp, which may overflow for later tokens.
+    token = (begin + at)[:, None]
+    in_keys = inside & in_n[None, :]
+    c = tl.load(c_ptr + token * stride_c + group * N + place[None, :], mask=in_keys, other=0.0)
+    b = tl.load(b_ptr + token * stride_b + group * N + place[None, :], mask=in_keys, other=0.0)
+    scores = tl.dot(c, tl.trans(b), input_precision="ieee")
     earlier = at[:, None] >= at[None, :]
-    left = tl.exp(tl.where(earlier, total[:, None] - total[None, :], float("-inf")))
-    seen = tl.dot(c, tl.trans(b), input_precision="ieee") * left * step[None, :]
-    y = x.to(tl.float32) * tl.load(d_ptr + head)
-    y = tl.dot(seen.to(x.dtype), x, y, input_precision="ieee")
-    for number in range(own):
-        earlier_token = begin + (own - 1 - number) * BLOCK + at
-        step, since, whole = _steps(dt_ptr, earlier_token, end, stride_dt, a, bias, low, high)
-        x = tl.load(
-            x_ptr + earlier_token[:, None] * stride_x + channel[None, :], mask=in_p[None, :],
-            other=0.0,
+    for number in range(0, heads):
+        source = index.to(tl.int64) * HEADS + head + number
+        channels = (head + number) * P + channel[None, :]
+        in_x = inside & in_p[None, :]
+        x = tl.load(x_ptr + token * stride_x + channels, mask=in_x, other=0.0)
+        before = tl.load(
+            before_ptr + source * (P * N) + channel[None, :] * N + place[:, None],
+            mask=in_p[None, :] & in_n[:, None], other=0.0,
         )  # fmt: skip
-        b = tl.load(
-            b_ptr + earlier_token[:, None] * stride_b + place[None, :], mask=in_n[None, :],
-            other=0.0,
-        )  # fmt: skip
-        left = tl.exp(total[:, None] + (whole - since)[None, :])
-        seen = tl.dot(c, tl.trans(b), input_precision="ieee") * left * step[None, :]
-        y = tl.dot(seen.to(x.dtype), x, y, input_precision="ieee")
-        total += whole
-    source = before_ptr + (index.to(tl.int64) * HEADS + head) * (P * N)
-    before = tl.load(
-        source + channel[:, None] * N + place[None, :], mask=in_p[:, None] & in_n[None, :],
-        other=0.0,
-    ).to(c.dtype)  # fmt: skip
-    y += tl.dot(c, tl.trans(before), input_precision="ieee") * tl.exp(total)[:, None]
-    target = out_ptr + (token[:, None] * HEADS + head) * P + channel[None, :]
-    tl.store(target, y.to(out_ptr.dtype.element_ty), mask=in_x)
+        total = tl.load(total_ptr + source * CHUNK + at)
+        key = tl.load(key_ptr + source * CHUNK + at)
+        y = tl.dot(c, before, input_precision="ieee") * tl.exp2(total)[:, None]
+        # Chosen before exp2, which may overflow for later tokens.
+        left = tl.exp2(tl.where(earlier, total[:, None] - key[None, :], float("-inf")))
+        y = tl.dot((scores * left).to(x.dtype), x, y, input_precision="ieee")
+        y += x.to(tl.float32) * tl.load(d_ptr + head + number)
+        target = out_ptr + token * (HEADS * P) + channels
+        tl.store(target, y.to(out_ptr.dtype.element_ty), mask=in_x)
 
 
 def ssd_chunks(
@@ -241,37 +254,41 @@ def ssd_chunks(
     state: torch.Tensor,
     rows: Rows,
     *,
-    chunk: int = CHUNK,
-    block: int = BLOCK,
+    long: int,
+    tiles: ChunkTiles = TILES,
 ) -> None:
-    """Arguments as `ssd_scan`'s, half precision; out: [T, H, P], gets the outputs of rows of more
-    than `chunk` tokens. chunk: a multiple of block, a power of 2, at least 16."""
+    """Arguments as `ssd_scan`'s, half precision, N at most 256; out: [T, H, P], gets the outputs of
+    rows of more than `long` tokens."""
     num_tokens, heads, width = x.shape
     groups, size = b.shape[1:]
-    num_rows = rows.slots.shape[0]
-    # Each long row has more than `chunk` tokens.
-    most_rows = min(num_rows, num_tokens // (chunk + 1))
+    num_rows, chunk = rows.slots.shape[0], tiles.chunk
+    # Each long row has more than `long` tokens, and its last chunk may have one.
+    most_rows = min(num_rows, num_tokens // (long + 1))
     if not most_rows:
         return
     most_chunks = num_tokens // chunk + most_rows
-    added = torch.empty((most_chunks, heads, width, size), device=x.device)
-    decay = torch.empty((most_chunks, heads), device=x.device)
-    options = {
-        "HEADS": heads, "GROUPS": groups, "P": width, "N": size,
-        "BLOCK_P": max(16, triton.next_power_of_2(width)),
-        "BLOCK_N": max(16, triton.next_power_of_2(size)), "CHUNK": chunk, "BLOCK": block,
-        "num_warps": 8 if size > 128 else 4, "num_stages": 1,
-    }  # fmt: skip
-    launch(_ssd_added_kernel, (most_chunks, heads))(
-        added, decay, x, dt, b, a, dt_bias, rows.query_start, num_rows,
-        x.stride(0), dt.stride(0), b.stride(0), *dt_limit, **options,
+    totals, keys = torch.empty((2, most_chunks, heads, chunk), device=x.device)
+    chunks = torch.empty((most_chunks, 2), dtype=torch.int32, device=x.device)
+    before = torch.empty((most_chunks, heads, width, size), dtype=x.dtype, device=x.device)
+    launch(_ssd_steps_kernel, (most_chunks, triton.cdiv(heads, STEP_HEADS)))(
+        totals, keys, chunks, dt, a, dt_bias, rows.query_start, num_rows, dt.stride(0), *dt_limit,
+        HEADS=heads, STEP_HEADS=STEP_HEADS, CHUNK=chunk, LONG=long, num_warps=4,
     )  # fmt: skip
-    grid = (most_chunks, heads, triton.cdiv(width * size, PASSED))
-    launch(_ssd_pass_kernel, grid)(
-        added, decay, state, rows.query_start, rows.seq_lens, rows.slots, num_rows,
-        HEADS=heads, SIZE=width * size, CHUNK=chunk, PASSED=PASSED, num_warps=4,
+    sizes = {"HEADS": heads, "GROUPS": groups, "P": width, "N": size, "CHUNK": chunk}
+    block_p = min(CHANNELS, max(16, triton.next_power_of_2(width)))
+    block_n = max(16, triton.next_power_of_2(size))
+    columns = min(tiles.columns, block_n)
+    parts = triton.cdiv(width, block_p)
+    grid = (min(most_rows, MOST_ROWS), heads, parts * triton.cdiv(size, columns))
+    launch(_ssd_state_kernel, grid)(
+        before, totals, keys, x, b, state, rows.query_start, rows.seq_lens, rows.slots, num_rows,
+        x.stride(0), b.stride(0), **sizes, BLOCK_P=block_p, COLUMNS=columns, LONG=long,
+        num_warps=tiles.state_warps, num_stages=tiles.state_stages,
     )  # fmt: skip
-    launch(_ssd_output_kernel, (most_chunks * (chunk // block), heads))(
-        out, added, x, dt, b, c, a, d, dt_bias, rows.query_start, num_rows,
-        x.stride(0), dt.stride(0), b.stride(0), c.stride(0), *dt_limit, **options,
+    each = min(tiles.heads, most_chunks * heads // tiles.programs, heads // groups)
+    each = next((most for most in range(each, 1, -1) if heads // groups % most == 0), 1)
+    launch(_ssd_output_kernel, (heads // each, most_chunks, parts))(
+        out, before, totals, keys, chunks, x, b, c, d, each, x.stride(0), b.stride(0), c.stride(0),
+        **sizes, BLOCK_P=block_p, BLOCK_N=block_n,
+        num_warps=tiles.output_warps, num_stages=tiles.output_stages,
     )  # fmt: skip

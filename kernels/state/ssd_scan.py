@@ -20,11 +20,15 @@ import triton.language as tl
 
 from ..launch import launch
 from .rows import PLACES, Rows, row_of, softplus
-from .ssd_chunks import BLOCK, CHUNK, ssd_chunks
+from .ssd_chunks import TILES, ChunkTiles, ssd_chunks
 
 ANY_LENGTH = 1 << 30
 WALKED = 128
-"""Of smaller states, a walk over the chunks of a row is as fast as all chunks at once."""
+"""States with more columns are computed by `ssd_chunks` in long rows."""
+LONG = 64
+"""Tokens of a row that a walk computes as fast."""
+MOST_COLUMNS = 256
+"""Columns of a state that fit a program of `ssd_chunks`."""
 
 
 @triton.jit(do_not_specialize_on_alignment=PLACES)
@@ -134,20 +138,20 @@ def ssd_scan(
     rows: Rows,
     *,
     long: int | None = None,
-    block: int = BLOCK,
+    tiles: ChunkTiles = TILES,
 ) -> torch.Tensor:
     """x: [T, H, P]; dt: [T, H]; b, c: [T, G, N]: contiguous but for the first dimension; a, d,
     dt_bias: [H] float32; state: [num_states, H, P, N], contiguous, changed → [T, H, P]
 
-    long, block: in half precision, rows of more than `long` tokens are computed by `ssd_chunks`,
-    `block` tokens at a time; None: where that is faster.
+    long: in half precision, rows of more tokens are computed by `ssd_chunks`; None: where that is
+    faster; tiles: of `ssd_chunks`
     """
     num_tokens, heads, width = x.shape
     groups, size = b.shape[1:]
     out = torch.empty((num_tokens, heads, width), dtype=x.dtype, device=x.device)
     block_n = max(16, triton.next_power_of_2(size))
     if long is None:
-        long = CHUNK if size > WALKED else ANY_LENGTH
+        long = LONG if WALKED < size <= MOST_COLUMNS else ANY_LENGTH
     chunk, precision = 32, "tf32"
     block_p = max(16, min(triton.next_power_of_2(width), 4096 // block_n, 64))
     if x.dtype == torch.float32:
@@ -162,5 +166,5 @@ def ssd_scan(
         num_warps=4 if block_n <= 128 else 8, num_stages=1,
     )  # fmt: skip
     if not rows.single and long < ANY_LENGTH:
-        ssd_chunks(out, x, dt, b, c, a, d, dt_bias, dt_limit, state, rows, chunk=long, block=block)
+        ssd_chunks(out, x, dt, b, c, a, d, dt_bias, dt_limit, state, rows, long=long, tiles=tiles)
     return out

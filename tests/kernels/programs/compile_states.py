@@ -25,7 +25,7 @@ SSD = {
     "LONG": 256, "SINGLE": False, "PRECISION": "tf32",
 }  # fmt: skip
 LARGE = {**SSD, "N": 256, "BLOCK_N": 256, "BLOCK_P": 16}
-CHUNKS = {**SSD, "BLOCK_P": 64, "CHUNK": 256, "BLOCK": 64, "SIZE": 8192, "PASSED": 1024}
+CHUNKS = {**SSD, "BLOCK_P": 64, "CHUNK": 128, "LONG": 64, "COLUMNS": 64, "STEP_HEADS": 8}
 LARGE_CHUNKS = {**CHUNKS, "N": 256, "BLOCK_N": 256}
 SELECTIVE = {"N": 16, "BLOCK_N": 16, "CHANNELS": 32, "TOKENS": 16}
 # Qwen3-Next and Qwen3.5; in float32, too.
@@ -42,11 +42,10 @@ KERNELS = [
     (ssd_scan._ssd_scan_kernel, SSD, 4),
     (ssd_scan._ssd_scan_kernel, {**SSD, "SINGLE": True}, 4),
     (ssd_scan._ssd_scan_kernel, LARGE, 8),
-    (ssd_chunks._ssd_added_kernel, CHUNKS, 4),
-    (ssd_chunks._ssd_added_kernel, LARGE_CHUNKS, 8),
-    (ssd_chunks._ssd_pass_kernel, CHUNKS, 4),
-    (ssd_chunks._ssd_output_kernel, CHUNKS, 4),
-    (ssd_chunks._ssd_output_kernel, LARGE_CHUNKS, 8),
+    (ssd_chunks._ssd_steps_kernel, CHUNKS, 4),
+    (ssd_chunks._ssd_state_kernel, CHUNKS, 4, 3),
+    (ssd_chunks._ssd_output_kernel, CHUNKS, 8, 2),
+    (ssd_chunks._ssd_output_kernel, LARGE_CHUNKS, 8, 2),
     (selective_scan._selective_scan_kernel, SELECTIVE, 4),
     (selective_scan._selective_step_kernel, SELECTIVE, 1),
     (delta_chunks._delta_chunk_kernel, DELTA, 4),
@@ -64,17 +63,16 @@ FLOATS = (
     "bias_ptr",
     "rate_ptr",
     "factors_ptr",
-    "added_ptr",
-    "decay_ptr",
-    "before_ptr",
+    "total_ptr",
+    "key_ptr",
 )
 TYPES = {
-    "query_start_ptr": "*i32", "seq_lens_ptr": "*i32", "slots_ptr": "*i64",
+    "query_start_ptr": "*i32", "seq_lens_ptr": "*i32", "slots_ptr": "*i64", "chunk_ptr": "*i32",
     "low": "fp32", "strength": "fp32", "high": "fp32", "scale": "fp32", "eps": "fp32",
 }  # fmt: skip
 if "once" in sys.argv:
     KERNELS = list({case[0].fn: case for case in reversed(KERNELS)}.values())
-for kernel, constants, warps in KERNELS:
+for kernel, constants, warps, *stages in KERNELS:
     names = kernel.arg_names
     constants = {name: value for name, value in constants.items() if name in names}
     convolution = "weight_ptr" in names
@@ -89,7 +87,7 @@ for kernel, constants, warps in KERNELS:
     }
     places = {(names.index(name),): value for name, value in constants.items()}
     source = ASTSource(fn=kernel, signature=signature, constexprs=places)
-    options = {"num_warps": warps, "num_stages": 1}
+    options = {"num_warps": warps, "num_stages": stages[0] if stages else 1}
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     assert compiled.metadata.shared < 227 * 1024, kernel
     assert "ld.local" not in compiled.asm["ptx"], kernel
