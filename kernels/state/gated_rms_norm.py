@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from ..launch import launch
+from ..pdl import gdc_launch_dependents, gdc_wait, pdl_options
 
 
 @triton.jit
@@ -28,15 +29,19 @@ def _gated_rms_norm_kernel(
     GATE_FIRST: tl.constexpr,
     SIGMOID: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program: one group of one token."""
     token = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, BLOCK)
     mask = place < GROUP
     channel = tl.program_id(1) * GROUP + place
+    weight = tl.load(weight_ptr + (place if SHARED else channel), mask=mask, other=0.0)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     x = tl.load(x_ptr + token * stride_x + channel, mask=mask, other=0.0)
     gate = tl.load(gate_ptr + token * stride_gate + channel, mask=mask, other=0.0).to(tl.float32)
-    weight = tl.load(weight_ptr + (place if SHARED else channel), mask=mask, other=0.0)
     factor = (1.0 if SIGMOID else gate) / (1.0 + tl.exp(-gate))
     wide = x.to(tl.float32)
     if GATE_FIRST:
@@ -68,9 +73,11 @@ def gated_rms_norm(
     num_tokens, size = x.shape
     out = torch.empty((num_tokens, size), dtype=x.dtype, device=x.device)
     block = triton.next_power_of_2(group_size)
+    options = pdl_options(x.device)
     launch(_gated_rms_norm_kernel, (num_tokens, size // group_size))(
         out, x, gate, weight, x.stride(0), gate.stride(0), size, eps,
         GROUP=group_size, SHARED=weight.shape[0] == group_size, GATE_FIRST=gate_first,
-        SIGMOID=sigmoid, BLOCK=block, num_warps=min(16, max(1, block // 512)),
+        SIGMOID=sigmoid, BLOCK=block, PDL=bool(options),
+        num_warps=min(16, max(1, block // 512)), **options,
     )  # fmt: skip
     return out

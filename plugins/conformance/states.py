@@ -14,8 +14,14 @@ import pytest
 import torch
 
 from ...core.nn.operations import Operations
-from ...core.nn.state.operations import ChannelDeltaWeights, DeltaWeights, ScanWeights
+from ...core.nn.state.operations import (
+    ChannelDeltaWeights,
+    ConvWeights,
+    DeltaWeights,
+    ScanWeights,
+)
 from ...core.nn.state.rows import StateRows
+from ...core.nn.state.sizes import Mamba2Sizes
 
 REFERENCE = Operations()
 NUM_STATES = 8
@@ -122,6 +128,41 @@ class StateChecks:
         shapes = [(heads, width), (heads,), (groups, size), (groups, size)]
         state = self.draw(NUM_STATES, heads, width, size, dtype=torch.float32)
         self._check_states("ssd_scan", dtype, step, shapes, [weights], state)
+
+    def test_layers_of_mamba_2_continue_states(self, dtype: torch.dtype) -> None:
+        """Two decode steps: what the first leaves is read."""
+        operations, rows = self.make(dtype), make_rows(STEPS["decode"], self.device)
+        for groups, gated, width in ((2, True, 40), (1, False, 16)):
+            sizes = Mamba2Sizes(0, 4, width, 20, groups, 4)
+            _, channels, heads = sizes.projection
+            skip, bias = (self.draw(heads, dtype=torch.float32, seed=seed) for seed in (1, 2))
+            weights = ScanWeights(self._rates(heads), skip, bias, (0.1, 1.5))
+            conv = ConvWeights(
+                self.draw(channels, 4, dtype=dtype, scale=0.5),
+                self.draw(channels, dtype=dtype, seed=1) if gated else None,
+            )
+            got, want = (
+                [
+                    self.draw(NUM_STATES, 3, channels, dtype=dtype, seed=3),
+                    self.draw(NUM_STATES, heads, width, 20, dtype=torch.float32, seed=4),
+                ]
+                for _ in range(2)
+            )
+            for state in (*got, *want):
+                state[rows.slots[rows.begins].long()] = float("nan")
+            for seed in (5, 6):
+                shape = (sum(sizes.projection),)
+                projected = self._sliced(rows.num_tokens, *shape, dtype=dtype, seed=seed)
+                results = [
+                    each.mamba2(
+                        projected, conv, weights, sizes, states[0], states[1], rows, gated=gated
+                    )
+                    for each, states in ((operations, got), (REFERENCE, want))
+                ]
+                self.near(*results, dtype)
+            for one, other in zip(got, want, strict=True):
+                used = rows.slots.long()
+                self.near(one[used], other[used], dtype)
 
     @pytest.mark.parametrize("step", STEPS)
     def test_selective_scans_continue_states(self, dtype: torch.dtype, step: str) -> None:

@@ -15,7 +15,8 @@ from ...core.nn.experts import SparseMLP
 from ...core.nn.mlp import GatedMLP
 from ...core.nn.rotary import Rotary
 from ...core.nn.routing import RoutingRule
-from ...core.nn.state.mamba2 import Mamba2Mixer, Mamba2Sizes
+from ...core.nn.state.mamba2 import Mamba2Mixer
+from ...core.nn.state.sizes import Mamba2Sizes
 from .decoder import QKV_SHARDS, CausalLM, Decoder
 from .granite import GraniteAttention
 from .mamba import check_activation

@@ -83,8 +83,8 @@ class FalconH1Block(Block):
     ) -> torch.Tensor:
         normed = self.input_layernorm(hidden)
         projected = self.mamba.in_proj(normed * self.mamba_in)
-        inner = self.mamba.inner((projected * self.factors).to(normed.dtype), context)
-        state = self.mamba.out_proj(inner)
+        inner, remaining = self.mamba.inner((projected * self.factors).to(normed.dtype), context)
+        state = self.mamba.out_proj(inner, norm=remaining)
         attended = self.self_attn(normed * self.attention_in, None, rotary, context, add=False)
         hidden = hidden + (state * self.mamba_out + attended * self.attention_out)
         out: torch.Tensor = self.mlp(hidden, self.pre_ff_layernorm)

@@ -12,7 +12,8 @@ from ...core.loading.model_config import ModelConfig
 from ...core.loading.weight_map import WeightMap
 from ...core.nn.context import BuildContext
 from ...core.nn.state.mamba import MambaMixer, MambaSizes
-from ...core.nn.state.mamba2 import Mamba2Mixer, Mamba2Sizes
+from ...core.nn.state.mamba2 import Mamba2Mixer
+from ...core.nn.state.sizes import Mamba2Sizes
 from .decoder import CausalLM, SelfAttention
 from .mixer import MixerBlock, MixerDecoder
 

@@ -16,7 +16,8 @@ from ...core.nn.experts import SparseMLP
 from ...core.nn.mlp import PlainMLP
 from ...core.nn.rotary import Rotary
 from ...core.nn.routing import RoutingRule
-from ...core.nn.state.mamba2 import Mamba2Mixer, Mamba2Sizes
+from ...core.nn.state.mamba2 import Mamba2Mixer
+from ...core.nn.state.sizes import Mamba2Sizes
 from .decoder import QKV_SHARDS, CausalLM, SelfAttention
 from .mamba import BACKBONE
 from .mixer import MixerBlock, MixerDecoder

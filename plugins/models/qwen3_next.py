@@ -15,7 +15,8 @@ from ...core.nn.context import BuildContext, ForwardContext
 from ...core.nn.linear import MergedLinear
 from ...core.nn.norm import OffsetRMSNorm
 from ...core.nn.rotary import Rotary
-from ...core.nn.state.delta_net import DeltaSizes, GatedDeltaNet
+from ...core.nn.state.delta_net import GatedDeltaNet
+from ...core.nn.state.sizes import DeltaSizes
 from .decoder import CausalLM, Decoder, SelfAttention
 from .mixer import HybridBlock
 from .qwen2_moe import Qwen2MoeForCausalLM, shared_mixture

@@ -17,7 +17,8 @@ from ...core.nn.embedding import Embedding
 from ...core.nn.linear import Linear, MergedLinear
 from ...core.nn.norm import RMSNorm
 from ...core.nn.rotary import Rotary
-from ...core.nn.state.mamba2 import Mamba2Mixer, Mamba2Sizes
+from ...core.nn.state.mamba2 import Mamba2Mixer
+from ...core.nn.state.sizes import Mamba2Sizes
 from ...core.protocols.attention import AttentionSpec
 from .decoder import QKV_SHARDS, CausalLM, Decoder, MakeMLP, SelfAttention
 

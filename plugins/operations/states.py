@@ -1,4 +1,5 @@
-"""Operations on states of sequences by Triton kernels: one to three launches each."""
+"""Operations on states of sequences by Triton kernels: one to three launches each, and one for all
+of a layer between its projections, where every row has one token."""
 
 from __future__ import annotations
 
@@ -8,18 +9,24 @@ import torch
 
 from ...core.nn.state.operations import (
     ChannelDeltaWeights,
+    ConvWeights,
     DeltaWeights,
     ScanWeights,
     StateOperations,
 )
 from ...core.nn.state.rows import StateRows
+from ...core.nn.state.sizes import Mamba2Sizes
 from ...kernels.state.causal_conv import causal_conv
 from ...kernels.state.channel_delta_rule import channel_delta_rule
 from ...kernels.state.delta_rule import delta_rule
 from ...kernels.state.gated_rms_norm import gated_rms_norm
+from ...kernels.state.mamba2_step import mamba2_step
 from ...kernels.state.rows import Rows
 from ...kernels.state.selective_scan import selective_scan
 from ...kernels.state.ssd_scan import ssd_scan
+
+MAX_COUNTERS = 1 << 14
+"""Rows times groups of heads, at most, of a step in one launch."""
 
 
 def _rows(rows: StateRows) -> Rows:
@@ -31,6 +38,17 @@ class TritonStates(StateOperations):
     """The kernels read a step's rows on the device."""
 
     mixed_states: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._state_counters: dict[torch.device, torch.Tensor] = {}
+
+    def _counters(self, device: torch.device) -> torch.Tensor:
+        """[MAX_COUNTERS] int32 zeros. Never replaced: captured graphs hold its address."""
+        if device not in self._state_counters:
+            zeros = torch.zeros(MAX_COUNTERS, dtype=torch.int32, device=device)
+            self._state_counters[device] = zeros
+        return self._state_counters[device]
 
     def causal_conv(
         self,
@@ -59,6 +77,29 @@ class TritonStates(StateOperations):
         return ssd_scan(
             x, dt, b, c, weights.a, weights.d, weights.dt_bias, weights.dt_limit, state,
             _rows(rows),
+        )  # fmt: skip
+
+    def mamba2(
+        self,
+        projected: torch.Tensor,
+        conv: ConvWeights,
+        weights: ScanWeights,
+        sizes: Mamba2Sizes,
+        conv_state: torch.Tensor,
+        state: torch.Tensor,
+        rows: StateRows,
+        *,
+        gated: bool,
+    ) -> torch.Tensor:
+        """[T, projection] → [T, H P]; rows of one token in one launch."""
+        places = _rows(rows)
+        if not places.single or projected.shape[0] * sizes.num_groups > MAX_COUNTERS:
+            return super().mamba2(
+                projected, conv, weights, sizes, conv_state, state, rows, gated=gated
+            )
+        return mamba2_step(
+            projected, *conv, conv_state, weights.a, weights.d, weights.dt_bias, weights.dt_limit,
+            state, places, self._counters(projected.device), groups=sizes.num_groups, gated=gated,
         )  # fmt: skip
 
     def selective_scan(

@@ -85,6 +85,7 @@ class TritonOperations(TritonStates, TritonLatents, Operations):
         return None
 
     def __init__(self) -> None:
+        super().__init__()
         self._workspaces: dict[torch.device, SplitKWorkspace] = {}
 
     @classmethod

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,34 +14,7 @@ from ..context import BuildContext, ForwardContext
 from ..linear import Linear, MergedLinear
 from .layer import CausalConv, GateNorm, StateLayer
 from .operations import DeltaWeights
-
-
-class DeltaSizes(NamedTuple):
-    """Sizes of a layer."""
-
-    hidden_size: int
-    num_key_heads: int
-    num_value_heads: int
-    key_dim: int
-    value_dim: int
-    kernel: int
-    """Inputs that the convolution sees."""
-
-    @property
-    def keys(self) -> int:
-        """Channels of all keys, and of all queries."""
-        return self.num_key_heads * self.key_dim
-
-    @property
-    def values(self) -> int:
-        """Channels of all values, and of the gate."""
-        return self.num_value_heads * self.value_dim
-
-    @property
-    def projection(self) -> tuple[int, int, int, int]:
-        """Widths: queries, keys and values; gate; logits of beta; step sizes."""
-        heads = self.num_value_heads
-        return 2 * self.keys + self.values, self.values, heads, heads
+from .sizes import DeltaSizes
 
 
 class GatedDeltaNet(StateLayer):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,39 +11,17 @@ from torch import nn
 from ...parallel.ranks import ONE_RANK
 from ..context import BuildContext, ForwardContext
 from ..linear import Linear
-from .layer import CausalConv, GateNorm, StateLayer
-from .operations import ScanWeights
-
-
-class Mamba2Sizes(NamedTuple):
-    """Sizes of a layer."""
-
-    hidden_size: int
-    num_heads: int
-    head_dim: int
-    state_size: int
-    num_groups: int
-    """Groups of heads that share their keys and queries (B and C), and of channels that are normed
-    together."""
-    kernel: int
-    """Inputs that the convolution sees."""
-
-    @property
-    def inner(self) -> int:
-        """Channels of all heads."""
-        return self.num_heads * self.head_dim
-
-    @property
-    def keys(self) -> int:
-        """Channels of the keys of all groups, and of the queries."""
-        return self.num_groups * self.state_size
+from ..norm import RMSNorm
+from .layer import CausalConv, StateLayer
+from .operations import ConvWeights, ScanWeights
+from .sizes import Mamba2Sizes
 
 
 class Mamba2Mixer(StateLayer):
     """Projection to gate, inputs, keys, queries and step sizes; convolution; recurrence; gated
     norm; projection. Takes the place of a block's attention."""
 
-    norm: GateNorm | None
+    norm: RMSNorm | None
 
     def __init__(
         self,
@@ -59,21 +38,19 @@ class Mamba2Mixer(StateLayer):
     ) -> None:
         """bias: of the first projection; out_bias: of the last one; dt_limit: range of the step
         size; gate_first: the gate comes before the norm; normed: there is a norm."""
-        channels = sizes.inner + 2 * sizes.keys
+        _, channels, _ = sizes.projection
         super().__init__(
             conv=((sizes.kernel - 1, channels), build.dtype),
             ssm=((sizes.num_heads, sizes.head_dim, sizes.state_size), torch.float32),
         )
         self.sizes, self.operations, self.ranks = sizes, build.operations, ONE_RANK
-        self.eps, self.gate_first, self.dt_limit = eps, gate_first, dt_limit
-        self.in_proj = Linear(
-            sizes.hidden_size, sizes.inner + channels + sizes.num_heads, build, bias=bias
-        )
+        self.gate_first, self.dt_limit = gate_first, dt_limit
+        self.in_proj = Linear(sizes.hidden_size, sum(sizes.projection), build, bias=bias)
         self.conv1d = CausalConv(channels, sizes.kernel, build, bias=conv_bias)
         self.dt_bias = nn.Parameter(build.empty(sizes.num_heads))
         self.A_log = nn.Parameter(build.empty(sizes.num_heads))
         self.D = nn.Parameter(build.empty(sizes.num_heads))
-        self.norm = GateNorm(sizes.inner, build) if normed else None
+        self.norm = RMSNorm(sizes.inner, eps, build) if normed else None
         self.out_proj = Linear(sizes.inner, sizes.hidden_size, build, bias=out_bias)
         self.weights: ScanWeights
 
@@ -95,30 +72,28 @@ class Mamba2Mixer(StateLayer):
     ) -> torch.Tensor:
         """hidden + mixer(norm(hidden)), or with `add` False the second term alone: [num_tokens,
         hidden_size] → the same shape. `rotary` is not used."""
-        inner = self.inner(self.in_proj(hidden, norm=norm), context)
-        return self.ranks.add(hidden if add else None, (self.out_proj, inner))
+        y, remaining = self.inner(self.in_proj(hidden, norm=norm), context)
+        product = partial(self.out_proj, norm=remaining)
+        return self.ranks.add(hidden if add else None, (product, y))
 
-    def inner(self, projected: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """[num_tokens, projection] → input of the last projection, [num_tokens, inner]"""
-        sizes, rows = self.sizes, context.layout.state_rows
-        channels = sizes.inner + 2 * sizes.keys
-        gate, convolved, dt = projected.split([sizes.inner, channels, sizes.num_heads], dim=-1)
-        convolved = self.operations.causal_conv(
-            convolved, self.conv1d.kernel, self.conv1d.bias, self.state("conv"), rows, silu=True
-        )
-        x, keys, queries = convolved.split([sizes.inner, sizes.keys, sizes.keys], dim=-1)
-        y = self.operations.ssd_scan(
-            x.unflatten(-1, (sizes.num_heads, sizes.head_dim)),
-            dt,
-            keys.unflatten(-1, (sizes.num_groups, sizes.state_size)),
-            queries.unflatten(-1, (sizes.num_groups, sizes.state_size)),
-            self.weights,
-            self.state("ssm"),
-            rows,
-        ).flatten(-2)
-        if self.norm is None:
-            return self.operations.silu_mul(torch.cat([gate, y], dim=-1))
-        return self.operations.gated_rms_norm(
-            y, gate, self.norm.weight, self.eps,
+    def inner(
+        self, projected: torch.Tensor, context: ForwardContext
+    ) -> tuple[torch.Tensor, RMSNorm | None]:
+        """[num_tokens, projection] → input of the last projection, [num_tokens, inner], and the
+        norm that this projection has to apply to it, if any"""
+        sizes, rows, norm = self.sizes, context.layout.state_rows, self.norm
+        # One norm of all channels behind the gate is the projection's: with one token in its pass
+        # over the weight. Of a prompt it is computed together with the gate.
+        passed = self.gate_first and sizes.num_groups == 1 and rows.max_query_len == 1
+        gated = norm is None or passed
+        y = self.operations.mamba2(
+            projected, ConvWeights(self.conv1d.kernel, self.conv1d.bias), self.weights, sizes,
+            self.state("conv"), self.state("ssm"), rows, gated=gated,
+        )  # fmt: skip
+        if norm is None or gated:
+            return y, norm
+        y = self.operations.gated_rms_norm(
+            y, projected[:, : sizes.inner], norm.weight, norm.eps,
             group_size=sizes.inner // sizes.num_groups, gate_first=self.gate_first,
         )  # fmt: skip
+        return y, None

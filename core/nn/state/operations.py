@@ -17,6 +17,16 @@ from .scan import (
     ssd_step,
     ssd_tokens,
 )
+from .sizes import Mamba2Sizes
+
+
+class ConvWeights(NamedTuple):
+    """Parameters of a convolution of each channel."""
+
+    kernel: torch.Tensor
+    """[channels, inputs that an output sees]"""
+    bias: torch.Tensor | None
+    """[channels]"""
 
 
 class ScanWeights(NamedTuple):
@@ -138,6 +148,38 @@ class StateOperations:
             state, rows,
         )  # fmt: skip
         return (y + weights.d[:, None] * values).to(x.dtype)
+
+    def mamba2(
+        self,
+        projected: torch.Tensor,
+        conv: ConvWeights,
+        weights: ScanWeights,
+        sizes: Mamba2Sizes,
+        conv_state: torch.Tensor,
+        state: torch.Tensor,
+        rows: StateRows,
+        *,
+        gated: bool,
+    ) -> torch.Tensor:
+        """Mamba 2 between its projections: `causal_conv` with silu, `ssd_scan` of its outputs, and
+        with `gated` times silu(gate).
+
+        projected: [T, widths of `sizes.projection`], last stride 1; conv_state: [num_states, K - 1,
+        C], state: [num_states, H, P, N], contiguous → [T, H P]
+        """
+        gate, convolved, dt = projected.split(sizes.projection, dim=-1)
+        convolved = self.causal_conv(convolved, *conv, conv_state, rows, silu=True)
+        x, keys, queries = convolved.split([sizes.inner, sizes.keys, sizes.keys], dim=-1)
+        y = self.ssd_scan(
+            x.unflatten(-1, (sizes.num_heads, sizes.head_dim)),
+            dt,
+            keys.unflatten(-1, (sizes.num_groups, sizes.state_size)),
+            queries.unflatten(-1, (sizes.num_groups, sizes.state_size)),
+            weights,
+            state,
+            rows,
+        ).flatten(-2)
+        return F.silu(gate) * y if gated else y
 
     def selective_scan(
         self,

@@ -13,6 +13,7 @@ from jackfield.kernels.state import (
     delta_chunks,
     delta_rule,
     gated_rms_norm,
+    mamba2_step,
     selective_scan,
     ssd_chunks,
     ssd_scan,
@@ -35,13 +36,21 @@ DELTA = {
 }  # fmt: skip
 DELTA_STEP = {**DELTA, "VALUES": 16}
 DELTA_WIDE = {**DELTA, "VALUES": 16, "CHUNK": 16, "PRECISION": "ieee"}
-NORM = {"GROUP": 8192, "SHARED": False, "GATE_FIRST": True, "SIGMOID": False, "BLOCK": 8192}
+STEP = {
+    **SSD, "TAPS": 4, "CONV_BIAS": True, "GATED": True, "BLOCK_P": 32, "PDL": True,
+}  # fmt: skip
+NORM = {
+    "GROUP": 8192, "SHARED": False, "GATE_FIRST": True, "SIGMOID": False, "BLOCK": 8192,
+    "PDL": True,
+}  # fmt: skip
 KERNELS = [
     (causal_conv._conv_kernel, CONV, 4),
     (causal_conv._conv_state_kernel, {**CONV, "SINGLE": False}, 1),
     (ssd_scan._ssd_scan_kernel, SSD, 4),
     (ssd_scan._ssd_scan_kernel, {**SSD, "SINGLE": True}, 4),
     (ssd_scan._ssd_scan_kernel, LARGE, 8),
+    (mamba2_step._mamba2_step_kernel, STEP, 4),
+    (mamba2_step._mamba2_step_kernel, {**STEP, "N": 256, "BLOCK_N": 256, "BLOCK_P": 16}, 4),
     (ssd_chunks._ssd_steps_kernel, CHUNKS, 4),
     (ssd_chunks._ssd_state_kernel, CHUNKS, 4, 3),
     (ssd_chunks._ssd_output_kernel, CHUNKS, 8, 2),
@@ -68,6 +77,7 @@ FLOATS = (
 )
 TYPES = {
     "query_start_ptr": "*i32", "seq_lens_ptr": "*i32", "slots_ptr": "*i64", "chunk_ptr": "*i32",
+    "counter_ptr": "*i32",
     "low": "fp32", "strength": "fp32", "high": "fp32", "scale": "fp32", "eps": "fp32",
 }  # fmt: skip
 if "once" in sys.argv:
