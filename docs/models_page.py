@@ -40,8 +40,8 @@ rerank](../how-to/embeddings.md). To add one: [write a plugin](../how-to/write-a
 - **ranks**: how several GPUs can share the model ([several GPUs](../how-to/several-gpus.md)):
   *tensor*: each holds a part of every layer; *experts*: also some of the experts whole;
   *stages*: each holds some of the layers.
-- **GPU**: the last run of that test there, from
-  [conformance.jsonl](../benchmarks/conformance.jsonl).
+- **GPU**: the last run of that case there, in float32 and bfloat16, with recorded steps, from
+  [conformance.jsonl](../benchmarks/conformance.jsonl), which also says how near it came.
 
 """
 
@@ -82,10 +82,10 @@ def models(table: Callable[[list[str], list[list[str]]], str]) -> str:
         if name not in tests:
             raise SystemExit(f"tests/plugins/models names no test of {entry.name}")
         file, test = tests[name]
-        ran = runs.get((file, test)) or "not yet"
+        case = test.partition("[")[2][:-1]
+        ran = runs.get((file, case or test)) or "not yet"
         family = entry.reference.partition(":")[0].rpartition(".")[2]
         equal = "" if name == entry.name else f" (as {name})"
-        case = test.partition("[")[2][:-1]
         where = f"{file}: `{case}`" if case else f"`{test}`"
         rows.append([
             f"`{entry.name}`{equal}", f"`{family}`", where, _quantization(kind), _ranks(kind), ran
@@ -175,16 +175,17 @@ def _parametrized(path: Path) -> str:
 
 
 def _runs() -> dict[tuple[str, str], str]:
-    """(file, test) → day and device of the last run on a GPU, if it passed."""
+    """(file, case or class) → day and device of the last run on a GPU, and whether it failed."""
     runs: dict[tuple[str, str], str] = {}
     for line in RECORD.read_text().splitlines():
         row = json.loads(line)
-        if row["kind"] != "models" or row["device"] == "cpu":
+        if row["device"] == "cpu" or not (row.get("passed") or row["failed"]):
             continue
         run = f"{row['date'][:10]}, {row['device'].removeprefix('NVIDIA ')}"
-        for case in row.get("cases", ()):
-            runs[row["name"], case] = run
         if row["failed"]:
             run = "failed " + run
-        runs["test_model_kit", row["name"]] = run
+        if row["kind"] == "architectures":
+            runs[row.get("file", ""), row["name"]] = run
+        elif row["kind"] == "models":
+            runs["test_model_kit", row["name"]] = run
     return runs

@@ -2,17 +2,22 @@
 
     python examples/benchmarks/conformance.py --out docs/benchmarks/conformance.jsonl
     python examples/benchmarks/conformance.py --kind attention_backend --name mine
+    python examples/benchmarks/conformance.py --architectures --processes 13 --out ...
 
 The first runs this project's own classes in tests/plugins, which have the kits' data: samples,
 checkpoints, configurations; `--folder` chooses among them. The second checks registered names,
-anybody's, each in a process of its own. `--seconds` bounds a folder, or a name.
+anybody's, each in a process of its own. The third compares each architecture with its reference
+through the whole engine, and says how near it comes. `--seconds` bounds a folder, a name, or all
+architectures.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import importlib.metadata
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -28,11 +33,21 @@ from jackfield.plugins.conformance.options import KITS, PACKAGE
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = ROOT / "tests" / "plugins"
+ON_GPU = TESTS / "models" / "test_architectures_on_gpu.py"
+DTYPES = ("float32", "bfloat16")
+TO_REPORT = 30.0
+"""Seconds for pytest to write its report after its time is over."""
 
 
 def environment(commit: str) -> dict[str, Any]:
     """What it ran on."""
     import torch
+
+    def version(package: str) -> str | None:
+        try:
+            return importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            return None
 
     cuda = torch.cuda.is_available()
     return {
@@ -40,6 +55,8 @@ def environment(commit: str) -> dict[str, Any]:
         "commit": commit,
         "device": torch.cuda.get_device_name() if cuda else "cpu",
         "torch": torch.__version__,
+        "triton": version("triton"),
+        "transformers": version("transformers"),
         "python": sys.version.split()[0],
     }
 
@@ -53,23 +70,35 @@ class Outcome(NamedTuple):
     result: str
     """passed, failed or skipped"""
     reason: str
+    properties: dict[str, str]
+    """What it recorded."""
 
 
 def run_pytest(arguments: list[str], seconds: float) -> tuple[list[Outcome], str]:
-    """→ outcomes, and why there are none, where that is so."""
+    """→ outcomes, and why some are missing, where that is so."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [
             sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=line",
             f"--junitxml={report}", "-o", "junit_family=xunit2", *arguments,
         ]  # fmt: skip
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        status = ""
         try:
-            process = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+            output, _ = process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
-            return [], f"not through after {seconds:.0f} s"
+            status = f"not through after {seconds:.0f} s"
+            process.send_signal(signal.SIGINT)
+            try:
+                output, _ = process.communicate(timeout=TO_REPORT)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                return [], status
         if not report.is_file():
-            return [], (process.stderr or process.stdout).strip()[-500:]
-        return [read_case(case) for case in ElementTree.parse(report).iter("testcase")], ""
+            return [], status or output.strip()[-500:]
+        return [read_case(case) for case in ElementTree.parse(report).iter("testcase")], status
 
 
 def read_case(case: ElementTree.Element) -> Outcome:
@@ -80,7 +109,8 @@ def read_case(case: ElementTree.Element) -> Outcome:
         if element is not None:
             result = "skipped" if tag == "skipped" else "failed"
             reason = " ".join(element.get("message", "").split())[:200]
-    return Outcome(case.get("classname", ""), case.get("name", ""), result, reason)
+    recorded = {p.get("name", ""): p.get("value", "") for p in case.iter("property")}
+    return Outcome(case.get("classname", ""), case.get("name", ""), result, reason, recorded)
 
 
 def summary(outcomes: Iterable[Outcome]) -> dict[str, Any]:
@@ -109,10 +139,32 @@ def from_tests(folders: list[str], seconds: float) -> Iterator[dict[str, Any]]:
         for outcome in outcomes:
             groups.setdefault(outcome.group.rpartition(".")[2], []).append(outcome)
         for name, members in groups.items():
-            row = {"kind": folder, "name": name, **summary(members), "folder_seconds": duration}
-            if folder == "models":  # docs/reference/models.md says of each whether it ran.
-                row["cases"] = [o.test for o in members if o.result == "passed" and "[" in o.test]
-            yield row
+            yield {"kind": folder, "name": name, **summary(members), "folder_seconds": duration}
+
+
+def from_architectures(processes: int, seconds: float) -> Iterator[dict[str, Any]]:
+    """Each case: the largest difference of log-probabilities from the reference's, the bound, and
+    the share of tokens beyond it (of mixtures), by the type of the weights."""
+    start = time.monotonic()
+    arguments = [
+        str(ON_GPU), "--rootdir", str(ROOT), "-m", "gpu", "-o", "timeout=120", "-n",
+        str(processes), "--dist", "worksteal",
+    ]  # fmt: skip
+    outcomes, status = run_pytest(arguments, seconds)
+    duration = round(time.monotonic() - start, 1)
+    if status:
+        yield {"kind": "architectures", "name": "all", "failed": 1, "ended": status}
+    cases: dict[str, list[Outcome]] = {}
+    for outcome in outcomes:
+        cases.setdefault(outcome.test.partition("[")[2].removesuffix("]"), []).append(outcome)
+    for case, members in sorted(cases.items()):
+        file, _, name = case.partition("/")
+        row = {"kind": "architectures", "name": name, "file": file, **summary(members)}
+        for dtype in DTYPES:
+            for text in filter(None, (member.properties.get(dtype) for member in members)):
+                numbers = map(float, text.split())
+                row[dtype] = dict(zip(("difference", "bound", "beyond"), numbers, strict=True))
+        yield {**row, "folder_seconds": duration}
 
 
 def from_names(kinds: list[str], names: list[str], seconds: float) -> Iterator[dict[str, Any]]:
@@ -134,22 +186,30 @@ def main() -> int:
     parser.add_argument("--folder", action="append", help="of tests/plugins; default: all")
     parser.add_argument("--kind", action="append", choices=sorted(KITS), help="registered names")
     parser.add_argument("--name", action="append", default=[], help="default: all of the kind")
+    parser.add_argument("--architectures", action="store_true", help="each of them, on a GPU")
+    parser.add_argument("--processes", type=int, default=8, help="of --architectures")
     parser.add_argument("--seconds", type=float, default=600.0, help="limit for one process")
     parser.add_argument("--commit", default="", help="what to record as the commit")
     options = parser.parse_args()
     folders = options.folder or sorted({test.parent.name for test in TESTS.glob("*/test_*.py")})
     about = environment(options.commit)
     print(json.dumps(about))
-    rows = (
-        from_names(options.kind, options.name, options.seconds)
-        if options.kind
-        else from_tests(folders, options.seconds)
-    )
+    if options.architectures:
+        rows = from_architectures(options.processes, options.seconds)
+    elif options.kind:
+        rows = from_names(options.kind, options.name, options.seconds)
+    else:
+        rows = from_tests(folders, options.seconds)
     failed = 0
     for row in rows:
         failed += row["failed"]
         counts = " ".join(f"{row.get(k, 0):>5} {k}" for k in ("passed", "failed", "skipped"))
-        print(f"{row['kind']:18} {row['name']:32} {counts}  {row.get('ended', '')}", flush=True)
+        near = " ".join(
+            f"{row[k]['difference']:.2g}/{row[k]['bound']:.2g}" for k in DTYPES if k in row
+        )
+        print(
+            f"{row['kind']:18} {row['name']:32} {counts}  {near}{row.get('ended', '')}", flush=True
+        )
         for line in [*row.get("failures", []), *row.get("skips", {})]:
             print(f"    {line[:160]}")
         if options.out:
