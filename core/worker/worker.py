@@ -88,7 +88,7 @@ class Worker:
         )  # fmt: skip
         try:
             started = start.run()
-        except torch.OutOfMemoryError as error:
+        except (torch.OutOfMemoryError, MemoryError) as error:
             raise explain_oom(error, "starting the engine") from error
         except Exception as error:
             # Torch raises no distinct type of error for a CPU.

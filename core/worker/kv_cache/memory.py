@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from ...cache.groups import CacheGroup, TokenCache, longest_sequence, sequence_blocks
@@ -14,6 +15,21 @@ from ...errors import OutOfMemory
 GIB = 1 << 30
 MOST_EMPTY_BLOCKS = 1 << 18
 """Blocks without bytes: enough for any use, and few enough for lists on the host."""
+
+
+CACHE_LINE = 64
+"""Bytes to whose multiple torch aligns its own tensors on a CPU."""
+
+
+def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return zeros. On a CPU, pages take memory and time when they are first written, not now: most
+    of a cache is never used by a short program."""
+    if device.type != "cpu":
+        return torch.zeros(*shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    pages = np.zeros(num_bytes + CACHE_LINE, dtype=np.uint8)
+    begin = -pages.ctypes.data % CACHE_LINE
+    return torch.from_numpy(pages[begin : begin + num_bytes]).view(dtype).view(*shape)
 
 
 def bytes_per_token(spec: TokenCache) -> int:
@@ -29,10 +45,8 @@ def allocate_cache(
 ) -> dict[str, torch.Tensor]:
     """Return a layer's cache of zeros: part name → [count, num_blocks, block_size, *shape]."""
     return {
-        part.name: torch.zeros(
-            (part.count, num_blocks, block_size, *part.shape),
-            dtype=getattr(torch, part.dtype),
-            device=device,
+        part.name: zeros(
+            (part.count, num_blocks, block_size, *part.shape), getattr(torch, part.dtype), device
         )
         for part in spec.parts
     }
@@ -84,9 +98,10 @@ def num_kv_blocks(
     return int(blocks)
 
 
-def explain_oom(error: RuntimeError, doing: str) -> OutOfMemory:
+def explain_oom(error: RuntimeError | MemoryError, doing: str) -> OutOfMemory:
     """Return advice for the case that the device ran out of memory while `doing`."""
+    reason, _, _ = str(error).partition("\n")
     return OutOfMemory(
         f"out of device memory while {doing}: lower gpu_memory_utilization, max_num_batched_tokens "
-        f"or max_num_seqs, or free memory that other programs hold ({str(error).splitlines()[0]})"
+        f"or max_num_seqs, or free memory that other programs hold ({reason})"
     )

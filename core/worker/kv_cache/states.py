@@ -17,7 +17,7 @@ from ...nn.context import BatchLayout
 from ...nn.state.layer import StateLayer
 from ...protocols.attention import AttentionBackend, AttentionSpec
 from ...step import StateCopy
-from .memory import GIB
+from .memory import GIB, zeros
 
 SNAPSHOT_SHARE = 1 / 10
 """Share that snapshots get of the memory that is free beside the slots' states."""
@@ -70,7 +70,7 @@ class States:
         bound: dict[StateLayer, dict[str, torch.Tensor]] = {layer: {} for layer in layers}
         for part, sharers in places.items():
             shape = (len(sharers), num_states, *part.shape)
-            tensor = torch.zeros(shape, dtype=getattr(torch, part.dtype), device=device)
+            tensor = zeros(shape, getattr(torch, part.dtype), device)
             self.storage[part] = tensor
             for number, layer in enumerate(sharers):
                 bound[layer][part.name] = tensor[number]
