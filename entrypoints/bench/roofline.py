@@ -78,6 +78,22 @@ class Extent(NamedTuple):
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """What configurations call the number of experts."""
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+HIDDEN = ("hidden_size", "n_embd", "d_model")
+HEADS = ("num_attention_heads", "n_head", "n_heads")
+INNER = ("intermediate_size", "ffn_hidden_size", "ffn_dim", "n_inner")
+KV_HEADS = ("num_key_value_heads", "num_kv_heads")
+PLAIN = frozenset({
+    "apertus", "arcee", "bloom", "falcon", "gpt2", "gpt_neox", "gptj", "mpt", "nemotron", "opt",
+    "persimmon", "phi", "starcoder2",
+})  # fmt: skip
+"""Model types whose MLPs have no gate; without a size of their own, they are four times as wide as
+hidden states."""
+
+
+def _first(config: Mapping[str, Any], names: Sequence[str]) -> int:
+    """Return the first of these fields that is there and not 0; 0: none is."""
+    return int(next(filter(None, map(config.get, names)), 0))
 
 
 class LatentShape(NamedTuple):
@@ -127,7 +143,7 @@ class StateShape(NamedTuple):
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> StateShape | None:
         """Return the sizes in a checkpoint's config.json; None if no layer keeps a state."""
-        hidden, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
+        hidden, layers = _first(config, HIDDEN), _first(config, LAYERS)
         if config["model_type"] == "qwen3_next":
             names = ("num_key_heads", "key_head_dim", "num_value_heads", "value_head_dim")
             key_heads, key, heads, value = (int(config[f"linear_{name}"]) for name in names)
@@ -179,14 +195,16 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     attention_layers: int
     gated_attention: bool = False
     """Whether queries have a gate as wide as they."""
+    gated_mlp: bool = True
+    """Whether MLPs have a gate as wide as what it is multiplied by."""
 
     @classmethod
     def from_config(
         cls, config: Mapping[str, Any], *, weight_bytes: float = 2, kv_bytes: float = 2
     ) -> ModelShape:
         """Return the sizes in a checkpoint's config.json."""
-        hidden, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
-        heads = int(config.get("num_attention_heads") or 0)
+        hidden, layers, heads = (_first(config, names) for names in (HIDDEN, LAYERS, HEADS))
+        plain = config["model_type"] in PLAIN
         state = StateShape.from_config(config)
         interval = int(config.get("full_attention_interval") or 1)
         return cls(
@@ -196,13 +214,14 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
             gated_attention=interval > 1,
             hidden=hidden,
             heads=heads,
-            kv_heads=int(config.get("num_key_value_heads") or heads),
+            gated_mlp=not plain,
+            kv_heads=_first(config, KV_HEADS) or (1 if config.get("multi_query") else heads),
             head_dim=int(config.get("head_dim") or hidden // max(heads, 1)),
-            intermediate=int(config.get("intermediate_size") or 0),
+            intermediate=_first(config, INNER) or (4 * hidden if plain else 0),
             vocab=int(config["vocab_size"]),
             weight_bytes=weight_bytes,
             kv_bytes=kv_bytes,
-            experts=int(next(filter(None, (config.get(name) for name in EXPERTS)), 0)),
+            experts=_first(config, EXPERTS),
             experts_per_token=int(config.get("num_experts_per_tok") or 0),
             expert_intermediate=int(
                 config.get("moe_intermediate_size") or config.get("intermediate_size") or 0
@@ -274,7 +293,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
     def _mlp_weights(self, experts: float) -> float:
         """Number of weights of all layers' MLPs, of mixtures so many chosen experts."""
-        dense = 3 * self.hidden * self.intermediate
+        dense = (3 if self.gated_mlp else 2) * self.hidden * self.intermediate
         if not self.experts:
             return self.layers * dense
         chosen = 3 * self.expert_intermediate * (experts + self.shared_experts)

@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from .family_shapes import FAMILY_SHAPES
+
 Kind = Literal[
     "latency", "decode", "batch", "prefill", "context", "chats", "http", "start", "first",
     "minute",
@@ -126,9 +128,10 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "torch_dtype": "bfloat16", "use_cache": True, "use_sliding_window": False,
         "vocab_size": 151936,
     },
+    **FAMILY_SHAPES,
 }  # fmt: skip
-"""The configurations of published checkpoints (Qwen3-Next-80B-A3B with 12 of its 48 layers); their
-weights are random, created on the device."""
+"""The configurations of published checkpoints (Qwen3-Next-80B-A3B with 12 of its 48 layers, EXAONE
+4.0 32B with 16 of 64); their weights are random, created on the device."""
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True):

@@ -29,7 +29,7 @@ class DummyLoader:
                 data = parameter.data
                 if name.endswith("bias"):
                     data.zero_()
-                elif data.dim() == 1:
+                elif data.dim() < 2:
                     data.fill_(1.0)
                 else:
                     bound = (3.0 / data.shape[-1]) ** 0.5

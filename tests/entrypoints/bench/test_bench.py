@@ -11,6 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from jackfield.entrypoints.bench.command import run
+from jackfield.entrypoints.bench.family_shapes import FAMILY_SHAPES
 from jackfield.entrypoints.bench.roofline import (
     Ceilings,
     Extent,
@@ -165,6 +166,7 @@ def test_the_floor_of_8b_is_its_bytes(tmp_path: Path) -> None:
     assert set(ARCHITECTURES) == {
         "Qwen3-0.6B", "Qwen3-8B", "Qwen3-30B-A3B", "Qwen2.5-7B", "Gemma-2-9B",
         "DeepSeek-V2-Lite", "Mamba2-2.7B", "Falcon-H1-1.5B", "Qwen3-Next-12L",
+        *FAMILY_SHAPES,
     }  # fmt: skip
     shape = ModelShape.from_config(model_config_dict(write_model("Qwen3-8B", tmp_path)))
     assert shape.step_weight_bytes(1) == pytest.approx(15.1e9, rel=0.01)
@@ -199,6 +201,26 @@ def test_the_floor_of_models_with_states(model: str, state: float, tmp_path: Pat
     )  # fmt: skip
     more = decode_step_floor(shape, card, 64, 0) - shape.step_weight_bytes(64)
     assert more == pytest.approx(128 * state, rel=0.01)
+
+
+BILLIONS = {
+    "Apertus-8B": 7.52, "Arcee-4.5B": 4.29, "BLOOM-7B1": 7.07, "Baichuan2-7B": 6.99,
+    "Command-R7B": 8.03, "EXAONE-3.5-7.8B": 7.40, "EXAONE-4.0-32B-16L": 8.26, "Falcon-7B": 6.92,
+    "GPT-2-XL": 1.56, "GPT-J-6B": 5.84, "Hunyuan-7B": 7.50, "InternLM2.5-7B": 7.36,
+    "Llama-3.1-8B": 7.50, "MPT-7B": 6.65, "MiniCPM-2B": 2.72, "Nemotron-Mini-4B": 3.40,
+    "OPT-6.7B": 6.65, "Persimmon-8B": 8.32, "Pythia-6.9B": 6.65, "SmolLM3-3B": 3.08,
+    "StarCoder2-7B": 7.17,
+}  # fmt: skip
+"""Weights that a token is multiplied with: what the checkpoints' pages count, less embeddings that
+are only looked up."""
+
+
+def test_the_floors_of_families_are_their_weights() -> None:
+    floors = {
+        name: ModelShape.from_config(config).step_weight_bytes(1) / 2e9
+        for name, config in FAMILY_SHAPES.items()
+    }
+    assert floors == pytest.approx(BILLIONS, abs=0.01)
 
 
 def test_the_floor_of_a_mixture_with_latents(tmp_path: Path) -> None:
