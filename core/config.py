@@ -272,6 +272,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             ge=0,
         ),
     ] = 0
+    kv_compression_prompt_interval: Annotated[
+        int,
+        _doc(
+            "Prompt tokens between two compactions while a prompt is computed, so that a cache "
+            "never holds all of it; 0: only once the prompt is computed.",
+            ge=0,
+        ),
+    ] = 0
     kv_compression_on_pressure: Annotated[
         bool,
         _doc(
@@ -510,11 +518,22 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
         if self.speculative_config is not None:
             self._check_speculative()
-        if self.kv_compression_on_pressure and self.kv_compression_interval:
+        intervals = {
+            "kv_compression_interval": self.kv_compression_interval,
+            "kv_compression_prompt_interval": self.kv_compression_prompt_interval,
+        }
+        for name, interval in intervals.items():
+            if self.kv_compression_on_pressure and interval:
+                raise ConfigError(
+                    f"{name}: caches are compacted only when blocks run out "
+                    "(kv_compression_on_pressure); leave one of them out",
+                    param=name,
+                )
+        if self.kv_compression_prompt_interval and not self.enable_chunked_prefill:
             raise ConfigError(
-                "kv_compression_interval: caches are compacted only when blocks run out "
-                "(kv_compression_on_pressure); leave one of them out",
-                param="kv_compression_interval",
+                "kv_compression_prompt_interval: prompts are computed in one step "
+                "(enable_chunked_prefill is off), so their caches are compacted only after it",
+                param="kv_compression_prompt_interval",
             )
         if self.calculate_kv_scales and self.kv_transfer_config is not None:
             raise ConfigError(

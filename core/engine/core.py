@@ -420,5 +420,6 @@ def _compression_rule(config: EngineConfig) -> CompressionRule | None:
         ratio=config.kv_compression_ratio,
         budget=config.kv_compression_budget,
         interval=config.kv_compression_interval,
+        prompt_interval=config.kv_compression_prompt_interval,
         on_pressure=config.kv_compression_on_pressure,
     )

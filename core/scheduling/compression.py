@@ -17,6 +17,8 @@ from .kv_transfers import KVTransfers
 
 MIN_KEPT = 16
 """Fewest tokens that stay: below this, even the first and the last tokens would be dropped."""
+GROWTH = 16
+"""A request is admitted beside others whose caches may grow by one part in so many."""
 NEVER = sys.maxsize
 WORTH = 8
 """A cache is compacted for the sake of a waiting request if one in so many of its blocks comes
@@ -34,6 +36,8 @@ class CompressionRule(msgspec.Struct, frozen=True):
     """Tokens that stay."""
     interval: int = 0
     """Tokens generated between two compactions; 0: only once, after the prompt."""
+    prompt_interval: int = 0
+    """Prompt tokens computed between two compactions; 0: none before the prompt is computed."""
     on_pressure: bool = False
     """Compact only when blocks run out, instead of after the prompt and at intervals."""
 
@@ -41,6 +45,32 @@ class CompressionRule(msgspec.Struct, frozen=True):
         """Return how many tokens of a sequence of `length` stay."""
         count = math.ceil(self.ratio * length) if self.budget is None else self.budget
         return min(length, max(MIN_KEPT, count))
+
+    def next_place(self, num_computed: int, num_prompt_tokens: int) -> int:
+        """Return the computed tokens with which a cache is compacted next. In a prompt, the places
+        are the same wherever its computation began, after cached blocks or not."""
+        if num_computed < num_prompt_tokens:
+            step = self.prompt_interval or num_prompt_tokens
+            return min((num_computed // step + 1) * step, num_prompt_tokens)
+        return num_computed + self.interval if self.interval else NEVER
+
+    def most_tokens(self, num_prompt_tokens: int, length: int) -> int:
+        """Return how many tokens the cache of a sequence holds at most while its first `length`
+        tokens are computed: a prompt, or a preempted request's, from the first one on."""
+        if self.on_pressure:
+            return length
+        most = 0
+        # The longer the sequence, the more stays: the last two stretches of each kind suffice.
+        for first, end, interval in (
+            (0, min(length, num_prompt_tokens), self.prompt_interval),
+            (num_prompt_tokens, length, self.interval),
+        ):
+            last = first + (end - 1 - first) // interval * interval if interval else first
+            for begin, until in ((last - interval, last), (last, end)):
+                if first <= begin < until:
+                    kept = self.kept_tokens(begin) if begin else 0
+                    most = max(most, kept + until - begin)
+        return most
 
     def of(self, params: KVCompressionParams | None) -> CompressionRule | None:
         """Return the rule of a request, which may have a ratio or a budget of its own; None: its
@@ -97,12 +127,39 @@ class CacheCompression:
 
     # ------------------------------------------------------------ requests
 
-    def admit(self, request: Request) -> None:
-        """Set when the request's cache is first compacted: once its prompt is computed."""
+    def admit(self, request: Request, num_computed: int) -> None:
+        """Set when the cache of a request that begins with so many computed tokens is first
+        compacted."""
         rule = self._rule.of(request.params.kv_compression)
         request.compact_at = NEVER
         if rule is not None and not rule.on_pressure:
-            request.compact_at = request.num_prompt_tokens
+            prompt = request.num_prompt_tokens
+            request.compact_at = min(prompt, rule.next_place(num_computed, prompt))
+
+    def most_tokens(self, request: Request, num_hits: int) -> int:
+        """Return how many tokens the request's cache holds at most until all are computed, with
+        `num_hits` cached blocks, which others may hold, too: then it may stay whole."""
+        rule = self._rule.of(request.params.kv_compression)
+        if rule is None or num_hits:
+            return request.num_tokens
+        return rule.most_tokens(request.num_prompt_tokens, request.num_tokens)
+
+    def promised(self, requests: Iterable[Request]) -> int:
+        """Return how many more blocks running requests are likely to take: until their prompts are
+        computed, or, for what they generate, another `GROWTH`th of what they have.
+
+        To preempt a request whose cache was compacted costs more than the blocks that come back
+        are worth: its whole prompt is computed again.
+        """
+        blocks_for, promised = self._kv.blocks_for, 0
+        for request in requests:
+            held = len(request.tables[0])
+            if request.num_tokens - request.num_computed_tokens > 1:
+                promised += max(0, blocks_for(self.most_tokens(request, 0)) - held)
+            else:
+                left = request.max_total_tokens - request.num_tokens
+                promised += min(held // GROWTH, blocks_for(left))
+        return promised
 
     def withdraw(self, slot: int) -> None:
         """Leave a slot out of the plan, as its request leaves it."""
@@ -119,8 +176,9 @@ class CacheCompression:
         assert rule is not None, "no compaction is due"
         gain, kept = self._gain(request, rule, () if transfers is None else transfers.held_blocks)
         if gain < self.min_gain or self._compact_due(request, kept, gain):
-            interval = rule.interval
-            request.compact_at = request.num_computed_tokens + interval if interval else NEVER
+            request.compact_at = rule.next_place(
+                request.num_computed_tokens, request.num_prompt_tokens
+            )
 
     def relieve(self, requests: Iterable[Request], *, worth: int | None = None) -> bool:
         """Compact the cache, of those that wait for pressure, from which most blocks come back.

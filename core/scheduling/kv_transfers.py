@@ -157,7 +157,8 @@ class KVTransfers:
     def hold_prompt(self, request: Request) -> None:
         """Hold the full blocks of a request's prompt that were not offered yet, as its cache is
         about to be compacted: `offer_save` offers them when their results have arrived."""
-        first, full = request.num_offered_blocks, request.num_prompt_tokens // self.kv.block_size
+        computed = min(request.num_prompt_tokens, request.num_computed_tokens)
+        first, full = request.num_offered_blocks, computed // self.kv.block_size
         if full <= first or not self._saving or request.compacted or self.failure is not None:
             return
         blocks = request.block_ids[first:full]

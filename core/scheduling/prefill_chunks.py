@@ -15,7 +15,7 @@ class PrefillChunks:
 
     If layers keep states, a chunk ends where the states after it are worth keeping: after the
     blocks that a request with the same tokens would not compute, and after what the request has in
-    common with earlier ones (`Request.state_boundary`).
+    common with earlier ones (`Request.state_boundary`). It ends where the cache is compacted, too.
     """
 
     def __init__(
@@ -49,6 +49,8 @@ class PrefillChunks:
     def length(self, request: Request, computed: int, budget: int) -> int:
         """Return the length of the chunk that follows the first `computed` tokens."""
         chunk = min(request.num_tokens - computed, self.most(budget))
+        if computed < request.compact_at < computed + chunk:
+            return request.compact_at - computed
         if self._ends_at_states and self.chunked:
             for boundary in sorted((self._last_boundary(request), request.state_boundary)):
                 if computed < boundary < computed + chunk:

@@ -93,6 +93,8 @@ class RowPlanner:
                 decodes.append(request)
                 budget -= 1
             else:
+                if computed >= request.compact_at:
+                    self._compress(request)
                 chunk = self._chunks.length(request, computed, budget)
                 if not self._extend_blocks(request, chunk, builder):
                     break
@@ -192,13 +194,18 @@ class RowPlanner:
             if (cost := allowance.cost(request)) is None:
                 return False
             reserve += cost
-        if not self._kv.can_hold(request.num_tokens, hits, reserve):
+        num_computed, most = request.num_tokens - num_left, request.num_tokens
+        if self._compression is not None:
+            most = self._compression.most_tokens(request, hits.num_blocks)
+            reserve += self._compression.promised(self._requests.running.requests)
+            self._compression.admit(request, num_computed)
+        if not self._kv.can_hold(most, hits, reserve):
             self._want_blocks(request, hits, reserve)
             return False
         snapshots = self._kv.snapshots
         if snapshots is not None:
             request.state_boundary = hits.num_seen * self._kv.block_size
-        chunk = self._chunks.length(request, request.num_tokens - num_left, builder.budget)
+        chunk = self._chunks.length(request, num_computed, builder.budget)
         self._requests.run(request)
         self._kv.allocate(request, chunk, hits)
         builder.table_writes += self._kv.whole_tables(request)
@@ -214,8 +221,6 @@ class RowPlanner:
             self._kv.count_lookup(
                 request, max(0, request.num_cached_tokens - request.num_loaded_tokens)
             )
-        if self._compression is not None:
-            self._compression.admit(request)
         builder.start(request)
         if snapshots is not None and hits.state is not None:
             builder.state_loads.append(StateCopy(request.slot, snapshots.use(hits.state)))

@@ -22,9 +22,10 @@ class CompactingMachine(PriorityMachine):
 
 
 class RecompactingMachine(PriorityMachine):
-    """Caches are compacted again every few tokens, in a pool that is often starved."""
+    """Caches are compacted again every few tokens, of prompts, too, in a pool that is often
+    starved."""
 
-    kv_compression = CompressionRule(budget=16, interval=4)
+    kv_compression = CompressionRule(budget=16, interval=4, prompt_interval=5)
     num_blocks = 12
 
 
@@ -38,7 +39,7 @@ class PressedMachine(PriorityMachine):
 class CompactingConnectorMachine(ConnectorPriorityMachine):
     """Blocks are loaded and saved while caches are compacted."""
 
-    kv_compression = CompressionRule(ratio=0.3, interval=6)
+    kv_compression = CompressionRule(ratio=0.3, interval=6, prompt_interval=18)
     num_blocks = 20
 
 

@@ -730,6 +730,65 @@ def test_a_budget_and_an_interval_bound_a_long_generation():
     assert stats.kv_compactions == request.num_compactions >= 8
 
 
+def test_a_prompt_is_compacted_while_it_is_computed():
+    """At most 64 of 320 tokens stay, and 64 more come: 8 blocks and a copy of 4, for each."""
+    scheduler = compressing(num_blocks=26, ratio=0.2, prompt_interval=64)
+    requests = [make_request(320, max_tokens=20, token=n) for n in range(4)]
+    add(scheduler, *requests)
+    places, most = [], 0
+    while scheduler.has_work:
+        plan = scheduler.schedule()
+        places += [(each.num_tokens, each.kept) for each in plan.compactions if each.slot == 0]
+        run(scheduler, plan)
+        scheduler.check_invariants()
+        most = max(most, scheduler.num_running)
+    # 26 tokens stay of 128, 39 of 192, 52 of 256; the first stretch of all is cut to 16.
+    assert places[:5] == [(64, 16), (80, 26), (90, 39), (103, 52), (116, 64)]
+    assert most >= 3 and scheduler.stats.num_preemptions == 0
+    assert [len(request.output_token_ids) for request in requests] == [20] * 4
+
+
+@pytest.mark.parametrize("prompt_interval", [0, 64])
+def test_a_preempted_request_is_compacted_where_it_was_before(prompt_interval):
+    rule = CompressionRule(ratio=0.25, interval=10, prompt_interval=prompt_interval)
+    scheduler = make_scheduler(kv_compression=rule, enable_prefix_caching=False)
+    request = make_request(160, max_tokens=60)
+    add(scheduler, request)
+    places: list[list[tuple[int, int]]] = [[]]
+    while scheduler.has_work:
+        if len(places) == 1 and len(request.output_token_ids) == 27:
+            scheduler.requests.preempt(request)
+            places.append([])
+        plan = scheduler.schedule()
+        for each in plan.compactions:
+            places[-1].append((request.num_dropped_tokens + each.kept, each.kept))
+        run(scheduler, plan)
+        scheduler.check_invariants()
+    before, after = places
+    assert len(before) >= 3 and after[: len(before)] == before
+
+
+def test_most_tokens_of_a_cache_are_those_that_it_holds():
+    rules = [
+        CompressionRule(ratio=0.3), CompressionRule(ratio=0.3, prompt_interval=50),
+        CompressionRule(budget=40, prompt_interval=7, interval=9),
+        CompressionRule(ratio=0.6, interval=30), CompressionRule(ratio=0.5, on_pressure=True),
+    ]  # fmt: skip
+    for rule in rules:
+        for prompt, length in ((20, 20), (200, 200), (200, 201), (200, 320), (49, 350)):
+            held = computed = most = 0
+            place = NEVER if rule.on_pressure else rule.next_place(0, prompt)
+            while computed < length:
+                if computed == place:
+                    held, place = (
+                        min(held, rule.kept_tokens(computed)), rule.next_place(computed, prompt),
+                    )  # fmt: skip
+                end = min(place, length)
+                held, computed = held + end - computed, end
+                most = max(most, held)
+            assert rule.most_tokens(prompt, length) == most, (rule, prompt, length)
+
+
 def test_a_request_may_have_a_rule_of_its_own():
     params = ({"ratio": 0.25}, {"budget": 48}, "off", None)
     kept = []

@@ -145,34 +145,46 @@ def pruned_reference(
     folder: Path,
     tokens: list[int],
     compressor: KVCompressor,
-    kept: int,
+    places: dict[int, int],
     count: int,
     cache: RoundedCache | None = None,
 ) -> list[int]:
-    """Greedy tokens of the `transformers` model, whose cache loses tokens after the prompt: each KV
-    head attends densely to those that are left."""
+    """Greedy tokens of the `transformers` model, whose cache loses tokens with so many computed →
+    so many kept, the last with the prompt: each KV head attends densely to those that are left."""
     model = reference_model(folder)
     normed: list[torch.Tensor] = []
     hooks = [
         layer.self_attn.q_norm.register_forward_hook(lambda *args: normed.append(args[2]))
         for layer in model.model.layers
     ]
-    output = model(torch.tensor([tokens]), use_cache=True, past_key_values=cache)
+    begin, seen = 0, [torch.empty(0, 4, 32)] * len(model.model.layers)
+    """Queries of each layer so far."""
+    for end, kept in places.items():
+        normed.clear()
+        positions = torch.arange(begin, end)[None]
+        output = model(
+            torch.tensor([tokens[begin:end]]), use_cache=True, past_key_values=cache,
+            position_ids=positions,
+        )  # fmt: skip
+        angles = model.model.rotary_emb(normed[0], positions)
+        begin, cache = end, output.past_key_values
+        for number, (layer, heads) in enumerate(zip(cache.layers, normed, strict=True)):
+            more = {}
+            if compressor.num_queries:
+                turned, _ = apply_rotary_pos_emb(*[heads.transpose(1, 2)] * 2, *angles)
+                seen[number] = torch.cat([seen[number], turned[0].transpose(0, 1)])
+                more["queries"] = seen[number][-compressor.num_queries :]
+            keys, values = (each[0].transpose(0, 1) for each in (layer.keys, layer.values))
+            spec = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=32, scale=32**-0.5)
+            scores = compressor.scores(spec, keys, values, **more)
+            # In the order that they had, as recent tokens are told by their places.
+            index = torch.topk(scores, kept, dim=0).indices.sort(dim=0).values
+            index = index[:, :, None].expand(-1, -1, keys.shape[2])
+            layer.keys = keys.gather(0, index).transpose(0, 1)[None].contiguous()
+            layer.values = values.gather(0, index).transpose(0, 1)[None].contiguous()
     for hook in hooks:
         hook.remove()
-    angles = model.model.rotary_emb(normed[0], torch.arange(len(tokens))[None])
-    cache, chosen = output.past_key_values, [int(output.logits[0, -1].argmax())]
-    for layer, heads in zip(cache.layers, normed, strict=True):
-        more = {}
-        if compressor.num_queries:
-            turned, _ = apply_rotary_pos_emb(heads.transpose(1, 2), heads.transpose(1, 2), *angles)
-            more["queries"] = turned[0].transpose(0, 1)[-compressor.num_queries :]
-        keys, values = (each[0].transpose(0, 1) for each in (layer.keys, layer.values))
-        spec = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=32, scale=32**-0.5)
-        scores = compressor.scores(spec, keys, values, **more)
-        index = torch.topk(scores, kept, dim=0).indices[:, :, None].expand(-1, -1, keys.shape[2])
-        layer.keys = keys.gather(0, index).transpose(0, 1)[None].contiguous()
-        layer.values = values.gather(0, index).transpose(0, 1)[None].contiguous()
+    chosen = [int(output.logits[0, -1].argmax())]
     while len(chosen) < count:
         position = torch.tensor([[len(tokens) + len(chosen) - 1]])
         output = model(
@@ -192,7 +204,6 @@ def pruned_reference(
         ("torch", RKV, OUTPUT, "int8_int4"), ("torch", KeyNorm, OUTPUT, "int4"),
         pytest.param("triton", SnapKV, 3, "auto", marks=interpreted),
         pytest.param("triton", ExpectedAttention, 3, "auto", marks=interpreted),
-        pytest.param("triton", KeyDiff, 3, "auto", marks=interpreted),
         pytest.param("triton", KeyNorm, 3, "int8", marks=interpreted),
     ],
 )  # fmt: skip
@@ -203,7 +214,7 @@ async def test_tokens_are_those_of_dense_attention_to_what_is_left(
     is stored in fewer bits is moved as it is, and scored as attention sees it."""
     tokens = prompt(45)
     rounds = None if stored == "auto" else RoundedCache(stored)
-    expected = pruned_reference(folder, tokens, policy(), 18, count, rounds)
+    expected = pruned_reference(folder, tokens, policy(), {45: 18}, count, rounds)
     whole = greedy_reference(reference_model(folder), tokens, count)[0]
     assert name == "triton" or expected != whole, "nothing of importance was dropped"
     results, stats = await outputs(
@@ -215,6 +226,30 @@ async def test_tokens_are_those_of_dense_attention_to_what_is_left(
     assert stats.kv_compactions == 1 and stats.kv_blocks_returned == 12 - 5
     assert stats.kv_tokens_compacted == 45 and stats.kv_tokens_dropped == 45 - 18
     assert stats.kv_compaction_seconds > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "policy", "count"),
+    [
+        ("torch", KeyNorm, OUTPUT), ("torch", SnapKV, OUTPUT),
+        pytest.param("triton", KeyDiff, 3, marks=interpreted),
+    ],
+)  # fmt: skip
+async def test_later_tokens_of_a_prompt_attend_to_what_is_left(
+    folder: Path, name: str, policy: type[KVCompressor], count: int
+) -> None:
+    """The cache loses tokens with each 25 of the prompt, beside another prompt, which decodes."""
+    tokens = prompt(60)
+    expected = pruned_reference(folder, tokens, policy(), {25: 16, 50: 20, 60: 24}, count)
+    once = pruned_reference(folder, tokens, policy(), {60: 24}, count)
+    assert name == "triton" or expected != once, "nothing of importance was dropped early"
+    results, stats = await outputs(
+        folder, [prompt(5, 1), tokens], attention_backend=name, kv_compression=NAMES[policy],
+        kv_compression_ratio=0.4, kv_compression_prompt_interval=25,
+        max_num_batched_tokens=16, params={"max_tokens": count},
+    )  # fmt: skip
+    assert results[1] == expected
+    assert stats.kv_compactions == 3 and stats.kv_tokens_dropped == 60 - 24
 
 
 async def test_a_sibling_of_a_prefix_is_unchanged(folder: Path) -> None:
@@ -381,6 +416,10 @@ def test_policies_keep_first_and_last_tokens() -> None:
         ({"kv_compression": "window", "kv_compression_budget": 0}, "kv_compression_budget"),
         ({"kv_compression": "window", "kv_compression_interval": 8,
           "kv_compression_on_pressure": True}, "kv_compression_interval"),
+        ({"kv_compression": "window", "kv_compression_prompt_interval": 8,
+          "kv_compression_on_pressure": True}, "kv_compression_prompt_interval: .*run out"),
+        ({"kv_compression": "window", "kv_compression_prompt_interval": 8,
+          "enable_chunked_prefill": False}, "kv_compression_prompt_interval: .*in one step"),
         ({"kv_compression": "window", "attention_backend": "flex"}, "reads no compacted cache"),
         ({"kv_compression": "window", "runner": "pooling"}, "kv_compression: .* is pooled"),
     ],
@@ -467,11 +506,12 @@ async def test_operations_without_the_option_are_refused(folder: Path) -> None:
 
 async def test_scores_of_a_wrong_shape_name_the_plugin(folder: Path) -> None:
     plugins = load_plugins(extra=[Outside()])
-    async with AsyncEngine(config(folder, kv_compression="one_score"), plugins=plugins) as engine:
+    options = {"kv_compression": "one_score", "kv_compression_prompt_interval": 16}
+    async with AsyncEngine(config(folder, **options), plugins=plugins) as engine:
         async for output in engine.generate(prompt(40), SamplingParams(ignore_eos=True)):
             last = output
         assert last.error is not None
-        assert "one_score" in last.error and "its scores are [40]" in last.error
+        assert "one_score" in last.error and "its scores are [32]" in last.error
         assert await run(engine, prompt(10)), "others go on"
 
 
