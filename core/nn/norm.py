@@ -61,6 +61,27 @@ class OffsetRMSNorm(RMSNorm):
         return Norm(self.factor, self.eps)
 
 
+class ScaledRMSNorm(RMSNorm):
+    """factor * x / rms(x) * weight, in float32 and rounded once: products after it take the factor
+    with the norm."""
+
+    def __init__(self, size: int, eps: float, build: BuildContext, *, factor: float) -> None:
+        super().__init__(size, eps, build)
+        self.factor = factor
+        self.scaled: torch.Tensor
+        scaled = torch.empty(size, device=build.device, dtype=torch.float32)
+        self.register_buffer("scaled", scaled, persistent=False)
+
+    def after_loading(self) -> None:
+        """Scale the weight once it is loaded."""
+        self.scaled.copy_(self.weight.detach()).mul_(self.factor)
+
+    @property
+    def norm(self) -> Norm:
+        """Return the parameters with the scaled weight, always float32."""
+        return Norm(self.scaled, self.eps)
+
+
 class AllHeadsRMSNorm(RMSNorm):
     """One norm over heads that ranks divide: each adds up the squares of its own."""
 

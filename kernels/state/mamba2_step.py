@@ -35,6 +35,12 @@ class StepConfig(NamedTuple):
     num_warps: int
 
 
+@triton.jit
+def _scaled(x, factor):
+    """Return factor * x, rounded as a projection's output is: states keep it so."""
+    return (factor * x.to(tl.float32)).to(x.dtype)
+
+
 @triton.jit(do_not_specialize_on_alignment=PLACES)
 def _mamba2_step_kernel(
     out_ptr,
@@ -52,6 +58,12 @@ def _mamba2_step_kernel(
     stride_projected,
     low,
     high,
+    gate_factor,
+    x_factor,
+    key_factor,
+    query_factor,
+    step_factor,
+    out_factor,
     HEADS: tl.constexpr,
     GROUPS: tl.constexpr,
     P: tl.constexpr,
@@ -59,6 +71,7 @@ def _mamba2_step_kernel(
     TAPS: tl.constexpr,
     CONV_BIAS: tl.constexpr,
     GATED: tl.constexpr,
+    SCALED: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
@@ -102,17 +115,27 @@ def _mamba2_step_kernel(
     new_x = tl.load(projected_ptr + INNER + channel, mask=in_p, other=0.0)
     new_key = tl.load(projected_ptr + INNER + key, mask=in_n, other=0.0)
     new_query = tl.load(projected_ptr + INNER + query, mask=in_n, other=0.0)
-    step = tl.load(projected_ptr + INNER + SIZE + head).to(tl.float32)
+    step = tl.load(projected_ptr + INNER + SIZE + head)
     if GATED:
-        gate = tl.load(projected_ptr + channel, mask=in_p, other=0.0).to(tl.float32)
+        gate = tl.load(projected_ptr + channel, mask=in_p, other=0.0)
+    if SCALED:
+        new_x = _scaled(new_x, x_factor)
+        new_key = _scaled(new_key, key_factor)
+        new_query = _scaled(new_query, query_factor)
+        step = _scaled(step, step_factor)
+        if GATED:
+            gate = _scaled(gate, gate_factor)
     x = convolved(x_sum, x_last, new_x)
     keys = convolved(key_sum, key_last, new_key)
     queries = convolved(query_sum, query_last, new_query)
-    step = tl.minimum(tl.maximum(softplus(step + bias), low), high)
+    step = tl.minimum(tl.maximum(softplus(step.to(tl.float32) + bias), low), high)
     state = state * tl.exp(step * a) + (x * step)[:, None] * keys[None, :]
     y = tl.sum(state * queries[None, :], axis=1) + d * x
     if GATED:
+        gate = gate.to(tl.float32)
         y *= gate / (1.0 + tl.exp(-gate))
+        if SCALED:
+            y *= out_factor
     out = out_ptr + row.to(tl.int64) * INNER + channel
     tl.store(out, y.to(out_ptr.dtype.element_ty), mask=in_p)
     tl.store(states, state.to(state_ptr.dtype.element_ty), mask=inside)
@@ -149,13 +172,14 @@ def mamba2_step(
     *,
     groups: int,
     gated: bool,
+    factors: tuple[float, float, float, float, float, float] | None = None,
     config: StepConfig | None = None,
 ) -> torch.Tensor:
     """projected: [R, H P + (H P + 2 G N) + H], gate, inputs of the convolution (x, B and C) and
     step sizes, last stride 1; weight: [H P + 2 G N, K], conv_bias: [H P + 2 G N], contiguous;
     inputs: [num_states, K - 1, H P + 2 G N] and state: [num_states, H, P, N], contiguous, changed;
     a, d, dt_bias: [H] float32; counters: [at least R G] int32, zeros before and after; `rows` have
-    one token each → [R, H P]"""
+    one token each; factors: of gate, x, B, C, step sizes, and of the gated result → [R, H P]"""
     num_rows = projected.shape[0]
     heads, width, states = state.shape[1:]
     if not rows.single or counters.numel() < num_rows * groups:
@@ -166,8 +190,10 @@ def mamba2_step(
     launch(_mamba2_step_kernel, (num_rows, heads, triton.cdiv(width, config.channels)))(
         out, projected, weight, conv_bias, inputs, a, d, dt_bias, state, counters,
         rows.seq_lens, rows.slots, projected.stride(0), *dt_limit,
+        *(factors or (1.0,) * 6),
         HEADS=heads, GROUPS=groups, P=width, N=states, TAPS=weight.shape[1],
-        CONV_BIAS=conv_bias is not None, GATED=gated, BLOCK_P=config.channels,
+        CONV_BIAS=conv_bias is not None, GATED=gated,
+        SCALED=factors is not None, BLOCK_P=config.channels,
         BLOCK_N=triton.next_power_of_2(states), PDL=bool(options), num_warps=config.num_warps,
         **options,
     )  # fmt: skip

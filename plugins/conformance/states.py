@@ -18,6 +18,7 @@ from ...core.nn.state.operations import (
     ChannelDeltaWeights,
     ConvWeights,
     DeltaWeights,
+    Mamba2Factors,
     ScanWeights,
 )
 from ...core.nn.state.rows import StateRows
@@ -132,7 +133,8 @@ class StateChecks:
     def test_layers_of_mamba_2_continue_states(self, dtype: torch.dtype) -> None:
         """Two decode steps: what the first leaves is read."""
         operations, rows = self.make(dtype), make_rows(STEPS["decode"], self.device)
-        for groups, gated, width in ((2, True, 40), (1, False, 16)):
+        scaled = Mamba2Factors(0.7, 1.2, 0.8, 0.9, 1.1, 1.3)
+        for groups, gated, width, factors in ((1, True, 40, scaled), (2, False, 16, None)):
             sizes = Mamba2Sizes(0, 4, width, 20, groups, 4)
             _, channels, heads = sizes.projection
             skip, bias = (self.draw(heads, dtype=torch.float32, seed=seed) for seed in (1, 2))
@@ -142,10 +144,10 @@ class StateChecks:
                 self.draw(channels, dtype=dtype, seed=1) if gated else None,
             )
             got, want = (
-                [
+                (
                     self.draw(NUM_STATES, 3, channels, dtype=dtype, seed=3),
                     self.draw(NUM_STATES, heads, width, 20, dtype=torch.float32, seed=4),
-                ]
+                )
                 for _ in range(2)
             )
             for state in (*got, *want):
@@ -155,7 +157,15 @@ class StateChecks:
                 projected = self._sliced(rows.num_tokens, *shape, dtype=dtype, seed=seed)
                 results = [
                     each.mamba2(
-                        projected, conv, weights, sizes, states[0], states[1], rows, gated=gated
+                        projected.clone(),
+                        conv,
+                        weights,
+                        sizes,
+                        states[0],
+                        states[1],
+                        rows,
+                        gated=gated,
+                        factors=factors,
                     )
                     for each, states in ((operations, got), (REFERENCE, want))
                 ]

@@ -2,21 +2,63 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
-import torch.nn.functional as F
 from torch import nn
 
+from ...core.errors import ConfigError
 from ...core.loading.model_config import ModelConfig
 from ...core.nn.context import BuildContext, ForwardContext
-from ...core.nn.linear import Linear, MergedLinear
+from ...core.nn.mlp import GatedMLP
+from ...core.nn.norm import RMSNorm, ScaledRMSNorm
 from ...core.nn.rotary import Rotary
 from ...core.nn.state.mamba2 import Mamba2Mixer
+from ...core.nn.state.operations import Mamba2Factors
 from ...core.protocols.attention import AttentionSpec
 from .bamba import BambaForCausalLM, mamba2_mixer
 from .decoder import Block, CausalLM, Decoder, MakeMLP, SelfAttention
+
+
+class Multipliers(NamedTuple):
+    """Where this implementation has the configuration's multipliers, so that none is a launch of
+    its own.
+
+    The residual stream is scaled by a constant, which norms undo: with the gate's factor in the
+    norm before the MLP, the MLP's output has that constant without another product.
+    """
+
+    stream: float
+    """Of the residual stream."""
+    norm: float
+    """Of a layer's normed input, which queries, keys and values inherit."""
+    scores: float
+    """Of attention scores: takes it back for queries and keys."""
+    mlp_norm: float
+    mamba: Mamba2Factors
+
+    @classmethod
+    def of(cls, hf: Any) -> Multipliers:
+        """Raises ConfigError if one is zero."""
+        fields = (
+            "attention_in_multiplier", "attention_out_multiplier", "key_multiplier",
+            "mlp_multipliers", "ssm_in_multiplier", "ssm_multipliers", "ssm_out_multiplier",
+        )  # fmt: skip
+        for field in fields:
+            value = getattr(hf, field)
+            if not all(value if isinstance(value, list | tuple) else [value]):
+                raise ConfigError(f"{field}: a factor of 0 is not supported", param=field)
+        gate, down = map(float, hf.mlp_multipliers)
+        stream = gate / down
+        attended = float(hf.attention_out_multiplier) * stream
+        norm = float(hf.attention_in_multiplier) * attended
+        before = float(hf.ssm_in_multiplier) / norm
+        z, x, keys, queries, steps = (before * float(factor) for factor in hf.ssm_multipliers)
+        return cls(
+            stream, norm, float(hf.key_multiplier) / attended**2, gate,
+            Mamba2Factors(z, x, keys, queries, steps, float(hf.ssm_out_multiplier) * stream),
+        )  # fmt: skip
 
 
 class FalconH1Attention(SelfAttention):
@@ -24,30 +66,16 @@ class FalconH1Attention(SelfAttention):
 
     def spec(self, hf: Any, layer: int) -> AttentionSpec:
         spec = super().spec(hf, layer)
-        return msgspec.structs.replace(spec, scale=spec.scale * float(hf.key_multiplier))
-
-
-class FalconH1MLP(nn.Module):
-    """factor * down(silu(factor * gate(x)) * up(x))"""
-
-    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-        super().__init__()
-        hf = config.hf_config
-        self.gate_factor, self.down_factor = map(float, hf.mlp_multipliers)
-        sizes = {"gate": hf.intermediate_size, "up": hf.intermediate_size}
-        self.gate_up_proj = MergedLinear(hf.hidden_size, sizes, build, bias=hf.mlp_bias)
-        self.down_proj = Linear(hf.intermediate_size, hf.hidden_size, build, bias=hf.mlp_bias)
-
-    def forward(self, hidden: torch.Tensor, norm: nn.Module) -> torch.Tensor:
-        """hidden + mlp(norm(hidden)): [num_tokens, hidden_size] → the same shape"""
-        gate, up = self.gate_up_proj(hidden, norm=norm).chunk(2, dim=-1)
-        answer = self.down_proj(F.silu(gate * self.gate_factor) * up)
-        return torch.add(hidden, answer, alpha=self.down_factor)
+        return msgspec.structs.replace(spec, scale=spec.scale * Multipliers.of(hf).scores)
 
 
 class FalconH1Block(Block):
+    """hidden + attention(norm(hidden)) + mamba(norm(hidden)), and an MLP; see `Multipliers`."""
+
     norms = ("input_layernorm", "pre_ff_layernorm")
     pre_ff_layernorm: nn.Module
+    self_attn: SelfAttention
+    mlp: GatedMLP
 
     def __init__(
         self,
@@ -59,36 +87,52 @@ class FalconH1Block(Block):
     ) -> None:
         super().__init__(config, layer, build, attention, mlp)
         hf = config.hf_config
+        self.multipliers = Multipliers.of(hf)
+        size, eps = hf.hidden_size, stream_eps(hf)
+        self.input_layernorm = ScaledRMSNorm(size, eps, build, factor=self.multipliers.norm)
+        self.pre_ff_layernorm = ScaledRMSNorm(size, eps, build, factor=self.multipliers.mlp_norm)
         self.mamba: Mamba2Mixer = mamba2_mixer(
             hf, build, out_bias=bool(hf.projectors_bias), normed=hf.mamba_rms_norm,
-            gate_first=not hf.mamba_norm_before_gate,
+            gate_first=not hf.mamba_norm_before_gate, factors=self.multipliers.mamba,
         )  # fmt: skip
-        sizes, factors = self.mamba.sizes, hf.ssm_multipliers
-        widths = (sizes.inner, sizes.inner, sizes.keys, sizes.keys, sizes.num_heads)
-        parts = [torch.full((n,), float(f)) for n, f in zip(widths, factors, strict=True)]
-        self.factors: torch.Tensor
-        self.register_buffer("factors", torch.cat(parts).to(build.device), persistent=False)
-        self.attention_in, self.attention_out, self.mamba_in, self.mamba_out = map(
-            float,
-            (
-                hf.attention_in_multiplier,
-                hf.attention_out_multiplier,
-                hf.ssm_in_multiplier,
-                hf.ssm_out_multiplier,
-            ),
+        self.bias_factors = (
+            (self.mamba.in_proj, self.multipliers.norm / float(hf.ssm_in_multiplier)),
+            (self.mamba.out_proj, self.multipliers.mamba.out),
+            (self.self_attn.qkv_proj, self.multipliers.norm / float(hf.attention_in_multiplier)),
+            (self.self_attn.o_proj, float(hf.attention_out_multiplier) * self.multipliers.stream),
+            (self.mlp.gate_up_proj, self.multipliers.mlp_norm),
+            (self.mlp.down_proj, self.multipliers.mlp_norm),
         )
+
+    @classmethod
+    def make_norm(cls, hf: Any, build: BuildContext) -> nn.Module:
+        return RMSNorm(hf.hidden_size, stream_eps(hf), build)
+
+    def after_loading(self) -> None:
+        """Scale biases as the products are that they are added to."""
+        for layer, factor in self.bias_factors:
+            if layer.bias is not None:
+                layer.bias.detach().mul_(factor)
 
     def forward(
         self, hidden: torch.Tensor, rotary: Rotary | None, context: ForwardContext
     ) -> torch.Tensor:
-        normed = self.input_layernorm(hidden)
-        projected = self.mamba.in_proj(normed * self.mamba_in)
-        inner, remaining = self.mamba.inner((projected * self.factors).to(normed.dtype), context)
-        state = self.mamba.out_proj(inner, norm=remaining)
-        attended = self.self_attn(normed * self.attention_in, None, rotary, context, add=False)
-        hidden = hidden + (state * self.mamba_out + attended * self.attention_out)
+        x, norm = hidden, None
+        if len(x) == 1:  # Both products apply it in their pass over the weight.
+            norm = self.input_layernorm
+        else:
+            x = self.input_layernorm(x)
+        y, remaining = self.mamba.inner(self.mamba.in_proj(x, norm=norm), context)
+        heads = self.self_attn.inner(x, norm, rotary, context)
+        hidden = self.mamba.out_proj(y, norm=remaining, residual=hidden)
+        hidden = self.self_attn.project(heads, hidden)
         out: torch.Tensor = self.mlp(hidden, self.pre_ff_layernorm)
         return out
+
+
+def stream_eps(hf: Any) -> float:
+    """Return eps for norms of the scaled residual stream."""
+    return float(hf.rms_norm_eps) * Multipliers.of(hf).stream ** 2
 
 
 class FalconH1Decoder(Decoder):
@@ -96,7 +140,8 @@ class FalconH1Decoder(Decoder):
 
     @staticmethod
     def embedding_scale(config: ModelConfig, build: BuildContext) -> float:
-        return float(config.hf_config.embedding_multiplier)
+        hf = config.hf_config
+        return float(hf.embedding_multiplier) * Multipliers.of(hf).stream
 
 
 class FalconH1ForCausalLM(CausalLM):
@@ -111,7 +156,10 @@ class FalconH1ForCausalLM(CausalLM):
 
     @staticmethod
     def mlp(config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:
-        return FalconH1MLP(config, build)
+        hf = config.hf_config
+        return GatedMLP(
+            hf.hidden_size, hf.intermediate_size, hf.hidden_act, build, bias=bool(hf.mlp_bias)
+        )
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return super().compute_logits(hidden).mul_(self.logits_factor)

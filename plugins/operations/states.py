@@ -11,6 +11,7 @@ from ...core.nn.state.operations import (
     ChannelDeltaWeights,
     ConvWeights,
     DeltaWeights,
+    Mamba2Factors,
     ScanWeights,
     StateOperations,
 )
@@ -90,16 +91,19 @@ class TritonStates(StateOperations):
         rows: StateRows,
         *,
         gated: bool,
+        factors: Mamba2Factors | None = None,
     ) -> torch.Tensor:
         """[T, projection] → [T, H P]; rows of one token in one launch."""
         places = _rows(rows)
         if not places.single or projected.shape[0] * sizes.num_groups > MAX_COUNTERS:
             return super().mamba2(
-                projected, conv, weights, sizes, conv_state, state, rows, gated=gated
-            )
+                projected, conv, weights, sizes, conv_state, state, rows, gated=gated,
+                factors=factors,
+            )  # fmt: skip
         return mamba2_step(
             projected, *conv, conv_state, weights.a, weights.d, weights.dt_bias, weights.dt_limit,
             state, places, self._counters(projected.device), groups=sizes.num_groups, gated=gated,
+            factors=factors,
         )  # fmt: skip
 
     def selective_scan(

@@ -11,9 +11,9 @@ from torch import nn
 from ...parallel.ranks import ONE_RANK
 from ..context import BuildContext, ForwardContext
 from ..linear import Linear
-from ..norm import RMSNorm
+from ..norm import RMSNorm, ScaledRMSNorm
 from .layer import CausalConv, StateLayer
-from .operations import ConvWeights, ScanWeights
+from .operations import ConvWeights, Mamba2Factors, ScanWeights
 from .sizes import Mamba2Sizes
 
 
@@ -35,9 +35,11 @@ class Mamba2Mixer(StateLayer):
         dt_limit: tuple[float, float] = (0.0, float("inf")),
         gate_first: bool = True,
         normed: bool = True,
+        factors: Mamba2Factors | None = None,
     ) -> None:
         """bias: of the first projection; out_bias: of the last one; dt_limit: range of the step
-        size; gate_first: the gate comes before the norm; normed: there is a norm."""
+        size; gate_first: the gate comes before the norm; normed: there is a norm; factors: of the
+        first projection's parts, and of the input of the last one."""
         _, channels, _ = sizes.projection
         super().__init__(
             conv=((sizes.kernel - 1, channels), build.dtype),
@@ -50,7 +52,14 @@ class Mamba2Mixer(StateLayer):
         self.dt_bias = nn.Parameter(build.empty(sizes.num_heads))
         self.A_log = nn.Parameter(build.empty(sizes.num_heads))
         self.D = nn.Parameter(build.empty(sizes.num_heads))
-        self.norm = RMSNorm(sizes.inner, eps, build) if normed else None
+        self.factors = factors
+        self.norm = None
+        if normed:
+            self.norm = (
+                RMSNorm(sizes.inner, eps, build)
+                if factors is None
+                else ScaledRMSNorm(sizes.inner, eps, build, factor=factors.out)
+            )
         self.out_proj = Linear(sizes.inner, sizes.hidden_size, build, bias=out_bias)
         self.weights: ScanWeights
 
@@ -86,14 +95,17 @@ class Mamba2Mixer(StateLayer):
         # over the weight. Of a prompt it is computed together with the gate.
         passed = self.gate_first and sizes.num_groups == 1 and rows.max_query_len == 1
         gated = norm is None or passed
+        factors = self.factors
+        if factors is not None and norm is not None:
+            factors = factors._replace(out=1.0)
         y = self.operations.mamba2(
             projected, ConvWeights(self.conv1d.kernel, self.conv1d.bias), self.weights, sizes,
-            self.state("conv"), self.state("ssm"), rows, gated=gated,
+            self.state("conv"), self.state("ssm"), rows, gated=gated, factors=factors,
         )  # fmt: skip
         if norm is None or gated:
             return y, norm
         y = self.operations.gated_rms_norm(
-            y, projected[:, : sizes.inner], norm.weight, norm.eps,
+            y, projected[:, : sizes.inner], norm.norm.weight, norm.eps,
             group_size=sizes.inner // sizes.num_groups, gate_first=self.gate_first,
         )  # fmt: skip
         return y, None

@@ -47,6 +47,18 @@ class ScanWeights(NamedTuple):
         return F.softplus(dt.float() + self.dt_bias).clamp(*self.dt_limit)
 
 
+class Mamba2Factors(NamedTuple):
+    """Factors of what a layer of Mamba 2 has between its projections."""
+
+    gate: float
+    x: float
+    keys: float
+    queries: float
+    steps: float
+    out: float
+    """Of the gated result."""
+
+
 class DeltaWeights(NamedTuple):
     """Parameters of a gated delta net, [H] float32."""
 
@@ -160,16 +172,22 @@ class StateOperations:
         rows: StateRows,
         *,
         gated: bool,
+        factors: Mamba2Factors | None = None,
     ) -> torch.Tensor:
         """Mamba 2 between its projections: `causal_conv` with silu, `ssd_scan` of its outputs, and
-        with `gated` times silu(gate).
+        with `gated` times silu(gate) and `factors.out`.
 
-        projected: [T, widths of `sizes.projection`], last stride 1; conv_state: [num_states, K - 1,
-        C], state: [num_states, H, P, N], contiguous → [T, H P]
+        projected: [T, widths of `sizes.projection`], last stride 1, overwritten if there are
+        `factors` of its parts; conv_state: [num_states, K - 1, C], state: [num_states, H, P, N],
+        contiguous → [T, H P]
         """
+        parts = projected.split([sizes.inner, *sizes.convolved, sizes.num_heads], dim=-1)
+        if factors is not None:
+            for part, factor in zip(parts, factors[:-1], strict=True):
+                part.mul_(factor)
         gate, convolved, dt = projected.split(sizes.projection, dim=-1)
         convolved = self.causal_conv(convolved, *conv, conv_state, rows, silu=True)
-        x, keys, queries = convolved.split([sizes.inner, sizes.keys, sizes.keys], dim=-1)
+        x, keys, queries = convolved.split(sizes.convolved, dim=-1)
         y = self.ssd_scan(
             x.unflatten(-1, (sizes.num_heads, sizes.head_dim)),
             dt,
@@ -179,7 +197,10 @@ class StateOperations:
             state,
             rows,
         ).flatten(-2)
-        return F.silu(gate) * y if gated else y
+        if not gated:
+            return y
+        y = F.silu(gate) * y
+        return y if factors is None else y.mul_(factors.out)
 
     def selective_scan(
         self,

@@ -31,7 +31,12 @@ class Mamba2Sizes(NamedTuple):
     @property
     def projection(self) -> tuple[int, int, int]:
         """Widths: gate; inputs, keys and queries; step sizes."""
-        return self.inner, self.inner + 2 * self.keys, self.num_heads
+        return self.inner, sum(self.convolved), self.num_heads
+
+    @property
+    def convolved(self) -> tuple[int, int, int]:
+        """Widths: inputs; keys; queries."""
+        return self.inner, self.keys, self.keys
 
 
 class DeltaSizes(NamedTuple):

@@ -37,8 +37,10 @@ DELTA = {
 DELTA_STEP = {**DELTA, "VALUES": 16}
 DELTA_WIDE = {**DELTA, "VALUES": 16, "CHUNK": 16, "PRECISION": "ieee"}
 STEP = {
-    **SSD, "TAPS": 4, "CONV_BIAS": True, "GATED": True, "BLOCK_P": 32, "PDL": True,
+    **SSD, "TAPS": 4, "CONV_BIAS": True, "GATED": True, "SCALED": False, "BLOCK_P": 32,
+    "PDL": True,
 }  # fmt: skip
+LARGE_STEP = {**STEP, "SCALED": True, "N": 256, "BLOCK_N": 256, "BLOCK_P": 16}
 NORM = {
     "GROUP": 8192, "SHARED": False, "GATE_FIRST": True, "SIGMOID": False, "BLOCK": 8192,
     "PDL": True,
@@ -50,7 +52,11 @@ KERNELS = [
     (ssd_scan._ssd_scan_kernel, {**SSD, "SINGLE": True}, 4),
     (ssd_scan._ssd_scan_kernel, LARGE, 8),
     (mamba2_step._mamba2_step_kernel, STEP, 4),
-    (mamba2_step._mamba2_step_kernel, {**STEP, "N": 256, "BLOCK_N": 256, "BLOCK_P": 16}, 4),
+    (
+        mamba2_step._mamba2_step_kernel,
+        {**STEP, "SCALED": True, "N": 256, "BLOCK_N": 256, "BLOCK_P": 16},
+        4,
+    ),
     (ssd_chunks._ssd_steps_kernel, CHUNKS, 4),
     (ssd_chunks._ssd_state_kernel, CHUNKS, 4, 3),
     (ssd_chunks._ssd_output_kernel, CHUNKS, 8, 2),
@@ -75,10 +81,14 @@ FLOATS = (
     "total_ptr",
     "key_ptr",
 )
+FACTORS = (
+    "gate_factor", "x_factor", "key_factor", "query_factor", "step_factor", "out_factor",
+)  # fmt: skip
 TYPES = {
     "query_start_ptr": "*i32", "seq_lens_ptr": "*i32", "slots_ptr": "*i64", "chunk_ptr": "*i32",
     "counter_ptr": "*i32",
     "low": "fp32", "strength": "fp32", "high": "fp32", "scale": "fp32", "eps": "fp32",
+    **dict.fromkeys(FACTORS, "fp32"),
 }  # fmt: skip
 if "once" in sys.argv:
     KERNELS = list({case[0].fn: case for case in reversed(KERNELS)}.values())

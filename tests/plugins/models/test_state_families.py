@@ -89,7 +89,10 @@ CASES: dict[str, dict[str, Any]] = {
         # All experts of a token: rounded to bfloat16, a near tie would choose others.
         **LING_3, "kda_safe_gate": False, "n_group": 1, "num_experts_per_tok": 8,
     },
-    "FalconH1ForCausalLM": {**FALCON, "mamba_rms_norm": False, "projectors_bias": True},
+    "FalconH1ForCausalLM": {
+        **FALCON, "mamba_rms_norm": False, "projectors_bias": True, "attention_bias": True,
+        "mlp_bias": True, "mamba_proj_bias": True,
+    },
     "FalconH1ForCausalLM:norm first": {
         **FALCON, "mamba_rms_norm": True, "mamba_norm_before_gate": True,
     },
