@@ -50,16 +50,20 @@ def _head(
     sin,
     mask,
     NORM: tl.constexpr,
-    ROTATE: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Heads [n, BLOCK_D], normed and rotated, float32. `sin` is negative in the first half.
+    """Heads [n, BLOCK_D], normed and rotated, float32. `sin` is negative in the first half of the
+    channels that turn, and zero behind them.
 
     Each channel is read together with its partner in the rotation.
     """
     dim = tl.arange(0, BLOCK_D)
-    partner = (dim + HEAD_DIM // 2) % HEAD_DIM
+    ROTATE: tl.constexpr = ROTARY_DIM > 0
+    partner = dim
+    if ROTATE:
+        partner = (dim + ROTARY_DIM // 2) % ROTARY_DIM
     x = tl.load(head_ptr + dim[None, :], mask=mask, other=0.0).to(tl.float32)
     if ROTATE:
         y = tl.load(head_ptr + partner[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -83,11 +87,11 @@ def _half_heads(
     sin,
     mask,
     NORM: tl.constexpr,
-    ROTATE: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """As `_head`, in two halves [n, BLOCK_H]. `sin` is as it is."""
+    """As `_head` with all channels turned, in two halves [n, BLOCK_H]. `sin` is as it is."""
     HALF: tl.constexpr = HEAD_DIM // 2
     dim = tl.arange(0, BLOCK_H)
     x = tl.load(head_ptr + dim[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -97,7 +101,7 @@ def _half_heads(
         scale = tl.rsqrt((tl.sum(x * x, axis=1) + tl.sum(y * y, axis=1)) / HEAD_DIM + eps)[:, None]
         x *= scale * tl.load(weight_ptr + dim, mask=in_half, other=0.0)[None, :]
         y *= scale * tl.load(weight_ptr + HALF + dim, mask=in_half, other=0.0)[None, :]
-    if ROTATE:
+    if ROTARY_DIM:
         turned = x * cos[None, :] - y * sin[None, :]
         y = y * cos[None, :] + x * sin[None, :]
         x = turned
@@ -122,6 +126,7 @@ def _fused_decode_kernel(
     ring_ptr,
     places_ptr,
     cos_sin_ptr,
+    slopes_ptr,
     query_weight_ptr,
     key_weight_ptr,
     query_eps,
@@ -143,7 +148,8 @@ def _fused_decode_kernel(
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
-    ROTATE: tl.constexpr,
+    ALIBI: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
     POSITIONS: tl.constexpr,
     RING: tl.constexpr,
     NORM_QUERY: tl.constexpr,
@@ -196,30 +202,34 @@ def _fused_decode_kernel(
     newest = seq_len - 1
     cos = tl.zeros([BLOCK_K], tl.float32)
     sin = tl.zeros([BLOCK_K], tl.float32)
-    if ROTATE:
+    if ROTARY_DIM:
+        TURN: tl.constexpr = ROTARY_DIM // 2
         turn = newest.to(tl.int64)
         if POSITIONS:
             turn = tl.load(positions_ptr + row)
-        angles = cos_sin_ptr + turn * stride_cos_sin + dim % HALF
-        cos = tl.load(angles, mask=in_head, other=0.0)
-        sin = tl.load(angles + HALF, mask=in_head, other=0.0)
+        angles = cos_sin_ptr + turn * stride_cos_sin + dim % TURN
+        turns = in_head & (dim < ROTARY_DIM)
+        cos = tl.load(angles, mask=turns, other=1.0)
+        sin = tl.load(angles + TURN, mask=turns, other=0.0)
         if KEY_BITS != 4:
-            sin = tl.where(dim < HALF, -sin, sin)
+            sin = tl.where(dim < TURN, -sin, sin)
     if PDL:
         gdc_wait()
 
     head = kv_head * GROUP + offs_m
+    if ALIBI:
+        slope = tl.load(slopes_ptr + head, mask=offs_m < GROUP, other=0.0)
     projected = qkv_ptr + row64 * stride_qkv
     source = projected + head[:, None] * HEAD_DIM
     if KEY_BITS == 4:
         query, query_high = _half_heads(
-            source, query_weight_ptr, query_eps, cos, sin, mask_q, NORM_QUERY, ROTATE, HEAD_DIM,
+            source, query_weight_ptr, query_eps, cos, sin, mask_q, NORM_QUERY, ROTARY_DIM, HEAD_DIM,
             BLOCK_K,
         )  # fmt: skip
         query_high = query_high.to(dtype)
     else:
         query = _head(
-            source, query_weight_ptr, query_eps, cos, sin, mask_q, NORM_QUERY, ROTATE, HEAD_DIM,
+            source, query_weight_ptr, query_eps, cos, sin, mask_q, NORM_QUERY, ROTARY_DIM, HEAD_DIM,
             BLOCK_K,
         )  # fmt: skip
         query_high = query
@@ -248,13 +258,13 @@ def _fused_decode_kernel(
         new = projected + (NUM_HEADS + kv_head) * HEAD_DIM + tl.zeros([1, 1], tl.int32)
         if KEY_BITS == 4:
             new_key, key_high = _half_heads(
-                new, key_weight_ptr, key_eps, cos, sin, mask_new, NORM_KEY, ROTATE, HEAD_DIM,
+                new, key_weight_ptr, key_eps, cos, sin, mask_new, NORM_KEY, ROTARY_DIM, HEAD_DIM,
                 BLOCK_K,
             )  # fmt: skip
             key_high = key_high.to(dtype)
         else:
             new_key = _head(
-                new, key_weight_ptr, key_eps, cos, sin, mask_new, NORM_KEY, ROTATE, HEAD_DIM,
+                new, key_weight_ptr, key_eps, cos, sin, mask_new, NORM_KEY, ROTARY_DIM, HEAD_DIM,
                 BLOCK_K,
             )  # fmt: skip
             key_high = new_key
@@ -331,6 +341,8 @@ def _fused_decode_kernel(
             scores = code_scores(query, query_high, query_sum, key, key_words, scale, KEY_BITS)
         if SOFT_CAP > 0.0:
             scores = SOFT_CAP * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * scores / SOFT_CAP)))
+        if ALIBI:
+            scores += slope[:, None] * (position - newest)[None, :]
         scores = tl.where(valid[None, :], scores * LOG2E, -float("inf"))
         # m_new is finite: the newest token is in m, or the tile holds a visible position.
         m_new = tl.maximum(m, tl.max(scores, axis=1))
@@ -461,6 +473,7 @@ def fused_decode_attention(
     key_norm: tuple[torch.Tensor, float] | None = None,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
     config: DecodeConfig | None = None,
     cache_scales: tuple[float, float] = (1.0, 1.0),
     positions: torch.Tensor | None = None,
@@ -475,9 +488,10 @@ def fused_decode_attention(
     seq_lens: [num_rows] int32, at least 1, including the new token. positions: [num_rows] int64 of
     the new tokens; None: each is that of the last token in the cache. query_ring: where queries
     are written, normed and rotated: [places, num_heads, head_dim], contiguous, of qkv's type, and
-    the place of each row, [num_rows] int64. cos_sin: [max_positions, head_dim] float32: the whole
-    head is rotated; norms: (weight [head_dim], eps). counters: [at least num_rows * num_kv_heads]
-    int32, zeros before and after; workspace: float32, `workspace_elements(...)`.
+    the place of each row, [num_rows] int64. cos_sin: [max_positions, rotary_dim] float32: as many
+    channels of a head are rotated, all of them where keys have 4 bits; norms: (weight [head_dim],
+    eps); alibi_slopes: as `paged_attention_decode` has them. counters: [at least num_rows *
+    num_kv_heads] int32, zeros before and after; workspace: float32, `workspace_elements(...)`.
     No host synchronisation; safe to capture.
     """
     num_rows, width = qkv.shape
@@ -485,13 +499,14 @@ def fused_decode_attention(
     out = torch.empty((num_rows, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     if num_rows == 0:
         return out
-    if cos_sin is not None and cos_sin.shape[1] != head_dim:
-        raise ValueError(f"cos_sin rotates {cos_sin.shape[1]} channels; a head has {head_dim}")
+    rotary_dim = 0 if cos_sin is None else cos_sin.shape[1]
+    cache = cache_arguments(kv_cache)
+    if rotary_dim > head_dim or (rotary_dim not in (0, head_dim) and cache.key_bits == 4):
+        raise ValueError(f"cos_sin rotates {rotary_dim} channels; a head has {head_dim}")
     needed = workspace_elements(num_rows, num_heads, head_dim, num_splits)
     if workspace.numel() < needed:
         raise ValueError(f"workspace has {workspace.numel()} elements, not {needed}")
     group = num_heads // num_kv_heads
-    cache = cache_arguments(kv_cache)
     key_width, value_width = cache.key_width(head_dim), cache.value_width(head_dim)
     programs = num_rows * num_kv_heads
     block_n, num_warps, num_stages = config or decode_config(head_dim, qkv.dtype, programs)
@@ -513,6 +528,7 @@ def fused_decode_attention(
         None if query_ring is None else query_ring[0],
         None if query_ring is None else query_ring[1],
         cos_sin,
+        alibi_slopes,
         None if query_norm is None else query_norm[0],
         None if key_norm is None else key_norm[0],
         0.0 if query_norm is None else query_norm[1],
@@ -532,7 +548,8 @@ def fused_decode_attention(
         BLOCK_SIZE=cache.block_size,
         WINDOW=sliding_window or 0,
         SOFT_CAP=soft_cap or 0.0,
-        ROTATE=cos_sin is not None,
+        ALIBI=alibi_slopes is not None,
+        ROTARY_DIM=rotary_dim,
         POSITIONS=positions is not None,
         RING=query_ring is not None,
         NORM_QUERY=query_norm is not None,

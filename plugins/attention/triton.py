@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...core.cache.formats import QUANTIZED_FORMATS
 from ...core.nn.context import BatchLayout, MixedRows
-from ...core.nn.kv_cache.quantized_cache import KVCache
+from ...core.nn.kv_cache.quantized_cache import KVCache, QuantizedCache
 from ...core.nn.operations import Norm
 from ...core.protocols.attention import AttentionBackend, AttentionSpec
 
@@ -349,16 +349,18 @@ class TritonAttention(AttentionBackend):
         *,
         query_ring: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor | None:
-        """Run a decode step of few rows in one launch; None for others, for partial rotations and
-        for ALiBi."""
+        """Run a decode step of few rows in one launch; None for others, and for partial rotations
+        over quantized caches."""
         layout = metadata.layout
         rows = layout.num_rows
         if layout.mixed is not None:
             return None
         turns_all = cos_sin is None or cos_sin.shape[1] == spec.head_dim
-        if metadata.num_decode_rows != layout.num_tokens or not turns_all or spec.head_dim % 2:
+        if isinstance(kv_cache, QuantizedCache) and not turns_all:
             return None
-        if rows * spec.num_kv_heads > FUSED_PROGRAMS or spec.alibi_slopes is not None:
+        if metadata.num_decode_rows != layout.num_tokens or spec.head_dim % 2:
+            return None
+        if rows * spec.num_kv_heads > FUSED_PROGRAMS:
             return None
         workspace = self._workspace(spec, qkv.dtype)
         return fused_decode_attention(
@@ -378,6 +380,7 @@ class TritonAttention(AttentionBackend):
             key_norm=key_norm,
             sliding_window=spec.sliding_window,
             soft_cap=spec.soft_cap,
+            alibi_slopes=None if spec.alibi_slopes is None else self._slopes(spec.alibi_slopes),
             cache_scales=(spec.key_scale, spec.value_scale),
             positions=layout.positions,
             query_ring=query_ring,

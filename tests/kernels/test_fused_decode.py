@@ -47,6 +47,9 @@ class Case:
         self.slots = blocks * block_size + newest % block_size
         turns = torch.rand(256, dim // 2, generator=generator) * 6
         self.cos_sin = torch.cat((turns.cos(), turns.sin()), dim=1).to(DEVICE)
+        turns = turns[:, : dim // 4]
+        self.partial_cos_sin = torch.cat((turns.cos(), turns.sin()), dim=1).to(DEVICE)
+        self.slopes = torch.linspace(0.01, 0.2, heads, device=DEVICE)
         self.norms = [(draw(dim) * 0.1 + 1, 1e-6), (draw(dim).float() * 0.1 + 1, 1e-5)]
         # What lies beyond a sequence is never read.
         for row, length in enumerate(LENGTHS):
@@ -54,12 +57,14 @@ class Case:
                 block = int(self.table[row, position // block_size])
                 self.cache[:, block, position % block_size] = float("nan")
 
-    def expected(self, rotate: bool, norms: bool, **options: float) -> tuple[torch.Tensor, ...]:
+    def expected(
+        self, cos_sin: torch.Tensor | None, norms: bool, **options: float
+    ) -> tuple[torch.Tensor, ...]:
         qkv, cache = self.qkv.clone(), self.cache.clone()
         query_norm, key_norm = self.norms if norms else (None, None)
         reference.qk_norm_rope_cache(
             qkv, self.heads, self.kv_heads, self.seq_lens.long() - 1,
-            self.cos_sin if rotate else None, query_norm, key_norm, cache, self.slots,
+            cos_sin, query_norm, key_norm, cache, self.slots,
         )  # fmt: skip
         query = qkv[:, : self.heads * self.dim].view(-1, self.heads, self.dim)
         out = reference.paged_attention_decode(
@@ -89,20 +94,19 @@ def test_it_equals_its_parts(dtype, splits, sizes):
         (workspace_elements(rows, heads, dim, splits),), float("nan"), device=DEVICE
     )
     variants = [
-        (True, True, {}),
-        (False, False, {}),
-        (True, False, {"sliding_window": 70}),
-        (False, True, {"soft_cap": 5.0}),
+        (case.cos_sin, True, {}),
+        (None, False, {"alibi_slopes": case.slopes}),
+        (case.partial_cos_sin, True, {"sliding_window": 70}),
+        (None, True, {"soft_cap": 5.0}),
     ]
-    for rotate, norms, options in variants:
-        expected, want_cache = case.expected(rotate, norms, **options)
+    for cos_sin, norms, options in variants:
+        expected, want_cache = case.expected(cos_sin, norms, **options)
         cache = case.cache.clone()
         query_norm, key_norm = case.norms if norms else (None, None)
         actual = fused_decode_attention(
             case.qkv, heads, kv_heads, cache, case.table, case.seq_lens, case.slots,
             scale=dim**-0.5, counters=counters, workspace=workspace, num_splits=splits,
-            cos_sin=case.cos_sin if rotate else None, query_norm=query_norm, key_norm=key_norm,
-            **options,
+            cos_sin=cos_sin, query_norm=query_norm, key_norm=key_norm, **options,
         )  # fmt: skip
         tolerance = TOLERANCE[dtype]
         torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
@@ -164,14 +168,14 @@ def test_queries_are_kept_at_their_places():
     torch.testing.assert_close(ring, expected, atol=2e-5, rtol=2e-5)
 
 
-def test_it_refuses_a_partial_rotation_and_a_small_workspace():
+def test_it_refuses_a_rotation_wider_than_a_head_and_a_small_workspace():
     case = Case(4, 2, 64, torch.float32)
     arguments = (case.qkv, 4, 2, case.cache, case.table, case.seq_lens, case.slots)
     counters = torch.zeros(64, dtype=torch.int32, device=DEVICE)
-    with pytest.raises(ValueError, match="rotates 32 channels"):
+    with pytest.raises(ValueError, match="rotates 128 channels"):
         fused_decode_attention(
             *arguments, scale=1.0, counters=counters, workspace=case.qkv.view(-1),
-            cos_sin=case.cos_sin[:, :32],
+            cos_sin=torch.cat((case.cos_sin, case.cos_sin), dim=1),
         )  # fmt: skip
     with pytest.raises(ValueError, match="workspace has 1 elements"):
         fused_decode_attention(
