@@ -15,15 +15,13 @@ import sys
 
 from ..remote.processes import follow_parent
 
-SWITCH_INTERVAL = 0.00005
-"""As in a server of one engine: a launch does not wait long for the event loop."""
-
 
 def main() -> int:
     """Return the exit status."""
     connection_number, parent = map(int, sys.argv[1:])
     if not follow_parent(parent):
         return 1
+    from ..worker.threads import SWITCH_INTERVAL
     from .member_engine import serve  # Torch, while the first frame is on its way.
     from .setup import receive_setup
 

@@ -8,12 +8,22 @@ interpreter lock, and hands the result to the event loop.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import queue
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from ..step import StepPlan, StepResult
+
+SWITCH_INTERVAL = 5e-6
+"""Seconds after which a thread hands the interpreter lock to one that waits for it, for
+`sys.setswitchinterval` in a process that serves: a launch takes the lock again after each call that
+released it."""
+TIMER_SLACK = 29
+"""PR_SET_TIMERSLACK of Linux's prctl."""
+TIMER_SLACK_NS = 1000
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -27,6 +37,13 @@ class Pending(Protocol[T_co]):
 
 
 PendingStep: TypeAlias = Pending[StepResult]
+
+
+def wake_on_time() -> None:
+    """Let timed waits of this thread end within a microsecond, on Linux, where 50 are usual. Who
+    waits for the interpreter lock waits for `SWITCH_INTERVAL` at a time."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(TIMER_SLACK, TIMER_SLACK_NS, 0, 0, 0)
 
 
 class WorkerThread:
@@ -77,6 +94,7 @@ class WorkerThread:
             await asyncio.to_thread(thread.join)
 
     def _launch(self) -> None:
+        wake_on_time()
         while (job := self._jobs.get()) is not None:
             function, future, is_step = job
             try:
@@ -92,6 +110,7 @@ class WorkerThread:
         self._launched.put(None)
 
     def _complete(self) -> None:
+        wake_on_time()
         while (launched := self._launched.get()) is not None:
             pending, future = launched
             try:

@@ -94,13 +94,13 @@ async def _run(args: argparse.Namespace, config: EngineConfig, plugins: Plugins)
     from tqdm import tqdm
 
     from ...core.engine.async_engine import AsyncEngine
+    from ...core.worker.threads import SWITCH_INTERVAL
     from ..batch.inprocess import ROUTES
     from ..batch.jsonl import LineReader, Result
     from ..batch.results import ResultsFile
     from ..batch.runner import BatchRunner
     from ..http.options import ServerOptions
     from ..server.app import make_app
-    from ..server.server import SWITCH_INTERVAL
 
     sys.setswitchinterval(SWITCH_INTERVAL)
     source, output = Path(args.input_file), Path(args.output_file)

@@ -21,6 +21,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from ...core.config import EngineConfig
 from ...core.engine.async_engine import AsyncEngine
 from ...core.registry import Plugins
+from ...core.worker.threads import SWITCH_INTERVAL
 from ..http.auth.api_keys import KeyRing
 from ..http.auth.tenants import TENANCY
 from ..http.connections import Runner, raise_descriptors, watching_descriptors
@@ -31,9 +32,6 @@ from .app import make_app
 from .listen import Listen
 
 logger = logging.getLogger("jackfield.server")
-SWITCH_INTERVAL = 0.00005
-"""Seconds after which a thread releases the interpreter to another one, short so that a launch does
-not wait."""
 http_logger = logging.getLogger("jackfield.http")
 DEAD = object()
 BACKLOG = 2048

@@ -29,9 +29,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from jackfield import AsyncEngine, EngineConfig, OutputKind, SamplingParams
+from jackfield.core.worker.threads import SWITCH_INTERVAL
 from jackfield.entrypoints.bench.report import Emitter, add_output_options, environment, table
 from jackfield.entrypoints.bench.workloads import ARCHITECTURES, write_model
-from jackfield.entrypoints.server.server import SWITCH_INTERVAL
 
 GAP = 1.0
 """Microseconds; less is the pause between two launches in a graph."""

@@ -15,10 +15,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from ....core.config import EngineConfig
+from ....core.worker.threads import SWITCH_INTERVAL
 from ..workloads import BenchRequest
-
-SWITCH_INTERVAL = 0.00005
-"""Same value as in the server."""
 
 
 class Outcome(NamedTuple):

@@ -22,8 +22,9 @@ from ....core.engine.core_client import ServedCore
 from ....core.errors import JackfieldError
 from ....core.make_core import make_core
 from ....core.remote.server import EngineServer
+from ....core.worker.threads import SWITCH_INTERVAL
 from ..serve_settings import Settings
-from ..server import CLOSE_SECONDS, SWITCH_INTERVAL, address, death, first_of, freeze, ready_line
+from ..server import CLOSE_SECONDS, address, death, first_of, freeze, ready_line
 from .launch_spec import LaunchSpec, engine_socket
 from .sockets import bound
 
