@@ -95,8 +95,9 @@ def register_models(registry: Registry[type[Model] | type[PoolingModel]]) -> Non
     `protocols.PoolingModel`.
 
     `registry.refuse(name, reason)` says why an architecture is not served, for the error of who
-    tries. The name "*" is asked where no other fits: its class has a classmethod
-    `refusal(architecture)`, which says in one clause why it cannot serve one, or None.
+    tries. `registry.add_text_part(name, of)` says that of a multimodal architecture the text part
+    is served, as the architecture `of`. The name "*" is asked where no other fits: its class has a
+    classmethod `refusal(architecture)`, which says in one clause why it cannot serve one, or None.
     """
 
 

@@ -64,6 +64,16 @@ that meet outside attention; with several ranks, what transformers has no plan f
 """
 
 
+PARTS = """\
+## The text part of multimodal checkpoints
+
+Of these checkpoints the part that reads and writes text is loaded, and the parts for images, sound
+and video are not; the log says so. Requests with images are refused. A test compares a prompt's
+logits with those of the whole in `transformers`.
+
+"""
+
+
 def models(table: Callable[[list[str], list[list[str]]], str]) -> str:
     """The page. Raises SystemExit for an architecture that no test names."""
     registry = load_plugins()["model"]
@@ -74,11 +84,13 @@ def models(table: Callable[[list[str], list[list[str]]], str]) -> str:
     for entry in own:
         if entry.reference.endswith(f":{entry.name}"):
             places[entry.reference] = entry.name
+    tested = {of: name for name, of in registry.text_parts.items() if of and of not in tests}
     for entry in sorted(own, key=lambda entry: entry.name.lower()):
         kind = registry.load(entry.name)
         if not issubclass(kind, CausalLM | EncoderDecoderLM):
             continue
         name = entry.name if entry.name in tests else places[entry.reference]
+        name = tested.get(name, name)
         if name not in tests:
             raise SystemExit(f"tests/plugins/models names no test of {entry.name}")
         file, test = tests[name]
@@ -96,6 +108,13 @@ def models(table: Callable[[list[str], list[list[str]]], str]) -> str:
         for name, (file, test) in sorted(other.items(), key=lambda item: item[0].lower())
         if name not in registry
     ]
+    parts = [
+        [
+            f"`{name}`", f"`{of}`" if of else "its text configuration says",
+            f"{tests[name][0]}: `{name}`" if name in tests else "not compared",
+        ]
+        for name, of in registry.text_parts.items()
+    ]  # fmt: skip
     reasons: dict[str, list[str]] = {}
     for name in registry.refused:
         reasons.setdefault(registry.refusal(name) or "", []).append(f"`{name}`")
@@ -103,6 +122,7 @@ def models(table: Callable[[list[str], list[list[str]]], str]) -> str:
     return (
         f"{ABOUT}{table(COLUMNS, rows)}\n"
         f"{ON_MODULES}{table(['architecture', 'test'], modules)}\n"
+        f"{PARTS}{table(['architecture', 'served as', 'test'], parts)}\n"
         "## Not served\n\nOf what `transformers` lists as models that generate; the error says the "
         f"same.\n\n{table(['architectures', 'reason'], refused)}"
     )

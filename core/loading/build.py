@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -40,6 +41,11 @@ def build_model(
     """
     start = time.monotonic()
     name = _registered_name(plugins, config, model_config)
+    if model_config.text_part_of is not None:
+        logger.info(
+            "model: of %s the text part is served, as %s: requests have no images or sound",
+            model_config.text_part_of, model_config.architecture,
+        )  # fmt: skip
     choose_loader(plugins, config)  # Before the layers are made.
     method = choose_method(plugins, config, model_config, device)
     model = construct_model(plugins, config, model_config, device, operations, ranks, method)
@@ -90,6 +96,9 @@ def construct_model(
         )
     with registry.calling(name, "its constructor"):
         model: nn.Module = architecture(model_config, build)
+    if model_config.text_part_of is not None:
+        weight_map: Any = model.weight_map
+        model.weight_map = replace(weight_map, text_part=True)  # type: ignore[assignment]
     # A stage may have no layer with experts where others have some.
     whole = ranks.pipeline.size == 1
     has_experts = any(isinstance(module, Experts) for module in model.modules())

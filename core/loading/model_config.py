@@ -25,6 +25,7 @@ from .generation_config import (
     sampling_defaults,
 )
 from .json_file import read_object
+from .multimodal.text_part import text_config
 
 if TYPE_CHECKING:
     from .pooling_config import PoolingConfig
@@ -77,6 +78,8 @@ class ModelConfig:
     """What the checkpoint says of its model's tool calls and reasoning."""
     pooling: PoolingConfig | None = None
     """How states become vectors; None: the model generates text (`resolve_pooling` decides)."""
+    text_part_of: str | None = None
+    """Architecture of the checkpoint, if `architecture` is that of its text part."""
     source: SourceConfig | None = None
     """Set for an encoder-decoder model (`resolve_source`): requests have a source, of at most
     `max_model_len` tokens, besides the decoder's prompt."""
@@ -112,7 +115,7 @@ def resolve_model_config(config: EngineConfig, plugins: Plugins | None = None) -
     """Read the checkpoint's config.json, with a configuration class of `plugins` where one has its
     model type. Raises LoadError (no checkpoint) and ConfigError."""
     folder = checkpoint_folder(config.model, config.revision)
-    hf_config = _read_config(folder, config.hf_overrides, plugins)
+    hf_config, text_part_of = _read_config(folder, config.hf_overrides, plugins)
     architectures = getattr(hf_config, "architectures", None) or []
     if not architectures:
         raise ConfigError(f"model: {folder}/config.json names no architecture", param="model")
@@ -138,6 +141,7 @@ def resolve_model_config(config: EngineConfig, plugins: Plugins | None = None) -
         sampling=sampling_defaults(generation, config),
         dialects=read_dialects(folder),
         quantization_config=quantization,
+        text_part_of=text_part_of,
     )
 
 
@@ -169,13 +173,25 @@ def checkpoint_folder(model: str, revision: str | None = None) -> Path:
         ) from error
 
 
-def _read_config(folder: Path, overrides: dict[str, Any] | None, plugins: Plugins | None) -> Any:
+def _read_config(
+    folder: Path, overrides: dict[str, Any] | None, plugins: Plugins | None
+) -> tuple[Any, str | None]:
+    """→ configuration, and the checkpoint's architecture if it is that of the text part alone"""
+
+    def read(raw: dict[str, Any]) -> Any:
+        check_fields(folder / "config.json", raw)
+        model_type = raw.get("model_type")
+        if plugins is not None and isinstance(model_type, str) and model_type in plugins["config"]:
+            return plugin_config(folder, raw, plugins["config"])
+        return checkpoint_config(folder, raw)
+
     raw = read_object(folder / "config.json") | (overrides or {})
     check_fields(folder / "config.json", raw)
-    model_type = raw.get("model_type")
-    if plugins is not None and isinstance(model_type, str) and model_type in plugins["config"]:
-        return plugin_config(folder, raw, plugins["config"])
-    return checkpoint_config(folder, raw)
+    whole = next(iter(raw.get("architectures") or ()), None)
+    part = None if plugins is None or whole is None else plugins["model"].text_part(whole)
+    if part is None:
+        return read(raw), None
+    return text_config(folder, raw, read, part), whole
 
 
 def _check_sizes(folder: Path, hf_config: Any) -> None:

@@ -35,6 +35,7 @@ from ..nn.quantized import QuantizedLinear
 from ..parallel.elsewhere import elsewhere
 from ..parallel.expert_share import ExpertShare
 from ..parallel.sharding import Sharding
+from .multimodal.text_part import inner_name
 from .staging import Staging
 
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
@@ -64,6 +65,9 @@ class Together:
     """An expert's shards."""
     transposed: bool = False
     """Its rows are the columns here."""
+    columns: int | None = None
+    """Length of an expert's rows here, where some checkpoints have them as columns: what has
+    another is transposed. None: `transposed` says."""
     joined: bool = False
     """The rows of one shard follow all of another's; otherwise rows of all shards take turns."""
 
@@ -78,7 +82,8 @@ class Together:
         if tensor.dim() < self.least_dims:
             raise LoadError(f"has shape {tuple(tensor.shape)}, which is not one of all experts")
         for expert, part in enumerate(tensor, first):
-            rows = part.t() if self.transposed and part.dim() == 2 else part
+            other = self.columns is not None and part.shape[-1] != self.columns
+            rows = part.t() if (self.transposed or other) and part.dim() == 2 else part
             for index, name in enumerate(self.names):
                 shard = f"{expert}.{name}" if name else str(expert)
                 count = len(self.names)
@@ -177,6 +182,12 @@ class WeightMap:
     """Parameters that are zeros if a checkpoint does not have them."""
     ignored: tuple[str, ...] = ()
     """Starts of names (after `prefixes`) that may be left over where the model has no place."""
+    text_part: bool = False
+    """Whether checkpoints have other parts besides the model (`multimodal.text_part`)."""
+
+    def own(self, name: str) -> str | None:
+        """Return a checkpoint name as the other methods take it; None if it is of another part."""
+        return inner_name(name) if self.text_part else name
 
     def renamed(self, name: str) -> str:
         """Return a checkpoint name in the model's terms, shards still separate."""
@@ -321,29 +332,31 @@ class ParameterFiller:
     def takes(self, name: str) -> bool:
         """Return whether `fill` needs a checkpoint's tensor; False: it is not of use, or another
         rank has it."""
-        if name.endswith(IGNORED_SUFFIXES):
+        own = self.weight_map.own(name)
+        if own is None or name.endswith(IGNORED_SUFFIXES):
             return False
         if not self._elsewhere and not self.expert_shares:
             return True
-        parameter_name, shard = self.weight_map.target(name)
+        parameter_name, shard = self.weight_map.target(own)
         if parameter_name.startswith(self._elsewhere):
             return False
-        if shard is None or self.weight_map.together_at(name) is not None:
+        if shard is None or self.weight_map.together_at(own) is not None:
             return True
         share = self._expert_share(parameter_name)
         return share is None or not share.is_elsewhere(shard)
 
     @property
     def takes_all(self) -> bool:
-        """Whether no other stage has a part of the checkpoint."""
-        return not self._elsewhere
+        """Whether the model has a place for every tensor of the checkpoint."""
+        return not self._elsewhere and not self.weight_map.text_part
 
     def fill(self, name: str, tensor: torch.Tensor) -> None:
         """Copy one checkpoint tensor, as far as this rank holds it. Raises LoadError if it has no
         parameter or another shape."""
-        if not self.takes(name):
+        own = self.weight_map.own(name)
+        if own is None or not self.takes(name):
             return
-        for parameter_name, shard, part in self.weight_map.pieces(name, tensor):
+        for parameter_name, shard, part in self.weight_map.pieces(own, tensor):
             share = self._expert_share(parameter_name) if shard is not None else None
             if share is None or not share.is_elsewhere(shard or ""):
                 self._fill(name, parameter_name, shard, part)
@@ -351,9 +364,10 @@ class ParameterFiller:
     def fill_from(self, file: TensorFile, name: str) -> None:
         """Copy one checkpoint tensor; what other ranks hold is not read, but for parts of products.
         Raises LoadError as `fill`."""
-        if not self.takes(name):
+        own = self.weight_map.own(name)
+        if own is None or not self.takes(name):
             return
-        at = self.weight_map.together_at(name) if self.expert_shares else None
+        at = self.weight_map.together_at(own) if self.expert_shares else None
         share = None if at is None else self._expert_share(at[0])
         if at is None or share is None:
             self.fill(name, file.get_tensor(name))

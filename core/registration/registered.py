@@ -65,6 +65,7 @@ class Registry(Generic[T]):
         self._entries: dict[str, Entry] = {}
         self._loaded: dict[str, T] = {}
         self._refusals: dict[str, str] = {}
+        self._text_parts: dict[str, str] = {}
         self._registering = Provenance("unknown", "", "")
 
     def add(
@@ -116,6 +117,22 @@ class Registry(Generic[T]):
     def refusal(self, name: str) -> str | None:
         """Return the reason of `refuse`; None where none was given, or the name is registered."""
         return None if name in self._entries else self._refusals.get(name)
+
+    def add_text_part(self, name: str, of: str = "") -> None:
+        """Say that of a multimodal architecture the text part is served: by the architecture `of`;
+        "": by the one that its text configuration names, or has the type of. A plugin may still
+        register the whole."""
+        self._text_parts[name] = of
+
+    def text_part(self, name: str) -> str | None:
+        """Return what `add_text_part` was told of; None for what is registered itself, or
+        unknown."""
+        return None if name in self._entries else self._text_parts.get(name)
+
+    @property
+    def text_parts(self) -> dict[str, str]:
+        """Multimodal architectures that are not registered themselves → the `text_part` of each."""
+        return {n: of for n, of in sorted(self._text_parts.items()) if n not in self._entries}
 
     @property
     def refused(self) -> tuple[str, ...]:

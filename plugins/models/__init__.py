@@ -6,6 +6,7 @@ from typing import Any
 
 from ...core.hooks import hookimpl
 from .refused import REFUSED
+from .text_parts import TEXT_PARTS
 
 ARCHITECTURES = {
     "apertus": ("ApertusForCausalLM",),
@@ -96,7 +97,7 @@ ARCHITECTURES = {
     "qwen2": ("Qwen2ForCausalLM", "Qwen2Model", "Qwen2ForSequenceClassification"),
     "qwen2_moe": ("Qwen2MoeForCausalLM",),
     "qwen3": ("Qwen3ForCausalLM", "Qwen3Model", "Qwen3ForSequenceClassification"),
-    "qwen3_moe": ("Qwen3MoeForCausalLM",),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", "Qwen3VLMoeTextForCausalLM"),
     "qwen3_next": ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"),
     "roberta": ("RobertaModel", "RobertaForSequenceClassification"),
     "smollm3": ("SmolLM3ForCausalLM",),
@@ -157,6 +158,8 @@ def register_models(registry: Any) -> None:
     for name, place in (classes | SAME).items():
         registry.add(name, f"jackfield.plugins.models.{place}")
     registry.add("*", "jackfield.plugins.models.fallback.model:TransformersLM")
+    for name, of in TEXT_PARTS.items():
+        registry.add_text_part(name, of)
     for reason, names in REFUSED.items():
         for name in names:
             registry.refuse(name, reason)

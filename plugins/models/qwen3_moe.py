@@ -1,13 +1,15 @@
-"""Qwen3 with a mixture of experts in most layers."""
+"""Qwen3 with a mixture of experts in most layers, also as the text part of Qwen3-VL."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from ...core.errors import ConfigError
 from ...core.loading.model_config import ModelConfig
+from ...core.loading.weight_map import Together
 from ...core.nn.context import BuildContext
 from ...core.nn.experts import SparseMLP
 from ...core.nn.routing import RoutingRule
@@ -35,12 +37,30 @@ class Qwen3MoeForCausalLM(CausalLM):
             return CausalLM.mlp(config, layer, build)
         return SparseMLP(
             hf.num_experts,
-            RoutingRule(hf.num_experts_per_tok, renormalize=hf.norm_topk_prob),
+            RoutingRule(
+                hf.num_experts_per_tok, renormalize=bool(getattr(hf, "norm_topk_prob", True))
+            ),
             hf.hidden_size,
             hf.moe_intermediate_size,
             hf.hidden_act,
             build,
         )
+
+
+class Qwen3VLMoeTextForCausalLM(Qwen3MoeForCausalLM):
+    """The text part of Qwen3-VL, whose checkpoints have one tensor for all experts."""
+
+    tensor_parallel = True
+
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        super().__init__(config, build)
+        hf = config.hf_config
+        up, down = hf.hidden_size, hf.moe_intermediate_size
+        self.weight_map = replace(self.weight_map, together={
+            "gate_up_proj": Together("gate_up_proj.weight", ("gate", "up"), columns=up,
+                                     joined=True),
+            "down_proj": Together("down_proj.weight", columns=down),
+        })  # fmt: skip
 
 
 def is_sparse(hf: Any, layer: int) -> bool:

@@ -1,0 +1,1 @@
+"""Checkpoints of models that take images or sound, of which the text part is served."""

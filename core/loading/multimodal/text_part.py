@@ -1,0 +1,117 @@
+"""The text part of a multimodal checkpoint: its configuration, and the names of its tensors.
+
+Without images, sound or video such a model is a decoder like any other: the positions of a rotation
+in three dimensions are equal, and no layer reads states of another encoder.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ...errors import ConfigError
+
+NESTED = ("text_config", "llm_config", "language_config")
+"""Fields of config.json that hold the text part's configuration, for types that `transformers` does
+not know; the first that a file has."""
+OF_THE_WHOLE = ("quantization_config", "dtype", "torch_dtype")
+"""Fields that the outer configuration decides, if it has them."""
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""Fields that the outer configuration fills in."""
+PREFIXES = {
+    "model.language_model.": "model.",
+    "model.text_model.": "model.",
+    "language_model.": "",
+    "thinker.model.": "model.",
+    "thinker.lm_head.": "lm_head.",
+    "llm.": "",
+}
+"""Start of a tensor's name → what stands there in a checkpoint of the text part alone."""
+PLAIN = ("lm_head.", "model.embed_tokens.", "model.layers.", "model.norm.")
+"""Starts of names of the text part that have no prefix."""
+
+
+def inner_name(name: str) -> str | None:
+    """Return the name that a tensor, or a layer, has in a checkpoint of the text part alone; None
+    for one of another part."""
+    for prefix, new in PREFIXES.items():
+        if name.startswith(prefix):
+            return new + name[len(prefix) :]
+    return name if name.startswith(PLAIN) else None
+
+
+def text_config(
+    folder: Path, raw: dict[str, Any], read: Callable[[dict[str, Any]], Any], architecture: str
+) -> Any:
+    """Return the configuration of the text part of a config.json.
+
+    read: from a config.json's content to a configuration. architecture: of the text part; "": the
+    one that its configuration names, or that has its model type in `transformers`. Raises
+    ConfigError.
+    """
+    from transformers import CONFIG_MAPPING
+
+    inner: Any = next((raw[name] for name in NESTED if isinstance(raw.get(name), dict)), {})
+    if raw.get("model_type") in CONFIG_MAPPING:
+        config = copy.copy(read(raw).get_text_config(decoder=True))
+    elif inner:
+        config = read(dict(inner))
+    else:
+        raise ConfigError(
+            f"model: {folder}/config.json has no {' or '.join(NESTED)}, which would describe the "
+            "part of the model that reads text",
+            param="model",
+        )
+    if architecture:
+        config = _as_type_of(architecture, config, read)
+    else:
+        architecture = _architecture(folder, inner, config)
+    config.architectures = [architecture]
+    if (tied := raw.get("tie_word_embeddings")) is None:
+        tied = getattr(config, "tie_word_embeddings", None)
+    config.tie_word_embeddings = bool(tied)
+    for name in OF_THE_WHOLE:
+        if raw.get(name) is not None:
+            setattr(config, name, _with_inner_names(raw[name]))
+    for name in TOKENS:
+        if getattr(config, name, None) is None and raw.get(name) is not None:
+            setattr(config, name, raw[name])
+    return config
+
+
+def _architecture(folder: Path, inner: dict[str, Any], config: Any) -> str:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    names = inner.get("architectures") or [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)]
+    if not isinstance(names[0], str):
+        raise ConfigError(
+            f"model: {folder}/config.json: no architecture is known for the text part's model_type "
+            f"{config.model_type!r}",
+            param="model",
+        )
+    return names[0]
+
+
+def _as_type_of(architecture: str, config: Any, read: Callable[[dict[str, Any]], Any]) -> Any:
+    """Return a configuration with the values of `config`, of the type that an architecture has in
+    `transformers`; `config` itself where that has none."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    types = {name: kind for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()}
+    if architecture not in types:
+        return config
+    return read(config.to_dict() | {"model_type": types[architecture]})
+
+
+def _with_inner_names(value: Any) -> Any:
+    """Return a JSON value whose texts and keys are names as the text part alone has them."""
+    if isinstance(value, list):
+        return [_with_inner_names(item) for item in value]
+    if isinstance(value, dict):
+        return {_with_inner_names(name): _with_inner_names(item) for name, item in value.items()}
+    if not isinstance(value, str):
+        return value
+    name = inner_name(value)
+    return value if name is None else name

@@ -1,0 +1,168 @@
+"""Of multimodal checkpoints the text part says what `transformers` says of the whole without
+images."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from jackfield import EngineConfig
+from jackfield.core.errors import ConfigError
+from jackfield.core.loading.model_config import resolve_model_config
+from jackfield.core.loading.multimodal.text_part import inner_name
+from jackfield.core.registry import load_plugins
+from jackfield.plugins.conformance.models import PagedModel
+from jackfield.plugins.models.text_parts import TEXT_PARTS
+
+TEXT = {
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
+    "max_position_embeddings": 128, "initializer_range": 0.3,
+}  # fmt: skip
+VISION = {
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "image_size": 28, "patch_size": 14,
+}  # fmt: skip
+QWEN_VISION = {
+    "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32,
+    "embed_dim": 16,
+}  # fmt: skip
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}}
+GLM_ROPE = {
+    "rope_parameters": {
+        "rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1],
+        "partial_rotary_factor": 0.5,
+    }
+}  # fmt: skip
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "Gemma3ForConditionalGeneration": (TEXT, VISION),
+    "Glm4vForConditionalGeneration": (TEXT | GLM_ROPE, QWEN_VISION),
+    "Glm4vMoeForConditionalGeneration": (
+        TEXT | GLM_ROPE | EXPERTS | {"n_routed_experts": 4, "first_k_dense_replace": 1}, QWEN_VISION
+    ),
+    "Idefics3ForConditionalGeneration": (TEXT | {"model_type": "llama"}, VISION),
+    "InternVLForConditionalGeneration": (TEXT | {"model_type": "qwen2"}, VISION),
+    "Llama4ForConditionalGeneration": (
+        TEXT | {"num_local_experts": 2, "intermediate_size_mlp": 48},
+        VISION | {"vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16},
+    ),
+    "LlavaForConditionalGeneration": (
+        TEXT | {"model_type": "llama"}, VISION | {"model_type": "clip_vision_model"}
+    ),
+    "Mistral3ForConditionalGeneration": (
+        TEXT | {"model_type": "mistral"}, VISION | {"model_type": "pixtral"}
+    ),
+    "Qwen2VLForConditionalGeneration": (TEXT | MROPE, QWEN_VISION),
+    "Qwen2_5_VLForConditionalGeneration": (TEXT | MROPE, QWEN_VISION),
+    "Qwen3VLForConditionalGeneration": (TEXT | MROPE, QWEN_VISION),
+    "Qwen3VLMoeForConditionalGeneration": (TEXT | MROPE | EXPERTS, QWEN_VISION),
+    "Qwen3_5ForConditionalGeneration": (
+        TEXT
+        | {
+            "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"],
+        },
+        QWEN_VISION,
+    ),
+}  # fmt: skip
+PROMPT = [3 + 7 * i % 89 for i in range(20)]
+
+
+def save(architecture: str, folder: Path) -> Any:
+    """Save and return a random model."""
+    if not hasattr(transformers, architecture):
+        pytest.skip(f"transformers {transformers.__version__} has no {architecture}")
+    kind = getattr(transformers, architecture)
+    text, vision = copy.deepcopy(CASES[architecture])
+    torch.manual_seed(5)
+    model = kind(kind.config_class(text_config=text, vision_config=vision)).float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    return model
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("architecture", CASES)
+def test_a_text_part_equals_the_whole_without_images(architecture: str, tmp_path: Path) -> None:
+    model = save(architecture, tmp_path)
+    want = model(torch.tensor([PROMPT]), use_cache=False).logits[0]
+    paged = PagedModel(tmp_path, "float32")
+    got = torch.cat([paged.run({0: part})[0] for part in (PROMPT[:7], PROMPT[7:])])
+    torch.testing.assert_close(got.cpu(), want, atol=1e-3, rtol=0)
+
+
+def test_published_experts_of_qwen3_vl_are_stored_by_columns(tmp_path: Path) -> None:
+    save("Qwen3VLMoeForConditionalGeneration", tmp_path)
+    logits = PagedModel(tmp_path, "float32").run({0: PROMPT})[0]
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name, tensor in tensors.items():
+        if ".experts." in name:
+            tensors[name] = tensor.transpose(1, 2).contiguous()
+    save_file(tensors, tmp_path / "model.safetensors")
+    torch.testing.assert_close(PagedModel(tmp_path, "float32").run({0: PROMPT})[0], logits)
+
+
+def test_names_of_a_text_part() -> None:
+    names = {
+        "model.language_model.layers.0.mlp.up_proj.weight": "model.layers.0.mlp.up_proj.weight",
+        "language_model.model.norm.weight": "model.norm.weight",
+        "language_model.lm_head.weight": "lm_head.weight",
+        "model.layers.1.self_attn.q_proj.weight": "model.layers.1.self_attn.q_proj.weight",
+        "model.visual.blocks.0.attn.qkv.weight": None,
+        "multi_modal_projector.linear_1.weight": None,
+        "mtp.layers.0.mlp.up_proj.weight": None,
+    }
+    assert {name: inner_name(name) for name in names} == names
+
+
+def test_the_whole_configuration_counts_for_the_text_part(tmp_path: Path) -> None:
+    """As a published file has it: sizes at the top, and a type that `transformers` lacks."""
+    qwen = TEXT | {
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl",
+        "rope_scaling": {"type": "mrope", "mrope_section": [4, 2, 2]}, "eos_token_id": 7,
+        "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+        "quantization_config": {
+            "quant_method": "fp8", "modules_to_not_convert": ["visual", "language_model.lm_head"]
+        },
+        "vision_config": QWEN_VISION,
+    }  # fmt: skip
+    chat = {
+        "architectures": ["InternVLChatModel"], "model_type": "internvl_chat", "eos_token_id": 7,
+        "llm_config": TEXT | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
+    }  # fmt: skip
+
+    def resolve(raw: dict[str, Any]) -> Any:
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+        return resolve_model_config(EngineConfig(model=str(tmp_path)), load_plugins())
+
+    config = resolve(qwen)
+    assert (config.architecture, config.text_part_of) == (
+        "Qwen2ForCausalLM",
+        qwen["architectures"][0],
+    )
+    assert config.hf_config.tie_word_embeddings is True
+    assert config.eos_token_ids == {7} and config.max_model_len == 128
+    assert config.rope_parameters["rope_type"] == "default"
+    assert config.quantization_config["modules_to_not_convert"] == ["visual", "lm_head"]
+    config = resolve(chat)
+    assert (config.architecture, config.text_part_of) == ("Qwen3ForCausalLM", "InternVLChatModel")
+    assert config.eos_token_ids == {7} and config.hf_config.tie_word_embeddings is False
+    with pytest.raises(ConfigError, match="text_config or llm_config"):
+        resolve({k: v for k, v in chat.items() if k != "llm_config"})
+
+
+def test_each_architecture_of_a_text_part_is_there() -> None:
+    registry = load_plugins()["model"]
+    assert {of for of in TEXT_PARTS.values() if of} <= set(registry)
+    assert not set(TEXT_PARTS) & (set(registry) | set(registry.refused))
