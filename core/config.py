@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from .errors import ConfigError
-from .registration.parallel_options import EPLBConfig, layer_partition, parallel_refusal
+from .registration.parallel_options import IN_PLACE, EPLBConfig, layer_partition, parallel_refusal
 from .registration.speculative_config import SpeculativeConfig
 
 Device = Literal["auto", "cuda", "cpu"]
@@ -320,6 +320,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             "each expert; with one rank nothing is divided."
         ),
     ] = False
+    all2all_backend: Annotated[
+        str,
+        _doc(
+            "How tokens come to the ranks that hold their experts, with enable_expert_parallel: "
+            "allgather_reducescatter or naive (each rank has all tokens, and one sum adds what "
+            "experts compute), all_to_all (tokens are exchanged by torch.distributed), or a "
+            "plugin's."
+        ),
+    ] = IN_PLACE[0]
     enable_eplb: Annotated[
         bool,
         _doc(
@@ -482,6 +491,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Number of ranks that compute the model together."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
+    @property
+    def exchanges_tokens(self) -> bool:
+        """Whether tokens are sent to the ranks that hold their experts."""
+        divided = self.enable_expert_parallel and self.tensor_parallel_size > 1
+        return divided and self.all2all_backend not in IN_PLACE
+
     def _check_together(self) -> None:
         if self.trust_remote_code:
             raise ConfigError(
@@ -495,6 +510,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             layer_partition=self.pipeline_layer_partition,
             data=self.data_parallel_size,
             expert_parallel=self.enable_expert_parallel,
+            all2all=self.all2all_backend,
             eplb=self.eplb_config if self.enable_eplb else None,
             has_connector=self.kv_transfer_config is not None,
         ):

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
     from .nn.operations import Operations
     from .outputs import PoolingRequestOutput, RequestOutput
+    from .protocols.all2all import All2All
     from .protocols.attention import AttentionBackend
     from .protocols.collectives import Collectives
     from .protocols.executors import Executor, SchedulePolicy
@@ -291,6 +292,18 @@ def register_collectives(registry: Registry[type[Collectives]]) -> None:
     Used by executors with several ranks at start (`EngineConfig.collectives`); `auto` takes the
     highest priority that supports the device. Contract: `protocols.Collectives`, made from a
     `protocols.CollectivesSetup`.
+    """
+
+
+@hookspec
+def register_all2all_backends(registry: Registry[type[All2All]]) -> None:
+    """All-to-all backends, by which tokens come to the ranks that hold their experts.
+
+        registry.add("all_to_all", "jackfield.plugins.collectives.all_to_all:AllToAll")
+
+    Used by executors with several ranks at start, with `EngineConfig.enable_expert_parallel`, where
+    `EngineConfig.all2all_backend` names one; called by layers with experts in each step. Contract:
+    `protocols.All2All`, made from a `protocols.All2AllSetup`.
     """
 
 

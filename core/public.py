@@ -28,8 +28,9 @@ PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
     "Write a plugin": {
         "jackfield.core.registry": ("Plugins", "Registry", "load_plugins"),
         "jackfield.core.protocols": (
-            "ArgumentForm", "AttentionBackend", "AttentionSpec", "CallForm", "CheckpointConfig",
-            "Collectives", "CollectivesSetup", "Content", "Drafts", "Executor", "ExecutorInfo",
+            "All2All", "All2AllSetup", "ArgumentForm", "AttentionBackend", "AttentionSpec",
+            "CallForm", "CheckpointConfig", "Collectives", "CollectivesSetup", "Content",
+            "Dispatched", "Drafts", "Executor", "ExecutorInfo",
             "Grammar", "GrammarBackend", "GrammarMatcher", "GrammarSpec", "KVConnector",
             "KVConnectorScheduler", "KVConnectorSetup", "KVConnectorWorker", "KVLayout",
             "KnownTokens", "LatentAttentionBackend", "LatentAttentionSpec", "LayerSpec",
@@ -88,6 +89,7 @@ PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
         "jackfield.plugins.parsing.tool_machine": ("ToolMachine",),
     },
     "Test a plugin": {
+        "jackfield.plugins.conformance.all2all": ("All2AllKit",),
         "jackfield.plugins.conformance.attention": ("AttentionBackendKit",),
         "jackfield.plugins.conformance.collectives": ("CollectivesKit",),
         "jackfield.plugins.conformance.executors": ("ExecutorKit",),

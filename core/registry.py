@@ -61,6 +61,7 @@ KINDS = {
     "weight_loader": "register_weight_loaders",
     "executor": "register_executors",
     "collectives": "register_collectives",
+    "all2all_backend": "register_all2all_backends",
     "schedule_policy": "register_schedule_policies",
     "command": "register_commands",
 }

@@ -18,6 +18,7 @@ from ..loading.model_config import ModelConfig, SourceConfig, resolve_model_conf
 from ..loading.resolve_pooling import resolve_pooling
 from ..registration.architecture import registered_name
 from ..registration.executor_choice import choose_executor
+from ..registration.parallel_options import IN_PLACE
 from ..registration.plugin_options import typed_options
 from ..registry import Plugins
 from ..text.tokenizer import template_texts
@@ -250,6 +251,8 @@ def check_names(config: EngineConfig, plugins: Plugins) -> None:
         )
     if config.speculative_config is not None:
         options.append(("speculative_config", "speculator", config.speculative_config.method))
+    if config.all2all_backend not in IN_PLACE:
+        options.append(("all2all_backend", "all2all_backend", config.all2all_backend))
     for option, kind, name in options:
         if name is None or (name in (NONE, AUTO) and option in PARSERS):
             continue

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError
+from ..parallel.expert_exchange import ExpertExchange
 from ..parallel.expert_share import ExpertShare
 from ..parallel.sharding import Features
 from .context import BuildContext
@@ -132,8 +133,12 @@ class Experts(nn.Module):
         own = None if self.share is not None else build.inner_share(intermediate_size)
         self.balance: ExpertBalance | None = None
         """Where the experts are by now; None: where they were loaded."""
+        self.exchange: ExpertExchange | None = None
+        """How tokens come to the ranks of their experts; None: this rank has all tokens."""
         if self.share is not None:
             _check_features(build.operations, frozenset({"experts.foreign"}))
+            if build.ranks.all2all is not None:
+                self.exchange = ExpertExchange(build.ranks.all2all, self.share)
             if build.redundant_experts is not None:
                 self.balance = ExpertBalance(
                     self.share, build.redundant_experts, build.ranks.experts, build.device
@@ -258,15 +263,26 @@ class SparseMLP(nn.Module):
             "gate_up_bias": first.bias, "down_bias": down.bias, "activation": self.activation
         }  # fmt: skip
         more = {name: value for name, value in more.items() if value is not None}
+
+        def compute(
+            x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, into: Any = None
+        ) -> torch.Tensor:
+            chosen = routing._replace(experts=experts, weights=weights)
+            into = torch.zeros_like(x) if into is None else into
+            return self.operations.experts(x, chosen, first.bank, down.bank, residual=into, **more)
+
+        x = self.fc1_latent_proj(x) if self.latent else x
+        exchange = None if self.ranks.paused else self.experts.exchange
+        if exchange is not None:
+            assert residual is None, "the sum over ranks adds it"
+            computed = exchange.run(x, routing.experts, routing.weights, compute)
+        else:
+            into = None if self.latent else residual
+            computed = compute(x, routing.experts, routing.weights, into)
         if not self.latent:
-            into = torch.zeros_like(x) if residual is None else residual
-            return self.operations.experts(x, routing, first.bank, down.bank, residual=into, **more)
-        x = self.fc1_latent_proj(x)
-        latents = self.operations.experts(
-            x, routing, first.bank, down.bank, residual=torch.zeros_like(x), **more
-        )
+            return computed
         # Linear: of several ranks, each may project its part of the sum.
-        out: torch.Tensor = self.fc2_latent_proj(latents, residual=residual)
+        out: torch.Tensor = self.fc2_latent_proj(computed, residual=residual)
         return out
 
     def route(self, logits: torch.Tensor) -> Routing:

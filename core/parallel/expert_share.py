@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import ConfigError
 from .ranks import Group
+
+if TYPE_CHECKING:
+    import torch
 
 
 class ExpertShare(NamedTuple):
@@ -18,6 +21,9 @@ class ExpertShare(NamedTuple):
     """Of all ranks, without copies."""
     first: int
     """Number of this rank's first place among those of all ranks."""
+    num_places: int
+    """Of all ranks, copies included."""
+    num_ranks: int
 
     @classmethod
     def of(cls, num_experts: int, group: Group, num_copies: int | None = None) -> ExpertShare:
@@ -43,7 +49,23 @@ class ExpertShare(NamedTuple):
             )
         first = group.rank * each + min(group.rank, more)
         numbers = range(first, first + each + (group.rank < more))
-        return cls(tuple(number % num_experts for number in numbers), num_experts, first)
+        own = tuple(number % num_experts for number in numbers)
+        return cls(own, num_experts, first, places, group.size)
+
+    @property
+    def most(self) -> int:
+        """Places of the ranks that have most."""
+        return -(-self.num_places // self.num_ranks)
+
+    def spread(self, places: torch.Tensor) -> torch.Tensor:
+        """Number places, [any] int32, counted from this rank's first one, so that rank r's begin at
+        r * `most`."""
+        each, more = divmod(self.num_places, self.num_ranks)
+        places = places + self.first
+        if more == 0:
+            return places
+        behind = places - more * self.most
+        return places + behind.clamp(min=0) // each
 
     def is_elsewhere(self, shard: str) -> bool:
         """Return whether another rank alone holds a shard of the layer: "3.gate" is the fourth

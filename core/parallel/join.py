@@ -10,6 +10,7 @@ import torch
 
 from ..config import EngineConfig
 from ..errors import ConfigError
+from ..protocols.all2all import All2All, All2AllSetup
 from ..protocols.collectives import Collectives, CollectivesSetup
 from ..registration.choice import choose
 from ..registry import Plugins
@@ -68,7 +69,7 @@ def join(
     num_stages, tensor_size = config.pipeline_parallel_size, config.tensor_parallel_size
     world = group_of(rank, num_stages * tensor_size, address, listener)
     if num_stages == 1:
-        return _ranks(config, world, ONE_STAGE, local)
+        return _ranks(config, plugins, world, ONE_STAGE, address, device, local)
     pipeline = Pipeline.of(world, num_stages, config.pipeline_layer_partition)
     pipeline.connect(device)
     if tensor_size == 1:
@@ -78,17 +79,61 @@ def join(
     own = listen(own_address(*address)) if leads else None
     addresses = exchange(world, None if own is None else own.getsockname()[:2], device)
     tensor = group_of(rank % tensor_size, tensor_size, addresses[rank - rank % tensor_size], own)
-    return _ranks(config, tensor, pipeline, local)
+    return _ranks(config, plugins, tensor, pipeline, address, device, local)
 
 
-def _ranks(config: EngineConfig, tensor: Group, pipeline: Pipeline, local_rank: int) -> Ranks:
+def _ranks(
+    config: EngineConfig,
+    plugins: Plugins,
+    tensor: Group,
+    pipeline: Pipeline,
+    address: tuple[str, int],
+    device: torch.device,
+    local_rank: int,
+) -> Ranks:
     experts = tensor if config.enable_expert_parallel else OneRank()
-    return Ranks(tensor=tensor, experts=experts, pipeline=pipeline, local_rank=local_rank)
+    all2all = None
+    if config.exchanges_tokens:
+        all2all = _join_all2all(config, plugins, tensor, address, device)
+    return Ranks(
+        tensor=tensor, experts=experts, pipeline=pipeline, all2all=all2all, local_rank=local_rank
+    )
+
+
+def _join_all2all(
+    config: EngineConfig,
+    plugins: Plugins,
+    group: Group,
+    address: tuple[str, int],
+    device: torch.device,
+) -> All2All:
+    """Join an exchange of tokens between the ranks of a group, led by its first. `address`: as of
+    `join`."""
+    registry = plugins["all2all_backend"]
+    name, backend, _ = choose(
+        registry, "all2all_backend", config.all2all_backend,
+        lambda candidate: candidate.supports(device),
+    )  # fmt: skip
+    listener = listen(own_address(*address)) if group.rank == 0 else None
+    addresses = exchange(group, None if listener is None else listener.getsockname()[:2], device)
+    tokens = config.max_num_batched_tokens or config.max_num_seqs
+    setup = All2AllSetup(
+        rank=group.rank,
+        size=group.size,
+        address=tuple(addresses[0]),
+        listener=listener,
+        device=device,
+        timeout=config.distributed_timeout_seconds,
+        max_tokens=-(-tokens // group.size),
+    )
+    with registry.calling(name, "its constructor"):
+        joined: All2All = backend(setup)
+    return joined
 
 
 def leave(ranks: Ranks) -> None:
     """Leave the groups. Called after `Worker.stop`, which drops the graphs that use them."""
-    for group in (ranks.tensor, ranks.pipeline.world):
+    for group in (ranks.all2all, ranks.tensor, ranks.pipeline.world):
         close = getattr(group, "close", None)
         if close is not None:
             close()

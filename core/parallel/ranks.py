@@ -12,6 +12,8 @@ from ..errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
+    from ..protocols.all2all import All2All
+
 
 class Group(Protocol):
     """Ranks that compute each layer together. Every rank calls the same methods in the same order,
@@ -215,6 +217,8 @@ class Ranks:
     """Ranks that each hold some of a mixture's experts whole (expert parallelism): those of
     `tensor`, or with one rank, each expert is divided like other layers. Its methods are not
     called: what experts compute is a term of `add`'s sum."""
+    all2all: All2All | None = None
+    """How tokens come to the ranks of `experts`; None: each has all tokens."""
     local_rank: int = 0
     """Number of this rank among those of its host, and of its device."""
 
@@ -226,6 +230,11 @@ class Ranks:
     def pausable(self) -> Ranks:
         """Return the same ranks, whose calls `pause` leaves out."""
         return self if self.tensor.size == 1 else replace(self, tensor=PausableGroup(self.tensor))
+
+    @property
+    def paused(self) -> bool:
+        """Whether this rank computes without the others."""
+        return isinstance(self.tensor, PausableGroup) and self.tensor.paused
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:

@@ -6,6 +6,7 @@ docstrings name shapes, units and errors.
 
 from __future__ import annotations
 
+from .all2all import All2All, All2AllSetup, Dispatched
 from .attention import AttentionBackend, AttentionSpec, LayerSpec, PagedBackend
 from .collectives import Collectives, CollectivesSetup
 from .executors import Executor, ExecutorInfo, RankState, SchedulePolicy
@@ -33,6 +34,8 @@ from .quantization import QuantizationMethod
 from .speculators import Drafts, KnownTokens, Speculator, SpeculatorSetup
 
 __all__ = [
+    "All2All",
+    "All2AllSetup",
     "ArgumentForm",
     "AttentionBackend",
     "AttentionSpec",
@@ -42,6 +45,7 @@ __all__ = [
     "Collectives",
     "CollectivesSetup",
     "Content",
+    "Dispatched",
     "Drafts",
     "Executor",
     "ExecutorInfo",

@@ -70,6 +70,9 @@ CONTRACTS = {
         "protocols.Collectives",
         ("supports", "all_reduce", "all_gather", "send", "receive", "close"),
     ),
+    "all2all_backend": Contract(
+        "protocols.All2All", ("supports", "recordable", "dispatch", "combine", "close")
+    ),
     "schedule_policy": Contract("protocols.SchedulePolicy", ("key",)),
     "command": Contract("a function of (argv: list[str])", ("__call__",)),
 }

@@ -9,6 +9,10 @@ from msgspec import Meta
 
 from ..errors import ConfigError
 
+IN_PLACE = ("allgather_reducescatter", "naive")
+"""vLLM's names of `EngineConfig.all2all_backend` for what ranks that divide the layers do anyway:
+each has all tokens, and one sum adds what experts compute. The first one is the default."""
+
 
 class EPLBConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How experts are placed by load: `EngineConfig.eplb_config`. Names are vLLM's."""
@@ -47,13 +51,15 @@ def parallel_refusal(
     layer_partition: tuple[int, ...] | None,
     data: int,
     expert_parallel: bool,
+    all2all: str,
     eplb: EPLBConfig | None,
     has_connector: bool,
 ) -> ConfigError | None:
     """Return the error for options that do not go together, with the name of one; None: they do.
 
     Sizes are those of tensor, pipeline and data parallelism; `layer_partition`: layers
-    of each stage; `eplb`: None if experts stay; `has_connector`: of KV.
+    of each stage; `all2all`: the backend's name; `eplb`: None if experts stay; `has_connector`: of
+    KV.
     """
     if layer_partition is not None and len(layer_partition) != pipeline:
         return ConfigError(
@@ -66,6 +72,12 @@ def parallel_refusal(
             "kv_transfer_config: KV connectors serve one rank (tensor_parallel_size 1, "
             "pipeline_parallel_size 1)",
             param="kv_transfer_config",
+        )
+    if all2all not in IN_PLACE and not expert_parallel:
+        return ConfigError(
+            f"all2all_backend: {all2all!r} exchanges tokens between ranks that hold experts whole: "
+            "it needs enable_expert_parallel",
+            param="all2all_backend",
         )
     if expert_parallel and data > 1 and tensor == 1:
         return ConfigError(

@@ -42,9 +42,6 @@ _GPUS = (
     "(--data-parallel-size), on one host; nothing else is supported yet"
 )
 _ONE_HOST = "the engines of --data-parallel-size are those of one server on one host"
-_EXCHANGE = (
-    "with --enable-expert-parallel every rank has all tokens, and one sum adds what experts compute"
-)
 _TRACES = "traces are not exported; plugins hear of each request and step (request_finished)"
 MISSING: dict[str, str] = {
     **dict.fromkeys(
@@ -65,7 +62,6 @@ MISSING: dict[str, str] = {
         ("--num-redundant-experts", "--eplb-window-size", "--eplb-step-interval"),
         "see --eplb-config",
     ),
-    "--all2all-backend": _EXCHANGE,
     "--expert-placement-strategy": "ranks hold neighbours; --enable-eplb moves experts by load",
     **dict.fromkeys(("--otlp-traces-endpoint", "--collect-detailed-traces"), _TRACES),
     "--convert": "see --runner and --task",

@@ -14,7 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import AllreduceOptions, PrefixStore, TCPStore  # type: ignore[attr-defined]
-from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
+    AllgatherOptions,
+    AllToAllOptions,
+)
 
 from ...core.errors import ConfigError
 from ...core.parallel.join import own_address
@@ -30,7 +33,8 @@ class _Collectives:
         # Not asynchronous: NCCL then queues on the current stream instead of one of its own.
         self._sum = AllreduceOptions()
         self._gather = AllgatherOptions()
-        self._sum.asyncOp = self._gather.asyncOp = False
+        self._exchange = AllToAllOptions()
+        self._sum.asyncOp = self._gather.asyncOp = self._exchange.asyncOp = False
         self._sending: collections.deque[tuple[Any, torch.Tensor]] = collections.deque()
         """What was sent and is not known to have arrived: libraries read it until then."""
         host, port = setup.address
@@ -68,6 +72,13 @@ class _Collectives:
         parts = x.new_empty((self.size, *x.shape))
         _wait(self._group._allgather_base(parts.view(-1), x.flatten(), self._gather))
         return parts.movedim(0, -2).flatten(-2)
+
+    def all_to_all(self, x: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
+        """Send rows of `x`, [sum(sent), ...], to all ranks, so many to each, and return those that
+        came, so many from each, by rank: [sum(received), ...]."""
+        into = x.new_empty((sum(received), *x.shape[1:]))
+        _wait(self._group.alltoall_base(into, x.contiguous(), received, sent, self._exchange))
+        return into
 
     def send(self, x: torch.Tensor, to: int) -> None:
         """Send a copy."""

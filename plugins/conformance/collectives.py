@@ -27,10 +27,9 @@ from .rank_threads import run_ranks
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.int64)
 
 
-class CollectivesKit(Kit):
-    """Subclass it, and set the name."""
+class GroupKit(Kit):
+    """What kits of groups of ranks share."""
 
-    kind = "collectives"
     seconds: ClassVar[float] = 30.0
     """Longest wait for the other ranks."""
 
@@ -52,7 +51,7 @@ class CollectivesKit(Kit):
 
         def run(rank: int) -> Any:
             group = self.registered()(
-                CollectivesSetup(
+                self.setup(
                     rank=rank, size=size, address=address, listener=None if rank else listener,
                     device=devices[rank], timeout=self.seconds,
                 )
@@ -70,6 +69,27 @@ class CollectivesKit(Kit):
                 group.close()
 
         return run_ranks([functools.partial(run, rank) for rank in range(size)])
+
+    def setup(self, **facts: Any) -> CollectivesSetup:
+        """Return what a rank is made from."""
+        return CollectivesSetup(**facts)
+
+    def test_a_group_that_nobody_leads_is_refused_in_time(self) -> None:
+        with socket.socket() as silent:
+            silent.bind(("127.0.0.1", 0))
+            setup = self.setup(
+                rank=1, size=2, address=silent.getsockname(), listener=None,
+                device=self.devices(2)[1], timeout=0.3,
+            )  # fmt: skip
+            with pytest.raises(ConfigError) as caught:
+                self.registered()(setup)
+        assert caught.value.param == "tensor_parallel_size"
+
+
+class CollectivesKit(GroupKit):
+    """Subclass it, and set the name."""
+
+    kind = "collectives"
 
     @pytest.mark.parametrize("size", [2, 3])
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -205,14 +225,3 @@ class CollectivesKit(Kit):
         ranks = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
         self.test_two_groups_of_one_process_do_not_meet()
         assert ranks == {name: os.environ[name] for name in ranks}
-
-    def test_a_group_that_nobody_leads_is_refused_in_time(self) -> None:
-        with socket.socket() as silent:
-            silent.bind(("127.0.0.1", 0))
-            setup = CollectivesSetup(
-                rank=1, size=2, address=silent.getsockname(), listener=None,
-                device=self.devices(2)[1], timeout=0.3,
-            )  # fmt: skip
-            with pytest.raises(ConfigError) as caught:
-                self.registered()(setup)
-        assert caught.value.param == "tensor_parallel_size"

@@ -41,6 +41,7 @@ KITS = {
     "kv_compressor": Kit("--kv-compressor", "kv_compressors", "KVCompressorKit"),
     "logits_processor": Kit("--logits-processor", "logits_processors", "LogitsProcessorKit"),
     "structured_backend": Kit("--grammar-backend", "grammars", "GrammarBackendKit"),
+    "all2all_backend": Kit("--all2all-backend", "all2all", "All2AllKit"),
     "collectives": Kit("--collectives", "collectives", "CollectivesKit"),
     "executor": Kit("--executor", "executors", "ExecutorKit"),
     "operations": Kit("--operations", "operations", "OperationsKit"),

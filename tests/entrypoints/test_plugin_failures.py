@@ -51,6 +51,7 @@ ELSEWHERE = {
     "register_logits_processors": "tests/core/worker/test_processors.py",
     "register_latent_attention_backends": "tests/plugins/attention/test_latent_attention_choice.py",
     "register_collectives": "tests/core/parallel/test_collectives.py",
+    "register_all2all_backends": "tests/core/parallel/test_expert_parallel.py",
 }
 """Where what is called later is tested."""
 

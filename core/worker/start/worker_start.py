@@ -435,6 +435,8 @@ class WorkerStart:
             return None
         if not getattr(runner.model, "graph_safe", True):
             return None
+        if (all2all := self.ranks.all2all) is not None and not all2all.recordable:
+            return None
         if (recorder := self._recorder()) is None:
             return None
         return StepGraphs(runner, recorder, self._max_num_batched_tokens, self.ranks)

@@ -4,6 +4,7 @@ engine's tokens are those of one rank."""
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,11 @@ from jackfield.core.loading.model_config import resolve_model_config
 from jackfield.core.loading.weight_map import ParameterFiller
 from jackfield.core.nn.operations import Operations
 from jackfield.core.parallel.expert_share import ExpertShare
-from jackfield.core.parallel.ranks import ONE_RANK, Ranks
+from jackfield.core.parallel.join import join, leave, listen
+from jackfield.core.parallel.ranks import ONE_RANK, OneRank, Ranks
 from jackfield.core.registry import load_plugins
 from jackfield.plugins.conformance.models import PagedModel
-from jackfield.plugins.conformance.rank_threads import thread_ranks
+from jackfield.plugins.conformance.rank_threads import run_ranks, thread_ranks
 
 from helpers import make_checkpoint
 
@@ -214,12 +216,88 @@ async def tokens(folder: Path, **options: Any) -> list[list[int]]:
         return list(await asyncio.gather(*(generate(engine, number) for number in range(5))))
 
 
-@pytest.mark.parametrize("family", ["qwen3-moe", pytest.param("gpt-oss", marks=pytest.mark.slow)])
-async def test_an_engines_tokens_are_those_of_one_rank(family: str, tmp_path: Path) -> None:
-    """Rank 0 here and another one in a process, over gloo."""
+@pytest.mark.parametrize(
+    ("family", "backend"),
+    [
+        ("qwen3-moe", "all_to_all"),
+        pytest.param("qwen3-moe", "naive", marks=pytest.mark.slow),
+        pytest.param("gpt-oss", "allgather_reducescatter", marks=pytest.mark.slow),
+    ],
+)
+async def test_an_engines_tokens_are_those_of_one_rank(
+    family: str, backend: str, tmp_path: Path
+) -> None:
+    """Rank 0 here and another one in a process, over gloo, with experts of unequal number."""
     folder = make_checkpoint(family, tmp_path)
     one = await tokens(folder)
-    assert await tokens(folder, tensor_parallel_size=2, enable_expert_parallel=True) == one
+    options = {"enable_expert_parallel": True, "all2all_backend": backend}
+    assert await tokens(folder, tensor_parallel_size=2, **options) == one
+
+
+@pytest.mark.parametrize("eplb", [False, True])
+def test_tokens_that_go_to_their_experts_are_computed_as_by_one_rank(
+    eplb: bool, tmp_path: Path
+) -> None:
+    """Of three ranks, in threads over gloo, each with a part of the tokens, and the first one with
+    more of the seven experts; or each with three, copies included."""
+    folder = make_checkpoint("qwen3-moe", tmp_path)
+    options: dict[str, Any] = {"enable_expert_parallel": True, "tensor_parallel_size": 3}
+    # Fewer experts of a token than ranks: rows are counted.
+    options["hf_overrides"] = {"num_experts_per_tok": 3 if eplb else 2}
+    if eplb:
+        options |= {"enable_eplb": True, "eplb_config": {"num_redundant_experts": 2}}
+    config = EngineConfig(
+        device="cpu", all2all_backend="all_to_all", distributed_timeout_seconds=30, **options
+    )
+    plugins, listener = load_plugins(), listen()
+    address = listener.getsockname()[:2]
+    torch.manual_seed(3)
+    x = torch.randn(20, 64)
+
+    def run(rank: int) -> torch.Tensor:
+        ranks = join(
+            config, plugins, rank=rank, address=address, listener=None if rank else listener
+        )
+        try:
+            # Attention is left out: its heads cannot be divided by three.
+            alone = replace(ranks, tensor=OneRank())
+            model = PagedModel(folder, "float32", ranks=alone, **options).model
+            mlp: Any = model.model.layers[0].mlp
+            mlp.ranks = ranks
+            with torch.inference_mode():
+                return torch.cat([mlp(x[:count].clone(), None) for count in (20, 1, 5)])
+        finally:
+            leave(ranks)
+
+    overrides = options["hf_overrides"]
+    whole: Any = PagedModel(folder, "float32", hf_overrides=overrides).model
+    with torch.inference_mode():
+        want = torch.cat([whole.model.layers[0].mlp(x[:n].clone(), None) for n in (20, 1, 5)])
+    for got in run_ranks([lambda rank=rank: run(rank) for rank in range(3)]):
+        torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "it needs enable_expert_parallel"),
+        (
+            {
+                "enable_expert_parallel": True,
+                "tensor_parallel_size": 2,
+                "name": "deepep_low_latency",
+            },
+            "no all2all backend named 'deepep_low_latency'",
+        ),
+    ],
+)
+async def test_backends_that_are_not_there_are_refused_by_name(
+    options: dict[str, Any], message: str
+) -> None:
+    name = options.pop("name", "all_to_all")
+    with pytest.raises(ConfigError, match=message) as caught:
+        await AsyncEngine(EngineConfig(device="cpu", all2all_backend=name, **options)).start()
+    assert caught.value.param == "all2all_backend"
 
 
 def test_parts_of_experts_are_whole(tmp_path: Path) -> None:
