@@ -4,26 +4,50 @@
     g = rate softplus(step + bias), or bounded, g = bound sigmoid(-rate (step + bias)), with queries
     and keys divided by their lengths first
 
-One program holds the state of one row and head (for some of its values) in registers, and walks
-over its tokens.
+One program holds the state of one row and head (for some of its values) in registers. Of rows of
+one token, and in float32 of all, it walks over tokens. Other rows are computed chunk by chunk, as
+those of `delta_rule`, from what `channel_delta_chunks` has found of all chunks in a launch before.
 
 Memory: queries, keys, steps, values and outputs once per token (the first three by each program of
-a head), a state once per row: the bound of rows of one token. As many steps one after another as
-the longest row has tokens: prompts are bound by their latency. Source: Kimi Linear (arXiv
+a head), a state once per row: the bound of rows of one token. A walk has as many steps one after
+another as the longest row has tokens, and is bound by their latency. Source: Kimi Linear (arXiv
 2510.26692). Twin: `core.nn.state.operations.StateOperations.channel_delta_rule`.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from ..launch import launch
-from .rows import PLACES, Rows, row_of, softplus
+from .channel_delta_chunks import channel_delta_chunks
+from .delta_rule import delta_walk_kernel
+from .rows import MOST_ROWS, PLACES, Rows, row_of, softplus
 
 VALUES = 16
-"""Values per program."""
+"""Values per program that walks over tokens."""
+ANY_LENGTH = 1 << 30
+CHUNKED = False
+"""Whether rows of several tokens are computed chunk by chunk, in 16 bits."""
+
+
+class ChannelTiles(NamedTuple):
+    """How rows of several tokens are computed in 16 bits."""
+
+    chunk: int = 64
+    block_k: int = 64
+    """Channels of keys that are computed together, before states are known."""
+    chunk_warps: int = 8
+    values: int = 32
+    """Values per program that walks over chunks."""
+    num_warps: int = 4
+    num_stages: int = 3
+
+
+TILES = ChannelTiles()
 
 
 @triton.jit(do_not_specialize_on_alignment=PLACES)
@@ -53,11 +77,12 @@ def _channel_delta_rule_kernel(
     BOUND: tl.constexpr,
     BLOCK_K: tl.constexpr,
     VALUES: tl.constexpr,
+    LONG: tl.constexpr,
 ):
-    """One program: VALUES values of one head of one row."""
+    """One program: VALUES values of one head of one row of at most LONG tokens."""
     head = tl.program_id(1)
     start, count, slot, begins = row_of(tl.program_id(0), query_start_ptr, seq_lens_ptr, slots_ptr)
-    if count == 0:
+    if (count == 0) | (count > LONG):
         return
     key = tl.arange(0, BLOCK_K)
     value = tl.program_id(2) * VALUES + tl.arange(0, VALUES)
@@ -103,19 +128,43 @@ def channel_delta_rule(
     strength: float,
     state: torch.Tensor,
     rows: Rows,
+    *,
+    chunked: bool | None = None,
+    tiles: ChannelTiles = TILES,
 ) -> torch.Tensor:
     """q, k, step: [T, H, K]; v: [T, H, V]; beta: [T, H]: contiguous but for the first dimension;
     rate: [H], dt_bias: [H, K], float32 and contiguous; state: [num_states, H, K, V], contiguous,
-    changed → [T, H, V]"""
+    changed → [T, H, V]
+
+    chunked: in half precision, compute rows of several tokens by chunks; None: where that is
+    faster.
+    """
     num_tokens, heads, width = v.shape
     size = q.shape[2]
     out = torch.empty((num_tokens, heads, width), dtype=v.dtype, device=v.device)
-    grid = (rows.slots.shape[0], heads, triton.cdiv(width, VALUES))
-    launch(_channel_delta_rule_kernel, grid)(
-        out, q, k, v, step, beta, rate, dt_bias, state,
-        rows.query_start, rows.seq_lens, rows.slots,
+    places = (rows.query_start, rows.seq_lens, rows.slots)
+    if chunked is None:
+        chunked = CHUNKED
+    chunked &= not rows.single and v.dtype != torch.float32
+    num_rows = rows.slots.shape[0]
+    launch(_channel_delta_rule_kernel, (num_rows, heads, triton.cdiv(width, VALUES)))(
+        out, q, k, v, step, beta, rate, dt_bias, state, *places,
         q.stride(0), k.stride(0), v.stride(0), step.stride(0), beta.stride(0), size**-0.5,
         strength, HEADS=heads, K=size, V=width, BOUND=bound, BLOCK_K=triton.next_power_of_2(size),
-        VALUES=VALUES, num_warps=2,
+        VALUES=VALUES, LONG=1 if chunked else ANY_LENGTH, num_warps=2,
+    )  # fmt: skip
+    if not chunked:
+        return out
+    chunks = channel_delta_chunks(
+        q, k, v, step, beta, rate, dt_bias, bound, strength, rows,
+        chunk=tiles.chunk, block_k=tiles.block_k, num_warps=tiles.chunk_warps,
+    )  # fmt: skip
+    grid = (min(num_rows, MOST_ROWS), heads, triton.cdiv(width, tiles.values))
+    launch(delta_walk_kernel, grid)(
+        out, chunks.own, chunks.seen, chunks.scores, chunks.decay, chunks.q, chunks.k, state,
+        *places, num_rows, num_tokens, chunks.q.stride(0), chunks.k.stride(0),
+        HEADS=heads, GROUPS=heads, K=size, V=width, BLOCK_K=max(16, triton.next_power_of_2(size)),
+        VALUES=tiles.values, CHUNK=tiles.chunk, PRECISION="tf32", CHANNELS=True,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
     return out

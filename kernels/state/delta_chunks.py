@@ -50,7 +50,7 @@ class DeltaChunks(NamedTuple):
 
 
 @triton.jit
-def _inverse(lower, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
+def inverse_of(lower, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
     """Return (I + lower)⁻¹, [CHUNK, CHUNK]; lower is zero but below its diagonal.
 
     From the inverses of two diagonal blocks, that of the block of both: its lower half is
@@ -151,7 +151,7 @@ def _delta_chunk_kernel(
     tl.store(pairs, scores.to(narrow), mask=inside[:, None])
     lower = tl.dot(k, turned, input_precision=PRECISION) * left * (beta * unit_k)[:, None]
     lower = tl.where(at[:, None] > at[None, :], lower, 0.0)
-    inverse = _inverse(lower, CHUNK, PRECISION)
+    inverse = inverse_of(lower, CHUNK, PRECISION)
     weights = (inverse * (beta * unit_k * tl.exp(total))[None, :]).to(narrow)
     seen = tl.dot(weights, k, input_precision=PRECISION)
     seens = seen_ptr + place * K + line * (HEADS * K) + key[None, :]

@@ -25,7 +25,7 @@ import triton.language as tl
 
 from ..launch import launch
 from .delta_chunks import delta_chunks
-from .rows import MOST_ROWS, PLACES, WHOLE, Rows, longer_row, row_of, softplus
+from .rows import MOST_ROWS, PLACES, Rows, long_row, row_of, softplus
 
 
 class _Tiles(NamedTuple):
@@ -105,7 +105,7 @@ def _delta_step_kernel(
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"], do_not_specialize_on_alignment=PLACES)
-def _delta_rule_kernel(
+def delta_walk_kernel(
     out_ptr,
     own_ptr,
     seen_ptr,
@@ -129,8 +129,13 @@ def _delta_rule_kernel(
     VALUES: tl.constexpr,
     CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
+    CHANNELS: tl.constexpr,
 ):
-    """One program: VALUES values of one head of some rows of several tokens."""
+    """One program: VALUES values of one head of some rows of several tokens.
+
+    CHANNELS: each channel of keys has a decay; then queries and keys have their factors, and
+    `factors` are the decays of chunks, [chunks, H, K].
+    """
     head = tl.program_id(1)
     group = head // (HEADS // GROUPS)
     at = tl.arange(0, CHUNK)
@@ -141,7 +146,7 @@ def _delta_rule_kernel(
     narrow = own_ptr.dtype.element_ty
     part = tl.num_programs(1).to(tl.int64) * num_tokens
     index = tl.program_id(0)
-    row, _, num_longer = longer_row(index, query_start_ptr, num_rows, WHOLE)
+    row, chunk, num_longer = long_row(index, query_start_ptr, num_rows, CHUNK)
     while index < num_longer:
         start, count, slot, begins = row_of(row, query_start_ptr, seq_lens_ptr, slots_ptr)
         states = state_ptr + ((slot * HEADS + head) * K + key[:, None]) * V + value[None, :]
@@ -153,7 +158,10 @@ def _delta_rule_kernel(
         pairs = scores_ptr + place * CHUNK
         queries = q_ptr + start * stride_q + group * K
         keys = k_ptr + start * stride_k + group * K
-        factors = factors_ptr + head.to(tl.int64) * num_tokens + start
+        if CHANNELS:
+            factors = factors_ptr + (chunk.to(tl.int64) * HEADS + head) * K + key
+        else:
+            factors = factors_ptr + head.to(tl.int64) * num_tokens + start
         for first in range(0, count, CHUNK):
             token = first + at
             here = token < count
@@ -168,20 +176,28 @@ def _delta_rule_kernel(
             scores = tl.load(
                 pairs + line * (HEADS * CHUNK) + at[None, :], mask=here[:, None], other=0.0
             )
-            of_query = tl.load(factors + token, mask=here, other=0.0)
-            of_key = tl.load(factors + part + token, mask=here, other=0.0)
-            decay = tl.load(factors + 2 * part + first)
+            if CHANNELS:
+                decay = tl.load(factors + first // CHUNK * (HEADS * K), mask=in_k, other=0.0)
+                state_decay = decay[:, None]
+            else:
+                of_query = tl.load(factors + token, mask=here, other=0.0)
+                of_key = tl.load(factors + part + token, mask=here, other=0.0)
+                state_decay = tl.load(factors + 2 * part + first)
             before = state.to(narrow)
-            y = tl.dot(q, before, input_precision=PRECISION) * of_query[:, None]
+            y = tl.dot(q, before, input_precision=PRECISION)
+            if not CHANNELS:
+                y *= of_query[:, None]
             added = own.to(tl.float32) - tl.dot(seen, before, input_precision=PRECISION)
             y += tl.dot(scores, added.to(narrow), input_precision=PRECISION)
             tl.store(out + values, y.to(out_ptr.dtype.element_ty), mask=in_values)
-            added = (added * of_key[:, None]).to(narrow)
-            state = state * decay + tl.dot(tl.trans(k), added, input_precision=PRECISION)
+            if not CHANNELS:
+                added *= of_key[:, None]
+            state *= state_decay
+            state += tl.dot(tl.trans(k), added.to(narrow), input_precision=PRECISION)
         tl.store(states, state.to(state_ptr.dtype.element_ty), mask=inside)
         index += tl.num_programs(0)
         if index < num_longer:
-            row, _, _ = longer_row(index, query_start_ptr, num_rows, WHOLE)
+            row, chunk, _ = long_row(index, query_start_ptr, num_rows, CHUNK)
 
 
 def delta_rule(
@@ -217,10 +233,10 @@ def delta_rule(
         *inputs, rows, chunk=tiles.chunk, precision=tiles.precision, num_warps=tiles.chunk_warps
     )
     grid = (min(num_rows, MOST_ROWS), heads, triton.cdiv(width, tiles.values))
-    launch(_delta_rule_kernel, grid)(
+    launch(delta_walk_kernel, grid)(
         out, *chunks, q, k, state, *places, num_rows, num_tokens, q.stride(0), k.stride(0),
         HEADS=heads, GROUPS=groups, K=size, V=width, BLOCK_K=block_k, VALUES=tiles.values,
-        CHUNK=tiles.chunk, PRECISION=tiles.precision, num_warps=tiles.num_warps,
+        CHUNK=tiles.chunk, PRECISION=tiles.precision, CHANNELS=False, num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )  # fmt: skip
     return out

@@ -69,6 +69,26 @@ def longer_row(index, query_start_ptr, num_rows, CHUNK: tl.constexpr, LEAST: tl.
 
 
 @triton.jit
+def long_row(index, query_start_ptr, num_rows, CHUNK: tl.constexpr, LONG: tl.constexpr = 1):
+    """Return the index-th row of more than LONG tokens, the number of its first chunk among all
+    chunks of such rows, and the number of these rows."""
+    row, first, num_long, num_chunks = -1, 0, 0, 0
+    for low in range(0, num_rows, ROWS):
+        at = low + tl.arange(0, ROWS)
+        start = tl.load(query_start_ptr + at, mask=at < num_rows, other=0)
+        count = tl.load(query_start_ptr + at + 1, mask=at < num_rows, other=0) - start
+        is_long = (count > LONG).to(tl.int32)
+        chunks = is_long * ((count + CHUNK - 1) // CHUNK)
+        here = (is_long > 0) & (num_long + tl.cumsum(is_long, axis=0) == index + 1)
+        before = num_chunks + tl.cumsum(chunks, axis=0) - chunks
+        row = tl.maximum(row, tl.max(tl.where(here, at, -1), axis=0))
+        first = tl.maximum(first, tl.max(tl.where(here, before, 0), axis=0))
+        num_long += tl.sum(is_long, axis=0)
+        num_chunks += tl.sum(chunks, axis=0)
+    return row, first, num_long
+
+
+@triton.jit
 def softplus(x):
     """Return log(1 + exp(x)), float32; x where that is all that is left of it."""
     return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(x)))

@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 
 from ..launch import launch
-from .rows import MOST_ROWS, PLACES, ROWS, Rows, longer_row, row_of, softplus
+from .rows import MOST_ROWS, PLACES, Rows, long_row, longer_row, row_of, softplus
 
 
 class ChunkTiles(NamedTuple):
@@ -54,26 +54,6 @@ STEP_HEADS = 8
 CHANNELS = 64
 """Channels of a head per program, at most."""
 LOG2_E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def _long_row(index, query_start_ptr, num_rows, CHUNK: tl.constexpr, LONG: tl.constexpr):
-    """Return the index-th row of more than LONG tokens, the number of its first chunk among all
-    chunks of such rows, and the number of these rows."""
-    row, first, num_long, num_chunks = -1, 0, 0, 0
-    for low in range(0, num_rows, ROWS):
-        at = low + tl.arange(0, ROWS)
-        start = tl.load(query_start_ptr + at, mask=at < num_rows, other=0)
-        count = tl.load(query_start_ptr + at + 1, mask=at < num_rows, other=0) - start
-        is_long = (count > LONG).to(tl.int32)
-        chunks = is_long * ((count + CHUNK - 1) // CHUNK)
-        here = (is_long > 0) & (num_long + tl.cumsum(is_long, axis=0) == index + 1)
-        before = num_chunks + tl.cumsum(chunks, axis=0) - chunks
-        row = tl.maximum(row, tl.max(tl.where(here, at, -1), axis=0))
-        first = tl.maximum(first, tl.max(tl.where(here, before, 0), axis=0))
-        num_long += tl.sum(is_long, axis=0)
-        num_chunks += tl.sum(chunks, axis=0)
-    return row, first, num_long
 
 
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=PLACES)
@@ -158,7 +138,7 @@ def _ssd_state_kernel(
     channels = x_ptr + head * P + channel[None, :]
     places = b_ptr + head // (HEADS // GROUPS) * N + place[None, :]
     index = tl.program_id(0)
-    row, first, num_long = _long_row(index, query_start_ptr, num_rows, CHUNK, LONG)
+    row, first, num_long = long_row(index, query_start_ptr, num_rows, CHUNK, LONG)
     while index < num_long:
         start, count, slot, begins = row_of(row, query_start_ptr, seq_lens_ptr, slots_ptr)
         states = state_ptr + (slot * HEADS + head) * (P * N) + numbers
@@ -178,7 +158,7 @@ def _ssd_state_kernel(
         tl.store(states, state.to(state_ptr.dtype.element_ty), mask=in_state)
         index += tl.num_programs(0)
         if index < num_long:
-            row, first, _ = _long_row(index, query_start_ptr, num_rows, CHUNK, LONG)
+            row, first, _ = long_row(index, query_start_ptr, num_rows, CHUNK, LONG)
 
 
 @triton.jit(do_not_specialize=["heads"])

@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 from jackfield.core.nn.operations import Operations
 from jackfield.core.nn.state.operations import ChannelDeltaWeights, ScanWeights
 from jackfield.core.nn.state.rows import StateRows
+from jackfield.kernels.state import channel_delta_rule
 from jackfield.plugins.conformance.states import NUM_STATES, make_rows
 from jackfield.plugins.operations.states import TritonStates
 
@@ -54,7 +55,7 @@ def _seed() -> None:
     torch.manual_seed(5)
 
 
-@pytest.mark.parametrize(("bound", "strength"), [(None, 1.0), (-5.0, 1.0), (None, 2.0)])
+@pytest.mark.parametrize(("bound", "strength"), [(None, 1.0), (-5.0, 2.0)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("step", STEPS)
 def test_each_channel_decays_by_its_number(
@@ -71,6 +72,41 @@ def test_each_channel_decays_by_its_number(
     bias = draw(torch.float32, heads, size)
     weights = ChannelDeltaWeights(-draw(torch.float32, heads).abs(), bias, bound, strength)
     compare("channel_delta_rule", [q, k, *rest, beta], weights, (heads, size, width), rows, dtype)
+
+
+@pytest.mark.parametrize(
+    ("rate", "bound", "strength"), [(1e-3, None, 1.0), (2.0, -5.0, 1.0), (30.0, None, 2.0)]
+)
+def test_chunks_decay_by_channels(
+    rate: float, bound: float | None, strength: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From nearly no decay, with keys that are alike, to one that leaves nothing of a token."""
+    monkeypatch.setattr(channel_delta_rule, "CHUNKED", True)
+    dtype, heads, size, width = DTYPES[-1], 2, 24, 20
+    rows = make_rows(((70, 66), (1, 1), (17, 17), (9, 2)), DEVICE)
+    tokens = rows.num_tokens
+    q, k, step = (draw(dtype, tokens, heads, size) for _ in range(3))
+    v, beta = draw(dtype, tokens, heads, width), draw(dtype, tokens, heads)
+    if rate < 1:
+        k = k * 0.1 + k[:1]
+    rates = -rate * (1 + torch.rand(heads, device=DEVICE))
+    weights = ChannelDeltaWeights(rates, draw(torch.float32, heads, size), bound, strength)
+    compare("channel_delta_rule", [q, k, v, step, beta], weights, (heads, size, width), rows, dtype)
+
+
+@pytest.mark.gpu
+def test_published_sizes_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kimi Linear's heads, in chunks."""
+    monkeypatch.setattr(channel_delta_rule, "CHUNKED", True)
+    dtype, heads, size = torch.bfloat16, 32, 128
+    rows = make_rows(((900, 900), (1, 1), (700, 257), (300, 256)), DEVICE)
+    tokens = rows.num_tokens
+    q, k, v, step = (draw(dtype, tokens, heads, size) for _ in range(4))
+    weights = ChannelDeltaWeights(
+        -torch.rand(heads, device=DEVICE) * 16, draw(torch.float32, heads, size) - 3
+    )
+    inputs = [q, k, v, step, draw(dtype, tokens, heads)]
+    compare("channel_delta_rule", inputs, weights, (heads, size, size), rows, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -9,6 +9,7 @@ from triton.compiler import ASTSource
 
 from jackfield.kernels.state import (
     causal_conv,
+    channel_delta_chunks,
     channel_delta_rule,
     delta_chunks,
     delta_rule,
@@ -32,9 +33,11 @@ SELECTIVE = {"N": 16, "BLOCK_N": 16, "CHANNELS": 32, "TOKENS": 16}
 # Qwen3-Next and Qwen3.5; in float32, too.
 DELTA = {
     "HEADS": 32, "GROUPS": 16, "K": 128, "V": 128, "BLOCK_K": 128, "BLOCK_V": 64, "VALUES": 32,
-    "CHUNK": 64, "PRECISION": "tf32",
+    "CHUNK": 64, "PRECISION": "tf32", "CHANNELS": False,
 }  # fmt: skip
-DELTA_STEP = {**DELTA, "VALUES": 16}
+DELTA_STEP = {**DELTA, "VALUES": 16, "LONG": 1}
+# Kimi Linear.
+CHANNEL_DELTA = {**DELTA, "BLOCK_K": 64, "LEVELS": 2, "BOUND": None}
 DELTA_WIDE = {**DELTA, "VALUES": 16, "CHUNK": 16, "PRECISION": "ieee"}
 STEP = {
     **SSD, "TAPS": 4, "CONV_BIAS": True, "GATED": True, "SCALED": False, "BLOCK_P": 32,
@@ -67,9 +70,12 @@ KERNELS = [
     (delta_chunks._delta_chunk_kernel, DELTA_WIDE, 4),
     (channel_delta_rule._channel_delta_rule_kernel, {**DELTA_STEP, "BOUND": None}, 2),
     (channel_delta_rule._channel_delta_rule_kernel, {**DELTA_STEP, "BOUND": -5.0}, 2),
-    (delta_rule._delta_rule_kernel, DELTA, 4),
+    (channel_delta_chunks._channel_chunk_kernel, CHANNEL_DELTA, 8),
+    (channel_delta_chunks._channel_chunk_kernel, {**CHANNEL_DELTA, "BOUND": -5.0}, 8),
+    (delta_rule.delta_walk_kernel, DELTA, 4, 3),
+    (delta_rule.delta_walk_kernel, {**DELTA, "GROUPS": 32, "CHANNELS": True}, 4, 3),
     (delta_rule._delta_step_kernel, DELTA_STEP, 2),
-    (delta_rule._delta_rule_kernel, DELTA_WIDE, 8),
+    (delta_rule.delta_walk_kernel, DELTA_WIDE, 8),
     (gated_rms_norm._gated_rms_norm_kernel, NORM, 16),
 ]
 FLOATS = (
@@ -78,6 +84,7 @@ FLOATS = (
     "bias_ptr",
     "rate_ptr",
     "factors_ptr",
+    "decay_ptr",
     "total_ptr",
     "key_ptr",
 )
