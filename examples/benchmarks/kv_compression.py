@@ -2,18 +2,23 @@
 
     python examples/benchmarks/kv_compression.py compaction
     python examples/benchmarks/kv_compression.py requests
+    python examples/benchmarks/kv_compression.py requests --requests 32 --tokens 32768 \
+        --fitting 5 --prompt-interval 4096 --cells fp8:none fp8:0.5 auto:none auto:0.5
     python examples/benchmarks/kv_compression.py compaction --layers 2 --tokens 300 --device cpu
     python examples/benchmarks/kv_compression.py requests --model "" --tokens 64 \
         --output-tokens 16 --requests 6 --fitting 2 --device cpu
 
 `compaction`: caches of one request with the shapes of Qwen3-8B and random content, compacted by
-each policy: time on the device, launches, the time in which the device was busy, and extra memory.
+each policy into fresh blocks, and with `--in-place` also within the first of its own: time on the
+device, launches, the time in which the device was busy, and extra memory.
 
 `requests`: Qwen3-8B with made-up weights and a cache that holds `--fitting` whole requests of type
 auto (of fp8 twice as many, in the same bytes; of int8 and int4 likewise what fits in them, for
 heads of 128 channels); more requests than that arrive at once. For each share that stays and each
 type of cache: requests that ran at once while others waited, output tokens per second from the
-first request to the last token, and the time between two tokens of a request.
+first request to the last token, and the time between two tokens of a request. With `--until-full`,
+a setting ends some steps after the last prompt that there is room for: fewer seconds, and numbers
+of steps without prompts alone.
 """
 
 from __future__ import annotations
@@ -27,7 +32,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -65,12 +70,16 @@ MORE_BLOCKS = {
 """Blocks of a type in the room of one with 16 bits, for heads of 128 channels: 4 bytes of scale and
 zero come with each token and head."""
 POLL_SECONDS = 0.01
+SETTLED = 8
+"""Steps without a prompt after which no further request is expected to be admitted."""
 
 
 # ------------------------------------------------------------ the time of a compaction
 
 
-def compactor_of(policy: str, args: argparse.Namespace) -> tuple[Compactor, Compaction]:
+def compactor_of(
+    policy: str, args: argparse.Namespace, in_place: bool
+) -> tuple[Compactor, Compaction]:
     """Return what compacts a request's caches, and the compaction."""
     device = torch.device(args.device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -106,6 +115,8 @@ def compactor_of(policy: str, args: argparse.Namespace) -> tuple[Compactor, Comp
         compressor, policy, layers, slots, BLOCK_SIZE, operations, dtype=dtype, ring=ring
     )
     targets = tuple(range(1 + columns, 1 + columns + fresh))
+    if in_place:
+        targets = tuple(order[:fresh].tolist())
     return compactor, Compaction(0, args.tokens, kept, targets)
 
 
@@ -145,10 +156,10 @@ def launches(work: Callable[[], object], device: torch.device) -> dict[str, Any]
 
 
 @torch.inference_mode()
-def measure_compaction(policy: str, args: argparse.Namespace) -> dict[str, Any]:
+def measure_compaction(policy: str, args: argparse.Namespace, in_place: bool) -> dict[str, Any]:
     """Return the median time of one compaction, and what it launches."""
     device = torch.device(args.device)
-    compactor, compaction = compactor_of(policy, args)
+    compactor, compaction = compactor_of(policy, args, in_place)
 
     def work() -> None:
         failures = compactor.run([compaction])
@@ -174,11 +185,12 @@ def measure_compaction(policy: str, args: argparse.Namespace) -> dict[str, Any]:
 def run_compaction(args: argparse.Namespace, emitter: Emitter) -> None:
     """Measure each policy."""
     policies = args.policies or sorted(load_plugins()["kv_compressor"])
-    for policy in policies:
-        say(f"compacting with {policy}")
+    for policy, in_place in product(policies, (False, True) if args.in_place else (False,)):
+        say(f"compacting with {policy}" + " in place" * in_place)
         at = {"policy": policy, "tokens": args.tokens, "layers": args.layers, "ratio": args.ratio}
+        at |= {"in_place": True} if in_place else {}
         try:
-            measured = measure_compaction(policy, args)
+            measured = measure_compaction(policy, args, in_place)
         except torch.OutOfMemoryError as error:
             emitter.emit({"workload": "kv_compaction", "at": at, "error": str(error)[:200]})
             continue
@@ -186,7 +198,10 @@ def run_compaction(args: argparse.Namespace, emitter: Emitter) -> None:
         if args.device == "cuda":
             torch.cuda.empty_cache()
     rows = [
-        [r["at"]["policy"], *(r.get("measured", {}).get(key) for key in COMPACTION_COLUMNS)]
+        [
+            r["at"]["policy"] + ", in place" * r["at"].get("in_place", False),
+            *(r.get("measured", {}).get(key) for key in COMPACTION_COLUMNS),
+        ]
         for r in emitter.records
     ]
     say(table(rows, ["policy", *COMPACTION_COLUMNS]))
@@ -201,11 +216,8 @@ COMPACTION_COLUMNS = ("ms", "launches", "busy_ms", "extra_mib")
 async def serve(engine: AsyncEngine, args: argparse.Namespace) -> dict[str, Any]:
     """Generate for all requests at once, and count those that run."""
     rng = random.Random(1)
-    prompts = [[rng.randrange(10, 1000) for _ in range(args.tokens)] for _ in range(args.requests)]
-    params = SamplingParams(
-        temperature=0, max_tokens=args.output_tokens, ignore_eos=True, detokenize=False,
-        output_kind=OutputKind.DELTA,
-    )  # fmt: skip
+    prompts = [rng.choices(range(10, 1000), k=args.tokens) for _ in range(args.requests)]
+    params = params_of(args.output_tokens)
     gaps: list[float] = []
     firsts: list[float] = []
     samples: list[tuple[float, int, int]] = []
@@ -232,10 +244,20 @@ async def serve(engine: AsyncEngine, args: argparse.Namespace) -> dict[str, Any]
             await asyncio.sleep(POLL_SECONDS)
 
     watching = asyncio.create_task(watch())
-    await asyncio.gather(*map(generate, prompts))
-    seconds = time.perf_counter() - began
-    watching.cancel()
-    after = engine.stats()
+    streams = [asyncio.create_task(generate(prompt)) for prompt in prompts]
+    full: dict[str, Any] = {}
+    try:
+        if args.until_full:
+            full = await when_full(engine, streams, firsts, gaps, args.full_steps)
+        else:
+            await asyncio.gather(*streams)
+        seconds = time.perf_counter() - began
+        after = engine.stats()
+    finally:
+        watching.cancel()
+        for stream in streams:
+            stream.cancel()
+        await asyncio.gather(*streams, return_exceptions=True)
     held = [
         (until - since, running)
         for (since, running, waiting), (until, _, _) in pairwise(samples)
@@ -244,10 +266,11 @@ async def serve(engine: AsyncEngine, args: argparse.Namespace) -> dict[str, Any]
     total = sum(length for length, _ in held)
     compactions = after.kv_compactions - before.kv_compactions
     took = after.kv_compaction_seconds - before.kv_compaction_seconds
+    output_tokens = after.generation_tokens - before.generation_tokens
     return {
         "running_mean": round(sum(t * n for t, n in held) / total, 2) if total else None,
         "running_most": max(n for _, n, _ in samples),
-        "output_tokens_per_second": round(args.requests * args.output_tokens / seconds, 1),
+        "output_tokens_per_second": round(output_tokens / seconds, 1),
         "step_p50_ms": round(1e3 * percentile(gaps, 50), 3),
         "step_p90_ms": round(1e3 * percentile(gaps, 90), 3),
         "first_token_mean_s": round(statistics.mean(firsts), 3),
@@ -256,6 +279,53 @@ async def serve(engine: AsyncEngine, args: argparse.Namespace) -> dict[str, Any]
         "compaction_ms": round(1e3 * took / compactions, 3) if compactions else None,
         "blocks_returned": after.kv_blocks_returned - before.kv_blocks_returned,
         "preemptions": after.num_preemptions - before.num_preemptions,
+        **full,
+    }
+
+
+def params_of(output_tokens: int) -> SamplingParams:
+    """Return parameters of a request that generates so many tokens."""
+    return SamplingParams(
+        temperature=0, max_tokens=output_tokens, ignore_eos=True, detokenize=False,
+        output_kind=OutputKind.DELTA,
+    )  # fmt: skip
+
+
+async def when_full(
+    engine: AsyncEngine,
+    streams: list[asyncio.Task[None]],
+    firsts: list[float],
+    gaps: list[float],
+    steps: int,
+) -> dict[str, Any]:
+    """Wait until every running request decodes and no other is admitted; measure the steps then.
+
+    firsts, gaps: to which each request adds the time of its first token, and those between others.
+    """
+
+    async def decode(steps: int) -> bool:
+        """Return whether the same requests decoded for so many steps."""
+        running, began, seen = engine.stats().num_requests_running, len(firsts), len(gaps)
+        while len(gaps) < seen + steps * max(1, running):
+            await asyncio.sleep(POLL_SECONDS)
+            if any(stream.done() for stream in streams):
+                await asyncio.gather(*(stream for stream in streams if stream.done()))
+                raise RuntimeError("a request ended before the cache was full: more output tokens")
+            if engine.stats().num_requests_running != running or len(firsts) != began:
+                return False
+        return running == began
+
+    measured = False
+    while not measured:
+        settled = await decode(SETTLED)
+        first, began = len(gaps), time.perf_counter()
+        measured = settled and await decode(steps)
+    seconds = time.perf_counter() - began
+    own = gaps[first:]
+    return {
+        "full_running": engine.stats().num_requests_running,
+        "full_tokens_per_second": round(len(own) / seconds, 1),
+        "full_step_p50_ms": round(1e3 * percentile(own, 50), 3),
     }
 
 
@@ -276,44 +346,60 @@ def engine_options(
     if ratio != WHOLE:
         options |= {"kv_compression": args.policy, "kv_compression_ratio": float(ratio)}
         options |= {"kv_compression_interval": args.interval}
+        options |= {"kv_compression_prompt_interval": args.prompt_interval}
     return options
 
 
 async def measure_requests(options: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
     """Start an engine, warm it up, and measure."""
+    started = time.perf_counter()
     async with AsyncEngine(EngineConfig.from_options(options)) as engine:
-        params = SamplingParams(max_tokens=4, ignore_eos=True, detokenize=False)
-        prompt = list(range(10, 10 + min(900, args.tokens)))
-        warm = [engine.generate(prompt, params) for _ in range(min(4, args.requests))]
+        # Once a prompt of full length, compacted as the others: its kernels are then compiled.
+        prompts = [[9] * args.tokens, *([9 - n] * min(900, args.tokens) for n in range(3))]
+        params = params_of(min(4, args.output_tokens))
 
-        async def drain(stream: Any) -> None:
-            async for _ in stream:
+        async def drain(prompt: list[int]) -> None:
+            async for _ in engine.generate(prompt, params):
                 pass
 
-        await asyncio.gather(*map(drain, warm))
+        await asyncio.gather(*map(drain, prompts))
+        say(f"ready after {time.perf_counter() - started:.1f} s")
         return {"kv_blocks": engine.info.num_blocks, **await serve(engine, args)}
 
 
 def run_requests(args: argparse.Namespace, emitter: Emitter) -> None:
     """Measure each setting in an engine of its own."""
+    began, longest = time.perf_counter(), 0.0
+    cells = args.cells or [f"{kind}:{ratio}" for kind in args.cache_types for ratio in args.ratios]
     with tempfile.TemporaryDirectory() as folder:
         model = str(write_model(args.model, Path(folder))) if args.model else ""
-        for cache_type in args.cache_types:
-            for ratio in args.ratios:
-                say(f"cache {cache_type}, ratio {ratio}")
-                at = {
-                    "ratio": ratio, "cache": cache_type, "requests": args.requests,
-                    "tokens": args.tokens, "output_tokens": args.output_tokens,
-                    "policy": None if ratio == WHOLE else args.policy,
-                }  # fmt: skip
-                record = {"workload": "kv_requests", "model": args.model or "embedded", "at": at}
-                try:
-                    options = engine_options(args, model, ratio, cache_type)
-                    measured = asyncio.run(measure_requests(options, args))
-                except JackfieldError as error:
-                    emitter.emit({**record, "error": str(error)})
-                    continue
-                emitter.emit({**record, "measured": measured})
+        for cell in cells:
+            since = time.perf_counter()
+            if args.deadline is not None and since - began + longest > args.deadline:
+                say(f"{cell}: left out, as the one before it took {longest:.0f} s (--deadline)")
+                continue
+            cache_type, _, ratio = cell.partition(":")
+            say(f"cache {cache_type}, ratio {ratio}")
+            at = {
+                "ratio": ratio, "cache": cache_type, "requests": args.requests,
+                "tokens": args.tokens, "output_tokens": args.output_tokens,
+                "policy": None if ratio == WHOLE else args.policy,
+            }  # fmt: skip
+            if ratio != WHOLE and args.prompt_interval:
+                at |= {"prompt_interval": args.prompt_interval}
+            workload = "kv_requests_until_full" if args.until_full else "kv_requests"
+            record = {"workload": workload, "model": args.model or "embedded", "at": at}
+            try:
+                options = engine_options(args, model, ratio, cache_type)
+                measured = asyncio.run(measure_requests(options, args))
+            except (JackfieldError, RuntimeError) as error:
+                emitter.emit({**record, "error": str(error)[:200]})
+                continue
+            emitter.emit({**record, "measured": measured})
+            say(f"{cell}: {json.dumps(measured)}")
+            longest = time.perf_counter() - since
+            if args.device == "cuda":
+                torch.cuda.empty_cache()
     rows = [
         [r["at"]["cache"], r["at"]["ratio"],
          *(r.get("measured", {}).get(key) for key in REQUEST_COLUMNS)]
@@ -327,7 +413,7 @@ def run_requests(args: argparse.Namespace, emitter: Emitter) -> None:
 
 REQUEST_COLUMNS = (
     "running_mean", "running_most", "output_tokens_per_second", "step_p50_ms", "compaction_ms",
-    "preemptions", "seconds",
+    "preemptions", "seconds", "full_running", "full_step_p50_ms", "full_tokens_per_second",
 )  # fmt: skip
 
 
@@ -342,6 +428,7 @@ def main() -> int:
     group.add_argument("--ratio", type=float, default=0.5, help="share that stays (default: 0.5)")
     group.add_argument("--layers", type=int, default=NUM_LAYERS)
     group.add_argument("--repeats", type=int, default=5)
+    group.add_argument("--in-place", action="store_true", help="also within the cache's own blocks")
     group = parser.add_argument_group("requests")
     group.add_argument("--model", default="Qwen3-8B", choices=["", *ARCHITECTURES])
     group.add_argument("--requests", type=int, default=24)
@@ -350,6 +437,20 @@ def main() -> int:
     group.add_argument("--blocks", type=int, help="of the cache, type auto, instead of --fitting")
     group.add_argument("--ratios", nargs="+", default=[WHOLE, "0.5", "0.25"])
     group.add_argument("--cache-types", nargs="+", default=["auto", "fp8"])
+    group.add_argument(
+        "--cells", nargs="+", metavar="TYPE:RATIO", help="instead of --cache-types and --ratios"
+    )
+    group.add_argument(
+        "--deadline", type=float, metavar="SECONDS",
+        help="begin no cell that would end later, if it took as long as the one before it",
+    )  # fmt: skip
+    group.add_argument(
+        "--until-full", action="store_true", help="end once the cache is full and all decode"
+    )
+    group.add_argument("--full-steps", type=int, default=64, help="that are measured then")
+    group.add_argument(
+        "--prompt-interval", type=int, default=0, help="see --kv-compression-prompt-interval"
+    )
     group.add_argument("--policy", default="key_norm")
     group.add_argument("--interval", type=int, default=0, help="see --kv-compression-interval")
     group.add_argument(

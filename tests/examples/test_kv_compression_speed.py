@@ -19,10 +19,10 @@ def records(output: Path, *options: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in output.read_text().splitlines()]
 
 
-def test_it_times_a_compaction_by_each_policy(tmp_path: Path) -> None:
-    options = ["--layers", "1", "--tokens", "70", "--policies", "key_norm", "snap_kv"]
+def test_it_times_a_compaction_in_fresh_blocks_and_in_place(tmp_path: Path) -> None:
+    options = ["--layers", "1", "--tokens", "70", "--policies", "key_norm", "--in-place"]
     found = records(tmp_path / "results.jsonl", "compaction", *options)
-    assert [record["at"]["policy"] for record in found] == ["key_norm", "snap_kv"]
+    assert [record["at"].get("in_place") for record in found] == [None, True]
     for record in found:
         assert record["workload"] == "kv_compaction" and record["measured"]["ms"] > 0
 
@@ -36,3 +36,15 @@ def test_more_requests_run_at_once_the_less_stays(tmp_path: Path) -> None:
     assert compacted["measured"]["compactions"] == 6
     assert compacted["measured"]["running_most"] > whole["measured"]["running_most"]
     assert compacted["measured"]["output_tokens_per_second"] > 0
+
+
+@pytest.mark.slow
+def test_a_setting_may_end_once_the_cache_is_full(tmp_path: Path) -> None:
+    options = ["--model", "", "--tokens", "500", "--output-tokens", "120", "--requests", "6"]
+    options += ["--fitting", "2", "--cells", "auto:none", "auto:0.5", "--prompt-interval", "128"]
+    options += ["--until-full", "--full-steps", "8"]
+    whole, compacted = records(tmp_path / "results.jsonl", "requests", *options)
+    assert whole["measured"]["full_running"] == 2 and whole["measured"]["preemptions"] == 0
+    assert compacted["measured"]["full_running"] == 4
+    assert compacted["at"]["prompt_interval"] == 128
+    assert compacted["measured"]["compactions"] >= 4 * 4
