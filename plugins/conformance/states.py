@@ -6,7 +6,7 @@ stay as they are, and what is left in the slot of a row that begins must not mat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -22,7 +22,7 @@ from ...core.nn.state.operations import (
     ScanWeights,
 )
 from ...core.nn.state.rows import StateRows
-from ...core.nn.state.sizes import Mamba2Sizes
+from ...core.nn.state.sizes import DeltaSizes, Mamba2Sizes
 
 REFERENCE = Operations()
 NUM_STATES = 8
@@ -130,49 +130,74 @@ class StateChecks:
         state = self.draw(NUM_STATES, heads, width, size, dtype=torch.float32)
         self._check_states("ssd_scan", dtype, step, shapes, [weights], state)
 
-    def test_layers_of_mamba_2_continue_states(self, dtype: torch.dtype) -> None:
+    @pytest.mark.parametrize("gated", [True, False])
+    def test_layers_of_mamba_2_continue_states(self, dtype: torch.dtype, gated: bool) -> None:
         """Two decode steps: what the first leaves is read."""
+        groups, width, factors = 2, 16, None
+        if gated:
+            groups, width, factors = 1, 40, Mamba2Factors(0.7, 1.2, 0.8, 0.9, 1.1, 1.3)
+        sizes = Mamba2Sizes(0, 4, width, 20, groups, 4)
+        _, channels, heads = sizes.projection
+        skip, bias = (self.draw(heads, dtype=torch.float32, seed=seed) for seed in (1, 2))
+        weights = ScanWeights(self._rates(heads), skip, bias, (0.1, 1.5))
+        conv = ConvWeights(
+            self.draw(channels, 4, dtype=dtype, scale=0.5),
+            self.draw(channels, dtype=dtype, seed=1) if gated else None,
+        )
+        states = (
+            self.draw(NUM_STATES, 3, channels, dtype=dtype, seed=3),
+            self.draw(NUM_STATES, heads, width, 20, dtype=torch.float32, seed=4),
+        )
+
+        def run(each: Any, projected: torch.Tensor, kept: Any, rows: StateRows) -> Any:
+            return each.mamba2(
+                projected, conv, weights, sizes, *kept, rows, gated=gated, factors=factors
+            )
+
+        self._check_steps(dtype, sum(sizes.projection), states, run)
+
+    def test_gated_delta_nets_continue_states(self, dtype: torch.dtype) -> None:
+        """As those of Mamba 2."""
+        sizes = DeltaSizes(0, 2, 4, 12, 20, 4)
+        channels, _, heads, _ = sizes.projection
+        weights = DeltaWeights(self._rates(heads), self.draw(heads, dtype=torch.float32, seed=1))
+        kernel = self.draw(channels, 4, dtype=dtype, scale=0.5)
+        norm = self.draw(20, dtype=dtype, seed=2)
+        states = (
+            self.draw(NUM_STATES, 3, channels, dtype=dtype, seed=3),
+            self.draw(NUM_STATES, heads, 12, 20, dtype=torch.float32, seed=4),
+        )
+
+        def run(each: Any, projected: torch.Tensor, kept: Any, rows: StateRows) -> Any:
+            return each.delta_net(projected, kernel, weights, norm, 0.1, sizes, *kept, rows)
+
+        self._check_steps(dtype, sum(sizes.projection), states, run)
+
+    def _check_steps(
+        self,
+        dtype: torch.dtype,
+        width: int,
+        states: tuple[torch.Tensor, ...],
+        run: Callable[..., torch.Tensor],
+    ) -> None:
+        """Compare two decode steps with the reference: what the first leaves is read. run:
+        (operations, [T, width], states, rows) → the result; it may overwrite its input."""
         operations, rows = self.make(dtype), make_rows(STEPS["decode"], self.device)
-        scaled = Mamba2Factors(0.7, 1.2, 0.8, 0.9, 1.1, 1.3)
-        for groups, gated, width, factors in ((1, True, 40, scaled), (2, False, 16, None)):
-            sizes = Mamba2Sizes(0, 4, width, 20, groups, 4)
-            _, channels, heads = sizes.projection
-            skip, bias = (self.draw(heads, dtype=torch.float32, seed=seed) for seed in (1, 2))
-            weights = ScanWeights(self._rates(heads), skip, bias, (0.1, 1.5))
-            conv = ConvWeights(
-                self.draw(channels, 4, dtype=dtype, scale=0.5),
-                self.draw(channels, dtype=dtype, seed=1) if gated else None,
-            )
-            got, want = (
-                (
-                    self.draw(NUM_STATES, 3, channels, dtype=dtype, seed=3),
-                    self.draw(NUM_STATES, heads, width, 20, dtype=torch.float32, seed=4),
-                )
-                for _ in range(2)
-            )
-            for state in (*got, *want):
-                state[rows.slots[rows.begins].long()] = float("nan")
-            for seed in (5, 6):
-                shape = (sum(sizes.projection),)
-                projected = self._sliced(rows.num_tokens, *shape, dtype=dtype, seed=seed)
-                results = [
-                    each.mamba2(
-                        projected.clone(),
-                        conv,
-                        weights,
-                        sizes,
-                        states[0],
-                        states[1],
-                        rows,
-                        gated=gated,
-                        factors=factors,
-                    )
-                    for each, states in ((operations, got), (REFERENCE, want))
-                ]
-                self.near(*results, dtype)
-            for one, other in zip(got, want, strict=True):
-                used = rows.slots.long()
-                self.near(one[used], other[used], dtype)
+        for state in states:
+            state[rows.slots[rows.begins].long()] = float("nan")
+        got, want = (tuple(state.clone() for state in states) for _ in range(2))
+        for seed in (5, 6):
+            projected = self._sliced(rows.num_tokens, width, dtype=dtype, seed=seed)
+            results = [
+                run(each, projected.clone(), kept, rows)
+                for each, kept in ((operations, got), (REFERENCE, want))
+            ]
+            self.near(*results, dtype)
+        used = rows.slots.long()
+        others = [slot for slot in range(NUM_STATES) if slot not in rows.slots.tolist()]
+        for before, one, other in zip(states, got, want, strict=True):
+            self.near(one[used], other[used], dtype)
+            assert torch.equal(one[others], before[others]), "another slot's state changed"
 
     @pytest.mark.parametrize("step", STEPS)
     def test_selective_scans_continue_states(self, dtype: torch.dtype, step: str) -> None:

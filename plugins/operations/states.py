@@ -16,9 +16,10 @@ from ...core.nn.state.operations import (
     StateOperations,
 )
 from ...core.nn.state.rows import StateRows
-from ...core.nn.state.sizes import Mamba2Sizes
+from ...core.nn.state.sizes import DeltaSizes, Mamba2Sizes
 from ...kernels.state.causal_conv import causal_conv
 from ...kernels.state.channel_delta_rule import channel_delta_rule
+from ...kernels.state.delta_net_step import delta_net_step
 from ...kernels.state.delta_rule import delta_rule
 from ...kernels.state.gated_rms_norm import gated_rms_norm
 from ...kernels.state.mamba2_step import mamba2_step
@@ -136,6 +137,29 @@ class TritonStates(StateOperations):
     ) -> torch.Tensor:
         """[T, H, V] → [T, H, V]"""
         return delta_rule(q, k, v, step, beta, *weights, state, _rows(rows))
+
+    def delta_net(
+        self,
+        projected: torch.Tensor,
+        kernel: torch.Tensor,
+        weights: DeltaWeights,
+        norm: torch.Tensor,
+        eps: float,
+        sizes: DeltaSizes,
+        conv_state: torch.Tensor,
+        state: torch.Tensor,
+        rows: StateRows,
+    ) -> torch.Tensor:
+        """[T, projection] → [T, H * value_dim]; rows of one token in one launch."""
+        places = _rows(rows)
+        if not places.single or projected.shape[0] * sizes.num_key_heads > MAX_COUNTERS:
+            return super().delta_net(
+                projected, kernel, weights, norm, eps, sizes, conv_state, state, rows
+            )
+        return delta_net_step(
+            projected, kernel, conv_state, *weights, norm, eps, state, places,
+            self._counters(projected.device), groups=sizes.num_key_heads,
+        )  # fmt: skip
 
     def channel_delta_rule(
         self,

@@ -57,20 +57,9 @@ class GatedDeltaNet(StateLayer):
     ) -> torch.Tensor:
         """hidden + mixer(norm(hidden)), or with `add` False the second term alone: [num_tokens,
         hidden_size] → the same shape. `rotary` is not used."""
-        sizes, rows = self.sizes, context.layout.state_rows
-        projected = self.in_proj(hidden, norm=norm)
-        qkv, gate, beta, step = projected.split(sizes.projection, dim=-1)
-        qkv = self.operations.causal_conv(
-            qkv, self.conv1d.kernel, None, self.state("conv"), rows, silu=True
-        )
-        query, key, value = qkv.split([sizes.keys, sizes.keys, sizes.values], dim=-1)
-        by_key = (sizes.num_key_heads, sizes.key_dim)
-        y = self.operations.delta_rule(
-            query.unflatten(-1, by_key), key.unflatten(-1, by_key),
-            value.unflatten(-1, (sizes.num_value_heads, sizes.value_dim)), step, beta,
-            self.weights, self.state("delta"), rows,
-        ).flatten(-2)  # fmt: skip
-        y = self.operations.gated_rms_norm(
-            y, gate, self.norm.weight, self.eps, group_size=sizes.value_dim, gate_first=False
-        )
+        y = self.operations.delta_net(
+            self.in_proj(hidden, norm=norm), self.conv1d.kernel, self.weights, self.norm.weight,
+            self.eps, self.sizes, self.state("conv"), self.state("delta"),
+            context.layout.state_rows,
+        )  # fmt: skip
         return self.ranks.add(hidden if add else None, (self.out_proj, y))

@@ -17,7 +17,7 @@ from .scan import (
     ssd_step,
     ssd_tokens,
 )
-from .sizes import Mamba2Sizes
+from .sizes import DeltaSizes, Mamba2Sizes
 
 
 class ConvWeights(NamedTuple):
@@ -252,6 +252,36 @@ class StateOperations:
             (), (), state, rows,
         )  # fmt: skip
         return y.to(v.dtype)
+
+    def delta_net(
+        self,
+        projected: torch.Tensor,
+        kernel: torch.Tensor,
+        weights: DeltaWeights,
+        norm: torch.Tensor,
+        eps: float,
+        sizes: DeltaSizes,
+        conv_state: torch.Tensor,
+        state: torch.Tensor,
+        rows: StateRows,
+    ) -> torch.Tensor:
+        """A gated delta net between its projections: `causal_conv` with silu, `delta_rule` of its
+        outputs, and `gated_rms_norm` of each head, the gate behind the norm.
+
+        projected: [T, widths of `sizes.projection`], last stride 1; kernel: [C, K inputs]; norm:
+        [value_dim]; conv_state: [num_states, K - 1, C], state: [num_states, H, key_dim, value_dim],
+        contiguous → [T, H * value_dim]
+        """
+        qkv, gate, beta, step = projected.split(sizes.projection, dim=-1)
+        qkv = self.causal_conv(qkv, kernel, None, conv_state, rows, silu=True)
+        query, key, value = qkv.split([sizes.keys, sizes.keys, sizes.values], dim=-1)
+        by_key = (sizes.num_key_heads, sizes.key_dim)
+        y = self.delta_rule(
+            query.unflatten(-1, by_key), key.unflatten(-1, by_key),
+            value.unflatten(-1, (sizes.num_value_heads, sizes.value_dim)), step, beta, weights,
+            state, rows,
+        ).flatten(-2)  # fmt: skip
+        return self.gated_rms_norm(y, gate, norm, eps, group_size=sizes.value_dim, gate_first=False)
 
     def channel_delta_rule(
         self,

@@ -12,6 +12,7 @@ from jackfield.kernels.state import (
     channel_delta_chunks,
     channel_delta_rule,
     delta_chunks,
+    delta_net_step,
     delta_rule,
     gated_rms_norm,
     mamba2_step,
@@ -38,6 +39,9 @@ DELTA = {
 DELTA_STEP = {**DELTA, "VALUES": 16, "LONG": 1}
 # Kimi Linear.
 CHANNEL_DELTA = {**DELTA, "BLOCK_K": 64, "LEVELS": 2, "BOUND": None}
+DELTA_NET = {
+    **DELTA_STEP, "TAPS": 4, "BLOCK_H": 2, "BLOCK_V": 128, "PDL": True,
+}  # fmt: skip
 DELTA_WIDE = {**DELTA, "VALUES": 16, "CHUNK": 16, "PRECISION": "ieee"}
 STEP = {
     **SSD, "TAPS": 4, "CONV_BIAS": True, "GATED": True, "SCALED": False, "BLOCK_P": 32,
@@ -76,6 +80,7 @@ KERNELS = [
     (delta_rule.delta_walk_kernel, {**DELTA, "GROUPS": 32, "CHANNELS": True}, 4, 3),
     (delta_rule._delta_step_kernel, DELTA_STEP, 2),
     (delta_rule.delta_walk_kernel, DELTA_WIDE, 8),
+    (delta_net_step._delta_net_step_kernel, DELTA_NET, 2),
     (gated_rms_norm._gated_rms_norm_kernel, NORM, 16),
 ]
 FLOATS = (
