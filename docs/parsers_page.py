@@ -60,7 +60,8 @@ def parsers() -> str:
     parts = [
         "# Parsers of model output\n\n",
         "Which tool-call and reasoning parsers are in the box, and for which models. Where vLLM "
-        "has the format too, the name is vLLM's. `jackfield plugins` lists these and what plugins "
+        "has the format too, the name is vLLM's; SGLang's names are known, too (\"also\"). "
+        "`jackfield plugins` lists these and what plugins "
         "add; how to write one: [write a plugin](../how-to/write-a-plugin.md).\n\n",
         _CHOICE,
     ]
@@ -77,9 +78,9 @@ def parsers() -> str:
             ]
             known = " and ".join(f"`{mark}`" for mark in entry.marks) or "not chosen"
             only = f" ({', '.join(entry.model_types)})" if entry.model_types else ""
-            rows.append(
-                [f"`{entry.name}`", entry.help, " ".join(summary.split()), f"{known}{only}"]
-            )
+            others = ", ".join(f"`{name}`" for name in entry.aliases)
+            name = f"`{entry.name}`" + (f" (also {others})" if others else "")
+            rows.append([name, entry.help, " ".join(summary.split()), f"{known}{only}"])
         parts.append(f"\n## {flag}\n\n{about}\n\n")
         parts.append(table(["name", "models", "what it reads", "auto"], rows))
     return "".join(parts)

@@ -201,7 +201,9 @@ def resolve_parsers(
     ):
         option_value = getattr(config, option)
         asks = option_value in (None, AUTO)
-        parsers[option] = declared if asks else _parser_name(option_value)
+        registry = plugins[NAMED[option]]
+        name = declared if asks else _parser_name(option_value)
+        parsers[option] = None if name is None else registry.canonical(name)
         if option_value == AUTO and declared is None:
             parsers[option] = _recognize(option, config, model_config, plugins)
         if asks and declared is not None:

@@ -50,7 +50,7 @@ class Entry(msgspec.Struct, frozen=True):
     model_types: tuple[str, ...] = ()
     """Of a parser: the only model types whose templates are recognized by `marks`; (): any."""
     aliases: tuple[str, ...] = ()
-    """Other names of an executor."""
+    """Other names, of executors and parsers, that options may have."""
 
 
 class NameConflict(PluginError):
@@ -83,7 +83,7 @@ class Registry(Generic[T]):
     ) -> None:
         """Register `reference` ("module:attribute", or the object) under `name`; `final`: it cannot
         be overridden; `marks` and `model_types`: for parsers that `auto` may choose (`Entry`);
-        `aliases`: other names that the option of an executor may have.
+        `aliases`: other names that the option of an executor or a parser may have.
 
         Raises NameConflict if the name is taken and `override` is not set, PluginError if it is
         final or `reference` is text of another form.
@@ -144,6 +144,7 @@ class Registry(Generic[T]):
 
         Raises PluginError, also for an object that cannot be of this kind (`contracts.py`).
         """
+        name = self.canonical(name)
         if name in self._loaded:
             return self._loaded[name]
         entry = self._entries.get(name)

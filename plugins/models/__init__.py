@@ -112,7 +112,8 @@ ARCHITECTURES = {
 """Module → its architectures, by class name."""
 LLAMA = (
     "AquilaForCausalLM", "AquilaModel", "IQuestCoderForCausalLM", "InternLMForCausalLM",
-    "InternLM3ForCausalLM", "LLaMAForCausalLM", "PanguEmbeddedForCausalLM", "XverseForCausalLM",
+    "InternLM3ForCausalLM", "LLaMAForCausalLM", "PanguEmbeddedForCausalLM",
+    "TeleChat3ForCausalLM", "XverseForCausalLM",
 )  # fmt: skip
 SAME = {
     **dict.fromkeys(LLAMA, "llama:LlamaForCausalLM"),
@@ -124,6 +125,8 @@ SAME = {
     **dict.fromkeys(
         ("MiniMaxM1ForCausalLM", "MiniMaxText01ForCausalLM"), "minimax:MiniMaxForCausalLM"
     ),
+    "GritLM": "mistral:MistralForCausalLM",
+    "MPTForCausalLM": "mpt:MptForCausalLM",
     "PhiMoEForCausalLM": "phimoe:PhimoeForCausalLM",
     "PLBartForConditionalGeneration": "bart:BartForConditionalGeneration",
     "RobertaForMaskedLM": "roberta:RobertaModel",
@@ -134,7 +137,8 @@ SAME = {
 """Architectures served by the class of another one. Of a masked model only the encoder is used."""
 CONFIGS = {
     **dict.fromkeys(
-        ("PanguEmbedded", "aquila", "internlm", "internlm2", "mimo", "xverse"), "LlamaLikeConfig"
+        ("PanguEmbedded", "aquila", "internlm", "internlm2", "mimo", "telechat3", "xverse"),
+        "LlamaLikeConfig",
     ),
     "baichuan": "BaichuanConfig",
     **dict.fromkeys(("bailing_moe", "bailing_moe_v2"), "BailingConfig"),

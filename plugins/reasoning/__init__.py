@@ -98,6 +98,18 @@ _MODEL_TYPES = {
     "step3": ("step3_text", "step3_vl"),
 }
 """name → model types that share those marks with no others"""
+_ALIASES = {
+    "deepseek_r1": ("deepseek-r1", "gigachat35", "minimax", "qwen3-thinking"),
+    "deepseek_v3": ("deepseek-v3",),
+    "deepseek_v4": ("deepseek-v4",),
+    "deepseek_v41": ("deepseek-v41",),
+    "gptoss": ("gpt-oss",),
+    "hy_v3": ("hunyuan",),
+    "minimax_m2_append_think": ("minimax-append-think",),
+    "minimax_m3": ("minimax-m3",),
+    "qwen3": ("dots", "nanbeige"),
+}
+"""name → what SGLang calls it"""
 
 
 @hookimpl
@@ -105,5 +117,5 @@ def register_reasoning_parsers(registry: Any) -> None:
     for name, (place, models) in _PARSERS.items():
         registry.add(
             name, f"{_HERE}.{place}", help=models, marks=_MARKS.get(name, ()),
-            model_types=_MODEL_TYPES.get(name, ()),
+            model_types=_MODEL_TYPES.get(name, ()), aliases=_ALIASES.get(name, ()),
         )  # fmt: skip

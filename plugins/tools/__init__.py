@@ -128,6 +128,23 @@ _MODEL_TYPES = {
     "phi4_mini_json": ("phi3",),
 }
 """name → model types that share those marks with no others"""
+_ALIASES = {
+    "deepseek_v3": ("deepseekv3",),
+    "deepseek_v31": ("deepseekv31",),
+    "deepseek_v32": ("deepseekv32",),
+    "deepseek_v4": ("deepseekv4",),
+    "deepseek_v41": ("deepseekv41",),
+    "glm45": ("glm",),
+    "hermes": ("qwen", "qwen25"),
+    "hy_v3": ("hunyuan",),
+    "internlm": ("interns1",),
+    "llama3_json": ("llama3",),
+    "minimax_m2": ("minimax-m2",),
+    "minimax_m3": ("minimax-m3",),
+    "openai": ("gpt-oss",),
+    "qwen3_coder": ("nanbeige",),
+}
+"""name → what SGLang calls it"""
 
 
 @hookimpl
@@ -135,5 +152,5 @@ def register_tool_parsers(registry: Any) -> None:
     for name, (place, models) in _PARSERS.items():
         registry.add(
             name, f"{_HERE}.{place}", help=models, marks=_MARKS.get(name, ()),
-            model_types=_MODEL_TYPES.get(name, ()),
+            model_types=_MODEL_TYPES.get(name, ()), aliases=_ALIASES.get(name, ()),
         )  # fmt: skip

@@ -115,3 +115,52 @@ def test_auto_without_marks_is_no_parser(tmp_path: Path, caplog: pytest.LogCaptu
     folder = checkpoint(tmp_path, "{{ messages }}")
     assert parsers(folder, tool_call_parser="auto") == (None, None)
     assert "tool_call_parser: auto finds no marks" in caplog.text
+
+
+VLLM = {
+    "tool_parser": (
+        "apertus cohere_command3 cohere_command4 deepseek_v3 deepseek_v31 deepseek_v32 deepseek_v4 "
+        "ernie45 functiongemma gemma4 gigachat3 glm45 glm47 granite granite-20b-fc granite4 hermes "
+        "hunyuan_a13b hy_v3 inkling internlm jamba kimi_k2 lfm2 llama3_json llama4_json "
+        "llama4_pythonic longcat mimo minicpm5 minimax_m2 minimax_m3 mistral olmo3 openai "
+        "phi4_mini_json poolside_v1 pythonic qwen3_coder qwen3_xml seed_oss step3 step3p5 xlam"
+    ),
+    "reasoning_parser": (
+        "cohere_command3 cohere_command4 deepseek_r1 deepseek_v3 deepseek_v4 ernie45 gemma4 glm45 "
+        "glm47 granite holo2 hunyuan_a13b hy_v3 inkling kimi_k2 mimo minimax_m2 "
+        "minimax_m2_append_think minimax_m3 mistral nemotron_v3 olmo3 openai_gptoss poolside_v1 "
+        "qwen3 seed_oss step3 step3p5"
+    ),
+}
+"""Names of vLLM 0.26.0."""
+SGLANG = {
+    "tool_parser": (
+        "apertus2509 beam cohere_command4 deepseekv3 deepseekv31 deepseekv32 deepseekv4 "
+        "deepseekv41 dots glm glm45 glm47 gpt-oss k2_horizon kimi_k2 kimi_k3 lfm2 ling3 llama3 "
+        "mimo minicpm5 mistral muse poolside_v1 pythonic qwen qwen25 qwen3_coder spark25 step3 "
+        "step3p5 minimax-m2 minimax-m3 nanbeige trinity interns1 hermes hunyuan gigachat3 "
+        "gigachat35 gemma4 inkling"
+    ),
+    "reasoning_parser": (
+        "apertus2509 beam deepseek-r1 deepseek-v3 deepseek-v4 deepseek-v41 dots glm45 ling3 "
+        "hunyuan gpt-oss k2_horizon kimi kimi_k2 kimi_k3 mimo muse poolside_v1 qwen3 "
+        "qwen3-thinking minimax minimax-append-think minimax-m3 nanbeige step3 step3p5 mistral "
+        "nemotron_3 granite_thinking_parser interns1 gemma4 gigachat35 inkling cohere_command4"
+    ),
+}
+"""Names of SGLang 0.5.23, but for `iquest_q1` and `response_template`."""
+
+
+@pytest.mark.parametrize("kind", VLLM)
+def test_names_of_other_engines_are_known(kind: str) -> None:
+    registry = load_plugins()[kind]
+    aliases = [alias for entry in registry.entries() for alias in entry.aliases]
+    assert len(set(aliases)) == len(aliases) and not set(aliases) & set(registry)
+    assert set(VLLM[kind].split()) <= set(registry)
+    assert set(SGLANG[kind].split()) <= set(registry) | set(aliases)
+
+
+def test_another_engines_name_stands_for_ours(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path, HERMES)
+    found = parsers(folder, tool_call_parser="qwen25", reasoning_parser="deepseek-r1")
+    assert found == ("hermes", "deepseek_r1")
