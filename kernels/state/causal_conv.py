@@ -63,22 +63,27 @@ def _conv_kernel(
     total = tl.zeros([TOKENS, CHANNELS], tl.float32)
     if BIAS:
         total += tl.load(bias_ptr + channel, mask=in_size, other=0.0).to(tl.float32)[None, :]
+    weights = weight_ptr + channel * K
+    sources = x_ptr + token.to(tl.int64)[:, None] * stride_x + channel[None, :]
     for k in tl.static_range(K):
         lag = K - 1 - k
-        weight = tl.load(weight_ptr + channel * K + k, mask=in_size, other=0.0).to(tl.float32)
+        weight = tl.load(weights + k, mask=in_size, other=0.0).to(tl.float32)
         here = inside & (place >= lag)
-        source = (token - lag).to(tl.int64) * stride_x
-        x = tl.load(
-            x_ptr + source[:, None] + channel[None, :],
-            mask=here[:, None] & in_size[None, :], other=0.0,
-        )  # fmt: skip
-        before = inside & (place < lag) & continues
-        kept = (slot * (K - 1) + K - 1 + place - lag) * size
-        old = tl.load(
-            state_ptr + kept[:, None] + channel[None, :],
-            mask=before[:, None] & in_size[None, :], other=0.0,
-        )  # fmt: skip
-        total += weight[None, :] * (x.to(tl.float32) + old.to(tl.float32))
+        x = tl.load(sources - lag * stride_x, mask=here[:, None] & in_size[None, :], other=0.0)
+        total += weight[None, :] * x.to(tl.float32)
+    # Few programs have a row's first tokens.
+    early = inside & (place < K - 1) & continues
+    if tl.max(early.to(tl.int32), axis=0) > 0:
+        for k in tl.static_range(K - 1):
+            lag = K - 1 - k
+            weight = tl.load(weights + k, mask=in_size, other=0.0).to(tl.float32)
+            before = early & (place < lag)
+            kept = (slot * (K - 1) + K - 1 + place - lag) * size
+            old = tl.load(
+                state_ptr + kept[:, None] + channel[None, :],
+                mask=before[:, None] & in_size[None, :], other=0.0,
+            )  # fmt: skip
+            total += weight[None, :] * old.to(tl.float32)
     out = _activated(total, SILU)
     tl.store(
         out_ptr + token.to(tl.int64)[:, None] * size + channel[None, :],
