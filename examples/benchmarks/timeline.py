@@ -2,12 +2,15 @@
 
     python examples/benchmarks/timeline.py --model Qwen3-8B --rows 256 --streams
     python examples/benchmarks/timeline.py --rows 8 --device cpu --output -
+    python examples/benchmarks/timeline.py --model Qwen3-8B --rows 256 --ranks 4
 
 Requests decode in step; after a while some steps are watched. On the host, in microseconds a
 step: planning it, taking its result in, handing outputs to streams (all on the event loop), and
 launching it (on the launch thread). On the device, by torch's profiler: the share of the time in
 which a kernel or a copy ran, and the gaps. Weights of Qwen3-8B are made up. `--streams`: each
-request has a task that takes every token; else nobody looks before the end.
+request has a task that takes every token; else nobody looks before the end. With `--ranks`, also
+sending a plan to the others. Of what runs on the event loop, the processor time is told, too: on a
+busy machine it is what a step costs.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import asyncio
 import collections
 import contextlib
 import functools
+import json
 import statistics
 import sys
 import tempfile
@@ -43,6 +47,7 @@ class Watch:
     def __init__(self) -> None:
         self.on = False
         self.seconds: dict[str, list[float]] = collections.defaultdict(list)
+        self.processor: dict[str, list[float]] = collections.defaultdict(list)
 
     def method(self, owner: Any, name: str, part: str) -> None:
         """Time each call of `owner.name` as `part`."""
@@ -50,11 +55,12 @@ class Watch:
 
         @functools.wraps(plain)
         def timed(*args: Any, **options: Any) -> Any:
-            start = time.perf_counter()
+            start, used = time.perf_counter(), time.thread_time()
             try:
                 return plain(*args, **options)
             finally:
                 if self.on:
+                    self.processor[part].append(time.thread_time() - used)
                     self.seconds[part].append(time.perf_counter() - start)
 
         setattr(owner, name, timed)
@@ -74,7 +80,12 @@ async def measure(args: argparse.Namespace, options: dict[str, Any]) -> dict[str
         watch.method(engine.core.scheduler, "schedule", "plan")
         watch.method(engine.core.scheduler, "update", "take in")
         watch.method(steps, "publish", "outputs")
-        watch.method(engine.core.executor._worker, "step", "launch")
+        executor: Any = engine.core.executor
+        if args.ranks == 1:
+            watch.method(executor._worker, "step", "launch")
+        else:
+            watch.method(executor._joined.worker, "step", "launch")
+            watch.method(executor, "_send", "send")
 
         async def generate_one(number: int) -> None:
             prompt = [(number * 7919 + place) % 500 for place in range(args.prompt)]
@@ -97,7 +108,10 @@ async def measure(args: argparse.Namespace, options: dict[str, Any]) -> dict[str
         await asyncio.gather(*tasks, return_exceptions=True)
     measured: dict[str, Any] = {"step_ms": 1e3 * seconds / count}
     for part, times in sorted(watch.seconds.items()):
-        measured[f"{part.replace(' ', '_')}_us"] = 1e6 * statistics.median(times)
+        name = part.replace(" ", "_")
+        measured[f"{name}_us"] = 1e6 * statistics.median(times)
+        if part != "launch":
+            measured[f"{name}_processor_us"] = 1e6 * statistics.median(watch.processor[part])
     if kinds:
         measured |= device_facts(profiler, count)
     return {name: float(f"{value:.4g}") for name, value in measured.items()}
@@ -148,11 +162,23 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--prompt", type=int, default=128, help="tokens of each prompt")
     parser.add_argument("--steps", type=int, default=50, help="steps to watch")
     parser.add_argument("--streams", action="store_true", help="take each token at once")
+    parser.add_argument("--ranks", type=int, default=1, help="tensor_parallel_size")
+    parser.add_argument(
+        "--overrides",
+        type=json.loads,
+        default={},
+        metavar="JSON",
+        help="values in place of those of the model's config.json",
+    )
     parser.add_argument("--device", default="auto")
     add_output_options(parser)
     args = parser.parse_args(argv)
     sys.setswitchinterval(SWITCH_INTERVAL)
     options: dict[str, Any] = {"device": args.device}
+    if args.ranks > 1:
+        options["tensor_parallel_size"] = args.ranks
+    if args.overrides:
+        options["hf_overrides"] = args.overrides
     emitter = Emitter(args.output, {**environment(args.device), "model": args.model or "embedded"})
     with tempfile.TemporaryDirectory() as folder:
         if args.model in ARCHITECTURES:
@@ -165,6 +191,10 @@ def main(argv: list[str] | None = None) -> int:
             options["model"] = args.model
         measured = asyncio.run(measure(args, options))
     at = {"rows": args.rows, "prompt": args.prompt, "steps": args.steps, "streams": args.streams}
+    if args.ranks > 1:
+        at["ranks"] = args.ranks
+    if args.overrides:
+        at["overrides"] = args.overrides
     emitter.emit({"workload": "timeline", "at": at, "measured": measured})
     print(table(list(measured.items()), ["what", "measured"]))
     return 0
