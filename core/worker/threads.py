@@ -21,9 +21,11 @@ SWITCH_INTERVAL = 5e-6
 """Seconds after which a thread hands the interpreter lock to one that waits for it, for
 `sys.setswitchinterval` in a process that serves: a launch takes the lock again after each call that
 released it."""
-TIMER_SLACK = 29
-"""PR_SET_TIMERSLACK of Linux's prctl."""
+SET_NAME, SET_TIMER_SLACK = 15, 29
+"""What Linux's prctl is asked to do."""
 TIMER_SLACK_NS = 1000
+LAUNCH_THREAD, COMPLETION_THREAD = "launch", "completion"
+"""Their names in the system."""
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -39,11 +41,14 @@ class Pending(Protocol[T_co]):
 PendingStep: TypeAlias = Pending[StepResult]
 
 
-def wake_on_time() -> None:
-    """Let timed waits of this thread end within a microsecond, on Linux, where 50 are usual. Who
-    waits for the interpreter lock waits for `SWITCH_INTERVAL` at a time."""
+def settle_in(name: str) -> None:
+    """Tell Linux the name of this thread, up to 15 bytes, for `top -H` and its like, and let its
+    timed waits end within a microsecond, where 50 are usual. Who waits for the interpreter lock
+    waits for `SWITCH_INTERVAL` at a time."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(TIMER_SLACK, TIMER_SLACK_NS, 0, 0, 0)
+        prctl = ctypes.CDLL(None).prctl
+        prctl(SET_NAME, name.encode()[:15], 0, 0, 0)
+        prctl(SET_TIMER_SLACK, TIMER_SLACK_NS, 0, 0, 0)
 
 
 class WorkerThread:
@@ -94,7 +99,7 @@ class WorkerThread:
             await asyncio.to_thread(thread.join)
 
     def _launch(self) -> None:
-        wake_on_time()
+        settle_in(LAUNCH_THREAD)
         while (job := self._jobs.get()) is not None:
             function, future, is_step = job
             try:
@@ -110,7 +115,7 @@ class WorkerThread:
         self._launched.put(None)
 
     def _complete(self) -> None:
-        wake_on_time()
+        settle_in(COMPLETION_THREAD)
         while (launched := self._launched.get()) is not None:
             pending, future = launched
             try:
