@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from .launch import launch
+from .pdl import gdc_launch_dependents, gdc_wait, pdl_options
 
 
 class Clamp(NamedTuple):
@@ -60,8 +61,12 @@ def _gated_activation_kernel(
     SIZE: tl.constexpr,
     GELU: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program: BLOCK elements of one row."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < SIZE
@@ -94,7 +99,9 @@ def _gated_activation(x: torch.Tensor, *, gelu: bool) -> torch.Tensor:
     if num_rows == 0:
         return out
     block = min(triton.next_power_of_2(size), 1024)
+    options = pdl_options(x.device)
     launch(_gated_activation_kernel, (num_rows, triton.cdiv(size, block)))(
-        out, x, out.stride(0), x.stride(0), SIZE=size, GELU=gelu, BLOCK=block, num_warps=4
-    )
+        out, x, out.stride(0), x.stride(0), SIZE=size, GELU=gelu, BLOCK=block, PDL=bool(options),
+        num_warps=4, **options,
+    )  # fmt: skip
     return out

@@ -251,7 +251,7 @@ class SparseMLP(nn.Module):
         inner = self.shared_experts.inner(x)
         if self.shared_expert_gate is not None:
             # Before the product: it is linear, and so adds to the residual as any other.
-            inner = inner * torch.sigmoid(self.shared_expert_gate(x))
+            inner = self.operations.sigmoid_gate(inner, x, self.shared_expert_gate.weight)
         return self.ranks.add(residual, (self._routed, x), (self.shared_experts.down_proj, inner))
 
     def _routed(self, x: torch.Tensor, *, residual: torch.Tensor | None = None) -> torch.Tensor:

@@ -223,6 +223,13 @@ class Operations(
         gate, up = x.chunk(2, dim=-1)
         return F.gelu(gate, approximate="tanh") * up
 
+    def sigmoid_gate(
+        self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """x * sigmoid(gate), both [T, size]; with weight, [1, width], the gate, [T, width], times
+        it is the logit of a whole row."""
+        return x * torch.sigmoid(gate if weight is None else F.linear(gate, weight))
+
     def packed_linear(
         self,
         x: torch.Tensor,

@@ -217,6 +217,12 @@ class OperationsKit(BatchChecks, QuantizedCacheChecks, StateChecks, Kit):
             x = self.draw(tokens, 2 * size, dtype=dtype, scale=2.0)
             self.compare(name, dtype, x, times=2)
 
+    def test_sigmoid_gates(self, dtype: torch.dtype) -> None:
+        """A number each, part of a wider tensor, or a logit per row."""
+        x, wide = self.draw(3, 40, dtype=dtype), self.draw(3, 100, dtype=dtype, seed=1)
+        self.compare("sigmoid_gate", dtype, x, wide[:, 30:70])
+        self.compare("sigmoid_gate", dtype, x, wide, self.draw(1, 100, dtype=dtype, seed=2))
+
     # -------------------------------------------------------------- products
 
     def product_cases(self, dtype: torch.dtype, rows: int) -> list[dict[str, Any]]:

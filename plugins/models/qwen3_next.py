@@ -29,7 +29,7 @@ class GatedAttention(SelfAttention):
     def __init__(self, config: ModelConfig, layer: int, build: BuildContext) -> None:
         super().__init__(config, layer, build)
         hf = config.hf_config
-        self.width = self.num_heads * self.head_dim
+        self.operations, self.width = build.operations, self.num_heads * self.head_dim
         width = self.all_heads * self.head_dim
         keys = self.kv_heads(config) * self.head_dim
         own = self.own.rows(self.head_dim)
@@ -46,7 +46,7 @@ class GatedAttention(SelfAttention):
     ) -> torch.Tensor:
         queries, gate, rest = qkv.tensor_split((self.width, 2 * self.width), dim=-1)
         heads = super().heads(torch.cat([queries, rest], dim=-1), rotary, context)
-        return heads * torch.sigmoid(gate)
+        return self.operations.sigmoid_gate(heads, gate)
 
 
 def delta_sizes(hf: Any) -> DeltaSizes:

@@ -48,6 +48,7 @@ try:
     from ...kernels.sampling.mask_tokens import mask_tokens
     from ...kernels.sampling.sample_gumbel import best_of_parts, choose_best, sample_gumbel
     from ...kernels.sampling.sample_tokens import sample_tokens
+    from ...kernels.sigmoid_gate import sigmoid_gate
     from ...kernels.step_inputs import advance, scatter, slot_mappings, step_inputs
     from ...kernels.tuning import Product, small_m_config
     from .experts import experts_product, experts_serve
@@ -223,6 +224,12 @@ class TritonOperations(TritonStates, TritonLatents, Operations):
     def gelu_mul(self, x: torch.Tensor) -> torch.Tensor:
         """[T, 2 * size] → [T, size]"""
         return gelu_mul(x)
+
+    def sigmoid_gate(
+        self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """In one launch, the product too."""
+        return sigmoid_gate(x, gate, weight)
 
     def heads(
         self,

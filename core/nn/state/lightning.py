@@ -78,5 +78,5 @@ class LightningAttention(StateLayer):
             value, self.steps.expand(len(x), -1), key, query, self.weights, self.state("ssm"),
             context.layout.state_rows,
         ).flatten(-2)  # fmt: skip
-        y = self.norm(y) * torch.sigmoid(self.output_gate(x))
+        y = self.operations.sigmoid_gate(self.norm(y), self.output_gate(x))
         return self.ranks.add(hidden if add else None, (self.out_proj, y))

@@ -1,5 +1,6 @@
 """Cases for the kernels over states: the gated delta rule of Qwen3-Next, Mamba's scan in Falcon
-Mamba 7B, Mamba 2's in Mamba 2 2.7B; the others are in kernel_cases.py.
+Mamba 7B, Mamba 2's in Mamba 2 2.7B, and what a decode step of the first and the last computes
+between its projections; the others are in kernel_cases.py.
 
 Operations of products are those of chunks of 64 tokens, which no shorter way is known for. Those of
 Mamba's scan are no products: an exponential per element of x and state, which bounds its prompts
@@ -13,13 +14,16 @@ from typing import NamedTuple
 
 import torch
 
+from ....kernels.state.delta_net_step import delta_net_step
 from ....kernels.state.delta_rule import delta_rule
+from ....kernels.state.mamba2_step import mamba2_step
 from ....kernels.state.rows import Rows
 from ....kernels.state.selective_scan import selective_scan
 from ....kernels.state.ssd_scan import ssd_scan
 
 Work = Callable[[], object]
 CHUNK = 64
+TAPS = 4
 ANY_STEP = (0.0, float("inf"))
 
 
@@ -83,6 +87,9 @@ def state_cases(sizes: StateSizes, device: torch.device, dtype: torch.dtype) -> 
         yield maker.delta(sizes.delta)
         yield maker.mamba(sizes.mamba)
         yield maker.mamba2(sizes.mamba2)
+        if tokens == 1:
+            yield maker.delta_net_step(sizes.delta)
+            yield maker.mamba2_step(sizes.mamba2)
 
 
 class _Maker:
@@ -167,3 +174,46 @@ class _Maker:
         flops = 2.0 * heads * (2 * width * states + chunk * (states + width))
         elements = 2 * heads * width + 2 * groups * states + heads
         return self.case("ssd_scan", heads * width * states, elements, make, flops)
+
+    def delta_net_step(self, layer: Delta) -> StateCase:
+        heads, groups, keys, values = layer
+        channels = 2 * groups * keys + heads * values
+
+        def make() -> Work:
+            projected = self.random(channels + heads * values + 2 * heads)
+            weight = self.wide(channels, TAPS).to(self.dtype)
+            norm = self.wide(values).to(self.dtype)
+            rate, bias = -self.wide(heads).abs(), self.wide(heads)
+            inputs = self.wide(self.num_rows, TAPS - 1, channels).to(self.dtype)
+            state = self.wide(self.num_rows, heads, keys, values)
+            rows, counters = self.rows(), self.counters(groups)
+            return lambda: delta_net_step(
+                projected, weight, inputs, rate, bias, norm, 1e-6, state, rows, counters,
+                groups=groups,
+            )  # fmt: skip
+
+        elements = (2 * TAPS - 1) * channels + 2 * heads * values + 2 * heads
+        return self.case("delta_net_step", heads * keys * values, elements, make, 0.0)
+
+    def mamba2_step(self, layer: Mamba2) -> StateCase:
+        heads, groups, width, states = layer
+        channels = heads * width + 2 * groups * states
+
+        def make() -> Work:
+            projected = self.random(heads * width + channels + heads)
+            weight = self.wide(channels, TAPS).to(self.dtype)
+            bias = self.wide(channels).to(self.dtype)
+            a, d, dt_bias = -self.wide(heads).abs(), self.wide(heads), self.wide(heads)
+            inputs = self.wide(self.num_rows, TAPS - 1, channels).to(self.dtype)
+            state = self.wide(self.num_rows, heads, width, states)
+            rows, counters = self.rows(), self.counters(groups)
+            return lambda: mamba2_step(
+                projected, weight, bias, inputs, a, d, dt_bias, ANY_STEP, state, rows, counters,
+                groups=groups, gated=True,
+            )  # fmt: skip
+
+        elements = (2 * TAPS - 1) * channels + 2 * heads * width + heads
+        return self.case("mamba2_step", heads * width * states, elements, make, 0.0)
+
+    def counters(self, groups: int) -> torch.Tensor:
+        return torch.zeros(self.num_rows * groups, dtype=torch.int32, device=self.device)

@@ -13,6 +13,7 @@ from jackfield.kernels import (
     drafts,
     lookup_ngrams,
     rms_norm,
+    sigmoid_gate,
     step_inputs,
 )
 from jackfield.kernels.attention import (
@@ -214,6 +215,7 @@ ADDRESSES = {
     "mean_ptr": "*fp32",
     "log_sums_ptr": "*fp32",
 }
+ACTIVATION = {"SIZE": 1000, "BLOCK": 1024, "PDL": True}
 KERNELS = [
     (
         topk_experts._topk_experts_kernel,
@@ -669,8 +671,13 @@ KERNELS = [
         4,
         {"norm_ptr": "*fp32"},
     ),
-    (activations._gated_activation_kernel, {"SIZE": 1000, "GELU": True, "BLOCK": 1024}, 4),
-    (activations._gated_activation_kernel, {"SIZE": 1000, "GELU": False, "BLOCK": 1024}, 4),
+    (
+        sigmoid_gate._sigmoid_gate_kernel,
+        {"SIZE": 512, "WIDTH": 2048, "BLOCK": 512, "BLOCK_K": 2048, "PDL": True},
+        4,
+    ),
+    (activations._gated_activation_kernel, {**ACTIVATION, "GELU": True}, 4),
+    (activations._gated_activation_kernel, {**ACTIVATION, "GELU": False}, 4),
     (
         small_m_matmul._small_m_matmul_kernel,
         {
