@@ -40,17 +40,19 @@ class ChunkTiles(NamedTuple):
     """Of a state's columns, those of a program of the walk."""
     state_warps: int = 4
     state_stages: int = 3
-    heads: int = 8
+    heads: int = 20
     """Heads of a program of outputs, at most."""
     output_warps: int = 8
     output_stages: int = 2
-    programs: int = 256
-    """Programs of outputs that a step should have: with few chunks, they have fewer heads each."""
+    programs: int = 132
+    """Programs of outputs that run at a time."""
 
 
 TILES = ChunkTiles()
 STEP_HEADS = 8
 """Heads per program of the first launch."""
+BEGIN = 2
+"""What a program of outputs does before its first head takes as long as so many heads."""
 CHANNELS = 64
 """Channels of a head per program, at most."""
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -265,8 +267,12 @@ def ssd_chunks(
         x.stride(0), b.stride(0), **sizes, BLOCK_P=block_p, COLUMNS=columns, LONG=long,
         num_warps=tiles.state_warps, num_stages=tiles.state_stages,
     )  # fmt: skip
-    each = min(tiles.heads, most_chunks * heads // tiles.programs, heads // groups)
-    each = next((most for most in range(each, 1, -1) if heads // groups % most == 0), 1)
+    each = min(
+        (each for each in range(1, tiles.heads + 1) if heads // groups % each == 0),
+        key=lambda each: (
+            (each + BEGIN) * triton.cdiv(most_chunks * parts * (heads // each), tiles.programs)
+        ),
+    )
     launch(_ssd_output_kernel, (heads // each, most_chunks, parts))(
         out, before, totals, keys, chunks, x, b, c, d, each, x.stride(0), b.stride(0), c.stride(0),
         **sizes, BLOCK_P=block_p, BLOCK_N=block_n,
