@@ -284,6 +284,11 @@ def _whole(folder: Path, raw: dict[str, Any]) -> Any:
             param="model",
         ) from error
     config.model_type = model_type
+    parts: tuple[Any, ...] = (config, getattr(config, "text_config", None))
+    for part in parts:
+        # Where layers differ, `per_layer_config` says so to the families that have such layers.
+        if getattr(part, "is_heterogeneous", False):
+            part.allow_global_per_layer_attribute_access = True
     return config
 
 

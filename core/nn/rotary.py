@@ -1,6 +1,7 @@
 """Rotary position embedding and its variants, from a table that is computed once.
 
-Variants: default, linear, dynamic, llama3, yarn, longrope. Two of them change with the sequence's
+Variants: default, linear, dynamic, llama3, yarn, longrope, proportional (only the first pairs of a
+head turn, each with the angle that it has in a whole one). Two of them change with the sequence's
 length; a paged cache holds rotated keys, so here every sequence is treated as if it had the length
 `max_model_len`. "dynamic" computes its base from it: within the original context that is the plain
 rope. "longrope" uses the long factors if it exceeds the original context, also for short texts, and
@@ -42,6 +43,8 @@ class Rotary(nn.Module):
         super().__init__()
         rope = config.rope_parameters if rope is None else rope
         partial = float(rope.get("partial_rotary_factor") or 1.0)
+        if rope["rope_type"] == "proportional":
+            partial = 1.0  # The channels that do not turn are in the table.
         self.rotary_dim = int((head_dim or config.head_dim) * partial)
         frequencies, attention_factor = inverse_frequencies(
             rope, self.rotary_dim, config.max_model_len, config.hf_config.max_position_embeddings
@@ -68,6 +71,10 @@ def inverse_frequencies(
         return plain, 1.0
     factor = float(rope.get("factor") or 1.0)
     if kind == "linear":
+        return plain / factor, 1.0
+    if kind == "proportional":
+        turning = int(float(rope.get("partial_rotary_factor") or 1.0) * dim // 2)
+        plain[turning:] = 0.0
         return plain / factor, 1.0
     if kind == "dynamic":
         original = rope.get("original_max_position_embeddings") or max_positions

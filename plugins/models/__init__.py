@@ -54,6 +54,7 @@ ARCHITECTURES = {
     "gemma": ("GemmaForCausalLM", "GemmaModel", "GemmaForSequenceClassification"),
     "gemma2": ("Gemma2ForCausalLM", "Gemma2Model", "Gemma2ForSequenceClassification"),
     "gemma3": ("Gemma3ForCausalLM", "Gemma3TextModel", "Gemma3TextForSequenceClassification"),
+    "gemma4": ("Gemma4ForCausalLM",),
     "glm4": ("Glm4ForCausalLM", "Glm4Model", "Glm4ForSequenceClassification"),
     "gpt2": ("GPT2LMHeadModel", "GPTBigCodeForCausalLM"),
     "gpt_neo": ("GPTNeoForCausalLM",),
@@ -125,6 +126,7 @@ SAME = {
     **dict.fromkeys(
         ("MiniMaxM1ForCausalLM", "MiniMaxText01ForCausalLM"), "minimax:MiniMaxForCausalLM"
     ),
+    "Gemma4UnifiedForCausalLM": "gemma4:Gemma4ForCausalLM",
     "GritLM": "mistral:MistralForCausalLM",
     "MPTForCausalLM": "mpt:MptForCausalLM",
     "PhiMoEForCausalLM": "phimoe:PhimoeForCausalLM",

@@ -50,7 +50,7 @@ REFUSED = {
     IMAGES: (
         "AudioFlamingo3ForConditionalGeneration", "CohereCompassForCausalLM",
         "FuyuForCausalLM", "Gemma3nForConditionalGeneration",
-        "Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration", "GitForCausalLM",
+        "GitForCausalLM",
         "GlmAsrForConditionalGeneration",
         "GraniteSpeechForConditionalGeneration", "GraniteSpeechPlusForConditionalGeneration",
         "MiniMaxM3VLForCausalLM", "MllamaForCausalLM", "MoshiForCausalLM",
@@ -61,8 +61,8 @@ REFUSED = {
         "T5Gemma2ForConditionalGeneration", "VibeVoiceAsrForConditionalGeneration",
         "VoxtralRealtimeForConditionalGeneration",
     ),
-    "layers share keys and values, and add to embeddings of their own": (
-        "Gemma3nForCausalLM", "Gemma4ForCausalLM", "Gemma4UnifiedForCausalLM",
+    "its layers keep several streams, of which they predict and correct all": (
+        "Gemma3nForCausalLM",
     ),
     "it drafts tokens for another model": (
         "Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM",

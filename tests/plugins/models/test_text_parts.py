@@ -44,6 +44,14 @@ GLM_ROPE = {
 }  # fmt: skip
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Gemma3ForConditionalGeneration": (TEXT, VISION),
+    "Gemma4ForConditionalGeneration": (
+        TEXT
+        | {
+            "global_head_dim": 32, "layer_types": ["sliding_attention", "full_attention"],
+            "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 96,
+        },
+        VISION,
+    ),
     "Glm4vForConditionalGeneration": (TEXT | GLM_ROPE, QWEN_VISION),
     "Glm4vMoeForConditionalGeneration": (
         TEXT | GLM_ROPE | EXPERTS | {"n_routed_experts": 4, "first_k_dense_replace": 1}, QWEN_VISION

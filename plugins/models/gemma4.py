@@ -1,0 +1,265 @@
+"""Gemma 4 (text): values are normed, too, heads of layers without a window are wider and may take
+their keys as values; in small sizes, each layer has an input of its own, and the last layers read
+the keys and values of earlier ones."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ...core.errors import ConfigError
+from ...core.loading.model_config import ModelConfig
+from ...core.loading.weight_map import WeightMap
+from ...core.nn.attention import Attention
+from ...core.nn.context import BuildContext, ForwardContext
+from ...core.nn.embedding import Embedding
+from ...core.nn.linear import Linear, MergedLinear
+from ...core.nn.mlp import GatedMLP
+from ...core.nn.norm import RMSNorm
+from ...core.nn.operations import rotate
+from ...core.nn.rotary import Rotary
+from ...core.protocols.attention import AttentionSpec
+from .decoder import CausalLM, MakeMLP, NormedBlock, SelfAttention
+from .gemma import GemmaDecoder
+from .gemma2 import Gemma2ForCausalLM
+from .parts import WeightlessRMSNorm
+from .qwen2 import window_of_layer
+
+NOT_READ = ("k_proj", "v_proj", "k_norm", "v_norm")
+"""Parts of layers that read others' keys and values, which some checkpoints have nevertheless."""
+
+
+def input_size(hf: Any) -> int:
+    """Return the width of the inputs that each layer has of its own; 0: layers have none."""
+    return int(getattr(hf, "hidden_size_per_layer_input", None) or 0)
+
+
+class Kept(NamedTuple):
+    """A layer's keys and values of this step, for later layers of its type."""
+
+    attention: Attention
+    """Has those of earlier steps."""
+    key: torch.Tensor
+    """[num_tokens, num_kv_heads, head_dim], normed and rotated"""
+    value: torch.Tensor
+
+
+class Gemma4Attention(SelfAttention):
+    def __init__(self, config: ModelConfig, layer: int, build: BuildContext) -> None:
+        hf = config.hf_config
+        super().__init__(
+            dataclasses.replace(config, hf_config=hf.per_layer_config[layer]), layer, build
+        )
+        self.kind, mode = hf.layer_types[layer], hf.kv_sharing_modes[layer]
+        self.reads, self.keeps = mode == "reuse", mode == "store"
+        self.keys_are_values = hf.attention_k_eq_v and self.kind == "full_attention"
+        if self.reads or self.keys_are_values:
+            heads, rows = {"q": self.all_heads}, self.own.rows(self.head_dim)
+            if not self.reads:
+                heads["k"] = hf.per_layer_config[layer].num_key_value_heads
+            self.qkv_proj = MergedLinear(
+                hf.hidden_size, {name: n * self.head_dim for name, n in heads.items()}, build,
+                bias=self.qkv_bias(hf), shard="out", shares={name: rows[name] for name in heads},
+            )  # fmt: skip
+        self.q_norm = RMSNorm(self.head_dim, hf.rms_norm_eps, build)
+        if self.reads:
+            del self.attention
+            return
+        self.k_norm = RMSNorm(self.head_dim, hf.rms_norm_eps, build)
+        self.v_norm = WeightlessRMSNorm(self.head_dim, hf.rms_norm_eps, build)
+
+    def spec(self, hf: Any, layer: int) -> AttentionSpec:
+        """Norms take the place of a scale. Raises ConfigError if text attends to later tokens."""
+        if hf.use_bidirectional_attention == "all":
+            raise ConfigError(
+                "use_bidirectional_attention: 'all' is not supported, only attention to what came "
+                "before",
+                param="use_bidirectional_attention",
+            )
+        return msgspec.structs.replace(super().spec(hf, layer), scale=1.0)
+
+    @staticmethod
+    def sliding_window(hf: Any, layer: int) -> int | None:
+        return window_of_layer(hf, layer)
+
+    def among(
+        self,
+        hidden: torch.Tensor,
+        norm: nn.Module,
+        rotary: Rotary,
+        context: ForwardContext,
+        kept: dict[str, Kept],
+    ) -> torch.Tensor:
+        """`inner`, where layers share keys and values. kept: by type of layer, this step's."""
+        qkv = self.qkv_proj(hidden, norm=norm)
+        rows = qkv.view(len(qkv), -1, self.head_dim)
+        cos_sin = rotary.cos_sin[context.positions][:, None].to(qkv.dtype)
+
+        def turned(heads: torch.Tensor, norm: Any) -> torch.Tensor:
+            return rotate(norm(heads.contiguous()), cos_sin)
+
+        if self.reads:
+            attention, key, value = kept[self.kind]
+            return attention.attend(turned(rows, self.q_norm), key, value, context, cached=True)
+        query, key = rows[:, : self.num_heads], rows[:, self.num_heads :][:, : self.num_kv_heads]
+        value = self.v_norm(rows[:, -self.num_kv_heads :].contiguous())
+        if self.keeps:
+            key = turned(key, self.k_norm)
+            kept[self.kind] = Kept(self.attention, key, value)
+            return self.attention.attend(turned(query, self.q_norm), key, value, context)
+        if self.keys_are_values:
+            qkv = torch.cat([qkv, value.flatten(1)], dim=-1)
+        else:
+            rows[:, -self.num_kv_heads :] = value
+        return self.heads(qkv, rotary, context)
+
+
+class Gemma4Block(NormedBlock):
+    norms = (
+        "input_layernorm", "post_attention_layernorm",
+        "pre_feedforward_layernorm", "post_feedforward_layernorm",
+    )  # fmt: skip
+    self_attn: Gemma4Attention
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        build: BuildContext,
+        attention: type[SelfAttention],
+        mlp: MakeMLP,
+    ) -> None:
+        super().__init__(config, layer, build, attention, mlp)
+        hf, self.layer = config.hf_config, layer
+        self.layer_scalar = nn.Parameter(build.empty(1))
+        if size := input_size(hf):
+            self.per_layer_input_gate = Linear(hf.hidden_size, size, build)
+            self.per_layer_projection = Linear(size, hf.hidden_size, build)
+            self.post_per_layer_input_norm = self.make_norm(hf, build)
+
+    def among(
+        self,
+        hidden: torch.Tensor,
+        rotary: Rotary,
+        context: ForwardContext,
+        kept: dict[str, Kept],
+        inputs: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """`forward`, with what layers share. inputs: [num_tokens, hidden_size_per_layer_input] of
+        this layer."""
+        before, behind, before_mlp, behind_mlp = (getattr(self, name) for name in self.norms)
+        heads = self.self_attn.among(hidden, before, rotary, context, kept)
+        hidden = behind.add(self.self_attn.project(heads), hidden)
+        hidden = behind_mlp.add(self.mlp(hidden, before_mlp, add=False), hidden)
+        if inputs is not None:
+            gate = F.gelu(self.per_layer_input_gate(hidden), approximate="tanh")
+            norm: Any = self.post_per_layer_input_norm
+            hidden = norm.add(self.per_layer_projection(gate * inputs), hidden)
+        return hidden * self.layer_scalar
+
+
+class Gemma4Decoder(GemmaDecoder):
+    block = Gemma4Block
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        build: BuildContext,
+        attention: type[SelfAttention],
+        mlp: MakeMLP,
+    ) -> None:
+        super().__init__(config, build, attention, mlp)
+        hf = config.hf_config
+        self.size = size = input_size(hf)
+        if not size:
+            return
+        if hf.vocab_size_per_layer_input < config.vocab_size:
+            raise ConfigError(
+                f"vocab_size_per_layer_input: {hf.vocab_size_per_layer_input} is less than "
+                f"vocab_size {config.vocab_size}",
+                param="vocab_size_per_layer_input",
+            )
+        width = config.num_layers * size
+        self.embed_tokens_per_layer = Embedding(hf.vocab_size_per_layer_input, width, build)
+        self.per_layer_model_projection = Linear(hf.hidden_size, width, build)
+        self.per_layer_projection_norm = RMSNorm(size, hf.rms_norm_eps, build)
+        self.token_scale = float(torch.tensor(size**0.5).to(build.dtype))
+
+    @staticmethod
+    def rotaries_of(config: ModelConfig, build: BuildContext) -> Sequence[Rotary]:
+        hf = config.hf_config
+        rotaries = {
+            kind: Rotary(
+                config, build, hf.rope_parameters[kind], head_dim=hf.per_layer_config[kind].head_dim
+            )
+            for kind in set(hf.layer_types)
+        }
+        return [rotaries[kind] for kind in hf.layer_types]
+
+    def layer_inputs(self, input_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """[num_tokens], and their embeddings → [num_tokens, num_layers, size]"""
+        shape = len(hidden), -1, self.size
+        states = self.per_layer_model_projection(hidden) * hidden.shape[-1] ** -0.5
+        tokens = self.embed_tokens_per_layer(input_ids) * self.token_scale
+        states = self.per_layer_projection_norm(states.view(shape))
+        inputs: torch.Tensor = (states + tokens.view(shape)) * 2**-0.5
+        return inputs
+
+    def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        hidden = self.embed(input_ids, context.positions)
+        inputs = self.layer_inputs(input_ids, hidden) if self.size else None
+        kept: dict[str, Kept] = {}
+        for layer, rotary in self.stage_layers():
+            assert isinstance(layer, Gemma4Block) and isinstance(rotary, Rotary)
+            own = None if inputs is None else inputs[:, layer.layer]
+            hidden = layer.among(hidden, rotary, context, kept, own)
+        return hidden
+
+
+@dataclasses.dataclass(frozen=True)
+class Gemma4WeightMap(WeightMap):
+    unread: tuple[str, ...] = ()
+    """Starts of names of tensors that no layer reads."""
+
+    def pieces(
+        self, name: str, tensor: torch.Tensor
+    ) -> Iterator[tuple[str, str | None, torch.Tensor]]:
+        if not name.startswith(self.unread):
+            yield from super().pieces(name, tensor)
+
+
+class Gemma4ForCausalLM(Gemma2ForCausalLM):
+    tensor_parallel = True
+    attention = Gemma4Attention  # type: ignore[assignment]
+    decoder = Gemma4Decoder
+    weight_map = Gemma4WeightMap(**vars(CausalLM.weight_map))
+
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        """Raises ConfigError for experts."""
+        hf = config.hf_config
+        if getattr(hf, "enable_moe_block", False):
+            raise ConfigError(
+                "enable_moe_block: mixtures whose experts have gelu are not supported",
+                param="enable_moe_block",
+            )
+        super().__init__(config, build)
+        modes = enumerate(hf.kv_sharing_modes)
+        readers = [layer for layer, mode in modes if mode == "reuse"]
+        self.weight_map = dataclasses.replace(type(self).weight_map, unread=tuple(
+            f"model.layers.{layer}.self_attn.{part}." for layer in readers for part in NOT_READ
+        ))  # fmt: skip
+
+    @staticmethod
+    def mlp(config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:
+        hf = config.hf_config
+        wide = hf.use_double_wide_mlp and hf.kv_sharing_modes[layer] == "reuse"
+        return GatedMLP(
+            hf.hidden_size, hf.intermediate_size * (2 if wide else 1), hf.hidden_activation, build,
+            field="hidden_activation",
+        )  # fmt: skip
