@@ -1,5 +1,5 @@
-"""DeepSeek V2 and V3 (R1, Kimi K2), GLM-4.7 Flash, Youtu and A.X K1: latent attention, in most of
-them beside mixtures of experts."""
+"""DeepSeek V2, V3 (R1, Kimi K2) and V3.2, GLM-4.7 Flash, GLM-5, Youtu and A.X K1: latent attention,
+in most of them beside mixtures of experts."""
 
 from __future__ import annotations
 
@@ -30,6 +30,34 @@ class DeepseekV3ForCausalLM(DeepseekMoeForCausalLM):
 
 
 class Glm4MoeLiteForCausalLM(DeepseekV3ForCausalLM):
+    tensor_parallel = True
+
+
+class DeepseekV32ForCausalLM(DeepseekV3ForCausalLM):
+    """V3 with an indexer, which chooses `index_topk` tokens that attention reads: all, of a text
+    that is no longer. Longer ones are refused, and the indexer is not loaded."""
+
+    tensor_parallel = True
+
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        """Raises ConfigError for texts of which the indexer would leave out tokens."""
+        most = config.hf_config.index_topk
+        if config.max_model_len > most:
+            raise ConfigError(
+                f"max_model_len: {config.max_model_len} is more than index_topk {most}, beyond "
+                f"which an indexer chooses what this model reads, which is not there; set it to "
+                f"{most}",
+                param="max_model_len",
+            )
+        super().__init__(config, build)
+        indexers = (f"model.layers.{n}.self_attn.indexer." for n in range(config.num_layers))
+        ignored = (*self.weight_map.ignored, *indexers)
+        self.weight_map = dataclasses.replace(self.weight_map, ignored=ignored)
+
+
+class GlmMoeDsaForCausalLM(DeepseekV32ForCausalLM):
+    """GLM-5, some of whose layers have no indexer of their own."""
+
     tensor_parallel = True
 
 

@@ -17,8 +17,7 @@ REFUSED = {
     EXPERTS: ("DbrxForCausalLM", "JetMoeForCausalLM", "NllbMoeForConditionalGeneration",
               "SwitchTransformersForConditionalGeneration"),
     INDEXED: (
-        "AXK2ForCausalLM", "DeepseekV32ForCausalLM", "Dots3NoteForCausalLM", "GlmMoeDsaForCausalLM",
-        "HYV4ForCausalLM",
+        "AXK2ForCausalLM", "Dots3NoteForCausalLM", "HYV4ForCausalLM",
     ),
     "its layers have two attentions, and experts that compute nothing": (
         "LongcatFlashForCausalLM",
