@@ -512,7 +512,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             expert_parallel=self.enable_expert_parallel,
             all2all=self.all2all_backend,
             eplb=self.eplb_config if self.enable_eplb else None,
-            has_connector=self.kv_transfer_config is not None,
         ):
             raise refusal
         if self.eplb_config.num_redundant_experts and not self.enable_eplb:

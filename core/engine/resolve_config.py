@@ -16,6 +16,7 @@ from ..loading.dialects import recognized
 from ..loading.generation_config import read_generation_config
 from ..loading.model_config import ModelConfig, SourceConfig, resolve_model_config
 from ..loading.resolve_pooling import resolve_pooling
+from ..protocols.kv import check_serves_ranks
 from ..registration.architecture import registered_name
 from ..registration.executor_choice import choose_executor
 from ..registration.parallel_options import IN_PLACE
@@ -262,6 +263,9 @@ def check_names(config: EngineConfig, plugins: Plugins) -> None:
             plugins[kind].load(name)
         except PluginError as error:
             raise ConfigError(f"{option}: {error}", param=option) from error
+    if config.kv_transfer_config is not None and config.num_ranks > 1:
+        name = config.kv_transfer_config.kv_connector
+        check_serves_ranks(name, plugins["kv_connector"].load(name))
     if (speculative := config.speculative_config) is not None:
         schema = plugins["speculator"].load(speculative.method).options
         typed_options("", schema, speculative.options, field="speculative_config")

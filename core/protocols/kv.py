@@ -31,6 +31,8 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
     """[num_layers] The parts of each layer's cache."""
     block_bytes: int
     """Bytes of one block: all parts of all layers."""
+    bytes_elsewhere: int = 0
+    """Bytes of the same block on other ranks, each of which has some layers, or heads of them."""
     fingerprint: bytes
     """[32] Digest of everything besides tokens that KV content depends on: the model's
     configuration and weights, dtype and layout. Engines with equal fingerprints may read each
@@ -175,6 +177,13 @@ class KVConnector(Protocol):
     of another one detaches that half with an error that names the field."""
     payload_type: ClassVar[Any]
     """The same for `KVReport.payload`. Optional: without it, no report has a payload."""
+    per_rank: ClassVar[bool]
+    """Whether it serves engines of several ranks: each has a worker half, for its own layers and
+    heads, and all get the same metadata; the scheduler half is one, with rank 0's layout. A
+    transfer ends when it has ended on all ranks, and fails with all blocks that any did not fill;
+    payloads are those of rank 0. What is stored elsewhere must be kept apart by rank:
+    `KVLayout.fingerprint` differs. If a half raises, no block of its transfers is used again.
+    Optional; without it, such an engine refuses the connector."""
     compacted_caches: ClassVar[bool]
     """Whether it serves engines whose caches are compacted (`EngineConfig.kv_compression`).
     Optional; without it, such an engine refuses the connector. Blocks of a request with
@@ -197,6 +206,16 @@ def check_serves_compacted(name: str, connector: KVConnector) -> None:
             f"kv_compression: the KV connector {name!r} (kv_transfer_config) does not serve "
             "engines whose caches are compacted",
             param="kv_compression",
+        )
+
+
+def check_serves_ranks(name: str, connector: KVConnector) -> None:
+    """Raise ConfigError if a connector does not serve engines of several ranks."""
+    if not getattr(connector, "per_rank", False):
+        raise ConfigError(
+            f"kv_transfer_config: the KV connector {name!r} serves one rank (tensor_parallel_size "
+            "1, pipeline_parallel_size 1)",
+            param="kv_transfer_config",
         )
 
 

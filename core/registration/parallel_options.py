@@ -53,25 +53,17 @@ def parallel_refusal(
     expert_parallel: bool,
     all2all: str,
     eplb: EPLBConfig | None,
-    has_connector: bool,
 ) -> ConfigError | None:
     """Return the error for options that do not go together, with the name of one; None: they do.
 
     Sizes are those of tensor, pipeline and data parallelism; `layer_partition`: layers
-    of each stage; `all2all`: the backend's name; `eplb`: None if experts stay; `has_connector`: of
-    KV.
+    of each stage; `all2all`: the backend's name; `eplb`: None if experts stay.
     """
     if layer_partition is not None and len(layer_partition) != pipeline:
         return ConfigError(
             f"pipeline_layer_partition: it has layers of {len(layer_partition)} stages, and "
             f"pipeline_parallel_size is {pipeline}",
             param="pipeline_layer_partition",
-        )
-    if has_connector and tensor * pipeline > 1:
-        return ConfigError(
-            "kv_transfer_config: KV connectors serve one rank (tensor_parallel_size 1, "
-            "pipeline_parallel_size 1)",
-            param="kv_transfer_config",
         )
     if all2all not in IN_PLACE and not expert_parallel:
         return ConfigError(

@@ -7,6 +7,7 @@ process, however that ends, and leaves all signals to it.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -27,6 +28,7 @@ from .messages import (
     Done,
     End,
     Failed,
+    HasReport,
     Inbox,
     Job,
     Joining,
@@ -35,10 +37,12 @@ from .messages import (
     Setup,
     Step,
     ToFollower,
+    Transferred,
 )
 from .progress import BEAT_SECONDS, Progress
 
 if TYPE_CHECKING:
+    from ...core.step import StepResult
     from ...core.worker.threads import PendingStep
     from .rank import RankWorker
 
@@ -101,6 +105,7 @@ class Follower:
             self.send(Failed.because(0, error))
             self._wait_for_end()
             return 1
+        joined.worker.transfer_news = self._has_report
         self._flying = info.steps_in_flight
         self._free.release(self._flying)
         threading.Thread(target=self._complete, daemon=True).start()
@@ -124,6 +129,11 @@ class Follower:
         with self._sending:
             self._connection.sendall(frame)
 
+    def _has_report(self) -> None:
+        """Called from threads of a KV connector, perhaps when rank 0 has gone."""
+        with contextlib.suppress(OSError):
+            self.send(HasReport())
+
     def _wait_for_end(self) -> None:
         """The other ranks may still use connections to this process; rank 0 says when it may
         end."""
@@ -144,12 +154,23 @@ class Follower:
         while True:
             number, pending = self._launched.get()
             try:
-                pending.wait()
+                result = pending.wait()
             except BaseException as error:
                 self._end_step(number, error)
             else:
+                self._report(result)
                 self._end_step(number, None)
+                del result
             del pending
+
+    def _report(self, result: StepResult) -> None:
+        """Send what a KV connector's worker half reports."""
+        report, detached = result.kv_report, result.kv_detached
+        if report is None and detached is None:
+            return
+        if report is not None and report.payload is not None:
+            report = msgspec.structs.replace(report, payload=None)
+        self.send(Transferred(report, detached))
 
     def _end_step(self, number: int, error: BaseException | None) -> None:
         self._progress.finish(number)

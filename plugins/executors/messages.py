@@ -15,7 +15,7 @@ from ...core.config import EngineConfig
 from ...core.errors import JackfieldError, error_named
 from ...core.protocols.executors import ExecutorInfo
 from ...core.remote.frames import FrameReader
-from ...core.step import StepPlan, WorkerJob
+from ...core.step import KVDetached, KVReport, StepPlan, WorkerJob
 
 PART = 1 << 16
 """Bytes read at once."""
@@ -83,6 +83,18 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
     number: int
 
 
+class Transferred(msgspec.Struct, frozen=True, tag="transferred"):
+    """What the worker half of a KV connector reports with a step."""
+
+    report: KVReport | None
+    """Without a payload."""
+    detached: KVDetached | None
+
+
+class HasReport(msgspec.Struct, frozen=True, tag="has_report"):
+    """The worker half of a KV connector has something to report with the next step."""
+
+
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
     """The start (number 0), a step or a job raised."""
 
@@ -123,7 +135,7 @@ class Beat(msgspec.Struct, frozen=True, tag="beat"):
     """[len(progress.COLUMNS)]"""
 
 
-ToLeader: TypeAlias = Joining | Ready | Done | Failed | Log | Beat
+ToLeader: TypeAlias = Joining | Ready | Done | Transferred | HasReport | Failed | Log | Beat
 
 
 class Inbox(Generic[T]):

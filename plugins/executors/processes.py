@@ -32,9 +32,22 @@ from ...core.worker.threads import WorkerThread
 from .agreement import check_alike, remoteness
 from .awaited import Awaited, retrieve, set_once
 from .followers import FollowerConnection, FollowerProcess
-from .messages import Done, End, Failed, Job, Joining, Ready, Setup, Step, ToLeader
+from .messages import (
+    Done,
+    End,
+    Failed,
+    HasReport,
+    Job,
+    Joining,
+    Ready,
+    Setup,
+    Step,
+    ToLeader,
+    Transferred,
+)
 from .progress import Progress, StallDetector
 from .spawn import start_ahead
+from .transfers import RankTransfers
 
 if TYPE_CHECKING:
     from ...core.loading.model_config import ModelConfig
@@ -95,6 +108,10 @@ class ProcessesExecutor(Executor):
         self._stopping = False
         self._watch: asyncio.Task[None] | None = None
         self._failed: Callable[[Exception], None] = _nobody
+        self._transfers: RankTransfers | None = None
+        """Set with a KV connector."""
+        self._transfer_news: Callable[[], None] = _nothing
+        """Called on the event loop when a step would bring something of it."""
 
     @staticmethod
     def start_ahead(config: EngineConfig) -> None:
@@ -122,6 +139,11 @@ class ProcessesExecutor(Executor):
     def watch_failure(self, callback: Callable[[Exception], None]) -> None:
         """Call `callback` on the event loop if a rank fails and the engine cannot go on."""
         self._failed = callback
+
+    def watch_transfers(self, callback: Callable[[], None]) -> None:
+        """Also of the other ranks' worker halves."""
+        self._transfer_news = callback
+        self._transfers = RankTransfers(self.size, callback)
 
     # ------------------------------------------------------------ start
 
@@ -163,7 +185,13 @@ class ProcessesExecutor(Executor):
                     self._progress,
                     listener,
                 )
+                self._joined.worker.transfer_news = has_report
                 return self._joined.worker.start()
+
+            def has_report() -> None:
+                # From the connector's threads, perhaps after the loop's end.
+                with contextlib.suppress(RuntimeError):
+                    loop.call_soon_threadsafe(self._transfer_news)
 
             await self._all_joining()
             own = thread.call(start)
@@ -280,6 +308,8 @@ class ProcessesExecutor(Executor):
             return  # The engine has failed meanwhile.
         if error is None:
             awaited.result, awaited.own_done = own.result(), True
+            if self._transfers is not None and isinstance(awaited.result, StepResult):
+                awaited.result = self._transfers.into(awaited.result)
         else:
             awaited.failures[0] = error
         self._settle(number, awaited)
@@ -298,6 +328,11 @@ class ProcessesExecutor(Executor):
                 self._settle(message.number, awaited)
             else:
                 self._fail(RankFailed(f"{error}; the other ranks have done step {message.number}"))
+        elif isinstance(message, HasReport):
+            self._transfer_news()
+        elif isinstance(message, Transferred):
+            assert self._transfers is not None, "only a KV connector reports transfers"
+            self._transfers.take(rank, message.report, message.detached)
         elif isinstance(message, Done) and (awaited := self._awaited.get(message.number)):
             awaited.waits_for.discard(rank)
             self._settle(message.number, awaited)
@@ -434,6 +469,10 @@ class _Nothing:
 
 
 def _nobody(error: Exception) -> None:
+    """Do nothing: default before a listener is set."""
+
+
+def _nothing() -> None:
     """Do nothing: default before a listener is set."""
 
 

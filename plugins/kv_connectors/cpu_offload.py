@@ -26,7 +26,7 @@ class CpuOffloadOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """`kv_connector_extra_config` of cpu_offload."""
 
     kv_offloading_size: Annotated[float, Meta(gt=0)] = 4.0
-    """GiB of host memory, taken at start."""
+    """GiB of host memory of all ranks together, taken at start."""
 
 
 class CpuOffloadConnector:
@@ -35,6 +35,7 @@ class CpuOffloadConnector:
     shared = False
     metadata_type = Jobs
     compacted_caches = True
+    per_rank = True
 
     @classmethod
     def make_scheduler(cls, setup: KVConnectorSetup) -> CpuOffloadScheduler:
@@ -50,11 +51,12 @@ class CpuOffloadConnector:
 def num_rows(setup: KVConnectorSetup) -> int:
     """Return the number of blocks that fit. Raises ConfigError if none does."""
     options = read_options(setup.transfer.kv_connector_extra_config, CpuOffloadOptions)
-    rows = int(options.kv_offloading_size * (1 << 30)) // setup.layout.block_bytes
+    block_bytes = setup.layout.block_bytes + setup.layout.bytes_elsewhere
+    rows = int(options.kv_offloading_size * (1 << 30)) // block_bytes
     if rows < 1:
         raise ConfigError(
             f"kv_connector_extra_config.kv_offloading_size: {options.kv_offloading_size} GiB do "
-            f"not hold one block of {setup.layout.block_bytes} bytes",
+            f"not hold one block of {block_bytes} bytes",
             param="kv_transfer_config",
         )
     return rows

@@ -156,3 +156,4 @@ class FileStoreConnector(StoreConnector):
     """Stores blocks in a folder."""
 
     store_class = FileStore
+    per_rank = True

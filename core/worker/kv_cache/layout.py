@@ -29,10 +29,11 @@ def kv_layout(
     model: nn.Module,
     specs: Sequence[TokenCache],
     num_blocks: int,
+    device: torch.device,
     ranks: Ranks = ONE_RANK,
 ) -> KVLayout:
     """Return the layout of caches for `specs`, [num_layers]. What a rank caches is of use to the
-    same rank of as many alone."""
+    same rank of as many alone. `device`: that of the ranks' tensors; all ranks call this."""
     layers = tuple(spec.parts for spec in specs)
     hf_config = dict(model_config.hf_config.to_dict())
     for name in ("_name_or_path", "transformers_version"):
@@ -50,11 +51,15 @@ def kv_layout(
     digest = blake2b(FORMAT, digest_size=32)
     digest.update(json.dumps(facts, sort_keys=True, default=str).encode())
     _hash_weights(model, digest)
+    block_bytes = config.block_size * sum(bytes_per_token(spec) for spec in specs)
+    all_ranks = ranks.pipeline.world or ranks.tensor
+    total = all_ranks.all_gather(torch.tensor([block_bytes], device=device)).sum()
     return KVLayout(
         num_blocks=num_blocks,
         block_size=config.block_size,
         layers=layers,
-        block_bytes=config.block_size * sum(bytes_per_token(spec) for spec in specs),
+        block_bytes=block_bytes,
+        bytes_elsewhere=int(total) - block_bytes,
         fingerprint=digest.digest(),
     )
 

@@ -287,7 +287,7 @@ class WorkerStart:
         layout, connector = None, None
         if config.kv_transfer_config is not None:
             layout = kv_layout(
-                config, self.model_config, model, cache_specs, num_blocks, self.ranks
+                config, self.model_config, model, cache_specs, num_blocks, device, self.ranks
             )
             connector = connect_half(
                 config.kv_transfer_config,

@@ -13,7 +13,14 @@ import pytest
 from jackfield.core.errors import ConfigError, OutOfMemory
 from jackfield.core.remote.frames import encode
 from jackfield.core.sampling_params import SamplingParams
-from jackfield.core.step import PrepareAhead, SlotStart, StepPlan
+from jackfield.core.step import (
+    KVDetached,
+    KVReport,
+    PrepareAhead,
+    SlotStart,
+    StepPlan,
+    StepResult,
+)
 from jackfield.plugins.executors import followers
 from jackfield.plugins.executors.followers import FollowerProcess
 from jackfield.plugins.executors.messages import (
@@ -27,6 +34,7 @@ from jackfield.plugins.executors.messages import (
 )
 from jackfield.plugins.executors.progress import Progress
 from jackfield.plugins.executors.spawn import Spawned
+from jackfield.plugins.executors.transfers import RankTransfers
 
 
 class Gone:
@@ -117,3 +125,26 @@ def test_an_inbox_ends_with_its_connection() -> None:
     assert inbox.take() is None
     thread.join()
     own.close()
+
+
+def test_a_transfer_ends_once_it_has_on_all_ranks() -> None:
+    """With the blocks that any rank did not fill; and if a half raises, none is used again."""
+    news: list[int] = []
+    transfers = RankTransfers(3, lambda: news.append(1))
+    done = KVReport(finished=(1, 2))
+    transfers.take(1, done, None)
+    assert transfers.into(StepResult(0, [], [], kv_report=done)).kv_report is None and not news
+    transfers.take(2, KVReport(finished=(1,), failed={2: (7, 5)}), None)
+    transfers.take(1, KVReport(failed={3: (9,)}), None)
+    assert len(news) == 1
+    own = KVReport(failed={3: (8,)}, payload=b"own")
+    assert transfers.into(StepResult(1, [], [], kv_report=own)).kv_report == KVReport(
+        (1,), {2: (5, 7)}, b"own"
+    )
+    transfers.take(2, KVReport(finished=(3,)), KVDetached("mine failed"))
+    result = transfers.into(StepResult(2, [], []))
+    assert result.kv_report == KVReport(failed={3: (8, 9)}) and len(news) == 2
+    assert result.kv_detached == KVDetached("rank 2: mine failed", closed=False)
+    assert transfers.into(StepResult(3, [], [])) == StepResult(
+        3, [], [], kv_detached=result.kv_detached
+    )

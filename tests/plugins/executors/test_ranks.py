@@ -84,6 +84,11 @@ class Running:
         self.loop.close()
 
 
+OFFLOAD = {
+    "kv_connector": "cpu_offload", "kv_connector_extra_config": {"kv_offloading_size": 0.01},
+}  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def one(checkpoint: Path) -> Iterator[Running]:
     running = Running(config(checkpoint))
@@ -93,7 +98,9 @@ def one(checkpoint: Path) -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def two(checkpoint: Path) -> Iterator[Running]:
-    running = Running(config(checkpoint, tensor_parallel_size=2))
+    """With a second tier in host memory, so that what was preempted is loaded."""
+    made = config(checkpoint, tensor_parallel_size=2, kv_transfer_config=OFFLOAD)
+    running = Running(made)
     yield running
     running.close()
 
@@ -139,6 +146,24 @@ def test_a_prefix_hit_gives_the_same_tokens(one: Running, two: Running) -> None:
 
     expected = one.run(twice(one.engine))
     assert expected[1] and two.run(twice(two.engine)) == expected
+
+
+async def restored(engine: AsyncEngine) -> tuple[list[Any], int]:
+    """What a prompt gives whose blocks are in host memory alone, and how many tokens of it came."""
+    first = await outputs(engine, LONG)
+    # Saves hold their blocks until they have ended.
+    while not await engine.reset_prefix_cache() or engine.stats().kv_blocks_used:
+        await asyncio.sleep(0.01)
+    before = engine.stats().external_prefix_cache_hits
+    assert await outputs(engine, LONG) == first
+    return first, engine.stats().external_prefix_cache_hits - before
+
+
+def test_blocks_come_back_from_host_memory_on_all_ranks(one: Running, two: Running) -> None:
+    found, loaded = two.run(restored(two.engine))
+    assert found == one.run(outputs(one.engine, LONG))
+    assert loaded == len(LONG) // 4 * 4 - 4 * (len(LONG) % 4 == 0)
+    assert two.engine.stats().num_kv_load_failures == 0
 
 
 def test_log_probabilities_and_health(one: Running, two: Running) -> None:
@@ -419,7 +444,10 @@ def test_ranks_that_cannot_be_are_refused_by_name(
     assert refusal.value.param == field
 
 
-def test_kv_connectors_are_refused() -> None:
-    with pytest.raises(ConfigError, match="tensor_parallel_size") as refusal:
-        EngineConfig(tensor_parallel_size=2, kv_transfer_config={"kv_connector": "memory"})
+async def test_kv_connectors_of_one_rank_are_refused() -> None:
+    made = EngineConfig(
+        device="cpu", tensor_parallel_size=2, kv_transfer_config={"kv_connector": "multi"}
+    )
+    with pytest.raises(ConfigError, match="'multi' serves one rank") as refusal:
+        await AsyncEngine(made).start()
     assert refusal.value.param == "kv_transfer_config"

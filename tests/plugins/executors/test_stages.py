@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 from test_rank_failures import DECODE, kill, lose
-from test_ranks import LONG, Running, checkpoint, config, mixed, outputs
+from test_ranks import LONG, OFFLOAD, Running, checkpoint, config, mixed, outputs, restored
 
 from jackfield import AsyncEngine
 from jackfield.core.step import StepPlan
@@ -30,7 +30,8 @@ def one(checkpoint: Path) -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def two(checkpoint: Path) -> Iterator[Running]:
-    running = Running(config(checkpoint, pipeline_parallel_size=2))
+    made = config(checkpoint, pipeline_parallel_size=2, kv_transfer_config=OFFLOAD)
+    running = Running(made)
     yield running
     running.close()
 
@@ -53,6 +54,11 @@ def test_a_prefix_hit_gives_the_same_tokens(one: Running, two: Running) -> None:
 
     expected = one.run(twice(one.engine))
     assert expected[1] and two.run(twice(two.engine)) == expected
+
+
+def test_blocks_come_back_from_host_memory_on_all_stages(one: Running, two: Running) -> None:
+    found, loaded = two.run(restored(two.engine))
+    assert loaded and found == one.run(outputs(one.engine, LONG))
 
 
 def test_health_and_an_abort(one: Running, two: Running) -> None:
