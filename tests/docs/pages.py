@@ -18,10 +18,7 @@ Marks, each before a fenced block:
 
 from __future__ import annotations
 
-import os
 import re
-import sys
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
 
@@ -86,16 +83,3 @@ def pattern_of(shown: str) -> str:
         "(?:.*\n)*" if line == "…" else re.escape(line).replace("…", ".*") + "\n"
         for line in shown.splitlines()
     )
-
-
-def execute(code: str, folder: Path, environment: dict[str, str], printed: Connection) -> None:
-    """In a fresh process: run a program in `folder`; what it prints goes to `printed`."""
-    os.chdir(folder)
-    os.environ.clear()
-    os.environ.update(environment)
-    sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
-    os.dup2(printed.fileno(), 1)
-    with open("stderr", "wb") as errors:
-        os.dup2(errors.fileno(), 2)
-    printed.close()
-    exec(compile(code, "program", "exec", dont_inherit=True), {"__name__": "__main__"})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing
 import os
 import re
 import shlex
@@ -16,13 +15,13 @@ import threading
 import tomllib
 import urllib.request
 from collections.abc import Iterator
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TextIO
 
+import forked
 import pytest
 from encoders import minilm
-from pages import BLOCKS, ROOT, SHOWN, Block, commands, execute, name_of, pattern_of
+from pages import BLOCKS, ROOT, SHOWN, Block, commands, name_of, pattern_of
 
 from jackfield.core.loading.model_config import EMBEDDED_MODEL
 
@@ -44,48 +43,41 @@ def environment(**more: str) -> dict[str, str]:
 
 # ---------------------------------------------------------------- running
 
-PRELOADED = ["jackfield.entrypoints.cli.serve", "openai", "torch", "transformers"]
-"""What most programs import, imported once: they are forked from a process that has it."""
 Output = tuple[int, str, str]
 """Exit status, standard output, standard error."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def forks() -> None:
-    multiprocessing.set_forkserver_preload(PRELOADED)
 
 
 @contextlib.contextmanager
 def program(
     code: str, folder: Path, seconds: float = 120, **more: str
-) -> Iterator[tuple[BaseProcess, TextIO]]:
+) -> Iterator[tuple[forked.Popen, TextIO]]:
     """A Python program in a process of its own that runs in `folder`; → it and what it prints.
 
     Killed after `seconds`. Its standard error is the file `stderr` there.
     """
-    fork = multiprocessing.get_context("forkserver")
-    reader, writer = fork.Pipe(duplex=False)
-    process = fork.Process(target=execute, args=(code, folder, environment(**more), writer))
-    process.start()
-    writer.close()
-    late = threading.Timer(seconds, process.kill)
-    late.start()
-    try:
-        with os.fdopen(os.dup(reader.fileno()), encoding="utf-8") as printed:
-            yield process, printed
-    finally:
-        late.cancel()
-        process.terminate()
-        process.join(300)
-        process.kill()
-        reader.close()
+    with (folder / "stderr").open("w") as errors, forked.Tree(
+        [sys.executable, "-c", code], cwd=folder, env=environment(**more), text=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors,
+    ) as process:  # fmt: skip
+        late = threading.Timer(seconds, process.kill)
+        late.start()
+        try:
+            assert process.stdout is not None
+            yield process, process.stdout
+        finally:
+            late.cancel()
+            process.terminate()
+            try:
+                process.wait(300)
+            finally:
+                process.kill()
 
 
 def run_python(code: str, folder: Path, **more: str) -> Output:
     with program(code, folder, **more) as (process, printed):
         output = printed.read()
-        process.join()
-    return process.exitcode or 0, output, (folder / "stderr").read_text()
+        process.wait()
+    return process.returncode, output, (folder / "stderr").read_text()
 
 
 def run_command(command: str, folder: Path, **more: str) -> Output:

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import forked
 import httpx
 import msgspec
 import openai
@@ -439,7 +440,7 @@ def test_a_restarted_server_goes_on_with_its_batches(
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
 
     def begin() -> tuple[subprocess.Popen[str], openai.OpenAI]:
-        process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env=environment)
+        process = forked.Popen(argv, stdout=subprocess.PIPE, text=True, env=environment)
         assert process.stdout is not None
         match = re.search(r"http://127\.0\.0\.1:\d+", process.stdout.readline())
         assert match is not None

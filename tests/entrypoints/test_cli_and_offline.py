@@ -7,6 +7,7 @@ import subprocess
 import sys
 from typing import Any
 
+import forked
 import pytest
 
 from jackfield import LLM, SamplingParams
@@ -16,7 +17,7 @@ from jackfield.entrypoints.flags.engine_flags import Parser, add_engine_options,
 
 
 def jackfield(*argv: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    return forked.run(
         [sys.executable, "-m", "jackfield.entrypoints.cli.main", *argv],
         capture_output=True, text=True, timeout=300,
     )  # fmt: skip
@@ -132,7 +133,7 @@ def test_a_script_need_not_close_it(end: str) -> None:
         "from jackfield import LLM, SamplingParams; llm = LLM(max_num_seqs=4); "
         "print(len(llm.generate('Hello', SamplingParams(max_tokens=2), use_tqdm=False))); " + end
     )
-    completed = subprocess.run(
+    completed = forked.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=300
     )
     assert completed.returncode == (3 if "3" in end else 0)

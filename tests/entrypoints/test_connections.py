@@ -8,13 +8,13 @@ import logging
 import os
 import resource
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import forked
 import httpx
 import pytest
 from serving import Server, engine_config, running, save_random
@@ -195,9 +195,7 @@ def test_the_lack_of_descriptors_is_noticed() -> None:
         "    while True: os.dup(1)\n"
         "except OSError: print(descriptors_left())\n"
     )
-    completed = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
-    )
+    completed = forked.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert completed.stdout.strip() == "False", completed.stderr
 
 
@@ -224,9 +222,7 @@ def test_the_soft_limit_of_descriptors_is_raised() -> None:
         "assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == hard\n"
         "print(connections.max_connections() == hard - connections.RESERVED)\n"
     )
-    completed = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
-    )
+    completed = forked.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert completed.stdout.split() == ["256", "True"], completed.stderr
 
 

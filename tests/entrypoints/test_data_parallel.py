@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import forked
 import httpx
 import pytest
 from serving import Server, engine_config, running, save_random
@@ -25,6 +26,7 @@ from jackfield.core.data_parallel import member as members
 from jackfield.core.data_parallel.pooled_cores import PooledCores
 from jackfield.core.errors import ConfigError, EngineOverloaded, EngineStopped, InvalidRequest
 from jackfield.core.recording.recording import Recording
+from jackfield.core.remote import processes
 from jackfield.core.remote.client import remote_engine
 from jackfield.core.remote.server import EngineServer
 from jackfield.entrypoints.http.options import ServerOptions
@@ -39,6 +41,12 @@ ASKED: list[dict[str, Any]] = [
     {"structured_outputs": {"json": SCHEMA}, "max_tokens": 30},
 ]
 LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forked_members() -> Iterator[None]:
+    with forked.processes_of(processes):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -210,8 +218,17 @@ def kill(engine: AsyncEngine, member: int) -> None:
 KILLED = "member 1 of 2 was ended by SIGKILL"
 
 
-def test_a_killed_member_costs_its_own_requests_and_comes_back(server: Server) -> None:
+def test_a_killed_member_costs_its_own_requests_and_comes_back(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is killed in decode, with another request in prefill, and again while it starts."""
+    start, may_start = members.MemberProcess.start, asyncio.Event()
+
+    async def start_late(process: members.MemberProcess, setup: Any) -> Any:
+        await may_start.wait()
+        return await start(process, setup)
+
+    monkeypatch.setattr(members.MemberProcess, "start", start_late)
     expected = server.call(lambda engine: last(engine.generate([7, 8], LONG)))
     lost_before = metric(server, "data_parallel_lost_requests_total", 1)
 
@@ -240,6 +257,7 @@ def test_a_killed_member_costs_its_own_requests_and_comes_back(server: Server) -
         server.call(lambda engine: last(engine.generate([7, 8], LONG, data_parallel_rank=1)))
     assert server.becomes(lambda engine: pool(engine).members[1].num_starts == 2)
     server.call(lambda engine: kill(engine, 1))
+    server.call(lambda engine: may_start.set())
     assert server.becomes(lambda engine: "while it started" in pool(engine).members[1].trouble)
     assert server.call(lambda engine: last(engine.generate([7, 8], LONG))).error is None
     assert server.becomes(lambda engine: pool(engine).members[1].serves)

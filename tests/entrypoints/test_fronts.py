@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import forked
 import httpx
 import openai
 import pytest
@@ -152,7 +153,7 @@ def fronted(
 ) -> Any:
     command = module or ("-m", "jackfield.entrypoints.cli.main", "serve")
     listen = ("--uds", uds) if uds else ("--port", "0")
-    process = subprocess.Popen(
+    process = forked.Tree(
         [sys.executable, *command, "--api-server-count", "2", *listen, *FLAGS, *flags],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env={**os.environ, "TMPDIR": str(temporary)} if temporary else None,
@@ -549,7 +550,7 @@ def test_an_engine_that_dies_ends_the_streams_and_the_server_with_a_status(tmp_p
     ],
 )
 def test_a_start_that_fails_says_why_and_leaves_nothing(flags: list[str], text: str) -> None:
-    completed = subprocess.run(
+    completed = forked.run(
         [sys.executable, "-m", "jackfield.entrypoints.cli.main", "serve", "--port", "0", *flags],
         capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import forked
 import httpx
 import openai
 import pytest
@@ -417,7 +418,7 @@ def test_client_gone_means_request_aborted(server: Server) -> None:
 
 
 def test_sigterm_lets_a_stream_finish_and_exits_zero(tmp_path: Any) -> None:
-    process = subprocess.Popen(
+    process = forked.Popen(
         [sys.executable, "-m", "jackfield.entrypoints.cli.main", "serve", "--port", "0",
          "--attention-backend", "torch", "--uds", str(tmp_path / "socket")],
         stdout=subprocess.PIPE, text=True,

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import httpx
 import pytest
 from installing import Install
@@ -182,7 +183,7 @@ class Parser:
 
 def jackfield(folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
     """The command in a process of its own, with the distributions of `folder` installed."""
-    return subprocess.run(
+    return forked.run(
         [sys.executable, "-m", "jackfield", *argv],
         capture_output=True, text=True, timeout=120, env=os.environ | {"PYTHONPATH": str(folder)},
     )  # fmt: skip

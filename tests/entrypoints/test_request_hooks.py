@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import forked
 import httpx
 import pytest
 
@@ -82,7 +83,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextlib.contextmanager
 def serving(site: Path, *flags: str) -> Iterator[str]:
-    with subprocess.Popen(
+    with forked.Tree(
         [sys.executable, "-m", "jackfield.entrypoints.cli.main", "serve", "--port", "0",
          *MODEL, *flags],
         stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import forked
 import httpx
 import pytest
 from encoders import save_encoder
@@ -63,7 +64,7 @@ def run(
     checkpoint: Path, input_path: Path, output_path: Path, *flags: str
 ) -> subprocess.CompletedProcess[str]:
     argv = command(checkpoint, input_path, output_path, *flags)
-    return subprocess.run(argv, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+    return forked.run(argv, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
 
 
 @pytest.fixture
@@ -232,7 +233,7 @@ def test_a_killed_run_goes_on_with_what_is_missing(
     ]
     input_path, output_path = write(tmp_path / "in.jsonl", requests), tmp_path / "out.jsonl"
     argv = command(checkpoint, input_path, output_path, "--max-concurrency", "4")
-    process = subprocess.Popen(argv, env=ENVIRONMENT, stderr=subprocess.DEVNULL)
+    process = forked.Popen(argv, env=ENVIRONMENT, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 300
     while not output_path.exists() or output_path.read_bytes().count(b"\n") < 8:
         assert process.poll() is None and time.monotonic() < deadline

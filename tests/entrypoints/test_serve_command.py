@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import forked
 import httpx
 import pytest
 from serving import SCRIPT, running, save_random, save_scripted
@@ -29,10 +30,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextlib.contextmanager
 def serving(
-    checkpoint: Path, *flags: str, module: tuple[str, str] = MAIN
+    checkpoint: Path,
+    *flags: str,
+    module: tuple[str, str] = MAIN,
+    start: type[subprocess.Popen[str]] = forked.Popen,
 ) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
     """A server process on a free port: (process, its first line, its URL)."""
-    process = subprocess.Popen(
+    process = start(
         [sys.executable, *module, "serve", str(checkpoint),
          "--port", "0", "--served-model-name", "tiny", "--device", "cpu", "--dtype", "float32",
          "--attention-backend", "torch", "--max-model-len", "512",
@@ -100,7 +104,7 @@ sys.exit(main(sys.argv[1:]))
 
 def test_what_was_there_before_the_first_request_is_collected_at_exit(checkpoint: Path) -> None:
     """Otherwise native modules tell of leaks at each stop."""
-    with serving(checkpoint, module=("-c", CYCLE)) as (process, _, _):
+    with serving(checkpoint, module=("-c", CYCLE), start=subprocess.Popen) as (process, _, _):
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=300)
         assert process.returncode == 0 and "collected" in errors.splitlines()

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import forked
 import httpx
 import pytest
 from serving import Server, running, save_random
@@ -94,7 +95,7 @@ def test_a_process_serves_https_with_keys_from_a_file(
     }
     (tmp_path / "serve.yaml").write_text(json.dumps(settings))  # JSON is YAML.
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    process = subprocess.Popen(
+    process = forked.Popen(
         [sys.executable, "-m", "jackfield.entrypoints.cli.main", "serve",
          "--config", str(tmp_path / "serve.yaml"), "--access-log=json"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

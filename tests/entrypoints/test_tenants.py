@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import forked
 import httpx
 import openai
 import pytest
@@ -315,7 +316,7 @@ def test_front_ends_know_owners_limits_and_new_keys(tmp_path: Path) -> None:
         "--attention-backend", "torch", "--max-model-len", "256",
         "--num-gpu-blocks-override", "100",
     ]  # fmt: skip
-    with subprocess.Popen(
+    with forked.Tree(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     ) as process:
         try:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pytest
 
 import jackfield
@@ -20,7 +20,7 @@ def test_it_compares_a_batch_with_and_without_a_schema(tmp_path: Path) -> None:
     out = tmp_path / "results.jsonl"
     options = ["--model", "tiny", "--batch", "4", "--output", "16", "--repeats", "1"]
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    completed = subprocess.run(
+    completed = forked.run(
         [sys.executable, str(SCRIPT), *options, "--out", str(out)],
         env=environment, capture_output=True, text=True, timeout=300,
     )  # fmt: skip

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
+
+import forked
 
 import jackfield
 
@@ -14,7 +15,7 @@ SCRIPT = Path(jackfield.__file__).resolve().parent / "examples/benchmarks/timeli
 
 def test_it_reports_the_host_cost_of_a_step(tmp_path: Path) -> None:
     output = tmp_path / "results.jsonl"
-    completed = subprocess.run(
+    completed = forked.run(
         [sys.executable, str(SCRIPT), "--rows", "6", "--prompt", "20", "--steps", "10",
          "--device", "cpu", "--streams", "--output", str(output)],
         capture_output=True, text=True, timeout=300,

@@ -9,9 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 
 from jackfield.entrypoints.bench.command import run
+from jackfield.entrypoints.bench.serve import servers
 from jackfield.entrypoints.bench.serve.serve_options import (
     chosen_workloads,
     draw_chats,
@@ -27,6 +29,13 @@ from jackfield.entrypoints.bench.serve.servers import (
 from jackfield.entrypoints.bench.workloads import WORKLOADS
 
 CPU = ["--device", "cpu", "--attention-backend", "torch"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forked_processes() -> Iterator[None]:
+    """Servers, and clients beside the first."""
+    with forked.processes_of(servers, asyncio.unix_events):
+        yield
 
 
 @pytest.fixture(scope="module")

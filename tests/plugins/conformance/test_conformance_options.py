@@ -11,6 +11,7 @@ import textwrap
 from importlib import metadata
 from pathlib import Path
 
+import forked
 import mutants
 import pytest
 from mutants import plugin_of
@@ -28,7 +29,7 @@ BAD = Provenance("bad-dist", "2.0", "bad")
 def run_pytest(*arguments: str, folder: Path, **environment: str) -> tuple[int, str]:
     """→ (exit status, everything printed)"""
     quiet = ["-p", "no:cacheprovider", "-W", "ignore::pytest.PytestDeprecationWarning"]
-    completed = subprocess.run(
+    completed = forked.run(
         [sys.executable, "-m", "pytest", *quiet, *arguments],
         cwd=folder,
         env={**os.environ, **environment},

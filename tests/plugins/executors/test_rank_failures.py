@@ -13,13 +13,16 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.errors import EngineStopped, RankFailed
+from jackfield.core.remote import processes
 from jackfield.plugins.executors.followers import FollowerProcess
 from jackfield.plugins.executors.progress import COMPILERS, Progress, StallDetector
 
@@ -28,6 +31,12 @@ from helpers import make_checkpoint
 PROMPT = [5 + (i * i) % 150 for i in range(80)]
 DETECTED = 60.0
 """Seconds after which an engine that has not ended counts as hanging, on a busy machine too."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forked_ranks() -> Iterator[None]:
+    with forked.processes_of(processes):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -200,11 +209,13 @@ def test_ranks_end_with_a_script_that_is_killed(checkpoint: Path, tmp_path: Path
     """The script has no `if __name__ == "__main__"`, and must not be imported by other ranks."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    run = subprocess.run(
-        [sys.executable, str(script), str(checkpoint)], capture_output=True, text=True, timeout=120
-    )
-    assert run.returncode == -signal.SIGKILL, run.stderr
-    pid, end = int(run.stdout.split()[-1]), time.monotonic() + DETECTED
+    with forked.Tree(
+        [sys.executable, str(script), str(checkpoint)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as run:  # fmt: skip
+        output, errors = run.communicate(timeout=120)
+    assert run.returncode == -signal.SIGKILL, errors
+    pid, end = int(output.split()[-1]), time.monotonic() + DETECTED
     while _alive(pid):
         assert time.monotonic() < end, "the other rank is still there"
         time.sleep(0.02)
@@ -227,7 +238,7 @@ def test_a_server_ends_with_its_ranks(checkpoint: Path, lost: bool) -> None:
     """With status 1 where a rank was lost; Ctrl-C, which reaches all ranks, drains as ever."""
     flags = {"device": "cpu", "dtype": "float32", "max-model-len": "128", "port": "0",
              "num-gpu-blocks-override": "60", "tensor-parallel-size": "2"}  # fmt: skip
-    server = subprocess.Popen(
+    server = forked.Tree(
         [sys.executable, "-m", "jackfield", "serve", str(checkpoint), "--skip-tokenizer-init",
          *(part for name, value in flags.items() for part in (f"--{name}", value))],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0,
@@ -235,7 +246,8 @@ def test_a_server_ends_with_its_ranks(checkpoint: Path, lost: bool) -> None:
     with server:
         assert server.stdout is not None
         assert "Serving" in server.stdout.readline()
-        ranks = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
+        processes = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
+        ranks = [p for p in processes if "follower" in Path(f"/proc/{p}/cmdline").read_text()]
         assert len(ranks) == 1
         if lost:
             os.kill(int(ranks[0]), signal.SIGKILL)

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import forked
 import msgspec
 import pytest
 import torch
@@ -24,6 +25,7 @@ from jackfield.core.errors import ConfigError, InvalidRequest
 from jackfield.core.protocols import Executor
 from jackfield.core.registration.executor_choice import choose_executor
 from jackfield.core.registry import load_plugins
+from jackfield.core.remote import processes as remote_processes
 from jackfield.core.remote.frames import encode
 from jackfield.core.sampling_params import OutputKind, StructuredOutputsParams
 from jackfield.core.step import PrepareAhead
@@ -34,6 +36,12 @@ from jackfield.plugins.executors.processes import ProcessesExecutor
 EMBEDDED = Path(jackfield.__file__).parent / "plugins" / "models" / "embedded"
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
 LONG = [10 + (i * i) % 190 for i in range(60)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forked_ranks() -> Iterator[None]:
+    with forked.processes_of(remote_processes):
+        yield
 
 
 @pytest.fixture(scope="module")

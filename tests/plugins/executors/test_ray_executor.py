@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
+import forked
 import pytest
 import transformers
 
@@ -226,7 +227,7 @@ def test_actors_end_with_a_script_that_is_killed(
 ) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    run = subprocess.run(
+    run = forked.run(
         [sys.executable, str(script), str(checkpoint)],
         env={**os.environ, "RAY_ADDRESS": cluster.address},
         capture_output=True, text=True, timeout=180,
@@ -245,7 +246,7 @@ def test_a_server_ends_with_status_1_if_an_actor_is_lost(
     flags = {"device": "cpu", "dtype": "float32", "max-model-len": "128", "port": "0",
              "num-gpu-blocks-override": "60", "tensor-parallel-size": "2",
              "distributed-executor-backend": "ray", "log-level": "info"}  # fmt: skip
-    server = subprocess.Popen(
+    server = forked.Popen(
         [sys.executable, "-m", "jackfield", "serve", str(checkpoint), "--skip-tokenizer-init",
          *(part for name, value in flags.items() for part in (f"--{name}", value))],
         stdout=subprocess.PIPE, stderr=(tmp_path / "log").open("w"), text=True,
