@@ -10,21 +10,23 @@ USUAL_SECONDS = 0.018
 """Seconds of `_little_work` on an idle core of the machine on which the bars were set."""
 _MAX_SPAN = 1.0
 """Processor seconds at most over which the pace is measured."""
+_HOPELESS = 2.0
+"""Two attempts that both miss the bar by this factor are enough."""
 
 
 def growth(
     small: Callable[[], object], large: Callable[[], object], bar: float, attempts: int = 4
 ) -> float:
     """Return the ratio of the processor times of `large` and `small`: the minimum of several
-    attempts, the last being the first one that meets `bar`.
+    attempts, the last being the first one that meets `bar`, or the second if both are far from it.
 
     An attempt measures the two next to each other, so that other load affects both.
     """
     best = inf
-    for _ in range(attempts):
+    for attempt in range(attempts):
         least = max(min(_seconds(small), _seconds(small)), 1e-6)
         best = min(best, _seconds(large) / least)
-        if best < bar:
+        if best < bar or (attempt and best > _HOPELESS * bar):
             break
     return best
 
@@ -37,17 +39,17 @@ def _seconds(work: Callable[[], object]) -> float:
 
 def processor_seconds(work: Callable[[], object], bar: float, attempts: int = 6) -> float:
     """Return the seconds that `work` takes on an idle core: the minimum of several attempts, the
-    last being the first one that meets `bar`.
+    last being the first one that meets `bar`, or the second if both are far from it.
 
     An attempt that misses the bar is compared with plain Python that runs next to it, for about as
     long: if that is slower than usual, because others share the core or its caches, the attempt's
     seconds are scaled down by the same factor.
     """
     best = inf
-    for _ in range(attempts):
+    for attempt in range(attempts):
         took = _seconds(work)
         best = min(best, took if took < bar else took / max(1.0, _pace(took)))
-        if best < bar:
+        if best < bar or (attempt and best > _HOPELESS * bar):
             break
     return best
 

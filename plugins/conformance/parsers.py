@@ -77,6 +77,15 @@ def cut(text: str, places: Sequence[int]) -> list[str]:
     return [text[a:b] for a, b in itertools.pairwise(at)]
 
 
+LETTERS = 24
+"""Letters fed one by one on each side of a place, where every place of a sample is tried."""
+
+
+def letters(text: str, start: int, stop: int) -> list[str]:
+    """Split the text into letters from `start` to `stop`, and one piece before and after them."""
+    return cut(text, range(max(start, 0), min(stop, len(text)) + 1))
+
+
 class ParserKit(Kit):
     """Common parts of the two kits."""
 
@@ -197,7 +206,8 @@ class ParserKit(Kit):
             text = sample.text[:end]
             events = run(self.make(sample), [text])
             self.check_events(events)
-            assert fold(run(self.make(sample), list(text))) == fold(events), repr(text)
+            by_letter = letters(text, end - LETTERS, end)
+            assert fold(run(self.make(sample), by_letter)) == fold(events), repr(text)
 
     def test_any_cutting_gives_the_same_fold(self) -> None:
         """Split any text anywhere: the fold stays the same, and no text makes the parser raise."""
@@ -366,7 +376,10 @@ class ToolParserKit(ParserKit, CallFormChecks):
                 self.check_events(events)
             except ValueError as error:
                 pytest.fail(f"{text!r} ends a call whose arguments are no JSON: {error}")
-            assert fold(run(self.make(sample), list(text))) == fold(events), repr(text)
+            pairs = enumerate(zip(text, sample.text, strict=False))
+            place = next((at for at, (new, old) in pairs if new != old), len(sample.text))
+            by_letter = letters(text, place - LETTERS, place + LETTERS)
+            assert fold(run(self.make(sample), by_letter)) == fold(events), repr(text)
 
     def test_text_without_marks_is_passed_on_as_it_is(self) -> None:
         """Letters, spaces and newlines are not marks of a tool parser."""

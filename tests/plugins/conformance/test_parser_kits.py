@@ -34,12 +34,12 @@ class Short:
     """Takes less time than the kits do by default."""
 
     examples = 25
-    seconds = 0.2
+    seconds = 0.05
 
     def hostile(self) -> Any:
-        yield "{", 160_000
-        yield "<tool_call>", 4_000
-        yield "<think>", 4_000
+        yield "{", 80_000
+        yield "<tool_call>", 2_000
+        yield "<think>", 2_000
 
 
 class ToolKit(Short, ToolParserKit):

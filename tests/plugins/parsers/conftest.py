@@ -32,6 +32,16 @@ def mechanism(parser: Any) -> type:
     return next((base for base in parser.__mro__ if base.__module__.startswith(MECHANISMS)), parser)
 
 
+def _repeated(kit: Any) -> bool:
+    """Whether the kit is a class's for another name of the same parser, with the same samples."""
+    base = kit.__mro__[1]
+    return bool(
+        "name" in vars(base)
+        and base.registered() is kit.registered()
+        and base.samples is kit.samples
+    )
+
+
 def _length(item: Any) -> int:
     """Characters of the sample that a test is about."""
     return len(item.callspec.params["sample"].text)
@@ -45,6 +55,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         kit, name = getattr(item, "cls", None), item.name.partition("[")[0]
         if kit is None or not issubclass(kit, ParserKit):
+            continue
+        if _repeated(kit):
+            item.add_marker(pytest.mark.slow)
             continue
         if name in ONCE_FOR_A_MECHANISM:
             about = mechanism(kit.registered())

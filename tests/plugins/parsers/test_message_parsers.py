@@ -6,10 +6,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from reasoning_kit import Kit
 
 from jackfield.core.output_parsing.output_parser import OutputParser, fold
 from jackfield.core.registry import load_plugins
-from jackfield.plugins.conformance.parsers import ReasoningParserKit, Sample, run, tool
+from jackfield.plugins.conformance.parsers import Sample, run, tool
 
 TIDE = tool("tide", port="string", day="integer")
 ATEM = (
@@ -19,7 +20,7 @@ ATEM = (
 TO = "<|start|>assistant to={}<|message|>{}"
 
 
-class TestMuse(ReasoningParserKit):
+class TestMuse(Kit):
     name, thought_end = "muse", "<|eom|><|start|>assistant to=user<|message|>"
     samples = [
         Sample(" to=self<|message|>We add." + "<|eom|>" + TO.format("user", "It is 4.") + "<|eot|>",
@@ -54,7 +55,7 @@ class TestMuse(ReasoningParserKit):
             assert (message.reasoning, message.content) == (reasoning, content)
 
 
-class TestMuseGlimmer(ReasoningParserKit):
+class TestMuseGlimmer(Kit):
     name, thought_end = "muse_glimmer", "<|eom|><|start|>assistant to=user<|message|>"
     examples = 5
     samples = TestMuse.samples[:2]
@@ -68,7 +69,7 @@ class TestMuseSpark(TestMuse):
     name, examples = "musespark1x", 5
 
 
-class TestInkling(ReasoningParserKit):
+class TestInkling(Kit):
     name, thought_end = "inkling", "<|end_message|><|message_model|>user<|content_text|>"
     samples = [
         Sample(
@@ -100,7 +101,7 @@ BEAM_CALL = (
 )
 
 
-class TestBeam(ReasoningParserKit):
+class TestBeam(Kit):
     name = "beam"
     thought_end = "<|end|><|start|>assistant<|channel|>final<|message|>"
     samples = [
@@ -116,7 +117,7 @@ class TestBeam(ReasoningParserKit):
         return (text,)
 
 
-class TestHy3(ReasoningParserKit):
+class TestHy3(Kit):
     name, thought_end = "hy_v3", "</think>"
     samples = [
         Sample("<think>We add.</think>It is 4.", content="It is 4.", reasoning="We add."),
@@ -140,7 +141,7 @@ class TestHy4(TestHy3):
     name, examples = "hy_v4", 5
 
 
-class TestK2Horizon(ReasoningParserKit):
+class TestK2Horizon(Kit):
     name, thought_end = "k2_horizon", "</ifm|think>"
     samples = [
         Sample("We add.\n</ifm|think>\nIt is 4.", content="It is 4.", reasoning="We add."),
@@ -157,7 +158,7 @@ class TestK2Horizon(ReasoningParserKit):
         assert (message.reasoning, message.content) == (f"A{other}b", "C")
 
 
-class TestMiniCpmV(ReasoningParserKit):
+class TestMiniCpmV(Kit):
     name, thought_end = "minicpmv", "</think>"
     samples = [
         Sample("one\\ntwo</think>see `a\\nb`\\nend", reasoning="one\ntwo",

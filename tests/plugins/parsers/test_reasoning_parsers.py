@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib
 
 import pytest
+from reasoning_kit import Kit
 
 from jackfield.core.output_parsing.output_parser import OutputParser, fold
 from jackfield.core.output_parsing.reasoning_parser import make_parser
 from jackfield.core.registry import load_plugins
-from jackfield.plugins.conformance.parsers import ReasoningParserKit, Sample, run
+from jackfield.plugins.conformance.parsers import Sample, run
 
 OPENED = [
     Sample("We add.\n</think>\n\nIt is 4.", content="It is 4.", reasoning="We add."),
@@ -29,12 +30,12 @@ TAGGED = [
 """The model writes the opening tag, if it thinks."""
 
 
-class TestDeepSeekR1(ReasoningParserKit):
+class TestDeepSeekR1(Kit):
     name, thought_end = "deepseek_r1", "</think>"
     samples = OPENED
 
 
-class TestDeepSeekV3(ReasoningParserKit):
+class TestDeepSeekV3(Kit):
     name, thought_end = "deepseek_v3", "</think>"
     samples = [*OPENED, Sample("It is 4.", content="It is 4.", thinking=False)]
 
@@ -42,7 +43,7 @@ class TestDeepSeekV3(ReasoningParserKit):
         assert self.parser_class.thinking_switch == ("thinking", False)
 
 
-class TestQwen3(ReasoningParserKit):
+class TestQwen3(Kit):
     name, thought_end = "qwen3", "</think>"
     samples = [
         *OPENED,
@@ -61,12 +62,12 @@ class TestQwen3(ReasoningParserKit):
     ]
 
 
-class TestThinkTags(ReasoningParserKit):
+class TestThinkTags(Kit):
     name, thought_end = "think_tags", "</think>"
     samples = TAGGED
 
 
-class TestGlm45(ReasoningParserKit):
+class TestGlm45(Kit):
     name, thought_end = "glm45", "</think>"
     samples = [
         *TAGGED,
@@ -81,7 +82,7 @@ class TestGlm45(ReasoningParserKit):
     ]
 
 
-class TestGlm47(ReasoningParserKit):
+class TestGlm47(Kit):
     name, thought_end = "glm47", "</think>"
     samples = [
         *OPENED,
@@ -123,7 +124,7 @@ class TestInternS1(TestQwen3):
     examples = 5
 
 
-class TestHolo2(ReasoningParserKit):
+class TestHolo2(Kit):
     name, thought_end = "holo2", "</think>"
     samples = [*OPENED, Sample("It is 4.", content="It is 4.", thinking=False)]
 
@@ -133,7 +134,7 @@ class TestStep5(TestDeepSeekR1):
     examples = 5
 
 
-class TestKimi(ReasoningParserKit):
+class TestKimi(Kit):
     name, thought_end = "kimi", "◁/think▷"
     samples = [
         Sample("◁think▷We add.◁/think▷It is 4.", content="It is 4.", reasoning="We add."),
@@ -142,7 +143,7 @@ class TestKimi(ReasoningParserKit):
     ]
 
 
-class TestErnie45(ReasoningParserKit):
+class TestErnie45(Kit):
     name, thought_end = "ernie45", "</think>"
     samples = [
         *OPENED[:3],
@@ -152,12 +153,12 @@ class TestErnie45(ReasoningParserKit):
     ]
 
 
-class TestMiniMaxM2(ReasoningParserKit):
+class TestMiniMaxM2(Kit):
     name, thought_end = "minimax_m2", "</think>"
     samples = OPENED
 
 
-class TestMiniMaxM2AppendThink(ReasoningParserKit):
+class TestMiniMaxM2AppendThink(Kit):
     name, thought_end = "minimax_m2_append_think", "</think>"
     samples = [
         Sample("We add.\n</think>\n\nIt is 4.", content="<think>We add.\n</think>\n\nIt is 4."),
@@ -170,17 +171,17 @@ class TestMiniMaxM2AppendThink(ReasoningParserKit):
         return (text, "<think>" + text)
 
 
-class TestStep3(ReasoningParserKit):
+class TestStep3(Kit):
     name, thought_end = "step3", "</think>"
     samples = OPENED
 
 
-class TestOlmo3(ReasoningParserKit):
+class TestOlmo3(Kit):
     name, thought_end = "olmo3", "</think>"
     samples = OPENED
 
 
-class TestMistral(ReasoningParserKit):
+class TestMistral(Kit):
     name, thought_end = "mistral", "[/THINK]"
     samples = [
         Sample(
@@ -194,7 +195,7 @@ class TestMistral(ReasoningParserKit):
     ]
 
 
-class TestMistralAnywhere(ReasoningParserKit):
+class TestMistralAnywhere(Kit):
     """The answer has begun where the thought comes."""
 
     name = "mistral"
@@ -205,7 +206,7 @@ class TestMistralAnywhere(ReasoningParserKit):
     ]
 
 
-class TestSeedOss(ReasoningParserKit):
+class TestSeedOss(Kit):
     name, thought_end = "seed_oss", "</seed:think>"
     samples = [
         Sample(
@@ -219,7 +220,7 @@ class TestSeedOss(ReasoningParserKit):
     ]
 
 
-class TestKimiK2(ReasoningParserKit):
+class TestKimiK2(Kit):
     name, thought_end = "kimi_k2", "</think>"
     samples = [
         *OPENED,
@@ -231,7 +232,7 @@ class TestKimiK2(ReasoningParserKit):
     ]
 
 
-class TestKimiK3(ReasoningParserKit):
+class TestKimiK3(Kit):
     name, thought_end = "kimi_k3", "<|close|>think<|sep|>"
     samples = [
         Sample(
@@ -254,7 +255,7 @@ class TestKimiK3(ReasoningParserKit):
             assert (message.reasoning, message.content) == expected
 
 
-class TestDeepSeekV4(ReasoningParserKit):
+class TestDeepSeekV4(Kit):
     name, thought_end = "deepseek_v4", "</think>"
     samples = [
         *OPENED,
@@ -272,7 +273,7 @@ class TestDeepSeekV41(TestDeepSeekV4):
     examples = 5
 
 
-class TestStep3p5(ReasoningParserKit):
+class TestStep3p5(Kit):
     name, thought_end = "step3p5", "</think>"
     samples = [
         *OPENED,
@@ -280,7 +281,7 @@ class TestStep3p5(ReasoningParserKit):
     ]
 
 
-class TestPoolsideV1(ReasoningParserKit):
+class TestPoolsideV1(Kit):
     name, thought_end = "poolside_v1", "</think>"
     samples = [*TAGGED, Sample("It is 4.", content="It is 4.", thinking=False)]
 
@@ -288,7 +289,7 @@ class TestPoolsideV1(ReasoningParserKit):
         assert self.parser_class.thinking_switch == ("enable_thinking", False)
 
 
-class TestPlamo3(ReasoningParserKit):
+class TestPlamo3(Kit):
     name, thought_end = "plamo3", "<|plamo:end_think:plamo|>"
     samples = [
         Sample(
@@ -305,7 +306,7 @@ class TestPlamo3(ReasoningParserKit):
     ]
 
 
-class TestGemma4(ReasoningParserKit):
+class TestGemma4(Kit):
     name, thought_end = "gemma4", "<channel|>"
     samples = [
         Sample(
@@ -337,7 +338,7 @@ class TestGemma4(ReasoningParserKit):
             assert (message.reasoning, message.content) == ("b", "A<|tool_call>cd")
 
 
-class TestMiniMaxM3(ReasoningParserKit):
+class TestMiniMaxM3(Kit):
     name, thought_end = "minimax_m3", "</mm:think>"
     samples = [
         Sample("<mm:think>We add.</mm:think>4", content="4", reasoning="We add."),
@@ -351,7 +352,7 @@ class TestMiniMaxM3(ReasoningParserKit):
             assert (message.reasoning, message.content) == ("wait", "Hi there")
 
 
-class TestApertus2509(ReasoningParserKit):
+class TestApertus2509(Kit):
     name, thought_end = "apertus2509", "<|inner_suffix|>"
     samples = [
         Sample(
@@ -373,7 +374,7 @@ class TestApertus2509(ReasoningParserKit):
             assert [call.name for call in message.tool_calls] == ["f"]
 
 
-class TestCohereCommand3(ReasoningParserKit):
+class TestCohereCommand3(Kit):
     name, thought_end = "cohere_command3", "<|END_THINKING|>"
     samples = [
         Sample(
@@ -392,7 +393,7 @@ class TestCohereCommand3(ReasoningParserKit):
     ]
 
 
-class TestCohereCommand4(ReasoningParserKit):
+class TestCohereCommand4(Kit):
     name, thought_end = "cohere_command4", "<|END_THINKING|>"
     samples = [
         Sample(
@@ -404,7 +405,7 @@ class TestCohereCommand4(ReasoningParserKit):
     ]
 
 
-class TestGranite(ReasoningParserKit):
+class TestGranite(Kit):
     name, thought_end = "granite", "Here is my response:"
     samples = [
         Sample(
@@ -423,7 +424,7 @@ class TestGranite(ReasoningParserKit):
         assert [event.text for event in events + parser.finish()] == ["a", "b"]
 
 
-class TestHunyuanA13b(ReasoningParserKit):
+class TestHunyuanA13b(Kit):
     name, thought_end = "hunyuan_a13b", "</think>"
     samples = [
         Sample(
@@ -466,7 +467,7 @@ HARMONY = [
 ]
 
 
-class TestGptoss(ReasoningParserKit):
+class TestGptoss(Kit):
     name, thought_end = "gptoss", "final<|message|>"
     samples = HARMONY
 
@@ -476,7 +477,7 @@ class TestOpenaiGptoss(TestGptoss):
     examples = 5
 
 
-class TestIdentity(ReasoningParserKit):
+class TestIdentity(Kit):
     name = "identity"
     samples = [
         Sample("<think>a</think>b\n", content="<think>a</think>b\n"),
