@@ -6,6 +6,7 @@ Field names are vLLM's wherever the meaning is the same.
 from __future__ import annotations
 
 import difflib
+import functools
 from typing import Annotated, Any, Literal, get_type_hints
 
 import msgspec
@@ -609,6 +610,7 @@ def _transfer_config(value: dict[str, Any] | KVTransferConfig) -> KVTransferConf
         ) from None
 
 
+@functools.cache
 def _field_types(cls: type) -> dict[str, Any]:
     hints: dict[str, Any] = get_type_hints(cls, include_extras=True)
     return {name: hints[name] for name in cls.__struct_fields__}  # type: ignore[attr-defined]

@@ -163,9 +163,10 @@ class Plugins:
                 self.registries[kind]._entries = entries
             raise
         notes = list(remarks(plugin))
-        if not self.manager.get_hookcallers(self.manager.get_plugin(name)):
+        callers = self.manager.get_hookcallers(self.manager.get_plugin(name)) or ()
+        if not callers:
             notes.append("it has no hooks (functions marked @hookimpl), so it plugs in nothing")
-        elif not self._has_effect(name):
+        elif not self._has_effect(name, [caller.name for caller in callers]):
             notes.append("it registers no name and listens to no event, so it plugs in nothing")
         self.loaded[name] = timer.ended(provenance, () if own else tuple(notes))
         for remark in () if own else notes:
@@ -245,13 +246,13 @@ class Plugins:
         plugin = self.loaded.get(impl.plugin_name)
         return Provenance("unknown", "", impl.plugin_name) if plugin is None else plugin.provenance
 
-    def _has_effect(self, plugin: str) -> bool:
-        """Return whether the plugin has registered a name, or has a hook that is called later."""
-        callers = self.manager.get_hookcallers(self.manager.get_plugin(plugin)) or ()
-        return any(caller.name not in KINDS.values() for caller in callers) or any(
+    def _has_effect(self, plugin: str, used: Iterable[str]) -> bool:
+        """Return whether the plugin has registered a name, or one of the hooks that it uses is
+        called later."""
+        return any(hook not in KINDS.values() for hook in used) or any(
             entry.provenance.plugin == plugin
             for registry in self.registries.values()
-            for entry in registry.entries()
+            for entry in registry._entries.values()
         )
 
     def fail(self, impl: pluggy.HookImpl, hook: str, error: BaseException) -> None:

@@ -30,6 +30,7 @@ def quicken() -> None:
     _compare_types_by_name(core)
     _check_no_overflow_in_vain(interpreter)
     _plan_operands(interpreter, core)
+    _add_axes_at_once(interpreter, core)
     _check_sizes_by_name(interpreter)
     _scan_by_slices(interpreter)
 
@@ -165,7 +166,9 @@ def _plan_operands(interpreter: Any, core: Any) -> None:
     semantic = type(interpreter.interpreter_semantic)
     check, broadcast = semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value
     tensor, numbers = core.tensor, (int, float, bool)
+    np, handle = interpreter.np, interpreter.TensorHandle
     plans: dict[Any, tuple[Any, Any]] = {}
+    shared: dict[Any, tuple[Any, Any]] = {}
 
     def fitted(self: Any, operand: Any, type: Any) -> Any:
         if operand.type is type:
@@ -192,11 +195,50 @@ def _plan_operands(interpreter: Any, core: Any) -> None:
             rhs = self.scalar_constant(rhs, kind)
         return fitted(self, lhs, left), fitted(self, rhs, right)
 
-    def broadcast_unequal(self: Any, lhs: Any, rhs: Any) -> Any:
-        return (lhs, rhs) if lhs.type is rhs.type else broadcast(self, lhs, rhs)
+    def filled(operand: Any, type: Any) -> Any:
+        if operand.type is type:
+            return operand
+        data = np.empty(type.sizes, operand.handle.data.dtype)
+        data[...] = operand.handle.data
+        return tensor(handle(data, operand.dtype), type)
+
+    def broadcast_by_plan(self: Any, lhs: Any, rhs: Any) -> Any:
+        if lhs.type is rhs.type:
+            return lhs, rhs
+        key = lhs.type.name, rhs.type.name
+        if key not in shared:
+            found = broadcast(self, lhs, rhs)
+            shared[key] = found[0].type, found[1].type
+            return found
+        left, right = shared[key]
+        if not left.is_block():
+            return lhs, rhs
+        return filled(lhs, left), filled(rhs, right)
 
     semantic.binary_op_type_checking_impl = operands
-    semantic.broadcast_impl_value = broadcast_unequal
+    semantic.broadcast_impl_value = broadcast_by_plan
+
+
+def _add_axes_at_once(interpreter: Any, core: Any) -> None:
+    """`x[:, None]` looks at each of its parts several times."""
+    tensor, handle, block = core.tensor, interpreter.TensorHandle, core.block_type
+    get, semantic = tensor.__getitem__, interpreter.interpreter_semantic
+    whole = slice(None)
+
+    def item(self: Any, slices: Any) -> Any:
+        kind = self.type
+        if (
+            type(slices) is not tuple
+            or not kind.is_block()
+            or any(part is not None and part != whole for part in slices)
+            or len(slices) - slices.count(None) != len(kind.sizes)
+        ):
+            return get(self, slices, _semantic=semantic)
+        sizes = iter(kind.sizes)
+        shape = core.tuple([1 if part is None else next(sizes) for part in slices])
+        return tensor(handle(self.handle.data[slices], self.dtype), block(self.dtype, shape))
+
+    tensor.__getitem__ = item
 
 
 def _check_sizes_by_name(interpreter: Any) -> None:

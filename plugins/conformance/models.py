@@ -37,7 +37,7 @@ from ...core.nn.experts import Experts, Router
 from ...core.parallel.ranks import ONE_RANK, Pipeline, Ranks
 from ...core.registration.architecture import FALLBACK
 from ...core.registration.choice import choose
-from ...core.registry import Plugins, load_plugins
+from ...core.registry import Plugins
 from ...core.sampling_params import SamplingParams
 from ...core.worker.kv_cache.memory import allocate_cache
 from ...core.worker.kv_cache.states import NoAttention, make_states
@@ -90,7 +90,7 @@ class PagedModel:
         ranks: Ranks = ONE_RANK,
         **options: Any,
     ) -> None:
-        plugins = load_plugins() if plugins is None else plugins
+        plugins = Kit.plugins() if plugins is None else plugins
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         config = EngineConfig(model=str(folder), device=device.type, dtype=dtype, **options)  # type: ignore[arg-type]
         model_config = resolve_model_config(config, plugins)

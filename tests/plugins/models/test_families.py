@@ -23,7 +23,7 @@ from jackfield.core.loading.build import build_model
 from jackfield.core.loading.model_config import resolve_model_config
 from jackfield.core.loading.quantize import quantized_layers
 from jackfield.core.nn.operations import Operations
-from jackfield.core.registry import load_plugins
+from jackfield.plugins.conformance.kit import Kit
 from jackfield.plugins.conformance.models import (
     VOCAB,
     PagedModel,
@@ -277,7 +277,7 @@ def check_logits(folder: Path, reference: Any) -> None:
     # As stages send them.
     assert model.hidden({1: prompt}).dtype == torch.bfloat16
     check_names(folder, model.model)
-    check_stages(folder, 2, load_plugins())
+    check_stages(folder, 2, Kit.plugins())
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -285,7 +285,7 @@ async def test_a_family_equals_transformers(case: str, tmp_path: Path) -> None:
     reference = make_reference(case)
     folder = checkpoint(reference, case.partition(":")[0], tmp_path)
     check_logits(folder, reference)
-    check_ranks(folder, case.partition(":")[0], 2, load_plugins(), 2e-4)
+    check_ranks(folder, case.partition(":")[0], 2, Kit.plugins(), 2e-4)
     await check_engine(folder, lambda tokens: score(reference, tokens))
 
 
@@ -297,7 +297,7 @@ def test_weights_put_in_order_are_rounded_in_that_order(case: str, tmp_path: Pat
         config = EngineConfig(model=str(folder), device="cpu", dtype="float32", **options)
         model_config = resolve_model_config(config)
         cpu = torch.device("cpu")
-        return build_model(load_plugins(), config, model_config, cpu, Operations())
+        return build_model(Kit.plugins(), config, model_config, cpu, Operations())
 
     plain, layers = build(), quantized_layers(build(quantization="fp8"))
     assert len(layers) == 3 * 4, "two products of attention and two of the MLP, in each layer"

@@ -23,7 +23,7 @@ from test_families import (
 )
 
 from jackfield.core.errors import ConfigError
-from jackfield.core.registry import load_plugins
+from jackfield.plugins.conformance.kit import Kit
 from jackfield.plugins.conformance.models import PagedModel, check_ranks, tiny
 from jackfield.plugins.conformance.rank_threads import run_ranks, thread_ranks
 
@@ -85,7 +85,7 @@ async def test_a_family_equals_transformers(case: str, tmp_path: Path) -> None:
     reference = latent_reference(case)
     folder = checkpoint(reference, case.partition(":")[0], tmp_path)
     check_logits(folder, reference)
-    check_ranks(folder, case.partition(":")[0], 2, load_plugins(), 2e-4)
+    check_ranks(folder, case.partition(":")[0], 2, Kit.plugins(), 2e-4)
     await check_engine(folder, lambda tokens: score(reference, tokens))
 
 

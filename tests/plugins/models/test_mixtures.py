@@ -10,7 +10,7 @@ from test_fallback import MIXTURE, SPARSE, WINDOWS, folder_of
 from test_families import check_engine, check_logits, score
 
 from jackfield.core.errors import ConfigError
-from jackfield.core.registry import load_plugins
+from jackfield.plugins.conformance.kit import Kit
 from jackfield.plugins.conformance.models import PagedModel, check_ranks
 
 GRANITE = {
@@ -48,7 +48,7 @@ CASES: dict[str, dict[str, Any]] = {
 async def test_a_mixture_equals_transformers(case: str, tmp_path: Path) -> None:
     reference, folder = folder_of(case, CASES[case], tmp_path)
     check_logits(folder, reference)
-    check_ranks(folder, case, 2, load_plugins(), 2e-4)
+    check_ranks(folder, case, 2, Kit.plugins(), 2e-4)
     await check_engine(folder, lambda tokens: score(reference, tokens))
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from test_families import PROMPTS, check_engine, check_names
 
-from jackfield.core.registry import load_plugins
+from jackfield.plugins.conformance.kit import Kit
 from jackfield.plugins.conformance.models import VOCAB, PagedModel, check_ranks
 
 HIDDEN, HEADS, KV_HEADS, SIZE, STATES, KERNEL, WINDOW, EPS = 64, 4, 2, 16, 12, 4, 11, 0.05
@@ -151,7 +151,7 @@ async def test_plamo_2_says_what_its_formulas_say(case: str, tmp_path: Path) -> 
     got = torch.cat([model.run({0: part})[0] for part in (prompt[:11], prompt[11:])])
     torch.testing.assert_close(got.log_softmax(-1), scores(tensors, prompt), atol=1e-4, rtol=0)
     check_names(tmp_path, model.model)
-    check_ranks(tmp_path, "Plamo2ForCausalLM", 2, load_plugins(), 2e-4)
+    check_ranks(tmp_path, "Plamo2ForCausalLM", 2, Kit.plugins(), 2e-4)
     await check_engine(tmp_path, lambda tokens: scores(tensors, tokens))
 
 

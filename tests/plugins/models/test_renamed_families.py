@@ -21,7 +21,7 @@ from test_families import check_engine, checkpoint, make_reference
 
 from jackfield import AsyncEngine, EngineConfig
 from jackfield.core.errors import ConfigError
-from jackfield.core.registry import load_plugins
+from jackfield.plugins.conformance.kit import Kit
 from jackfield.plugins.conformance.models import EPSILON, TINY, VOCAB, check_ranks
 from jackfield.plugins.models import baichuan, configs
 
@@ -251,7 +251,7 @@ def score(model: Any, tokens: list[int], **more: Any) -> torch.Tensor:
 @pytest.mark.parametrize("architecture", CASES)
 async def test_a_family_equals_another_by_its_names(architecture: str, tmp_path: Path) -> None:
     reference = write(CASES[architecture], architecture, tmp_path)
-    check_ranks(tmp_path, architecture, 2, load_plugins(), 2e-4)
+    check_ranks(tmp_path, architecture, 2, Kit.plugins(), 2e-4)
     await check_engine(tmp_path, lambda tokens: score(reference, tokens))
 
 
@@ -264,7 +264,7 @@ async def test_baichuan_2_has_a_head_of_rows_of_length_1(
     with torch.no_grad():
         head = reference.lm_head.weight
         head.copy_(F.normalize(head))
-    check_ranks(tmp_path, "BaichuanForCausalLM", 2, load_plugins(), 2e-4)
+    check_ranks(tmp_path, "BaichuanForCausalLM", 2, Kit.plugins(), 2e-4)
     await check_engine(tmp_path, lambda tokens: score(reference, tokens))
 
 
@@ -285,7 +285,7 @@ async def test_baichuan_13b_has_slopes(tmp_path: Path, monkeypatch: pytest.Monke
         mask = (slopes * distance).masked_fill(distance > 0, float("-inf"))
         return score(reference, tokens, attention_mask=mask[None])
 
-    check_ranks(tmp_path, "BaichuanForCausalLM", 2, load_plugins(), 2e-4)
+    check_ranks(tmp_path, "BaichuanForCausalLM", 2, Kit.plugins(), 2e-4)
     await check_engine(tmp_path, expected)
 
 

@@ -22,6 +22,7 @@ from jackfield.core.errors import ConfigError, OutOfMemory
 from jackfield.core.hooks import hookimpl
 from jackfield.core.nn.operations import Operations
 from jackfield.core.registry import Provenance, load_plugins
+from jackfield.plugins.conformance.kit import Kit
 from jackfield.plugins.conformance.models import VOCAB, PagedModel, check_ranks
 from jackfield.plugins.models.minimax import CONSTANTS
 
@@ -207,7 +208,7 @@ async def test_a_family_equals_transformers(case: str, tmp_path: Path) -> None:
     """Four requests for three slots, a prompt longer than a step, and a slot that is used again."""
     reference, folder = reference_and_folder(case, tmp_path)
     check_logits(folder, reference)
-    check_ranks(folder, case.partition(":")[0], 2, load_plugins(), 2e-4)
+    check_ranks(folder, case.partition(":")[0], 2, Kit.plugins(), 2e-4)
     async with AsyncEngine(config(folder, num_gpu_blocks_override=96)) as engine:
         prompts = [*PROMPTS, PROMPTS[1]]
         answers = await asyncio.gather(*(answer(engine, prompt) for prompt in prompts))
