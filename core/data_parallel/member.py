@@ -40,6 +40,8 @@ REAP_SECONDS = 2.0
 """A process whose connection has closed is gone after this long."""
 END_SECONDS = 30.0
 """Time for a member to end by itself: then it is killed."""
+KILL_SECONDS = 10.0
+"""Time for a killed process to be gone: a driver may hold it up."""
 SIGN_SECONDS = 10.0
 """How often a member is asked for a sign of life."""
 SILENT_SECONDS = 60.0
@@ -117,8 +119,11 @@ class MemberProcess:
             await asyncio.sleep(POLL_SECONDS)
         with contextlib.suppress(ProcessLookupError):
             self.process.kill()
-        while self.process.poll() is None:
+        deadline = time.monotonic() + KILL_SECONDS
+        while self.process.poll() is None and time.monotonic() < deadline:
             await asyncio.sleep(POLL_SECONDS)
+        if self.process.poll() is None:
+            logger.error("%s was killed, and is still there", self.name)
         self._socket.close()
 
     def _received(self, message: ToFront) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from typing import Any
 
@@ -133,10 +134,11 @@ def _join_all2all(
 
 def leave(ranks: Ranks) -> None:
     """Leave the groups. Called after `Worker.stop`, which drops the graphs that use them."""
-    for group in (ranks.all2all, ranks.tensor, ranks.pipeline.world):
-        close = getattr(group, "close", None)
-        if close is not None:
-            close()
+    with contextlib.ExitStack() as closing:  # All of them, also if one raises.
+        for group in (ranks.pipeline.world, ranks.tensor, ranks.all2all):
+            close = getattr(group, "close", None)
+            if close is not None:
+                closing.callback(close)
 
 
 def own_address(host: str, port: int) -> str:

@@ -154,13 +154,11 @@ class Follower:
         while True:
             number, pending = self._launched.get()
             try:
-                result = pending.wait()
+                self._report(pending.wait())
             except BaseException as error:
                 self._end_step(number, error)
             else:
-                self._report(result)
                 self._end_step(number, None)
-                del result
             del pending
 
     def _report(self, result: StepResult) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import collections
 import contextlib
 import logging
-import math
 import signal
 import socket
 import time
@@ -23,6 +22,7 @@ from .spawn import take
 PART = 1 << 16
 """Bytes read at once."""
 POLL_SECONDS = 0.02
+logger = logging.getLogger("jackfield.worker")
 
 
 class FollowerConnection(ABC):
@@ -30,8 +30,8 @@ class FollowerConnection(ABC):
 
     reap_seconds: ClassVar[float] = 2.0
     """After its connection has closed, it is known by then how a process has ended."""
-    kill_seconds: ClassVar[float] = math.inf
-    """After it was killed, it is known by then that it has ended."""
+    kill_seconds: ClassVar[float] = 10.0
+    """After it was killed, it is known by then that it has ended, unless a driver holds it up."""
     local_rank: int
     """Number of the rank's device on its host."""
     host: str
@@ -146,6 +146,8 @@ class FollowerConnection(ABC):
         await self._wait(seconds)
         self.kill()
         await self._wait(self.kill_seconds)
+        if self.ending() is None:
+            logger.error("rank %d%s was killed, and is still there", self.rank, self.where)
         self._socket.close()
         self.progress.close()
 

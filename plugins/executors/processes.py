@@ -17,6 +17,7 @@ import logging
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
@@ -226,12 +227,20 @@ class ProcessesExecutor(Executor):
 
     async def _all_joining(self) -> None:
         """Wait until every other rank is about to join. Raises its error if one has failed before
-        that: rank 0 would wait for it."""
+        that, and RankFailed if one hangs: rank 0 would wait for it."""
+        seconds = self.config.distributed_timeout_seconds
+        deadline = time.monotonic() + seconds
         for rank, start in self._starting.items():
             waits: list[asyncio.Future[Any]] = [start, self._joining[rank]]
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            left = max(0.0, deadline - time.monotonic())
+            done, _ = await asyncio.wait(waits, timeout=left, return_when=asyncio.FIRST_COMPLETED)
             if start.done():
                 start.result()
+            if not done:
+                raise RankFailed(
+                    f"{self._name(rank)} of {self.size} has not begun to join the others in "
+                    f"{seconds:g} seconds (distributed_timeout_seconds)"
+                )
 
     async def _all_started(self, own: asyncio.Future[ExecutorInfo]) -> None:
         """Raise the cause if a rank does not start. What the others then report may be only that it
@@ -392,9 +401,9 @@ class ProcessesExecutor(Executor):
                 self._progress.beat(self._thread.launch_thread)
             if (stall := detector.tick(bool(self._awaited))) is None:
                 continue
-            faulthandler.dump_traceback(file=2)  # A notebook's sys.stderr is no file.
-            for follower in self.followers:
-                follower.dump_stacks()
+            for dump in (_dump_stacks, *(each.dump_stacks for each in self.followers)):
+                with contextlib.suppress(Exception):  # The engine ends, stacks or not.
+                    dump()
             await asyncio.sleep(STACK_SECONDS)
             places = [self._name(each.rank) for each in self.followers if each.where]
             hosts = f" ({', '.join(places)})" if places else ""
@@ -470,6 +479,11 @@ class _Nothing:
 
 def _nobody(error: Exception) -> None:
     """Do nothing: default before a listener is set."""
+
+
+def _dump_stacks() -> None:
+    """Write the stacks of this process. Raises OSError where standard error is closed."""
+    faulthandler.dump_traceback(file=2)  # A notebook's sys.stderr is no file.
 
 
 def _nothing() -> None:

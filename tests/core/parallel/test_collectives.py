@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from jackfield.core.config import EngineConfig
 from jackfield.core.errors import ConfigError, PluginError
 from jackfield.core.hooks import API_VERSION, hookimpl
 from jackfield.core.parallel.join import join, leave, listen
-from jackfield.core.parallel.ranks import Ranks
+from jackfield.core.parallel.ranks import Pipeline, Ranks
 from jackfield.core.registry import Provenance, load_plugins
 from jackfield.plugins.collectives.builtin import Gloo
 from jackfield.plugins.conformance.rank_threads import run_ranks
@@ -109,3 +110,23 @@ def test_collectives_that_raise_are_named_with_their_distribution() -> None:
     config = EngineConfig(device="cpu", tensor_parallel_size=2, collectives="bad")
     with pytest.raises(PluginError, match=r"bad.* of bad-dist 2\.0 .*RuntimeError: bang"):
         join(config, plugins, rank=0, address=("127.0.0.1", 0))
+
+
+def test_all_groups_are_left_also_if_one_fails() -> None:
+    closed: list[str] = []
+
+    class Closing:
+        rank, size = 0, 2
+
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def close(self) -> None:
+            closed.append(self.name)
+            raise RuntimeError(self.name)
+
+    group: Any = Closing
+    ranks = Ranks(tensor=group("tensor"), all2all=group("tokens"))
+    with pytest.raises(RuntimeError):
+        leave(replace(ranks, pipeline=Pipeline(world=group("world"))))
+    assert closed == ["tokens", "tensor", "world"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import gc
 import os
 import resource
@@ -137,8 +138,16 @@ def test_a_rank_that_is_stopped_ends_the_engine(checkpoint: Path) -> None:
     assert "rank 1 has given no sign of life for 2 seconds" in reason
 
 
-def test_ranks_that_wait_for_ever_end_the_engine(checkpoint: Path) -> None:
-    """Rank 0 does not come to its part of a step, and the other rank, which lives, waits."""
+def test_ranks_that_wait_for_ever_end_the_engine(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 does not come to its part of a step, and the other rank, which lives, waits. Stacks
+    cannot be written: a service may have closed standard error."""
+
+    def closed(file: int) -> None:
+        raise OSError(9, "Bad file descriptor")
+
+    monkeypatch.setattr(faulthandler, "dump_traceback", closed)
 
     async def serve() -> str:
         engine = AsyncEngine(config(checkpoint, rank_timeout=1.0))
@@ -181,8 +190,21 @@ def test_a_rank_that_is_killed_while_it_starts(
     monkeypatch.setattr(FollowerProcess, "send", killing)
 
     async def start() -> None:
-        engine = AsyncEngine(config(checkpoint, distributed_timeout_seconds=2.0))
+        engine = AsyncEngine(config(checkpoint, distributed_timeout_seconds=20.0))
         with pytest.raises(RankFailed, match="rank 1 of 2 was ended by SIGKILL"):
+            await engine.start()
+        await engine.stop()
+
+    before = descriptors(), children()
+    asyncio.run(start())
+    assert descriptors() == before[0]
+    assert children() <= before[1]
+
+
+def test_a_rank_that_hangs_before_it_joins(checkpoint: Path) -> None:
+    async def start() -> None:
+        engine = AsyncEngine(config(checkpoint, distributed_timeout_seconds=0.01))
+        with pytest.raises(RankFailed, match="rank 1 of 2 has not begun to join the others"):
             await engine.start()
         await engine.stop()
 

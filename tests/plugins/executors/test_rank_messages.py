@@ -148,3 +148,14 @@ def test_a_transfer_ends_once_it_has_on_all_ranks() -> None:
     assert transfers.into(StepResult(3, [], [])) == StepResult(
         3, [], [], kv_detached=result.kv_detached
     )
+
+
+async def test_a_process_that_cannot_be_killed_is_left_alone(
+    other: socket.socket, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A driver may hold it up for ever: the engine ends nevertheless."""
+    monkeypatch.setattr(Gone, "status", None)
+    monkeypatch.setattr(FollowerProcess, "kill_seconds", 0.05)
+    follower = FollowerProcess(1, received=lambda *_: None, lost=lambda *_: None)
+    await asyncio.wait_for(follower.close(0.0), 10)
+    assert "rank 1 was killed, and is still there" in caplog.text
