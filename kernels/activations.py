@@ -8,7 +8,7 @@ bound by memory. Source: Gaussian error linear units (arXiv 1606.08415).
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 import triton
@@ -25,11 +25,25 @@ class Clamp(NamedTuple):
     limit: float
 
 
+GatedActivation: TypeAlias = Clamp | Literal["gelu"]
+"""In place of silu(gate) * up; "gelu": gelu(gate) * up."""
+
+
+def gate_constants(activation: GatedActivation | None) -> dict[str, Any]:
+    """Return the constants of `gated_product`, by name."""
+    if isinstance(activation, Clamp):
+        return {"ALPHA": activation.alpha, "LIMIT": activation.limit}
+    return {"ALPHA": activation, "LIMIT": None}
+
+
 @triton.jit
 def gated_product(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
-    """Return silu(gate) * up, float32; with ALPHA, the formula of `Clamp`. NaN propagates."""
+    """Return silu(gate) * up, float32; with a number ALPHA, the formula of `Clamp`, with "gelu",
+    gelu(gate) * up. NaN propagates."""
     if ALPHA is None:
         return gate / (1.0 + tl.exp(-gate)) * up
+    elif ALPHA == "gelu":
+        return gelu_product(gate, up)
     else:
         gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
         up = tl.minimum(up, LIMIT, propagate_nan=tl.PropagateNan.ALL)

@@ -16,12 +16,16 @@ from .context import BuildContext
 from .expert_balance.places import ExpertBalance
 from .linear import Linear, MergedLinear
 from .mlp import GatedMLP, PlainMLP
-from .operations import ClampedSwiGLU, ExpertWeight, Operations
+from .operations import ClampedSwiGLU, ExpertActivation, ExpertWeight, Operations
 from .quantized import QuantizedLinear
 from .routing import Routing, RoutingRule
 
 MOST_EXPERTS = 1 << 14
 """Sanity bound: layers of published models have less than a tenth of it."""
+
+
+GELU = "gelu_pytorch_tanh"
+"""What configurations call gelu by its tanh approximation."""
 
 
 class Router(nn.Module):
@@ -206,7 +210,7 @@ class SparseMLP(nn.Module):
         that tokens are projected to for the chosen experts, and back behind them. Raises
         ConfigError."""
         super().__init__()
-        if activation not in (("silu", "swish") if gated else ("relu2",)):
+        if activation not in (("silu", "swish", GELU) if gated else ("relu2",)):
             raise ConfigError(f"hidden_act: {activation!r} is not supported", param="hidden_act")
         if num_experts > MOST_EXPERTS:
             raise ConfigError(
@@ -221,7 +225,7 @@ class SparseMLP(nn.Module):
             )
         needs = {
             "experts.bias": bias, "experts.activation": clamped, "route.bias": score_bias,
-            "experts.relu2": not gated,
+            "experts.gelu": activation == GELU, "experts.relu2": not gated,
         }  # fmt: skip
         _check_features(build.operations, rule.features | {name for name in needs if needs[name]})
         self.gate = Router(
@@ -235,7 +239,9 @@ class SparseMLP(nn.Module):
             self.fc2_latent_proj = Linear(width, hidden_size, build)
         self.shared_experts = shared
         self.shared_expert_gate = Router(1, hidden_size, build) if shared_gate else None
-        self.activation = clamped if gated else "relu2"
+        self.activation: ExpertActivation | None = clamped
+        if not gated or activation == GELU:
+            self.activation = "gelu" if gated else "relu2"
         self.rule = rule
         self.operations, self.ranks = build.operations, build.ranks
 
@@ -257,7 +263,7 @@ class SparseMLP(nn.Module):
     def _routed(self, x: torch.Tensor, *, residual: torch.Tensor | None = None) -> torch.Tensor:
         """residual + the sum of the chosen experts' outputs: [num_tokens, hidden_size] → the same
         shape"""
-        routing = self.experts.local(self.route(self.gate(x)))
+        routing = self.experts.local(self.choose(x))
         first, down = self.experts.first, self.experts.down_proj
         more: dict[str, Any] = {
             "gate_up_bias": first.bias, "down_bias": down.bias, "activation": self.activation
@@ -271,7 +277,7 @@ class SparseMLP(nn.Module):
             into = torch.zeros_like(x) if into is None else into
             return self.operations.experts(x, chosen, first.bank, down.bank, residual=into, **more)
 
-        x = self.fc1_latent_proj(x) if self.latent else x
+        x = self.inputs(x)
         exchange = None if self.ranks.paused else self.experts.exchange
         if exchange is not None:
             assert residual is None, "the sum over ranks adds it"
@@ -283,6 +289,16 @@ class SparseMLP(nn.Module):
             return computed
         # Linear: of several ranks, each may project its part of the sum.
         out: torch.Tensor = self.fc2_latent_proj(computed, residual=residual)
+        return out
+
+    def choose(self, x: torch.Tensor) -> Routing:
+        """Choose each token's experts: [num_tokens, hidden_size] → what each token gets."""
+        return self.route(self.gate(x))
+
+    def inputs(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what the chosen experts compute from: [num_tokens, hidden_size] → [num_tokens,
+        hidden_size, or the latent's]."""
+        out: torch.Tensor = self.fc1_latent_proj(x) if self.latent else x
         return out
 
     def route(self, logits: torch.Tensor) -> Routing:

@@ -58,8 +58,9 @@ class ClampedSwiGLU(NamedTuple):
         return (up + 1) * gate * torch.sigmoid(self.alpha * gate)
 
 
-ExpertActivation: TypeAlias = ClampedSwiGLU | Literal["relu2"]
-"""Of experts, in place of silu(gate) * up; "relu2": relu(up)², of experts without gates."""
+ExpertActivation: TypeAlias = ClampedSwiGLU | Literal["gelu", "relu2"]
+"""Of experts, in place of silu(gate) * up; "gelu": gelu(gate) * up, gelu by its tanh approximation;
+"relu2": relu(up)², of experts without gates."""
 
 
 class DenseRows(NamedTuple):
@@ -101,7 +102,7 @@ class Operations(
         "cached_heads.quantized", "write_cache.quantized",
         "decode_inputs.dropped", "step_inputs.dropped",
         "bidirectional_attention.distance_bias", "experts.activation", "experts.bias",
-        "experts.foreign", "experts.relu2", "gated_rms_norm.sigmoid",
+        "experts.foreign", "experts.gelu", "experts.relu2", "gated_rms_norm.sigmoid",
         "route.bias", "route.factor", "route.groups", "route.sigmoid",
     })  # fmt: skip
     """Options of methods that these operations support, as "method.option"; a model or an engine
@@ -301,6 +302,8 @@ class Operations(
                 inner = self.gated_linear(x[tokens], first, biases[0])
             elif activation == "relu2":
                 inner = F.relu(self.linear(x[tokens], first, biases[0])).square()
+            elif activation == "gelu":
+                inner = self.gelu_mul(self.linear(x[tokens], first, biases[0]))
             else:
                 inner = activation(*self.linear(x[tokens], first, biases[0]).chunk(2, dim=-1))
             made = self.linear(inner, second, biases[1])

@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..activations import Clamp, squared_relu
+from ..activations import GatedActivation, gate_constants, squared_relu
 from ..launch import launch
 from ..pdl import gdc_launch_dependents, gdc_wait, pdl_options
 from ..quant.dequant_tile import dequant_tile, load_scale, load_zero
@@ -243,7 +243,7 @@ def expert_gemv(
     residual: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
-    clamp: Clamp | None = None,
+    activation: GatedActivation | None = None,
     gated: bool = True,
     config: ExpertGemvConfig | None = None,
     known: bool = False,
@@ -254,7 +254,7 @@ def expert_gemv(
     [num_tokens, top_k] float32 → residual + sum, [num_tokens, N].
 
     experts: [num_tokens, top_k] int32, contiguous; weight: [num_experts * N, K]; last strides 1;
-    `out` may be the residual; bias: [num_experts * N], contiguous; `clamp`: in place of
+    `out` may be the residual; bias: [num_experts * N], contiguous; `activation`: in place of
     silu(g) * u; without `gated`: relu(u)² of u alone, [num_tokens * top_k, N], in their place.
     `known`: experts were written before the last kernel on the stream began.
     `foreign`: experts below 0 or from num_experts on are another rank's; they add nothing to the
@@ -306,8 +306,7 @@ def expert_gemv(
         FACTOR=not first,
         RESIDUAL=residual is not None,
         BIAS=bias is not None,
-        ALPHA=clamp.alpha if clamp else None,
-        LIMIT=clamp.limit if clamp else None,
+        **gate_constants(activation),
         SQUARED=first and not gated,
         FOREIGN=foreign,
         BLOCK_N=config.block_n,

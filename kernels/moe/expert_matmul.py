@@ -25,7 +25,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..activations import Clamp, squared_relu
+from ..activations import GatedActivation, gate_constants, squared_relu
 from ..launch import launch
 from ..pdl import gdc_launch_dependents, gdc_wait, pdl_options
 from ..quant.dequant_tile import dot_part, load_part_scales, unpack_tile
@@ -256,7 +256,7 @@ def expert_matmul(
     gated: bool,
     x_scale: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
-    clamp: Clamp | None = None,
+    activation: GatedActivation | None = None,
     squared: bool = False,
     dtype: torch.dtype | None = None,
     config: ExpertMatmulConfig | None = None,
@@ -266,9 +266,9 @@ def expert_matmul(
 
     slots: [num_experts, num_tokens] and counts: [num_experts], from `sort_tokens`; last strides 1.
     x may be of the weight's 8-bit type, with a float32 `x_scale` for each of its rows, if the
-    weight has one for each of its own. bias: [num_experts * N], contiguous; `clamp`: in place of
-    silu(g) * u; `squared`: relu(out)², not gated. Sums in float32 (of int8: int32), rounded once.
-    Raises ValueError if the weight's groups are too narrow for the tensor core
+    weight has one for each of its own. bias: [num_experts * N], contiguous; `activation`: in place
+    of silu(g) * u; `squared`: relu(out)², not gated. Sums in float32 (of int8: int32), rounded
+    once. Raises ValueError if the weight's groups are too narrow for the tensor core
     (`expert_matmul_supports`).
     """
     num_experts, num_tokens = slots.shape
@@ -308,8 +308,7 @@ def expert_matmul(
         DIVIDE=num_slots // x.shape[0],
         GATED=gated,
         BIAS=bias is not None,
-        ALPHA=clamp.alpha if clamp else None,
-        LIMIT=clamp.limit if clamp else None,
+        **gate_constants(activation),
         SQUARED=squared,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,

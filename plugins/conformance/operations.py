@@ -342,7 +342,7 @@ class OperationsKit(BatchChecks, QuantizedCacheChecks, StateChecks, Kit):
 
     @pytest.mark.parametrize("tokens", TOKENS)
     @pytest.mark.parametrize(
-        "kind", ["plain", "biases", "no gates", "4 bits", "fp8", "rows", "foreign"]
+        "kind", ["plain", "biases", "gelu", "no gates", "4 bits", "fp8", "rows", "foreign"]
     )
     def test_experts(self, kind: str, tokens: int, dtype: torch.dtype) -> None:
         """Check some experts with many tokens, some with none, and ("foreign") with other ranks'
@@ -378,6 +378,10 @@ class OperationsKit(BatchChecks, QuantizedCacheChecks, StateChecks, Kit):
                 "down_bias": self.draw(number * SIZE, dtype=dtype, seed=12),
                 "activation": ClampedSwiGLU(1.7, 0.8),
             }
+        if kind == "gelu":
+            if "experts.gelu" not in self.make(dtype).features:
+                pytest.skip("these operations have no experts with gelu")
+            more = {"activation": "gelu"}
         if kind == "no gates":
             if "experts.relu2" not in self.make(dtype).features:
                 pytest.skip("these operations have no experts without gates")

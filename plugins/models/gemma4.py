@@ -1,6 +1,6 @@
 """Gemma 4 (text): values are normed, too, heads of layers without a window are wider and may take
 their keys as values; in small sizes, each layer has an input of its own, and the last layers read
-the keys and values of earlier ones."""
+the keys and values of earlier ones; in others, a mixture of experts stands beside the MLP."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ from torch import nn
 
 from ...core.errors import ConfigError
 from ...core.loading.model_config import ModelConfig
-from ...core.loading.weight_map import WeightMap
+from ...core.loading.weight_map import Together, WeightMap
 from ...core.nn.attention import Attention
 from ...core.nn.context import BuildContext, ForwardContext
 from ...core.nn.embedding import Embedding
+from ...core.nn.experts import SparseMLP
 from ...core.nn.linear import Linear, MergedLinear
 from ...core.nn.mlp import GatedMLP
-from ...core.nn.norm import RMSNorm
+from ...core.nn.norm import RMSNorm, ScaledRMSNorm
 from ...core.nn.operations import rotate
 from ...core.nn.rotary import Rotary
+from ...core.nn.routing import Routing, RoutingRule
 from ...core.protocols.attention import AttentionSpec
 from .decoder import CausalLM, MakeMLP, NormedBlock, SelfAttention
 from .gemma import GemmaDecoder
@@ -120,6 +122,30 @@ class Gemma4Attention(SelfAttention):
         return self.heads(qkv, rotary, context)
 
 
+class Gemma4Mixture(SparseMLP):
+    """Experts whose router has a norm of its own, and a factor for each."""
+
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        hf = config.hf_config
+        super().__init__(
+            hf.num_experts, RoutingRule(hf.top_k_experts, renormalize=True), hf.hidden_size,
+            hf.moe_intermediate_size, hf.hidden_activation, build,
+        )  # fmt: skip
+        size, eps = hf.hidden_size, hf.rms_norm_eps
+        self.router_norm = ScaledRMSNorm(size, eps, build, factor=size**-0.5)
+        self.per_expert_scale = nn.Parameter(build.empty(hf.num_experts))
+        self.norm = RMSNorm(size, eps, build)
+
+    def choose(self, hidden: torch.Tensor) -> Routing:
+        routing = self.route(self.gate(self.router_norm(hidden)))
+        factors = self.per_expert_scale.float()[routing.experts.long()]
+        return routing._replace(weights=routing.weights * factors)
+
+    def inputs(self, hidden: torch.Tensor) -> torch.Tensor:
+        normed: torch.Tensor = self.norm(hidden)
+        return normed
+
+
 class Gemma4Block(NormedBlock):
     norms = (
         "input_layernorm", "post_attention_layernorm",
@@ -138,6 +164,11 @@ class Gemma4Block(NormedBlock):
         super().__init__(config, layer, build, attention, mlp)
         hf, self.layer = config.hf_config, layer
         self.layer_scalar = nn.Parameter(build.empty(1))
+        self.mixture: Gemma4Mixture | None = None
+        if getattr(hf, "enable_moe_block", False):
+            self.mixture = Gemma4Mixture(config, build)
+            self.post_feedforward_layernorm_1 = self.make_norm(hf, build)
+            self.post_feedforward_layernorm_2 = self.make_norm(hf, build)
         if size := input_size(hf):
             self.per_layer_input_gate = Linear(hf.hidden_size, size, build)
             self.per_layer_projection = Linear(size, hf.hidden_size, build)
@@ -156,7 +187,11 @@ class Gemma4Block(NormedBlock):
         before, behind, before_mlp, behind_mlp = (getattr(self, name) for name in self.norms)
         heads = self.self_attn.among(hidden, before, rotary, context, kept)
         hidden = behind.add(self.self_attn.project(heads), hidden)
-        hidden = behind_mlp.add(self.mlp(hidden, before_mlp, add=False), hidden)
+        out = self.mlp(hidden, before_mlp, add=False)
+        if self.mixture is not None:
+            mixed = self.post_feedforward_layernorm_2(self.mixture(hidden, None, add=False))
+            out = self.post_feedforward_layernorm_1(out) + mixed
+        hidden = behind_mlp.add(out, hidden)
         if inputs is not None:
             gate = F.gelu(self.per_layer_input_gate(hidden), approximate="tanh")
             norm: Any = self.post_per_layer_input_norm
@@ -238,18 +273,21 @@ class Gemma4ForCausalLM(Gemma2ForCausalLM):
     tensor_parallel = True
     attention = Gemma4Attention  # type: ignore[assignment]
     decoder = Gemma4Decoder
-    weight_map = Gemma4WeightMap(**vars(CausalLM.weight_map))
+    weight_map = Gemma4WeightMap(**vars(CausalLM.weight_map) | {
+        "names": {
+            "mixture.gate": "router.proj", "router_norm.weight": "scale",
+            "mixture.experts": "experts", "mixture.norm": "pre_feedforward_layernorm_2",
+            "mixture": "router",
+        },
+        "together": {
+            "gate_up_proj": Together("gate_up_proj.weight", ("gate", "up"), joined=True),
+            "down_proj": Together("down_proj.weight"),
+        },
+    })  # fmt: skip
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-        """Raises ConfigError for experts."""
-        hf = config.hf_config
-        if getattr(hf, "enable_moe_block", False):
-            raise ConfigError(
-                "enable_moe_block: mixtures whose experts have gelu are not supported",
-                param="enable_moe_block",
-            )
         super().__init__(config, build)
-        modes = enumerate(hf.kv_sharing_modes)
+        modes = enumerate(config.hf_config.kv_sharing_modes)
         readers = [layer for layer, mode in modes if mode == "reuse"]
         self.weight_map = dataclasses.replace(type(self).weight_map, unread=tuple(
             f"model.layers.{layer}.self_attn.{part}." for layer in readers for part in NOT_READ

@@ -7,7 +7,7 @@ import torch
 from ...core.nn.operations import ClampedSwiGLU, DenseRows, ExpertActivation, ExpertWeight
 from ...core.nn.packed import PackedWeight
 from ...core.nn.routing import Routing
-from ...kernels.activations import Clamp
+from ...kernels.activations import Clamp, GatedActivation
 from ...kernels.moe.combine import combine
 from ...kernels.moe.expert_gemv import expert_gemv
 from ...kernels.moe.expert_matmul import (
@@ -56,13 +56,15 @@ def experts_product(
     num_tokens, top_k = routing.experts.shape
     num_experts = values_of(_kernel_weight(down)).shape[0] // x.shape[1]
     gated = activation != "relu2"
-    clamp = Clamp(*activation) if isinstance(activation, ClampedSwiGLU) else None
+    gate: GatedActivation | None = "gelu" if activation == "gelu" else None
+    if isinstance(activation, ClampedSwiGLU):
+        gate = Clamp(*activation)
     # With experts on other ranks, too, this rank has few slots where all of them have.
     total, foreign = routing.num_experts or num_experts, routing.num_experts is not None
     if few_slots(num_tokens, top_k, total):
         inner = expert_gemv(
             _ordered(x, gate_up), routing.experts, _kernel_weight(gate_up), num_experts,
-            bias=gate_up_bias, clamp=clamp, gated=gated, foreign=foreign,
+            bias=gate_up_bias, activation=gate, gated=gated, foreign=foreign,
         )  # fmt: skip
         return expert_gemv(
             _ordered(inner, down), routing.experts, _kernel_weight(down), num_experts,
@@ -71,7 +73,15 @@ def experts_product(
         )  # fmt: skip
     lists = sort_tokens(routing.experts, num_experts)
     inner = _product(
-        x, gate_up, lists, top_k, total, gate_up_bias, gated=gated, squared=not gated, clamp=clamp
+        x,
+        gate_up,
+        lists,
+        top_k,
+        total,
+        gate_up_bias,
+        gated=gated,
+        squared=not gated,
+        activation=gate,
     )
     parts = _product(inner, down, lists, top_k, total, down_bias, gated=False)
     return combine(
@@ -90,7 +100,7 @@ def _product(
     *,
     gated: bool,
     squared: bool = False,
-    clamp: Clamp | None = None,
+    activation: GatedActivation | None = None,
 ) -> torch.Tensor:
     """Multiply by the experts that were listed, in 8 bits if the weight asks for that. `total`:
     number of experts that share the slots."""
@@ -103,7 +113,7 @@ def _product(
     )
     return expert_matmul(
         x, *lists, _kernel_weight(weight), top_k=top_k, gated=gated, x_scale=scale, bias=bias,
-        clamp=clamp, squared=squared, dtype=dtype, config=config,
+        activation=activation, squared=squared, dtype=dtype, config=config,
     )  # fmt: skip
 
 

@@ -19,7 +19,12 @@ pytest.importorskip("triton")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jackfield.core.nn.operations import ClampedSwiGLU, ExpertWeight, Operations
+from jackfield.core.nn.operations import (
+    ClampedSwiGLU,
+    ExpertActivation,
+    ExpertWeight,
+    Operations,
+)
 from jackfield.core.nn.packed import PackedWeight, dequantize, pack_words
 from jackfield.core.nn.routing import Routing, RoutingRule
 from jackfield.kernels.moe.combine import combine
@@ -229,16 +234,17 @@ def biases(num_experts: int, hidden: int, inner: int, dtype: torch.dtype) -> dic
 @pytest.mark.parametrize(
     ("shape", "dtype", "activation"),
     few_interpreted(
-        itertools.product(SHAPES, DTYPES, [None, CLAMPED]),
+        itertools.product(SHAPES, DTYPES, [None, CLAMPED, "gelu"]),
         [
             *((shape, torch.float32, CLAMPED) for shape in SHAPES[::2]),
             (SHAPES[1], torch.float16, None), (SHAPES[3], torch.float32, None),
+            (SHAPES[1], torch.float32, "gelu"), (SHAPES[3], torch.float32, "gelu"),
         ],
     ),
     ids=str,
 )  # fmt: skip
 def test_experts_with_biases_equal_their_twin(
-    shape: tuple[int, ...], dtype: torch.dtype, activation: ClampedSwiGLU | None
+    shape: tuple[int, ...], dtype: torch.dtype, activation: ExpertActivation | None
 ) -> None:
     num_tokens, num_experts, top_k, hidden, inner = shape
     check(

@@ -118,6 +118,16 @@ CASES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
         "attention_k_eq_v": True,
     },
+    "Gemma4ForCausalLM:experts": {
+        "num_hidden_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "global_head_dim": 32,
+        "hidden_size_per_layer_input": 0,
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 3,
+        "moe_intermediate_size": 48,
+    },
     "GlmForCausalLM": {"attention_bias": True, "partial_rotary_factor": 0.5},
     "GraniteSWAForCausalLM": {
         "sliding_window": 12,
