@@ -1,6 +1,7 @@
 """x times the sigmoid of a gate: of each element, or of one logit per row, computed here.
 
     out = x * sigmoid(gate)        or        out = x * sigmoid(gate · weight)
+    out = x * silu(gate_factor gate) * out_factor
 
 Memory: reads x and the gate and writes the result, once; each program of a row reads that row of
 the gate for its logit. Few operations per element: bound by memory, and at few rows by its launch.
@@ -27,8 +28,11 @@ def _sigmoid_gate_kernel(
     weight_ptr,
     stride_x,
     stride_gate,
+    gate_factor,
+    out_factor,
     SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
+    SILU: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
@@ -50,6 +54,9 @@ def _sigmoid_gate_kernel(
         logit = tl.sum(gate * weight, axis=0)
     else:
         logit = tl.load(gate_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    if SILU:
+        logit *= gate_factor
+        x *= logit * out_factor
     out = x / (1.0 + tl.exp(-logit))
     tl.store(out_ptr + row * SIZE + offsets, out.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -59,6 +66,23 @@ def sigmoid_gate(
 ) -> torch.Tensor:
     """x: [T, size]; gate: [T, size], or with weight, [1, width]: [T, width]; last strides 1 → [T,
     size], contiguous. In float32, rounded once."""
+    return _gated(x, gate, weight)
+
+
+def silu_gate(
+    x: torch.Tensor, gate: torch.Tensor, gate_factor: float, out_factor: float
+) -> torch.Tensor:
+    """x, gate: [T, size], last strides 1 → [T, size], contiguous. In float32, rounded once."""
+    return _gated(x, gate, None, (gate_factor, out_factor))
+
+
+def _gated(
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor | None,
+    factors: tuple[float, float] | None = None,
+) -> torch.Tensor:
+    """factors: of silu; None: a sigmoid."""
     num_rows, size = x.shape
     out = torch.empty((num_rows, size), dtype=x.dtype, device=x.device)
     if num_rows == 0:
@@ -67,7 +91,8 @@ def sigmoid_gate(
     block = min(triton.next_power_of_2(size), BLOCK)
     options = pdl_options(x.device)
     launch(_sigmoid_gate_kernel, (num_rows, triton.cdiv(size, block)))(
-        out, x, gate, weight, x.stride(0), gate.stride(0), SIZE=size, WIDTH=width, BLOCK=block,
+        out, x, gate, weight, x.stride(0), gate.stride(0), *(factors or (1.0, 1.0)), SIZE=size,
+        WIDTH=width, SILU=factors is not None, BLOCK=block,
         BLOCK_K=1 if width is None else triton.next_power_of_2(width), PDL=bool(options),
         num_warps=4, **options,
     )  # fmt: skip

@@ -179,10 +179,10 @@ class GemvConfig(NamedTuple):
 def gemv_config(weight: Weight, gated: bool) -> GemvConfig:
     """Return the tiles for a weight.
 
-    From sweeps over the layers of Qwen3-0.6B and 8B, Qwen2.5-7B and Gemma-2-9B in bfloat16, and of
-    8B in fp8 and 4 bits, on an H200: few outputs need one program each, so that every
-    multiprocessor has some; long rows of medium-sized matrices need many bytes in flight, and rows
-    of 3,584 numbers or a whole vocabulary a row in one tile.
+    From sweeps over the layers of Qwen3-0.6B and 8B, Qwen2.5-7B, Gemma-2-9B and Mamba 2 2.7B in
+    bfloat16, and of 8B in fp8 and 4 bits, on an H200: few outputs need one program each, so that
+    every multiprocessor has some; long rows of medium-sized matrices need many bytes in flight, and
+    rows of 3,584 numbers or a whole vocabulary a row in one tile.
     """
     values = values_of(weight)
     outputs, width = values.shape
@@ -195,6 +195,8 @@ def gemv_config(weight: Weight, gated: bool) -> GemvConfig:
             return GemvConfig(2, 4096, 4)
         if 2048 < width < 4096 and width % 1024 and 4096 < outputs <= 8192:
             return GemvConfig(4, 4096, 8)
+        if 2048 < width <= 2560 and outputs > 8192 and not gated:
+            return GemvConfig(2, 2048, 2)
         if 2048 < width < 4096 and width % 1024 and not width % 512:
             return GemvConfig(4, 512, 4)
         if outputs <= 2048 and not gated:

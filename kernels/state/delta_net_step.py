@@ -138,19 +138,22 @@ def _delta_net_step_kernel(
     state += k[:, None] * added[None, :]
     out_ptr += row.to(tl.int64) * (HEADS * V)
     tl.store(out_ptr + head * V + place, y.to(out_ptr.dtype.element_ty), mask=in_v)
-    tl.store(states, state.to(state_ptr.dtype.element_ty), mask=inside)
-    store_inputs(inputs_ptr, v_kept, new_v, value, in_v, SIZE, TAPS)
-    # What is behind the barrier comes after all of this program's reads and writes.
+    # What is behind the barrier comes after all of this program's reads of old inputs and its y;
+    # before the state is stored, so that the counter need not wait for that.
     tl.debug_barrier()
+    last = True
     if PROGRAMS > 1:
         counter = counter_ptr + row * GROUPS + group
-        if tl.atomic_add(counter, 1, sem="acq_rel") != PROGRAMS - 1:
-            return
-        tl.store(counter, 0)
-    gates = projected_ptr + SIZE
-    _norm_heads(out_ptr, gates, norm_ptr, group * EACH, eps, EACH, V, BLOCK_H, BLOCK_V)
-    store_inputs(inputs_ptr, q_kept, new_q, query, in_k, SIZE, TAPS)
-    store_inputs(inputs_ptr, k_kept, new_k, key, in_k, SIZE, TAPS)
+        last = tl.atomic_add(counter, 1, sem="acq_rel") == PROGRAMS - 1
+    tl.store(states, state.to(state_ptr.dtype.element_ty), mask=inside)
+    store_inputs(inputs_ptr, v_kept, new_v, value, in_v, SIZE, TAPS)
+    if last:
+        if PROGRAMS > 1:
+            tl.store(counter, 0)
+        gates = projected_ptr + SIZE
+        _norm_heads(out_ptr, gates, norm_ptr, group * EACH, eps, EACH, V, BLOCK_H, BLOCK_V)
+        store_inputs(inputs_ptr, q_kept, new_q, query, in_k, SIZE, TAPS)
+        store_inputs(inputs_ptr, k_kept, new_k, key, in_k, SIZE, TAPS)
 
 
 def step_config(num_rows: int, heads: int, keys: int, values: int) -> StepConfig:

@@ -133,9 +133,8 @@ class StateChecks:
     @pytest.mark.parametrize("gated", [True, False])
     def test_layers_of_mamba_2_continue_states(self, dtype: torch.dtype, gated: bool) -> None:
         """Two decode steps: what the first leaves is read."""
-        groups, width, factors = 2, 16, None
-        if gated:
-            groups, width, factors = 1, 40, Mamba2Factors(0.7, 1.2, 0.8, 0.9, 1.1, 1.3)
+        groups, width = (1, 40) if gated else (2, 16)
+        factors = Mamba2Factors(0.7, 1.2, 1.3)
         sizes = Mamba2Sizes(0, 4, width, 20, groups, 4)
         _, channels, heads = sizes.projection
         skip, bias = (self.draw(heads, dtype=torch.float32, seed=seed) for seed in (1, 2))

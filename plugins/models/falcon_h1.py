@@ -37,6 +37,8 @@ class Multipliers(NamedTuple):
     """Of attention scores: takes it back for queries and keys."""
     mlp_norm: float
     mamba: Mamba2Factors
+    convolved: tuple[float, float, float]
+    """Of Mamba's inputs, keys and queries."""
 
     @classmethod
     def of(cls, hf: Any) -> Multipliers:
@@ -57,7 +59,7 @@ class Multipliers(NamedTuple):
         z, x, keys, queries, steps = (before * float(factor) for factor in hf.ssm_multipliers)
         return cls(
             stream, norm, float(hf.key_multiplier) / attended**2, gate,
-            Mamba2Factors(z, x, keys, queries, steps, float(hf.ssm_out_multiplier) * stream),
+            Mamba2Factors(z, steps, float(hf.ssm_out_multiplier) * stream), (x, keys, queries),
         )  # fmt: skip
 
 
@@ -94,6 +96,7 @@ class FalconH1Block(Block):
         self.mamba: Mamba2Mixer = mamba2_mixer(
             hf, build, out_bias=bool(hf.projectors_bias), normed=hf.mamba_rms_norm,
             gate_first=not hf.mamba_norm_before_gate, factors=self.multipliers.mamba,
+            input_factors=self.multipliers.convolved,
         )  # fmt: skip
         self.bias_factors = (
             (self.mamba.in_proj, self.multipliers.norm / float(hf.ssm_in_multiplier)),

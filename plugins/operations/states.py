@@ -1,5 +1,5 @@
 """Operations on states of sequences by Triton kernels: one to three launches each, and one for all
-of a layer between its projections, where every row has one token."""
+of a layer between its projections, where a few rows have one token each."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from ...core.nn.state.operations import (
 )
 from ...core.nn.state.rows import StateRows
 from ...core.nn.state.sizes import DeltaSizes, Mamba2Sizes
+from ...kernels.sigmoid_gate import silu_gate
 from ...kernels.state.causal_conv import causal_conv
 from ...kernels.state.channel_delta_rule import channel_delta_rule
 from ...kernels.state.delta_net_step import delta_net_step
@@ -94,18 +95,23 @@ class TritonStates(StateOperations):
         gated: bool,
         factors: Mamba2Factors | None = None,
     ) -> torch.Tensor:
-        """[T, projection] → [T, H P]; rows of one token in one launch."""
-        places = _rows(rows)
-        if not places.single or projected.shape[0] * sizes.num_groups > MAX_COUNTERS:
+        """[T, projection] → [T, H P]; a few rows of one token in one launch."""
+        if not rows.few or rows.num_tokens * sizes.num_groups > MAX_COUNTERS:
             return super().mamba2(
                 projected, conv, weights, sizes, conv_state, state, rows, gated=gated,
                 factors=factors,
             )  # fmt: skip
         return mamba2_step(
             projected, *conv, conv_state, weights.a, weights.d, weights.dt_bias, weights.dt_limit,
-            state, places, self._counters(projected.device), groups=sizes.num_groups, gated=gated,
-            factors=factors,
+            state, _rows(rows), self._counters(projected.device), groups=sizes.num_groups,
+            gated=gated, factors=factors,
         )  # fmt: skip
+
+    def silu_gate(
+        self, x: torch.Tensor, gate: torch.Tensor, gate_factor: float, out_factor: float
+    ) -> torch.Tensor:
+        """In one launch."""
+        return silu_gate(x, gate, gate_factor, out_factor)
 
     def selective_scan(
         self,
@@ -150,14 +156,13 @@ class TritonStates(StateOperations):
         state: torch.Tensor,
         rows: StateRows,
     ) -> torch.Tensor:
-        """[T, projection] → [T, H * value_dim]; rows of one token in one launch."""
-        places = _rows(rows)
-        if not places.single or projected.shape[0] * sizes.num_key_heads > MAX_COUNTERS:
+        """[T, projection] → [T, H * value_dim]; a few rows of one token in one launch."""
+        if not rows.few or rows.num_tokens * sizes.num_key_heads > MAX_COUNTERS:
             return super().delta_net(
                 projected, kernel, weights, norm, eps, sizes, conv_state, state, rows
             )
         return delta_net_step(
-            projected, kernel, conv_state, *weights, norm, eps, state, places,
+            projected, kernel, conv_state, *weights, norm, eps, state, _rows(rows),
             self._counters(projected.device), groups=sizes.num_key_heads,
         )  # fmt: skip
 

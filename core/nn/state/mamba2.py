@@ -36,10 +36,11 @@ class Mamba2Mixer(StateLayer):
         gate_first: bool = True,
         normed: bool = True,
         factors: Mamba2Factors | None = None,
+        input_factors: tuple[float, float, float] | None = None,
     ) -> None:
         """bias: of the first projection; out_bias: of the last one; dt_limit: range of the step
-        size; gate_first: the gate comes before the norm; normed: there is a norm; factors: of the
-        first projection's parts, and of the input of the last one."""
+        size; gate_first: the gate comes before the norm; normed: there is a norm; factors:
+        see there; input_factors: of the convolution's inputs, of its keys and of its queries"""
         _, channels, _ = sizes.projection
         super().__init__(
             conv=((sizes.kernel - 1, channels), build.dtype),
@@ -52,7 +53,7 @@ class Mamba2Mixer(StateLayer):
         self.dt_bias = nn.Parameter(build.empty(sizes.num_heads))
         self.A_log = nn.Parameter(build.empty(sizes.num_heads))
         self.D = nn.Parameter(build.empty(sizes.num_heads))
-        self.factors = factors
+        self.factors, self.input_factors = factors, input_factors
         self.norm = None
         if normed:
             self.norm = (
@@ -62,13 +63,20 @@ class Mamba2Mixer(StateLayer):
             )
         self.out_proj = Linear(sizes.inner, sizes.hidden_size, build, bias=out_bias)
         self.weights: ScanWeights
+        self.conv: ConvWeights
 
     def after_loading(self) -> None:
-        """Derive the recurrence's weights, in float32."""
+        """Derive the recurrence's weights, in float32, and the convolution's."""
         self.weights = ScanWeights(
             -self.A_log.detach().float().exp(), self.D.detach().float(),
             self.dt_bias.detach().float(), self.dt_limit,
         )  # fmt: skip
+        kernel = self.conv1d.kernel
+        if self.input_factors is not None:
+            # Contiguous and in float32, so that nothing is rounded twice.
+            parts = kernel.detach().float().split(self.sizes.convolved)
+            kernel = torch.cat([p * f for p, f in zip(parts, self.input_factors, strict=True)])
+        self.conv = ConvWeights(kernel, self.conv1d.bias)
 
     def forward(
         self,
@@ -92,20 +100,21 @@ class Mamba2Mixer(StateLayer):
         norm that this projection has to apply to it, if any"""
         sizes, rows, norm = self.sizes, context.layout.state_rows, self.norm
         # One norm of all channels behind the gate is the projection's: with one token in its pass
-        # over the weight. Of a prompt it is computed together with the gate.
-        passed = self.gate_first and sizes.num_groups == 1 and rows.max_query_len == 1
+        # over the weight. Of more than a few it is computed together with the gate.
+        passed = self.gate_first and sizes.num_groups == 1 and rows.few
         gated = norm is None or passed
         factors = self.factors
         if factors is not None and norm is not None:
-            factors = factors._replace(out=1.0)
+            factors = factors._replace(out=1.0)  # The norm has it.
         y = self.operations.mamba2(
-            projected, ConvWeights(self.conv1d.kernel, self.conv1d.bias), self.weights, sizes,
-            self.state("conv"), self.state("ssm"), rows, gated=gated, factors=factors,
+            projected, self.conv, self.weights, sizes, self.state("conv"), self.state("ssm"), rows,
+            gated=gated, factors=factors,
         )  # fmt: skip
         if norm is None or gated:
             return y, norm
+        gate = projected[:, : sizes.inner]
         y = self.operations.gated_rms_norm(
-            y, projected[:, : sizes.inner], norm.norm.weight, norm.eps,
+            y, gate if factors is None else gate * factors.gate, norm.norm.weight, norm.eps,
             group_size=sizes.inner // sizes.num_groups, gate_first=self.gate_first,
         )  # fmt: skip
         return y, None

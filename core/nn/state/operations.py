@@ -48,12 +48,10 @@ class ScanWeights(NamedTuple):
 
 
 class Mamba2Factors(NamedTuple):
-    """Factors of what a layer of Mamba 2 has between its projections."""
+    """Factors of what a layer of Mamba 2 has between its projections; those of the convolution's
+    inputs are in its weights."""
 
     gate: float
-    x: float
-    keys: float
-    queries: float
     steps: float
     out: float
     """Of the gated result."""
@@ -177,15 +175,12 @@ class StateOperations:
         """Mamba 2 between its projections: `causal_conv` with silu, `ssd_scan` of its outputs, and
         with `gated` times silu(gate) and `factors.out`.
 
-        projected: [T, widths of `sizes.projection`], last stride 1, overwritten if there are
-        `factors` of its parts; conv_state: [num_states, K - 1, C], state: [num_states, H, P, N],
-        contiguous → [T, H P]
+        projected: [T, widths of `sizes.projection`], last stride 1; conv_state: [num_states, K - 1,
+        C], state: [num_states, H, P, N], contiguous → [T, H P]
         """
-        parts = projected.split([sizes.inner, *sizes.convolved, sizes.num_heads], dim=-1)
-        if factors is not None:
-            for part, factor in zip(parts, factors[:-1], strict=True):
-                part.mul_(factor)
         gate, convolved, dt = projected.split(sizes.projection, dim=-1)
+        if factors is not None:
+            dt = dt * factors.steps
         convolved = self.causal_conv(convolved, *conv, conv_state, rows, silu=True)
         x, keys, queries = convolved.split(sizes.convolved, dim=-1)
         y = self.ssd_scan(
@@ -199,8 +194,14 @@ class StateOperations:
         ).flatten(-2)
         if not gated:
             return y
-        y = F.silu(gate) * y
-        return y if factors is None else y.mul_(factors.out)
+        gate_factor, _, out_factor = factors or (1.0, 1.0, 1.0)
+        return self.silu_gate(y, gate, gate_factor, out_factor)
+
+    def silu_gate(
+        self, x: torch.Tensor, gate: torch.Tensor, gate_factor: float, out_factor: float
+    ) -> torch.Tensor:
+        """x * silu(gate_factor * gate) * out_factor, [T, size] each."""
+        return (x.float() * F.silu(gate.float() * gate_factor) * out_factor).to(x.dtype)
 
     def selective_scan(
         self,

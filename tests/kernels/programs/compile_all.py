@@ -673,8 +673,9 @@ KERNELS = [
     ),
     (
         sigmoid_gate._sigmoid_gate_kernel,
-        {"SIZE": 512, "WIDTH": 2048, "BLOCK": 512, "BLOCK_K": 2048, "PDL": True},
+        {"SIZE": 512, "WIDTH": 2048, "SILU": False, "BLOCK": 512, "BLOCK_K": 2048, "PDL": True},
         4,
+        {"gate_factor": "fp32", "out_factor": "fp32"},
     ),
     (activations._gated_activation_kernel, {**ACTIVATION, "GELU": True}, 4),
     (activations._gated_activation_kernel, {**ACTIVATION, "GELU": False}, 4),

@@ -93,9 +93,7 @@ FLOATS = (
     "total_ptr",
     "key_ptr",
 )
-FACTORS = (
-    "gate_factor", "x_factor", "key_factor", "query_factor", "step_factor", "out_factor",
-)  # fmt: skip
+FACTORS = ("gate_factor", "step_factor", "out_factor")
 TYPES = {
     "query_start_ptr": "*i32", "seq_lens_ptr": "*i32", "slots_ptr": "*i64", "chunk_ptr": "*i32",
     "counter_ptr": "*i32",

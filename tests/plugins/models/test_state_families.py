@@ -237,7 +237,9 @@ class Kernels:
 
 @pytest.mark.slow
 @interpreted
-@pytest.mark.parametrize("case", ["Qwen3NextForCausalLM", "JambaForCausalLM"])
+@pytest.mark.parametrize(
+    "case", ["Qwen3NextForCausalLM", "JambaForCausalLM", "FalconH1ForCausalLM:norm first"]
+)
 async def test_kernels_over_states_equal_transformers(case: str, tmp_path: Path) -> None:
     """A prompt in two steps of several chunks each, and from the states of its prefix."""
     reference, folder = reference_and_folder(case, tmp_path)
