@@ -1,4 +1,4 @@
-"""Activations of gated layers: as functions of a kernel, and over a fused gate-and-up projection.
+"""Activations: as functions of a kernel, and of gated layers over a fused gate-and-up projection.
 
     silu_mul: silu(gate) * up        gelu_mul: gelu(gate) * up, gelu by its tanh approximation
 
@@ -64,6 +64,34 @@ def gelu_product(gate, up):
     # gate / 2 * (1 + tanh(inner)), where (1 + tanh(z)) / 2 = 1 / (1 + exp(-2 z))
     inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
     return gate / (1.0 + tl.exp(-2.0 * inner)) * up
+
+
+ACTIVATIONS = {
+    "gelu": "gelu", "gelu_fast": "gelu_tanh", "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu", "relu2": "relu2", "silu": "silu",
+    "swish": "silu", "tanh": "tanh",
+}  # fmt: skip
+"""Name in configurations → name of `activated`."""
+
+
+@triton.jit
+def activated(x, NAME: tl.constexpr):
+    """Return the activation NAME of x, float32; "": x. NaN propagates."""
+    if NAME == "gelu":
+        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif NAME == "gelu_tanh":
+        return gelu_product(x, 1.0)
+    elif NAME == "relu":
+        return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    elif NAME == "relu2":
+        return squared_relu(x)
+    elif NAME == "silu":
+        return gated_product(x, 1.0, None, None)
+    elif NAME == "tanh":
+        return 1.0 - 2.0 / (1.0 + tl.exp(2.0 * x))
+    else:
+        tl.static_assert(NAME == "")
+        return x
 
 
 @triton.jit

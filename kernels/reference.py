@@ -9,14 +9,22 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 
+from .activations import ACTIVATIONS
 from .quant.quantized_weight import QuantizedWeight, Weight, weight_arguments
 
 Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """[2, num_blocks, block_size, num_kv_heads, head_dim], or quantized: see
 attention/quantized_tiles.py."""
+ACTIVATED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(), "silu": F.silu, "tanh": torch.tanh,
+}  # fmt: skip
+"""Twins of `activated`, by name."""
 
 
 def quantize_heads(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -252,10 +260,12 @@ def gemv(
     bias: torch.Tensor | None = None,
     *,
     norm: tuple[torch.Tensor, float] | None = None,
+    layer_norm: tuple[torch.Tensor, torch.Tensor | None, float] | None = None,
     residual: torch.Tensor | None = None,
     gated: bool = False,
+    activation: str = "",
 ) -> torch.Tensor:
-    """residual + norm(x) Wᵀ + bias, or silu(gate) * up of it; float32 until the end.
+    """residual + activation(norm(x) Wᵀ + bias), or silu(gate) * up of it; float32 until the end.
 
     x: [M, K], any number of rows; weight: [N, K], the gate's rows first when gated.
     """
@@ -265,12 +275,18 @@ def gemv(
     if norm is not None:
         wide = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + norm[1])
         wide = wide * norm[0].float()
+    if layer_norm is not None:
+        factors, offsets, eps = layer_norm
+        offsets = None if offsets is None else offsets.float()
+        wide = torch.nn.functional.layer_norm(wide, wide.shape[-1:], factors.float(), offsets, eps)
     out = wide @ weight.float().t()
     if bias is not None:
         out = out + bias.float()
     if gated:
         gate, up = out.chunk(2, dim=-1)
         out = torch.nn.functional.silu(gate) * up
+    if activation:
+        out = ACTIVATED[ACTIVATIONS[activation]](out)
     if residual is not None:
         out = out + residual.float()
     return out.to(x.dtype)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .activations import gated_product
+from .activations import activated, gated_product
 
 
 @triton.jit
@@ -83,10 +83,12 @@ def row_epilogue(
     GATED: tl.constexpr,
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
+    ACTIVATION: tl.constexpr,
 ):
-    """Store the sums of a single row, [BLOCK_N], with bias, gate and residual."""
+    """Store the sums of a single row, [BLOCK_N], with bias, gate or activation, and residual."""
     in_n = offs_n < N
     acc = apply_bias_and_gate(acc, up_acc, bias_ptr, offs_n, in_n, N, GATED, BIAS, None, None)
+    acc = activated(acc, ACTIVATION)
     if RESIDUAL:
         acc += tl.load(residual_ptr + offs_n, mask=in_n, other=0.0).to(tl.float32)
     tl.store(out_ptr + offs_n, acc.to(out_ptr.dtype.element_ty), mask=in_n)

@@ -60,7 +60,7 @@ class Embedding(nn.Module):
     def logits(self, hidden: torch.Tensor, *, norm: nn.Module | None = None) -> torch.Tensor:
         """Compute logits, tied or not: [num_rows, hidden_size] → [num_rows, vocab_size]; without
         `gathers`, those of this rank's rows, padding included."""
-        hidden, fused = before_product(hidden, norm)
+        hidden, fused = before_product(hidden, norm, self.operations)
         logits = self.operations.linear(hidden, self.weight, self.bias, norm=fused)
         if self.own is None or not self.gathers:
             return logits

@@ -82,8 +82,17 @@ class Linear(nn.Module):
         residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """[num_tokens, in_features] → [num_tokens, out_features]; `residual` may be overwritten."""
-        x, fused = before_product(x, norm)
+        x, fused = before_product(x, norm, self.operations)
         return self.operations.linear(x, self.weight, self.bias, norm=fused, residual=residual)
+
+    def activated(
+        self, x: torch.Tensor, activation: str, *, norm: nn.Module | None = None
+    ) -> torch.Tensor:
+        """activation(norm(x) Wᵀ + b): [num_tokens, in_features] → [num_tokens, out_features]"""
+        x, fused = before_product(x, norm, self.operations, "activated_linear")
+        return self.operations.activated_linear(
+            x, self.weight, self.bias, activation=activation, norm=fused
+        )
 
 
 class MergedLinear(Linear):
@@ -175,5 +184,5 @@ class GatedLinear(MergedLinear):
     ) -> torch.Tensor:
         """[num_tokens, in_features] → [num_tokens, out_features]"""
         assert residual is None, "a gate has no residual"
-        x, fused = before_product(x, norm)
+        x, fused = before_product(x, norm, self.operations, "gated_linear")
         return self.operations.gated_linear(x, self.weight, self.bias, norm=fused)

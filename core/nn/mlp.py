@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -80,7 +82,11 @@ class PlainMLP(nn.Module):
     ) -> None:
         """`field`: the configuration's field that names the activation."""
         super().__init__()
-        self.activation = activation_named(activation, field=field)
+        self.activation: Callable[[torch.Tensor], torch.Tensor] = activation_named(
+            activation, field=field
+        )
+        self.fused_activation: str | None = activation
+        """Its name, for a product that applies it; None: it is no such function."""
         self.ranks = build.ranks
         own = build.inner_share(intermediate_size)
         self.up_proj = Linear(
@@ -100,4 +106,7 @@ class PlainMLP(nn.Module):
 
     def inner(self, hidden: torch.Tensor, norm: nn.Module | None = None) -> torch.Tensor:
         """activation(up(norm(hidden))): → [num_tokens, intermediate_size]"""
-        return self.activation(self.up_proj(hidden, norm=norm))
+        up: nn.Module = self.up_proj  # Quantized, it is another class.
+        if isinstance(up, Linear) and self.fused_activation is not None:
+            return up.activated(hidden, self.fused_activation, norm=norm)
+        return self.activation(up(hidden, norm=norm))

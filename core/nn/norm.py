@@ -1,10 +1,13 @@
 """Norms as separate layers, and fused with the product after them.
 
-Products take any norm as `norm=`: an RMSNorm is passed to the operation, which may apply it in the
-same pass; every other norm is applied before it (`before_product`).
+Products take any norm as `norm=`: an RMSNorm, and a LayerNorm where operations say that they take
+one, are passed to the operation, which may apply it in the same pass; every other norm is applied
+before it (`before_product`).
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,7 +15,7 @@ from torch import nn
 from ..errors import ConfigError
 from ..parallel.sharding import Sharding
 from .context import BuildContext
-from .operations import Norm
+from .operations import CenteredNorm, Norm, Operations
 
 
 class RMSNorm(nn.Module):
@@ -115,6 +118,11 @@ class LayerNorm(nn.Module):
         self.bias = nn.Parameter(build.empty(size)) if bias else None
         self.operations = build.operations
 
+    @property
+    def norm(self) -> CenteredNorm:
+        """Return the parameters, for operations that apply the norm themselves."""
+        return CenteredNorm(self.weight, self.bias, self.eps)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., size] → [..., size]"""
         return self.operations.layer_norm(x, self.weight, self.bias, self.eps)
@@ -131,14 +139,23 @@ class BiaslessLayerNorm(LayerNorm):
         super().__init__(size, eps, build, bias=False)
 
 
-def before_product(x: torch.Tensor, norm: nn.Module | None) -> tuple[torch.Tensor, Norm | None]:
-    """Return a product's input, and the norm that the operation has to apply to it.
+def before_product(
+    x: torch.Tensor,
+    norm: nn.Module | None,
+    operations: Operations | None = None,
+    method: str = "linear",
+) -> tuple[torch.Tensor, Any]:
+    """Return a product's input, and the norm that the operation has to apply to it: an `AnyNorm`,
+    or where no `operations` are given, a `Norm`.
 
-    x: [num_tokens, size] → the same shape
+    x: [num_tokens, size] → the same shape; method: that of `operations` that will get the norm.
     """
     if norm is None:
         return x, None
     if isinstance(norm, RMSNorm):
+        return x, norm.norm
+    takes = operations is not None and f"{method}.layer_norm" in operations.features
+    if takes and isinstance(norm, LayerNorm):
         return x, norm.norm
     return norm(x), None
 

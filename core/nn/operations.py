@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeAlias
 import torch
 import torch.nn.functional as F
 
+from .activations import ACTIVATIONS
 from .kv_cache.quantized_cache import QuantizedCache, write_blocks
 from .latent.operations import LatentOperations
 from .packed import PackedWeight, dequantize
@@ -32,6 +33,18 @@ class Norm(NamedTuple):
     weight: torch.Tensor
     """[size], of x's type or float32"""
     eps: float
+
+
+class CenteredNorm(NamedTuple):
+    """A LayerNorm's parameters, likewise."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    eps: float
+
+
+AnyNorm: TypeAlias = Norm | CenteredNorm
+"""Of operations with the feature `layer_norm`; others get a `Norm`."""
 
 
 class HeadLayout(NamedTuple):
@@ -101,6 +114,7 @@ class Operations(
     features: ClassVar[frozenset[str]] = frozenset({
         "cached_heads.quantized", "write_cache.quantized",
         "decode_inputs.dropped", "step_inputs.dropped",
+        "linear.layer_norm", "activated_linear.layer_norm", "gated_linear.layer_norm",
         "bidirectional_attention.distance_bias", "experts.activation", "experts.bias",
         "experts.foreign", "experts.gelu", "experts.relu2", "gated_rms_norm.sigmoid",
         "route.bias", "route.factor", "route.groups", "route.sigmoid",
@@ -185,13 +199,19 @@ class Operations(
             out[group.source] = flat if group.visible is None else flat[group.place]
         return out
 
+    def normed(self, x: torch.Tensor, norm: AnyNorm) -> torch.Tensor:
+        """Apply either norm: [..., size] → the same shape."""
+        if isinstance(norm, CenteredNorm):
+            return self.layer_norm(x, norm.weight, norm.bias, norm.eps)
+        return self.rms_norm(x, norm)
+
     def linear(
         self,
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None = None,
         *,
-        norm: Norm | None = None,
+        norm: AnyNorm | None = None,
         residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """residual + norm(x) Wᵀ + bias: [T, in_features] → [T, out_features].
@@ -199,9 +219,22 @@ class Operations(
         `residual` may be overwritten: use the returned tensor.
         """
         if norm is not None:
-            x = self.rms_norm(x, norm)
+            x = self.normed(x, norm)
         out = F.linear(x, weight, bias)
         return out if residual is None else residual + out
+
+    def activated_linear(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        *,
+        activation: str,
+        norm: AnyNorm | None = None,
+    ) -> torch.Tensor:
+        """activation(norm(x) Wᵀ + bias), by its name in `ACTIVATIONS`: [T, in_features] → [T,
+        out_features]."""
+        return ACTIVATIONS[activation](self.linear(x, weight, bias, norm=norm))
 
     def gated_linear(
         self,
@@ -209,7 +242,7 @@ class Operations(
         weight: torch.Tensor,
         bias: torch.Tensor | None = None,
         *,
-        norm: Norm | None = None,
+        norm: AnyNorm | None = None,
     ) -> torch.Tensor:
         """silu(gate) * up of one product, gate's rows first: [T, in_features] → [T, out / 2]."""
         return self.silu_mul(self.linear(x, weight, bias, norm=norm))

@@ -1,9 +1,11 @@
 """One token through a linear layer, with the norm before it and what follows it in one pass.
 
-    out = residual + norm(x) Wᵀ + bias        or, gated,        out = silu(g) * u of the product
+    out = residual + activation(norm(x) Wᵀ + bias)    or, gated,    out = silu(g) * u of the product
 
 A product with one row is bound by reading the weight, so all work on x or out alone is fused into
-it: the RMSNorm is linear in x except for one scale, which is applied at the end. A quantized weight
+it: the RMSNorm is linear in x except for one scale, which is applied at the end. A LayerNorm needs
+the mean of x first: each program reads x once more, while its first tile is on its way. A quantized
+weight
 is dequantised in registers; inputs keep their type, so only the weight is rounded.
 
 Memory: the weight once (N * K elements, or N * K * bits / 8 bytes and 2 to 4 bytes per group); x
@@ -22,6 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..activations import ACTIVATIONS
 from ..launch import launch
 from ..pdl import gdc_launch_dependents, gdc_wait, pdl_options
 from ..quant.dequant_tile import dequant_tile, load_scale, load_zero
@@ -63,6 +66,17 @@ def _dequantized(
 
 
 @triton.jit
+def _moments(x_ptr, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the mean of x, and 1 / sqrt(variance + eps)."""
+    offsets = tl.arange(0, BLOCK)
+    mask = offsets < SIZE
+    x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    mean = tl.sum(x, axis=0) / SIZE
+    x = tl.where(mask, x - mean, 0.0)
+    return mean, tl.rsqrt(tl.sum(x * x, axis=0) / SIZE + eps)
+
+
+@triton.jit
 def _gemv_kernel(
     out_ptr,
     x_ptr,
@@ -71,6 +85,7 @@ def _gemv_kernel(
     zero_ptr,
     bias_ptr,
     norm_ptr,
+    norm_bias_ptr,
     residual_ptr,
     eps,
     stride_weight,
@@ -79,12 +94,16 @@ def _gemv_kernel(
     N: tl.constexpr,
     FORMAT: tl.constexpr,
     NORM: tl.constexpr,
+    CENTERED: tl.constexpr,
+    NORM_BIAS: tl.constexpr,
     GATED: tl.constexpr,
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     UNROLL: tl.constexpr,
+    BLOCK_X: tl.constexpr,
     PDL: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -104,6 +123,8 @@ def _gemv_kernel(
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     up_acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32) if GATED else acc
     squares = tl.zeros([BLOCK_K], tl.float32)
+    mean = tl.full([], 0.0, tl.float32)
+    norm_scale = tl.full([], 1.0, tl.float32)
     if PDL and EARLY:
         gdc_launch_dependents()
     for base in range(0, WIDTH, BLOCK_K * UNROLL):
@@ -117,6 +138,9 @@ def _gemv_kernel(
             if PDL and step == 0:
                 if base == 0:
                     gdc_wait()
+            if CENTERED and step == 0:
+                if base == 0:
+                    mean, norm_scale = _moments(x_ptr, eps, WIDTH * PACK_FACTOR, BLOCK_X)
             for part in tl.static_range(PACK_FACTOR):
                 k = part * WIDTH + start
                 if EVEN_K:
@@ -124,12 +148,18 @@ def _gemv_kernel(
                 else:
                     x = tl.load(x_ptr + k + offs_k, mask=in_k, other=0.0).to(tl.float32)
                 if NORM:
-                    squares += x * x
+                    if CENTERED:
+                        x = (x - mean) * norm_scale
+                    else:
+                        squares += x * x
                     if EVEN_K:
                         norm = tl.load(norm_ptr + k + offs_k)
                     else:
                         norm = tl.load(norm_ptr + k + offs_k, mask=in_k, other=0.0)
                     x *= norm.to(tl.float32)
+                    if NORM_BIAS:
+                        norm = tl.load(norm_bias_ptr + k + offs_k, mask=in_k, other=0.0)
+                        x += norm.to(tl.float32)
                 value = _dequantized(
                     tile, scale_ptr, zero_ptr, offs_n, in_n, k // GROUP, stride_scale,
                     stride_zero, part, FORMAT, SCALED,
@@ -153,8 +183,7 @@ def _gemv_kernel(
         if GATED:
             scale_ptrs = scale_ptr + (N + offs_n) // FORMAT.scale_rows
             up_out *= tl.load(scale_ptrs, mask=in_n, other=0.0).to(tl.float32)
-    norm_scale = 1.0
-    if NORM:
+    if NORM and not CENTERED:
         norm_scale = tl.rsqrt(tl.sum(squares, axis=0) / (WIDTH * PACK_FACTOR) + eps)
         out *= norm_scale
     if GATED:
@@ -162,8 +191,11 @@ def _gemv_kernel(
             # After the gate's sums, so that the compiler converts a dense weight's numbers later:
             # 127 registers for Qwen3-8B's gate and up instead of 152, and 46 us instead of 56.
             up_out = tl.sum(up_acc, axis=1)
-        up_out *= norm_scale
-    row_epilogue(out, up_out, out_ptr, bias_ptr, residual_ptr, offs_n, N, GATED, BIAS, RESIDUAL)
+        if not CENTERED:
+            up_out *= norm_scale
+    row_epilogue(
+        out, up_out, out_ptr, bias_ptr, residual_ptr, offs_n, N, GATED, BIAS, RESIDUAL, ACTIVATION
+    )
 
 
 class GemvConfig(NamedTuple):
@@ -229,17 +261,23 @@ def gemv(
     bias: torch.Tensor | None = None,
     *,
     norm: tuple[torch.Tensor, float] | None = None,
+    layer_norm: tuple[torch.Tensor, torch.Tensor | None, float] | None = None,
     residual: torch.Tensor | None = None,
     gated: bool = False,
+    activation: str = "",
     config: GemvConfig | None = None,
 ) -> torch.Tensor:
     """x: [1, K], last stride 1; weight: [N, K] → [1, N], or gated [1, N / 2], of x's type.
 
-    norm: (weight [K], eps); bias: [N]; residual: [1, N], contiguous, not with `gated`. Sums in
-    float32, rounded once.
+    norm: of an RMSNorm (weight [K], eps); layer_norm: (weight [K], bias [K], eps); bias: [N];
+    residual: [1, N], contiguous, not with `gated`; activation: a name of ACTIVATIONS, not with
+    `gated`. Sums in float32, rounded once.
     """
-    if residual is not None and gated:
-        raise ValueError("a gated product takes no residual")
+    if (residual is not None or activation) and gated:
+        raise ValueError("a gated product takes no residual and no other activation")
+    factors, offsets, eps = layer_norm or (None, None, 0.0)
+    if norm is not None:
+        factors, eps = norm
     values = values_of(weight)
     rows, width = values.shape
     outputs = rows // 2 if gated else rows
@@ -253,19 +291,24 @@ def gemv(
         x,
         *arguments.tensors,
         bias,
-        None if norm is None else norm[0],
+        factors,
+        offsets,
         residual,
-        0.0 if norm is None else norm[1],
+        eps,
         *arguments.strides,
         N=outputs,
         FORMAT=arguments.format,
-        NORM=norm is not None,
+        NORM=factors is not None,
+        CENTERED=layer_norm is not None,
+        NORM_BIAS=offsets is not None,
         GATED=gated,
         BIAS=bias is not None,
         RESIDUAL=residual is not None,
+        ACTIVATION=ACTIVATIONS[activation] if activation else "",
         BLOCK_N=config.block_n,
         BLOCK_K=block_k,
         UNROLL=_unroll(weight, triton.cdiv(width, block_k)),
+        BLOCK_X=triton.next_power_of_2(x.shape[1]) if layer_norm is not None else 1,
         PDL=bool(options),
         EARLY=values.nbytes >= EARLY_BYTES,
         num_warps=config.num_warps,

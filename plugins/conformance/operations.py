@@ -18,7 +18,9 @@ import numpy as np
 import pytest
 import torch
 
+from ...core.nn.activations import ACTIVATIONS
 from ...core.nn.operations import (
+    CenteredNorm,
     ClampedSwiGLU,
     DenseRows,
     HeadLayout,
@@ -64,6 +66,8 @@ def wide(value: Any) -> Any:
         return value.float() if value.is_floating_point() and value.dtype.itemsize > 1 else value
     if isinstance(value, Norm):
         return Norm(value.weight.float(), value.eps)
+    if isinstance(value, CenteredNorm):
+        return CenteredNorm(wide(value.weight), wide(value.bias), value.eps)
     return value
 
 
@@ -73,6 +77,8 @@ def copied(value: Any) -> Any:
         return value.clone()
     if isinstance(value, Norm):
         return Norm(value.weight.clone(), value.eps)
+    if isinstance(value, CenteredNorm):
+        return CenteredNorm(copied(value.weight), copied(value.bias), value.eps)
     if isinstance(value, PackedWeight):
         parts: dict[str, Any] = {name: part.clone() for name, part in value.tensors().items()}
         return value._replace(**parts)
@@ -225,10 +231,16 @@ class OperationsKit(BatchChecks, QuantizedCacheChecks, StateChecks, Kit):
 
     # -------------------------------------------------------------- products
 
-    def product_cases(self, dtype: torch.dtype, rows: int) -> list[dict[str, Any]]:
-        """Return the arguments besides x and the weight."""
+    def product_cases(
+        self, dtype: torch.dtype, rows: int, name: str = "packed_linear"
+    ) -> list[dict[str, Any]]:
+        """Return the arguments of a method besides x and the weight."""
         bias = self.draw(rows, dtype=dtype, seed=7)
-        return [{}, {"bias": bias}, {"norm": self.norm(SIZE, dtype)}]
+        cases: list[dict[str, Any]] = [{}, {"bias": bias}, {"norm": self.norm(SIZE, dtype)}]
+        if f"{name}.layer_norm" in self.make(dtype).features:
+            weight, offset = self.norm(SIZE, dtype).weight, self.draw(SIZE, dtype=dtype, seed=5)
+            cases.append({"norm": CenteredNorm(weight, offset, 0.3), "bias": bias})
+        return cases
 
     @pytest.mark.parametrize("tokens", TOKENS)
     def test_linear(self, tokens: int, dtype: torch.dtype) -> None:
@@ -236,16 +248,27 @@ class OperationsKit(BatchChecks, QuantizedCacheChecks, StateChecks, Kit):
         weight = self.draw(OUTPUTS, SIZE, dtype=dtype, seed=6, scale=SIZE**-0.5)
         x = self.draw(tokens, SIZE, dtype=dtype)
         residual = self.draw(tokens, OUTPUTS, dtype=dtype, seed=8)
-        cases = self.product_cases(dtype, OUTPUTS)
+        cases = self.product_cases(dtype, OUTPUTS, "linear")
         every = {**cases[1], **cases[2], "residual": residual}
         for case in (*cases, {"residual": residual}, every):
             self.compare("linear", dtype, x, weight, times=2, **case)
+
+    @pytest.mark.parametrize("tokens", TOKENS[:2])
+    def test_activated_linear(self, tokens: int, dtype: torch.dtype) -> None:
+        weight = self.draw(OUTPUTS, SIZE, dtype=dtype, seed=6, scale=SIZE**-0.5)
+        x = self.draw(tokens, SIZE, dtype=dtype)
+        cases = self.product_cases(dtype, OUTPUTS, "activated_linear")
+        for number, activation in enumerate(ACTIVATIONS):
+            case = cases[number % len(cases)]
+            self.compare(
+                "activated_linear", dtype, x, weight, times=2, activation=activation, **case
+            )
 
     @pytest.mark.parametrize("tokens", TOKENS)
     def test_gated_linear(self, tokens: int, dtype: torch.dtype) -> None:
         weight = self.draw(2 * OUTPUTS, SIZE, dtype=dtype, seed=6, scale=SIZE**-0.5)
         x = self.draw(tokens, SIZE, dtype=dtype)
-        cases = self.product_cases(dtype, 2 * OUTPUTS)
+        cases = self.product_cases(dtype, 2 * OUTPUTS, "gated_linear")
         for case in (*cases, {**cases[1], **cases[2]}):
             self.compare("gated_linear", dtype, x, weight, times=2, **case)
 

@@ -40,6 +40,7 @@ class XieluMLP(PlainMLP):
     def __init__(self, hidden_size: int, intermediate_size: int, build: BuildContext) -> None:
         super().__init__(hidden_size, intermediate_size, "silu", build, bias=False)
         self.act_fn = self.activation = XIELU(build)
+        self.fused_activation = None
 
 
 class ApertusForCausalLM(CausalLM):

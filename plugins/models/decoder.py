@@ -217,9 +217,14 @@ class ParallelBlock(Block):
         self, hidden: torch.Tensor, rotary: Rotary | None, context: ForwardContext
     ) -> torch.Tensor:
         """[num_tokens, hidden_size] → the same shape; `hidden` may be overwritten."""
-        normed = [getattr(self, name)(hidden) for name in self.norms]
-        heads = self.self_attn.inner(normed[0], None, rotary, context)
-        inner = self.mlp.inner(normed[-1])
+        norms = [getattr(self, name) for name in self.norms]
+        if hidden.shape[0] == 1:  # Products of one token apply norms themselves.
+            heads = self.self_attn.inner(hidden, norms[0], rotary, context)
+            inner = self.mlp.inner(hidden, norms[-1])
+        else:
+            normed = [norm(hidden) for norm in norms]
+            heads = self.self_attn.inner(normed[0], None, rotary, context)
+            inner = self.mlp.inner(normed[-1])
         products = (self.self_attn.o_proj, heads), (self.mlp.down_proj, inner)
         return self.self_attn.ranks.add(hidden, *products)
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from ...core.nn.kv_cache.quantized_cache import KVCache, QuantizedCache, code_bits
 from ...core.nn.latent.operations import LatentOperations
 from ...core.nn.operations import (
+    AnyNorm,
+    CenteredNorm,
     ExpertActivation,
     ExpertWeight,
     HeadLayout,
@@ -67,6 +69,11 @@ WORKSPACE_FLOATS = 4 << 20
 """Floats for the partial sums of products that are split over K."""
 
 
+def _norm_of(norm: AnyNorm | None) -> dict[str, Any]:
+    """Return the argument of `gemv`."""
+    return {"layer_norm" if isinstance(norm, CenteredNorm) else "norm": norm}
+
+
 class TritonOperations(TritonStates, TritonLatents, Operations):
     """Multiplies one token by fused matrix-vector products, a few by `small_m_matmul` where that
     was measured to be faster, more by cuBLAS with kernels around it."""
@@ -118,14 +125,14 @@ class TritonOperations(TritonStates, TritonLatents, Operations):
         weight: torch.Tensor,
         bias: torch.Tensor | None = None,
         *,
-        norm: Norm | None = None,
+        norm: AnyNorm | None = None,
         residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """residual + norm(x) Wᵀ + bias, the residual overwritten."""
         if x.shape[0] == 1:
-            return gemv(x, weight, bias, norm=norm, residual=residual)
+            return gemv(x, weight, bias, **_norm_of(norm), residual=residual)
         if norm is not None:
-            x = self.rms_norm(x, norm)
+            x = self.normed(x, norm)
         if (config := self._small_m_config(x, weight, gated=False)) is not None:
             workspace = self._workspace(x.device)
             return small_m_matmul(
@@ -135,19 +142,33 @@ class TritonOperations(TritonStates, TritonLatents, Operations):
             return super().linear(x, weight, bias, residual=residual)
         return residual.addmm_(x, weight.t())
 
+    def activated_linear(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        *,
+        activation: str,
+        norm: AnyNorm | None = None,
+    ) -> torch.Tensor:
+        """activation(norm(x) Wᵀ + bias), for one token in one launch."""
+        if x.shape[0] == 1:
+            return gemv(x, weight, bias, **_norm_of(norm), activation=activation)
+        return super().activated_linear(x, weight, bias, activation=activation, norm=norm)
+
     def gated_linear(
         self,
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None = None,
         *,
-        norm: Norm | None = None,
+        norm: AnyNorm | None = None,
     ) -> torch.Tensor:
         """silu(gate) * up of one product."""
         if x.shape[0] == 1:
-            return gemv(x, weight, bias, norm=norm, gated=True)
+            return gemv(x, weight, bias, **_norm_of(norm), gated=True)
         if norm is not None:
-            x = self.rms_norm(x, norm)
+            x = self.normed(x, norm)
         if (config := self._small_m_config(x, weight, gated=True)) is not None:
             workspace = self._workspace(x.device)
             return small_m_matmul(x, weight, bias, gated=True, config=config, workspace=workspace)

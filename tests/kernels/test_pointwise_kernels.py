@@ -169,10 +169,33 @@ def test_gemv_equals_its_twin(dtype, rows, norm, bias, after):
         close(gemv(x, weight, **options, config=config), want)
 
 
-def test_gemv_refuses_a_gate_with_a_residual():
+@pytest.mark.parametrize(
+    ("dtype", "activation", "bias"),
+    [
+        (DTYPES[0], "gelu", True), (DTYPES[1], "gelu_new", False), (DTYPES[0], "relu", True),
+        (DTYPES[1], "relu2", False), (DTYPES[0], "silu", True), (DTYPES[0], "tanh", False),
+        (DTYPES[0], "gated", True),
+    ],
+)  # fmt: skip
+def test_gemv_of_a_layer_norm_and_an_activation_equals_its_twin(dtype, activation, bias):
+    size, rows, gated = 200, 38, activation == "gated"
+    x = draw(1, size, dtype=dtype) + 3
+    weight = draw(rows, size, dtype=dtype) / size**0.5
+    norm = draw(size, dtype=dtype) + 1, draw(size, dtype=dtype) if bias else None, 1e-3
+    options = {
+        "bias": draw(rows, dtype=dtype) if bias else None, "layer_norm": norm,
+        "gated": gated, "activation": "" if gated else activation,
+    }  # fmt: skip
+    want = reference.gemv(x, weight, **options)
+    for config in (None, GemvConfig(4, 64, 1)):
+        close(gemv(x, weight, **options, config=config), want)
+
+
+@pytest.mark.parametrize("after", ["residual", "activation"])
+def test_gemv_refuses_a_gate_with_a_residual_or_another_activation(after):
     x, weight = draw(1, 8, dtype=torch.float32), draw(4, 8, dtype=torch.float32)
-    with pytest.raises(ValueError, match="residual"):
-        gemv(x, weight, residual=x[:, :2], gated=True)
+    with pytest.raises(ValueError, match=after):
+        gemv(x, weight, gated=True, **{after: x[:, :2] if after == "residual" else "relu"})
 
 
 def choose(logits: torch.Tensor, rows: list[tuple[float, float, int]], lengths: list[int]):

@@ -129,7 +129,16 @@ FP8 = {
     "RESIDUAL": True,
 }
 INT4 = {**FP8, "FORMAT": words(512, True), "WIDTH": 512, "GROUP_SIZE": 128, "ZERO": True}
-GEMV = {"UNROLL": 2, "NORM": True, "GATED": False, "PDL": True, "EARLY": True, "BLOCK_N": 4}
+GEMV_PLAIN = {"CENTERED": False, "NORM_BIAS": False, "ACTIVATION": "", "BLOCK_X": 1}
+GEMV = {
+    **GEMV_PLAIN,
+    "UNROLL": 2,
+    "NORM": True,
+    "GATED": False,
+    "PDL": True,
+    "EARLY": True,
+    "BLOCK_N": 4,
+}
 SLOT_TABLE = {"lengths_ptr": "*i32"}
 FP8_TYPES = {"weight_ptr": "*fp8e4nv", "scale_ptr": "*fp32"}
 FP8_CACHE = {"key_cache_ptr": "*fp8e4nv", "value_cache_ptr": "*fp8e4nv"}
@@ -469,6 +478,7 @@ KERNELS = [
     (
         gemv._gemv_kernel,
         {
+            **GEMV_PLAIN,
             "N": 4096,
             "FORMAT": dense(4096),
             "NORM": True,
@@ -486,6 +496,7 @@ KERNELS = [
     (
         gemv._gemv_kernel,
         {
+            **GEMV_PLAIN,
             "N": 6100,
             "FORMAT": dense(1000),
             "NORM": True,
@@ -499,6 +510,30 @@ KERNELS = [
             "EARLY": True,
         },
         4,
+    ),
+    *(
+        (
+            gemv._gemv_kernel,
+            {
+                "N": 16384,
+                "FORMAT": dense(4544),
+                "NORM": True,
+                "CENTERED": True,
+                "NORM_BIAS": True,
+                "GATED": not activation,
+                "BIAS": True,
+                "RESIDUAL": False,
+                "ACTIVATION": activation,
+                "BLOCK_N": 4,
+                "BLOCK_K": 1024,
+                "UNROLL": 5,
+                "BLOCK_X": 8192,
+                "PDL": True,
+                "EARLY": True,
+            },
+            4,
+        )
+        for activation in ("", "gelu", "gelu_tanh", "relu", "relu2", "silu", "tanh")
     ),
     (
         qk_norm_rope_cache._qk_norm_rope_cache_kernel,
@@ -656,6 +691,7 @@ KERNELS = [
     (
         gemv._gemv_kernel,
         {
+            **GEMV_PLAIN,
             "N": 4096,
             "FORMAT": dense(2304),
             "NORM": True,
