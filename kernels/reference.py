@@ -264,8 +264,10 @@ def gemv(
     residual: torch.Tensor | None = None,
     gated: bool = False,
     activation: str = "",
+    factor: float = 1.0,
 ) -> torch.Tensor:
-    """residual + activation(norm(x) Wᵀ + bias), or silu(gate) * up of it; float32 until the end.
+    """residual + factor * activation(norm(x) Wᵀ + bias), or silu(gate) * up of it; float32 until
+    the end.
 
     x: [M, K], any number of rows; weight: [N, K], the gate's rows first when gated.
     """
@@ -288,7 +290,7 @@ def gemv(
     if activation:
         out = ACTIVATED[ACTIVATIONS[activation]](out)
     if residual is not None:
-        out = out + residual.float()
+        out = factor * out + residual.float()
     return out.to(x.dtype)
 
 

@@ -84,11 +84,15 @@ def row_epilogue(
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    FACTOR: tl.constexpr,
 ):
-    """Store the sums of a single row, [BLOCK_N], with bias, gate or activation, and residual."""
+    """Store the sums of a single row, [BLOCK_N], with bias, gate or activation, then times FACTOR,
+    and with the residual."""
     in_n = offs_n < N
     acc = apply_bias_and_gate(acc, up_acc, bias_ptr, offs_n, in_n, N, GATED, BIAS, None, None)
     acc = activated(acc, ACTIVATION)
+    if FACTOR != 1.0:
+        acc *= FACTOR
     if RESIDUAL:
         acc += tl.load(residual_ptr + offs_n, mask=in_n, other=0.0).to(tl.float32)
     tl.store(out_ptr + offs_n, acc.to(out_ptr.dtype.element_ty), mask=in_n)

@@ -14,7 +14,7 @@ from ..protocols.attention import AttentionBackend, AttentionSpec
 from .context import BatchLayout, BuildContext, ForwardContext
 from .kv_cache.quantized_cache import KVCache, QuantizedCache
 from .norm import RMSNorm
-from .operations import HeadLayout
+from .operations import HeadLayout, rotate
 from .rotary import Rotary
 
 
@@ -71,11 +71,13 @@ class Attention(nn.Module):
         key_norm: RMSNorm | None = None,
         sinks: torch.Tensor | None = None,
         distance_bias: torch.Tensor | None = None,
+        norm_last: bool = False,
     ) -> torch.Tensor:
         """qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], may be overwritten
         → [num_tokens, num_heads * head_dim]
 
-        Queries and keys are normed over each head, then rotated, if norms and rotation are given.
+        Queries and keys are normed over each head, then rotated, if norms and rotation are given,
+        or with `norm_last` rotated, then normed.
         sinks: [num_heads], if the spec has them; distance_bias: as `AttentionBackend.forward` has
         it, if the spec does.
         """
@@ -83,12 +85,17 @@ class Attention(nn.Module):
         cos_sin = rotary.cos_sin if rotary else None
         norms = (query_norm.norm if query_norm else None, key_norm.norm if key_norm else None)
         more = self._kept_queries(backend, context)
+        if norm_last and more is not None:
+            more = {**more, "norm_last": True} if backend.norms_rotated else None
         if sinks is None and distance_bias is None and more is not None:
             out = backend.forward_projection(
                 self.spec, qkv, cos_sin, *norms, kv_cache, metadata, **more
             )
             if out is not None:
                 return out.reshape(out.shape[0], -1)
+        if norm_last and cos_sin is not None:
+            self._rotate(qkv, cos_sin[context.positions])
+            cos_sin = None
         cut = (qkv, self.layout, context.positions, cos_sin, *norms)
         if not backend.standard_cache:
             heads = self.operations.heads(*cut)
@@ -127,6 +134,12 @@ class Attention(nn.Module):
         more = {name: values for name, values in learned.items() if values is not None}
         out = backend.forward(self.spec, query, key, value, kv_cache, metadata, **more)
         return out.reshape(out.shape[0], -1)
+
+    def _rotate(self, qkv: torch.Tensor, turn: torch.Tensor) -> None:
+        """Rotate queries and keys in place; turn: [num_tokens, rotary_dim]."""
+        count = self.layout.num_heads + self.layout.num_kv_heads
+        heads = qkv[:, : count * self.layout.head_dim].view(-1, count, self.layout.head_dim)
+        heads.copy_(rotate(heads, turn[:, None].to(qkv.dtype)))
 
     def _kept_queries(
         self, backend: AttentionBackend, context: ForwardContext

@@ -85,6 +85,13 @@ class Linear(nn.Module):
         x, fused = before_product(x, norm, self.operations)
         return self.operations.linear(x, self.weight, self.bias, norm=fused, residual=residual)
 
+    def add_scaled(self, residual: torch.Tensor, x: torch.Tensor, factor: float) -> torch.Tensor:
+        """residual + factor * (x Wᵀ + b), where one rank has the whole weight; `residual` may be
+        overwritten."""
+        if "linear.factor" not in self.operations.features:
+            return torch.add(residual, self(x), alpha=factor)
+        return self.operations.linear(x, self.weight, self.bias, residual=residual, factor=factor)
+
     def activated(
         self, x: torch.Tensor, activation: str, *, norm: nn.Module | None = None
     ) -> torch.Tensor:

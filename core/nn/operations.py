@@ -114,7 +114,8 @@ class Operations(
     features: ClassVar[frozenset[str]] = frozenset({
         "cached_heads.quantized", "write_cache.quantized",
         "decode_inputs.dropped", "step_inputs.dropped",
-        "linear.layer_norm", "activated_linear.layer_norm", "gated_linear.layer_norm",
+        "linear.factor", "linear.layer_norm", "activated_linear.layer_norm",
+        "gated_linear.layer_norm",
         "bidirectional_attention.distance_bias", "experts.activation", "experts.bias",
         "experts.foreign", "experts.gelu", "experts.relu2", "gated_rms_norm.sigmoid",
         "route.bias", "route.factor", "route.groups", "route.sigmoid",
@@ -213,15 +214,17 @@ class Operations(
         *,
         norm: AnyNorm | None = None,
         residual: torch.Tensor | None = None,
+        factor: float = 1.0,
     ) -> torch.Tensor:
-        """residual + norm(x) Wᵀ + bias: [T, in_features] → [T, out_features].
+        """residual + factor * (norm(x) Wᵀ + bias): [T, in_features] → [T, out_features].
 
-        `residual` may be overwritten: use the returned tensor.
+        `residual` may be overwritten: use the returned tensor. Only models that have a factor pass
+        it, with a residual (`features`).
         """
         if norm is not None:
             x = self.normed(x, norm)
         out = F.linear(x, weight, bias)
-        return out if residual is None else residual + out
+        return out if residual is None else torch.add(residual, out, alpha=factor)
 
     def activated_linear(
         self,

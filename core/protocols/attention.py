@@ -151,6 +151,8 @@ class AttentionBackend(PagedBackend):
     keeps_queries: ClassVar[bool] = False
     """Whether `forward_projection` can write the queries of its rows to a ring, for KV compressors
     that need them. Otherwise it is not called for layers whose queries are kept."""
+    norms_rotated: ClassVar[bool] = False
+    """Whether `forward_projection` takes `norm_last`."""
 
     @classmethod
     @abstractmethod
@@ -196,6 +198,7 @@ class AttentionBackend(PagedBackend):
         metadata: Any,
         *,
         query_ring: tuple[torch.Tensor, torch.Tensor] | None = None,
+        norm_last: bool = False,
     ) -> torch.Tensor | None:
         """Compute the layer from its fused projection: split into heads, norm, rotate, write,
         attend.
@@ -205,5 +208,6 @@ class AttentionBackend(PagedBackend):
         then computed by the operations and `forward`. Not called for layers with sinks. query_ring:
         given if `keeps_queries`, for a layer and step whose queries are kept: write each token's,
         normed and rotated, to [places, num_heads, head_dim] at its place, [num_tokens] int64.
+        norm_last: given if `norms_rotated`, for layers whose norms come after the rotation.
         """
         return None

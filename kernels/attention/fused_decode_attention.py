@@ -51,11 +51,12 @@ def _head(
     mask,
     NORM: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
+    NORM_LAST: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Heads [n, BLOCK_D], normed and rotated, float32. `sin` is negative in the first half of the
-    channels that turn, and zero behind them.
+    """Heads [n, BLOCK_D], normed and rotated, or with NORM_LAST the other way round, float32. `sin`
+    is negative in the first half of the channels that turn, and zero behind them.
 
     Each channel is read together with its partner in the rotation.
     """
@@ -67,7 +68,7 @@ def _head(
     x = tl.load(head_ptr + dim[None, :], mask=mask, other=0.0).to(tl.float32)
     if ROTATE:
         y = tl.load(head_ptr + partner[None, :], mask=mask, other=0.0).to(tl.float32)
-    if NORM:
+    if NORM and not NORM_LAST:
         in_head = dim < HEAD_DIM
         scale = tl.rsqrt(tl.sum(x * x, axis=1) / HEAD_DIM + eps)[:, None]
         x *= scale * tl.load(weight_ptr + dim, mask=in_head, other=0.0)[None, :]
@@ -75,7 +76,21 @@ def _head(
             y *= scale * tl.load(weight_ptr + partner, mask=in_head, other=0.0)[None, :]
     if ROTATE:
         x = x * cos[None, :] + y * sin[None, :]
+    if NORM and NORM_LAST:
+        scale = tl.rsqrt(tl.sum(x * x, axis=1) / HEAD_DIM + eps)[:, None]
+        x *= scale * tl.load(weight_ptr + dim, mask=dim < HEAD_DIM, other=0.0)[None, :]
     return x
+
+
+@triton.jit
+def _normed_halves(x, y, weight_ptr, eps, in_half, HALF: tl.constexpr, BLOCK_H: tl.constexpr):
+    """Both halves of heads, [n, BLOCK_H] each, by one norm. Zeros behind HALF."""
+    dim = tl.arange(0, BLOCK_H)
+    squares = tl.sum(x * x, axis=1) + tl.sum(y * y, axis=1)
+    scale = tl.rsqrt(squares / (2 * HALF) + eps)[:, None]
+    x *= scale * tl.load(weight_ptr + dim, mask=in_half, other=0.0)[None, :]
+    y *= scale * tl.load(weight_ptr + HALF + dim, mask=in_half, other=0.0)[None, :]
+    return x, y
 
 
 @triton.jit
@@ -88,6 +103,7 @@ def _half_heads(
     mask,
     NORM: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
+    NORM_LAST: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
@@ -96,15 +112,15 @@ def _half_heads(
     dim = tl.arange(0, BLOCK_H)
     x = tl.load(head_ptr + dim[None, :], mask=mask, other=0.0).to(tl.float32)
     y = tl.load(head_ptr + HALF + dim[None, :], mask=mask, other=0.0).to(tl.float32)
-    if NORM:
-        in_half = dim < HALF
-        scale = tl.rsqrt((tl.sum(x * x, axis=1) + tl.sum(y * y, axis=1)) / HEAD_DIM + eps)[:, None]
-        x *= scale * tl.load(weight_ptr + dim, mask=in_half, other=0.0)[None, :]
-        y *= scale * tl.load(weight_ptr + HALF + dim, mask=in_half, other=0.0)[None, :]
+    in_half = dim < HALF
+    if NORM and not NORM_LAST:
+        x, y = _normed_halves(x, y, weight_ptr, eps, in_half, HALF, BLOCK_H)
     if ROTARY_DIM:
         turned = x * cos[None, :] - y * sin[None, :]
         y = y * cos[None, :] + x * sin[None, :]
         x = turned
+    if NORM and NORM_LAST:
+        x, y = _normed_halves(x, y, weight_ptr, eps, in_half, HALF, BLOCK_H)
     return x, y
 
 
@@ -150,6 +166,7 @@ def _fused_decode_kernel(
     SOFT_CAP: tl.constexpr,
     ALIBI: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
+    NORM_LAST: tl.constexpr,
     POSITIONS: tl.constexpr,
     RING: tl.constexpr,
     NORM_QUERY: tl.constexpr,
@@ -223,14 +240,14 @@ def _fused_decode_kernel(
     source = projected + head[:, None] * HEAD_DIM
     if KEY_BITS == 4:
         query, query_high = _half_heads(
-            source, query_weight_ptr, query_eps, cos, sin, mask_q, NORM_QUERY, ROTARY_DIM, HEAD_DIM,
-            BLOCK_K,
+            source, query_weight_ptr, query_eps, cos, sin, mask_q, NORM_QUERY, ROTARY_DIM,
+            NORM_LAST, HEAD_DIM, BLOCK_K,
         )  # fmt: skip
         query_high = query_high.to(dtype)
     else:
         query = _head(
-            source, query_weight_ptr, query_eps, cos, sin, mask_q, NORM_QUERY, ROTARY_DIM, HEAD_DIM,
-            BLOCK_K,
+            source, query_weight_ptr, query_eps, cos, sin, mask_q, NORM_QUERY, ROTARY_DIM,
+            NORM_LAST, HEAD_DIM, BLOCK_K,
         )  # fmt: skip
         query_high = query
     query = query.to(dtype)
@@ -258,14 +275,14 @@ def _fused_decode_kernel(
         new = projected + (NUM_HEADS + kv_head) * HEAD_DIM + tl.zeros([1, 1], tl.int32)
         if KEY_BITS == 4:
             new_key, key_high = _half_heads(
-                new, key_weight_ptr, key_eps, cos, sin, mask_new, NORM_KEY, ROTARY_DIM, HEAD_DIM,
-                BLOCK_K,
+                new, key_weight_ptr, key_eps, cos, sin, mask_new, NORM_KEY, ROTARY_DIM,
+                NORM_LAST, HEAD_DIM, BLOCK_K,
             )  # fmt: skip
             key_high = key_high.to(dtype)
         else:
             new_key = _head(
-                new, key_weight_ptr, key_eps, cos, sin, mask_new, NORM_KEY, ROTARY_DIM, HEAD_DIM,
-                BLOCK_K,
+                new, key_weight_ptr, key_eps, cos, sin, mask_new, NORM_KEY, ROTARY_DIM,
+                NORM_LAST, HEAD_DIM, BLOCK_K,
             )  # fmt: skip
             key_high = new_key
         new_key = new_key.to(dtype)
@@ -478,6 +495,7 @@ def fused_decode_attention(
     cache_scales: tuple[float, float] = (1.0, 1.0),
     positions: torch.Tensor | None = None,
     query_ring: tuple[torch.Tensor, torch.Tensor] | None = None,
+    norm_last: bool = False,
 ) -> torch.Tensor:
     """qkv: [num_rows, (num_heads + 2 * num_kv_heads) * head_dim], one new token per row, not
     changed → [num_rows, num_heads, head_dim]
@@ -490,8 +508,9 @@ def fused_decode_attention(
     are written, normed and rotated: [places, num_heads, head_dim], contiguous, of qkv's type, and
     the place of each row, [num_rows] int64. cos_sin: [max_positions, rotary_dim] float32: as many
     channels of a head are rotated, all of them where keys have 4 bits; norms: (weight [head_dim],
-    eps); alibi_slopes: as `paged_attention_decode` has them. counters: [at least num_rows *
-    num_kv_heads] int32, zeros before and after; workspace: float32, `workspace_elements(...)`.
+    eps), after the rotation with `norm_last`; alibi_slopes: as `paged_attention_decode` has them.
+    counters: [at least num_rows * num_kv_heads] int32, zeros before and after; workspace: float32,
+    `workspace_elements(...)`.
     No host synchronisation; safe to capture.
     """
     num_rows, width = qkv.shape
@@ -550,6 +569,7 @@ def fused_decode_attention(
         SOFT_CAP=soft_cap or 0.0,
         ALIBI=alibi_slopes is not None,
         ROTARY_DIM=rotary_dim,
+        NORM_LAST=norm_last,
         POSITIONS=positions is not None,
         RING=query_ring is not None,
         NORM_QUERY=query_norm is not None,

@@ -1,6 +1,7 @@
 """One token through a linear layer, with the norm before it and what follows it in one pass.
 
-    out = residual + activation(norm(x) Wᵀ + bias)    or, gated,    out = silu(g) * u of the product
+    out = residual + factor * activation(norm(x) Wᵀ + bias)
+    or, gated,  out = silu(g) * u of the product
 
 A product with one row is bound by reading the weight, so all work on x or out alone is fused into
 it: the RMSNorm is linear in x except for one scale, which is applied at the end. A LayerNorm needs
@@ -100,6 +101,7 @@ def _gemv_kernel(
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    FACTOR: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     UNROLL: tl.constexpr,
@@ -194,8 +196,9 @@ def _gemv_kernel(
         if not CENTERED:
             up_out *= norm_scale
     row_epilogue(
-        out, up_out, out_ptr, bias_ptr, residual_ptr, offs_n, N, GATED, BIAS, RESIDUAL, ACTIVATION
-    )
+        out, up_out, out_ptr, bias_ptr, residual_ptr, offs_n, N, GATED, BIAS, RESIDUAL, ACTIVATION,
+        FACTOR,
+    )  # fmt: skip
 
 
 class GemvConfig(NamedTuple):
@@ -265,13 +268,14 @@ def gemv(
     residual: torch.Tensor | None = None,
     gated: bool = False,
     activation: str = "",
+    factor: float = 1.0,
     config: GemvConfig | None = None,
 ) -> torch.Tensor:
     """x: [1, K], last stride 1; weight: [N, K] → [1, N], or gated [1, N / 2], of x's type.
 
     norm: of an RMSNorm (weight [K], eps); layer_norm: (weight [K], bias [K], eps); bias: [N];
     residual: [1, N], contiguous, not with `gated`; activation: a name of ACTIVATIONS, not with
-    `gated`. Sums in float32, rounded once.
+    `gated`; factor: of what the residual is added to. Sums in float32, rounded once.
     """
     if (residual is not None or activation) and gated:
         raise ValueError("a gated product takes no residual and no other activation")
@@ -305,6 +309,7 @@ def gemv(
         BIAS=bias is not None,
         RESIDUAL=residual is not None,
         ACTIVATION=ACTIVATIONS[activation] if activation else "",
+        FACTOR=factor,
         BLOCK_N=config.block_n,
         BLOCK_K=block_k,
         UNROLL=_unroll(weight, triton.cdiv(width, block_k)),

@@ -125,7 +125,9 @@ def _int4_gemv_kernel(
         norm_scale = tl.rsqrt(tl.sum(squares) / (WIDTH * 8) + eps)
         out *= norm_scale
         up_out *= norm_scale
-    row_epilogue(out, up_out, out_ptr, bias_ptr, residual_ptr, offs_n, N, GATED, BIAS, RESIDUAL, "")
+    row_epilogue(
+        out, up_out, out_ptr, bias_ptr, residual_ptr, offs_n, N, GATED, BIAS, RESIDUAL, "", 1.0
+    )
 
 
 class Int4GemvConfig(NamedTuple):

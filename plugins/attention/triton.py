@@ -114,6 +114,7 @@ class TritonAttention(AttentionBackend):
     compacted_cache: ClassVar[bool] = True
     bounded_lengths: ClassVar[bool] = True
     keeps_queries: ClassVar[bool] = True
+    norms_rotated: ClassVar[bool] = True
 
     @classmethod
     def supports(cls, spec: AttentionSpec, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -348,6 +349,7 @@ class TritonAttention(AttentionBackend):
         metadata: TritonMetadata,
         *,
         query_ring: tuple[torch.Tensor, torch.Tensor] | None = None,
+        norm_last: bool = False,
     ) -> torch.Tensor | None:
         """Run a decode step of few rows in one launch; None for others, and for partial rotations
         over quantized caches."""
@@ -384,6 +386,7 @@ class TritonAttention(AttentionBackend):
             cache_scales=(spec.key_scale, spec.value_scale),
             positions=layout.positions,
             query_ring=query_ring,
+            norm_last=norm_last,
         )
 
     def _slopes(self, slopes: tuple[float, ...]) -> torch.Tensor:

@@ -250,7 +250,10 @@ class OperationsKit(BatchChecks, QuantizedCacheChecks, StateChecks, Kit):
         residual = self.draw(tokens, OUTPUTS, dtype=dtype, seed=8)
         cases = self.product_cases(dtype, OUTPUTS, "linear")
         every = {**cases[1], **cases[2], "residual": residual}
-        for case in (*cases, {"residual": residual}, every):
+        cases += [{"residual": residual}, every]
+        if "linear.factor" in self.make(dtype).features:
+            cases.append({**every, "factor": 0.3})
+        for case in cases:
             self.compare("linear", dtype, x, weight, times=2, **case)
 
     @pytest.mark.parametrize("tokens", TOKENS[:2])

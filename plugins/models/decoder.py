@@ -36,6 +36,8 @@ class SelfAttention(nn.Module):
 
     fused: ClassVar[bool] = False
     """Queries, keys and values are one tensor of the checkpoint."""
+    norm_last: ClassVar[bool] = False
+    """`q_norm` and `k_norm` come after the rotation."""
 
     def __init__(self, config: ModelConfig, layer: int, build: BuildContext) -> None:
         super().__init__()
@@ -134,7 +136,7 @@ class SelfAttention(nn.Module):
         may be overwritten → [num_tokens, num_heads * head_dim]"""
         out: torch.Tensor = self.attention(
             qkv, context, rotary=rotary, query_norm=self.q_norm, key_norm=self.k_norm,
-            sinks=self.sinks,
+            sinks=self.sinks, norm_last=self.norm_last,
         )  # fmt: skip
         return out
 

@@ -10,6 +10,8 @@ from torch import nn
 
 from ...core.loading.model_config import ModelConfig
 from ...core.nn.context import BuildContext, ForwardContext
+from ...core.nn.linear import Linear
+from ...core.nn.mlp import GatedMLP
 from ...core.nn.rotary import Rotary
 from ...core.protocols.attention import AttentionSpec
 from .decoder import Block, CausalLM, Decoder, HeadlessLM, MakeMLP, SelfAttention
@@ -47,10 +49,23 @@ class GraniteBlock(Block):
     def forward(
         self, hidden: torch.Tensor, rotary: Rotary | None, context: ForwardContext
     ) -> torch.Tensor:
-        answer = self.self_attn(hidden, self.input_layernorm, rotary, context, add=False)
-        hidden = torch.add(hidden, answer, alpha=self.multiplier)
-        answer = self.mlp(hidden, self.post_attention_layernorm, add=False)
+        attention, mlp = self.self_attn, self.mlp
+        heads = attention.inner(hidden, self.input_layernorm, rotary, context)
+        hidden = self.add_scaled(hidden, attention.o_proj, heads)
+        if isinstance(mlp, GatedMLP):
+            inner = mlp.inner(hidden, self.post_attention_layernorm)
+            return self.add_scaled(hidden, mlp.down_proj, inner)
+        answer = mlp(hidden, self.post_attention_layernorm, add=False)
         return torch.add(hidden, answer, alpha=self.multiplier)
+
+    def add_scaled(
+        self, hidden: torch.Tensor, layer: nn.Module, inner: torch.Tensor
+    ) -> torch.Tensor:
+        """hidden + multiplier * layer(inner); `hidden` may be overwritten."""
+        ranks = self.self_attn.ranks
+        if ranks.tensor.size == 1 and isinstance(layer, Linear):
+            return layer.add_scaled(hidden, inner, self.multiplier)
+        return torch.add(hidden, ranks.add(None, (layer, inner)), alpha=self.multiplier)
 
 
 class GraniteDecoder(Decoder):

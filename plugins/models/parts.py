@@ -20,7 +20,6 @@ from ...core.nn.context import BuildContext, ForwardContext
 from ...core.nn.embedding import Embedding
 from ...core.nn.mlp import PlainMLP
 from ...core.nn.norm import LayerNorm, RMSNorm
-from ...core.nn.operations import rotate
 from ...core.nn.rotary import Rotary
 from ...core.parallel.elsewhere import Elsewhere
 from ...core.parallel.sharding import Sharding
@@ -173,14 +172,7 @@ class ClippedAttention(SelfAttention):
 class RotatedFirstAttention(SelfAttention):
     """Queries and keys are rotated, then normed by `q_norm` and `k_norm`."""
 
-    def heads(
-        self, qkv: torch.Tensor, rotary: Rotary | None, context: ForwardContext
-    ) -> torch.Tensor:
-        assert rotary is not None, "all layers rotate"
-        count = self.num_heads + self.num_kv_heads
-        turned = qkv[:, : count * self.head_dim].view(-1, count, self.head_dim)
-        turned.copy_(rotate(turned, rotary.cos_sin[context.positions][:, None].to(qkv.dtype)))
-        return super().heads(qkv, None, context)
+    norm_last = True
 
 
 def grouped_rows(config: ModelConfig, kv_heads: int) -> RowOrder:

@@ -127,12 +127,16 @@ class TritonOperations(TritonStates, TritonLatents, Operations):
         *,
         norm: AnyNorm | None = None,
         residual: torch.Tensor | None = None,
+        factor: float = 1.0,
     ) -> torch.Tensor:
-        """residual + norm(x) Wᵀ + bias, the residual overwritten."""
+        """residual + factor * (norm(x) Wᵀ + bias), the residual overwritten."""
         if x.shape[0] == 1:
-            return gemv(x, weight, bias, **_norm_of(norm), residual=residual)
+            return gemv(x, weight, bias, **_norm_of(norm), residual=residual, factor=factor)
         if norm is not None:
             x = self.normed(x, norm)
+        if factor != 1.0:
+            assert residual is not None, "a factor comes before a residual"
+            return residual.add_(self.linear(x, weight, bias), alpha=factor)
         if (config := self._small_m_config(x, weight, gated=False)) is not None:
             workspace = self._workspace(x.device)
             return small_m_matmul(

@@ -58,10 +58,19 @@ class Case:
                 self.cache[:, block, position % block_size] = float("nan")
 
     def expected(
-        self, cos_sin: torch.Tensor | None, norms: bool, **options: float
+        self,
+        cos_sin: torch.Tensor | None,
+        norms: bool,
+        norm_last: bool = False,
+        **options: float,
     ) -> tuple[torch.Tensor, ...]:
         qkv, cache = self.qkv.clone(), self.cache.clone()
         query_norm, key_norm = self.norms if norms else (None, None)
+        if norm_last:
+            reference.qk_norm_rope_cache(
+                qkv, self.heads, self.kv_heads, self.seq_lens.long() - 1, cos_sin
+            )
+            cos_sin = None
         reference.qk_norm_rope_cache(
             qkv, self.heads, self.kv_heads, self.seq_lens.long() - 1,
             cos_sin, query_norm, key_norm, cache, self.slots,
@@ -96,7 +105,7 @@ def test_it_equals_its_parts(dtype, splits, sizes):
     variants = [
         (case.cos_sin, True, {}),
         (None, False, {"alibi_slopes": case.slopes}),
-        (case.partial_cos_sin, True, {"sliding_window": 70}),
+        (case.partial_cos_sin, True, {"sliding_window": 70, "norm_last": True}),
         (None, True, {"soft_cap": 5.0}),
     ]
     for cos_sin, norms, options in variants:

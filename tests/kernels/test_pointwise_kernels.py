@@ -163,6 +163,7 @@ def test_gemv_equals_its_twin(dtype, rows, norm, bias, after):
         "norm": (draw(size, dtype=of_norm) + 1, 1e-6) if norm != "no norm" else None,
         "residual": draw(1, rows, dtype=dtype) if after == "residual" else None,
         "gated": after == "gated",
+        "factor": 0.3 if after == "residual" and bias else 1.0,
     }
     want = reference.gemv(x, weight, **options)
     for config in (None, GemvConfig(1, 2048, 4), GemvConfig(4, 64, 1), GemvConfig(16, 32, 2)):

@@ -77,6 +77,7 @@ COMMON = {
     "SOFT_CAP": 0.0,
     "NUM_HEADS": 32,
     "ALIBI": False,
+    "NORM_LAST": False,
     "DISTANCES": 0,
     "SINKS": False,
     "MIXED": False,
@@ -96,7 +97,7 @@ WIDE = {
     "SOFT_CAP": 50.0,
     "GROUP": 2,
 }
-MORE = {"ALIBI": True, "SINKS": True}
+MORE = {"ALIBI": True, "NORM_LAST": False, "SINKS": True}
 INT8 = {"KEY_BITS": 8, "VALUE_BITS": 8}
 INT4_VALUES = {"KEY_BITS": 8, "VALUE_BITS": 4, "VALUE_WIDTH": 64, "BLOCK_V": 64}
 INT4_CACHE = {
@@ -129,7 +130,7 @@ FP8 = {
     "RESIDUAL": True,
 }
 INT4 = {**FP8, "FORMAT": words(512, True), "WIDTH": 512, "GROUP_SIZE": 128, "ZERO": True}
-GEMV_PLAIN = {"CENTERED": False, "NORM_BIAS": False, "ACTIVATION": "", "BLOCK_X": 1}
+GEMV_PLAIN = {"CENTERED": False, "NORM_BIAS": False, "ACTIVATION": "", "BLOCK_X": 1, "FACTOR": 1.0}
 GEMV = {
     **GEMV_PLAIN,
     "UNROLL": 2,
@@ -464,6 +465,7 @@ KERNELS = [
             "NUM_KV_HEADS": 8,
             "ROTARY_DIM": 128,
             "ALIBI": False,
+            "NORM_LAST": False,
             "POSITIONS": True,
             "RING": True,
             "NORM_QUERY": True,
@@ -524,6 +526,7 @@ KERNELS = [
                 "BIAS": True,
                 "RESIDUAL": False,
                 "ACTIVATION": activation,
+                "FACTOR": 0.22,
                 "BLOCK_N": 4,
                 "BLOCK_K": 1024,
                 "UNROLL": 5,
@@ -587,6 +590,7 @@ KERNELS = [
             "NUM_KV_HEADS": 8,
             "ROTARY_DIM": 64,
             "ALIBI": True,
+            "NORM_LAST": False,
             "POSITIONS": False,
             "RING": False,
             "NORM_QUERY": True,
@@ -651,6 +655,7 @@ KERNELS = [
             "BLOCK_N": 32,
             "ROTARY_DIM": 256,
             "ALIBI": False,
+            "NORM_LAST": False,
             "POSITIONS": False,
             "RING": False,
             "NORM_QUERY": True,
@@ -800,6 +805,7 @@ TYPES = {
 FUSED = {
     "ROTARY_DIM": 128,
     "ALIBI": False,
+    "NORM_LAST": False,
     "POSITIONS": False,
     "RING": False,
     "NORM_QUERY": True,
