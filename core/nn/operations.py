@@ -267,6 +267,14 @@ class Operations(
         it is the logit of a whole row."""
         return x * torch.sigmoid(gate if weight is None else F.linear(gate, weight))
 
+    def xielu(self, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Apply xIELU (arXiv 2411.13010): [any] → the same shape. weights: [4] float32: of x² above
+        0, of expm1(min(x, eps)) - x elsewhere, of x everywhere, and eps."""
+        above, below, beta, eps = weights.unbind()
+        wide = x.float()
+        low = torch.expm1(torch.minimum(wide, eps)) - wide
+        return (beta * wide + torch.where(wide > 0, above * wide * wide, below * low)).to(x.dtype)
+
     def packed_linear(
         self,
         x: torch.Tensor,

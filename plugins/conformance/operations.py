@@ -229,6 +229,13 @@ class OperationsKit(BatchChecks, QuantizedCacheChecks, StateChecks, Kit):
         self.compare("sigmoid_gate", dtype, x, wide[:, 30:70])
         self.compare("sigmoid_gate", dtype, x, wide, self.draw(1, 100, dtype=dtype, seed=2))
 
+    def test_xielu(self, dtype: torch.dtype) -> None:
+        """Near 0 and far from it."""
+        weights = torch.tensor([0.8, 1.3, 0.5, -1e-6], device=self.device)
+        for scale in (2.0, 1e-3):
+            x = self.draw(5, 999, dtype=dtype, scale=scale).clamp(-3, 1)
+            self.compare("xielu", dtype, x, weights, times=2)
+
     # -------------------------------------------------------------- products
 
     def product_cases(

@@ -27,13 +27,21 @@ class XIELU(nn.Module):
         super().__init__()
         for name, shape in (("alpha_p", (1,)), ("alpha_n", (1,)), ("beta", ()), ("eps", ())):
             setattr(self, name, nn.Parameter(build.empty(*shape)))
+        self.operations = build.operations
+        self.weights: torch.Tensor
+        weights = torch.empty(4, device=build.device, dtype=torch.float32)
+        self.register_buffer("weights", weights, persistent=False)
+
+    def after_loading(self) -> None:
+        """Compute what the activation multiplies by."""
+        names = (self.alpha_p, self.alpha_n, self.beta, self.eps)
+        above, below, beta, eps = (part.detach().float().view(()) for part in names)
+        below = F.softplus(below) + beta
+        self.weights.copy_(torch.stack([F.softplus(above), below, beta, eps]))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[any] → the same shape"""
-        linear = self.beta * x
-        above = F.softplus(self.alpha_p) * x * x + linear
-        below = self.beta + F.softplus(self.alpha_n)
-        return torch.where(x > 0, above, (torch.expm1(torch.min(x, self.eps)) - x) * below + linear)
+        return self.operations.xielu(x, self.weights)
 
 
 class XieluMLP(PlainMLP):

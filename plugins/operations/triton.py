@@ -29,7 +29,7 @@ from ...core.nn.step_operations.inputs import DecodeTensors, StepTensors
 from ...core.nn.step_operations.sampling import GrammarBits, SampleOutputs, SlotTables
 
 try:
-    from ...kernels.activations import gelu_mul, silu_mul
+    from ...kernels.activations import gelu_mul, silu_mul, xielu
     from ...kernels.attention.qk_norm_rope_cache import qk_norm_rope_cache
     from ...kernels.compaction.best_tokens import best_tokens
     from ...kernels.compaction.compact_caches import compact_caches
@@ -255,6 +255,10 @@ class TritonOperations(TritonStates, TritonLatents, Operations):
     ) -> torch.Tensor:
         """In one launch, the product too."""
         return sigmoid_gate(x, gate, weight)
+
+    def xielu(self, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """[any] → the same shape, in one launch."""
+        return xielu(x.contiguous(), weights)
 
     def heads(
         self,

@@ -720,6 +720,7 @@ KERNELS = [
     ),
     (activations._gated_activation_kernel, {**ACTIVATION, "GELU": True}, 4),
     (activations._gated_activation_kernel, {**ACTIVATION, "GELU": False}, 4),
+    (activations._xielu_kernel, {"BLOCK": 1024}, 4, {"weights_ptr": "*fp32"}),
     (
         small_m_matmul._small_m_matmul_kernel,
         {
