@@ -30,6 +30,7 @@ ARCHITECTURES = {
     "exaone": ("ExaoneForCausalLM",),
     "exaone4": ("Exaone4ForCausalLM",),
     "falcon": ("FalconForCausalLM",),
+    "decilm": ("DeciLMForCausalLM",),
     "deepseek": (
         "AXK1ForCausalLM",
         "DeepseekV2ForCausalLM",
@@ -141,7 +142,16 @@ SAME = {
 """Architectures served by the class of another one. Of a masked model only the encoder is used."""
 CONFIGS = {
     **dict.fromkeys(
-        ("PanguEmbedded", "aquila", "internlm", "internlm2", "mimo", "telechat3", "xverse"),
+        (
+            "PanguEmbedded",
+            "aquila",
+            "internlm",
+            "internlm2",
+            "mimo",
+            "nemotron-nas",
+            "telechat3",
+            "xverse",
+        ),
         "LlamaLikeConfig",
     ),
     "baichuan": "BaichuanConfig",

@@ -24,8 +24,8 @@ class RenamedConfig:
 
 
 class LlamaLikeConfig(RenamedConfig):
-    """Aquila, InternLM 1 and 2, MiMo, Pangu Embedded, XVERSE: Llama's fields; `bias` may stand for
-    `attention_bias`."""
+    """Aquila, DeciLM, InternLM 1 and 2, MiMo, Pangu Embedded, TeleChat 3, XVERSE: Llama's fields;
+    `bias` may stand for `attention_bias`."""
 
     usual = {"attention_bias": "bias"}
     defaults = {"hidden_act": "silu"}

@@ -94,12 +94,15 @@ _MARKS = {
     "granite4": ("<tool_call>",),
     "hermes": ("<tool_call>",),
     "hunyuan_a13b": ("<tool_calls>",),
+    "hy_v3": ("<tool_call", "tool_sep", "arg_key"),
     "inkling": ("<|content_invoke_tool_json|>",),
     "internlm": ("<|action_start|>",),
     "jamba": ("<tool_calls>",),
     "k2_horizon": ("<ifm|tool_calls>",),
     "kimi_k2": ("<|tool_call_begin|>", "<|tool_call_argument_begin|>"),
+    "kimi_k3": ("<|open|>", "<|close|>", "<|sep|>"),
     "lfm2": ("<|tool_call_start|>",),
+    "ling3": ("<tool_call>", "<arg_key>"),
     "llama3_json": ("<|python_tag|>",),
     "llama4_pythonic": ("<|python_start|>",),
     "longcat": ("<longcat_tool_call>",),
@@ -112,9 +115,12 @@ _MARKS = {
     "olmo3": ("<function_calls>",),
     "openai": ("<|channel|>", "<|message|>"),
     "phi4_mini_json": ("<|tool_call|>",),
+    "plamo3": ("<|plamo:begin_tool_request",),
+    "poolside_v1": ("<tool_call>", "<arg_key>"),
     "qwen3_coder": ("<tool_call>", "<function="),
     "seed_oss": ("<seed:tool_call>",),
     "step3": ("<steptml:invoke",),
+    "step3p5": ("<tool_call>", "<function="),
 }
 """name → what `auto` knows a model's chat template by"""
 _MODEL_TYPES = {
@@ -123,9 +129,12 @@ _MODEL_TYPES = {
     "granite4": ("granite", "granitemoe", "granitemoehybrid", "granitemoeshared"),
     "hunyuan_a13b": ("hunyuan", "hunyuan_v1_moe"),
     "jamba": ("jamba",),
+    "ling3": ("bailing_hybrid", "bailing_moe_v3"),
     "mimo": ("mimo_v2", "mimo_v2_flash"),
     "olmo3": ("olmo3",),
     "phi4_mini_json": ("phi3",),
+    "poolside_v1": ("laguna",),
+    "step3p5": ("step3p5", "step3p7"),
 }
 """name → model types that share those marks with no others"""
 _ALIASES = {

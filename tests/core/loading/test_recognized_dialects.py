@@ -61,6 +61,13 @@ GLM47 = "<tool_call>{function-name}<arg_key>{arg-key-1}</arg_key></tool_call><th
          "inkling", "inkling"),
         ("beam", "<|start|>assistant<|channel|>analysis <|constrain|>xml<|message|>"
          "<rfl:parameter name=", "beam", "beam"),
+        ("nemotron_h", CODER + THOUGHT, "qwen3_coder", "nemotron_v3"),
+        ("laguna", GLM45, "poolside_v1", "poolside_v1"),
+        ("bailing_hybrid", GLM47, "ling3", "ling3"),
+        ("step3p5", CODER + "<think>", "step3p5", "step3p5"),
+        ("deepseek_v4", "<｜DSML｜tool_calls></think>", "deepseek_v4", "deepseek_v4"),
+        ("hy_v3", "<tool_calls><tool_call>{name}<tool_sep><arg_key></think>", "hy_v3", "hy_v3"),
+        ("kimi_k3", "<|open|>think<|sep|><|close|>think<|sep|>", "kimi_k3", "kimi_k3"),
         ("llama", "{{ messages }}", None, None),
     ],
 )  # fmt: skip

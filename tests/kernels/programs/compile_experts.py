@@ -53,6 +53,7 @@ elif sys.argv[2] == "nemotron-3-nano":
     more["activation"] = "relu2"
 elif sys.argv[2] == "gemma-4-26b-a4b":
     E, TOP_K, HIDDEN, INNER = 128, 8, 2816, 704
+    kinds = {"bf16": (1, 64, 8192), "fp8": (64,)}
     more["activation"] = "gelu"
 LAYERS = 1 if more.get("activation") == "relu2" else 2
 

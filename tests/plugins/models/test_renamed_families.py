@@ -17,13 +17,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
-from test_families import check_engine, checkpoint, make_reference
+from test_families import PROMPTS, check_engine, checkpoint, make_reference
 
 from jackfield import AsyncEngine, EngineConfig
 from jackfield.core.errors import ConfigError
 from jackfield.plugins.conformance.kit import Kit
-from jackfield.plugins.conformance.models import EPSILON, TINY, VOCAB, check_ranks
-from jackfield.plugins.models import baichuan, configs
+from jackfield.plugins.conformance.models import EPSILON, TINY, VOCAB, PagedModel, check_ranks
+from jackfield.plugins.models import SAME, baichuan, configs
+from jackfield.plugins.models import decilm as decilm_family
 
 HIDDEN, LAYERS, HEADS, KV_HEADS, SIZE = 64, 3, 4, 2, 16
 Tensors = dict[str, torch.Tensor]
@@ -136,6 +137,21 @@ def longer_rows(tensors: Tensors) -> Tensors:
     return together(tensors, "W_pack") | {"lm_head.weight": tensors["lm_head.weight"] * lengths}
 
 
+def decilm(tensors: Tensors) -> Tensors:
+    """The second layer does not attend, and the third has one key for all queries and no MLP: so
+    does the reference from now on."""
+    left_out = ("layers.1.self_attn", "layers.1.input_layernorm",
+                "layers.2.mlp", "layers.2.post_attention_layernorm")  # fmt: skip
+    for name in ("layers.1.self_attn.o_proj", "layers.2.mlp.down_proj"):
+        tensors[f"model.{name}.weight"].zero_()
+    found = {name: t for name, t in tensors.items() if not any(part in name for part in left_out)}
+    for part in ("k_proj", "v_proj"):
+        rows = tensors[f"model.layers.2.self_attn.{part}.weight"]
+        rows[SIZE:] = rows[:SIZE]
+        found[f"model.layers.2.self_attn.{part}.weight"] = rows[:SIZE]
+    return found
+
+
 LLAMA = {"tie_word_embeddings": False, "attention_bias": False}
 CASES = {
     "AquilaForCausalLM": Case("LlamaForCausalLM", LLAMA, {
@@ -147,6 +163,15 @@ CASES = {
     "InternLM2ForCausalLM": Case("LlamaForCausalLM", LLAMA, {
         **COMMON, "model_type": "internlm2", "num_key_value_heads": 2, "bias": False,
     }, internlm2),
+    "DeciLMForCausalLM": Case("LlamaForCausalLM", LLAMA, {
+        **COMMON, "model_type": "nemotron-nas", "num_key_value_heads": None, "hidden_act": "silu",
+        "block_configs": [
+            {"attention": {"n_heads_in_group": 2}, "ffn": {"intermediate_size": 96}},
+            {"attention": {"n_heads_in_group": None, "no_op": True},
+             "ffn": {"intermediate_size": 96, "no_op": False}},
+            {"attention": {"n_heads_in_group": 4}, "ffn": {"ffn_mult": None, "no_op": True}},
+        ],
+    }, decilm),
     "InternLM3ForCausalLM": Case("LlamaForCausalLM", {"tie_word_embeddings": False}, {
         **COMMON, "model_type": "internlm3", "num_key_value_heads": 2, "bias": False,
         "hidden_act": "silu", "tie_word_embeddings": False,
@@ -251,6 +276,11 @@ def score(model: Any, tokens: list[int], **more: Any) -> torch.Tensor:
 @pytest.mark.parametrize("architecture", CASES)
 async def test_a_family_equals_another_by_its_names(architecture: str, tmp_path: Path) -> None:
     reference = write(CASES[architecture], architecture, tmp_path)
+    if SAME.get(architecture) == "llama:LlamaForCausalLM":
+        # Only the configuration and the names are its own.
+        got = PagedModel(tmp_path, "float32").run({0: PROMPTS[1]})[0].log_softmax(-1).cpu()
+        torch.testing.assert_close(got, score(reference, PROMPTS[1]), atol=1e-3, rtol=0)
+        return
     check_ranks(tmp_path, architecture, 2, Kit.plugins(), 2e-4)
     await check_engine(tmp_path, lambda tokens: score(reference, tokens))
 
@@ -303,6 +333,11 @@ async def test_other_variants_are_refused_by_name(
             EngineConfig(model=str(tmp_path), load_format="dummy", skip_tokenizer_init=True)
         ).start()
     assert caught.value.param == field
+
+
+def test_widths_of_decilm_are_multiples() -> None:
+    assert decilm_family.inner_size({"ffn_mult": 5.25}, 8192) == 28672
+    assert decilm_family.inner_size({"ffn_mult": 0.5}, 8192) == 2816
 
 
 def test_a_configuration_has_both_names() -> None:
