@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from ..launch import launch
+from ..pdl import gdc_launch_dependents, gdc_wait, pdl_options
 from ..step_inputs import rows_of
 from .rows import PLACES, Rows, row_of
 
@@ -108,6 +109,7 @@ def _conv_state_kernel(
     SILU: tl.constexpr,
     SINGLE: tl.constexpr,
     CHANNELS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program: the state of one row, CHANNELS channels; with SINGLE also its one output."""
     row = tl.program_id(0)
@@ -117,17 +119,25 @@ def _conv_state_kernel(
     states = state_ptr + slot * (K - 1) * size + channel
     inputs = x_ptr + channel
     if SINGLE:
-        new = tl.load(inputs + start * stride_x, mask=in_size, other=0.0).to(tl.float32)
-        last = tl.load(weight_ptr + channel * K + K - 1, mask=in_size, other=0.0)
-        total = last.to(tl.float32) * new
+        if PDL:
+            gdc_launch_dependents()
+        total = tl.zeros([CHANNELS], tl.float32)
         if BIAS:
             total += tl.load(bias_ptr + channel, mask=in_size, other=0.0).to(tl.float32)
+        last = tl.load(weight_ptr + channel * K + K - 1, mask=in_size, other=0.0)
+        kept = ()
         for k in tl.static_range(K - 1):
             weight = tl.load(weight_ptr + channel * K + k, mask=in_size, other=0.0)
             old = tl.load(states + k * size, mask=in_size & (begins == 0), other=0.0)
             total += weight.to(tl.float32) * old.to(tl.float32)
-            if k > 0:
-                tl.store(states + (k - 1) * size, old, mask=in_size)
+            kept = kept + (old,)  # type: ignore[assignment]  # noqa: RUF005
+        if PDL:
+            # In a step of such rows nothing else writes their states.
+            gdc_wait()
+        new = tl.load(inputs + start * stride_x, mask=in_size, other=0.0).to(tl.float32)
+        total += last.to(tl.float32) * new
+        for k in tl.static_range(K - 2):
+            tl.store(states + k * size, kept[k + 1], mask=in_size)
         tl.store(states + (K - 2) * size, new.to(state_ptr.dtype.element_ty), mask=in_size)
         out = _activated(total, SILU)
         tl.store(out_ptr + start * size + channel, out.to(out_ptr.dtype.element_ty), mask=in_size)
@@ -165,9 +175,10 @@ def causal_conv(
             K=kernel, BIAS=bias is not None, SILU=silu, TOKENS=TOKENS, CHANNELS=CHANNELS,
             num_warps=4,
         )  # fmt: skip
+    options = pdl_options(x.device) if rows.single else {}
     launch(_conv_state_kernel, (num_rows, programs))(
         out, x, weight, bias, state, *places, x.stride(0), size,
         K=kernel, BIAS=bias is not None, SILU=silu, SINGLE=rows.single, CHANNELS=CHANNELS,
-        num_warps=1,
+        PDL=bool(options), num_warps=1, **options,
     )  # fmt: skip
     return out

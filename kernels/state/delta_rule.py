@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 
 from ..launch import launch
+from ..pdl import gdc_launch_dependents, gdc_wait, pdl_options
 from .delta_chunks import delta_chunks
 from .rows import MOST_ROWS, PLACES, Rows, long_row, row_of, softplus
 
@@ -75,6 +76,7 @@ def _delta_step_kernel(
     V: tl.constexpr,
     BLOCK_K: tl.constexpr,
     VALUES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program: VALUES values of one head of one row, if it has one token."""
     head = tl.program_id(1)
@@ -88,6 +90,12 @@ def _delta_step_kernel(
     inside = in_k[:, None] & in_v[None, :]
     states = state_ptr + ((slot * HEADS + head) * K + key[:, None]) * V + value[None, :]
     state = tl.load(states, mask=inside & (begins == 0), other=0.0).to(tl.float32)
+    rate = tl.load(rate_ptr + head)
+    bias = tl.load(bias_ptr + head)
+    if PDL:
+        # In a step of rows of one token nothing else writes their states.
+        gdc_launch_dependents()
+        gdc_wait()
     q = tl.load(q_ptr + start * stride_q + group * K + key, mask=in_k, other=0.0).to(tl.float32)
     k = tl.load(k_ptr + start * stride_k + group * K + key, mask=in_k, other=0.0).to(tl.float32)
     v = tl.load(v_ptr + start * stride_v + head * V + value, mask=in_v, other=0.0).to(tl.float32)
@@ -95,7 +103,7 @@ def _delta_step_kernel(
     k *= tl.rsqrt(tl.sum(k * k, axis=0) + 1e-6)
     step = tl.load(step_ptr + start * stride_step + head).to(tl.float32)
     beta = tl.load(beta_ptr + start * stride_beta + head).to(tl.float32)
-    state *= tl.exp(tl.load(rate_ptr + head) * softplus(step + tl.load(bias_ptr + head)))
+    state *= tl.exp(rate * softplus(step + bias))
     missing = v - tl.sum(state * k[:, None], axis=0)
     state += k[:, None] * (missing / (1.0 + tl.exp(-beta)))[None, :]
     y = tl.sum(state * q[:, None], axis=0)
@@ -220,11 +228,12 @@ def delta_rule(
     inputs = (q, k, v, step, beta, rate, dt_bias)
     places = (rows.query_start, rows.seq_lens, rows.slots)
     block_k = max(16, triton.next_power_of_2(size))
+    options = pdl_options(v.device) if rows.single else {}
     launch(_delta_step_kernel, (num_rows, heads, triton.cdiv(width, SINGLE_VALUES)))(
         out, *inputs, state, *places,
         q.stride(0), k.stride(0), v.stride(0), step.stride(0), beta.stride(0), size**-0.5,
         HEADS=heads, GROUPS=groups, K=size, V=width, BLOCK_K=block_k, VALUES=SINGLE_VALUES,
-        num_warps=2,
+        PDL=bool(options), num_warps=2, **options,
     )  # fmt: skip
     if rows.single:
         return out

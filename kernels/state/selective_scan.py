@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 
 from ..launch import launch
+from ..pdl import gdc_launch_dependents, gdc_wait, pdl_options
 from .rows import MOST_ROWS, PLACES, WHOLE, Rows, longer_row, row_of, softplus
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -93,6 +94,7 @@ def _selective_step_kernel(
     N: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CHANNELS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program: CHANNELS channels of one row, if it has one token."""
     start, count, slot, begins = row_of(tl.program_id(0), query_start_ptr, seq_lens_ptr, slots_ptr)
@@ -107,6 +109,10 @@ def _selective_step_kernel(
     a = tl.load(a_ptr + channel[:, None] * N + place[None, :], mask=inside, other=0.0)
     d = tl.load(d_ptr + channel, mask=in_size, other=0.0)
     bias = tl.load(bias_ptr + channel, mask=in_size, other=0.0)
+    if PDL:
+        # In a step of rows of one token nothing else writes their states.
+        gdc_launch_dependents()
+        gdc_wait()
     x = tl.load(x_ptr + start * stride_x + channel, mask=in_size, other=0.0).to(tl.float32)
     step = tl.load(dt_ptr + start * stride_dt + channel, mask=in_size, other=0.0).to(tl.float32)
     gate = tl.load(gate_ptr + start * stride_gate + channel, mask=in_size, other=0.0)
@@ -236,9 +242,10 @@ def selective_scan(
     places = (rows.query_start, rows.seq_lens, rows.slots)
     strides = (x.stride(0), dt.stride(0), b.stride(0), c.stride(0), gate.stride(0))
     block = triton.next_power_of_2(states)
+    options = pdl_options(x.device) if rows.single else {}
     launch(_selective_step_kernel, (num_rows, triton.cdiv(size, SINGLE_CHANNELS)))(
         *inputs, *places, *strides, *dt_limit, size, N=states, BLOCK_N=block,
-        CHANNELS=SINGLE_CHANNELS, num_warps=1,
+        CHANNELS=SINGLE_CHANNELS, PDL=bool(options), num_warps=1, **options,
     )  # fmt: skip
     if not rows.single:
         tiles = LONGER

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from ..launch import launch
+from ..pdl import gdc_launch_dependents, gdc_wait, pdl_options
 from .rows import PLACES, Rows, row_of, softplus
 from .ssd_chunks import TILES, ChunkTiles, ssd_chunks
 
@@ -61,6 +62,7 @@ def _ssd_scan_kernel(
     LONG: tl.constexpr,
     SINGLE: tl.constexpr,
     PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program: BLOCK_P channels of one head of one row of at most LONG tokens."""
     head = tl.program_id(1)
@@ -77,6 +79,10 @@ def _ssd_scan_kernel(
     a = tl.load(a_ptr + head)
     d = tl.load(d_ptr + head)
     bias = tl.load(bias_ptr + head)
+    if PDL:
+        # In a step of rows of one token nothing else writes their states.
+        gdc_launch_dependents()
+        gdc_wait()
     x_ptr += start * stride_x + head * P
     dt_ptr += start * stride_dt + head
     b_ptr += start * stride_b + group * N
@@ -158,11 +164,13 @@ def ssd_scan(
         # Products without tensor cores: small tiles stay in registers.
         chunk, block_p, precision, long = 16, 16, "ieee", ANY_LENGTH
     grid = (rows.slots.shape[0], heads, triton.cdiv(width, block_p))
+    options = pdl_options(x.device) if rows.single else {}
     launch(_ssd_scan_kernel, grid)(
         out, x, dt, b, c, a, d, dt_bias, state, rows.query_start, rows.seq_lens, rows.slots,
         x.stride(0), dt.stride(0), b.stride(0), c.stride(0), *dt_limit,
         HEADS=heads, GROUPS=groups, P=width, N=size, BLOCK_P=block_p, BLOCK_N=block_n,
         CHUNK=chunk, LONG=long, SINGLE=rows.single, PRECISION=precision,
+        PDL=bool(options), **options,
         num_warps=4 if block_n <= 128 else 8, num_stages=1,
     )  # fmt: skip
     if not rows.single and long < ANY_LENGTH:

@@ -21,26 +21,26 @@ from jackfield.kernels.state import (
     ssd_scan,
 )
 
-CONV = {"K": 4, "BIAS": True, "SILU": True, "TOKENS": 16, "CHANNELS": 128}
+CONV = {"K": 4, "BIAS": True, "SILU": True, "TOKENS": 16, "CHANNELS": 128, "PDL": True}
 # Mamba 2 of 2.7 billion parameters; Bamba has states of 128, Falcon-H1 of 256.
 SSD = {
     "HEADS": 80, "GROUPS": 1, "P": 64, "N": 128, "BLOCK_P": 32, "BLOCK_N": 128, "CHUNK": 32,
-    "LONG": 256, "SINGLE": False, "PRECISION": "tf32",
+    "LONG": 256, "SINGLE": False, "PRECISION": "tf32", "PDL": False,
 }  # fmt: skip
 LARGE = {**SSD, "N": 256, "BLOCK_N": 256, "BLOCK_P": 16}
 CHUNKS = {**SSD, "BLOCK_P": 64, "CHUNK": 128, "LONG": 64, "COLUMNS": 64, "STEP_HEADS": 8}
 LARGE_CHUNKS = {**CHUNKS, "N": 256, "BLOCK_N": 256}
-SELECTIVE = {"N": 16, "BLOCK_N": 16, "CHANNELS": 32, "TOKENS": 16}
+SELECTIVE = {"N": 16, "BLOCK_N": 16, "CHANNELS": 32, "TOKENS": 16, "PDL": True}
 # Qwen3-Next and Qwen3.5; in float32, too.
 DELTA = {
     "HEADS": 32, "GROUPS": 16, "K": 128, "V": 128, "BLOCK_K": 128, "BLOCK_V": 64, "VALUES": 32,
     "CHUNK": 64, "PRECISION": "tf32", "CHANNELS": False,
 }  # fmt: skip
-DELTA_STEP = {**DELTA, "VALUES": 16, "LONG": 1}
+DELTA_STEP = {**DELTA, "VALUES": 16, "LONG": 1, "PDL": True}
 # Kimi Linear.
 CHANNEL_DELTA = {**DELTA, "BLOCK_K": 64, "LEVELS": 2, "BOUND": None}
 DELTA_NET = {
-    **DELTA_STEP, "TAPS": 4, "BLOCK_H": 2, "BLOCK_V": 128, "PDL": True,
+    **DELTA_STEP, "TAPS": 4, "BLOCK_H": 2, "BLOCK_V": 128,
 }  # fmt: skip
 DELTA_WIDE = {**DELTA, "VALUES": 16, "CHUNK": 16, "PRECISION": "ieee"}
 STEP = {
@@ -54,9 +54,10 @@ NORM = {
 }  # fmt: skip
 KERNELS = [
     (causal_conv._conv_kernel, CONV, 4),
+    (causal_conv._conv_state_kernel, {**CONV, "SINGLE": True}, 1),
     (causal_conv._conv_state_kernel, {**CONV, "SINGLE": False}, 1),
     (ssd_scan._ssd_scan_kernel, SSD, 4),
-    (ssd_scan._ssd_scan_kernel, {**SSD, "SINGLE": True}, 4),
+    (ssd_scan._ssd_scan_kernel, {**SSD, "SINGLE": True, "PDL": True}, 4),
     (ssd_scan._ssd_scan_kernel, LARGE, 8),
     (mamba2_step._mamba2_step_kernel, STEP, 4),
     (
