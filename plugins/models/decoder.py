@@ -220,7 +220,8 @@ class ParallelBlock(Block):
     ) -> torch.Tensor:
         """[num_tokens, hidden_size] → the same shape; `hidden` may be overwritten."""
         norms = [getattr(self, name) for name in self.norms]
-        if hidden.shape[0] == 1:  # Products of one token apply norms themselves.
+        # Products of one token apply norms themselves, but for quantized weights.
+        if hidden.shape[0] == 1 and isinstance(self.self_attn.qkv_proj, Linear):
             heads = self.self_attn.inner(hidden, norms[0], rotary, context)
             inner = self.mlp.inner(hidden, norms[-1])
         else:

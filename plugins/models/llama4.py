@@ -16,36 +16,29 @@ from ...core.loading.weight_map import RowOrder, Together
 from ...core.nn.context import BuildContext, ForwardContext
 from ...core.nn.experts import SparseMLP
 from ...core.nn.mlp import GatedMLP
-from ...core.nn.operations import rotate
 from ...core.nn.rotary import Rotary
 from ...core.nn.routing import Routing, RoutingRule
-from .decoder import CausalLM, Decoder, SelfAttention
+from .decoder import CausalLM, Decoder
+from .parts import RotatedFirstAttention, WeightlessRMSNorm
 
 
-class Llama4Attention(SelfAttention):
+class Llama4Attention(RotatedFirstAttention):
     def __init__(self, config: ModelConfig, layer: int, build: BuildContext) -> None:
         super().__init__(config, layer, build)
         hf = config.hf_config
-        self.eps = float(hf.rms_norm_eps) if hf.use_qk_norm else None
+        if hf.use_qk_norm and hf.no_rope_layers[layer]:
+            self.q_norm = self.k_norm = WeightlessRMSNorm(self.head_dim, hf.rms_norm_eps, build)
         self.floor = float(hf.floor_scale) if hf.attn_temperature_tuning else None
         self.growth = float(hf.attn_scale)
 
     def heads(
         self, qkv: torch.Tensor, rotary: Rotary | None, context: ForwardContext
     ) -> torch.Tensor:
-        if rotary is None:
-            if self.floor is not None:
-                steps = ((context.positions + 1) / self.floor).floor()
-                queries = qkv[:, : self.num_heads * self.head_dim]
-                queries.mul_((torch.log1p(steps) * self.growth + 1)[:, None].to(qkv.dtype))
-            return super().heads(qkv, None, context)
-        if self.eps is None:
-            return super().heads(qkv, rotary, context)
-        count = self.num_heads + self.num_kv_heads
-        turned = qkv[:, : count * self.head_dim].view(-1, count, self.head_dim)
-        wide = rotate(turned, rotary.cos_sin[context.positions][:, None].to(qkv.dtype)).float()
-        turned.copy_(wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps))
-        return super().heads(qkv, None, context)
+        if rotary is None and self.floor is not None:
+            steps = ((context.positions + 1) / self.floor).floor()
+            queries = qkv[:, : self.num_heads * self.head_dim]
+            queries.mul_((torch.log1p(steps) * self.growth + 1)[:, None].to(qkv.dtype))
+        return super().heads(qkv, rotary, context)
 
 
 class Llama4Decoder(Decoder):

@@ -32,8 +32,10 @@ class GrowingAttention(MistralAttention):
     def __init__(self, config: ModelConfig, layer: int, build: BuildContext) -> None:
         super().__init__(config, layer, build)
         rope = config.rope_parameters
-        self.beta = float(rope.get("llama_4_scaling_beta") or 0.0)
         self.original = int(rope.get("original_max_position_embeddings") or config.max_model_len)
+        self.beta = 0.0
+        if config.max_model_len > self.original:
+            self.beta = float(rope.get("llama_4_scaling_beta") or 0.0)
 
     def heads(
         self, qkv: torch.Tensor, rotary: Rotary | None, context: ForwardContext
