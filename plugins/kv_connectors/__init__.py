@@ -11,4 +11,7 @@ from ...core.hooks import hookimpl
 def register_kv_connectors(registry: Any) -> None:
     registry.add("file_store", "jackfield.plugins.kv_connectors.file_store:FileStoreConnector")
     registry.add("cpu_offload", "jackfield.plugins.kv_connectors.cpu_offload:CpuOffloadConnector")
+    registry.add(
+        "device_offload", "jackfield.plugins.kv_connectors.device_offload:DeviceOffloadConnector"
+    )
     registry.add("multi", "jackfield.plugins.kv_connectors.multi:MultiConnector")

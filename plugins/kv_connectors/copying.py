@@ -49,7 +49,7 @@ class BlockCopier:
                 index, chunk = self._staging(blocks)
                 for cache, part in zip(self._caches, self._parts(chunk), strict=True):
                     part.copy_(cache.index_select(1, index).transpose(0, 1))
-                for first, row, count in _runs(targets):
+                for first, row, count in runs(targets):
                     pool[row : row + count].copy_(chunk[first : first + count], non_blocking=True)
         self.synchronize()
 
@@ -64,7 +64,7 @@ class BlockCopier:
         with self._on_stream():
             for blocks, sources in self._chunks(block_ids, rows):
                 index, chunk = self._staging(blocks)
-                for first, row, count in _runs(sources):
+                for first, row, count in runs(sources):
                     chunk[first : first + count].copy_(pool[row : row + count], non_blocking=True)
                 for cache, part in zip(self._caches, self._parts(chunk), strict=True):
                     cache.index_copy_(1, index, part.transpose(0, 1))
@@ -101,7 +101,7 @@ class BlockCopier:
         ]
 
 
-def _runs(rows: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+def runs(rows: Sequence[int]) -> Iterator[tuple[int, int, int]]:
     """Consecutive rows as (index of the first, its row, how many)."""
     first = 0
     for i in range(1, len(rows) + 1):

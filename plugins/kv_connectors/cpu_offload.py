@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 import torch
@@ -19,6 +19,7 @@ from ...core.request import Request
 from ...core.step import KVReport
 from .copying import BlockCopier, cuda
 from .options import read_options
+from .reduced_blocks import ReducedType, ReducingCopier, reduced_bytes
 from .threads import Job, JobList, Jobs, ThreadedWorker
 
 
@@ -27,6 +28,8 @@ class CpuOffloadOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     kv_offloading_size: Annotated[float, Meta(gt=0)] = 4.0
     """GiB of host memory of all ranks together, taken at start."""
+    kv_offloading_dtype: Literal["auto"] | ReducedType = "auto"
+    """Type in which blocks are kept; auto: bit for bit as the cache has them."""
 
 
 class CpuOffloadConnector:
@@ -48,26 +51,42 @@ class CpuOffloadConnector:
         return CpuOffloadWorker(setup)
 
 
-def num_rows(setup: KVConnectorSetup) -> int:
-    """Return the number of blocks that fit. Raises ConfigError if none does."""
-    options = read_options(setup.transfer.kv_connector_extra_config, CpuOffloadOptions)
-    block_bytes = setup.layout.block_bytes + setup.layout.bytes_elsewhere
-    rows = int(options.kv_offloading_size * (1 << 30)) // block_bytes
-    if rows < 1:
-        raise ConfigError(
-            f"kv_connector_extra_config.kv_offloading_size: {options.kv_offloading_size} GiB do "
-            f"not hold one block of {block_bytes} bytes",
-            param="kv_transfer_config",
-        )
-    return rows
+class BlockRows(NamedTuple):
+    """The memory of a tier: a row for each block."""
+
+    num_rows: int
+    row_bytes: int
+    stored: Literal["auto"] | ReducedType
+    """Type in which blocks are kept."""
+
+    @classmethod
+    def of(cls, setup: KVConnectorSetup, kind: type[CpuOffloadOptions]) -> BlockRows:
+        """Return as many as fit. Raises ConfigError if none does."""
+        options = read_options(setup.transfer.kv_connector_extra_config, kind)
+        stored, here = options.kv_offloading_dtype, setup.layout.block_bytes
+        row_bytes, everywhere = here, here + setup.layout.bytes_elsewhere
+        if stored != "auto":
+            row_bytes = reduced_bytes(setup.layout, stored)
+            # Blocks of all ranks shrink alike: all count as many rows.
+            everywhere = -(-everywhere * row_bytes // here)
+        rows = int(options.kv_offloading_size * (1 << 30)) // everywhere
+        if rows < 1:
+            raise ConfigError(
+                f"kv_connector_extra_config.kv_offloading_size: {options.kv_offloading_size} GiB "
+                f"do not hold one block of {everywhere} bytes",
+                param="kv_transfer_config",
+            )
+        return cls(rows, row_bytes, stored)
 
 
 class CpuOffloadScheduler:
     """An LRU of rows by block key. A row is never reassigned while a transfer uses it."""
 
+    options: type[CpuOffloadOptions] = CpuOffloadOptions
+
     def __init__(self, setup: KVConnectorSetup) -> None:
         self._block_size = setup.layout.block_size
-        self._unused = iter(range(num_rows(setup)))
+        self._unused = iter(range(BlockRows.of(setup, self.options).num_rows))
         """Rows that were never used; possibly very many."""
         self._free: list[int] = []
         self._rows: OrderedDict[bytes, int] = OrderedDict()
@@ -168,18 +187,23 @@ class CpuOffloadScheduler:
 class CpuOffloadWorker(ThreadedWorker):
     """Copies between the cache and one large piece of host memory."""
 
+    options: type[CpuOffloadOptions] = CpuOffloadOptions
+
     def __init__(self, setup: KVConnectorSetup) -> None:
         super().__init__(setup)
-        self._num_rows = num_rows(setup)
+        self._rows = BlockRows.of(setup, self.options)
         self._pinned = False
+
+    def copier(self, kv_caches: Sequence[torch.Tensor]) -> BlockCopier:
+        """Return what copies blocks as they are, or in fewer bits."""
+        stored = self._rows.stored
+        return BlockCopier(kv_caches) if stored == "auto" else ReducingCopier(kv_caches, stored)
 
     def bind(self, kv_caches: Sequence[torch.Tensor]) -> None:
         """Allocate the host memory."""
-        size = self._num_rows * self.setup.layout.block_bytes
+        size = self._rows.num_rows * self._rows.row_bytes
         try:
-            self._pool = torch.empty(
-                self._num_rows, self.setup.layout.block_bytes, dtype=torch.uint8
-            )
+            self._pool = torch.empty(self._rows.num_rows, self._rows.row_bytes, dtype=torch.uint8)
             if kv_caches[0].device.type == "cuda":
                 # Registered in place: torch's own pinned memory is rounded up, at worst to twice
                 # the size.

@@ -72,6 +72,10 @@ class ThreadedWorker:
         """Store `job.block_ids`. An exception is logged, and then the transfer has failed."""
         raise NotImplementedError
 
+    def copier(self, kv_caches: Sequence[torch.Tensor]) -> BlockCopier:
+        """Return what copies blocks, for one thread."""
+        return BlockCopier(kv_caches)
+
     def finish(self) -> None:
         """Release resources; called when both threads have ended."""
 
@@ -84,7 +88,7 @@ class ThreadedWorker:
         ):
             thread = threading.Thread(
                 target=self._serve,
-                args=(jobs, run, BlockCopier(kv_caches)),
+                args=(jobs, run, self.copier(kv_caches)),
                 name=f"jackfield-kv-{name}",
                 daemon=True,
             )

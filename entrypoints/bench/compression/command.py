@@ -55,6 +55,10 @@ def parser() -> argparse.ArgumentParser:
         help="type of cached keys and values, as of the server (default: the model's)",
     )  # fmt: skip
     options.add_argument(
+        "--kv-compression-prompt-interval", type=int, default=0, metavar="TOKENS",
+        help="compact prompts while they are computed, too, after every so many tokens",
+    )  # fmt: skip
+    options.add_argument(
         "--model", type=Path, default=MODEL, metavar="FOLDER",
         help="a checkpoint that --train has written (default: the one in the package)",
     )  # fmt: skip
@@ -93,11 +97,14 @@ def run(argv: Sequence[str]) -> int:
         trials = draw(length, options.samples, options.seed)
         for policy in (WHOLE, BY_CHANCE, *names):
             ratios = [1.0] if policy == WHOLE else options.ratios
-            stored = options.kv_cache_dtype
-            for result in asyncio.run(evaluate(options.model, policy, ratios, trials, stored)):
+            stored, interval = options.kv_cache_dtype, options.kv_compression_prompt_interval
+            for result in asyncio.run(
+                evaluate(options.model, policy, ratios, trials, stored, interval)
+            ):
                 emitter.emit({
                     "benchmark": "kv_compression", "model": _name(options.model),
-                    "kv_cache_dtype": stored, "length": length, "seed": options.seed, **result,
+                    "kv_cache_dtype": stored, "prompt_interval": interval, "length": length,
+                    "seed": options.seed, **result,
                 })  # fmt: skip
     say(summary(emitter.records))
     return 0

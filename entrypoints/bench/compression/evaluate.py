@@ -110,13 +110,15 @@ async def evaluate(
     ratios: Sequence[float],
     trials: Sequence[Trial],
     stored: KVCacheDType = "auto",
+    prompt_interval: int = 0,
 ) -> list[dict[str, Any]]:
     """Return one result per ratio and task. policy: a KV compressor, or `WHOLE`; stored: as
-    `EngineConfig.kv_cache_dtype`."""
+    `EngineConfig.kv_cache_dtype`; prompt_interval: as `kv_compression_prompt_interval` there."""
     config = EngineConfig(
         model=str(model), device="cpu", dtype="float32", skip_tokenizer_init=True,
         max_model_len=POSITIONS, max_num_seqs=16, max_num_batched_tokens=POSITIONS,
         enable_prefix_caching=False, kv_compression_interval=INTERVAL,
+        kv_compression_prompt_interval=prompt_interval,
         kv_compression=None if policy == WHOLE else policy,
         logits_processors=("forced_tokens",), kv_cache_dtype=stored,
     )  # fmt: skip

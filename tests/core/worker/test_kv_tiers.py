@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from rounded_cache import FORMATS, rounded
 from test_kv_compression import config, prompt, run
 
 from jackfield import AsyncEngine, hookimpl
@@ -19,7 +21,7 @@ from jackfield.core.worker.kv_cache.compaction import Compactor
 from jackfield.core.worker.worker import Worker
 from jackfield.plugins.kv_connectors.cpu_offload import CpuOffloadConnector
 
-from helpers import make_checkpoint
+from helpers import greedy_reference, make_checkpoint, reference_model
 
 OFFLOAD = {
     "kv_connector": "cpu_offload", "kv_connector_extra_config": {"kv_offloading_size": 0.01},
@@ -62,6 +64,34 @@ async def test_a_preempted_request_is_restored_and_not_computed_again(folder: Pa
     # At most the last block of each, and what steps in flight computed.
     assert stats.preempted_tokens_recomputed <= 8 * stats.num_preemptions
     assert stats.preempted_tokens_restored > 20
+
+
+@pytest.mark.parametrize(("name", "stored"), [("device_offload", "int8"), ("cpu_offload", "int4")])
+async def test_a_cold_prefix_comes_back_from_fewer_bits(
+    folder: Path, name: str, stored: str
+) -> None:
+    """As if its 44 tokens had been rounded after they were computed: dense attention says so."""
+    tokens, model = prompt(45), reference_model(folder)
+    with torch.no_grad():
+        cache = model(torch.tensor([tokens[:44]]), use_cache=True).past_key_values
+        for layer in cache.layers:
+            layer.keys = rounded(layer.keys, FORMATS[stored][0])
+            layer.values = rounded(layer.values, FORMATS[stored][1])
+        expected = tokens[44:]
+        while len(expected) < 13:
+            step = model(torch.tensor([expected[-1:]]), past_key_values=cache, use_cache=True)
+            expected.append(int(step.logits[0, -1].argmax()))
+    extra = {"kv_offloading_size": 0.01, "kv_offloading_dtype": stored}
+    transfer = {"kv_connector": name, "kv_connector_extra_config": extra}
+    async with AsyncEngine(config(folder, kv_transfer_config=transfer)) as engine:
+        (first,) = await run(engine, tokens, max_tokens=12)
+        await saved(engine)
+        assert await engine.reset_prefix_cache()
+        (again,) = await run(engine, tokens, max_tokens=12)
+        assert engine.stats().external_prefix_cache_hits == 44
+    assert first == greedy_reference(model, tokens, 12)[0]
+    assert again == expected[1:]
+    assert stored == "int8" or again != first, "nothing of importance was rounded"
 
 
 async def test_a_prefix_comes_back_from_the_host_after_its_request_was_compacted(

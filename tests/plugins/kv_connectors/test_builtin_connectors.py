@@ -14,6 +14,7 @@ import msgspec
 import pytest
 import safetensors.torch
 import torch
+from rounded_cache import FORMATS, rounded
 from test_kv_connector_kits import TestCpuOffload as CpuOffload
 
 from jackfield import AsyncEngine, EngineConfig, OutputKind, SamplingParams, hookimpl
@@ -28,6 +29,7 @@ from jackfield.plugins.kv_connectors import store as store_module
 from jackfield.plugins.kv_connectors.block_file import BlockFormat
 from jackfield.plugins.kv_connectors.copying import BlockCopier
 from jackfield.plugins.kv_connectors.file_store import FileStore
+from jackfield.plugins.kv_connectors.reduced_blocks import ReducedType, ReducingCopier
 from jackfield.plugins.kv_connectors.store import StoreConnector
 
 LAYOUT = KVLayout(
@@ -64,6 +66,41 @@ def key(number: int) -> bytes:
 
 def files_in(folder: Path) -> list[Path]:
     return list(folder.rglob("*.safetensors"))
+
+
+# ---------------------------------------------------------------- blocks in fewer bits
+
+
+def check_reduced(name: ReducedType, device: str) -> None:
+    """Some blocks, in chunks, against what a reference rounds in float64."""
+    shapes = (2, 16), (1, 10)
+    draw = torch.Generator().manual_seed(0)
+    before = [torch.randn(2, 20, 4, *each, generator=draw) for each in shapes]
+    with torch.inference_mode():
+        caches = [cache.to(device).clone() for cache in before]
+    copier = ReducingCopier(caches, name)
+    pool = torch.zeros(12, copier.block_bytes, dtype=torch.uint8, device=device)
+    blocks, places = [3, 19, 1, 8, 7, 6, 12], [4, 5, 6, 0, 11, 10, 2]
+    copier.read(blocks, pool, places)
+    with torch.inference_mode():
+        for cache in caches:
+            cache.zero_()
+    copier.write(blocks, pool, places)
+    others = [n for n in range(20) if n not in blocks]
+    for cache, was in zip(caches, before, strict=True):
+        for side, bits_of_side in enumerate(FORMATS[name]):
+            expected = rounded(was[side, blocks], bits_of_side)
+            found = cache[side, blocks].cpu()
+            # In float32, a few in the middle between two steps go to the other one.
+            assert torch.isclose(found, expected, atol=1e-5).float().mean() > 0.99
+            assert (found - expected).abs().max() < 0.5
+        assert not cache[:, others].any()
+
+
+@pytest.mark.parametrize("name", ["int8", "int8_int4", "int4"])
+def test_blocks_are_kept_in_fewer_bits(name: ReducedType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copying, "CHUNK_BYTES", 1)
+    check_reduced(name, "cpu")
 
 
 # ---------------------------------------------------------------- block files
@@ -346,6 +383,9 @@ async def test_a_store_that_is_too_slow_holds_no_more_than_its_share(
         ("file_store", {"path": "x", "max_gb": 1}, "max_gb"),
         ("cpu_offload", {"kv_offloading_size": -1}, "kv_offloading_size"),
         ("cpu_offload", {"kv_offloading_size": 1e-9}, "kv_offloading_size"),
+        ("cpu_offload", {"kv_offloading_dtype": "int3"}, "kv_offloading_dtype"),
+        ("device_offload", {"kv_offloading_dtype": "auto"}, "kv_offloading_dtype"),
+        ("device_offload", {"kv_offloading_size": 1e-9}, "kv_offloading_size"),
         ("multi", {}, "connectors"),
         ("multi", {"connectors": []}, "connectors"),
         ("multi", {"connectors": [{"kv_connector": "nobody"}]}, "nobody"),
@@ -355,6 +395,21 @@ async def test_a_store_that_is_too_slow_holds_no_more_than_its_share(
 def test_wrong_options_are_refused_by_name(name: str, extra: dict[str, Any], word: str) -> None:
     with pytest.raises(ConfigError, match=word):
         Halves(name, extra, load_plugins(), [random_cache(4, 4, 1, 8, torch.float32)])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "reason"),
+    [
+        (torch.float8_e4m3fn, 8, "kv_offloading_dtype: int4 is for .* caches kv in float8_e4m3fn"),
+        (torch.bfloat16, 7, "kv_offloading_dtype: int4: two channels share a byte"),
+    ],
+)
+def test_what_cannot_be_kept_in_fewer_bits_is_refused(
+    dtype: torch.dtype, head_dim: int, reason: str
+) -> None:
+    caches = [random_cache(4, 4, 1, head_dim, dtype)]
+    with pytest.raises(ConfigError, match=reason):
+        Halves("device_offload", {"kv_offloading_dtype": "int4"}, load_plugins(), caches)
 
 
 @pytest.mark.parametrize(

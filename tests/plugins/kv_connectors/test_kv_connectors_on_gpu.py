@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_builtin_connectors import check_reduced
 from test_kv_connector_kits import TestCpuOffload as CpuOffload
 from test_kv_connector_kits import TestFileStore as FileStore
 
@@ -54,6 +55,11 @@ def test_blocks_come_back_in_chunks_while_the_device_computes(
         assert torch.equal(bits(cache[:, blocks]), bits(was[:, blocks]))
         others = [n for n in range(64) if n not in blocks]
         assert not bits(cache[:, others]).any()
+
+
+@pytest.mark.parametrize("name", ["int8", "int8_int4", "int4"])
+def test_blocks_are_kept_in_fewer_bits_on_the_device(name: Any) -> None:
+    check_reduced(name, "cuda")
 
 
 def test_a_pool_of_host_memory_is_pinned_as_it_lies() -> None:
