@@ -46,14 +46,16 @@ KINDS: dict[str, tuple[Callable[[Any], bool], Iterable[str]]] = {
     "an integer": (
         _is_int,
         (
-            "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+            "hidden_size", "num_hidden_layers", "num_attention_heads",
             "num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings",
             "moe_intermediate_size", "num_experts", "num_experts_per_tok", "num_local_experts",
             "decoder_sparse_step", "max_window_layers", "pad_token_id", "sliding_window",
             "type_vocab_size",
         ),
     ),
-    "an integer or a list of integers": (_int_or_ints, ("bos_token_id", "eos_token_id")),
+    "an integer or a list of integers": (
+        _int_or_ints, ("bos_token_id", "eos_token_id", "intermediate_size"),
+    ),
     "a number": (
         _is_number,
         (

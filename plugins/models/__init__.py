@@ -57,6 +57,7 @@ ARCHITECTURES = {
     "gemma": ("GemmaForCausalLM", "GemmaModel", "GemmaForSequenceClassification"),
     "gemma2": ("Gemma2ForCausalLM", "Gemma2Model", "Gemma2ForSequenceClassification"),
     "gemma3": ("Gemma3ForCausalLM", "Gemma3TextModel", "Gemma3TextForSequenceClassification"),
+    "gemma3n": ("Gemma3nForCausalLM",),
     "gemma4": ("Gemma4ForCausalLM",),
     "glm4": ("Glm4ForCausalLM", "Glm4Model", "Glm4ForSequenceClassification"),
     "gpt2": ("GPT2LMHeadModel", "GPTBigCodeForCausalLM"),

@@ -60,7 +60,8 @@ class Gemma4Attention(SelfAttention):
         )
         self.kind, mode = hf.layer_types[layer], hf.kv_sharing_modes[layer]
         self.reads, self.keeps = mode == "reuse", mode == "store"
-        self.keys_are_values = hf.attention_k_eq_v and self.kind == "full_attention"
+        same = getattr(hf, "attention_k_eq_v", False)
+        self.keys_are_values = same and self.kind == "full_attention"
         if self.reads or self.keys_are_values:
             heads, rows = {"q": self.all_heads}, self.own.rows(self.head_dim)
             if not self.reads:
@@ -78,7 +79,7 @@ class Gemma4Attention(SelfAttention):
 
     def spec(self, hf: Any, layer: int) -> AttentionSpec:
         """Norms take the place of a scale. Raises ConfigError if text attends to later tokens."""
-        if hf.use_bidirectional_attention == "all":
+        if getattr(hf, "use_bidirectional_attention", None) == "all":
             raise ConfigError(
                 "use_bidirectional_attention: 'all' is not supported, only attention to what came "
                 "before",
@@ -93,7 +94,7 @@ class Gemma4Attention(SelfAttention):
     def among(
         self,
         hidden: torch.Tensor,
-        norm: nn.Module,
+        norm: nn.Module | None,
         rotary: Rotary,
         context: ForwardContext,
         kept: dict[str, Kept],
@@ -214,14 +215,9 @@ class Gemma4Decoder(GemmaDecoder):
         self.size = size = input_size(hf)
         if not size:
             return
-        if hf.vocab_size_per_layer_input < config.vocab_size:
-            raise ConfigError(
-                f"vocab_size_per_layer_input: {hf.vocab_size_per_layer_input} is less than "
-                f"vocab_size {config.vocab_size}",
-                param="vocab_size_per_layer_input",
-            )
-        width = config.num_layers * size
-        self.embed_tokens_per_layer = Embedding(hf.vocab_size_per_layer_input, width, build)
+        width, self.known = config.num_layers * size, hf.vocab_size_per_layer_input
+        """Tokens from this number on have the inputs of token 0."""
+        self.embed_tokens_per_layer = Embedding(self.known, width, build)
         self.per_layer_model_projection = Linear(hf.hidden_size, width, build)
         self.per_layer_projection_norm = RMSNorm(size, hf.rms_norm_eps, build)
         self.token_scale = float(torch.tensor(size**0.5).to(build.dtype))
@@ -241,7 +237,8 @@ class Gemma4Decoder(GemmaDecoder):
         """[num_tokens], and their embeddings → [num_tokens, num_layers, size]"""
         shape = len(hidden), -1, self.size
         states = self.per_layer_model_projection(hidden) * hidden.shape[-1] ** -0.5
-        tokens = self.embed_tokens_per_layer(input_ids) * self.token_scale
+        known = torch.where(input_ids < self.known, input_ids, 0)
+        tokens = self.embed_tokens_per_layer(known) * self.token_scale
         states = self.per_layer_projection_norm(states.view(shape))
         inputs: torch.Tensor = (states + tokens.view(shape)) * 2**-0.5
         return inputs

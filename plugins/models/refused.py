@@ -48,7 +48,7 @@ REFUSED = {
     ),
     IMAGES: (
         "AudioFlamingo3ForConditionalGeneration", "CohereCompassForCausalLM",
-        "FuyuForCausalLM", "Gemma3nForConditionalGeneration",
+        "FuyuForCausalLM",
         "GitForCausalLM",
         "GlmAsrForConditionalGeneration",
         "GraniteSpeechForConditionalGeneration", "GraniteSpeechPlusForConditionalGeneration",
@@ -59,9 +59,6 @@ REFUSED = {
         "SeamlessM4TForTextToText", "SeamlessM4Tv2ForTextToText",
         "T5Gemma2ForConditionalGeneration", "VibeVoiceAsrForConditionalGeneration",
         "VoxtralRealtimeForConditionalGeneration",
-    ),
-    "its layers keep several streams, of which they predict and correct all": (
-        "Gemma3nForCausalLM",
     ),
     "it drafts tokens for another model": (
         "Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM",

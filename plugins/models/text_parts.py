@@ -5,7 +5,8 @@ from __future__ import annotations
 BY_TYPE = (
     "AyaVisionForConditionalGeneration", "Cohere2VisionForConditionalGeneration",
     "Exaone4_5_ForConditionalGeneration", "Gemma3ForConditionalGeneration",
-    "Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration",
+    "Gemma3nForConditionalGeneration", "Gemma4ForConditionalGeneration",
+    "Gemma4UnifiedForConditionalGeneration",
     "GotOcr2ForConditionalGeneration", "Idefics3ForConditionalGeneration",
     "InternVLForConditionalGeneration", "InternVLChatModel", "KimiVLForConditionalGeneration",
     "Lfm2VlForConditionalGeneration", "Llama4ForConditionalGeneration",

@@ -98,6 +98,17 @@ CASES: dict[str, dict[str, Any]] = {
         "attention_bias": False,
         "tie_word_embeddings": True,
     },
+    "Gemma3nForCausalLM": {
+        "num_hidden_layers": 4,
+        "intermediate_size": [96, 80, 96, 96],
+        "sliding_window": 12,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": VOCAB - 20,
+        "num_kv_shared_layers": 2,
+        "laurel_rank": 8,
+        "activation_sparsity_pattern": [0.8, 0.0, 0.5, 0.0],
+    },
     "Gemma4ForCausalLM": {
         "num_hidden_layers": 4,
         "sliding_window": 12,

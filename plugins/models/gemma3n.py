@@ -1,0 +1,197 @@
+"""Gemma 3n (text): several streams, of which a layer predicts all, computes one and corrects the
+others (AltUp), a low-rank path beside attention (LAuReL), and MLPs whose gates are mostly zero.
+Attention and the inputs of each layer are those of Gemma 4's small sizes. Sources: AltUp (arXiv
+2301.13310), LAuReL (arXiv 2411.07501)."""
+
+from __future__ import annotations
+
+import math
+from statistics import NormalDist
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ...core.loading.model_config import ModelConfig
+from ...core.nn.context import BuildContext, ForwardContext
+from ...core.nn.experts import Router
+from ...core.nn.linear import Linear
+from ...core.nn.mlp import GatedMLP
+from ...core.nn.norm import RMSNorm
+from ...core.nn.rotary import Rotary
+from .decoder import CausalLM, MakeMLP, NormedBlock, SelfAttention
+from .gemma4 import (
+    Gemma4Attention,
+    Gemma4Block,
+    Gemma4Decoder,
+    Gemma4ForCausalLM,
+    Gemma4WeightMap,
+    Kept,
+)
+
+LEAST = 1e-5
+"""The mean square that a stream has at least."""
+
+
+def as_large_as(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Scale rows to the lengths of another tensor's: both [num_tokens, hidden_size]."""
+    own = x.square().mean(-1, keepdim=True).clamp(min=LEAST).sqrt()
+    return x * other.square().mean(-1, keepdim=True).sqrt() / own
+
+
+class SparseGeluMLP(GatedMLP):
+    """Only gates count that are larger than all but a part of a normal distribution like theirs."""
+
+    cutoff: float
+    """In standard deviations above the mean."""
+
+    def inner(self, hidden: torch.Tensor, norm: nn.Module | None = None) -> torch.Tensor:
+        gate, up = self.gate_up_proj(hidden, norm=norm).chunk(2, dim=-1)
+        deviation = torch.std(gate, dim=-1, keepdim=True, unbiased=False)
+        gate = F.relu(gate - (gate.mean(-1, keepdim=True) + deviation * self.cutoff))
+        inner: torch.Tensor = F.gelu(gate, approximate="tanh") * up
+        return inner
+
+
+class AltUp(nn.Module):
+    """Predicts and corrects streams: [num_streams, num_tokens, hidden_size]."""
+
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        super().__init__()
+        hf = config.hf_config
+        count, size = hf.altup_num_inputs, hf.hidden_size
+        self.count, self.active, self.scales = count, hf.altup_active_idx, hf.altup_correct_scale
+        self.correct_output_scale = nn.Parameter(build.empty(size))
+        self.correction_coefs = Router(count, count, build)
+        self.prediction_coefs = Router(count * count, count, build)
+        self.modality_router = Router(count, size, build)
+        self.router_norm = RMSNorm(size, hf.rms_norm_eps, build)
+
+    def _weights(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[num_tokens, hidden_size] → [num_tokens, num_streams]"""
+        logits = self.modality_router(self.router_norm(hidden) / hidden.shape[-1])
+        return torch.tanh(logits.float()).to(hidden.dtype)
+
+    def predict(self, streams: torch.Tensor) -> torch.Tensor:
+        factors = self.prediction_coefs(self._weights(streams[self.active]))
+        factors = factors.view(-1, self.count, self.count)
+        return torch.einsum("toi,ith->oth", factors, streams) + streams
+
+    def correct(self, predictions: torch.Tensor, computed: torch.Tensor) -> torch.Tensor:
+        """`computed`: the active stream, [num_tokens, hidden_size]."""
+        factors = self.correction_coefs(self._weights(computed)) + 1.0
+        corrected: torch.Tensor = (computed - predictions[self.active]) * factors.t()[..., None]
+        return corrected + predictions
+
+
+class Laurel(nn.Module):
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        super().__init__()
+        hf = config.hf_config
+        self.linear_left = Linear(hf.hidden_size, hf.laurel_rank, build)
+        self.linear_right = Linear(hf.laurel_rank, hf.hidden_size, build)
+        self.post_laurel_norm = RMSNorm(hf.hidden_size, hf.rms_norm_eps, build)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[num_tokens, hidden_size] → the same shape"""
+        normed: torch.Tensor = self.post_laurel_norm(self.linear_right(self.linear_left(hidden)))
+        return hidden + normed
+
+
+class Gemma3nBlock(NormedBlock):
+    norms = Gemma4Block.norms
+    self_attn: Gemma4Attention
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        build: BuildContext,
+        attention: type[SelfAttention],
+        mlp: MakeMLP,
+    ) -> None:
+        super().__init__(config, layer, build, attention, mlp)
+        hf, self.layer = config.hf_config, layer
+        self.altup, self.laurel = AltUp(config, build), Laurel(config, build)
+        size = hf.hidden_size_per_layer_input
+        self.per_layer_input_gate = Linear(hf.hidden_size, size, build)
+        self.per_layer_projection = Linear(size, hf.hidden_size, build)
+        self.post_per_layer_input_norm = self.make_norm(hf, build)
+
+    def among(
+        self,
+        streams: torch.Tensor,
+        rotary: Rotary,
+        context: ForwardContext,
+        kept: dict[str, Kept],
+        inputs: torch.Tensor,
+    ) -> torch.Tensor:
+        """[num_streams, num_tokens, hidden_size] → the same shape. inputs: [num_tokens,
+        hidden_size_per_layer_input] of this layer."""
+        before, behind, before_mlp, behind_mlp = (getattr(self, name) for name in self.norms)
+        altup = self.altup
+        predictions = altup.predict(streams)
+        active = predictions[altup.active].contiguous()
+        normed = before(active)
+        heads = self.self_attn.among(normed, None, rotary, context, kept)
+        hidden = active + behind(self.self_attn.project(heads))
+        hidden = (hidden + self.laurel(normed)) / math.sqrt(2)
+        hidden = behind_mlp.add(self.mlp(hidden, before_mlp, add=False), hidden)
+        streams = altup.correct(predictions, hidden)
+        first = streams[altup.active].contiguous()
+        if altup.scales:
+            first = first * altup.correct_output_scale
+        gate = F.gelu(self.per_layer_input_gate(first), approximate="tanh") * inputs
+        streams[1:] += self.post_per_layer_input_norm(self.per_layer_projection(gate))
+        return streams
+
+
+class Gemma3nDecoder(Gemma4Decoder):
+    block = Gemma3nBlock  # type: ignore[assignment]
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        build: BuildContext,
+        attention: type[SelfAttention],
+        mlp: MakeMLP,
+    ) -> None:
+        super().__init__(config, build, attention, mlp)
+        hf = config.hf_config
+
+        def products() -> nn.ModuleList:
+            others = range(1, hf.altup_num_inputs)
+            return nn.ModuleList(Linear(hf.hidden_size, hf.hidden_size, build) for _ in others)
+
+        self.altup_projections, self.altup_unembed_projections = products(), products()
+
+    def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        first = self.embed(input_ids, context.positions)
+        inputs = self.layer_inputs(input_ids, first)
+        others = [as_large_as(product(first), first) for product in self.altup_projections]
+        streams = torch.stack([first, *others])
+        kept: dict[str, Kept] = {}
+        for layer, rotary in self.stage_layers():
+            assert isinstance(layer, Gemma3nBlock) and isinstance(rotary, Rotary)
+            streams = layer.among(streams, rotary, context, kept, inputs[:, layer.layer])
+        first, *rest = streams
+        pairs = zip(self.altup_unembed_projections, rest, strict=True)
+        others = [as_large_as(product(stream.contiguous()), first) for product, stream in pairs]
+        return torch.stack([first, *others]).mean(dim=0)
+
+
+class Gemma3nForCausalLM(Gemma4ForCausalLM):
+    decoder = Gemma3nDecoder
+    weight_map = Gemma4WeightMap(**vars(CausalLM.weight_map))
+
+    @staticmethod
+    def mlp(config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:
+        hf = config.hf_config
+        sparsity = hf.activation_sparsity_pattern[layer]
+        mlp = (SparseGeluMLP if sparsity > 0 else GatedMLP)(
+            hf.hidden_size, hf.intermediate_size[layer], hf.hidden_activation, build,
+            field="hidden_activation",
+        )  # fmt: skip
+        if isinstance(mlp, SparseGeluMLP):
+            mlp.cutoff = float(torch.tensor(NormalDist().inv_cdf(sparsity)).to(build.dtype))
+        return mlp
