@@ -10,7 +10,7 @@ import torch
 
 FEW_ROWS = 8
 """Rows of one token for which launches cost more than what they compute twice. On an H200, all of a
-layer of Mamba 2 in one launch takes half the time with one row, and a seventh more with 64."""
+layer of Mamba 2 in one launch takes half the time with one row, and an eighth more with 64."""
 
 
 @dataclass(frozen=True)
