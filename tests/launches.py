@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -39,3 +41,30 @@ class Launches(TorchDispatchMode):
         if name not in self.FREE:
             self.counts[name] += 1
         return func(*args, **(kwargs or {}))
+
+
+STEP = {"embedding": 1, "zeros": 1}
+"""What every step begins with, and the positions that `PagedModel` makes."""
+
+
+def launches_of_one_row(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Return what a decode step of one row launches, without its logits, besides `STEP`. Its result
+    is that of torch."""
+    from jackfield.plugins.conformance.models import PagedModel
+
+    counted, plain = (PagedModel(folder, "float32", kernels=k) for k in ("triton", "torch"))
+    for model in (counted, plain):
+        for tokens in ([5, 6, 7], [8]):  # What operations keep, they make in the first step.
+            model.run({0: tokens})
+    forward, launches = counted.model.forward, Launches(monkeypatch)
+
+    def watched(*args: Any) -> Any:
+        with launches:
+            return forward(*args)
+
+    monkeypatch.setattr(counted.model, "forward", watched)
+    hidden = counted.hidden({0: [9]})
+    monkeypatch.undo()
+    want = plain.logits(plain.hidden({0: [9]}))
+    torch.testing.assert_close(counted.logits(hidden), want, atol=1e-4, rtol=1e-4)
+    return launches.counts - Counter(STEP)
