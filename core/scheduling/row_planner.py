@@ -50,6 +50,8 @@ class RowPlanner:
         self._lanes = lanes
         self._blocks_wanted = 0
         """Blocks that the first waiting request lacked when the last plan was made."""
+        self._promised: int | None = None
+        """Blocks that running requests are likely to take, once a plan has asked for them."""
 
     def schedule_running(self, builder: PlanBuilder) -> bool:
         """Schedule tokens for running requests. Return False if one had to be preempted.
@@ -156,6 +158,7 @@ class RowPlanner:
         admitted = []
         for allowance in self._allowances:
             allowance.begin_plan()
+        self._promised = None
         for request in self._requests.waiting.requests:
             if builder.budget <= 0 or not self._requests.has_free_slot:
                 break
@@ -197,7 +200,9 @@ class RowPlanner:
         num_computed, most = request.num_tokens - num_left, request.num_tokens
         if self._compression is not None:
             most = self._compression.most_tokens(request, hits.num_blocks)
-            reserve += self._compression.promised(self._requests.running.requests)
+            if self._promised is None:
+                self._promised = self._compression.promised(self._requests.running.requests)
+            reserve += self._promised
             self._compression.admit(request, num_computed)
         if not self._kv.can_hold(most, hits, reserve):
             self._want_blocks(request, hits, reserve)
@@ -208,6 +213,8 @@ class RowPlanner:
         chunk = self._chunks.length(request, num_computed, builder.budget)
         self._requests.run(request)
         self._kv.allocate(request, chunk, hits)
+        if self._promised is not None:
+            self._promised += self._kv.blocks_for(most) - len(request.tables[0])
         builder.table_writes += self._kv.whole_tables(request)
         self._requests.count_restart(request)
         for allowance in self._allowances:
