@@ -6,6 +6,8 @@ import functools
 import gc
 import os
 import ssl
+import sys
+from collections.abc import Generator
 from typing import Any
 
 # More threads than idle cores make every small operation wait for the slowest; set before torch.
@@ -46,6 +48,16 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     quicken()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """Next to nothing that is made while modules are imported and tests collected is garbage."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 @pytest.fixture(scope="session")
 def device() -> str:
     """Device on which engine tests run."""
@@ -56,5 +68,22 @@ def device() -> str:
 def settled() -> None:
     """Leave what is imported and collected so far out of garbage collections: each engine that
     stops makes one, which would otherwise look at all of torch and `transformers`."""
+    _leave_out_imports()
+
+
+_imported = 0
+"""Modules when the last were left out of garbage collections."""
+
+
+def _leave_out_imports() -> None:
+    global _imported
     gc.collect()
     gc.freeze()
+    _imported = len(sys.modules)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    """What the first test that needs it imports, as models of `transformers`, is left out too."""
+    if len(sys.modules) > _imported + 20:
+        _leave_out_imports()

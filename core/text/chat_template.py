@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jinja2 import meta
+from jinja2 import Template, meta
 from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
 
 from ..errors import InvalidRequest
@@ -37,6 +37,18 @@ def _environment() -> TemplateEnvironment:
     return TemplateEnvironment()
 
 
+@functools.lru_cache(maxsize=64)
+def _compiled(text: str) -> Template:
+    """Compile a template. Engines of one process often have the same."""
+    return _environment().from_string(text)
+
+
+@functools.lru_cache(maxsize=64)
+def _names_read(text: str) -> frozenset[str]:
+    """Return the names that a template reads and does not set."""
+    return frozenset(meta.find_undeclared_variables(_environment().parse(text)))
+
+
 class ChatTemplate:
     """A model's chat template. Rendering is sandboxed, and bounded in time and size."""
 
@@ -60,7 +72,7 @@ class ChatTemplate:
         self._templates = {}
         for name, text in sources.items():
             try:
-                self._templates[name] = _environment().from_string(text)
+                self._templates[name] = _compiled(text)
             except TemplateSyntaxError as error:
                 raise InvalidRequest(
                     f"chat_template: line {error.lineno}: {error.message}", param="chat_template"
@@ -80,7 +92,7 @@ class ChatTemplate:
         """Names that the template reads and does not set: the valid `template_kwargs`."""
         read: set[str] = set()
         for text in self._sources.values():
-            read |= meta.find_undeclared_variables(_environment().parse(text))
+            read |= _names_read(text)
         return frozenset(read - RESERVED - self._tokens.keys())
 
     @functools.cached_property

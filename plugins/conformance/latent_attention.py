@@ -246,7 +246,7 @@ class LatentAttentionBackendKit(Kit):
         """Layers of two shapes share a step's metadata."""
         specs = [SPECS["small"], SPECS["many heads"]]
         backend = self.make(specs[0], torch.float32)
-        for number, sizes in enumerate([*BATCHES.values(), BATCHES["decode"]]):
+        for number, sizes in enumerate(BATCHES[name] for name in ("mixed", "decode", "chunk")):
             for spec in specs:
                 batch = latent_batch(sizes, spec, 16, self.device, torch.float32, seed=number)
                 self.check(backend, spec, batch)
