@@ -311,7 +311,7 @@ def _answers(raw: dict[str, Any]) -> dict[str, Any] | None:
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None or not _is_plain(raw, family):
         return None
-    if raw.get("bad_words_ids", ()) is None:  # Which `transformers` leaves out.
+    if "bad_words_ids" in raw:  # Which `transformers` leaves out, as of generation.
         return None
     values = family.defaults | {name: raw[name] for name in raw if name in family.fields}
     values |= {name: raw[name] for name in raw if name in FREE or name == "model_type"}

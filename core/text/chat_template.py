@@ -22,6 +22,7 @@ from .chat_messages import (
     guarded,
     same,
 )
+from .content_parts import reads_parts
 from .control_tokens import ControlTokens
 from .template_sandbox import TemplateEnvironment
 from .token_limit import TokenLimit, encode_within
@@ -111,6 +112,11 @@ class ChatTemplate:
             REASONING_END in text and ("reasoning" in text or _SPLITS_THOUGHTS.search(text))
             for text in self._sources.values()
         )
+
+    @functools.cached_property
+    def _reads_parts(self) -> bool:
+        """Whether content has to be a list of parts for the template to write it."""
+        return any(reads_parts(_environment().parse(text)) for text in self._sources.values())
 
     @functools.cached_property
     def _control(self) -> ControlTokens:
@@ -246,6 +252,9 @@ class ChatTemplate:
                     param="continue_final_message",
                 )
             chat[-1]["content"] = final.replace(_END, "\ufffd") + _END
+        if self._reads_parts:
+            for message in chat:
+                message["content"] = [{"type": "text", "text": message["content"]}]
         variables = {
             **self._tokens,
             **{key: guarded(value, guard, key) for key, value in template_kwargs.items()},

@@ -153,6 +153,33 @@ def test_the_fields_extras_work() -> None:
     assert actual == '1g <|im_end|> {\n "a":"é",\n "b":1\n} 4 5'
 
 
+LLAVA = (
+    "{% for message in messages %}{{ message['role'].upper() }}: "
+    "{% for content in message['content'] | selectattr('type', 'equalto', 'image') %}<image>\n"
+    "{% endfor %}{% for content in message['content'] | selectattr('type', 'equalto', 'text') %}"
+    "{{ content['text'] }} {% endfor %}{% endfor %}"
+)
+BOTH = (
+    "{% for m in messages %}{% set c = m.content %}{% if c is string %}{{ c }}{% else %}"
+    "{% for part in c %}{{ part.text }}{% endfor %}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        (LLAVA, "USER: Hi there "),
+        (BOTH, "Hi there"),
+        (BOTH.replace("c is string", "false"), "Hi there"),
+        ("{% for m in messages %}{% for word in m.content.split(' ') %}{{ word }},{% endfor %}"
+         "{% endfor %}", "Hi,there,"),
+    ],
+)  # fmt: skip
+def test_a_template_that_loops_over_content_gets_parts(template: str, text: str) -> None:
+    for content in ("Hi there", [{"type": "text", "text": "Hi there"}]):
+        assert ChatTemplate(template).render(user(content)) == text
+
+
 def test_a_template_for_tools_serves_requests_with_tools() -> None:
     template = ChatTemplate({"default": "plain", "tool_use": "tools"})
     assert template.render(user("x")) == "plain"
