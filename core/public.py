@@ -30,7 +30,7 @@ PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
         "jackfield.core.protocols": (
             "All2All", "All2AllSetup", "ArgumentForm", "AttentionBackend", "AttentionSpec",
             "CallForm", "CheckpointConfig", "Collectives", "CollectivesSetup", "Content",
-            "Dispatched", "Drafts", "Executor", "ExecutorInfo",
+            "Dispatched", "Drafts", "EngineHosts", "EngineProcess", "Executor", "ExecutorInfo",
             "Grammar", "GrammarBackend", "GrammarMatcher", "GrammarSpec", "KVConnector",
             "KVConnectorScheduler", "KVConnectorSetup", "KVConnectorWorker", "KVLayout",
             "KnownTokens", "LatentAttentionBackend", "LatentAttentionSpec", "LayerSpec",

@@ -43,9 +43,10 @@ PRELOADED = (
 """Modules of servers and their clients. They start no thread."""
 VARIABLES = re.compile(
     "HOME|JACKFIELD_.*|MASTER_PORT|OLDPWD|PATH|PWD|PYTEST_.*|PYTHONPATH|RANK|RAY_ADDRESS|TMPDIR"
-    "|WORLD_SIZE"
+    "|TORCHINDUCTOR_CACHE_DIR|WORLD_SIZE"
 )
-"""Those that PRELOADED does not read when it is imported; with others, there is another server."""
+"""Those that PRELOADED does not read when it is imported (torch sets one by itself, some time);
+with others, there is another server."""
 LIMITED = ("jackfield.core.grammars.sandbox.sandbox_process",)
 """Programs that limit their memory, of which a fork begins with more."""
 COMMAND_BYTES = 4000

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -16,6 +15,7 @@ from ..engine.output_processor import RequestTracker, State
 from ..engine.plugin_events import PluginEvents
 from ..errors import EngineStopped
 from ..outputs import EngineStats
+from ..protocols.executors import EngineProcess
 from ..remote.channel import Channel
 from ..remote.frames import (
     START,
@@ -32,7 +32,6 @@ from ..remote.processes import describe_end
 from ..remote.requests import RemoteRequests
 from .restarts import RestartPolicy
 from .setup import Setup
-from .spares import take
 
 logger = logging.getLogger("jackfield.member")
 POLL_SECONDS = 0.02
@@ -57,10 +56,11 @@ class MemberProcess:
         tracker: RequestTracker,
         events: PluginEvents,
         *,
+        launch: Callable[[], Awaitable[EngineProcess]],
         begun: Callable[[State], None],
         ended: Callable[[State], None],
     ) -> None:
-        """Start the process. name: for messages; begun, ended: as of `RemoteRequests`."""
+        """name: for messages; launch: starts the process; begun, ended: as of `RemoteRequests`."""
         self.name = name
         self.stats = EngineStats()
         """At most a second old while it works."""
@@ -78,14 +78,18 @@ class MemberProcess:
         self.requests.events = events
         self._reaping: asyncio.Task[None] | None = None
         self._killed_because: str | None = None
-        self.process, self._socket = take()
+        self._launch = launch
+        self.process: EngineProcess | None = None
+        """None until it is started."""
+
+    async def launch(self) -> None:
+        """Start the process. Raises if there is no room for it."""
+        self.process = await self._launch()
 
     async def start(self, setup: Setup) -> Welcome:
         """Wait until the engine is ready. Raises its error, and EngineStopped if it ends first."""
-        self._socket.setblocking(False)
-        await asyncio.get_running_loop().create_unix_connection(
-            lambda: self._channel, sock=self._socket
-        )
+        assert self.process is not None, "launch() comes first"
+        await self._channel.attach(self.process.connection)
         self._channel.send(setup)
         self.calls.send(Hello(setup.member, os.getpid()))
         outcomes: list[asyncio.Future[Any]] = [self._welcome, self.ended]
@@ -102,8 +106,8 @@ class MemberProcess:
                 await asyncio.wait_for(self.calls.query("ping"), SILENT_SECONDS)
             except TimeoutError:
                 self._killed_because = f"gave no sign of life for {SILENT_SECONDS:g} seconds"
-                with contextlib.suppress(ProcessLookupError):
-                    self.process.kill()
+                assert self.process is not None, "it has started"
+                self.process.kill()
             except EngineStopped:
                 return
 
@@ -114,17 +118,21 @@ class MemberProcess:
         if self._reaping is not None:
             self._reaping.cancel()
         self._finish(f"{self.name} is stopping")
+        if (process := self.process) is None:
+            return
+        await self._wait(process, seconds)
+        process.kill()
+        await self._wait(process, KILL_SECONDS)
+        if process.ending() is None:
+            logger.error("%s%s was killed, and is still there", self.name, process.where)
+        process.connection.close()
+        await process.release()
+
+    async def _wait(self, process: EngineProcess, seconds: float) -> None:
+        """Wait until a process has ended, at most so long."""
         deadline = time.monotonic() + seconds
-        while self.process.poll() is None and time.monotonic() < deadline:
+        while process.ending() is None and time.monotonic() < deadline:
             await asyncio.sleep(POLL_SECONDS)
-        with contextlib.suppress(ProcessLookupError):
-            self.process.kill()
-        deadline = time.monotonic() + KILL_SECONDS
-        while self.process.poll() is None and time.monotonic() < deadline:
-            await asyncio.sleep(POLL_SECONDS)
-        if self.process.poll() is None:
-            logger.error("%s was killed, and is still there", self.name)
-        self._socket.close()
 
     def _received(self, message: ToFront) -> None:
         match message:
@@ -147,11 +155,10 @@ class MemberProcess:
             self._reaping = asyncio.create_task(self._reap())
 
     async def _reap(self) -> None:
-        deadline = time.monotonic() + REAP_SECONDS
-        while self.process.poll() is None and time.monotonic() < deadline:
-            await asyncio.sleep(POLL_SECONDS)
-        how = self._killed_because or describe_end(self.process.poll())
-        self._finish(f"{self.name} {how}")
+        assert self.process is not None, "it had a connection"
+        await self._wait(self.process, REAP_SECONDS)
+        how = self._killed_because or self.process.ending() or describe_end(None)
+        self._finish(f"{self.name}{self.process.where} {how}")
 
     def _finish(self, reason: str) -> None:
         """End everything that waits for it, once."""
@@ -227,6 +234,7 @@ class Member:
         setup = self._make_setup(self.num_starts)
         self.num_starts += 1
         try:
+            await process.launch()
             welcome = await process.start(setup)
             self._fits(welcome)
         except Exception as error:

@@ -30,7 +30,7 @@ async def serve(setup: Setup, connection: socket.socket) -> int:
         core = EngineCore(setup.config, plugins)
         engine = AsyncEngine(setup.config, plugins=plugins, core=core)
     except JackfieldError as error:
-        await _connect(channel, connection)
+        await channel.attach(connection)
         return _refuse(channel, error)
     server = EngineServer(core)
 
@@ -40,7 +40,7 @@ async def serve(setup: Setup, connection: socket.socket) -> int:
 
     FrontendConnection(server, channel)
     front_lost, channel.lost = channel.lost or lost.set, end_front
-    await _connect(channel, connection)
+    await channel.attach(connection)
     starting = asyncio.ensure_future(engine.start())
     leaving = asyncio.ensure_future(lost.wait())
     try:
@@ -64,11 +64,6 @@ async def serve(setup: Setup, connection: socket.socket) -> int:
             return 1
     finally:
         leaving.cancel()
-
-
-async def _connect(channel: Channel[ToEngine], connection: socket.socket) -> None:
-    connection.setblocking(False)
-    await asyncio.get_running_loop().create_unix_connection(lambda: channel, sock=connection)
 
 
 def _refuse(channel: Channel[ToEngine], error: BaseException) -> int:

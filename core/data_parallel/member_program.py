@@ -21,11 +21,15 @@ def main() -> int:
     connection_number, parent = map(int, sys.argv[1:])
     if not follow_parent(parent):
         return 1
+    return run_member(socket.socket(fileno=connection_number))
+
+
+def run_member(connection: socket.socket) -> int:
+    """Be a member until the connection or the engine ends. Return the exit status."""
     from ..worker.threads import SWITCH_INTERVAL
     from .member_engine import serve  # Torch, while the first frame is on its way.
     from .setup import receive_setup
 
-    connection = socket.socket(fileno=connection_number)
     try:
         setup = receive_setup(connection)
     except EOFError:

@@ -26,7 +26,7 @@ from ..errors import EngineOverloaded, EngineStopped, JackfieldError, OutOfMemor
 from ..loading.model_config import ModelConfig
 from ..metrics.merge import Family, families, merged, render
 from ..outputs import EngineStats
-from ..protocols.executors import ExecutorInfo
+from ..protocols.executors import EngineHosts, ExecutorInfo
 from ..registration.executor_choice import choose_executor
 from ..registry import Plugins
 from ..remote.frames import Welcome
@@ -36,6 +36,7 @@ from .member import Member, MemberProcess, total
 from .metrics import PoolMetrics, of_member
 from .router import Placement, Router
 from .setup import Setup
+from .spares import LocalHosts
 
 logger = logging.getLogger("jackfield.member")
 REPORT_SECONDS = 2.0
@@ -63,6 +64,8 @@ class PooledCores:
         self._asked = config
         """As given: what members resolve themselves."""
         self._environments: list[dict[str, str]] = []
+        """Of members on this host."""
+        self._hosts: EngineHosts = LocalHosts()
         self._placements: dict[str, Placement] = {}
         """Request id → where it runs."""
         self._seeds = random.Random(config.seed)
@@ -80,14 +83,18 @@ class PooledCores:
         """Start all members at once, and load `texts` meanwhile."""
         config = self.config
         self.events = events
-        choose_executor(config, self.plugins["executor"])  # Refused before processes start.
+        executors = self.plugins["executor"]
+        executor = executors.load(choose_executor(config, executors))
+        hosts = executor.engine_hosts(config)
         self.metrics = PoolMetrics(config.served_names[0], config.data_parallel_size)
         self.router = Router(
             config.data_parallel_size,
             config.block_size,
             finds_prefixes=config.enable_prefix_caching,
         )
-        self._environments = await asyncio.to_thread(member_environments, config)
+        if hosts is None:
+            self._environments = await asyncio.to_thread(member_environments, config)
+        self._hosts = hosts or LocalHosts()
         self.members = [self._member(number) for number in range(config.data_parallel_size)]
         self._keepers = [asyncio.create_task(member.run()) for member in self.members]
         # As of one engine in another process: a member reports errors of the checkpoint.
@@ -116,7 +123,12 @@ class PooledCores:
         return Member(
             number,
             lambda: MemberProcess(
-                name, self.requests, self.events, begun=self._begun, ended=self._ended
+                name,
+                self.requests,
+                self.events,
+                launch=lambda: self._hosts.start(number),
+                begun=self._begun,
+                ended=self._ended,
             ),
             lambda attempt: self._setup(number, attempt),
             fits=self._check_fits,
@@ -135,7 +147,7 @@ class PooledCores:
         return Setup(
             config=config,
             member=number,
-            environment=self._environments[number],
+            environment=self._environments[number] if self._environments else {},
             plugins=self.plugins.outside,
             log_level=logging.getLogger("jackfield").getEffectiveLevel(),
         )

@@ -6,13 +6,43 @@ processes import meanwhile what they need.
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import subprocess
 from typing import NamedTuple
 
-from ..remote.processes import spawn
+from ..remote.processes import describe_end, spawn
 
 PROGRAM = "jackfield.core.data_parallel.member_program"
+
+
+class LocalProcess:
+    """A process of this host."""
+
+    where = ""
+
+    def __init__(self, spawned: Spawned) -> None:
+        self.popen, self.connection = spawned
+
+    def ending(self) -> str | None:
+        """By its status."""
+        status = self.popen.poll()
+        return None if status is None else describe_end(status)
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.popen.kill()
+
+    async def release(self) -> None:
+        """Nothing: its devices are free."""
+
+
+class LocalHosts:
+    """This host."""
+
+    async def start(self, number: int) -> LocalProcess:
+        """Start a process, or take one that was started ahead."""
+        return LocalProcess(take())
 
 
 class Spawned(NamedTuple):

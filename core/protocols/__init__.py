@@ -9,7 +9,14 @@ from __future__ import annotations
 from .all2all import All2All, All2AllSetup, Dispatched
 from .attention import AttentionBackend, AttentionSpec, LayerSpec, PagedBackend
 from .collectives import Collectives, CollectivesSetup
-from .executors import Executor, ExecutorInfo, RankState, SchedulePolicy
+from .executors import (
+    EngineHosts,
+    EngineProcess,
+    Executor,
+    ExecutorInfo,
+    RankState,
+    SchedulePolicy,
+)
 from .grammars import Grammar, GrammarBackend, GrammarMatcher, GrammarSpec, Vocabulary
 from .kv import KVConnector, KVConnectorScheduler, KVConnectorSetup, KVConnectorWorker, KVLayout
 from .kv_compressors import KVCompressor
@@ -47,6 +54,8 @@ __all__ = [
     "Content",
     "Dispatched",
     "Drafts",
+    "EngineHosts",
+    "EngineProcess",
     "Executor",
     "ExecutorInfo",
     "Grammar",

@@ -13,6 +13,7 @@ from ..step import InProcess, StepPlan, StepResult, WorkerJob
 
 if TYPE_CHECKING:
     import asyncio
+    import socket
 
     from ..config import EngineConfig
     from ..loading.model_config import ModelConfig
@@ -36,7 +37,8 @@ class Executor(ABC):
     more than one are refused."""
     data_parallel: ClassVar[bool] = False
     """Whether each of `EngineConfig.data_parallel_size` engines may have one: they are processes of
-    one host, with devices that only they see. False: more than one engine are refused."""
+    one host, with devices that only they see, or where `engine_hosts` says. False: more than one
+    engine are refused."""
     moves_experts: ClassVar[bool] = False
     """Whether its ranks do `BalanceExperts`; False: `EngineConfig.enable_eplb` is refused."""
 
@@ -53,6 +55,12 @@ class Executor(ABC):
         Called before `initialize_device`, perhaps more than once for one engine, and perhaps for
         one that does not start.
         """
+
+    @staticmethod
+    def engine_hosts(config: EngineConfig) -> EngineHosts | None:
+        """Return what starts the engines of `EngineConfig.data_parallel_size`; default: None, and
+        they are processes of this host, each with some of its devices. Cheap."""
+        return None
 
     @staticmethod  # noqa: B027
     def initialize_device(config: EngineConfig, plugins: Plugins) -> None:
@@ -109,6 +117,33 @@ class Executor(ABC):
         Called once, before `start`, and only if a connector is configured.
         """
         raise NotImplementedError(f"{type(self).__name__} serves no KV connectors")
+
+
+class EngineProcess(Protocol):
+    """The process of one of several engines."""
+
+    connection: socket.socket
+    """To the process, where `core.data_parallel.member_engine.serve` has the other end."""
+    where: str
+    """Its host, with a preposition before it, for messages; "": this one."""
+
+    def ending(self) -> str | None:
+        """Return how it has ended, as the rest of a sentence about it; None: it has not, as far as
+        is known."""
+
+    def kill(self) -> None:
+        """End it now. Harmless after its end."""
+
+    async def release(self) -> None:
+        """Give back what it had. Called once, after its end."""
+
+
+class EngineHosts(Protocol):
+    """Where the engines of `EngineConfig.data_parallel_size` run."""
+
+    async def start(self, number: int) -> EngineProcess:
+        """Start the process of an engine, by its number from 0, or start it again. Raises if there
+        is no room for its ranks."""
 
 
 class ExecutorInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -46,13 +46,24 @@ class Channel(asyncio.Protocol, Generic[T]):
         self.closed = False
         self._reader: FrameReader[T] = FrameReader(kind)
         self._transport: asyncio.Transport | None = None
+        self._proved = False
+        """Whether the other side was known before."""
+
+    async def attach(self, connection: socket.socket) -> None:
+        """Use a connected socket: of Unix, or of TCP where the other side has proved itself."""
+        connection.setblocking(False)
+        loop = asyncio.get_running_loop()
+        if connection.family == socket.AF_UNIX:
+            await loop.create_unix_connection(lambda: self, sock=connection)
+        else:
+            self._proved = True
+            await loop.create_connection(lambda: self, sock=connection)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Refuse other users, independent of the folder's permissions."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is not a subclass.
         self._transport.set_write_buffer_limits(high=HIGH_WATER)
-        user = peer_user(transport)
-        if user != os.getuid():
+        if not self._proved and (user := peer_user(transport)) != os.getuid():
             logger.warning("refused a connection of user %s", user)
             self.abort()
         elif self.opened is not None:

@@ -39,14 +39,17 @@ def run(argv: list[str]) -> int:
 
 def _start_ahead(config: EngineConfig, plugins: Plugins) -> None:
     """Let other processes start while this one imports the engine, which reports errors."""
-    if config.data_parallel_size > 1:
-        from ...core.data_parallel.spares import start_ahead
+    if config.data_parallel_size * config.num_ranks == 1:
+        return
+    with contextlib.suppress(JackfieldError):
+        executors = plugins["executor"]
+        executor = executors.load(choose_executor(config, executors))
+        if config.data_parallel_size == 1:
+            executor.start_ahead(config)
+        elif executor.engine_hosts(config) is None:
+            from ...core.data_parallel.spares import start_ahead
 
-        start_ahead(config.data_parallel_size)
-    elif config.num_ranks > 1:
-        with contextlib.suppress(JackfieldError):
-            executors = plugins["executor"]
-            executors.load(choose_executor(config, executors)).start_ahead(config)
+            start_ahead(config.data_parallel_size)
 
 
 def _check_address(listen: Listen) -> None:

@@ -39,9 +39,12 @@ _ADAPTERS = "adapters (LoRA) are not supported yet"
 _PICTURES = "models that see or hear are not supported yet"
 _GPUS = (
     "ranks divide layers (--tensor-parallel-size), and engines share the requests "
-    "(--data-parallel-size), on one host; nothing else is supported yet"
+    "(--data-parallel-size), on one host or on those of a Ray cluster (--executor ray)"
 )
-_ONE_HOST = "the engines of --data-parallel-size are those of one server on one host"
+_ONE_HOST = (
+    "the engines of --data-parallel-size are those of one server, on its host or where a Ray "
+    "cluster has room (--executor ray)"
+)
 _TRACES = "traces are not exported; plugins hear of each request and step (request_finished)"
 MISSING: dict[str, str] = {
     **dict.fromkeys(

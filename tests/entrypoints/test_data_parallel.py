@@ -211,7 +211,7 @@ def test_a_member_that_is_full_refuses_and_another_one_takes_the_request(server:
 
 def kill(engine: AsyncEngine, member: int) -> None:
     process = pool(engine).members[member].process
-    assert process is not None
+    assert process is not None and process.process is not None
     process.process.kill()
 
 
@@ -283,7 +283,7 @@ def test_a_member_that_hangs_is_killed_and_comes_back(
             await asyncio.sleep(0.01)
         stream = engine.generate([7, 8], LONG, data_parallel_rank=0)
         await anext(stream)
-        pool(engine).members[0].process.process.send_signal(signal.SIGSTOP)  # type: ignore[union-attr]
+        pool(engine).members[0].process.process.popen.send_signal(signal.SIGSTOP)  # type: ignore[union-attr]
         return await last(stream)
 
     assert "member 0 of 2 gave no sign of life for 2 seconds" in server.call(lose).error

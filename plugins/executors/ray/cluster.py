@@ -138,13 +138,20 @@ class RemoteRank:
 class Placement:
     """A placement group of Ray with a bundle for each rank: bundle 0 is on this process's node."""
 
+    given: ClassVar[Any] = None
+    """Ray's group for the ranks of this process's engine, which another process has made; None: it
+    makes its own."""
+
     def __init__(self, resource: str, size: int) -> None:
         """resource: "GPU" or "CPU", one of them for a rank."""
         self.resource, self.size = resource, size
         self.nodes: list[Node] = []
         """By rank, once there is room: rank 0's, the others of its host, those of other hosts."""
         self._ray = load_ray()
+        self.group: Any = None
+        """Ray's."""
         self._group: Any = None
+        """The same, if it was made here, and is to be removed here."""
         self._bundles: list[int] = []
         """By rank."""
         self._actors: list[Any] = []
@@ -161,37 +168,62 @@ class Placement:
                 f"{nodes[own]}: start jackfield on a host that has one",
                 param="executor",
             )
-        together = here >= self.size
+        if self.given is not None:
+            await self._settle(nodes, own, self.given)
+            return
+        await self._await_room(nodes, own, here >= self.size, seconds)
+
+    async def reserve_anywhere(self, seconds: float) -> None:
+        """As `reserve`, with rank 0 on any host."""
+        nodes = await asyncio.to_thread(self._alive)
+        rooms = [int(node.resources.get(self.resource, 0)) for node in nodes.values()]
+        await self._await_room(nodes, None, max(rooms) >= self.size, seconds)
+
+    def own_address(self) -> str:
+        """Return the address of this process's host in the cluster."""
+        own: str = self._ray.get_runtime_context().get_node_id()
+        return self._alive()[own].address
+
+    async def _await_room(
+        self, nodes: dict[str, Node], own: str | None, together: bool, seconds: float
+    ) -> None:
+        """Wait for a group of all ranks, on one host if `together`. own: the node of rank 0; None:
+        any."""
         began = reminded = time.monotonic()
         await asyncio.to_thread(self._ask, own, together)
-        while (table := await asyncio.to_thread(self._table))["state"] != "CREATED":
+        while (await asyncio.to_thread(self._table))["state"] != "CREATED":
             await asyncio.sleep(POLL_SECONDS)
             now = time.monotonic()
             if together and now - began > TOGETHER_SECONDS:
                 together = False
                 await asyncio.to_thread(self._ask, own, together)
             if now - began > seconds:
-                raise RankFailed(f"{self._missing(nodes)}, for {seconds:g} seconds")
+                raise RankFailed(f"{self._missing(nodes, own)}, for {seconds:g} seconds")
             if now - reminded > REMIND_SECONDS:
                 reminded = now
                 nodes = await asyncio.to_thread(self._alive)
-                logger.warning("%s", self._missing(nodes))
-        nodes = await asyncio.to_thread(self._alive)
-        places = table["bundles_to_node_id"]
+                logger.warning("%s", self._missing(nodes, own))
+        await self._settle(await asyncio.to_thread(self._alive), own, self._group)
+
+    async def _settle(self, nodes: dict[str, Node], own: str | None, group: Any) -> None:
+        """Number the ranks by the bundles of a group that has room."""
+        self.group = group
+        places = (await asyncio.to_thread(self._table))["bundles_to_node_id"]
+        own = places[0] if own is None else own
         self._bundles = sorted(
             places, key=lambda bundle: (bundle > 0, places[bundle] != own, places[bundle], bundle)
         )
         self.nodes = [nodes[places[bundle]] for bundle in self._bundles]
 
-    def _ask(self, own: str, together: bool) -> None:
-        """Ask for the bundles, in place of those asked for before. `own`: this process's node;
-        `together`: all on it."""
+    def _ask(self, own: str | None, together: bool) -> None:
+        """Ask for the bundles, in place of those asked for before. `own`: the node of rank 0, None:
+        any; `together`: all on one node."""
         from ray.util.placement_group import placement_group, remove_placement_group
 
         if self._group is not None:
             remove_placement_group(self._group)
-        selector = {"ray.io/node-id": own}
-        self._group = placement_group(
+        selector = {} if own is None else {"ray.io/node-id": own}
+        self._group = self.group = placement_group(
             [{self.resource: 1}] * self.size,
             strategy="STRICT_PACK" if together else "PACK",
             bundle_label_selector=[selector] + [selector if together else {}] * (self.size - 1),
@@ -212,17 +244,18 @@ class Placement:
     def _table(self) -> dict[str, Any]:
         from ray.util.placement_group import placement_group_table
 
-        table: dict[str, Any] = placement_group_table(self._group)
+        table: dict[str, Any] = placement_group_table(self.group)
         return table
 
-    def _missing(self, nodes: dict[str, Node]) -> str:
+    def _missing(self, nodes: dict[str, Node], own: str | None) -> str:
         free = self._ray.available_resources().get(self.resource, 0)
         there = ", ".join(
             f"{node} has {node.resources.get(self.resource, 0):g}" for node in nodes.values()
         )
+        first = ", rank 0 on this host" if own else ""
         return (
-            f"{self.size} ranks wait for a {self.resource} each in the Ray cluster, rank 0 on this "
-            f"host: {there}; {free:g} of them are free"
+            f"{self.size} ranks wait for a {self.resource} each in the Ray cluster{first}: {there}"
+            f"; {free:g} of them are free"
         )
 
     def start_actors(self) -> list[RemoteRank]:
@@ -234,19 +267,26 @@ class Placement:
         self._actors = [*own, *(remote.actor for remote in remotes)]
         return remotes
 
-    def _actor(self, rank: int) -> Any:
+    def start_engine(self, number: int, kind: type) -> RemoteRank:
+        """Start the actor of an engine, a `kind`, beside its rank 0, which keeps its bundle."""
+        remote = RemoteRank(number, self.nodes[0], self._actor(0, kind))
+        self._actors = [remote.actor]
+        return remote
+
+    def _actor(self, rank: int, kind: type = RankActor) -> Any:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         gpus = int(self.resource == "GPU")
+        holds = kind is RankActor
         return (
-            self._ray.remote(RankActor)
+            self._ray.remote(kind)
             .options(
-                num_gpus=gpus,
-                num_cpus=1 - gpus,
+                num_gpus=gpus if holds else 0,
+                num_cpus=1 - gpus if holds else 0,
                 max_concurrency=2,
                 max_restarts=0,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    self._group, placement_group_bundle_index=self._bundles[rank]
+                    self.group, placement_group_bundle_index=self._bundles[rank]
                 ),
                 runtime_env={"env_vars": {ALL_VISIBLE: "1"}} if gpus else None,
             )

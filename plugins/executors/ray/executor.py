@@ -27,6 +27,7 @@ from ..progress import Progress
 from .actor import VISIBLE, device_number
 from .cluster import Connection, Placement, RemoteRank, copied_environment, load_ray
 from .connections import Reception
+from .engines import RayEngines
 
 if TYPE_CHECKING:
     from ....core.loading.model_config import ModelConfig
@@ -78,8 +79,6 @@ class RayFollower(FollowerConnection):
 class RayExecutor(ProcessesExecutor):
     """As `processes`, on several hosts."""
 
-    data_parallel = False
-
     def __init__(self, config: EngineConfig, model_config: ModelConfig, plugins: Plugins) -> None:
         """Raises ConfigError without Ray."""
         load_ray()
@@ -90,6 +89,11 @@ class RayExecutor(ProcessesExecutor):
     @staticmethod
     def start_ahead(config: EngineConfig) -> None:
         """Nothing: which hosts have room is not known yet."""
+
+    @staticmethod
+    def engine_hosts(config: EngineConfig) -> RayEngines:
+        """Engines, too, are where the cluster has room."""
+        return RayEngines(config)
 
     @staticmethod
     def initialize_device(config: EngineConfig, plugins: Plugins) -> None:

@@ -387,7 +387,6 @@ def test_auto_takes_the_first_executor_that_does_what_is_asked(options: Any, exe
         ({"executor": "larger", "pipeline_parallel_size": 2}, "pipeline_parallel_size"),
         ({"executor": "larger", **BALANCED}, "enable_eplb"),
         ({"executor": "larger", "data_parallel_size": 2}, "data_parallel_size"),
-        ({"executor": "ray", "data_parallel_size": 2}, "data_parallel_size"),
     ],
 )
 async def test_what_an_executor_does_not_do_is_refused_by_name(options: Any, field: str) -> None:

@@ -270,6 +270,37 @@ def test_a_server_ends_with_status_1_if_an_actor_is_lost(
     assert "rank 1 of 2 on " in log.read_text()
 
 
+@pytest.mark.slow
+def test_engines_have_a_node_each(checkpoint: Path) -> None:
+    """Tokens are those of one rank; one that is killed costs its own requests, and starts again."""
+    made = config(checkpoint, data_parallel_size=2)
+
+    async def serve() -> list[list[int]]:
+        async with AsyncEngine(made) as engine:
+            core: Any = engine.core
+            placed = [member.process.process.where for member in core.members]
+            actors = [member.process.process._remote for member in core.members]
+            assert len({actor.node.id for actor in actors}) == 2, placed
+
+            def ask(member: int) -> Any:
+                params = SamplingParams(max_tokens=12, ignore_eos=True, temperature=0.0)
+                return engine.generate(PROMPT, params, data_parallel_rank=member)
+
+            found = [[o async for o in ask(n)][-1].outputs[0].token_ids for n in range(2)]
+            stream = ask(1)
+            ray.kill(actors[1].actor)
+            lost = [output async for output in stream][-1]
+            assert f"member 1 of 2{placed[1]} is gone" in (lost.error or "")
+            found.append([o async for o in ask(0)][-1].outputs[0].token_ids)
+            while not core.members[1].serves:
+                await asyncio.sleep(0.1)
+            found.append([o async for o in ask(1)][-1].outputs[0].token_ids)
+            return found
+
+    expected = asyncio.run(mixed(config(checkpoint, executor="inprocess", tensor_parallel_size=1)))
+    assert asyncio.run(asyncio.wait_for(serve(), 3 * DETECTED)) == [expected[0]] * 4
+
+
 def test_an_actor_that_cannot_start_is_named(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

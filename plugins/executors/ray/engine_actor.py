@@ -1,0 +1,39 @@
+"""What runs in a process of Ray that is one of several engines.
+
+Imports nothing large before the environment is complete.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from .cluster import Placement
+
+
+class EngineActor:
+    """An actor that is one of several engines, and its rank 0."""
+
+    def run(
+        self,
+        address: tuple[str, int],
+        secret: bytes,
+        number: int,
+        environment: Mapping[str, str],
+        group: Any,
+    ) -> None:
+        """Serve the requests of the first process until it closes the connection, or the engine
+        dies. `address`: of the first process; `group`: Ray's placement group for its ranks."""
+        for name, value in environment.items():
+            os.environ.setdefault(name, value)
+        from ....core.data_parallel.member_program import run_member
+        from .connections import connect
+
+        Placement.given = group
+        run_member(connect(address, secret, number))
+
+    def dump_stacks(self) -> None:
+        """As of `RankActor`."""
+        faulthandler.dump_traceback(file=2)
