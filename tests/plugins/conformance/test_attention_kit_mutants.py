@@ -171,6 +171,7 @@ REFUSALS, UNKNOWN = "test_refusals_are_stated", "test_what_it_does_not_know_of_i
 
 DOWN_THE_LINE = (
     DENSE, RANDOM, FEATURES, LAYER_FEATURES, FP8, FRESH, LARGE, LONG, MANY, LAYER, BEHIND, GROUPS,
+    BOUNDED,
 )  # fmt: skip
 WRONG = (*DOWN_THE_LINE, PADDING)
 MUTANTS: dict[str, Mutant] = {
@@ -179,14 +180,27 @@ MUTANTS: dict[str, Mutant] = {
     "the cap is left out": Mutant(with_spec(soft_cap=None), (FEATURES, FRESH)),
     "a window one too wide": Mutant(
         with_spec(sliding_window=lambda window: window + 1),
-        (FEATURES, FRESH, MANY, BEHIND, GROUPS),
+        (FEATURES, FRESH, MANY, BEHIND, GROUPS, BOUNDED),
     ),
     "slopes are left out": Mutant(with_spec(alibi_slopes=None), (FEATURES, LAYER_FEATURES, FRESH)),
     "sinks are left out": Mutant(planted(forward=no_sinks), (FEATURES, LAYER_FEATURES, FRESH)),
     "biases by distance are left out": Mutant(planted(forward=no_bias), (FEATURES,)),
     "values of the first head alone": Mutant(
         planted(forward=one_value_head),
-        (DENSE, RANDOM, FEATURES, LAYER_FEATURES, FP8, FRESH, MANY, PADDING, LAYER, BEHIND, GROUPS),
+        (
+            DENSE,
+            RANDOM,
+            FEATURES,
+            LAYER_FEATURES,
+            FP8,
+            FRESH,
+            MANY,
+            PADDING,
+            LAYER,
+            BEHIND,
+            GROUPS,
+            BOUNDED,
+        ),
     ),
     "float32 for bfloat16": Mutant(planted(forward=wide), (DENSE, FEATURES, LONG, BEHIND)),
     "queries are rounded": Mutant(planted(forward=narrow), WRONG),
@@ -201,7 +215,9 @@ MUTANTS: dict[str, Mutant] = {
         planted(forward=words_of_keys_alone, cache_formats=FORMATS), (QUANTIZED,)
     ),
     "zeros are left out": Mutant(planted(forward=no_zeros, cache_formats=FORMATS), (QUANTIZED,)),
-    "a block behind the window": Mutant(planted(forward=reads_all_blocks), (BEHIND, FEATURES)),
+    "a block behind the window": Mutant(
+        planted(forward=reads_all_blocks), (BEHIND, FEATURES, BOUNDED)
+    ),
     "one group's metadata for all": Mutant(
         planted(build_metadata=keeps_the_last_metadata, forward=reads_the_last_metadata), (GROUPS,)
     ),
