@@ -40,7 +40,9 @@ ARCHITECTURES = {
         "GlmMoeDsaForCausalLM",
         "YoutuForCausalLM",
     ),
-    "deepseek_moe": ("Dots1ForCausalLM", "Glm4MoeForCausalLM", "SolarOpenForCausalLM"),
+    "deepseek_moe": (
+        "DeepseekForCausalLM", "Dots1ForCausalLM", "Glm4MoeForCausalLM", "SolarOpenForCausalLM",
+    ),
     "ernie_moe": ("Ernie4_5_MoeForCausalLM",),
     "exaone_moe": ("ExaoneMoeForCausalLM",),
     "granite_moe": (
@@ -158,6 +160,7 @@ CONFIGS = {
     "baichuan": "BaichuanConfig",
     **dict.fromkeys(("bailing_moe", "bailing_moe_v2"), "BailingConfig"),
     "chatglm": "ChatGLMConfig",
+    "deepseek": "DeepseekMoeConfig",
     "exaone": "ExaoneConfig",
     "kimi_k2": "KimiK2Config",
     "minicpm": "MiniCPMConfig",

@@ -37,6 +37,13 @@ class BaichuanConfig(RenamedConfig):
     usual = {"max_position_embeddings": "model_max_length"}
 
 
+class DeepseekMoeConfig(RenamedConfig):
+    defaults = {
+        "hidden_act": "silu", "attention_bias": False, "norm_topk_prob": False,
+        "first_k_dense_replace": 0, "moe_layer_freq": 1, "n_shared_experts": None,
+    }  # fmt: skip
+
+
 class ExaoneConfig(RenamedConfig):
     usual = {
         "num_hidden_layers": "num_layers", "hidden_act": "activation_function",

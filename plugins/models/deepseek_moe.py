@@ -1,5 +1,5 @@
-"""DeepSeek's mixture of experts in models with ordinary attention: GLM-4.5, dots.llm1 and Solar
-Open.
+"""DeepSeek's mixture of experts in models with ordinary attention: DeepSeek-MoE, GLM-4.5, dots.llm1
+and Solar Open.
 
 The first layers have an MLP; in the others, experts are chosen by the sigmoid of their logits plus
 a bias (`RoutingRule`), and beside them are experts that all tokens share.
@@ -76,6 +76,17 @@ def is_dense(hf: Any, layer: int) -> bool:
         return bool(kinds[layer] == "dense")
     every = getattr(hf, "moe_layer_freq", None) or 1
     return layer < (getattr(hf, "first_k_dense_replace", None) or 0) or layer % every > 0
+
+
+class DeepseekForCausalLM(DeepseekMoeForCausalLM):
+    """The first edition (DeepSeek-MoE): Llama's attention; experts are chosen by softmax."""
+
+    tensor_parallel = True
+    score_bias = False
+
+    @staticmethod
+    def rule(hf: Any) -> RoutingRule:
+        return RoutingRule(hf.num_experts_per_tok, renormalize=bool(hf.norm_topk_prob))
 
 
 class Glm4MoeAttention(SelfAttention):

@@ -21,7 +21,10 @@ TEXT_PARTS = {
     **dict.fromkeys(BY_TYPE, ""),
     "Glm4vForConditionalGeneration": "Glm4ForCausalLM",
     "Glm4vMoeForConditionalGeneration": "Glm4MoeForCausalLM",
-    "KimiK25ForConditionalGeneration": "DeepseekV3ForCausalLM",
+    **dict.fromkeys(
+        ("KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration"),
+        "DeepseekV3ForCausalLM",
+    ),
     "Qwen2VLForConditionalGeneration": "Qwen2ForCausalLM",
     "Qwen2_5_VLForConditionalGeneration": "Qwen2ForCausalLM",
     "Qwen3VLForConditionalGeneration": "Qwen3ForCausalLM",

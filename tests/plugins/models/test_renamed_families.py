@@ -131,6 +131,17 @@ def bailing(tensors: Tensors) -> Tensors:
     )(found)  # fmt: skip
 
 
+def split_experts(tensors: Tensors) -> Tensors:
+    """A tensor of all experts as those of each."""
+    found = {name: tensor for name, tensor in tensors.items() if ".mlp.experts." not in name}
+    for name in tensors.keys() - found.keys():
+        parts = ("gate_proj", "up_proj") if "gate_up" in name else ("down_proj",)
+        for expert, rows in enumerate(tensors[name]):
+            for part, own in zip(parts, rows.chunk(len(parts)), strict=True):
+                found[f"{name.rpartition('.')[0]}.{expert}.{part}.weight"] = own
+    return found
+
+
 def longer_rows(tensors: Tensors) -> Tensors:
     """A head whose rows have length 1, as Baichuan 2 stores it: before the division."""
     lengths = torch.linspace(0.5, 2.0, VOCAB)[:, None]
@@ -163,6 +174,15 @@ CASES = {
     "InternLM2ForCausalLM": Case("LlamaForCausalLM", LLAMA, {
         **COMMON, "model_type": "internlm2", "num_key_value_heads": 2, "bias": False,
     }, internlm2),
+    "DeepseekForCausalLM": Case("MixtralForCausalLM", {
+        "tie_word_embeddings": False, "num_local_experts": 8, "num_experts_per_tok": 2,
+        "sliding_window": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    }, {
+        **COMMON, "model_type": "deepseek", "num_key_value_heads": 2, "n_routed_experts": 8,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 96, "norm_topk_prob": True,
+        "scoring_func": "softmax",
+    }, split_experts),
     "DeciLMForCausalLM": Case("LlamaForCausalLM", LLAMA, {
         **COMMON, "model_type": "nemotron-nas", "num_key_value_heads": None, "hidden_act": "silu",
         "block_configs": [
