@@ -30,7 +30,7 @@ from .rows import MOST_ROWS, PLACES, Rows, row_of, softplus
 VALUES = 16
 """Values per program that walks over tokens."""
 ANY_LENGTH = 1 << 30
-CHUNKED = False
+CHUNKED = True
 """Whether rows of several tokens are computed chunk by chunk, in 16 bits."""
 
 

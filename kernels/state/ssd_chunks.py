@@ -43,7 +43,7 @@ class ChunkTiles(NamedTuple):
     heads: int = 20
     """Heads of a program of outputs, at most."""
     output_warps: int = 8
-    output_stages: int = 2
+    output_stages: int = 3
     programs: int = 132
     """Programs of outputs that run at a time."""
 

@@ -13,7 +13,6 @@ pytest.importorskip("triton")
 from jackfield.core.nn.operations import Operations
 from jackfield.core.nn.state.operations import ChannelDeltaWeights, ScanWeights
 from jackfield.core.nn.state.rows import StateRows
-from jackfield.kernels.state import channel_delta_rule
 from jackfield.plugins.conformance.states import NUM_STATES, make_rows
 from jackfield.plugins.operations.states import TritonStates
 
@@ -77,11 +76,8 @@ def test_each_channel_decays_by_its_number(
 @pytest.mark.parametrize(
     ("rate", "bound", "strength"), [(1e-3, None, 1.0), (2.0, -5.0, 1.0), (30.0, None, 2.0)]
 )
-def test_chunks_decay_by_channels(
-    rate: float, bound: float | None, strength: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunks_decay_by_channels(rate: float, bound: float | None, strength: float) -> None:
     """From nearly no decay, with keys that are alike, to one that leaves nothing of a token."""
-    monkeypatch.setattr(channel_delta_rule, "CHUNKED", True)
     dtype, heads, size, width = DTYPES[-1], 2, 24, 20
     rows = make_rows(((70, 66), (1, 1), (17, 17), (9, 2)), DEVICE)
     tokens = rows.num_tokens
@@ -95,9 +91,8 @@ def test_chunks_decay_by_channels(
 
 
 @pytest.mark.gpu
-def test_published_sizes_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_published_sizes_on_a_gpu() -> None:
     """Kimi Linear's heads, in chunks."""
-    monkeypatch.setattr(channel_delta_rule, "CHUNKED", True)
     dtype, heads, size = torch.bfloat16, 32, 128
     rows = make_rows(((900, 900), (1, 1), (700, 257), (300, 256)), DEVICE)
     tokens = rows.num_tokens
