@@ -235,15 +235,15 @@ def test_the_scanner_accepts_what_the_json_module_accepts(parts: list[str]) -> N
 
 
 HOSTILE = {
-    "braces": "{" * 1_000_000,
-    "open tags": "<tool_call>" * 90_000,
-    "nested objects": '<tool_call>{"name": "f", "arguments": ' + '{"a":' * 200_000,
-    "nested lists": '<tool_call>{"name": "f", "arguments": {"a": ' + "[" * 1_000_000,
-    "nested before the name": '<tool_call>{"arguments": {"a": ' + "[" * 1_000_000,
-    "escapes": '<tool_call>{"name": "' + "\\\\" * 500_000,
-    "partial tags": "<tool_cal" * 110_000,
-    "newlines": "\n" * 1_000_000,
-    "many calls": '<tool_call>{"name": "f", "arguments": {}}' * 12_000,
+    "braces": "{" * 400_000,
+    "open tags": "<tool_call>" * 36_000,
+    "nested objects": '<tool_call>{"name": "f", "arguments": ' + '{"a":' * 80_000,
+    "nested lists": '<tool_call>{"name": "f", "arguments": {"a": ' + "[" * 400_000,
+    "nested before the name": '<tool_call>{"arguments": {"a": ' + "[" * 400_000,
+    "escapes": '<tool_call>{"name": "' + "\\\\" * 200_000,
+    "partial tags": "<tool_cal" * 44_000,
+    "newlines": "\n" * 400_000,
+    "many calls": '<tool_call>{"name": "f", "arguments": {}}' * 4_800,
 }
 
 
