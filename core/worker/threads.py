@@ -41,21 +41,31 @@ class Pending(Protocol[T_co]):
 PendingStep: TypeAlias = Pending[StepResult]
 
 
-def settle_in(name: str) -> None:
-    """Tell Linux the name of this thread, up to 15 bytes, for `top -H` and its like, and let its
-    timed waits end within a microsecond, where 50 are usual. Who waits for the interpreter lock
-    waits for `SWITCH_INTERVAL` at a time."""
+def settle_in(name: str, *, on_time: bool = True) -> None:
+    """Tell Linux the name of this thread, up to 15 bytes, for `top -H` and its like. on_time: let
+    its timed waits end within a microsecond, where 50 are usual. Who waits for the interpreter lock
+    waits for `SWITCH_INTERVAL` at a time, which takes most of a core while another thread
+    computes."""
     if sys.platform == "linux":
         prctl = ctypes.CDLL(None).prctl
         prctl(SET_NAME, name.encode()[:15], 0, 0, 0)
-        prctl(SET_TIMER_SLACK, TIMER_SLACK_NS, 0, 0, 0)
+        if on_time:
+            prctl(SET_TIMER_SLACK, TIMER_SLACK_NS, 0, 0, 0)
 
 
 class WorkerThread:
     """Runs device work in order, off the event loop."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, name: str = "jackfield-worker") -> None:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        name: str = "jackfield-worker",
+        *,
+        on_time: bool = True,
+    ) -> None:
+        """on_time: as of `settle_in`; not where these threads compute, on a CPU."""
         self._loop = loop
+        self._on_time = on_time
         self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._launched: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._threads = [
@@ -99,7 +109,7 @@ class WorkerThread:
             await asyncio.to_thread(thread.join)
 
     def _launch(self) -> None:
-        settle_in(LAUNCH_THREAD)
+        settle_in(LAUNCH_THREAD, on_time=self._on_time)
         while (job := self._jobs.get()) is not None:
             function, future, is_step = job
             try:
@@ -115,7 +125,7 @@ class WorkerThread:
         self._launched.put(None)
 
     def _complete(self) -> None:
-        settle_in(COMPLETION_THREAD)
+        settle_in(COMPLETION_THREAD, on_time=self._on_time)
         while (launched := self._launched.get()) is not None:
             pending, future = launched
             try:

@@ -50,7 +50,8 @@ class InProcessExecutor(Executor):
 
     async def start(self) -> ExecutorInfo:
         """Load the model on the worker thread."""
-        self._thread = WorkerThread(asyncio.get_running_loop())
+        on_time = self._worker.device.type != "cpu"
+        self._thread = WorkerThread(asyncio.get_running_loop(), on_time=on_time)
         return await self._thread.call(self._worker.start)
 
     def submit(self, plan: StepPlan, in_process: InProcess) -> asyncio.Future[StepResult]:

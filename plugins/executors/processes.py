@@ -153,7 +153,8 @@ class ProcessesExecutor(Executor):
         from ...core.parallel.join import listen
 
         loop = asyncio.get_running_loop()
-        thread = self._thread = WorkerThread(loop)
+        on_time = self.config.device != "cpu"
+        thread = self._thread = WorkerThread(loop, on_time=on_time)
         self._starting = {rank: loop.create_future() for rank in range(1, self.size)}
         self._joining = {rank: loop.create_future() for rank in self._starting}
         own: asyncio.Future[ExecutorInfo] = loop.create_future()
