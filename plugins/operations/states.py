@@ -31,9 +31,9 @@ from ...kernels.state.ssd_scan import ssd_scan
 MAX_COUNTERS = 1 << 14
 """Rows times groups of heads, at most, of a step in one launch."""
 FUSED_DELTA_NET = False
-"""Whether few rows go through a gated delta net in one launch. Not yet: on an H200 the tests of
-Qwen3-Next and Qwen3.5 end their process with it, and why is not known; its results are right in
-Triton's interpreter."""
+"""Whether few rows go through a gated delta net in one launch. Not yet: its results are right in
+Triton's interpreter, but in its only run on an H200 the processes that tested Qwen3-Next and
+Qwen3.5 ended, as one of them had before it; perhaps for want of the machine's memory."""
 
 
 def _rows(rows: StateRows) -> Rows:
