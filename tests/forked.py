@@ -32,23 +32,30 @@ from unittest import mock
 
 import uvloop
 
+FIRST = (
+    "jackfield.core.worker.worker", "jackfield.entrypoints.cli.run_batch",
+    "jackfield.entrypoints.cli.serve", "jackfield.entrypoints.server.frontends.supervisor",
+    "openai", "uvloop",
+)  # fmt: skip
+"""Modules of servers and their clients that start no thread and read none of INTERPRETER."""
 PRELOADED = (
-    "jackfield.core.worker.start.device_init", "jackfield.core.worker.worker",
-    "jackfield.entrypoints.cli.run_batch", "jackfield.entrypoints.cli.serve",
-    "jackfield.entrypoints.server.frontends.supervisor", "jackfield.plugins.attention.flashinfer",
+    *FIRST, "jackfield.core.worker.start.device_init", "jackfield.plugins.attention.flashinfer",
     "jackfield.plugins.attention.torch", "jackfield.plugins.attention.triton",
     "jackfield.plugins.executors.inprocess", "jackfield.plugins.loaders.safetensors",
-    "jackfield.plugins.models.qwen3", "jackfield.plugins.operations.triton", "openai", "uvloop",
+    "jackfield.plugins.models.qwen3", "jackfield.plugins.operations.triton",
 )  # fmt: skip
-"""Modules of servers and their clients. They start no thread."""
+"""Those of a fork server, which is itself forked from one that has FIRST alone."""
+INTERPRETER = ("TRITON_INTERPRET",)
+"""What is read when Triton is imported."""
 VARIABLES = re.compile(
     "HOME|JACKFIELD_.*|MASTER_PORT|OLDPWD|PATH|PWD|PYTEST_.*|PYTHONPATH|RANK|RAY_ADDRESS|TMPDIR"
-    "|TORCHINDUCTOR_CACHE_DIR|WORLD_SIZE"
+    "|WORLD_SIZE"
 )
-"""Those that PRELOADED does not read when it is imported (torch sets one by itself, some time);
-with others, there is another server."""
+"""Those that PRELOADED does not read when it is imported; with others, there is another server."""
 LIMITED = ("jackfield.core.grammars.sandbox.sandbox_process",)
 """Programs that limit their memory, of which a fork begins with more."""
+PLAIN = subprocess.Popen
+"""Also in a tree, where `subprocess` has another."""
 COMMAND_BYTES = 4000
 """Room for the command line of a fork."""
 SUBREAPER = 36
@@ -93,12 +100,15 @@ class ForkServer:
         self._lock = threading.Lock()
 
     @classmethod
-    def start(cls, environment: dict[str, str]) -> ForkServer:
+    def start(
+        cls, environment: dict[str, str], modules: str, by: type[subprocess.Popen[bytes]]
+    ) -> ForkServer:
+        """modules: the name of a constant."""
         own, other = socket.socketpair()
         with other:
             number = str(other.fileno())
-            subprocess.Popen(
-                [sys.executable, "-P", __file__, number, COMMAND_BYTES * " "],
+            by(
+                [sys.executable, "-P", __file__, number, modules, COMMAND_BYTES * " "],
                 env={**environment, "OPENBLAS_NUM_THREADS": "1"},  # Else numpy starts threads.
                 pass_fds=(other.fileno(),), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
             )  # fmt: skip
@@ -119,8 +129,8 @@ class ForkServer:
                 prctl(SUBREAPER, 0, 0, 0, 0)
 
 
-_servers: dict[tuple[tuple[str, str], ...], ForkServer] = {}
-"""Environment → its server."""
+_servers: dict[tuple[Any, ...], ForkServer] = {}
+"""Name of its modules, and its environment → a server."""
 
 
 def _environment_of_start(environment: dict[str, str]) -> dict[str, str]:
@@ -133,9 +143,17 @@ def _environment_of_start(environment: dict[str, str]) -> dict[str, str]:
 
 def _server(environment: dict[str, str]) -> ForkServer:
     start = _environment_of_start(environment)
-    key = tuple(sorted(start.items()))
+    key = ("PRELOADED", *sorted(start.items()))
     if key not in _servers:
-        _servers[key] = ForkServer.start(start)
+        _servers[key] = ForkServer.start(start, "PRELOADED", _OfFirst)
+    return _servers[key]
+
+
+def _first_server(environment: dict[str, str]) -> ForkServer:
+    start = {k: v for k, v in environment.items() if k not in INTERPRETER}
+    key = ("FIRST", *sorted(start.items()))
+    if key not in _servers:
+        _servers[key] = ForkServer.start(start, "FIRST", PLAIN)
     return _servers[key]
 
 
@@ -144,6 +162,7 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
 
     nested = False
     """Whether what the program starts is forked, too."""
+    server = staticmethod(_server)
 
     def _execute_child(
         self, args: Any, executable: Any, preexec_fn: Any, close_fds: bool, pass_fds: Any,
@@ -171,7 +190,7 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
                 "session": start_new_session,
                 "group": process_group,
             }
-            pid = _server(environment).fork(request, [*standard, *pass_fds])
+            pid = self.server(environment).fork(request, [*standard, *pass_fds])
         pipes = (p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
         if pid is None:
             super()._execute_child(  # type: ignore[misc]
@@ -182,6 +201,12 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
         self.pid = pid
         self._child_created = True
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+
+
+class _OfFirst(Popen):
+    """Of a fork server."""
+
+    server = staticmethod(_first_server)
 
 
 class Tree(Popen):
@@ -230,10 +255,11 @@ def processes_of(*modules: types.ModuleType) -> Iterator[None]:
 
 
 def main() -> None:
-    """Import PRELOADED, then serve."""
+    """Import what `sys.argv` names, then serve."""
     import gc
 
-    for name in PRELOADED:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # It ends with whoever asks.
+    for name in {"FIRST": FIRST, "PRELOADED": PRELOADED}[sys.argv[2]]:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # Collections of a fork would touch, and so copy, all of it.
@@ -289,7 +315,7 @@ def become(asked: socket.socket, descriptors: list[int]) -> NoReturn:
     importlib.invalidate_caches()
     if nested is not None:
         start = _environment_of_start(request["environment"])
-        _servers[tuple(sorted(start.items()))] = nested
+        _servers["PRELOADED", *sorted(start.items())] = nested
         subprocess.Popen = Popen  # type: ignore[misc]
         uvloop.Loop.subprocess_exec = _subprocess_exec
     _end(_run(program))
