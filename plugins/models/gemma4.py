@@ -42,6 +42,12 @@ def input_size(hf: Any) -> int:
     return int(getattr(hf, "hidden_size_per_layer_input", None) or 0)
 
 
+def first_reader(hf: Any) -> int:
+    """Return the number of the first layer that reads the keys and values of earlier ones; the
+    number of layers if none does. All behind it do."""
+    return max(0, int(hf.num_hidden_layers - hf.num_kv_shared_layers))
+
+
 class Kept(NamedTuple):
     """A layer's keys and values of this step, for later layers of its type."""
 
@@ -58,8 +64,16 @@ class Gemma4Attention(SelfAttention):
         super().__init__(
             dataclasses.replace(config, hf_config=hf.per_layer_config[layer]), layer, build
         )
-        self.kind, mode = hf.layer_types[layer], hf.kv_sharing_modes[layer]
-        self.reads, self.keeps = mode == "reuse", mode == "store"
+        self.kind, first = hf.layer_types[layer], first_reader(hf)
+        self.reads, readers = layer >= first, hf.layer_types[first:]
+        if self.reads and self.kind not in hf.layer_types[:first]:
+            raise ConfigError(
+                f"num_kv_shared_layers: layer {layer} would read the keys and values of an earlier "
+                f"layer of type {self.kind!r}, but each of that type reads",
+                param="num_kv_shared_layers",
+            )
+        last_of_kind = self.kind not in hf.layer_types[layer + 1 : first]
+        self.keeps = not self.reads and last_of_kind and self.kind in readers
         same = getattr(hf, "attention_k_eq_v", False)
         self.keys_are_values = same and self.kind == "full_attention"
         if self.reads or self.keys_are_values:
@@ -284,8 +298,7 @@ class Gemma4ForCausalLM(Gemma2ForCausalLM):
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__(config, build)
-        modes = enumerate(config.hf_config.kv_sharing_modes)
-        readers = [layer for layer, mode in modes if mode == "reuse"]
+        readers = range(first_reader(config.hf_config), config.num_layers)
         self.weight_map = dataclasses.replace(type(self).weight_map, unread=tuple(
             f"model.layers.{layer}.self_attn.{part}." for layer in readers for part in NOT_READ
         ))  # fmt: skip
@@ -293,7 +306,7 @@ class Gemma4ForCausalLM(Gemma2ForCausalLM):
     @staticmethod
     def mlp(config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:
         hf = config.hf_config
-        wide = hf.use_double_wide_mlp and hf.kv_sharing_modes[layer] == "reuse"
+        wide = hf.use_double_wide_mlp and layer >= first_reader(hf)
         return GatedMLP(
             hf.hidden_size, hf.intermediate_size * (2 if wide else 1), hf.hidden_activation, build,
             field="hidden_activation",
