@@ -164,8 +164,12 @@ def test_ranks_that_wait_for_ever_end_the_engine(
     assert "rank 0 has made no progress in step or job" in asyncio.run(serve())
 
 
-def test_a_rank_without_memory_ends_the_engine(checkpoint: Path) -> None:
+def test_a_rank_without_memory_ends_the_engine(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Only one rank fails; the other one waits for it."""
+    # A fork begins with memory to spare.
+    monkeypatch.setattr(processes, "subprocess", subprocess)
 
     def starve(process: Any) -> None:
         resource.prlimit(process.pid, resource.RLIMIT_AS, (1 << 20, 1 << 20))
