@@ -81,10 +81,6 @@ def test_nonsense_is_refused_by_name(name: str, value: Any) -> None:
         ({"tensor_parallel_size": 0}, "tensor_parallel_size"),
         ({"pipeline_parallel_size": 0}, "pipeline_parallel_size"),
         (
-            {"pipeline_parallel_size": 2, "kv_transfer_config": {"kv_connector": "memory"}},
-            "kv_transfer_config",
-        ),
-        (
             {
                 "pipeline_parallel_size": 2,
                 "speculative_config": {"method": "ngram", "num_speculative_tokens": 2},
