@@ -12,6 +12,7 @@ from test_families import checkpoint, make_reference
 from test_state_families import CASES
 
 from helpers import interpreted
+from jackfield.plugins.operations import states
 
 pytest.importorskip("triton")
 
@@ -40,7 +41,8 @@ LAYERS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
 def test_a_layer_of_one_row_is_one_launch_between_products(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And says what it says by torch."""
+    """And says what it says by torch; a gated delta net where that is switched on."""
+    monkeypatch.setattr(states, "FUSED_DELTA_NET", True)
     changes, wanted = LAYERS[case]
     reference = make_reference(case, {**CASES[case], "num_hidden_layers": 1, **changes})
     folder = checkpoint(reference, case.partition(":")[0], tmp_path)
