@@ -60,6 +60,8 @@ COMMAND_BYTES = 4000
 """Room for the command line of a fork."""
 SUBREAPER = 36
 """PR_SET_CHILD_SUBREAPER of Linux: who gets the children of a process that has ended."""
+START_SECONDS = "PYTEST_FORK_SECONDS"
+"""A variable: how long a fork takes to begin, for tests of what is answered in the meantime."""
 ADOPTION_SECONDS = 60.0
 MOST_DESCRIPTORS = 253
 """Of one message, by the kernel."""
@@ -318,6 +320,7 @@ def become(asked: socket.socket, descriptors: list[int]) -> NoReturn:
         _servers["PRELOADED", *sorted(start.items())] = nested
         subprocess.Popen = Popen  # type: ignore[misc]
         uvloop.Loop.subprocess_exec = _subprocess_exec
+    time.sleep(float(os.environ.get(START_SECONDS, 0)))
     _end(_run(program))
 
 

@@ -149,14 +149,14 @@ def fronted(
     *flags: str,
     module: tuple[str, ...] | None = None,
     uds: str | None = None,
-    temporary: Path | None = None,
+    environment: dict[str, str] | None = None,
 ) -> Any:
     command = module or ("-m", "jackfield.entrypoints.cli.main", "serve")
     listen = ("--uds", uds) if uds else ("--port", "0")
     process = forked.Tree(
         [sys.executable, *command, "--api-server-count", "2", *listen, *FLAGS, *flags],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "TMPDIR": str(temporary)} if temporary else None,
+        env={**os.environ, **(environment or {})},
     )  # fmt: skip
     try:
         assert process.stdout is not None
@@ -174,7 +174,8 @@ def fronted(
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fronted]:
     folder = tmp_path_factory.mktemp("batches")
-    with fronted("--batch-dir", str(folder), "--enable-admin") as running_server:
+    flags = ("--batch-dir", str(folder), "--enable-admin")
+    with fronted(*flags, environment={forked.START_SECONDS: "1"}) as running_server:
         yield running_server
 
 
@@ -479,7 +480,7 @@ def test_sigterm_drains(server: Fronted) -> None:
 def test_nothing_is_left_of_a_server_whose_engine_is_killed(tmp_path: Path) -> None:
     """Over a Unix socket, which all front ends share."""
     uds = str(tmp_path / "server")
-    with fronted(uds=uds, temporary=tmp_path) as server:
+    with fronted(uds=uds, environment={"TMPDIR": str(tmp_path)}) as server:
         pids = children(server.process.pid)
         (folder,) = tmp_path.glob("jackfield-*")
         assert folder.stat().st_mode & 0o777 == 0o700

@@ -11,8 +11,9 @@ from launches import launches_of_one_row
 from test_families import checkpoint, make_reference
 from test_state_families import CASES
 
-from helpers import interpreted
 from jackfield.plugins.operations import states
+
+from helpers import interpreted
 
 pytest.importorskip("triton")
 
