@@ -125,7 +125,7 @@ class Registry(Generic[T]):
         self._text_parts[name] = of
 
     def text_part(self, name: str) -> str | None:
-        """Return what `add_text_part` was told of; None for what is registered itself, or
+        """Return what `add_text_part` has said; None for what is registered itself, or
         unknown."""
         return None if name in self._entries else self._text_parts.get(name)
 

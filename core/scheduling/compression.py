@@ -153,12 +153,12 @@ class CacheCompression:
         """
         blocks_for, promised = self._kv.blocks_for, 0
         for request in requests:
-            held = len(request.tables[0])
+            num_blocks = len(request.tables[0])
             if request.num_tokens - request.num_computed_tokens > 1:
-                promised += max(0, blocks_for(self.most_tokens(request, 0)) - held)
+                promised += max(0, blocks_for(self.most_tokens(request, 0)) - num_blocks)
             else:
                 left = request.max_total_tokens - request.num_tokens
-                promised += min(held // GROWTH, blocks_for(left))
+                promised += min(num_blocks // GROWTH, blocks_for(left))
         return promised
 
     def withdraw(self, slot: int) -> None:

@@ -8,9 +8,9 @@ Requests decode in step; after a while some steps are watched. On the host, in m
 step: planning it, taking its result in, handing outputs to streams (all on the event loop), and
 launching it (on the launch thread). On the device, by torch's profiler: the share of the time in
 which a kernel or a copy ran, and the gaps. Weights of Qwen3-8B are made up. `--streams`: each
-request has a task that takes every token; else nobody looks before the end. With `--ranks`, also
-sending a plan to the others. Of what runs on the event loop, the processor time is told, too: on a
-busy machine it is what a step costs.
+request has a task that takes every token; else outputs are only read at the end. With `--ranks`,
+also sending a plan to the others. Of what runs on the event loop, the processor time is reported,
+too: on a busy machine it is what a step costs.
 """
 
 from __future__ import annotations

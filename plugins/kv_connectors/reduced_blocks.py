@@ -34,10 +34,10 @@ def reduced_bytes(layout: KVLayout, name: ReducedType) -> int:
     for parts in layout.layers:
         kinds = [(part.name, part.count, len(part.shape)) for part in parts]
         if kinds != [("kv", 2, 2)] or parts[0].dtype not in FLOATS:
-            held = ", ".join(f"{part.name} in {part.dtype}" for part in parts)
+            contents = ", ".join(f"{part.name} in {part.dtype}" for part in parts)
             raise ConfigError(
                 f"kv_connector_extra_config.kv_offloading_dtype: {name} is for keys and values in "
-                f"{', '.join(FLOATS)}; a layer of this model caches {held}",
+                f"{', '.join(FLOATS)}; a layer of this model caches {contents}",
                 param="kv_transfer_config",
             )
         heads, head_dim = parts[0].shape
