@@ -19,6 +19,7 @@ import transformers
 from safetensors.torch import load_file
 
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
+from jackfield.core.errors import ConfigError
 from jackfield.core.loading.build import build_model
 from jackfield.core.loading.model_config import resolve_model_config
 from jackfield.core.loading.quantize import quantized_layers
@@ -332,3 +333,17 @@ def test_weights_put_in_order_are_rounded_in_that_order(case: str, tmp_path: Pat
         weight = plain.get_submodule(name).weight
         rounded = layer.rows(torch.arange(len(weight)))
         assert 0 < float((rounded - weight).norm() / weight.norm()) < 0.05
+
+
+def test_a_layer_that_would_read_a_cache_that_none_keeps_is_refused(tmp_path: Path) -> None:
+    case = "Gemma4ForCausalLM"
+    folder = checkpoint(make_reference(case), case, tmp_path)
+    content = json.loads((folder / "config.json").read_text())
+    content["num_kv_shared_layers"] = 3  # All full ones are among them.
+    (folder / "config.json").write_text(json.dumps(content))
+    config = EngineConfig(model=str(folder), device="cpu", dtype="float32")
+    with pytest.raises(ConfigError, match=r"layer 1 .* 'full_attention'") as caught:
+        build_model(
+            Kit.plugins(), config, resolve_model_config(config), torch.device("cpu"), Operations()
+        )
+    assert caught.value.param == "num_kv_shared_layers"
