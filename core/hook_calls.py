@@ -34,7 +34,7 @@ class RequestHook:
         """Call the implementations in order; yield (plugin, result) for each. Raises
         JackfieldError."""
         for impl in self._impls:
-            plugin = self._who(impl.plugin_name)
+            plugin = self._origin(impl.plugin_name)
             try:
                 result = impl.function(**{name: arguments[name] for name in impl.argnames})
                 if inspect.isawaitable(result):
@@ -50,7 +50,7 @@ class RequestHook:
         """Return the PluginError for a failed implementation."""
         return PluginError(f"plugin {plugin} failed on this request: {what}")
 
-    def _who(self, plugin_name: str) -> str:
+    def _origin(self, plugin_name: str) -> str:
         origin = self._plugins.provenance.get(plugin_name)
         if origin is None:
             return plugin_name

@@ -70,9 +70,10 @@ class Request:
     """The policy's key and a running number: the place in every queue, given by `add`."""
     output_token_ids: list[int] = field(default_factory=list)
     num_tokens: int = 0
-    """Known tokens and those being sampled by steps in flight."""
+    """Known tokens and those being sampled by steps in flight. While it decodes, `DecodeRows` may
+    count those later."""
     num_computed_tokens: int = 0
-    """Tokens whose KV is written or being written by a step in flight."""
+    """Tokens whose KV is written or being written by a step in flight; the same is true."""
     num_unverified_tokens: int = 0
     """Drafts in steps in flight: counted in `num_tokens` and `num_computed_tokens`, which are upper
     bounds by as much."""

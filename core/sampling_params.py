@@ -140,7 +140,7 @@ class KVCompressionParams(msgspec.Struct, frozen=True):
         if budget is not None and (
             isinstance(budget, bool) or not isinstance(budget, int) or not 1 <= budget < 2**31
         ):
-            refuse("budget", "a positive integer")
+            refuse("budget", f"an integer from 1 to {2**31 - 1}")
         if ratio is not None and budget is not None:
             refuse("budget", "left out beside a ratio")
 
@@ -381,7 +381,8 @@ def kv_compression_from(value: str | bool | dict[str, Any]) -> KVCompressionPara
     for name in value:
         if name not in ("ratio", "budget"):
             raise InvalidRequest(
-                f"kv_compression: {shown(name)} is neither ratio nor budget", param="kv_compression"
+                f"kv_compression: {shown(name)} is neither ratio nor budget",
+                param=f"kv_compression.{name}",
             )
     return KVCompressionParams(**value)
 

@@ -93,7 +93,7 @@ NOTHING_IN_PROCESS = InProcess({})
 """For a plan that starts no slot with a grammar."""
 
 
-class TableWrite(msgspec.Struct, frozen=True, gc=False):
+class TableWrite(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Blocks to write into a slot's table. Columns before a group's window are omitted, because
     they are not read any more."""
 

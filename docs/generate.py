@@ -107,7 +107,7 @@ def engine_config() -> str:
         "`jackfield serve --max-model-len 4096` (a field's flag is its name with dashes; "
         "see [cli](cli.md)). An unknown option, a value of the wrong type or out of range, and "
         "options at odds with each other raise `ConfigError` with the field's name.\n\n"
-        "Source: [core/config.py](../../core/config.py). What `auto` becomes on this machine is "
+        "Source: [core/config/](../../core/config). What `auto` becomes on this machine is "
         "decided in `core/engine/resolve_config.py` and `core/loading/model_config.py`.\n\n"
         + table(["field", "type", "default", "meaning"], field_rows(EngineConfig))
         + "\n## StructuredOutputsConfig\n\n"

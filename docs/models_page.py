@@ -26,8 +26,9 @@ ABOUT = """\
 # Models
 
 Which architectures generate text, by the name in config.json's `architectures`. Each says what its
-class in `transformers` says, or, where that has none, what an equal family says by other names: on
-a tiny random checkpoint, through the whole engine, prompts in chunks and prefixes from the cache.
+class in `transformers` says, or, where that has none, what an equal family says by other names, or
+what its published formulas say: on a tiny random checkpoint, through the whole engine, prompts in
+chunks and prefixes from the cache.
 Encoders and decoders for vectors and labels: [Embed, classify, score and
 rerank](../how-to/embeddings.md). To add one: [write a plugin](../how-to/write-a-plugin.md).
 

@@ -10,12 +10,12 @@ import msgspec
 
 from ..core.config import EngineConfig
 from ..core.engine.grammars import Grammars
-from ..core.engine.resolve_config import check_names, resolve_config, resolve_runner
+from ..core.engine.resolve_config import bind_parsers, check_names, resolve_config, resolve_runner
 from ..core.errors import ConfigError
 from ..core.loading.model_config import ModelConfig, resolve_model_config
 from ..core.protocols.executors import Executor, ExecutorInfo
 from ..core.recording.recorder import model_fingerprint, prepare_all, versions
-from ..core.recording.recording import Asked, Failed, Finished, Planned, Recording
+from ..core.recording.recording import FailureEntry, JobEntry, PlanEntry, Recording, ResultEntry
 from ..core.registry import Plugins
 from ..core.step import NOTHING_IN_PROCESS, InProcess, StepPlan, StepResult
 from ..core.text.tokenizer import Tokenizer
@@ -90,6 +90,7 @@ def _grammars(config: EngineConfig, model_config: ModelConfig, plugins: Plugins)
         tokenizer = Tokenizer.load(
             config.tokenizer or str(model_config.path), revision=config.tokenizer_revision
         )
+    bind_parsers(config, model_config, plugins)
     return Grammars(plugins, config, tokenizer, model_config.vocab_size, model_config.eos_token_ids)
 
 
@@ -117,14 +118,16 @@ class _Replay:
         num_steps = num_tokens = 0
         try:
             for entry in recording.entries():
-                if isinstance(entry, Planned):
+                if isinstance(entry, PlanEntry):
                     await self._submit(entry.plan)
-                elif isinstance(entry, Asked):
+                elif isinstance(entry, JobEntry):
                     await self._executor.ask(entry.job)
                 else:
                     await self._compare(recording.path, entry)
                     num_steps += 1
-                    num_tokens += len(entry.result.token_ids) if isinstance(entry, Finished) else 0
+                    num_tokens += (
+                        len(entry.result.token_ids) if isinstance(entry, ResultEntry) else 0
+                    )
         finally:
             await asyncio.gather(*(future for _, future in self._flying), return_exceptions=True)
         return num_steps, num_tokens
@@ -139,8 +142,8 @@ class _Replay:
             })  # fmt: skip
         self._flying.append((plan, self._executor.submit(plan, in_process)))
 
-    async def _compare(self, path: str, entry: Finished | Failed) -> None:
-        step = entry.step if isinstance(entry, Failed) else entry.result.step
+    async def _compare(self, path: str, entry: ResultEntry | FailureEntry) -> None:
+        step = entry.step if isinstance(entry, FailureEntry) else entry.result.step
         if not self._flying or self._flying[0][0].step != step:
             raise ConfigError(f"{path}: there is a result of step {step}, which was not planned")
         plan, future = self._flying.popleft()
@@ -148,13 +151,13 @@ class _Replay:
         try:
             result = await future
         except Exception as error:
-            if isinstance(entry, Failed):
+            if isinstance(entry, FailureEntry):
                 return
             raise Difference(
                 f"step {step} failed here ({type(error).__name__}: {error}), and ended well in the "
                 "recording"
             ) from error
-        if isinstance(entry, Failed):
+        if isinstance(entry, FailureEntry):
             raise Difference(
                 f"step {step} ended well here, and failed in the recording ({entry.error})"
             )

@@ -27,7 +27,13 @@ class Clamp(NamedTuple):
     limit: float
 
 
-GatedActivation: TypeAlias = Clamp | Literal["gelu"]
+class Limit(NamedTuple):
+    """min(silu(gate), limit) * up; up is clamped on both sides."""
+
+    limit: float
+
+
+GatedActivation: TypeAlias = Clamp | Limit | Literal["gelu"]
 """In place of silu(gate) * up; "gelu": gelu(gate) * up."""
 
 
@@ -35,15 +41,22 @@ def gate_constants(activation: GatedActivation | None) -> dict[str, Any]:
     """Return the constants of `gated_product`, by name."""
     if isinstance(activation, Clamp):
         return {"ALPHA": activation.alpha, "LIMIT": activation.limit}
+    if isinstance(activation, Limit):
+        return {"ALPHA": None, "LIMIT": activation.limit}
     return {"ALPHA": activation, "LIMIT": None}
 
 
 @triton.jit
 def gated_product(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
-    """Return silu(gate) * up, float32; with a number ALPHA, the formula of `Clamp`, with "gelu",
-    gelu(gate) * up. NaN propagates."""
+    """Return silu(gate) * up, float32; with LIMIT alone, the formula of `Limit`; with a number
+    ALPHA, the formula of `Clamp`; with "gelu", gelu(gate) * up. NaN propagates."""
     if ALPHA is None:
-        return gate / (1.0 + tl.exp(-gate)) * up
+        gate = gate / (1.0 + tl.exp(-gate))
+        if LIMIT is not None:
+            gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+            up = tl.minimum(up, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+            up = tl.maximum(up, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        return gate * up
     elif ALPHA == "gelu":
         return gelu_product(gate, up)
     else:

@@ -7,6 +7,13 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
+from .assembler import choose_assembler
+
+# Here, for each kernel's module imports this one, and none is compiled before.
+choose_assembler()
+
 compile_only: contextvars.ContextVar[bool] = contextvars.ContextVar("compile_only", default=False)
 """Set by `Precompiler` for its thread: launches compile and run nothing."""
 
@@ -17,3 +24,10 @@ def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
         return functools.partial(kernel.run, grid=grid, warmup=True)
     launcher: Callable[..., Any] = kernel[grid]
     return launcher
+
+
+def empty_indices(*shape: int, device: torch.device) -> torch.Tensor:
+    """Return int32 for a kernel to fill with indices that torch may follow: uninitialised, or in a
+    `Precompiler`, where no kernel fills them, zeros."""
+    make = torch.zeros if compile_only.get() else torch.empty
+    return make(shape, dtype=torch.int32, device=device)

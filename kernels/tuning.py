@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import triton
 
+from .linear.gemv import GemvConfig, gemv_config
 from .linear.int4_gemv import Int4GemvConfig, int4_gemv_rule
 from .linear.small_m_matmul import SmallMConfig
+
+logger = logging.getLogger("jackfield.kernels")
 
 FOLDER = Path(__file__).parent / "tuned"
 RULE_ROWS = 32
@@ -24,6 +28,7 @@ INT4_RULE_ROWS = 128
 """The most rows for which `int4_small_m_rule` has tiles."""
 CONFIGS = {
     "small_m_matmul": SmallMConfig,
+    "gemv": GemvConfig,
     "int4_gemv": Int4GemvConfig,
     "int4_small_m": SmallMConfig,
 }
@@ -44,21 +49,30 @@ def file_for(device_name: str) -> Path:
 
 
 def read(path: Path, kernel: str) -> dict[Product, list[tuple[int, Any]]]:
-    """Return tiles for each weight, by number of rows; None where the library is faster."""
+    """Return tiles for each weight, by number of rows; None where the library is faster.
+
+    Raises ValueError for a file that is damaged, and OSError."""
     choices: dict[Product, list[tuple[int, Any]]] = {}
-    for entry in json.loads(path.read_text()).get(kernel, []):
-        product = Product(entry["outputs"], entry["inputs"], entry["gated"])
-        config = entry["config"]
-        choices.setdefault(product, []).append(
-            (entry["rows"], None if config is None else CONFIGS[kernel](**config))
-        )
+    try:
+        for entry in json.loads(path.read_text()).get(kernel, []):
+            product = Product(entry["outputs"], entry["inputs"], entry["gated"])
+            config = None if entry["config"] is None else CONFIGS[kernel](**entry["config"])
+            if not all(type(size) is int and size > 0 for size in (*product[:2], entry["rows"])):
+                raise ValueError(f"an entry of {kernel} has no sizes: {entry}")
+            choices.setdefault(product, []).append((entry["rows"], config))
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}") from error
     return {product: sorted(rows, key=lambda row: row[0]) for product, rows in choices.items()}
 
 
 @functools.cache
 def _choices(index: int, kernel: str) -> dict[Product, list[tuple[int, Any]]] | None:
     path = file_for(torch.cuda.get_device_name(index))
-    return read(path, kernel) if path.exists() else None
+    try:
+        return read(path, kernel) if path.exists() else None
+    except (OSError, ValueError) as error:
+        logger.warning("tiles of %s are chosen without a file: %s", kernel, error)
+        return None
 
 
 def _measured(rows: list[tuple[int, Any]], num_rows: int) -> Any:
@@ -106,6 +120,24 @@ def small_m_rule(product: Product, num_rows: int) -> SmallMConfig | None:
 def _split_for(tiles: int, programs: int) -> int:
     """Return the smallest split, up to 4, that gives `programs` programs."""
     return next(n for n in (1, 2, 4) if n == 4 or tiles * n >= programs)
+
+
+@functools.cache
+def _measured_gemv(product: Product, device: torch.device) -> GemvConfig | None:
+    choices = _choices(device.index or 0, "gemv") if device.type == "cuda" else None
+    config: GemvConfig | None = _measured((choices or {}).get(product, []), 1)
+    return config
+
+
+def gemv_tiles(weight: torch.Tensor, gated: bool) -> GemvConfig:
+    """Return the tiles of `gemv` for a dense weight, [outputs, inputs], gated [2 * outputs,
+    inputs]."""
+    outputs, inputs = weight.shape
+    measured = None
+    if weight.element_size() == 2:
+        product = Product(outputs // 2 if gated else outputs, inputs, gated)
+        measured = _measured_gemv(product, weight.device)
+    return measured or gemv_config(weight, gated)
 
 
 @functools.cache

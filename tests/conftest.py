@@ -50,11 +50,13 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, Any, Any]:
-    """Next to nothing that is made while modules are imported and tests collected is garbage."""
+    """Collect no garbage while modules are imported and tests collected, and leave both out of
+    later collections, the first of which would otherwise look at all of torch and each test."""
     gc.disable()
     try:
         return (yield)
     finally:
+        gc.freeze()
         gc.enable()
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from jackfield.core.worker.expert_balance import ExpertMover
-from jackfield.plugins.conformance.models import ModelKit, PagedModel
+from jackfield.plugins.conformance.paged_model import PagedModel, assert_near
 from jackfield.plugins.conformance.rank_threads import run_ranks, thread_ranks
 
 
@@ -41,7 +41,7 @@ def check_moves(folder: Path, copies: int, **options: Any) -> None:
 
     want = run(3)[0]
     if not options:
-        ModelKit.near(PagedModel(folder, "float32").run({0: prompt})[0], want, 2e-4)
+        assert_near(PagedModel(folder, "float32").run({0: prompt})[0], want, 2e-4)
     for number in range(3):
         for mover in movers:
             for balance, _ in mover.layers:
@@ -55,7 +55,7 @@ def check_moves(folder: Path, copies: int, **options: Any) -> None:
         for balance, _ in movers[0].layers:
             assert int(balance.loads.sum()) == 0
         for result in run(number):
-            ModelKit.near(result, want, 2e-4)
+            assert_near(result, want, 2e-4)
         counted = [balance.loads.tolist() for mover in movers for balance, _ in mover.layers]
         half = len(counted) // 2
         assert counted[:half] == counted[half:], "ranks have counted unlike tokens"

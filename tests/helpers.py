@@ -154,17 +154,47 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+LAYER_INPUTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma3n": (
+        "Gemma3nText",
+        {
+            "num_hidden_layers": 5,
+            "intermediate_size": 96,
+            "sliding_window": 12,
+            "layer_types": ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"],
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 200,
+            "num_kv_shared_layers": 1,
+            "laurel_rank": 8,
+            "activation_sparsity_pattern": [0.5, 0.0, 0.5, 0.0, 0.0],
+        },
+    ),
+    "gemma4": (
+        "Gemma4Text",
+        {
+            "num_hidden_layers": 5,
+            "sliding_window": 12,
+            "layer_types": ["sliding_attention", "full_attention"] * 2 + ["full_attention"],
+            "global_head_dim": 32,
+            "num_key_value_heads": 2,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 200,
+            "num_kv_shared_layers": 1,
+        },
+    ),
+}
+"""Families whose layers have inputs of their own; their parity is test_families.py's."""
 
 
 def make_checkpoint(name: str, folder: Path, *, dtype: torch.dtype = torch.float32) -> Path:
-    """Save a random model of CONFIGS[name] (no tokenizer) and return its folder."""
-    family, extra = CONFIGS[name]
+    """Save a random model of CONFIGS or LAYER_INPUTS (no tokenizer) and return its folder."""
+    family, extra = (CONFIGS | LAYER_INPUTS)[name]
     config = getattr(transformers, f"{family}Config")(**{**COMMON, **extra})
     torch.manual_seed(7)
     model = transformers.AutoModelForCausalLM.from_config(config).to(dtype)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
-            if "norm" in parameter_name:
+            if "norm" in parameter_name or parameter_name.endswith("output_scale"):
                 parameter.add_(0.1 * torch.randn_like(parameter))
             if parameter_name.endswith("bias"):
                 parameter.add_(0.3 * torch.randn_like(parameter))

@@ -50,7 +50,7 @@ STEP = {"embedding": 1, "zeros": 1}
 def launches_of_one_row(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Return what a decode step of one row launches, without its logits, besides `STEP`. Its result
     is that of torch."""
-    from jackfield.plugins.conformance.models import PagedModel
+    from jackfield.plugins.conformance.paged_model import PagedModel
 
     counted, plain = (PagedModel(folder, "float32", kernels=k) for k in ("triton", "torch"))
     for model in (counted, plain):

@@ -71,6 +71,7 @@ MEASURES_KERNELS = tuple(
         "quant_cases",
         "state_cases",
         "tune",
+        "tune_gemv",
         "tune_int4",
     )
 )

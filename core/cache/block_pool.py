@@ -52,8 +52,8 @@ class BlockPool:
 
     def allocate(self, count: int) -> list[int]:
         """Return `count` blocks, and remove their hashes. The caller has checked `num_free`."""
-        blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
-        hashes, ref_counts = self._hashes, self._ref_counts
+        hashes, ref_counts, pop = self._hashes, self._ref_counts, self._free.popitem
+        blocks = [pop(last=False)[0] for _ in range(count)]
         for block_id in blocks:
             if hashes[block_id] is not None:
                 self.forget(block_id)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -69,6 +69,8 @@ class KVCacheManager:
         self.max_chunk = max_chunk
         self.pool = BlockPool(num_blocks)
         self._hasher = BlockHasher(block_size, hash_key)
+        self._pending: list[Request] = []
+        """Requests with full blocks that are not registered yet."""
         self._windowed = [
             number for number, group in enumerate(self.groups) if group.window is not None
         ]
@@ -193,6 +195,36 @@ class KVCacheManager:
             writes.append(TableWrite(slot, number, column, tuple(new)))
         return writes
 
+    def append_blocks(self, requests: Collection[Request]) -> list[TableWrite] | None:
+        """Append one block to all tables of each of these requests, whose cached tokens fill their
+        blocks; `register_pending` then registers what is full. None, with no change, if too few
+        blocks are free."""
+        pool, count = self.pool, len(requests) * len(self.groups)
+        if count > pool.num_free:
+            return None
+        new = iter(pool.allocate(count))
+        writes: list[TableWrite] = []
+        for request in requests:
+            slot = request.slot
+            for number, table in enumerate(request.tables):
+                block_id = next(new)
+                writes.append(TableWrite(slot, number, len(table), (block_id,)))
+                table.append(block_id)
+            if self._windowed:
+                self.register(request)
+                self._release_behind_windows(request)
+        if not self._windowed:
+            self._pending += requests
+        return writes
+
+    def register_pending(self) -> None:
+        """Register what `append_blocks` has left. Call it before the next lookup, once the plan is
+        on its way."""
+        pending, self._pending = self._pending, []
+        for request in pending:
+            if request.tables:
+                self.register(request)
+
     def _release_behind_windows(self, request: Request) -> None:
         """Release the blocks that no step planned from now on reads."""
         for number in self._windowed:
@@ -294,7 +326,9 @@ class KVCacheManager:
             return
         if not self.shares_prefixes:
             return
-        num_full = min(request.num_computed_tokens, request.num_known_tokens) // self.block_size
+        num_known = len(request.prompt_token_ids) + len(request.output_token_ids)
+        num_tokens = request.num_computed_tokens
+        num_full = (num_tokens if num_tokens < num_known else num_known) // self.block_size
         first = request.num_registered_blocks
         if num_full > first:
             self._hasher.extend(request, num_full)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from array import array
 from hashlib import blake2b
+from struct import Struct
 
 from ..request import Request
 
@@ -26,16 +26,20 @@ class BlockHasher:
         self.block_size = block_size
         key = secrets.token_bytes(32) if key is None else key
         self._keyed = blake2b(key=key, digest_size=DIGEST_BYTES)
+        self._pack = Struct(f"{block_size}q").pack
 
     def extend(self, request: Request, num_blocks: int) -> None:
         """Grow `request.block_hashes` to `num_blocks`; all their tokens must be known."""
-        hashes = request.block_hashes
-        size = self.block_size
-        while len(hashes) < num_blocks:
-            start = len(hashes) * size
-            parent = hashes[-1] if hashes else self.root(request)
-            tokens = request.known_tokens(start, start + size)
-            hashes.append(self._digest(parent + array("q", tokens).tobytes()))
+        hashes, size = request.block_hashes, self.block_size
+        if len(hashes) >= num_blocks:
+            return
+        parent = hashes[-1] if hashes else self.root(request)
+        pack, keyed = self._pack, self._keyed
+        for start in range(len(hashes) * size, num_blocks * size, size):
+            hasher = keyed.copy()
+            hasher.update(parent + pack(*request.known_tokens(start, start + size)))
+            parent = hasher.digest()
+            hashes.append(parent)
 
     def root(self, request: Request) -> bytes:
         """Return the hash of what all blocks of a request depend on besides tokens."""

@@ -71,6 +71,6 @@ def _refuse(channel: Channel[ToEngine], error: BaseException) -> int:
     if not isinstance(error, JackfieldError):
         logger.error("the start failed", exc_info=error)
         error = LoadError(f"the start failed: {type(error).__name__}: {error}")
-    channel.send(ErrorReply.because(START, error))
+    channel.send(ErrorReply.from_error(START, error))
     channel.close()
     return 1

@@ -177,7 +177,7 @@ class PooledCores:
         if member.process is not None:
             self.metrics.lost_requests[member.number].inc(member.process.num_lost)
         if all(each.given_up for each in self.members):
-            self.requests.dead_reason = f"no member is left: {self._troubles()}"
+            self.requests.dead_reason = f"no member is left: {self._failures()}"
             self.requests.accepting = False
 
     async def stop(self) -> None:
@@ -197,7 +197,7 @@ class PooledCores:
         self.requests.check_accepting()
         self.requests.check_free(request_id)
         if not any(member.serves for member in self.members):
-            raise EngineStopped(f"no member serves now: {self._troubles()}")
+            raise EngineStopped(f"no member serves now: {self._failures()}")
 
     async def add_request(self, spec: RequestSpec, make_state: Callable[[list[Request]], S]) -> S:
         """Send a request to a member, and wait until it is scheduled there."""
@@ -258,7 +258,7 @@ class PooledCores:
 
     # ------------------------------------------------------------ state
 
-    def _troubles(self) -> str:
+    def _failures(self) -> str:
         return "; ".join(member.trouble for member in self.members if not member.serves)
 
     async def check_health(self, timeout: float) -> dict[str, str]:

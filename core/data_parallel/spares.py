@@ -21,7 +21,7 @@ class LocalProcess:
 
     where = ""
 
-    def __init__(self, spawned: Spawned) -> None:
+    def __init__(self, spawned: SpareProcess) -> None:
         self.popen, self.connection = spawned
 
     def ending(self) -> str | None:
@@ -45,14 +45,14 @@ class LocalHosts:
         return LocalProcess(take())
 
 
-class Spawned(NamedTuple):
+class SpareProcess(NamedTuple):
     """A process that waits for its Setup."""
 
     process: subprocess.Popen[bytes]
     connection: socket.socket
 
 
-_spares: list[Spawned] = []
+_spares: list[SpareProcess] = []
 """Of this process, and of no engine yet. They end with it."""
 
 
@@ -62,7 +62,7 @@ def start_ahead(count: int) -> None:
         _spares.append(_spawn())
 
 
-def take() -> Spawned:
+def take() -> SpareProcess:
     """Return a process that no one else gets, started ahead or now."""
     while _spares:
         if (spare := _spares.pop()).process.poll() is None:
@@ -71,7 +71,7 @@ def take() -> Spawned:
     return _spawn()
 
 
-def _spawn() -> Spawned:
+def _spawn() -> SpareProcess:
     own, other = socket.socketpair()
     with other:
-        return Spawned(spawn(PROGRAM, (other.fileno(),)), own)
+        return SpareProcess(spawn(PROGRAM, (other.fileno(),)), own)

@@ -231,6 +231,7 @@ class EngineCore:
             kv_compression=_compression_rule(config),
             num_drafts=self.info.num_drafts,
             num_stages=self.info.num_stages,
+            ttft_target=config.ttft_target_ms / 1000,
         )
         self._limits = self.scheduler.limits
         self.outputs = OutputProcessor(self.requests, self.scheduler, self.metrics, events)

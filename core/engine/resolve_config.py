@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 import torch
 
 from ..config import EngineConfig
+from ..config.parallel_options import IN_PLACE
 from ..errors import ConfigError, PluginError
 from ..grammars.store import check_backend
-from ..loading.dialects import recognized
+from ..loading.dialects import declared_parser, marks_in, recognized
 from ..loading.generation_config import read_generation_config
+from ..loading.json_file import object_if_there
 from ..loading.model_config import ModelConfig, SourceConfig, resolve_model_config
 from ..loading.resolve_pooling import resolve_pooling
 from ..protocols.kv import check_serves_ranks
 from ..registration.architecture import registered_name
 from ..registration.executor_choice import choose_executor
-from ..registration.parallel_options import IN_PLACE
 from ..registration.plugin_options import typed_options
 from ..registry import Plugins
 from ..text.tokenizer import template_texts
@@ -124,6 +126,7 @@ def resolve_models(config: EngineConfig, plugins: Plugins) -> ModelConfig:
     """Return the model's configuration, of an engine that runs in another process and has resolved
     `config`. Blocks."""
     model_config = resolve_model_config(config, plugins)
+    bind_parsers(config, model_config, plugins)
     return resolve_runner(config, config, model_config, plugins)[1]
 
 
@@ -191,9 +194,10 @@ def resolve_parsers(
     config: EngineConfig, model_config: ModelConfig, plugins: Plugins
 ) -> EngineConfig:
     """Fill in the parsers that the checkpoint names if the options name none; "none" becomes None,
-    and "auto" what the checkpoint names, else the parser that knows its chat template.
+    and "auto" what the checkpoint names, else the parser that knows its chat template, else what
+    goes by the checkpoint's own declaration.
 
-    Raises ConfigError if a checkpoint names one that is not installed.
+    Raises ConfigError if a checkpoint names one that is not installed, or one cannot be used.
     """
     parsers: dict[str, str | None] = {}
     for option, declared in (
@@ -216,7 +220,87 @@ def resolve_parsers(
                     f"name another, or {NONE!r}",
                     param=option,
                 ) from error
-    return msgspec.structs.replace(config, **parsers)
+    auto_options = [
+        option for option in PARSERS
+        if getattr(config, option) == AUTO and getattr(model_config.dialects, option) is None
+    ]  # fmt: skip
+    if any(parsers[option] is None for option in auto_options):
+        parsers |= _by_declaration(auto_options, parsers, model_config, plugins)
+    for option in auto_options:
+        if parsers[option] is None:
+            logger.warning(
+                "%s: auto finds no marks of any parser in the chat template (model_type %r): there "
+                "is none; name one",
+                option, getattr(model_config.hf_config, "model_type", None),
+            )  # fmt: skip
+    config = msgspec.structs.replace(config, **parsers)
+    bind_parsers(config, model_config, plugins)
+    return config
+
+
+def _by_declaration(
+    auto_options: Sequence[str],
+    parsers: Mapping[str, str | None],
+    model_config: ModelConfig,
+    plugins: Plugins,
+) -> dict[str, str | None]:
+    """Return the options that the checkpoint's own declaration decides, and say so in the log:
+    those of `auto_options` that nothing else has decided, and the reasoning parser with a tool
+    parser. parsers: what is decided."""
+    config = object_if_there(model_config.path / "tokenizer_config.json")
+    names = {option: declared_parser(plugins[NAMED[option]], config) for option in PARSERS}
+    reasoning, tools = PARSERS
+    chosen: dict[str, str | None] = {}
+    for option in (tools, reasoning):
+        possible = option in auto_options and parsers[option] is None
+        if option == tools:
+            possible = possible and (
+                reasoning in auto_options or parsers[reasoning] == names[reasoning]
+            )
+        if not possible and not (tools in chosen and reasoning in auto_options):
+            continue
+        registry, name = plugins[NAMED[option]], names[option]
+        if name is None:
+            continue
+        try:
+            registry.load(name).for_checkpoint(model_config.path)
+        except ValueError as error:
+            logger.warning("%s: auto cannot choose %r: %s", option, name, error)
+            continue
+        chosen[option] = name
+        logger.info(
+            "%s: auto chose %r: the checkpoint has a %s",
+            option, name, registry.entry(name).declaration,
+        )  # fmt: skip
+    return chosen
+
+
+def bind_parsers(config: EngineConfig, model_config: ModelConfig, plugins: Plugins) -> None:
+    """Let parsers whose format the checkpoint declares read its declaration.
+
+    Raises ConfigError if one cannot, or a tool parser lacks the reasoning parser that it needs.
+    """
+    for option in PARSERS:
+        name = getattr(config, option)
+        if name is None:
+            continue
+        registry = plugins[NAMED[option]]
+        parser = registry.load(name)
+        needed = getattr(parser, "needs_reasoning_parser", None)
+        if needed is not None and config.reasoning_parser != needed:
+            raise ConfigError(
+                f"{option}: {name!r} reads what the reasoning parser {needed!r} passes on; set "
+                f"reasoning_parser to {needed!r}, too",
+                param=option,
+            )
+        if not hasattr(parser, "for_checkpoint"):
+            continue
+        try:
+            registry.bind(name, parser.for_checkpoint(model_config.path))
+        except ValueError as error:
+            raise ConfigError(
+                f"{option}: {name}: {error}; name another, or {NONE!r}", param=option
+            ) from error
 
 
 def _recognize(
@@ -228,15 +312,10 @@ def _recognize(
     registry = plugins[NAMED[option]]
     name = recognized(registry, model_type, template)
     if name is None:
-        logger.warning(
-            "%s: auto finds no marks of any parser in the chat template (model_type %r): there is "
-            "none; name one",
-            option, model_type,
-        )  # fmt: skip
         return None
     logger.info(
         "%s: auto chose %r: the chat template has %s", option, name,
-        " and ".join(map(repr, registry.entry(name).marks)),
+        " and ".join(map(repr, marks_in(registry.entry(name), model_type, template))),
     )  # fmt: skip
     return name
 

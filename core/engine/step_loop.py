@@ -11,7 +11,7 @@ from typing import TypeAlias
 from ..errors import PluginError
 from ..protocols.executors import Executor
 from ..request import Update
-from ..scheduling.plan_timing import PlanTiming
+from ..scheduling.pacing.plan_timing import PlanTiming
 from ..scheduling.scheduler import Scheduler
 from ..step import BalanceExperts, PrepareAhead, Recover, StepPlan, StepResult
 
@@ -225,7 +225,7 @@ class StepLoop:
     def _fill(self, in_flight: InFlight) -> None:
         while len(in_flight) < self.steps_in_flight and not self._delay(in_flight):
             begun = self._timing.now()
-            plan = self.scheduler.schedule(self._timing.short_step())
+            plan = self.scheduler.schedule(self._timing.pace())
             if plan is None:
                 return
             try:
@@ -235,4 +235,5 @@ class StepLoop:
                 future = asyncio.get_running_loop().create_future()
                 future.set_exception(error)
             self._timing.submitted(plan, begun)
+            self.scheduler.submitted()
             in_flight.append((plan, future))

@@ -17,7 +17,7 @@ ANY = -1
 """A word of a bitmask with every bit set."""
 
 
-class Ends(NamedTuple):
+class EndTokenBits(NamedTuple):
     """The bits of end tokens in a bitmask."""
 
     words: np.ndarray
@@ -42,7 +42,7 @@ class Constraint:
         self._mask_timeout = mask_timeout
         self.matcher: GrammarMatcher | None = None
         self._eos = frozenset(start.grammar.eos_token_ids)
-        self.ends = _ends((*start.grammar.eos_token_ids, *start.stop_token_ids))
+        self.ends = _end_token_bits((*start.grammar.eos_token_ids, *start.stop_token_ids))
         """The same object for all outputs with the same end tokens."""
         self._min_tokens = start.params.min_tokens
         self._ignore_eos = start.params.ignore_eos
@@ -174,7 +174,7 @@ class Constraint:
             mask_ends(self.ends, row[None], [0])
 
 
-def mask_ends(ends: Ends, bits: np.ndarray, rows: list[int]) -> None:
+def mask_ends(ends: EndTokenBits, bits: np.ndarray, rows: list[int]) -> None:
     """Mask the end tokens in these rows of [count, words], unless a row allows nothing else."""
     index = np.asarray(rows)[:, None], ends.words
     before = bits[index]
@@ -186,11 +186,11 @@ def mask_ends(ends: Ends, bits: np.ndarray, rows: list[int]) -> None:
 
 
 @functools.lru_cache(maxsize=256)
-def _ends(token_ids: tuple[int, ...]) -> Ends:
+def _end_token_bits(token_ids: tuple[int, ...]) -> EndTokenBits:
     masks: dict[int, int] = {}
     for token_id in token_ids:
         word = token_id >> 5
         masks[word] = masks.get(word, 0xFFFFFFFF) & ~(1 << (token_id & 31))
     words = np.fromiter(masks, dtype=np.int64, count=len(masks))
     others = np.fromiter(masks.values(), dtype=np.uint32, count=len(masks)).view(np.int32)
-    return Ends(words, others)
+    return EndTokenBits(words, others)

@@ -38,6 +38,14 @@ def _list_of(kind: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, list) and all(map(kind, value))
 
 
+def _is_number_or_null(value: Any) -> bool:
+    return value is None or _is_number(value)
+
+
+def _number_or_numbers(value: Any) -> bool:
+    return _is_number(value) or (bool(value) and _list_of(_is_number)(value))
+
+
 def _int_or_ints(value: Any) -> bool:
     return _is_int(value) or _list_of(_is_int)(value)
 
@@ -50,7 +58,12 @@ KINDS: dict[str, tuple[Callable[[Any], bool], Iterable[str]]] = {
             "num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings",
             "moe_intermediate_size", "num_experts", "num_experts_per_tok", "num_local_experts",
             "decoder_sparse_step", "max_window_layers", "pad_token_id", "sliding_window",
-            "type_vocab_size",
+            "type_vocab_size", "ffn_hidden_size", "first_k_dense_replace", "group_norm_size",
+            "kv_lora_rank", "loop_num", "loop_window_size", "max_position_embedding",
+            "max_seq_len", "n_group", "n_head", "n_layer", "n_routed_experts", "n_shared_experts",
+            "num_attention_groups", "num_nextn_predict_layers", "num_shared_experts", "q_lora_rank",
+            "qk_nope_head_dim", "qk_rope_head_dim", "seq_length", "share_expert_dim",
+            "share_q_dim", "topk_group", "total_ut_steps", "v_head_dim",
         ),
     ),
     "an integer or a list of integers": (
@@ -60,11 +73,13 @@ KINDS: dict[str, tuple[Callable[[Any], bool], Iterable[str]]] = {
         _is_number,
         (
             "attention_multiplier", "attn_logit_softcapping", "embedding_multiplier",
-            "final_logit_softcapping", "layer_norm_eps", "logits_scaling", "partial_rotary_factor",
+            "final_logit_softcapping", "layer_norm_eps", "layer_norm_epsilon", "logits_scaling",
+            "model_max_length", "moe_router_scaling_factor", "partial_rotary_factor",
             "query_pre_attn_scalar", "residual_multiplier", "rms_norm_eps", "rope_local_base_freq",
-            "rope_theta", "swiglu_limit",
+            "rope_local_theta", "routed_scaling_factor", "swiglu_limit",
         ),
     ),
+    "a number or a list of numbers": (_number_or_numbers, ("rope_theta",)),
     "true or false": (
         _is_bool,
         (
@@ -76,11 +91,20 @@ KINDS: dict[str, tuple[Callable[[Any], bool], Iterable[str]]] = {
         _is_text,
         ("dtype", "hidden_act", "hidden_activation", "model_type", "problem_type", "torch_dtype"),
     ),
-    "a list of texts": (_list_of(_is_text), ("architectures", "layer_types")),
-    "a list of integers": (_list_of(_is_int), ("mlp_only_layers",)),
+    "a list of texts": (_list_of(_is_text), ("architectures", "layer_types", "yarn_only_types")),
+    "a list of integers": (
+        _list_of(_is_int), ("bskcn_1", "bskcn_2", "bskcn_3", "bskcn_4", "mlp_only_layers"),
+    ),
+    "a list of numbers": (
+        _list_of(_is_number_or_null),
+        ("bskcn_tv", "partial_rotary_factors", "swiglu_limits", "swiglu_limits_shared"),
+    ),
     "an object": (
         _is_object,
-        ("id2label", "label2id", "quantization_config", "rope_parameters", "rope_scaling"),
+        (
+            "attention_other_setting", "id2label", "label2id", "quantization_config",
+            "rope_parameters", "rope_scaling",
+        ),
     ),
 }  # fmt: skip
 ROPE_KINDS: dict[str, tuple[Callable[[Any], bool], Iterable[str]]] = {
@@ -101,6 +125,7 @@ POSITIVE = (
     "factor",
     "original_max_position_embeddings",
     "query_pre_attn_scalar",
+    "rope_local_theta",
     "rope_theta",
 )
 
@@ -134,5 +159,7 @@ def _check(
             value = fields.get(name)
             if value is not None and not fits(value):
                 raise wrong(file, prefix + name, value, expected)
-            if name in POSITIVE and value is not None and value <= 0:
+            if name not in POSITIVE or value is None:
+                continue
+            if min(value if isinstance(value, list) else [value]) <= 0:
                 raise wrong(file, prefix + name, value, "positive")

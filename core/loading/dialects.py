@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from ..errors import ConfigError
-from ..registry import Registry
+from ..registry import Entry, Registry
 from .json_file import read_object
 
 FILE = "jackfield.json"
@@ -45,10 +46,25 @@ def recognized(registry: Registry[Any], model_type: str | None, template: str) -
     Of several, one for this model type counts most, then the one with the longest marks.
     """
     fitting = [
-        ((bool(entry.model_types), sum(map(len, entry.marks))), entry.name)
+        (bool(entry.model_types) and marks == entry.marks, sum(map(len, marks)), entry.name)
         for entry in registry.entries()
-        if entry.marks
-        and all(mark in template for mark in entry.marks)
-        and (not entry.model_types or model_type in entry.model_types)
+        if (marks := marks_in(entry, model_type, template))
     ]
-    return max(fitting)[1] if fitting else None
+    return max(fitting)[2] if fitting else None
+
+
+def marks_in(entry: Entry, model_type: str | None, template: str) -> tuple[str, ...]:
+    """Return the marks of a parser by which it knows a chat template; () if it does not."""
+    of_type = not entry.model_types or model_type in entry.model_types
+    for marks, counts in ((entry.marks, of_type), (entry.other_marks, True)):
+        if marks and counts and all(mark in template for mark in marks):
+            return marks
+    return ()
+
+
+def declared_parser(registry: Registry[Any], tokenizer_config: Mapping[str, Any]) -> str | None:
+    """Return the parser that goes by what this tokenizer_config.json declares; None: none does."""
+    for entry in registry.entries():
+        if entry.declaration and tokenizer_config.get(entry.declaration) is not None:
+            return entry.name
+    return None

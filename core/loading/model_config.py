@@ -35,9 +35,12 @@ SIZES = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings",
     "moe_intermediate_size", "num_experts", "num_experts_per_tok", "num_local_experts",
-    "n_routed_experts", "shared_expert_intermediate_size",
+    "n_routed_experts", "shared_expert_intermediate_size", "loop_num", "total_ut_steps",
+    "share_expert_dim", "n_shared_experts", "num_shared_experts",
 )  # fmt: skip
 """Where config.json has one of these numbers, it is 1 to LARGEST_SIZE."""
+MAY_BE_ZERO = ("num_local_experts", "n_shared_experts", "num_shared_experts")
+"""Hybrid models say of an MLP that it has no experts, and mixtures that they share none."""
 LARGEST_SIZE = 2**31 - 1
 LENGTHS = ("max_position_embeddings", "max_seq_len", "model_max_length", "seq_length")
 """Names of the context length; the first that a configuration has."""
@@ -197,8 +200,7 @@ def _read_config(
 def _check_sizes(folder: Path, hf_config: Any) -> None:
     sizes = {name: getattr(hf_config, name, None) for name in SIZES}
     for name, value in sizes.items():
-        # Hybrid models say of an MLP that it has no experts.
-        least = 0 if name == "num_local_experts" else 1
+        least = 0 if name in MAY_BE_ZERO else 1
         if isinstance(value, int) and not least <= value <= LARGEST_SIZE:
             raise ConfigError(
                 f"model: {folder}/config.json has {name} {value}, which is no size of a model",

@@ -242,7 +242,7 @@ class ForwardContext:
     source: SourceContext | None = None
     """Set for an encoder-decoder model."""
     incoming: torch.Tensor | None = None
-    """[num_tokens, hidden_size] What the layers of an earlier stage have computed, which takes the
+    """[num_tokens, incoming_size] What layers of the stage before have computed, which takes the
     place of embeddings and may be overwritten; None: this is the first stage."""
 
     @classmethod

@@ -16,7 +16,7 @@ from .context import BuildContext
 from .expert_balance.places import ExpertBalance
 from .linear import Linear, MergedLinear
 from .mlp import GatedMLP, PlainMLP
-from .operations import ClampedSwiGLU, ExpertActivation, ExpertWeight, Operations
+from .operations import ClampedSwiGLU, ExpertActivation, ExpertWeight, LimitedSwiGLU, Operations
 from .quantized import QuantizedLinear
 from .routing import Routing, RoutingRule
 
@@ -140,7 +140,7 @@ class Experts(nn.Module):
         self.exchange: ExpertExchange | None = None
         """How tokens come to the ranks of their experts; None: this rank has all tokens."""
         if self.share is not None:
-            _check_features(build.operations, frozenset({"experts.foreign"}))
+            check_features(build.operations, frozenset({"experts.foreign"}))
             if build.ranks.all2all is not None:
                 self.exchange = ExpertExchange(build.ranks.all2all, self.share)
             if build.redundant_experts is not None:
@@ -197,7 +197,7 @@ class SparseMLP(nn.Module):
         bias: bool = False,
         score_bias: bool = False,
         wide_router: bool = False,
-        clamped: ClampedSwiGLU | None = None,
+        clamped: ClampedSwiGLU | LimitedSwiGLU | None = None,
         shared: GatedMLP | PlainMLP | None = None,
         shared_gate: bool = False,
         gated: bool = True,
@@ -224,10 +224,12 @@ class SparseMLP(nn.Module):
                 param="num_experts_per_tok",
             )
         needs = {
-            "experts.bias": bias, "experts.activation": clamped, "route.bias": score_bias,
+            "experts.bias": bias, "route.bias": score_bias,
+            "experts.activation": isinstance(clamped, ClampedSwiGLU),
+            "experts.limit": isinstance(clamped, LimitedSwiGLU),
             "experts.gelu": activation == GELU, "experts.relu2": not gated,
         }  # fmt: skip
-        _check_features(build.operations, rule.features | {name for name in needs if needs[name]})
+        check_features(build.operations, rule.features | {name for name in needs if needs[name]})
         self.gate = Router(
             num_experts, hidden_size, build, bias=bias, score_bias=score_bias, wide=wide_router
         )
@@ -322,7 +324,7 @@ def _check_groups(num_experts: int, rule: RoutingRule) -> None:
         )
 
 
-def _check_features(operations: Operations, needed: frozenset[str]) -> None:
+def check_features(operations: Operations, needed: frozenset[str]) -> None:
     """Raise ConfigError if the operations lack options that this layer needs."""
     if lacking := needed - operations.features:
         raise ConfigError(

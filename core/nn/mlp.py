@@ -11,6 +11,7 @@ from ..errors import ConfigError
 from .activations import activation_named
 from .context import BuildContext
 from .linear import GatedLinear, Linear, MergedLinear
+from .operations import ClampedSwiGLU, LimitedSwiGLU
 
 
 class GatedMLP(nn.Module):
@@ -24,22 +25,26 @@ class GatedMLP(nn.Module):
         build: BuildContext,
         *,
         bias: bool = False,
+        down_bias: bool | None = None,
         whole: bool = False,
+        clamped: ClampedSwiGLU | LimitedSwiGLU | None = None,
         field: str = "hidden_act",
     ) -> None:
-        """`whole`: the checkpoint has gate and up as one tensor; `field`: the configuration's field
-        that names the activation."""
+        """`down_bias`: of the last layer, if not as the others; `whole`: the checkpoint has gate
+        and up as one tensor; `clamped`: in place of silu(gate)
+        * up; `field`: the configuration's field that names the activation."""
         super().__init__()
         self.operations, self.ranks = build.operations, build.ranks
         self.gelu = activation == "gelu_pytorch_tanh"
         self.gate_up_proj: MergedLinear
         own = build.inner_share(intermediate_size)
-        if activation in ("silu", "swish"):
+        self.clamped = clamped
+        if activation in ("silu", "swish") and clamped is None:
             self.gate_up_proj = GatedLinear(
                 hidden_size, intermediate_size, build, bias=bias, whole=whole, shard="out",
                 share=own,
             )  # fmt: skip
-        elif self.gelu and not whole:
+        elif (self.gelu or clamped is not None) and not whole:
             sizes = {"gate": intermediate_size, "up": intermediate_size}
             self.gate_up_proj = MergedLinear(
                 hidden_size, sizes, build, bias=bias, shard="out", shares=dict.fromkeys(sizes, own)
@@ -47,8 +52,9 @@ class GatedMLP(nn.Module):
         else:
             raise ConfigError(f"{field}: {activation!r} is not supported", param=field)
         self.down_proj = Linear(
-            intermediate_size, hidden_size, build, bias=bias, shard="in", share=own
-        )
+            intermediate_size, hidden_size, build, bias=bias if down_bias is None else down_bias,
+            shard="in", share=own,
+        )  # fmt: skip
 
     def forward(
         self, hidden: torch.Tensor, norm: nn.Module | None = None, *, add: bool = True
@@ -64,6 +70,8 @@ class GatedMLP(nn.Module):
     def inner(self, hidden: torch.Tensor, norm: nn.Module | None = None) -> torch.Tensor:
         """activation(gate) * up of norm(hidden): → [num_tokens, intermediate_size]"""
         inner: torch.Tensor = self.gate_up_proj(hidden, norm=norm)
+        if self.clamped is not None:
+            return self.clamped(*inner.chunk(2, dim=-1))
         return self.operations.gelu_mul(inner) if self.gelu else inner
 
 

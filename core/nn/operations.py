@@ -71,7 +71,20 @@ class ClampedSwiGLU(NamedTuple):
         return (up + 1) * gate * torch.sigmoid(self.alpha * gate)
 
 
-ExpertActivation: TypeAlias = ClampedSwiGLU | Literal["gelu", "relu2"]
+class LimitedSwiGLU(NamedTuple):
+    """min(silu(gate), limit) * min(max(up, -limit), limit).
+
+    Source: the published code of Step 3.5.
+    """
+
+    limit: float
+
+    def __call__(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """[any] both → the same shape"""
+        return F.silu(gate).clamp(max=self.limit) * up.clamp(-self.limit, self.limit)
+
+
+ExpertActivation: TypeAlias = ClampedSwiGLU | LimitedSwiGLU | Literal["gelu", "relu2"]
 """Of experts, in place of silu(gate) * up; "gelu": gelu(gate) * up, gelu by its tanh approximation;
 "relu2": relu(up)², of experts without gates."""
 
@@ -117,8 +130,8 @@ class Operations(
         "linear.factor", "linear.layer_norm", "activated_linear.layer_norm",
         "gated_linear.layer_norm",
         "bidirectional_attention.distance_bias", "experts.activation", "experts.bias",
-        "experts.foreign", "experts.gelu", "experts.relu2", "gated_rms_norm.sigmoid",
-        "route.bias", "route.factor", "route.groups", "route.sigmoid",
+        "experts.foreign", "experts.gelu", "experts.limit", "experts.relu2",
+        "gated_rms_norm.sigmoid", "route.bias", "route.factor", "route.groups", "route.sigmoid",
     })  # fmt: skip
     """Options of methods that these operations support, as "method.option"; a model or an engine
     that needs another one is refused. A subclass that overrides such a method sets it; without

@@ -29,7 +29,7 @@ class Rotary(nn.Module):
     """Angles for the first `rotary_dim` channels of each head, halves paired (NeoX style).
 
     rope: in the form of a checkpoint's `rope_parameters`; None: those of the configuration.
-    head_dim: channels of a head; None: the configuration's.
+    head_dim: channels of a head; None: the configuration's. Raises ConfigError.
     """
 
     def __init__(
@@ -45,7 +45,15 @@ class Rotary(nn.Module):
         partial = float(rope.get("partial_rotary_factor") or 1.0)
         if rope["rope_type"] == "proportional":
             partial = 1.0  # The channels that do not turn are in the table.
-        self.rotary_dim = int((head_dim or config.head_dim) * partial)
+        size = head_dim or config.head_dim
+        self.rotary_dim = int(size * partial)
+        if self.rotary_dim % 2 or not 0 <= self.rotary_dim <= size:
+            field = "head_dim" if partial == 1.0 else "partial_rotary_factor"
+            raise ConfigError(
+                f"{field}: {self.rotary_dim} channels of a head (head_dim {size}) cannot be "
+                "rotated in pairs",
+                param=field,
+            )
         frequencies, attention_factor = inverse_frequencies(
             rope, self.rotary_dim, config.max_model_len, config.hf_config.max_position_embeddings
         )
@@ -64,6 +72,8 @@ def inverse_frequencies(
     rope: dict[str, Any], dim: int, max_model_len: int, max_positions: int
 ) -> tuple[torch.Tensor, float]:
     """→ ([dim / 2] float32, factor on cosines and sines). Raises ConfigError."""
+    if isinstance(rope["rope_theta"], list):
+        raise ConfigError("rope_theta: this model has one base for all layers", param="rope_theta")
     base = float(rope["rope_theta"])
     plain = 1.0 / base ** (torch.arange(0, dim, 2).float() / dim)
     kind = rope["rope_type"]

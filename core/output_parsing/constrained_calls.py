@@ -22,6 +22,8 @@ _SPACE = " \t\r\n"
 class NamedCall:
     """Reads an output that consists of the arguments of one call."""
 
+    reads_plain_text = True
+
     def __init__(self, name: str, *, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         self._name = name
         self._started = False
@@ -47,6 +49,8 @@ class CallList:
 
     A call starts when its name is whole; its arguments are the source text of `parameters`.
     """
+
+    reads_plain_text = True
 
     def __init__(self, *, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         self._calls = 0
@@ -127,6 +131,8 @@ class CallList:
 
 class CallsOrText:
     """Reads an output that is either calls, which begin with a known text, or content."""
+
+    reads_plain_text = True
 
     def __init__(self, parser: Callable[[], ToolParser], opens: Sequence[str]) -> None:
         """parser: creates the parser of calls, which begin with one of `opens`."""

@@ -15,6 +15,7 @@ from ..protocols.parsers import (
     CallText,
     Content,
     ParserEvent,
+    PlainText,
     Reasoning,
     ReasoningParser,
     ToolCallArguments,
@@ -92,6 +93,7 @@ class OutputParser:
         self._reasoning = reasoning
         self._tools = tools
         self._names = names
+        self._reads_plain_text = getattr(tools, "reads_plain_text", False)
         self.num_reasoning_tokens = 0
         """Tokens of reasoning text, where each token's text was fed by itself (`end_token`); those
         of its marks, and of space next to them, do not count."""
@@ -166,19 +168,26 @@ class OutputParser:
         return parser_failed(self._names[which])
 
     def _through_tools(self, events: list[ParserEvent]) -> list[ParserEvent]:
-        if self._tools is None:
-            return [event for event in events if not isinstance(event, CallText)]
-        if len(events) == 1:
-            event = events[0]
-            return self._feed_tools(event.text) if isinstance(event, Content) else events
+        if self._tools is not None and len(events) == 1 and type(events[0]) is Content:
+            return self._feed_tools(events[0].text)  # Fast path for most text.
         events_out: list[ParserEvent] = []
         for event in events:
-            events_out += self._feed_tools(event.text) if isinstance(event, Content) else [event]
+            if not isinstance(event, Content):
+                events_out.append(event)
+            elif isinstance(event, PlainText) and not self._reads_plain_text:
+                events_out.append(Content(event.text))
+            elif self._tools is not None:
+                events_out += self._feed_tools(event.text)
+            elif not isinstance(event, CallText):
+                events_out.append(event)
         return events_out
 
 
 def hides_markers(tokenizer: Tokenizer, parsers: Iterable[type]) -> bool:
     """Return whether a text that these parsers look for is a special token, which then must be
-    shown."""
+    shown, or one of them needs all special tokens."""
+    parsers = tuple(parsers)
+    if any(getattr(parser, "keeps_special_tokens", False) for parser in parsers):
+        return True
     special = {tokenizer.added_tokens[id].content for id in tokenizer.special_ids}
     return any(special.intersection(getattr(parser, "markers", ())) for parser in parsers)

@@ -21,13 +21,21 @@ def is_thinking(parser_class: Any, chat_template_kwargs: Mapping[str, Any]) -> b
 
 
 def make_parser(
-    parser_class: type[ReasoningParser], *, thinking: bool, prompt_end: str = ""
+    parser_class: type[ReasoningParser],
+    *,
+    thinking: bool,
+    prompt_end: str = "",
+    template_arguments: Mapping[str, Any] | None = None,
 ) -> ReasoningParser:
     """Create the parser of one output.
 
     prompt_end: what the prompt ends with; "" where it is not known.
     """
     parser = parser_class(thinking=thinking)
+    options = getattr(parser_class, "template_options", ())
+    for name in options:
+        if template_arguments and name in template_arguments:
+            setattr(parser, name, bool(template_arguments[name]))
     see_prompt_end = getattr(parser, "see_prompt_end", None)
     if prompt_end and see_prompt_end is not None:
         see_prompt_end(prompt_end)

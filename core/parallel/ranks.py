@@ -173,12 +173,12 @@ class Pipeline:
                 self.receive_hidden(number).wait()
 
     def send_hidden(self, hidden: torch.Tensor) -> None:
-        """Send what this stage has computed to the next one: [num_tokens, hidden_size]."""
+        """Send what this stage has computed to the next one: [num_tokens, width]."""
         assert self.world is not None and not self.last, "there is a next stage"
         self.world.send(hidden, self.world.rank - self.tensor_size)
 
     def receive_hidden(self, into: torch.Tensor) -> Transfer:
-        """Receive what the stage before has computed: [num_tokens, hidden_size]."""
+        """Receive what the stage before has computed: [num_tokens, width]."""
         assert self.world is not None and not self.first, "there is a stage before"
         return self.world.receive(into, self.world.rank + self.tensor_size)
 

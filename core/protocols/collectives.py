@@ -27,7 +27,9 @@ class CollectivesSetup:
     device: torch.device
     """Where this rank's tensors are."""
     timeout: float
-    """Seconds that a rank waits for the others, when they join and in each call."""
+    """Seconds that a rank waits for the others when they join, and in each call that waits on the
+    host. Calls that wait on a device end when the group is closed: the engine finds ranks that
+    hang."""
 
 
 class Collectives(Protocol):

@@ -20,7 +20,8 @@ class Model(Protocol):
     be divided among the ranks of `build.ranks`: its layers say what ranks divide, and sums are
     added over ranks (`Ranks.add`). One with `pipeline_parallel` true has the layers of
     `build.ranks.pipeline` alone and `Elsewhere` in the place of other modules, and begins with
-    `context.incoming`, if that is there, instead of token ids.
+    `context.incoming`, if that is there, instead of token ids: what `forward` returned on the stage
+    before, of this stage's `incoming_size` (an attribute; without it, the hidden size).
     """
 
     weight_map: ClassVar[Any]

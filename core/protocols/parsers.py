@@ -22,6 +22,11 @@ class CallText(Content, frozen=True, tag="call_text"):
     tool parser it is not shown."""
 
 
+class PlainText(Content, frozen=True, tag="plain_text"):
+    """Text of the content that a reasoning parser knows to have no calls in it: a tool parser does
+    not look for any there, even if the text quotes one."""
+
+
 class Reasoning(msgspec.Struct, frozen=True, tag="reasoning"):
     """Text of the reasoning."""
 
@@ -68,6 +73,12 @@ class ReasoningParser(Protocol):
 
     It may have a method `see_prompt_end(text: str) -> None`, called before `feed` with the last
     text of the prompt: some templates open the reasoning, or close it.
+
+    It may have `template_options: tuple[str, ...]`: names of its own attributes that
+    `chat_template_kwargs` may set to true or false. A class that has to see all special tokens says
+    `keeps_special_tokens = True`. One whose format the checkpoint declares has a class method
+    `for_checkpoint(folder: Path) -> type`, called at the start, that returns the class for this
+    checkpoint; its ValueError ends the start.
     """
 
     reasoning_ended: bool
@@ -138,8 +149,10 @@ class ToolParser(Protocol):
     from 0 and do not overlap; only a call with valid JSON for arguments has an end: an object by
     RFC 8259, without NaN, Infinity or control characters within strings.
 
-    A class may have `markers`, as reasoning parsers have, and a function `new_id() -> str`: an id
-    for a call whose text has none, if the family's template requires a certain form.
+    A class may have `markers`, `keeps_special_tokens` and `for_checkpoint`, as reasoning parsers
+    have, and a function `new_id() -> str`: an id for a call whose text has none, if the family's
+    template requires a certain form. `needs_reasoning_parser: str` names the reasoning parser
+    without which it cannot be used. With `reads_plain_text = True` it gets `PlainText`, too.
 
     It may have `call_form: CallForm | tuple[CallForm, ...]`, too: the form of its family's calls.
     With it, required calls, and those of tools marked `strict`, are constrained to their schemas by

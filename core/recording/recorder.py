@@ -20,7 +20,7 @@ from ..step import (
     StepResult,
     WorkerJob,
 )
-from .recording import FORMAT, Asked, Entry, Failed, Finished, Header, Planned, Writer
+from .recording import FORMAT, Entry, FailureEntry, Header, JobEntry, PlanEntry, ResultEntry, Writer
 
 logger = logging.getLogger("jackfield.engine")
 LIBRARIES = ("jackfield", "torch", "triton", "numpy", "xgrammar", "llguidance")
@@ -93,7 +93,7 @@ class RecordingExecutor(Executor):
     def submit(self, plan: StepPlan, in_process: InProcess) -> asyncio.Future[StepResult]:
         """Queue one step. A plan that the executor does not take is not recorded."""
         future = self.executor.submit(plan, in_process)
-        self._write(Planned(plan))
+        self._write(PlanEntry(plan))
         self._num_plans += 1
         # Called before what the step loop adds: the result is written before the next plan is.
         future.add_done_callback(lambda done: self._note_result(plan, done))
@@ -102,7 +102,7 @@ class RecordingExecutor(Executor):
     def ask(self, job: WorkerJob) -> asyncio.Future[Any]:
         """Queue one job."""
         if not isinstance(job, Ping):
-            self._write(Asked(job))
+            self._write(JobEntry(job))
         return self.executor.ask(job)
 
     def ranks(self) -> Sequence[RankState]:
@@ -127,9 +127,9 @@ class RecordingExecutor(Executor):
             return
         error = future.exception()
         if error is None:
-            self._write(Finished(future.result()))
+            self._write(ResultEntry(future.result()))
         else:
-            self._write(Failed(plan.step, f"{type(error).__name__}: {error}"))
+            self._write(FailureEntry(plan.step, f"{type(error).__name__}: {error}"))
 
     def _write(self, item: Header | Entry) -> None:
         writer = self._writer

@@ -19,7 +19,7 @@ from ..errors import ConfigError
 from ..protocols.executors import ExecutorInfo
 from ..step import StepPlan, StepResult, WorkerJob
 
-FORMAT = "jackfield steps 1"
+FORMAT = "jackfield steps 2"
 """Increased if the meaning of a recording changes."""
 HEAD = struct.Struct(">BI")
 """MessagePack's `bin 32`: its mark and the number of bytes."""
@@ -41,32 +41,32 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, tag="header"):
     """Of the model (`ModelFingerprint`); None: the executor does not know it."""
 
 
-class Planned(msgspec.Struct, frozen=True, tag="plan"):
+class PlanEntry(msgspec.Struct, frozen=True, tag="plan"):
     """The executor took a plan."""
 
     plan: StepPlan
 
 
-class Finished(msgspec.Struct, frozen=True, tag="result"):
+class ResultEntry(msgspec.Struct, frozen=True, tag="result"):
     """The oldest plan without a result got one."""
 
     result: StepResult
 
 
-class Failed(msgspec.Struct, frozen=True, tag="failure"):
+class FailureEntry(msgspec.Struct, frozen=True, tag="failure"):
     """The oldest plan without a result failed."""
 
     step: int
     error: str
 
 
-class Asked(msgspec.Struct, frozen=True, tag="job"):
+class JobEntry(msgspec.Struct, frozen=True, tag="job"):
     """The executor took a job."""
 
     job: WorkerJob
 
 
-Entry: TypeAlias = Planned | Finished | Failed | Asked
+Entry: TypeAlias = PlanEntry | ResultEntry | FailureEntry | JobEntry
 T = TypeVar("T")
 _HEADERS = msgspec.msgpack.Decoder(Header)
 _ENTRIES: msgspec.msgpack.Decoder[Entry] = msgspec.msgpack.Decoder(Entry)

@@ -10,7 +10,7 @@ from ..protocols.executors import Executor
 from .registered import Registry
 
 
-class Lack(NamedTuple):
+class MissingFeature(NamedTuple):
     """What an executor does not do, and a configuration asks for."""
 
     option: str
@@ -30,24 +30,24 @@ def choose_executor(config: EngineConfig, executors: Registry[type[Executor]]) -
             executor = executors.load(name)
         except PluginError as error:
             raise ConfigError(f"executor: {error}", param="executor") from error
-        if (lack := _lack(config, executor)) is not None:
-            remedy = "set it to 1" if lack.option.endswith("_size") else "leave it out"
+        if (missing := _missing_feature(config, executor)) is not None:
+            remedy = "set it to 1" if missing.option.endswith("_size") else "leave it out"
             raise ConfigError(
-                f"{lack.option}: executor {name!r} {lack.reason}; {remedy}, or leave executor at "
-                "auto",
-                param=lack.option,
+                f"{missing.option}: executor {name!r} {missing.reason}; {remedy}, or leave "
+                "executor at auto",
+                param=missing.option,
             )
         return name
     reasons = []
     for entry in executors.entries():
         try:
-            lack = _lack(config, executors.load(entry.name))
+            missing = _missing_feature(config, executors.load(entry.name))
         except PluginError as error:
             reasons.append(str(error))
             continue
-        if lack is None:
+        if missing is None:
             return entry.name
-        reasons.append(f"{entry.name}: it {lack.reason}")
+        reasons.append(f"{entry.name}: it {missing.reason}")
     ranks = f"{config.num_ranks} ranks (tensor_parallel_size, pipeline_parallel_size)"
     raise ConfigError(
         f"executor: none serves {ranks} as asked: {'; '.join(reasons) or 'none is registered'}",
@@ -55,14 +55,14 @@ def choose_executor(config: EngineConfig, executors: Registry[type[Executor]]) -
     )
 
 
-def _lack(config: EngineConfig, executor: type[Executor]) -> Lack | None:
+def _missing_feature(config: EngineConfig, executor: type[Executor]) -> MissingFeature | None:
     """Return the first thing that an executor does not do; None: it does all."""
     if config.tensor_parallel_size > 1 and not executor.tensor_parallel:
-        return Lack("tensor_parallel_size", "runs one rank")
+        return MissingFeature("tensor_parallel_size", "runs one rank")
     if config.pipeline_parallel_size > 1 and not executor.pipeline_parallel:
-        return Lack("pipeline_parallel_size", "runs one stage")
+        return MissingFeature("pipeline_parallel_size", "runs one stage")
     if config.data_parallel_size > 1 and not executor.data_parallel:
-        return Lack("data_parallel_size", "does not share a host with other engines")
+        return MissingFeature("data_parallel_size", "does not share a host with other engines")
     if config.enable_eplb and not executor.moves_experts:
-        return Lack("enable_eplb", "does not move experts")
+        return MissingFeature("enable_eplb", "does not move experts")
     return None

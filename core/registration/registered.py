@@ -49,8 +49,13 @@ class Entry(msgspec.Struct, frozen=True):
     """Of a parser: texts that a chat template has whose model writes what it reads."""
     model_types: tuple[str, ...] = ()
     """Of a parser: the only model types whose templates are recognized by `marks`; (): any."""
+    other_marks: tuple[str, ...] = ()
+    """Of a parser: texts that another template of such models has, whatever their type."""
     aliases: tuple[str, ...] = ()
     """Other names, of executors and parsers, that options may have."""
+    declaration: str = ""
+    """Of a parser: the field of tokenizer_config.json in which a checkpoint declares what it
+    writes, if the parser goes by that."""
 
 
 class NameConflict(PluginError):
@@ -79,11 +84,14 @@ class Registry(Generic[T]):
         final: bool = False,
         marks: tuple[str, ...] = (),
         model_types: tuple[str, ...] = (),
+        other_marks: tuple[str, ...] = (),
         aliases: tuple[str, ...] = (),
+        declaration: str = "",
     ) -> None:
         """Register `reference` ("module:attribute", or the object) under `name`; `final`: it cannot
-        be overridden; `marks` and `model_types`: for parsers that `auto` may choose (`Entry`);
-        `aliases`: other names that the option of an executor or a parser may have.
+        be overridden; `marks`, `model_types`, `other_marks` and `declaration`: for parsers that
+        `auto` may choose (`Entry`); `aliases`: other names that the option of an executor or a
+        parser may have.
 
         Raises NameConflict if the name is taken and `override` is not set, PluginError if it is
         final or `reference` is text of another form.
@@ -105,7 +113,7 @@ class Registry(Generic[T]):
             )
         self._entries[name] = Entry(
             name, reference, self._registering, priority, help, final, override, marks,
-            model_types, aliases,
+            model_types, other_marks, aliases, declaration,
         )  # fmt: skip
         self._loaded.pop(name, None)
 
@@ -169,6 +177,11 @@ class Registry(Generic[T]):
             )
         self._loaded[name] = completed(self.kind, reference)
         return self._loaded[name]
+
+    def bind(self, name: str, thing: T) -> None:
+        """Let `load` return `thing` for a registered name: what was made from the object there for
+        this engine's checkpoint."""
+        self._loaded[name] = thing
 
     def canonical(self, name: str) -> str:
         """Return the registered name that `name` is an alias of; any other name as it is."""

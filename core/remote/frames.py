@@ -123,7 +123,7 @@ class ErrorReply(msgspec.Struct, frozen=True, tag="error"):
     code: str | None
 
     @classmethod
-    def because(cls, number: int, error: JackfieldError) -> ErrorReply:
+    def from_error(cls, number: int, error: JackfieldError) -> ErrorReply:
         """Encode an error as the nearest class that the other side knows."""
         kind = next(base.__name__ for base in type(error).__mro__ if error_named(base.__name__))
         message = error.message.encode("utf-8", "replace").decode()

@@ -18,7 +18,7 @@ from .frames import Abort, AddRequest, Change, Stop, ToFront, Tokens
 from .pending_calls import PendingCalls
 
 
-def _unheard(state: State) -> None:
+def _ignore(state: State) -> None:
     """Do nothing: in place of a listener."""
 
 
@@ -34,8 +34,8 @@ class RemoteRequests:
         channel: Channel[ToFront],
         calls: PendingCalls,
         *,
-        begun: Callable[[State], None] = _unheard,
-        ended: Callable[[State], None] = _unheard,
+        begun: Callable[[State], None] = _ignore,
+        ended: Callable[[State], None] = _ignore,
         where: str = "",
     ) -> None:
         """begun: called with each request that has its first tokens; ended: with each that is

@@ -244,11 +244,11 @@ class FrontendConnection:
                     raise EngineStopped("the engine has not started")
                 await work
             except JackfieldError as error:
-                self.send(ErrorReply.because(number, error))
+                self.send(ErrorReply.from_error(number, error))
             except Exception:
                 logger.exception("a request failed")
                 failed = RequestFailed("the engine failed on this request")
-                self.send(ErrorReply.because(number, failed))
+                self.send(ErrorReply.from_error(number, failed))
 
         def discard(_: asyncio.Task[None]) -> None:
             self._tasks.pop(number, None)

@@ -15,7 +15,8 @@ from .compression import CacheCompression
 from .drafts import DraftBooks
 from .kv_transfers import KVTransfers
 from .pipeline.lanes import Lanes
-from .queue import RequestQueue
+from .queues.decode_rows import DecodeRows
+from .queues.queue import RequestQueue
 
 
 class LiveRequests:
@@ -32,9 +33,10 @@ class LiveRequests:
         allowances: Sequence[Allowance] = (),
         drafts: DraftBooks | None = None,
         lanes: Lanes | None = None,
+        decoding: DecodeRows | None = None,
     ) -> None:
         """allowances: what a request has while it runs, besides slot and blocks. lanes: with
-        stages."""
+        stages. decoding: where a decoding request gets one token with every plan."""
         self.by_id: dict[str, Request] = {}
         self.running = RequestQueue()
         self.waiting = RequestQueue()
@@ -48,6 +50,7 @@ class LiveRequests:
         self._allowances = allowances
         self._drafts = drafts
         self._lanes = lanes
+        self._decoding = decoding
         self._arrivals = count()
         self._free_slots = list(range(num_slots))
         self._released: list[int] = []
@@ -69,6 +72,8 @@ class LiveRequests:
         request.slot = heapq.heappop(self._free_slots)
         request.status = Status.RUNNING
         self.running.add(request)
+        if self._decoding is not None:
+            self._decoding.add(request)
 
     def preempt(self, request: Request) -> None:
         """Return a running request to the queue, to be computed again; drop results in flight."""
@@ -132,6 +137,8 @@ class LiveRequests:
 
     def _leave_slot(self, request: Request) -> None:
         self.running.remove(request)
+        if self._decoding is not None:
+            self._decoding.remove(request)
         if self._compression is not None:
             self._compression.withdraw(request.slot)
         for allowance in self._allowances:
@@ -154,6 +161,8 @@ class LiveRequests:
     def check(self) -> None:
         """Raise AssertionError if queues, slots and blocks contradict each other."""
         running, waiting = self.running.requests, self.waiting.requests
+        if self._decoding is not None:
+            self._decoding.check(running)
         loading = self.loading.requests
         for name, queue in (("running", running), ("waiting", waiting), ("loading", loading)):
             orders = [r.order for r in queue]

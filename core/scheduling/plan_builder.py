@@ -15,6 +15,7 @@ from ..step import (
     StepPlan,
     TableWrite,
 )
+from .queues.decode_rows import DecodeColumns
 
 
 @dataclass(slots=True)
@@ -36,11 +37,16 @@ class PlanBuilder:
 
     budget: int
     """Tokens that the step may still get."""
+    prompts_alone: bool = False
+    longest_whole: int = 0
+    """These two: see `StepSize`."""
     decodes: list[Request] = field(default_factory=list)
     drafted: list[Request] = field(default_factory=list)
     """Decode rows with drafts."""
     drafts: list[int] = field(default_factory=list)
     """[len(drafted)]"""
+    columns: DecodeColumns | None = None
+    """Of `decodes`, if they were added at once."""
     prefills: list[Request] = field(default_factory=list)
     chunks: list[int] = field(default_factory=list)
     """[len(prefills)] tokens of each prefill row"""
@@ -54,6 +60,12 @@ class PlanBuilder:
     def has_rows(self) -> bool:
         return bool(self.decodes or self.drafted or self.prefills)
 
+    def add_decodes(self, columns: DecodeColumns) -> None:
+        """Add all decode rows of the plan, and count them against the budget."""
+        self.columns = columns
+        self.decodes = columns.rows
+        self.budget -= len(columns.rows)
+
     def add_prefill(self, request: Request, chunk: int) -> None:
         """Add a row of `chunk` tokens. The caller counts them against the budget."""
         self.prefills.append(request)
@@ -65,7 +77,12 @@ class PlanBuilder:
 
     def planned(self, *, with_ends: bool) -> PlannedStep:
         """Return what the result will be read by. with_ends: a KV connector needs them."""
-        rows = self.decodes + self.drafted + self.prefills
+        columns = self.columns
+        if columns is not None and not self.prefills:
+            rows, epochs = columns.rows, columns.epochs
+        else:
+            rows = self.decodes + self.drafted + self.prefills
+            epochs = [r.epoch for r in rows]
         num_decodes = len(self.decodes) + len(self.drafted)
         first_positions = {
             num_decodes + i: request.num_computed_tokens - self.chunks[i]
@@ -73,7 +90,7 @@ class PlanBuilder:
             if request.params.prompt_logprobs is not None
         }
         ends = [r.num_computed_tokens for r in rows] if with_ends else []
-        return PlannedStep(rows, [r.epoch for r in rows], first_positions, ends)
+        return PlannedStep(rows, epochs, first_positions, ends)
 
     def plan(
         self,
@@ -89,12 +106,20 @@ class PlanBuilder:
         plan. kv_metadata: the KV connector's, encoded."""
         num_decodes = len(self.decodes)
         drafts = tuple(self.drafts)
+        columns = self.columns
+        if columns is not None and not self.prefills:
+            slots, num_tokens, samples = columns.slots, columns.counts, columns.samples
+        else:
+            slots = tuple([r.slot for r in planned.rows])
+            num_tokens = (1,) * num_decodes + tuple([1 + n for n in drafts]) + tuple(self.chunks)
+            samples = (True,) * (num_decodes + len(drafts)) + tuple(
+                [r.num_pending_tokens > 0 for r in self.prefills]
+            )
         return StepPlan(
             step=step,
-            slots=tuple([r.slot for r in planned.rows]),
-            num_tokens=(1,) * num_decodes + tuple([1 + n for n in drafts]) + tuple(self.chunks),
-            samples=(True,) * (num_decodes + len(drafts))
-            + tuple([r.num_pending_tokens > 0 for r in self.prefills]),
+            slots=slots,
+            num_tokens=num_tokens,
+            samples=samples,
             released=tuple(released),
             starts=tuple(self.starts),
             table_writes=tuple(self.table_writes),

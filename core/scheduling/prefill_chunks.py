@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 from ..request import Request
-from .live_requests import LiveRequests
-
-FEW_WAIT = 4
-"""With more than this many short steps of tokens waiting, steps are as long as they may be: more
-tokens a second, and the last of them begin earlier."""
 
 
 class PrefillChunks:
@@ -31,20 +26,6 @@ class PrefillChunks:
     def most(self, budget: int) -> int:
         """Return the most tokens of a request that a step with this budget computes."""
         return min(self._longest or budget, budget)
-
-    def step_budget(self, most: int, short_step: int, requests: LiveRequests) -> int:
-        """Return the tokens of the next step, at most `most`: `short_step` while a request decodes
-        and few tokens wait, so that neither its next token nor a new request waits for a long
-        step."""
-        running = requests.running.requests
-        if not self.chunked or not any(request.prompt_computed for request in running):
-            return most
-        waiting = 0
-        for request in requests.waiting.requests:
-            waiting += request.num_tokens
-            if waiting > FEW_WAIT * short_step:
-                return most
-        return min(most, max(short_step, len(running) + short_step // 2))
 
     def length(self, request: Request, computed: int, budget: int) -> int:
         """Return the length of the chunk that follows the first `computed` tokens."""

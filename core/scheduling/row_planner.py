@@ -16,6 +16,7 @@ from .live_requests import LiveRequests
 from .pipeline.lanes import Lanes
 from .plan_builder import PlanBuilder
 from .prefill_chunks import PrefillChunks
+from .queues.decode_rows import DecodeRows, has_prompt_left
 
 
 class RowPlanner:
@@ -34,10 +35,11 @@ class RowPlanner:
         allowances: Sequence[Allowance] = (),
         drafts: DraftBooks | None = None,
         lanes: Lanes | None = None,
+        decoding: DecodeRows | None = None,
     ) -> None:
         """admission_reserve: blocks that stay free for running requests when another is
         admitted. allowances: what a request must have, besides slot and blocks. lanes: with
-        stages."""
+        stages. decoding: where a decoding request gets one token with every plan."""
         self._requests = requests
         self._kv = kv
         self._chunks = chunks
@@ -48,22 +50,66 @@ class RowPlanner:
         self._allowances = allowances
         self._drafts = drafts
         self._lanes = lanes
+        self._decoding = decoding
         self._blocks_wanted = 0
         """Blocks that the first waiting request lacked when the last plan was made."""
         self._promised: int | None = None
         """Blocks that running requests are likely to take, once a plan has asked for them."""
 
     def schedule_running(self, builder: PlanBuilder) -> bool:
-        """Schedule tokens for running requests. Return False if one had to be preempted.
+        """Schedule tokens for running requests. Return False if one had to be preempted."""
+        running, decoding = self._requests.running.requests, self._decoding
+        num_running = len(running)
+        if builder.prompts_alone:
+            self._schedule(self.running_prompts(), builder)
+        elif decoding is None:
+            self._schedule(running, builder)
+        else:
+            left = decoding.begin_plan()
+            if self._add_decodes(left, decoding, builder):
+                self._schedule(left, builder)
+            else:
+                decoding.count_tokens()
+                self._schedule(running, builder)
+                decoding.settle(builder.decodes)
+        return len(running) == num_running
 
-        A victim is taken from the end of the list that is being walked, so it is never in this
-        plan already.
+    def running_prompts(self) -> list[Request]:
+        """Return the running requests with prompts left to compute, in policy order."""
+        if self._decoding is not None:
+            return self._decoding.prompts()
+        return [request for request in self._requests.running if has_prompt_left(request)]
+
+    def _add_decodes(self, left: list[Request], decoding: DecodeRows, builder: PlanBuilder) -> bool:
+        """Schedule the token of every decoding request. Return False, with nothing done, if that
+        must be decided request by request: budget or blocks are short, or one of `left`, the other
+        requests that need tokens, comes first."""
+        if not len(decoding):
+            return True
+        columns = decoding.columns()
+        rows = columns.rows
+        if len(rows) > builder.budget or (left and left[0].order < rows[-1].order):
+            return False
+        needing = decoding.needing_blocks()
+        if needing:
+            writes = self._kv.append_blocks(needing)
+            if writes is None:
+                return False
+            builder.table_writes += writes
+        decoding.give_tokens()
+        builder.add_decodes(columns)
+        return True
+
+    def _schedule(self, requests: list[Request], builder: PlanBuilder) -> None:
+        """Schedule tokens for these of the running requests, in policy order.
+
+        A victim of preemption is taken from the end of the running requests. So it is never in this
+        plan already; if it is in the list that is being walked, it is in the rest of it.
         """
         block_size = self._kv.block_size
         decodes = builder.decodes
         budget = builder.budget
-        num_running = len(self._requests.running)
-        spare = budget - num_running
+        spare = budget - len(self._requests.running)
         """Tokens for drafts: each running request may have one without."""
         if self._blocks_wanted:
             assert self._compression is not None, "set with KV compression"
@@ -71,9 +117,9 @@ class RowPlanner:
                 self._requests.running.requests, self._blocks_wanted
             )
             self._blocks_wanted = 0
-        for request in self._requests.running.requests:
-            if budget <= 0:
-                break
+        for request in requests:
+            if budget <= 0 or request.slot < 0:
+                break  # Preempted, as are all that follow.
             computed = request.num_computed_tokens
             num_tokens = request.num_tokens
             if num_tokens - computed == 1:
@@ -103,7 +149,6 @@ class RowPlanner:
                 self._add_prefill(builder, request, chunk)
                 budget -= chunk
         builder.budget = budget
-        return len(self._requests.running) == num_running
 
     def _add_drafts(self, request: Request, spare: int, builder: PlanBuilder) -> int:
         """Plan a row with drafts, and return their number; 0, with nothing done: the request gets
@@ -190,6 +235,8 @@ class RowPlanner:
         )
         if must_be_whole and num_left > builder.budget:
             return False
+        if builder.prefills and builder.budget < num_left <= builder.longest_whole:
+            return False
         # Room for all its tokens, though only a chunk's blocks are taken now, and a reserve for
         # running requests: admitting a request that is soon preempted wastes work.
         reserve = self._admission_reserve if len(self._requests.running) else 0
@@ -234,6 +281,12 @@ class RowPlanner:
         self._add_prefill(builder, request, chunk)
         builder.budget -= chunk
         return True
+
+    def num_left(self, request: Request) -> int:
+        """Return the tokens that a waiting request has to compute; 0: it cannot be admitted now."""
+        if not self._requests.has_free_slot or _waits_for_leader(request):
+            return 0
+        return request.num_tokens - self._kv.find_hits(request).num_blocks * self._kv.block_size
 
     def _want_blocks(self, request: Request, hits: PrefixHits, reserve: int) -> None:
         """Let caches be compacted for the first waiting request before the next plan's rows."""

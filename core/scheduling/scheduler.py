@@ -22,10 +22,13 @@ from .guarded_connector import GuardedConnector
 from .kv_transfers import KVTransfers
 from .limits import RequestLimits
 from .live_requests import LiveRequests
+from .pacing.plan_timing import StepPace
+from .pacing.step_sizes import StepSizes
 from .pipeline.lanes import Lanes
 from .plan_builder import PlanBuilder, PlannedStep
 from .policy_keys import PolicyKeys
 from .prefill_chunks import PrefillChunks
+from .queues.decode_rows import DecodeRows
 from .row_planner import RowPlanner
 from .source_allowance import SourceAllowance
 
@@ -64,6 +67,7 @@ class Scheduler:
         max_source_tokens: int = 0,
         num_drafts: int = 0,
         num_stages: int = 1,
+        ttft_target: float = 0.0,
     ) -> None:
         """transfer: the role of `connector`. hash_key: see `BlockHasher`. groups: layers that share
         a block table. kv_compression: None: caches stay whole. Not None only with one group
@@ -71,15 +75,21 @@ class Scheduler:
         max_source_tokens: of an encoder-decoder model, without a connector and KV compression; 0:
         the model has no encoder. num_drafts: of a row, at most; not 0 only without a connector, KV
         compression, states and an encoder. num_stages: that a step passes through; not 1 only
-        without drafts and a connector."""
+        without drafts and a connector. ttft_target: see `StepSizes`; without effect with drafts,
+        stages or a connector."""
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self._keys = PolicyKeys(policy, policy_name)
-        self._chunks = chunks = PrefillChunks(
+        chunks = PrefillChunks(
             chunked=enable_chunked_prefill,
             longest=long_prefill_token_threshold,
             block_size=block_size,
             ends_at_states=bool(num_blocks and num_snapshots),
+        )
+        self.sizes = StepSizes(
+            max_num_batched_tokens,
+            chunked=enable_chunked_prefill,
+            ttft_target=ttft_target if num_stages == 1 and connector is None else 0.0,
         )
         max_chunk = chunks.most(max_num_batched_tokens)
         self.kv = (
@@ -129,6 +139,9 @@ class Scheduler:
             allowances.append(SourceAllowance(self.kv, len(groups), most))
         self._drafts = DraftBooks(num_drafts, self.kv) if num_drafts else None
         self._lanes = Lanes(num_stages) if num_stages > 1 else None
+        steady = num_blocks and not (num_drafts or kv_compression or self._lanes)
+        # A connector may look at the requests with each result.
+        decoding = DecodeRows(block_size, counts_late=connector is None) if steady else None
         self.requests = LiveRequests(
             max_num_seqs,
             self.kv,
@@ -138,6 +151,7 @@ class Scheduler:
             allowances=allowances,
             drafts=self._drafts,
             lanes=self._lanes,
+            decoding=decoding,
         )
         self._rows = RowPlanner(
             self.requests,
@@ -150,6 +164,7 @@ class Scheduler:
             allowances=allowances,
             drafts=self._drafts,
             lanes=self._lanes,
+            decoding=decoding,
         )
         self._steps = count()
         self._in_flight: dict[int, PlannedStep] = {}
@@ -245,30 +260,41 @@ class Scheduler:
 
     # ------------------------------------------------------------ planning
 
-    def schedule(self, short_step: int | None = None) -> StepPlan | None:
+    def schedule(self, pace: StepPace | None = None) -> StepPlan | None:
         """Plan the next step. Return None if nothing can run before a result or request arrives.
 
-        short_step: tokens of a step with prompts while others decode and few tokens wait, so that
-        no next token waits long; None: max_num_batched_tokens.
+        pace: the device's, by which steps with prompts are kept short (`StepSizes`); None: they
+        have up to max_num_batched_tokens.
         """
+        self.kv.register_pending()
         if self._lanes is None:
-            return self._schedule(short_step)
+            return self._schedule(pace)
         requests = self.requests
         admits = requests.has_free_slot and bool(requests.waiting.requests)
         for _ in self._lanes.turns(requests.running.requests, admits):
-            if (plan := self._schedule(short_step)) is not None:
+            if (plan := self._schedule(pace)) is not None:
                 return plan
         return None
 
-    def _schedule(self, short_step: int | None) -> StepPlan | None:
+    def _schedule(self, pace: StepPace | None) -> StepPlan | None:
         """Plan a step; with stages, of the lane whose turn it is."""
-        budget = self.max_num_batched_tokens
-        if short_step is not None and self._drafts is None:
-            budget = self._chunks.step_budget(budget, short_step, self.requests)
-        builder = PlanBuilder(budget)
+        pace = pace if self._drafts is None else None
+        size = self.sizes.next_size(
+            pace,
+            len(self.requests.running),
+            [] if pace is None else self._rows.running_prompts(),
+            self.requests.waiting.requests,
+            self._rows.num_left,
+        )
+        builder = PlanBuilder(*size)
         self._detach_connector()
         if self._rows.schedule_running(builder):
             self._rows.admit_waiting(builder)
+        if builder.prompts_alone and not builder.has_rows:
+            # No prompt found blocks: decode rows need not wait.
+            self.sizes.end_pause()
+            builder.prompts_alone = False
+            self._rows.schedule_running(builder)
         metadata = None
         if self.transfers is not None:
             metadata = self.transfers.metadata()
@@ -299,6 +325,11 @@ class Scheduler:
             rejections=() if self._drafts is None else self._drafts.take_rejections(),
             kv_metadata=metadata,
         )
+
+    def submitted(self) -> None:
+        """Do what can wait until the plan is on its way, while the device computes. Without this
+        call, the next `schedule` does it."""
+        self.kv.register_pending()
 
     def in_process(self, plan: StepPlan) -> InProcess:
         """Return what goes to the executor beside a plan, right after `schedule` has made it."""
@@ -350,7 +381,8 @@ class Scheduler:
                 token_id = new[0] if len(new) == 1 else request.append_all_but_last(new)
                 request.output_token_ids.append(token_id)
                 # Cheap conditions first: few tokens can be the last.
-                if token_id in request.stop_ids or request.num_tokens >= request.max_total_tokens:
+                outputs = request.output_token_ids
+                if token_id in request.stop_ids or len(outputs) >= request.max_tokens:
                     stop = request.stop_on(token_id)
                     if stop is not None:
                         self.requests.end(request, *stop)

@@ -23,6 +23,8 @@ from .slot_table import NO_WRITES, SlotTable
 
 STEPS_IN_FLIGHT = 2
 """Steps that are launched before the result of the first one is there."""
+UPLOADS_OF_STEP = 4
+"""Most uploads of one step: compactions or sources, what is recorded for it, long prompts, rows."""
 
 
 @dataclass(frozen=True)
@@ -179,9 +181,9 @@ class PersistentBatch:
             num_drafts=num_drafts,
         )
         self._staging: list[torch.Tensor] = []
-        self._num_staging = steps_in_flight + 2
-        """More than the steps in flight, so that no buffer is rewritten while a copy still reads
-        it."""
+        self.num_staging = UPLOADS_OF_STEP * steps_in_flight + 1
+        """More than the uploads of the steps in flight, so that no buffer is rewritten while a copy
+        still reads it."""
         self._next_buffer = 0
 
     @property
@@ -376,9 +378,9 @@ class PersistentBatch:
         """Return the next pinned buffer of the ring, with room for `size` int32 numbers."""
         if not self._staging:
             self._staging = [
-                torch.empty(0, dtype=torch.int32, pin_memory=True) for _ in range(self._num_staging)
+                torch.empty(0, dtype=torch.int32, pin_memory=True) for _ in range(self.num_staging)
             ]
-        self._next_buffer = (self._next_buffer + 1) % self._num_staging
+        self._next_buffer = (self._next_buffer + 1) % self.num_staging
         if self._staging[self._next_buffer].numel() < size:
             self._staging[self._next_buffer] = torch.empty(
                 max(size, 16384) * 2, dtype=torch.int32, pin_memory=True

@@ -82,6 +82,16 @@ class GuardedHalf:
             self._notify()
         return report, None
 
+    def detach(self, failure: str) -> None:
+        """Close the half as after an exception of its own: that of another rank has raised."""
+        if self._detached is not None:
+            return
+        self._detached = KVDetached(failure)
+        self._closing = threading.Thread(
+            target=self._close_and_tell, name="jackfield-kv-close", daemon=True
+        )
+        self._closing.start()
+
     def close(self) -> None:
         """Close the half and wait for it; called when the engine stops. Its exceptions are
         logged."""
@@ -116,11 +126,7 @@ class GuardedHalf:
                 "%s; it is detached until the engine is started anew, and requests go on without "
                 "it", failure, exc_info=error,
             )  # fmt: skip
-            self._detached = KVDetached(failure)
-            self._closing = threading.Thread(
-                target=self._close_and_tell, name="jackfield-kv-close", daemon=True
-            )
-            self._closing.start()
+            self.detach(failure)
 
     def _close(self) -> None:
         try:
@@ -134,6 +140,9 @@ class GuardedHalf:
             self._closed = False
 
     def _close_and_tell(self) -> None:
+        if self._device.type == "cuda":
+            # Of this thread: calls without a device would make a context on the first one.
+            torch.cuda.set_device(self._device)
         self._close()
         self._notify()
 

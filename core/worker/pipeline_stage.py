@@ -39,18 +39,19 @@ class PipelineStage:
         table: SlotTable,
         *,
         max_tokens: int,
-        hidden_size: int,
+        incoming_size: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """max_tokens: of a step, padding included."""
+        """max_tokens: of a step, padding included; incoming_size: width of the states from the
+        stage before."""
         self.pipeline = pipeline
         self._table = table
         self._dtype, self._device = dtype, device
         self.incoming: torch.Tensor | None = None
-        """[max_tokens, hidden_size] States from the stage before; None: this is the first."""
+        """[max_tokens, incoming_size] States from the stage before; None: this is the first."""
         if not pipeline.first:
-            size = max_tokens, hidden_size
+            size = max_tokens, incoming_size
             self.incoming = torch.zeros(size, dtype=dtype, device=device)
         self._num_arrived = 0
         """Rows of `incoming` that are not zeros."""
@@ -71,13 +72,13 @@ class PipelineStage:
         self.pipeline.receive_hidden(self.incoming[:count]).wait()
 
     def states_in(self, input_ids: torch.Tensor) -> torch.Tensor | None:
-        """Return what the first layer gets for these tokens, [num_tokens, hidden_size]; None: their
-        embeddings."""
+        """Return what the stage before has sent for these tokens, [num_tokens, incoming_size];
+        None: this is the first."""
         return None if self.incoming is None else self.incoming[: len(input_ids)]
 
     def send_states(self, plan: StepPlan, hidden: torch.Tensor) -> None:
-        """Send a plan's states to the next stage: [plan.total_tokens or more, hidden_size]. The
-        first stage also awaits the tokens that come of them."""
+        """Send a plan's states to the next stage: [plan.total_tokens or more, its incoming_size].
+        The first stage also awaits the tokens that come of them."""
         assert hidden.dtype == self._dtype, f"states are of {hidden.dtype}, not {self._dtype}"
         self.pipeline.send_hidden(hidden[: plan.total_tokens])
         if self.pipeline.first and any(plan.samples):

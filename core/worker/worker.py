@@ -67,7 +67,7 @@ class Worker:
         )
         self.runner: ModelRunner | PoolingRunner | None = None
         self.connector: GuardedHalf | None = None
-        self.transfer_news: Callable[[], None] = _nobody
+        self.transfer_news: Callable[[], None] = _ignore
         """Called, on any thread, when the connector has something to report."""
         self._started: StartedWorker | None = None
         self._experts: ExpertMover | None = None
@@ -248,6 +248,11 @@ class Worker:
         experts.forget()
         return 0
 
+    def detach_connector(self, failure: str) -> None:
+        """Close the KV connector's worker half, as that of another rank has raised."""
+        if self.connector is not None:
+            self.connector.detach(failure)
+
     def stop(self) -> None:
         """Release the device memory."""
         if self.connector is not None:
@@ -259,5 +264,5 @@ class Worker:
             torch.cuda.empty_cache()
 
 
-def _nobody() -> None:
+def _ignore() -> None:
     """Do nothing: default before a listener is set."""

@@ -42,7 +42,7 @@ class BodyTooSlow(web.RequestPayloadError):
     """A body did not arrive in time."""
 
 
-class Rarely:
+class RepeatedWarning:
     """Logs a warning once per REPEAT_SECONDS, with the number of its occurrences."""
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class Connections:
         self.limits = limits
         self.max = limits.max_connections or max_connections()
         self._open: OrderedDict[Connection, None] = OrderedDict()
-        self._warning = Rarely()
+        self._warning = RepeatedWarning()
 
     def __len__(self) -> int:
         return len(self._open)
@@ -357,7 +357,7 @@ async def watching_descriptors() -> AsyncIterator[None]:
 
 
 async def _watch_descriptors() -> None:
-    warning = Rarely()
+    warning = RepeatedWarning()
     while True:
         if not descriptors_left():
             soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -134,7 +134,7 @@ async def serve(
         async with listening(engine, listen, options) as where:
             freeze()
             print(ready_line(engine, where, start), flush=True)
-            if await first_of(death(engine), signals.get()) is DEAD:
+            if await first_of(engine_end(engine), signals.get()) is DEAD:
                 logger.error("the engine died: %s", engine.dead_reason)
                 return 1
             print("Draining", flush=True)
@@ -163,14 +163,19 @@ def ready_line(engine: AsyncEngine, where: str, start: float) -> str:
     `time.monotonic`."""
     info, num_members = engine.info, engine.config.data_parallel_size
     members = f"{num_members} engines, each on " if num_members > 1 else ""
+    named = (
+        ("calls", engine.config.tool_call_parser),
+        ("reasoning", engine.config.reasoning_parser),
+    )
+    parsers = "".join(f"; {what}: {name}" for what, name in named if name is not None)
     return (
         f"Serving {engine.served_model_names[0]} on {where} ({members}{info.where}, "
         f"attention: {info.attention_backend}, {info.attention_reason}; "
-        f"{info.num_blocks} KV blocks), ready in {time.monotonic() - start:.1f} s"
+        f"{info.num_blocks} KV blocks{parsers}), ready in {time.monotonic() - start:.1f} s"
     )
 
 
-async def death(engine: AsyncEngine) -> object:
+async def engine_end(engine: AsyncEngine) -> object:
     """Return DEAD when the engine has died."""
     while engine.dead_reason is None:
         await asyncio.sleep(0.5)

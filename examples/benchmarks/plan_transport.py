@@ -1,33 +1,50 @@
-"""Microseconds that rank 0's event loop gives to send one step's plan to the other ranks.
+"""Microseconds that rank 0's event loop gives to plan a decode step and to send it to other ranks.
 
     python examples/benchmarks/plan_transport.py --followers 3
 
-By the connections of the executor `ray` (TCP), which encode a plan once, and by calls of Ray's
-actors with the same bytes. The other side only reads. All processes are on this host: the network
-is not in the numbers. The median of all steps; needs `jackfield[ray]`.
+Plans are the scheduler's, of requests whose prompts differ in length, so that in each step some get
+a block. They go through connections as those of the executor `processes` (socket pairs) and `ray`
+(TCP), and with `--ray` also by calls of Ray's actors with the same bytes (needs `jackfield[ray]`).
+The other side only reads. All processes are on this host: the network is not in the numbers.
+
+Medians of all steps. "later" is what the loop does after sending, while the device computes: it
+gives names to full blocks. The yardstick is a piece of Python that does not change, measured
+between the steps: divide by it to compare runs on a host that others use, too.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import random
+import socket
 import statistics
 import sys
 import time
-from collections.abc import Callable
-
-import msgspec
+from collections.abc import AsyncIterator, Callable
+from typing import NamedTuple
 
 from jackfield.core.parallel.join import listen
-from jackfield.core.remote.frames import encode
-from jackfield.core.step import StepPlan
-from jackfield.plugins.executors.messages import Step
+from jackfield.core.request import Request
+from jackfield.core.sampling_params import SamplingParams
+from jackfield.core.scheduling.scheduler import Scheduler
+from jackfield.core.step import StepPlan, StepResult
+from jackfield.plugins.executors.messages import PlanRows
 from jackfield.plugins.executors.ray.connections import Reception
+from jackfield.plugins.policies.builtin import FirstComeFirstServed
 
-STEPS = 500
+STEPS = 600
 PAUSE_SECONDS = 0.002
 """Between steps, in which the others read: as long as a short step."""
-READER = """
+IN_FLIGHT = 2
+PAIR_READER = """
+import socket, sys
+connection = socket.socket(fileno=int(sys.argv[1]))
+while connection.recv(1 << 16):
+    pass
+"""
+TCP_READER = """
 import sys
 from jackfield.plugins.executors.ray.connections import connect
 connection = connect(("127.0.0.1", int(sys.argv[1])), bytes.fromhex(sys.argv[2]), int(sys.argv[3]))
@@ -36,51 +53,125 @@ while connection.recv(1 << 16):
 """
 
 
-def plan(rows: int) -> StepPlan:
-    """Return the plan of a decode step."""
-    slots = tuple(range(rows))
-    return StepPlan(step=1, slots=slots, num_tokens=(1,) * rows, samples=(True,) * rows)
+class Times(NamedTuple):
+    """Microseconds of one step."""
+
+    plan: float
+    send: float
+    later: float
+    yardstick: float
 
 
-async def measured(send: Callable[[StepPlan], object], rows: int) -> float:
-    """Return the median of microseconds of a call."""
-    times = []
-    step_plan = plan(rows)
-    for _ in range(STEPS):
+def decoding(rows: int) -> Scheduler:
+    """Return a scheduler with requests that do not end."""
+    draw = random.Random(0)
+    scheduler = Scheduler(
+        max_num_seqs=rows,
+        max_num_batched_tokens=1 << 16,
+        max_model_len=1 << 13,
+        num_blocks=1 + rows * 80,
+        block_size=16,
+        enable_prefix_caching=True,
+        enable_chunked_prefill=True,
+        policy=FirstComeFirstServed(),
+    )
+    for number in range(rows):
+        scheduler.add_requests(
+            Request(
+                request_id=str(number),
+                prompt_token_ids=[draw.randrange(1 << 15) for _ in range(draw.randrange(20, 60))],
+                params=SamplingParams(ignore_eos=True, max_tokens=2 * STEPS),
+                max_tokens=2 * STEPS,
+                seed=number,
+            )
+        )
+    return scheduler
+
+
+def yardstick() -> float:
+    """Return the microseconds of some Python."""
+    began = time.perf_counter()
+    sum(number * number for number in range(1000))
+    return 1e6 * (time.perf_counter() - began)
+
+
+async def measured(send: Callable[[bytes], object], rows: int) -> Times:
+    """Return medians over steps."""
+    scheduler, encoder = decoding(rows), PlanRows()
+    times: list[Times] = []
+    in_flight: list[StepPlan] = []
+    for number in range(STEPS):
         began = time.perf_counter()
-        send(step_plan)
-        times.append(1e6 * (time.perf_counter() - began))
+        plan = scheduler.schedule()
+        assert plan is not None
+        planned = time.perf_counter()
+        send(encoder.encode_step(number, plan))
+        sent = time.perf_counter()
+        scheduler.submitted()
+        done = time.perf_counter()
+        seconds = (planned - began, sent - planned, done - sent)
+        times.append(Times(*(1e6 * each for each in seconds), yardstick()))
+        in_flight.append(plan)
+        if len(in_flight) == IN_FLIGHT:
+            first = in_flight.pop(0)
+            counts = list(map(int, first.samples))
+            scheduler.update(first, StepResult(first.step, counts, [7] * sum(counts)))
         await asyncio.sleep(PAUSE_SECONDS)
-    return statistics.median(times[STEPS // 10 :])
+    return Times(*map(statistics.median, zip(*times[STEPS // 10 :], strict=True)))
 
 
-async def by_tcp(followers: int, rows: list[int]) -> list[float]:
-    """Encode once, write to each socket."""
+@contextlib.asynccontextmanager
+async def by_pairs(followers: int) -> AsyncIterator[Callable[[bytes], object]]:
+    """Yield a function that writes to each socket."""
+    pairs = [socket.socketpair() for _ in range(followers)]
+    processes = []
+    for _, other in pairs:
+        number = other.fileno()
+        processes.append(
+            await asyncio.create_subprocess_exec(
+                sys.executable, "-c", PAIR_READER, str(number), pass_fds=(number,)
+            )
+        )
+        other.close()
+
+    def send(frame: bytes) -> None:
+        for own, _ in pairs:
+            own.sendall(frame)
+
+    yield send
+    for own, _ in pairs:
+        own.close()
+    for process in processes:
+        await process.wait()
+
+
+@contextlib.asynccontextmanager
+async def by_tcp(followers: int) -> AsyncIterator[Callable[[bytes], object]]:
+    """Yield a function that writes to each socket."""
     reception = Reception(listen(), range(1, followers + 1))
     greeting = [str(reception.address[1]), reception.secret.hex()]
     processes = [
-        await asyncio.create_subprocess_exec(sys.executable, "-c", READER, *greeting, str(rank))
+        await asyncio.create_subprocess_exec(sys.executable, "-c", TCP_READER, *greeting, str(rank))
         for rank in reception.connections
     ]
     await asyncio.gather(*reception.connections.values())
     sockets = [reception.take(rank) for rank in range(1, followers + 1)]
 
-    def send(step_plan: StepPlan) -> None:
-        frame = encode(Step(1, step_plan))
+    def send(frame: bytes) -> None:
         for each in sockets:
             assert each.send(frame) == len(frame)
 
-    results = [await measured(send, each) for each in rows]
+    yield send
     for each in sockets:
         each.close()
     for process in processes:
         await process.wait()
     await reception.close()
-    return results
 
 
-async def by_ray(followers: int, rows: list[int]) -> list[float]:
-    """Encode once, call a method of each actor."""
+@contextlib.asynccontextmanager
+async def by_ray(followers: int) -> AsyncIterator[Callable[[bytes], object]]:
+    """Yield a function that calls a method of each actor."""
     import ray
 
     class Reader:
@@ -91,14 +182,27 @@ async def by_ray(followers: int, rows: list[int]) -> list[float]:
     actors = [ray.remote(Reader).options(num_cpus=1).remote() for _ in range(followers)]
     ray.get([actor.take.remote(b"") for actor in actors])
 
-    def send(step_plan: StepPlan) -> None:
-        frame = msgspec.msgpack.encode(Step(1, step_plan))
+    def send(frame: bytes) -> None:
         for actor in actors:
             actor.take.remote(frame)
 
-    results = [await measured(send, each) for each in rows]
+    yield send
     ray.shutdown()
-    return results
+
+
+async def print_table(followers: int, rows: list[int], with_ray: bool) -> None:
+    """Measure, and print a line for each number of rows and way to send."""
+    ways = {"socket pairs": by_pairs, "TCP": by_tcp}
+    if with_ray:
+        ways["Ray actors"] = by_ray
+    print("rows  way               plan     send    later   yardstick   (plan + send) / yardstick")
+    for name, way in ways.items():
+        async with way(followers) as send:
+            for count in rows:
+                times = await measured(send, count)
+                values = "".join(f"{value:>9.1f}" for value in times[:3])
+                ratio = (times.plan + times.send) / times.yardstick
+                print(f"{count:>4}  {name:<12}{values}  {times.yardstick:>10.1f}{ratio:>28.2f}")
 
 
 def main() -> None:
@@ -106,16 +210,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--followers", type=int, default=3)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 64, 256])
+    parser.add_argument("--ray", action="store_true", help="also by calls of Ray's actors")
     args = parser.parse_args()
-    columns = {
-        "TCP": asyncio.run(by_tcp(args.followers, args.rows)),
-        "Ray actors": asyncio.run(by_ray(args.followers, args.rows)),
-    }
-    print("rows  bytes  " + "  ".join(f"{name:>10}" for name in columns))
-    for index, rows in enumerate(args.rows):
-        size = len(encode(Step(1, plan(rows))))
-        values = "  ".join(f"{column[index]:>10.1f}" for column in columns.values())
-        print(f"{rows:>4}  {size:>5}  {values}")
+    asyncio.run(print_table(args.followers, args.rows, args.ray))
 
 
 if __name__ == "__main__":

@@ -30,15 +30,22 @@ from .quantized_tiles import (
     block_width,
     cache_arguments,
     code_scores,
+    product_dtype,
+    product_query,
     quantized_heads,
+    widen_floats,
     word_places,
 )
 
 EARLY_WIDTH = 4096
 """Total width of the heads from which on the next kernel may start at once, as in gemv.py: the
 weight is then large."""
+MAX_GROUP_WIDTH = 1 << 13
+"""Channels of the query heads that share a key head, at most: registers hold them."""
 JOIN_SPLITS = 8
-"""Splits that are joined per iteration."""
+"""Splits that are joined per iteration, at most."""
+JOIN_ELEMENTS = 1 << 14
+"""Channels of their heads, at most: what registers hold."""
 
 
 @triton.jit
@@ -333,6 +340,8 @@ def _fused_decode_kernel(
         if VALUE_BITS == 4:
             acc_high += value_high
 
+    if KEY_BITS > 4:
+        query = product_query(query, product_dtype(key_cache_ptr.dtype.element_ty, dtype))
     table = block_table_ptr + row64 * stride_table
     for tile in range(begin_tile, end_tile):
         position = tile * BLOCK_N + offs_n
@@ -342,8 +351,10 @@ def _fused_decode_kernel(
         key_places = base[:, None] + dim[None, :]
         mask_keys = valid[:, None] & in_head[None, :]
         if KEY_BITS == 16:
-            key = tl.load(key_cache_ptr + key_places, mask=mask_keys, other=0.0).to(dtype)
-            value = tl.load(value_cache_ptr + key_places, mask=mask_keys, other=0.0).to(dtype)
+            key = tl.load(key_cache_ptr + key_places, mask=mask_keys, other=0.0)
+            value = tl.load(value_cache_ptr + key_places, mask=mask_keys, other=0.0)
+            key = widen_floats(key, query.dtype, True)
+            value = widen_floats(value, query.dtype, False)
             scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
         else:
             key = tl.load(key_cache_ptr + key_places, mask=mask_keys, other=0)
@@ -368,7 +379,7 @@ def _fused_decode_kernel(
         total = total * decay + tl.sum(weights, axis=1)
         acc = acc * decay[:, None]
         if VALUE_BITS == 16:
-            acc += tl.dot(weights.to(dtype), value, input_precision="ieee")
+            acc += tl.dot(weights.to(query.dtype), value, input_precision="ieee")
         else:
             if VALUE_BITS == 4:
                 acc_high = acc_high * decay[:, None]
@@ -472,6 +483,18 @@ def _join(
     tl.store(target, out.to(dtype), mask=in_group[:, None] & in_head[None, :])
 
 
+def fits_registers(group: int, head_dim: int, dtype: torch.dtype) -> bool:
+    """Return whether one launch can serve `group` query heads that share a key head.
+
+    Of float32 heads over 256 channels the compiled kernel spilled 1,344 bytes of a thread, and on
+    an H200 gave wrong results over a cache with keys of 8 and values of 4 bits.
+    """
+    if head_dim > 256 and dtype == torch.float32:
+        return False
+    widths = triton.next_power_of_2(group) * triton.next_power_of_2(head_dim)
+    return bool(widths <= MAX_GROUP_WIDTH)
+
+
 def fused_decode_attention(
     qkv: torch.Tensor,
     num_heads: int,
@@ -522,11 +545,18 @@ def fused_decode_attention(
     cache = cache_arguments(kv_cache)
     if rotary_dim > head_dim or (rotary_dim not in (0, head_dim) and cache.key_bits == 4):
         raise ValueError(f"cos_sin rotates {rotary_dim} channels; a head has {head_dim}")
+    if not fits_registers(num_heads // num_kv_heads, head_dim, qkv.dtype):
+        raise ValueError(
+            f"{num_heads // num_kv_heads} heads of {head_dim} channels of {qkv.dtype} share a key "
+            "head: registers do not hold them; the separate kernels serve them"
+        )
     needed = workspace_elements(num_rows, num_heads, head_dim, num_splits)
     if workspace.numel() < needed:
         raise ValueError(f"workspace has {workspace.numel()} elements, not {needed}")
     group = num_heads // num_kv_heads
     key_width, value_width = cache.key_width(head_dim), cache.value_width(head_dim)
+    block_g, block_d = triton.next_power_of_2(group), block_width(head_dim)
+    join_splits = min(JOIN_SPLITS, max(1, JOIN_ELEMENTS // (block_g * block_d)))
     programs = num_rows * num_kv_heads
     block_n, num_warps, num_stages = config or decode_config(head_dim, qkv.dtype, programs)
     options = pdl_options(qkv.device)
@@ -580,12 +610,12 @@ def fused_decode_attention(
         KEY_WIDTH=key_width,
         VALUE_WIDTH=value_width,
         BLOCK_M=max(16, triton.next_power_of_2(group)),
-        BLOCK_G=triton.next_power_of_2(group),
+        BLOCK_G=block_g,
         BLOCK_N=block_n,
-        BLOCK_S=min(JOIN_SPLITS, triton.next_power_of_2(num_splits)),
+        BLOCK_S=min(join_splits, triton.next_power_of_2(num_splits)),
         BLOCK_K=block_width(key_width),
         BLOCK_V=block_width(value_width),
-        BLOCK_D=block_width(head_dim),
+        BLOCK_D=block_d,
         FP8=cache.is_fp8,
         PDL=bool(options),
         EARLY=num_heads * head_dim >= EARLY_WIDTH,

@@ -26,6 +26,9 @@ from .quantized_tiles import (
     block_width,
     cache_arguments,
     code_scores,
+    product_dtype,
+    product_query,
+    widen_floats,
     word_places,
 )
 
@@ -134,6 +137,9 @@ def _decode_kernel(
     source = query_ptr + row64 * stride_query_row + head[:, None] * stride_query_head
     query = tl.load(source + offs_k[None, :], mask=mask_q, other=0.0)
     query_high = query
+    dtype: tl.constexpr = query.dtype
+    if KEY_BITS > 4:
+        query = product_query(query, product_dtype(key_cache_ptr.dtype.element_ty, dtype))
     if KEY_BITS < 16:
         query_sum = tl.sum(query.to(tl.float32), axis=1)
     if KEY_BITS == 4:
@@ -158,9 +164,10 @@ def _decode_kernel(
         key_places = base[:, None] + offs_k[None, :]
         mask_keys = valid[:, None] & mask_k[None, :]
         if KEY_BITS == 16:
-            key = tl.load(key_cache_ptr + key_places, mask=mask_keys, other=0.0).to(query.dtype)
+            key = tl.load(key_cache_ptr + key_places, mask=mask_keys, other=0.0)
             value = tl.load(value_cache_ptr + key_places, mask=mask_keys, other=0.0)
-            value = value.to(query.dtype)
+            key = widen_floats(key, query.dtype, True)
+            value = widen_floats(value, query.dtype, False)
             scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
         else:
             key = tl.load(key_cache_ptr + key_places, mask=mask_keys, other=0)
@@ -195,7 +202,7 @@ def _decode_kernel(
             if VALUE_BITS == 4:
                 acc_high = acc_high * decay[:, None]
             acc, acc_high, more = add_code_values(
-                acc, acc_high, weights, value, value_words, query.dtype, VALUE_BITS
+                acc, acc_high, weights, value, value_words, dtype, VALUE_BITS
             )
             # Summed over the columns once, after the last tile.
             missing = missing * decay[:, None] + more
@@ -306,6 +313,8 @@ def decode_config(head_dim: int, dtype: torch.dtype, programs: int) -> DecodeCon
     themselves.
     (Half of `num_stages` is spent on the block table, which is read before the keys.)
     """
+    if dtype == torch.float32 and head_dim > 256:
+        return DecodeConfig(16, 8, 3)
     if dtype == torch.float32 or head_dim > 128:
         return DecodeConfig(32, 4, 3)
     return DecodeConfig(32, 4, 5) if programs <= 128 else DecodeConfig(64, 4, 3)
@@ -375,6 +384,12 @@ def paged_attention_decode(
     out = torch.empty_like(query) if out is None else out
     if num_rows == 0:
         return out
+    if cache.key_bits == 8 and head_dim > 256 and query.dtype == torch.float32 and query.is_cuda:
+        # On an H200 the results were wrong; why is not known.
+        raise ValueError(
+            f"float32 heads of {head_dim} channels cannot be read from 8 bits on a GPU: take "
+            "bfloat16 or float16, or a cache of the model's type"
+        )
     group = num_heads // num_kv_heads
     key_width, value_width = cache.key_width(head_dim), cache.value_width(head_dim)
     block_n, num_warps, num_stages = config or decode_config(
@@ -443,6 +458,7 @@ def paged_attention_decode(
         **options,
     )
     if num_splits > 1:
+        block_s, block_d = triton.next_power_of_2(num_splits), block_width(head_dim)
         launch(_join_kernel, (num_rows, num_heads))(
             out,
             partial,
@@ -460,10 +476,10 @@ def paged_attention_decode(
             MIXED=query_start is not None,
             MIN_TILES=MIN_SPLIT_TILES,
             BLOCK_N=block_n,
-            BLOCK_S=triton.next_power_of_2(num_splits),
-            BLOCK_D=block_width(head_dim),
+            BLOCK_S=block_s,
+            BLOCK_D=block_d,
             PDL=bool(options),
-            num_warps=4,
+            num_warps=4 if block_s * block_d <= 1 << 14 else 8,
             **options,
         )
     return out

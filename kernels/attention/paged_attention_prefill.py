@@ -10,10 +10,16 @@ tile of BLOCK_M / group queries by BLOCK_N keys rounds up; blocks beyond the dia
 window are skipped. Memory: query and output once, and each row's keys and values once for each of
 its query tiles (from the L2 cache, mostly).
 
+Heads of more than 256 channels: registers do not hold a tile's sums over all channels of the
+values. Each half of them has a program of its own, which computes the tile's scores again, so there
+are half as many operations more.
+
 Source: Dao, "FlashAttention-2", 2023.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -23,10 +29,14 @@ from ..launch import launch
 from .quantized_tiles import (
     Quantized,
     all_codes,
+    all_key_codes,
     block_width,
     cache_arguments,
     code_weights,
+    product_dtype,
+    product_query,
     product_scores,
+    widen_floats,
     word_places,
 )
 
@@ -67,19 +77,21 @@ def _attend(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    VALUE_PARTS: tl.constexpr,
+    DTYPE: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Fold the keys of tiles [tile_begin, tile_end) into the running softmax.
 
     acc: [M, channels]; rest: [M], of quantized values, what each channel of the sum lacks, unused
-    otherwise.
+    otherwise; query: of `product_dtype`; DTYPE: of which queries were.
     Without MASKED every query of the tile sees all of these keys. No query sees a key before
     `lower`: blocks before the window may have been freed.
     """
     LOG2E: tl.constexpr = 1.4426950408889634
     offs_n = tl.arange(0, BLOCK_N)
     offs_k = tl.arange(0, BLOCK_K)
-    offs_v = tl.arange(0, BLOCK_V)
+    offs_v = _first_value(BLOCK_V, VALUE_PARTS) + tl.arange(0, BLOCK_V)
     mask_k = (offs_k < KEY_WIDTH)[None, :]
     mask_v = (offs_v < VALUE_WIDTH)[None, :]
     for tile in range(tile_begin, tile_end):
@@ -100,14 +112,15 @@ def _attend(
         if MASKED:
             key = tl.load(key_base + key_places, mask=valid[:, None] & mask_k, other=0.0)
             value = tl.load(value_base + value_places, mask=valid[:, None] & mask_v, other=0.0)
-        elif KEY_WIDTH != BLOCK_K or VALUE_WIDTH != BLOCK_V:
+        elif KEY_WIDTH != BLOCK_K or VALUE_WIDTH != BLOCK_V * VALUE_PARTS:
             key = tl.load(key_base + key_places, mask=mask_k, other=0.0)
             value = tl.load(value_base + value_places, mask=mask_v, other=0.0)
         else:
             key = tl.load(key_base + key_places)
             value = tl.load(value_base + value_places)
         if KEY_BITS == 16:
-            key, value = key.to(query.dtype), value.to(query.dtype)
+            key = widen_floats(key, query.dtype, True)
+            value = widen_floats(value, query.dtype, False)
             scores = tl.dot(query, tl.trans(key), input_precision="ieee")
             if SOFT_CAP > 0.0:
                 scores = SOFT_CAP * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * scale * scores / SOFT_CAP)))
@@ -125,7 +138,7 @@ def _attend(
             factor = scale * LOG2E
             if SOFT_CAP > 0.0:
                 factor = 2.0 * scale / SOFT_CAP
-            keys = all_codes(key, query.dtype, True, KEY_BITS)
+            keys = all_key_codes(key, query.dtype, KEY_BITS)
             product = tl.dot(query, tl.trans(keys), input_precision="ieee")
             scores = product_scores(product, query_sum, key_words, factor, query.dtype, KEY_BITS)
             if SOFT_CAP > 0.0:
@@ -152,10 +165,10 @@ def _attend(
         total = total * decay + tl.sum(weights, axis=1)
         acc = acc * decay[:, None]
         if VALUE_BITS == 16:
-            acc = tl.dot(weights.to(value.dtype), value, acc, input_precision="ieee")
+            acc = tl.dot(weights.to(query.dtype), value, acc, input_precision="ieee")
         else:
-            scaled, missing = code_weights(weights, value_words, query.dtype, VALUE_BITS)
-            values = all_codes(value, query.dtype, False, VALUE_BITS)
+            scaled, missing = code_weights(weights, value_words, DTYPE, VALUE_BITS)
+            values = all_codes(value, DTYPE, False, VALUE_BITS)
             acc = tl.dot(scaled, values, acc, input_precision="ieee")
             rest = rest * decay + tl.sum(missing, axis=1)
         m = m_new
@@ -163,13 +176,24 @@ def _attend(
 
 
 @triton.jit
-def _channels(BITS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the channel of each column of a tile, as `all_codes` orders them, and which exist."""
+def _first_value(BLOCK_V: tl.constexpr, VALUE_PARTS: tl.constexpr):
+    """Return the first column of values that the program computes."""
+    first = 0
+    if VALUE_PARTS > 1:
+        first = tl.program_id(2) * BLOCK_V
+    return first
+
+
+@triton.jit
+def _channels(first, BITS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the channel of each column of a tile, as `all_codes` orders them, and which exist.
+    first: column of a stored head with which the tile begins."""
     if BITS == 4:
         column = tl.arange(0, 2 * BLOCK)
-        return column // BLOCK * WIDTH + column % BLOCK, column % BLOCK < WIDTH
+        stored = first + column % BLOCK
+        return column // BLOCK * WIDTH + stored, stored < WIDTH
     else:
-        column = tl.arange(0, BLOCK)
+        column = first + tl.arange(0, BLOCK)
         return column, column < WIDTH
 
 
@@ -220,8 +244,10 @@ def _prefill_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    VALUE_PARTS: tl.constexpr,
 ):
-    """One program per (tile of BLOCK_M // GROUP queries, kv head). Scores are in units of log2."""
+    """One program per (tile of BLOCK_M // GROUP queries, kv head, part of the values' channels).
+    Scores are in units of log2."""
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     # Later tiles see more keys: start them first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -254,8 +280,9 @@ def _prefill_kernel(
 
     seq_len = tl.load(seq_lens_ptr + row)
     offs_m = tl.arange(0, BLOCK_M)
-    offs_k, in_key = _channels(KEY_BITS, KEY_WIDTH, BLOCK_K)
-    offs_v, in_value = _channels(VALUE_BITS, VALUE_WIDTH, BLOCK_V)
+    offs_k, in_key = _channels(0, KEY_BITS, KEY_WIDTH, BLOCK_K)
+    first_value = _first_value(BLOCK_V, VALUE_PARTS)
+    offs_v, in_value = _channels(first_value, VALUE_BITS, VALUE_WIDTH, BLOCK_V)
     local = tile_start + offs_m // GROUP
     head = kv_head * GROUP + offs_m % GROUP
     mask_m = (offs_m < BLOCK_Q * GROUP) & (local < query_len)
@@ -264,6 +291,9 @@ def _prefill_kernel(
     source = query_ptr + token[:, None] * stride_query_token + head[:, None] * stride_query_head
     source += offs_k[None, :]
     query = tl.load(source, mask=mask_q, other=0.0)
+    if KEY_BITS == 16 and BLOCK_K <= 256:
+        # Converted queries stay in registers, of which wide heads leave few, and scales and zeros.
+        query = product_query(query, product_dtype(key_cache_ptr.dtype.element_ty, query.dtype))
     query_sum = 0.0
     if KEY_BITS < 16:
         query_sum = tl.sum(query.to(tl.float32), axis=1)
@@ -311,14 +341,14 @@ def _prefill_kernel(
             begin, full_begin, key_base, value_base, key_words_ptr, value_words_ptr, kv_head,
             table, lower, seq_len, slope, scale, stride_block, stride_slot, NUM_KV_HEADS,
             KEY_BITS, VALUE_BITS, KEY_WIDTH, VALUE_WIDTH, BLOCK_SIZE, WINDOW, SOFT_CAP, ALIBI,
-            DISTANCES, BLOCK_N, BLOCK_K, BLOCK_V, True,
+            DISTANCES, BLOCK_N, BLOCK_K, BLOCK_V, VALUE_PARTS, out_ptr.dtype.element_ty, True,
         )  # fmt: skip
     acc, rest, m, total = _attend(
         acc, rest, m, total, query, query_sum, position_q,
         full_begin, full_end, key_base, value_base, key_words_ptr, value_words_ptr, kv_head,
         table, lower, seq_len, slope, scale, stride_block, stride_slot, NUM_KV_HEADS,
         KEY_BITS, VALUE_BITS, KEY_WIDTH, VALUE_WIDTH, BLOCK_SIZE, WINDOW, SOFT_CAP, ALIBI,
-        DISTANCES, BLOCK_N, BLOCK_K, BLOCK_V, False,
+        DISTANCES, BLOCK_N, BLOCK_K, BLOCK_V, VALUE_PARTS, out_ptr.dtype.element_ty, False,
     )  # fmt: skip
     tail = tl.maximum(full_begin, full_end)
     acc, rest, m, total = _attend(
@@ -326,7 +356,7 @@ def _prefill_kernel(
         tail, end, key_base, value_base, key_words_ptr, value_words_ptr, kv_head,
         table, lower, seq_len, slope, scale, stride_block, stride_slot, NUM_KV_HEADS,
         KEY_BITS, VALUE_BITS, KEY_WIDTH, VALUE_WIDTH, BLOCK_SIZE, WINDOW, SOFT_CAP, ALIBI,
-        DISTANCES, BLOCK_N, BLOCK_K, BLOCK_V, True,
+        DISTANCES, BLOCK_N, BLOCK_K, BLOCK_V, VALUE_PARTS, out_ptr.dtype.element_ty, True,
     )  # fmt: skip
 
     if VALUE_BITS < 16:
@@ -339,25 +369,51 @@ def _prefill_kernel(
     tl.store(target, acc.to(out_ptr.dtype.element_ty), mask=mask_out)
 
 
-def _tile_shape(
+class PrefillConfig(NamedTuple):
+    """Tiles of prompt attention."""
+
+    block_m: int
+    """Queries times heads of a group at a time"""
+    block_n: int
+    """Keys at a time"""
+    num_warps: int
+    num_stages: int
+    value_parts: int = 1
+    """Programs that share the channels of a tile's values"""
+
+
+def prefill_config(
     max_query_len: int, group: int, head_dim: int, dtype: torch.dtype, mixed: bool, quantized: bool
-) -> tuple[int, int, int, int]:
-    """Return (BLOCK_M, BLOCK_N, num_warps, num_stages): few different ones, so few compilations;
-    fewer still for `mixed` rows, whose kernels must all be compiled before an engine is ready."""
+) -> PrefillConfig:
+    """Return the tiles: few different ones, so few compilations; fewer still for `mixed` rows,
+    whose kernels must all be compiled before an engine is ready."""
     least = max(16, triton.next_power_of_2(group))
-    if dtype == torch.float32:
-        return max(least, 32), 32, 4, 2
     rows = max_query_len * group
+    if head_dim > 256:
+        return _wide_config(max(rows, least), least, dtype)
+    if dtype == torch.float32:
+        return PrefillConfig(max(least, 32), 32, 4, 2)
     if rows <= 16:
-        return least, 64 if head_dim <= 128 else 32, 4, 3
+        return PrefillConfig(least, 64 if head_dim <= 128 else 32, 4, 3)
     if rows <= (128 if mixed else 64):
-        return max(least, 64), 64 if head_dim <= 128 else 32, 4, 3
-    if head_dim <= 128 and quantized:
-        # Scales and zeros need registers, too: with larger tiles they spill.
-        return (256, 32, 8, 3) if rows > 128 else (max(least, 128), 64, 8, 3)
-    if head_dim <= 128:
-        return (256, 64, 8, 3) if rows > 128 else (max(least, 128), 64, 4, 3)
-    return max(least, 64), 32, 4, 3
+        return PrefillConfig(max(least, 64), 64 if head_dim <= 128 else 32, 4, 3)
+    if head_dim > 128:
+        return PrefillConfig(max(least, 64), 32, 4, 3)
+    if rows <= 128:
+        return PrefillConfig(max(least, 128), 64, 8 if quantized else 4, 3)
+    # Scales and zeros need registers, too: with larger tiles they spill.
+    return PrefillConfig(256, 32 if quantized else 64, 8, 3)
+
+
+def _wide_config(rows: int, least: int, dtype: torch.dtype) -> PrefillConfig:
+    """Return the tiles for heads of more than 256 channels: the largest that Hopper's 227 KB of
+    shared memory and 255 registers hold, by the compiler's own account. With 64 queries both groups
+    of four warps would compute all scores, as many products as with 128."""
+    if dtype == torch.float32:
+        return PrefillConfig(least, 16, 8, 2, 2)
+    if rows <= 16:
+        return PrefillConfig(16, 32, 8, 3)
+    return PrefillConfig(32 if rows <= 32 else 128, 32, 8, 3, 2)
 
 
 def paged_attention_prefill(
@@ -380,6 +436,7 @@ def paged_attention_prefill(
     cache_scales: tuple[float, float] = (1.0, 1.0),
     bounds: torch.Tensor | None = None,
     max_rows: int = 0,
+    config: PrefillConfig | None = None,
 ) -> torch.Tensor:
     """query: [all_tokens, num_heads, head_dim] → the same shape; rows from first_row on.
 
@@ -406,11 +463,11 @@ def paged_attention_prefill(
     if num_rows == 0 or num_tokens == 0:
         return out
     group = num_heads // num_kv_heads
-    block_m, block_n, num_warps, num_stages = _tile_shape(
+    block_m, block_n, num_warps, num_stages, value_parts = config or prefill_config(
         max_query_len, group, head_dim, query.dtype, bounds is not None, cache.key_words is not None
     )
     num_tiles = num_tokens // (block_m // group) + num_rows
-    launch(_prefill_kernel, (num_tiles, num_kv_heads))(
+    launch(_prefill_kernel, (num_tiles, num_kv_heads, value_parts))(
         out,
         query,
         cache.keys,
@@ -450,7 +507,8 @@ def paged_attention_prefill(
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_K=block_width(key_width),
-        BLOCK_V=block_width(value_width),
+        BLOCK_V=block_width(triton.cdiv(value_width, value_parts)),
+        VALUE_PARTS=value_parts,
         num_warps=num_warps,
         num_stages=num_stages,
     )

@@ -4,10 +4,16 @@ A channel is zero + scale * (code - middle), with scale and zero of its token an
 multiply codes; scales are applied to scores and to weights, one number per token instead of one per
 channel, and zeros as sums: q · k = scale * (q · codes) + sum(q) * zero', and so for values.
 
-Codes become floats without conversions, of which a multiprocessor does few per clock. 8 bits: with
-the upper byte of 128 in bfloat16 the lower seven bits read as 128 + number, the sign bit alone as
-128 or 256, and the difference is the code: four instructions for two. 4 bits read as 128 + code, in
-two instructions for two; the 128 is subtracted from sums.
+Codes become floats without conversions, of which a multiprocessor does few per clock. 8 bits of
+values: with the upper byte of 128 in bfloat16 the lower seven bits read as 128 + number, the sign
+bit alone as 128 or 256, and the difference is the code: four instructions for two. 4 bits read as
+128 + code, in two instructions for two; the 128 is subtracted from sums. Keys of 8 bits are
+multiplied in float16, where the upper byte of 1024 makes them 1152 + code in one and a half; that
+is subtracted from the scores, whose sums are of float32.
+
+fp8 is multiplied in float16, too: it has every such number, and an instruction converts two, where
+bfloat16 takes two conversions and four other instructions. Of the queries, float16 keeps all bits
+between 6e-5 and 65504; larger ones become that. Weights of values are at most 1.
 
 Keys are converted in the layout in which a product takes them. That layout has several tokens of a
 channel in a register, which for values are single bytes apart: those are converted as they are
@@ -24,6 +30,8 @@ from typing import NamedTuple, TypeAlias
 import torch
 import triton
 import triton.language as tl
+
+from ..widen import round_pairs, widen_tile
 
 Quantized: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Keys, values [num_blocks, block_size, num_kv_heads, width], contiguous: int8 with a width of
@@ -99,11 +107,48 @@ def code_middle(bits, dtype):
     return 135.5 if dtype == tl.bfloat16 else 1031.5
 
 
+@triton.constexpr_function
+def key_middle(bits, dtype):
+    """`code_middle` of `key_codes`."""
+    if bits == 8 and dtype == tl.float16 and not INTERPRETED:
+        return 1152.0
+    return code_middle(bits, dtype)
+
+
+@triton.constexpr_function
+def product_dtype(kept, dtype):
+    """Return the type of products with queries of `dtype`. kept: that of a cache of floats, or of
+    8-bit codes"""
+    return tl.float16 if kept.primitive_bitwidth == 8 and dtype == tl.bfloat16 else dtype
+
+
+@triton.jit
+def product_query(query, DTYPE: tl.constexpr):
+    """Return queries in the type of `product_dtype`."""
+    if query.dtype == DTYPE:
+        return query
+    else:
+        wide = query.to(tl.float32)
+        # Larger ones become the largest float16; NaN stays.
+        wide = tl.where(wide > 65504.0, 65504.0, tl.where(wide < -65504.0, -65504.0, wide))
+        return wide.to(DTYPE)
+
+
 if INTERPRETED:
+
+    @triton.jit
+    def widen_floats(x, dtype: tl.constexpr, MOVABLE: tl.constexpr):
+        """The same numbers in `product_dtype`"""
+        return x.to(dtype)
 
     @triton.jit
     def widen_codes(codes, dtype: tl.constexpr, MOVABLE: tl.constexpr):
         """int8 → the same numbers in a float type"""
+        return codes.to(dtype)
+
+    @triton.jit
+    def key_codes(codes, dtype: tl.constexpr):
+        """int8 → `key_middle` + the same numbers, in a float type"""
         return codes.to(dtype)
 
     @triton.jit
@@ -141,6 +186,28 @@ else:
 
     _UNPACK_BFLOAT16, _UNPACK_FLOAT16 = _unpacking("43"), _unpacking("64")
 
+    _WIDEN_E4M3 = tl.constexpr(
+        "{ .reg .b16 low, high; mov.b32 {low, high}, $2;"
+        " cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }"
+    )
+    # The upper byte of a float16.
+    _WIDEN_E5M2 = tl.constexpr(
+        "{ .reg .b32 four; mov.b32 four, $2;"
+        " prmt.b32 $0, four, 0, 0x1404; prmt.b32 $1, four, 0, 0x3424; }"
+    )
+
+    @triton.jit
+    def widen_floats(x, dtype: tl.constexpr, MOVABLE: tl.constexpr):
+        """Floats of a cache → the same numbers in `product_dtype`, fp8 four at a time."""
+        if dtype == tl.float16 and x.dtype.primitive_bitwidth == 8:
+            asm: tl.constexpr = _WIDEN_E4M3 if x.dtype == tl.float8e4nv else _WIDEN_E5M2
+            return tl.inline_asm_elementwise(
+                asm, "=r,=r,r", [x.to(tl.uint8, bitcast=True)],
+                dtype=tl.float16, is_pure=MOVABLE, pack=4,
+            )  # fmt: skip
+        else:
+            return widen_tile(x, dtype)
+
     @triton.jit
     def widen_codes(codes, dtype: tl.constexpr, MOVABLE: tl.constexpr):
         """int8 → the same numbers in a float type, four codes at a time."""
@@ -154,6 +221,21 @@ else:
             )
         else:
             return codes.to(dtype)
+
+    _KEY_FLOAT16 = tl.constexpr(
+        "{ .reg .b32 codes; xor.b32 codes, $2, 0x80808080;"
+        " prmt.b32 $0, codes, 0x64646464, 0x4140; prmt.b32 $1, codes, 0x64646464, 0x4342; }"
+    )
+
+    @triton.jit
+    def key_codes(codes, dtype: tl.constexpr):
+        """int8 → `key_middle` + the same numbers, in a float type"""
+        if dtype == tl.float16:
+            return tl.inline_asm_elementwise(
+                _KEY_FLOAT16, "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4
+            )
+        else:
+            return widen_codes(codes, dtype, True)
 
     @triton.jit
     def unpack_codes(codes, dtype: tl.constexpr, MOVABLE: tl.constexpr):
@@ -203,11 +285,20 @@ def all_codes(codes, dtype: tl.constexpr, MOVABLE: tl.constexpr, BITS: tl.conste
 
 
 @triton.jit
+def all_key_codes(codes, dtype: tl.constexpr, BITS: tl.constexpr):
+    """As `all_codes`, for keys: see `key_middle`."""
+    if BITS == 8:
+        return key_codes(codes, dtype)
+    else:
+        return all_codes(codes, dtype, True, BITS)
+
+
+@triton.jit
 def product_scores(product, query_sum, words, scale, dtype: tl.constexpr, BITS: tl.constexpr):
     """Return scale * q · k, [M, N] float32, of q · codes, [M, N]; query_sum: [M] float32, over the
-    whole head; words: [N]; dtype: that of the codes in the product."""
+    whole head; words: [N]; dtype: that of the codes in the product, `key_middle` among them."""
     step = word_scale(words)
-    zero = word_zero(words) - code_middle(BITS, dtype) * step
+    zero = word_zero(words) - key_middle(BITS, dtype) * step
     return product * (step * scale)[None, :] + query_sum[:, None] * (zero * scale)[None, :]
 
 
@@ -215,9 +306,12 @@ def product_scores(product, query_sum, words, scale, dtype: tl.constexpr, BITS: 
 def code_weights(weights, words, dtype: tl.constexpr, BITS: tl.constexpr):
     """Return weights of codes, [M, N] of `dtype`, and what their product lacks in each channel, as
     [M, N] float32 to be summed. weights: [M, N] float32; words: [N]"""
-    scaled = (weights * word_scale(words)[None, :]).to(dtype)
+    scaled = weights * word_scale(words)[None, :]
     missing = weights * word_zero(words)[None, :]
-    if BITS == 4:
+    if BITS == 8:
+        scaled = scaled.to(dtype)
+    else:
+        scaled = round_pairs(scaled, dtype)
         # Of the weights as they were multiplied: what is rounded off in them is no part of the sum.
         missing -= code_middle(BITS, dtype) * scaled.to(tl.float32)
     return scaled, missing
@@ -231,7 +325,7 @@ def code_scores(query, query_high, query_sum, codes, words, scale, BITS: tl.cons
     [M] float32, over the whole head; codes: [N, width]; words: [N].
     """
     if BITS == 8:
-        keys = widen_codes(codes, query.dtype, True)
+        keys = key_codes(codes, query.dtype)
         product = tl.dot(query, tl.trans(keys), input_precision="ieee")
     else:
         low, high = unpack_codes(codes, query.dtype, True)

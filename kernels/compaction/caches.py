@@ -23,9 +23,11 @@ def cache_of_layer(addresses_ptr, layer, like_ptr, ALIGNED: tl.constexpr):
     return cache
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=1024)
 def _on_device(places: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    return torch.tensor(places, dtype=torch.int64, device=device)
+    # From pinned memory: the host does not wait for what the device has queued.
+    sent = torch.tensor(places, dtype=torch.int64, pin_memory=device.type == "cuda")
+    return sent.to(device, non_blocking=True)
 
 
 def addresses_of(parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, bool]:

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from ..launch import launch
+from ..widen import widen_tile
 from .cached_tokens import CachedTokens, head_pointers, token_tile
 
 TILE = 64
@@ -134,7 +135,8 @@ def _sums_kernel(
         key = token_tile(
             keys, key_words, blocks_ptr, head, place, num_tokens, stride_block, stride_slot,
             NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_D, KEY_BITS,
-        ).to(query.dtype)  # fmt: skip
+        )  # fmt: skip
+        key = widen_tile(key, query.dtype)
         if EXPECTED:
             logits = _expected(
                 key, query, number, place, num_tokens, num_queries, scale, SOFT_CAP,
@@ -218,7 +220,8 @@ def _weights_kernel(
         key = token_tile(
             keys, key_words, blocks_ptr, head, place, num_tokens, stride_block, stride_slot,
             NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_D, KEY_BITS,
-        ).to(query.dtype)  # fmt: skip
+        )  # fmt: skip
+        key = widen_tile(key, query.dtype)
         if EXPECTED:
             logits = _expected(
                 key, query, number, place, num_tokens, num_queries, scale, SOFT_CAP,

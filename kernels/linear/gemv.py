@@ -212,9 +212,10 @@ class GemvConfig(NamedTuple):
 
 
 def gemv_config(weight: Weight, gated: bool) -> GemvConfig:
-    """Return the tiles for a weight.
+    """Return the tiles for a weight, where none were measured for it.
 
-    From sweeps over the layers of Qwen3-0.6B and 8B, Qwen2.5-7B, Gemma-2-9B and Mamba 2 2.7B in
+    From sweeps over the layers of Qwen3-0.6B and 8B, Qwen2.5-7B, Gemma-2-9B, Mamba 2 2.7B and
+    families with hidden states of 1,600 to 4,608 numbers (docs/benchmarks/kernels.jsonl) in
     bfloat16, and of 8B in fp8 and 4 bits, on an H200: few outputs need one program each, so that
     every multiprocessor has some; long rows of medium-sized matrices need many bytes in flight, and
     rows of 3,584 numbers or a whole vocabulary a row in one tile.
@@ -237,9 +238,11 @@ def gemv_config(weight: Weight, gated: bool) -> GemvConfig:
         if outputs <= 2048 and not gated:
             return GemvConfig(1, 2048, 4)
         if outputs <= 8192 and width >= 8192:
-            return GemvConfig(4, 512, 4)
-        if outputs <= 8192 and width >= 4096 and not gated:
+            return GemvConfig(4, 512, 4) if gated else GemvConfig(2, 2048, 4)
+        if width == 4096 and not gated:
             return GemvConfig(4, 2048, 8)
+        if outputs <= 8192 and width > 4096 and not gated:
+            return GemvConfig(2, 1024, 2)
         return GemvConfig(4, 1024, 4)
     if weight.pack_factor > 1:
         # With one warp, a row of a tile is one load of the warp, and inputs have the tile's layout.

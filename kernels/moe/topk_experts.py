@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..launch import launch
+from ..launch import empty_indices, launch
 from ..pdl import gdc_launch_dependents, gdc_wait, pdl_options
 
 ROWS = 4
@@ -162,11 +162,11 @@ def topk_experts(
     `sigmoid`: scores are of each logit, not a softmax over all. `factor`: of all weights, after
     `renormalize`. `groups`: of equal size, in order; experts are chosen from the `top_groups` with
     the largest sum of their two best scores, or without a bias, with the best score. A row's
-    experts are different and valid for any logits, NaN included.
+    experts are different and valid for any logits, NaN included; in a `Precompiler` they are valid.
     """
     num_tokens, num_experts = logits.shape
     weights = torch.empty((num_tokens, top_k), dtype=torch.float32, device=logits.device)
-    experts = torch.empty((num_tokens, top_k), dtype=torch.int32, device=logits.device)
+    experts = empty_indices(num_tokens, top_k, device=logits.device)
     if num_tokens == 0:
         return weights, experts
     rows = ROWS if num_tokens > 1 else 1

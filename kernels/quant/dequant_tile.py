@@ -12,6 +12,7 @@ import os
 import triton
 import triton.language as tl
 
+from ..widen import widen_tile
 from .int4_unpack import int4_base, multiply_pairs, subtract_pairs, unpack_int4
 
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -165,7 +166,7 @@ def dequant_tile(
             value = value.to(tl.float32) - zero
         if SCALED:
             value = value.to(tl.float32) * scale.to(tl.float32)
-        return value.to(dtype)
+        return widen_tile(value, dtype)
 
 
 @triton.jit

@@ -7,7 +7,9 @@ variables that they are usually configured by, are left alone.
 from __future__ import annotations
 
 import collections
+import contextlib
 import os
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -23,6 +25,24 @@ from ...core.errors import ConfigError
 from ...core.parallel.join import own_address
 from ...core.parallel.ranks import Transfer
 from ...core.protocols.collectives import CollectivesSetup
+
+LEFT_TO_THE_ENGINE = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0"}
+"""Else torch's thread that watches over a group ends this process when a call to a rank that is
+gone fails or takes too long, or after an error of the device: before the engine can tell its
+requests. Without that, such a call waits until the engine, which sees that the rank is gone or
+hangs, leaves the group."""
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set variables that are not set, for what reads them in its constructor."""
+    added = {name: value for name, value in variables.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
 
 
 class _Collectives:
@@ -150,6 +170,7 @@ class Nccl(_Collectives):
 
     def _join(self, setup: CollectivesSetup, timeout: timedelta) -> Any:
         # Multicast needs rights that containers often lack, and pays for large tensors only.
+        # NCCL reads it when it makes connections.
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
         torch.cuda.set_device(setup.device)
         self._timeout = timeout
@@ -159,7 +180,8 @@ class Nccl(_Collectives):
         """Return the library's group of a name, which is not connected yet."""
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self._timeout
-        return dist.ProcessGroupNCCL(PrefixStore(name, self._store), rank, size, options)
+        with _environment(LEFT_TO_THE_ENGINE):
+            return dist.ProcessGroupNCCL(PrefixStore(name, self._store), rank, size, options)
 
     def _link(self, source: int, target: int) -> tuple[Any, int]:
         if (source, target) not in self._links:

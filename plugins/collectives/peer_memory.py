@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import socket
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from .builtin import Nccl
 from .shared_memory import SharedMemory
 
 logger = logging.getLogger("jackfield.worker")
+TOKEN = secrets.token_hex(8)
+"""Of this process, and of its forks."""
 
 WAYS: dict[int, tuple[tuple[int, Way], ...]] = {
     2: ((512 << 10, "words"), (2 << 20, "one_shot"), (16 << 20, "two_shot")),
@@ -36,7 +39,7 @@ class Address(msgspec.Struct, frozen=True):
     """Where a rank's mailbox is, and how others get at it."""
 
     host: str
-    process: int
+    process: str
     device: int
     """Number of the device in that process."""
     pointer: int
@@ -80,7 +83,7 @@ class PeerMemory(Nccl):
         """Return the mailboxes of all ranks; None if they are not all on this host."""
         device, host = setup.device, _host()
         own = self._memory = SharedMemory(device, 8 * mailbox_words(setup.size))
-        address = Address(host, os.getpid(), device.index or 0, own.pointer, own.handle())
+        address = Address(host, _process(), device.index or 0, own.pointer, own.handle())
         encoded = msgspec.msgpack.encode(address)
         self._store.set(f"mailbox/{setup.rank}", encoded)  # type: ignore[arg-type]
         addresses = [
@@ -100,7 +103,7 @@ class PeerMemory(Nccl):
 
     def _pointer(self, address: Address, device: torch.device) -> int:
         """Return where another rank's mailbox is for this process and device."""
-        if address.process == os.getpid():
+        if address.process == _process():
             # A copy makes torch give the two devices access to each other.
             torch.empty(1, device=device).copy_(torch.empty(1, device=f"cuda:{address.device}"))
             return address.pointer
@@ -123,6 +126,12 @@ class PeerMemory(Nccl):
             self._mailboxes.give_up()
         super().close()
         self._memory.close()
+
+
+def _process() -> str:
+    """Return what tells this process from others of the host, which may have its number in another
+    container."""
+    return f"{os.getpid()} {TOKEN}"
 
 
 def _host() -> str:

@@ -6,8 +6,10 @@ when a process is killed.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -36,6 +38,24 @@ def _call(name: str, *arguments: Any) -> None:
         raise RuntimeError(f"{name}: {error} ({status})")
 
 
+@contextlib.contextmanager
+def _context(device: torch.device) -> Iterator[None]:
+    """Make a device's context the current one of this thread, which may have called nothing of CUDA
+    before: the driver's calls need one, and `torch.cuda.device` sets none if the device is the
+    thread's already, as the first one always is."""
+    number, context, before = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p()
+    _call("cuDeviceGet", ctypes.byref(number), ctypes.c_int(device.index or 0))
+    _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), number)
+    try:
+        _call("cuCtxPushCurrent_v2", context)
+        try:
+            yield
+        finally:
+            _call("cuCtxPopCurrent_v2", ctypes.byref(before))
+    finally:
+        _call("cuDevicePrimaryCtxRelease_v2", number)
+
+
 _unused: dict[tuple[int, int], list[int]] = {}
 """Addresses by device and bytes. Memory that others may have open must not be freed, so it stays
 with the process, for the next group."""
@@ -50,25 +70,25 @@ class SharedMemory:
         self._key = (device.index or 0, num_bytes)
         self._opened: list[int] = []
         unused = _unused.setdefault(self._key, [])
-        with torch.cuda.device(device):
-            torch.cuda.synchronize()
+        torch.cuda.synchronize(device)  # Which also makes the context.
+        with _context(device):
             self.pointer: int = unused.pop() if unused else _allocate(num_bytes)
             """Address, in this process."""
             address, size = ctypes.c_uint64(self.pointer), ctypes.c_size_t(num_bytes)
             _call("cuMemsetD8_v2", address, ctypes.c_ubyte(0), size)
-            torch.cuda.synchronize()
+            _call("cuCtxSynchronize")
 
     def handle(self) -> bytes:
         """Return what another process opens it by."""
         handle = _Handle()
-        with torch.cuda.device(self._device):
+        with _context(self._device):
             _call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(self.pointer))
         return bytes(handle)
 
     def open(self, handle: bytes) -> int:
         """Return the address of another process's memory for this process and device."""
         memory = ctypes.c_uint64()
-        with torch.cuda.device(self._device):
+        with _context(self._device):
             _call(
                 "cuIpcOpenMemHandle_v2",
                 ctypes.byref(memory),
@@ -79,9 +99,9 @@ class SharedMemory:
         return memory.value
 
     def close(self) -> None:
-        """Close what was opened, and leave the own memory to the next group."""
+        """Close what was opened, and leave the own memory to the next group. On any thread."""
         opened, self._opened = self._opened, []
-        with torch.cuda.device(self._device):
+        with _context(self._device):
             for address in opened:
                 _call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
         _unused[self._key].append(self.pointer)

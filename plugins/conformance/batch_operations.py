@@ -18,8 +18,8 @@ from ...core.sampling_params import SamplingParams
 from ...core.step import SlotStart
 from ...core.worker.sampling.sampler import Sampler
 from ...core.worker.sampling.sampling_state import SamplingState
+from .operation_arguments import REFERENCE
 
-REFERENCE = Operations()
 SAMPLING: tuple[dict[str, Any], ...] = (
     {}, {"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.2}, {"logprobs": 3},
     {"repetition_penalty": 1.7, "presence_penalty": 0.5, "frequency_penalty": 1.0},

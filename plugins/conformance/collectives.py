@@ -12,7 +12,7 @@ import functools
 import os
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import pytest
@@ -84,6 +84,17 @@ class GroupKit(Kit):
             with pytest.raises(ConfigError) as caught:
                 self.registered()(setup)
         assert caught.value.param == "tensor_parallel_size"
+
+
+def connect(group: Any, device: torch.device, links: Sequence[tuple[int, int]]) -> None:
+    """Send something from rank to rank for the first time, which may wait for the other side: all
+    ranks go through the links in one order."""
+    for source, target in links:
+        number = torch.zeros(1, device=device)
+        if group.rank == source:
+            group.send(number, target)
+        elif group.rank == target:
+            group.receive(number, source).wait()
 
 
 class CollectivesKit(GroupKit):
@@ -169,6 +180,7 @@ class CollectivesKit(GroupKit):
 
         def work(group: Any, device: torch.device) -> list[int]:
             after, before = (group.rank + 1) % 3, (group.rank + 2) % 3
+            connect(group, device, ((0, 1), (1, 2), (2, 0)))
             number = torch.zeros(2, dtype=torch.int64, device=device)
             arriving = []
             for count in range(40):
@@ -190,6 +202,7 @@ class CollectivesKit(GroupKit):
         """Each receives before it sends, and all ranks add up meanwhile."""
 
         def work(group: Any, device: torch.device) -> float:
+            connect(group, device, ((0, 1), (1, 0)))
             into = torch.zeros(3, device=device)
             other = 1 - group.rank
             transfer = group.receive(into, other)

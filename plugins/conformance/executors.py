@@ -264,7 +264,8 @@ class ExecutorKit(Kit):
             info = await executor.start()
             over = True
             await counting
-            assert turns > 10, "the event loop stood still while it started"
+            # Of a loop that stands still, one before and one after.
+            assert turns > 3, "the event loop stood still while it started"
             scheduler = self.scheduler(config, info)
             scheduler.add_requests(self.request(2))
             plan = scheduler.schedule()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -132,9 +133,12 @@ class KVCompressorKit(Kit):
         )
 
         async def serve(name: str | None) -> list[list[int]]:
+            compression: dict[str, Any] = {}
+            if name is not None:
+                compression = {"kv_compression": name, "kv_compression_ratio": 0.4}
             config = EngineConfig(
-                device="cpu", dtype="float32", kv_compression=name, kv_compression_ratio=0.4,
-                block_size=4, max_model_len=80, max_num_seqs=3, num_gpu_blocks_override=80,
+                device="cpu", dtype="float32", block_size=4, max_model_len=80, max_num_seqs=3,
+                num_gpu_blocks_override=80, **compression,
             )  # fmt: skip
 
             async def generate(prompt: list[int]) -> list[int]:

@@ -17,11 +17,10 @@ import functools
 import json
 import re
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -30,23 +29,12 @@ from torch import nn
 from ...core.config import EngineConfig
 from ...core.engine.async_engine import AsyncEngine
 from ...core.errors import ConfigError, LoadError
-from ...core.loading.build import build_model
-from ...core.loading.model_config import resolve_model_config
-from ...core.nn.context import ForwardContext
-from ...core.nn.experts import Experts, Router
-from ...core.parallel.ranks import ONE_RANK, Pipeline, Ranks
-from ...core.registration.architecture import FALLBACK
-from ...core.registration.choice import choose
-from ...core.registry import Plugins
+from ...core.nn.experts import Router
 from ...core.sampling_params import SamplingParams
-from ...core.worker.kv_cache.memory import allocate_cache
-from ...core.worker.kv_cache.states import NoAttention, make_states
-from ...core.worker.selection import attention_refusal, backend_kind, cache_layers
+from .divided_models import check_ranks, check_stages
 from .kit import Kit
-from .paged import make_layout
-from .rank_threads import run_ranks, thread_ranks
+from .paged_model import LONGEST, VOCAB, PagedModel, assert_near, example_prompts
 
-VOCAB = 151
 TINY: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
@@ -58,174 +46,9 @@ EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layernorm_epsilon", "layer_norm_e
             "norm_eps", "norm_epsilon")  # fmt: skip
 EPSILON = 0.1
 """Large enough that a norm with another epsilon differs visibly."""
-BLOCK = 4
-LONGEST = 80
 OUTPUT = 8
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 WEIGHTS = "model.safetensors"
-
-
-def _prompts() -> list[list[int]]:
-    """Return prompts of assorted lengths; the last shares 35 tokens with the one before it."""
-    draw = np.random.default_rng(3)
-    made = [draw.integers(3, VOCAB, size=n).tolist() for n in (1, 5, 17, 63, 40)]
-    made.append(made[-1][:35] + draw.integers(3, VOCAB, size=6).tolist())
-    return made
-
-
-class PagedModel:
-    """A built model over a small paged cache, run row by row as the worker would.
-
-    kernels: the name of both the attention backend and the operations; ranks: whose part of the
-    model it is; options: more of the engine's.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        dtype: str,
-        *,
-        kernels: str = "auto",
-        plugins: Plugins | None = None,
-        ranks: Ranks = ONE_RANK,
-        **options: Any,
-    ) -> None:
-        plugins = Kit.plugins() if plugins is None else plugins
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        config = EngineConfig(model=str(folder), device=device.type, dtype=dtype, **options)  # type: ignore[arg-type]
-        model_config = resolve_model_config(config, plugins)
-        kind = model_config.dtype
-        _, operations, _ = choose(
-            plugins["operations"], "operations", kernels, lambda o: o.supports(device, kind)
-        )
-        self.device = device
-        self.model = build_model(plugins, config, model_config, device, operations(), ranks)
-        layers = cache_layers(self.model)
-
-        def refusal(backend: Any) -> str | None:
-            reasons = [attention_refusal(backend, layer.spec, device, kind) for layer in layers]
-            return next((reason for reason in reasons if reason is not None), None)
-
-        backend: Any = NoAttention
-        if layers:
-            registry = plugins[backend_kind(layers)]
-            _, backend, _ = choose(registry, "attention_backend", kernels, refusal)
-        self.backend = backend(
-            device=device, dtype=kind, block_size=BLOCK, max_num_seqs=8,
-            max_num_batched_tokens=512, max_model_len=LONGEST,
-        )  # fmt: skip
-        self.blocks_per_row = -(-LONGEST // BLOCK)
-        for layer in layers:
-            spec, num_blocks = layer.cache_spec(kind), 1 + 8 * self.blocks_per_row
-            layer.bind(allocate_cache(spec, num_blocks, BLOCK, device))
-        self.keeps_states = make_states(self.model, config, device) is not None
-        self.computed = [0] * 8
-
-    def run(self, rows: Mapping[int, Sequence[int]]) -> dict[int, torch.Tensor]:
-        """Run one step of slot → its next tokens; return slot → logits [tokens, vocab] float32."""
-        every = self.logits(self.hidden(rows))
-        parts = torch.split(every, [len(tokens) for tokens in rows.values()])
-        return dict(zip(rows, parts, strict=True))
-
-    @torch.inference_mode()
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Compute logits: [rows, hidden_size] → [rows, vocab_size] float32."""
-        model: Any = self.model
-        logits: torch.Tensor = model.compute_logits(hidden.clone()).float()
-        return logits
-
-    @torch.inference_mode()
-    def hidden(
-        self, rows: Mapping[int, Sequence[int]], incoming: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Run a step as `run` does, up to the input of `compute_logits`, or of the next stage:
-        [tokens of all rows, hidden_size]. incoming: what the stage before has returned."""
-        slots = list(rows)
-        sizes = [(self.computed[s] + len(rows[s]), len(rows[s])) for s in slots]
-        width = self.blocks_per_row
-        # Blocks of a slot in descending order, so that their order matters.
-        table = torch.stack(
-            [torch.arange((s + 1) * width, s * width, -1, dtype=torch.int32) for s in slots]
-        )
-        positions = [torch.arange(length - queries, length) for length, queries in sizes]
-        slot_mapping = [
-            table[row, at // BLOCK].long() * BLOCK + at % BLOCK for row, at in enumerate(positions)
-        ]
-        layout = make_layout(sizes, table, torch.cat(slot_mapping), self.device, slots)
-        context = ForwardContext(
-            backend=self.backend,
-            metadata=self.backend.build_metadata(layout),
-            layout=layout,
-            positions=torch.cat(positions).to(self.device),
-            incoming=None if incoming is None else incoming.clone(),
-        )
-        tokens = torch.tensor([t for s in slots for t in rows[s]], device=self.device)
-        for slot, (length, _) in zip(slots, sizes, strict=True):
-            self.computed[slot] = length
-        hidden: torch.Tensor = self.model(tokens, context)
-        return hidden
-
-
-def check_ranks(
-    folder: Path,
-    name: str,
-    size: int,
-    plugins: Plugins,
-    bound: float,
-    ways: Collection[Literal["tensor", "experts"]] = ("tensor", "experts"),
-) -> None:
-    """Check that `size` ranks compute together what one does, mixtures also with expert
-    parallelism; a class that does not say `tensor_parallel` must be refused. `bound`: allowed
-    deviation of float32 log-probabilities; `ways`: how experts are divided."""
-    registered = name if name in plugins["model"] else FALLBACK
-    if not vars(plugins["model"].load(registered)).get("tensor_parallel", False):
-        with pytest.raises(ConfigError, match="tensor_parallel_size"):
-            PagedModel(folder, "float32", plugins=plugins, ranks=thread_ranks(size)[0])
-        return
-    one = PagedModel(folder, "float32", plugins=plugins)
-    has_experts = any(isinstance(module, Experts) for module in one.model.modules())
-    models = [
-        [
-            PagedModel(folder, "float32", plugins=plugins, ranks=rank)
-            for rank in thread_ranks(size, expert_parallel=way == "experts")
-        ]
-        for way in ways
-        if way == "tensor" or has_experts
-    ]
-    for step in (dict(enumerate(_prompts()[1:4])), {0: [7], 2: [9]}):
-        want = one.run(step)
-        for way in models:
-            results = run_ranks([functools.partial(model.run, step) for model in way])
-            for slot, logits in want.items():
-                ModelKit.near(results[0][slot], logits, bound)
-                for result in results[1:]:
-                    assert torch.equal(result[slot], results[0][slot]), "ranks have unlike logits"
-    for way in models:
-        sizes = [sum(p.numel() for p in m.model.parameters()) for m in (one, *way)]
-        assert max(sizes[1:]) < sizes[0], "a rank holds all weights"
-
-
-def check_stages(folder: Path, count: int, plugins: Plugins) -> None:
-    """Check that `count` stages compute one after another what one rank does, bit for bit, and that
-    none has the others' weights; a class that does not say `pipeline_parallel` must be refused."""
-    ranks = [Ranks(pipeline=Pipeline(stage, count)) for stage in range(count)]
-    one = PagedModel(folder, "float32", plugins=plugins)
-    if not getattr(one.model, "pipeline_parallel", False):
-        with pytest.raises(ConfigError, match="pipeline_parallel_size"):
-            PagedModel(folder, "float32", plugins=plugins, ranks=ranks[0])
-        return
-    stages = [PagedModel(folder, "float32", plugins=plugins, ranks=each) for each in ranks]
-    for step in (dict(enumerate(_prompts()[1:4])), {0: [7], 2: [9]}):
-        want, hidden = one.run(step), None
-        for stage in stages:
-            hidden = stage.hidden(step, hidden)
-        assert hidden is not None
-        assert torch.equal(stages[-1].logits(hidden), torch.cat(list(want.values())))
-    names = [{name for name, _ in model.model.named_parameters()} for model in (one, *stages)]
-    assert set.union(*names[1:]) == names[0], "no stage has a weight, or one that is none"
-    shared = {name for name in names[0] if sum(name in each for each in names[1:]) > 1}
-    tied = set(one.model.weight_map.tied.values())  # type: ignore[union-attr, operator]
-    assert shared <= tied, f"several stages have {sorted(shared)}"
 
 
 class ModelKit(Kit):
@@ -281,13 +104,6 @@ class ModelKit(Kit):
         float32."""
         return functools.partial(_score, reference_model)
 
-    @staticmethod
-    def near(got: torch.Tensor, want: torch.Tensor, bound: float) -> None:
-        """got: logits; want: logits or log-probabilities, [tokens, vocab]"""
-        torch.testing.assert_close(
-            got.log_softmax(-1).cpu(), want.log_softmax(-1).cpu(), atol=bound, rtol=0
-        )
-
     def engine(self, folder: Path, **options: Any) -> AsyncEngine:
         settings: dict[str, Any] = {
             "dtype": "float32",
@@ -312,8 +128,8 @@ class ModelKit(Kit):
 
     def test_logits_equal_the_reference(self, folder: Path, expected: Any) -> None:
         model = self.paged(folder)
-        for slot, prompt in enumerate(_prompts()):
-            self.near(model.run({slot: prompt})[slot], expected(prompt), self.tolerance)
+        for slot, prompt in enumerate(example_prompts()):
+            assert_near(model.run({slot: prompt})[slot], expected(prompt), self.tolerance)
 
     @pytest.mark.parametrize(
         "sizes",
@@ -323,7 +139,7 @@ class ModelKit(Kit):
     def test_any_split_of_the_prompt_gives_the_same_logits(
         self, folder: Path, sizes: list[int]
     ) -> None:
-        prompt = _prompts()[3]
+        prompt = example_prompts()[3]
         assert sum(sizes) == len(prompt)
         model = self.paged(folder)
         whole = model.run({0: prompt})[0]
@@ -331,11 +147,11 @@ class ModelKit(Kit):
         for size in sizes:
             parts.append(model.run({1: prompt[first : first + size]})[1])
             first += size
-        self.near(torch.cat(parts), whole, self.invariance)
+        assert_near(torch.cat(parts), whole, self.invariance)
 
     def test_what_else_is_in_the_batch_changes_nothing(self, folder: Path) -> None:
         """Rows start beside others, and beside rows that continue by one token."""
-        prompts = _prompts()
+        prompts = example_prompts()
         model = self.paged(folder)
         alone = [(model.run({s: p})[s], model.run({s: [5]})[s]) for s, p in enumerate(prompts)]
         model = self.paged(folder)
@@ -345,16 +161,16 @@ class ModelKit(Kit):
         for slot, want in enumerate(alone):
             got = (begun, mixed) if slot < 4 else (mixed, ended)
             for have, wanted in zip(got, want, strict=True):
-                self.near(have[slot], wanted, self.invariance)
+                assert_near(have[slot], wanted, self.invariance)
 
     def test_logits_of_some_rows_need_no_others(self, folder: Path) -> None:
         """`compute_logits` gets only the rows that sample, in any number."""
         model = self.paged(folder)
-        hidden = model.hidden({0: _prompts()[2]})
+        hidden = model.hidden({0: example_prompts()[2]})
         with torch.inference_mode():
             every = model.logits(hidden)
             for rows in ([16], [3, 9], [9, 3, 3]):
-                self.near(model.logits(hidden[rows]), every[rows], self.invariance)
+                assert_near(model.logits(hidden[rows]), every[rows], self.invariance)
 
     # -------------------------------------------------------------- dtypes
 
@@ -383,7 +199,7 @@ class ModelKit(Kit):
         modules = (m for m in model.model.modules() if not isinstance(m, Router))
         kinds = {p.dtype for m in modules for p in m.parameters(recurse=False)}
         assert kinds == {DTYPES[dtype]}, "parameters are made in BuildContext.dtype"
-        prompt = _prompts()[4]
+        prompt = example_prompts()[4]
         want = expected(prompt)
         got = model.run({0: prompt})[0].log_softmax(-1).cpu()
         own_error = 0.0
@@ -404,7 +220,7 @@ class ModelKit(Kit):
         self, folder: Path, expected: Any, options: dict[str, Any]
     ) -> None:
         """Run all prompts at once; teacher-forced, so that a near tie does not matter."""
-        prompts = _prompts()
+        prompts = example_prompts()
 
         async def ask() -> list[Any]:
             async with self.engine(folder, **options) as engine:
@@ -425,7 +241,7 @@ class ModelKit(Kit):
             assert got == pytest.approx(float(scores[step, token]), abs=self.tolerance)
 
     def test_a_prefix_hit_gives_the_same_answer(self, folder: Path, expected: Any) -> None:
-        first, second = _prompts()[4:]
+        first, second = example_prompts()[4:]
 
         async def ask() -> list[Any]:
             async with self.engine(folder, block_size=4) as engine:

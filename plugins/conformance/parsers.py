@@ -270,6 +270,11 @@ def _feed(parser: Any) -> None:
         parser.feed("abc")
 
 
+def check_sendable(text: str) -> None:
+    """Raise AssertionError for text with half a pair of surrogates, which UTF-8 does not have."""
+    assert not re.search("[\ud800-\udfff]", text), f"{text!r} has no bytes"
+
+
 def strictly(text: str) -> Any:
     """Decode JSON strictly by RFC 8259. Raises ValueError."""
 
@@ -284,10 +289,11 @@ _WRONG_VALUES = ("NaN", "-Infinity", "Infinity", "01", ".5", "0x1F", "+1", "1_0"
 
 
 def spoiled(text: str) -> Iterator[str]:
-    """Yield variants of an output that are not JSON: control characters in strings, odd numbers."""
+    """Yield variants of an output that are not JSON: control characters and half a pair of
+    surrogates in strings, odd numbers."""
     quotes = [place + 1 for place, char in enumerate(text) if char == '"'][:40]
     for place in quotes:
-        for raw in ("\n", "\x01", "\t"):
+        for raw in ("\n", "\x01", "\t", "\\ud83d"):
             yield text[:place] + raw + text[place:]
     for match in itertools.islice(_SCALAR.finditer(text), 12):
         for value in _WRONG_VALUES:
@@ -319,10 +325,12 @@ class ToolParserKit(ParserKit, CallFormChecks):
                 case ToolCallStart(index, name):
                     assert index == count, "calls are numbered in order, from 0"
                     assert name, "a call without a name"
+                    check_sendable(name + event.id)
                     count, arguments, inside = count + 1, "", True
                 case ToolCallArguments(index, fragment):
                     assert inside and index == count - 1, "arguments of no open call"
                     assert fragment, "an event without text"
+                    check_sendable(fragment)
                     arguments += fragment
                 case ToolCallEnd(index):
                     assert inside and index == count - 1, "the end of no open call"

@@ -15,9 +15,8 @@ from ...core.nn.kv_cache.quantized_cache import (
     read_values,
     token_parts,
 )
-from ...core.nn.operations import HeadLayout, Operations
-
-REFERENCE = Operations()
+from ...core.nn.operations import HeadLayout
+from .operation_arguments import REFERENCE
 
 
 class QuantizedCacheChecks:

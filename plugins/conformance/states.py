@@ -13,18 +13,18 @@ import numpy as np
 import pytest
 import torch
 
-from ...core.nn.operations import Operations
 from ...core.nn.state.operations import (
     ChannelDeltaWeights,
     ConvWeights,
     DeltaWeights,
+    GatedNorm,
     Mamba2Factors,
     ScanWeights,
 )
 from ...core.nn.state.rows import StateRows
 from ...core.nn.state.sizes import DeltaSizes, Mamba2Sizes
+from .operation_arguments import REFERENCE
 
-REFERENCE = Operations()
 NUM_STATES = 8
 SLOTS = (5, 0, 3, 6, 1, 2)
 STEPS = {
@@ -130,10 +130,12 @@ class StateChecks:
         state = self.draw(NUM_STATES, heads, width, size, dtype=torch.float32)
         self._check_states("ssd_scan", dtype, step, shapes, [weights], state)
 
-    @pytest.mark.parametrize("gated", [True, False])
-    def test_layers_of_mamba_2_continue_states(self, dtype: torch.dtype, gated: bool) -> None:
-        """Two decode steps: what the first leaves is read."""
-        groups, width = (1, 40) if gated else (2, 16)
+    @pytest.mark.parametrize("gate_first", [None, True, False])
+    def test_layers_of_mamba_2_continue_states(
+        self, dtype: torch.dtype, gate_first: bool | None
+    ) -> None:
+        """Two decode steps: what the first leaves is read. gate_first: None: there is no norm."""
+        groups, width = (1, 40) if gate_first is None else (2, 16)
         factors = Mamba2Factors(0.7, 1.2, 1.3)
         sizes = Mamba2Sizes(0, 4, width, 20, groups, 4)
         _, channels, heads = sizes.projection
@@ -141,8 +143,11 @@ class StateChecks:
         weights = ScanWeights(self._rates(heads), skip, bias, (0.1, 1.5))
         conv = ConvWeights(
             self.draw(channels, 4, dtype=dtype, scale=0.5),
-            self.draw(channels, dtype=dtype, seed=1) if gated else None,
+            None if gate_first else self.draw(channels, dtype=dtype, seed=1),
         )
+        norm = None
+        if gate_first is not None:
+            norm = GatedNorm(self.draw(4 * width, dtype=dtype, seed=7), 0.1, gate_first)
         states = (
             self.draw(NUM_STATES, 3, channels, dtype=dtype, seed=3),
             self.draw(NUM_STATES, heads, width, 20, dtype=torch.float32, seed=4),
@@ -150,7 +155,7 @@ class StateChecks:
 
         def run(each: Any, projected: torch.Tensor, kept: Any, rows: StateRows) -> Any:
             return each.mamba2(
-                projected, conv, weights, sizes, *kept, rows, gated=gated, factors=factors
+                projected, conv, weights, sizes, *kept, rows, norm=norm, factors=factors
             )
 
         self._check_steps(dtype, sum(sizes.projection), states, run)

@@ -1,10 +1,17 @@
-"""Steps, jobs and starts whose end is awaited."""
+"""Steps and jobs whose end is awaited on all ranks. Imports nothing large."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+
+from ...core.errors import RankFailed
+from ...core.step import StepPlan
+
+AGREE_SECONDS = 3.0
+"""After a step has failed on one rank, it must have failed on all within this time."""
 
 
 @dataclass
@@ -12,6 +19,8 @@ class Awaited:
     """A step or job whose end is not known."""
 
     future: asyncio.Future[Any]
+    plan: StepPlan | None
+    """None: a job."""
     waits_for: set[int]
     """Other ranks that have not said that they have done it: only of a job."""
     own_done: bool = False
@@ -21,6 +30,91 @@ class Awaited:
     """By rank."""
     disputed: bool = False
     """Whether it has failed on some ranks, and a time is set for the others."""
+
+
+class AwaitedCalls:
+    """Steps and jobs by number. One ends once all ranks have come to the same end: with rank 0's
+    result, or with its error. All on the event loop."""
+
+    def __init__(self, num_ranks: int, disagree: Callable[[RankFailed], None]) -> None:
+        """disagree: called if a step or job has failed on some ranks, and on others it has not."""
+        self._num_ranks = num_ranks
+        self._disagree = disagree
+        self._calls: dict[int, Awaited] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._calls)
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._calls
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of the longest step that is awaited, those of sources included."""
+        plans = [awaited.plan for awaited in self._calls.values() if awaited.plan is not None]
+        sources = [sum(len(item.token_ids) for item in plan.encode) for plan in plans]
+        return max((p.total_tokens + n for p, n in zip(plans, sources, strict=True)), default=0)
+
+    def add_call(
+        self, number: int, plan: StepPlan | None, waits_for: set[int]
+    ) -> asyncio.Future[Any]:
+        """Return what has rank 0's result. plan: None for a job. waits_for: other ranks that
+        reply."""
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._calls[number] = Awaited(future, plan, waits_for)
+        return future
+
+    def finish_own(self, number: int, result: Any) -> None:
+        """Note rank 0's result."""
+        awaited = self._calls[number]
+        awaited.result, awaited.own_done = result, True
+        self._settle(number, awaited)
+
+    def finish(self, rank: int, number: int) -> None:
+        """Note that another rank has done a job."""
+        if (awaited := self._calls.get(number)) is not None:
+            awaited.waits_for.discard(rank)
+            self._settle(number, awaited)
+
+    def fail(self, rank: int, number: int, error: BaseException) -> bool:
+        """Note that a step or job has failed on a rank; return whether it is still awaited."""
+        if (awaited := self._calls.get(number)) is None:
+            return False
+        awaited.failures[rank] = error
+        self._settle(number, awaited)
+        return True
+
+    def fail_all(self, error: Exception) -> None:
+        """End all that is awaited."""
+        for awaited in self._calls.values():
+            set_once(awaited.future, error)
+        self._calls.clear()
+
+    async def wait(self) -> None:
+        """Wait until all that is awaited now has ended."""
+        futures = [awaited.future for awaited in self._calls.values()]
+        await asyncio.gather(*futures, return_exceptions=True)
+
+    def _settle(self, number: int, awaited: Awaited) -> None:
+        """End the wait for a step or job if all ranks came to the same end."""
+        if not awaited.failures:
+            if awaited.own_done and not awaited.waits_for:
+                del self._calls[number]
+                set_once(awaited.future, awaited.result)
+        elif len(awaited.failures) == self._num_ranks:
+            del self._calls[number]
+            set_once(awaited.future, awaited.failures[0])
+        elif not awaited.disputed:
+            awaited.disputed = True
+            asyncio.get_running_loop().call_later(AGREE_SECONDS, self._report_dispute, number)
+
+    def _report_dispute(self, number: int) -> None:
+        if (awaited := self._calls.get(number)) is None:
+            return
+        rank, error = min(awaited.failures.items())
+        reason = str(error) if rank else f"rank 0: {type(error).__name__}: {error}"
+        others = ", ".join(str(r) for r in range(self._num_ranks) if r not in awaited.failures)
+        self._disagree(RankFailed(f"{reason}; not so on rank {others}"))
 
 
 def set_once(future: asyncio.Future[Any], value: Any) -> None:

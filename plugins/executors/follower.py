@@ -25,6 +25,7 @@ from ...core.remote.frames import encode
 from ...core.remote.processes import follow_parent
 from .messages import (
     Beat,
+    Detach,
     Done,
     End,
     Failed,
@@ -33,6 +34,7 @@ from .messages import (
     Job,
     Joining,
     Log,
+    PlanRows,
     Ready,
     Setup,
     Step,
@@ -42,7 +44,7 @@ from .messages import (
 from .progress import BEAT_SECONDS, Progress
 
 if TYPE_CHECKING:
-    from ...core.step import StepResult
+    from ...core.step import KVDetached, StepResult
     from ...core.worker.threads import PendingStep
     from .rank import RankWorker
 
@@ -77,6 +79,9 @@ class Follower:
         self._progress = progress
         self._inbox: Inbox[ToFollower] = Inbox(connection, ToFollower)
         self._sending = threading.Lock()
+        self._rows = PlanRows()
+        self._detached: KVDetached | None = None
+        """What rank 0 knows of a worker half of a KV connector that is detached."""
         self._launched: queue.SimpleQueue[tuple[int, PendingStep]] = queue.SimpleQueue()
         self._flying = 0
         """Most steps in flight: as many as of rank 0."""
@@ -102,7 +107,7 @@ class Follower:
                 lambda: self.send(Joining()),
             )
         except BaseException as error:
-            self.send(Failed.because(0, error))
+            self.send(Failed.from_error(0, error))
             self._wait_for_end()
             return 1
         joined.worker.transfer_news = self._has_report
@@ -117,6 +122,8 @@ class Follower:
                 self._step(joined, message)
             elif isinstance(message, Job):
                 self._do(joined, message)
+            elif isinstance(message, Detach):
+                joined.worker.detach_connector(message.failure)
             else:
                 return 1
         self._settle()
@@ -144,7 +151,7 @@ class Follower:
         self._free.acquire()
         self._progress.start(step.number)
         try:
-            pending = joined.worker.step(step.plan)
+            pending = joined.worker.step(self._rows.plan_of(step))
         except BaseException as error:
             self._end_step(step.number, error)
         else:
@@ -164,8 +171,9 @@ class Follower:
     def _report(self, result: StepResult) -> None:
         """Send what a KV connector's worker half reports."""
         report, detached = result.kv_report, result.kv_detached
-        if report is None and detached is None:
+        if report is None and detached == self._detached:
             return
+        self._detached = detached
         if report is not None and report.payload is not None:
             report = msgspec.structs.replace(report, payload=None)
         self.send(Transferred(report, detached))
@@ -173,7 +181,7 @@ class Follower:
     def _end_step(self, number: int, error: BaseException | None) -> None:
         self._progress.finish(number)
         if error is not None:
-            self.send(Failed.because(number, error))
+            self.send(Failed.from_error(number, error))
         self._free.release()
 
     def _settle(self) -> None:
@@ -188,7 +196,7 @@ class Follower:
         try:
             joined.run_job(job.job)
         except BaseException as error:
-            self.send(Failed.because(job.number, error))
+            self.send(Failed.from_error(job.number, error))
         else:
             self.send(Done(job.number))
         self._progress.finish(job.number)

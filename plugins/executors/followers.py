@@ -181,7 +181,7 @@ class FollowerProcess(FollowerConnection):
         lost: Callable[[int, str], None],
     ) -> None:
         """Start the process, or take one that was started ahead."""
-        self.process, connection, progress = take()
+        self.process, connection, progress, _ = take()
         self.local_rank = rank
         self.host = socket.gethostname()
         super().__init__(rank, connection, progress, received=received, lost=lost)

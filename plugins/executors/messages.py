@@ -14,11 +14,13 @@ import msgspec
 from ...core.config import EngineConfig
 from ...core.errors import JackfieldError, error_named
 from ...core.protocols.executors import ExecutorInfo
-from ...core.remote.frames import FrameReader
+from ...core.remote.frames import FrameReader, encode
 from ...core.step import KVDetached, KVReport, StepPlan, WorkerJob
 
 PART = 1 << 16
 """Bytes read at once."""
+ROWS = ("slots", "num_tokens", "samples")
+"""Fields of a plan that steps without new requests repeat."""
 T = TypeVar("T")
 
 
@@ -47,6 +49,8 @@ class Step(msgspec.Struct, frozen=True, tag="step"):
     number: int
     """Number of this step or job, from 1."""
     plan: StepPlan
+    repeats_rows: bool = False
+    """Whether the plan is sent without its rows (ROWS), which are those of the last plan."""
 
 
 class Job(msgspec.Struct, frozen=True, tag="job"):
@@ -56,11 +60,17 @@ class Job(msgspec.Struct, frozen=True, tag="job"):
     job: WorkerJob
 
 
+class Detach(msgspec.Struct, frozen=True, tag="detach"):
+    """The worker half of the KV connector has raised on a rank: close that of each."""
+
+    failure: str
+
+
 class End(msgspec.Struct, frozen=True, tag="end"):
     """Finish what came before, free the device, and end the process."""
 
 
-ToFollower: TypeAlias = Setup | Step | Job | End
+ToFollower: TypeAlias = Setup | Step | Job | Detach | End
 
 
 # ---------------------------------------------------------------- the others → rank 0
@@ -105,7 +115,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     param: str | None = None
 
     @classmethod
-    def because(cls, number: int, error: BaseException) -> Failed:
+    def from_error(cls, number: int, error: BaseException) -> Failed:
         """Encode an exception."""
         known = (base.__name__ for base in type(error).__mro__ if error_named(base.__name__))
         kind = next(known, type(error).__name__)
@@ -136,6 +146,33 @@ class Beat(msgspec.Struct, frozen=True, tag="beat"):
 
 
 ToLeader: TypeAlias = Joining | Ready | Done | Transferred | HasReport | Failed | Log | Beat
+
+
+class PlanRows:
+    """The rows of the last plan that was sent, or received: the next one may repeat them."""
+
+    def __init__(self) -> None:
+        self._last: tuple[object, ...] = ((),) * len(ROWS)
+
+    def encode_step(self, number: int, plan: StepPlan) -> bytes:
+        """Return the frame of a step, which is then sent. Raises what `frames.encode` raises."""
+        slots, num_tokens, samples = self._last
+        # The scheduler repeats the objects themselves.
+        repeats = plan.slots is slots and plan.num_tokens is num_tokens and plan.samples is samples
+        if repeats:
+            sent = msgspec.structs.replace(plan, slots=(), num_tokens=(), samples=())
+            return encode(Step(number, sent, True))
+        frame = encode(Step(number, plan))
+        self._last = plan.slots, plan.num_tokens, plan.samples
+        return frame
+
+    def plan_of(self, step: Step) -> StepPlan:
+        """Return the plan of a step that was received, with its rows."""
+        plan = step.plan
+        if step.repeats_rows:
+            return msgspec.structs.replace(plan, **dict(zip(ROWS, self._last, strict=True)))
+        self._last = plan.slots, plan.num_tokens, plan.samples
+        return plan
 
 
 class Inbox(Generic[T]):

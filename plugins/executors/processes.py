@@ -10,13 +10,9 @@ engine ends.
 from __future__ import annotations
 
 import asyncio
-import atexit
 import contextlib
-import faulthandler
 import logging
-import os
 import socket
-import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
@@ -31,18 +27,20 @@ from ...core.remote.frames import encode
 from ...core.step import InProcess, Ping, StepPlan, StepResult, WorkerJob
 from ...core.worker.threads import WorkerThread
 from .agreement import check_alike, remoteness
-from .awaited import Awaited, retrieve, set_once
+from .awaited import AGREE_SECONDS, AwaitedCalls, retrieve, set_once
 from .followers import FollowerConnection, FollowerProcess
+from .leader_end import END_SECONDS, dump_stacks, end_thread
 from .messages import (
+    Detach,
     Done,
     End,
     Failed,
     HasReport,
     Job,
     Joining,
+    PlanRows,
     Ready,
     Setup,
-    Step,
     ToLeader,
     Transferred,
 )
@@ -56,10 +54,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("jackfield.worker")
 TICK_SECONDS = 0.5
-AGREE_SECONDS = 3.0
-"""After a step has failed on one rank, it must have failed on all within this time."""
-END_SECONDS = 5.0
-"""Time for a rank to end; then it is killed."""
 STOP_SECONDS = 60.0
 """Time for rank 0 to finish and to free its device."""
 ABORT_SECONDS = 1.0
@@ -100,18 +94,18 @@ class ProcessesExecutor(Executor):
         self._progress = Progress.create()
         self._infos: list[ExecutorInfo] = []
         """By rank; [] until all have started."""
+        self._rows = PlanRows()
         self._number = 0
-        self._awaited: dict[int, Awaited] = {}
-        """Steps and jobs whose end is not known, by number."""
+        self._awaited = AwaitedCalls(self.size, disagree=self._fail)
         self._starting: dict[int, asyncio.Future[ExecutorInfo]] = {}
         """By rank, other than 0; `_joining` as well."""
         self._joining: dict[int, asyncio.Future[None]] = {}
         self._stopping = False
         self._watch: asyncio.Task[None] | None = None
-        self._failed: Callable[[Exception], None] = _nobody
+        self._failed: Callable[[Exception], None] = _ignore_failure
         self._transfers: RankTransfers | None = None
         """Set with a KV connector."""
-        self._transfer_news: Callable[[], None] = _nothing
+        self._transfer_news: Callable[[], None] = _ignore
         """Called on the event loop when a step would bring something of it."""
 
     @staticmethod
@@ -144,7 +138,7 @@ class ProcessesExecutor(Executor):
     def watch_transfers(self, callback: Callable[[], None]) -> None:
         """Also of the other ranks' worker halves."""
         self._transfer_news = callback
-        self._transfers = RankTransfers(self.size, callback)
+        self._transfers = RankTransfers(self.size, callback, self._detach_connector)
 
     # ------------------------------------------------------------ start
 
@@ -259,14 +253,15 @@ class ProcessesExecutor(Executor):
     def submit(self, plan: StepPlan, in_process: InProcess) -> asyncio.Future[StepResult]:
         """Queue one step on all ranks. Raises RankFailed after one was lost."""
         thread, number = self._next()
-        self._send(Step(number, plan))
+        if self.followers:
+            self._send_frame(self._rows.encode_step(number, plan))
 
         def launch() -> Any:
             assert self._joined is not None
             self._progress.start(number)
             return self._joined.worker.step(plan, in_process)
 
-        return self._await(number, thread.step(launch), job=False)
+        return self._await(number, thread.step(launch), plan)
 
     def ask(self, job: WorkerJob) -> asyncio.Future[Any]:
         """Queue one job on all ranks; done once all have done it. The reply is rank 0's."""
@@ -278,14 +273,14 @@ class ProcessesExecutor(Executor):
         thread, number = self._next()
         self._send(Job(number, job))
         if isinstance(job, Ping):
-            return self._await(number, thread.step(_Nothing), job=True)
+            return self._await(number, thread.step(_Nothing))
 
         def run() -> Any:
             assert self._joined is not None
             self._progress.start(number)
             return self._joined.run_job(job)
 
-        return self._await(number, thread.call(run), job=True)
+        return self._await(number, thread.call(run))
 
     def _next(self) -> tuple[WorkerThread, int]:
         if self.failure is not None:
@@ -294,35 +289,46 @@ class ProcessesExecutor(Executor):
         self._number += 1
         return self._thread, self._number
 
-    def _send(self, message: Step | Job | End) -> None:
-        if not self.followers:
-            return
-        frame = encode(message)
+    def _send(self, message: Job | Detach | End) -> None:
+        if self.followers:
+            self._send_frame(encode(message))
+
+    def _send_frame(self, frame: bytes) -> None:
         self.num_encoded += 1
         for follower in self.followers:
             follower.send(frame)
 
-    def _await(self, number: int, own: asyncio.Future[Any], job: bool) -> asyncio.Future[Any]:
+    def _await(
+        self, number: int, own: asyncio.Future[Any], plan: StepPlan | None = None
+    ) -> asyncio.Future[Any]:
+        """plan: None for a job, which other ranks reply to."""
         if not self.followers:
             return own
-        waits_for = {follower.rank for follower in self.followers} if job else set()
-        awaited = self._awaited[number] = Awaited(own.get_loop().create_future(), waits_for)
+        waits_for = {follower.rank for follower in self.followers} if plan is None else set()
+        future = self._awaited.add_call(number, plan, waits_for)
         own.add_done_callback(lambda done: self._finish_own(number, done))
-        return awaited.future
+        return future
 
     def _finish_own(self, number: int, own: asyncio.Future[Any]) -> None:
         """Note that rank 0 has come to the end of a step or job."""
         error = None if own.cancelled() else own.exception()
         self._progress.finish(number)
-        if (awaited := self._awaited.get(number)) is None:
+        if number not in self._awaited:
             return  # The engine has failed meanwhile.
-        if error is None:
-            awaited.result, awaited.own_done = own.result(), True
-            if self._transfers is not None and isinstance(awaited.result, StepResult):
-                awaited.result = self._transfers.into(awaited.result)
-        else:
-            awaited.failures[0] = error
-        self._settle(number, awaited)
+        if error is not None:
+            self._awaited.fail(0, number, error)
+            return
+        result = own.result()
+        if self._transfers is not None and isinstance(result, StepResult):
+            result = self._transfers.into(result)
+        self._awaited.finish_own(number, result)
+
+    def _detach_connector(self, failure: str) -> None:
+        """Close the KV connector's worker halves of all ranks, as one of them has raised."""
+        thread, joined = self._thread, self._joined
+        if self.failure is None and thread is not None and joined is not None:
+            self._send(Detach(failure))
+            thread.call(lambda: joined.worker.detach_connector(failure)).add_done_callback(retrieve)
 
     def _receive(self, rank: int, message: ToLeader) -> None:
         if isinstance(message, Joining):
@@ -333,40 +339,15 @@ class ProcessesExecutor(Executor):
             error = message.error(self._name(rank))
             if message.number == 0:
                 self._starting[rank].set_exception(error)
-            elif (awaited := self._awaited.get(message.number)) is not None:
-                awaited.failures[rank] = error
-                self._settle(message.number, awaited)
-            else:
+            elif not self._awaited.fail(rank, message.number, error):
                 self._fail(RankFailed(f"{error}; the other ranks have done step {message.number}"))
         elif isinstance(message, HasReport):
             self._transfer_news()
         elif isinstance(message, Transferred):
             assert self._transfers is not None, "only a KV connector reports transfers"
             self._transfers.take(rank, message.report, message.detached)
-        elif isinstance(message, Done) and (awaited := self._awaited.get(message.number)):
-            awaited.waits_for.discard(rank)
-            self._settle(message.number, awaited)
-
-    def _settle(self, number: int, awaited: Awaited) -> None:
-        """End the wait for a step or job if all ranks came to the same end."""
-        if not awaited.failures:
-            if awaited.own_done and not awaited.waits_for:
-                del self._awaited[number]
-                set_once(awaited.future, awaited.result)
-        elif len(awaited.failures) == self.size:
-            del self._awaited[number]
-            set_once(awaited.future, awaited.failures[0])
-        elif not awaited.disputed:
-            awaited.disputed = True
-            asyncio.get_running_loop().call_later(AGREE_SECONDS, self._disagree, number)
-
-    def _disagree(self, number: int) -> None:
-        if (awaited := self._awaited.get(number)) is None or self.failure is not None:
-            return
-        rank, error = min(awaited.failures.items())
-        reason = str(error) if rank else f"rank 0: {type(error).__name__}: {error}"
-        others = ", ".join(str(r) for r in range(self.size) if r not in awaited.failures)
-        self._fail(RankFailed(f"{reason}; not so on rank {others}"))
+        elif isinstance(message, Done):
+            self._awaited.finish(rank, message.number)
 
     # ------------------------------------------------------------ failure and end
 
@@ -400,15 +381,17 @@ class ProcessesExecutor(Executor):
                 started, detector = True, StallDetector(ranks, ticks)
             if self._thread is not None:
                 self._progress.beat(self._thread.launch_thread)
-            if (stall := detector.tick(bool(self._awaited))) is None:
+            stall = detector.tick(bool(self._awaited), self._awaited.most_tokens)
+            if stall is None:
                 continue
-            for dump in (_dump_stacks, *(each.dump_stacks for each in self.followers)):
+            for dump in (dump_stacks, *(each.dump_stacks for each in self.followers)):
                 with contextlib.suppress(Exception):  # The engine ends, stacks or not.
                     dump()
             await asyncio.sleep(STACK_SECONDS)
             places = [self._name(each.rank) for each in self.followers if each.where]
             hosts = f" ({', '.join(places)})" if places else ""
-            self._fail(RankFailed(f"{stall} for {seconds:g} seconds{hosts}"))
+            duration = stall.ticks * TICK_SECONDS
+            self._fail(RankFailed(f"{stall.reason} for {duration:g} seconds{hosts}"))
 
     def _fail(self, error: Exception) -> None:
         """End all ranks but this one, and everything that is awaited."""
@@ -419,9 +402,7 @@ class ProcessesExecutor(Executor):
             follower.kill()
         for future in self._starting.values():
             set_once(future, error)
-        for awaited in self._awaited.values():
-            set_once(awaited.future, error)
-        self._awaited.clear()
+        self._awaited.fail_all(error)
         self._failed(error)
 
     async def stop(self) -> None:
@@ -429,8 +410,7 @@ class ProcessesExecutor(Executor):
         thread, self._thread = self._thread, None
         if thread is None:
             return
-        awaited = [each.future for each in self._awaited.values()]
-        await asyncio.gather(*awaited, return_exceptions=True)
+        await self._awaited.wait()
         self._stopping = True
         if self._watch is not None:
             self._watch.cancel()
@@ -441,29 +421,12 @@ class ProcessesExecutor(Executor):
         if not self.followers:
             await ended
             await thread.close()
-        elif not await self._unwind(thread, ended):
-            logger.error("rank 0 waits for other ranks for ever: the process ends with status 1")
-            atexit.register(_leave_now)
+        else:
+            seconds = STOP_SECONDS if self.failure is None else ABORT_SECONDS
+            await end_thread(thread, ended, self._joined, seconds)
         await self._end_others()
         if self._joined is None:
             self._progress.close()
-
-    async def _unwind(self, thread: WorkerThread, ended: asyncio.Future[None]) -> bool:
-        """End the worker thread, which may wait for ranks that are gone; return whether it did."""
-        ended.add_done_callback(retrieve)
-        joined = self._joined
-        await asyncio.wait([ended], timeout=STOP_SECONDS if self.failure is None else ABORT_SECONDS)
-        leaving: asyncio.Future[None] | None = None
-        if not ended.done() and joined is not None:
-            leaving = asyncio.get_running_loop().create_future()
-            threading.Thread(target=_leave, args=(joined, leaving), daemon=True).start()
-            await asyncio.wait([ended, leaving], timeout=END_SECONDS)
-        if not ended.done() or not (leaving is None or leaving.done()):
-            return False
-        await thread.close()
-        if (error := ended.exception()) is not None:
-            logger.warning("rank 0 did not end well: %s: %s", type(error).__name__, error)
-        return True
 
     def _stop_worker(self) -> None:
         if self._joined is not None:
@@ -478,31 +441,12 @@ class _Nothing:
         return None
 
 
-def _nobody(error: Exception) -> None:
+def _ignore_failure(error: Exception) -> None:
     """Do nothing: default before a listener is set."""
 
 
-def _dump_stacks() -> None:
-    """Write the stacks of this process. Raises OSError where standard error is closed."""
-    faulthandler.dump_traceback(file=2)  # A notebook's sys.stderr is no file.
-
-
-def _nothing() -> None:
+def _ignore() -> None:
     """Do nothing: default before a listener is set."""
-
-
-def _leave(joined: RankWorker, left: asyncio.Future[None]) -> None:
-    """Leave the group on this thread. A process that ended while a library is in that call would
-    abort."""
-    joined.leave()
-    with contextlib.suppress(RuntimeError):  # The loop has closed.
-        left.get_loop().call_soon_threadsafe(set_once, left, None)
-
-
-def _leave_now() -> None:
-    """End the process: a thread is in a call of a library that does not return."""
-    logging.shutdown()
-    os._exit(1)
 
 
 def _follower_log_level() -> int:

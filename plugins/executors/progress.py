@@ -8,7 +8,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from ...core.parallel.ranks import Group
 
@@ -18,6 +18,10 @@ COLUMNS = ("beats", "started", "finished", "collectives", "compiling")
 """Of a rank: signs of life; the number of the last step or job that it started, and that it
 finished; calls to other ranks; signs of life while it compiled."""
 BEAT_SECONDS = 0.25
+TOKENS = 8192
+"""A step with prompts is launched at once, and the host does not see how the device gets on. With 8
+seconds for so many tokens it has 1 ms for each; at the rate of two cards of 700 TFLOP/s, one of 70
+billion parameters takes 0.1. On a CPU the host sees each layer's calls to other ranks."""
 COMPILERS = (
     "/triton/compiler/", "/triton/backends/", "/triton/runtime/build", "/kernels/compile.py",
     "/flashinfer/jit/", "/torch/utils/cpp_extension", "/torch/_inductor/", "/cutlass/",
@@ -132,6 +136,15 @@ def is_compiling(frame: FrameType | None) -> bool:
     return False
 
 
+class Stall(NamedTuple):
+    """What is wrong."""
+
+    reason: str
+    """The end of a sentence that begins with a duration."""
+    ticks: int
+    """That duration."""
+
+
 class StallDetector:
     """Finds ranks that are frozen, and steps in which no rank makes progress.
 
@@ -141,7 +154,7 @@ class StallDetector:
 
     def __init__(self, ranks: Sequence[Progress], ticks: int) -> None:
         """ranks: all, from 0. ticks: without a sign of life, or without progress, after which a
-        rank counts as stalled."""
+        rank counts as stalled; without progress in a step of TOKENS twice as many, and so on."""
         self._ranks = ranks
         self._ticks = ticks
         self._beats = [0] * len(ranks)
@@ -151,21 +164,21 @@ class StallDetector:
         self._still = 0
         """Ticks since any rank's last progress."""
 
-    def tick(self, awaited: bool) -> str | None:
-        """Return what is wrong, as the end of a sentence that begins with a duration; None:
-        nothing. `awaited`: whether a step or job is awaited, so that there should be progress.
-        """
+    def tick(self, awaited: bool, tokens: int = 0) -> Stall | None:
+        """Return what is wrong; None: nothing. `awaited`: whether a step or job is awaited, so that
+        there should be progress; `tokens`: of the longest of these steps."""
         rows = [rank.read() for rank in self._ranks]
         for rank, row in enumerate(rows[1:], 1):
             silent = row["beats"] == self._beats[rank] and row["beats"] > 0
             self._silent[rank] = self._silent[rank] + 1 if silent else 0
             self._beats[rank] = row["beats"]
             if self._silent[rank] >= self._ticks:
-                return f"rank {rank} has given no sign of life"
+                return Stall(f"rank {rank} has given no sign of life", self._ticks)
         progress = [{name: row[name] for name in COLUMNS[1:]} for row in rows]
         self._still = self._still + 1 if awaited and progress == self._last else 0
         self._last = progress
-        return self._blame(rows) if self._still >= self._ticks else None
+        most = round(self._ticks * (1 + tokens / TOKENS))
+        return Stall(self._blame(rows), most) if self._still >= most else None
 
     def _blame(self, rows: list[dict[str, int]]) -> str:
         reached = [(row["finished"], row["started"], row["collectives"]) for row in rows]

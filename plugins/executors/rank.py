@@ -19,7 +19,7 @@ from ...core.parallel.ranks import ONE_RANK, Ranks
 from ...core.protocols.executors import ExecutorInfo
 from ...core.registry import Plugins, load_plugins
 from ...core.step import Ping, WorkerJob
-from ...core.worker.start.device_init import initialize_device
+from ...core.worker.start.device_init import initialize_device, separate_streams
 from ...core.worker.worker import Worker
 from .progress import Progress
 
@@ -36,6 +36,7 @@ def start_rank(
     """Start a rank in a process of its own. `config`: resolved; `plugin_names`: the plugins from
     outside to load; `local_rank`: number of its device on its host; `joining`: called right before
     it joins the others. Raises what the start of an engine raises."""
+    separate_streams(config)
     device = rank_device(config, local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -78,6 +79,7 @@ class RankWorker:
         listener: socket | None = None,
     ) -> RankWorker:
         """Join the other ranks, if there are any, and create the worker, which has not started."""
+        separate_streams(config)
         device = rank_device(config, local_rank)
         if device.type == "cuda":
             torch.cuda.set_device(device)  # Of this thread.

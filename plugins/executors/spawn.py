@@ -6,6 +6,7 @@ processes import meanwhile what they need.
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 from typing import NamedTuple
@@ -14,17 +15,21 @@ from ...core.remote.processes import spawn
 from .progress import Progress
 
 MODULE = "jackfield.plugins.executors.follower"
+NUMBERING = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
+"""Variables that say which device has which number. A process keeps those that it began with."""
 
 
-class Spawned(NamedTuple):
+class SpareProcess(NamedTuple):
     """A process that waits for its Setup."""
 
     process: subprocess.Popen[bytes]
     connection: socket.socket
     progress: Progress
+    numbering: tuple[str | None, ...]
+    """[len(NUMBERING)] What it began with."""
 
 
-_spares: list[Spawned] = []
+_spares: list[SpareProcess] = []
 """Of this process, and of no engine yet. They end with it."""
 
 
@@ -34,19 +39,29 @@ def start_ahead(count: int) -> None:
         _spares.append(_spawn())
 
 
-def take() -> Spawned:
+def take() -> SpareProcess:
     """Return a process that no one else gets, started ahead or now."""
     while _spares:
-        if (spare := _spares.pop()).process.poll() is None:
+        spare = _spares.pop()
+        alive = spare.process.poll() is None
+        if alive and spare.numbering == _numbering():
             return spare
+        if alive:
+            # The program has chosen other devices since.
+            spare.process.kill()
+            spare.process.wait()
         spare.connection.close()
         spare.progress.close()
     return _spawn()
 
 
-def _spawn() -> Spawned:
+def _spawn() -> SpareProcess:
     own, other = socket.socketpair()
     progress = Progress.create()
     with other:
         process = spawn(MODULE, (other.fileno(), progress.file.fileno()))
-    return Spawned(process, own, progress)
+    return SpareProcess(process, own, progress, _numbering())
+
+
+def _numbering() -> tuple[str | None, ...]:
+    return tuple(os.environ.get(name) for name in NUMBERING)

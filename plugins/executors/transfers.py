@@ -12,17 +12,28 @@ from ...core.step import KVDetached, KVReport, StepResult
 
 class RankTransfers:
     """Merges the reports of the ranks' worker halves: a transfer has ended once it has on every
-    rank. All on the event loop."""
+    rank. All on the event loop.
 
-    def __init__(self, num_ranks: int, news: Callable[[], None]) -> None:
-        """news: called when there is something that a later step's result is to bring."""
+    If one half raises, those of the other ranks are closed, too: once all have closed, no block is
+    used any more, whatever had begun on which rank.
+    """
+
+    def __init__(
+        self, num_ranks: int, news: Callable[[], None], detach: Callable[[str], None]
+    ) -> None:
+        """news: called when there is something that a later step's result is to bring. detach:
+        called once, with the failure, to close the halves of all ranks."""
         self._num_ranks = num_ranks
         self._news = news
+        self._detach = detach
         self._ends: dict[int, list[tuple[int, ...]]] = {}
         """Transfer → the blocks that were not filled, of each rank where it has ended."""
         self._finished: list[int] = []
         self._failed: dict[int, tuple[int, ...]] = {}
+        self._halves: dict[int, KVDetached] = {}
+        """Of each rank, once its half is detached."""
         self._detached: KVDetached | None = None
+        """Of all ranks."""
 
     def take(self, rank: int, report: KVReport | None, detached: KVDetached | None) -> None:
         """Take in what another rank reports."""
@@ -47,10 +58,21 @@ class RankTransfers:
             unfilled = {**dict.fromkeys(report.finished, ()), **report.failed}
             for transfer, blocks in unfilled.items():
                 self._end(transfer, blocks)
-        if detached is not None and self._detached is None:
-            # The other ranks' halves go on, so none can say that no block is in use any more.
-            self._detached = KVDetached(f"rank {rank}: {detached.failure}", closed=False)
+        if detached is not None:
+            self._note_detached(rank, detached)
         return before != (len(self._finished), len(self._failed), self._detached)
+
+    def _note_detached(self, rank: int, detached: KVDetached) -> None:
+        self._halves[rank] = detached
+        closed = [half.closed for half in self._halves.values()]
+        all_closed = True if closed == [True] * self._num_ranks else None
+        state = False if False in closed else all_closed
+        if self._detached is not None:
+            self._detached = msgspec.structs.replace(self._detached, closed=state)
+            return
+        failure = f"rank {rank}: {detached.failure}"
+        self._detached = KVDetached(failure, closed=state)
+        self._detach(failure)
 
     def _end(self, transfer: int, blocks: tuple[int, ...]) -> None:
         """Note that a transfer has ended on one more rank."""

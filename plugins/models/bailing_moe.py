@@ -1,8 +1,9 @@
-"""Bailing (Ling, Ring): DeepSeek's mixtures, chosen by sigmoids or a softmax, in Llama's blocks."""
+"""Bailing (Ling, Ring), Sarvam and Param 2: DeepSeek's mixtures, chosen by sigmoids or a softmax,
+in Llama's blocks."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -12,7 +13,7 @@ from ...core.loading.weight_map import Shard, WeightMap
 from ...core.nn.context import BuildContext
 from ...core.nn.experts import SparseMLP
 from ...core.nn.mlp import GatedMLP
-from .decoder import CausalLM
+from .decoder import CausalLM, SelfAttention
 from .deepseek_moe import DeepseekMoeForCausalLM, Glm4MoeAttention, is_dense
 from .parts import FusedAttention
 
@@ -29,7 +30,7 @@ class BailingAttention(FusedAttention, Glm4MoeAttention):
 
 class BailingMoeForCausalLM(DeepseekMoeForCausalLM):
     tensor_parallel = True
-    attention = BailingAttention
+    attention: ClassVar[type[SelfAttention]] = BailingAttention
     weight_map = WeightMap(
         stacked={
             "gate_proj": Shard("gate_up_proj", "gate"), "up_proj": Shard("gate_up_proj", "up"),
@@ -59,7 +60,9 @@ class BailingMoeForCausalLM(DeepseekMoeForCausalLM):
             raise ConfigError(
                 f"score_function: {scoring!r} is not supported", param="score_function"
             )
-        size, inner, shared = hf.hidden_size, hf.moe_intermediate_size, hf.num_shared_experts or 0
+        size, inner = hf.hidden_size, hf.moe_intermediate_size
+        each = getattr(hf, "moe_shared_expert_intermediate_size", None) or inner
+        shared = each * (hf.num_shared_experts or 0)
         return SparseMLP(
             hf.num_experts,
             cls.rule(hf)._replace(scoring=scoring),
@@ -69,7 +72,7 @@ class BailingMoeForCausalLM(DeepseekMoeForCausalLM):
             build,
             score_bias=bool(getattr(hf, "moe_router_enable_expert_bias", False)),
             wide_router=True,
-            shared=GatedMLP(size, shared * inner, hf.hidden_act, build) if shared else None,
+            shared=GatedMLP(size, shared, hf.hidden_act, build) if shared else None,
         )
 
 

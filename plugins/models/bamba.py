@@ -9,18 +9,19 @@ import torch
 from torch import nn
 
 from ...core.loading.model_config import ModelConfig
-from ...core.loading.weight_map import Together, WeightMap
+from ...core.loading.weight_map import WeightMap
 from ...core.nn.context import BuildContext, ForwardContext
 from ...core.nn.experts import SparseMLP
 from ...core.nn.mlp import GatedMLP
 from ...core.nn.rotary import Rotary
-from ...core.nn.routing import RoutingRule
 from ...core.nn.state.mamba2 import Mamba2Mixer
 from ...core.nn.state.sizes import Mamba2Sizes
 from .decoder import QKV_SHARDS, CausalLM, Decoder
 from .granite import GraniteAttention
+from .granite_moe import STORED_EXPERTS, STORED_TOGETHER
 from .mamba import check_activation
 from .mixer import HybridBlock
+from .parts import renormalized_mixture
 
 
 def mamba2_mixer(hf: Any, build: BuildContext, **more: Any) -> Mamba2Mixer:
@@ -72,14 +73,7 @@ class GraniteHybridBlock(HybridBlock):
         self.multiplier = float(hf.residual_multiplier)
         self.block_sparse_moe = None
         if hf.num_local_experts:
-            self.block_sparse_moe = SparseMLP(
-                hf.num_local_experts,
-                RoutingRule(hf.num_experts_per_tok, renormalize=True),
-                hf.hidden_size,
-                hf.intermediate_size,
-                hf.hidden_act,
-                build,
-            )
+            self.block_sparse_moe = renormalized_mixture(hf, build)
 
     def make_mixer(self, config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:
         return mamba2_mixer(config.hf_config, build)
@@ -119,14 +113,9 @@ class GraniteMoeHybridForCausalLM(CausalLM):
         names={
             "shared_mlp.gate_up_proj": "shared_mlp.input_linear",
             "shared_mlp.down_proj": "shared_mlp.output_linear",
-            "experts.all_gate_up": "input_linear.weight",
-            "experts.all_down": "output_linear.weight",
-            "gate": "router.layer",
+            **STORED_EXPERTS,
         },
-        together={
-            "all_gate_up": Together("gate_up_proj.weight", ("gate", "up"), joined=True),
-            "all_down": Together("down_proj.weight"),
-        },
+        together=STORED_TOGETHER,
     )
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:

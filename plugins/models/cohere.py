@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -17,7 +17,7 @@ from ...core.nn.norm import BiaslessLayerNorm
 from ...core.nn.rotary import Rotary
 from .decoder import CausalLM, Decoder, HeadlessLM, ParallelBlock, SelfAttention
 from .parts import HeadNormAttention, HeadsLayerNorm
-from .qwen2 import window_of_layer
+from .windows import WindowedAttention
 
 
 class CohereAttention(HeadNormAttention):
@@ -62,12 +62,6 @@ class CohereForCausalLM(CausalLM):
         return super().compute_logits(hidden).mul_(self.logit_scale)
 
 
-class Cohere2Attention(SelfAttention):
-    @staticmethod
-    def sliding_window(hf: Any, layer: int) -> int | None:
-        return window_of_layer(hf, layer)
-
-
 class Cohere2Decoder(CohereDecoder):
     @staticmethod
     def rotaries_of(config: ModelConfig, build: BuildContext) -> Sequence[Rotary | None]:
@@ -78,5 +72,5 @@ class Cohere2Decoder(CohereDecoder):
 
 class Cohere2ForCausalLM(CohereForCausalLM):
     tensor_parallel = True
-    attention = Cohere2Attention
+    attention = WindowedAttention
     decoder = Cohere2Decoder

@@ -2,10 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from transformers import DeepseekV3Config, PreTrainedConfig
+from transformers import DeepseekV3Config, FalconConfig, PreTrainedConfig
+
+from ...core.errors import ConfigError, shown
+
+MIXTURE = ("num_experts_per_tok", "moe_intermediate_size", "routed_scaling_factor")
+
+
+def wrong(field: str, value: Any, expected: str) -> ConfigError:
+    """Return the error for a field of config.json."""
+    return ConfigError(
+        f"model: config.json: {field} must be {expected}, got {shown(value)}", param="model"
+    )
+
+
+def check_count(fields: Mapping[str, Any], *names: str, scope: str = "") -> None:
+    """Raise ConfigError where one of these is no integer from 1."""
+    for name in names:
+        value = fields.get(name)
+        if type(value) is not int or value < 1:
+            raise wrong(scope + name, value, "an integer of at least 1")
 
 
 class RenamedConfig:
@@ -14,21 +33,42 @@ class RenamedConfig:
     usual: ClassVar[Mapping[str, str]] = {}
     """Usual name → the family's own."""
     defaults: ClassVar[Mapping[str, Any]] = {}
+    numbers: ClassVar[Sequence[str]] = ()
+    """Fields that are not null."""
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any]) -> Any:
         own = {"tie_word_embeddings": False} | dict(cls.defaults) | config_dict
         own.pop("model_type", None)
+        for name in ("hidden_size", "num_hidden_layers", "num_attention_heads"):
+            theirs = cls.usual.get(name, name)
+            check_count(own, theirs if theirs in own else name)
+        name = cls.usual.get("intermediate_size", "intermediate_size")
+        if name in own and not own[name]:
+            raise wrong(name, own[name], "an integer of at least 1, or a list of them")
+        for name in cls.numbers:
+            if name in own and own[name] is None:
+                raise wrong(name, None, "a number")
         renamed = {name: own[theirs] for name, theirs in cls.usual.items() if theirs in own}
         return PreTrainedConfig(**(own | renamed))
 
 
 class LlamaLikeConfig(RenamedConfig):
-    """Aquila, DeciLM, InternLM 1 and 2, MiMo, Pangu Embedded, TeleChat 3, XVERSE: Llama's fields;
-    `bias` may stand for `attention_bias`."""
+    """Aquila, DeciLM, InternLM 1 and 2, MiMo, Ouro, Pangu Embedded, Solar Pro, TeleChat 3, XVERSE:
+    Llama's fields; `bias` may stand for `attention_bias`."""
 
     usual = {"attention_bias": "bias"}
     defaults = {"hidden_act": "silu"}
+    numbers = ("total_ut_steps",)
+
+
+class ArcticConfig(RenamedConfig):
+    usual = {"use_residual": "parallel_attn_mlp_res"}
+    defaults = {
+        "hidden_act": "silu", "rope_theta": 1e6, "moe_layer_frequency": 2, "use_residual": False,
+        "num_experts_per_tok": 1, "num_local_experts": 8,
+    }  # fmt: skip
+    numbers = ("num_experts_per_tok", "num_local_experts")
 
 
 class BaichuanConfig(RenamedConfig):
@@ -49,6 +89,11 @@ class ExaoneConfig(RenamedConfig):
         "num_hidden_layers": "num_layers", "hidden_act": "activation_function",
         "rms_norm_eps": "layer_norm_epsilon",
     }  # fmt: skip
+
+
+class LoopCoderConfig(RenamedConfig):
+    defaults = {"hidden_act": "silu", "loop_num": 2, "loop_window_size": 64}
+    numbers = ("loop_num", "loop_window_size")
 
 
 class MiniCPMConfig(RenamedConfig):
@@ -84,6 +129,18 @@ class OrionConfig(RenamedConfig):
     usual = {"layer_norm_eps": "rms_norm_eps"}
 
 
+class PanguUltraConfig(RenamedConfig):
+    """DeepSeek V3's fields, and whether there are further norms, and a bias of routers."""
+
+    defaults = {
+        "hidden_act": "silu", "attention_bias": False, "q_lora_rank": None, "n_group": 1,
+        "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.0,
+        "n_shared_experts": None, "first_k_dense_replace": 0, "sandwich_norm": False,
+        "router_enable_expert_bias": False,
+    }  # fmt: skip
+    numbers = (*MIXTURE, "n_routed_experts")
+
+
 class Plamo2Config(RenamedConfig):
     usual = {"head_dim": "hidden_size_per_head"}
     defaults = {
@@ -92,6 +149,58 @@ class Plamo2Config(RenamedConfig):
         "full_attention_idx": None, "mamba_d_state": 64, "mamba_d_conv": 4, "mamba_num_heads": 64,
         "mamba_step": 2, "mamba_enabled": True, "max_position_embeddings": 2048,
     }  # fmt: skip
+
+
+class Plamo3Config(RenamedConfig):
+    defaults = {
+        "tie_word_embeddings": True, "rms_norm_eps": 1e-6, "num_key_value_heads": 4,
+        "head_dim": 128, "max_position_embeddings": 2048,
+    }  # fmt: skip
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any]) -> Any:
+        """Every so many layers attend to all tokens, by a rotation of their own."""
+        own = {
+            "window_size": 128, "sliding_window_pattern": 8, "rope_theta": 150000.0,
+            "rope_local_theta": 10000.0, "rope_scaling_factor": 1, **config_dict,
+        }  # fmt: skip
+        check_count(own, "num_hidden_layers", "sliding_window_pattern", "window_size")
+        for name in ("rope_theta", "rope_local_theta"):
+            if own[name] is None:
+                raise wrong(name, None, "a number")
+        every = own["sliding_window_pattern"]
+        own["layer_types"] = [
+            "sliding_attention" if (layer + 1) % every else "full_attention"
+            for layer in range(own["num_hidden_layers"])
+        ]
+        own["sliding_window"] = own["window_size"]
+        whole = {"rope_type": "default", "rope_theta": own.pop("rope_theta")}
+        if own["rope_scaling_factor"] != 1:
+            whole |= {
+                "rope_type": "yarn", "factor": own["rope_scaling_factor"], "truncate": False,
+                "original_max_position_embeddings": own["initial_context_length"],
+                "beta_fast": 32.0, "beta_slow": 1.0,
+            }  # fmt: skip
+        local = {"rope_type": "default", "rope_theta": own["rope_local_theta"]}
+        own["rope_parameters"] = {"full_attention": whole, "sliding_attention": local}
+        return super().from_dict(own)
+
+
+class RefinedWebConfig:
+    """Falcon's fields, by the names of its remote code."""
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any]) -> Any:
+        """Of the first generation, no number of keys is given."""
+        own = {name: value for name, value in config_dict.items() if name != "model_type"}
+        for theirs, name in (
+            ("n_layer", "num_hidden_layers"), ("n_head", "num_attention_heads"),
+            ("n_embed", "hidden_size"), ("n_head_kv", "num_kv_heads"),
+        ):  # fmt: skip
+            if theirs in own:
+                own[name] = own.pop(theirs)
+        own.setdefault("new_decoder_architecture", "num_kv_heads" in own)
+        return FalconConfig(**own)
 
 
 class QWenConfig(RenamedConfig):
@@ -146,6 +255,7 @@ class BailingConfig(RenamedConfig):
         "routed_scaling_factor": 1.0, "norm_topk_prob": True, "num_shared_experts": 0,
         "first_k_dense_replace": 0,
     }  # fmt: skip
+    numbers = (*MIXTURE, "num_experts")
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any]) -> Any:
@@ -157,3 +267,134 @@ class BailingConfig(RenamedConfig):
         }  # fmt: skip
         own.pop("rope_scaling", None)
         return super().from_dict(own)
+
+
+class Param2MoeConfig(BailingConfig):
+    """Ling's fields with other defaults; the size of shared experts is that of all together."""
+
+    defaults = {
+        **BailingConfig.defaults, "score_function": "sigmoid", "num_shared_experts": 1,
+        "moe_router_enable_expert_bias": True, "first_k_dense_replace": 1,
+    }  # fmt: skip
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any]) -> Any:
+        own = {"num_shared_experts": 1, **config_dict}
+        if size := own.get("moe_shared_expert_intermediate_size"):
+            own["moe_shared_expert_intermediate_size"] = size // own["num_shared_experts"]
+        return super().from_dict(own)
+
+
+class SarvamMlaConfig(RenamedConfig):
+    """DeepSeek V3's fields, some by Ling's names."""
+
+    usual = {"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"}
+    defaults = {
+        "hidden_act": "silu", "attention_bias": False, "q_lora_rank": None, "n_group": 1,
+        "topk_group": 1, "routed_scaling_factor": 2.5, "norm_topk_prob": True,
+        "num_shared_experts": 1, "first_k_dense_replace": 1, "score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+    }  # fmt: skip
+    numbers = (*MIXTURE, "num_experts")
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any]) -> Any:
+        """YaRN is called after DeepSeek."""
+        own = dict(config_dict)
+        rope = dict(own.pop("rope_scaling", None) or own.pop("rope_parameters", None) or {})
+        kind = rope.pop("type", None) or rope.get("rope_type") or "default"
+        rope["rope_type"] = kind.removeprefix("deepseek_")
+        own["rope_parameters"] = {"rope_theta": own.get("rope_theta", 10000.0), **rope}
+        return super().from_dict(own)
+
+
+class StepConfig(RenamedConfig):
+    """Step 3.5. Bases of rotations are those of each layer, or one number."""
+
+    usual = {"num_key_value_heads": "num_attention_groups", "num_experts_per_tok": "moe_top_k"}
+    defaults = {
+        "attention_bias": False, "att_impl_type": "GQA", "attention_other_setting": None,
+        "layer_types": None, "moe_router_activation": "softmax", "moe_router_scaling_factor": 1.0,
+        "norm_expert_weight": True, "num_nextn_predict_layers": 0, "partial_rotary_factors": None,
+        "sliding_window": None, "swiglu_limits": None, "swiglu_limits_shared": None,
+        "use_head_wise_attn_gate": False, "use_moe_router_bias": True, "use_rope_layers": None,
+        "yarn_only_types": None,
+    }  # fmt: skip
+    numbers = ("moe_intermediate_size", "moe_router_scaling_factor")
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any]) -> Any:
+        """Lists may go on beyond the layers."""
+        own = dict(config_dict)
+        check_count(own, "num_hidden_layers", "moe_num_experts", "moe_top_k")
+        count = own["num_hidden_layers"]
+        for name in (
+            "layer_types", "partial_rotary_factors", "rope_theta", "swiglu_limits",
+            "swiglu_limits_shared", "use_rope_layers",
+        ):  # fmt: skip
+            listed = own.get(name)
+            if isinstance(listed, list) and listed and len(listed) < count:
+                raise wrong(name, listed, f"a list of {count} or more, one for each layer")
+        if other := own.get("attention_other_setting"):
+            scope = "attention_other_setting."
+            names = ("num_attention_heads", "num_attention_groups", "head_dim")
+            check_count(other, *names, scope=scope)
+            if other["num_attention_heads"] % other["num_attention_groups"]:
+                raise wrong(scope + names[1], other[names[1]], f"a divisor of {other[names[0]]}")
+            if other["head_dim"] % 2:
+                raise wrong(scope + names[2], other[names[2]], "even")
+            if not own.get("layer_types"):
+                raise wrong("layer_types", own.get("layer_types"), "a list of texts")
+            if not isinstance(other.get("attention_type"), str):
+                raise wrong(scope + "attention_type", other.get("attention_type"), "a text")
+        if own.get("layer_types"):
+            own["layer_types"] = own["layer_types"][:count]
+        bases = own.pop("rope_theta", None) or 500000.0
+        own["layer_rope_theta"] = bases if isinstance(bases, list) else [bases] * count
+        own["layer_rope_scaling"] = own.pop("rope_scaling", None)
+        own["moe_layers"] = sparse_layers(own)
+        if own.get("share_expert_dim") is None:
+            own["share_expert_dim"] = own["moe_intermediate_size"] * own["moe_top_k"]
+        if own.get("max_position_embeddings") is None:
+            own["max_position_embeddings"] = own["max_seq_len"]
+        return super().from_dict(own)
+
+
+class Step3TextConfig(RenamedConfig):
+    usual = {
+        "num_key_value_heads": "num_attention_groups", "num_experts_per_tok": "moe_top_k",
+        "max_position_embeddings": "max_position_embedding",
+    }  # fmt: skip
+    defaults = {
+        "norm_expert_weight": False, "num_attention_groups": 1, "rope_theta": 500000.0,
+        "share_q_dim": None,
+    }  # fmt: skip
+    numbers = ("moe_intermediate_size", "share_expert_dim")
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any]) -> Any:
+        check_count(config_dict, "num_hidden_layers", "moe_num_experts", "moe_top_k")
+        return super().from_dict({**config_dict, "moe_layers": sparse_layers(config_dict)})
+
+
+def sparse_layers(config: dict[str, Any]) -> list[int]:
+    """Return the layers with mixtures, by Step's config.json: a list, or a text with commas; by
+    default all but the first."""
+    listed = config.get("moe_layers_enum")
+    if listed is None:
+        return list(range(1, config["num_hidden_layers"]))
+    parts = listed.split(",") if isinstance(listed, str) else listed
+    try:
+        return [int(layer) for layer in parts]
+    except (TypeError, ValueError):
+        expected = "a list of integers, or a text with commas between them"
+        raise wrong("moe_layers_enum", listed, expected) from None
+
+
+class TelechatConfig(RenamedConfig):
+    usual = {
+        "num_hidden_layers": "n_layer", "num_attention_heads": "n_head",
+        "intermediate_size": "ffn_hidden_size", "rms_norm_eps": "layer_norm_epsilon",
+        "max_position_embeddings": "seq_length",
+    }  # fmt: skip
+    defaults = {"hidden_act": "silu", "seq_length": 8192}

@@ -245,6 +245,13 @@ class Decoder(nn.Module):
     """Everything between token ids and the last norm. A family may define its own blocks."""
 
     block: ClassVar[type[Block]] = Block
+    pipeline_parallel: ClassVar[bool] = True
+    """Whether `forward` does its part on each stage. Of a class with a `forward` of its own it is
+    False unless the class says otherwise."""
+
+    def __init_subclass__(cls) -> None:
+        if "forward" in vars(cls) and "pipeline_parallel" not in vars(cls):
+            cls.pipeline_parallel = False
 
     def __init__(
         self,
@@ -264,7 +271,7 @@ class Decoder(nn.Module):
         self.scale = self.embedding_scale(config, build)
         self.rotaries = nn.ModuleList(self.rotaries_of(config, build))  # type: ignore[arg-type]
         block = self.block_of(config)
-        count = hf.num_hidden_layers
+        count = self.num_blocks(hf)
         own = self.own_layers = pipeline.layers(count)
         """Numbers of the layers that this stage has."""
         self.layers = nn.ModuleList(
@@ -272,6 +279,8 @@ class Decoder(nn.Module):
             for layer in range(count)
         )
         self.norm: Any = block.make_norm(hf, build) if pipeline.last else Elsewhere()
+        self.incoming_size = config.hidden_size
+        """Width of what the stage before sends, `ForwardContext.incoming`."""
 
     def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """[num_tokens] → [num_tokens, hidden_size], not normed; of this stage's layers."""
@@ -300,6 +309,11 @@ class Decoder(nn.Module):
     def block_of(cls, config: ModelConfig) -> type[Block]:
         """Return the block class; for families whose configuration decides it."""
         return cls.block
+
+    @staticmethod
+    def num_blocks(hf: Any) -> int:
+        """Return the number of blocks, where a block is several of the configuration's layers."""
+        return int(hf.num_hidden_layers)
 
     @staticmethod
     def rotaries_of(config: ModelConfig, build: BuildContext) -> Sequence[Rotary | None]:
@@ -345,7 +359,7 @@ class HeadlessLM(nn.Module):
     attention: ClassVar[type[SelfAttention]] = SelfAttention
     decoder: ClassVar[type[Decoder]] = Decoder
     pipeline_parallel: ClassVar[bool] = True
-    """Whether stages can have its layers: all work is that of `Decoder.forward`."""
+    """Whether stages can have its layers: all work is that of a decoder's that can."""
     weight_map: WeightMap = WeightMap(
         stacked={
             **QKV_SHARDS,
@@ -357,9 +371,7 @@ class HeadlessLM(nn.Module):
     )
 
     def __init_subclass__(cls) -> None:
-        cls.pipeline_parallel = (
-            cls.forward is HeadlessLM.forward and cls.decoder.forward is Decoder.forward
-        )
+        cls.pipeline_parallel = cls.forward is HeadlessLM.forward and cls.decoder.pipeline_parallel
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__()
@@ -371,6 +383,11 @@ class HeadlessLM(nn.Module):
     def row_orders(config: ModelConfig) -> dict[str, RowOrder]:
         """Return the `rows` of the weight map, for families whose sizes decide them."""
         return {}
+
+    @property
+    def incoming_size(self) -> int:
+        """Width of what the stage before sends."""
+        return self.model.incoming_size
 
     def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """[num_tokens] → [num_tokens, hidden_size]"""

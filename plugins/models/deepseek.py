@@ -1,5 +1,5 @@
-"""DeepSeek V2, V3 (R1, Kimi K2) and V3.2, GLM-4.7 Flash, GLM-5, Youtu and A.X K1: latent attention,
-in most of them beside mixtures of experts."""
+"""DeepSeek V2, V3 (R1, Kimi K2) and V3.2, GLM-4.7 Flash, GLM-5, Sarvam 105B, Youtu and A.X K1:
+latent attention, in most of them beside mixtures of experts."""
 
 from __future__ import annotations
 
@@ -61,11 +61,29 @@ class GlmMoeDsaForCausalLM(DeepseekV32ForCausalLM):
     tensor_parallel = True
 
 
+class SarvamMLAForCausalLM(DeepseekV3ForCausalLM):
+    tensor_parallel = True
+
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        """Raises ConfigError for experts that are chosen otherwise."""
+        hf = config.hf_config
+        for field, known in (
+            ("score_function", "sigmoid"),
+            ("moe_router_enable_expert_bias", True),
+        ):
+            if getattr(hf, field) != known:
+                raise ConfigError(f"{field}: {getattr(hf, field)!r} is not supported", param=field)
+        super().__init__(config, build)
+
+
 class DeepseekV2ForCausalLM(DeepseekV3ForCausalLM):
     """Experts are chosen by softmax, without a bias."""
 
     tensor_parallel = True
-    score_bias = False
+
+    @staticmethod
+    def score_bias(hf: Any) -> bool:
+        return False
 
     @staticmethod
     def rule(hf: object) -> RoutingRule:

@@ -8,7 +8,7 @@ a bias (`RoutingRule`), and beside them are experts that all tokens share.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import nn
 
@@ -27,8 +27,6 @@ class DeepseekMoeForCausalLM(CausalLM):
     token, are not loaded."""
 
     tensor_parallel = True
-    score_bias: ClassVar[bool] = True
-    """A learned bias takes part in the choice of experts."""
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__(config, build)
@@ -36,6 +34,11 @@ class DeepseekMoeForCausalLM(CausalLM):
         first = config.num_layers
         ignored = tuple(f"model.layers.{layer}." for layer in range(first, first + more))
         self.weight_map = dataclasses.replace(type(self).weight_map, ignored=ignored)
+
+    @staticmethod
+    def score_bias(hf: Any) -> bool:
+        """Return whether a learned bias takes part in the choice of experts."""
+        return True
 
     @staticmethod
     def rule(hf: Any) -> RoutingRule:
@@ -54,7 +57,7 @@ class DeepseekMoeForCausalLM(CausalLM):
         hf = config.hf_config
         if is_dense(hf, layer):
             return CausalLM.mlp(config, layer, build)
-        inner, shared = hf.moe_intermediate_size, hf.n_shared_experts or 0
+        inner, shared = hf.moe_intermediate_size, getattr(hf, "n_shared_experts", None) or 0
         return SparseMLP(
             hf.n_routed_experts,
             cls.rule(hf),
@@ -62,7 +65,7 @@ class DeepseekMoeForCausalLM(CausalLM):
             inner,
             hf.hidden_act,
             build,
-            score_bias=cls.score_bias,
+            score_bias=cls.score_bias(hf),
             wide_router=True,
             shared=GatedMLP(hf.hidden_size, shared * inner, hf.hidden_act, build)
             if shared
@@ -82,7 +85,10 @@ class DeepseekForCausalLM(DeepseekMoeForCausalLM):
     """The first edition (DeepSeek-MoE): Llama's attention; experts are chosen by softmax."""
 
     tensor_parallel = True
-    score_bias = False
+
+    @staticmethod
+    def score_bias(hf: Any) -> bool:
+        return False
 
     @staticmethod
     def rule(hf: Any) -> RoutingRule:

@@ -16,10 +16,10 @@ from ...core.nn.norm import OffsetRMSNorm
 from ...core.protocols.attention import AttentionSpec
 from .decoder import CausalLM, DecoderClassifier, HeadlessLM, NormedBlock
 from .gemma import GemmaAttention, GemmaDecoder
-from .qwen2 import window_of_layer
+from .windows import WindowedAttention
 
 
-class Gemma2Attention(GemmaAttention):
+class Gemma2Attention(WindowedAttention, GemmaAttention):
     def spec(self, hf: Any, layer: int) -> AttentionSpec:
         """With a scale of the configuration's, and a soft cap."""
         return msgspec.structs.replace(
@@ -32,10 +32,6 @@ class Gemma2Attention(GemmaAttention):
     def soft_cap(hf: Any) -> float | None:
         cap: float | None = hf.attn_logit_softcapping
         return cap
-
-    @staticmethod
-    def sliding_window(hf: Any, layer: int) -> int | None:
-        return window_of_layer(hf, layer)
 
 
 class Gemma2Block(NormedBlock):

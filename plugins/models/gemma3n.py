@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from statistics import NormalDist
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,7 @@ from ...core.nn.linear import Linear
 from ...core.nn.mlp import GatedMLP
 from ...core.nn.norm import RMSNorm
 from ...core.nn.rotary import Rotary
+from ...core.parallel.elsewhere import Elsewhere
 from .decoder import CausalLM, MakeMLP, NormedBlock, SelfAttention
 from .gemma4 import (
     Gemma4Attention,
@@ -26,8 +28,9 @@ from .gemma4 import (
     Gemma4Decoder,
     Gemma4ForCausalLM,
     Gemma4WeightMap,
-    Kept,
+    SharedKV,
 )
+from .per_layer_inputs import PER_LAYER_NAMES, PerLayerInput
 
 LEAST = 1e-5
 """The mean square that a stream has at least."""
@@ -111,29 +114,26 @@ class Gemma3nBlock(NormedBlock):
         mlp: MakeMLP,
     ) -> None:
         super().__init__(config, layer, build, attention, mlp)
-        hf, self.layer = config.hf_config, layer
+        hf = config.hf_config
         self.altup, self.laurel = AltUp(config, build), Laurel(config, build)
-        size = hf.hidden_size_per_layer_input
-        self.per_layer_input_gate = Linear(hf.hidden_size, size, build)
-        self.per_layer_projection = Linear(size, hf.hidden_size, build)
-        self.post_per_layer_input_norm = self.make_norm(hf, build)
+        self.per_layer_input = PerLayerInput(hf, build)
 
-    def among(
+    def shared_forward(
         self,
         streams: torch.Tensor,
         rotary: Rotary,
         context: ForwardContext,
-        kept: dict[str, Kept],
+        shared: dict[str, SharedKV],
         inputs: torch.Tensor,
     ) -> torch.Tensor:
-        """[num_streams, num_tokens, hidden_size] → the same shape. inputs: [num_tokens,
-        hidden_size_per_layer_input] of this layer."""
+        """[num_streams, num_tokens, hidden_size] → the same shape. inputs: this layer's,
+        [num_tokens, size]."""
         before, behind, before_mlp, behind_mlp = (getattr(self, name) for name in self.norms)
         altup = self.altup
         predictions = altup.predict(streams)
         active = predictions[altup.active].contiguous()
         normed = before(active)
-        heads = self.self_attn.among(normed, None, rotary, context, kept)
+        heads = self.self_attn.shared_inner(normed, None, rotary, context, shared)
         hidden = active + behind(self.self_attn.project(heads))
         hidden = (hidden + self.laurel(normed)) / math.sqrt(2)
         hidden = behind_mlp.add(self.mlp(hidden, before_mlp, add=False), hidden)
@@ -141,8 +141,7 @@ class Gemma3nBlock(NormedBlock):
         first = streams[altup.active].contiguous()
         if altup.scales:
             first = first * altup.correct_output_scale
-        gate = F.gelu(self.per_layer_input_gate(first), approximate="tanh") * inputs
-        streams[1:] += self.post_per_layer_input_norm(self.per_layer_projection(gate))
+        streams[1:] += self.per_layer_input(first, inputs)
         return streams
 
 
@@ -163,26 +162,38 @@ class Gemma3nDecoder(Gemma4Decoder):
             others = range(1, hf.altup_num_inputs)
             return nn.ModuleList(Linear(hf.hidden_size, hf.hidden_size, build) for _ in others)
 
-        self.altup_projections, self.altup_unembed_projections = products(), products()
+        pipeline = build.ranks.pipeline
+        self.altup_projections: Any = products() if pipeline.first else Elsewhere()
+        self.altup_unembed_projections: Any = products() if pipeline.last else Elsewhere()
 
-    def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        first = self.embed(input_ids, context.positions)
-        inputs = self.layer_inputs(input_ids, first)
-        others = [as_large_as(product(first), first) for product in self.altup_projections]
-        streams = torch.stack([first, *others])
-        kept: dict[str, Kept] = {}
-        for layer, rotary in self.stage_layers():
-            assert isinstance(layer, Gemma3nBlock) and isinstance(rotary, Rotary)
-            streams = layer.among(streams, rotary, context, kept, inputs[:, layer.layer])
-        first, *rest = streams
+    @staticmethod
+    def count_streams(hf: Any) -> int:
+        return int(hf.altup_num_inputs)
+
+    def enter(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[num_tokens, hidden_size] → [num_streams, num_tokens, hidden_size]"""
+        others = [as_large_as(product(hidden), hidden) for product in self.altup_projections]
+        return torch.stack([hidden, *others])
+
+    def leave(self, states: torch.Tensor) -> torch.Tensor:
+        """[num_streams, num_tokens, hidden_size] → [num_tokens, hidden_size]"""
+        first, *rest = states
         pairs = zip(self.altup_unembed_projections, rest, strict=True)
         others = [as_large_as(product(stream.contiguous()), first) for product, stream in pairs]
         return torch.stack([first, *others]).mean(dim=0)
 
+    def joined(self, states: torch.Tensor) -> torch.Tensor:
+        """[num_streams, num_tokens, hidden_size] → [num_tokens, states_size]"""
+        return states.transpose(0, 1).flatten(1)
+
+    def separated(self, states: torch.Tensor) -> torch.Tensor:
+        """[num_tokens, states_size] → [num_streams, num_tokens, hidden_size]"""
+        return states.view(len(states), self.num_streams, -1).transpose(0, 1).contiguous()
+
 
 class Gemma3nForCausalLM(Gemma4ForCausalLM):
     decoder = Gemma3nDecoder
-    weight_map = Gemma4WeightMap(**vars(CausalLM.weight_map))
+    weight_map = Gemma4WeightMap(**vars(CausalLM.weight_map) | {"names": PER_LAYER_NAMES})
 
     @staticmethod
     def mlp(config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from ...core.errors import ConfigError
@@ -18,28 +17,25 @@ from ...core.loading.model_config import ModelConfig
 from ...core.loading.weight_map import Together, WeightMap
 from ...core.nn.attention import Attention
 from ...core.nn.context import BuildContext, ForwardContext
-from ...core.nn.embedding import Embedding
 from ...core.nn.experts import SparseMLP
-from ...core.nn.linear import Linear, MergedLinear
+from ...core.nn.linear import MergedLinear
 from ...core.nn.mlp import GatedMLP
 from ...core.nn.norm import RMSNorm, ScaledRMSNorm
 from ...core.nn.operations import rotate
 from ...core.nn.rotary import Rotary
 from ...core.nn.routing import Routing, RoutingRule
+from ...core.parallel.elsewhere import Elsewhere
+from ...core.parallel.ranks import Pipeline
 from ...core.protocols.attention import AttentionSpec
 from .decoder import CausalLM, MakeMLP, NormedBlock, SelfAttention
 from .gemma import GemmaDecoder
 from .gemma2 import Gemma2ForCausalLM
 from .parts import WeightlessRMSNorm
-from .qwen2 import window_of_layer
+from .per_layer_inputs import PER_LAYER_NAMES, PerLayerInput, PerLayerInputs, input_size
+from .windows import WindowedAttention
 
 NOT_READ = ("k_proj", "v_proj", "k_norm", "v_norm")
 """Parts of layers that read others' keys and values, which some checkpoints have nevertheless."""
-
-
-def input_size(hf: Any) -> int:
-    """Return the width of the inputs that each layer has of its own; 0: layers have none."""
-    return int(getattr(hf, "hidden_size_per_layer_input", None) or 0)
 
 
 def first_reader(hf: Any) -> int:
@@ -48,7 +44,23 @@ def first_reader(hf: Any) -> int:
     return max(0, int(hf.num_hidden_layers - hf.num_kv_shared_layers))
 
 
-class Kept(NamedTuple):
+def check_stages(hf: Any, pipeline: Pipeline) -> None:
+    """Raise ConfigError if a layer would read keys and values that another stage has."""
+    first = first_reader(hf)
+    read = set(hf.layer_types[first:])
+    last_of_kind = {kind: layer for layer, kind in enumerate(hf.layer_types[:first])}
+    keepers = [layer for kind, layer in last_of_kind.items() if kind in read]
+    own = dataclasses.replace(pipeline, stage=pipeline.size - 1).layers(hf.num_hidden_layers)
+    if keepers and own.start > min(keepers):
+        raise ConfigError(
+            f"pipeline_parallel_size: the last stage would have layers {own.start} to {own[-1]}, "
+            f"which read the keys and values of layers from {min(keepers)} on; give it these, too "
+            "(pipeline_layer_partition), or have fewer stages",
+            param="pipeline_parallel_size",
+        )
+
+
+class SharedKV(NamedTuple):
     """A layer's keys and values of this step, for later layers of its type."""
 
     attention: Attention
@@ -58,7 +70,7 @@ class Kept(NamedTuple):
     value: torch.Tensor
 
 
-class Gemma4Attention(SelfAttention):
+class Gemma4Attention(WindowedAttention):
     def __init__(self, config: ModelConfig, layer: int, build: BuildContext) -> None:
         hf = config.hf_config
         super().__init__(
@@ -101,35 +113,31 @@ class Gemma4Attention(SelfAttention):
             )
         return msgspec.structs.replace(super().spec(hf, layer), scale=1.0)
 
-    @staticmethod
-    def sliding_window(hf: Any, layer: int) -> int | None:
-        return window_of_layer(hf, layer)
-
-    def among(
+    def shared_inner(
         self,
         hidden: torch.Tensor,
         norm: nn.Module | None,
         rotary: Rotary,
         context: ForwardContext,
-        kept: dict[str, Kept],
+        shared: dict[str, SharedKV],
     ) -> torch.Tensor:
-        """`inner`, where layers share keys and values. kept: by type of layer, this step's."""
+        """`inner`, where layers share keys and values. shared: by type of layer, this step's."""
         qkv = self.qkv_proj(hidden, norm=norm)
         rows = qkv.view(len(qkv), -1, self.head_dim)
         cos_sin = rotary.cos_sin[context.positions][:, None].to(qkv.dtype)
 
-        def turned(heads: torch.Tensor, norm: Any) -> torch.Tensor:
+        def rotated(heads: torch.Tensor, norm: Any) -> torch.Tensor:
             return rotate(norm(heads.contiguous()), cos_sin)
 
         if self.reads:
-            attention, key, value = kept[self.kind]
-            return attention.attend(turned(rows, self.q_norm), key, value, context, cached=True)
+            attention, key, value = shared[self.kind]
+            return attention.attend(rotated(rows, self.q_norm), key, value, context, cached=True)
         query, key = rows[:, : self.num_heads], rows[:, self.num_heads :][:, : self.num_kv_heads]
         value = self.v_norm(rows[:, -self.num_kv_heads :].contiguous())
         if self.keeps:
-            key = turned(key, self.k_norm)
-            kept[self.kind] = Kept(self.attention, key, value)
-            return self.attention.attend(turned(query, self.q_norm), key, value, context)
+            key = rotated(key, self.k_norm)
+            shared[self.kind] = SharedKV(self.attention, key, value)
+            return self.attention.attend(rotated(query, self.q_norm), key, value, context)
         if self.keys_are_values:
             qkv = torch.cat([qkv, value.flatten(1)], dim=-1)
         else:
@@ -177,45 +185,41 @@ class Gemma4Block(NormedBlock):
         mlp: MakeMLP,
     ) -> None:
         super().__init__(config, layer, build, attention, mlp)
-        hf, self.layer = config.hf_config, layer
+        hf = config.hf_config
         self.layer_scalar = nn.Parameter(build.empty(1))
         self.mixture: Gemma4Mixture | None = None
         if getattr(hf, "enable_moe_block", False):
             self.mixture = Gemma4Mixture(config, build)
             self.post_feedforward_layernorm_1 = self.make_norm(hf, build)
             self.post_feedforward_layernorm_2 = self.make_norm(hf, build)
-        if size := input_size(hf):
-            self.per_layer_input_gate = Linear(hf.hidden_size, size, build)
-            self.per_layer_projection = Linear(size, hf.hidden_size, build)
-            self.post_per_layer_input_norm = self.make_norm(hf, build)
+        self.per_layer_input = PerLayerInput(hf, build) if input_size(hf) else None
 
-    def among(
+    def shared_forward(
         self,
         hidden: torch.Tensor,
         rotary: Rotary,
         context: ForwardContext,
-        kept: dict[str, Kept],
+        shared: dict[str, SharedKV],
         inputs: torch.Tensor | None,
     ) -> torch.Tensor:
-        """`forward`, with what layers share. inputs: [num_tokens, hidden_size_per_layer_input] of
-        this layer."""
+        """`forward`, with what layers share. inputs: this layer's, [num_tokens, size], if layers
+        have inputs of their own."""
         before, behind, before_mlp, behind_mlp = (getattr(self, name) for name in self.norms)
-        heads = self.self_attn.among(hidden, before, rotary, context, kept)
+        heads = self.self_attn.shared_inner(hidden, before, rotary, context, shared)
         hidden = behind.add(self.self_attn.project(heads), hidden)
         out = self.mlp(hidden, before_mlp, add=False)
         if self.mixture is not None:
             mixed = self.post_feedforward_layernorm_2(self.mixture(hidden, None, add=False))
             out = self.post_feedforward_layernorm_1(out) + mixed
         hidden = behind_mlp.add(out, hidden)
-        if inputs is not None:
-            gate = F.gelu(self.per_layer_input_gate(hidden), approximate="tanh")
-            norm: Any = self.post_per_layer_input_norm
-            hidden = norm.add(self.per_layer_projection(gate * inputs), hidden)
+        if self.per_layer_input is not None:
+            hidden = self.per_layer_input(hidden, inputs, residual=hidden)
         return hidden * self.layer_scalar
 
 
 class Gemma4Decoder(GemmaDecoder):
     block = Gemma4Block
+    pipeline_parallel = True
 
     def __init__(
         self,
@@ -225,16 +229,17 @@ class Gemma4Decoder(GemmaDecoder):
         mlp: MakeMLP,
     ) -> None:
         super().__init__(config, build, attention, mlp)
-        hf = config.hf_config
-        self.size = size = input_size(hf)
-        if not size:
-            return
-        width, self.known = config.num_layers * size, hf.vocab_size_per_layer_input
-        """Tokens from this number on have the inputs of token 0."""
-        self.embed_tokens_per_layer = Embedding(self.known, width, build)
-        self.per_layer_model_projection = Linear(hf.hidden_size, width, build)
-        self.per_layer_projection_norm = RMSNorm(size, hf.rms_norm_eps, build)
-        self.token_scale = float(torch.tensor(size**0.5).to(build.dtype))
+        hf, pipeline = config.hf_config, build.ranks.pipeline
+        check_stages(hf, pipeline)
+        self.last = pipeline.last
+        self.num_streams, self.input_size = self.count_streams(hf), input_size(hf)
+        self.states_size = self.num_streams * hf.hidden_size
+        self.per_layer_inputs: Any = None
+        if self.input_size:
+            first = pipeline.first
+            self.per_layer_inputs = PerLayerInputs(config, build) if first else Elsewhere()
+        num_layers = config.num_layers - self.own_layers.start
+        self.incoming_size = self.states_size + num_layers * self.input_size
 
     @staticmethod
     def rotaries_of(config: ModelConfig, build: BuildContext) -> Sequence[Rotary]:
@@ -247,25 +252,57 @@ class Gemma4Decoder(GemmaDecoder):
         }
         return [rotaries[kind] for kind in hf.layer_types]
 
-    def layer_inputs(self, input_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """[num_tokens], and their embeddings → [num_tokens, num_layers, size]"""
-        shape = len(hidden), -1, self.size
-        states = self.per_layer_model_projection(hidden) * hidden.shape[-1] ** -0.5
-        known = torch.where(input_ids < self.known, input_ids, 0)
-        tokens = self.embed_tokens_per_layer(known) * self.token_scale
-        states = self.per_layer_projection_norm(states.view(shape))
-        inputs: torch.Tensor = (states + tokens.view(shape)) * 2**-0.5
-        return inputs
+    @staticmethod
+    def count_streams(hf: Any) -> int:
+        """Return how many hidden states a token has between layers."""
+        return 1
 
     def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        hidden = self.embed(input_ids, context.positions)
-        inputs = self.layer_inputs(input_ids, hidden) if self.size else None
-        kept: dict[str, Kept] = {}
-        for layer, rotary in self.stage_layers():
-            assert isinstance(layer, Gemma4Block) and isinstance(rotary, Rotary)
-            own = None if inputs is None else inputs[:, layer.layer]
-            hidden = layer.among(hidden, rotary, context, kept, own)
+        """As `Decoder.forward`. A stage sends the next one [num_tokens, its `incoming_size`]: the
+        hidden states, then the inputs of the layers from there on."""
+        states, inputs = self.begin(input_ids, context)
+        shared: dict[str, SharedKV] = {}
+        for number, (layer, rotary) in enumerate(self.stage_layers()):
+            assert isinstance(rotary, Rotary)
+            own = None if inputs is None else inputs[:, number]
+            states = layer.shared_forward(states, rotary, context, shared, own)  # type: ignore[operator]
+        if self.last:
+            return self.leave(states)
+        states = self.joined(states)
+        if inputs is None:
+            return states
+        return torch.cat([states, inputs[:, len(self.own_layers) :].flatten(1)], dim=1)
+
+    def begin(
+        self, input_ids: torch.Tensor, context: ForwardContext
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return what this stage's first layer gets, and the inputs of all layers from there on,
+        [num_tokens, num_layers, input_size]; None: layers have no inputs of their own."""
+        incoming, inputs = context.incoming, None
+        if incoming is None:
+            hidden = self.embed(input_ids, context.positions)
+            if self.input_size:
+                inputs = self.per_layer_inputs(input_ids, hidden)
+            return self.enter(hidden), inputs
+        if self.input_size:
+            inputs = incoming[:, self.states_size :].view(len(incoming), -1, self.input_size)
+        return self.separated(incoming[:, : self.states_size]), inputs
+
+    def enter(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return what the first layer gets for the embeddings, [num_tokens, hidden_size]."""
         return hidden
+
+    def leave(self, states: torch.Tensor) -> torch.Tensor:
+        """Return the hidden states that the last layer's output stands for."""
+        return states
+
+    def joined(self, states: torch.Tensor) -> torch.Tensor:
+        """Return what layers exchange as [num_tokens, states_size]."""
+        return states
+
+    def separated(self, states: torch.Tensor) -> torch.Tensor:
+        """Return what `joined` got."""
+        return states.contiguous()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -285,7 +322,7 @@ class Gemma4ForCausalLM(Gemma2ForCausalLM):
     attention = Gemma4Attention  # type: ignore[assignment]
     decoder = Gemma4Decoder
     weight_map = Gemma4WeightMap(**vars(CausalLM.weight_map) | {
-        "names": {
+        "names": PER_LAYER_NAMES | {
             "mixture.gate": "router.proj", "router_norm.weight": "scale",
             "mixture.experts": "experts", "mixture.norm": "pre_feedforward_layernorm_2",
             "mixture": "router",

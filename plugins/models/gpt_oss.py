@@ -5,42 +5,23 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import msgspec
 from torch import nn
 
 from ...core.errors import ConfigError
 from ...core.loading.model_config import ModelConfig
 from ...core.loading.weight_map import Together
 from ...core.nn.context import BuildContext
-from ...core.nn.experts import SparseMLP
 from ...core.nn.operations import ClampedSwiGLU
-from ...core.nn.routing import RoutingRule
-from ...core.protocols.attention import AttentionSpec
-from .decoder import CausalLM, SelfAttention
-from .qwen2 import window_of_layer
+from .decoder import CausalLM
+from .parts import renormalized_mixture
+from .windows import SinkAttention
 
 GATE_UP = ("gate", "up")
 
 
-class GptOssAttention(SelfAttention):
-    """Adds a learned logit (sink) to the softmax of each head."""
-
-    def __init__(self, config: ModelConfig, layer: int, build: BuildContext) -> None:
-        super().__init__(config, layer, build)
-        self.add_sinks(build)
-
-    def spec(self, hf: Any, layer: int) -> AttentionSpec:
-        """Return the spec, with sinks."""
-        return msgspec.structs.replace(super().spec(hf, layer), sinks=True)
-
-    @staticmethod
-    def sliding_window(hf: Any, layer: int) -> int | None:
-        return window_of_layer(hf, layer)
-
-
 class GptOssForCausalLM(CausalLM):
     tensor_parallel = True
-    attention = GptOssAttention
+    attention = SinkAttention
     weight_map = dataclasses.replace(
         CausalLM.weight_map,
         stacked={
@@ -64,12 +45,8 @@ class GptOssForCausalLM(CausalLM):
         """Softmax over the experts of a token: equal to a softmax over all experts,
         renormalized."""
         hf = config.hf_config
-        return SparseMLP(
-            hf.num_local_experts,
-            RoutingRule(hf.num_experts_per_tok, renormalize=True),
-            hf.hidden_size,
-            hf.intermediate_size,
-            hf.hidden_act,
+        return renormalized_mixture(
+            hf,
             build,
             bias=True,
             clamped=ClampedSwiGLU(

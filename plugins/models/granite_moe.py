@@ -8,12 +8,23 @@ from torch import nn
 from ...core.loading.model_config import ModelConfig
 from ...core.loading.weight_map import Together, WeightMap
 from ...core.nn.context import BuildContext
-from ...core.nn.experts import SparseMLP
 from ...core.nn.mlp import GatedMLP
-from ...core.nn.routing import RoutingRule
 from .decoder import QKV_SHARDS, CausalLM
 from .granite import GraniteForCausalLM
 from .granite_swa import GraniteSwaAttention, GraniteSwaDecoder
+from .parts import renormalized_mixture
+
+STORED_EXPERTS = {
+    "experts.all_gate_up": "input_linear.weight",
+    "experts.all_down": "output_linear.weight",
+    "gate": "router.layer",
+}
+"""`WeightMap.names` of a mixture: one tensor each has all experts."""
+STORED_TOGETHER = {
+    "all_gate_up": Together("gate_up_proj.weight", ("gate", "up"), joined=True),
+    "all_down": Together("down_proj.weight"),
+}
+"""`WeightMap.together` of these tensors."""
 
 
 class GraniteMoeForCausalLM(GraniteForCausalLM):
@@ -25,17 +36,12 @@ class GraniteMoeForCausalLM(GraniteForCausalLM):
             "mlp.shared_experts": "shared_mlp",
             "shared_experts.gate_up_proj": "shared_experts.input_linear",
             "shared_experts.down_proj": "shared_experts.output_linear",
-            "experts.all_gate_up": "input_linear.weight",
-            "experts.all_down": "output_linear.weight",
-            "gate": "router.layer",
+            **STORED_EXPERTS,
             "mlp": "block_sparse_moe",
             "gate_up_proj": "input_linear",
             "down_proj": "output_linear",
         },
-        together={
-            "all_gate_up": Together("gate_up_proj.weight", ("gate", "up"), joined=True),
-            "all_down": Together("down_proj.weight"),
-        },
+        together=STORED_TOGETHER,
     )
 
     @staticmethod
@@ -46,15 +52,7 @@ class GraniteMoeForCausalLM(GraniteForCausalLM):
         shared = None
         if inner:
             shared = GatedMLP(hf.hidden_size, inner, hf.hidden_act, build, whole=True)
-        return SparseMLP(
-            hf.num_local_experts,
-            RoutingRule(hf.num_experts_per_tok, renormalize=True),
-            hf.hidden_size,
-            hf.intermediate_size,
-            hf.hidden_act,
-            build,
-            shared=shared,
-        )
+        return renormalized_mixture(hf, build, shared=shared)
 
 
 class GraniteMoeSharedForCausalLM(GraniteMoeForCausalLM):

@@ -4,32 +4,20 @@ MLP, and logits that are multiplied, not divided."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-import msgspec
 import torch
 from torch import nn
 
 from ...core.loading.model_config import ModelConfig
 from ...core.nn.context import BuildContext, ForwardContext
 from ...core.nn.rotary import Rotary
-from ...core.protocols.attention import AttentionSpec
 from .decoder import CausalLM
 from .granite import GraniteAttention, GraniteBlock, GraniteDecoder, GraniteForCausalLM
-from .qwen2 import window_of_layer
+from .windows import SinkAttention
 
 
-class GraniteSwaAttention(GraniteAttention):
-    def __init__(self, config: ModelConfig, layer: int, build: BuildContext) -> None:
-        super().__init__(config, layer, build)
-        self.add_sinks(build)
-
-    def spec(self, hf: Any, layer: int) -> AttentionSpec:
-        return msgspec.structs.replace(super().spec(hf, layer), sinks=True)
-
-    @staticmethod
-    def sliding_window(hf: Any, layer: int) -> int | None:
-        return window_of_layer(hf, layer)
+class GraniteSwaAttention(SinkAttention, GraniteAttention):
+    """As Granite's, with windows and sinks."""
 
 
 class GraniteSwaDecoder(GraniteDecoder):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -43,9 +43,6 @@ class LatentSelfAttention(SelfAttention):
     Queries come from hidden states, or with `q_lora_rank` from a narrower vector.
     """
 
-    latent_eps: ClassVar[float] = 1e-6
-    """Of the norms of latents and of narrow queries, whatever `rms_norm_eps` says."""
-
     def __init__(self, config: ModelConfig, layer: int, build: BuildContext) -> None:
         """Raises ConfigError. The decoder has checked the sizes."""
         nn.Module.__init__(self)
@@ -75,12 +72,12 @@ class LatentSelfAttention(SelfAttention):
         else:
             sizes = {"q_a": narrow, **latent}
             self.down_proj = MergedLinear(hf.hidden_size, sizes, build, bias=bias)
-            self.q_a_layernorm = RMSNorm(narrow, self.latent_eps, build)
+            self.q_a_layernorm = RMSNorm(narrow, self.latent_eps(hf), build)
             self.q_b_proj = Linear(
                 narrow, heads * (nope + rope), build, shard="out", share=key_rows
             )
         self.narrow = narrow is not None
-        self.kv_a_layernorm = RMSNorm(hf.kv_lora_rank, self.latent_eps, build)
+        self.kv_a_layernorm = RMSNorm(hf.kv_lora_rank, self.latent_eps(hf), build)
         self.kv_b_proj: Linear | QuantizedLinear | None = Linear(
             hf.kv_lora_rank, heads * (nope + value), build, shard="out", share=up_rows
         )
@@ -98,6 +95,12 @@ class LatentSelfAttention(SelfAttention):
             scale=(nope + rope) ** -0.5 * rope_scale(config.rope_parameters) ** 2,
         )
         self.latent_attention = LatentAttention(spec, build, interleaved=self.interleaved(hf))
+
+    @staticmethod
+    def latent_eps(hf: Any) -> float:
+        """Return the eps of the norms of latents and of narrow queries, in most families whatever
+        `rms_norm_eps` says."""
+        return 1e-6
 
     @staticmethod
     def interleaved(hf: Any) -> bool:
@@ -131,6 +134,14 @@ class LatentSelfAttention(SelfAttention):
             query, latent, self.up, context, norm=self.kv_a_layernorm, rotary=rotary
         )
         return out
+
+
+class NormedLatentAttention(LatentSelfAttention):
+    """All its norms have the configuration's eps."""
+
+    @staticmethod
+    def latent_eps(hf: Any) -> float:
+        return float(hf.rms_norm_eps)
 
 
 class LatentDecoder(Decoder):

@@ -12,13 +12,11 @@ from ...core.nn.context import BuildContext, ForwardContext
 from ...core.nn.rotary import Rotary
 from .decoder import CausalLM, SelfAttention
 from .mistral import MistralAttention
-from .qwen2 import window_of_layer
+from .windows import WindowedAttention
 
 
-class MinistralAttention(MistralAttention):
-    @staticmethod
-    def sliding_window(hf: Any, layer: int) -> int | None:
-        return window_of_layer(hf, layer)
+class MinistralAttention(WindowedAttention, MistralAttention):
+    """As Mistral's, with windows in some layers."""
 
 
 class MinistralForCausalLM(CausalLM):

@@ -9,10 +9,9 @@ from torch import nn
 from ...core.loading.model_config import ModelConfig
 from ...core.loading.weight_map import Shard
 from ...core.nn.context import BuildContext
-from ...core.nn.experts import SparseMLP
-from ...core.nn.routing import RoutingRule
 from .decoder import CausalLM
 from .mistral import MistralAttention
+from .parts import renormalized_mixture
 
 
 class MixtralForCausalLM(CausalLM):
@@ -32,12 +31,4 @@ class MixtralForCausalLM(CausalLM):
     @staticmethod
     def mlp(config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:
         """Create the mixture of experts; the weights of a token's experts sum to 1."""
-        hf = config.hf_config
-        return SparseMLP(
-            hf.num_local_experts,
-            RoutingRule(hf.num_experts_per_tok, renormalize=True),
-            hf.hidden_size,
-            hf.intermediate_size,
-            hf.hidden_act,
-            build,
-        )
+        return renormalized_mixture(config.hf_config, build)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from .decoder import CausalLM, DecoderClassifier, HeadlessLM, rotaries_by_type
 from .olmo2 import Olmo2Attention, Olmo2Decoder
-from .qwen2 import window_of_layer
+from .windows import WindowedAttention
 
 
-class Olmo3Attention(Olmo2Attention):
-    @staticmethod
-    def sliding_window(hf: Any, layer: int) -> int | None:
-        return window_of_layer(hf, layer)
+class Olmo3Attention(WindowedAttention, Olmo2Attention):
+    """As OLMo 2's, with windows."""
 
 
 class Olmo3Decoder(Olmo2Decoder):

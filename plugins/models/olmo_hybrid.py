@@ -15,8 +15,9 @@ from ...core.loading.weight_map import Shard
 from ...core.nn.context import BuildContext, ForwardContext
 from ...core.nn.linear import Linear, MergedLinear
 from ...core.nn.rotary import Rotary
-from ...core.nn.state.layer import GateNorm, MergedConv, StateLayer
+from ...core.nn.state.layer import GateNorm, MergedConv, StateMixer
 from ...core.nn.state.operations import ChannelDeltaWeights
+from ...core.parallel.ranks import Product
 from ...core.parallel.sharding import HeadShare, Sharding
 from .decoder import Block, CausalLM, Decoder, MakeMLP, SelfAttention
 from .olmo2 import Olmo2Attention
@@ -27,7 +28,7 @@ BEFORE = ("input_layernorm", "post_attention_layernorm")
 BEHIND = ("post_attention_layernorm", "post_feedforward_layernorm")
 
 
-class OlmoDeltaNet(StateLayer):
+class OlmoDeltaNet(StateMixer):
     """Projections; convolution of queries, keys and values; delta rule, whose corrections may go
     beyond what is missing; gated norm of each head; projection. Ranks divide the heads."""
 
@@ -74,17 +75,10 @@ class OlmoDeltaNet(StateLayer):
         bias = self.dt_bias.detach().float()[:, None].expand(-1, self.key_dim).contiguous()
         self.weights = ChannelDeltaWeights(rate, bias, strength=self.strength)
 
-    def forward(
-        self,
-        hidden: torch.Tensor,
-        norm: nn.Module | None,
-        rotary: Any,
-        context: ForwardContext,
-        *,
-        add: bool = True,
-    ) -> torch.Tensor:
-        """hidden + mixer(norm(hidden)), or with `add` False the second term alone: [num_tokens,
-        hidden_size] → the same shape. `rotary` is not used."""
+    def mix(
+        self, hidden: torch.Tensor, norm: nn.Module | None, context: ForwardContext
+    ) -> tuple[Product, torch.Tensor]:
+        """As `StateMixer.mix`."""
         rows, heads = context.layout.state_rows, self.num_heads
         parts = [sum(self.sizes), heads * self.value_dim, heads, heads]
         qkv, gate, beta, step = self.qkv_proj(hidden, norm=norm).split(parts, dim=-1)
@@ -102,7 +96,7 @@ class OlmoDeltaNet(StateLayer):
         y = self.operations.gated_rms_norm(
             y, gate, self.o_norm.weight, NORM_EPS, group_size=self.value_dim, gate_first=False
         )
-        return self.ranks.add(hidden if add else None, (self.o_proj, y))
+        return self.o_proj, y
 
 
 class OlmoHybridBlock(Block):

@@ -18,9 +18,11 @@ from ...core.loading.model_config import ModelConfig
 from ...core.loading.weight_map import RowOrder, WeightMap
 from ...core.nn.context import BuildContext, ForwardContext
 from ...core.nn.embedding import Embedding
+from ...core.nn.experts import SparseMLP
 from ...core.nn.mlp import PlainMLP
 from ...core.nn.norm import LayerNorm, RMSNorm
 from ...core.nn.rotary import Rotary
+from ...core.nn.routing import RoutingRule
 from ...core.parallel.elsewhere import Elsewhere
 from ...core.parallel.sharding import Sharding
 from .decoder import Block, Decoder, MakeMLP, ParallelBlock, SelfAttention
@@ -66,6 +68,15 @@ def plain_mlp(config: ModelConfig, layer: int, build: BuildContext) -> nn.Module
         bias=next((bool(getattr(hf, name)) for name in BIAS_FIELDS if hasattr(hf, name)), True),
         field=field,
     )
+
+
+def renormalized_mixture(hf: Any, build: BuildContext, **options: Any) -> SparseMLP:
+    """Create a mixture of which the weights of a token's experts sum to 1. options: more of
+    `SparseMLP`'s."""
+    return SparseMLP(
+        hf.num_local_experts, RoutingRule(hf.num_experts_per_tok, renormalize=True),
+        hf.hidden_size, hf.intermediate_size, hf.hidden_act, build, **options,
+    )  # fmt: skip
 
 
 # ---------------------------------------------------------------- positions

@@ -14,9 +14,9 @@ from ...core.nn.linear import Linear
 from ...core.nn.mlp import GatedMLP
 from ...core.nn.norm import OffsetRMSNorm, RMSNorm
 from ...core.nn.rotary import Rotary
-from ...core.nn.state.layer import CausalConv, StateLayer
+from ...core.nn.state.layer import CausalConv, StateMixer
 from ...core.nn.state.operations import ScanWeights
-from ...core.parallel.ranks import ONE_RANK
+from ...core.parallel.ranks import ONE_RANK, Product
 from ...core.parallel.sharding import Sharding
 from .decoder import CausalLM, Decoder
 from .mixer import HybridBlock
@@ -31,7 +31,7 @@ OFFSETS = {
 """What is added to the weights of norms."""
 
 
-class Plamo2Mixer(StateLayer):
+class Plamo2Mixer(StateMixer):
     """Mamba 2's recurrence, whose step sizes, keys and queries are computed from its inputs behind
     the convolution, and normed. Takes the place of a block's attention."""
 
@@ -64,17 +64,10 @@ class Plamo2Mixer(StateLayer):
             self.dt_bias.detach().float(),
         )  # fmt: skip
 
-    def forward(
-        self,
-        hidden: torch.Tensor,
-        norm: nn.Module | None,
-        rotary: Any,
-        context: ForwardContext,
-        *,
-        add: bool = True,
-    ) -> torch.Tensor:
-        """hidden + mixer(norm(hidden)), or with `add` False the second term alone: [num_tokens,
-        hidden_size] → the same shape. `rotary` is not used."""
+    def mix(
+        self, hidden: torch.Tensor, norm: nn.Module | None, context: ForwardContext
+    ) -> tuple[Product, torch.Tensor]:
+        """As `StateMixer.mix`."""
         rows = context.layout.state_rows
         gate, x = self.in_proj(hidden, norm=norm).chunk(2, dim=-1)
         x = self.operations.causal_conv(
@@ -87,7 +80,7 @@ class Plamo2Mixer(StateLayer):
             self.state("ssm"), rows,
         ).flatten(-2)  # fmt: skip
         y = self.operations.silu_mul(torch.cat([gate, y], dim=-1))
-        return self.ranks.add(hidden if add else None, (self.out_proj, y))
+        return self.out_proj, y
 
 
 class HeadsRMSNorm(nn.Module):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from .decoder import CausalLM, DecoderClassifier, HeadlessLM
+from .windows import WindowedAttention
 
-from .decoder import CausalLM, DecoderClassifier, HeadlessLM, SelfAttention
 
-
-class Qwen2Attention(SelfAttention):
+class Qwen2Attention(WindowedAttention):
     @staticmethod
     def qkv_bias(hf: object) -> bool:
         return True
@@ -15,10 +14,6 @@ class Qwen2Attention(SelfAttention):
     @staticmethod
     def output_bias(hf: object) -> bool:
         return False
-
-    @staticmethod
-    def sliding_window(hf: Any, layer: int) -> int | None:
-        return window_of_layer(hf, layer)
 
 
 class Qwen2ForCausalLM(CausalLM):
@@ -34,13 +29,3 @@ class Qwen2Model(HeadlessLM):
 class Qwen2ForSequenceClassification(DecoderClassifier):
     tensor_parallel = True
     attention = Qwen2Attention
-
-
-def window_of_layer(hf: Any, layer: int) -> int | None:
-    """Return the window by `layer_types` if the configuration has them (as `transformers` fills
-    them in)."""
-    types = getattr(hf, "layer_types", None)
-    if types and types[layer] == "sliding_attention":
-        window: int | None = hf.sliding_window
-        return window
-    return None

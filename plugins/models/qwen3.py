@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ...core.loading.model_config import ModelConfig
 from ...core.nn.context import BuildContext
 from ...core.nn.norm import RMSNorm
-from .decoder import CausalLM, DecoderClassifier, HeadlessLM, SelfAttention
-from .qwen2 import window_of_layer
+from .decoder import CausalLM, DecoderClassifier, HeadlessLM
+from .windows import WindowedAttention
 
 
-class Qwen3Attention(SelfAttention):
+class Qwen3Attention(WindowedAttention):
     def __init__(self, config: ModelConfig, layer: int, build: BuildContext) -> None:
         super().__init__(config, layer, build)
         eps = config.hf_config.rms_norm_eps
         self.q_norm = RMSNorm(self.head_dim, eps, build)
         self.k_norm = RMSNorm(self.head_dim, eps, build)
-
-    @staticmethod
-    def sliding_window(hf: Any, layer: int) -> int | None:
-        return window_of_layer(hf, layer)
 
 
 class Qwen3ForCausalLM(CausalLM):

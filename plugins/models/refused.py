@@ -14,13 +14,11 @@ REFUSED = {
         "Lfm3ForCausalLM", "RecurrentGemmaForCausalLM", "RwkvForCausalLM", "ZambaForCausalLM",
         "ZayaForCausalLM", "xLSTMForCausalLM",
     ),
-    EXPERTS: ("DbrxForCausalLM", "JetMoeForCausalLM", "NllbMoeForConditionalGeneration",
-              "SwitchTransformersForConditionalGeneration"),
+    EXPERTS: (
+        "NllbMoeForConditionalGeneration", "SwitchTransformersForConditionalGeneration",
+    ),
     INDEXED: (
         "AXK2ForCausalLM", "Dots3NoteForCausalLM", "HYV4ForCausalLM",
-    ),
-    "its layers have two attentions, and experts that compute nothing": (
-        "LongcatFlashForCausalLM",
     ),
     ENCODER: (
         "BertGenerationDecoder", "BertLMHeadModel", "BigBirdForCausalLM", "CamembertForCausalLM",

@@ -9,7 +9,7 @@ from ...core.loading.model_config import ModelConfig
 from ...core.nn.context import BuildContext
 from ...core.nn.rotary import Rotary
 from .decoder import CausalLM, Decoder, SelfAttention
-from .qwen2 import window_of_layer
+from .windows import window_of_layer
 
 
 class SmolLM3Attention(SelfAttention):

@@ -25,9 +25,11 @@ TEXT_PARTS = {
         ("KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration"),
         "DeepseekV3ForCausalLM",
     ),
+    "MiniMaxM3SparseForConditionalGeneration": "MiniMaxM3SparseForCausalLM",
     "Qwen2VLForConditionalGeneration": "Qwen2ForCausalLM",
     "Qwen2_5_VLForConditionalGeneration": "Qwen2ForCausalLM",
     "Qwen3VLForConditionalGeneration": "Qwen3ForCausalLM",
     "Qwen3VLMoeForConditionalGeneration": "Qwen3VLMoeTextForCausalLM",
+    "Step3VLForConditionalGeneration": "Step3TextForCausalLM",
 }
 """Architecture → that of its text part."""

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from ...core.nn.operations import ClampedSwiGLU, DenseRows, ExpertActivation, ExpertWeight
+from ...core.nn.operations import (
+    ClampedSwiGLU,
+    DenseRows,
+    ExpertActivation,
+    ExpertWeight,
+    LimitedSwiGLU,
+)
 from ...core.nn.packed import PackedWeight
 from ...core.nn.routing import Routing
-from ...kernels.activations import Clamp, GatedActivation
+from ...kernels.activations import Clamp, GatedActivation, Limit
 from ...kernels.moe.combine import combine
 from ...kernels.moe.expert_gemv import expert_gemv
 from ...kernels.moe.expert_matmul import (
@@ -59,6 +65,8 @@ def experts_product(
     gate: GatedActivation | None = "gelu" if activation == "gelu" else None
     if isinstance(activation, ClampedSwiGLU):
         gate = Clamp(*activation)
+    elif isinstance(activation, LimitedSwiGLU):
+        gate = Limit(*activation)
     # With experts on other ranks, too, this rank has few slots where all of them have.
     total, foreign = routing.num_experts or num_experts, routing.num_experts is not None
     if few_slots(num_tokens, top_k, total):

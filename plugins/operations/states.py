@@ -1,5 +1,5 @@
 """Operations on states of sequences by Triton kernels: one to three launches each, and one for all
-of a layer between its projections, where a few rows have one token each."""
+of a layer between its projections, where rows have one token each."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from ...core.nn.state.operations import (
     ChannelDeltaWeights,
     ConvWeights,
     DeltaWeights,
+    GatedNorm,
     Mamba2Factors,
     ScanWeights,
     StateOperations,
@@ -30,10 +31,6 @@ from ...kernels.state.ssd_scan import ssd_scan
 
 MAX_COUNTERS = 1 << 14
 """Rows times groups of heads, at most, of a step in one launch."""
-FUSED_DELTA_NET = False
-"""Whether few rows go through a gated delta net in one launch. Not yet: its results are right in
-Triton's interpreter, but in its only run on an H200 the processes that tested Qwen3-Next and
-Qwen3.5 ended, as one of them had before it; perhaps for want of the machine's memory."""
 
 
 def _rows(rows: StateRows) -> Rows:
@@ -96,19 +93,20 @@ class TritonStates(StateOperations):
         state: torch.Tensor,
         rows: StateRows,
         *,
-        gated: bool,
+        norm: GatedNorm | None = None,
         factors: Mamba2Factors | None = None,
     ) -> torch.Tensor:
-        """[T, projection] → [T, H P]; a few rows of one token in one launch."""
-        if not rows.few or rows.num_tokens * sizes.num_groups > MAX_COUNTERS:
+        """[T, projection] → [T, H P]; rows of one token in one launch."""
+        single = rows.max_query_len == 1
+        if not single or rows.num_tokens * sizes.num_groups > MAX_COUNTERS:
             return super().mamba2(
-                projected, conv, weights, sizes, conv_state, state, rows, gated=gated,
+                projected, conv, weights, sizes, conv_state, state, rows, norm=norm,
                 factors=factors,
             )  # fmt: skip
         return mamba2_step(
             projected, *conv, conv_state, weights.a, weights.d, weights.dt_bias, weights.dt_limit,
             state, _rows(rows), self._counters(projected.device), groups=sizes.num_groups,
-            gated=gated, factors=factors,
+            norm=norm, factors=factors,
         )  # fmt: skip
 
     def silu_gate(
@@ -160,10 +158,9 @@ class TritonStates(StateOperations):
         state: torch.Tensor,
         rows: StateRows,
     ) -> torch.Tensor:
-        """[T, projection] → [T, H * value_dim]; with FUSED_DELTA_NET, a few rows of one token in
-        one launch."""
-        fits = rows.few and rows.num_tokens * sizes.num_key_heads <= MAX_COUNTERS
-        if not (FUSED_DELTA_NET and fits):
+        """[T, projection] → [T, H * value_dim]; rows of one token in one launch."""
+        single = rows.max_query_len == 1
+        if not single or rows.num_tokens * sizes.num_key_heads > MAX_COUNTERS:
             return super().delta_net(
                 projected, kernel, weights, norm, eps, sizes, conv_state, state, rows
             )

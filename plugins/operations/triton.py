@@ -52,7 +52,7 @@ try:
     from ...kernels.sampling.sample_tokens import sample_tokens
     from ...kernels.sigmoid_gate import sigmoid_gate
     from ...kernels.step_inputs import advance, scatter, slot_mappings, step_inputs
-    from ...kernels.tuning import Product, small_m_config
+    from ...kernels.tuning import Product, gemv_tiles, small_m_config
     from .experts import experts_product, experts_serve
     from .latents import TritonLatents
     from .packed import packed_product
@@ -131,7 +131,10 @@ class TritonOperations(TritonStates, TritonLatents, Operations):
     ) -> torch.Tensor:
         """residual + factor * (norm(x) Wᵀ + bias), the residual overwritten."""
         if x.shape[0] == 1:
-            return gemv(x, weight, bias, **_norm_of(norm), residual=residual, factor=factor)
+            return gemv(
+                x, weight, bias, **_norm_of(norm), residual=residual, factor=factor,
+                config=gemv_tiles(weight, gated=False),
+            )  # fmt: skip
         if norm is not None:
             x = self.normed(x, norm)
         if factor != 1.0:
@@ -157,7 +160,10 @@ class TritonOperations(TritonStates, TritonLatents, Operations):
     ) -> torch.Tensor:
         """activation(norm(x) Wᵀ + bias), for one token in one launch."""
         if x.shape[0] == 1:
-            return gemv(x, weight, bias, **_norm_of(norm), activation=activation)
+            return gemv(
+                x, weight, bias, **_norm_of(norm), activation=activation,
+                config=gemv_tiles(weight, gated=False),
+            )  # fmt: skip
         return super().activated_linear(x, weight, bias, activation=activation, norm=norm)
 
     def gated_linear(
@@ -170,7 +176,8 @@ class TritonOperations(TritonStates, TritonLatents, Operations):
     ) -> torch.Tensor:
         """silu(gate) * up of one product."""
         if x.shape[0] == 1:
-            return gemv(x, weight, bias, **_norm_of(norm), gated=True)
+            tiles = gemv_tiles(weight, gated=True)
+            return gemv(x, weight, bias, **_norm_of(norm), gated=True, config=tiles)
         if norm is not None:
             x = self.normed(x, norm)
         if (config := self._small_m_config(x, weight, gated=True)) is not None:

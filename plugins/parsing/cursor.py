@@ -24,8 +24,17 @@ MAX_JUNK = 64
 _CONTROLS = re.compile("[\x00-\x1f]+")
 _MAX_STRING = 512
 """Characters after a mark inside a string that are searched for the end of the string."""
-_STRING = re.compile(rf'(?:[^"\\]|\\.){{0,{_MAX_STRING}}}', re.S)
+_STRINGS = {quote: re.compile(rf"(?:[^{quote}\\]|\\.){{0,{_MAX_STRING}}}", re.S) for quote in "\"'"}
+"""Quote → the inside of a string, as far as it is searched."""
 _LITTLE_SPACE = re.compile(f"[{SPACE}]{{0,{MAX_JUNK}}}")
+
+
+def whole_characters(text: str) -> str:
+    """Return a text without halves of surrogate pairs, which JSON's escapes may leave in a string:
+    what makes a pair is one character, and a half without its other one U+FFFD."""
+    if text.isascii():
+        return text
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 class Marks:
@@ -154,6 +163,10 @@ class Cursor:
             yield
         return self._text[self._at]
 
+    def ahead(self, size: int) -> str:
+        """Return up to `size` characters of the text that has arrived, without consuming them."""
+        return self._text[self._at : self._at + size]
+
     def rest(self) -> str:
         """Return the text that has arrived and is not consumed."""
         return self._text[self._at :]
@@ -190,7 +203,7 @@ class Cursor:
             if status != "more":
                 return status
             if ends and mark:
-                if not scanner.in_string or not (yield from self._string_goes_on(len(mark[0]))):
+                if not scanner.in_string or not (yield from self.string_goes_on(len(mark[0]))):
                     return "bad"
                 self._json(scanner, say, say_mended, self._at + len(mark[0]))
             elif self.over:
@@ -198,17 +211,17 @@ class Cursor:
             else:
                 yield
 
-    def _string_goes_on(self, size: int) -> Read[bool]:
+    def string_goes_on(self, size: int, quote: str = '"', after: str = ",:]}") -> Read[bool]:
         """Return whether a string that contains the next `size` characters goes on after them: to
-        its closing quote, and JSON after that."""
+        its closing quote, and one of the characters `after` it."""
         while True:
-            at = _STRING.match(self._text, self._at + size).end()  # type: ignore[union-attr]
+            at = _STRINGS[quote].match(self._text, self._at + size).end()  # type: ignore[union-attr]
             if at - self._at - size >= _MAX_STRING:
                 return True
-            if self._text[at : at + 1] == '"':
+            if self._text[at : at + 1] == quote:
                 at = _LITTLE_SPACE.match(self._text, at + 1).end()  # type: ignore[union-attr]
                 if at < len(self._text):
-                    return self._text[at] in ",:]}"
+                    return self._text[at] in after
             if self.over:
                 return False
             yield

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, MutableSequence, Sequence
 from typing import Any, ClassVar
 
-from .cursor import SPACE, SPACES, Cursor, Marks, Read, run_through
+from .cursor import SPACE, SPACES, Cursor, Marks, Read, run_through, whole_characters
 from .tool_machine import ToolMachine, closing, rest_of_call
 
 
@@ -215,7 +215,7 @@ class JsonCall:
         if (yield from glance(text, source)) != "{":
             return False
         self._start(name)
-        if (yield from text.json(_nowhere, self._answer.arguments, self._ends)) != "done":
+        if (yield from text.json(_discard, self._answer.arguments, self._ends)) != "done":
             return False
         rest: MutableSequence[str] = deque(maxlen=0)
         while not (yield from sign(text, rest, "}")):
@@ -223,7 +223,7 @@ class JsonCall:
             if not key or not (yield from sign(text, rest, ":")):
                 return False
             yield from glance(text, rest)
-            if (yield from text.json(_nowhere, None, self._ends)) != "done":
+            if (yield from text.json(_discard, None, self._ends)) != "done":
                 return False
         self._answer.end()
         return True
@@ -259,7 +259,7 @@ def string(text: Cursor, source: MutableSequence[str]) -> Read[str]:
         return ""
     value = json.loads("".join(parts))
     assert isinstance(value, str)
-    return value
+    return whole_characters(value)
 
 
 _INCOMPLETE_ESCAPE = 11
@@ -277,16 +277,15 @@ def _quoted_object(text: Cursor, source: MutableSequence[str]) -> Read[tuple[str
         with contextlib.suppress(ValueError):
             value = json.loads(quoted if whole else quoted[: len(quoted) - short] + '"')
             break
-    value = value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     inner = Cursor()
-    inner.add(value.strip(SPACE))
+    inner.add(whole_characters(value).strip(SPACE))
     inner.end()
     if inner.here != "{":
         return "", False
     object_parts: list[str] = []
-    status = run_through(inner.json(_nowhere, object_parts.append))
+    status = run_through(inner.json(_discard, object_parts.append))
     return "".join(object_parts), whole and status == "done" and not inner.rest()
 
 
-def _nowhere(text: str) -> None:
+def _discard(text: str) -> None:
     """Drop the text."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from .cursor import SPACES, Marks, Read
+from .cursor import SPACES, Marks, Read, Say
 from .tool_machine import ToolMachine, closing, rest_of_call
 
 _MAX_HEADER = 256
@@ -55,6 +55,8 @@ class NamedCallsParser(ToolMachine):
     form: ClassVar[NamedForm]
     around: ClassVar[tuple[str, ...]] = ()
     """Marks around all calls; they are dropped."""
+    last: ClassVar[str] = ""
+    """One of them after which no content follows: text after it is dropped, calls are not."""
 
     def __init__(self, *, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         self._marks = Marks(*self.around, *self.form.open)
@@ -62,9 +64,12 @@ class NamedCallsParser(ToolMachine):
 
     def read(self) -> Read[None]:
         """Read content and calls in turn."""
-        while mark := (yield from self.text.until(self._marks, self.answer.say)):
+        say: Say = self.answer.say
+        while mark := (yield from self.text.until(self._marks, say)):
             if mark not in self.around:
                 yield from named_call(self, self.form, [mark])
+            elif mark == self.last and self.answer.calls:
+                say = _discard
 
 
 def named_call(parser: ToolMachine, form: NamedForm, source: list[str]) -> Read[None]:
@@ -104,7 +109,7 @@ def named_call(parser: ToolMachine, form: NamedForm, source: list[str]) -> Read[
         return
     status = "bad"
     if (yield from text.peek()) == "{":
-        status = yield from text.json(_nowhere, answer.arguments, form.ends)
+        status = yield from text.json(_discard, answer.arguments, form.ends)
     if status != "done":
         yield from rest_of_call(text, form.close, form.any)
         return
@@ -112,5 +117,5 @@ def named_call(parser: ToolMachine, form: NamedForm, source: list[str]) -> Read[
     yield from closing(text, answer, form.close, form.close_or_open)
 
 
-def _nowhere(text: str) -> None:
+def _discard(text: str) -> None:
     """Drop the text."""

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from .cursor import SPACES, Marks, Read
 from .json_calls import glance, sign
-from .python_values import read_value
+from .python_values import STRICT, Strings, read_value
 from .tool_machine import ToolMachine, closing, rest_of_call
 
 _NAME = re.compile(r"[\w.\-]+")
@@ -27,23 +27,46 @@ class PythonCallsParser(ToolMachine):
     close: ClassVar[tuple[str, ...]] = ()
     bare: ClassVar[bool] = True
     lines: ClassVar[bool] = False
+    loose: ClassVar[bool] = False
+    """Whether strings are written without escapes: a quote inside is text where nothing follows it
+    that may stand after a string."""
+    echoes: ClassVar[bool] = False
+    """Whether the model may write a section's text once more after its closing mark, and the mark:
+    that is dropped."""
 
     def __init__(self, *, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         self._open = Marks(*self.open)
         self._close_or_open = Marks(*self.close, *self.open)
+        self._strings = Strings(self._close_or_open.texts, self.loose)
         super().__init__(tools=tools)
 
     def read(self) -> Read[None]:
         """Read content and sections in turn."""
         gap = yield from self.text.run(SPACES)
         if self.bare and (yield from self.text.peek()) == "[":
-            yield from self._section([gap], bare=True)
+            yield from self.section([gap], bare=True)
         else:
             self.answer.say(gap)
         while mark := (yield from self.text.until(self._open, self.answer.say)):
-            yield from self._section([mark], bare=False)
+            calls = self.answer.calls
+            yield from self.section([mark], bare=False)
+            if self.echoes and self.answer.calls > calls:
+                yield from self._drop_echo()
 
-    def _section(self, source: list[str], *, bare: bool) -> Read[None]:
+    def _drop_echo(self) -> Read[None]:
+        """Drop what may be an echo of the section, if a closing mark follows it."""
+        text, mark = self.text, self.close[0]
+        while mark in self.close:
+            source: list[str] = []
+            if (yield from glance(text, source)) not in ("[", "<"):
+                self.answer.say("".join(source))
+                return
+            mark = yield from text.until(self._close_or_open, source.append)
+        text.back(mark)
+        self.answer.say("".join(source))
+
+    def section(self, source: list[str], *, bare: bool) -> Read[None]:
+        """Read calls. source: what was consumed; content if no call follows."""
         text, answer = self.text, self.answer
         listed = yield from sign(text, source, "[")
         if not listed and not self.lines:
@@ -92,7 +115,7 @@ class PythonCallsParser(ToolMachine):
             answer.arguments((", " if started else "{") + json.dumps(key) + ": ")
             started = True
             source.clear()
-            slip = yield from read_value(text, answer.arguments)
+            slip = yield from read_value(text, answer.arguments, STRICT if bare else self._strings)
             if slip is not None:
                 source.append(slip)
                 return False

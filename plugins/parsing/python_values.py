@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
+from typing import NamedTuple
 
 from .cursor import SPACE, SPACES, Cursor, Marks, Read, Say
 
@@ -21,7 +23,8 @@ _CONSTANTS = {
 }
 _TRIPLE = Marks('"""', "'''")
 _SINGLE = Marks('"', "'")
-_ENDS = {quote: Marks(quote, "\\") for quote in ('"', "'", '"""', "'''")}
+_AFTER_STRING = ",:)]}"
+"""Characters of which one follows a string."""
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v",
             "\\": "\\", "'": "'", '"': '"'}  # fmt: skip
 _HEX_SIZES = {"x": 2, "u": 4, "U": 8}
@@ -30,7 +33,20 @@ _LISTS = re.compile(r"[\[(]+")
 _CLOSERS = {"[": "]", "(": ")"}
 
 
-def read_value(text: Cursor, say: Say) -> Read[str | None]:
+class Strings(NamedTuple):
+    """How strings end."""
+
+    ends: tuple[str, ...] = ()
+    """Marks that end a string, too, and the literal, unless the string goes on to its quote."""
+    loose: bool = False
+    """Whether a quote that nothing follows which may stand after a string is text: the model does
+    not escape quotes."""
+
+
+STRICT = Strings()
+
+
+def read_value(text: Cursor, say: Say, strings: Strings = STRICT) -> Read[str | None]:
     """Consume a literal and pass it on as JSON: lists and tuples as arrays, dictionaries as
     objects.
 
@@ -47,7 +63,7 @@ def read_value(text: Cursor, say: Say) -> Read[str | None]:
             say("{")
             stack.append("}")
             if (yield from _solid(text)) != "}":
-                slip = yield from _key(text, say)
+                slip = yield from _key(text, say, strings)
                 if slip is not None:
                     return slip
                 continue
@@ -58,7 +74,7 @@ def read_value(text: Cursor, say: Say) -> Read[str | None]:
             if (yield from _solid(text)) != stack[-1]:
                 continue
         else:
-            slip = yield from _scalar(text, say)
+            slip = yield from _scalar(text, say, strings)
             if slip is not None:
                 return slip
         while stack:
@@ -74,7 +90,7 @@ def read_value(text: Cursor, say: Say) -> Read[str | None]:
             if not comma or not char:
                 return ""
             say(", ")
-            slip = (yield from _key(text, say)) if stack[-1] == "}" else None
+            slip = (yield from _key(text, say, strings)) if stack[-1] == "}" else None
             if slip is not None:
                 return slip
             break
@@ -101,13 +117,13 @@ def python_value(text: str) -> str | None:
     return None
 
 
-def _key(text: Cursor, say: Say) -> Read[str | None]:
+def _key(text: Cursor, say: Say, strings: Strings) -> Read[str | None]:
     """Read a dictionary's key, as a string, and its colon."""
     if (yield from text.peek()) in ('"', "'"):
-        slip = yield from _string(text, say)
+        slip = yield from _string(text, say, strings)
     else:
         parts: list[str] = []
-        slip = yield from _scalar(text, parts.append)
+        slip = yield from _scalar(text, parts.append, strings)
         if slip is None:
             say(json.dumps("".join(parts)))
     if slip is not None:
@@ -119,9 +135,9 @@ def _key(text: Cursor, say: Say) -> Read[str | None]:
     return None
 
 
-def _scalar(text: Cursor, say: Say) -> Read[str | None]:
+def _scalar(text: Cursor, say: Say, strings: Strings) -> Read[str | None]:
     if (yield from text.peek()) in ('"', "'"):
-        return (yield from _string(text, say))
+        return (yield from _string(text, say, strings))
     word = yield from text.run(_WORD)
     json_text = _CONSTANTS.get(word) or _number(word)
     if not json_text:
@@ -147,7 +163,12 @@ def _any_base(word: str) -> int:
     return int(word, 0)
 
 
-def _string(text: Cursor, say: Say) -> Read[str | None]:
+@functools.cache
+def _string_marks(quote: str, ends: tuple[str, ...]) -> Marks:
+    return Marks(quote, "\\", *ends)
+
+
+def _string(text: Cursor, say: Say, strings: Strings) -> Read[str | None]:
     """Read a quoted string."""
 
     def escaped(part: str) -> None:
@@ -157,10 +178,34 @@ def _string(text: Cursor, say: Say) -> Read[str | None]:
     if not quote:
         quote = yield from text.accept(_SINGLE)
     say('"')
-    while (mark := (yield from text.until(_ENDS[quote], escaped))) != quote:
+    marks = _string_marks(quote, strings.ends)
+    while True:
+        mark = yield from text.until(marks, escaped)
+        if mark == quote:
+            if not strings.loose or len(quote) > 1:
+                break
+            gap = yield from text.run(SPACES)
+            following = yield from text.peek()
+            if not following or following in _AFTER_STRING:
+                break
+            escaped(quote + gap)
+            continue
+        if mark in strings.ends:
+            text.back(mark)
+            if len(quote) > 1 or not (
+                yield from text.string_goes_on(len(mark), quote, _AFTER_STRING)
+            ):
+                return ""
+            text.skip(len(mark))
+            escaped(mark)
+            continue
         char = (yield from text.peek()) if mark else ""
         if not char:
             return ""
+        known = char in _ESCAPES or char in _HEX_SIZES or char in _OCTAL or char == "\n"
+        if not known:  # The character after it may begin a mark.
+            escaped("\\")
+            continue
         text.skip(1)
         if char in _ESCAPES:
             escaped(_ESCAPES[char])
@@ -174,8 +219,6 @@ def _string(text: Cursor, say: Say) -> Read[str | None]:
                 escaped("\\" + char + digits)
         elif char in _OCTAL:
             escaped(chr(int(char + (yield from _digits(text, _OCTAL, 2)), 8)))
-        elif char != "\n":
-            escaped("\\" + char)
     say('"')
     return None
 

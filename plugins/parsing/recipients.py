@@ -15,9 +15,20 @@ BEGIN = Marks(START)
 MARKERS = (START, MESSAGE, "<|eom|>", "<|eot|>")
 END = Marks("<|eom|>", "<|eot|>", START)
 """Texts that end a message; `<|start|>` begins the next one too."""
+BARE = Marks(" to=")
+"""Text that begins a header in a message that does not end."""
 _MESSAGE = Marks(MESSAGE)
+_NAME = re.compile(r"[\w.\-]+")
 _MAX_HEADER = 256
 _HEADER = re.compile(r"\s*(?:assistant)?(?:\s+to=([\w.\-]+))?\s*")
+
+
+def bare_recipient(text: Cursor) -> Read[tuple[str | None, str]]:
+    """Consume the rest of a header without its `<|start|>`, after ` to=`. Return its recipient,
+    None if it is no header, and what was consumed."""
+    name = yield from text.run(_NAME)
+    mark = yield from text.accept(_MESSAGE)
+    return (name if name and mark else None), name + mark
 
 
 def recipient(text: Cursor) -> Read[str | None]:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from .cursor import SPACES, Marks, Read, Say
+from .cursor import SPACES, Marks, Read, Say, whole_characters
 from .schema_values import json_of, parameter_types
 from .tool_machine import ToolMachine
 
@@ -31,7 +31,8 @@ class TaggedCallsParser(ToolMachine):
     value_open: ClassVar[str] = ""
     """May be missing."""
     value_end: ClassVar[tuple[str, ...]]
-    """Texts that end a value; `parameter` or `close` after a newline stands for a missing one."""
+    """Texts that end a value; `parameter`, `close` or a mark around calls stands for a missing
+    one."""
     close: ClassVar[str]
     newlines: ClassVar[bool] = True
     """Whether one newline right inside a value's tags belongs to the markup."""
@@ -44,8 +45,8 @@ class TaggedCallsParser(ToolMachine):
     tool has no such argument, and has all that are in there."""
     all_open: ClassVar[str] = ""
     """A mark before all arguments as one JSON object, in place of one by one."""
-    last: ClassVar[str] = ""
-    """One of the marks around calls, after which nothing follows: text after it is dropped."""
+    last: ClassVar[tuple[str, ...]] = ()
+    """Those of the marks around calls after which nothing follows: text after them is dropped."""
 
     def __init__(self, *, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         opaque = (self.opaque or ("",))[0]
@@ -63,14 +64,15 @@ class TaggedCallsParser(ToolMachine):
     def read(self) -> Read[None]:
         """Read content and calls in turn."""
         while mark := (yield from self.until_call(self._marks)):
-            if mark == self.last and self.answer.calls:
+            if mark in self.last and self.answer.calls:
                 yield from self.text.until(Marks(), _drop)
             if mark == self.lead and (yield from self.text.until_within(self._open, _MAX_HEADER)):
                 mark = self.open
             if mark == self.open:
-                yield from self._call([mark])
+                yield from self.call([mark])
 
-    def _call(self, source: list[str]) -> Read[None]:
+    def call(self, source: list[str]) -> Read[None]:
+        """Read a call. source: what was consumed; content if no call follows."""
         text, answer = self.text, self.answer
         header = yield from text.until_within(self._name_end, _MAX_HEADER)
         name = ""
@@ -147,8 +149,7 @@ class TaggedCallsParser(ToolMachine):
             return ""
         try:
             if value.startswith('"'):
-                text = json.loads(value).encode("utf-16", "surrogatepass")
-                value = json_of(text.decode("utf-16", "replace"), _OBJECT)
+                value = json_of(whole_characters(json.loads(value)), _OBJECT)
             arguments = json.loads(value)
         except RecursionError:
             return ""
@@ -183,7 +184,7 @@ class TaggedCallsParser(ToolMachine):
             say('"')
         else:
             say(json_of("".join(value.parts), types))
-        if end.lstrip("\n") in self._next.texts:
+        if end.lstrip("\n") in self._next_or_over.texts:
             text.back(end.lstrip("\n"))
         return True
 

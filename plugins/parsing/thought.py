@@ -20,6 +20,8 @@ class ThoughtParser(StreamingParser):
 
     open: tuple[str, ...] = ("<think>",)
     close: tuple[str, ...] = ("</think>",)
+    first_open: ClassVar[tuple[str, ...]] = ()
+    """Other marks that open reasoning, at the beginning of the text alone."""
     call: tuple[str, ...] = ()
     """Beginnings of a tool call that end the reasoning too, if the model forgets to close it."""
     begins_inside: ClassVar[bool] = True
@@ -32,9 +34,13 @@ class ThoughtParser(StreamingParser):
     newlines; closing marks without an opening one are dropped."""
     space: ClassVar[str] = "\n"
     """Characters that are markup next to a mark."""
+    trailing: ClassVar[str] = ""
+    """Further characters that are markup in front of a closing mark."""
     answer_open: ClassVar[tuple[str, ...]] = ()
     answer_close: ClassVar[tuple[str, ...]] = ()
     """Marks around the content, dropped with the newlines right inside; they may be missing."""
+    ends_turn: ClassVar[bool] = False
+    """Whether text after the mark that closes the content is dropped, up to a call."""
 
     thinking_switch: ClassVar[tuple[str, bool]] = ("enable_thinking", True)
 
@@ -61,7 +67,7 @@ class ThoughtParser(StreamingParser):
         """Read the reasoning, then the content."""
         text, space = self.text, self._space
         gap = yield from text.run(space)
-        if (yield from text.accept(Marks(*self.open))) or self._inside:
+        if (yield from text.accept(Marks(*self.open, *self.first_open))) or self._inside:
             yield from text.run(space)
             mark = yield from self.until(Marks(*self.close, *self.call), self.think)
             self.reasoning_ended = True
@@ -77,6 +83,8 @@ class ThoughtParser(StreamingParser):
         self.say(gap)
         if self.answer_close and (yield from self.until(Marks(*self.answer_close), self.say)):
             yield from text.run(space)
+            if self.ends_turn:
+                text.back((yield from text.until(Marks(*self.call), _drop)))
         marks = Marks(*self.open, *self.close) if self.anywhere else Marks()
         while mark := (yield from text.until(marks, self.say)):
             if mark in self.open:
@@ -93,7 +101,7 @@ class ThoughtParser(StreamingParser):
         space: list[str] = []
 
         def hold(text: str) -> None:
-            bare = text.rstrip(self.space)
+            bare = text.rstrip(self.space + self.trailing)
             if bare:
                 say("".join(space) + bare)
                 space.clear()
@@ -115,3 +123,7 @@ class ThoughtParser(StreamingParser):
         if text:
             self.events.append(Content(text))
             self._answered = True
+
+
+def _drop(text: str) -> None:
+    """Drop the text."""

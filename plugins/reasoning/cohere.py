@@ -23,6 +23,7 @@ class CohereCommand3Reasoning(ThoughtParser):
     answer_close: ClassVar[tuple[str, ...]] = ("<|END_RESPONSE|>",)
     markers: ClassVar[tuple[str, ...]] = (*open, *close, *call, *answer_open, *answer_close)
     begins_inside = False
+    trailing = " \t\r"
     thinking_switch = ("reasoning", True)
 
     def until(self, close: Marks, say: Say) -> Read[str]:
@@ -45,6 +46,7 @@ class CohereCommand4Reasoning(CohereCommand3Reasoning):
     answer_close = ("<|END_TEXT|>", "<|END_RESPONSE|>")
     markers = (*CohereCommand3Reasoning.markers, answer_open[0], answer_close[0])
     begins_inside = True
+    ends_turn = True
 
 
 class CitationFilter:

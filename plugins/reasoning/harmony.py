@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from ...core.protocols.parsers import CallText, Content, Reasoning
+from ...core.protocols.parsers import CallText, Content, PlainText, Reasoning
 from ..parsing.cursor import Read, StreamingParser
 from ..parsing.harmony import BEGIN, END, MARKERS, Messages, first_recipient, header
 
@@ -23,6 +23,8 @@ class HarmonyReasoning(StreamingParser):
     """Whether an output may begin with the recipient of a call, in front of its channel."""
 
     def __init__(self, *, thinking: bool = True) -> None:
+        self._in_message = False
+        """Whether content is that of a message to the user, in which quoted calls are text."""
         self.reasoning_ended = False
         """Whether the content has begun. Once true, it stays true."""
         super().__init__()
@@ -46,7 +48,9 @@ class HarmonyReasoning(StreamingParser):
                 messages = reasoning if message.channel == "analysis" else answer
                 messages.begin()
                 self.reasoning_ended = self.reasoning_ended or message.channel == "final"
+                self._in_message = True
                 end = yield from text.until(END, messages.say)
+                self._in_message = False
             if end == "<|start|>":
                 text.back(end)
 
@@ -54,7 +58,7 @@ class HarmonyReasoning(StreamingParser):
         self.events.append(Reasoning(text))
 
     def _say(self, text: str) -> None:
-        self.events.append(Content(text))
+        self.events.append(PlainText(text) if self._in_message else Content(text))
 
     def _pass_on(self, text: str) -> None:
         if text:

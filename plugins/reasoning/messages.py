@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from ...core.protocols.parsers import CallText, Content, Reasoning
+from ...core.protocols.parsers import CallText, Content, PlainText, Reasoning
 from ..parsing import recipients
 from ..parsing.cursor import Marks, Read, Say, StreamingParser
 from ..parsing.harmony import MARKERS as HARMONY_MARKERS
@@ -31,10 +31,18 @@ class MessagesReasoning(StreamingParser):
         if text:
             self.events.append(Content(text))
 
+    def answer(self, text: str) -> None:
+        """Pass on content of a message to the user, in which quoted calls are text."""
+        if text:
+            self.events.append(PlainText(text))
+
     def pass_on(self, text: str) -> None:
         """Pass on a call's text."""
         if text:
             self.events.append(CallText(text))
+
+
+_MESSAGE_END = Marks(*recipients.END.texts, *recipients.BARE.texts)
 
 
 class MuseReasoning(MessagesReasoning):
@@ -58,7 +66,17 @@ class MuseReasoning(MessagesReasoning):
         while True:
             if to is None:
                 self.say(mark)
-            end = yield from text.until(recipients.END, self._speaker(to))
+            say, bare = self._speaker(to), None
+            end = yield from text.until(_MESSAGE_END, say)
+            while end in recipients.BARE.texts:
+                bare, source = yield from recipients.bare_recipient(text)
+                if bare is not None:
+                    break
+                say(end + source)
+                end = yield from text.until(_MESSAGE_END, say)
+            if bare is not None:
+                mark, to = "", bare
+                continue
             mark, to = end, None
             if end and end != recipients.START:
                 to = yield from recipients.recipient(text)
@@ -77,7 +95,9 @@ class MuseReasoning(MessagesReasoning):
         self.reasoning_ended = True
         if to in self.to_none:
             return _drop
-        return self.say if to is None or to in self.to_user else self.pass_on
+        if to in self.to_user:
+            return self.answer
+        return self.say if to is None else self.pass_on
 
 
 class MuseGlimmerReasoning(MuseReasoning):
@@ -118,10 +138,14 @@ class InklingReasoning(MessagesReasoning):
         types, ends = Marks(*_TYPES, _MODEL, _END, _OVER), Marks(_END, _OVER, _MODEL)
         between = Marks(_MODEL, _OVER)
         while True:
+            framed = bool(kind)
             if not kind:
                 header = yield from text.until_within(types, _MAX_HEADER)
+                framed = header is not None
                 kind = header[1] if header is not None else _TEXT
-            say: Say = self.think if kind == _THINKING else self.say
+            say: Say = self.answer if framed else self.say
+            if kind == _THINKING:
+                say = self.think
             self.reasoning_ended = self.reasoning_ended or kind != _THINKING
             end = kind
             if kind in _TYPES:

@@ -59,6 +59,45 @@ class Glm47Reasoning(ThoughtParser):
     call = ("<tool_call>",)
 
 
+class NemotronReasoning(Glm47Reasoning):
+    """`…</think>`: the template or the model opens the reasoning. A call ends it, too. With
+    `force_nonempty_content` in `chat_template_kwargs`, the reasoning of an output without content
+    is its content, too.
+    """
+
+    template_options = ("force_nonempty_content",)
+    force_nonempty_content = False
+
+    def __init__(self, *, thinking: bool = True) -> None:
+        super().__init__(thinking=thinking)
+        self._kept: list[str] = []
+        self._has_content = False
+
+    def read(self) -> Read[None]:
+        """Read the reasoning, then the content."""
+        yield from super().read()
+        if self.force_nonempty_content and not self._has_content:
+            super().say("".join(self._kept))
+
+    def think(self, text: str) -> None:
+        """Pass on reasoning."""
+        super().think(text)
+        if self.force_nonempty_content:
+            self._kept.append(text)
+
+    def say(self, text: str) -> None:
+        """Pass on content."""
+        super().say(text)
+        self._has_content = self._has_content or bool(text.strip())
+
+
+class GigaChat35Reasoning(ThoughtParser):
+    """`…</think>`: the template opens the reasoning, if the request turns it on."""
+
+    markers = ("<think>", "</think>")
+    thinking_switch = ("reasoning", False)
+
+
 class Holo2Reasoning(ThoughtParser):
     """`…</think>`: the template opens or closes the reasoning."""
 
@@ -90,6 +129,13 @@ class Step3p5Reasoning(ThoughtParser):
     call = ("<tool_call>",)
     markers = ("<think>", "</think>")
     always = True
+
+
+class IQuestQ1Reasoning(ThoughtParser):
+    """`…</think>`: the template opens or closes the reasoning. A call ends it, too."""
+
+    call = ("<iquest_tool_call>",)
+    markers = ("<think>", "</think>", *call)
 
 
 class PoolsideReasoning(ThoughtParser):
@@ -196,6 +242,7 @@ class Gemma4Reasoning(ThoughtParser):
     call ends it, too."""
 
     open, close = ("<|channel>thought",), ("<channel|>",)
+    first_open = ("thought\n",)
     call = ("<|tool_call>",)
     markers = ("<|channel>", *close, *call)
     begins_inside = False

@@ -30,11 +30,13 @@ _PARSERS = {
     "granite-20b-fc": ("json_families:Granite20bFcToolParser", "Granite 20B Function Calling"),
     "granite4": ("hermes:HermesToolParser", "Granite 4.0"),
     "hermes": ("hermes:HermesToolParser", "Hermes 2 Pro, Hermes 3, Qwen2.5, Qwen3, QwQ"),
+    "hf": ("hf:HfToolParser", "models with a response template"),
     "hunyuan_a13b": ("json_families:HunyuanA13bToolParser", "Hunyuan-A13B"),
     "hy_v3": ("tagged_families:Hy3ToolParser", "Hunyuan 3"),
     "hy_v4": ("tagged_families:Hy4ToolParser", "Hunyuan 4"),
     "inkling": ("message_families:InklingToolParser", "Inkling"),
     "internlm": ("json_families:InternLmToolParser", "InternLM2.5"),
+    "iquest_q1": ("tagged_families:IQuestQ1ToolParser", "IQuest-Q1"),
     "jamba": ("json_families:JambaToolParser", "Jamba 1.5"),
     "k2_horizon": ("block_families:K2HorizonToolParser", "K2-V3"),
     "kimi_k2": ("named_families:KimiK2ToolParser", "Kimi K2"),
@@ -54,6 +56,7 @@ _PARSERS = {
     "muse": ("message_families:MuseToolParser", "Muse"),
     "muse_glimmer": ("message_families:MuseGlimmerToolParser", "Muse Glimmer"),
     "musespark1x": ("message_families:MuseToolParser", "Muse Spark"),
+    "nemotron_json": ("json_families:NemotronJsonToolParser", "Nemotron Nano 2, Llama Nemotron"),
     "olmo3": ("python_families:Olmo3ToolParser", "OLMo 3"),
     "openai": ("harmony:HarmonyToolParser", "gpt-oss"),
     "phi4_mini_json": ("json_families:Phi4MiniJsonToolParser", "Phi-4-mini"),
@@ -86,8 +89,8 @@ _MARKS = {
     "ernie45": ("<tool_call>",),
     "functiongemma": ("<start_function_call>", "<escape>"),
     "gemma4": ("<|tool_call>", '<|"|>'),
-    "gigachat3": ("function call<|role_sep|>",),
-    "gigachat35": ("<｜GCML｜tool_calls>",),
+    "gigachat3": ("'role': 'function call'", "<|role_sep|>"),
+    "gigachat35": ("<｜GCML｜tool_calls>", "<｜GCML｜invoke name="),
     "glm45": ("<tool_call>", "<arg_key>"),
     "glm47": ("<tool_call>{function-name}<arg_key>",),
     "granite": ("<|tool_call|>",),
@@ -97,6 +100,7 @@ _MARKS = {
     "hy_v3": ("<tool_call", "tool_sep", "arg_key"),
     "inkling": ("<|content_invoke_tool_json|>",),
     "internlm": ("<|action_start|>",),
+    "iquest_q1": ("<iquest_tool_call>",),
     "jamba": ("<tool_calls>",),
     "k2_horizon": ("<ifm|tool_calls>",),
     "kimi_k2": ("<|tool_call_begin|>", "<|tool_call_argument_begin|>"),
@@ -112,6 +116,8 @@ _MARKS = {
     "minimax_m3": ("]<]minimax[>[",),
     "mistral": ("[TOOL_CALLS]",),
     "muse": ("<atem:function_calls>",),
+    "muse_glimmer": ("<atem:function_calls>", "MuseGlimmer"),
+    "nemotron_json": ("<TOOLCALL>",),
     "olmo3": ("<function_calls>",),
     "openai": ("<|channel|>", "<|message|>"),
     "phi4_mini_json": ("<|tool_call|>",),
@@ -127,7 +133,7 @@ _MODEL_TYPES = {
     "ernie45": ("ernie4_5", "ernie4_5_moe"),
     "granite": ("granite", "granitemoe", "granitemoehybrid", "granitemoeshared"),
     "granite4": ("granite", "granitemoe", "granitemoehybrid", "granitemoeshared"),
-    "hunyuan_a13b": ("hunyuan", "hunyuan_v1_moe"),
+    "hunyuan_a13b": ("hunyuan", "hunyuan_v1_dense", "hunyuan_v1_moe"),
     "jamba": ("jamba",),
     "ling3": ("bailing_hybrid", "bailing_moe_v3"),
     "mimo": ("mimo_v2", "mimo_v2_flash"),
@@ -137,6 +143,15 @@ _MODEL_TYPES = {
     "step3p5": ("step3p5", "step3p7"),
 }
 """name → model types that share those marks with no others"""
+_OTHER_MARKS = {
+    "gigachat3": ("function call<|role_sep|>",),
+    "jamba": ("<tool_calls>[",),
+    "lfm2": ("<|tool_list_start|>",),
+    "llama3_json": ('{"name": function name, "parameters":',),
+}
+"""name → what `auto` knows another chat template of such models by"""
+_DECLARATIONS = {"hf": "response_template"}
+"""name → field of tokenizer_config.json in which a checkpoint declares what the parser reads"""
 _ALIASES = {
     "deepseek_v3": ("deepseekv3",),
     "deepseek_v31": ("deepseekv31",),
@@ -145,6 +160,7 @@ _ALIASES = {
     "deepseek_v41": ("deepseekv41",),
     "glm45": ("glm",),
     "hermes": ("qwen", "qwen25"),
+    "hf": ("response_template",),
     "hy_v3": ("hunyuan",),
     "internlm": ("interns1",),
     "llama3_json": ("llama3",),
@@ -161,5 +177,7 @@ def register_tool_parsers(registry: Any) -> None:
     for name, (place, models) in _PARSERS.items():
         registry.add(
             name, f"{_HERE}.{place}", help=models, marks=_MARKS.get(name, ()),
-            model_types=_MODEL_TYPES.get(name, ()), aliases=_ALIASES.get(name, ()),
+            model_types=_MODEL_TYPES.get(name, ()), other_marks=_OTHER_MARKS.get(name, ()),
+            aliases=_ALIASES.get(name, ()),
+            declaration=_DECLARATIONS.get(name, ""),
         )  # fmt: skip

@@ -30,18 +30,26 @@ class _DsmlToolParser(TaggedCallsParser):
         return match[1], declared or (_STRING if match[2] == "true" else self.untyped)
 
 
+def _value_ends(
+    parameter: str, close: str, value_end: str, last: tuple[str, ...]
+) -> tuple[str, ...]:
+    """Return what ends a value: its closing tag, or whatever tag may follow it."""
+    others = (parameter, close, *last)
+    return (value_end, *(newline + other for other in others for newline in ("\n", "")))
+
+
 class DeepSeekV32ToolParser(_DsmlToolParser):
     """`<｜DSML｜function_calls>`, then `<｜DSML｜invoke name="f">`, in it
     `<｜DSML｜parameter name="a" string="true">…</｜DSML｜parameter>`, and closing tags, on lines.
     """
 
     around: ClassVar[tuple[str, ...]] = ("<｜DSML｜function_calls>", "</｜DSML｜function_calls>")
-    last = around[1]
+    last: ClassVar[tuple[str, ...]] = (around[1],)
     open, close = "<｜DSML｜invoke name=", "</｜DSML｜invoke>"
     parameter = "<｜DSML｜parameter name="
-    value_end: ClassVar[tuple[str, ...]] = (
-        "</｜DSML｜parameter>", f"\n{parameter}", parameter, f"\n{close}", close
-    )  # fmt: skip
+    value_end: ClassVar[tuple[str, ...]] = _value_ends(
+        parameter, close, "</｜DSML｜parameter>", last
+    )
     markers: ClassVar[tuple[str, ...]] = (*around, "｜DSML｜")
 
 
@@ -54,7 +62,10 @@ class DeepSeekV4ToolParser(DeepSeekV32ToolParser):
         "<｜DSML｜tool_calls>", "<｜DSML｜toolcalls>", "<｜DSML｜tool>",
         "</｜DSML｜tool_calls>", "</｜DSML｜toolcalls>", "</｜DSML｜tool>",
     )  # fmt: skip
-    last = around[3]
+    last = around[3:]
+    value_end = _value_ends(
+        DeepSeekV32ToolParser.parameter, DeepSeekV32ToolParser.close, "</｜DSML｜parameter>", last
+    )
     markers = (*around, "｜DSML｜")
 
 
@@ -64,10 +75,10 @@ class DeepSeekV41ToolParser(_DsmlToolParser):
     """
 
     around = ("<｜DSML｜ calls>", "</｜DSML｜ calls>")
-    last = around[1]
+    last = (around[1],)
     open, close = "<｜DSML｜ invoke name=", "</｜DSML｜ invoke>"
     parameter = "<｜DSML｜ parameter name="
-    value_end = ("</｜DSML｜ parameter>", f"\n{parameter}", parameter, f"\n{close}", close)
+    value_end = _value_ends(parameter, close, "</｜DSML｜ parameter>", last)
     markers = (*around, "｜DSML｜")
 
 
@@ -77,8 +88,8 @@ class GigaChat35ToolParser(_DsmlToolParser):
     """
 
     around = ("<｜GCML｜tool_calls>", "</｜GCML｜tool_calls>", "<|message_sep|>")
-    last = around[1]
+    last = (around[1],)
     open, close = "<｜GCML｜invoke name=", "</｜GCML｜invoke>"
     parameter = "<｜GCML｜parameter name="
-    value_end = ("</｜GCML｜parameter>", f"\n{parameter}", parameter, f"\n{close}", close)
+    value_end = _value_ends(parameter, close, "</｜GCML｜parameter>", last)
     markers = (*around, "｜GCML｜")

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import msgspec
 
 from ...core.protocols.parsers import CallForm
-from ..parsing.json_calls import JsonCallsParser
+from ..parsing.cursor import Read
+from ..parsing.json_calls import JsonCallsParser, glance
+from ..parsing.tagged_calls import TaggedCallsParser
 
 
 class HermesToolParser(JsonCallsParser):
@@ -23,8 +28,22 @@ class HermesToolParser(JsonCallsParser):
     )
 
 
+class _LongCatTags(TaggedCallsParser):
+    """The calls of later models, whose arguments stand in tags."""
+
+    open, close = "<longcat_tool_call>", "</longcat_tool_call>"
+    name_end = ("\n", "<longcat_arg_key>", close)
+    parameter, key_end = "<longcat_arg_key>", "</longcat_arg_key>"
+    value_open = "<longcat_arg_value>"
+    value_end = ("</longcat_arg_value>", "\n<longcat_arg_key>", f"\n{close}")
+    newlines = False
+    untyped = frozenset()
+
+
 class LongCatToolParser(HermesToolParser):
-    """`<longcat_tool_call>{"name": "f", "arguments": {…}}</longcat_tool_call>`."""
+    """`<longcat_tool_call>{"name": "f", "arguments": {…}}</longcat_tool_call>`, or in the marks `f`
+    and `<longcat_arg_key>a</longcat_arg_key><longcat_arg_value>…</longcat_arg_value>`.
+    """
 
     open = ("<longcat_tool_call>",)
     close = ("</longcat_tool_call>",)
@@ -36,6 +55,18 @@ class LongCatToolParser(HermesToolParser):
         between='\n</longcat_tool_call>\n<longcat_tool_call>\n{"name": "',
         close="\n</longcat_tool_call>",
     )
+
+    def __init__(self, *, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+        super().__init__(tools=tools)
+        self._tagged = _LongCatTags(tools=tools)
+        self._tagged.text, self._tagged.answer = self.text, self.answer
+
+    def section(self, source: list[str], *, weak: bool) -> Read[None]:
+        """Read calls. source: what was consumed; content if no call follows."""
+        if (yield from glance(self.text, source)) in ("{", "[", ""):
+            yield from super().section(source, weak=weak)
+        else:
+            yield from self._tagged.call(source)
 
 
 class TrinityToolParser(HermesToolParser):

@@ -153,6 +153,21 @@ class Phi4MiniJsonToolParser(JsonCallsParser):
     )
 
 
+class NemotronJsonToolParser(JsonCallsParser):
+    """`<TOOLCALL>[{"name": "f", "arguments": {…}}]</TOOLCALL>`."""
+
+    open, close = ("<TOOLCALL>",), ("</TOOLCALL>",)
+    markers = (*open, *close)
+    call_form = CallForm(
+        trigger="<TOOLCALL>",
+        open="<TOOLCALL>[",
+        begin='{"name": "{name}", "arguments": ',
+        end="}",
+        between=", ",
+        close="]</TOOLCALL>",
+    )
+
+
 class HunyuanA13bToolParser(JsonCallsParser):
     """`<tool_calls>[{"name": "f", "arguments": {…}}]</tool_calls>`, not inside `<think>`."""
 

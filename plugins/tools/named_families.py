@@ -84,6 +84,7 @@ class KimiK2ToolParser(NamedCallsParser):
         around=_KIMI,
     )
     around = _KIMI
+    last = _KIMI[1]
     markers = (*around, *form.open, *form.name_end.texts, *form.close)
     call_form = CallForm(
         trigger=around[0],
@@ -104,7 +105,8 @@ def _plamo(*names: str) -> str:
 class Plamo3ToolParser(NamedCallsParser):
     """A request in its own marks, with the name and the arguments in marks inside."""
 
-    around = (_plamo("begin_tool_requests"), _plamo("end_tool_requests"))
+    around = (_plamo("begin_tool_requests"), _plamo("end_tool_requests"), "<|plamo:tag|>")
+    last = around[1]
     form = NamedForm(
         open=(_plamo("begin_tool_request"),),
         before_name=_plamo("begin_tool_name"),
@@ -113,7 +115,7 @@ class Plamo3ToolParser(NamedCallsParser):
         close=(_plamo("end_tool_arguments", "end_tool_request"),),
         around=around,
     )
-    markers = ("<|plamo:begin_", "<|plamo:end_", ":plamo|>", "<|plamo:msg|>")
+    markers = ("<|plamo:begin_", "<|plamo:end_", ":plamo|>", "<|plamo:msg|>", "<|plamo:tag|>")
     call_form = CallForm(
         trigger=around[0],
         open=around[0] + form.open[0] + _plamo("begin_tool_name"),

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import msgspec
 
 from ...core.protocols.parsers import ArgumentForm, CallForm
+from ..parsing.cursor import Read
+from ..parsing.json_calls import JsonCallsParser
 from ..parsing.python_calls import PythonCallsParser
 
 _PYTHON = {"true": "True", "false": "False", "null": "None"}
@@ -54,9 +60,44 @@ class Olmo3ToolParser(PythonCallsParser):
     )
 
 
+class _JsonInMarks(JsonCallsParser):
+    """The same calls as JSON."""
+
+    open, close = ("<|tool_call_start|>",), ("<|tool_call_end|>",)
+
+
+_MAX_AHEAD = 64
+"""Characters in which the first one of a list's first call is looked for."""
+_FIRST = re.compile(r"\s*\[?\s*([^\s\[])")
+
+
 class Lfm2ToolParser(PythonCallsParser):
-    """`<|tool_call_start|>[f(a="x"), g()]<|tool_call_end|>`."""
+    """`<|tool_call_start|>[f(a="x"), g()]<|tool_call_end|>`, also with JSON objects in the list.
+    Quotes in strings need no escapes."""
 
     open, close = ("<|tool_call_start|>",), ("<|tool_call_end|>",)
     bare = False
+    loose = echoes = True
+
+    def __init__(self, *, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+        super().__init__(tools=tools)
+        self._json = _JsonInMarks(tools=tools)
+        self._json.text, self._json.answer = self.text, self.answer
+
+    def section(self, source: list[str], *, bare: bool) -> Read[None]:
+        """Read calls. source: what was consumed; content if no call follows."""
+        if (yield from self._is_json()):
+            yield from self._json.section(source, weak=False)
+        else:
+            yield from super().section(source, bare=bare)
+
+    def _is_json(self) -> Read[bool]:
+        while True:
+            ahead = self.text.ahead(_MAX_AHEAD)
+            if match := _FIRST.match(ahead):
+                return match[1] == "{"
+            if self.text.over or len(ahead) == _MAX_AHEAD:
+                return False
+            yield
+
     markers = (*open, *close)

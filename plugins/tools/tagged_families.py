@@ -157,6 +157,31 @@ class Glm47ToolParser(Glm45ToolParser):
     )
 
 
+class IQuestQ1ToolParser(Glm47ToolParser):
+    """`<iquest_tool_call>f<arg_key>a</arg_key><arg_value>…</arg_value></iquest_tool_call>`, also on
+    lines. Strings are plain, other values JSON.
+    """
+
+    open, close = "<iquest_tool_call>", "</iquest_tool_call>"
+    name_end = ("\n", "<arg_key>", close)
+    value_end = ("</arg_value>", "\n<arg_key>", f"\n{close}")
+    markers = (open, close, "<arg_key>", "</arg_key>", "<arg_value>", value_end[0])
+    call_form = CallForm(
+        trigger=open,
+        open=open,
+        begin="{name}",
+        end=close,
+        between=open,
+        quoted=False,
+        arguments=ArgumentForm(
+            begin="<arg_key>{key}</arg_key><arg_value>",
+            end="</arg_value>",
+            plain=True,
+            never=value_end,
+        ),
+    )
+
+
 class MiMoToolParser(Qwen3CoderToolParser):
     """`<tool_call><function=f><parameter=a>…</parameter></function></tool_call>`; newlines belong
     to values.
@@ -228,7 +253,7 @@ def _suffixed(suffix: str) -> type[TaggedCallsParser]:
 
     class Block(TaggedCallsParser):
         around = (tag("tool_calls"), tag("/tool_calls"))
-        last = around[1]
+        last = (around[1],)
         open, close = tag("tool_call"), tag("/tool_call")
         parameter, key_end = tag("arg_key"), tag("/arg_key")
         name_end = (tag("tool_sep"), parameter, close)

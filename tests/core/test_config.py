@@ -66,6 +66,7 @@ def test_nonsense_is_refused_by_name(name: str, value: Any) -> None:
         ({"max_model_len": 0}, "max_model_len"),
         ({"max_waiting_requests": 0}, "max_waiting_requests"),
         ({"long_prefill_token_threshold": -1}, "long_prefill_token_threshold"),
+        ({"ttft_target_ms": -1.0}, "ttft_target_ms"),
         ({"max_logprobs": -2}, "max_logprobs"),
         ({"seed": 2**64}, "seed"),
         ({"seed": -(2**64)}, "seed"),

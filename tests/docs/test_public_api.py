@@ -51,7 +51,7 @@ def test_every_public_name_exists_and_is_listed_once() -> None:
 
 
 def test_what_is_private_is_noticed() -> None:
-    assert private("from jackfield.core.scheduling.queue import RequestQueue")
+    assert private("from jackfield.core.scheduling.queues.queue import RequestQueue")
     assert private("import jackfield.core.registry")
     assert private("def f():\n    from jackfield.core.registry import KINDS")
     assert private("from jackfield import hookimpl\nimport jackfield_mine") == []

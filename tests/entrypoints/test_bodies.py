@@ -7,7 +7,7 @@ import gzip
 import json
 import random
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import aiohttp.http_parser
@@ -184,24 +184,20 @@ def test_a_charset_and_other_kinds_of_json_are_taken(server: Server) -> None:
 # ---------------------------------------------------------------- how many values
 
 
-def keys(count: int) -> bytes:
-    return b"{" + b",".join(b'"k%d":1' % i for i in range(count)) + b"}"
+LARGE: dict[str, Callable[[], bytes]] = {
+    "keys": lambda: b"{" + b",".join(b'"k%d":1' % i for i in range(1_000_000)) + b"}",
+    "ids": lambda: b'{"prompt":[' + b"7," * 5_000_000 + b"7]}",
+    "arrays": lambda: b'{"prompt":[' + b"[]," * 1_000_000 + b"[]]}",
+    "escapes": lambda: b'{"prompt":"' + b"\\n" * 15_000_000 + b'"}',
+    "spaces": lambda: b'{"a" :\n1' + b',"a" :\n1' * 500_000 + b"}",
+}
 
 
-@pytest.mark.parametrize(
-    "large",
-    [
-        keys(1_000_000),
-        b'{"prompt":[' + b"7," * 5_000_000 + b"7]}",
-        b'{"prompt":[' + b"[]," * 1_000_000 + b"[]]}",
-        b'{"prompt":"' + b"\\n" * 15_000_000 + b'"}',
-        b'{"a" :\n1' + b',"a" :\n1' * 500_000 + b"}",
-    ],
-    ids=["keys", "ids", "arrays", "escapes", "spaces"],
-)
+@pytest.mark.parametrize("content", LARGE)
 def test_more_values_than_can_be_decoded_in_a_moment_are_refused_undecoded(
-    server: Server, large: bytes, monkeypatch: pytest.MonkeyPatch
+    server: Server, content: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    large = LARGE[content]()
     decoded: list[bytes] = []
     original = msgspec.json.decode
     monkeypatch.setattr(

@@ -179,7 +179,7 @@ def test_a_connection_beyond_those_with_requests_is_refused_and_logged(
 
 
 def test_a_warning_is_logged_once_in_a_while(caplog: pytest.LogCaptureFixture) -> None:
-    warning = connections.Rarely()
+    warning = connections.RepeatedWarning()
     for _ in range(1000):
         warning.warn("no descriptor is left")
     assert [r.message for r in caplog.records] == ["no descriptor is left"]

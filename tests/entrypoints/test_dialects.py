@@ -107,6 +107,53 @@ def test_what_a_checkpoint_says_wrongly_is_refused(speaker: Path, text: str, rea
         resolve_parsers(engine_config, resolve_model_config(engine_config), load_plugins())
 
 
+RESPONSE_TEMPLATE = {
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "thinking": {"open": "<hm>", "close_pattern": r"</hm>\s*"},
+        "content": {"close": "<|im_end|>"},
+        "tool_calls": {
+            "open_pattern": r"\s*<do>(?P<name>\w+)=",
+            "close": "</do>",
+            "content": "json",
+            "repeats": True,
+            "transform": {"function": {"name": "{name}", "arguments": "{content}"}},
+        },
+    },
+}
+
+
+def test_a_checkpoint_s_response_template_is_served(tmp_path: Path) -> None:
+    script = ["A section", "</hm>", "The rest ", "<do>f=", '{"a": 1}', "</do>"]
+    folder = save_scripted(tmp_path, script, special=["</hm>"], last="<hm>")
+    facts = json.loads((folder / "tokenizer_config.json").read_text())
+    facts |= {"chat_template": f"{TEMPLATE}<hm>", "response_template": RESPONSE_TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(facts))
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    body = {**QUESTION, "tools": tools}
+    auto = {"tool_call_parser": "auto", "reasoning_parser": "auto"}
+    with running(config(folder, **auto)) as server:
+        reply = message(server, body)
+        assert (reply["reasoning_content"], reply["content"]) == ("A section", "The rest")
+        (call,) = reply["tool_calls"]
+        assert call["function"] == {"name": "f", "arguments": '{"a": 1}'}
+        forced = {**body, "tool_choice": "required", "max_tokens": 120}
+        (call,) = message(server, forced)["tool_calls"]
+        assert call["function"]["name"] == "f"
+
+
+def test_a_request_may_have_reasoning_alone_as_its_content(tmp_path: Path) -> None:
+    folder = save_scripted(tmp_path, ["Just this", "</think>"], last="<think>")
+    facts = json.loads((folder / "tokenizer_config.json").read_text())
+    facts["chat_template"] = f"{TEMPLATE}<think>"
+    (folder / "tokenizer_config.json").write_text(json.dumps(facts))
+    with running(config(folder, reasoning_parser="nemotron_v3")) as server:
+        assert not message(server)["content"]
+        kwargs = {"chat_template_kwargs": {"force_nonempty_content": True}}
+        reply = message(server, {**QUESTION, **kwargs})
+        assert (reply["reasoning_content"], reply["content"]) == ("Just this", "Just this")
+
+
 OPENING = """{% if enable_thinking is defined and not enable_thinking %}<think></think>
 {% else %}<think>{% endif %}"""
 

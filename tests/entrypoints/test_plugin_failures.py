@@ -23,13 +23,13 @@ from serving import engine_config, running, save_random
 
 from jackfield import AsyncEngine, EngineConfig, SamplingParams, hookimpl
 from jackfield.core.config import KVTransferConfig, StructuredOutputsConfig
+from jackfield.core.config.speculative_config import SpeculativeConfig
 from jackfield.core.errors import JackfieldError, RequestFailed
 from jackfield.core.hooks import API_VERSION
 from jackfield.core.nn.operations import Operations
 from jackfield.core.nn.quantized import PRODUCTS
 from jackfield.core.registration.failing_plugin import failing_plugin
 from jackfield.core.registration.plugin_checks import HOOKS
-from jackfield.core.registration.speculative_config import SpeculativeConfig
 from jackfield.core.registry import KINDS, Plugins, Provenance, load_plugins
 from jackfield.core.sampling_params import StructuredOutputsParams
 from jackfield.core.step import KVReport

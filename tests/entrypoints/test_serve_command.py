@@ -56,10 +56,11 @@ def serving(
 
 
 def test_the_ready_line_tells_what_is_served_and_where(checkpoint: Path) -> None:
-    with serving(checkpoint, "--attention-backend", "torch") as (process, line, url):
+    options = ("--attention-backend", "torch", "--tool-call-parser", "qwen25")
+    with serving(checkpoint, *options) as (process, line, url):
         assert re.match(
             r"Serving tiny on http://127\.0\.0\.1:[1-9]\d* \(cpu, attention: torch, .+; "
-            r"200 KV blocks\), ready in \d+\.\d s\n",
+            r"200 KV blocks; calls: hermes\), ready in \d+\.\d s\n",
             line,
         )
         assert httpx.get(url + "/v1/models").json()["data"][0]["id"] == "tiny"

@@ -71,6 +71,7 @@ def make_rows(
         (4, 2, 128, 32, 300, 30.0, 5),
         (2, 1, 16, 1, None, None, 2),
         (2, 2, 256, 4, 70, None, 1),
+        (8, 1, 512, 16, None, 5.0, 3),
     ],
 )
 def test_decode_kernel_equals_its_twin(dtype, heads, kv_heads, dim, block, window, cap, splits):
@@ -135,6 +136,8 @@ def test_splits_fill_the_device_and_never_outnumber_the_work():
         (6, 2, 80, 16, 50, 5.0),
         (2, 1, 128, 32, None, 30.0),
         (2, 1, 256, 16, None, None),
+        (8, 1, 512, 16, None, None),
+        (2, 1, 320, 4, 37, 5.0),
     ],
 )
 def test_prefill_kernel_equals_its_twin(dtype, heads, kv_heads, dim, block, window, cap):
@@ -157,22 +160,23 @@ def test_prefill_kernel_equals_its_twin(dtype, heads, kv_heads, dim, block, wind
     torch.testing.assert_close(actual, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("dim", [32, 512])
 @pytest.mark.parametrize("query_len", [1, 4, 9])
-def test_prefill_kernel_at_every_tile_height(query_len):
+def test_prefill_kernel_at_every_tile_height(query_len, dim):
     lengths, query_lens = [40, 75, 9], [query_len] * 3
     query, cache, table, start, seq_lens = make_rows(
         lengths,
         query_lens,
         num_heads=6,
         num_kv_heads=1,
-        head_dim=32,
+        head_dim=dim,
         block_size=4,
         dtype=DTYPES[1],
     )
     actual = paged_attention_prefill(
-        query, cache, table, start, seq_lens, max_query_len=query_len, scale=0.2
+        query, cache, table, start, seq_lens, max_query_len=query_len, scale=dim**-0.5
     )
-    expected = reference.paged_attention(query, cache, table, start, seq_lens, scale=0.2)
+    expected = reference.paged_attention(query, cache, table, start, seq_lens, scale=dim**-0.5)
     torch.testing.assert_close(
         actual, expected, atol=TOLERANCE[DTYPES[1]], rtol=TOLERANCE[DTYPES[1]]
     )

@@ -27,13 +27,13 @@ PROGRAM_FILES = [
     file for file in sorted(PROGRAMS.glob("compile_*.py")) if "experts" not in file.stem
 ]
 """All but the one that compiles each configuration of experts, which runs by night."""
-BY_NIGHT = "compile_all"
-"""Kernels in many files, whose compiling takes longest."""
+BY_NIGHT = ("compile_all", "compile_wide_heads")
+"""Kernels in many files, whose compiling takes longest, and large ones."""
 
 
 def _programs() -> list[Any]:
     return [
-        pytest.param(file, id=file.stem, marks=[pytest.mark.slow] * (file.stem == BY_NIGHT))
+        pytest.param(file, id=file.stem, marks=[pytest.mark.slow] * (file.stem in BY_NIGHT))
         for file in PROGRAM_FILES
     ]
 

@@ -23,7 +23,13 @@ PROGRAM = Path(__file__).parent / "programs" / "compile_experts.py"
     "model",
     [
         pytest.param(name, marks=pytest.mark.slow)
-        for name in ("qwen3-30b-a3b", "gpt-oss-20b", "nemotron-3-nano", "gemma-4-26b-a4b")
+        for name in (
+            "qwen3-30b-a3b",
+            "gpt-oss-20b",
+            "nemotron-3-nano",
+            "gemma-4-26b-a4b",
+            "step-3.5-flash",
+        )
     ],
 )
 def test_experts_of_a_real_model_fit_the_registers(model: str, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from jackfield.core.nn.operations import (
     ClampedSwiGLU,
     ExpertActivation,
     ExpertWeight,
+    LimitedSwiGLU,
     Operations,
 )
 from jackfield.core.nn.packed import PackedWeight, dequantize, pack_words
@@ -222,6 +223,7 @@ def test_experts_equal_their_twin(shape: tuple[int, ...], dtype: torch.dtype) ->
 
 CLAMPED = ClampedSwiGLU(alpha=1.702, limit=0.9)
 """A limit that a third of unit gates are above."""
+LIMITED = LimitedSwiGLU(0.4)
 
 
 def biases(num_experts: int, hidden: int, inner: int, dtype: torch.dtype) -> dict[str, Any]:
@@ -234,11 +236,12 @@ def biases(num_experts: int, hidden: int, inner: int, dtype: torch.dtype) -> dic
 @pytest.mark.parametrize(
     ("shape", "dtype", "activation"),
     few_interpreted(
-        itertools.product(SHAPES, DTYPES, [None, CLAMPED, "gelu"]),
+        itertools.product(SHAPES, DTYPES, [None, CLAMPED, LIMITED, "gelu"]),
         [
             *((shape, torch.float32, CLAMPED) for shape in SHAPES[::2]),
             (SHAPES[1], torch.float16, None), (SHAPES[3], torch.float32, None),
             (SHAPES[1], torch.float32, "gelu"), (SHAPES[3], torch.float32, "gelu"),
+            (SHAPES[1], torch.float32, LIMITED), (SHAPES[3], torch.float32, LIMITED),
         ],
     ),
     ids=str,

@@ -16,7 +16,10 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from jackfield.kernels import reference
-from jackfield.kernels.attention.fused_decode_attention import fused_decode_attention
+from jackfield.kernels.attention.fused_decode_attention import (
+    fits_registers,
+    fused_decode_attention,
+)
 from jackfield.kernels.attention.paged_attention_decode import workspace_elements
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -82,16 +85,26 @@ class Case:
         return out, cache
 
 
-HEADS = [(4, 2, 64), (3, 1, 80), (8, 8, 32), (32, 2, 16)]
+HEADS = [(4, 2, 64), (3, 1, 80), (8, 8, 32), (32, 2, 16), (8, 1, 512)]
 FEW = [
     (torch.float32, 1, (8, 8, 32)), (torch.float32, 3, (4, 2, 64)),
     (torch.float16, 3, (32, 2, 16)), (torch.float16, 20, (3, 1, 80)),
+    (torch.float16, 3, (8, 1, 512)),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("dtype", "splits", "sizes"),
-    few_interpreted(itertools.product(DTYPES, [1, 3, 20], HEADS), FEW),
+    few_interpreted(
+        (
+            (dtype, splits, (heads, kv_heads, dim))
+            for dtype, splits, (heads, kv_heads, dim) in itertools.product(
+                DTYPES, [1, 3, 20], HEADS
+            )
+            if fits_registers(heads // kv_heads, dim, dtype)
+        ),
+        FEW,
+    ),
     ids=str,
 )
 def test_it_equals_its_parts(dtype, splits, sizes):
@@ -177,7 +190,7 @@ def test_queries_are_kept_at_their_places():
     torch.testing.assert_close(ring, expected, atol=2e-5, rtol=2e-5)
 
 
-def test_it_refuses_a_rotation_wider_than_a_head_and_a_small_workspace():
+def test_it_refuses_what_does_not_fit():
     case = Case(4, 2, 64, torch.float32)
     arguments = (case.qkv, 4, 2, case.cache, case.table, case.seq_lens, case.slots)
     counters = torch.zeros(64, dtype=torch.int32, device=DEVICE)
@@ -190,3 +203,9 @@ def test_it_refuses_a_rotation_wider_than_a_head_and_a_small_workspace():
         fused_decode_attention(
             *arguments, scale=1.0, counters=counters, workspace=torch.zeros(1), num_splits=4
         )
+    wide = Case(1, 1, 512, torch.float32)
+    with pytest.raises(ValueError, match=r"1 heads of 512 channels of torch\.float32"):
+        fused_decode_attention(
+            wide.qkv, 1, 1, wide.cache, wide.table, wide.seq_lens, wide.slots, scale=1.0,
+            counters=counters, workspace=counters,
+        )  # fmt: skip

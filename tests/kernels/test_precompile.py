@@ -14,8 +14,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import jackfield
+from jackfield.kernels.launch import compile_only
+from jackfield.kernels.moe import topk_experts
 
 if importlib.util.find_spec("triton.runtime._async_compile") is None:
     pytest.skip("Triton cannot compile aside", allow_module_level=True)
@@ -120,3 +123,20 @@ def test_launchers_are_loaded_one_at_a_time() -> None:
     for thread in threads:
         thread.join()
     assert sorted(loaded) == ["0", "1", "2", "3"] and most == 1
+
+
+def test_chosen_experts_can_be_followed_where_no_kernel_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Gemma 4 reads a factor of each chosen expert: an index that nothing wrote would end the
+    process on a GPU."""
+    monkeypatch.setattr(topk_experts, "launch", lambda *_: lambda *_, **__: None)
+    token = compile_only.set(True)
+    torch.use_deterministic_algorithms(True)  # Uninitialised tensors hold the largest numbers.
+    try:
+        _, experts = topk_experts.topk_experts(torch.zeros(5, 8), 3, renormalize=True)
+        assert int(torch.empty_like(experts).max()) > 8
+    finally:
+        torch.use_deterministic_algorithms(False)
+        compile_only.reset(token)
+    assert 0 <= int(experts.min()) and int(experts.max()) < 8

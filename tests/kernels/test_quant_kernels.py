@@ -162,6 +162,18 @@ def test_quant_matmul_equals_its_reference(dtype: torch.dtype, weight: Any, spli
         close(quant_matmul(x[:3], weights), reference.small_m_matmul(x[:3], weights))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_number_of_fp8_is_multiplied_as_it_is(dtype: torch.dtype) -> None:
+    """The smallest ones and both zeros, too."""
+    numbers = torch.arange(256, dtype=torch.uint8)
+    numbers[127] = numbers[255] = 0  # NaN
+    values = numbers.view(16, 16).repeat(1, 2).view(FP8).to(DEVICE)
+    weights = QuantizedWeight(values, torch.ones(1, 16, device=DEVICE), None, 32, 1, 8)
+    x = torch.eye(32, dtype=dtype, device=DEVICE)[:16]
+    outputs = small_m_matmul(x, weights, config=SmallMConfig(16, 16, 32, 1, 4, 2))
+    assert torch.equal(outputs.T.float(), values[:, :16].float())
+
+
 def test_rows_narrower_than_a_tile_are_multiplied() -> None:
     weights = quantized("zeros4", 20, 64, 64, torch.float32)
     x = draw(3, 64, dtype=torch.float32)

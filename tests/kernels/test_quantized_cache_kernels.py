@@ -16,8 +16,14 @@ pytest.importorskip("triton")
 from jackfield.core.cache.formats import QUANTIZED_FORMATS
 from jackfield.core.nn.kv_cache.quantized_cache import QuantizedCache, dequantize, quantize
 from jackfield.kernels import reference
-from jackfield.kernels.attention.fused_decode_attention import fused_decode_attention
-from jackfield.kernels.attention.paged_attention_decode import paged_attention_decode
+from jackfield.kernels.attention.fused_decode_attention import (
+    fits_registers,
+    fused_decode_attention,
+)
+from jackfield.kernels.attention.paged_attention_decode import (
+    paged_attention_decode,
+    workspace_elements,
+)
 from jackfield.kernels.attention.paged_attention_prefill import paged_attention_prefill
 from jackfield.kernels.attention.qk_norm_rope_cache import qk_norm_rope_cache
 
@@ -28,7 +34,9 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 6e-3, torch.bfloat16: 4e-2}
 HEADS, KV_HEADS, BLOCK = 4, 2, 4
 NAN = 0x7FC07FC0
 """A word whose scale and zero are NaN."""
-DIMS = [16, 40, *([128] if GPU else [])]
+DIMS = [16, 40, *([128, 512] if GPU else [])]
+WIDE = 320
+"""A head whose values' channels two programs of a prompt share."""
 FEATURES: list[dict[str, Any]] = [
     {},
     {"sliding_window": 9, "soft_cap": 3.0},
@@ -136,6 +144,10 @@ def test_the_twin_agrees_with_the_operations_of_the_core(bits: int) -> None:
 def test_decode(name: str, dim: int, dtype: torch.dtype) -> None:
     case = Case(name, dim, dtype, {1: 1, 9: 1, 70: 1, 64: 1})
     query, cache = case.written()
+    if dim > 256 and dtype == torch.float32 and name != "int4":
+        with pytest.raises(ValueError, match="float32 heads of 512 channels"):
+            paged_attention_decode(query, cache, case.table, case.seq_lens, **options({}))
+        return
     for features in FEATURES if dim == 16 else FEATURES[:1]:
         more = options(features)
         expected = reference.paged_attention_decode(
@@ -150,7 +162,7 @@ def test_decode(name: str, dim: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("dim", [*DIMS, WIDE])
 @pytest.mark.parametrize("name", QUANTIZED_FORMATS)
 def test_prefill(name: str, dim: int, dtype: torch.dtype) -> None:
     case = Case(name, dim, dtype, {7: 7, 19: 3, 70: 40})
@@ -163,7 +175,7 @@ def test_prefill(name: str, dim: int, dtype: torch.dtype) -> None:
         out = paged_attention_prefill(
             query, cache, case.table, case.starts, case.seq_lens, max_query_len=40, **more
         )
-        bound = TOLERANCE[dtype]
+        bound = TOLERANCE[dtype] * max(1, dim / 128)
         torch.testing.assert_close(out.float(), expected, atol=bound, rtol=bound)
 
 
@@ -193,6 +205,8 @@ def test_partly_rotated_heads_are_written() -> None:
 def test_fused_decode(name: str, dtype: torch.dtype) -> None:
     """It writes what the separate kernels write, and attends to that."""
     for dim in DIMS:
+        if not fits_registers(HEADS // KV_HEADS, dim, dtype):
+            continue
         case = Case(name, dim, dtype, {1: 1, 9: 1, 70: 1, 65: 1})
         query, expected_cache = case.written()
         more = options(FEATURES[1])
@@ -205,7 +219,8 @@ def test_fused_decode(name: str, dtype: torch.dtype) -> None:
             out = fused_decode_attention(
                 case.qkv, HEADS, KV_HEADS, cache, case.table, case.seq_lens, case.slots,
                 counters=torch.zeros(64, dtype=torch.int32, device=DEVICE),
-                workspace=torch.empty(10000, device=DEVICE), num_splits=splits,
+                workspace=torch.empty(workspace_elements(4, HEADS, dim, splits), device=DEVICE),
+                num_splits=splits,
                 cos_sin=case.cos_sin, query_norm=case.norms[0], key_norm=case.norms[1],
                 positions=case.positions, query_ring=(ring, torch.arange(4, device=DEVICE)), **more,
             )  # fmt: skip

@@ -3,22 +3,21 @@ Linear, arXiv 2510.26692)."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 
 from ...errors import ConfigError
+from ...parallel.ranks import Product
 from ...parallel.sharding import HeadShare, Sharding
 from ..context import BuildContext, ForwardContext
 from ..linear import Linear, MergedLinear
-from .layer import GateNorm, MergedConv, StateLayer
+from .layer import GateNorm, MergedConv, StateMixer
 from .operations import ChannelDeltaWeights
 
 PARTS = ("q", "k", "v")
 
 
-class KimiDeltaAttention(StateLayer):
+class KimiDeltaAttention(StateMixer):
     """Projections; convolution of queries, keys and values; delta rule; norm of each head, and a
     gate; projection. Takes the place of a block's attention. Ranks divide the heads.
 
@@ -86,17 +85,10 @@ class KimiDeltaAttention(StateLayer):
         bias = self.dt_bias.detach().float().view(self.heads)
         self.weights = ChannelDeltaWeights(rate, bias, self.bound)
 
-    def forward(
-        self,
-        hidden: torch.Tensor,
-        norm: nn.Module | None,
-        rotary: Any,
-        context: ForwardContext,
-        *,
-        add: bool = True,
-    ) -> torch.Tensor:
-        """hidden + mixer(norm(hidden)), or with `add` False the second term alone: [num_tokens,
-        hidden_size] → the same shape. `rotary` is not used."""
+    def mix(
+        self, hidden: torch.Tensor, norm: nn.Module | None, context: ForwardContext
+    ) -> tuple[Product, torch.Tensor]:
+        """As `StateMixer.mix`."""
         x, rows = hidden if norm is None else norm(hidden), context.layout.state_rows
         qkv = self.operations.causal_conv(
             self.down_proj(x), self.conv1d.kernel, None, self.state("conv"), rows, silu=True
@@ -115,4 +107,4 @@ class KimiDeltaAttention(StateLayer):
             y, gate, self.o_norm.weight, self.eps, group_size=self.heads[1], gate_first=False,
             sigmoid=True,
         )  # fmt: skip
-        return self.ranks.add(hidden if add else None, (self.o_proj, y))
+        return self.o_proj, y

@@ -4,20 +4,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import nn
 
-from ...parallel.ranks import ONE_RANK
+from ...parallel.ranks import ONE_RANK, Product
 from ..context import BuildContext, ForwardContext
 from ..linear import Linear, MergedLinear
-from .layer import CausalConv, GateNorm, StateLayer
+from .layer import CausalConv, GateNorm, StateMixer
 from .operations import DeltaWeights
 from .sizes import DeltaSizes
 
 
-class GatedDeltaNet(StateLayer):
+class GatedDeltaNet(StateMixer):
     """Projection; convolution of queries, keys and values; delta rule; gated norm of each head;
     projection. Takes the place of a block's attention."""
 
@@ -46,20 +45,13 @@ class GatedDeltaNet(StateLayer):
         rate = -self.A_log.detach().float().exp()
         self.weights = DeltaWeights(rate, self.dt_bias.detach().float())
 
-    def forward(
-        self,
-        hidden: torch.Tensor,
-        norm: nn.Module | None,
-        rotary: Any,
-        context: ForwardContext,
-        *,
-        add: bool = True,
-    ) -> torch.Tensor:
-        """hidden + mixer(norm(hidden)), or with `add` False the second term alone: [num_tokens,
-        hidden_size] → the same shape. `rotary` is not used."""
+    def mix(
+        self, hidden: torch.Tensor, norm: nn.Module | None, context: ForwardContext
+    ) -> tuple[Product, torch.Tensor]:
+        """As `StateMixer.mix`."""
         y = self.operations.delta_net(
             self.in_proj(hidden, norm=norm), self.conv1d.kernel, self.weights, self.norm.weight,
             self.eps, self.sizes, self.state("conv"), self.state("delta"),
             context.layout.state_rows,
         )  # fmt: skip
-        return self.ranks.add(hidden if add else None, (self.out_proj, y))
+        return self.out_proj, y

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
 from ...cache.groups import CachePart, StateCache
+from ...parallel.ranks import Product, Ranks
 from ...parallel.sharding import Sharding
-from ..context import BuildContext
+from ..context import BuildContext, ForwardContext
 
 
 class StateLayer(nn.Module):
@@ -35,6 +37,33 @@ class StateLayer(nn.Module):
         """Return a part, [num_states, *shape]."""
         assert self._states, "the worker binds the states before the first step"
         return self._states[name]
+
+
+class StateMixer(StateLayer):
+    """A layer with states that stands where others have attention."""
+
+    ranks: Ranks
+    """Those that hold a part of the layer each."""
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        norm: nn.Module | None,
+        rotary: Any,
+        context: ForwardContext,
+        *,
+        add: bool = True,
+    ) -> torch.Tensor:
+        """hidden + mixer(norm(hidden)), or with `add` False the second term alone: [num_tokens,
+        hidden_size] → the same shape. `rotary` is not used."""
+        return self.ranks.add(hidden if add else None, self.mix(hidden, norm, context))
+
+    def mix(
+        self, hidden: torch.Tensor, norm: nn.Module | None, context: ForwardContext
+    ) -> tuple[Product, torch.Tensor]:
+        """Return the last projection, and its input for norm(hidden): [num_tokens, hidden_size] →
+        [num_tokens, width]."""
+        raise NotImplementedError
 
 
 class CausalConv(nn.Module):

@@ -3,21 +3,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ...parallel.ranks import Product
 from ...parallel.sharding import HeadShare
 from ..context import BuildContext, ForwardContext
 from ..linear import Linear, MergedLinear
 from ..norm import AllHeadsRMSNorm
-from .layer import StateLayer
+from .layer import StateMixer
 from .operations import ScanWeights
 
 
-class LightningAttention(StateLayer):
+class LightningAttention(StateMixer):
     """Projection to queries, keys and values, each followed by silu; S = exp(-slope) S + k vᵀ,
     y = Sᵀ q; norm over all heads; gate; projection. Takes the place of a block's attention.
 
@@ -60,17 +59,10 @@ class LightningAttention(StateLayer):
         self.weights = ScanWeights(-slopes, zeros, zeros, dt_limit=(1.0, 1.0))
         self.steps = zeros[None]
 
-    def forward(
-        self,
-        hidden: torch.Tensor,
-        norm: nn.Module | None,
-        rotary: Any,
-        context: ForwardContext,
-        *,
-        add: bool = True,
-    ) -> torch.Tensor:
-        """hidden + mixer(norm(hidden)), or with `add` False the second term alone: [num_tokens,
-        hidden_size] → the same shape. `rotary` is not used."""
+    def mix(
+        self, hidden: torch.Tensor, norm: nn.Module | None, context: ForwardContext
+    ) -> tuple[Product, torch.Tensor]:
+        """As `StateMixer.mix`."""
         x = hidden if norm is None else norm(hidden)
         shape = (3, self.num_heads, self.head_dim)
         query, key, value = F.silu(self.qkv_proj(x)).unflatten(-1, shape).unbind(1)
@@ -79,4 +71,4 @@ class LightningAttention(StateLayer):
             context.layout.state_rows,
         ).flatten(-2)  # fmt: skip
         y = self.operations.sigmoid_gate(self.norm(y), self.output_gate(x))
-        return self.ranks.add(hidden if add else None, (self.out_proj, y))
+        return self.out_proj, y

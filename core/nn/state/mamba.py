@@ -4,15 +4,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from ...parallel.ranks import ONE_RANK
+from ...parallel.ranks import ONE_RANK, Product
 from ..context import BuildContext, ForwardContext
 from ..linear import Linear
-from .layer import CausalConv, StateLayer
+from .layer import CausalConv, StateMixer
 from .operations import ScanWeights
 
 
@@ -29,7 +29,7 @@ class MambaSizes(NamedTuple):
     """Inputs that the convolution sees."""
 
 
-class MambaMixer(StateLayer):
+class MambaMixer(StateMixer):
     """Projection to inputs and gate; convolution; projection to step sizes, keys and queries;
     recurrence; projection. Takes the place of a block's attention."""
 
@@ -67,17 +67,10 @@ class MambaMixer(StateLayer):
         skip = self.D.detach().float()
         self.weights = ScanWeights(-self.A_log.detach().float().exp(), skip, torch.zeros_like(skip))
 
-    def forward(
-        self,
-        hidden: torch.Tensor,
-        norm: nn.Module | None,
-        rotary: Any,
-        context: ForwardContext,
-        *,
-        add: bool = True,
-    ) -> torch.Tensor:
-        """hidden + mixer(norm(hidden)), or with `add` False the second term alone: [num_tokens,
-        hidden_size] → the same shape. `rotary` is not used."""
+    def mix(
+        self, hidden: torch.Tensor, norm: nn.Module | None, context: ForwardContext
+    ) -> tuple[Product, torch.Tensor]:
+        """As `StateMixer.mix`."""
         sizes, rows = self.sizes, context.layout.state_rows
         x, gate = self.in_proj(hidden, norm=norm).chunk(2, dim=-1)
         x = self.operations.causal_conv(
@@ -90,4 +83,4 @@ class MambaMixer(StateLayer):
         y = self.operations.selective_scan(
             x, self.dt_proj(steps), keys, queries, gate, self.weights, self.state("ssm"), rows
         )
-        return self.ranks.add(hidden if add else None, (self.out_proj, y))
+        return self.out_proj, y

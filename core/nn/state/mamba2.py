@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
 
-from ...parallel.ranks import ONE_RANK
+from ...parallel.ranks import ONE_RANK, Product
 from ..context import BuildContext, ForwardContext
 from ..linear import Linear
 from ..norm import RMSNorm, ScaledRMSNorm
-from .layer import CausalConv, StateLayer
-from .operations import ConvWeights, Mamba2Factors, ScanWeights
+from .layer import CausalConv, StateMixer
+from .operations import ConvWeights, GatedNorm, Mamba2Factors, ScanWeights
 from .sizes import Mamba2Sizes
 
 
-class Mamba2Mixer(StateLayer):
+class Mamba2Mixer(StateMixer):
     """Projection to gate, inputs, keys, queries and step sizes; convolution; recurrence; gated
     norm; projection. Takes the place of a block's attention."""
 
@@ -78,43 +77,30 @@ class Mamba2Mixer(StateLayer):
             kernel = torch.cat([p * f for p, f in zip(parts, self.input_factors, strict=True)])
         self.conv = ConvWeights(kernel, self.conv1d.bias)
 
-    def forward(
-        self,
-        hidden: torch.Tensor,
-        norm: nn.Module | None,
-        rotary: Any,
-        context: ForwardContext,
-        *,
-        add: bool = True,
-    ) -> torch.Tensor:
-        """hidden + mixer(norm(hidden)), or with `add` False the second term alone: [num_tokens,
-        hidden_size] → the same shape. `rotary` is not used."""
+    def mix(
+        self, hidden: torch.Tensor, norm: nn.Module | None, context: ForwardContext
+    ) -> tuple[Product, torch.Tensor]:
+        """As `StateMixer.mix`."""
         y, remaining = self.inner(self.in_proj(hidden, norm=norm), context)
         product = partial(self.out_proj, norm=remaining)
-        return self.ranks.add(hidden if add else None, (product, y))
+        return product, y
 
     def inner(
         self, projected: torch.Tensor, context: ForwardContext
     ) -> tuple[torch.Tensor, RMSNorm | None]:
         """[num_tokens, projection] → input of the last projection, [num_tokens, inner], and the
         norm that this projection has to apply to it, if any"""
-        sizes, rows, norm = self.sizes, context.layout.state_rows, self.norm
+        sizes, rows, norm, factors = self.sizes, context.layout.state_rows, self.norm, self.factors
         # One norm of all channels behind the gate is the projection's: with one token in its pass
         # over the weight. Of more than a few it is computed together with the gate.
         passed = self.gate_first and sizes.num_groups == 1 and rows.few
-        gated = norm is None or passed
-        factors = self.factors
         if factors is not None and norm is not None:
             factors = factors._replace(out=1.0)  # The norm has it.
+        own = None
+        if norm is not None and not passed:
+            own = GatedNorm(norm.norm.weight, norm.eps, self.gate_first)
         y = self.operations.mamba2(
             projected, self.conv, self.weights, sizes, self.state("conv"), self.state("ssm"), rows,
-            gated=gated, factors=factors,
+            norm=own, factors=factors,
         )  # fmt: skip
-        if norm is None or gated:
-            return y, norm
-        gate = projected[:, : sizes.inner]
-        y = self.operations.gated_rms_norm(
-            y, gate if factors is None else gate * factors.gate, norm.norm.weight, norm.eps,
-            group_size=sizes.inner // sizes.num_groups, gate_first=self.gate_first,
-        )  # fmt: skip
-        return y, None
+        return y, norm if own is None else None

@@ -57,6 +57,16 @@ class Mamba2Factors(NamedTuple):
     """Of the gated result."""
 
 
+class GatedNorm(NamedTuple):
+    """A norm of groups of channels, and the place of their gate."""
+
+    weight: torch.Tensor
+    """[channels]"""
+    eps: float
+    gate_first: bool
+    """Whether silu(gate) comes before the norm."""
+
+
 class DeltaWeights(NamedTuple):
     """Parameters of a gated delta net, [H] float32."""
 
@@ -169,11 +179,12 @@ class StateOperations:
         state: torch.Tensor,
         rows: StateRows,
         *,
-        gated: bool,
+        norm: GatedNorm | None = None,
         factors: Mamba2Factors | None = None,
     ) -> torch.Tensor:
         """Mamba 2 between its projections: `causal_conv` with silu, `ssd_scan` of its outputs, and
-        with `gated` times silu(gate) and `factors.out`.
+        `gated_rms_norm` of each group of channels; without a norm, times silu(gate) and
+        `factors.out`.
 
         projected: [T, widths of `sizes.projection`], last stride 1; conv_state: [num_states, K - 1,
         C], state: [num_states, H, P, N], contiguous → [T, H P]
@@ -192,10 +203,13 @@ class StateOperations:
             state,
             rows,
         ).flatten(-2)
-        if not gated:
-            return y
         gate_factor, _, out_factor = factors or (1.0, 1.0, 1.0)
-        return self.silu_gate(y, gate, gate_factor, out_factor)
+        if norm is None:
+            return self.silu_gate(y, gate, gate_factor, out_factor)
+        return self.gated_rms_norm(
+            y, gate if factors is None else gate * gate_factor, norm.weight, norm.eps,
+            group_size=sizes.inner // sizes.num_groups, gate_first=norm.gate_first,
+        )  # fmt: skip
 
     def silu_gate(
         self, x: torch.Tensor, gate: torch.Tensor, gate_factor: float, out_factor: float

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 
-from ...parallel.ranks import ONE_RANK
+from ...parallel.ranks import ONE_RANK, Product
 from ..context import BuildContext, ForwardContext
 from ..linear import Linear
-from .layer import CausalConv, StateLayer
+from .layer import CausalConv, StateMixer
 
 
-class ShortConv(StateLayer):
+class ShortConv(StateMixer):
     """out(c * conv(b * x)), with b, c and x of one projection. Takes the place of a block's
     attention."""
 
@@ -25,20 +23,13 @@ class ShortConv(StateLayer):
         self.conv = CausalConv(hidden_size, kernel, build, bias=bias)
         self.o_proj = Linear(hidden_size, hidden_size, build, bias=bias)
 
-    def forward(
-        self,
-        hidden: torch.Tensor,
-        norm: nn.Module | None,
-        rotary: Any,
-        context: ForwardContext,
-        *,
-        add: bool = True,
-    ) -> torch.Tensor:
-        """hidden + mixer(norm(hidden)), or with `add` False the second term alone: [num_tokens,
-        hidden_size] → the same shape. `rotary` is not used."""
+    def mix(
+        self, hidden: torch.Tensor, norm: nn.Module | None, context: ForwardContext
+    ) -> tuple[Product, torch.Tensor]:
+        """As `StateMixer.mix`."""
         b, c, x = self.in_proj(hidden, norm=norm).chunk(3, dim=-1)
         convolved = self.operations.causal_conv(
             b * x, self.conv.kernel, self.conv.bias, self.state("conv"),
             context.layout.state_rows, silu=False,
         )  # fmt: skip
-        return self.ranks.add(hidden if add else None, (self.o_proj, c * convolved))
+        return self.o_proj, c * convolved

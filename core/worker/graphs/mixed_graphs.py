@@ -43,10 +43,11 @@ MAX_WRITES = 1 << 16
 
 
 def token_counts(max_tokens: int) -> list[int]:
-    """Numbers of tokens to record: within a quarter up to 512, every 64 up to 1,024, which are most
-    steps while others decode (`SHORT_STEP_SECONDS`), then every 256."""
-    counts = [16, 32, *range(64, 256, 32), *range(256, 1024, 64)]
-    counts += range(1024, MAX_TOKENS + 1, 256)
+    """Numbers of tokens to record: within a quarter up to 512, every 64 up to 1,280, for most steps
+    while others decode have 1,024 (`SHORT_STEP_SECONDS`) or what ends a prompt beside another, then
+    every 256."""
+    counts = [16, 32, *range(64, 256, 32), *range(256, 1280, 64)]
+    counts += range(1280, MAX_TOKENS + 1, 256)
     return [n for n in counts if n < max_tokens] + [max_tokens]
 
 

@@ -15,6 +15,7 @@ from ...config import EngineConfig
 from ...errors import ConfigError, OutOfMemory
 from ...nn.context import BatchLayout
 from ...nn.state.layer import StateLayer
+from ...parallel.ranks import ONE_RANK, Ranks
 from ...protocols.attention import AttentionBackend, AttentionSpec
 from ...step import StateCopy
 from .memory import GIB, zeros
@@ -103,8 +104,11 @@ def stored_parts(layer: StateLayer, config: EngineConfig) -> tuple[CachePart, ..
     return tuple(parts)
 
 
-def make_states(model: nn.Module, config: EngineConfig, device: torch.device) -> States | None:
-    """Return the states of a model's layers; None: it has none.
+def make_states(
+    model: nn.Module, config: EngineConfig, device: torch.device, ranks: Ranks = ONE_RANK
+) -> States | None:
+    """Return the states of a model's layers; None: it has none. Ranks of a stage have as many
+    snapshots as the one with the least memory has room for.
 
     Raises ConfigError for an option that such a model cannot be served with, and OutOfMemory.
     """
@@ -141,6 +145,7 @@ def make_states(model: nn.Module, config: EngineConfig, device: torch.device) ->
         available = max(0, min(free, budget))
     else:
         available = int(config.cpu_kvcache_space * GIB)
+    available = ranks.minimum(available, device)
     stored = {layer: stored_parts(layer, config) for layer in layers}
     return States(
         stored, config.max_num_seqs, device, available, shares=config.enable_prefix_caching

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from ...config.speculative_config import FIELD, SpeculativeConfig
 from ...nn.operations import Operations
 from ...protocols.speculators import Speculator, SpeculatorSetup
 from ...registration.plugin_options import typed_options
-from ...registration.speculative_config import FIELD, SpeculativeConfig
 from ...registry import Plugins
 from ..sampling.sampling_state import SamplingState
 from ..slot_table import SlotTable

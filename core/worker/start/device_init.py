@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 
 import torch
@@ -13,6 +14,16 @@ from ...registry import Plugins
 logger = logging.getLogger("jackfield.worker")
 
 
+def separate_streams(config: EngineConfig) -> None:
+    """Give the streams of a stage work queues of their own. Call before CUDA makes a context.
+
+    By default a process has 8 queues (CUDA_DEVICE_MAX_CONNECTIONS), which streams share: a kernel
+    that waits for another stage would hold up those of a stream that is behind it in its queue.
+    """
+    if config.device == "cuda" and config.pipeline_parallel_size > 1:
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+
+
 def initialize_device(config: EngineConfig, plugins: Plugins) -> None:
     """Never raises: the worker's start reports errors.
 
@@ -20,6 +31,7 @@ def initialize_device(config: EngineConfig, plugins: Plugins) -> None:
     """
     if config.device != "cuda":
         return
+    separate_streams(config)
     try:
         device = torch.device("cuda", torch.cuda.current_device())
         thread = threading.Thread(target=_ready_operations, args=(config, plugins, device))

@@ -165,7 +165,7 @@ class WorkerStart:
         weight_bytes = _weight_bytes(model)
         layers = cache_layers(model)
         with_keys = keys_and_values(layers, config)
-        states = make_states(model, config, device)
+        states = make_states(model, config, device, self.ranks)
         wish = getattr(model, "kv_cache_dtype", None) if with_keys else None
         formats = choose_formats(with_keys, config, wish, self.model_config.dtype)
         kv_dtype = formats.dtype
@@ -250,7 +250,7 @@ class WorkerStart:
         else:
             runner = self._model_runner(model, backend, batch, states)
             if self.ranks.pipeline.size > 1:
-                runner.divide_by_layers(self._stage(batch))
+                runner.divide_by_layers(self._stage(model, batch))
             if isinstance(source_backend, AttentionBackend):
                 runner.sources = Sources(model, source_backend, batch)
             if compressor is not None:
@@ -326,13 +326,13 @@ class WorkerStart:
         """One for each stage, and one that waits at the first."""
         return max(STEPS_IN_FLIGHT, self.ranks.pipeline.size + 1)
 
-    def _stage(self, batch: PersistentBatch) -> PipelineStage:
+    def _stage(self, model: nn.Module, batch: PersistentBatch) -> PipelineStage:
         return PipelineStage(
             self.ranks.pipeline,
             batch.table,
             # Steps that are only compiled have decode rows beside the longest prompt.
             max_tokens=self._max_num_batched_tokens + self.config.max_num_seqs,
-            hidden_size=self.model_config.hidden_size,
+            incoming_size=getattr(model, "incoming_size", self.model_config.hidden_size),
             dtype=self.model_config.dtype,
             device=self.device,
         )

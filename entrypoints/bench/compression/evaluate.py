@@ -114,13 +114,17 @@ async def evaluate(
 ) -> list[dict[str, Any]]:
     """Return one result per ratio and task. policy: a KV compressor, or `WHOLE`; stored: as
     `EngineConfig.kv_cache_dtype`; prompt_interval: as `kv_compression_prompt_interval` there."""
+    compression: dict[str, Any] = {}
+    if policy != WHOLE:
+        compression = {
+            "kv_compression": policy, "kv_compression_interval": INTERVAL,
+            "kv_compression_prompt_interval": prompt_interval,
+        }  # fmt: skip
     config = EngineConfig(
         model=str(model), device="cpu", dtype="float32", skip_tokenizer_init=True,
         max_model_len=POSITIONS, max_num_seqs=16, max_num_batched_tokens=POSITIONS,
-        enable_prefix_caching=False, kv_compression_interval=INTERVAL,
-        kv_compression_prompt_interval=prompt_interval,
-        kv_compression=None if policy == WHOLE else policy,
-        logits_processors=("forced_tokens",), kv_cache_dtype=stored,
+        enable_prefix_caching=False, logits_processors=("forced_tokens",), kv_cache_dtype=stored,
+        **compression,
     )  # fmt: skip
     results = []
     async with AsyncEngine(config, plugins=load_plugins(extra=[Plugin()])) as engine:

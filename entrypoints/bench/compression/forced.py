@@ -55,7 +55,7 @@ class ForcedTokens(LogitsProcessor):
         return logits.masked_fill(~allowed, -torch.inf)
 
 
-class ByChance(KVCompressor):
+class RandomCompressor(KVCompressor):
     """Keeps tokens by chance: what a policy must beat."""
 
     def scores(
@@ -83,4 +83,4 @@ class Plugin:
 
     @hookimpl
     def register_kv_compressors(self, registry: Any) -> None:
-        registry.add("by_chance", f"{__name__}:ByChance")
+        registry.add("by_chance", f"{__name__}:RandomCompressor")

@@ -294,9 +294,9 @@ async def trial(
         sys.executable, "-m", "jackfield.entrypoints.bench.frontend.sink_client",
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
     )  # fmt: skip
-    before = yardstick()
+    before = loop_nanoseconds()
     out, _ = await client.communicate(msgspec.json.encode(order))
-    after = yardstick()
+    after = loop_nanoseconds()
     drained = msgspec.json.decode(out, type=Drained)
     if drained.ok != streams:
         raise RuntimeError(
@@ -330,7 +330,7 @@ async def trial(
     }
 
 
-def yardstick() -> float:
+def loop_nanoseconds() -> float:
     """Return the nanoseconds of processor time that an iteration of a fixed loop takes here and
     now.
 

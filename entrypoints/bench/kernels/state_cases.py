@@ -209,7 +209,7 @@ class _Maker:
             rows, counters = self.rows(), self.counters(groups)
             return lambda: mamba2_step(
                 projected, weight, bias, inputs, a, d, dt_bias, ANY_STEP, state, rows, counters,
-                groups=groups, gated=True,
+                groups=groups,
             )  # fmt: skip
 
         elements = (2 * TAPS - 1) * channels + 2 * heads * width + heads

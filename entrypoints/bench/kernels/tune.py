@@ -10,6 +10,8 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,10 +19,11 @@ from typing import Any
 from ....core.errors import ConfigError
 from ...flags.engine_flags import Parser, fail
 from ..report import environment, say
-from ..workloads import ARCHITECTURES
-from . import tune_int4
+from ..workloads import ARCHITECTURES, write_model
+from . import tune_gemv, tune_int4
 
-KERNELS = ("small_m_matmul", "int4_gemv", "int4_small_m")
+GEMV = "gemv"
+KERNELS = ("small_m_matmul", GEMV, "int4_gemv", "int4_small_m")
 ROWS = (8, 16, 32)
 """Numbers of rows measured for `small_m_matmul`. With more, the gain of a single product is lost
 within a whole step: measured with 64 rows on an H200."""
@@ -61,41 +64,120 @@ def _run(args: argparse.Namespace) -> int:
 
     from ....kernels.tuning import file_for
 
+    if args.processes < 1:
+        raise ConfigError(f"--processes: must be at least 1, got {args.processes}")
     if not torch.cuda.is_available():
         raise ConfigError("bench tune: there is no CUDA device here to measure")
+    path = args.output or file_for(torch.cuda.get_device_name())
+    previous = known_choices(path)
     jobs = [
         (kernel, product, rows, config)
         for kernel in args.kernels
+        if kernel != GEMV
         for product in dict.fromkeys(p for model in args.models for p in products(model))
         for rows in tune_int4.ROWS.get(kernel, ROWS)
         for config in _candidates(kernel, product, rows)
     ]
-    say(f"compiling {len(jobs)} candidates in {args.processes} processes")
+    layers = {model: layer_of(model) for model in args.models} if GEMV in args.kernels else {}
+    gemv_jobs = list(dict.fromkeys(job for each in layers.values() for job in tune_gemv.jobs(each)))
+    say(f"compiling {len(jobs) + len(gemv_jobs)} candidates in {args.processes} processes")
     with multiprocessing.get_context("spawn").Pool(args.processes) as pool:
         compiled = pool.map(compile_one, jobs, chunksize=8)
+        gemv_compiled = pool.map(tune_gemv.compile_one, gemv_jobs, chunksize=8)
     jobs_compiled = [job for job, done in zip(jobs, compiled, strict=True) if done]
     measured: dict[str, list[dict[str, Any]]] = {kernel: [] for kernel in args.kernels}
     for kernel, product, rows in dict.fromkeys(job[:3] for job in jobs_compiled):
         configs = [job[3] for job in jobs_compiled if job[:3] == (kernel, product, rows)]
         measured[kernel].append(best(kernel, product, rows, configs))
         say(json.dumps({"kernel": kernel, **measured[kernel][-1]}))
-    path = args.output or file_for(torch.cuda.get_device_name())
-    path.parent.mkdir(parents=True, exist_ok=True)
-    previous = json.loads(path.read_text()) if path.exists() else {}
+    known = {job for job, done in zip(gemv_jobs, gemv_compiled, strict=True) if done}
+    for model, layer in layers.items():
+        measured[GEMV] += gemv_entries(model, layer, known, measured[GEMV])
+    if GEMV in measured:
+        measured[GEMV] += others(previous.get(GEMV, []), measured[GEMV])
     path.write_text(page(previous, environment("cuda"), measured))
     print(path)
     return 0
 
 
+def known_choices(path: Path) -> dict[str, Any]:
+    """Return what a file says that will be written again; {} if it is not there. Raises
+    ConfigError, before anything is measured, if it is damaged or cannot be written."""
+    from ....kernels.tuning import read
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for kernel in KERNELS if path.exists() else ():
+            read(path, kernel)
+        known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        if not isinstance(known.get("measured", {}), dict):
+            raise ValueError(f"{path} is damaged: measured is no object")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--output: {error}; give another file") from error
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"--output: {path} cannot be written; give another file")
+    return known
+
+
+def others(entries: list[dict[str, Any]], known: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the entries for products that `known` has none for."""
+
+    def product(entry: dict[str, Any]) -> tuple[int, int, bool]:
+        return entry["outputs"], entry["inputs"], entry["gated"]
+
+    taken = set(map(product, known))
+    return [entry for entry in entries if product(entry) not in taken]
+
+
+def gemv_entries(
+    model: str, layer: tune_gemv.Layer, compiled: set[Any], known: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return the file's entries for products that no model before this one has."""
+    tiles, before, after = tune_gemv.tune(layer, compiled)
+    say(f"{GEMV}: a layer of {model}: {before:.1f} us by the rule, {after:.1f} us")
+    entries = [
+        {
+            "outputs": outputs, "inputs": inputs, "gated": gated, "rows": 1,
+            "config": dict(zip(("block_n", "block_k", "num_warps"), chosen, strict=True)),
+            "model": model, "layer_us": round(after, 2), "rule_us": round(before, 2),
+        }
+        for (outputs, inputs, gated), chosen in tiles.items()
+    ]  # fmt: skip
+    return others(entries, known)
+
+
 def products(model: str) -> list[tuple[int, int, bool]]:
-    """Return the (outputs, inputs, gated) of a model's layers."""
-    config = ARCHITECTURES[model]
-    hidden, inner, head = (config[k] for k in ("hidden_size", "intermediate_size", "head_dim"))
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    shapes = [((heads + 2 * kv_heads) * head, hidden, False), (hidden, heads * head, False)]
-    if "num_experts" not in config:
-        shapes += [(inner, hidden, True), (hidden, inner, False)]
-    return shapes
+    """Return the (outputs, inputs, gated) of a model's dense layers, experts left out."""
+    return list(layer_of(model).products)
+
+
+def layer_of(model: str) -> tune_gemv.Layer:
+    """Return the dense products of a model's layers, each kind once, experts left out."""
+    import torch
+
+    from ....core.config import EngineConfig
+    from ....core.loading.build import construct_model
+    from ....core.loading.model_config import resolve_model_config
+    from ....core.nn.experts import ExpertLinear
+    from ....core.nn.linear import GatedLinear, Linear
+    from ....core.nn.norm import LayerNorm
+    from ....core.nn.operations import Operations
+    from ....core.parallel.ranks import Ranks
+    from ....core.registry import load_plugins
+
+    plugins, meta = load_plugins(), torch.device("meta")
+    with tempfile.TemporaryDirectory() as folder:
+        config = EngineConfig(model=str(write_model(model, Path(folder))), load_format="dummy")
+        model_config = resolve_model_config(config, plugins)
+        layers = construct_model(plugins, config, model_config, meta, Operations(), Ranks(), None)
+    shapes = []
+    for layer in layers.modules():
+        if isinstance(layer, Linear) and not isinstance(layer, ExpertLinear):
+            rows, inputs = layer.weight.shape
+            gated = isinstance(layer, GatedLinear)
+            shapes.append((rows // 2 if gated else rows, inputs, gated))
+    centered = any(isinstance(module, LayerNorm) for module in layers.modules())
+    return tune_gemv.Layer(tuple(dict.fromkeys(shapes)), centered)
 
 
 def candidates(product: tuple[int, int, bool], rows: int) -> Iterator[tuple[Any, ...]]:
@@ -124,11 +206,10 @@ def _candidates(
     return tune_int4.candidates(kernel, product, rows)
 
 
-def _layer(
-    kernel: str, product: tuple[int, int, bool], rows: int, copies: int
-) -> _Product | tune_int4.Int4Product:
-    layer_class = _Product if kernel == "small_m_matmul" else tune_int4.Int4Product
-    return layer_class(product, rows, copies)
+def _layer(kernel: str, product: tuple[int, int, bool], rows: int, copies: int) -> Any:
+    if kernel == "small_m_matmul":
+        return _Product(product, rows, copies)
+    return tune_int4.Int4Product(product, rows, copies)
 
 
 def compile_one(job: tuple[str, tuple[int, int, bool], int, tuple[Any, ...]]) -> bool:
@@ -166,17 +247,17 @@ def best(
 
     library = time(layer.library)
     expected = layer.library(0).float()
-    timed = []
+    timed: list[tuple[float, tuple[Any, ...]]] = []
     for config in configs:
         error = (layer.multiply(config, 0).float() - expected).abs().max() / expected.abs().max()
         if not error < 0.02:
             say(f"{kernel} {product} {rows} {config}: wrong by {float(error):.3f} of the largest")
             continue
         timed.append((time(lambda i, config=config: layer.multiply(config, i)), config))
-    us, config = min(timed)
+    us, chosen = min(timed) if timed else (library, None)
     return {
         "outputs": outputs, "inputs": inputs, "gated": gated, "rows": rows,
-        "config": CONFIGS[kernel](*config)._asdict() if us < library else None,
+        "config": CONFIGS[kernel](*chosen)._asdict() if chosen and us < library else None,
         "us": round(us, 2), "library_us": round(library, 2),
     }  # fmt: skip
 

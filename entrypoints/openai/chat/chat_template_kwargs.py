@@ -32,7 +32,7 @@ def template_arguments(engine: AsyncEngine, request: ChatRequest, trusted: bool)
     variables = engine.chat_template_variables
     thinking = thinking_switch(engine)
     if request.chat_template is None:
-        _check_known(kwargs, variables | COMMON_KWARGS | ({thinking} if thinking else set()))
+        _check_known(kwargs, variables | COMMON_KWARGS | _parser_kwargs(engine))
     if request.reasoning_effort is not None:
         kwargs.setdefault("reasoning_effort", request.reasoning_effort)
         if thinking is not None:
@@ -49,6 +49,15 @@ def thinking_switch(engine: AsyncEngine) -> str | None:
         return None
     name, _ = thinking_kwarg(engine.plugins["reasoning_parser"].load(name))
     return name
+
+
+def _parser_kwargs(engine: AsyncEngine) -> frozenset[str]:
+    """Return the template arguments that the reasoning parser reads."""
+    name = engine.config.reasoning_parser
+    if name is None:
+        return frozenset()
+    parser = engine.plugins["reasoning_parser"].load(name)
+    return frozenset({thinking_kwarg(parser)[0], *getattr(parser, "template_options", ())})
 
 
 def _check_known(kwargs: dict[str, Any], names: frozenset[str] | set[str]) -> None:

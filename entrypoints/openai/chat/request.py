@@ -150,7 +150,10 @@ class ChatCompletion:
             thinking = is_thinking(self.reasoning_parser, self.template_arguments)
             with plugins["reasoning_parser"].calling(config.reasoning_parser, "its constructor"):
                 reasoning = make_parser(
-                    self.reasoning_parser, thinking=thinking, prompt_end=self.prompt_end
+                    self.reasoning_parser,
+                    thinking=thinking,
+                    prompt_end=self.prompt_end,
+                    template_arguments=self.template_arguments,
                 )
         if self.tool_parser is not None:
             with plugins["tool_parser"].calling(config.tool_call_parser, "its constructor"):

@@ -24,7 +24,7 @@ from ....core.make_core import make_core
 from ....core.remote.server import EngineServer
 from ....core.worker.threads import SWITCH_INTERVAL
 from ..serve_settings import Settings
-from ..server import CLOSE_SECONDS, address, death, first_of, freeze, ready_line
+from ..server import CLOSE_SECONDS, address, engine_end, first_of, freeze, ready_line
 from .launch_spec import LaunchSpec, engine_socket
 from .sockets import bound
 
@@ -152,7 +152,7 @@ async def serve_fronts(settings: Settings) -> int:
             where = uds or address(settings.listen, sockets[0][0].getsockname()[1])
             line = ready_line(engine, where, start)
             print(f"{line}, {settings.fronts} front ends", flush=True)
-            await first_of(death(engine), signals.get(), failing())
+            await first_of(engine_end(engine), signals.get(), failing())
             if engine.dead_reason is not None:
                 logger.error("the engine died: %s", engine.dead_reason)
                 return 1

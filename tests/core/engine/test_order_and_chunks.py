@@ -12,6 +12,7 @@ from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.errors import ConfigError, InvalidRequest
 from jackfield.core.hooks import hookimpl
 from jackfield.core.registry import Provenance, load_plugins
+from jackfield.core.scheduling.pacing.step_sizes import StepSize, StepSizes
 
 from helpers import make_checkpoint
 
@@ -66,25 +67,25 @@ async def test_priorities_order_those_that_wait(
     assert order == expected
 
 
-class StepSizes:
+class StepRows:
     """Counts each step's rows and tokens."""
 
     jackfield_api = 2
 
     def __init__(self) -> None:
-        self.sizes: list[tuple[int, ...]] = []
+        self.rows: list[tuple[int, ...]] = []
 
     @hookimpl
     def step_finished(self, plan: Any) -> None:
-        self.sizes.append(plan.num_tokens)
+        self.rows.append(plan.num_tokens)
 
 
 @pytest.mark.parametrize("chunked", [True, False])
 async def test_prompts_in_pieces_or_whole(checkpoint: Path, chunked: bool) -> None:
     """Three prompts of 60 tokens under a budget of 130."""
     plugins = load_plugins()
-    seen = StepSizes()
-    plugins.add_plugin(seen, Provenance("tests", "0", "sizes"))
+    seen = StepRows()
+    plugins.add_plugin(seen, Provenance("tests", "0", "rows"))
     options = {"max_num_seqs": 4, "max_num_batched_tokens": 130, "max_model_len": 100}
     engine_config = config(checkpoint, enable_chunked_prefill=chunked, **options)
     params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, detokenize=False)
@@ -98,11 +99,40 @@ async def test_prompts_in_pieces_or_whole(checkpoint: Path, chunked: bool) -> No
         together = await asyncio.gather(*(run_one(engine, n) for n in (3, 4, 5)))
         alone = [await run_one(engine, n) for n in (3, 4, 5)]
     assert together == alone
-    prompts = [size for step in seen.sizes for size in step if size > 1]
-    assert all(sum(step) <= 130 for step in seen.sizes)
+    prompts = [size for step in seen.rows for size in step if size > 1]
+    assert all(sum(step) <= 130 for step in seen.rows)
     # Prompts asked again alone are in the cache but for their last, partial block.
     whole = [size for size in prompts if size == 60]
     assert len(whole) == (2 if chunked else 3)
+
+
+async def test_decode_rows_that_waited_for_prompts_choose_the_same_tokens(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three prompts of 60 tokens in steps of 25 tokens alone, while the first request decodes."""
+    plugins = load_plugins()
+    seen = StepRows()
+    plugins.add_plugin(seen, Provenance("tests", "0", "rows"))
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, detokenize=False)
+
+    async def run_one(engine: AsyncEngine, number: int) -> list[int]:
+        prompt = [number] * (60 if number > 3 else 4)
+        async for out in engine.generate(prompt, params):
+            last = out
+        return list(last.outputs[0].token_ids)
+
+    async with AsyncEngine(config(checkpoint, max_num_seqs=4), plugins=plugins) as engine:
+        alone = [await run_one(engine, n) for n in (3, 4, 5, 6)]
+        seen.rows.clear()
+        monkeypatch.setattr(
+            StepSizes, "next_size", lambda *_: StepSize(25, prompts_alone=True, longest_whole=0)
+        )
+        assert await engine.reset_prefix_cache()
+        together = await asyncio.gather(*(run_one(engine, n) for n in (3, 4, 5, 6)))
+    assert together == alone
+    assert not any(step[0] == 1 and max(step) > 1 for step in seen.rows), "decode rows are first"
+    # Some are computed while the first decodes.
+    assert sum(max(step) > 1 for step in seen.rows[1:]) >= 7
 
 
 async def test_a_budget_below_the_context_needs_chunks(checkpoint: Path) -> None:

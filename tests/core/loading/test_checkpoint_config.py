@@ -252,6 +252,7 @@ DOUBTFUL: dict[str, dict[str, Any]] = {
     "another family": {"model_type": "gpt2", "n_embd": 64, "n_head": 4},
     "an unknown family": LLAMA | {"model_type": "nobody-knows"},
     "no family": without(LLAMA, "model_type"),
+    "odd head": MISTRAL | {"head_dim": 33},
 }  # fmt: skip
 WRONG: dict[str, dict[str, Any]] = {
     "text size": LLAMA | {"hidden_size": "4096"},
@@ -271,7 +272,6 @@ WRONG: dict[str, dict[str, Any]] = {
     "tokens": LLAMA | {"eos_token_id": [None]},
     "null head": QWEN3 | {"head_dim": None},
     "text of experts": QWEN3_MOE | {"mlp_only_layers": ["1"]},
-    "odd head": MISTRAL | {"head_dim": 33},
 }
 
 
@@ -401,9 +401,9 @@ def test_of_any_rope_the_outcome_stays_that_of_transformers(
 
 
 @pytest.mark.parametrize("name", DOUBTFUL)
-def test_a_doubtful_config_has_the_answers_of_transformers(name: str) -> None:
-    actual = answers(checkpoint_config(FOLDER, DOUBTFUL[name]))
-    assert actual == by_transformers(DOUBTFUL[name])
+def test_a_doubtful_config_has_the_outcome_of_transformers(name: str) -> None:
+    """Whether it refuses old types, unknown problems and odd heads depends on its release."""
+    assert_same(DOUBTFUL[name])
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -22,7 +22,7 @@ from jackfield.core.parallel.expert_share import ExpertShare
 from jackfield.core.parallel.join import join, leave, listen
 from jackfield.core.parallel.ranks import ONE_RANK, OneRank, Ranks
 from jackfield.core.registry import load_plugins
-from jackfield.plugins.conformance.models import PagedModel
+from jackfield.plugins.conformance.paged_model import PagedModel
 from jackfield.plugins.conformance.rank_threads import run_ranks, thread_ranks
 
 from helpers import make_checkpoint

@@ -19,7 +19,7 @@ from jackfield.core.parallel.join import exchange, join, leave, listen
 from jackfield.core.parallel.ranks import Pipeline, Ranks
 from jackfield.core.registry import load_plugins
 from jackfield.core.step import StepPlan
-from jackfield.plugins.conformance.models import PagedModel
+from jackfield.plugins.conformance.paged_model import PagedModel
 from jackfield.plugins.conformance.rank_threads import run_ranks, thread_groups, thread_ranks
 
 from helpers import make_checkpoint
@@ -148,13 +148,14 @@ def test_ranks_exchange_what_they_have_to_say() -> None:
     [
         ("qwen3", 2, 1, {"pipeline_layer_partition": "2,1"}),
         ("qwen3", 3, 1, {}), ("qwen3", 2, 2, {}), ("gemma3", 3, 1, {}), ("gpt-oss", 2, 1, {}),
+        ("gemma4", 2, 2, {}), ("gemma3n", 3, 1, {"pipeline_layer_partition": "1,1,3"}),
     ],
 )  # fmt: skip
 async def test_stages_serve_the_tokens_of_one_rank(
     family: str, num_stages: int, size: int, options: dict[str, Any], tmp_path: Path
 ) -> None:
     """Of requests of all kinds, some of them preempted, some in chunks; with windows, whose layers
-    are in stages of unlike sizes."""
+    are in stages of unlike sizes; with inputs of each layer, which stages pass on."""
     folder = make_checkpoint(family, tmp_path)
     want = await tokens(config(folder, 1), requests())
     assert await tokens(staged(folder, num_stages, size, **options), requests()) == want
@@ -198,6 +199,7 @@ async def test_all_stages_have_a_step_in_steady_decode(tmp_path: Path) -> None:
         ({"model_impl": "transformers"}, lambda folder: make_checkpoint("qwen3", folder)),
         ({"runner": "pooling"}, lambda folder: save_decoder(folder, "Qwen3", "Model")),
         ({"pipeline_parallel_size": 4}, lambda folder: make_checkpoint("qwen3", folder)),
+        ({"pipeline_parallel_size": 3}, lambda folder: make_checkpoint("gemma3n", folder)),
     ],
 )
 async def test_what_stages_cannot_serve_is_refused_by_name(
@@ -214,8 +216,9 @@ async def test_what_stages_cannot_serve_is_refused_by_name(
     ("architecture", "divided"),
     [
         ("LlamaForCausalLM", True), ("GPT2LMHeadModel", True), ("BloomForCausalLM", True),
-        ("Zamba2ForCausalLM", False), ("BartForConditionalGeneration", False),
-        ("T5ForConditionalGeneration", False), ("BertModel", False),
+        ("Gemma4ForCausalLM", True), ("Zamba2ForCausalLM", False),
+        ("BartForConditionalGeneration", False), ("T5ForConditionalGeneration", False),
+        ("BertModel", False),
     ],
 )  # fmt: skip
 def test_a_model_says_whether_its_layers_can_be_divided(architecture: str, divided: bool) -> None:

@@ -16,7 +16,8 @@ from jackfield.core.nn.operations import Operations
 from jackfield.core.parallel.ranks import ONE_RANK, Ranks
 from jackfield.core.parallel.sharding import HeadShare, Sharding, even_slice
 from jackfield.core.registry import load_plugins
-from jackfield.plugins.conformance.models import PagedModel, check_ranks
+from jackfield.plugins.conformance.divided_models import check_ranks
+from jackfield.plugins.conformance.paged_model import PagedModel
 from jackfield.plugins.conformance.rank_threads import run_ranks, thread_ranks
 
 from helpers import edit_json, make_checkpoint

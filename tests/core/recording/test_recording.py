@@ -18,11 +18,11 @@ from jackfield import AsyncEngine, EngineConfig, PoolingParams, SamplingParams
 from jackfield.core.errors import ConfigError
 from jackfield.core.recording.recording import (
     HEAD,
-    Asked,
-    Failed,
-    Finished,
-    Planned,
+    FailureEntry,
+    JobEntry,
+    PlanEntry,
     Recording,
+    ResultEntry,
     Writer,
 )
 from jackfield.core.registry import load_plugins
@@ -122,23 +122,23 @@ def test_a_mixed_load_is_replayed_bit_for_bit(
 ) -> None:
     assert recording.stat().st_mode & 0o077 == 0, "prompts are for their owner's eyes"
     entries = list(Recording(str(recording)).entries())
-    starts = [start for e in entries if isinstance(e, Planned) for start in e.plan.starts]
+    starts = [start for e in entries if isinstance(e, PlanEntry) for start in e.plan.starts]
     assert any(start.grammar is not None for start in starts)
     assert any(start.num_prompt_tokens < len(start.token_ids) for start in starts), "preempted"
-    failed = [entry.error for entry in entries if isinstance(entry, Failed)]
+    failed = [entry.error for entry in entries if isinstance(entry, FailureEntry)]
     assert failed[0] == "RuntimeError: no luck"
-    assert Asked(Recover()) in entries
+    assert JobEntry(Recover()) in entries
     poison(monkeypatch)
     outcome = replayed(recording)
-    assert outcome.num_steps == sum(isinstance(e, Finished | Failed) for e in entries)
+    assert outcome.num_steps == sum(isinstance(e, ResultEntry | FailureEntry) for e in entries)
     assert outcome.num_tokens == sum(
-        len(e.result.token_ids) for e in entries if isinstance(e, Finished)
+        len(e.result.token_ids) for e in entries if isinstance(e, ResultEntry)
     )
     assert outcome.num_tokens > 80 and not outcome.cut_off and not outcome.other_versions
 
 
 def test_a_step_that_fails_in_the_recording_alone_is_named(recording: Path) -> None:
-    failed = next(e for e in Recording(str(recording)).entries() if isinstance(e, Failed))
+    failed = next(e for e in Recording(str(recording)).entries() if isinstance(e, FailureEntry))
     with pytest.raises(Difference) as caught:
         replayed(recording)
     assert str(caught.value) == (
@@ -147,23 +147,23 @@ def test_a_step_that_fails_in_the_recording_alone_is_named(recording: Path) -> N
 
 
 def other_token(entry: Any) -> Any:
-    if not isinstance(entry, Finished) or entry.result.step != 4:
+    if not isinstance(entry, ResultEntry) or entry.result.step != 4:
         return entry
     tokens = [*entry.result.token_ids]
     tokens[2] += 1
-    return Finished(msgspec.structs.replace(entry.result, token_ids=tokens))
+    return ResultEntry(msgspec.structs.replace(entry.result, token_ids=tokens))
 
 
 def other_logprob(entry: Any) -> Any:
-    if not isinstance(entry, Finished) or not entry.result.logprobs:
+    if not isinstance(entry, ResultEntry) or not entry.result.logprobs:
         return entry
     (row, (first, *_)), *_ = entry.result.logprobs.items()
     changed = msgspec.structs.replace(first, logprob=first.logprob * (1 + 1e-15))
-    return Finished(msgspec.structs.replace(entry.result, logprobs={row: [changed]}))
+    return ResultEntry(msgspec.structs.replace(entry.result, logprobs={row: [changed]}))
 
 
 def other_parameters(entry: Any) -> Any:
-    if not isinstance(entry, Planned):
+    if not isinstance(entry, PlanEntry):
         return entry
     starts = tuple(
         msgspec.structs.replace(
@@ -171,11 +171,11 @@ def other_parameters(entry: Any) -> Any:
         )
         for start in entry.plan.starts
     )
-    return Planned(msgspec.structs.replace(entry.plan, starts=starts))
+    return PlanEntry(msgspec.structs.replace(entry.plan, starts=starts))
 
 
 def lost_plan(entry: Any) -> Any:
-    return None if isinstance(entry, Planned) and entry.plan.step == 3 else entry
+    return None if isinstance(entry, PlanEntry) and entry.plan.step == 3 else entry
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_files_that_are_no_recordings_are_refused(recording: Path, tmp_path: Pat
         (b"", "is not a recording of steps"),
         (b"not one", "byte 0 begins no object"),
         (data[:40], "is not a recording of steps"),
-        (data.replace(b"jackfield steps 1", b"jackfield steps 9"), "'jackfield steps 9', and this"),
+        (data.replace(b"jackfield steps 2", b"jackfield steps 9"), "'jackfield steps 9', and this"),
         (data[:size] + b"x" * 9, f"byte {size} begins no object"),
         (data[:size] + HEAD.pack(0xC6, 3) + b"\x81\xa1x", "object 1 is damaged"),
     ):
@@ -282,7 +282,7 @@ def test_the_command_says_whether_all_is_equal(
 ) -> None:
     def until_it_fails(entry: Any) -> Any:
         nonlocal over
-        over = over or isinstance(entry, Failed)
+        over = over or isinstance(entry, FailureEntry)
         return None if over else entry
 
     over = False

@@ -247,7 +247,7 @@ KINDS = [
 def test_an_error_is_raised_over_there_as_it_was_here(kind: type[JackfieldError]) -> None:
     error = kind("what is wrong", param="field")
     error.code = "own_code"
-    (came,) = FrameReader[Any](ToFront).read_frames(encode(ErrorReply.because(3, error)))
+    (came,) = FrameReader[Any](ToFront).read_frames(encode(ErrorReply.from_error(3, error)))
     raised = came.error()
     assert type(raised) is kind
     assert (raised.message, raised.param, raised.code) == ("what is wrong", "field", "own_code")
@@ -258,4 +258,4 @@ def test_an_error_of_a_kind_of_its_own_travels_as_the_nearest_known_one() -> Non
     class Special(errors.InvalidRequest):
         status = 409
 
-    assert type(ErrorReply.because(1, Special("x")).error()) is errors.InvalidRequest
+    assert type(ErrorReply.from_error(1, Special("x")).error()) is errors.InvalidRequest

@@ -9,7 +9,12 @@ import pytest
 
 from jackfield.core.engine import step_loop
 from jackfield.core.engine.step_loop import StepLoop
-from jackfield.core.scheduling.plan_timing import MARGIN_SECONDS, MARGIN_SHARE, PlanTiming
+from jackfield.core.scheduling.pacing.plan_timing import (
+    MARGIN_SECONDS,
+    MARGIN_SHARE,
+    PlanTiming,
+    StepPace,
+)
 from jackfield.core.step import StepPlan, StepResult
 
 
@@ -53,10 +58,10 @@ def test_a_plan_waits_until_the_device_nearly_needs_it(clock: Clock) -> None:
     timing.submitted(plan_of(512), timing.now())
     lead = 0.002 + MARGIN_SECONDS + MARGIN_SHARE * 0.020
     assert timing.delay() == pytest.approx(0.002 + 0.020 - lead)
-    clock.seconds += 0.015
-    assert 0 < timing.delay() < 0.002
+    clock.seconds += 0.022 - lead - 0.0015
+    assert timing.delay() == pytest.approx(0.0015)
     clock.seconds += 0.001
-    assert timing.delay() == 0
+    assert timing.delay() == 0, "timers are no finer than what is left"
 
 
 def test_the_step_in_flight_begins_when_the_one_before_it_ends(clock: Clock) -> None:
@@ -97,7 +102,7 @@ def test_steps_that_were_fast_once_are_expected_to_be_fast(clock: Clock) -> None
     timing.failed()
     run_step(timing, clock, plan_of(512), 0.002, 0.040)
     timing.submitted(plan_of(512), timing.now())
-    assert 0 < fast < 0.022
+    assert 0 < fast < 0.025
     assert timing.delay() < fast + 0.001
 
 
@@ -119,15 +124,50 @@ def test_a_slow_host_is_given_its_time(clock: Clock) -> None:
 def test_the_tokens_of_a_short_step_follow_the_device(clock: Clock) -> None:
     """A fifth of a millisecond and then 24 microseconds a token: 512 and 1,024 tokens."""
     timing = PlanTiming(clock)
+
+    def short_step() -> int:
+        pace = timing.pace()
+        assert pace is not None
+        return pace.short_step
+
     run_step(timing, clock, plan_of(64), 0.001, 0.004)
-    assert timing.short_step() is None, "steps of few tokens tell nothing"
+    assert timing.pace() is None, "steps of few tokens tell nothing"
     run_step(timing, clock, plan_of(512), 0.0, 0.2e-3 * 512)
-    assert timing.short_step() == 512
+    assert short_step() == 512
     for _ in range(20):
         run_step(timing, clock, plan_of(1024), 0.0, 24e-6 * 1024)
-    assert timing.short_step() == 1024
+    assert short_step() == 1024
     run_step(timing, clock, plan_of(1024), 0.0, 30e-6 * 1024)
-    assert timing.short_step() == 1024, "one slow step changes little"
+    assert short_step() == 1024, "one slow step changes little"
+
+
+def test_a_step_begins_after_those_in_flight_or_once_it_is_launched(clock: Clock) -> None:
+    timing = known(clock)
+    pace = timing.pace()
+    assert pace is not None and pace.seconds_per_token == pytest.approx(0.020 / 512)
+    assert pace.start == pytest.approx(clock.seconds + 0.002)
+    begun = clock.seconds
+    timing.submitted(plan_of(512), begun)
+    clock.seconds += 0.005
+    pace = timing.pace()
+    assert pace is not None and pace.start == pytest.approx(begun + 0.002 + 0.020)
+    clock.seconds += 1.0
+    pace = timing.pace()
+    assert pace is not None and pace.start == pytest.approx(clock.seconds + 0.002), "it is late"
+
+
+def test_steps_with_decode_rows_beside_prompts_are_timed_apart(clock: Clock) -> None:
+    timing = known(clock, device=0.012)
+    mixed = StepPlan(step=1, slots=[0, 1], num_tokens=[1, 512], samples=[True, True])
+    run_step(timing, clock, mixed, 0.002, 0.015)
+    ends = []
+    for plan in (plan_of(512), mixed):
+        timing.submitted(plan, clock.seconds)
+        pace = timing.pace()
+        assert pace is not None
+        ends.append(pace.start - clock.seconds)
+        timing.failed()
+    assert ends == pytest.approx([0.002 + 0.012, 0.002 + 0.015])
 
 
 class StubScheduler:
@@ -136,12 +176,15 @@ class StubScheduler:
     def __init__(self) -> None:
         self.num_planned = 0
 
-    def schedule(self, short_step: int | None = None) -> StepPlan:
+    def schedule(self, pace: StepPace | None = None) -> StepPlan:
         self.num_planned += 1
         return plan_of(512, self.num_planned)
 
     def in_process(self, plan: StepPlan) -> None:
         return None
+
+    def submitted(self) -> None:
+        pass
 
     def update(self, plan: StepPlan, result: StepResult) -> list[Any]:
         return []

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jackfield.core.errors import RequestFailed
 from jackfield.core.request import Request
 from jackfield.core.sampling_params import SamplingParams
-from jackfield.core.scheduling.queue import RequestQueue
+from jackfield.core.scheduling.queues.queue import RequestQueue
 from jackfield.core.scheduling.scheduler import Scheduler
 
 

@@ -17,6 +17,7 @@ from jackfield.core.request import Request, Status, source_digest
 from jackfield.core.sampling_params import SamplingParams
 from jackfield.core.scheduling.compression import CompressionRule
 from jackfield.core.scheduling.guarded_connector import GuardedConnector
+from jackfield.core.scheduling.pacing.step_sizes import StepSize, StepSizes
 from jackfield.core.scheduling.scheduler import Scheduler
 from jackfield.core.step import Compaction, KVDetached, KVReport, StepPlan, StepResult
 from jackfield.plugins.policies.builtin import FirstComeFirstServed, Priority
@@ -248,6 +249,15 @@ def expected_output(request: Request, salt: str | None, max_model_len: int) -> l
     return output
 
 
+class DrawnSizes(StepSizes):
+    """Any size, whatever waits."""
+
+    size = StepSize(0)
+
+    def next_size(self, *what_waits: object) -> StepSize:
+        return self.size
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """add / schedule / update / finish in any order, up to two steps in flight."""
 
@@ -269,6 +279,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
+        self.sizes = DrawnSizes(self.budget, chunked=True, ttft_target=0.0)
         self.scheduler = Scheduler(
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.budget,
@@ -288,10 +299,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_source_tokens=self.max_source_tokens,
             num_stages=self.num_stages,
         )
+        if self.enable_chunked_prefill:
+            self.scheduler.sizes = self.sizes
         self.worker = self.worker_class(
             self.num_blocks, self.block_size, self.max_num_seqs, self.budget, self.groups,
             self.num_drafts,
         )  # fmt: skip
+        self.num_looks = 0
         self.flying: deque[tuple[StepPlan, StepResult]] = deque()
         self.all: dict[str, Request] = {}
         self.salts: dict[str, str | None] = {}
@@ -388,10 +402,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         """What the encoder of an encoder-decoder model reads."""
         return []
 
-    @rule(short_step=st.sampled_from([None, None, 4, 9]))
-    def schedule(self, short_step=None):
+    @rule(
+        size=st.none()
+        | st.builds(
+            StepSize,
+            st.sampled_from([4, 9, 16]),
+            prompts_alone=st.booleans(),
+            longest_whole=st.sampled_from([0, 9]),
+        )
+    )
+    def schedule(self, size=None):
+        """size: what the device's pace leads to; None: it is not known."""
         if len(self.flying) < self.most_in_flight:
-            plan = self.scheduler.schedule(short_step)
+            size = size or StepSize(self.budget)
+            self.sizes.size = size._replace(budget=min(size.budget, self.budget))
+            plan = self.scheduler.schedule()
             if plan is not None:
                 for start in plan.starts:
                     self.slots[start.slot] = start.request_id
@@ -498,16 +523,20 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def books_balance(self):
-        self.scheduler.check_invariants()
+        # Not after each rule: a check brings counters up to date.
+        self.num_looks += 1
         assert self.scheduler.in_flight == len(self.flying)
         assert self.scheduler.num_running <= self.max_num_seqs
+        if self.num_looks % 3:
+            return
+        self.scheduler.check_invariants()
         for request in self.scheduler.requests.running.requests:
             for table, group in zip(request.tables, self.groups, strict=True):
                 most = group.most_blocks(request.num_computed_tokens, self.block_size, self.budget)
                 assert sum(map(bool, table)) <= most
 
     def run_to_the_end(self) -> None:
-        for _ in range(5000):
+        for number in range(5000):
             waits = self.num_transfers and not self.num_lost_blocks
             if not self.scheduler.has_work and not self.flying and not waits:
                 break
@@ -519,7 +548,9 @@ class SchedulerMachine(RuleBasedStateMachine):
                     self.update()
                 else:
                     self.take(self.scheduler.take_failures())
-            self.scheduler.check_invariants()
+            if number % 3 == 0:
+                self.scheduler.check_invariants()
+        self.scheduler.check_invariants()
 
     def teardown(self):
         self.run_to_the_end()

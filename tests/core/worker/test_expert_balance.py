@@ -25,7 +25,7 @@ from jackfield.core.nn.routing import Routing
 from jackfield.core.parallel.expert_share import ExpertShare
 from jackfield.core.step import BalanceExperts
 from jackfield.core.worker.expert_balance import ExpertMover
-from jackfield.plugins.conformance.models import PagedModel
+from jackfield.plugins.conformance.paged_model import PagedModel
 from jackfield.plugins.conformance.rank_threads import thread_ranks
 
 from helpers import make_checkpoint

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from jackfield import SamplingParams
-from jackfield.core.grammars.constraint import _ends, mask_ends
+from jackfield.core.grammars.constraint import _end_token_bits, mask_ends
 from jackfield.core.step import CompiledGrammar, GrammarStart, InProcess, SlotStart
 from jackfield.core.worker.sampling import masks as masks_module
 from jackfield.core.worker.sampling.masks import GrammarMasks
@@ -186,8 +186,8 @@ def test_a_backend_may_take_all_tokens_in_one_call(monkeypatch: pytest.MonkeyPat
 
 
 def test_ends_are_held_back_in_rows_that_allow_anything_else() -> None:
-    ends = _ends((2, 33, 2))
-    assert _ends((2, 33, 2)) is ends
+    ends = _end_token_bits((2, 33, 2))
+    assert _end_token_bits((2, 33, 2)) is ends
     bits = np.zeros((4, 3), dtype=np.int32)
     bits[0, 0], bits[1], bits[2] = 0b110, (0b100, 0b11, 0), (0b100, 0, 0)
     bits[3] = -1

@@ -21,7 +21,7 @@ from jackfield.core.nn.context import BuildContext
 from jackfield.core.nn.operations import Operations
 from jackfield.core.outputs import KVCompressionUsage
 from jackfield.core.protocols import AttentionSpec, KVCompressor
-from jackfield.core.recording.recording import Planned, Recording
+from jackfield.core.recording.recording import PlanEntry, Recording
 from jackfield.core.registry import load_plugins
 from jackfield.core.scheduling.compression import CacheCompression
 from jackfield.core.worker.kv_cache.compaction import load_compressor
@@ -305,7 +305,7 @@ async def test_several_requests_are_compacted_in_one_plan(folder: Path, tmp_path
     file = tmp_path / "steps"
     together, stats = await outputs(folder, prompts, record_steps=str(file), **options)
     assert together == alone and stats.kv_compactions == 3
-    plans = [each.plan for each in Recording(str(file)).entries() if isinstance(each, Planned)]
+    plans = [each.plan for each in Recording(str(file)).entries() if isinstance(each, PlanEntry)]
     assert max(len(plan.compactions) for plan in plans) > 1
 
 
@@ -376,10 +376,11 @@ async def test_requests_say_how_much_of_their_cache_stays(folder: Path) -> None:
     ("value", "field"),
     [
         ("half", "kv_compression"),
-        ({"share": 0.5}, "kv_compression"),
+        ({"share": 0.5}, "kv_compression.share"),
         ({"ratio": 0}, "kv_compression.ratio"),
         ({"ratio": float("nan")}, "kv_compression.ratio"),
         ({"budget": True}, "kv_compression.budget"),
+        ({"budget": 2**31}, "kv_compression.budget"),
         ({"budget": 5, "ratio": 0.5}, "kv_compression.budget"),
     ],
 )
@@ -414,6 +415,13 @@ def test_policies_keep_first_and_last_tokens() -> None:
         ({"kv_compression": "no_such"}, "kv_compression: .*no_such"),
         ({"kv_compression": "window", "kv_compression_ratio": 0.0}, "kv_compression_ratio"),
         ({"kv_compression": "window", "kv_compression_budget": 0}, "kv_compression_budget"),
+        ({"kv_compression_ratio": 0.4}, "kv_compression_ratio: .*name one with kv_compression"),
+        ({"kv_compression_budget": 64}, "kv_compression_budget: .*name one"),
+        ({"kv_compression_interval": 8}, "kv_compression_interval: .*name one"),
+        ({"kv_compression_prompt_interval": 8}, "kv_compression_prompt_interval: .*name one"),
+        ({"kv_compression_on_pressure": True}, "kv_compression_on_pressure: .*name one"),
+        ({"kv_compression": "window", "kv_compression_ratio": 0.4,
+          "kv_compression_budget": 64}, "kv_compression_budget: .*leave one of them out"),
         ({"kv_compression": "window", "kv_compression_interval": 8,
           "kv_compression_on_pressure": True}, "kv_compression_interval"),
         ({"kv_compression": "window", "kv_compression_prompt_interval": 8,
@@ -521,7 +529,7 @@ async def test_a_recording_with_compactions_replays(folder: Path, tmp_path: Path
         folder, [prompt(40), prompt(20, 1)], kv_compression="key_norm", record_steps=str(file)
     )
     recording = Recording(str(file))
-    plans = [each.plan for each in recording.entries() if isinstance(each, Planned)]
+    plans = [each.plan for each in recording.entries() if isinstance(each, PlanEntry)]
     assert sum(len(plan.compactions) for plan in plans) == 2
     settings = replay_config(recording.header.config, recording.header.info)
     assert (await replay(Recording(str(file)), settings, load_plugins())).num_steps == len(plans)

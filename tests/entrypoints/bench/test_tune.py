@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from jackfield.entrypoints.bench.kernels import tune, tune_int4
+from jackfield.core.errors import ConfigError
+from jackfield.entrypoints.bench.kernels import tune, tune_gemv, tune_int4
 
 FACTS = {"date": "later", "commit": "b", "torch": "2", "triton": "3", "device": "a card"}
 
@@ -29,6 +31,23 @@ def test_what_is_not_measured_again_keeps_its_place_and_date() -> None:
     assert both["measured"]["int4_gemv"]["commit"] == "b"
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", '{"gemv": [{"outputs": 64}]}', '{"gemv": 1}', '{"measured": 1}', "\x00", "{" * 9],
+)
+def test_a_damaged_file_is_refused_before_anything_is_measured(text: str, tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    path = tmp_path / "new" / "device.json"
+    assert tune.known_choices(path) == {}
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"--output: .*device\.json"):
+        tune.known_choices(path)
+    path.write_text(tune.page({}, FACTS, {"small_m_matmul": [entry(8)]}))
+    assert tune.known_choices(path)["small_m_matmul"] == [entry(8)]
+    with pytest.raises(ConfigError, match="--output"):
+        tune.known_choices(path / "below_a_file.json")
+
+
 @pytest.mark.parametrize("product", tune.products("Qwen3-8B"), ids=str)
 def test_4_bit_candidates_are_shapes_that_fit(product: tuple[int, int, bool]) -> None:
     pytest.importorskip("triton")
@@ -39,3 +58,46 @@ def test_4_bit_candidates_are_shapes_that_fit(product: tuple[int, int, bool]) ->
             configs = [CONFIGS[kernel](*c) for c in tune_int4.candidates(kernel, product, rows)]
             assert configs
             assert len(set(configs)) == len(configs)
+
+
+def test_products_of_one_token_fit_and_experts_are_left_out() -> None:
+    pytest.importorskip("triton")
+    assert tune.layer_of("Gemma-2-9B").products
+    shapes = tune.products("Qwen3-30B-A3B")
+    assert (5120, 2048, False) in shapes and (2048, 4096, False) in shapes
+    assert all(outputs < 10_000 for outputs, *_ in shapes)
+    for product in [*shapes, *tune.products("GPT-2-XL")]:
+        configs = list(tune_gemv.candidates(product))
+        assert len(set(configs)) == len(configs) > 4
+
+
+def test_tiles_are_changed_while_the_whole_gets_faster() -> None:
+    """Two products that are fast together, where neither is with the other's first tiles."""
+    times = {("a", "a"): 10.0, ("b", "a"): 9.97, ("a", "b"): 9.0, ("b", "b"): 7.0}
+    found, best = tune_gemv.descend(
+        {1: "a", 2: "a"}, {1: ["a", "b"], 2: ["a", "b"]}, lambda tiles: times[tiles[1], tiles[2]]
+    )
+    assert found == {1: "b", 2: "b"} and best == 7.0
+
+
+def test_a_product_keeps_the_tiles_of_the_first_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = tune_gemv.Layer(((64, 32, False), (32, 64, False)), centered=False)
+    chosen = {layer.products[0]: (1, 2, 3), layer.products[1]: (4, 5, 6)}
+    monkeypatch.setattr(tune_gemv, "tune", lambda *_: (chosen, 9.0, 8.0))
+    known = [{"outputs": 64, "inputs": 32, "gated": False}]
+    (entry,) = tune.gemv_entries("one", layer, set(), known)
+    assert entry["outputs"] == 32 and entry["config"] == {
+        "block_n": 4,
+        "block_k": 5,
+        "num_warps": 6,
+    }
+    assert entry["layer_us"] == 8.0 and entry["rule_us"] == 9.0
+
+
+@pytest.mark.parametrize(("factor", "right"), [(1.0, True), (1.01, True), (1.1, False)])
+def test_tiles_that_multiply_wrongly_are_left_out(factor: float, right: bool) -> None:
+    torch = pytest.importorskip("torch")
+    expected = torch.tensor([[3.0, -8.0]])
+    assert tune_gemv.is_right((1, 2, 3), expected, lambda _: expected * factor) is right
+    nothing = torch.full_like(expected, float("nan"))
+    assert not tune_gemv.is_right((1, 2, 3), expected, lambda _: nothing)

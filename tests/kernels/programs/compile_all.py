@@ -81,6 +81,7 @@ COMMON = {
     "DISTANCES": 0,
     "SINKS": False,
     "MIXED": False,
+    "VALUE_PARTS": 1,
 }
 # Gemma 2's.
 WIDE = {
@@ -830,6 +831,12 @@ for bits, widths in ((8, INT8), (84, INT4_VALUES), (4, INT4_CACHE)):
         (paged_attention_prefill._prefill_kernel, {**quantized, **PREFILL}, 4, CODES[bits]),
         (qk_norm_rope_cache._qk_norm_rope_cache_kernel, {**quantized, **WRITE}, 2, CODES[bits]),
     ]  # fmt: skip
+E5M2_CACHE = {"key_cache_ptr": "*fp8e5", "value_cache_ptr": "*fp8e5"}
+KERNELS += [
+    (paged_attention_decode._decode_kernel, {**COMMON, **DECODE, "SPLIT": True, "PDL": True}, 4,
+     E5M2_CACHE),
+    (paged_attention_prefill._prefill_kernel, {**COMMON, **PREFILL}, 8, E5M2_CACHE),
+]  # fmt: skip
 # Where ptxas 12.8 went wrong while low and high halves had a product each.
 HEADS_OF_64 = {**PREFILL, "HEAD_DIM": 64, "KEY_WIDTH": 64, "BLOCK_K": 64}
 HEADS_OF_64 |= {"VALUE_WIDTH": 32, "BLOCK_V": 32}

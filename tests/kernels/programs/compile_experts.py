@@ -10,7 +10,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from jackfield.core.nn.operations import ClampedSwiGLU
+from jackfield.core.nn.operations import ClampedSwiGLU, LimitedSwiGLU
 from jackfield.core.nn.packed import PackedWeight
 from jackfield.core.nn.routing import RoutingRule
 from jackfield.kernels.compile import Precompiler
@@ -55,6 +55,10 @@ elif sys.argv[2] == "gemma-4-26b-a4b":
     E, TOP_K, HIDDEN, INNER = 128, 8, 2816, 704
     kinds = {"bf16": (1, 64, 8192), "fp8": (64,)}
     more["activation"] = "gelu"
+elif sys.argv[2] == "step-3.5-flash":
+    E, TOP_K, HIDDEN, INNER = 288, 8, 4096, 1280
+    kinds = {"bf16": (1, 64, 8192), "fp8": (64,)}
+    more["activation"] = LimitedSwiGLU(7.0)
 LAYERS = 1 if more.get("activation") == "relu2" else 2
 
 

@@ -6,6 +6,7 @@ import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from uniform_registers import unwritten_reads
 
 from jackfield.kernels.state import (
     causal_conv,
@@ -20,6 +21,7 @@ from jackfield.kernels.state import (
     ssd_chunks,
     ssd_scan,
 )
+from jackfield.kernels.state.rows import PLACES
 
 CONV = {"K": 4, "BIAS": True, "SILU": True, "TOKENS": 16, "CHANNELS": 128, "PDL": True}
 # Mamba 2 of 2.7 billion parameters; Bamba has states of 128, Falcon-H1 of 256.
@@ -36,18 +38,24 @@ DELTA = {
     "HEADS": 32, "GROUPS": 16, "K": 128, "V": 128, "BLOCK_K": 128, "BLOCK_V": 64, "VALUES": 32,
     "CHUNK": 64, "PRECISION": "tf32", "CHANNELS": False,
 }  # fmt: skip
+DELTA_SMALL = {**DELTA, "K": 12, "V": 10, "BLOCK_K": 16, "BLOCK_V": 16}
 DELTA_STEP = {**DELTA, "VALUES": 16, "LONG": 1, "PDL": True}
 # Kimi Linear.
 CHANNEL_DELTA = {**DELTA, "BLOCK_K": 64, "LEVELS": 2, "BOUND": None}
 DELTA_NET = {
-    **DELTA_STEP, "TAPS": 4, "BLOCK_H": 2, "BLOCK_V": 128,
+    **DELTA_STEP, "TAPS": 4, "BLOCK_H": 2, "BLOCK_V": 128, "TILES": 1, "WIDE": 64,
 }  # fmt: skip
+MANY_DELTA_NETS = {**DELTA_NET, "VALUES": 32, "TILES": 4, "WIDE": 128}
 DELTA_WIDE = {**DELTA, "VALUES": 16, "CHUNK": 16, "PRECISION": "ieee"}
 STEP = {
-    **SSD, "TAPS": 4, "CONV_BIAS": True, "GATED": True, "SCALED": False, "BLOCK_P": 32,
-    "PDL": True,
+    **SSD, "TAPS": 4, "CONV_BIAS": True, "NORM": False, "GATE_FIRST": False, "SCALED": False,
+    "BLOCK_P": 32, "TILES": 1, "BLOCK_G": 1024, "WIDE": 128, "PDL": True,
 }  # fmt: skip
 LARGE_STEP = {**STEP, "SCALED": True, "N": 256, "BLOCK_N": 256, "BLOCK_P": 16}
+# Nemotron-H 8B; with many rows.
+NORMED_STEP = {
+    **STEP, "HEADS": 128, "GROUPS": 8, "NORM": True, "GATE_FIRST": True, "BLOCK_P": 16, "TILES": 4,
+}  # fmt: skip
 NORM = {
     "GROUP": 8192, "SHARED": False, "GATE_FIRST": True, "SIGMOID": False, "BLOCK": 8192,
     "PDL": True,
@@ -60,11 +68,8 @@ KERNELS = [
     (ssd_scan._ssd_scan_kernel, {**SSD, "SINGLE": True, "PDL": True}, 4),
     (ssd_scan._ssd_scan_kernel, LARGE, 8),
     (mamba2_step._mamba2_step_kernel, STEP, 4),
-    (
-        mamba2_step._mamba2_step_kernel,
-        {**STEP, "SCALED": True, "N": 256, "BLOCK_N": 256, "BLOCK_P": 16},
-        4,
-    ),
+    (mamba2_step._mamba2_step_kernel, LARGE_STEP, 4),
+    (mamba2_step._mamba2_step_kernel, NORMED_STEP, 4),
     (ssd_chunks._ssd_steps_kernel, CHUNKS, 4),
     (ssd_chunks._ssd_state_kernel, CHUNKS, 4, 3),
     (ssd_chunks._ssd_output_kernel, CHUNKS, 8, 3),
@@ -72,6 +77,7 @@ KERNELS = [
     (selective_scan._selective_scan_kernel, SELECTIVE, 4),
     (selective_scan._selective_step_kernel, SELECTIVE, 1),
     (delta_chunks._delta_chunk_kernel, DELTA, 4),
+    (delta_chunks._delta_chunk_kernel, DELTA_SMALL, 4),
     (delta_chunks._delta_chunk_kernel, DELTA_WIDE, 4),
     (channel_delta_rule._channel_delta_rule_kernel, {**DELTA_STEP, "BOUND": None}, 2),
     (channel_delta_rule._channel_delta_rule_kernel, {**DELTA_STEP, "BOUND": -5.0}, 2),
@@ -82,6 +88,7 @@ KERNELS = [
     (delta_rule._delta_step_kernel, DELTA_STEP, 2),
     (delta_rule.delta_walk_kernel, DELTA_WIDE, 8),
     (delta_net_step._delta_net_step_kernel, DELTA_NET, 2),
+    (delta_net_step._delta_net_step_kernel, MANY_DELTA_NETS, 4),
     (gated_rms_norm._gated_rms_norm_kernel, NORM, 16),
 ]
 FLOATS = (
@@ -117,9 +124,14 @@ for kernel, constants, warps, *stages in KERNELS:
         for name in names
     }
     places = {(names.index(name),): value for name, value in constants.items()}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=places)
+    # As most launches are: tensors begin at multiples of 16 bytes.
+    tensors = (name for name in names if name.endswith("_ptr") and name not in PLACES)
+    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in tensors}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=places, attrs=aligned)
     options = {"num_warps": warps, "num_stages": stages[0] if stages else 1}
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     assert compiled.metadata.shared < 227 * 1024, kernel
     assert "ld.local" not in compiled.asm["ptx"], kernel
+    if "once" not in sys.argv or "wgmma" in compiled.asm["ptx"]:  # By day, where it was seen.
+        assert not unwritten_reads(compiled.asm["cubin"]), kernel
     print(kernel.fn.__name__)

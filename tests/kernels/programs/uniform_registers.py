@@ -1,19 +1,25 @@
 """Uniform registers that machine code reads before anything wrote them.
 
-ptxas 12.8 (in Triton 3.6 and 3.7) was seen to compute the descriptor of a tensor-core product from
-such a register, in a kernel with a product for each half of bytes of two codes: an illegal memory
-access. ptxas 12.9 assembles the same PTX rightly. Kernels are written around it; this finds it
-without a GPU.
+ptxas 12.8 was seen to compute descriptors of tensor-core products from such registers
+(kernels/assembler.py): wrong results, or an illegal memory access. This finds it without a GPU.
+Programs that import it assemble as on a machine with a new driver.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import tempfile
 from pathlib import Path
 
 import triton
+
+from jackfield.kernels.assembler import VARIABLE, shipped_assemblers, sound_assembler
+
+chosen = sound_assembler(shipped_assemblers(), (99, 0))
+if chosen is not None and VARIABLE not in os.environ:
+    triton.knobs.nvidia.ptxas = chosen.path
 
 NVDISASM = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
 REGISTER = re.compile(r"\bUR(\d+)\b")

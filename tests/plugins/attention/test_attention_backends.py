@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 
+import msgspec
 import pytest
 import torch
 
@@ -101,12 +102,18 @@ def test_torch_backend_cuts_a_gather_that_is_mostly_padding(monkeypatch):
 def test_supports_names_the_reason():
     cpu = torch.device("cpu")
     uneven = AttentionSpec(num_heads=3, num_kv_heads=2, head_dim=16, scale=1.0)
-    wide = AttentionSpec(num_heads=2, num_kv_heads=2, head_dim=512, scale=1.0)
+    wide = AttentionSpec(num_heads=2, num_kv_heads=2, head_dim=640, scale=1.0)
+    shared = AttentionSpec(num_heads=72, num_kv_heads=1, head_dim=512, scale=1.0)
     for cls in (TorchAttention, TritonAttention):
         device = torch.device("cuda") if CUDA else cpu
         assert "num_heads (3)" in cls.supports(uneven, device, torch.float32)
         assert "int8" in cls.supports(wide, device, torch.int8)
-    assert "head_dim 512" in TritonAttention.supports(wide, DEVICES[-1], torch.float32)
+    assert "head_dim 640" in TritonAttention.supports(wide, DEVICES[-1], torch.float32)
+    assert "more than 64 heads of 512" in TritonAttention.supports(
+        shared, DEVICES[-1], torch.float32
+    )
+    few = msgspec.structs.replace(shared, num_heads=64)
+    assert TritonAttention.supports(few, DEVICES[-1], torch.float32) is None
     assert TorchAttention.supports(wide, cpu, torch.float32) is None
 
 

@@ -13,7 +13,6 @@ from jackfield.core.nn.kv_cache.quantized_cache import QuantizedCache
 from jackfield.core.nn.operations import Norm, Operations
 from jackfield.core.nn.routing import Routing
 from jackfield.plugins.conformance.operations import OperationsKit
-from jackfield.plugins.operations import states
 
 CUDA = torch.cuda.is_available()
 
@@ -39,11 +38,6 @@ class TestTriton(OperationsKit):
     test_packed_linear = OperationsKit.test_packed_linear if CUDA else None
     test_experts = OperationsKit.test_experts if CUDA else None
     test_an_fp8_cache_is_cut_off_at_its_largest = getattr(OperationsKit, CUT_OFF) if CUDA else None
-
-    @pytest.fixture(autouse=True)
-    def fuse_delta_nets(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """What steps do not do yet is compared all the same."""
-        monkeypatch.setattr(states, "FUSED_DELTA_NET", True)
 
 
 @pytest.mark.slow

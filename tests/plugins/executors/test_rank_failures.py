@@ -19,12 +19,16 @@ from pathlib import Path
 from typing import Any
 
 import forked
+import msgspec
 import pytest
 
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.errors import EngineStopped, RankFailed
 from jackfield.core.remote import processes
+from jackfield.core.remote.frames import FrameReader, encode
+from jackfield.plugins.executors import spawn
 from jackfield.plugins.executors.followers import FollowerProcess
+from jackfield.plugins.executors.messages import Step, ToFollower
 from jackfield.plugins.executors.progress import COMPILERS, Progress, StallDetector
 
 from helpers import make_checkpoint
@@ -288,6 +292,64 @@ def test_a_server_ends_with_its_ranks(checkpoint: Path, lost: bool) -> None:
 # ---------------------------------------------------------------- progress
 
 
+async def test_blocks_of_transfers_return_once_the_connector_has_closed_on_all_ranks(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its half on rank 1 raises when a save begins, which on rank 0 takes its time."""
+    offload = {"kv_connector": "cpu_offload", "kv_connector_extra_config": {
+        "kv_offloading_size": 0.01}}  # fmt: skip
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    async with AsyncEngine(config(checkpoint, kv_transfer_config=offload)) as engine:
+        executor: Any = engine.core.executor  # type: ignore[attr-defined]
+        follower, half = executor.followers[0], executor._joined.worker.connector._half
+        may_save, save, send = threading.Event(), half.save, follower.send
+        half.save = lambda *args: may_save.wait() and save(*args)
+
+        def send_broken(frame: bytes) -> None:
+            message = next(FrameReader[Any](ToFollower).read_frames(frame))
+            if isinstance(message, Step) and message.plan.kv_metadata is not None:
+                plan = msgspec.structs.replace(message.plan, kv_metadata=b"nothing of it")
+                frame = encode(msgspec.structs.replace(message, plan=plan))
+            send(frame)
+
+        follower.send = send_broken
+        tokens = [
+            [output async for output in engine.generate(PROMPT, params)][-1].outputs[0].token_ids
+            for _ in range(2)
+        ]
+        assert tokens[0] == tokens[1]
+        async with asyncio.timeout(DETECTED):
+            while not half._closing:
+                await asyncio.sleep(0.001)
+            assert engine.stats().kv_blocks_used
+            may_save.set()
+            while engine.stats().kv_blocks_used:
+                await asyncio.sleep(0.001)
+        assert engine.healthy and await engine.reset_prefix_cache()
+    assert "kv connector 'cpu_offload' of jackfield" in caplog.text
+    assert "out of use" not in caplog.text
+
+
+def test_a_process_started_ahead_is_not_used_with_other_devices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It would take another device for its own than rank 0 takes for that rank's."""
+    # No forks, whose server would be started anew for the other devices.
+    monkeypatch.setattr(processes, "subprocess", subprocess)
+    spawn.start_ahead(2)
+    used = spawn.take()
+    (left,) = spawn._spares
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    new = spawn.take()
+    assert left.process.poll() is not None and new.process.pid != left.process.pid
+    for each in (used, new):
+        assert each.process.poll() is None
+        each.process.kill()  # Else it would import all that a rank needs before it ended.
+        each.process.wait(DETECTED)
+        each.connection.close()
+        each.progress.close()
+
+
 def test_compiling_is_progress_and_waiting_is_not() -> None:
     own, other = Progress.create(), Progress.create()
     detector = StallDetector([own, other], ticks=3)
@@ -297,7 +359,8 @@ def test_compiling_is_progress_and_waiting_is_not() -> None:
 
     def beat() -> str | None:
         other.beat(_ident())
-        return detector.tick(awaited=True)
+        stall = detector.tick(awaited=True)
+        return None if stall is None else stall.reason
 
     compiling = compile("def run(function): return function()", f"/x{COMPILERS[0]}x.py", "exec")
     scope: dict[str, Any] = {}
@@ -314,7 +377,18 @@ def test_time_passes_only_while_something_is_awaited() -> None:
         other.beat(_ident())
         assert detector.tick(awaited=False) is None
     assert detector.tick(awaited=False) is None
-    assert "rank 1 has given no sign of life" in (detector.tick(awaited=False) or "")
+    assert detector.tick(awaited=False) == ("rank 1 has given no sign of life", 2)
+
+
+def test_a_long_step_may_take_a_device_long() -> None:
+    other = Progress.create()
+    detector = StallDetector([Progress.create(), other], ticks=2)
+    stalls = []
+    for _ in range(9):
+        other.beat(_ident())
+        stalls.append(detector.tick(awaited=True, tokens=3 * 8192))
+    assert stalls[:8] == [None] * 8
+    assert stalls[8] == ("no rank has made progress in step or job 0", 8)
 
 
 def _ident() -> int:

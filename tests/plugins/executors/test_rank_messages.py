@@ -8,10 +8,11 @@ import socket
 import threading
 from typing import Any
 
+import msgspec
 import pytest
 
 from jackfield.core.errors import ConfigError, OutOfMemory
-from jackfield.core.remote.frames import encode
+from jackfield.core.remote.frames import FrameReader, encode
 from jackfield.core.sampling_params import SamplingParams
 from jackfield.core.step import (
     KVDetached,
@@ -20,20 +21,24 @@ from jackfield.core.step import (
     SlotStart,
     StepPlan,
     StepResult,
+    TableWrite,
 )
+from jackfield.core.worker.threads import WorkerThread
 from jackfield.plugins.executors import followers
 from jackfield.plugins.executors.followers import FollowerProcess
+from jackfield.plugins.executors.leader_end import end_thread
 from jackfield.plugins.executors.messages import (
     Done,
     Failed,
     Inbox,
     Job,
     Log,
+    PlanRows,
     Step,
     ToFollower,
 )
 from jackfield.plugins.executors.progress import Progress
-from jackfield.plugins.executors.spawn import Spawned
+from jackfield.plugins.executors.spawn import SpareProcess
 from jackfield.plugins.executors.transfers import RankTransfers
 
 
@@ -54,7 +59,9 @@ def other(monkeypatch: pytest.MonkeyPatch) -> socket.socket:
     """The follower's end of the connection."""
     own, other = socket.socketpair()
     process: Any = Gone()
-    monkeypatch.setattr(followers, "take", lambda: Spawned(process, own, Progress.create()))
+    monkeypatch.setattr(
+        followers, "take", lambda: SpareProcess(process, own, Progress.create(), ())
+    )
     return other
 
 
@@ -62,6 +69,27 @@ def plan(number: int, num_tokens: int) -> StepPlan:
     tokens = tuple(range(number, number + num_tokens))
     start = SlotStart(0, f"r{number}", tokens, num_tokens, 0, SamplingParams(), 0)
     return StepPlan(number, (0,), (num_tokens,), (True,), starts=(start,))
+
+
+def test_rows_that_repeat_are_sent_once() -> None:
+    """Whatever changes between plans, the other side has all of each."""
+    rows = {"slots": (3, 4, 9), "num_tokens": (1, 1, 1), "samples": (True, True, True)}
+    write = TableWrite(4, 0, 7, (12,))
+    plans = [
+        StepPlan(1, **rows),
+        StepPlan(2, **rows, table_writes=(write,)),
+        StepPlan(3, **{**rows, "slots": (3, 4, 8)}),
+        StepPlan(4, (), (), (), released=(3,)),
+        StepPlan(5, **rows),
+        StepPlan(6, **rows, kv_metadata=b"more"),
+    ]
+    own, other = PlanRows(), PlanRows()
+    reader: FrameReader[ToFollower] = FrameReader(ToFollower)
+    frames = [own.encode_step(step.step, step) for step in plans]
+    messages = [message for frame in frames for message in reader.read_frames(frame)]
+    steps = [message for message in messages if isinstance(message, Step)]
+    assert [other.plan_of(step) for step in steps] == plans
+    assert [step.repeats_rows for step in steps] == [False, True, False, False, False, True]
 
 
 async def test_frames_arrive_whole_and_in_order(other: socket.socket) -> None:
@@ -107,13 +135,13 @@ async def test_replies_logs_and_the_end(
 
 
 def test_errors_keep_their_class_and_field() -> None:
-    error = Failed.because(2, ConfigError("block_size: too small", param="block_size")).error(
+    error = Failed.from_error(2, ConfigError("block_size: too small", param="block_size")).error(
         "rank 1"
     )
     assert isinstance(error, ConfigError) and error.param == "block_size"
     assert str(error) == "rank 1: block_size: too small"
-    assert isinstance(Failed.because(2, OutOfMemory("no room")).error("rank 1"), OutOfMemory)
-    other = Failed.because(2, ZeroDivisionError("by zero")).error("rank 1")
+    assert isinstance(Failed.from_error(2, OutOfMemory("no room")).error("rank 1"), OutOfMemory)
+    other = Failed.from_error(2, ZeroDivisionError("by zero")).error("rank 1")
     assert str(other) == "rank 1: ZeroDivisionError: by zero"
 
 
@@ -128,9 +156,10 @@ def test_an_inbox_ends_with_its_connection() -> None:
 
 
 def test_a_transfer_ends_once_it_has_on_all_ranks() -> None:
-    """With the blocks that any rank did not fill; and if a half raises, none is used again."""
+    """With the blocks that any rank did not fill."""
     news: list[int] = []
-    transfers = RankTransfers(3, lambda: news.append(1))
+    failures: list[str] = []
+    transfers = RankTransfers(3, lambda: news.append(1), failures.append)
     done = KVReport(finished=(1, 2))
     transfers.take(1, done, None)
     assert transfers.into(StepResult(0, [], [], kv_report=done)).kv_report is None and not news
@@ -144,10 +173,25 @@ def test_a_transfer_ends_once_it_has_on_all_ranks() -> None:
     transfers.take(2, KVReport(finished=(3,)), KVDetached("mine failed"))
     result = transfers.into(StepResult(2, [], []))
     assert result.kv_report == KVReport(failed={3: (8, 9)}) and len(news) == 2
-    assert result.kv_detached == KVDetached("rank 2: mine failed", closed=False)
+    assert result.kv_detached == KVDetached("rank 2: mine failed", closed=None)
     assert transfers.into(StepResult(3, [], [])) == StepResult(
         3, [], [], kv_detached=result.kv_detached
     )
+    assert failures == ["rank 2: mine failed"]
+
+
+@pytest.mark.parametrize("last", [True, False])
+def test_no_block_is_used_once_the_halves_of_all_ranks_have_closed(last: bool) -> None:
+    failures: list[str] = []
+    transfers = RankTransfers(2, lambda: None, failures.append)
+    own = StepResult(0, [], [], kv_detached=KVDetached("mine failed"))
+    assert transfers.into(own).kv_detached == KVDetached("rank 0: mine failed")
+    transfers.take(1, None, KVDetached("rank 0: mine failed"))
+    transfers.take(1, None, KVDetached("rank 0: mine failed", closed=True))
+    assert transfers.into(own).kv_detached == KVDetached("rank 0: mine failed")
+    own = msgspec.structs.replace(own, kv_detached=KVDetached("mine failed", closed=last))
+    assert transfers.into(own).kv_detached == KVDetached("rank 0: mine failed", closed=last)
+    assert failures == ["rank 0: mine failed"]
 
 
 async def test_a_process_that_cannot_be_killed_is_left_alone(
@@ -159,3 +203,22 @@ async def test_a_process_that_cannot_be_killed_is_left_alone(
     follower = FollowerProcess(1, received=lambda *_: None, lost=lambda *_: None)
     await asyncio.wait_for(follower.close(0.0), 10)
     assert "rank 1 was killed, and is still there" in caplog.text
+
+
+async def test_rank_0_ends_where_leaving_the_others_raises(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It has ended the call that the launch thread was in nevertheless."""
+    loop = asyncio.get_running_loop()
+    thread, called = WorkerThread(loop), threading.Event()
+
+    class Joined:
+        def leave(self) -> None:
+            called.set()
+            raise RuntimeError("a connection is gone")
+
+    ended: asyncio.Future[Any] = thread.call(called.wait)
+    joined: Any = Joined()
+    await asyncio.wait_for(end_thread(thread, ended, joined, 0.01), 30)
+    assert ended.done() and not any(each.is_alive() for each in thread._threads)
+    assert "a connection is gone" in caplog.text and "for ever" not in caplog.text

@@ -29,7 +29,7 @@ from jackfield.core.remote import processes as remote_processes
 from jackfield.core.remote.frames import encode
 from jackfield.core.sampling_params import OutputKind, StructuredOutputsParams
 from jackfield.core.step import PrepareAhead
-from jackfield.plugins.executors import processes
+from jackfield.plugins.executors import messages, processes
 from jackfield.plugins.executors.messages import Step
 from jackfield.plugins.executors.processes import ProcessesExecutor
 
@@ -242,7 +242,8 @@ def test_a_plan_is_encoded_once_for_all_ranks(
         def __init__(self, frames: list[bytes]) -> None:
             self.rank, self.send = 1, frames.append
 
-    monkeypatch.setattr(processes, "encode", count)
+    for module in (processes, messages):
+        monkeypatch.setattr(module, "encode", count)
     with monkeypatch.context() as more:
         more.setattr(executor, "followers", [*executor.followers, *map(Elsewhere, sent)])
         two.run(outputs(two.engine, LONG[:5]))

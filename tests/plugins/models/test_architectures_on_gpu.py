@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 import test_encoder_decoder as sources
 import test_families as families
+import test_formulas as formulas
 import test_latent_families as latents
 import test_mixtures as mixtures
 import test_model_kit as kits
@@ -104,6 +105,15 @@ def of_plamo2(case: str, folder: Path) -> Subject:
     return Subject(folder, scores, None)
 
 
+def of_formulas(case: str, folder: Path) -> Subject:
+    tensors = formulas.save(case, folder)
+
+    def scores(prompt: list[int], answer: list[int]) -> torch.Tensor:
+        return formulas.scores(case, tensors, prompt + answer)[len(prompt) - 1 : -1]
+
+    return Subject(folder, scores, None)
+
+
 def of_kit(case: str, folder: Path) -> Subject:
     kit: type[ModelKit] = getattr(kits, case)
     reference = kit.make_reference()
@@ -134,6 +144,7 @@ KITS = [
 FILES: dict[str, tuple[Any, Callable[[str, Path], Subject]]] = {
     "test_encoder_decoder": (sources.CASES, of_sources),
     "test_families": (families.CASES, of_family),
+    "test_formulas": (formulas.CASES, of_formulas),
     "test_latent_families": (latents.CASES, of_latents),
     "test_mixtures": (mixtures.CASES, of_mixture),
     "test_model_kit": (KITS, of_kit),

@@ -23,7 +23,7 @@ from jackfield.core.nn.attention import Attention
 from jackfield.core.registry import load_plugins
 from jackfield.core.step import PrepareAhead
 from jackfield.plugins.attention.torch import TorchAttention
-from jackfield.plugins.conformance.models import ModelKit, PagedModel
+from jackfield.plugins.conformance.paged_model import PagedModel, assert_near
 from jackfield.plugins.conformance.rank_threads import run_ranks, thread_ranks
 from jackfield.plugins.executors.inprocess import InProcessExecutor
 from jackfield.plugins.models.fallback.attention import HeadsAttention
@@ -152,7 +152,7 @@ def test_a_model_equals_itself_in_transformers(
     parts = [model.run({0: part})[0] for part in (prompt[:11], prompt[11:-1])]
     without_values(monkeypatch, model.model)
     got = torch.cat([*parts, model.run({0: prompt[-1:]})[0]])
-    ModelKit.near(got, score(reference, prompt), 1e-3)
+    assert_near(got, score(reference, prompt), 1e-3)
 
 
 def engine(folder: Path, plugins: Any = None, **options: Any) -> AsyncEngine:
@@ -324,7 +324,7 @@ def test_ranks_compute_together_what_one_does(case: str, tmp_path: Path) -> None
     one = PagedModel(folder, "float32", **options)
     want = one.run({0: PROMPTS[1]})[0]
     for got in run_ranks([lambda m=m: m.run({0: PROMPTS[1]}) for m in models]):  # type: ignore[misc]
-        ModelKit.near(got[0], want, 2e-4)
+        assert_near(got[0], want, 2e-4)
     sizes = [sum(p.numel() for p in m.model.parameters()) for m in (one, *models)]
     assert max(sizes[1:]) < sizes[0], "a rank holds all weights"
 
@@ -376,7 +376,7 @@ def test_ropes_that_change_with_a_batch_are_fixed(tmp_path: Path) -> None:
     alone, beside = (PagedModel(folder, "float32", **options) for _ in range(2))
     want = alone.run({0: PROMPTS[0]})[0]
     got = beside.run({0: PROMPTS[0], 1: PROMPTS[1][:30]})[0]
-    ModelKit.near(got, want, 2e-4)
+    assert_near(got, want, 2e-4)
 
 
 async def test_the_log_says_once_that_it_is_the_fallback(

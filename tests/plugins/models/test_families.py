@@ -24,14 +24,10 @@ from jackfield.core.loading.build import build_model
 from jackfield.core.loading.model_config import resolve_model_config
 from jackfield.core.loading.quantize import quantized_layers
 from jackfield.core.nn.operations import Operations
+from jackfield.plugins.conformance.divided_models import check_ranks, check_stages
 from jackfield.plugins.conformance.kit import Kit
-from jackfield.plugins.conformance.models import (
-    VOCAB,
-    PagedModel,
-    check_ranks,
-    check_stages,
-    tiny,
-)  # fmt: skip
+from jackfield.plugins.conformance.models import tiny
+from jackfield.plugins.conformance.paged_model import VOCAB, PagedModel
 
 LEFT_OUT = ...
 """Of a field of the kit's tiny configuration that a family cannot take."""
@@ -100,20 +96,20 @@ CASES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "Gemma3nForCausalLM": {
-        "num_hidden_layers": 4,
-        "intermediate_size": [96, 80, 96, 96],
+        "num_hidden_layers": 5,
+        "intermediate_size": [96, 80, 96, 96, 96],
         "sliding_window": 12,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"],
         "hidden_size_per_layer_input": 8,
         "vocab_size_per_layer_input": VOCAB - 20,
-        "num_kv_shared_layers": 2,
+        "num_kv_shared_layers": 1,
         "laurel_rank": 8,
-        "activation_sparsity_pattern": [0.8, 0.0, 0.5, 0.0],
+        "activation_sparsity_pattern": [0.8, 0.0, 0.5, 0.0, 0.0],
     },
     "Gemma4ForCausalLM": {
-        "num_hidden_layers": 4,
+        "num_hidden_layers": 7,
         "sliding_window": 12,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 3 + ["sliding_attention"],
         "num_key_value_heads": 1,
         "global_head_dim": 32,
         "hidden_size_per_layer_input": 8,
@@ -125,7 +121,7 @@ CASES: dict[str, dict[str, Any]] = {
     "Gemma4UnifiedForCausalLM": {
         "sliding_window": 12,
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
-        "global_head_dim": 32,
+        "global_head_dim": 512,
         "num_global_key_value_heads": 2,
         "num_key_value_heads": 4,
         "attention_k_eq_v": True,
@@ -339,7 +335,7 @@ def test_a_layer_that_would_read_a_cache_that_none_keeps_is_refused(tmp_path: Pa
     case = "Gemma4ForCausalLM"
     folder = checkpoint(make_reference(case), case, tmp_path)
     content = json.loads((folder / "config.json").read_text())
-    content["num_kv_shared_layers"] = 3  # All full ones are among them.
+    content["num_kv_shared_layers"] = 6  # All full ones are among them.
     (folder / "config.json").write_text(json.dumps(content))
     config = EngineConfig(model=str(folder), device="cpu", dtype="float32")
     with pytest.raises(ConfigError, match=r"layer 1 .* 'full_attention'") as caught:

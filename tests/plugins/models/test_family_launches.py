@@ -51,3 +51,15 @@ def test_a_layer_of_one_row_is_five_launches(
     folder = checkpoint(reference, case.partition(":")[0], tmp_path)
     wanted = Counter(LLAMA) + Counter(MORE[case])
     assert launches_of_one_row(folder, monkeypatch) == wanted
+
+
+@interpreted
+def test_heads_of_512_channels_go_through_the_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gemma 4's layers without a window, in float32 by two; a step says what it says by torch."""
+    case = "Gemma4UnifiedForCausalLM"
+    one = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
+    folder = checkpoint(make_reference(case, {**CASES[case], **one}), case, tmp_path)
+    counts = launches_of_one_row(folder, monkeypatch)
+    assert counts["_decode_kernel"] == counts["_qk_norm_rope_cache_kernel"] == 1

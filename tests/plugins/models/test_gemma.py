@@ -23,7 +23,7 @@ from jackfield.core.nn.context import BuildContext
 from jackfield.core.nn.norm import OffsetRMSNorm
 from jackfield.core.nn.operations import Operations
 from jackfield.core.registry import load_plugins
-from jackfield.plugins.conformance.models import PagedModel
+from jackfield.plugins.conformance.paged_model import PagedModel
 
 from helpers import VOCAB, edit_json, make_checkpoint, reference_model
 

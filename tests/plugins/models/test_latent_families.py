@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -23,8 +24,10 @@ from test_families import (
 )
 
 from jackfield.core.errors import ConfigError
+from jackfield.plugins.conformance.divided_models import check_ranks
 from jackfield.plugins.conformance.kit import Kit
-from jackfield.plugins.conformance.models import PagedModel, check_ranks, tiny
+from jackfield.plugins.conformance.models import tiny
+from jackfield.plugins.conformance.paged_model import PagedModel
 from jackfield.plugins.conformance.rank_threads import run_ranks, thread_ranks
 
 LATENT = {
@@ -61,6 +64,11 @@ CASES: dict[str, dict[str, Any]] = {
     "Glm4MoeLiteForCausalLM": {
         **MIXTURE, "mlp_layer_types": ["dense", "sparse", "sparse"], "norm_topk_prob": True,
     },
+    "LongcatFlashForCausalLM": {
+        **LATENT, "num_layers": 2, "num_hidden_layers": LEFT_OUT, "head_dim": 8, "moe_topk": 4,
+        "n_routed_experts": 6, "zero_expert_num": 3, "expert_ffn_hidden_size": 48,
+        "ffn_hidden_size": 80, "intermediate_size": LEFT_OUT, "routed_scaling_factor": 1.7,
+    },
     "MiniCPM3ForCausalLM": {
         **LATENT, "scale_emb": 3.0, "scale_depth": 1.4, "dim_model_base": 32,
     },
@@ -90,7 +98,10 @@ async def test_a_family_equals_transformers(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
-@pytest.mark.parametrize("case", ["DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM:halves"])
+@pytest.mark.parametrize(
+    "case",
+    ["DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM:halves", "LongcatFlashForCausalLM"],
+)
 def test_kernels_equal_transformers(case: str, tmp_path: Path) -> None:
     """A prompt in two steps, beside a decode row in the second one, and a step of decode rows."""
     pytest.importorskip("triton")
@@ -189,6 +200,8 @@ def to_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         ("DeepseekV3ForCausalLM", "kv_lora_rank", 0),
         ("DeepseekV3ForCausalLM", "q_lora_rank", 0),
         ("DeepseekV3ForCausalLM:halves", "attention_bias", True),
+        ("LongcatFlashForCausalLM", "zero_expert_type", "drop"),
+        ("LongcatFlashForCausalLM", "router_bias", True),
     ],
 )
 def test_what_is_not_there_is_refused_by_name(
@@ -202,3 +215,38 @@ def test_what_is_not_there_is_refused_by_name(
     with pytest.raises(ConfigError) as caught:
         PagedModel(tmp_path, "float32", load_format="dummy")
     assert caught.value.param == field
+
+
+@pytest.mark.parametrize("field", ["all2all_backend", "enable_eplb"])
+def test_experts_that_compute_nothing_neither_move_nor_get_tokens_of_other_ranks(
+    field: str, tmp_path: Path
+) -> None:
+    case = "LongcatFlashForCausalLM"
+    folder = checkpoint(latent_reference(case), case, tmp_path)
+    moves = field == "enable_eplb"
+    ranks = dataclasses.replace(
+        thread_ranks(2, expert_parallel=True)[0], all2all=None if moves else cast(Any, object())
+    )
+    options = {"tensor_parallel_size": 2, "enable_expert_parallel": True, "enable_eplb": moves}
+    with pytest.raises(ConfigError, match="experts that compute nothing") as caught:
+        PagedModel(folder, "float32", ranks=ranks, **options)
+    assert caught.value.param == field
+
+
+def test_longcat_without_factors_of_latents_and_with_layers_that_predict_further(
+    tmp_path: Path,
+) -> None:
+    case = "LongcatFlashForCausalLM"
+    reference = latent_reference(case)
+    folder = checkpoint(reference, case, tmp_path)
+    path, weights = folder / "config.json", folder / "model.safetensors"
+    flags = {"mla_scale_q_lora": False, "mla_scale_kv_lora": False}
+    path.write_text(json.dumps(json.loads(path.read_text()) | flags))
+    tensors = load_file(weights)
+    for name, tensor in tensors.items():
+        if name.endswith(("q_a_layernorm.weight", "kv_a_layernorm.weight")):
+            tensor.mul_((64 / len(tensor)) ** 0.5)
+    further = {"model.mtp.layers.0.eh_proj.weight": torch.ones(64, 128)}
+    save_file(tensors | further, weights, {"format": "pt"})
+    got = PagedModel(folder, "float32").run({0: PROMPTS[1]})[0].log_softmax(-1).cpu()
+    torch.testing.assert_close(got, score(reference, PROMPTS[1]), atol=1e-3, rtol=0)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 from test_fallback import MIXTURE, SPARSE, WINDOWS, folder_of
-from test_families import check_engine, check_logits, score
+from test_families import LEFT_OUT, check_engine, check_logits, score
 
 from jackfield.core.errors import ConfigError
+from jackfield.plugins.conformance.divided_models import check_ranks
 from jackfield.plugins.conformance.kit import Kit
-from jackfield.plugins.conformance.models import PagedModel, check_ranks
+from jackfield.plugins.conformance.paged_model import PagedModel
 
 GRANITE = {
     "num_local_experts": 8, "num_experts_per_tok": 2, "logits_scaling": 2.5,
@@ -22,7 +24,17 @@ LLAMA4 = {
     "no_rope_layers": [1, 0, 1], "interleave_moe_layer_step": 2, "floor_scale": 8,
     "attn_scale": 0.5, "tie_word_embeddings": False, "moe_layers": [1, 2],
 }  # fmt: skip
+DBRX = {
+    "d_model": 64, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+    "attn_config": {"kv_n_heads": 2, "clip_qkv": 1.5, "rope_theta": 500.0},
+    "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 8, "moe_top_k": 3},
+}  # fmt: skip
 CASES: dict[str, dict[str, Any]] = {
+    "AfmoeForCausalLM": {
+        **SPARSE, **WINDOWS, "num_dense_layers": 1, "num_shared_experts": 2, "route_scale": 1.7,
+        "mup_enabled": True,
+    },
+    "DbrxForCausalLM": DBRX,
     "Ernie4_5_MoeForCausalLM": {"moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 32},
     "ExaoneMoeForCausalLM": {**SPARSE, **WINDOWS, "n_group": 2, "topk_group": 1},
     "FlexOlmoForCausalLM": MIXTURE,
@@ -31,8 +43,23 @@ CASES: dict[str, dict[str, Any]] = {
     "GraniteMoeSharedForCausalLM": {**GRANITE, "shared_intermediate_size": 48},
     "HYV3ForCausalLM": SPARSE,
     "HunYuanMoEV1ForCausalLM": {"num_experts": 8, "moe_topk": 2},
+    "JetMoeForCausalLM": {
+        "num_local_experts": 6, "num_experts_per_tok": 3, "kv_channels": 8, "head_dim": LEFT_OUT,
+        "num_key_value_heads": 2, "num_attention_heads": 6, "intermediate_size": 48,
+    },
     "Llama4ForCausalLM": LLAMA4,
     "MellumForCausalLM": {**SPARSE, **WINDOWS},
+    "MiMoV2FlashForCausalLM": {
+        **SPARSE, **WINDOWS, "v_head_dim": 12, "num_key_value_heads": 1, "n_group": 2,
+        "topk_group": 1, "rope_parameters": {
+            "full_attention": {
+                "rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5,
+            },
+            "sliding_attention": {
+                "rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5,
+            },
+        },
+    },
     "MiniMaxM2ForCausalLM": {"num_local_experts": 8, "num_experts_per_tok": 2},
     "OlmoeForCausalLM": {**MIXTURE, "norm_topk_prob": True},
     "PhimoeForCausalLM": {
@@ -60,6 +87,11 @@ async def test_a_mixture_equals_transformers(case: str, tmp_path: Path) -> None:
         ("PhimoeForCausalLM", {"num_experts_per_tok": 3}, "num_experts_per_tok"),
         ("PhimoeForCausalLM", {"lm_head_bias": False}, "lm_head_bias"),
         ("OlmoeForCausalLM", {"clip_qkv": 2.0}, "clip_qkv"),
+        (
+            "DbrxForCausalLM",
+            {"ffn_config": {**DBRX["ffn_config"], "moe_normalize_expert_weights": 2.0}},
+            "ffn_config.moe_normalize_expert_weights",
+        ),
     ],
 )
 def test_what_a_mixture_lacks_is_refused_by_name(
@@ -69,6 +101,14 @@ def test_what_a_mixture_lacks_is_refused_by_name(
     with pytest.raises(ConfigError) as caught:
         PagedModel(folder, "float32", max_model_len=64)
     assert caught.value.param == param
+
+
+def test_windows_with_heads_of_another_width_are_refused_by_name(tmp_path: Path) -> None:
+    case = "MiMoV2FlashForCausalLM"
+    _, folder = folder_of(case, CASES[case], tmp_path)
+    with pytest.raises(ConfigError, match="only 16") as caught:
+        PagedModel(folder, "float32", hf_overrides={"swa_head_dim": 8})
+    assert caught.value.param == "swa_head_dim"
 
 
 def test_long_texts_have_their_own_factor_in_phimoe(tmp_path: Path) -> None:
@@ -85,3 +125,12 @@ def test_long_texts_have_their_own_factor_in_phimoe(tmp_path: Path) -> None:
         model: Any = PagedModel(folder, "float32", max_model_len=length).model
         table = model.model.rotaries[0].cos_sin
         assert float(table[0, 0]) == factor
+
+
+def test_dbrx_rotates_by_the_base_that_its_attention_has(tmp_path: Path) -> None:
+    """transformers 5 adds the default to `rope_parameters`, which published checkpoints lack."""
+    changes = {**DBRX, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+    _, folder = folder_of("DbrxForCausalLM", changes, tmp_path)
+    model: Any = PagedModel(folder, "float32").model
+    row = model.model.rotaries[0].cos_sin[1]
+    assert float(row[1]) == pytest.approx(math.cos(500.0 ** (-1 / 8)))

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from test_families import PROMPTS, check_engine, check_names
 
+from jackfield.plugins.conformance.divided_models import check_ranks
 from jackfield.plugins.conformance.kit import Kit
-from jackfield.plugins.conformance.models import VOCAB, PagedModel, check_ranks
+from jackfield.plugins.conformance.paged_model import VOCAB, PagedModel
 
 HIDDEN, HEADS, KV_HEADS, SIZE, STATES, KERNEL, WINDOW, EPS = 64, 4, 2, 16, 12, 4, 11, 0.05
 MAMBA, RANK, INNER = 4, 64, 96

@@ -17,12 +17,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
-from test_families import PROMPTS, check_engine, checkpoint, make_reference
+from test_families import LEFT_OUT, PROMPTS, check_engine, checkpoint, make_reference
 
 from jackfield import AsyncEngine, EngineConfig
 from jackfield.core.errors import ConfigError
+from jackfield.plugins.conformance.divided_models import check_ranks
 from jackfield.plugins.conformance.kit import Kit
-from jackfield.plugins.conformance.models import EPSILON, TINY, VOCAB, PagedModel, check_ranks
+from jackfield.plugins.conformance.models import EPSILON, TINY
+from jackfield.plugins.conformance.paged_model import VOCAB, PagedModel
 from jackfield.plugins.models import SAME, baichuan, configs
 from jackfield.plugins.models import decilm as decilm_family
 
@@ -148,6 +150,25 @@ def longer_rows(tensors: Tensors) -> Tensors:
     return together(tensors, "W_pack") | {"lm_head.weight": tensors["lm_head.weight"] * lengths}
 
 
+def telechat(tensors: Tensors) -> Tensors:
+    """Only projections back to hidden states have biases: so has the reference from now on."""
+    found = {}
+    for name, tensor in tensors.items():
+        if re.search(r"(q|k|v|gate|up)_proj\.bias", name):
+            tensor.zero_()
+        elif ".k_proj." in name:
+            both = (tensor, tensors[name.replace("k_proj", "v_proj")])
+            heads = [part.view(KV_HEADS, 1, SIZE, HIDDEN) for part in both]
+            found[name.replace("k_proj", "key_value")] = torch.cat(heads, 1).view(-1, HIDDEN)
+        elif ".v_proj." not in name:
+            found[name] = tensor
+    return renamed(
+        (r"model\.", "transformer."), ("embed_tokens", "word_embeddings"), (r"layers\.", "h."),
+        (r"transformer\.norm", "transformer.ln_f"), ("self_attn", "self_attention"),
+        ("q_proj", "query"), ("o_proj", "dense"),
+    )(found)  # fmt: skip
+
+
 def decilm(tensors: Tensors) -> Tensors:
     """The second layer does not attend, and the third has one key for all queries and no MLP: so
     does the reference from now on."""
@@ -163,6 +184,14 @@ def decilm(tensors: Tensors) -> Tensors:
     return found
 
 
+LATENT = {
+    "kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10,
+    "num_key_value_heads": 4,
+}  # fmt: skip
+YARN = {
+    "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64, "mscale": 1.0,
+    "mscale_all_dim": 1.0, "beta_fast": 32.0, "beta_slow": 1.0,
+}  # fmt: skip
 LLAMA = {"tie_word_embeddings": False, "attention_bias": False}
 CASES = {
     "AquilaForCausalLM": Case("LlamaForCausalLM", LLAMA, {
@@ -254,6 +283,43 @@ CASES = {
         "use_qk_norm": True, "routed_scaling_factor": 2.5, "partial_rotary_factor": 0.5,
         "score_function": "sigmoid", "moe_router_enable_expert_bias": True,
     }, bailing),
+    "Param2MoEForCausalLM": Case("Glm4MoeForCausalLM", {
+        "tie_word_embeddings": False, "n_routed_experts": 8, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32, "n_shared_experts": 2, "first_k_dense_replace": 1,
+        "n_group": 1, "topk_group": 1, "use_qk_norm": True, "norm_topk_prob": True,
+        "rope_parameters": {
+            "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0,
+        },
+    }, {
+        **COMMON, "model_type": "param2moe", "num_key_value_heads": 2, "head_dim": 16,
+        "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+        "num_shared_experts": 2, "moe_shared_expert_intermediate_size": 64, "use_qk_norm": True,
+    }, bailing),
+    "SarvamMLAForCausalLM": Case("DeepseekV3ForCausalLM", {
+        **LATENT, "head_dim": LEFT_OUT, "q_lora_rank": None, "n_routed_experts": 8,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 48, "n_shared_experts": 1,
+        "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.5,
+        "norm_topk_prob": True, "tie_word_embeddings": False,
+        "rope_parameters": {"rope_type": "yarn", **YARN},
+    }, {
+        **COMMON, **LATENT, "model_type": "sarvam_mla", "num_experts": 8,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 48, "rope_theta": YARN["rope_theta"],
+        "rope_scaling": {"type": "deepseek_yarn", **YARN},
+    }, split_experts),
+    "TeleChat2ForCausalLM": Case("LlamaForCausalLM", {
+        "tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True,
+    }, {
+        **SIZES, "model_type": "telechat", "n_layer": LAYERS, "n_head": HEADS,
+        "num_key_value_heads": 2, "ffn_hidden_size": 96, "layer_norm_epsilon": EPSILON,
+        "seq_length": 256,
+    }, telechat),
+    "RWForCausalLM": Case("FalconForCausalLM", {
+        "head_dim": LEFT_OUT, "new_decoder_architecture": True, "num_kv_heads": 2,
+    }, {
+        "vocab_size": VOCAB, "hidden_size": HIDDEN, "model_type": "RefinedWeb", "n_head": HEADS,
+        "n_head_kv": 2, "n_layer": LAYERS, "layer_norm_epsilon": EPSILON, "parallel_attn": True,
+        "bias": False, "alibi": False,
+    }),
     "ChatGLMModel": Case("GlmForCausalLM", {
         "tie_word_embeddings": False, "attention_bias": True,
         "rope_parameters": {
@@ -341,7 +407,12 @@ async def test_baichuan_13b_has_slopes(tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(
     ("architecture", "field", "value"),
-    [("MiniCPMForCausalLM", "num_experts", 8), ("ChatGLMModel", "rmsnorm", False)],
+    [
+        ("MiniCPMForCausalLM", "num_experts", 8),
+        ("ChatGLMModel", "rmsnorm", False),
+        ("SarvamMLAForCausalLM", "score_function", "softmax"),
+        ("TeleChat2ForCausalLM", "embed_layernorm", True),
+    ],
 )
 async def test_other_variants_are_refused_by_name(
     architecture: str, field: str, value: Any, tmp_path: Path
@@ -361,5 +432,6 @@ def test_widths_of_decilm_are_multiples() -> None:
 
 
 def test_a_configuration_has_both_names() -> None:
-    read = configs.ExaoneConfig.from_dict({"num_layers": 3, "vocab_size": 9})
+    sizes = {"hidden_size": 8, "num_attention_heads": 2, "vocab_size": 9}
+    read = configs.ExaoneConfig.from_dict({"num_layers": 3, **sizes})
     assert (read.num_layers, read.num_hidden_layers, read.tie_word_embeddings) == (3, 3, False)

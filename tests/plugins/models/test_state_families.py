@@ -22,8 +22,9 @@ from jackfield.core.errors import ConfigError, OutOfMemory
 from jackfield.core.hooks import hookimpl
 from jackfield.core.nn.operations import Operations
 from jackfield.core.registry import Provenance, load_plugins
+from jackfield.plugins.conformance.divided_models import check_ranks
 from jackfield.plugins.conformance.kit import Kit
-from jackfield.plugins.conformance.models import VOCAB, PagedModel, check_ranks
+from jackfield.plugins.conformance.paged_model import VOCAB, PagedModel
 from jackfield.plugins.models.minimax import CONSTANTS
 
 from helpers import interpreted

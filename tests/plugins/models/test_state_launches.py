@@ -11,8 +11,6 @@ from launches import launches_of_one_row
 from test_families import checkpoint, make_reference
 from test_state_families import CASES
 
-from jackfield.plugins.operations import states
-
 from helpers import interpreted
 
 pytest.importorskip("triton")
@@ -23,10 +21,8 @@ FALCON = {"_gemv_kernel": 6, "_mamba2_step_kernel": 1, "_fused_decode_kernel": 1
 LAYERS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "Mamba2ForCausalLM": ({"n_groups": 1}, MAMBA2),
     "FalconH1ForCausalLM": ({"mamba_n_groups": 1}, FALCON | {"mul": 1}),
-    # The gate's factor, and the norm.
-    "FalconH1ForCausalLM:norm first": (
-        {"mamba_n_groups": 1}, FALCON | {"mul": 2, "_gated_rms_norm_kernel": 1},
-    ),
+    "FalconH1ForCausalLM:norm first": ({"mamba_n_groups": 1}, FALCON | {"mul": 1}),
+    "NemotronHForCausalLM": ({"layers_block_type": ["linear_attention"]}, MAMBA2),
     "Qwen3_5ForCausalLM": (
         {"layer_types": ["linear_attention"]}, {"_gemv_kernel": 4, "_delta_net_step_kernel": 1},
     ),
@@ -42,8 +38,7 @@ LAYERS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
 def test_a_layer_of_one_row_is_one_launch_between_products(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And says what it says by torch; a gated delta net where that is switched on."""
-    monkeypatch.setattr(states, "FUSED_DELTA_NET", True)
+    """And says what it says by torch."""
     changes, wanted = LAYERS[case]
     reference = make_reference(case, {**CASES[case], "num_hidden_layers": 1, **changes})
     folder = checkpoint(reference, case.partition(":")[0], tmp_path)

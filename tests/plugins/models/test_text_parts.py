@@ -18,7 +18,7 @@ from jackfield.core.errors import ConfigError
 from jackfield.core.loading.model_config import resolve_model_config
 from jackfield.core.loading.multimodal.text_part import inner_name
 from jackfield.core.registry import load_plugins
-from jackfield.plugins.conformance.models import PagedModel
+from jackfield.plugins.conformance.paged_model import PagedModel
 from jackfield.plugins.models.text_parts import TEXT_PARTS
 
 TEXT = {
@@ -64,6 +64,21 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "LlavaForConditionalGeneration": (
         TEXT | {"model_type": "llama"}, VISION | {"model_type": "clip_vision_model"}
+    ),
+    "MiniMaxM3SparseForConditionalGeneration": (
+        TEXT
+        | {
+            "vocab_size": 151, "num_hidden_layers": 3,
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+            "num_local_experts": 4, "num_experts_per_tok": 2, "dense_intermediate_size": 40,
+            "shared_intermediate_size": 24, "swiglu_limit": 0.5, "rotary_dim": 8,
+            "index_n_heads": 1, "index_head_dim": 8, "index_block_size": 8,
+            "rope_parameters": {
+                "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5,
+            },
+        },
+        VISION | {"spatial_merge_size": 2},
     ),
     "Mistral3ForConditionalGeneration": (
         TEXT | {"model_type": "mistral"}, VISION | {"model_type": "pixtral"}

@@ -28,8 +28,9 @@ LONG = 400
 
 
 def mechanism(parser: Any) -> type:
-    """The class of `plugins/parsing` that a parser is made of."""
-    return next((base for base in parser.__mro__ if base.__module__.startswith(MECHANISMS)), parser)
+    """The class of `plugins/parsing` that a parser is made of, or its own first base."""
+    bases = parser.__mro__
+    return next((base for base in bases if base.__module__.startswith(MECHANISMS)), bases[-2])
 
 
 def _repeated(kit: Any) -> bool:

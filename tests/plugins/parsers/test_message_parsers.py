@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from reasoning_kit import Kit
 
-from jackfield.core.output_parsing.output_parser import OutputParser, fold
+from jackfield.core.output_parsing.output_parser import OutputParser, ParsedMessage, fold
+from jackfield.core.output_parsing.reasoning_parser import make_parser
 from jackfield.core.registry import load_plugins
 from jackfield.plugins.conformance.parsers import Sample, run, tool
 
@@ -227,3 +228,42 @@ def test_a_familys_parsers_work_together(
         message = fold([*events, *parser.finish()])
         assert (message.reasoning, message.content) == (reasoning, content)
         assert [(call.name, call.arguments) for call in message.tool_calls] == calls
+
+
+def through_both(name: str, tools: str, text: str, prompt_end: str = "") -> ParsedMessage:
+    plugins = load_plugins()
+    reasoning = make_parser(
+        plugins["reasoning_parser"].load(name), thinking=True, prompt_end=prompt_end
+    )
+    events = run(OutputParser(reasoning, plugins["tool_parser"].load(tools)()), list(text))
+    return fold(events)
+
+
+@pytest.mark.parametrize(
+    ("name", "tools", "begin", "call", "prompt_end"),
+    [
+        ("muse", "muse", " to=user<|message|>", '<atem:invoke name="f"></atem:invoke>', ""),
+        ("inkling", "inkling", "<|content_text|>",
+         '<|content_invoke_tool_json|>{"name": "f", "args": {}}', "<|message_model|>"),
+        ("gptoss", "openai", "<|channel|>final<|message|>",
+         "<|channel|>commentary to=functions.f<|message|>{}", "<|start|>assistant"),
+        ("beam", "beam", "<|channel|>final<|message|>",
+         "<|channel|>analysis to=f <|constrain|>xml<|message|>", "<|start|>assistant"),
+    ],
+)  # fmt: skip
+def test_a_call_that_a_message_to_the_user_quotes_is_text(
+    name: str, tools: str, begin: str, call: str, prompt_end: str
+) -> None:
+    answer = f"Write {call} so"
+    assert through_both(name, tools, begin + answer, prompt_end) == ParsedMessage(content=answer)
+
+
+def test_a_message_of_muse_may_lack_its_end() -> None:
+    text = ' to=user<|message|>Go to=x, to=f<|message|><atem:invoke name="f"></atem:invoke><|eot|>'
+    found = through_both("muse", "muse", text)
+    assert [call.name for call in found.tool_calls] == ["f"] and found.content == "Go to=x,"
+
+
+def test_calls_are_found_where_no_message_frames_them() -> None:
+    found = through_both("muse", "muse", 'Hm <atem:invoke name="f"></atem:invoke>')
+    assert [call.name for call in found.tool_calls] == ["f"] and found.content == "Hm"

@@ -98,6 +98,24 @@ class TestNemotronV3(TestGlm47):
     name = "nemotron_v3"
     examples = 5
 
+    def test_reasoning_alone_is_the_content_too_if_the_request_says_so(self) -> None:
+        for option, text, content in (
+            (True, "Just this.\n</think>\n \n", "Just this."),
+            (True, "Just this.", "Just this."),
+            (True, "Hm</think>4", "4"),
+            (True, "Hm<tool_call>now", "<tool_call>now"),
+            (False, "Just this.\n</think>\n", None),
+        ):
+            for pieces in ([text], list(text)):
+                parser = make_parser(
+                    self.parser_class,
+                    thinking=True,
+                    template_arguments={"force_nonempty_content": option},
+                )
+                message = fold(run(parser, pieces))
+                assert message.reasoning in ("Just this.", "Hm")
+                assert (message.content or "").strip() == (content or "")
+
 
 class TestNemotron3(TestGlm47):
     name = "nemotron_3"
@@ -114,6 +132,19 @@ class TestLing3(TestGlm47):
     examples = 5
 
 
+class TestIQuestQ1(Kit):
+    name, thought_end = "iquest_q1", "</think>"
+    samples = [
+        *OPENED,
+        Sample(
+            "I call it.<iquest_tool_call>now</iquest_tool_call>",
+            reasoning="I call it.",
+            content="<iquest_tool_call>now</iquest_tool_call>",
+        ),
+        Sample("It is 4.", content="It is 4.", thinking=False),
+    ]
+
+
 class TestMiMo(TestQwen3):
     name = "mimo"
     examples = 5
@@ -122,6 +153,14 @@ class TestMiMo(TestQwen3):
 class TestInternS1(TestQwen3):
     name = "interns1"
     examples = 5
+
+
+class TestGigaChat35(Kit):
+    name, thought_end = "gigachat35", "</think>"
+    samples = [*OPENED, Sample("It is 4.", content="It is 4.", thinking=False)]
+
+    def test_it_is_off_by_default(self) -> None:
+        assert self.parser_class.thinking_switch == ("reasoning", False)
 
 
 class TestHolo2(Kit):
@@ -325,6 +364,9 @@ class TestGemma4(Kit):
             reasoning="Night?",
         ),
         Sample("<|channel>thou", content="<|channel>thou"),
+        Sample("thought\nNight?<channel|>No.", content="No.", reasoning="Night?"),
+        Sample("thoughts\nare free", content="thoughts\nare free"),
+        Sample("No thought\n", content="No thought\n"),
         Sample("It is<channel|> 4.", content="It is 4.", thinking=False),
     ]
 
@@ -399,9 +441,14 @@ class TestCohereCommand4(Kit):
         Sample(
             "Plan <|END_THINKING|><|START_TEXT|>At <co>noon</co: 0:[0]>.<|END_TEXT|>",
             content="At noon.",
-            reasoning="Plan ",
+            reasoning="Plan",
         ),
         Sample("Plan", reasoning="Plan"),
+        Sample(
+            "Plan<|END_THINKING|><|START_TEXT|>At noon. <|END_TEXT|> more",
+            content="At noon.",
+            reasoning="Plan",
+        ),
     ]
 
 
@@ -510,12 +557,12 @@ def test_calls_of_gpt_oss_are_not_shown_where_nothing_reads_them() -> None:
 
 
 def test_every_reasoning_parser_in_the_box_is_here() -> None:
-    places = {**globals(), **vars(importlib.import_module("test_message_parsers"))}
-    kits = [kit for kit in places.values() if isinstance(kit, type) and hasattr(kit, "name")]
-    kits += [kit for kit in globals().values() if isinstance(kit, type) and hasattr(kit, "name")]
+    others = [vars(importlib.import_module(f"test_{file}_parsers")) for file in ("message", "hf")]
+    values = [value for places in (globals(), *others) for value in places.values()]
+    names = {getattr(value, "name", None) for value in values if isinstance(value, type)}
     built_in = {
         entry.name
         for entry in load_plugins()["reasoning_parser"].entries()
         if entry.provenance.distribution == "jackfield"
     }
-    assert {kit.name for kit in kits} == built_in
+    assert {name for name in names if isinstance(name, str)} == built_in

@@ -109,10 +109,25 @@ class TestDeepSeekV4(Kit):
                 tools=ALL,
             ),
             Sample(spelled("a <b <tool_ <"), content=spelled("a <b <tool_ <")),
+            Sample(
+                spelled(wrapped.format("day", "false", "3\n") + "</tool_calls>Never shown."),
+                calls=[("moon", {"day": 3})],
+                tools=ALL,
+            ),
         ]
 
 
 TestDeepSeekV4.samples = TestDeepSeekV4.make_samples()
+
+
+TestDeepSeekV4.samples += [
+    Sample(
+        'A.<｜DSML｜tool>\n<｜DSML｜invoke name="now">\n</｜DSML｜invoke>\n</｜DSML｜tool>'
+        "Never shown.",
+        content="A.",
+        calls=[("now", {})],
+    ),
+]
 
 
 class TestDeepSeekV32(TestDeepSeekV4):
@@ -149,6 +164,32 @@ class TestPoolsideV1(Kit):
             content="Two.",
             calls=[("now", {}), ("moon", {"day": 3})],
         ),
+    ]
+
+
+class TestIQuestQ1(Kit):
+    name = "iquest_q1"
+    examples = 25
+    samples = [
+        Sample(
+            'Two.<iquest_tool_call>ferry\n<arg_key>quay</arg_key><arg_value>  "12" <tool_call>\n'
+            "</arg_value><arg_key>seats</arg_key> <arg_value>[2, 3]</arg_value>\n"
+            "<arg_key>night</arg_key><arg_value>true</arg_value></iquest_tool_call>and"
+            "<iquest_tool_call>now</iquest_tool_call>.",
+            tools=ALL,
+            content="Two.and.",
+            calls=[
+                ("ferry", {"quay": '  "12" <tool_call>\n', "seats": [2, 3], "night": True}),
+                ("now", {}),
+            ],
+        ),
+        Sample(
+            "<iquest_tool_call>moon<arg_key>day</arg_key><arg_value>3</arg_value>"
+            "<arg_key>more</arg_key><arg_value>\u00e9\U0001f600",
+            tools=ALL,
+            calls=[("moon", '{"day": 3, "more": ')],
+        ),
+        Sample("<tool_call>now</tool_call>", content="<tool_call>now</tool_call>", tools=ALL),
     ]
 
 

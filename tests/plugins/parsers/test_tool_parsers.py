@@ -132,6 +132,16 @@ class TestLongCat(Kit):
             "</longcat_tool_call>",
             calls=[("get_weather", PARIS)],
         ),
+        Sample(
+            "A.<longcat_tool_call>get_weather\n<longcat_arg_key>city</longcat_arg_key>\n"
+            "<longcat_arg_value>Paris {</longcat_arg_value>\n<longcat_arg_key>days"
+            "</longcat_arg_key><longcat_arg_value>3</longcat_arg_value>\n</longcat_tool_call>\n"
+            '<longcat_tool_call>now</longcat_tool_call><longcat_tool_call>{"name": "g"}'
+            "</longcat_tool_call>B.",
+            content="A.\nB.",
+            calls=[("get_weather", {"city": "Paris {", "days": 3}), ("now", {}), ("g", {})],
+            tools=[WEATHER, tool("now")],
+        ),
     ]
 
 
@@ -726,6 +736,23 @@ class TestInternLm(Kit):
     ]
 
 
+class TestNemotronJson(Kit):
+    name = "nemotron_json"
+    close = "</TOOLCALL>"
+    samples = [
+        Sample(
+            '<TOOLCALL>[{"name": "get_weather", "arguments": {"city": "Paris"}}]</TOOLCALL>',
+            calls=[("get_weather", PARIS)],
+        ),
+        Sample(
+            f'Sure.\n\n<TOOLCALL>[{{"name": "say", "arguments": {TRICKY_JSON}}}, '
+            '{"name": "now", "arguments": {}}]</TOOLCALL>\n',
+            content="Sure.",
+            calls=[("say", TRICKY), ("now", {})],
+        ),
+    ]
+
+
 class TestJamba(Kit):
     name = "jamba"
     close = "</tool_calls>"
@@ -767,8 +794,14 @@ class TestPhi4MiniJson(Kit):
 
 class TestKimiK2(Kit):
     name = "kimi_k2"
-    close = "<|tool_call_end|><|tool_calls_section_end|>"
+    close = "<|tool_call_end|>"
     samples = [
+        Sample(
+            "<|tool_calls_section_begin|><|tool_call_begin|>functions.now:0"
+            "<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>Never shown."
+            "<|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>{}<|tool_call_end|>",
+            calls=[("now", {}), ("now", {})],
+        ),
         Sample(
             "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0"
             '<|tool_call_argument_begin|>{"city": "Paris"}<|tool_call_end|>'
@@ -806,8 +839,16 @@ def plamo_call(name: str, arguments: str) -> str:
 
 class TestPlamo3(Kit):
     name = "plamo3"
-    close = PLAMO("end_tool_arguments") + PLAMO("end_tool_request") + PLAMO("end_tool_requests")
+    close = PLAMO("end_tool_arguments") + PLAMO("end_tool_request")
     samples = [
+        Sample(
+            PLAMO("begin_tool_requests")
+            + plamo_call("get_weather", PARIS_JSON)
+            + PLAMO("end_tool_requests")
+            + "Never shown.",
+            calls=[("get_weather", PARIS)],
+        ),
+        Sample("A<|plamo:tag|>", content="A"),
         Sample(
             PLAMO("begin_tool_requests")
             + plamo_call("get_weather", PARIS_JSON)
@@ -905,7 +946,7 @@ class TestOpenAI(Kit):
 def test_every_tool_parser_in_the_box_is_here() -> None:
     here = {
         kit.name
-        for file in Path(__file__).parent.glob("test_*tool_parsers.py")
+        for file in Path(__file__).parent.glob("test_*_parsers.py")
         for kit in vars(importlib.import_module(file.stem)).values()
         if isinstance(kit, type) and issubclass(kit, Kit) and "name" in vars(kit)
     }

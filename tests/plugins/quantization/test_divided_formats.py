@@ -15,7 +15,8 @@ from jackfield.core.errors import ConfigError
 from jackfield.core.loading.quantize import quantized_layers
 from jackfield.core.registry import load_plugins
 from jackfield.plugins.conformance import quantization
-from jackfield.plugins.conformance.models import PagedModel, check_ranks
+from jackfield.plugins.conformance.divided_models import check_ranks
+from jackfield.plugins.conformance.paged_model import PagedModel
 from jackfield.plugins.conformance.rank_threads import thread_ranks
 
 SIZES: dict[str, Any] = {

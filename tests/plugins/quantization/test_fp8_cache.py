@@ -123,6 +123,44 @@ def test_fused_decode_kernel_reads_and_writes_an_fp8_cache() -> None:
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("kernel", ["decode", "prefill", "fused"])
+def test_queries_of_16_bits_read_an_fp8_cache(kernel: str, dtype: torch.dtype) -> None:
+    """bfloat16 is multiplied as float16: exactly, but for its smallest and largest numbers."""
+    from jackfield.kernels.attention.fused_decode_attention import fused_decode_attention
+    from jackfield.kernels.attention.paged_attention_decode import paged_attention_decode
+    from jackfield.kernels.attention.paged_attention_prefill import paged_attention_prefill
+
+    gpu = DEVICE.type == "cuda"
+    kv, table, lengths = cache(dtype, [5, 70, 33])
+    width = (HEADS + 2 * KV_HEADS) * DIM if kernel == "fused" else HEADS * DIM
+    qkv = draw(3, width, seed=5) * torch.tensor([[1e-6], [1.0], [30.0]], device=DEVICE)
+    qkv = qkv.to(torch.bfloat16 if gpu else torch.float16)
+    if gpu and kernel != "fused":
+        qkv[2, :DIM] = torch.tensor([1e6, *[0.0] * (DIM - 1)])
+        qkv[0, DIM] = torch.nan
+    query = qkv.view(3, -1, DIM)[:, :HEADS]
+    starts = torch.arange(4, dtype=torch.int32, device=DEVICE)
+    options: Any = {"scale": 0.3, "cache_scales": SCALES}
+    if kernel == "decode":
+        actual = paged_attention_decode(query, kv, table, lengths, num_splits=2, **options)
+    elif kernel == "prefill":
+        actual = paged_attention_prefill(
+            query, kv, table, starts, lengths, max_query_len=1, **options
+        )
+    else:
+        at = (lengths - 1).long()
+        slots = table.gather(1, at[:, None] // BLOCK)[:, 0] * BLOCK + at % BLOCK
+        actual = fused_decode_attention(
+            qkv, HEADS, KV_HEADS, kv, table, lengths, slots, num_splits=2, **options,
+            counters=torch.zeros(64, dtype=torch.int32, device=DEVICE),
+            workspace=torch.empty(10000, device=DEVICE),
+        )  # fmt: skip
+    expected = reference.paged_attention_decode(query, kv, table, lengths, **options)
+    assert actual.isfinite().any()
+    torch.testing.assert_close(actual, expected, atol=2e-2, rtol=2e-2, equal_nan=True)
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With scales that fit its keys and values badly in two different ways, but within range."""

@@ -27,7 +27,7 @@ from jackfield.core.nn.operations import ClampedSwiGLU, Operations
 from jackfield.core.nn.packed import PackedWeight, dequantize
 from jackfield.core.nn.routing import RoutingRule
 from jackfield.core.registry import load_plugins
-from jackfield.plugins.conformance.models import check_ranks
+from jackfield.plugins.conformance.divided_models import check_ranks
 
 from helpers import edit_json, make_checkpoint, reference_model
 

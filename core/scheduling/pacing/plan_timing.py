@@ -7,13 +7,14 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from ..step import StepPlan, StepResult
+from ...step import StepPlan, StepResult
 
 ARRIVAL_SECONDS = 1.0
 """Without an arrival for this long, plans are made at once: no request would gain."""
-MARGIN_SECONDS = 0.0015
-MARGIN_SHARE = 0.1
+MARGIN_SECONDS = 0.001
+MARGIN_SHARE = 0.05
 """A plan is launched this long, and this share of the running step, before the device needs it."""
 SHORTEST_DELAY = 0.001
 """Less is not waited for: the event loop's timers are no finer."""
@@ -25,6 +26,17 @@ SHORT_STEP_TOKENS = 512
 """Fewest tokens of such a step, and what their number is a multiple of."""
 FORGET = 0.02
 """Weight of the newest step where it is slower than expected, and of a host that got faster."""
+
+
+class StepPace(NamedTuple):
+    """How fast the device is, for the choice of a step's size."""
+
+    start: float
+    """When the step that is planned now is expected to begin: seconds of `time.monotonic`."""
+    seconds_per_token: float
+    """Of steps with prompts."""
+    short_step: int
+    """Tokens of a step that takes SHORT_STEP_SECONDS."""
 
 
 @dataclass
@@ -40,7 +52,7 @@ class StepDurations:
     than too long: a fast step counts half at once, a slow one little."""
 
     def __init__(self) -> None:
-        self._classes: dict[tuple[bool, int], _Class] = {}
+        self._classes: dict[tuple[bool, bool, int], _Class] = {}
         self.seconds_per_token = 0.0
         """Of steps with prompts of some length; 0: none is known."""
 
@@ -75,9 +87,13 @@ def _smooth(known: float, measured: float) -> float:
     return known + (0.5 if measured < known else FORGET) * (measured - known)
 
 
-def _class(plan: StepPlan) -> tuple[bool, int]:
+def _class(plan: StepPlan) -> tuple[bool, bool, int]:
+    """Return whether the step has decode rows, which come first, whether it has prompts, and its
+    tokens' part of a doubling."""
     tokens = plan.total_tokens
-    return tokens == len(plan.slots), int(CLASSES_PER_DOUBLING * math.log2(max(tokens, 1)))
+    decodes = bool(plan.num_tokens) and plan.num_tokens[0] == 1
+    size = int(CLASSES_PER_DOUBLING * math.log2(max(tokens, 1)))
+    return decodes, tokens != len(plan.slots), size
 
 
 class PlanTiming:
@@ -117,13 +133,18 @@ class PlanTiming:
         self._host_seconds = max(host, self._host_seconds + FORGET * (host - self._host_seconds))
         self._last_end = now
 
-    def short_step(self) -> int | None:
-        """Return the tokens of a step that takes SHORT_STEP_SECONDS; None: not known yet."""
+    def pace(self) -> StepPace | None:
+        """Return the device's pace for a step that is planned now; None: not known yet."""
         each = self._durations.seconds_per_token
         if not each:
             return None
         count = SHORT_STEP_SECONDS / each / SHORT_STEP_TOKENS
-        return max(1, round(count)) * SHORT_STEP_TOKENS
+        end, _ = self._expected_end()
+        return StepPace(
+            start=max(end, self._clock() + self._host_seconds),
+            seconds_per_token=each,
+            short_step=max(1, round(count)) * SHORT_STEP_TOKENS,
+        )
 
     def failed(self) -> None:
         """Note that no plan is in flight any more, after one that failed."""
@@ -138,12 +159,20 @@ class PlanTiming:
         now = self._clock()
         if not self._in_flight or now - self._last_arrival > ARRIVAL_SECONDS:
             return 0.0
+        end, seconds = self._expected_end()
+        if not seconds:
+            return 0.0
+        lead = self._host_seconds + MARGIN_SECONDS + MARGIN_SHARE * seconds
+        delay = end - lead - now
+        return delay if delay >= SHORTEST_DELAY else 0.0
+
+    def _expected_end(self) -> tuple[float, float]:
+        """Return when the steps in flight are expected to have ended, and the seconds that the last
+        of them takes; 0: not known, or nothing is in flight."""
         end, seconds = self._last_end, 0.0
         for plan, begun in self._in_flight:
             seconds = self._durations.expected(plan)
             if not seconds:
-                return 0.0
+                break
             end = max(end, begun + self._host_seconds) + seconds
-        lead = self._host_seconds + MARGIN_SECONDS + MARGIN_SHARE * seconds
-        delay = end - lead - now
-        return delay if delay >= SHORTEST_DELAY else 0.0
+        return end, seconds

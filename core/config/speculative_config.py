@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import msgspec
-from msgspec import Meta
 
 from ..errors import ConfigError
+from .annotations import doc
 
 FIELD = "speculative_config"
 MOST_DRAFTS = 32
@@ -16,11 +16,11 @@ MOST_DRAFTS = 32
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Which speculator proposes drafts, and how many. Names are vLLM's."""
 
-    method: Annotated[str, Meta(description="Speculator by name.", min_length=1)]
+    method: Annotated[str, doc("Speculator by name.", min_length=1)]
     num_speculative_tokens: Annotated[
-        int, Meta(description="Drafts of a request in a step.", ge=1, le=MOST_DRAFTS)
+        int, doc("Drafts of a request in a step.", ge=1, le=MOST_DRAFTS)
     ]
-    options: Annotated[dict[str, Any], Meta(description="The speculator's own.")] = {}
+    options: Annotated[dict[str, Any], doc("The speculator's own.")] = {}
 
     @classmethod
     def read(cls, value: dict[str, Any] | SpeculativeConfig) -> SpeculativeConfig:

@@ -1,0 +1,157 @@
+"""Which options of an engine exclude each other, or need each other."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..errors import ConfigError
+from .parallel_options import IN_PLACE
+
+if TYPE_CHECKING:
+    from .engine_config import EngineConfig
+
+
+def check_compatible(config: EngineConfig) -> None:
+    """Raises ConfigError, with the name of one, if options do not go together."""
+    if config.trust_remote_code:
+        raise ConfigError(
+            "trust_remote_code: Jackfield never runs code from a checkpoint; write a model "
+            "plugin instead (docs/how-to)",
+            param="trust_remote_code",
+        )
+    _check_parallel(config)
+    _check_kv_transfer(config)
+    _check_speculative(config)
+    _check_compression(config)
+    _check_prompt_length(config)
+
+
+def _check_parallel(config: EngineConfig) -> None:
+    partition, stages = config.pipeline_layer_partition, config.pipeline_parallel_size
+    if partition is not None and len(partition) != stages:
+        raise ConfigError(
+            f"pipeline_layer_partition: it has layers of {len(partition)} stages, and "
+            f"pipeline_parallel_size is {stages}",
+            param="pipeline_layer_partition",
+        )
+    if config.all2all_backend not in IN_PLACE and not config.enable_expert_parallel:
+        raise ConfigError(
+            f"all2all_backend: {config.all2all_backend!r} exchanges tokens between ranks that hold "
+            "experts whole: it needs enable_expert_parallel",
+            param="all2all_backend",
+        )
+    divided = config.enable_expert_parallel and config.tensor_parallel_size > 1
+    if config.enable_expert_parallel and not divided and config.data_parallel_size > 1:
+        raise ConfigError(
+            "enable_expert_parallel: experts are divided among the ranks of each engine "
+            "(tensor_parallel_size), not among engines (data_parallel_size)",
+            param="enable_expert_parallel",
+        )
+    if config.enable_eplb and not divided:
+        raise ConfigError(
+            "enable_eplb: experts move between ranks that hold them whole: it needs "
+            "enable_expert_parallel and a tensor_parallel_size above 1",
+            param="enable_eplb",
+        )
+    if config.enable_eplb and stages > 1:
+        raise ConfigError(
+            "enable_eplb: experts of stages (pipeline_parallel_size) do not move yet",
+            param="enable_eplb",
+        )
+    if config.eplb_config.num_redundant_experts and not config.enable_eplb:
+        raise ConfigError(
+            "eplb_config.num_redundant_experts: copies are placed by load; set enable_eplb",
+            param="eplb_config",
+        )
+
+
+def _check_kv_transfer(config: EngineConfig) -> None:
+    if config.kv_transfer_config is None:
+        return
+    if not config.enable_prefix_caching:
+        raise ConfigError(
+            "kv_transfer_config: what a connector loads becomes part of the prefix cache, "
+            "which enable_prefix_caching turns off",
+            param="kv_transfer_config",
+        )
+    if config.record_steps is not None:
+        raise ConfigError(
+            "record_steps: what a KV connector loads (kv_transfer_config) is not in a "
+            "recording, so it could not be replayed",
+            param="record_steps",
+        )
+    if config.calculate_kv_scales:
+        raise ConfigError(
+            "calculate_kv_scales: keys and values from elsewhere (kv_transfer_config) were "
+            "cached with other scales",
+            param="calculate_kv_scales",
+        )
+
+
+def _check_speculative(config: EngineConfig) -> None:
+    if config.speculative_config is None:
+        return
+    reason = None
+    if config.kv_compression is not None:
+        reason = "caches with drafts are not compacted (kv_compression)"
+    elif config.kv_transfer_config is not None:
+        reason = "KV connectors (kv_transfer_config) would save drafts"
+    elif config.num_ranks > 1:
+        reason = (
+            "drafts are verified by one rank alone (tensor_parallel_size 1, "
+            "pipeline_parallel_size 1)"
+        )
+    if reason is not None:
+        raise ConfigError(
+            f"speculative_config: {reason}; leave one of them out", param="speculative_config"
+        )
+
+
+COMPRESSION_OPTIONS = {
+    "kv_compression_ratio": 0.5, "kv_compression_budget": None, "kv_compression_interval": 0,
+    "kv_compression_prompt_interval": 0, "kv_compression_on_pressure": False,
+}  # fmt: skip
+"""Options of KV compression → their defaults."""
+
+
+def _check_compression(config: EngineConfig) -> None:
+    if config.kv_compression is None:
+        for name, default in COMPRESSION_OPTIONS.items():
+            if getattr(config, name) != default:
+                raise ConfigError(
+                    f"{name}: no cache is compacted without a KV compressor; name one with "
+                    "kv_compression",
+                    param=name,
+                )
+    own_ratio = config.kv_compression_ratio != COMPRESSION_OPTIONS["kv_compression_ratio"]
+    if config.kv_compression_budget is not None and own_ratio:
+        raise ConfigError(
+            "kv_compression_budget: how many tokens stay is either a budget or a share "
+            "(kv_compression_ratio); leave one of them out",
+            param="kv_compression_budget",
+        )
+    for name in ("kv_compression_interval", "kv_compression_prompt_interval"):
+        if config.kv_compression_on_pressure and getattr(config, name):
+            raise ConfigError(
+                f"{name}: caches are compacted only when blocks run out "
+                "(kv_compression_on_pressure); leave one of them out",
+                param=name,
+            )
+    if config.kv_compression_prompt_interval and not config.enable_chunked_prefill:
+        raise ConfigError(
+            "kv_compression_prompt_interval: prompts are computed in one step "
+            "(enable_chunked_prefill is off), so their caches are compacted only after it",
+            param="kv_compression_prompt_interval",
+        )
+
+
+def _check_prompt_length(config: EngineConfig) -> None:
+    budget, length = config.max_num_batched_tokens, config.max_model_len
+    if config.enable_chunked_prefill or budget is None or length is None:
+        return
+    if budget < length:
+        raise ConfigError(
+            f"max_num_batched_tokens: {budget} is below max_model_len ({length}), and "
+            "enable_chunked_prefill is off: such prompts could never run",
+            param="max_num_batched_tokens",
+        )

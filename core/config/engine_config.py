@@ -1,0 +1,124 @@
+"""`EngineConfig`: every engine option, from the groups of this folder.
+
+Field names are vLLM's wherever the meaning is the same.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from typing import Annotated, Any, get_type_hints
+
+import msgspec
+
+from ..errors import ConfigError
+from .annotations import doc
+from .compatibility import check_compatible
+from .kv_transfer_config import KVTransferConfig
+from .output_options import OutputOptions
+from .parallel_options import IN_PLACE, layer_partition
+from .speculative_config import SpeculativeConfig
+
+SYNONYMS = {"distributed_executor_backend": "executor"}
+"""vLLM's names of options that have another one here."""
+
+
+class EngineConfig(OutputOptions, frozen=True, kw_only=True):
+    """All options of an engine. Frozen; checked on creation.
+
+    Raises `ConfigError` with the field's name.
+    """
+
+    disable_plugins: Annotated[
+        tuple[str, ...], doc("Entry points or distributions not to load.")
+    ] = ()
+    plugin_options: Annotated[
+        dict[str, dict[str, Any]],
+        doc(
+            "Options of plugins: name → its options. `jackfield plugins NAME` lists them; "
+            "--plugin-option NAME.KEY=VALUE gives one."
+        ),
+    ] = {}
+    record_steps: Annotated[
+        str | None,
+        doc(
+            "Write every plan and result to this new file, for `jackfield debug replay`. It holds "
+            "prompts and outputs as token ids."
+        ),
+    ] = None
+    record_steps_max_gb: Annotated[
+        float, doc("GB (1e9 bytes) after which the recording ends; the engine goes on.", gt=0)
+    ] = 1.0
+
+    def __post_init__(self) -> None:
+        convert = functools.partial(msgspec.structs.force_setattr, self)
+        for name in ("served_model_name", "disable_plugins", "kv_cache_dtype_skip_layers"):
+            convert(name, _as_tuple(getattr(self, name)))
+        if isinstance(layers := self.kv_cache_dtype_skip_layers, tuple):
+            words = tuple(str(word) if isinstance(word, int) else word for word in layers)
+            convert("kv_cache_dtype_skip_layers", words)
+        convert("pipeline_layer_partition", layer_partition(self.pipeline_layer_partition))
+        if isinstance(self.kv_transfer_config, dict | KVTransferConfig):
+            convert("kv_transfer_config", KVTransferConfig.read(self.kv_transfer_config))
+        if isinstance(self.speculative_config, dict | SpeculativeConfig):
+            convert("speculative_config", SpeculativeConfig.read(self.speculative_config))
+        self._check_fields()
+        check_compatible(self)
+
+    def _check_fields(self) -> None:
+        """Check each value against its annotation; those of structs may be dicts."""
+        for name, hint in _field_types(type(self)).items():
+            value = getattr(self, name)
+            try:
+                if isinstance(value, msgspec.Struct):
+                    value = msgspec.structs.asdict(value)
+                converted = msgspec.convert(value, hint)
+            except msgspec.ValidationError as error:
+                raise ConfigError(
+                    f"{name}: {error} (got {getattr(self, name)!r})", param=name
+                ) from None
+            if isinstance(converted, msgspec.Struct):
+                msgspec.structs.force_setattr(self, name, converted)
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """The model's names for requests; responses have the first one."""
+        return self.served_model_name or (self.model or "jackfield-tiny",)
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks that compute the model together."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def exchanges_tokens(self) -> bool:
+        """Whether tokens are sent to the ranks that hold their experts."""
+        divided = self.enable_expert_parallel and self.tensor_parallel_size > 1
+        return divided and self.all2all_backend not in IN_PLACE
+
+    @classmethod
+    def from_options(cls, options: dict[str, Any]) -> EngineConfig:
+        """Build from a plain dict. The error for an unknown name suggests the nearest valid one."""
+        field_names = set(cls.__struct_fields__)
+        options = {SYNONYMS.get(name, name): value for name, value in options.items()}
+        for name in options:
+            if name not in field_names:
+                near = difflib.get_close_matches(name, field_names, n=1)
+                hint = f"; did you mean {near[0]}?" if near else ""
+                raise ConfigError(f"{name}: no such engine option{hint}", param=name)
+        return cls(**options)
+
+
+def _as_tuple(value: Any) -> Any:
+    """Return the value of an option that takes several words; it may be one word, or None."""
+    if value is None:
+        return ()
+    if isinstance(value, str):
+        return (value,)
+    return tuple(value) if isinstance(value, list) else value
+
+
+@functools.cache
+def _field_types(cls: type) -> dict[str, Any]:
+    hints: dict[str, Any] = get_type_hints(cls, include_extras=True)
+    return {name: hints[name] for name in cls.__struct_fields__}  # type: ignore[attr-defined]

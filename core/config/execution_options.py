@@ -1,0 +1,30 @@
+"""How steps are computed: drafts, attention, operations, quantization and CUDA graphs."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from .annotations import doc
+from .cache_options import CacheOptions
+from .speculative_config import SpeculativeConfig
+
+
+class ExecutionOptions(CacheOptions, frozen=True, kw_only=True):
+    """How steps are computed: drafts, attention, operations, quantization and CUDA graphs."""
+
+    speculative_config: Annotated[
+        SpeculativeConfig | None,
+        doc(
+            "Speculative decoding: method (a speculator by name), num_speculative_tokens, and the "
+            "speculator's own options beside them; default: none."
+        ),
+    ] = None
+    attention_backend: Annotated[str, doc("Attention backend by name, or auto.")] = "auto"
+    operations: Annotated[
+        str, doc("Implementation of norms, products and activations by name, or auto.")
+    ] = "auto"
+    quantization: Annotated[
+        str | None,
+        doc("Quantization method by name; default: what the checkpoint says, or none."),
+    ] = None
+    enforce_eager: Annotated[bool, doc("Never record CUDA graphs of decode steps.")] = False

@@ -1,0 +1,93 @@
+"""Which model is loaded, from where, and what it is used for."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from .annotations import Bits64, Device, DType, Name, doc
+
+
+class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Which model is loaded, from where, and what it is used for."""
+
+    model: Annotated[
+        str,
+        doc("Path of a checkpoint folder, or a hub name. Empty: the embedded tiny model."),
+    ] = ""
+    tokenizer: Annotated[str | None, doc("Tokenizer path or name; default: the model's.")] = None
+    revision: Annotated[str | None, doc("Hub revision of the checkpoint.")] = None
+    tokenizer_revision: Annotated[str | None, doc("Hub revision of the tokenizer.")] = None
+    served_model_name: Annotated[
+        tuple[Name, ...], doc("Names the server answers to; default: the value of model.")
+    ] = ()
+    trust_remote_code: Annotated[
+        bool,
+        doc(
+            "Kept for compatibility. Jackfield never imports a checkpoint's code; True is refused."
+        ),
+    ] = False
+    skip_tokenizer_init: Annotated[
+        bool, doc("Load no tokenizer: prompts are token ids and outputs have no text.")
+    ] = False
+    chat_template: Annotated[
+        str | None,
+        doc("Chat template (Jinja text or a file's path) instead of the tokenizer's."),
+    ] = None
+    assistant_control_tokens: Annotated[
+        bool,
+        doc(
+            "Let control tokens in the text of assistant messages be tokens, for clients that send "
+            "back tool-call markup or reasoning as the model wrote it; off, no message's text "
+            "becomes a control token."
+        ),
+    ] = False
+    device: Annotated[Device, doc("Where the model runs; auto: cuda if there is one.")] = "auto"
+    dtype: Annotated[
+        DType,
+        doc("Type of weights and activations; auto: the checkpoint's, float32 on a CPU."),
+    ] = "auto"
+    runner: Annotated[
+        Literal["auto", "generate", "pooling"],
+        doc("Generate text, or pool hidden states to vectors; auto: what the checkpoint is for."),
+    ] = "auto"
+    task: Annotated[
+        Literal["auto", "generate", "embed", "classify", "score"],
+        doc("What the model is used for, as in older vLLM: sets runner, and is validated."),
+    ] = "auto"
+    pooler_config: Annotated[
+        dict[str, Any] | None,
+        doc(
+            "What to change in how states are pooled: pooling_type (CLS, LAST, MEAN), normalize, "
+            "activation."
+        ),
+    ] = None
+    seed: Annotated[Bits64, doc("Seeds the requests that bring no seed, and dummy weights.")] = 0
+    load_format: Annotated[
+        str,
+        doc(
+            "Weight loader: auto (safetensors), runai_streamer (safetensors, by its package), pt "
+            "(torch's files, as tensors alone), gguf, sharded_state (a file for each rank, by "
+            "jackfield convert), tensorizer (*.tensors, by its package), dummy (random), or a "
+            "plugin's."
+        ),
+    ] = "auto"
+    model_loader_extra_config: Annotated[
+        dict[str, Any] | None,
+        doc(
+            "The weight loader's own options; sharded_state: pattern, of its files' names; "
+            "tensorizer: tensorizer_uri, a path; num_readers; verify_hash (true)."
+        ),
+    ] = None
+    model_impl: Annotated[
+        Literal["auto", "jackfield", "vllm", "transformers"],
+        doc(
+            "Whose model code runs: jackfield (or vllm: the engine's own), transformers (its "
+            "modules; slower), or auto: the engine's own where there is one."
+        ),
+    ] = "auto"
+    hf_overrides: Annotated[
+        dict[str, Any] | None,
+        doc("Values that replace those of the checkpoint's config.json."),
+    ] = None

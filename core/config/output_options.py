@@ -1,0 +1,53 @@
+"""What requests get: how outputs are sampled, constrained, parsed and scored."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from .annotations import Name, doc
+from .parallel_options import ParallelOptions
+from .structured_outputs_config import StructuredOutputsConfig
+
+
+class OutputOptions(ParallelOptions, frozen=True, kw_only=True):
+    """What requests get: how outputs are sampled, constrained, parsed and scored."""
+
+    generation_config: Annotated[
+        str,
+        doc(
+            "Where requests get what they leave open (temperature, top_p, top_k, min_p, "
+            "repetition_penalty; max_new_tokens limits all): auto (the model's "
+            "generation_config.json), vllm (from nowhere), or a folder with such a file."
+        ),
+    ] = "auto"
+    override_generation_config: Annotated[
+        dict[str, Any] | None, doc("Values that replace those of generation_config.json.")
+    ] = None
+    max_logprobs: Annotated[
+        int, doc("Largest logprobs that a request may have; -1: no limit.", ge=-1)
+    ] = 20
+    logits_processors: Annotated[
+        tuple[Name, ...] | None,
+        doc(
+            "Plugged-in logits processors that requests may use, by name, in the order they "
+            "are applied; default: all that are registered."
+        ),
+    ] = None
+    reasoning_parser: Annotated[
+        str | None,
+        doc(
+            "Reasoning parser by name, none, or auto (by the checkpoint's chat template and model "
+            "type); default: by its jackfield.json."
+        ),
+    ] = None
+    tool_call_parser: Annotated[
+        str | None,
+        doc(
+            "Tool-call parser by name, none, or auto (by the checkpoint's chat template and model "
+            "type); default: by its jackfield.json."
+        ),
+    ] = None
+    structured_outputs_config: Annotated[
+        StructuredOutputsConfig,
+        doc("How outputs are constrained by grammars: JSON, or one flag per field."),
+    ] = StructuredOutputsConfig()

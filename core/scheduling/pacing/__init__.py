@@ -1,0 +1,1 @@
+"""When the next step is planned, and how long it is."""

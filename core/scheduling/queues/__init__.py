@@ -1,0 +1,1 @@
+"""Requests in order: queues, and which of the running ones decode."""

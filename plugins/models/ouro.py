@@ -1,0 +1,94 @@
+"""Ouro: a decoder that runs several times over each token, with a cache of each time."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...core.errors import ConfigError
+from ...core.loading.model_config import ModelConfig
+from ...core.nn.attention import Attention
+from ...core.nn.context import BuildContext, ForwardContext
+from ...core.nn.norm import RMSNorm
+from ...core.nn.rotary import Rotary
+from .decoder import CausalLM, Decoder, MakeMLP, NormedBlock, SelfAttention
+
+
+class OuroAttention(SelfAttention):
+    """Has keys and values of its own in each loop."""
+
+    attention: Any
+
+    def __init__(self, config: ModelConfig, layer: int, build: BuildContext) -> None:
+        super().__init__(config, layer, build)
+        spec, count = self.attention.spec, config.hf_config.total_ut_steps
+        self.attention = nn.ModuleList(Attention(spec, build) for _ in range(count))
+
+
+class OuroBlock(NormedBlock):
+    norms = (
+        "input_layernorm", "input_layernorm_2",
+        "post_attention_layernorm", "post_attention_layernorm_2",
+    )  # fmt: skip
+    input_layernorm_2: RMSNorm
+    post_attention_layernorm_2: RMSNorm
+    self_attn: OuroAttention
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        rotary: Rotary | None,
+        context: ForwardContext,
+        loop: int = 0,
+    ) -> torch.Tensor:
+        """[num_tokens, hidden_size] → the same shape; `hidden` may be overwritten."""
+        attention = self.self_attn
+        qkv = attention.qkv_proj(hidden, norm=self.input_layernorm)
+        heads = attention.attention[loop](qkv, context, rotary=rotary)
+        hidden = self.input_layernorm_2.add(attention.project(heads), hidden)
+        answer = self.mlp(hidden, self.post_attention_layernorm, add=False)
+        return self.post_attention_layernorm_2.add(answer, hidden)
+
+
+class OuroDecoder(Decoder):
+    block = OuroBlock
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        build: BuildContext,
+        attention: type[SelfAttention],
+        mlp: MakeMLP,
+    ) -> None:
+        super().__init__(config, build, attention, mlp)
+        self.num_loops = int(config.hf_config.total_ut_steps)
+
+    def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """[num_tokens] → [num_tokens, hidden_size]; all loops but the last one are normed."""
+        hidden = self.embed(input_ids, context.positions)
+        layers = self.unlike_layers() if context.precompiling else self.stage_layers()
+        for loop in range(self.num_loops):
+            hidden = self.norm(hidden) if loop else hidden
+            for layer, rotary in layers:
+                hidden = layer(hidden, rotary, context, loop)
+        return hidden
+
+
+class OuroForCausalLM(CausalLM):
+    """Every token goes through all loops: the gate that could end them earlier is not loaded."""
+
+    tensor_parallel = True
+    attention = OuroAttention
+    decoder = OuroDecoder
+    weight_map = dataclasses.replace(CausalLM.weight_map, ignored=("model.early_exit_gate.",))
+
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        """Raises ConfigError for tokens that would leave earlier, and for windows."""
+        hf = config.hf_config
+        for field, known in (("early_exit_threshold", 1.0), ("use_sliding_window", False)):
+            if (value := getattr(hf, field, known)) != known:
+                raise ConfigError(f"{field}: {value} is not supported, only {known}", param=field)
+        super().__init__(config, build)

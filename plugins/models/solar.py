@@ -1,0 +1,59 @@
+"""Solar Pro: Llama, some of whose layers read a mean with what earlier layers have read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...core.errors import ConfigError
+from ...core.loading.model_config import ModelConfig
+from ...core.nn.context import BuildContext, ForwardContext
+from .decoder import CausalLM, Decoder, MakeMLP, SelfAttention
+
+
+class SolarDecoder(Decoder):
+    def __init__(
+        self,
+        config: ModelConfig,
+        build: BuildContext,
+        attention: type[SelfAttention],
+        mlp: MakeMLP,
+    ) -> None:
+        super().__init__(config, build, attention, mlp)
+        hf: Any = config.hf_config
+        for name, least in (
+            ("bskcn_1", 0), ("bskcn_2", 0), ("bskcn_3", 0), ("bskcn_4", 0), ("bskcn_tv", 2)
+        ):  # fmt: skip
+            given = getattr(hf, name, None)
+            if given is None or None in given or len(given) < least:
+                raise ConfigError(f"{name}: {given} is no list of {least} or more", param=name)
+        self.keeps = (hf.bskcn_1, hf.bskcn_2)
+        """Two lists of layers whose input is kept."""
+        self.mixes = (hf.bskcn_3, hf.bskcn_4)
+        """Layers that read a mean with what was kept last by the first list, and the second."""
+        self.share = float(hf.bskcn_tv[1])
+        """Of what was kept, in that mean."""
+
+    def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """[num_tokens] → [num_tokens, hidden_size], not normed"""
+        hidden = self.embed(input_ids, context.positions)
+        if context.precompiling:
+            for layer, rotary in self.unlike_layers():
+                hidden = layer(hidden, rotary, context)
+            return hidden
+        kept = [hidden, hidden]
+        for number, (layer, rotary) in enumerate(self.stage_layers()):
+            for index, numbers in enumerate(self.keeps):
+                if number in numbers:
+                    kept[index] = hidden.clone()
+            for index, numbers in enumerate(self.mixes):
+                if number in numbers:
+                    hidden = torch.lerp(hidden, kept[index], self.share)
+            hidden = layer(hidden, rotary, context)
+        return hidden
+
+
+class SolarForCausalLM(CausalLM):
+    tensor_parallel = True
+    decoder = SolarDecoder

@@ -1,0 +1,173 @@
+"""Reasoning and content by the checkpoint's own response template."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+from ...core.output_parsing.events import merge_events
+from ...core.protocols.parsers import CallText, Content, ParserEvent, PlainText, Reasoning
+from ..parsing.regex_search import Pattern, Search, pattern_set
+from ..parsing.regions import RegionReader
+from ..parsing.response_template import ALL_CONTENT, Field, ResponseTemplate, template_of
+
+MAX_LEAD = 256
+"""Characters at most before the first region that are dropped where a template has no field for
+them; more is content."""
+
+
+class HfReasoning:
+    """Regions as the `response_template` in the checkpoint's tokenizer_config.json says; those of
+    calls are for the tool parser `hf`.
+    """
+
+    template: ClassVar[ResponseTemplate] = ALL_CONTENT
+    markers: ClassVar[tuple[str, ...]] = ()
+    keeps_special_tokens = True
+
+    @classmethod
+    def for_checkpoint(cls, folder: Path) -> type[HfReasoning]:
+        """Return the class for a checkpoint. Raises ValueError with the template's field."""
+        template = template_of(folder)
+        return type(cls.__name__, (cls,), {"template": template, "markers": template.markers})
+
+    def __init__(self, *, thinking: bool = True) -> None:
+        template = self.template
+        self.reasoning_ended = not thinking or not any(f.is_reasoning for f in template.fields)
+        """Whether the content has begun, or a call, or will begin next. Once true, it stays
+        true."""
+        self._events: list[ParserEvent] = []
+        self._writers = {
+            field.name: _TextWriter(field, self._think if field.is_reasoning else self._answer)
+            for field in template.fields
+        }
+        self._lead: list[str] | None = None if template.rest else []
+        """Text before the first region; None: text outside of regions is content or dropped."""
+        self._shows_rest = False
+        """Whether text that is of no field is content, because no region has come."""
+        self._reader = RegionReader(template.fields, self)
+
+    def see_prompt_end(self, text: str) -> None:
+        """Read what the prompt has of the assistant's turn."""
+        begin = _end_of_last(self.template.anchor, text)
+        if begin is not None:
+            self._reader.feed(text[begin:])
+            self._events.clear()
+            if self._lead:
+                self._lead.clear()
+
+    def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[ParserEvent]:
+        """Return the events of the next piece of text."""
+        self._reader.feed(text)
+        return self._take_events()
+
+    def finish(self) -> list[ParserEvent]:
+        """End the text; return the events of what was held back."""
+        self._reader.finish()
+        self._say("".join(self._lead or ()))
+        return self._take_events()
+
+    def open_region(self, field: Field, mark: str, groups: Mapping[str, str]) -> None:
+        """A region begins."""
+        if self.template.rest is not None:
+            self._writers[self.template.rest.name].end()
+        self._lead, self._shows_rest = None, False
+        if not field.is_reasoning:
+            self.reasoning_ended = True
+        if field.body is not None:
+            self._pass_on(mark)
+
+    def add_text(self, field: Field | None, text: str) -> None:
+        """Pass on text of a region."""
+        if field is None:
+            self._add_outside(text)
+        elif field.body is not None:
+            self._pass_on(text)
+        else:
+            self._writers[field.name].add(text)
+
+    def closing(self, field: Field) -> None:
+        """The mark that closes a region has begun."""
+        if field.is_reasoning and self.template.rest is not None:
+            self.reasoning_ended = True
+
+    def close_region(self, field: Field, mark: str | None, groups: Mapping[str, str]) -> None:
+        """A region ends."""
+        self._writers[field.name].end()
+        if field.body is not None:
+            self._pass_on(mark or "")
+        if mark is not None:
+            self.closing(field)
+
+    def _add_outside(self, text: str) -> None:
+        if self._lead is not None:
+            self._lead.append(text)
+            if sum(map(len, self._lead)) <= MAX_LEAD:
+                return
+            text, self._lead, self._shows_rest = "".join(self._lead), None, True
+        if self._shows_rest:
+            self._say(text)
+
+    def _think(self, text: str) -> None:
+        self._events.append(Reasoning(text))
+
+    def _answer(self, text: str) -> None:
+        self.reasoning_ended = True
+        self._events.append(PlainText(text))
+
+    def _say(self, text: str) -> None:
+        if text:
+            self.reasoning_ended = True
+            self._events.append(Content(text))
+
+    def _pass_on(self, text: str) -> None:
+        if text:
+            self._events.append(CallText(text))
+
+    def _take_events(self) -> list[ParserEvent]:
+        events = merge_events(self._events[:])
+        self._events.clear()
+        return events
+
+
+class _TextWriter:
+    """Passes on the text of a field."""
+
+    def __init__(self, field: Field, say: Callable[[str], None]) -> None:
+        self._strip, self._join, self._say = field.strip, field.join, say
+        self._written = self._inside = False
+        """Whether there was text, and whether there was any in this region."""
+        self._space: list[str] = []
+        """Whitespace that is dropped if the region ends with it."""
+
+    def add(self, text: str) -> None:
+        """Add text of a region."""
+        if self._strip:
+            if not self._inside:
+                text = text.lstrip()
+            bare = text.rstrip()
+            after, text = text[len(bare) :], bare
+            if text:
+                text = "".join([*self._space, text])
+                self._space.clear()
+            self._space += [after] if after else []
+        if not text:
+            return
+        self._say(self._join + text if self._written and not self._inside else text)
+        self._written = self._inside = True
+
+    def end(self) -> None:
+        """End a region."""
+        self._space.clear()
+        self._inside = False
+
+
+def _end_of_last(anchor: Pattern, text: str) -> int | None:
+    """Return where the last match ends in a text; None if there is none."""
+    end, search = None, Search(pattern_set(anchor))
+    while True:
+        match = search.read(text, 0) or search.finish()
+        if match is None:
+            return end
+        end, search = match.end, Search(pattern_set(anchor), match.end)
