@@ -95,9 +95,11 @@ class Writer:
 
     def write(self, item: Header | Entry) -> None:
         """Append one object. Raises OSError, and what msgspec raises for a value that cannot be
-        encoded; nothing of the object is then written."""
+        encoded; nothing of the object is then written. What is written outlives this process, for
+        the last steps of one that was killed are those that matter."""
         data = self._encoder.encode(item)
         self._file.write(HEAD.pack(BIN_32, len(data)) + data)
+        self._file.flush()
         self.num_bytes += HEAD.size + len(data)
 
     def close(self) -> None:
