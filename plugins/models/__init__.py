@@ -87,7 +87,7 @@ ARCHITECTURES = {
     "longcat": ("LongcatFlashForCausalLM",),
     "mamba": ("MambaForCausalLM", "FalconMambaForCausalLM", "Mamba2ForCausalLM"),
     "mimo": ("MiMoForCausalLM",),
-    "mimo_v2": ("MiMoV2FlashForCausalLM",),
+    "mimo_v2": ("MiMoV2FlashForCausalLM", "MiMoV2ForCausalLM"),
     "minicpm": ("MiniCPMForCausalLM", "MiniCPM3ForCausalLM"),
     "ministral": (
         "MinistralForCausalLM",
@@ -188,6 +188,7 @@ CONFIGS = {
     "exaone": "ExaoneConfig",
     "iquestloopcoder": "LoopCoderConfig",
     "kimi_k2": "KimiK2Config",
+    "mimo_v2": "mimo_v2_config:MiMoV2Config",
     "minicpm": "MiniCPMConfig",
     **dict.fromkeys(("RefinedWeb", "RefinedWebModel"), "RefinedWebConfig"),
     **dict.fromkeys(("minimax_m1", "minimax_text_01"), "MiniMaxText01Config"),
@@ -202,7 +203,7 @@ CONFIGS = {
     "step3_text": "Step3TextConfig",
     "telechat": "TelechatConfig",
 }
-"""Model types that `transformers` does not know."""
+"""Model types that `transformers` does not know → class in `configs.py`, or "module:class"."""
 
 
 @hookimpl
@@ -223,4 +224,5 @@ def register_models(registry: Any) -> None:
 @hookimpl
 def register_configs(registry: Any) -> None:
     for model_type, name in CONFIGS.items():
-        registry.add(model_type, f"jackfield.plugins.models.configs:{name}")
+        place = name if ":" in name else f"configs:{name}"
+        registry.add(model_type, f"jackfield.plugins.models.{place}")

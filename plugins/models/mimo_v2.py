@@ -1,18 +1,21 @@
-"""MiMo-V2-Flash: values narrower than keys, windows with sinks and more keys in most layers, and
-DeepSeek's mixtures."""
+"""MiMo-V2: values narrower than keys, windows with sinks and more keys in most layers, and
+DeepSeek's mixtures. From V2.5 on, queries, keys and values are one tensor of the checkpoint."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import re
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 import torch
 import torch.nn.functional as F
 
-from ...core.errors import ConfigError
+from ...core.errors import ConfigError, LoadError
 from ...core.loading.model_config import ModelConfig
+from ...core.loading.weight_map import WeightMap
 from ...core.nn.context import BuildContext, ForwardContext
 from ...core.nn.linear import Linear, MergedLinear
 from ...core.nn.rotary import Rotary
@@ -22,15 +25,21 @@ from .deepseek_moe import DeepseekMoeForCausalLM
 from .windows import WindowedAttention, window_of_layer
 
 
+def kv_heads_of(config: ModelConfig, layer: int) -> int:
+    """Return the number of key heads of a layer."""
+    if window_of_layer(config.hf_config, layer) is None:
+        return config.num_kv_heads
+    own = getattr(config.hf_config, "swa_num_key_value_heads", None)
+    return int(own or 2 * config.num_kv_heads)
+
+
 class MiMoV2Attention(WindowedAttention):
     """Values get zeros behind them, up to the width of keys, and what attention returns is cut."""
 
     def __init__(self, config: ModelConfig, layer: int, build: BuildContext) -> None:
         hf = copy.copy(config.hf_config)
         windowed = window_of_layer(hf, layer) is not None
-        if windowed:
-            keys = getattr(hf, "swa_num_key_value_heads", None) or 2 * config.num_kv_heads
-            hf.num_key_value_heads = keys
+        hf.num_key_value_heads = kv_heads_of(config, layer)
         super().__init__(dataclasses.replace(config, hf_config=hf), layer, build)
         self.value_dim, scale = int(hf.v_head_dim), hf.attention_value_scale
         self.value_scale = 1.0 if scale is None else float(scale)
@@ -99,3 +108,70 @@ class MiMoV2FlashForCausalLM(DeepseekMoeForCausalLM):
         super().__init__(config, build)
         ignored = (*self.weight_map.ignored, "model.mtp.")
         self.weight_map = dataclasses.replace(self.weight_map, ignored=ignored)
+
+
+BLOCK = 128
+"""Rows that a factor of a float8 weight stands for."""
+
+
+@dataclasses.dataclass(frozen=True)
+class FusedWeightMap(WeightMap):
+    """Takes queries, keys and values from one tensor.
+
+    Stored as float8, its rows are chunks of some of each, [queries, keys, values], and blocks of
+    factors begin anew with each chunk. In another type, all queries come first.
+    """
+
+    chunks: int = 1
+    fused: tuple[tuple[int, int, int], ...] = ()
+    """Rows of queries, keys and values, by layer."""
+
+    def pieces(
+        self, name: str, tensor: torch.Tensor
+    ) -> Iterator[tuple[str, str | None, torch.Tensor]]:
+        """As `WeightMap.pieces`. Raises LoadError for a tensor of other sizes."""
+        at = re.search(r"\.(\d+)\.self_attn\.qkv_proj\.([^.]+)$", self.renamed(name))
+        if at is None or tensor.dim() == 0:
+            yield from super().pieces(name, tensor)
+            return
+        sizes, scaled = self.fused[int(at[1])], at[2] == "weight_scale_inv"
+        count = self.chunks if scaled or tensor.dtype == torch.float8_e4m3fn else 1
+        rows = sum(sizes) // count
+        stored = -(-rows // BLOCK) if scaled else rows
+        if tensor.shape[0] != count * stored:
+            raise LoadError(
+                f"tensor {name!r} has {tensor.shape[0]} rows, and {count} chunks of queries, keys "
+                f"and values have {count * stored}"
+            )
+        parts = tensor.view(count, stored, *tensor.shape[1:])
+        if scaled:
+            parts = parts.repeat_interleave(BLOCK, 1)[:, :rows]
+        split = torch.split(parts, [size // count for size in sizes], dim=1)
+        for shard, part in zip("qkv", split, strict=True):
+            yield self.renamed(name), shard, part.flatten(0, 1)
+
+
+class MiMoV2ForCausalLM(MiMoV2FlashForCausalLM):
+    """The text part of MiMo-V2.5 and later ones."""
+
+    tensor_parallel = True
+    weight_map: WeightMap = FusedWeightMap(
+        stacked=CausalLM.weight_map.stacked, tied=CausalLM.weight_map.tied,
+        names=MiMoV2FlashForCausalLM.weight_map.names, text_part=True,
+    )  # fmt: skip
+
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        """Raises ConfigError for key heads that chunks cannot have as many of."""
+        super().__init__(config, build)
+        hf, count, chunks = config.hf_config, config.num_heads, config.num_kv_heads
+        fused = []
+        for layer in range(config.num_layers):
+            keys = kv_heads_of(config, layer)
+            if keys % chunks or count % chunks:
+                raise ConfigError(
+                    f"swa_num_key_value_heads: {keys} key heads and {count} queries are not "
+                    f"supported, only multiples of num_key_value_heads ({chunks})",
+                    param="swa_num_key_value_heads",
+                )
+            fused.append((count * config.head_dim, keys * config.head_dim, keys * hf.v_head_dim))
+        self.weight_map = dataclasses.replace(self.weight_map, chunks=chunks, fused=tuple(fused))  # type: ignore[call-arg]

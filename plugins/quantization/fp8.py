@@ -17,6 +17,7 @@ from ...core.errors import LoadError
 from ...core.loading.quantization_config import ConfigReader, is_ignored
 from ...core.nn.packed import PackedWeight, round_to_fp8
 from ...core.nn.quantized import PRODUCTS, LinearSpec, PackedLinear, TensorSpec
+from ...core.parallel.sharding import FEATURES
 
 FP8 = torch.float8_e4m3fn
 BLOCK = 128
@@ -95,10 +96,10 @@ class Fp8Linear(PackedLinear):
         plain = (self.spec.dtype, torch.bfloat16, torch.float16, torch.float32)
         types = (*plain, FP8) if self.rounds else (FP8,)
         specs = {"weight": TensorSpec((out_features, size), types, axes=(("out", 1), ("in", 1)))}
-        grid = (-(-out_features // BLOCK), -(-size // BLOCK)) if self.blocks else None
-        scale = TensorSpec(grid, optional=True, axes=(("out", 1),))
+        scale = TensorSpec(None, optional=True, axes=(("out", 1),))
         if self.blocks:
-            scale = replace(scale, axes=(("out", BLOCK), ("in", BLOCK)))
+            # A rank's rows may end within a block: each takes its own rows from the whole.
+            scale = replace(scale, axes=(None, ("in", BLOCK)))
         for name in SCALE_NAMES:
             specs[name] = scale
         for name in INPUT_SCALE_NAMES:
@@ -158,13 +159,35 @@ class Fp8Linear(PackedLinear):
     def _spread(self, scale: torch.Tensor, rows: int, shard: str) -> torch.Tensor:
         """→ [groups, rows]: per tensor, per row and per block scales alike."""
         if self.blocks:
-            return scale.repeat_interleave(BLOCK, dim=0)[:rows].t()
+            return self._of_rows(scale, rows, shard).t()
         if scale.numel() not in (1, rows):
             raise LoadError(
                 f"the scale of {self.spec.sources[shard]} has shape {tuple(scale.shape)}: neither "
                 f"one number nor one for each of {rows} rows"
             )
         return scale.reshape(-1).expand(rows).reshape(1, rows)
+
+    def _of_rows(self, scale: torch.Tensor, rows: int, shard: str) -> torch.Tensor:
+        """Blocks' scales of the whole shard → this rank's rows, [rows, groups]. What weight maps
+        put into another order has a scale for each row and 128 columns already."""
+        whole, own, sharding = rows, torch.arange(rows, device=scale.device), self.sharding
+        if sharding is not None and FEATURES[sharding.dim] == "out":
+            name = shard if shard in sharding.sizes else ""
+            whole = sharding.sizes[name]
+            own = torch.cat([
+                torch.arange(piece.start, piece.stop, device=scale.device)
+                for piece in sharding.slices[name]
+            ])  # fmt: skip
+        groups, blocks = -(-self.spec.in_features // BLOCK), -(-whole // BLOCK)
+        if scale.numel() == 1:
+            return scale.reshape(1, 1).expand(rows, groups)
+        for count, unit in ((blocks, BLOCK), (whole, 1)):
+            if scale.squeeze().shape == scale.new_empty(count, groups).squeeze().shape:
+                return scale.reshape(count, groups)[own // unit]
+        raise LoadError(
+            f"the scale of {self.spec.sources[shard]} has shape {tuple(scale.shape)}, that of "
+            f"blocks is {(blocks, groups)}"
+        )
 
 
 def _first(tensors: Mapping[str, torch.Tensor], names: tuple[str, ...]) -> torch.Tensor | None:

@@ -21,7 +21,13 @@ DROPPED = object()
 ODD = (DROPPED, None, 0, -1, "x", [], {}, 1.5)
 SAME_ANYWHERE = {"vocab_size", "bos_token_id", "eos_token_id", "initializer_range"}
 """Fields that tests of all families have, or that say nothing of the model."""
-FAMILIES = [*FORMULAS, "TeleChat2ForCausalLM", "SarvamMLAForCausalLM", "Param2MoEForCausalLM"]
+FAMILIES = [
+    *FORMULAS,
+    "TeleChat2ForCausalLM",
+    "SarvamMLAForCausalLM",
+    "Param2MoEForCausalLM",
+    "MiMoV2ForCausalLM",
+]
 PARTS = {"Step3p5ForCausalLM": "attention_other_setting"}
 
 

@@ -184,6 +184,13 @@ def decilm(tensors: Tensors) -> Tensors:
     return found
 
 
+def mimo_v2(tensors: Tensors) -> Tensors:
+    """With a layer that predicts further tokens, and another part."""
+    found = together(split_experts(tensors), "qkv_proj")
+    more = {"model.mtp.layers.0.x.weight": torch.ones(4), "visual.merger.weight": torch.ones(4)}
+    return renamed((r"\.sinks", ".attention_sink_bias"))(found) | more
+
+
 LATENT = {
     "kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10,
     "num_key_value_heads": 4,
@@ -247,6 +254,27 @@ CASES = {
         **COMMON, "model_type": "mimo", "num_key_value_heads": 2, "head_dim": 16,
         "attention_bias": True, "num_nextn_predict_layers": 1,
     }, lambda tensors: tensors | {"model.mtp_layers.0.token_layernorm.weight": torch.ones(4)}),
+    "MiMoV2ForCausalLM": Case("MiMoV2FlashForCausalLM", {
+        "tie_word_embeddings": False, "v_head_dim": 12, "num_key_value_heads": 2, "n_group": 1,
+        "topk_group": 1, "sliding_window": 9, "n_routed_experts": 8, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32, "attention_value_scale": 0.6,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": base, "partial_rotary_factor": 0.5}
+            for kind, base in (("full_attention", 500.0), ("sliding_attention", 100.0))
+        },
+    }, {
+        **COMMON, "model_type": "mimo_v2", "num_key_value_heads": 2, "head_dim": 16,
+        "v_head_dim": 12, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4,
+        "swa_head_dim": 16, "swa_v_head_dim": 12, "layernorm_epsilon": EPSILON,
+        "rope_theta": 500.0, "swa_rope_theta": 100.0, "partial_rotary_factor": 0.5,
+        "hybrid_layer_pattern": [0, 1, 0], "moe_layer_freq": [0, 1, 1], "sliding_window": 8,
+        "sliding_window_size": 8, "n_routed_experts": 8, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32, "attention_value_scale": 0.6, "routed_scaling_factor": None,
+        "add_swa_attention_sink_bias": True, "add_full_attention_sink_bias": False,
+        "attention_projection_layout": "fused_qkv", "vision_config": {"depth": 1},
+    }, mimo_v2),
     "PanguEmbeddedForCausalLM": Case("LlamaForCausalLM", {
         "tie_word_embeddings": False, "attention_bias": True,
     }, {**COMMON, "model_type": "PanguEmbedded", "num_key_value_heads": 2, "bias": True}),
