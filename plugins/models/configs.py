@@ -308,6 +308,23 @@ class SarvamMlaConfig(RenamedConfig):
         return super().from_dict(own)
 
 
+class Step1Config(RenamedConfig):
+    usual = {
+        "num_key_value_heads": "num_attention_groups", "max_position_embeddings": "max_seq_len",
+    }  # fmt: skip
+    defaults = {
+        "tie_word_embeddings": True, "hidden_act": "silu", "num_attention_groups": 1,
+        "rms_norm_eps": 1e-5, "max_seq_len": 4096,
+    }  # fmt: skip
+    numbers = ("rms_norm_eps",)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any]) -> Any:
+        own = dict(cls.defaults) | config_dict
+        check_count(own, "num_attention_groups", "max_seq_len")
+        return super().from_dict(own)
+
+
 class StepConfig(RenamedConfig):
     """Step 3.5. Bases of rotations are those of each layer, or one number."""
 
@@ -398,3 +415,18 @@ class TelechatConfig(RenamedConfig):
         "max_position_embeddings": "seq_length",
     }  # fmt: skip
     defaults = {"hidden_act": "silu", "seq_length": 8192}
+
+
+class TeleFLMConfig(RenamedConfig):
+    defaults = {
+        "hidden_act": "silu", "use_mup": False, "input_mult": 1.0, "output_mult": 1.0,
+        "mup_scale_factor": 1.0,
+    }  # fmt: skip
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any]) -> Any:
+        own = dict(cls.defaults) | config_dict
+        for name in ("input_mult", "output_mult", "mup_scale_factor"):
+            if type(own[name]) not in (int, float) or own[name] <= 0:
+                raise wrong(name, own[name], "a positive number")
+        return super().from_dict(own)

@@ -131,9 +131,15 @@ class LatentSelfAttention(SelfAttention):
         if self.narrow:
             query = self.q_b_proj(query, norm=self.q_a_layernorm)
         out: torch.Tensor = self.latent_attention(
-            query, latent, self.up, context, norm=self.kv_a_layernorm, rotary=rotary
-        )
+            self.scaled(query, context), latent, self.up, context, norm=self.kv_a_layernorm,
+            rotary=rotary,
+        )  # fmt: skip
         return out
+
+    def scaled(self, query: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """Multiply queries by what a family's depend on, before the rotation: [num_tokens,
+        num_heads * (nope_dim + rope_dim)] → the same shape; may be overwritten."""
+        return query
 
 
 class NormedLatentAttention(LatentSelfAttention):

@@ -24,24 +24,38 @@ class MinistralForCausalLM(CausalLM):
     attention = MinistralAttention
 
 
-class GrowingAttention(MistralAttention):
+class Growth:
     """Multiplies queries by 1 + beta * ln(1 + floor(position / original length))."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        own = getattr(config.hf_config, "llama_4_scaling", None) or {}
+        rope = config.rope_parameters
+        length = own.get("original_max_position_embeddings")
+        length = length or rope.get("original_max_position_embeddings") or config.max_model_len
+        self.original = int(length)
+        self.beta = 0.0
+        if config.max_model_len > self.original:
+            self.beta = float(own.get("beta") or rope.get("llama_4_scaling_beta") or 0.0)
+
+    def apply(self, queries: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """[num_tokens, any], overwritten → the same"""
+        if self.beta:
+            times = torch.log1p((context.positions // self.original).float())
+            queries.mul_((1 + self.beta * times).to(queries.dtype)[:, None])
+        return queries
+
+
+class GrowingAttention(MistralAttention):
+    """Its queries grow with their position."""
 
     def __init__(self, config: ModelConfig, layer: int, build: BuildContext) -> None:
         super().__init__(config, layer, build)
-        rope = config.rope_parameters
-        self.original = int(rope.get("original_max_position_embeddings") or config.max_model_len)
-        self.beta = 0.0
-        if config.max_model_len > self.original:
-            self.beta = float(rope.get("llama_4_scaling_beta") or 0.0)
+        self.growth = Growth(config)
 
     def heads(
         self, qkv: torch.Tensor, rotary: Rotary | None, context: ForwardContext
     ) -> torch.Tensor:
-        if self.beta:
-            times = torch.log1p((context.positions // self.original).float())
-            queries = qkv[:, : self.num_heads * self.head_dim]
-            queries.mul_((1 + self.beta * times).to(qkv.dtype)[:, None])
+        self.growth.apply(qkv[:, : self.num_heads * self.head_dim], context)
         return super().heads(qkv, rotary, context)
 
 

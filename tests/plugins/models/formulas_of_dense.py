@@ -1,4 +1,4 @@
-"""What Ouro, IQuest LoopCoder, PLaMo 3 and Solar Pro compute, whose blocks are nearly Llama's."""
+"""What Ouro, IQuest LoopCoder, PLaMo 3, Solar Pro and Step 1 compute, nearly Llama's blocks."""
 
 from __future__ import annotations
 
@@ -183,3 +183,41 @@ def solar(x: torch.Tensor, w: Tensors) -> torch.Tensor:
         normed = rms(x, own["post_attention_layernorm.weight"], EPS)
         x = x + swiglu(normed, below(own, "mlp."))
     return x
+
+
+# ---------------------------------------------------------------- Step 1
+
+STEP_1: dict[str, Any] = COMMON | {
+    "model_type": "step1", "num_attention_heads": 4, "num_attention_groups": 2,
+    "intermediate_size": 80, "max_seq_len": 128,
+}  # fmt: skip
+del STEP_1["max_position_embeddings"]
+
+
+def draw_step_1() -> Tensors:
+    return draw(3, ("input_layernorm", "post_attention_layernorm"))
+
+
+def root_slopes(heads: int) -> torch.Tensor:
+    """[heads] Of a power of two, a geometric sequence; of the heads beyond it, every other one of
+    the sequence that is twice as dense."""
+    power = 2 ** (heads.bit_length() - 1)
+    first = [2.0 ** (-8 / power * head) for head in range(1, power + 1)]
+    more = [2.0 ** (-4 / power * head) for head in range(1, 2 * (heads - power), 2)]
+    return torch.tensor(first + more, dtype=torch.float64)
+
+
+def step_1_block(x: torch.Tensor, layer: int, w: Tensors) -> torch.Tensor:
+    normed = rms(x, w["input_layernorm.weight"], EPS)
+    q, k, v = (
+        (normed @ w[f"self_attn.{name}_proj.weight"].T).unflatten(1, (-1, SIZE)) for name in "qkv"
+    )
+    k, v = (part.repeat_interleave(2, dim=1) for part in (k, v))
+    places = torch.arange(len(x))
+    distance = places[:, None] - places
+    scores = torch.einsum("qhd,khd->hqk", q, k) / SIZE**0.5
+    scores = scores - root_slopes(4)[:, None, None] * distance.clamp(min=0).double().sqrt()
+    scores = scores.masked_fill(distance < 0, float("-inf"))
+    heads = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
+    x = x + heads.flatten(1) @ w["self_attn.o_proj.weight"].T
+    return x + swiglu(rms(x, w["post_attention_layernorm.weight"], EPS), below(w, "mlp."))

@@ -34,14 +34,18 @@ from formulas_of_dense import (
     OURO,
     PLAMO,
     SOLAR,
+    STEP_1,
     draw_loop,
     draw_ouro,
     draw_plamo,
     draw_solar,
+    draw_step_1,
     loop_coder,
     ouro,
     plamo,
+    root_slopes,
     solar,
+    step_1_block,
 )
 from formulas_of_latents import LING, PANGU, draw_ling, draw_pangu, ling_block, pangu_block
 from formulas_of_step import STEP, STEP_3, draw_step, draw_step_3, step_3_block, step_block
@@ -52,6 +56,7 @@ from jackfield.core.errors import ConfigError
 from jackfield.plugins.conformance.divided_models import check_ranks, check_stages
 from jackfield.plugins.conformance.kit import Kit
 from jackfield.plugins.conformance.paged_model import VOCAB, PagedModel
+from jackfield.plugins.models.parts import alibi_slopes
 
 ARCTIC: dict[str, Any] = COMMON | {
     "model_type": "arctic", "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -113,6 +118,7 @@ CASES = {
     "Plamo3ForCausalLM": Family(PLAMO, draw_plamo, plamo, offset=1.0),
     "SolarForCausalLM": Family(SOLAR, draw_solar, solar),
     "PanguUltraMoEForCausalLM": Family(PANGU, draw_pangu, blocks(pangu_block, LAYERS)),
+    "Step1ForCausalLM": Family(STEP_1, draw_step_1, blocks(step_1_block, LAYERS)),
     "Step3TextForCausalLM": Family(STEP_3, draw_step_3, blocks(step_3_block, LAYERS)),
     "Step3p5ForCausalLM": Family(STEP, draw_step, blocks(step_block, LAYERS), offset=1.0),
 }
@@ -167,7 +173,9 @@ async def test_a_family_says_what_its_formulas_say(case: str, tmp_path: Path) ->
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
-@pytest.mark.parametrize("case", ["BailingMoeV2_5ForCausalLM", "Step3p5ForCausalLM"])
+@pytest.mark.parametrize(
+    "case", ["BailingMoeV2_5ForCausalLM", "Step1ForCausalLM", "Step3p5ForCausalLM"]
+)
 def test_kernels_say_what_formulas_say(case: str, tmp_path: Path) -> None:
     """A prompt in two steps, beside a decode row in the second one, and a step of decode rows."""
     pytest.importorskip("triton")
@@ -209,3 +217,8 @@ def test_plamo_3_stretches_the_positions_of_layers_that_attend_to_all(tmp_path: 
     model: Any = PagedModel(tmp_path, "float32", load_format="dummy").model
     factors = [float(rotary.cos_sin[0, 0]) for rotary in model.model.rotaries]
     assert factors == pytest.approx([1.0, 1 + 0.1 * math.log(4), 1.0])
+
+
+def test_step_1_has_slopes_for_any_number_of_heads() -> None:
+    for heads in (8, 40, 48):
+        assert alibi_slopes(heads) == pytest.approx(root_slopes(heads).tolist())

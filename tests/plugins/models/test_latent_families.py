@@ -72,6 +72,13 @@ CASES: dict[str, dict[str, Any]] = {
     "MiniCPM3ForCausalLM": {
         **LATENT, "scale_emb": 3.0, "scale_depth": 1.4, "dim_model_base": 32,
     },
+    "Mistral4ForCausalLM": {
+        **V3, "n_group": 1, "topk_group": 1,
+        "rope_parameters": {
+            **YARN, "original_max_position_embeddings": 8, "mscale": 1.0, "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.3,
+        },
+    },
     "YoutuForCausalLM": LATENT,
 }  # fmt: skip
 

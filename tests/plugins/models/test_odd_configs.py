@@ -24,6 +24,7 @@ SAME_ANYWHERE = {"vocab_size", "bos_token_id", "eos_token_id", "initializer_rang
 FAMILIES = [
     *FORMULAS,
     "TeleChat2ForCausalLM",
+    "TeleFLMForCausalLM",
     "SarvamMLAForCausalLM",
     "Param2MoEForCausalLM",
     "MiMoV2ForCausalLM",
@@ -93,6 +94,10 @@ def test_no_value_of_any_field_is_a_bare_error_of_a_family(family: str, tmp_path
         ("Step3TextForCausalLM", "moe_layers_enum", "x"),
         ("Step3p5ForCausalLM", "partial_rotary_factors", [0.5]),
         ("Step3p5ForCausalLM", "moe_top_k", 1.5),
+        ("Step1ForCausalLM", "max_seq_len", "x"),
+        ("Step1ForCausalLM", "num_attention_groups", 0),
+        ("TeleFLMForCausalLM", "mup_scale_factor", 0),
+        ("TeleFLMForCausalLM", "output_mult", "x"),
         ("TeleChat2ForCausalLM", "seq_length", "x"),
         ("TeleChat2ForCausalLM", "n_head", None),
     ],

@@ -191,6 +191,19 @@ def mimo_v2(tensors: Tensors) -> Tensors:
     return renamed((r"\.sinks", ".attention_sink_bias"))(found) | more
 
 
+def mistral(tensors: Tensors) -> Tensors:
+    """By the names of Mistral's own checkpoints, with a tensor that images are read with."""
+    found = renamed(
+        (r"model\.", ""), ("embed_tokens", "tok_embeddings"), ("lm_head", "output"),
+        ("self_attn", "attention"), ("kv_a_proj_with", "wkv_a_with"), ("kv_b_proj", "wkv_b"),
+        ("q_([ab])_proj", r"wq_\1"), ("_a_layernorm", "_a_norm"), ("o_proj", "wo"),
+        (r"mlp\.(gate|experts|shared_experts)\.", r"\1."), ("mlp", "feed_forward"),
+        ("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2"),
+        ("input_layernorm", "attention_norm"), ("post_attention_layernorm", "ffn_norm"),
+    )(split_experts(tensors))  # fmt: skip
+    return found | {"vision_encoder.ln_pre.weight": torch.ones(4)}
+
+
 LATENT = {
     "kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10,
     "num_key_value_heads": 4,
@@ -200,6 +213,15 @@ YARN = {
     "mscale_all_dim": 1.0, "beta_fast": 32.0, "beta_slow": 1.0,
 }  # fmt: skip
 LLAMA = {"tie_word_embeddings": False, "attention_bias": False}
+LARGE = LATENT | {
+    "q_lora_rank": 20, "n_routed_experts": 8, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1,
+    "topk_group": 1, "routed_scaling_factor": 2.5, "norm_topk_prob": True,
+}  # fmt: skip
+ROPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0},
+}
 CASES = {
     "AquilaForCausalLM": Case("LlamaForCausalLM", LLAMA, {
         **COMMON, "model_type": "aquila", "num_key_value_heads": 2, "hidden_act": "silu",
@@ -334,6 +356,38 @@ CASES = {
         "num_experts_per_tok": 2, "moe_intermediate_size": 48, "rope_theta": YARN["rope_theta"],
         "rope_scaling": {"type": "deepseek_yarn", **YARN},
     }, split_experts),
+    "MistralLarge3ForCausalLM": Case("Mistral4ForCausalLM", {
+        **LARGE, "head_dim": LEFT_OUT, "tie_word_embeddings": False,
+        "rope_parameters": {
+            **YARN, "rope_type": "yarn", "original_max_position_embeddings": 8,
+            "llama_4_scaling_beta": 0.4,
+        },
+    }, {
+        **COMMON, **LARGE, "model_type": "deepseek_v3", "topk_method": None, "hidden_act": "silu",
+        "scoring_func": "softmax", "tie_word_embeddings": False, "rope_parameters": {
+            **YARN, "rope_type": "yarn", "original_max_position_embeddings": 8,
+        }, "llama_4_scaling": {"beta": 0.4, "original_max_position_embeddings": 8},
+    }, mistral),
+    "Rnj1ForCausalLM": Case("Gemma3ForCausalLM", {
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": ROPES, "sliding_window": 256, "query_pre_attn_scalar": 40,
+        "final_logit_softcapping": 3.0,
+    }, {
+        **COMMON, "model_type": "gemma3_text", "num_key_value_heads": 2, "head_dim": 16,
+        "layer_types": ["chunked_attention", "full_attention", "chunked_attention"],
+        "rope_parameters": {
+            "chunked_attention": ROPES["sliding_attention"],
+            "full_attention": ROPES["full_attention"],
+        },
+        "sliding_window": 128, "query_pre_attn_scalar": 40, "final_logit_softcapping": 3.0,
+    }),
+    "TeleFLMForCausalLM": Case("GraniteForCausalLM", {
+        "embedding_multiplier": 3.0, "residual_multiplier": 1.0, "logits_scaling": 2.5,
+        "attention_multiplier": SIZE**-0.5, "tie_word_embeddings": False,
+    }, {
+        **COMMON, "model_type": "TeleFLM", "num_key_value_heads": 2, "use_mup": True,
+        "input_mult": 3.0, "output_mult": 4, "mup_scale_factor": 10.0,
+    }),
     "TeleChat2ForCausalLM": Case("LlamaForCausalLM", {
         "tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True,
     }, {
@@ -433,9 +487,33 @@ async def test_baichuan_13b_has_slopes(tmp_path: Path, monkeypatch: pytest.Monke
     await check_engine(tmp_path, expected)
 
 
+def test_mistral_large_3_may_stretch_positions_without_a_factor_of_scores(tmp_path: Path) -> None:
+    case = CASES["MistralLarge3ForCausalLM"]
+    rope = case.fields["rope_parameters"] | {"attention_factor": 1.0, "mscale_all_dim": 0.0}
+    said = case.config["rope_parameters"] | {"apply_yarn_scaling": False}
+    case = case._replace(
+        fields=case.fields | {"rope_parameters": rope},
+        config=case.config | {"rope_parameters": said},
+    )
+    reference = write(case, "MistralLarge3ForCausalLM", tmp_path)
+    got = PagedModel(tmp_path, "float32").run({0: PROMPTS[1]})[0].log_softmax(-1).cpu()
+    torch.testing.assert_close(got, score(reference, PROMPTS[1]), atol=1e-3, rtol=0)
+
+
+def test_rnj_1_is_refused_for_texts_of_more_than_two_chunks(tmp_path: Path) -> None:
+    write(CASES["Rnj1ForCausalLM"], "Rnj1ForCausalLM", tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text()) | {"sliding_window": 100}
+    path.write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="set it to 200") as caught:
+        PagedModel(tmp_path, "float32")
+    assert caught.value.param == "max_model_len"
+
+
 @pytest.mark.parametrize(
     ("architecture", "field", "value"),
     [
+        ("MistralLarge3ForCausalLM", "n_group", 2),
         ("MiniCPMForCausalLM", "num_experts", 8),
         ("ChatGLMModel", "rmsnorm", False),
         ("SarvamMLAForCausalLM", "score_function", "softmax"),
