@@ -4,7 +4,7 @@ or a mixture of experts without gates."""
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from ...core.nn.rotary import Rotary
 from ...core.nn.routing import RoutingRule
 from ...core.nn.state.mamba2 import Mamba2Mixer
 from ...core.nn.state.sizes import Mamba2Sizes
-from .decoder import QKV_SHARDS, CausalLM, SelfAttention
+from .decoder import QKV_SHARDS, CausalLM, Decoder, SelfAttention
 from .mamba import BACKBONE
 from .mixer import MixerBlock, MixerDecoder
 
@@ -98,5 +98,5 @@ class NemotronHForCausalLM(CausalLM):
     """Layers of the checkpoint that predict further tokens are not loaded."""
 
     tensor_parallel = True
-    decoder = NemotronHDecoder
+    decoder: ClassVar[type[Decoder]] = NemotronHDecoder
     weight_map = dataclasses.replace(BACKBONE, stacked=QKV_SHARDS, ignored=("mtp.",))

@@ -33,6 +33,7 @@ class Family(NamedTuple):
     offset: float = 0.0
     """Of the last norm's weight."""
     embedding: str = "model.embed_tokens.weight"
+    norm: str = "model.norm.weight"
     known_as: str | None = None
     """The class of `transformers` that reads its configuration."""
 

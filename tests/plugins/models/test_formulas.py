@@ -48,6 +48,7 @@ from formulas_of_dense import (
     step_1_block,
 )
 from formulas_of_latents import LING, PANGU, draw_ling, draw_pangu, ling_block, pangu_block
+from formulas_of_states import PUZZLE, draw_puzzle, puzzle_block
 from formulas_of_step import STEP, STEP_3, draw_step, draw_step_3, step_3_block, step_block
 from safetensors.torch import save_file
 from test_families import PROMPTS, check_engine, check_names
@@ -117,6 +118,14 @@ CASES = {
     "OuroForCausalLM": Family(OURO, draw_ouro, ouro),
     "Plamo3ForCausalLM": Family(PLAMO, draw_plamo, plamo, offset=1.0),
     "SolarForCausalLM": Family(SOLAR, draw_solar, solar),
+    "NemotronHPuzzleForCausalLM": Family(
+        PUZZLE,
+        draw_puzzle,
+        blocks(puzzle_block, len(PUZZLE["block_configs"])),
+        embedding="model.embeddings.weight",
+        norm="model.norm_f.weight",
+        known_as="NemotronHConfig",
+    ),
     "PanguUltraMoEForCausalLM": Family(PANGU, draw_pangu, blocks(pangu_block, LAYERS)),
     "Step1ForCausalLM": Family(STEP_1, draw_step_1, blocks(step_1_block, LAYERS)),
     "Step3TextForCausalLM": Family(STEP_3, draw_step_3, blocks(step_3_block, LAYERS)),
@@ -140,7 +149,7 @@ def save(case: str, folder: Path) -> Tensors:
     draw = torch.Generator().manual_seed(5)
     tensors |= {
         family.embedding: torch.randn(VOCAB, HIDDEN, generator=draw),
-        "model.norm.weight": 1 - family.offset + 0.2 * torch.randn(HIDDEN, generator=draw),
+        family.norm: 1 - family.offset + 0.2 * torch.randn(HIDDEN, generator=draw),
         "lm_head.weight": torch.randn(VOCAB, HIDDEN, generator=draw) * HIDDEN**-0.5,
     }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -153,7 +162,7 @@ def scores(case: str, tensors: Tensors, tokens: list[int]) -> torch.Tensor:
     wide = {name: tensor.double() for name, tensor in tensors.items()}
     x = wide[family.embedding][tokens]
     x = family.layers(x, below(wide, "model."))
-    x = rms(x, family.offset + wide["model.norm.weight"], EPS)
+    x = rms(x, family.offset + wide[family.norm], EPS)
     return (x @ wide["lm_head.weight"].T).log_softmax(-1).float()
 
 

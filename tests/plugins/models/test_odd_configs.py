@@ -84,6 +84,8 @@ def test_no_value_of_any_field_is_a_bare_error_of_a_family(family: str, tmp_path
         ("BailingMoeV2_5ForCausalLM", "head_dim", 7),
         ("BailingMoeV2_5ForCausalLM", "partial_rotary_factor", 1.5),
         ("IQuestLoopCoderForCausalLM", "loop_num", 0),
+        ("NemotronHPuzzleForCausalLM", "block_configs", [{"block_type": "conv"}]),
+        ("NemotronHPuzzleForCausalLM", "block_configs", [{"block_type": "mlp", "n_groups": 4}]),
         ("OuroForCausalLM", "total_ut_steps", "x"),
         ("PanguUltraMoEForCausalLM", "routed_scaling_factor", None),
         ("Plamo3ForCausalLM", "sliding_window_pattern", 0),
@@ -118,3 +120,23 @@ def test_the_other_attention_of_step_has_sizes_too(field: str, value: int, tmp_p
     config = config_of(family, tmp_path)
     with pytest.raises(ConfigError, match=rf"{part}\.{field}"):
         build_and_run(tmp_path, config | {part: config[part] | {field: value}})
+
+
+@pytest.mark.slow
+def test_no_value_of_a_layer_of_its_own_is_a_bare_error(tmp_path: Path) -> None:
+    config = config_of("NemotronHPuzzleForCausalLM", tmp_path)
+    refused = 0
+    for number, block in enumerate(config["block_configs"]):
+        own = block | {"q_indexer_dim": None}
+        if block["block_type"] == "moe":
+            own |= {"n_group": 2, "topk_group": 1, "norm_topk_prob": False}
+        for what, odd in odd_configs(own, None):
+            changed = copy.deepcopy(config)
+            changed["block_configs"][number] = odd
+            try:
+                build_and_run(tmp_path, changed)
+            except JackfieldError:
+                refused += 1
+            except Exception as error:
+                raise AssertionError(f"{number}.{what}: {type(error).__name__}: {error}") from error
+    assert refused > 80

@@ -1,0 +1,47 @@
+"""Nemotron 3 Puzzle: Nemotron-H whose layers have sizes, and windows, of their own."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+from torch import nn
+
+from ...core.loading.model_config import ModelConfig
+from ...core.nn.context import BuildContext
+from .decoder import SelfAttention
+from .mixer import MixerDecoder
+from .nemotron_h import NemotronHBlock, NemotronHForCausalLM
+
+
+class PuzzleAttention(SelfAttention):
+    @staticmethod
+    def sliding_window(hf: Any, layer: int) -> int | None:
+        window: int | None = hf.sliding_window
+        return window
+
+
+class PuzzleBlock(NemotronHBlock):
+    def make_mixer(
+        self, config: ModelConfig, layer: int, build: BuildContext, attention: type[SelfAttention]
+    ) -> nn.Module:
+        """What `block_configs` says of the layer stands for what the whole configuration says."""
+        hf = copy.copy(config.hf_config)
+        for name, value in hf.block_configs[layer].items():
+            setattr(hf, name, value)
+        own = dataclasses.replace(config, hf_config=hf)
+        return super().make_mixer(own, layer, build, attention)
+
+
+class PuzzleDecoder(MixerDecoder):
+    mixer_block = PuzzleBlock
+
+
+class NemotronHPuzzleForCausalLM(NemotronHForCausalLM):
+    tensor_parallel = True
+    attention = PuzzleAttention
+    decoder = PuzzleDecoder
+    weight_map = dataclasses.replace(
+        NemotronHForCausalLM.weight_map, prefixes={"model.": "backbone."}
+    )
