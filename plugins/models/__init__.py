@@ -137,6 +137,7 @@ ARCHITECTURES = {
     "teleflm": ("TeleFLMForCausalLM",),
     "vaultgemma": ("VaultGemmaForCausalLM",),
     "xglm": ("XGLMForCausalLM",),
+    "zamba": ("ZambaForCausalLM",),
     "zamba2": ("Zamba2ForCausalLM",),
 }  # fmt: skip
 """Module → its architectures, by class name."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -17,12 +18,15 @@ from ...core.nn.embedding import Embedding
 from ...core.nn.linear import Linear, MergedLinear
 from ...core.nn.norm import RMSNorm
 from ...core.nn.rotary import Rotary
+from ...core.nn.state.layer import StateMixer
 from ...core.nn.state.mamba2 import Mamba2Mixer
 from ...core.nn.state.sizes import Mamba2Sizes
 from ...core.protocols.attention import AttentionSpec
 from .decoder import QKV_SHARDS, CausalLM, Decoder, MakeMLP, SelfAttention
 
 GATED_NORM_EPS = 1e-5
+SHARED = ("shared_transformer", "shared_transf")
+"""What checkpoints call a shared block, of Zamba 2 and of Zamba."""
 
 
 def adapters(
@@ -50,7 +54,7 @@ class SharedAttention(nn.Module):
         }
         self.qkv_proj = MergedLinear(size, sizes, build)
         self.o_proj = Linear(sizes["q"], config.hidden_size, build)
-        self.adapted = bool(hf.use_shared_attention_adapter)
+        self.adapted = bool(getattr(hf, "use_shared_attention_adapter", False))
         if self.adapted:
             lists = [
                 adapters(uses, size, hf.adapter_rank, width, build) for width in sizes.values()
@@ -79,20 +83,29 @@ class SharedAttention(nn.Module):
 
 
 class SharedMLP(nn.Module):
-    """down(activation(gate(x)) * up(x)), with an adapter of gate and up for each use."""
+    """down(activation(gate(x)) * up(x)), with an adapter of gate and up for each use if the
+    configuration has an `adapter_rank`."""
 
     def __init__(self, config: ModelConfig, uses: range, build: BuildContext) -> None:
         super().__init__()
-        hf, bias = config.hf_config, config.hf_config.add_bias_linear
+        hf, bias = config.hf_config, bool(getattr(config.hf_config, "add_bias_linear", False))
         size, inner = config.hidden_size, hf.intermediate_size
+        rank = getattr(hf, "adapter_rank", None)
         self.activation = activation_named(hf.hidden_act)
-        self.gate_up_proj = Linear(size, 2 * inner, build, bias=bias)
+        self.gate_up_proj = MergedLinear(
+            size, {"gate": inner, "up": inner}, build, bias=bias, whole=rank is not None
+        )
         self.down_proj = Linear(inner, size, build, bias=bias)
-        self.gate_up_proj_adapter_list = adapters(uses, size, hf.adapter_rank, 2 * inner, build)
+        self.gate_up_proj_adapter_list: nn.ModuleDict | None = None
+        if rank is not None:
+            self.gate_up_proj_adapter_list = adapters(uses, size, rank, 2 * inner, build)
 
     def forward(self, x: torch.Tensor, use: str) -> torch.Tensor:
         """[num_tokens, hidden_size] → the same shape"""
-        gate, up = (self.gate_up_proj(x) + self.gate_up_proj_adapter_list[use](x)).chunk(2, dim=-1)
+        both = self.gate_up_proj(x)
+        if self.gate_up_proj_adapter_list is not None:
+            both = both + self.gate_up_proj_adapter_list[use](x)
+        gate, up = both.chunk(2, dim=-1)
         out: torch.Tensor = self.down_proj(self.activation(gate) * up)
         return out
 
@@ -112,18 +125,11 @@ class SharedBlock(nn.Module):
 class MambaLayer(nn.Module):
     """hidden + mamba(norm(hidden + more))"""
 
-    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+    def __init__(self, config: ModelConfig, mamba: StateMixer, build: BuildContext) -> None:
         super().__init__()
-        hf = config.hf_config
-        sizes = Mamba2Sizes(
-            hf.hidden_size, hf.n_mamba_heads, hf.mamba_headdim, hf.mamba_d_state, hf.mamba_ngroups,
-            hf.mamba_d_conv,
-        )  # fmt: skip
-        self.input_layernorm = RMSNorm(hf.hidden_size, float(hf.rms_norm_eps), build)
-        self.mamba = Mamba2Mixer(
-            sizes, build, eps=GATED_NORM_EPS, bias=hf.add_bias_linear,
-            out_bias=hf.add_bias_linear, dt_limit=(float(hf.time_step_min), float("inf")),
-        )  # fmt: skip
+        eps = float(config.hf_config.rms_norm_eps)
+        self.input_layernorm = RMSNorm(config.hidden_size, eps, build)
+        self.mamba = mamba
 
     def forward(
         self,
@@ -147,13 +153,18 @@ class HybridLayer(nn.Module):
     """A Mamba layer whose input has the shared block's output added."""
 
     def __init__(
-        self, config: ModelConfig, use: int, shared: SharedBlock, build: BuildContext
+        self,
+        config: ModelConfig,
+        use: int,
+        shared: SharedBlock,
+        mamba: MambaLayer,
+        build: BuildContext,
     ) -> None:
         super().__init__()
         self.use = str(use)
         self.shared_transformer = shared
         self.linear = Linear(config.hidden_size, config.hidden_size, build)
-        self.mamba_decoder = MambaLayer(config, build)
+        self.mamba_decoder = mamba
         spec = AttentionSpec(
             num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim,
             scale=(config.head_dim / 2) ** -0.5,
@@ -176,6 +187,11 @@ class HybridLayer(nn.Module):
         return out
 
 
+def hybrid_layers(hf: Any) -> list[int]:
+    """Return the layers before which there is a shared block."""
+    return [layer for layer, kind in enumerate(hf.layers_block_type) if kind == "hybrid"]
+
+
 class Zamba2Decoder(Decoder):
     def __init__(
         self,
@@ -186,27 +202,46 @@ class Zamba2Decoder(Decoder):
     ) -> None:
         nn.Module.__init__(self)
         hf = config.hf_config
-        if hf.use_long_context:
-            raise ConfigError("use_long_context: is not supported", param="use_long_context")
+        self.check(hf)
         self.embed_tokens = Embedding(config.vocab_size, hf.hidden_size, build)
         self.scale = None
-        rotary = Rotary(config, build) if hf.use_mem_rope else None
+        rotary = Rotary(config, build) if getattr(hf, "use_mem_rope", False) else None
         self.rotaries = nn.ModuleList([rotary] * config.num_layers)  # type: ignore[list-item]
-        num_uses, num_blocks = len(hf.hybrid_layer_ids), hf.num_mem_blocks
+        hybrid, num_blocks = hybrid_layers(hf), getattr(hf, "num_mem_blocks", 1)
+        num_uses = len(hybrid)
         blocks = [
             SharedBlock(config, range(first, num_uses, num_blocks), build)
             for first in range(min(num_blocks, num_uses))
         ]
         layers: list[nn.Module] = []
         for layer in range(config.num_layers):
-            if layer in hf.hybrid_layer_ids:
-                use = hf.hybrid_layer_ids.index(layer)
-                layers.append(HybridLayer(config, use, blocks[use % num_blocks], build))
+            mamba = MambaLayer(config, self.mixer(hf, build), build)
+            if layer in hybrid:
+                use = hybrid.index(layer)
+                layers.append(HybridLayer(config, use, blocks[use % num_blocks], mamba, build))
             else:
-                layers.append(MambaLayer(config, build))
+                layers.append(mamba)
         self.layers = nn.ModuleList(layers)
         self.own_layers = range(config.num_layers)
         self.norm = RMSNorm(hf.hidden_size, float(hf.rms_norm_eps), build)
+
+    @staticmethod
+    def check(hf: Any) -> None:
+        """Raise ConfigError for what is not there."""
+        if hf.use_long_context:
+            raise ConfigError("use_long_context: is not supported", param="use_long_context")
+
+    @staticmethod
+    def mixer(hf: Any, build: BuildContext) -> StateMixer:
+        """Create a layer's Mamba."""
+        sizes = Mamba2Sizes(
+            hf.hidden_size, hf.n_mamba_heads, hf.mamba_headdim, hf.mamba_d_state, hf.mamba_ngroups,
+            hf.mamba_d_conv,
+        )  # fmt: skip
+        return Mamba2Mixer(
+            sizes, build, eps=GATED_NORM_EPS, bias=hf.add_bias_linear,
+            out_bias=hf.add_bias_linear, dt_limit=(float(hf.time_step_min), float("inf")),
+        )  # fmt: skip
 
     def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """[num_tokens] → [num_tokens, hidden_size], not normed."""
@@ -219,8 +254,8 @@ class Zamba2Decoder(Decoder):
 
 
 class Zamba2ForCausalLM(CausalLM):
-    decoder = Zamba2Decoder
-    weight_map = WeightMap(
+    decoder: ClassVar[type[Decoder]] = Zamba2Decoder
+    weight_map: WeightMap = WeightMap(
         stacked=QKV_SHARDS,
         tied=CausalLM.weight_map.tied,
         names={"model.norm": "model.final_layernorm"},
@@ -230,10 +265,6 @@ class Zamba2ForCausalLM(CausalLM):
         super().__init__(config, build)
         hf = config.hf_config
         # Checkpoints may repeat the tensors that layers share.
-        repeated = hf.hybrid_layer_ids[hf.num_mem_blocks :]
-        self.weight_map = WeightMap(
-            stacked=QKV_SHARDS,
-            tied=CausalLM.weight_map.tied,
-            names=self.weight_map.names,
-            ignored=tuple(f"model.layers.{layer}.shared_transformer." for layer in repeated),
-        )
+        repeated = hybrid_layers(hf)[getattr(hf, "num_mem_blocks", 1) :]
+        ignored = tuple(f"model.layers.{layer}.{part}." for layer in repeated for part in SHARED)
+        self.weight_map = replace(self.weight_map, ignored=ignored)

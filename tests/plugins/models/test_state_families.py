@@ -150,6 +150,12 @@ CASES: dict[str, dict[str, Any]] = {
         **DELTA, "num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 48,
         "shared_expert_intermediate_size": 32,
     },
+    "ZambaForCausalLM": {
+        "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
+        "num_hidden_layers": 4, "mamba_d_state": 12, "n_mamba_heads": 2, "mamba_dt_rank": 6,
+        "head_dim": LEFT_OUT, "attention_head_dim": 32, "num_key_value_heads": 2,
+        "mamba_proj_bias": True,
+    },
     "Zamba2ForCausalLM": {
         "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid", "hybrid"],
         "num_hidden_layers": 5, "mamba_d_state": 12, "mamba_ngroups": 2, "n_mamba_heads": 8,
@@ -240,7 +246,13 @@ class Kernels:
 @pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize(
-    "case", ["Qwen3NextForCausalLM", "JambaForCausalLM", "FalconH1ForCausalLM:norm first"]
+    "case",
+    [
+        "Qwen3NextForCausalLM",
+        "JambaForCausalLM",
+        "FalconH1ForCausalLM:norm first",
+        "ZambaForCausalLM",
+    ],
 )
 async def test_kernels_over_states_equal_transformers(case: str, tmp_path: Path) -> None:
     """A prompt in two steps of several chunks each, and from the states of its prefix."""
