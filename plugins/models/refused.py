@@ -67,16 +67,11 @@ REFUSED = {
     "its attention reads keys that an index chooses, over several residual streams": (
         "DeepseekV4ForCausalLM", "Qwen4ExpForCausalLM",
     ),
-    "its attention is the difference of two softmaxes": ("DiffLlamaForCausalLM",),
     "its attention keeps only some of the keys, by a learned mask": ("DogeForCausalLM",),
-    "its layers run several times over a token": ("HrmTextForCausalLM",),
     "it reads bytes, in patches of several": ("BltForCausalLM",),
     "it attends by hashes of tokens": ("ReformerModelWithLMHead",),
     "it predicts tokens in permuted orders": ("XLNetLMHeadModel",),
     "a prompt attends to later tokens": ("CpmAntForCausalLM",),
-    "its kind of block, older than the others, is not there": (
-        "GPTNeoXJapaneseForCausalLM", "OpenAIGPTLMHeadModel",
-    ),
     "the package jackfield-stablelm (examples/plugins/jackfield-stablelm) registers it": (
         "StableLmForCausalLM",
     ),

@@ -50,6 +50,8 @@ CASES: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     },
+    "DiffLlamaForCausalLM": {"tie_word_embeddings": False},
+    "DiffLlamaForCausalLM:many keys": {"num_key_value_heads": 4, "attention_bias": True},
     "Ernie4_5ForCausalLM": {"use_bias": True},
     "Exaone4ForCausalLM": {
         "sliding_window": 12,
@@ -94,6 +96,14 @@ CASES: dict[str, dict[str, Any]] = {
         "use_parallel_residual": False,
         "attention_bias": False,
         "tie_word_embeddings": True,
+    },
+    "GPTNeoXJapaneseForCausalLM": {
+        "intermediate_multiple_size": 2,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 500.0,
+            "partial_rotary_factor": 0.5,
+        },
     },
     "Gemma3nForCausalLM": {
         "num_hidden_layers": 5,
@@ -203,6 +213,14 @@ CASES: dict[str, dict[str, Any]] = {
         "attn_logit_softcapping": 2.0,
         "final_logit_softcapping": 3.0,
     },
+    "HrmTextForCausalLM": {
+        "num_hidden_layers": 2,
+        "H_cycles": 2,
+        "L_cycles": 2,
+        "prefix_lm": False,
+        "embedding_scale": 3.0,
+    },
+    "OpenAIGPTLMHeadModel": {},
     "XGLMForCausalLM": {"ffn_dim": 96, "init_std": 0.2},
 }
 EAGER_IS_WRONG = {"FalconForCausalLM:slopes": "sdpa"}
@@ -311,6 +329,42 @@ async def test_a_family_equals_transformers(case: str, tmp_path: Path) -> None:
     check_logits(folder, reference)
     check_ranks(folder, case.partition(":")[0], 2, Kit.plugins(), 2e-4)
     await check_engine(folder, lambda tokens: score(reference, tokens))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+@pytest.mark.parametrize("case", ["DiffLlamaForCausalLM", "HrmTextForCausalLM"])
+def test_kernels_equal_transformers(case: str, tmp_path: Path) -> None:
+    """A prompt in two steps, beside a decode row in the second one, and a step of decode rows."""
+    pytest.importorskip("triton")
+    reference = make_reference(case)
+    model = PagedModel(checkpoint(reference, case, tmp_path), "float32", kernels="triton")
+    first, other = PROMPTS[1], PROMPTS[0]
+    steps = (
+        {0: first[:20], 1: other[:4]}, {1: other[4:5], 0: first[20:40]}, {0: first[40:], 1: [9]},
+    )  # fmt: skip
+    results = [model.run(step) for step in steps]
+    for slot, tokens in ((0, first), (1, [*other, 9])):
+        got = torch.cat([result[slot] for result in results]).log_softmax(-1).cpu()
+        torch.testing.assert_close(got, score(reference, tokens), atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("case", "field", "value"),
+    [
+        ("DiffLlamaForCausalLM", "num_key_value_heads", 1),
+        ("HrmTextForCausalLM", "prefix_lm", True),
+        ("HrmTextForCausalLM", "attention_bias", True),
+        ("HrmTextForCausalLM", "L_cycles", 0),
+        ("OpenAIGPTLMHeadModel", "afn", "tanh"),
+    ],
+)
+def test_what_a_family_lacks_is_refused_by_name(
+    case: str, field: str, value: Any, tmp_path: Path
+) -> None:
+    folder = checkpoint(make_reference(case), case, tmp_path)
+    with pytest.raises(ConfigError, match=field) as caught:
+        PagedModel(folder, "float32", load_format="dummy", hf_overrides={field: value})
+    assert caught.value.param == field
 
 
 @pytest.mark.parametrize("case", ["GPT2LMHeadModel", "GPTNeoXForCausalLM", "ApertusForCausalLM"])

@@ -1,0 +1,82 @@
+"""The first GPT: GPT-2 with norms behind attention and MLP, of what they were added to."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from ...core.errors import ConfigError
+from ...core.loading.model_config import ModelConfig
+from ...core.nn.context import BuildContext, ForwardContext
+from ...core.nn.mlp import PlainMLP
+from ...core.nn.rotary import Rotary
+from ...core.protocols.attention import AttentionSpec
+from .decoder import MakeMLP, SelfAttention
+from .gpt2 import Gpt2Attention, Gpt2Decoder, GPT2LMHeadModel
+from .parts import LayerNormBlock
+
+ACTIVATIONS = {"gelu": "gelu_new", "relu": "relu", "silu": "silu", "swish": "silu"}
+"""`afn` → its usual name."""
+
+
+class GptAttention(Gpt2Attention):
+    def spec(self, hf: Any, layer: int) -> AttentionSpec:
+        return SelfAttention.spec(self, hf, layer)
+
+
+class GptBlock(LayerNormBlock):
+    """norm(hidden + f(hidden)), for attention and then for the MLP."""
+
+    def forward(
+        self, hidden: torch.Tensor, rotary: Rotary | None, context: ForwardContext
+    ) -> torch.Tensor:
+        """[num_tokens, hidden_size] → the same shape; `hidden` may be overwritten."""
+        hidden = self.input_layernorm(self.self_attn(hidden, None, rotary, context))
+        out: torch.Tensor = self.post_attention_layernorm(self.mlp(hidden, None))
+        return out
+
+
+class GptDecoder(Gpt2Decoder):
+    """There is no norm behind the last layer."""
+
+    block = GptBlock
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        build: BuildContext,
+        attention: type[SelfAttention],
+        mlp: MakeMLP,
+    ) -> None:
+        super().__init__(config, build, attention, mlp)
+        if build.ranks.pipeline.last:
+            self.norm = None
+
+
+NAMES = {
+    name: stored for name, stored in GPT2LMHeadModel.weight_map.names.items() if name != "norm"
+}  # fmt: skip
+
+
+class OpenAIGPTLMHeadModel(GPT2LMHeadModel):
+    tensor_parallel = True
+    attention: ClassVar[type[Gpt2Attention]] = GptAttention
+    decoder = GptDecoder
+    weight_map = replace(
+        GPT2LMHeadModel.weight_map,
+        prefixes={"transformer.": "model."} | {
+            f"{part}.": f"model.{part}." for part in ("tokens_embed", "positions_embed", "h")
+        },
+        names=NAMES | {"embed_tokens": "tokens_embed", "embed_positions": "positions_embed"},
+    )  # fmt: skip
+
+    @staticmethod
+    def mlp(config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:
+        """Create the MLP. Raises ConfigError for an activation that this family does not have."""
+        hf: Any = config.hf_config
+        if hf.afn not in ACTIVATIONS:
+            raise ConfigError(f"afn: {hf.afn!r} is not supported", param="afn")
+        return PlainMLP(hf.hidden_size, 4 * hf.hidden_size, ACTIVATIONS[hf.afn], build, field="afn")
