@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
+import numpy as np
 
 from ..step import StepPlan, StepResult, TokenLogprobs
 from .speculation.drafting import DraftCounts
@@ -26,8 +26,8 @@ class PromptScores:
     k: int
     spans: list[tuple[int, int]]
     """Row of the plan, and its number of positions."""
-    tables: Mapping[str, torch.Tensor]
-    """LOGPROB_FIELDS, and `targets` [N]: the tokens themselves."""
+    tables: Mapping[str, Any]
+    """Arrays or tensors: LOGPROB_FIELDS, and `targets` [N]: the tokens themselves."""
 
     def by_row(self) -> Iterator[tuple[int, list[TokenLogprobs]]]:
         """Yield each row of the plan with its positions. Call once the copies are done."""
@@ -49,7 +49,8 @@ class LaunchedStep:
     sample_rows: list[int]
     wanted_logprobs: dict[int, int]
     """Row of the plan → k."""
-    output: dict[str, torch.Tensor]
+    output: Mapping[str, np.ndarray]
+    """Copies on the host, once the step is done."""
     prompt_scores: list[PromptScores]
     event: Any
     launched: float
@@ -76,10 +77,11 @@ class LaunchedStep:
         return self._sampled()
 
     def _sampled(self) -> list[int]:
-        tokens: list[int] = self.output["chosen"].tolist()
-        if len(tokens) != len(self.sample_rows):
-            # A recorded step samples for all of its rows.
-            tokens = [tokens[row] for row in self.sample_rows]
+        chosen, rows = self.output["chosen"], self.sample_rows
+        if len(chosen) != len(rows):
+            # A recorded step samples for all of its rows, and has room for more.
+            chosen = chosen[: len(rows)] if rows[-1] == len(rows) - 1 else chosen[rows]
+        tokens: list[int] = chosen.tolist()
         return tokens
 
     def wait(self) -> StepResult:
@@ -95,26 +97,31 @@ class LaunchedStep:
         if self.drafted is not None:
             places, verified = self._kept(self.drafted)
             rows, chosen = [rows[at] for at in places], [chosen[at] for at in places]
-        for row, token in zip(rows, chosen, strict=True):
-            if token < 0 and row not in failed:
-                failed[row] = "no token can be chosen: NaN logits, or every token is masked"
-        counts, token_ids = [0] * len(self.plan.slots), chosen
-        for row in rows:
-            counts[row] += 1
+        if chosen and min(chosen) < 0:
+            for row, token in zip(rows, chosen, strict=True):
+                if token < 0 and row not in failed:
+                    failed[row] = "no token can be chosen: NaN logits, or every token is masked"
+        num_rows, token_ids = len(self.plan.slots), chosen
+        if self.drafted is None and len(rows) == num_rows:
+            counts = [1] * num_rows
+        else:
+            counts = np.bincount(np.asarray(rows, dtype=np.intp), minlength=num_rows).tolist()
         if failed:
             for row in failed:
                 counts[row] = 0
             sampled = zip(rows, chosen, strict=True)
             token_ids = [token for row, token in sampled if row not in failed]
         logprobs: dict[int, list[TokenLogprobs]] = {}
-        if self.wanted_logprobs:
-            tables = {name: self.output[name].tolist() for name in LOGPROB_FIELDS}
+        if wanted := self.wanted_logprobs:
+            scored = [number for number, row in enumerate(rows) if row in wanted and counts[row]]
             # A recorded step has results for all of its rows.
-            whole = len(tables["rank"]) != len(self.sample_rows)
-            for place, row, token in zip(places, rows, chosen, strict=True):
-                if (k := self.wanted_logprobs.get(row)) is not None and counts[row]:
-                    at = row if whole else place
-                    logprobs.setdefault(row, []).append(_position(tables, at, token, k))
+            whole = len(self.output["rank"]) != len(self.sample_rows)
+            at = [(rows if whole else places)[number] for number in scored]
+            tables = {name: self.output[name][at].tolist() for name in LOGPROB_FIELDS}
+            for index, number in enumerate(scored):
+                row = rows[number]
+                position = _position(tables, index, chosen[number], wanted[row])
+                logprobs.setdefault(row, []).append(position)
         prompts = dict(scored for scores in self.prompt_scores for scored in scores.by_row())
         return StepResult(
             step=self.plan.step,

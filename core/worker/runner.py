@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from .kv_cache.query_ring import QueryRing
 from .kv_cache.sources import Sources
 from .kv_cache.states import States
 from .launched_step import LOGPROB_FIELDS, LaunchedStep, PromptScores
+from .packing import to_host
 from .parts import PerSlot, update_parts
 from .pipeline_stage import PipelineStage
 from .sampling.logprobs import Logprobs
@@ -252,7 +254,8 @@ class ModelRunner:
         rows = list(range(len(rows_host)))
         positions = [row for row in rows for _ in range(graphs.width)]
         slots = [rows_host[row] for row in positions]
-        output, logprob_rows = self._recorded(graphs.outputs, len(positions), positions, slots)
+        outputs = graphs.outputs.first(len(positions))
+        output, logprob_rows = self._recorded(outputs, positions, slots)
         output["verdicts"] = graphs.verdicts[: len(rows)]
         drafted = DraftCounts(rows, [graphs.width - 1] * len(rows))
         return self._copy_back(plan, positions, logprob_rows, output, [], launched, drafted)
@@ -286,16 +289,16 @@ class ModelRunner:
         # Runs while the device computes.
         self._upload()
         scores = self.prompt_logprobs.score(rows, graphs.states)
-        sample_rows = [row for row, samples in enumerate(plan.samples) if samples]
+        sample_rows = list(compress(range(len(plan.samples)), plan.samples))
         if not sample_rows:
             return self._copy_back(plan, [], {}, {}, scores, launched)
-        rows_host = [plan.slots[row] for row in sample_rows]
+        rows_host = list(compress(plan.slots, plan.samples))
         ending = self._ending(rows_host)
         # Rows that do not sample are padding there.
         num_rows = sample_rows[-1] + 1
         graphs.finish(num_rows, ending)
         if ending is not Ending.LOGITS:
-            tensors, logprob_rows = self._recorded(graphs.outputs, num_rows, sample_rows, rows_host)
+            tensors, logprob_rows = self._recorded(graphs.outputs, sample_rows, rows_host)
             return self._copy_back(plan, sample_rows, logprob_rows, tensors, scores, launched)
         slots, lengths = graphs.sampling_inputs(num_rows)
         logits = graphs.logits[:num_rows]
@@ -319,7 +322,7 @@ class ModelRunner:
         if not self.samples:
             return self._send_states(plan, graphs.logits, launched)
         if ending is not Ending.LOGITS:
-            tensors, logprob_rows = self._recorded(graphs.outputs, len(rows), rows, rows_host)
+            tensors, logprob_rows = self._recorded(graphs.outputs, rows, rows_host)
             return self._copy_back(plan, rows, logprob_rows, tensors, [], launched)
         slots, lengths = graphs.sampling_inputs(len(rows))
         logits = graphs.logits[: len(rows)]
@@ -343,11 +346,11 @@ class ModelRunner:
         return Ending.FULL if self.sampler.recordable(rows_host) else Ending.LOGITS
 
     def _recorded(
-        self, outputs: SampleOutputs, num_rows: int, rows: list[int], rows_host: list[int]
+        self, out: SampleOutputs, rows: list[int], rows_host: list[int]
     ) -> tuple[dict[str, torch.Tensor], dict[int, int]]:
-        """Collect results of a recorded step of `num_rows` rows → tensors for the host; row →
-        logprobs."""
-        out, logprob_rows = outputs.first(num_rows), self._logprob_rows(rows, rows_host)
+        """Collect results of a recorded step → tensors for the host; row → logprobs. out: of its
+        rows, or of more."""
+        logprob_rows = self._logprob_rows(rows, rows_host)
         scored = _tensors(Logprobs(*out[1:])) if logprob_rows else {}
         return {"chosen": out.chosen, **scored}, logprob_rows
 
@@ -405,11 +408,8 @@ class ModelRunner:
         num_logprobs = self.sampling.num_logprobs
         if not num_logprobs:
             return {}
-        return {
-            row: num_logprobs[slot]
-            for row, slot in zip(rows, rows_host, strict=True)
-            if slot in num_logprobs
-        }
+        places = dict(zip(rows_host, rows, strict=True))
+        return {places[slot]: k for slot, k in num_logprobs.items() if slot in places}
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:
         """→ hidden states [num_tokens, hidden_size]"""
@@ -474,28 +474,17 @@ class ModelRunner:
             self.stage.send_tokens(output["chosen"], sample_rows)
         keep: list[Any] = [output, scores]
         event = None
+        # The next step overwrites these buffers.
+        copies = to_host(output)
         if self.device.type == "cuda":
-            output = {name: _to_host(tensor) for name, tensor in output.items()}
-            scores = [
-                replace(each, tables={name: _to_host(table) for name, table in each.tables.items()})
-                for each in scores
-            ]
+            scores = [replace(each, tables=to_host(each.tables)) for each in scores]
             event = torch.cuda.Event()
             event.record()
-        else:
-            # The next step overwrites these buffers.
-            output = {name: tensor.clone() for name, tensor in output.items()}
         return LaunchedStep(
-            plan, sample_rows, logprob_rows, output, scores, event, launched, keep,
+            plan, sample_rows, logprob_rows, copies, scores, event, launched, keep,
             drafted=drafted, proposal_rows=proposal_rows,
         )  # fmt: skip
 
 
 def _tensors(logprobs: Logprobs | None) -> dict[str, torch.Tensor]:
     return {} if logprobs is None else {name: getattr(logprobs, name) for name in LOGPROB_FIELDS}
-
-
-def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    host.copy_(tensor, non_blocking=True)
-    return host

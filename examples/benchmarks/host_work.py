@@ -14,7 +14,7 @@ Counts by thread and by function, over steps with nearly all slots in use:
     calls       of functions, in Python and built in, by who calls them
     bytecodes   of the interpreter
     operations  of torch, each of which lets go of the interpreter lock
-    numbers     that tensors and arrays of torch are made Python objects of
+    numbers     that become objects of Python, from arrays and tensors
 
 Counts do not depend on how busy the machine is. They vary a little with the mix of requests that
 the steps happen to have.
@@ -30,12 +30,11 @@ import functools
 import json
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -214,25 +213,21 @@ class TorchOperations(Counts):
 
 
 class Numbers(Counts):
-    """Numbers of `Tensor.tolist`."""
-
-    to_list = torch.Tensor.tolist
-    counts: ClassVar[dict[int, Numbers]] = {}
+    """Numbers of arrays and tensors that become objects of Python, by `tolist`."""
 
     def begin(self) -> None:
         """Begin to count."""
-        Numbers.counts[threading.get_ident()] = self
-        torch.Tensor.tolist = _counted_to_list  # type: ignore[method-assign]
+        sys.setprofile(self._count)
 
     def end(self) -> None:
         """Stop."""
-        torch.Tensor.tolist = Numbers.to_list  # type: ignore[method-assign]
+        sys.setprofile(None)
 
-
-def _counted_to_list(tensor: torch.Tensor) -> Any:
-    if (counts := Numbers.counts.get(threading.get_ident())) is not None:
-        counts.by_code[_own_code(sys._getframe(1))] += tensor.numel()
-    return Numbers.to_list(tensor)
+    def _count(self, frame: FrameType, event: str, argument: Any) -> None:
+        if event == "c_call" and argument.__name__ == "tolist":
+            owner = argument.__self__
+            size = owner.numel() if isinstance(owner, torch.Tensor) else owner.size
+            self.by_code[_own_code(frame)] += size
 
 
 def _own_code(frame: FrameType | None) -> CodeType:

@@ -282,14 +282,18 @@ class Sampler(PerSlot):
 
 
 def sample_outputs(num_rows: int, device: torch.device) -> SampleOutputs:
-    """Allocate result buffers for this many rows."""
-    ids, floats = torch.int32, torch.float32
+    """Allocate result buffers for this many rows: one after another in the same memory, so that one
+    copy brings all of them to the host (`packing.to_host`)."""
+    column = -(-num_rows // 4) * 4  # Each buffer begins at a multiple of 16 bytes.
+    table = column * MOST_TOP_TOKENS
+    memory = torch.zeros(3 * column + 2 * table, dtype=torch.int32, device=device)
+    chosen, rank, logprob, ids, logprobs = memory.split([column, column, column, table, table])
     return SampleOutputs(
-        chosen=torch.zeros(num_rows, dtype=ids, device=device),
-        top_ids=torch.zeros((num_rows, MOST_TOP_TOKENS), dtype=ids, device=device),
-        top_logprobs=torch.zeros((num_rows, MOST_TOP_TOKENS), dtype=floats, device=device),
-        logprob=torch.zeros(num_rows, dtype=floats, device=device),
-        rank=torch.zeros(num_rows, dtype=ids, device=device),
+        chosen=chosen[:num_rows],
+        top_ids=ids.view(-1, MOST_TOP_TOKENS)[:num_rows],
+        top_logprobs=logprobs.view(torch.float32).view(-1, MOST_TOP_TOKENS)[:num_rows],
+        logprob=logprob.view(torch.float32)[:num_rows],
+        rank=rank[:num_rows],
     )
 
 
