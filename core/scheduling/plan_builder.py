@@ -77,12 +77,12 @@ class PlanBuilder:
 
     def planned(self, *, with_ends: bool) -> PlannedStep:
         """Return what the result will be read by. with_ends: a KV connector needs them."""
-        columns = self.columns
-        if columns is not None and not self.prefills:
-            rows, epochs = columns.rows, columns.epochs
-        else:
-            rows = self.decodes + self.drafted + self.prefills
-            epochs = [r.epoch for r in rows]
+        columns, others = self.columns, self.drafted + self.prefills
+        rows = self.decodes
+        epochs = [r.epoch for r in rows] if columns is None else columns.epochs
+        if others:
+            rows = rows + others
+            epochs = epochs + [r.epoch for r in others]
         num_decodes = len(self.decodes) + len(self.drafted)
         first_positions = {
             num_decodes + i: request.num_computed_tokens - self.chunks[i]
@@ -107,14 +107,16 @@ class PlanBuilder:
         num_decodes = len(self.decodes)
         drafts = tuple(self.drafts)
         columns = self.columns
-        if columns is not None and not self.prefills:
+        if columns is not None:
             slots, num_tokens, samples = columns.slots, columns.counts, columns.samples
         else:
-            slots = tuple([r.slot for r in planned.rows])
-            num_tokens = (1,) * num_decodes + tuple([1 + n for n in drafts]) + tuple(self.chunks)
-            samples = (True,) * (num_decodes + len(drafts)) + tuple(
-                [r.num_pending_tokens > 0 for r in self.prefills]
-            )
+            slots = tuple([r.slot for r in self.decodes])
+            num_tokens, samples = (1,) * num_decodes, (True,) * num_decodes
+        if drafts or self.prefills:
+            slots += tuple([r.slot for r in planned.rows[num_decodes:]])
+            num_tokens += *(1 + n for n in drafts), *self.chunks
+            samples += (True,) * len(drafts)
+            samples += tuple([r.num_pending_tokens > 0 for r in self.prefills])
         return StepPlan(
             step=step,
             slots=slots,

@@ -333,10 +333,10 @@ class Scheduler:
 
     def in_process(self, plan: StepPlan) -> InProcess:
         """Return what goes to the executor beside a plan, right after `schedule` has made it."""
-        if not plan.starts:
+        starting = [start.slot for start in plan.starts if start.grammar is not None]
+        if not starting:
             return NOTHING_IN_PROCESS
         grammars = {r.slot: r.grammar for r in self._in_flight[plan.step].rows}
-        starting = (start.slot for start in plan.starts if start.grammar is not None)
         return InProcess({slot: g for slot in starting if (g := grammars[slot]) is not None})
 
     # ------------------------------------------------------------ results
@@ -353,7 +353,7 @@ class Scheduler:
         updates = self.take_failures()
         self._take_transfers(result, updates)
         logprobs, failed, first_positions = result.logprobs, result.failed, step.first_positions
-        transfers = self.transfers
+        transfers, drafts = self.transfers, self._drafts
         num_new = 0
         rows = zip(step.rows, step.epochs, result.rows(), strict=True)
         for row, (request, epoch, new) in enumerate(rows):
@@ -363,8 +363,8 @@ class Scheduler:
                 updates.append(self.requests.fail(request, failed[row]))
                 continue
             num_tokens = len(new)
-            if self._drafts is not None:
-                self._drafts.settle(request, row, plan, result, num_tokens)
+            if drafts is not None:
+                drafts.settle(request, row, plan, result, num_tokens)
             if transfers is not None:
                 transfers.offer_save(request, step.ends[row])
             if request.pooling is not None:
@@ -377,19 +377,23 @@ class Scheduler:
                 update.prompt_logprobs = request.new_prompt_logprobs(
                     first_positions[row], result.prompt_logprobs.get(row)
                 )
-            if new:
-                token_id = new[0] if len(new) == 1 else request.append_all_but_last(new)
-                request.output_token_ids.append(token_id)
-                # Cheap conditions first: few tokens can be the last.
+            if num_tokens:
                 outputs = request.output_token_ids
+                if num_tokens == 1:
+                    token_id = new[0]
+                    num_new += 1
+                else:
+                    token_id = request.append_all_but_last(new)
+                    num_new += len(new)
+                outputs.append(token_id)
+                # Cheap conditions first: few tokens can be the last.
                 if token_id in request.stop_ids or len(outputs) >= request.max_tokens:
                     stop = request.stop_on(token_id)
                     if stop is not None:
                         self.requests.end(request, *stop)
                         update.finished = True
-                if self._drafts is not None:
-                    self._drafts.count(row, result, min(num_tokens - 1, len(new)))
-                num_new += len(new)
+                if drafts is not None:
+                    drafts.count(row, result, min(num_tokens - 1, len(new)))
                 if logprobs and row in logprobs:
                     update.logprobs = logprobs[row][: len(new)]
             elif plan.samples[row]:

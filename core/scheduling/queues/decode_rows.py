@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from operator import attrgetter
 
 from ...request import Request
 from .queue import RequestQueue
+
+_slot, _epoch = attrgetter("slot"), attrgetter("epoch")
 
 
 def has_prompt_left(request: Request) -> bool:
@@ -157,8 +160,8 @@ class DecodeRows:
             count = len(rows)
             self._columns = DecodeColumns(
                 rows=rows,
-                slots=tuple([request.slot for request in rows]),
-                epochs=[request.epoch for request in rows],
+                slots=tuple(map(_slot, rows)),
+                epochs=list(map(_epoch, rows)),
                 counts=(1,) * count,
                 samples=(True,) * count,
             )
