@@ -52,9 +52,10 @@ class BlockPool:
 
     def allocate(self, count: int) -> list[int]:
         """Return `count` blocks, and remove their hashes. The caller has checked `num_free`."""
-        hashes, ref_counts, pop = self._hashes, self._ref_counts, self._free.popitem
-        blocks = [pop(last=False)[0] for _ in range(count)]
+        hashes, ref_counts, free = self._hashes, self._ref_counts, self._free
+        blocks = list(islice(free, count))
         for block_id in blocks:
+            del free[block_id]
             if hashes[block_id] is not None:
                 self.forget(block_id)
             ref_counts[block_id] = 1
@@ -69,15 +70,16 @@ class BlockPool:
 
     def release(self, block_ids: Sequence[int]) -> None:
         """Drop one reference of each block, last block first, so that tails are reused first."""
+        hashes, ref_counts, free = self._hashes, self._ref_counts, self._free
         for block_id in reversed(block_ids):
-            count = self._ref_counts[block_id] - 1
+            count = ref_counts[block_id] - 1
             if count < 0:
                 raise AssertionError(f"block {block_id} is freed twice")
-            self._ref_counts[block_id] = count
+            ref_counts[block_id] = count
             if count == 0:
-                self._free[block_id] = None
-                if self._hashes[block_id] is None:
-                    self._free.move_to_end(block_id, last=False)
+                free[block_id] = None
+                if hashes[block_id] is None:
+                    free.move_to_end(block_id, last=False)
 
     def lookup(self, block_hash: bytes) -> int | None:
         """Return the block with this content, free or held; None if there is none."""
@@ -85,8 +87,14 @@ class BlockPool:
 
     def register(self, block_id: int, block_hash: bytes) -> None:
         """Let hits find this block. If another block has this content, hits find that one."""
-        if self._cached.setdefault(block_hash, block_id) == block_id:
-            self._hashes[block_id] = block_hash
+        self.register_all((block_id,), (block_hash,))
+
+    def register_all(self, block_ids: Iterable[int], block_hashes: Iterable[bytes]) -> None:
+        """Do as `register` for each of these blocks but the null block."""
+        hashes, enter = self._hashes, self._cached.setdefault
+        for block_id, block_hash in zip(block_ids, block_hashes, strict=True):
+            if block_id != NULL_BLOCK and enter(block_hash, block_id) == block_id:
+                hashes[block_id] = block_hash
 
     def forget(self, block_id: int) -> None:
         """Remove this block from the prefix cache."""

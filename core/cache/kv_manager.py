@@ -332,12 +332,11 @@ class KVCacheManager:
         first = request.num_registered_blocks
         if num_full > first:
             self._hasher.extend(request, num_full)
-            hashes, register = request.block_hashes, self.pool.register
+            hashes = request.block_hashes[first:num_full]
             for number, table in enumerate(request.tables):
-                for i in range(first, num_full):
-                    # A block before a window may belong to another request by now.
-                    if (block_id := table[i]) != NULL_BLOCK:
-                        register(block_id, _key(hashes[i], number) if number else hashes[i])
+                keys = [_key(each, number) for each in hashes] if number else hashes
+                # A null block stands for one before a window, which was given back.
+                self.pool.register_all(table[first:num_full], keys)
             request.num_registered_blocks = num_full
 
     def snapshot(self, request: Request) -> int | None:

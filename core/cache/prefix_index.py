@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import secrets
+from array import array
 from hashlib import blake2b
-from struct import Struct
 
 from ..request import Request
 
@@ -26,7 +26,6 @@ class BlockHasher:
         self.block_size = block_size
         key = secrets.token_bytes(32) if key is None else key
         self._keyed = blake2b(key=key, digest_size=DIGEST_BYTES)
-        self._pack = Struct(f"{block_size}q").pack
 
     def extend(self, request: Request, num_blocks: int) -> None:
         """Grow `request.block_hashes` to `num_blocks`; all their tokens must be known."""
@@ -34,10 +33,11 @@ class BlockHasher:
         if len(hashes) >= num_blocks:
             return
         parent = hashes[-1] if hashes else self.root(request)
-        pack, keyed = self._pack, self._keyed
-        for start in range(len(hashes) * size, num_blocks * size, size):
+        tokens = request.known_tokens(len(hashes) * size, num_blocks * size)
+        keyed, data, width = self._keyed, array("q", tokens).tobytes(), 8 * size
+        for start in range(0, len(data), width):
             hasher = keyed.copy()
-            hasher.update(parent + pack(*request.known_tokens(start, start + size)))
+            hasher.update(parent + data[start : start + width])
             parent = hasher.digest()
             hashes.append(parent)
 
