@@ -74,7 +74,7 @@ class RequestTracker:
 
     def notify(self, state: State) -> None:
         """Wake the task that waits for a request's output, or schedule a call of its listener."""
-        if isinstance(state, PoolingState) or state.listener is None:
+        if state.listener is None:
             state.changed.set()
             return
         if not self._notified:
@@ -129,9 +129,10 @@ class OutputProcessor:
         now = time.monotonic()
         gaps: dict[float, int] = {}
         """Seconds between tokens → number of tokens: streams in step share one entry."""
+        owners, notify = self._owners, self.requests.notify
         for update in updates:
             request = update.request
-            owner = self._owners.get(request.request_id)
+            owner = owners.get(request.request_id)
             if owner is None:
                 continue
             state, index = owner
@@ -158,7 +159,7 @@ class OutputProcessor:
             if update.finished:
                 assert request.finish_reason is not None
                 completion.set_finished(request.finish_reason, request.stop_reason)
-            self.requests.notify(state)
+            notify(state)
             if completion.finish_reason is not None:
                 self._completion_ended(state, request.request_id)
         for gap, count in gaps.items():

@@ -167,6 +167,8 @@ class PoolingState:
 
     announced = True
     """Plugins in this process are notified of its end."""
+    listener = None
+    """A task waits for the result."""
 
     def __init__(self, text: str | None, request: Request) -> None:
         self.request_id = request.external_id

@@ -62,9 +62,9 @@ class Completion:
             if is_stop_token and not request.params.include_stop_str_in_output:
                 self.text.push_stop_token()
                 continue
-            match = self.text.push([token], len(self.token_ids))
-            if match is not None and not is_stop_token:
-                return match.stop
+            stop = self.text.push_token(token, len(self.token_ids))
+            if stop is not None and not is_stop_token:
+                return stop
         return None
 
     def apply_tokens(self, new_token_ids: Sequence[int]) -> str | None:
@@ -75,9 +75,9 @@ class Completion:
             return None
         for token in new_token_ids:
             token_ids.append(token)
-            match = text.push((token,), len(token_ids))
-            if match is not None:
-                return match.stop
+            stop = text.push_token(token, len(token_ids))
+            if stop is not None:
+                return stop
         return None
 
     def set_finished(self, reason: FinishReason, stop_reason: int | str | None) -> None:
@@ -141,6 +141,8 @@ class RequestState:
         self.prompt = prompt
         self.source = source
         self.params = params
+        self._delta = params.output_kind is OutputKind.DELTA
+        self._only_final = params.output_kind is OutputKind.FINAL_ONLY
         self.requests = requests
         self.tokenizer = tokenizer
         self.completions = [Completion(i, r, tokenizer) for i, r in enumerate(requests)]
@@ -187,7 +189,7 @@ class RequestState:
     @property
     def has_output(self) -> bool:
         """Whether `take_output` has something for the caller."""
-        if self.params.output_kind is OutputKind.FINAL_ONLY:
+        if self._only_final:
             return self.finished
         for completion in self.completions:
             if completion.has_new_output:
@@ -196,8 +198,7 @@ class RequestState:
 
     def take_output(self) -> RequestOutput:
         """Return the caller's next output, and count it as taken."""
-        delta = self.params.output_kind is OutputKind.DELTA
-        completions = self.completions
+        delta, completions = self._delta, self.completions
         if delta and len(completions) > 1:
             completions = [c for c in completions if c.has_new_output]
         return self._output([c.take_output(delta) for c in completions])
@@ -207,20 +208,25 @@ class RequestState:
         return self._output([c.peek_output() for c in self.completions])
 
     def _output(self, outputs: list[CompletionOutput]) -> RequestOutput:
+        request = self.requests[0]
+        num_ended = 0
+        for completion in self.completions:
+            num_ended += completion.finish_reason is not None
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
-            prompt_token_ids=self.requests[0].prompt_token_ids,
+            prompt_token_ids=request.prompt_token_ids,
             prompt_logprobs=self.prompt_logprobs,
             encoder_prompt=self.source,
-            encoder_prompt_token_ids=self.requests[0].source_token_ids or None,
+            encoder_prompt_token_ids=request.source_token_ids or None,
             outputs=outputs,
-            finished=self.finished,
-            num_cached_tokens=self.requests[0].num_cached_tokens,
+            finished=num_ended == len(self.completions),
+            num_cached_tokens=request.num_cached_tokens,
             timings=self.timings,
             error=self.error,
-            kv_transfer_params=self._kv_transfer_params(),
-            kv_compression=self._kv_compression(),
+            # Both are known of completions that have ended.
+            kv_transfer_params=self._kv_transfer_params() if num_ended else None,
+            kv_compression=self._kv_compression() if num_ended else None,
         )
 
     def _kv_compression(self) -> KVCompressionUsage | None:

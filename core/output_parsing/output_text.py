@@ -85,15 +85,22 @@ class OutputText:
             return None
         before = num_output_tokens - len(token_ids)
         for index, token in enumerate(token_ids):
-            delta = self._detokenizer.push((token,))
-            self._num_chars += len(delta)
-            self.token_ends.append(self._num_chars)
-            if self._automaton is None:
-                self._show(delta)
-                continue
-            stop = self._scan(delta, before + index + 1 > self._min_tokens)
+            stop = self.push_token(token, before + index + 1)
             if stop is not None:
                 return StopMatch(stop, index)
+        return None
+
+    def push_token(self, token_id: int, num_output_tokens: int) -> str | None:
+        """Do as `push`, with one token. Return the stop string that it completes."""
+        if self._detokenizer is None or self._ended:
+            return None
+        delta = self._detokenizer.push_token(token_id)
+        self._num_chars += len(delta)
+        self.token_ends.append(self._num_chars)
+        if self._automaton is not None:
+            return self._scan(delta, num_output_tokens > self._min_tokens)
+        if delta:
+            self._parts.append(delta)
         return None
 
     def push_stop_token(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
+from functools import partial
 
 from .tokenizer import Tokenizer, strip_spaces
 
@@ -43,12 +44,11 @@ class IncrementalDetokenizer:
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Return the text that these tokens complete; "" while a character is incomplete."""
-        hidden = self._hidden
-        if len(token_ids) == 1:
-            return "" if token_ids[0] in hidden else self._source.push(token_ids)
-        return self._source.push(
-            [id for id in token_ids if id not in hidden] if hidden else token_ids
-        )
+        return "".join(map(self.push_token, token_ids))
+
+    def push_token(self, token_id: int) -> str:
+        """Do as `push`, with one token."""
+        return "" if token_id in self._hidden else self._source.push_token(token_id)
 
     def finish(self) -> str:
         """Return what remains: an incomplete character, as U+FFFD."""
@@ -69,21 +69,21 @@ class _Bytes:
         self._between = self._is_between()
         """Whether a token of whole characters is its own text: no character is half here."""
 
-    def push(self, ids: Sequence[int]) -> str:
-        if self._between and len(ids) == 1:
-            whole = self._whole_text(ids[0])
+    def push_token(self, id: int) -> str:
+        if self._between:
+            whole = self._whole_text(id)
             if whole:
                 self._pushed = True
                 return whole
-        text = self._decode(ids)
+        text = self._decode(id)
         self._between = self._is_between()
         return text
 
     def _is_between(self) -> bool:
         return not self._strip and not self._decoder.getstate()[0]
 
-    def _decode(self, ids: Sequence[int]) -> str:
-        data = b"".join(map(self._token_bytes, ids))
+    def _decode(self, id: int) -> str:
+        data = self._token_bytes(id)
         self._pushed = self._pushed or bool(data)
         text = self._decoder.decode(data)
         if self._strip and text:
@@ -101,29 +101,27 @@ class _Neighbours:
     them."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: list[int], *, split_at_added: bool) -> None:
-        self._tokenizer = tokenizer
+        self._max_token_id = tokenizer.max_token_id
+        self._decode = partial(tokenizer.backend.decode, skip_special_tokens=False)
         self._added = tokenizer.added_tokens if split_at_added else {}
         self._context: list[int] = []
         for id in prompt:
             self._context = [] if id in self._added else [*self._context, id]
         self._pending: list[int] = []
 
-    def push(self, ids: Sequence[int]) -> str:
-        parts = []
-        for id in ids:
-            if not 0 <= id <= self._tokenizer.max_token_id:
-                continue
-            if id in self._added:
-                parts += [self.finish(), self._decode([id])]
-                self._context = []
-                continue
-            self._pending.append(id)
-            text = self._new_text()
-            if text.endswith("\ufffd") and len(self._pending) < _CONTEXT:
-                continue
-            parts.append(text)
-            self._accept()
-        return "".join(parts)
+    def push_token(self, id: int) -> str:
+        if not 0 <= id <= self._max_token_id:
+            return ""
+        if id in self._added:
+            text = self.finish() + self._decode([id])
+            self._context = []
+            return text
+        self._pending.append(id)
+        text = self._new_text()
+        if text.endswith("\ufffd") and len(self._pending) < _CONTEXT:
+            return ""
+        self._accept()
+        return text
 
     def finish(self) -> str:
         text = self._new_text() if self._pending else ""
@@ -136,6 +134,3 @@ class _Neighbours:
     def _accept(self) -> None:
         self._context = [*self._context, *self._pending][-_CONTEXT:]
         self._pending = []
-
-    def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.backend.decode(ids, skip_special_tokens=False)
