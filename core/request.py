@@ -307,7 +307,7 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
         return requests
 
 
-class Update(msgspec.Struct):
+class Update(msgspec.Struct, gc=False):
     """The effect of one step, or of a failure, on one request."""
 
     request: Request

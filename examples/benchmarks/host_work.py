@@ -27,6 +27,7 @@ import asyncio
 import collections
 import cProfile
 import functools
+import gc
 import json
 import sys
 import tempfile
@@ -425,10 +426,13 @@ async def count_work(skip: int, count: int, kind: type[Counts]) -> tuple[Steps, 
                 await asyncio.wait([clients, began], return_when="FIRST_COMPLETED")
                 await executor.on_threads(threads["launch"].begin, threads["completion"].begin)
                 steps.counts = True
+                collected = [each["collections"] for each in gc.get_stats()]
                 threads["loop"].begin()
                 await asyncio.wait([clients, ended], return_when="FIRST_COMPLETED")
                 threads["loop"].end()
                 steps.counts = False
+                for before, each in zip(collected, gc.get_stats(), strict=True):
+                    steps.totals["collections of garbage"] += each["collections"] - before
                 await executor.on_threads(threads["launch"].end, threads["completion"].end)
                 if clients.done():
                     raise SystemExit(f"the clients ended too early: {clients.result()}")
@@ -442,7 +446,7 @@ def report(steps: Steps, threads: dict[str, Counts], what: str, functions: int) 
     number = steps.totals["steps"]
     means = {name.replace("_", " "): total / number for name, total in steps.totals.items()}
     means.pop("steps")
-    print(f"{number} steps, with", ", ".join(f"{mean:.1f} {name}" for name, mean in means.items()))
+    print(f"{number} steps, with", ", ".join(f"{mean:.4g} {name}" for name, mean in means.items()))
     parts: collections.Counter[tuple[str, str]] = collections.Counter()
     each: collections.Counter[tuple[str, str, str]] = collections.Counter()
     for thread, counts in threads.items():
