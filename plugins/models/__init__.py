@@ -85,6 +85,7 @@ ARCHITECTURES = {
     "jetmoe": ("JetMoeForCausalLM",),
     "kimi_linear": ("BailingHybridForCausalLM", "KimiLinearForCausalLM"),
     "lfm2": ("Lfm2ForCausalLM", "Lfm2MoeForCausalLM"),
+    "lfm3": ("Lfm3ForCausalLM",),
     "llama": ("LlamaForCausalLM", "LlamaModel", "LlamaForSequenceClassification"),
     "longcat": ("LongcatFlashForCausalLM",),
     "longcat_ngram": ("LongcatFlashNgramForCausalLM",),

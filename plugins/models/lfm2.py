@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 from torch import nn
 
@@ -29,7 +30,7 @@ class Lfm2Attention(SelfAttention):
 
 
 class Lfm2Block(HybridBlock):
-    norms = ("operator_norm", "ffn_norm")
+    norms: ClassVar[tuple[str, ...]] = ("operator_norm", "ffn_norm")
     state_name = "conv"
 
     def make_mixer(self, config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:

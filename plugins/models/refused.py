@@ -11,7 +11,7 @@ SPARSE_ENCODER = "its encoder attends to windows or blocks of its input"
 IMAGES = "it takes images, sound or video beside text"
 REFUSED = {
     STATE: (
-        "Lfm3ForCausalLM", "RecurrentGemmaForCausalLM", "RwkvForCausalLM",
+        "RecurrentGemmaForCausalLM", "RwkvForCausalLM",
         "ZayaForCausalLM", "xLSTMForCausalLM",
     ),
     EXPERTS: (

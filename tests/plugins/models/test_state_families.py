@@ -54,6 +54,15 @@ DELTA = {
     "linear_key_head_dim": 12, "linear_value_head_dim": 10, "linear_num_key_heads": 2,
     "linear_num_value_heads": 4, "partial_rotary_factor": 0.5,
 }  # fmt: skip
+LFM3 = {
+    "layer_types": ["conv", "sliding_attention", "full_attention"], "sliding_window": 12,
+    "conv_L_cache": 7, "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        "full_attention": {
+            "rope_type": "proportional", "rope_theta": 500.0, "partial_rotary_factor": 0.5,
+        },
+    },
+}  # fmt: skip
 OLMO = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     "linear_num_key_heads": 4, "linear_num_value_heads": 4, "linear_key_head_dim": 12,
@@ -117,6 +126,11 @@ CASES: dict[str, dict[str, Any]] = {
         "layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1,
         "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
         "head_dim": LEFT_OUT, "routed_scaling_factor": 1.5,
+    },
+    "Lfm3ForCausalLM": LFM3,
+    "Lfm3ForCausalLM:plain": {
+        **LFM3, "use_sandwich_norm": False, "use_attention_gate": False, "attention_bias": True,
+        "conv_bias": True,
     },
     "Mamba2ForCausalLM": {**MAMBA2, "time_step_limit": (0.3, 2.0)},
     # All experts of a token: rounded to bfloat16, a near tie would choose others.
@@ -251,6 +265,7 @@ class Kernels:
         "Qwen3NextForCausalLM",
         "JambaForCausalLM",
         "FalconH1ForCausalLM:norm first",
+        "Lfm3ForCausalLM",
         "ZambaForCausalLM",
     ],
 )
@@ -470,3 +485,10 @@ async def test_kimi_linear_is_served_by_its_own_configuration(tmp_path: Path) ->
     with pytest.raises(ConfigError) as caught:
         PagedModel(folder, "float32")
     assert caught.value.param == "mla_use_nope"
+
+
+def test_lfm3_has_gates_or_biases(tmp_path: Path) -> None:
+    _, folder = reference_and_folder("Lfm3ForCausalLM", tmp_path)
+    with pytest.raises(ConfigError, match="use_attention_gate") as caught:
+        PagedModel(folder, "float32", hf_overrides={"attention_bias": True})
+    assert caught.value.param == "attention_bias"
