@@ -124,8 +124,8 @@ def models(table: Callable[[list[str], list[list[str]]], str]) -> str:
         f"{ABOUT}{table(COLUMNS, rows)}\n"
         f"{ON_MODULES}{table(['architecture', 'test'], modules)}\n"
         f"{PARTS}{table(['architecture', 'served as', 'test'], parts)}\n"
-        "## Not served\n\nOf what `transformers` lists as models that generate; the error says the "
-        f"same.\n\n{table(['architectures', 'reason'], refused)}"
+        "## Not served\n\nOf what `transformers` lists as models that generate, and other engines "
+        f"serve; the error says the same.\n\n{table(['architectures', 'reason'], refused)}"
     )
 
 

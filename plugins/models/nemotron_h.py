@@ -27,6 +27,7 @@ class NemotronHBlock(MixerBlock):
     def make_mixer(
         self, config: ModelConfig, layer: int, build: BuildContext, attention: type[SelfAttention]
     ) -> nn.Module:
+        config = self.own_config(config, layer)
         hf = config.hf_config
         kind = hf.layers_block_type[layer]
         if kind == "full_attention":
@@ -54,6 +55,11 @@ class NemotronHBlock(MixerBlock):
             sizes, build, eps=float(hf.layer_norm_epsilon), bias=hf.use_bias, out_bias=hf.use_bias,
             conv_bias=hf.use_conv_bias, dt_limit=(float(low), float(high)),
         )  # fmt: skip
+
+    @staticmethod
+    def own_config(config: ModelConfig, layer: int) -> ModelConfig:
+        """Return the configuration of a layer, where layers differ."""
+        return config
 
     def forward(
         self, hidden: torch.Tensor, rotary: Rotary | None, context: ForwardContext

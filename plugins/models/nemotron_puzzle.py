@@ -6,10 +6,7 @@ import copy
 import dataclasses
 from typing import Any
 
-from torch import nn
-
 from ...core.loading.model_config import ModelConfig
-from ...core.nn.context import BuildContext
 from .decoder import SelfAttention
 from .mixer import MixerDecoder
 from .nemotron_h import NemotronHBlock, NemotronHForCausalLM
@@ -23,15 +20,13 @@ class PuzzleAttention(SelfAttention):
 
 
 class PuzzleBlock(NemotronHBlock):
-    def make_mixer(
-        self, config: ModelConfig, layer: int, build: BuildContext, attention: type[SelfAttention]
-    ) -> nn.Module:
+    @staticmethod
+    def own_config(config: ModelConfig, layer: int) -> ModelConfig:
         """What `block_configs` says of the layer stands for what the whole configuration says."""
         hf = copy.copy(config.hf_config)
         for name, value in hf.block_configs[layer].items():
             setattr(hf, name, value)
-        own = dataclasses.replace(config, hf_config=hf)
-        return super().make_mixer(own, layer, build, attention)
+        return dataclasses.replace(config, hf_config=hf)
 
 
 class PuzzleDecoder(MixerDecoder):

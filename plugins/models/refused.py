@@ -62,7 +62,7 @@ REFUSED = {
         "Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM",
     ),
     "its scores have a learned bias by distance, and its keys a convolution": (
-        "Inkling2ForCausalLM", "InklingForCausalLM",
+        "Inkling2ForCausalLM", "InklingForCausalLM", "InklingForConditionalGeneration",
     ),
     "its attention reads keys that an index chooses, over several residual streams": (
         "DeepseekV4ForCausalLM", "Qwen4ExpForCausalLM",
@@ -75,6 +75,17 @@ REFUSED = {
     "the package jackfield-stablelm (examples/plugins/jackfield-stablelm) registers it": (
         "StableLmForCausalLM",
     ),
+    "its checkpoints have been published again under StableLmForCausalLM": (
+        "StableLMEpochForCausalLM",
+    ),
+    "its weights are in files that fairseq2 writes, which no loader reads": (
+        "Fairseq2LlamaForCausalLM",
+    ),
 }  # fmt: skip
 """Reason, as one clause → names. Others of transformers run on its modules
 (`plugins/models/fallback/`), if those find nothing against it."""
+ELSEWHERE = (
+    "Fairseq2LlamaForCausalLM", "InklingForConditionalGeneration", "StableLMEpochForCausalLM",
+)  # fmt: skip
+"""Those of them that other engines serve, and `transformers` does not list as models that
+generate."""

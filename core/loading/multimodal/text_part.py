@@ -21,6 +21,8 @@ OF_THE_WHOLE = ("quantization_config", "dtype", "torch_dtype")
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Fields that the outer configuration fills in."""
 PREFIXES = {
+    "model.language_model.model.": "model.",
+    "model.language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
     "model.text_model.": "model.",
     "language_model.": "",

@@ -96,6 +96,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         QWEN_VISION,
     ),
 }  # fmt: skip
+HYPERCLOVA = {
+    "HCXVisionForCausalLM": "language_model.", "HCXVisionV2ForCausalLM": "model.language_model.",
+}  # fmt: skip
+"""Architecture → what stands before the names of its text part."""
 PROMPT = [3 + 7 * i % 89 for i in range(20)]
 
 
@@ -125,6 +129,27 @@ def test_a_text_part_equals_the_whole_without_images(architecture: str, tmp_path
     torch.testing.assert_close(got.cpu(), want, atol=1e-3, rtol=0)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("architecture", HYPERCLOVA)
+def test_a_text_part_of_a_type_that_transformers_lacks(architecture: str, tmp_path: Path) -> None:
+    if not hasattr(transformers, "HyperCLOVAXForCausalLM"):
+        pytest.skip(f"transformers {transformers.__version__} has no HyperCLOVAXForCausalLM")
+    kind: Any = transformers.HyperCLOVAXForCausalLM
+    torch.manual_seed(5)
+    fields = TEXT | {"logits_scaling": 2.0, "use_post_norm": True, "tie_word_embeddings": False}
+    model = kind(kind.config_class(**fields)).float().eval()
+    prefix = HYPERCLOVA[architecture]
+    tensors = {f"{prefix}{name}": tensor.clone() for name, tensor in model.state_dict().items()}
+    tensors |= {"vision_model.x.weight": torch.ones(4), "model.mm_projector.bias": torch.ones(4)}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    inner = fields | {"architectures": ["HyperCLOVAXForCausalLM"], "model_type": "hyperclovax"}
+    config = {"model_type": "vlm", "text_config": inner, "vision_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": [architecture]}))
+    want = model(torch.tensor([PROMPT]), use_cache=False).logits[0]
+    got = PagedModel(tmp_path, "float32").run({0: PROMPT})[0]
+    torch.testing.assert_close(got.cpu(), want, atol=1e-3, rtol=0)
+
+
 def test_published_experts_of_qwen3_vl_are_stored_by_columns(tmp_path: Path) -> None:
     save("Qwen3VLMoeForConditionalGeneration", tmp_path)
     logits = PagedModel(tmp_path, "float32").run({0: PROMPT})[0]
@@ -141,6 +166,8 @@ def test_names_of_a_text_part() -> None:
         "model.language_model.layers.0.mlp.up_proj.weight": "model.layers.0.mlp.up_proj.weight",
         "language_model.model.norm.weight": "model.norm.weight",
         "language_model.lm_head.weight": "lm_head.weight",
+        "model.language_model.lm_head.weight": "lm_head.weight",
+        "model.language_model.model.norm.weight": "model.norm.weight",
         "model.layers.1.self_attn.q_proj.weight": "model.layers.1.self_attn.q_proj.weight",
         "model.visual.blocks.0.attn.qkv.weight": None,
         "multi_modal_projector.linear_1.weight": None,
