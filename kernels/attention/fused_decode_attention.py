@@ -17,13 +17,15 @@ import triton.language as tl
 
 from ..launch import launch
 from ..pdl import gdc_launch_dependents, gdc_wait, pdl_options
-from .paged_attention_decode import (
+from .decode_splits import (
     MIN_SPLIT_TILES,
     DecodeConfig,
+    _join,
     _split_tiles,
     decode_config,
     workspace_elements,
 )
+from .projected_heads import _half_heads, _head
 from .quantized_tiles import (
     Quantized,
     add_code_values,
@@ -46,89 +48,6 @@ JOIN_SPLITS = 8
 """Splits that are joined per iteration, at most."""
 JOIN_ELEMENTS = 1 << 14
 """Channels of their heads, at most: what registers hold."""
-
-
-@triton.jit
-def _head(
-    head_ptr,
-    weight_ptr,
-    eps,
-    cos,
-    sin,
-    mask,
-    NORM: tl.constexpr,
-    ROTARY_DIM: tl.constexpr,
-    NORM_LAST: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """Heads [n, BLOCK_D], normed and rotated, or with NORM_LAST the other way round, float32. `sin`
-    is negative in the first half of the channels that turn, and zero behind them.
-
-    Each channel is read together with its partner in the rotation.
-    """
-    dim = tl.arange(0, BLOCK_D)
-    ROTATE: tl.constexpr = ROTARY_DIM > 0
-    partner = dim
-    if ROTATE:
-        partner = (dim + ROTARY_DIM // 2) % ROTARY_DIM
-    x = tl.load(head_ptr + dim[None, :], mask=mask, other=0.0).to(tl.float32)
-    if ROTATE:
-        y = tl.load(head_ptr + partner[None, :], mask=mask, other=0.0).to(tl.float32)
-    if NORM and not NORM_LAST:
-        in_head = dim < HEAD_DIM
-        scale = tl.rsqrt(tl.sum(x * x, axis=1) / HEAD_DIM + eps)[:, None]
-        x *= scale * tl.load(weight_ptr + dim, mask=in_head, other=0.0)[None, :]
-        if ROTATE:
-            y *= scale * tl.load(weight_ptr + partner, mask=in_head, other=0.0)[None, :]
-    if ROTATE:
-        x = x * cos[None, :] + y * sin[None, :]
-    if NORM and NORM_LAST:
-        scale = tl.rsqrt(tl.sum(x * x, axis=1) / HEAD_DIM + eps)[:, None]
-        x *= scale * tl.load(weight_ptr + dim, mask=dim < HEAD_DIM, other=0.0)[None, :]
-    return x
-
-
-@triton.jit
-def _normed_halves(x, y, weight_ptr, eps, in_half, HALF: tl.constexpr, BLOCK_H: tl.constexpr):
-    """Both halves of heads, [n, BLOCK_H] each, by one norm. Zeros behind HALF."""
-    dim = tl.arange(0, BLOCK_H)
-    squares = tl.sum(x * x, axis=1) + tl.sum(y * y, axis=1)
-    scale = tl.rsqrt(squares / (2 * HALF) + eps)[:, None]
-    x *= scale * tl.load(weight_ptr + dim, mask=in_half, other=0.0)[None, :]
-    y *= scale * tl.load(weight_ptr + HALF + dim, mask=in_half, other=0.0)[None, :]
-    return x, y
-
-
-@triton.jit
-def _half_heads(
-    head_ptr,
-    weight_ptr,
-    eps,
-    cos,
-    sin,
-    mask,
-    NORM: tl.constexpr,
-    ROTARY_DIM: tl.constexpr,
-    NORM_LAST: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):
-    """As `_head` with all channels turned, in two halves [n, BLOCK_H]. `sin` is as it is."""
-    HALF: tl.constexpr = HEAD_DIM // 2
-    dim = tl.arange(0, BLOCK_H)
-    x = tl.load(head_ptr + dim[None, :], mask=mask, other=0.0).to(tl.float32)
-    y = tl.load(head_ptr + HALF + dim[None, :], mask=mask, other=0.0).to(tl.float32)
-    in_half = dim < HALF
-    if NORM and not NORM_LAST:
-        x, y = _normed_halves(x, y, weight_ptr, eps, in_half, HALF, BLOCK_H)
-    if ROTARY_DIM:
-        turned = x * cos[None, :] - y * sin[None, :]
-        y = y * cos[None, :] + x * sin[None, :]
-        x = turned
-    if NORM and NORM_LAST:
-        x, y = _normed_halves(x, y, weight_ptr, eps, in_half, HALF, BLOCK_H)
-    return x, y
 
 
 @triton.jit(do_not_specialize=["num_splits", "stride_table"])
@@ -431,56 +350,6 @@ def _fused_decode_kernel(
         BLOCK_D,
         dtype,
     )
-
-
-@triton.jit
-def _join(
-    out_ptr,
-    partial_ptr,
-    lse_ptr,
-    row,
-    kv_head,
-    active,
-    num_splits,
-    NUM_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    dtype: tl.constexpr,
-):
-    """Weight a group's splits by their part of the sum, BLOCK_S at a time."""
-    dim = tl.arange(0, BLOCK_D)
-    in_head = dim < HEAD_DIM
-    group = tl.arange(0, BLOCK_G)
-    splits = tl.arange(0, BLOCK_S)
-    in_group = group < GROUP
-    head = kv_head * GROUP + group
-    m = tl.full([BLOCK_G], -float("inf"), tl.float32)
-    total = tl.zeros([BLOCK_G], tl.float32)
-    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-    for start in range(0, active, BLOCK_S):
-        split = start + splits
-        live = in_group[:, None] & (split < active)[None, :]
-        at = (row * NUM_HEADS + head)[:, None] * num_splits + split[None, :]
-        lse = tl.load(lse_ptr + at, mask=live, other=-float("inf"), cache_modifier=".cg")
-        # Heads beyond the group have no splits.
-        m_new = tl.where(in_group, tl.maximum(m, tl.max(lse, axis=1)), 0.0)
-        weights = tl.exp2(lse - m_new[:, None])
-        decay = tl.exp2(m - m_new)
-        part = tl.load(
-            partial_ptr + at[:, :, None] * HEAD_DIM + dim[None, None, :],
-            mask=live[:, :, None] & in_head[None, None, :],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        total = total * decay + tl.sum(weights, axis=1)
-        acc = acc * decay[:, None] + tl.sum(part * weights[:, :, None], axis=1)
-        m = m_new
-    out = acc / tl.where(in_group, total, 1.0)[:, None]
-    target = out_ptr + head[:, None] * HEAD_DIM + dim[None, :]
-    tl.store(target, out.to(dtype), mask=in_group[:, None] & in_head[None, :])
 
 
 def fits_registers(group: int, head_dim: int, dtype: torch.dtype) -> bool:

@@ -12,14 +12,20 @@ Source: Dao et al., "Flash-Decoding for long-context inference", 2023.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 
 from ..launch import launch
 from ..pdl import gdc_launch_dependents, gdc_wait, pdl_options
+from .decode_splits import (
+    MIN_SPLIT_TILES,
+    DecodeConfig,
+    _join_kernel,
+    _split_tiles,
+    decode_config,
+    workspace_elements,
+)
 from .quantized_tiles import (
     Quantized,
     add_code_values,
@@ -31,31 +37,6 @@ from .quantized_tiles import (
     widen_floats,
     word_places,
 )
-
-MAX_SPLITS = 64
-MIN_SPLIT_TILES = 2
-"""Fewest tiles of keys per split: with fewer, joining costs more than splitting saves."""
-
-
-@triton.jit
-def _split_tiles(
-    seq_len,
-    num_splits,
-    BLOCK_N: tl.constexpr,
-    MIN_TILES: tl.constexpr,
-    WINDOW: tl.constexpr,
-):
-    """Return (first visible position, first tile, end tile, tiles per split) of a row.
-
-    Computed from the length on the device, so any number of splits is right for any length, and
-    a captured graph serves every length.
-    """
-    lower = 0
-    if WINDOW > 0:
-        lower = tl.maximum(seq_len - WINDOW, 0)
-    first = lower // BLOCK_N
-    end = tl.cdiv(seq_len, BLOCK_N)
-    return lower, first, end, tl.maximum(tl.cdiv(end - first, num_splits), MIN_TILES)
 
 
 @triton.jit(do_not_specialize=["num_splits", "stride_table"])
@@ -236,113 +217,6 @@ def _decode_kernel(
     if VALUE_BITS == 4:
         acc_high = (acc_high * factor).to(target.dtype.element_ty)
         tl.store(target + VALUE_WIDTH, acc_high, mask=mask_out)
-
-
-@triton.jit(do_not_specialize=["num_splits"])
-def _join_kernel(
-    out_ptr,
-    partial_ptr,
-    lse_ptr,
-    seq_lens_ptr,
-    query_start_ptr,
-    sinks_ptr,
-    num_splits,
-    stride_out_row,
-    stride_out_head,
-    NUM_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SINKS: tl.constexpr,
-    MIXED: tl.constexpr,
-    MIN_TILES: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """One program per (row, query head): weight its splits by their part of the sum."""
-    row = tl.program_id(0)
-    head = tl.program_id(1)
-    row64 = row.to(tl.int64)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    if MIXED:
-        if tl.load(query_start_ptr + row + 1) != row + 1:
-            return
-    seq_len = tl.load(seq_lens_ptr + row)
-    _, first, end, per_split = _split_tiles(seq_len, num_splits, BLOCK_N, MIN_TILES, WINDOW)
-    offs_s = tl.arange(0, BLOCK_S)
-    offs_d = tl.arange(0, BLOCK_D)
-    live = offs_s < tl.cdiv(end - first, per_split)
-    mask_d = offs_d < HEAD_DIM
-    at = (row64 * NUM_HEADS + head) * num_splits + offs_s
-    lse = tl.load(lse_ptr + at, mask=live, other=-float("inf"))
-    highest = tl.max(lse, axis=0)
-    if SINKS:
-        sink = tl.load(sinks_ptr + head).to(tl.float32) * 1.4426950408889634
-        highest = tl.maximum(highest, sink)
-    weights = tl.exp2(lse - tl.where(highest == -float("inf"), 0.0, highest))
-    partial = tl.load(
-        partial_ptr + at[:, None] * HEAD_DIM + offs_d[None, :],
-        mask=live[:, None] & mask_d[None, :],
-        other=0.0,
-    )
-    total = tl.sum(weights, axis=0)
-    if SINKS:
-        total += tl.exp2(sink - highest)
-    out = tl.sum(partial * weights[:, None], axis=0) / tl.where(total > 0.0, total, 1.0)
-    target = out_ptr + row64 * stride_out_row + head * stride_out_head + offs_d
-    tl.store(target, out.to(out_ptr.dtype.element_ty), mask=mask_d)
-
-
-class DecodeConfig(NamedTuple):
-    """Tiles of decode attention."""
-
-    block_n: int
-    """Keys at a time"""
-    num_warps: int
-    num_stages: int
-    """Tiles of keys in flight"""
-
-
-def decode_config(head_dim: int, dtype: torch.dtype, programs: int) -> DecodeConfig:
-    """Return the tiles for heads of `head_dim` channels; `programs`: rows times kv heads.
-
-    From sweeps on an H200: small tiles hide latency if programs are few; many programs hide it
-    themselves.
-    (Half of `num_stages` is spent on the block table, which is read before the keys.)
-    """
-    if dtype == torch.float32 and head_dim > 256:
-        return DecodeConfig(16, 8, 3)
-    if dtype == torch.float32 or head_dim > 128:
-        return DecodeConfig(32, 4, 3)
-    return DecodeConfig(32, 4, 5) if programs <= 128 else DecodeConfig(64, 4, 3)
-
-
-def choose_num_splits(
-    num_rows: int,
-    num_kv_heads: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    max_model_len: int,
-    num_sms: int,
-) -> int:
-    """Return the number of splits that gives each multiprocessor two programs, four for few rows.
-
-    Depends only on numbers that are constant in a graph, not on the step's lengths, so an eager
-    step and a captured one run the same kernels.
-    """
-    programs = num_rows * num_kv_heads
-    needed = triton.cdiv((4 if 4 * programs <= num_sms else 2) * num_sms, programs)
-    tile = decode_config(head_dim, dtype, programs).block_n
-    longest = triton.cdiv(max_model_len, tile * MIN_SPLIT_TILES)
-    return int(max(1, min(needed, longest, MAX_SPLITS)))
-
-
-def workspace_elements(num_rows: int, num_heads: int, head_dim: int, num_splits: int) -> int:
-    """Return the floats of `paged_attention_decode`'s workspace; 0 if it does not split."""
-    return num_rows * num_heads * num_splits * (head_dim + 1) if num_splits > 1 else 0
 
 
 def paged_attention_decode(

@@ -26,12 +26,9 @@ from ...core.nn.operations import Norm
 from ...core.protocols.attention import AttentionBackend, AttentionSpec
 
 try:
+    from ...kernels.attention.decode_splits import choose_num_splits, workspace_elements
     from ...kernels.attention.fused_decode_attention import fits_registers, fused_decode_attention
-    from ...kernels.attention.paged_attention_decode import (
-        choose_num_splits,
-        paged_attention_decode,
-        workspace_elements,
-    )
+    from ...kernels.attention.paged_attention_decode import paged_attention_decode
     from ...kernels.attention.paged_attention_prefill import paged_attention_prefill
 
     _MISSING = None

@@ -16,11 +16,11 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from jackfield.kernels import reference
+from jackfield.kernels.attention.decode_splits import workspace_elements
 from jackfield.kernels.attention.fused_decode_attention import (
     fits_registers,
     fused_decode_attention,
 )
-from jackfield.kernels.attention.paged_attention_decode import workspace_elements
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3.2e-2}

@@ -16,14 +16,12 @@ pytest.importorskip("triton")
 from jackfield.core.cache.formats import QUANTIZED_FORMATS
 from jackfield.core.nn.kv_cache.quantized_cache import QuantizedCache, dequantize, quantize
 from jackfield.kernels import reference
+from jackfield.kernels.attention.decode_splits import workspace_elements
 from jackfield.kernels.attention.fused_decode_attention import (
     fits_registers,
     fused_decode_attention,
 )
-from jackfield.kernels.attention.paged_attention_decode import (
-    paged_attention_decode,
-    workspace_elements,
-)
+from jackfield.kernels.attention.paged_attention_decode import paged_attention_decode
 from jackfield.kernels.attention.paged_attention_prefill import paged_attention_prefill
 from jackfield.kernels.attention.qk_norm_rope_cache import qk_norm_rope_cache
 

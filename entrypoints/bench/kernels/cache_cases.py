@@ -11,12 +11,9 @@ import torch
 
 from ....core.cache.formats import QUANTIZED_FORMATS
 from ....core.nn.kv_cache.quantized_cache import QuantizedCache
+from ....kernels.attention.decode_splits import choose_num_splits, workspace_elements
 from ....kernels.attention.fused_decode_attention import fused_decode_attention
-from ....kernels.attention.paged_attention_decode import (
-    choose_num_splits,
-    paged_attention_decode,
-    workspace_elements,
-)
+from ....kernels.attention.paged_attention_decode import paged_attention_decode
 from ....kernels.attention.paged_attention_prefill import paged_attention_prefill
 from ....kernels.attention.qk_norm_rope_cache import qk_norm_rope_cache
 from ....kernels.attention.quantized_tiles import Quantized

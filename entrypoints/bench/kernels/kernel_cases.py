@@ -16,12 +16,9 @@ import torch
 from ....core.worker.sampling.gumbel import seed_lanes
 from ....core.worker.sampling.sampling_columns import NUM_COLUMNS, Column
 from ....kernels.activations import gelu_mul, silu_mul
+from ....kernels.attention.decode_splits import choose_num_splits, workspace_elements
 from ....kernels.attention.fused_decode_attention import fused_decode_attention
-from ....kernels.attention.paged_attention_decode import (
-    choose_num_splits,
-    paged_attention_decode,
-    workspace_elements,
-)
+from ....kernels.attention.paged_attention_decode import paged_attention_decode
 from ....kernels.attention.paged_attention_prefill import paged_attention_prefill
 from ....kernels.attention.qk_norm_rope_cache import qk_norm_rope_cache
 from ....kernels.decode_inputs import decode_inputs

@@ -17,6 +17,7 @@ from jackfield.kernels import (
     step_inputs,
 )
 from jackfield.kernels.attention import (
+    decode_splits,
     fused_decode_attention,
     paged_attention_decode,
     paged_attention_prefill,
@@ -610,8 +611,8 @@ KERNELS = [
         4,
         FP8_CACHE,
     ),
-    (paged_attention_decode._join_kernel, {**COMMON, **DECODE, "PDL": True}, 4),
-    (paged_attention_decode._join_kernel, {**COMMON, **DECODE, **MORE, "PDL": True}, 4),
+    (decode_splits._join_kernel, {**COMMON, **DECODE, "PDL": True}, 4),
+    (decode_splits._join_kernel, {**COMMON, **DECODE, **MORE, "PDL": True}, 4),
     (
         paged_attention_prefill._prefill_kernel,
         {**COMMON, "GROUP": 4, "BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_D": 128},
@@ -627,7 +628,7 @@ KERNELS = [
         {**COMMON, **DECODE, "SPLIT": True, "MIXED": True, "PDL": True},
         4,
     ),
-    (paged_attention_decode._join_kernel, {**COMMON, **DECODE, "MIXED": True, "PDL": True}, 4),
+    (decode_splits._join_kernel, {**COMMON, **DECODE, "MIXED": True, "PDL": True}, 4),
     (
         paged_attention_prefill._prefill_kernel,
         {**COMMON, "GROUP": 4, "MIXED": True, "BLOCK_M": 256, "BLOCK_N": 64, "BLOCK_D": 128},

@@ -15,6 +15,7 @@ from triton.compiler import ASTSource
 from uniform_registers import unwritten_reads
 
 from jackfield.kernels.attention import (
+    decode_splits,
     fused_decode_attention,
     paged_attention_decode,
     paged_attention_prefill,
@@ -108,7 +109,7 @@ for name, (key_bits, value_bits, caches, most_spilled) in FORMATS.items():
         "BLOCK_K": key_width, "FP8": name == "fp8",
     }  # fmt: skip
     types = {"key_cache_ptr": caches[0], "value_cache_ptr": caches[1], **WORDS}
-    block_n, *launch = paged_attention_decode.decode_config(HEAD_DIM, torch.bfloat16, 2)
+    block_n, *launch = decode_splits.decode_config(HEAD_DIM, torch.bfloat16, 2)
     decode = {**constants, **DECODE, "BLOCK_N": block_n, "BLOCK_V": value_width}
     compile_kernel(paged_attention_decode._decode_kernel, decode, types, *launch, 0)
     compile_kernel(
@@ -126,5 +127,5 @@ for name, (key_bits, value_bits, caches, most_spilled) in FORMATS.items():
             paged_attention_prefill._prefill_kernel, prompt, types, config.num_warps,
             config.num_stages, most_spilled,
         )  # fmt: skip
-join = {**HEADS, **DECODE, "BLOCK_N": 32, "BLOCK_S": paged_attention_decode.MAX_SPLITS}
-compile_kernel(paged_attention_decode._join_kernel, join, {}, 8, 3, 0)
+join = {**HEADS, **DECODE, "BLOCK_N": 32, "BLOCK_S": decode_splits.MAX_SPLITS}
+compile_kernel(decode_splits._join_kernel, join, {}, 8, 3, 0)
