@@ -6,15 +6,11 @@ import json
 from typing import Any
 
 import pytest
-from tool_kit import BlockKit, Kit
+from tool_kit import ALL, NESTED, NESTED_JSON, PARIS, TRICKY, TRICKY_JSON, BlockKit, Kit
 
 from jackfield.core.output_parsing.output_parser import fold
 from jackfield.plugins.conformance.parsers import Sample, run, tool
 from jackfield.plugins.parsing.element_tree import MAX_DEPTH, arguments_of
-
-FERRY = tool("ferry", quay="string", seats={"type": "array"}, night="boolean")
-MOON = tool("moon", day="integer", phase={"type": ["string", "null"]})
-ALL = [FERRY, MOON, tool("now")]
 
 
 class TestSpark25(BlockKit):
@@ -304,3 +300,55 @@ class TestBeam(BlockKit):
         Sample(f" to=nope{call}<|call|>", tools=ALL),
         Sample(" to=x is a word", content=" to=x is a word"),
     ]  # fmt: skip
+
+
+class TestOpenAI(Kit):
+    name = "openai"
+    close = "<|call|>"
+    samples = [
+        Sample(
+            "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
+            '{"city": "Paris"}<|call|>',
+            calls=[("get_weather", PARIS)],
+        ),
+        Sample("<|channel|>commentary to=browser<|message|>Ignore this<|call|>"),
+        Sample(
+            '<|channel|>commentary to=browser<|message|>{"q": 1}<|call|>',
+            calls=[("browser", {"q": 1})],
+            tools=[tool("browser", q="integer")],
+        ),
+        Sample(
+            "<|channel|>commentary to=functions.f<|message|>not JSON<|call|><|start|>assistant"
+            "<|channel|>final<|message|>Hello.",
+            content="Hello.",
+            calls=[("f", "")],
+        ),
+        Sample(
+            "<|channel|>commentary<|message|>I check.<|end|><|start|>assistant<|channel|>final"
+            "<|message|>It is 4.<|return|>",
+            content="I check.\nIt is 4.",
+        ),
+        Sample(
+            "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
+            '{"city": "Paris"}',
+            calls=[("get_weather", PARIS)],
+        ),
+        Sample(
+            "<|channel|>commentary<|message|>I check.<|end|><|start|>assistant<|channel|>commentary"
+            f" to=functions.say <|constrain|>json<|message|>{TRICKY_JSON}<|call|>"
+            "<|start|>assistant to=functions.search<|channel|>commentary json<|message|>"
+            f"{NESTED_JSON}<|call|>",
+            content="I check.",
+            calls=[("say", TRICKY), ("search", NESTED)],
+        ),
+        Sample(
+            '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": "b',
+            calls=[("f", '{"a": "b')],
+        ),
+        Sample("Plain text, from the reasoning parser.", "Plain text, from the reasoning parser."),
+        Sample("<|channel|>final<|message|>Hello.", content="Hello."),
+        Sample(
+            "<|channel|>commentary to=functions.now <|constrain|>json<|message|><|call|>",
+            calls=[("now", {})],
+        ),
+    ]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from tool_kit import NESTED, NESTED_JSON, PARIS, TRICKY, TRICKY_JSON, Kit
 
-from jackfield.core.output_parsing.output_parser import fold
-from jackfield.plugins.conformance.parsers import Sample, run, tool
+from jackfield.plugins.conformance.parsers import Sample, tool
 
 FERRY = tool("ferry", quay="string", seats={"type": "array"}, night="boolean", row="integer")
 SCALAR = 'say "7", {b}: [\\]\n\u00e9\u4e2d\U0001f600'
@@ -180,79 +179,3 @@ class TestCohereCommand3(Kit):
 class TestCohereCommand4(TestCohereCommand3):
     name = "cohere_command4"
     examples = 5
-
-
-class TestLfm2(Kit):
-    name = "lfm2"
-    examples = 40
-    samples = [
-        Sample(
-            "Wait. <|tool_call_start|>[ferry(from='Saint-Malo', seats=02, night=true, "
-            'note="l\u00e9 \U0001f600", opts={"a": [null]}), now()]<|tool_call_end|>Done.',
-            content="Wait. Done.",
-            calls=[
-                (
-                    "ferry",
-                    {
-                        "from": "Saint-Malo",
-                        "seats": 2,
-                        "night": True,
-                        "note": "l\u00e9 \U0001f600",
-                        "opts": {"a": [None]},
-                    },
-                ),
-                ("now", {}),
-            ],
-        ),
-        Sample("<|tool_call_start|>[f(a='x", calls=[("f", '{"a": "x')]),
-        Sample(
-            "<|tool_call_start|>[f(a='it's late', b=[\"a \" b\", 'c'd'], c={'e'f': 1}, g='x' )]"
-            "<|tool_call_end|>",
-            calls=[
-                ("f", {"a": "it's late", "b": ['a " b', "c'd"], "c": {"e'f": 1}, "g": "x"}),
-            ],
-        ),
-        Sample(
-            "<|tool_call_start|>[now()]<|tool_call_end|>[now()]<|tool_call_end|> Done [1].",
-            content="Done [1].",
-            calls=[("now", {})],
-        ),
-        Sample(
-            "<|tool_call_start|>[now()]<|tool_call_end|>[1] and <b>",
-            content="[1] and <b>",
-            calls=[("now", {})],
-        ),
-        Sample(
-            '<|tool_call_start|>[{"name": "now", "arguments": {}}, {"name": "f", "arguments": '
-            '{"a": "\u00e9"}}]<|tool_call_end|>',
-            calls=[("now", {}), ("f", {"a": "\u00e9"})],
-        ),
-        Sample(
-            "<|tool_call_start|>[f(a='x)]<|tool_call_end|>Done.",
-            content="Done.",
-            calls=[("f", '{"a": "x)]')],
-        ),
-        Sample(
-            "<|tool_call_start|>[f(a='say <|tool_call_end|> so')]<|tool_call_end|>Done.",
-            content="Done.",
-            calls=[("f", {"a": "say <|tool_call_end|> so"})],
-        ),
-        Sample(
-            "<|tool_call_start|>[f(a=[1})]<|tool_call_end|>Done.",
-            content="Done.",
-            calls=[("f", '{"a": [1')],
-        ),
-        Sample("[now()] is Python.", content="[now()] is Python."),
-    ]
-
-    def test_a_call_that_breaks_off_shows_no_mark(self) -> None:
-        text = "<|tool_call_start|>[f(a='it's \\ \u00e9', b=[1, {'c': None}], d=-2)]"
-        whole = fold(run(self.make(), [text])).tool_calls[0].arguments
-        for end in range(text.index("a=") + 2, text.index(")]")):
-            for after in ("", "\nDone.", text):
-                message = fold(run(self.make(), [f"{text[:end]}<|tool_call_end|>{after}"]))
-                shown = (message.content or "") + message.tool_calls[0].arguments
-                assert not [mark for mark in self.marks() if mark in shown], (end, message)
-                assert whole.startswith(message.tool_calls[0].arguments[:-1]), (end, message)
-                assert message.content == ("Done." if after == "\nDone." else None), end
-                assert len(message.tool_calls) == (2 if after == text else 1), end

@@ -1,149 +1,12 @@
-"""Tool parsers of newer families with tags for arguments pass the kit."""
+"""Tool parsers of families that write a call's arguments in tags of their own pass the kit."""
 
 from __future__ import annotations
 
 import re
-from typing import Any
 
-from tool_kit import Kit
+from tool_kit import ALL, PARIS, WEATHER, Kit
 
 from jackfield.plugins.conformance.parsers import Sample, tool
-
-FERRY = tool("ferry", quay="string", seats={"type": "array"}, night="boolean")
-MOON = tool("moon", day="integer", phase={"type": ["string", "null"]})
-ALL = [FERRY, MOON, tool("now")]
-"""Tools of the samples below."""
-
-DSML = """\
-Looking.
-
-<tool_calls>
-<invoke name="ferry">
-<parameter name="quay" string="true">007 \u00e9\u4e2d\U0001f600
-"\\" <b></parameter>
-<parameter name="seats" string="false">[2, 3]</parameter>
-<parameter name="night" string="false">true</parameter>
-<parameter name="other" string="true">7</parameter>
-<parameter name="more" string="false">{"a": [null]}</parameter>
-<parameter name="odd" string="false">a "b</parameter>
-<parameter name="bare">8</parameter>
-</invoke>
-<invoke name="moon">
-<parameter name="day" string="true">3</parameter>
-</invoke>
-<invoke name="now">
-</invoke>
-</tool_calls>"""
-DSML_CALLS: list[tuple[str, Any]] = [
-    (
-        "ferry",
-        {
-            "quay": '007 \u00e9\u4e2d\U0001f600\n"\\" <b>',
-            "seats": [2, 3],
-            "night": True,
-            "other": "7",
-            "more": {"a": [None]},
-            "odd": 'a "b',
-            "bare": 8,
-        },
-    ),
-    ("moon", {"day": 3}),
-    ("now", {}),
-]
-
-
-class TestDeepSeekV4(Kit):
-    name = "deepseek_v4"
-    mark, calls = "｜DSML｜", "tool_calls"
-    examples = 25
-
-    @classmethod
-    def spelled(cls, text: str) -> str:
-        """The text in the family's own spelling."""
-        text = text.replace("tool_calls>", f"{cls.calls}>")
-        return re.sub(
-            r"(</?)(?=invoke|parameter|\W?tool|\W?calls|function_)", rf"\1{cls.mark}", text
-        )
-
-    @classmethod
-    def make_samples(cls) -> list[Sample]:
-        text = cls.spelled(DSML)
-        opened = text[: text.index("</")].replace("Looking.\n\n", "")
-        wrapped = '<tool_calls>\n<invoke name="moon">\n<parameter name="{}" string="{}">{}'
-        end = "</parameter>\n</invoke>\n</tool_calls>"
-        spelled = cls.spelled
-        return [
-            Sample(text, content="Looking.", calls=DSML_CALLS, tools=ALL),
-            Sample(f"{text}Never shown.", content="Looking.", calls=DSML_CALLS, tools=ALL),
-            Sample(
-                opened,
-                calls=[("ferry", '{"quay": "007 \u00e9\u4e2d\U0001f600\\n\\"\\\\\\" <b>')],
-                tools=ALL,
-            ),
-            Sample(
-                spelled(wrapped.format("arguments", "false", '{"day": 3}') + end),
-                calls=[("moon", {"day": 3})],
-                tools=ALL,
-            ),
-            Sample(
-                spelled(wrapped.format("input", "true", '{"day": 3, "phase": null}') + end),
-                calls=[("moon", {"day": 3, "phase": None})],
-                tools=ALL,
-            ),
-            Sample(
-                spelled(wrapped.format("arguments", "false", '{"nights": 3}') + end),
-                calls=[("moon", {"arguments": {"nights": 3}})],
-                tools=ALL,
-            ),
-            Sample(
-                spelled(wrapped.format("arguments", "true", '{"day": 3')),
-                calls=[("moon", '{"arguments": "{\\"day\\": 3')],
-                tools=ALL,
-            ),
-            Sample(
-                spelled(
-                    '<invoke name="moon"><parameter name="day" string="false">3'
-                    '<parameter name="phase" string="true">new</invoke>'
-                ),
-                calls=[("moon", {"day": 3, "phase": "new"})],
-                tools=ALL,
-            ),
-            Sample(spelled("a <b <tool_ <"), content=spelled("a <b <tool_ <")),
-            Sample(
-                spelled(wrapped.format("day", "false", "3\n") + "</tool_calls>Never shown."),
-                calls=[("moon", {"day": 3})],
-                tools=ALL,
-            ),
-        ]
-
-
-TestDeepSeekV4.samples = TestDeepSeekV4.make_samples()
-
-
-TestDeepSeekV4.samples += [
-    Sample(
-        'A.<｜DSML｜tool>\n<｜DSML｜invoke name="now">\n</｜DSML｜invoke>\n</｜DSML｜tool>'
-        "Never shown.",
-        content="A.",
-        calls=[("now", {})],
-    ),
-]
-
-
-class TestDeepSeekV32(TestDeepSeekV4):
-    name, calls, examples = "deepseek_v32", "function_calls", 5
-
-
-class TestDeepSeekV41(TestDeepSeekV4):
-    name, mark, calls, examples = "deepseek_v41", "｜DSML｜ ", "calls", 5
-
-
-class TestGigaChat35(TestDeepSeekV4):
-    name, mark, examples = "gigachat35", "｜GCML｜", 5
-
-
-for kit in (TestDeepSeekV32, TestDeepSeekV41, TestGigaChat35):
-    kit.samples = kit.make_samples()[:4]
 
 
 class TestPoolsideV1(Kit):
@@ -279,4 +142,252 @@ class TestKimiK3(Kit):
             calls=[("f", '{"a": "b')],
         ),
         Sample("<|open|>call f<|sep|>", content="<|open|>call f<|sep|>"),
+    ]
+
+
+QWEN_TOOLS = [
+    tool(
+        "write",
+        path="string",
+        content="string",
+        lines={"type": "array"},
+        options={"anyOf": [{"type": "object"}, {"type": "null"}]},
+        count="integer",
+        ratio="number",
+        force="boolean",
+        either={"type": ["integer", "string"]},
+        mode={"$ref": "#/$defs/Mode"},
+        scale={"type": "float"},
+    )
+]
+
+
+QWEN_TOOLS[0]["function"]["parameters"]["$defs"] = {"Mode": {"enum": [1, 2]}}
+
+
+class TestQwen3Coder(Kit):
+    name = "qwen3_coder"
+    samples = [
+        Sample(
+            "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n"
+            "</function>\n</tool_call>",
+            calls=[("get_weather", PARIS)],
+        ),
+        Sample(
+            "I write it.\n<tool_call>\n<function=write>\n<parameter=path>\na.py\n</parameter>\n"
+            '<parameter=content>\ndef f():\n    return {"a": "<b>"}\n\n</parameter>\n'
+            '<parameter=lines>\n[1, "x", null]\n</parameter>\n'
+            "<parameter=options>\n{'k': True}\n</parameter>\n"
+            "<parameter=count>\n3\n</parameter>\n<parameter=ratio>\n-0.5\n</parameter>\n"
+            "<parameter=force>\nTrue\n</parameter>\n<parameter=either>\n7\n</parameter>\n"
+            "<parameter=mode>\n2\n</parameter>\n<parameter=scale>\n2.5\n</parameter>\n<parameter=unknown>\n12\n</parameter>\n"
+            "</function>\n</tool_call>\n<tool_call>\n<function=write>\n"
+            "<parameter=options>\nnull\n</parameter>\n<parameter=count>\nmany\n</parameter>\n"
+            "<parameter=either>\nseven\n</parameter>\n</function>\n</tool_call>"
+            "<tool_call>\n<function=write>\n<parameter=content>\nnull\n</parameter>\n"
+            "<parameter=count>\nnull\n</parameter>\n<parameter=either>\nnull\n</parameter>\n"
+            "</function>\n</tool_call>",
+            content="I write it.",
+            tools=QWEN_TOOLS,
+            calls=[
+                (
+                    "write",
+                    {
+                        "path": "a.py",
+                        "content": 'def f():\n    return {"a": "<b>"}\n',
+                        "lines": [1, "x", None],
+                        "options": {"k": True},
+                        "count": 3,
+                        "ratio": -0.5,
+                        "force": True,
+                        "either": 7,
+                        "mode": 2,
+                        "scale": 2.5,
+                        "unknown": "12",
+                    },
+                ),
+                ("write", {"options": None, "count": "many", "either": "seven"}),
+                ("write", {"content": "null", "count": None, "either": "null"}),
+            ],
+        ),
+        Sample(
+            "<function=now>\n</function>\n</tool_call>",
+            calls=[("now", {})],
+        ),
+        Sample(
+            "<tool_call>\n<function=write>\n<parameter=path>\na.py\n<parameter=count>\n3\n"
+            "</function>\n</tool_call>",
+            tools=QWEN_TOOLS,
+            calls=[("write", {"path": "a.py", "count": 3})],
+        ),
+        Sample(
+            "<tool_call>\n<function=f>\n<parameter=a>\nx\n</parameter>\n"
+            f"{'This is no argument. ' * 9}</tool_call>\n<tool_call>\n<function=g>\n</function>\n"
+            "</tool_call>",
+            calls=[("f", {"a": "x"}), ("g", {})],
+        ),
+        Sample(
+            "<tool_call>\n<function=write>\n<parameter=content>\nprint('h",
+            tools=QWEN_TOOLS,
+            calls=[("write", '{"content": "print(\'h')],
+        ),
+        Sample("if a <function b", content="if a <function b"),
+    ]
+
+
+class TestQwen3Xml(TestQwen3Coder):
+    name = "qwen3_xml"
+    examples = 5
+
+
+class TestSeedOss(Kit):
+    name = "seed_oss"
+    samples = [
+        Sample(
+            "<seed:think>I may write <seed:tool_call>\n<function=no>\n</function>\n"
+            "</seed:tool_call>.</seed:think>Well.<seed:tool_call>\n<function=now>\n</function>\n"
+            "</seed:tool_call>",
+            content="<seed:think>I may write <seed:tool_call>\n<function=no>\n</function>\n"
+            "</seed:tool_call>.</seed:think>Well.",
+            calls=[("now", {})],
+        ),
+        Sample(
+            "<seed:tool_call>\n<function=get_weather>\n<parameter=city>Paris</parameter>\n"
+            "<parameter=days>2</parameter>\n</function>\n</seed:tool_call>",
+            tools=[WEATHER],
+            calls=[("get_weather", {"city": "Paris", "days": 2})],
+        ),
+    ]
+
+
+class TestGlm45(Kit):
+    name = "glm45"
+    samples = [
+        Sample(
+            "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n"
+            "<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>",
+            tools=[WEATHER],
+            calls=[("get_weather", {"city": "Paris", "days": 2})],
+        ),
+        Sample(
+            "\nI look.\n<tool_call>search\n<arg_key>filter</arg_key>\n"
+            '<arg_value>{"and": [1, "}"]}</arg_value>\n<arg_key>text</arg_key>\n'
+            '<arg_value>a "b" \\ c\n</arg_value>\n</tool_call>\n<tool_call>now\n</tool_call>',
+            content="\nI look.",
+            calls=[
+                ("search", {"filter": {"and": [1, "}"]}, "text": 'a "b" \\ c\n'}),
+                ("now", {}),
+            ],
+        ),
+        Sample(
+            "<tool_call>get_weather<arg_key>city</arg_key><arg_value>12345</arg_value></tool_call>",
+            tools=[WEATHER],
+            calls=[("get_weather", {"city": "12345"})],
+        ),
+        Sample(
+            "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>x</arg_value>\n<arg_key>b\n"
+            "<arg_value>y</arg_value>\n</tool_call>Done.",
+            content="Done.",
+            calls=[("f", {"a": "x", "b": "y"})],
+        ),
+        Sample(
+            "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>x\n<arg_key>b</arg_key>\n"
+            "<arg_value>y\n</tool_call>\n<tool_call>f\n<arg_key>a\n</tool_call>",
+            calls=[("f", {"a": "x", "b": "y"}), ("f", {})],
+        ),
+        Sample(
+            "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Par",
+            tools=[WEATHER],
+            calls=[("get_weather", '{"city": "Par')],
+        ),
+    ]
+
+
+class TestGlm47(TestGlm45):
+    name = "glm47"
+    samples = [
+        *TestGlm45.samples,
+        Sample(
+            "Well.<tool_call>get_weather<arg_key>city</arg_key><arg_value>Rome</arg_value>"
+            "</tool_call><tool_call>now</tool_call>",
+            tools=[WEATHER],
+            content="Well.",
+            calls=[("get_weather", {"city": "Rome"}), ("now", {})],
+        ),
+    ]
+
+
+class TestLing3(TestGlm47):
+    name = "ling3"
+    examples = 5
+
+
+class TestMiMo(Kit):
+    name = "mimo"
+    samples = [
+        Sample(
+            "<tool_call><function=log><parameter=text>  two\nlines\n</parameter>"
+            "<parameter=n>3</parameter></function></tool_call>Done.",
+            tools=[tool("log", text="string", n="integer")],
+            content="Done.",
+            calls=[("log", {"text": "  two\nlines\n", "n": 3})],
+        ),
+    ]
+
+
+class TestStep3p5(TestQwen3Coder):
+    name = "step3p5"
+    examples = 5
+
+
+class TestStep5(TestQwen3Coder):
+    name = "step5"
+    examples = 5
+
+
+class TestMiniMaxM2(Kit):
+    name = "minimax_m2"
+    samples = [
+        Sample(
+            '<minimax:tool_call>\n<invoke name="get_weather">\n'
+            '<parameter name="city">Paris</parameter>\n<parameter name="hourly">true</parameter>\n'
+            "</invoke>\n</minimax:tool_call>",
+            tools=[WEATHER],
+            calls=[("get_weather", {"city": "Paris", "hourly": True})],
+        ),
+        Sample(
+            'Both.\n<minimax:tool_call>\n<invoke name="search">\n'
+            '<parameter name="tags">["a", "b"]</parameter>\n</invoke>\n'
+            '<invoke name="now">\n</invoke>\n</minimax:tool_call>',
+            content="Both.",
+            tools=[tool("search", tags="array"), tool("now")],
+            calls=[("search", {"tags": ["a", "b"]}), ("now", {})],
+        ),
+        Sample(
+            '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Pa',
+            calls=[("get_weather", '{"city": "Pa')],
+        ),
+    ]
+
+
+class TestStep3(Kit):
+    name = "step3"
+    samples = [
+        Sample(
+            "<｜tool_calls_begin｜><｜tool_call_begin｜>function<｜tool_sep｜>"
+            '<steptml:invoke name="get_weather"><steptml:parameter name="city">Paris'
+            '</steptml:parameter><steptml:parameter name="days">2</steptml:parameter>'
+            "</steptml:invoke><｜tool_call_end｜><｜tool_calls_end｜>",
+            tools=[WEATHER],
+            calls=[("get_weather", {"city": "Paris", "days": 2})],
+        ),
+        Sample(
+            "Both.\n<｜tool_calls_begin｜><｜tool_call_begin｜>function<｜tool_sep｜>edit\n"
+            '<steptml:invoke name="edit"><steptml:parameter name="old">    if x:\n'
+            "</steptml:parameter></steptml:invoke><｜tool_call_end｜><｜tool_sep｜>"
+            '<｜tool_call_begin｜><steptml:invoke name="now"></steptml:invoke>'
+            "<｜tool_call_end｜><｜tool_calls_end｜>",
+            content="Both.",
+            calls=[("edit", {"old": "    if x:\n"}), ("now", {})],
+        ),
     ]

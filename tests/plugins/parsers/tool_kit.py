@@ -20,6 +20,10 @@ TRICKY_JSON = (
 )
 NESTED_JSON = '{"filter": {"and": [{"a": [1, [2, {}]]}, null, true]}, "empty": {}}'
 PARIS_JSON = '{"city": "Paris"}'
+FERRY = tool("ferry", quay="string", seats={"type": "array"}, night="boolean")
+MOON = tool("moon", day="integer", phase={"type": ["string", "null"]})
+ALL = [FERRY, MOON, tool("now")]
+"""Tools of several dialects' samples."""
 WEATHER = tool("get_weather", city="string", days="integer", hourly="boolean")
 
 
