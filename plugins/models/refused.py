@@ -68,6 +68,9 @@ REFUSED = {
         "DeepseekV4ForCausalLM", "Qwen4ExpForCausalLM",
     ),
     "its attention keeps only some of the keys, by a learned mask": ("DogeForCausalLM",),
+    "its attention reads learned keys and values before those of each text": (
+        "PanguProMoEV2ForCausalLM",
+    ),
     "it reads bytes, in patches of several": ("BltForCausalLM",),
     "it attends by hashes of tokens": ("ReformerModelWithLMHead",),
     "it predicts tokens in permuted orders": ("XLNetLMHeadModel",),
@@ -85,7 +88,8 @@ REFUSED = {
 """Reason, as one clause → names. Others of transformers run on its modules
 (`plugins/models/fallback/`), if those find nothing against it."""
 ELSEWHERE = (
-    "Fairseq2LlamaForCausalLM", "InklingForConditionalGeneration", "StableLMEpochForCausalLM",
+    "Fairseq2LlamaForCausalLM", "InklingForConditionalGeneration", "PanguProMoEV2ForCausalLM",
+    "StableLMEpochForCausalLM",
 )  # fmt: skip
 """Those of them that other engines serve, and `transformers` does not list as models that
 generate."""
