@@ -38,5 +38,7 @@ class NemotronHPuzzleForCausalLM(NemotronHForCausalLM):
     attention = PuzzleAttention
     decoder = PuzzleDecoder
     weight_map = dataclasses.replace(
-        NemotronHForCausalLM.weight_map, prefixes={"model.": "backbone."}
+        NemotronHForCausalLM.weight_map,
+        names={"model.embed_tokens": "model.embeddings", "model.norm": "model.norm_f"},
+        prefixes={"backbone.": "model."},
     )
