@@ -24,7 +24,7 @@ from ..registration.architecture import registered_name
 from ..registration.executor_choice import choose_executor
 from ..registration.plugin_options import typed_options
 from ..registry import Plugins
-from ..text.tokenizer import template_texts
+from ..text.tokenizer_files import template_texts
 
 logger = logging.getLogger("jackfield.engine")
 NAMED = {

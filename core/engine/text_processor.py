@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict, TypeVar, Unpack
 
 from ..config import EngineConfig
-from ..errors import InvalidRequest
+from ..errors import ConfigError, InvalidRequest, LoadError
 from ..inputs import ChatMessage
 from ..loading.model_config import ModelConfig, resolve_model_config
 from ..registry import Plugins
@@ -51,7 +51,10 @@ class TextProcessor:
         self._threads = TextThreads()
 
     def load(self, config: EngineConfig, model_config: ModelConfig) -> None:
-        """Load the tokenizer and chat template, unless the configuration skips them. Blocks."""
+        """Load the tokenizer and chat template, unless the configuration skips them. Blocks.
+
+        Raises LoadError about the checkpoint's, and ConfigError about the configuration's template.
+        """
         if config.skip_tokenizer_init:
             return
         self._control_tokens = config.assistant_control_tokens
@@ -61,7 +64,11 @@ class TextProcessor:
             chat_template=config.chat_template,
         )
         if self.tokenizer.chat_templates:
-            self._chat_template = self._template(self.tokenizer.chat_templates)
+            try:
+                self._chat_template = self._template(self.tokenizer.chat_templates)
+            except InvalidRequest as error:
+                kind = LoadError if config.chat_template is None else ConfigError
+                raise kind(str(error), param="chat_template") from None
             self.chat_template_variables = self._chat_template.variables
 
     def load_alone(self, config: EngineConfig, plugins: Plugins) -> None:

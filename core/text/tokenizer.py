@@ -19,6 +19,13 @@ from ..errors import InvalidRequest, LoadError
 from .control_tokens import ControlTokens
 from .token_bytes import BytePieces, byte_pieces
 from .token_limit import PIECE, TokenLimit, encode_text, encode_within
+from .tokenizer_files import (
+    add_from_config,
+    chat_templates,
+    read_json,
+    template_text,
+    token_strings,
+)
 
 _FILES = [
     "tokenizer*.json",
@@ -85,23 +92,25 @@ class Tokenizer:
         """Load the tokenizer of a checkpoint folder, or of a hub name.
 
         chat_template: Jinja text, or a file's path, instead of the checkpoint's own.
-        Raises LoadError when there is no tokenizer, or none with a fast implementation.
+        Raises LoadError when there is no tokenizer, or none with a fast implementation, and
+        ConfigError when `chat_template` is a path that cannot be read.
         """
         folder = Path(path)
         if not folder.is_dir():
             folder = _download(path, revision)
-        config = _read_json(folder / "tokenizer_config.json")
-        tokens = _token_strings(config, _read_json(folder / "special_tokens_map.json"))
-        templates = _chat_templates(folder, config)
-        if chat_template is not None:
-            templates = {"default": _template_text(chat_template)}
+        config = read_json(folder / "tokenizer_config.json")
+        tokens = token_strings(config, read_json(folder / "special_tokens_map.json"))
+        if chat_template is None:
+            templates = chat_templates(folder, config)
+        else:
+            templates = {"default": template_text(chat_template)}
         file = folder / "tokenizer.json"
         if file.is_file():
             try:
                 backend = Backend.from_file(str(file))
             except Exception as error:
                 raise LoadError(f"tokenizer: {file} cannot be read: {error}") from error
-            _add_from_config(backend, config, tokens)
+            add_from_config(backend, config, tokens)
         else:
             backend, found_tokens = _from_transformers(folder)
             tokens = {**found_tokens, **tokens}
@@ -371,16 +380,6 @@ def _download(name: str, revision: str | None) -> Path:
         raise LoadError(f"tokenizer: {name!r} is no folder, and no hub name: {error}") from error
 
 
-def _read_json(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise LoadError(f"tokenizer: {file} is not JSON: {error}") from error
-    return value if isinstance(value, dict) else {}
-
-
 def _kept(lengths: list[int], room: int) -> list[int]:
     """Return how much of one text or two fits together: the longer one is truncated first."""
     if sum(lengths) <= room:
@@ -393,72 +392,13 @@ def _kept(lengths: list[int], room: int) -> list[int]:
     return kept
 
 
-def _token_strings(*files: dict[str, Any]) -> dict[str, str]:
-    """Read bos_token, eos_token …, each a string or {"content": …}; earlier files take
-    precedence."""
-    tokens: dict[str, str] = {}
-    for file in files:
-        for key, value in file.items():
-            if isinstance(value, dict):
-                value = value.get("content")
-            if key.endswith("_token") and isinstance(value, str):
-                tokens.setdefault(key, value)
-    return tokens
-
-
-def template_texts(folder: Path, given: str | None) -> str:
-    """Return the chat templates of a checkpoint's folder, one after the other, or the one that is
-    given instead, as text or as a path. Raises LoadError."""
-    if given is not None:
-        return _template_text(given)
-    return "\n".join(_chat_templates(folder, _read_json(folder / "tokenizer_config.json")).values())
-
-
-def _chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
-    templates: dict[str, str] = {}
-    for source in (config, _read_json(folder / "chat_template.json")):
-        template = source.get("chat_template")
-        if isinstance(template, str):
-            templates["default"] = template
-        elif isinstance(template, list):
-            templates.update({entry["name"]: entry["template"] for entry in template})
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        templates["default"] = file.read_text(encoding="utf-8")
-    for file in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-        templates[file.stem] = file.read_text(encoding="utf-8")
-    return templates
-
-
-def _template_text(template: str) -> str:
-    """Read a template from text, or from a path."""
-    if "{" not in template and "\n" not in template:
-        file = Path(template)
-        if not file.is_file():
-            raise LoadError(f"chat_template: {template!r} is no file, and no Jinja text")
-        return file.read_text(encoding="utf-8")
-    return template
-
-
-def _add_from_config(backend: Backend, config: dict[str, Any], tokens: dict[str, str]) -> None:
-    """Add tokens that tokenizer_config.json declares special and tokenizer.json does not."""
-    declared = config.get("added_tokens_decoder")
-    existing = backend.get_added_tokens_decoder()
-    special = [AddedToken(t, special=True, normalized=False) for t in tokens.values()]
-    for id, entry in (declared if isinstance(declared, dict) else {}).items():
-        if not isinstance(entry, dict) or "content" not in entry or int(id) in existing:
-            continue
-        flags = {
-            k: bool(entry[k])
-            for k in ("lstrip", "rstrip", "normalized", "single_word", "special")
-            if k in entry
-        }
-        if backend.token_to_id(entry["content"]) in (None, int(id)):
-            backend.add_tokens([AddedToken(entry["content"], **flags)])
-    contents = {t.content for t in existing.values()}
-    missing = [t for t in special if t.content not in contents and backend.token_to_id(t.content)]
-    if missing:
-        backend.add_special_tokens(missing)
+def _has_vocabulary(backend: Backend) -> bool:
+    """Return whether a tokenizer has tokens of text. Where a folder has no vocabulary, transformers
+    creates a tokenizer of special tokens and marks of spaces, which encodes every text to nothing.
+    """
+    added = {token.content for token in backend.get_added_tokens_decoder().values()}
+    vocabulary = backend.get_vocab(with_added_tokens=False)
+    return any(token.strip("▁Ġ ") for token in vocabulary if token not in added)
 
 
 def _from_transformers(folder: Path) -> tuple[Backend, dict[str, str]]:
@@ -473,6 +413,11 @@ def _from_transformers(folder: Path) -> tuple[Backend, dict[str, str]]:
         raise LoadError(
             f"tokenizer: {type(tokenizer).__name__} in {folder} has no fast implementation; save "
             "one with `tokenizer.json` beside it"
+        )
+    if not _has_vocabulary(backend):
+        raise LoadError(
+            f"tokenizer: {folder} has no file with a vocabulary, such as tokenizer.json or "
+            "tokenizer.model; copy one there, or name the tokenizer with --tokenizer"
         )
     special_tokens = {
         key: str(value)

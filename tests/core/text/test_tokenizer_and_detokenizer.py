@@ -13,7 +13,10 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
-from jackfield.core.errors import InvalidRequest, LoadError
+from jackfield.core.config import EngineConfig
+from jackfield.core.engine.text_processor import TextProcessor
+from jackfield.core.errors import ConfigError, InvalidRequest, LoadError
+from jackfield.core.loading.model_config import resolve_model_config
 from jackfield.core.text.detokenizer import IncrementalDetokenizer
 from jackfield.core.text.tokenizer import Tokenizer
 from jackfield.plugins.conformance.clock import growth
@@ -245,8 +248,58 @@ def test_loading_reads_tokens_and_templates(tmp_path: Path) -> None:
     input_path.write_text("{{ mine }}")
     assert Tokenizer.load(path, chat_template=str(input_path)).chat_template == "{{ mine }}"
     assert Tokenizer.load(path, chat_template="{{ x }}").chat_templates == {"default": "{{ x }}"}
-    with pytest.raises(LoadError, match="no file"):
-        Tokenizer.load(path, chat_template="nowhere.jinja")
+
+
+@pytest.mark.parametrize("content", [None, b"\xff\xfe{{ x }}"])
+def test_a_template_option_that_cannot_be_read_is_a_wrong_configuration(
+    tmp_path: Path, content: bytes | None
+) -> None:
+    file = tmp_path / "mine.jinja"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(ConfigError, match="chat_template: ") as caught:
+        Tokenizer.load(save(tmp_path, byte_level()), chat_template=str(file))
+    assert caught.value.param == "chat_template"
+
+
+def test_a_template_option_that_is_no_jinja_is_a_wrong_configuration(tmp_path: Path) -> None:
+    texts, model = TextProcessor(), resolve_model_config(EngineConfig())
+    with pytest.raises(ConfigError, match="chat_template: line 1"):
+        texts.load(EngineConfig(chat_template="{{ oops"), model)
+    path = save(tmp_path, byte_level(), chat_template="{{ oops")
+    with pytest.raises(LoadError, match="chat_template: line 1"):
+        texts.load(EngineConfig(tokenizer=path), model)
+    texts.close()
+
+
+@pytest.mark.parametrize(
+    "file, content",
+    [
+        ("chat_template.jinja", b"\xff\xfe"),
+        ("additional_chat_templates/rag.jinja", b"\xff\xfe"),
+        ("chat_template.json", b'{"chat_template": ["a"]}'),
+        ("chat_template.json", b'{"chat_template": [{"template": "a"}]}'),
+        ("chat_template.json", b'{"chat_template": [{"name": 3, "template": 4}]}'),
+        ("chat_template.json", b"\xff"),
+        ("tokenizer_config.json", b'{"chat_template": [["default", "a"]]}'),
+        ("tokenizer_config.json", b"[" * 100_000),
+    ],
+)
+def test_damaged_templates_and_settings_are_refused_by_their_files_names(
+    tmp_path: Path, file: str, content: bytes
+) -> None:
+    path = save(tmp_path, byte_level())
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_bytes(content)
+    with pytest.raises(LoadError, match=file):
+        Tokenizer.load(path)
+
+
+def test_declared_tokens_that_are_none_are_left_out(tmp_path: Path) -> None:
+    declared = {"x": {"content": "<a>"}, "900": {"content": 5}, "901": {"content": "<b>"}}
+    tokenizer = Tokenizer.load(save(tmp_path, byte_level(), added_tokens_decoder=declared))
+    assert [token.content for token in tokenizer.added_tokens.values()][-1] == "<b>"
+    assert len(tokenizer.encode("<a>")) > 1 == len(tokenizer.encode("<b>"))
 
 
 def test_loading_agrees_with_transformers(tmp_path: Path) -> None:
@@ -270,6 +323,13 @@ def test_loading_agrees_with_transformers(tmp_path: Path) -> None:
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(LoadError, match="tokenizer"):
+        Tokenizer.load(str(tmp_path))
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "gpt2", "gemma2", "t5", "mbart"])
+def test_a_folder_without_a_vocabulary_is_refused(tmp_path: Path, model_type: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    with pytest.raises(LoadError, match="no file with a vocabulary"):
         Tokenizer.load(str(tmp_path))
 
 
