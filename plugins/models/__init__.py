@@ -143,6 +143,7 @@ ARCHITECTURES = {
     "xglm": ("XGLMForCausalLM",),
     "zamba": ("ZambaForCausalLM",),
     "zamba2": ("Zamba2ForCausalLM",),
+    "zaya": ("ZayaForCausalLM",),
 }  # fmt: skip
 """Module → its architectures, by class name."""
 LLAMA = (

@@ -12,7 +12,7 @@ IMAGES = "it takes images, sound or video beside text"
 REFUSED = {
     STATE: (
         "RecurrentGemmaForCausalLM", "RwkvForCausalLM",
-        "ZayaForCausalLM", "xLSTMForCausalLM",
+        "xLSTMForCausalLM",
     ),
     EXPERTS: (
         "NllbMoeForConditionalGeneration", "SwitchTransformersForConditionalGeneration",
