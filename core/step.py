@@ -214,7 +214,8 @@ class KVReport(msgspec.Struct, frozen=True):
     finished: tuple[int, ...] = ()
     """Transfers that have succeeded: their blocks are not read or written any more."""
     failed: dict[int, tuple[int, ...]] = {}
-    """Transfers that have failed → the block ids that were not filled (of a load)."""
+    """Transfers that have failed → the block ids that were not filled, of a load, or not stored, of
+    a save (none given: none was)."""
     payload: Any = None
     """Data of the connector's own for its scheduler half, of its `payload_type`; in a `StepResult`,
     that encoded: bytes."""

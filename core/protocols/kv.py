@@ -96,9 +96,12 @@ class KVConnectorScheduler(Protocol):
     def start_save(
         self, transfer: int, request: Request, keys: Sequence[bytes], block_ids: Sequence[int]
     ) -> Sequence[int]:
-        """Offer full blocks that steps have computed and whose content is final: → those of
-        `block_ids` that this connector will read, which the engine then holds; empty: none, no
-        transfer.
+        """Offer full blocks whose content is final: → those of `block_ids` that this connector will
+        read, which the engine then holds; empty: none, no transfer.
+
+        They are those that steps have computed for a request, and those that it found in the
+        engine's prefix cache from the first one on that was never saved or loaded: it was not
+        offered before, or not read, or its save has failed. The connector may have some of them.
         """
 
     def request_finished(

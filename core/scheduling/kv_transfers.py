@@ -66,6 +66,8 @@ class KVTransfers:
         self._unoffered: dict[str, tuple[int, list[int]]] = {}
         """Compacted request → blocks of its prompt that steps in flight fill, one reference each,
         and the column of the first."""
+        self._stored: dict[int, bytes] = {}
+        """Block → key of the content that the connector has of it, or is saving."""
         self._unsent: set[int] = set()
         """Transfers of `_held` that the worker half does not know of yet."""
         self._failure_seen = False
@@ -128,6 +130,20 @@ class KVTransfers:
 
     # ------------------------------------------------------------ saves
 
+    def num_stored(self, request: Request, num_hits: int) -> int:
+        """Return how many leading ones of a request's `num_hits` cached blocks need not be offered.
+
+        The connector may lack a block that is in the cache: its request was aborted before the
+        step's result arrived, or its save was declined or has failed. While it lacks one, it finds
+        none of those that follow.
+        """
+        if self._saving:
+            known = zip(request.block_ids[:num_hits], request.block_hashes, strict=False)
+            for number, (block_id, key) in enumerate(known):
+                if self._stored.get(block_id) != key:
+                    return number
+        return num_hits
+
     def offer_save(self, request: Request, num_computed: int) -> None:
         """Offer the connector the full blocks that are new among the first `num_computed` tokens,
         whose results have arrived."""
@@ -153,6 +169,10 @@ class KVTransfers:
         saved = self.connector.start_save(transfer, request, keys, blocks)
         if saved:
             self._hold(transfer, list(saved))
+            kept = set(saved)
+            self._stored.update(
+                (block, key) for block, key in zip(blocks, keys, strict=True) if block in kept
+            )
 
     def hold_prompt(self, request: Request) -> None:
         """Hold the full blocks of a request's prompt that were not offered yet, as its cache is
@@ -273,6 +293,9 @@ class KVTransfers:
                 complete = self._loaded(load, failed)
                 if load.request.status is Status.LOADING:
                     ended.append((load.request, complete))
+            elif transfer in report.failed:
+                for block_id in failed or block_ids:
+                    self._stored.pop(block_id, None)
             self.kv.pool.release(block_ids)
         self.connector.update(report)
         return ended
@@ -286,6 +309,7 @@ class KVTransfers:
             if block_id in unfilled:
                 break
             self.kv.pool.register(block_id, key)
+            self._stored[block_id] = key
             num_filled += 1
         load.request.num_loaded_tokens = num_filled * self.kv.block_size
         self.counts["external_prefix_cache_hits"] += num_filled * self.kv.block_size

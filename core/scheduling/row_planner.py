@@ -268,7 +268,8 @@ class RowPlanner:
             granted = allowance.take(request)
             builder.table_writes += granted.table_writes
             builder.encode += granted.encode
-        request.num_offered_blocks = hits.num_blocks
+        if self._transfers is not None:
+            request.num_offered_blocks = self._transfers.num_stored(request, hits.num_blocks)
         if request.first_scheduled is None:
             request.first_scheduled = time.monotonic()
             request.num_cached_tokens = request.num_computed_tokens

@@ -224,9 +224,10 @@ class CpuOffloadWorker(ThreadedWorker):
         copier.write(job.block_ids[:count], self._pool, job.places, after)
         return job.block_ids[count:]
 
-    def save(self, job: Job, copier: BlockCopier) -> None:
+    def save(self, job: Job, copier: BlockCopier) -> Sequence[int]:
         """Save all blocks."""
         copier.read(job.block_ids, self._pool, job.places)
+        return ()
 
     def finish(self) -> None:
         """Release the host memory."""

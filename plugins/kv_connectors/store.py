@@ -265,10 +265,10 @@ class StoreWorker(ThreadedWorker):
         except Exception as error:
             self._health.failed("remove a block", error)
 
-    def save(self, job: Job, copier: BlockCopier) -> None:
-        """Save the blocks that are not stored yet."""
+    def save(self, job: Job, copier: BlockCopier) -> Sequence[int]:
+        """Save the blocks that are not stored yet; none while the store is left alone."""
         if self._health.paused:
-            return
+            return job.block_ids
         try:
             missing = [
                 (block_id, key)
@@ -276,7 +276,7 @@ class StoreWorker(ThreadedWorker):
                 if not self._store.count_present([key])
             ]
             if not missing:
-                return
+                return ()
             rows = copier.new_rows(min(BLOCKS_AT_ONCE, len(missing)))
             for first in range(0, len(missing), len(rows)):
                 part = missing[first : first + len(rows)]
@@ -286,6 +286,8 @@ class StoreWorker(ThreadedWorker):
                     self._store.put(key, data)
         except Exception as error:
             self._health.failed("store a block", error)
+            return job.block_ids
+        return ()
 
     def finish(self) -> None:
         """Close the store."""

@@ -68,8 +68,9 @@ class ThreadedWorker:
         An exception is logged, and then no block counts as filled."""
         raise NotImplementedError
 
-    def save(self, job: Job, copier: BlockCopier) -> None:
-        """Store `job.block_ids`. An exception is logged, and then the transfer has failed."""
+    def save(self, job: Job, copier: BlockCopier) -> Sequence[int]:
+        """Store `job.block_ids`. → the blocks that were not stored. An exception is logged, and
+        then none was."""
         raise NotImplementedError
 
     def copier(self, kv_caches: Sequence[torch.Tensor]) -> BlockCopier:
@@ -151,5 +152,4 @@ class ThreadedWorker:
         return job.block_ids if self._closing else self.load(job, copier, after)
 
     def _run_save(self, job: Job, copier: BlockCopier, after: Any) -> Sequence[int]:
-        self.save(job, copier)
-        return ()
+        return self.save(job, copier)

@@ -244,3 +244,79 @@ async def test_a_worker_half_that_raises_is_closed_and_lets_the_blocks_go() -> N
 
 def _broken(self: Any, metadata: Any) -> None:
     raise RuntimeError("on purpose")
+
+
+class Keeper(Handover):
+    """Keeps what it is offered as it is told: takes it, declines it, or fails to store it."""
+
+    payload_type = type(None)
+
+    def __init__(self, answers: list[str]) -> None:
+        super().__init__()
+        self.answers = answers
+        self.offered: list[list[int]] = []
+        """Of each offer, the numbers of its blocks in the prompt."""
+
+    def make_scheduler(self, setup: Any) -> Any:
+        return KeeperScheduler(self)
+
+    def make_worker(self, setup: Any) -> Any:
+        return KeeperWorker(self)
+
+
+class KeeperScheduler(HandoverScheduler):
+    shared: Keeper
+
+    def start_save(
+        self, transfer: int, request: Any, keys: Sequence[bytes], block_ids: Sequence[int]
+    ) -> Sequence[int]:
+        self.shared.offered.append([request.block_hashes.index(key) for key in keys])
+        answer = self.shared.answers.pop(0)
+        if answer == "decline":
+            return ()
+        taken = block_ids[:1] if answer == "take one" else block_ids
+        self.held[transfer] = list(taken) if answer == "fail" else []
+        return taken
+
+
+class KeeperWorker:
+    def __init__(self, shared: Keeper) -> None:
+        self.started: dict[int, list[int]] = {}
+
+    def bind(self, kv_caches: Sequence[Any]) -> None:
+        pass
+
+    def start(self, metadata: dict[int, list[int]]) -> None:
+        self.started |= metadata
+
+    def poll(self) -> KVReport | None:
+        started, self.started = self.started, {}
+        if not started:
+            return None
+        failed = {transfer: tuple(blocks) for transfer, blocks in started.items() if blocks}
+        return KVReport(finished=tuple(started.keys() - failed.keys()), failed=failed)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("answers", "offered"),
+    [
+        (["take"], [[0, 1]]),
+        (["decline", "take"], [[0, 1], [0, 1]]),
+        (["fail", "take"], [[0, 1], [0, 1]]),
+        (["take one", "take"], [[0, 1], [1]]),
+    ],
+)
+async def test_cached_blocks_that_were_never_saved_are_offered_again(
+    answers: list[str], offered: list[list[int]]
+) -> None:
+    """The engine's own cache has them, so that no step computes them again."""
+    shared = Keeper(answers)
+    async with make_engine(shared) as engine:
+        for _ in range(4):
+            await generate(engine)
+            await until(lambda: not engine.stats().kv_blocks_used)
+        assert engine.stats().prefix_cache_hits == 3 * 8
+    assert (shared.offered, shared.answers) == (offered, [])
