@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import gc
 import os
+import random
 import re
 import signal
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ import httpx
 import pytest
 from serving import Server, engine_config, running, save_random
 
-from jackfield import AsyncEngine, OutputKind, SamplingParams
+from jackfield import AsyncEngine, EngineConfig, OutputKind, SamplingParams
 from jackfield.core.data_parallel import member as members
 from jackfield.core.data_parallel.pooled_cores import PooledCores
 from jackfield.core.errors import ConfigError, EngineOverloaded, EngineStopped, InvalidRequest
@@ -125,7 +126,9 @@ def metric(server: Server, name: str, member: int) -> float:
     return float(line)
 
 
-def test_tokens_are_those_of_one_engine(server: Server, checkpoint: Path, tmp_path: Path) -> None:
+def test_tokens_are_those_of_one_engine(
+    server: Server, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also through a front end, for which the first process only passes tokens on."""
 
     async def alone() -> list[Any]:
@@ -142,7 +145,9 @@ def test_tokens_are_those_of_one_engine(server: Server, checkpoint: Path, tmp_pa
                 return await results(front)
 
     expected = asyncio.run(alone())
-    # Requests without a seed get those that one engine draws, whoever serves them.
+    # Requests without a seed get those that one engine draws, whoever serves them: here from the
+    # first one on, whatever the server has served before.
+    monkeypatch.setattr(server.call(pool), "_seeds", random.Random(EngineConfig().seed))
     assert server.call(lambda engine: results(engine, data_parallel_rank=1)) == expected[0]
     assert server.call(results) == expected[1]
     assert server.call(fronted) == expected[2]

@@ -102,8 +102,11 @@ class Fronted:
         }
 
     def pids(self) -> dict[str, int]:
-        """Of the front ends, in the order of their numbers as they were started."""
-        return dict(zip("01", sorted(children(self.process.pid)), strict=True))
+        """Of the front ends, by their numbers."""
+        return {
+            Path(f"/proc/{pid}/cmdline").read_text().rstrip("\0").split("\0")[-1]: pid
+            for pid in children(self.process.pid)
+        }
 
     def idle(self) -> bool:
         samples = self.metrics()
@@ -459,22 +462,22 @@ def test_a_terminated_front_end_finishes_its_streams_first(server: Fronted) -> N
         assert all(client.get("/health").status_code == 200 for client in clients)
 
 
-def test_sigterm_drains(server: Fronted) -> None:
-    """The last one: the server is gone then."""
-    pids = children(server.process.pid)
-    with server.client() as client, server.client() as other:
-        with client.stream("POST", "/v1/completions", json=LONG) as response:
-            lines = response.iter_lines()
-            next(lines)
-            server.process.send_signal(signal.SIGTERM)
-            assert server.process.stdout.readline() == "Draining\n"
-            refused = other.post("/v1/completions", json={"prompt": "x"})
-            assert refused.status_code == 503, refused.text
-            assert other.get("/health").status_code == 503
-            rest = [line for line in lines if line]
-        assert rest[-1] == "data: [DONE]" and '"length"' in "".join(rest)
-    assert server.process.wait(300) == 0
-    assert becomes(lambda: not any(map(alive, pids)))
+def test_sigterm_drains() -> None:
+    with fronted() as server:
+        pids = children(server.process.pid)
+        with server.client() as client, server.client() as other:
+            with client.stream("POST", "/v1/completions", json=LONG) as response:
+                lines = response.iter_lines()
+                next(lines)
+                server.process.send_signal(signal.SIGTERM)
+                assert server.process.stdout.readline() == "Draining\n"
+                refused = other.post("/v1/completions", json={"prompt": "x"})
+                assert refused.status_code == 503, refused.text
+                assert other.get("/health").status_code == 503
+                rest = [line for line in lines if line]
+            assert rest[-1] == "data: [DONE]" and '"length"' in "".join(rest)
+        assert server.process.wait(300) == 0
+        assert becomes(lambda: not any(map(alive, pids)))
 
 
 def test_nothing_is_left_of_a_server_whose_engine_is_killed(tmp_path: Path) -> None:

@@ -101,6 +101,7 @@ class FrontEnds:
             sys.executable,
             "-m",
             "jackfield.entrypoints.server.frontends.process",
+            str(index),  # Not read: it shows in a list of processes which one this is.
             stdin=asyncio.subprocess.PIPE,
             pass_fds=numbers,
         )
