@@ -80,6 +80,38 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
         VISION | {"spatial_merge_size": 2},
     ),
+    "AriaForConditionalGeneration": (TEXT | {"moe_num_experts": 4, "moe_topk": 2}, VISION),
+    "DeepseekVLForConditionalGeneration": (TEXT | {"model_type": "llama"}, VISION),
+    "HyperCLOVAXVisionV2ForConditionalGeneration": (
+        TEXT | {"model_type": "hyperclovax"}, QWEN_VISION
+    ),
+    "Idefics2ForConditionalGeneration": (TEXT | {"model_type": "mistral"}, VISION),
+    "LightOnOcrForConditionalGeneration": (
+        TEXT | {"model_type": "qwen3"}, VISION | {"model_type": "pixtral"}
+    ),
+    "LlavaNextVideoForConditionalGeneration": (
+        TEXT | {"model_type": "llama"}, VISION | {"model_type": "clip_vision_model"}
+    ),
+    "MiniCPMV4_6ForConditionalGeneration": (
+        TEXT
+        | {
+            "model_type": "qwen3_5_text", "linear_num_key_heads": 2, "linear_num_value_heads": 2,
+            "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+            "layer_types": ["linear_attention", "full_attention"],
+        },
+        VISION,
+    ),
+    "Ovis2ForConditionalGeneration": (
+        TEXT | {"model_type": "qwen2"},
+        VISION | {"vocab_size": 32, "num_visual_indicator_tokens": 5},
+    ),
+    "VideoLlama3ForConditionalGeneration": (TEXT | {"model_type": "qwen2"}, VISION),
+    "VideoLlavaForConditionalGeneration": (
+        TEXT | {"model_type": "llama"}, VISION | {"model_type": "clip_vision_model"}
+    ),
+    "VipLlavaForConditionalGeneration": (
+        TEXT | {"model_type": "llama"}, VISION | {"model_type": "clip_vision_model"}
+    ),
     "Mistral3ForConditionalGeneration": (
         TEXT | {"model_type": "mistral"}, VISION | {"model_type": "pixtral"}
     ),
@@ -148,6 +180,34 @@ def test_a_text_part_of_a_type_that_transformers_lacks(architecture: str, tmp_pa
     want = model(torch.tensor([PROMPT]), use_cache=False).logits[0]
     got = PagedModel(tmp_path, "float32").run({0: PROMPT})[0]
     torch.testing.assert_close(got.cpu(), want, atol=1e-3, rtol=0)
+
+
+@torch.no_grad()
+def test_the_part_of_qwen3_omni_that_writes_text(tmp_path: Path) -> None:
+    """`thinker` beside a `talker`, which is not loaded."""
+    name = "Qwen3OmniMoeThinkerForConditionalGeneration"
+    if not hasattr(transformers, name):
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    kind: Any = getattr(transformers, name)
+    torch.manual_seed(5)
+    audio = {
+        "d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 16,
+        "output_dim": 32, "num_mel_bins": 8,
+    }  # fmt: skip
+    parts = {"text_config": TEXT | MROPE | EXPERTS, "vision_config": QWEN_VISION}
+    model = kind(kind.config_class(**copy.deepcopy(parts), audio_config=audio)).float().eval()
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors = {f"thinker.{name}": tensor for name, tensor in tensors.items()}
+    tensors["talker.model.norm.weight"] = torch.ones(3)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    path = tmp_path / "config.json"
+    whole = {"thinker_config": json.loads(path.read_text()), "model_type": "qwen3_omni_moe"}
+    names = {"architectures": ["Qwen3OmniMoeForConditionalGeneration"]}
+    path.write_text(json.dumps(whole | names))
+    want = model(torch.tensor([PROMPT]), use_cache=False).logits[0]
+    got = PagedModel(tmp_path, "float32").run({0: PROMPT})[0]
+    torch.testing.assert_close(got.cpu(), want, atol=1e-4, rtol=0)
 
 
 def test_published_experts_of_qwen3_vl_are_stored_by_columns(tmp_path: Path) -> None:
