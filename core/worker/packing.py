@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -29,10 +28,12 @@ class PackedUpload:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._arrays: list[np.ndarray] = []
+        self._size = 0
 
     def add(self, array: np.ndarray) -> int:
         """Queue an int32, int64 or float32 array of any shape; returns its place in `send()`."""
         self._arrays.append(array)
+        self._size += _padded(array.nbytes)
         return len(self._arrays) - 1
 
     def send(self) -> list[torch.Tensor]:
@@ -40,32 +41,39 @@ class PackedUpload:
         arrays = self._arrays
         if not arrays:
             return []
-        sizes = [-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays]
         pinned = self._device.type == "cuda"
-        host = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pinned)
+        host = torch.empty(self._size, dtype=torch.uint8, pin_memory=pinned)
         buffer = host.numpy()
-        # Arrays of the same type follow each other, so that few operations divide the copy.
-        order = sorted(range(len(arrays)), key=lambda place: arrays[place].dtype.num)
+        # Arrays of a type follow each other, so that few operations divide what was copied.
+        places: dict[np.dtype[Any], list[int]] = {}
+        for place, array in enumerate(arrays):
+            places.setdefault(array.dtype, []).append(place)
+        parts: list[tuple[slice, list[int]]] = []
+        """Of each type: its bytes, and its arrays' lengths, each followed by that of padding."""
         end = 0
-        for place in order:
-            begin, end = end, end + sizes[place]
-            target = buffer[begin : begin + arrays[place].nbytes].view(arrays[place].dtype)
-            target.reshape(arrays[place].shape)[...] = arrays[place]
-        packed = host.to(self._device, non_blocking=True)
-        tensors: dict[int, torch.Tensor] = {}
-        end = 0
-        for dtype, same in groupby(order, key=lambda place: arrays[place].dtype):
-            places = list(same)
-            begin, end = end, end + sum(sizes[place] for place in places)
+        for dtype, same in places.items():
+            begin = end
             lengths: list[int] = []
-            for place in places:
-                padding = (sizes[place] - arrays[place].nbytes) // dtype.itemsize
-                lengths += arrays[place].size, padding
-            parts = packed[begin:end].view(_TORCH_DTYPES[dtype]).split(lengths)[::2]
-            for place, part in zip(places, parts, strict=True):
+            for place in same:
+                array = arrays[place]
+                target = buffer[end : end + array.nbytes].view(dtype)
+                target.reshape(array.shape)[...] = array
+                size = _padded(array.nbytes)
+                end += size
+                lengths += array.size, (size - array.nbytes) // dtype.itemsize
+            parts.append((slice(begin, end), lengths))
+        packed = host.to(self._device, non_blocking=True)
+        tensors = [packed] * len(arrays)
+        for (dtype, same), (extent, lengths) in zip(places.items(), parts, strict=True):
+            divided = packed[extent].view(_TORCH_DTYPES[dtype]).split(lengths)
+            for place, tensor in zip(same, divided[::2], strict=True):
                 shape = arrays[place].shape
-                tensors[place] = part if len(shape) == 1 else part.view(shape)
-        return [tensors[place] for place in range(len(arrays))]
+                tensors[place] = tensor if len(shape) == 1 else tensor.view(shape)
+        return tensors
+
+
+def _padded(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def to_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
