@@ -117,20 +117,17 @@ class _Neighbours:
             self._context = []
             return text
         self._pending.append(id)
-        text = self._new_text()
+        ids = self._context + self._pending
+        text = self._decode(ids)[len(self._decode(self._context)) :]
         if text.endswith("\ufffd") and len(self._pending) < _CONTEXT:
             return ""
-        self._accept()
+        self._context, self._pending = ids[-_CONTEXT:], []
         return text
 
     def finish(self) -> str:
-        text = self._new_text() if self._pending else ""
-        self._accept()
+        if not self._pending:
+            return ""
+        ids = self._context + self._pending
+        text = self._decode(ids)[len(self._decode(self._context)) :]
+        self._context, self._pending = ids[-_CONTEXT:], []
         return text
-
-    def _new_text(self) -> str:
-        return self._decode([*self._context, *self._pending])[len(self._decode(self._context)) :]
-
-    def _accept(self) -> None:
-        self._context = [*self._context, *self._pending][-_CONTEXT:]
-        self._pending = []
