@@ -47,13 +47,12 @@ class OutputStream:
         try:
             if self._state is None:
                 self._state = await self._start()
-            while not self._state.has_output:
+            while (output := self._state.take_output()) is None:
                 self._state.changed.clear()
                 await self._state.changed.wait()
         except BaseException:
             self._close()
             raise
-        output = self._state.take_output()
         if output.finished:
             self._closed = True
         return output
@@ -70,10 +69,11 @@ class OutputStream:
 
     def take_output(self) -> RequestOutput | None:
         """Return the output that is there now, or None, without waiting."""
-        if self._closed or self._state is None or not self._state.has_output:
+        if self._closed or self._state is None:
             return None
         output = self._state.take_output()
-        self._closed = output.finished
+        if output is not None:
+            self._closed = output.finished
         return output
 
     async def aclose(self) -> None:

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
 from ..output_parsing.output_text import OutputText
 from ..outputs import (
     CompletionOutput,
@@ -95,7 +97,8 @@ class Completion:
         )
 
     def take_output(self, delta: bool) -> CompletionOutput:
-        """Return the caller's next output, and count it as taken."""
+        """Return the caller's next output, and count it as taken. delta: without what was taken
+        before."""
         first = self._num_taken_tokens if delta else 0
         text = ""
         if self.text is not None:
@@ -151,6 +154,8 @@ class RequestState:
         )
         self.timings = RequestTimings(arrival=requests[0].arrival)
         self.error: str | None = None
+        self._unfinished: RequestOutput | None = None
+        """The first output; later ones differ in their completions alone, until one ends."""
         self.changed = asyncio.Event()
         self.listener: Callable[[], None] | None = None
         """Called when there is new output, instead of `changed` being set."""
@@ -196,12 +201,17 @@ class RequestState:
                 return True
         return False
 
-    def take_output(self) -> RequestOutput:
-        """Return the caller's next output, and count it as taken."""
-        delta, completions = self._delta, self.completions
-        if delta and len(completions) > 1:
-            completions = [c for c in completions if c.has_new_output]
-        return self._output([c.take_output(delta) for c in completions])
+    def take_output(self) -> RequestOutput | None:
+        """Return the caller's next output, and count it as taken; None: there is none."""
+        if not self._delta:
+            if not self.has_output:
+                return None
+            return self._output([c.take_output(delta=False) for c in self.completions])
+        outputs = []
+        for completion in self.completions:
+            if completion.has_new_output:
+                outputs.append(completion.take_output(delta=True))
+        return self._output(outputs) if outputs else None
 
     def peek_output(self) -> RequestOutput:
         """Return all output so far, without counting it as taken."""
@@ -212,7 +222,9 @@ class RequestState:
         num_ended = 0
         for completion in self.completions:
             num_ended += completion.finish_reason is not None
-        return RequestOutput(
+        if not num_ended and self._unfinished is not None:
+            return replace(self._unfinished, outputs=outputs)
+        output = RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=request.prompt_token_ids,
@@ -228,6 +240,9 @@ class RequestState:
             kv_transfer_params=self._kv_transfer_params() if num_ended else None,
             kv_compression=self._kv_compression() if num_ended else None,
         )
+        if not num_ended:
+            self._unfinished = output
+        return output
 
     def _kv_compression(self) -> KVCompressionUsage | None:
         return KVCompressionUsage.total(request.compression_usage for request in self.requests)
