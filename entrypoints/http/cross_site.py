@@ -8,6 +8,7 @@ that is not this server's. A key prevents both, because no browser has it.
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 from collections.abc import Awaitable, Callable, Iterable
 
@@ -73,6 +74,7 @@ def split(place: str) -> tuple[str, str]:
     return name.removeprefix("[").removesuffix("]"), port
 
 
+@functools.lru_cache(maxsize=64)
 def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
         return ipaddress.ip_address(name)

@@ -446,6 +446,9 @@ def report(steps: Steps, threads: dict[str, Counts], what: str, functions: int) 
     number = steps.totals["steps"]
     means = {name.replace("_", " "): total / number for name, total in steps.totals.items()}
     means.pop("steps")
+    if what != "calls":
+        # What counts makes garbage, too.
+        means.pop("collections of garbage")
     print(f"{number} steps, with", ", ".join(f"{mean:.4g} {name}" for name, mean in means.items()))
     parts: collections.Counter[tuple[str, str]] = collections.Counter()
     each: collections.Counter[tuple[str, str, str]] = collections.Counter()

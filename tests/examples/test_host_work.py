@@ -1,0 +1,43 @@
+"""The count of the host's work runs, and its largest pieces stay as small as they have become."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "benchmarks" / "host_work.py"
+CALLS_PER_TOKEN = 78
+"""Of the event loop, all work for requests included: 66, once 92."""
+NUMBERS_PER_ROW = 10
+"""3, once 42: all top tokens of all rows became objects of Python."""
+
+
+@pytest.fixture
+def host_work() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("host_work", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["host_work"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["calls", "numbers"])
+async def test_a_step_in_traffic_costs_no_more_than_it_did(
+    host_work: ModuleType, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps, threads = await host_work.count_work(40, 20, host_work.KINDS[kind])
+    host_work.report(steps, threads, kind, 5)
+    assert f"{kind} per step" in capsys.readouterr().out
+    totals = {name: sum(counts.by_code.values()) for name, counts in threads.items()}
+    assert steps.totals["rows"] > 200 * steps.totals["steps"]
+    if kind == "calls":
+        assert all(totals.values())
+        assert totals["loop"] / steps.totals["tokens"] < CALLS_PER_TOKEN
+    else:
+        assert 1 < totals["completion"] / steps.totals["rows"] < NUMBERS_PER_ROW
