@@ -61,6 +61,8 @@ def fill_masks(
         if matcher is not None:
             rows.append(row)
             matchers.append(matcher)
+    if not rows:  # All requests reason or have ended; backends refuse a call for nothing.
+        return
     try:
         errors = fill_bitmasks(matchers, bits, rows)
     except Exception:

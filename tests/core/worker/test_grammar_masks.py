@@ -151,6 +151,14 @@ def test_a_backend_may_fill_all_rows_in_one_call() -> None:
     assert [row for i, row in enumerate(step(masks, [3, 2, 1, 0], 2)) if i != 1] == [[2]] * 3
 
 
+def test_a_step_whose_rows_have_all_ended_does_not_call_the_backend() -> None:
+    masks = started([Together(), Together()], threads=0)
+    step(masks, [0, 1], -1)
+    Together.calls = 0
+    step(masks, [0, 1], 0)
+    assert Together.calls == 0 and not masks.failures(masks.rows([0, 1]))
+
+
 class Each(Together):
     """A backend that goes on by a token in many rows in one call."""
 

@@ -226,6 +226,27 @@ async def test_the_grammar_begins_where_the_thought_ends() -> None:
         assert re.fullmatch("[0-9]{1,3}", completion.text), "nobody asked it to think"
 
 
+async def test_requests_that_reason_at_the_same_time_log_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Their masks are complete without the backend, in a step that has no others."""
+    async with AsyncEngine(config(reasoning_parser="think_tags")) as engine:
+        opened = engine.tokenizer.backend.token_to_id("<think>")  # type: ignore[union-attr]
+        params = SamplingParams(
+            structured_outputs=StructuredOutputsParams(regex="[0-9]{1,3}"),
+            max_tokens=20,
+            seed=1,
+            n=3,
+            logit_bias={opened: 60.0},
+        )
+        messages = [{"role": "user", "content": "Add 3 and 4."}]
+        output = await final(
+            engine.chat(messages, params, chat_template_kwargs={"enable_thinking": True})
+        )
+        assert all(one.text.startswith("<think>") for one in output.outputs), output.outputs
+    assert not caplog.records
+
+
 async def test_a_refused_grammar_costs_its_request_alone() -> None:
     async with AsyncEngine(config()) as engine:
         running = asyncio.create_task(ask(engine, structured(1)))
