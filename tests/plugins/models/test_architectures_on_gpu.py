@@ -19,11 +19,13 @@ import test_encoder_decoder as sources
 import test_families as families
 import test_formulas as formulas
 import test_latent_families as latents
+import test_longcat_ngram as ngrams
 import test_mixtures as mixtures
 import test_model_kit as kits
 import test_plamo2 as plamo2
 import test_renamed_families as renamed
 import test_state_families as states
+import test_zaya as zaya
 import torch
 
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
@@ -114,6 +116,19 @@ def of_formulas(case: str, folder: Path) -> Subject:
     return Subject(folder, scores, None)
 
 
+def of_ngrams(case: str, folder: Path) -> Subject:
+    score = ngrams.write(folder)
+
+    def scores(prompt: list[int], answer: list[int]) -> torch.Tensor:
+        return score(prompt + answer)[len(prompt) - 1 : -1]
+
+    return Subject(folder, scores, None, has_experts=True)
+
+
+def of_zaya(case: str, folder: Path) -> Subject:
+    return of_decoder(*zaya.reference_and_folder(case, folder))
+
+
 def of_kit(case: str, folder: Path) -> Subject:
     kit: type[ModelKit] = getattr(kits, case)
     reference = kit.make_reference()
@@ -146,11 +161,13 @@ FILES: dict[str, tuple[Any, Callable[[str, Path], Subject]]] = {
     "test_families": (families.CASES, of_family),
     "test_formulas": (formulas.CASES, of_formulas),
     "test_latent_families": (latents.CASES, of_latents),
+    "test_longcat_ngram": (ngrams.CASES, of_ngrams),
     "test_mixtures": (mixtures.CASES, of_mixture),
     "test_model_kit": (KITS, of_kit),
     "test_plamo2": (plamo2.CASES, of_plamo2),
     "test_renamed_families": (renamed.CASES, of_renamed),
     "test_state_families": (states.CASES, of_states),
+    "test_zaya": (zaya.CASES, of_zaya),
 }
 """File → its cases, and what makes one."""
 

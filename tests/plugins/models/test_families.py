@@ -216,9 +216,9 @@ CASES: dict[str, dict[str, Any]] = {
     "HrmTextForCausalLM": {
         "num_hidden_layers": 2,
         "H_cycles": 2,
-        "L_cycles": 2,
+        "L_cycles": 3,
         "prefix_lm": False,
-        "embedding_scale": 3.0,
+        "embedding_scale": 20.0,
     },
     "OpenAIGPTLMHeadModel": {},
     "XGLMForCausalLM": {"ffn_dim": 96, "init_std": 0.2},

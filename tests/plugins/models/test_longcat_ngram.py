@@ -4,6 +4,7 @@ are computed here token by token in Python's integers."""
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from safetensors.torch import load_file, save_file
 from test_families import PROMPTS, check_engine, check_names, checkpoint
 from test_latent_families import CASES as LATENT
 from test_latent_families import latent_reference
+from test_odd_configs import build_and_run, odd_configs
 
-from jackfield.core.errors import ConfigError
+from jackfield.core.errors import ConfigError, JackfieldError
 from jackfield.core.nn.context import BatchLayout, BuildContext, ForwardContext
 from jackfield.core.nn.operations import Operations
 from jackfield.plugins.conformance.divided_models import check_ranks, check_stages
@@ -54,10 +56,8 @@ def rows_at(tokens: list[int], place: int) -> list[int]:
     return rows
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """A checkpoint, and its scores: tokens → log-probabilities [tokens, vocab_size]"""
-    folder = tmp_path_factory.mktemp("longcat_ngram")
+def write(folder: Path) -> Callable[[list[int]], torch.Tensor]:
+    """Write a checkpoint; return its scores: tokens → log-probabilities [tokens, vocab_size]"""
     reference = latent_reference("LongcatFlashForCausalLM", LATENT["LongcatFlashForCausalLM"])
     checkpoint(reference, "LongcatFlashForCausalLM", folder)
     draw = torch.Generator().manual_seed(5)
@@ -83,7 +83,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
         logits: torch.Tensor = reference(inputs_embeds=own, use_cache=False).logits[0]
         return logits.float().log_softmax(-1)
 
-    return folder, score
+    return score
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A checkpoint, and its scores."""
+    folder = tmp_path_factory.mktemp("longcat_ngram")
+    return folder, write(folder)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -138,6 +145,20 @@ def test_tokens_are_exact_in_16_bits() -> None:
         got += layer(torch.tensor(tokens[start:end]), context).tolist()
     before = [0, *tokens]
     assert got == [[before[n], before[n - 1] if n else 0] for n in range(len(tokens))]
+
+
+@pytest.mark.slow
+def test_no_value_of_any_field_is_a_bare_error(model: tuple[Path, Any], tmp_path: Path) -> None:
+    config = json.loads((model[0] / "config.json").read_text())
+    refused = 0
+    for what, odd in odd_configs(config, None):
+        try:
+            build_and_run(tmp_path, odd)
+        except JackfieldError:
+            refused += 1
+        except Exception as error:
+            raise AssertionError(f"{what}: {type(error).__name__}: {error}") from error
+    assert refused > 30
 
 
 @pytest.mark.parametrize(
