@@ -24,6 +24,8 @@ import msgspec
 from ....core.config import EngineConfig
 from ....core.errors import JackfieldError
 from ...flags.engine_flags import Parser, add_engine_options, engine_options, fail
+from ..measuring_lock import HELP as LOCK_HELP
+from ..measuring_lock import held
 from ..report import Emitter, add_output_options, environment, say, summary
 from ..roofline import Ceilings, ModelShape, given_ceilings, measure_ceilings
 from ..types import Bench, Measurement, Record
@@ -102,6 +104,7 @@ def make_parser(name: str, kinds: Sequence[Kind], default: Sequence[str]) -> Par
     parser.add_argument(
         "--keep-partial", action="store_true", help="write medians so far after each repeat, too"
     )
+    parser.add_argument("--lock-file", metavar="FILE", help=LOCK_HELP)
     parser.add_argument("--peer-options", type=json.loads, default={}, metavar="JSON",
                         help="more arguments of vllm.LLM")  # fmt: skip
     parser.add_argument("--began", type=float, default=BEGAN, help=argparse.SUPPRESS)
@@ -202,7 +205,8 @@ class Session:
                 if ceilings is not None and args.ceilings in (None, "measure"):
                     started["at"] = {"not counted": "measuring the card, and loading torch for it"}
                 emitter.emit(started)
-                status = self._measure_all(bench, emitter)
+                with held(args.lock_file):
+                    status = self._measure_all(bench, emitter)
             finally:
                 backend.close()
         print(summary(emitter.records), file=sys.stderr if emitter.output == "-" else sys.stdout)

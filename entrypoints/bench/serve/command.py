@@ -25,6 +25,7 @@ from .... import __version__
 from ....core.errors import JackfieldError
 from ...flags.engine_flags import fail
 from ..engine.session import checkpoint
+from ..measuring_lock import held_async
 from ..report import Emitter, Record, environment, say, table, version_of
 from ..types import rounded
 from ..workloads import BenchRequest, Workload, model_config_dict
@@ -97,8 +98,9 @@ class ServeBench:
             emitter = Emitter(args.output, facts)
             if started:
                 emitter.emit({"workload": "server start", "measured": rounded(started)})
-            for workload in self.workloads:
-                await self._measure(target, workload, emitter)
+            async with held_async(args.lock_file):
+                for workload in self.workloads:
+                    await self._measure(target, workload, emitter)
         print(overview(emitter.records), file=sys.stderr if emitter.output == "-" else sys.stdout)
         return self.status
 

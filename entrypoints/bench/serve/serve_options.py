@@ -15,6 +15,7 @@ import msgspec
 
 from ...flags.engine_flags import Parser
 from ..engine.session import add_model_options
+from ..measuring_lock import HELP as LOCK_HELP
 from ..report import Record, add_output_options
 from ..workloads import BenchRequest, Kind, Workload, choose, draw
 from .latency_stats import METRICS
@@ -164,6 +165,7 @@ def make_parser() -> Parser:
                       help="seconds for one request")  # fmt: skip
     load.add_argument("--client-processes", type=count, default=1,
                       help="that share the load, when one cannot keep up")  # fmt: skip
+    load.add_argument("--lock-file", metavar="FILE", help=LOCK_HELP)
     _add_result_options(parser)
     return parser
 

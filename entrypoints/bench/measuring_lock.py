@@ -1,0 +1,45 @@
+"""A file's lock that a process holds while it measures, so that processes that share a device
+measure one after the other."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+from collections.abc import AsyncIterator, Iterator
+
+POLL_SECONDS = 0.02
+HELP = (
+    "hold this file's lock (flock) while measuring, and wait for it once the engine is ready: "
+    "processes that share the file may start side by side, and measure one after the other"
+)
+
+
+@contextlib.contextmanager
+def held(path: str | None) -> Iterator[None]:
+    """Wait for a file's lock and hold it; None: no lock. The file is created if there is none.
+
+    Raises OSError if it cannot be opened.
+    """
+    if path is None:
+        yield
+        return
+    with open(path, "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@contextlib.asynccontextmanager
+async def held_async(path: str | None) -> AsyncIterator[None]:
+    """`held`, for an event loop that goes on meanwhile."""
+    if path is None:
+        yield
+        return
+    with open(path, "a") as file:  # noqa: ASYNC230
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                await asyncio.sleep(POLL_SECONDS)
+        yield

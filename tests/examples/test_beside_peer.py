@@ -1,0 +1,155 @@
+"""Models beside a peer: engines that fail, hang or come too late, and what is left of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+import jackfield
+from jackfield.core.loading.model_config import checkpoint_folder
+
+SCRIPT = Path(jackfield.__file__).resolve().parent / "examples/benchmarks/beside_peer.py"
+CPU = ["--device", "cpu", "--attention-backend", "torch"]
+TINY = ["--scale", "0.02", "--repeats", "1", "--ceilings", "none", *CPU]
+SMALL = ["--workloads", "W1", *TINY]
+MARK = "BESIDE_PEER_TEST"
+EMBEDDED = ""
+
+
+class Ended(NamedTuple):
+    """What a run left."""
+
+    status: int
+    table: str
+    log: str
+    lines: list[dict[str, Any]]
+
+    def measured(self) -> list[tuple[str, str, str]]:
+        """(engine, model, workload) in the order of the lines."""
+        return [(x["engine"], x["model"], x["workload"]) for x in self.lines if "measured" in x]
+
+    def failures(self) -> dict[tuple[str, str], str]:
+        """(label, model) → reason"""
+        return {(x["workload"], x["model"]): x["error"] for x in self.lines if "error" in x}
+
+
+def beside(folder: Path, *arguments: str) -> Ended:
+    """Run the program with our own engine as its peer; none of its processes may outlive it."""
+    out, mark = folder / "lines.jsonl", f"{os.getpid()} {folder}"
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), *arguments, "--peer", "jackfield", "--commit", "abc",
+         "--output", str(out)],
+        env={**os.environ, MARK: mark}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert left_over(mark) == []
+    assert all(line["commit"] == "abc" and line["device"] and line["date"] for line in lines)
+    assert len({line["run"] for line in lines}) == 1
+    return Ended(done.returncode, done.stdout, done.stderr, lines)
+
+
+def left_over(mark: str) -> list[str]:
+    """Command lines of processes that still run with this environment; they are killed."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"{MARK}={mark}".encode() in (folder / "environ").read_bytes().split(b"\0"):
+                found.append((folder / "cmdline").read_text())
+                os.kill(int(folder.name), signal.SIGKILL)
+        except OSError:
+            continue
+    return found
+
+
+def waits_for_ever(folder: Path) -> str:
+    """A checkpoint whose weights are on a file system, so to speak, that does not answer."""
+    shutil.copytree(checkpoint_folder(EMBEDDED), folder)
+    (weights,) = folder.glob("*.safetensors")
+    weights.unlink()
+    os.mkfifo(weights)
+    return str(folder)
+
+
+def test_one_engine_fails_and_the_others_are_measured(tmp_path: Path) -> None:
+    missing = str(tmp_path / "missing")
+    ended = beside(tmp_path, "run", "--models", missing, EMBEDDED, *SMALL, "--no-compile")
+    assert ended.status == 1
+    engines = [(engine, "embedded") for engine in ("jackfield (peer)", "jackfield")]
+    expected = [(*engine, workload) for engine in engines for workload in ("start", "W1")]
+    assert ended.measured() == expected
+    reason = "ended with status 1 while starting"
+    labels = ("jackfield (peer)", "jackfield")
+    assert ended.failures() == {(label, missing): reason for label in labels}
+    for line in (each for each in ended.lines if "error" in each):
+        assert missing in line["log"][-1] and line["log"][-1] in ended.log
+    theirs, own = (x["measured"]["ms_per_token"] for x in ended.lines if x["workload"] == "W1")
+    assert f"{own / theirs:.4g}" in ended.table.splitlines()[-1].split()
+    (start, own_start) = [x for x in ended.lines if x["workload"] == "start"]
+    assert "not alone" in start["at"] and "at" not in own_start
+
+
+@pytest.mark.slow
+def test_engines_that_hang_are_ended_and_the_others_are_measured(tmp_path: Path) -> None:
+    """One hangs while it starts; the other, at its turn, would measure for days."""
+    stuck = waits_for_ever(tmp_path / "stuck")
+    ended = beside(
+        tmp_path, "run", "--models", stuck, EMBEDDED, "--workloads", "W2", *TINY,
+        "--start-timeout", "30", "--measure-timeout", "15", "--no-compile",
+        "--peer-flags", "--repeats 1000000000 --keep-partial",
+    )  # fmt: skip
+    assert ended.status == 1
+    assert ended.failures() == {
+        ("jackfield (peer)", stuck): "still starting after 30 s",
+        ("jackfield", stuck): "still starting after 30 s",
+        ("jackfield (peer)", "embedded"): "still measuring after 15 s",
+    }
+    assert ended.measured()[-2:] == [("jackfield", "embedded", name) for name in ("start", "W2")]
+    assert any(line.get("partial") for line in ended.lines)
+
+
+@pytest.mark.slow
+def test_a_run_ends_at_its_deadline(tmp_path: Path) -> None:
+    stuck = waits_for_ever(tmp_path / "stuck")
+    ended = beside(
+        tmp_path, "run", "--models", stuck, EMBEDDED, *SMALL, "--deadline", "30", "--side-by-side",
+        "1",
+    )  # fmt: skip
+    assert ended.status == 1 and ended.measured() == []
+    assert ended.failures() == {
+        ("jackfield (peer)", stuck): "starting when its 30 s ended the run",
+        ("jackfield", stuck): "not begun when its 30 s ended the run",
+        ("jackfield (peer)", "embedded"): "not begun when its 30 s ended the run",
+        ("jackfield", "embedded"): "not begun when its 30 s ended the run",
+    }
+
+
+@pytest.mark.slow
+def test_servers_are_sent_the_same_traffic(tmp_path: Path) -> None:
+    load = ["--num-prompts", "6", "--random-input-len", "5", "9", "--random-output-len", "2", "4"]
+    ended = beside(
+        tmp_path, "serve", "--model", EMBEDDED, *load, "--request-rate", "50", "90", *CPU,
+        "--ours", "--ttft-target-ms 50", "--ours=--enforce-eager", "--save-detailed",
+        "--result-dir", str(tmp_path / "results"),
+    )  # fmt: skip
+    assert ended.status == 0, ended.log
+    assert ended.log.count("compiled") == 2
+    expected = {"server start": 1, "random": 2}
+    counts = Counter((tuple(line["options"][-2:]), line["workload"]) for line in ended.lines)
+    for options in (CPU[-2:], ["--ttft-target-ms", "50"], ["torch", "--enforce-eager"]):
+        assert {key: counts[tuple(options), key] for key in expected} == expected
+    assert [x["at"]["request_rate"] for x in ended.lines if "random" in x["workload"]] == [
+        "50", "90", "50", "90", "50", "90",
+    ]  # fmt: skip
+    assert all(x["failed"] == 0 for x in ended.lines if x["workload"] == "random")
+    results = [json.loads(file.read_text()) for file in (tmp_path / "results").iterdir()]
+    lengths = [(sorted(each["input_lens"]), sorted(each["output_lens"])) for each in results]
+    assert len(lengths) == 6 and all(each == lengths[0] for each in lengths)
