@@ -79,6 +79,15 @@ def test_blocks_of_inner_features_stay_together(
     assert [layer.spec.in_features for layer in layers] == [256, 128]
 
 
+def test_rows_of_a_rank_may_end_within_a_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two key heads of 64 channels are one block."""
+    monkeypatch.setitem(SIZES, "num_key_value_heads", 2)
+    write(fp8.TestBlocks, "Llama", tmp_path, monkeypatch)
+    check_ranks(tmp_path, "LlamaForCausalLM", 2, load_plugins(), 2e-3)
+
+
 def test_columns_in_another_order_are_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
