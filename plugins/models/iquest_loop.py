@@ -16,7 +16,8 @@ from ...core.nn.attention import Attention
 from ...core.nn.context import BuildContext, ForwardContext
 from ...core.nn.rotary import Rotary
 from ...core.parallel.sharding import Sharding
-from .decoder import Block, CausalLM, Decoder, MakeMLP, SelfAttention
+from .decoder import Block, CausalLM, SelfAttention
+from .looped import LoopedDecoder
 
 Keys = tuple[torch.Tensor, torch.Tensor]
 """Keys and values of a step's tokens: [num_tokens, num_kv_heads, head_dim]"""
@@ -78,18 +79,9 @@ class LoopBlock(Block):
     self_attn: LoopAttention
 
 
-class LoopDecoder(Decoder):
+class LoopDecoder(LoopedDecoder):
     block = LoopBlock
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        build: BuildContext,
-        attention: type[SelfAttention],
-        mlp: MakeMLP,
-    ) -> None:
-        super().__init__(config, build, attention, mlp)
-        self.num_loops = int(config.hf_config.loop_num)
+    loops_field = "loop_num"
 
     def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """[num_tokens] → [num_tokens, hidden_size], not normed"""

@@ -54,17 +54,9 @@ class JetMoeAttention(SelfAttention):
         self.attention = Attention(self.spec(hf, layer), build)
         self.q_norm = self.k_norm = self.sinks = None
 
-    def forward(
-        self,
-        hidden: torch.Tensor,
-        norm: nn.Module | None,
-        rotary: Rotary | None,
-        context: ForwardContext,
-        *,
-        add: bool = True,
-    ) -> torch.Tensor:
-        """As `SelfAttention.forward`, with a bias."""
-        return super().forward(hidden, norm, rotary, context, add=add) + self.bias
+    def project(self, heads: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """As `SelfAttention.project`, with a bias."""
+        return super().project(heads, residual) + self.bias
 
     def inner(
         self,

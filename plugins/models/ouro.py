@@ -14,7 +14,8 @@ from ...core.nn.attention import Attention
 from ...core.nn.context import BuildContext, ForwardContext
 from ...core.nn.norm import RMSNorm
 from ...core.nn.rotary import Rotary
-from .decoder import CausalLM, Decoder, MakeMLP, NormedBlock, SelfAttention
+from .decoder import CausalLM, NormedBlock, SelfAttention
+from .looped import LoopedDecoder
 
 
 class OuroAttention(SelfAttention):
@@ -53,18 +54,9 @@ class OuroBlock(NormedBlock):
         return self.post_attention_layernorm_2.add(answer, hidden)
 
 
-class OuroDecoder(Decoder):
+class OuroDecoder(LoopedDecoder):
     block = OuroBlock
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        build: BuildContext,
-        attention: type[SelfAttention],
-        mlp: MakeMLP,
-    ) -> None:
-        super().__init__(config, build, attention, mlp)
-        self.num_loops = int(config.hf_config.total_ut_steps)
+    loops_field = "total_ut_steps"
 
     def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """[num_tokens] → [num_tokens, hidden_size]; all loops but the last one are normed."""

@@ -1,0 +1,26 @@
+"""Decoders that run all of their layers several times over each token."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from ...core.loading.model_config import ModelConfig
+from ...core.nn.context import BuildContext
+from .decoder import Decoder, MakeMLP, SelfAttention
+
+
+class LoopedDecoder(Decoder):
+    """Knows how many times; a family's `forward` says what the times have to do with each other."""
+
+    loops_field: ClassVar[str]
+    """Field of config.json with the number of loops."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        build: BuildContext,
+        attention: type[SelfAttention],
+        mlp: MakeMLP,
+    ) -> None:
+        super().__init__(config, build, attention, mlp)
+        self.num_loops = int(getattr(config.hf_config, self.loops_field))
