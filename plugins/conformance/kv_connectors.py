@@ -23,7 +23,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -38,12 +38,11 @@ from ...core.registry import load_plugins
 from ...core.sampling_params import OutputKind, SamplingParams
 from . import kv_watch
 from .kit import Kit
-from .kv_halves import BLOCK, SECONDS, Halves, bits, make_setup, random_cache, until
+from .kv_half_checks import HalfChecks, run
+from .kv_halves import BLOCK, SECONDS, Halves, make_setup, random_cache, until
 from .kv_watch import Watch
 
 MAX_TOKENS = 6
-LATE_SECONDS = 0.3
-"""Delay after a worker half has closed, in which later writes are detected."""
 ENGINE: dict[str, Any] = {
     "dtype": "float32",
     "block_size": BLOCK,
@@ -61,7 +60,7 @@ def prompt(seed: int, length: int = 40) -> list[int]:
     return [rng.randrange(10, 1000) for _ in range(length)]
 
 
-class KVConnectorKit(Kit):
+class KVConnectorKit(Kit, HalfChecks):
     """Subclass it, and set what only the author knows."""
 
     kind = "kv_connector"
@@ -89,80 +88,13 @@ class KVConnectorKit(Kit):
     @pytest.fixture(autouse=True)
     def _can_start(self, tmp_path: Path) -> None:
         connector = self.registered()
-        self._shared = getattr(connector, "shared", True) if self.shared is None else self.shared
+        self.is_shared = getattr(connector, "shared", True) if self.shared is None else self.shared
         if type(self).extra_config is not KVConnectorKit.extra_config:
             return
         try:
-            self._halves(tmp_path, [random_cache(2, BLOCK, 1, 8, torch.float32)]).close()
+            self.halves(tmp_path, [random_cache(2, BLOCK, 1, 8, torch.float32)]).close()
         except ConfigError as error:
             pytest.skip(f"{self.name} needs options, give the kit an extra_config: {error}")
-
-    # ------------------------------------------------------------ content
-
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-    def test_what_is_saved_comes_back_bit_equal(self, dtype: torch.dtype, tmp_path: Path) -> None:
-        shapes = ((2, 8), (1, 4))
-        saved = [
-            random_cache(14, BLOCK, heads, dim, dtype).to(self.device) for heads, dim in shapes
-        ]
-
-        async def scenario() -> None:
-            keys = [bytes([n]) * 32 for n in (7, 8, 9)]
-            halves = self._halves(tmp_path, saved)
-            assert await halves.found(keys) == 0
-            await halves.save(keys, [3, 12, 1])
-            caches = saved
-            if self._shared:
-                halves.close()
-                caches = [torch.zeros_like(cache) for cache in saved]
-                halves = self._halves(tmp_path, caches)
-            assert await halves.found(keys) == 3 * BLOCK
-            assert await halves.found([keys[0], b"other" * 6 + b"!!", keys[2]]) == BLOCK
-            before = [cache.clone() for cache in caches]
-            expected = [cache[:, [3, 12, 1]].clone() for cache in saved]
-            assert await halves.load(keys, [5, 6, 11]) == ()
-            halves.close()
-            for cache, old, new in zip(caches, before, expected, strict=True):
-                assert torch.equal(bits(cache[:, [5, 6, 11]]), bits(new))
-                others = [n for n in range(14) if n not in (5, 6, 11)]
-                assert torch.equal(bits(cache[:, others]), bits(old[:, others]))
-
-        self._run(scenario())
-
-    def test_blocks_that_are_not_there_are_reported_and_the_transfer_ends(
-        self, tmp_path: Path
-    ) -> None:
-        caches = [random_cache(8, BLOCK, 2, 8, torch.float32).to(self.device)]
-
-        async def scenario() -> None:
-            halves = self._halves(tmp_path, caches)
-            keys = [b"a" * 32, b"b" * 32]
-            await halves.save(keys[:1], [1])
-            assert await halves.found(keys) == BLOCK
-            assert set(await halves.load(keys, [2, 3])) == {3}
-            halves.close()
-
-        self._run(scenario())
-
-    def test_a_worker_half_that_is_closed_leaves_the_cache_alone(self, tmp_path: Path) -> None:
-        """Close in the middle of a load, from another thread: the engine then frees its blocks."""
-        caches = [random_cache(8, BLOCK, 2, 8, torch.float32).to(self.device)]
-
-        async def scenario() -> None:
-            halves = self._halves(tmp_path, caches)
-            keys = [b"a" * 32, b"b" * 32]
-            await halves.save(keys, [1, 2])
-            await halves.begin_load(keys, [3, 4])
-            await asyncio.to_thread(halves.worker.close)
-            if self.device == "cuda":
-                torch.cuda.synchronize()
-            before = [bits(cache.clone()) for cache in caches]
-            await asyncio.sleep(LATE_SECONDS)
-            halves.scheduler.close()
-            for cache, was in zip(caches, before, strict=True):
-                assert torch.equal(bits(cache), was), "it writes to the cache after its end"
-
-        self._run(scenario())
 
     # ------------------------------------------------------------ engines
 
@@ -180,7 +112,7 @@ class KVConnectorKit(Kit):
                 assert stats.prefix_cache_hits == 0
                 assert watch.num_loads == 1
 
-        self._run(scenario())
+        run(scenario())
 
     def test_partial_hits_end_at_block_borders(self, tmp_path: Path) -> None:
         async def scenario() -> None:
@@ -201,7 +133,7 @@ class KVConnectorKit(Kit):
                 output = await self._check(engine, prompt(1))
                 assert output.num_cached_tokens == 36
 
-        self._run(scenario())
+        run(scenario())
 
     def test_another_salt_finds_nothing(self, tmp_path: Path) -> None:
         async def scenario() -> None:
@@ -214,7 +146,7 @@ class KVConnectorKit(Kit):
                 output = await self._check(engine, prompt(1), cache_salt="tenant")
                 assert output.num_cached_tokens == 36
 
-        self._run(scenario())
+        run(scenario())
 
     def test_others_go_on_while_a_load_takes_its_time(self, tmp_path: Path) -> None:
         async def scenario() -> None:
@@ -229,7 +161,7 @@ class KVConnectorKit(Kit):
                 watch.let_reports_go()
                 assert (await slow).num_cached_tokens == 36
 
-        self._run(scenario())
+        run(scenario())
 
     # ------------------------------------------------------------ failures
 
@@ -247,7 +179,7 @@ class KVConnectorKit(Kit):
                 assert fewest == int(share * 10) * BLOCK
                 assert engine.stats().num_kv_load_failures >= 1
 
-        self._run(scenario())
+        run(scenario())
 
     def test_a_far_side_that_breaks_costs_a_recompute(self, tmp_path: Path) -> None:
         async def scenario() -> None:
@@ -259,7 +191,7 @@ class KVConnectorKit(Kit):
                     await self._check(engine, prompt(seed))
                     await self._forget(engine)
 
-        self._run(scenario())
+        run(scenario())
 
     def test_what_is_damaged_is_never_used(self, tmp_path: Path) -> None:
         """Blocks may be damaged in any way before the next engine loads them."""
@@ -275,7 +207,7 @@ class KVConnectorKit(Kit):
             except ConfigError:
                 return  # Refusing to start is valid, too.
 
-        self._run(scenario())
+        run(scenario())
 
     def test_what_is_damaged_is_replaced(self, tmp_path: Path) -> None:
         """Damage is detected once, and the block is stored anew and usable again."""
@@ -293,7 +225,7 @@ class KVConnectorKit(Kit):
                         return
                 assert output.num_cached_tokens == 36, "damaged blocks stay, and stand in the way"
 
-        self._run(scenario())
+        run(scenario())
 
     # ------------------------------------------------------------ options
 
@@ -333,7 +265,7 @@ class KVConnectorKit(Kit):
                 await self._settled(engine)
                 assert (await self._check(engine, prompt(1))).num_cached_tokens in (0, 36)
 
-        self._run(scenario())
+        run(scenario())
 
     def test_blocks_are_not_reused_while_a_save_reads_them(self, tmp_path: Path) -> None:
         async def scenario() -> None:
@@ -350,7 +282,7 @@ class KVConnectorKit(Kit):
                 await asyncio.gather(*rest)
                 await self._settled(engine)
 
-        self._run(scenario())
+        run(scenario())
 
     def test_an_engine_stops_in_the_middle_of_transfers(self, tmp_path: Path) -> None:
         async def scenario() -> None:
@@ -363,9 +295,9 @@ class KVConnectorKit(Kit):
             await asyncio.gather(waiting, return_exceptions=True)
             async with self._engine(tmp_path) as (engine, _):
                 output = await self._check(engine, prompt(1))
-                assert output.num_cached_tokens == (36 if self._shared else 0)
+                assert output.num_cached_tokens == (36 if self.is_shared else 0)
 
-        self._run(scenario())
+        run(scenario())
 
     # ------------------------------------------------------------ many
 
@@ -384,9 +316,9 @@ class KVConnectorKit(Kit):
                 assert two.stats().external_prefix_cache_hits > 0
             async with self._engine(tmp_path) as (engine, _):
                 output = await self._check(engine, prompts[0])
-                assert output.num_cached_tokens == (32 if self._shared else 0)
+                assert output.num_cached_tokens == (32 if self.is_shared else 0)
 
-        self._run(scenario())
+        run(scenario())
 
     @pytest.mark.parametrize("seed", [0, 1])
     def test_random_traffic_gives_the_tokens_of_an_engine_without(
@@ -424,12 +356,9 @@ class KVConnectorKit(Kit):
                     await self._forget(engine)
                 assert watch.num_loads > 0
 
-        self._run(scenario())
+        run(scenario())
 
     # ------------------------------------------------------------ how
-
-    def _run(self, scenario: Coroutine[Any, Any, None]) -> None:
-        asyncio.run(asyncio.wait_for(scenario, 3 * SECONDS))
 
     @contextlib.asynccontextmanager
     async def _engine(self, folder: Path) -> AsyncIterator[tuple[AsyncEngine, Watch]]:
@@ -475,7 +404,7 @@ class KVConnectorKit(Kit):
         await self._settled(engine)
         assert await engine.reset_prefix_cache()
 
-    def _halves(self, folder: Path, caches: list[torch.Tensor]) -> Halves:
+    def halves(self, folder: Path, caches: list[torch.Tensor]) -> Halves:
         return Halves(self.name, self.extra_config(folder), self.plugins(), caches)
 
 

@@ -54,7 +54,10 @@ KITS = {
 CHOSEN = pytest.StashKey[dict[str, list[str]]]()
 """Kind → names to check."""
 
-pytest.register_assert_rewrite(*sorted({f"{PACKAGE}.{kit.module}" for kit in KITS.values()}))
+# Kits, and the checks that they are made of.
+pytest.register_assert_rewrite(
+    *sorted(f"{PACKAGE}.{file.stem}" for file in FOLDER.glob("*.py") if file.stem != "options")
+)
 
 
 def _destination(kind: str) -> str:
