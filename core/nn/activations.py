@@ -1,8 +1,9 @@
-"""Activations by the names that configurations use."""
+"""Activations: by the names that configurations use, and those of experts, of gate and up."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -34,3 +35,37 @@ def activation_named(
             param=field,
         )
     return ACTIVATIONS[name]
+
+
+class ClampedSwiGLU(NamedTuple):
+    """(min(max(up, -limit), limit) + 1) * gate * sigmoid(alpha * gate), with gate at most limit.
+
+    Source: GPT-OSS's model card (arXiv 2508.10925) and published code.
+    """
+
+    alpha: float
+    limit: float
+
+    def __call__(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """[any] both → the same shape"""
+        gate = gate.clamp(max=self.limit)
+        up = up.clamp(-self.limit, self.limit)
+        return (up + 1) * gate * torch.sigmoid(self.alpha * gate)
+
+
+class LimitedSwiGLU(NamedTuple):
+    """min(silu(gate), limit) * min(max(up, -limit), limit).
+
+    Source: the published code of Step 3.5.
+    """
+
+    limit: float
+
+    def __call__(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """[any] both → the same shape"""
+        return F.silu(gate).clamp(max=self.limit) * up.clamp(-self.limit, self.limit)
+
+
+ExpertActivation: TypeAlias = ClampedSwiGLU | LimitedSwiGLU | Literal["gelu", "relu2"]
+"""Of experts, in place of silu(gate) * up; "gelu": gelu(gate) * up, gelu by its tanh approximation;
+"relu2": relu(up)², of experts without gates."""

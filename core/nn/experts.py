@@ -12,11 +12,12 @@ from ..errors import ConfigError
 from ..parallel.expert_exchange import ExpertExchange
 from ..parallel.expert_share import ExpertShare
 from ..parallel.sharding import Features
+from .activations import ClampedSwiGLU, ExpertActivation, LimitedSwiGLU
 from .context import BuildContext
 from .expert_balance.places import ExpertBalance
 from .linear import Linear, MergedLinear
 from .mlp import GatedMLP, PlainMLP
-from .operations import ClampedSwiGLU, ExpertActivation, ExpertWeight, LimitedSwiGLU, Operations
+from .operations import ExpertWeight, Operations
 from .quantized import QuantizedLinear
 from .routing import Routing, RoutingRule
 

@@ -8,10 +8,9 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError
-from .activations import activation_named
+from .activations import ClampedSwiGLU, LimitedSwiGLU, activation_named
 from .context import BuildContext
 from .linear import GatedLinear, Linear, MergedLinear
-from .operations import ClampedSwiGLU, LimitedSwiGLU
 
 
 class GatedMLP(nn.Module):

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeAlias
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
 
-from .activations import ACTIVATIONS
+from .activations import ACTIVATIONS, ExpertActivation
 from .kv_cache.quantized_cache import QuantizedCache, write_blocks
 from .latent.operations import LatentOperations
 from .packed import PackedWeight, dequantize
@@ -53,40 +53,6 @@ class HeadLayout(NamedTuple):
     num_heads: int
     num_kv_heads: int
     head_dim: int
-
-
-class ClampedSwiGLU(NamedTuple):
-    """(min(max(up, -limit), limit) + 1) * gate * sigmoid(alpha * gate), with gate at most limit.
-
-    Source: GPT-OSS's model card (arXiv 2508.10925) and published code.
-    """
-
-    alpha: float
-    limit: float
-
-    def __call__(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        """[any] both → the same shape"""
-        gate = gate.clamp(max=self.limit)
-        up = up.clamp(-self.limit, self.limit)
-        return (up + 1) * gate * torch.sigmoid(self.alpha * gate)
-
-
-class LimitedSwiGLU(NamedTuple):
-    """min(silu(gate), limit) * min(max(up, -limit), limit).
-
-    Source: the published code of Step 3.5.
-    """
-
-    limit: float
-
-    def __call__(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        """[any] both → the same shape"""
-        return F.silu(gate).clamp(max=self.limit) * up.clamp(-self.limit, self.limit)
-
-
-ExpertActivation: TypeAlias = ClampedSwiGLU | LimitedSwiGLU | Literal["gelu", "relu2"]
-"""Of experts, in place of silu(gate) * up; "gelu": gelu(gate) * up, gelu by its tanh approximation;
-"relu2": relu(up)², of experts without gates."""
 
 
 class DenseRows(NamedTuple):

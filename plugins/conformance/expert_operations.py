@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from ...core.nn.operations import ClampedSwiGLU, DenseRows, LimitedSwiGLU
+from ...core.nn.activations import ClampedSwiGLU, LimitedSwiGLU
+from ...core.nn.operations import DenseRows
 from ...core.nn.packed import PackedWeight, round_to_words
 from ...core.nn.routing import Routing, RoutingRule
 from .operation_arguments import REFERENCE, SIZE, TOKENS, wide

@@ -10,8 +10,8 @@ from torch import nn
 from ...core.errors import ConfigError
 from ...core.loading.model_config import ModelConfig
 from ...core.loading.weight_map import Together
+from ...core.nn.activations import ClampedSwiGLU
 from ...core.nn.context import BuildContext
-from ...core.nn.operations import ClampedSwiGLU
 from .decoder import CausalLM
 from .parts import renormalized_mixture
 from .windows import SinkAttention

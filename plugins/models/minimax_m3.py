@@ -13,11 +13,11 @@ from torch import nn
 from ...core.errors import ConfigError
 from ...core.loading.model_config import ModelConfig
 from ...core.loading.weight_map import WeightMap
+from ...core.nn.activations import ClampedSwiGLU
 from ...core.nn.context import BuildContext
 from ...core.nn.experts import SparseMLP
 from ...core.nn.mlp import GatedMLP
 from ...core.nn.norm import OffsetRMSNorm
-from ...core.nn.operations import ClampedSwiGLU
 from ...core.nn.rotary import Rotary
 from ...core.nn.routing import RoutingRule
 from .decoder import CausalLM, Decoder, SelfAttention

@@ -15,12 +15,12 @@ from torch import nn
 from ...core.errors import ConfigError
 from ...core.loading.model_config import ModelConfig
 from ...core.loading.weight_map import Together, WeightMap
+from ...core.nn.activations import LimitedSwiGLU
 from ...core.nn.context import BuildContext, ForwardContext
 from ...core.nn.experts import SparseMLP
 from ...core.nn.linear import Linear
 from ...core.nn.mlp import GatedMLP
 from ...core.nn.norm import OffsetRMSNorm
-from ...core.nn.operations import LimitedSwiGLU
 from ...core.nn.rotary import Rotary
 from ...core.nn.routing import RoutingRule
 from .decoder import CausalLM, Decoder

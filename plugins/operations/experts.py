@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ...core.nn.operations import (
-    ClampedSwiGLU,
-    DenseRows,
-    ExpertActivation,
-    ExpertWeight,
-    LimitedSwiGLU,
-)
+from ...core.nn.activations import ClampedSwiGLU, ExpertActivation, LimitedSwiGLU
+from ...core.nn.operations import DenseRows, ExpertWeight
 from ...core.nn.packed import PackedWeight
 from ...core.nn.routing import Routing
 from ...kernels.activations import Clamp, GatedActivation, Limit

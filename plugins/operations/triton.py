@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 
 import torch
 
+from ...core.nn.activations import ExpertActivation
 from ...core.nn.kv_cache.quantized_cache import KVCache, QuantizedCache, code_bits
 from ...core.nn.latent.operations import LatentOperations
 from ...core.nn.operations import (
     AnyNorm,
     CenteredNorm,
-    ExpertActivation,
     ExpertWeight,
     HeadLayout,
     Norm,

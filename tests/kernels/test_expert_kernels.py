@@ -19,13 +19,8 @@ pytest.importorskip("triton")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jackfield.core.nn.operations import (
-    ClampedSwiGLU,
-    ExpertActivation,
-    ExpertWeight,
-    LimitedSwiGLU,
-    Operations,
-)
+from jackfield.core.nn.activations import ClampedSwiGLU, ExpertActivation, LimitedSwiGLU
+from jackfield.core.nn.operations import ExpertWeight, Operations
 from jackfield.core.nn.packed import PackedWeight, dequantize, pack_words
 from jackfield.core.nn.routing import Routing, RoutingRule
 from jackfield.kernels.moe.combine import combine

@@ -19,9 +19,10 @@ from jackfield.core.errors import ConfigError, LoadError
 from jackfield.core.loading.build import build_model
 from jackfield.core.loading.model_config import resolve_model_config
 from jackfield.core.loading.quantize import quantized_layers
+from jackfield.core.nn.activations import ClampedSwiGLU
 from jackfield.core.nn.context import BuildContext
 from jackfield.core.nn.experts import SparseMLP
-from jackfield.core.nn.operations import ClampedSwiGLU, ExpertWeight, Operations
+from jackfield.core.nn.operations import ExpertWeight, Operations
 from jackfield.core.nn.packed import PackedWeight, dequantize, round_to_fp8, round_to_words
 from jackfield.core.nn.routing import Routing, RoutingRule
 from jackfield.core.registry import load_plugins

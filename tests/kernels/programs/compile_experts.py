@@ -10,7 +10,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from jackfield.core.nn.operations import ClampedSwiGLU, LimitedSwiGLU
+from jackfield.core.nn.activations import ClampedSwiGLU, LimitedSwiGLU
 from jackfield.core.nn.packed import PackedWeight
 from jackfield.core.nn.routing import RoutingRule
 from jackfield.kernels.compile import Precompiler

@@ -23,7 +23,8 @@ from jackfield.core.errors import ConfigError, LoadError
 from jackfield.core.loading.build import build_model
 from jackfield.core.loading.model_config import resolve_model_config
 from jackfield.core.loading.quantize import quantized_layers
-from jackfield.core.nn.operations import ClampedSwiGLU, Operations
+from jackfield.core.nn.activations import ClampedSwiGLU
+from jackfield.core.nn.operations import Operations
 from jackfield.core.nn.packed import PackedWeight, dequantize
 from jackfield.core.nn.routing import RoutingRule
 from jackfield.core.registry import load_plugins
