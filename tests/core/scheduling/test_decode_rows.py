@@ -7,7 +7,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from test_scheduler import add, make_request, make_scheduler, run
+from scheduled import add, make_request, make_scheduler, run
 
 from jackfield.core.request import Request
 from jackfield.core.sampling_params import SamplingParams

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 
 import pytest
-from test_scheduler import add, make_request, make_scheduler, run
+from scheduled import add, make_request, make_scheduler, run
 
 from jackfield.core.request import Request
 from jackfield.core.sampling_params import SamplingParams

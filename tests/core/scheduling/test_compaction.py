@@ -1,0 +1,229 @@
+"""What the scheduler decides about compacting caches, case by case."""
+
+from __future__ import annotations
+
+import pytest
+from scheduled import add, drain, make_request, make_scheduler, run
+
+from jackfield.core.request import Status
+from jackfield.core.sampling_params import SamplingParams
+from jackfield.core.scheduling.compression import NEVER, CompressionRule
+from jackfield.core.scheduling.scheduler import Scheduler
+
+
+def test_a_compaction_frees_its_blocks_in_the_plan_that_carries_it():
+    scheduler = make_scheduler(kv_compression=CompressionRule(ratio=0.25))
+    request = make_request(160, max_tokens=40)
+    add(scheduler, request)
+    run(scheduler, scheduler.schedule())
+    used, old = scheduler.kv.num_used_blocks, request.block_ids
+    plan = scheduler.schedule()
+    (compaction,) = plan.compactions
+    assert (compaction.slot, compaction.num_tokens, compaction.kept) == (0, 160, 40)
+    assert compaction.block_ids == tuple(request.block_ids) and len(request.block_ids) == 3
+    assert not set(old) & set(request.block_ids)
+    assert used == 10 and scheduler.kv.num_used_blocks == 3 and plan.table_writes == ()
+    assert (request.num_computed_tokens, request.num_kv_tokens) == (161, 41)
+    scheduler.check_invariants()
+    run(scheduler, plan)
+    drain(scheduler)
+    assert len(request.output_token_ids) == 40 and scheduler.kv.num_used_blocks == 0
+    assert scheduler.stats.kv_compactions == 1 and scheduler.stats.kv_blocks_returned == 7
+
+
+def test_what_others_hold_is_not_counted_as_freed():
+    """Their prompt is shared but for its last block, and a compaction would only take more."""
+    scheduler = make_scheduler(kv_compression=CompressionRule(ratio=0.5))
+    first, second = make_request(161, token=7), make_request(161, token=7)
+    add(scheduler, first)
+    run(scheduler, scheduler.schedule())
+    add(scheduler, second)
+    first.compact_at = NEVER
+    drain(scheduler)
+    assert second.num_cached_tokens == 160
+    assert scheduler.stats.kv_compactions == 0
+    assert not (first.compacted or second.compacted)
+
+
+def test_a_preempted_request_has_its_whole_cache_again():
+    scheduler = make_scheduler(kv_compression=CompressionRule(ratio=0.25), num_blocks=14)
+    first, second = make_request(64, max_tokens=100), make_request(64, max_tokens=100)
+    add(scheduler, first, second)
+    while not second.num_preemptions:
+        run(scheduler, scheduler.schedule())
+        scheduler.check_invariants()
+    assert second.status is Status.PREEMPTED
+    assert (second.compacted, second.num_dropped_tokens, second.num_kv_tokens) == (False, 0, 0)
+    drain(scheduler)
+    assert [len(r.output_token_ids) for r in (first, second)] == [100, 100]
+    assert scheduler.stats.kv_compactions == 3
+
+
+def test_a_failed_request_takes_its_names_back_though_its_blocks_are_released():
+    scheduler = make_scheduler(kv_compression=CompressionRule(ratio=0.25))
+    request = make_request(160, token=9)
+    add(scheduler, request)
+    run(scheduler, scheduler.schedule())
+    plan = scheduler.schedule()
+    assert plan.compactions
+    run(scheduler, plan, failed={0: "on purpose"})
+    assert not scheduler.kv.find_hits(make_request(160, token=9)).num_blocks
+
+
+def compressing(num_blocks: int = 101, **rule) -> Scheduler:
+    return make_scheduler(kv_compression=CompressionRule(**rule), num_blocks=num_blocks)
+
+
+def test_a_budget_and_an_interval_bound_a_long_generation():
+    """32 tokens stay, and 32 more come until the next compaction: 4 blocks of 16, and a copy."""
+    scheduler = compressing(budget=32, interval=32)
+    request = make_request(20, max_tokens=300)
+    add(scheduler, request)
+    most = 0
+    while scheduler.has_work:
+        run(scheduler, scheduler.schedule())
+        scheduler.check_invariants()
+        most = max(most, scheduler.kv.num_used_blocks)
+    assert len(request.output_token_ids) == 300 and most <= 5
+    stats = scheduler.stats
+    # 20 prompt tokens and 300 generated, of which the last is not computed.
+    assert stats.kv_tokens_dropped == request.num_compactions * 32 - (32 - 20)
+    assert stats.kv_compactions == request.num_compactions >= 8
+
+
+def test_a_prompt_is_compacted_while_it_is_computed():
+    """At most 64 of 320 tokens stay, and 64 more come: 8 blocks and a copy of 4, for each."""
+    scheduler = compressing(num_blocks=26, ratio=0.2, prompt_interval=64)
+    requests = [make_request(320, max_tokens=20, token=n) for n in range(4)]
+    add(scheduler, *requests)
+    places, most = [], 0
+    while scheduler.has_work:
+        plan = scheduler.schedule()
+        places += [(each.num_tokens, each.kept) for each in plan.compactions if each.slot == 0]
+        run(scheduler, plan)
+        scheduler.check_invariants()
+        most = max(most, scheduler.num_running)
+    # 26 tokens stay of 128, 39 of 192, 52 of 256; the first stretch of all is cut to 16.
+    assert places[:5] == [(64, 16), (80, 26), (90, 39), (103, 52), (116, 64)]
+    assert most >= 3 and scheduler.stats.num_preemptions == 0
+    assert [len(request.output_token_ids) for request in requests] == [20] * 4
+
+
+@pytest.mark.parametrize("prompt_interval", [0, 64])
+def test_a_preempted_request_is_compacted_where_it_was_before(prompt_interval):
+    rule = CompressionRule(ratio=0.25, interval=10, prompt_interval=prompt_interval)
+    scheduler = make_scheduler(kv_compression=rule, enable_prefix_caching=False)
+    request = make_request(160, max_tokens=60)
+    add(scheduler, request)
+    places: list[list[tuple[int, int]]] = [[]]
+    while scheduler.has_work:
+        if len(places) == 1 and len(request.output_token_ids) == 27:
+            scheduler.requests.preempt(request)
+            places.append([])
+        plan = scheduler.schedule()
+        for each in plan.compactions:
+            places[-1].append((request.num_dropped_tokens + each.kept, each.kept))
+        run(scheduler, plan)
+        scheduler.check_invariants()
+    before, after = places
+    assert len(before) >= 3 and after[: len(before)] == before
+
+
+def test_most_tokens_of_a_cache_are_those_that_it_holds():
+    rules = [
+        CompressionRule(ratio=0.3), CompressionRule(ratio=0.3, prompt_interval=50),
+        CompressionRule(budget=40, prompt_interval=7, interval=9),
+        CompressionRule(ratio=0.6, interval=30), CompressionRule(ratio=0.5, on_pressure=True),
+    ]  # fmt: skip
+    for rule in rules:
+        for prompt, length in ((20, 20), (200, 200), (200, 201), (200, 320), (49, 350)):
+            held = computed = most = 0
+            place = NEVER if rule.on_pressure else rule.next_place(0, prompt)
+            while computed < length:
+                if computed == place:
+                    held, place = (
+                        min(held, rule.kept_tokens(computed)), rule.next_place(computed, prompt),
+                    )  # fmt: skip
+                end = min(place, length)
+                held, computed = held + end - computed, end
+                most = max(most, held)
+            assert rule.most_tokens(prompt, length) == most, (rule, prompt, length)
+
+
+def test_a_request_may_have_a_rule_of_its_own():
+    params = ({"ratio": 0.25}, {"budget": 48}, "off", None)
+    kept = []
+    for value in params:
+        scheduler = compressing(ratio=0.5)
+        sampling = SamplingParams(max_tokens=5, kv_compression=value)  # type: ignore[arg-type]
+        request = make_request(160, params=sampling)
+        add(scheduler, request)
+        run(scheduler, scheduler.schedule())
+        kept += [each.kept for each in scheduler.schedule().compactions] or [160]
+    assert kept == [40, 48, 160, 80]
+
+
+def test_under_pressure_caches_are_compacted_before_a_request_is_preempted():
+    requests = [make_request(64, max_tokens=40, token=n) for n in range(2)]
+    pressed = compressing(num_blocks=10, ratio=0.25, on_pressure=True)
+    whole = make_scheduler(num_blocks=10)
+    for scheduler, own in ((pressed, requests), (whole, [make_request(64, max_tokens=40, token=n)
+                                                         for n in range(2)])):  # fmt: skip
+        add(scheduler, *own)
+        drain(scheduler)
+        assert [len(request.output_token_ids) for request in own] == [40, 40]
+    assert whole.stats.num_preemptions > 0 and pressed.stats.num_preemptions == 0
+    assert pressed.stats.kv_compactions >= 1
+    relaxed = compressing(ratio=0.25, on_pressure=True)
+    add(relaxed, make_request(64, max_tokens=40))
+    drain(relaxed)
+    assert relaxed.stats.kv_compactions == 0, "there was no pressure"
+
+
+def test_under_pressure_caches_are_compacted_to_admit_a_request():
+    scheduler = compressing(num_blocks=12, ratio=0.25, on_pressure=True)
+    first, second = make_request(128, max_tokens=20, token=1), make_request(64, token=2)
+    add(scheduler, first)
+    run(scheduler, scheduler.schedule())
+    add(scheduler, second)
+    plans = [scheduler.schedule()]
+    run(scheduler, plans[0])
+    assert second.status is Status.WAITING and not plans[0].compactions
+    plan = scheduler.schedule()
+    assert [each.slot for each in plan.compactions] == [first.slot]
+    assert [start.request_id for start in plan.starts] == [second.request_id]
+    run(scheduler, plan)
+    drain(scheduler)
+
+
+def test_a_starved_pool_compacts_in_place_and_takes_the_names():
+    """9 blocks of 9 are taken: the 3 that stay are the first of the request's own."""
+    scheduler = compressing(num_blocks=10, ratio=0.3)
+    request = make_request(130, max_tokens=8, token=3)
+    add(scheduler, request)
+    run(scheduler, scheduler.schedule())
+    assert scheduler.kv.pool.num_free == 0
+    old = request.block_ids[:]
+    plan = scheduler.schedule()
+    (compaction,) = plan.compactions
+    assert compaction.block_ids == tuple(old[:3]) and scheduler.kv.num_used_blocks == 3
+    assert not scheduler.kv.find_hits(make_request(130, token=3)).num_blocks
+    run(scheduler, plan)
+    scheduler.check_invariants()
+    drain(scheduler)
+
+
+def test_no_compaction_writes_what_another_of_its_plan_reads():
+    """The second one's fresh blocks would be those that the first has just released."""
+    scheduler = compressing(num_blocks=19, ratio=0.3)
+    requests = [make_request(128, max_tokens=8, token=n) for n in range(2)]
+    add(scheduler, *requests)
+    run(scheduler, scheduler.schedule())
+    old = [request.block_ids[:] for request in requests]
+    plan = scheduler.schedule()
+    assert len(plan.compactions) == 2
+    for number, compaction in enumerate(plan.compactions):
+        assert not set(compaction.block_ids) & set(old[1 - number])
+    run(scheduler, plan)
+    scheduler.check_invariants()
+    drain(scheduler)

@@ -1,0 +1,98 @@
+"""What the scheduler decides about drafts, case by case."""
+
+from __future__ import annotations
+
+from scheduled import EOS, add, drain, make_request, make_scheduler, run
+
+from jackfield.core.cache.groups import CacheGroup
+from jackfield.core.step import Rejection, StepResult, TokenLogprobs
+
+
+def test_rows_with_drafts_bring_several_tokens_and_those_after_a_stop_are_dropped():
+    scheduler = make_scheduler(block_size=4, num_drafts=3)
+    stops, ends, rejects, plain = (make_request(4, max_tokens=m) for m in (9, 4, 9, 9))
+    add(scheduler, stops, ends, rejects, plain)
+    run(scheduler, scheduler.schedule(), proposed=[3, 2, 1, 0])
+    plan = scheduler.schedule()
+    assert plan.slots == (plain.slot, stops.slot, ends.slot, rejects.slot)
+    # A request's last token is sampled, and never computed.
+    assert plan.num_drafts == (0, 3, 2, 3) and plan.num_tokens == (1, 4, 3, 4)
+    assert [len(r.tables[0]) for r in (plain, stops, ends, rejects)] == [2, 2, 2, 2]
+    assert (rejects.num_computed_tokens, rejects.num_tokens) == (8, 9)
+    ahead = scheduler.schedule()
+    assert ahead.slots == (plain.slot, stops.slot, rejects.slot), "the other may be at its end"
+    assert len(rejects.tables[0]) == 3
+    entries = [TokenLogprobs(token, -1.0, 1, [], []) for token in (5, EOS, 8)]
+    result = StepResult(
+        plan.step, [1, 3, 3, 1], [6, 5, EOS, 8, 6, 7, 8, 7], logprobs={1: entries},
+        proposed=[0, 3, 3, 3], verified=[0, 3, 2, 1],
+    )  # fmt: skip
+    updates = scheduler.update(plan, result)
+    assert [u.new_token_ids for u in updates] == [[6], [5, EOS], [6, 7, 8], [7]]
+    assert [u.finished for u in updates] == [False, True, True, False]
+    assert updates[1].logprobs == entries[:2] and updates[2].logprobs is None
+    assert stops.finish_reason == "stop" and ends.finish_reason == "length"
+    assert rejects.num_known_tokens == 6 and rejects.num_unverified_tokens == 3
+    assert (rejects.num_computed_tokens, rejects.num_tokens) == (9, 10)
+    scheduler.check_invariants()
+    stats = scheduler.stats
+    assert stats.generation_tokens == 4 + 7
+    assert stats.spec_decode_num_drafts == 3 and stats.spec_decode_num_draft_tokens == 6
+    assert stats.spec_decode_num_accepted_tokens_per_pos == {0: 2, 1: 2, 2: 0}
+    run(scheduler, ahead, proposed=[0, 3, 0])
+    assert (rejects.num_computed_tokens, rejects.num_tokens) == (6, 7)
+    assert len(rejects.tables[0]) == 2, "blocks for rejected drafts are taken back"
+    plan = scheduler.schedule()
+    assert plan.rejections == (Rejection(rejects.slot, 6),)
+    assert plan.num_drafts == (), "nothing was proposed"
+    run(scheduler, plan)
+    drain(scheduler)
+    assert rejects.finish_reason == plain.finish_reason == "length"
+    assert scheduler.kv.num_used_blocks == 0
+
+
+def test_each_running_request_gets_a_token_before_any_gets_drafts():
+    scheduler = make_scheduler(num_drafts=8, max_num_batched_tokens=12)
+    requests = [make_request(3, max_tokens=30) for _ in range(4)]
+    add(scheduler, *requests)
+    run(scheduler, scheduler.schedule(), proposed=[8] * 4)
+    plan = scheduler.schedule()
+    assert plan.total_tokens == 12 and sorted(plan.num_drafts) == [0, 0, 0, 8]
+
+
+def test_drafts_in_flight_count_as_part_of_a_windows_chunk():
+    """Blocks before a window go back by the lower bound of the length, so that no request holds
+    more of them than the limits say."""
+    window = (CacheGroup((0,), 3),)
+    scheduler = make_scheduler(
+        block_size=1, groups=window, num_drafts=4, max_num_batched_tokens=6, max_model_len=64
+    )
+    request = make_request(5, max_tokens=40)
+    add(scheduler, request)
+    run(scheduler, scheduler.schedule(), proposed=[4])
+    first, second = scheduler.schedule(), scheduler.schedule()
+    assert (first.num_drafts, second.num_drafts) == ((4,), (1,))
+    most = window[0].most_blocks(request.num_computed_tokens, 1, 6)
+    assert sum(map(bool, request.tables[0])) <= most
+    run(scheduler, first, proposed=[4])
+    assert scheduler.schedule().num_drafts == (4,), "the others were rejected"
+
+
+def test_without_blocks_for_them_a_row_gets_no_drafts():
+    scheduler = make_scheduler(block_size=4, num_blocks=4, num_drafts=4)
+    first, second = make_request(4, max_tokens=8), make_request(2, max_tokens=8)
+    add(scheduler, first, second)
+    run(scheduler, scheduler.schedule(), proposed=[4, 4])
+    plan = scheduler.schedule()
+    assert plan.num_tokens == (1, 1) and plan.num_drafts == ()
+    assert first.num_preemptions == second.num_preemptions == 0
+
+
+def test_a_row_that_should_bring_a_token_and_brings_none_fails_alone():
+    scheduler = make_scheduler()
+    lost, other = make_request(4), make_request(4)
+    add(scheduler, lost, other)
+    plan = scheduler.schedule()
+    updates = scheduler.update(plan, StepResult(plan.step, [0, 1], [5]))
+    assert [u.error for u in updates] == ["the step brought no token for it", None]
+    assert lost.finish_reason == "error" and other.output_token_ids == [5]
