@@ -19,7 +19,7 @@ from ..nn.quantized import LinearSpec, QuantizedEmbedding, QuantizedLinear, Role
 from ..protocols.quantization import QuantizationMethod
 from ..registry import Plugins
 from .model_config import ModelConfig
-from .staging import divided_axes
+from .tensors.staging import divided_axes
 from .weight_map import WeightMap
 
 logger = logging.getLogger("jackfield.loading")

@@ -35,8 +35,8 @@ from ..parallel.elsewhere import elsewhere
 from ..parallel.expert_share import ExpertShare
 from ..parallel.sharding import Sharding
 from .multimodal.text_part import inner_name
-from .staging import Staging
-from .tensor_forms import RowOrder, Shard, Together
+from .tensors.forms import RowOrder, Shard, Together
+from .tensors.staging import Staging
 
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 EXPERTS = "experts"

@@ -8,7 +8,7 @@ from torch import nn
 from ...core.config import EngineConfig
 from ...core.loading.model_config import ModelConfig
 from ...core.loading.quantize import quantized_layers
-from ...core.loading.staging import Staging
+from ...core.loading.tensors.staging import Staging
 from .files import Bar
 
 

@@ -22,7 +22,7 @@ from ...nn.quantized import LinearSpec, QuantizedLinear, TensorSpec
 from ...parallel.elsewhere import elsewhere
 from ...protocols.quantization import QuantizationMethod
 from ..quantize import quantized_layers
-from ..staging import Staging
+from ..tensors.staging import Staging
 
 UNSCALED = (1.0, 1.0)
 

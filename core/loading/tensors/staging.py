@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from ..errors import LoadError
-from ..nn.quantized import QuantizedLinear, TensorSpec
-from ..parallel.sharding import FEATURES, Sharding
+from ...errors import LoadError
+from ...nn.quantized import QuantizedLinear, TensorSpec
+from ...parallel.sharding import FEATURES, Sharding
 
 
 class Staging:

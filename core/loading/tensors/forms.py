@@ -9,7 +9,7 @@ from functools import cached_property
 
 import torch
 
-from ..errors import LoadError
+from ...errors import LoadError
 
 
 @dataclass(frozen=True)
