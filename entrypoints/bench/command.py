@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import signal
 import sys
+import threading
+from collections.abc import Iterator
 
 BENCHMARKS = {
     "latency": "milliseconds per token at batch 1 (W1), and a decode step by batch",
@@ -42,8 +46,26 @@ def run(argv: list[str]) -> int:
         print(f"jackfield bench: no such benchmark: {name}\n\n{_usage()}", file=sys.stderr)
         return 2
     module = importlib.import_module(f".{MODULES[name]}", __package__)
-    status: int = module.run(rest)
+    with _ended_in_order():
+        status: int = module.run(rest)
     return status
+
+
+@contextlib.contextmanager
+def _ended_in_order() -> Iterator[None]:
+    """Let SIGTERM end a benchmark as an error would, and with it the servers that it started."""
+
+    def leave(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _usage() -> str:

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
+import signal
 import statistics
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +19,7 @@ import forked
 import pytest
 
 from jackfield.entrypoints.bench.command import run
+from jackfield.entrypoints.bench.process_tree import descendants
 from jackfield.entrypoints.bench.serve import servers
 from jackfield.entrypoints.bench.serve.serve_options import (
     chosen_workloads,
@@ -231,3 +238,31 @@ def test_w7_shares_its_system_prompt_and_nothing_else() -> None:
     assert len({tuple(turn.prompt[-64:]) for chat in chats for turn in chat}) == 64 * 8
     other = draw_chats(WORKLOADS["W7"], 151936, 2, 64)
     assert other[0][0].prompt[:16] != chats[0][0].prompt[:16], "no repeat finds the one before"
+
+
+def serves(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return "--port" in Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    return False
+
+
+def test_a_benchmark_that_is_ended_ends_its_server() -> None:
+    command = [
+        sys.executable, "-m", "jackfield.entrypoints.cli.main", "bench", "serve", "streams",
+        "--engine", "jackfield", *CPU, "--output", "-",
+    ]  # fmt: skip
+    process = forked.Tree(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    started: set[int] = set()
+    try:
+        while not any(map(serves, started)):
+            assert process.poll() is None
+            started = descendants([process.pid]) - {process.pid}
+            time.sleep(0.01)
+        process.terminate()
+        assert process.wait(300) == 128 + signal.SIGTERM
+        assert not descendants(started)
+    finally:
+        process.kill()
+        for pid in started:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
