@@ -83,12 +83,16 @@ def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 def check_host(hosts: tuple[str, ...]) -> Middleware:
-    """Return a middleware that refuses requests for other hosts. Raises Forbidden."""
+    """Return a middleware that refuses requests for other hosts. Raises Forbidden.
+
+    A request without `Host`, which HTTP/1.0 permits, comes from no browser: load balancers check
+    a server's health that way.
+    """
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        host = request.headers.get("Host", "")
-        if not allows(hosts, host):
+        host = request.headers.get("Host")
+        if host is not None and not allows(hosts, host):
             raise Forbidden(
                 f"Host: this server does not answer to {host[:80]!r}; start it with --allowed-hosts"
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -67,6 +68,14 @@ def test_a_name_that_was_made_to_lead_here_is_not_answered_to(server: Server, ho
 @pytest.mark.parametrize("host", ["localhost", "LOCALHOST:1", "me.localhost", "127.0.0.1", "[::1]"])
 def test_names_and_addresses_of_this_machine_are(server: Server, host: str) -> None:
     assert httpx.get(server.url + "/v1/models", headers={"Host": host}).status_code == 200
+
+
+def test_a_check_of_health_without_a_host_is_answered(server: Server) -> None:
+    """HTTP/1.0 permits it, and load balancers send it; every browser sends `Host`."""
+    at = urlsplit(server.url)
+    with socket.create_connection((at.hostname, at.port), timeout=60) as connection:
+        connection.sendall(b"GET /health HTTP/1.0\r\n\r\n")
+        assert connection.recv(100).split()[1] == b"200"
 
 
 def test_a_key_stands_for_both_checks(checkpoint: Path) -> None:
