@@ -17,7 +17,7 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, cast
 
 from aiohttp import web
 from aiohttp.http_exceptions import BadHttpMethod, HttpProcessingError
@@ -122,8 +122,8 @@ class Connection(web.RequestHandler):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         if not self._open.admit(self):
-            assert isinstance(transport, asyncio.Transport)
             self._force_close = True
+            transport = cast(asyncio.Transport, transport)  # uvloop's are no subclasses of it.
             transport.write(raw_response(TooManyConnections("too many connections are open")))
             transport.close()
             return

@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import json
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -169,9 +169,14 @@ class Server:
 
 @contextlib.contextmanager
 def running(
-    config: EngineConfig, options: ServerOptions | None = None, *, plugins: Plugins | None = None
+    config: EngineConfig,
+    options: ServerOptions | None = None,
+    *,
+    plugins: Plugins | None = None,
+    run: Callable[[Coroutine[Any, Any, None]], Any] = asyncio.run,
 ) -> Iterator[Server]:
-    """A server on a free port of 127.0.0.1.
+    """A server on a free port of 127.0.0.1. `run`: runs its event loop; uvloop.run does what
+    `jackfield serve` does.
 
     Its worker computes with one thread: two that spin at barriers while the client and the event
     loop want the same cores make a step take a hundred times as long.
@@ -197,7 +202,7 @@ def running(
         finally:
             started.set()
 
-    thread = threading.Thread(target=asyncio.run, args=(main(),), daemon=True)
+    thread = threading.Thread(target=run, args=(main(),), daemon=True)
     thread.start()
     started.wait(120)
     server = parts[0]

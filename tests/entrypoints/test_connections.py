@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
@@ -17,6 +18,7 @@ from urllib.parse import urlsplit
 import forked
 import httpx
 import pytest
+import uvloop
 from serving import Server, engine_config, running, save_random
 
 from jackfield.entrypoints.http import connections
@@ -155,14 +157,15 @@ def test_silent_connections_exclude_no_client(checkpoint: Path) -> None:
         assert [rest(item) for item in silent[:8]] == [b""] * 8, "the oldest ones were closed"
 
 
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
 def test_a_connection_beyond_those_with_requests_is_refused_and_logged(
-    checkpoint: Path, caplog: pytest.LogCaptureFixture
+    checkpoint: Path, caplog: pytest.LogCaptureFixture, run: Any
 ) -> None:
     limits = ConnectionLimits(max_connections=3)
     body = b'{"prompt":"x","max_tokens":400,"ignore_eos":true,"stream":true}'
     data = POST + b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
     with (
-        running(engine_config(checkpoint), ServerOptions(connections=limits)) as server,
+        running(engine_config(checkpoint), ServerOptions(connections=limits), run=run) as server,
         contextlib.ExitStack() as stack,
     ):
         busy = [stack.enter_context(connected(server, data)) for _ in range(3)]
