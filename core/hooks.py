@@ -92,7 +92,8 @@ def register_models(registry: Registry[type[Model] | type[PoolingModel]]) -> Non
         registry.add("LlamaForCausalLM", "jackfield.plugins.models.llama:LlamaForCausalLM")
 
     Used by the worker when it builds the model, and before that to determine whether the class
-    generates text, is pooled to vectors, or both. Contract: `protocols.Model`,
+    generates text, is pooled to vectors, or both. Fields of config.json that no other family has
+    are declared in the class's `config_fields`. Contract: `protocols.Model`,
     `protocols.PoolingModel`.
 
     `registry.refuse(name, reason)` says why an architecture is not served, for the error of who
@@ -110,8 +111,9 @@ def register_configs(registry: Registry[type[CheckpointConfig]]) -> None:
 
     Used by the engine and by each of its front ends, when they read a checkpoint's config.json: for
     a type that `transformers` does not know, or reads otherwise. To take over a type that Jackfield
-    reads itself, register it with `override=True`. A subclass of `transformers`' PretrainedConfig
-    keeps the contract: `protocols.CheckpointConfig`.
+    reads itself, register it with `override=True`. `config_fields` of the class declares the kinds
+    of the family's own fields, which are checked before the class gets them. A subclass of
+    `transformers`' PretrainedConfig keeps the contract: `protocols.CheckpointConfig`.
     """
 
 

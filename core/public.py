@@ -48,6 +48,11 @@ PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "Build a model": {
         "jackfield.core.loading.model_config": ("ModelConfig",),
+        "jackfield.core.protocols.field_kinds": (
+            "COUNT", "FLAG", "FieldKind", "INTEGER", "INTEGERS", "INTEGER_OR_INTEGERS", "NUMBER",
+            "NUMBERS", "NUMBERS_OR_NULLS", "OBJECT", "POSITIVE", "POSITIVE_OR_LIST", "SIZE",
+            "SIZE_OR_SIZES", "SIZE_OR_ZERO", "TEXT", "TEXTS",
+        ),
         "jackfield.core.loading.weight_map": (
             "ParameterFiller", "RowOrder", "Shard", "Together", "WeightMap",
         ),

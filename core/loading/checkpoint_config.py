@@ -90,10 +90,8 @@ IGNORED = frozenset({"_name_or_path", "gradient_checkpointing", "output_past"})
 """Like `FREE`, in many a config.json, and read by nothing here."""
 SOMETIMES = frozenset({
     "attention_bias", "head_dim", "layer_types", "mlp_bias", "moe_intermediate_size",
-    "loop_num", "n_routed_experts", "n_shared_experts", "num_experts", "num_experts_per_tok",
-    "num_key_value_heads", "num_local_experts", "num_shared_experts", "rope_parameters",
-    "rope_scaling", "share_expert_dim", "shared_expert_intermediate_size", "sliding_window",
-    "total_ut_steps", "type_vocab_size",
+    "num_experts", "num_experts_per_tok", "num_key_value_heads", "num_local_experts",
+    "rope_parameters", "rope_scaling", "sliding_window", "type_vocab_size",
 })  # fmt: skip
 """Fields that models read although only some families have them."""
 ROPES: dict[str, frozenset[str]] = {

@@ -14,9 +14,11 @@ import torch
 
 from ..config import EngineConfig
 from ..errors import ConfigError, LoadError
+from ..protocols.field_kinds import LARGEST_SIZE, FieldKind, declared_fields
+from ..registration.architecture import FALLBACK
 from ..registry import Plugins
 from .checkpoint_config import checkpoint_config, plugin_config
-from .config_fields import check_fields
+from .config_fields import SHARED, check_fields, check_sizes
 from .dialects import NO_DIALECTS, Dialects, read_dialects
 from .generation_config import (
     NO_DEFAULTS,
@@ -31,19 +33,6 @@ if TYPE_CHECKING:
     from .pooling_config import PoolingConfig
 
 EMBEDDED_MODEL = Path(__file__).resolve().parents[2] / "plugins" / "models" / "embedded"
-SIZES = (
-    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings",
-    "moe_intermediate_size", "num_experts", "num_experts_per_tok", "num_local_experts",
-    "n_routed_experts", "shared_expert_intermediate_size", "loop_num", "total_ut_steps",
-    "share_expert_dim", "n_shared_experts", "num_shared_experts",
-)  # fmt: skip
-"""Where config.json has one of these numbers, it is 1 to LARGEST_SIZE."""
-MAY_BE_ZERO = ("num_local_experts", "n_shared_experts", "num_shared_experts")
-"""Hybrid models say of an MLP that it has no experts, and mixtures that they share none."""
-LARGEST_SIZE = 2**31 - 1
-LENGTHS = ("max_position_embeddings", "max_seq_len", "model_max_length", "seq_length")
-"""Names of the context length; the first that a configuration has."""
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt"]
 
@@ -124,7 +113,10 @@ def resolve_model_config(config: EngineConfig, plugins: Plugins | None = None) -
         raise ConfigError(f"model: {folder}/config.json names no architecture", param="model")
     if not isinstance(getattr(hf_config, "vocab_size", None), int):
         raise ConfigError(f"model: {folder}/config.json gives no vocab_size", param="model")
-    _check_sizes(folder, hf_config)
+    architecture = architectures[0]
+    kinds = _kinds_of_fields(plugins, architecture, getattr(hf_config, "model_type", None))
+    check_sizes(folder / "config.json", hf_config, kinds)
+    model = None if plugins is None else _model_class(plugins, architecture)
     generation = read_generation_config(folder, config)
     quantization = getattr(hf_config, "quantization_config", None)
     if quantization is not None and not isinstance(quantization, dict):
@@ -135,10 +127,10 @@ def resolve_model_config(config: EngineConfig, plugins: Plugins | None = None) -
         )
     return ModelConfig(
         path=folder,
-        architecture=architectures[0],
+        architecture=architecture,
         hf_config=hf_config,
         dtype=_resolve_dtype(config, hf_config),
-        max_model_len=_resolve_length(config, hf_config),
+        max_model_len=_resolve_length(config, hf_config, model),
         vocab_size=int(hf_config.vocab_size),
         eos_token_ids=_eos_token_ids(hf_config, generation),
         sampling=sampling_defaults(generation, config),
@@ -180,39 +172,57 @@ def _read_config(
     folder: Path, overrides: dict[str, Any] | None, plugins: Plugins | None
 ) -> tuple[Any, str | None]:
     """→ configuration, and the checkpoint's architecture if it is that of the text part alone"""
+    file = folder / "config.json"
 
-    def read(raw: dict[str, Any]) -> Any:
-        check_fields(folder / "config.json", raw)
-        model_type = raw.get("model_type")
-        if plugins is not None and isinstance(model_type, str) and model_type in plugins["config"]:
+    def read(raw: dict[str, Any], architecture: str | None) -> Any:
+        """architecture: of the model; None: the one that the content names."""
+        own = _architecture(file, raw)
+        model_type: str | None = raw.get("model_type")
+        check_fields(file, raw, _kinds_of_fields(plugins, architecture or own, model_type))
+        if plugins is not None and model_type and model_type in plugins["config"]:
             return plugin_config(folder, raw, plugins["config"])
         return checkpoint_config(folder, raw)
 
-    raw = read_object(folder / "config.json") | (overrides or {})
-    check_fields(folder / "config.json", raw)
-    whole = next(iter(raw.get("architectures") or ()), None)
+    raw = read_object(file) | (overrides or {})
+    whole = _architecture(file, raw)
     part = None if plugins is None or whole is None else plugins["model"].text_part(whole)
     if part is None:
-        return read(raw), None
+        return read(raw, None), None
+    check_fields(file, raw)
     return text_config(folder, raw, read, part), whole
 
 
-def _check_sizes(folder: Path, hf_config: Any) -> None:
-    sizes = {name: getattr(hf_config, name, None) for name in SIZES}
-    for name, value in sizes.items():
-        least = 0 if name in MAY_BE_ZERO else 1
-        if isinstance(value, int) and not least <= value <= LARGEST_SIZE:
-            raise ConfigError(
-                f"model: {folder}/config.json has {name} {value}, which is no size of a model",
-                param="model",
-            )
-    heads, kv_heads = sizes["num_attention_heads"], sizes["num_key_value_heads"]
-    if isinstance(heads, int) and isinstance(kv_heads, int) and heads % kv_heads:
-        raise ConfigError(
-            f"model: {folder}/config.json has num_attention_heads {heads}, which is no multiple of "
-            f"num_key_value_heads {kv_heads}",
-            param="model",
-        )
+def _architecture(file: Path, raw: dict[str, Any]) -> str | None:
+    """Return the first architecture that a config.json names. Raises ConfigError for a field of
+    those that say which classes read the others."""
+    for name in ("architectures", "model_type"):
+        SHARED[name].check(file, raw, name)
+    return next(iter(raw.get("architectures") or ()), None)
+
+
+def _kinds_of_fields(
+    plugins: Plugins | None, architecture: str | None, model_type: str | None
+) -> Mapping[str, FieldKind]:
+    """Return the kinds of the fields that all models have, and of those that the model's class and
+    the configuration class, which comes first, declare."""
+    if plugins is None:
+        return SHARED
+    kinds = dict(SHARED)
+    if (model := _model_class(plugins, architecture)) is not None:
+        kinds |= declared_fields(model)
+    if model_type and model_type in plugins["config"]:
+        kinds |= declared_fields(plugins["config"].load(model_type))
+    return kinds
+
+
+def _model_class(plugins: Plugins, architecture: str | None) -> Any:
+    """Return the class that is registered for an architecture, or the fallback; None for one that
+    is refused, or served by its text part."""
+    models = plugins["model"]
+    if architecture is None or architecture in models:
+        return models.load(architecture) if architecture else None
+    elsewhere = models.refusal(architecture) or models.text_part(architecture) is not None
+    return None if elsewhere or FALLBACK not in models else models.load(FALLBACK)
 
 
 def _resolve_dtype(config: EngineConfig, hf_config: Any) -> torch.dtype:
@@ -228,15 +238,18 @@ def _resolve_dtype(config: EngineConfig, hf_config: Any) -> torch.dtype:
     )
 
 
-def _resolve_length(config: EngineConfig, hf_config: Any) -> int:
+def _resolve_length(config: EngineConfig, hf_config: Any, model: Any) -> int:
     """Return the context length: the model's own, or `max_model_len` if the model reaches that far.
+    `model`: the architecture's class; None if it is not known.
 
     `max_position_embeddings` already counts a scaled rope, but for a linear one, and for a yarn one
     whose original length equals it. A dynamic rope may be stretched, but is so only on demand: it
     changes what the model says about short texts too.
     """
-    lengths = (getattr(hf_config, name, None) for name in LENGTHS)
-    stated = next((int(length) for length in lengths if length), None)
+    if hasattr(model, "context_length"):
+        stated = model.context_length(hf_config)
+    else:
+        stated = getattr(hf_config, "max_position_embeddings", None) or None
     own = stated or 2048
     # A model that states no length keeps a state, which has none.
     reach = stated or LARGEST_SIZE

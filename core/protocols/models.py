@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import torch
 
     from ..loading.model_config import ModelConfig
     from ..nn.context import BuildContext, EncodeContext, ForwardContext
+    from .field_kinds import FieldKind
 
 
 @runtime_checkable
@@ -25,9 +28,18 @@ class Model(Protocol):
     """
 
     weight_map: ClassVar[Any]
+    config_fields: ClassVar[Mapping[str, FieldKind]]
+    """Kinds of the fields of config.json that the family has of its own (`protocols.field_kinds`):
+    a wrong value is refused by its name before anything is built. Those of base classes count, too.
+    Optional."""
     graph_safe: ClassVar[bool]
     """False: steps are launched, never recorded, because `forward` may wait for the device.
     Optional; without it, true."""
+
+    @classmethod
+    def context_length(cls, hf_config: Any) -> int | None:
+        """Return the length of text that the configuration states; None if it states none.
+        Optional; without it, `max_position_embeddings`."""
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         """Create parameters (uninitialised) on `build.device` in `build.dtype`."""
@@ -69,6 +81,8 @@ class PoolingModel(Protocol):
     """
 
     weight_map: ClassVar[Any]
+    config_fields: ClassVar[Mapping[str, FieldKind]]
+    """As `Model`."""
     causal: ClassVar[bool]
     """False: an encoder. Each prompt runs whole in one step, `context.backend` is None and
     nothing is cached. Optional; without it, true."""
@@ -97,6 +111,10 @@ class CheckpointConfig(Protocol):
     """The contents of config.json, for one model type. Its attributes have the file's names;
     `vocab_size`, `architectures`, `num_hidden_layers`, `hidden_size` and `num_attention_heads` are
     needed by all models that generate, others by the model itself."""
+
+    config_fields: ClassVar[Mapping[str, FieldKind]]
+    """As `Model`, for what `from_dict` reads: checked before it is called, and first where the
+    model's class has another kind. Optional."""
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any]) -> CheckpointConfig:

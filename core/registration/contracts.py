@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -101,7 +102,7 @@ def violation(kind: str, thing: object) -> str | None:
         return f"it has no {', '.join(missing)} ({contract.of})"
     if kind == "options":
         return _undecided(thing)
-    return None
+    return _undeclared(thing) if kind in ("config", "model") else None
 
 
 def completed(kind: str, thing: Any) -> Any:
@@ -117,6 +118,16 @@ def _class(reference: str) -> type:
     module, _, name = reference.partition(":")
     found: type = getattr(importlib.import_module(module), name)
     return found
+
+
+def _undeclared(thing: object) -> str | None:
+    """Return why the fields of config.json that a class declares are none."""
+    fields = getattr(thing, "config_fields", {})
+    kind = _class("jackfield.core.protocols.field_kinds:FieldKind")
+    if not isinstance(fields, Mapping):
+        return "its config_fields is no mapping of names"
+    wrong = [str(name) for name, value in fields.items() if not isinstance(value, kind)]
+    return f"its config_fields has no FieldKind for {', '.join(wrong)}" if wrong else None
 
 
 def _undecided(schema: object) -> str | None:

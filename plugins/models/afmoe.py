@@ -19,7 +19,9 @@ from ...core.nn.mlp import GatedMLP
 from ...core.nn.norm import RMSNorm
 from ...core.nn.rotary import Rotary
 from ...core.nn.routing import RoutingRule
+from ...core.protocols.field_kinds import SIZE_OR_ZERO
 from .decoder import CausalLM, Decoder
+from .expert_fields import EXPERTS
 from .pangu import PanguBlock
 from .windows import WindowedAttention, window_of_layer
 
@@ -64,6 +66,7 @@ class AfmoeDecoder(Decoder):
 
 class AfmoeForCausalLM(CausalLM):
     tensor_parallel = True
+    config_fields = EXPERTS | {"num_shared_experts": SIZE_OR_ZERO}
     attention = AfmoeAttention
     decoder = AfmoeDecoder
     weight_map = dataclasses.replace(

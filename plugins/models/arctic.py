@@ -16,6 +16,7 @@ from ...core.nn.mlp import GatedMLP
 from ...core.nn.rotary import Rotary
 from ...core.nn.routing import RoutingRule
 from .decoder import Block, CausalLM, Decoder, MakeMLP, SelfAttention
+from .expert_fields import EXPERTS
 from .mixtral import MixtralForCausalLM
 
 
@@ -50,6 +51,7 @@ class ArcticDecoder(Decoder):
 
 class ArcticForCausalLM(CausalLM):
     tensor_parallel = True
+    config_fields = EXPERTS
     decoder = ArcticDecoder
     weight_map = dataclasses.replace(
         MixtralForCausalLM.weight_map,

@@ -20,8 +20,9 @@ from ...core.nn.rotary import Rotary
 from ...core.nn.state.layer import GateNorm, StateMixer
 from ...core.nn.state.operations import ScanWeights
 from ...core.parallel.sharding import HeadShare, Sharding
+from ...core.protocols.field_kinds import INTEGER
 from .bailing_moe import BailingMoeForCausalLM
-from .latent import LATENT_MAP, LatentDecoder, NormedLatentAttention, check_sizes
+from .latent import LATENT, LATENT_MAP, LatentDecoder, NormedLatentAttention, check_sizes
 from .mixer import HybridBlock
 from .parts import alibi_slopes
 
@@ -138,6 +139,7 @@ class LingLinearDecoder(LatentDecoder):
 
 class BailingMoeV2_5ForCausalLM(BailingMoeForCausalLM):
     tensor_parallel = True
+    config_fields = LATENT | {"group_norm_size": INTEGER, "model_max_length": INTEGER}
     attention = NormedLatentAttention
     decoder = LingLinearDecoder
     weight_map = WeightMap(

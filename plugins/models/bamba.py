@@ -17,7 +17,8 @@ from ...core.nn.rotary import Rotary
 from ...core.nn.state.mamba2 import Mamba2Mixer
 from ...core.nn.state.sizes import Mamba2Sizes
 from .decoder import QKV_SHARDS, CausalLM, Decoder
-from .granite import GraniteAttention
+from .expert_fields import EXPERTS
+from .granite import MULTIPLIERS, GraniteAttention
 from .granite_moe import STORED_EXPERTS, STORED_TOGETHER
 from .mamba import check_activation
 from .mixer import HybridBlock
@@ -105,6 +106,7 @@ class GraniteHybridDecoder(Decoder):
 
 class GraniteMoeHybridForCausalLM(CausalLM):
     tensor_parallel = True
+    config_fields = EXPERTS | MULTIPLIERS
     attention = GraniteAttention
     decoder = GraniteHybridDecoder
     weight_map = WeightMap(

@@ -16,6 +16,7 @@ from ...core.nn.context import BuildContext
 from ...core.nn.mlp import PlainMLP
 from ...core.parallel.elsewhere import Elsewhere
 from ...core.protocols.attention import AttentionSpec
+from ...core.protocols.field_kinds import INTEGER
 from .decoder import CausalLM, MakeMLP, SelfAttention
 from .falcon import FalconForCausalLM
 from .gpt2 import Gpt2Attention
@@ -53,6 +54,7 @@ class BloomForCausalLM(CausalLM):
     """Checkpoints may lack the prefix `transformer.`"""
 
     tensor_parallel = True
+    config_fields = {"n_head": INTEGER, "n_layer": INTEGER, "seq_length": INTEGER}
     attention = BloomAttention
     decoder = BloomDecoder
     weight_map = replace(
@@ -66,6 +68,11 @@ class BloomForCausalLM(CausalLM):
         if getattr(config.hf_config, field):
             raise ConfigError(f"{field}: true is not supported", param=field)
         super().__init__(config, build)
+
+    @classmethod
+    def context_length(cls, hf_config: Any) -> int | None:
+        length: int | None = getattr(hf_config, "seq_length", None)
+        return length
 
     @staticmethod
     def row_orders(config: ModelConfig) -> dict[str, RowOrder]:

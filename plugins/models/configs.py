@@ -2,29 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from transformers import DeepseekV3Config, FalconConfig, PreTrainedConfig
 
-from ...core.errors import ConfigError, shown
+from ...core.errors import ConfigError
+from ...core.protocols.field_kinds import (
+    COUNT,
+    INTEGER,
+    NUMBER,
+    NUMBERS_OR_NULLS,
+    OBJECT,
+    POSITIVE,
+    POSITIVE_OR_LIST,
+    SIZE,
+    TEXTS,
+    FieldKind,
+    wrong_field,
+)
 
-MIXTURE = ("num_experts_per_tok", "moe_intermediate_size", "routed_scaling_factor")
+FILE = "config.json"
+MIXTURE: dict[str, FieldKind] = {
+    "moe_intermediate_size": SIZE.not_null(),
+    "num_experts_per_tok": SIZE.not_null(),
+    "routed_scaling_factor": NUMBER.not_null(),
+}
 
 
 def wrong(field: str, value: Any, expected: str) -> ConfigError:
     """Return the error for a field of config.json."""
-    return ConfigError(
-        f"model: config.json: {field} must be {expected}, got {shown(value)}", param="model"
-    )
+    return wrong_field(FILE, field, value, expected)
 
 
 def check_count(fields: Mapping[str, Any], *names: str, scope: str = "") -> None:
-    """Raise ConfigError where one of these is no integer from 1."""
+    """Raise ConfigError where one of these is no integer from 1, or missing."""
     for name in names:
-        value = fields.get(name)
-        if type(value) is not int or value < 1:
-            raise wrong(scope + name, value, "an integer of at least 1")
+        COUNT.required().check(FILE, fields, name, scope)
 
 
 class RenamedConfig:
@@ -33,8 +47,8 @@ class RenamedConfig:
     usual: ClassVar[Mapping[str, str]] = {}
     """Usual name → the family's own."""
     defaults: ClassVar[Mapping[str, Any]] = {}
-    numbers: ClassVar[Sequence[str]] = ()
-    """Fields that are not null."""
+    config_fields: ClassVar[Mapping[str, FieldKind]] = {}
+    """Kinds of the family's own fields, which are checked before `from_dict`."""
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any]) -> Any:
@@ -46,9 +60,6 @@ class RenamedConfig:
         name = cls.usual.get("intermediate_size", "intermediate_size")
         if name in own and not own[name]:
             raise wrong(name, own[name], "an integer of at least 1, or a list of them")
-        for name in cls.numbers:
-            if name in own and own[name] is None:
-                raise wrong(name, None, "a number")
         renamed = {name: own[theirs] for name, theirs in cls.usual.items() if theirs in own}
         return PreTrainedConfig(**(own | renamed))
 
@@ -59,7 +70,6 @@ class LlamaLikeConfig(RenamedConfig):
 
     usual = {"attention_bias": "bias"}
     defaults = {"hidden_act": "silu"}
-    numbers = ("total_ut_steps",)
 
 
 class ArcticConfig(RenamedConfig):
@@ -68,13 +78,14 @@ class ArcticConfig(RenamedConfig):
         "hidden_act": "silu", "rope_theta": 1e6, "moe_layer_frequency": 2, "use_residual": False,
         "num_experts_per_tok": 1, "num_local_experts": 8,
     }  # fmt: skip
-    numbers = ("num_experts_per_tok", "num_local_experts")
+    config_fields = dict.fromkeys(("num_experts_per_tok", "num_local_experts"), SIZE.not_null())
 
 
 class BaichuanConfig(RenamedConfig):
     """Its 13B models have a `model_max_length` instead of positions."""
 
     usual = {"max_position_embeddings": "model_max_length"}
+    config_fields = {"model_max_length": NUMBER}
 
 
 class DeepseekMoeConfig(RenamedConfig):
@@ -93,7 +104,6 @@ class ExaoneConfig(RenamedConfig):
 
 class LoopCoderConfig(RenamedConfig):
     defaults = {"hidden_act": "silu", "loop_num": 2, "loop_window_size": 64}
-    numbers = ("loop_num", "loop_window_size")
 
 
 class MiniCPMConfig(RenamedConfig):
@@ -138,7 +148,7 @@ class PanguUltraConfig(RenamedConfig):
         "n_shared_experts": None, "first_k_dense_replace": 0, "sandwich_norm": False,
         "router_enable_expert_bias": False,
     }  # fmt: skip
-    numbers = (*MIXTURE, "n_routed_experts")
+    config_fields = MIXTURE | {"n_routed_experts": SIZE.not_null()}
 
 
 class Plamo2Config(RenamedConfig):
@@ -156,6 +166,11 @@ class Plamo3Config(RenamedConfig):
         "tie_word_embeddings": True, "rms_norm_eps": 1e-6, "num_key_value_heads": 4,
         "head_dim": 128, "max_position_embeddings": 2048,
     }  # fmt: skip
+    config_fields = {
+        "num_hidden_layers": COUNT.required(), "rope_local_theta": POSITIVE.not_null(),
+        "rope_theta": POSITIVE.not_null(), "sliding_window_pattern": COUNT.not_null(),
+        "window_size": COUNT.not_null(),
+    }  # fmt: skip
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any]) -> Any:
@@ -164,10 +179,6 @@ class Plamo3Config(RenamedConfig):
             "window_size": 128, "sliding_window_pattern": 8, "rope_theta": 150000.0,
             "rope_local_theta": 10000.0, "rope_scaling_factor": 1, **config_dict,
         }  # fmt: skip
-        check_count(own, "num_hidden_layers", "sliding_window_pattern", "window_size")
-        for name in ("rope_theta", "rope_local_theta"):
-            if own[name] is None:
-                raise wrong(name, None, "a number")
         every = own["sliding_window_pattern"]
         own["layer_types"] = [
             "sliding_attention" if (layer + 1) % every else "full_attention"
@@ -188,6 +199,8 @@ class Plamo3Config(RenamedConfig):
 
 class RefinedWebConfig:
     """Falcon's fields, by the names of its remote code."""
+
+    config_fields: ClassVar[Mapping[str, FieldKind]] = {"n_head": INTEGER, "n_layer": INTEGER}
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any]) -> Any:
@@ -212,6 +225,7 @@ class QWenConfig(RenamedConfig):
         "head_dim": "kv_channels", "max_position_embeddings": "seq_length",
     }  # fmt: skip
     defaults = {"hidden_act": "silu"}
+    config_fields = {"seq_length": INTEGER}
 
 
 class ChatGLMConfig(RenamedConfig):
@@ -224,6 +238,7 @@ class ChatGLMConfig(RenamedConfig):
         "attention_bias": "add_qkv_bias",
     }  # fmt: skip
     defaults = {"hidden_act": "silu"}
+    config_fields = {"ffn_hidden_size": INTEGER, "seq_length": INTEGER}
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any]) -> Any:
@@ -255,7 +270,7 @@ class BailingConfig(RenamedConfig):
         "routed_scaling_factor": 1.0, "norm_topk_prob": True, "num_shared_experts": 0,
         "first_k_dense_replace": 0,
     }  # fmt: skip
-    numbers = (*MIXTURE, "num_experts")
+    config_fields = MIXTURE | {"num_experts": SIZE.not_null()}
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any]) -> Any:
@@ -295,7 +310,7 @@ class SarvamMlaConfig(RenamedConfig):
         "num_shared_experts": 1, "first_k_dense_replace": 1, "score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
     }  # fmt: skip
-    numbers = (*MIXTURE, "num_experts")
+    config_fields = MIXTURE | {"num_experts": SIZE.not_null()}
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any]) -> Any:
@@ -316,13 +331,10 @@ class Step1Config(RenamedConfig):
         "tie_word_embeddings": True, "hidden_act": "silu", "num_attention_groups": 1,
         "rms_norm_eps": 1e-5, "max_seq_len": 4096,
     }  # fmt: skip
-    numbers = ("rms_norm_eps",)
-
-    @classmethod
-    def from_dict(cls, config_dict: dict[str, Any]) -> Any:
-        own = dict(cls.defaults) | config_dict
-        check_count(own, "num_attention_groups", "max_seq_len")
-        return super().from_dict(own)
+    config_fields = {
+        "max_seq_len": COUNT.not_null(), "num_attention_groups": COUNT.not_null(),
+        "rms_norm_eps": NUMBER.not_null(),
+    }  # fmt: skip
 
 
 class StepConfig(RenamedConfig):
@@ -337,13 +349,21 @@ class StepConfig(RenamedConfig):
         "use_head_wise_attn_gate": False, "use_moe_router_bias": True, "use_rope_layers": None,
         "yarn_only_types": None,
     }  # fmt: skip
-    numbers = ("moe_intermediate_size", "moe_router_scaling_factor")
+    config_fields = {
+        "attention_other_setting": OBJECT, "max_seq_len": INTEGER,
+        "moe_intermediate_size": SIZE.not_null(), "moe_num_experts": COUNT.required(),
+        "moe_router_scaling_factor": NUMBER.not_null(), "moe_top_k": COUNT.required(),
+        "num_attention_groups": INTEGER, "num_hidden_layers": COUNT.required(),
+        "num_nextn_predict_layers": INTEGER, "partial_rotary_factors": NUMBERS_OR_NULLS,
+        "rope_theta": POSITIVE_OR_LIST, "share_expert_dim": SIZE,
+        "swiglu_limits": NUMBERS_OR_NULLS, "swiglu_limits_shared": NUMBERS_OR_NULLS,
+        "yarn_only_types": TEXTS,
+    }  # fmt: skip
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any]) -> Any:
         """Lists may go on beyond the layers."""
         own = dict(config_dict)
-        check_count(own, "num_hidden_layers", "moe_num_experts", "moe_top_k")
         count = own["num_hidden_layers"]
         for name in (
             "layer_types", "partial_rotary_factors", "rope_theta", "swiglu_limits",
@@ -386,11 +406,15 @@ class Step3TextConfig(RenamedConfig):
         "norm_expert_weight": False, "num_attention_groups": 1, "rope_theta": 500000.0,
         "share_q_dim": None,
     }  # fmt: skip
-    numbers = ("moe_intermediate_size", "share_expert_dim")
+    config_fields = {
+        "max_position_embedding": INTEGER, "moe_intermediate_size": SIZE.not_null(),
+        "moe_num_experts": COUNT.required(), "moe_top_k": COUNT.required(),
+        "num_attention_groups": INTEGER, "num_hidden_layers": COUNT.required(),
+        "share_expert_dim": SIZE.not_null(), "share_q_dim": INTEGER,
+    }  # fmt: skip
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any]) -> Any:
-        check_count(config_dict, "num_hidden_layers", "moe_num_experts", "moe_top_k")
         return super().from_dict({**config_dict, "moe_layers": sparse_layers(config_dict)})
 
 
@@ -415,6 +439,7 @@ class TelechatConfig(RenamedConfig):
         "max_position_embeddings": "seq_length",
     }  # fmt: skip
     defaults = {"hidden_act": "silu", "seq_length": 8192}
+    config_fields = dict.fromkeys(("ffn_hidden_size", "n_head", "n_layer", "seq_length"), INTEGER)
 
 
 class TeleFLMConfig(RenamedConfig):
@@ -422,11 +447,6 @@ class TeleFLMConfig(RenamedConfig):
         "hidden_act": "silu", "use_mup": False, "input_mult": 1.0, "output_mult": 1.0,
         "mup_scale_factor": 1.0,
     }  # fmt: skip
-
-    @classmethod
-    def from_dict(cls, config_dict: dict[str, Any]) -> Any:
-        own = dict(cls.defaults) | config_dict
-        for name in ("input_mult", "output_mult", "mup_scale_factor"):
-            if type(own[name]) not in (int, float) or own[name] <= 0:
-                raise wrong(name, own[name], "a positive number")
-        return super().from_dict(own)
+    config_fields = dict.fromkeys(
+        ("input_mult", "mup_scale_factor", "output_mult"), POSITIVE.not_null()
+    )

@@ -18,6 +18,7 @@ from ...core.nn.experts import SparseMLP
 from ...core.nn.norm import BiaslessLayerNorm
 from ...core.nn.rotary import Rotary
 from ...core.nn.routing import RoutingRule
+from ...core.protocols.field_kinds import INTEGER
 from .decoder import Block, CausalLM, Decoder
 from .parts import ClippedAttention, FusedAttention
 
@@ -66,6 +67,7 @@ class StackedWeightMap(WeightMap):
 
 class DbrxForCausalLM(CausalLM):
     tensor_parallel = True
+    config_fields = {"max_seq_len": INTEGER}
     attention = DbrxAttention
     decoder = DbrxDecoder
     weight_map = StackedWeightMap(

@@ -7,7 +7,7 @@ MLP's place, and some configuration; this file is independent of families.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, TypeAlias
 
@@ -28,6 +28,7 @@ from ...core.nn.rotary import Rotary
 from ...core.parallel.elsewhere import Elsewhere
 from ...core.parallel.sharding import HeadShare, Sharding
 from ...core.protocols.attention import AttentionSpec
+from ...core.protocols.field_kinds import FieldKind
 from ...core.text.tokenizer import Tokenizer
 
 
@@ -369,6 +370,9 @@ class HeadlessLM(nn.Module):
         tied={"lm_head.weight": "model.embed_tokens.weight"},
         prefixes={f"{part}.": f"model.{part}." for part in ("embed_tokens", "layers", "norm")},
     )
+
+    config_fields: ClassVar[Mapping[str, FieldKind]] = {}
+    """Kinds of a family's own fields of config.json; its bases' count, too."""
 
     def __init_subclass__(cls) -> None:
         cls.pipeline_parallel = cls.forward is HeadlessLM.forward and cls.decoder.pipeline_parallel

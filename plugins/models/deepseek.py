@@ -16,7 +16,7 @@ from ...core.nn.rotary import Rotary
 from ...core.nn.routing import RoutingRule
 from .decoder import Block, CausalLM, Decoder, MakeMLP, SelfAttention
 from .deepseek_moe import DeepseekMoeForCausalLM, is_dense
-from .latent import LATENT_MAP, LatentDecoder, LatentSelfAttention
+from .latent import LATENT, LATENT_MAP, LatentDecoder, LatentSelfAttention
 
 V2_METHODS = {"greedy": False, "group_limited_greedy": True}
 """How V2 chooses experts → whether only in the best groups."""
@@ -24,6 +24,7 @@ V2_METHODS = {"greedy": False, "group_limited_greedy": True}
 
 class DeepseekV3ForCausalLM(DeepseekMoeForCausalLM):
     tensor_parallel = True
+    config_fields = LATENT
     attention = LatentSelfAttention
     decoder: ClassVar[type[Decoder]] = LatentDecoder
     weight_map = LATENT_MAP
@@ -104,6 +105,7 @@ class DeepseekV2ForCausalLM(DeepseekV3ForCausalLM):
 
 class YoutuForCausalLM(CausalLM):
     tensor_parallel = True
+    config_fields = LATENT
     attention = LatentSelfAttention
     decoder = LatentDecoder
     weight_map = LATENT_MAP

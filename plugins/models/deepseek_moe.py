@@ -19,7 +19,9 @@ from ...core.nn.mlp import GatedMLP
 from ...core.nn.norm import RMSNorm
 from ...core.nn.routing import RoutingRule
 from .decoder import CausalLM, SelfAttention
+from .expert_fields import DEEPSEEK_EXPERTS
 from .qwen3 import Qwen3Attention
+from .windows import QWEN_WINDOWS
 
 
 class DeepseekMoeForCausalLM(CausalLM):
@@ -27,6 +29,7 @@ class DeepseekMoeForCausalLM(CausalLM):
     token, are not loaded."""
 
     tensor_parallel = True
+    config_fields = DEEPSEEK_EXPERTS
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__(config, build)
@@ -117,6 +120,7 @@ class Glm4MoeForCausalLM(DeepseekMoeForCausalLM):
 
 class Dots1ForCausalLM(DeepseekMoeForCausalLM):
     tensor_parallel = True
+    config_fields = QWEN_WINDOWS
     attention = Qwen3Attention
 
 

@@ -14,6 +14,7 @@ from ...core.nn.context import BuildContext
 from ...core.nn.experts import SparseMLP
 from ...core.nn.mlp import GatedMLP
 from ...core.nn.routing import RoutingRule
+from .expert_fields import EXPERTS
 from .helium import Ernie4_5ForCausalLM
 
 BIAS = "moe_statics.e_score_correction_bias"
@@ -32,6 +33,7 @@ class Ernie4_5_MoeForCausalLM(Ernie4_5ForCausalLM):
     """Layers of the checkpoint that predict further tokens are not loaded."""
 
     tensor_parallel = True
+    config_fields = EXPERTS
     weight_map = ErnieMoeWeightMap(
         **{
             **vars(Ernie4_5ForCausalLM.weight_map),

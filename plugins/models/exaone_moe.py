@@ -14,6 +14,7 @@ from ...core.nn.mlp import GatedMLP
 from .decoder import CausalLM, Decoder
 from .deepseek_moe import DeepseekMoeForCausalLM, is_dense
 from .exaone4 import Exaone4Decoder
+from .expert_fields import DEEPSEEK_EXPERTS
 from .qwen3 import Qwen3Attention
 
 
@@ -25,6 +26,7 @@ class ExaoneMoeForCausalLM(CausalLM):
     """Layers of the checkpoint that predict further tokens are not loaded."""
 
     tensor_parallel = True
+    config_fields = DEEPSEEK_EXPERTS
     attention = Qwen3Attention
     decoder = ExaoneMoeDecoder
     weight_map = dataclasses.replace(

@@ -16,6 +16,7 @@ from ...core.loading.weight_map import RowOrder
 from ...core.nn.context import BuildContext
 from ...core.nn.rotary import Rotary
 from ...core.protocols.attention import AttentionSpec
+from ...core.protocols.field_kinds import INTEGER
 from .decoder import Block, CausalLM, Decoder
 from .parts import (
     FusedAttention,
@@ -72,6 +73,7 @@ class FalconDecoder(Decoder):
 
 class FalconForCausalLM(CausalLM):
     tensor_parallel = True
+    config_fields = {"ffn_hidden_size": INTEGER}
     attention = FalconAttention
     decoder = FalconDecoder
     weight_map = OldWeightMap(

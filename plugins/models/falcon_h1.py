@@ -17,6 +17,7 @@ from ...core.nn.rotary import Rotary
 from ...core.nn.state.mamba2 import Mamba2Mixer
 from ...core.nn.state.operations import Mamba2Factors
 from ...core.protocols.attention import AttentionSpec
+from ...core.protocols.field_kinds import NUMBER
 from .bamba import BambaForCausalLM, mamba2_mixer
 from .decoder import Block, CausalLM, Decoder, MakeMLP, SelfAttention
 
@@ -149,6 +150,7 @@ class FalconH1Decoder(Decoder):
 
 class FalconH1ForCausalLM(CausalLM):
     tensor_parallel = True
+    config_fields = {"embedding_multiplier": NUMBER}
     weight_map = BambaForCausalLM.weight_map
     attention = FalconH1Attention
     decoder = FalconH1Decoder

@@ -14,6 +14,7 @@ from ...core.nn.context import BuildContext
 from ...core.nn.mlp import GatedMLP
 from ...core.nn.norm import OffsetRMSNorm
 from ...core.protocols.attention import AttentionSpec
+from ...core.protocols.field_kinds import NUMBER, POSITIVE, TEXT
 from .decoder import CausalLM, DecoderClassifier, HeadlessLM, NormedBlock
 from .gemma import GemmaAttention, GemmaDecoder
 from .windows import WindowedAttention
@@ -48,6 +49,12 @@ class Gemma2Decoder(GemmaDecoder):
 
 class Gemma2Model(HeadlessLM):
     tensor_parallel = True
+    config_fields = {
+        "attn_logit_softcapping": NUMBER,
+        "final_logit_softcapping": NUMBER,
+        "hidden_activation": TEXT,
+        "query_pre_attn_scalar": POSITIVE,
+    }
     attention = Gemma2Attention
     decoder: ClassVar[type[GemmaDecoder]] = Gemma2Decoder
 

@@ -7,6 +7,7 @@ from typing import Any
 from ...core.loading.model_config import ModelConfig
 from ...core.nn.context import BuildContext
 from ...core.nn.norm import OffsetRMSNorm
+from ...core.protocols.field_kinds import NUMBER
 from .decoder import rotaries_by_type
 from .gemma2 import (
     Gemma2Attention,
@@ -38,6 +39,7 @@ class Gemma3Decoder(Gemma2Decoder):
 
 class Gemma3TextModel(Gemma2Model):
     tensor_parallel = True
+    config_fields = {"rope_local_base_freq": NUMBER}
     attention = Gemma3Attention
     decoder = Gemma3Decoder
 

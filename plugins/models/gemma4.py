@@ -28,6 +28,7 @@ from ...core.parallel.elsewhere import Elsewhere
 from ...core.parallel.ranks import Pipeline
 from ...core.protocols.attention import AttentionSpec
 from .decoder import CausalLM, MakeMLP, NormedBlock, SelfAttention
+from .expert_fields import EXPERTS
 from .gemma import GemmaDecoder
 from .gemma2 import Gemma2ForCausalLM
 from .parts import WeightlessRMSNorm
@@ -319,6 +320,7 @@ class Gemma4WeightMap(WeightMap):
 
 class Gemma4ForCausalLM(Gemma2ForCausalLM):
     tensor_parallel = True
+    config_fields = EXPERTS
     attention = Gemma4Attention  # type: ignore[assignment]
     decoder = Gemma4Decoder
     weight_map = Gemma4WeightMap(**vars(CausalLM.weight_map) | {

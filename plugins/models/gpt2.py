@@ -11,6 +11,7 @@ import msgspec
 from ...core.loading.model_config import ModelConfig
 from ...core.loading.weight_map import RowOrder
 from ...core.protocols.attention import AttentionSpec
+from ...core.protocols.field_kinds import INTEGER
 from .decoder import CausalLM
 from .parts import (
     FusedAttention,
@@ -43,6 +44,7 @@ class Gpt2Decoder(PositionDecoder):
 
 class GPT2LMHeadModel(CausalLM):
     tensor_parallel = True
+    config_fields = {"n_head": INTEGER, "n_layer": INTEGER}
     attention: ClassVar[type[Gpt2Attention]] = Gpt2Attention
     decoder = Gpt2Decoder
     weight_map = OldWeightMap(

@@ -12,7 +12,9 @@ from ...core.loading.model_config import ModelConfig
 from ...core.loading.weight_map import Together
 from ...core.nn.activations import ClampedSwiGLU
 from ...core.nn.context import BuildContext
+from ...core.protocols.field_kinds import NUMBER
 from .decoder import CausalLM
+from .expert_fields import EXPERTS
 from .parts import renormalized_mixture
 from .windows import SinkAttention
 
@@ -21,6 +23,7 @@ GATE_UP = ("gate", "up")
 
 class GptOssForCausalLM(CausalLM):
     tensor_parallel = True
+    config_fields = EXPERTS | {"swiglu_limit": NUMBER}
     attention = SinkAttention
     weight_map = dataclasses.replace(
         CausalLM.weight_map,

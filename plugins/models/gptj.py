@@ -9,6 +9,7 @@ from ...core.loading.model_config import ModelConfig
 from ...core.loading.weight_map import RowOrder
 from ...core.nn.context import BuildContext
 from ...core.nn.rotary import Rotary
+from ...core.protocols.field_kinds import INTEGER
 from .decoder import QKV_SHARDS, CausalLM
 from .parts import FusedAttention, OldWeightMap, ParallelLayerNormDecoder, plain_mlp
 
@@ -26,6 +27,7 @@ class GptjDecoder(ParallelLayerNormDecoder):
 
 class GPTJForCausalLM(CausalLM):
     tensor_parallel = True
+    config_fields = {"n_head": INTEGER, "n_layer": INTEGER}
     decoder = GptjDecoder
     head_bias = True
     weight_map = OldWeightMap(

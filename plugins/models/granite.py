@@ -14,7 +14,13 @@ from ...core.nn.linear import Linear
 from ...core.nn.mlp import GatedMLP
 from ...core.nn.rotary import Rotary
 from ...core.protocols.attention import AttentionSpec
+from ...core.protocols.field_kinds import NUMBER, FieldKind
 from .decoder import Block, CausalLM, Decoder, HeadlessLM, MakeMLP, SelfAttention
+
+MULTIPLIERS: dict[str, FieldKind] = dict.fromkeys(
+    ("attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier"),
+    NUMBER,
+)
 
 
 class GraniteAttention(SelfAttention):
@@ -78,6 +84,7 @@ class GraniteDecoder(Decoder):
 
 class GraniteForCausalLM(CausalLM):
     tensor_parallel = True
+    config_fields = MULTIPLIERS
     attention = GraniteAttention
     decoder = GraniteDecoder
 
@@ -91,5 +98,6 @@ class GraniteForCausalLM(CausalLM):
 
 class GraniteModel(HeadlessLM):
     tensor_parallel = True
+    config_fields = MULTIPLIERS
     attention = GraniteAttention
     decoder = GraniteDecoder

@@ -10,6 +10,7 @@ from ...core.loading.weight_map import Together, WeightMap
 from ...core.nn.context import BuildContext
 from ...core.nn.mlp import GatedMLP
 from .decoder import QKV_SHARDS, CausalLM
+from .expert_fields import EXPERTS
 from .granite import GraniteForCausalLM
 from .granite_swa import GraniteSwaAttention, GraniteSwaDecoder
 from .parts import renormalized_mixture
@@ -29,6 +30,7 @@ STORED_TOGETHER = {
 
 class GraniteMoeForCausalLM(GraniteForCausalLM):
     tensor_parallel = True
+    config_fields = EXPERTS
     weight_map = WeightMap(
         stacked=QKV_SHARDS,
         tied=CausalLM.weight_map.tied,

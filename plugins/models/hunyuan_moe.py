@@ -13,14 +13,17 @@ from ...core.nn.context import BuildContext
 from ...core.nn.experts import SparseMLP
 from ...core.nn.mlp import GatedMLP
 from ...core.nn.routing import RoutingRule
+from ...core.protocols.field_kinds import INTEGER_OR_INTEGERS, SIZE, SIZE_OR_ZERO
 from .decoder import CausalLM
 from .deepseek_moe import is_dense
+from .expert_fields import EXPERTS
 from .hunyuan import HunYuanDenseV1ForCausalLM
 from .qwen3 import Qwen3Attention
 
 
 class HunYuanMoEV1ForCausalLM(HunYuanDenseV1ForCausalLM):
     tensor_parallel = True
+    config_fields = {"moe_topk": INTEGER_OR_INTEGERS, "num_experts": SIZE}
     weight_map = dataclasses.replace(
         HunYuanDenseV1ForCausalLM.weight_map,
         names={
@@ -54,6 +57,7 @@ def _of_layer(hf: Any, field: str, layer: int) -> int:
 
 class HYV3ForCausalLM(CausalLM):
     tensor_parallel = True
+    config_fields = EXPERTS | {"num_shared_experts": SIZE_OR_ZERO}
     attention = Qwen3Attention
     weight_map = dataclasses.replace(
         CausalLM.weight_map,

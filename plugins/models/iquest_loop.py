@@ -16,6 +16,7 @@ from ...core.nn.attention import Attention
 from ...core.nn.context import BuildContext, ForwardContext
 from ...core.nn.rotary import Rotary
 from ...core.parallel.sharding import Sharding
+from ...core.protocols.field_kinds import INTEGER, SIZE
 from .decoder import Block, CausalLM, SelfAttention
 from .looped import LoopedDecoder
 
@@ -111,6 +112,7 @@ class LoopWeightMap(WeightMap):
 
 class IQuestLoopCoderForCausalLM(CausalLM):
     tensor_parallel = True
+    config_fields = {"loop_num": SIZE.not_null(), "loop_window_size": INTEGER.not_null()}
     attention = LoopAttention
     decoder = LoopDecoder
     weight_map: WeightMap = LoopWeightMap(

@@ -14,6 +14,7 @@ from ...core.nn.rotary import Rotary
 from ...core.nn.routing import RoutingRule
 from ...core.nn.state.mamba import MambaMixer, MambaSizes
 from .decoder import CausalLM, Decoder
+from .expert_fields import EXPERTS
 from .mamba import check_activation
 from .mixer import HybridBlock
 
@@ -46,6 +47,7 @@ class JambaDecoder(Decoder):
 
 class JambaForCausalLM(CausalLM):
     tensor_parallel = True
+    config_fields = EXPERTS
     decoder = JambaDecoder
     weight_map = dataclasses.replace(
         CausalLM.weight_map,

@@ -19,6 +19,7 @@ from ...core.nn.rotary import Rotary
 from ...core.nn.routing import RoutingRule
 from ...core.parallel.sharding import HeadShare
 from .decoder import Block, CausalLM, Decoder, MakeMLP, SelfAttention
+from .expert_fields import EXPERTS
 
 NORM_EPS = 1e-6
 """Of a block's norms, whatever `rms_norm_eps` says."""
@@ -131,6 +132,7 @@ class JetMoeWeightMap(WeightMap):
 
 class JetMoeForCausalLM(CausalLM):
     tensor_parallel = True
+    config_fields = EXPERTS
     attention = JetMoeAttention
     decoder = JetMoeDecoder
     weight_map: WeightMap = JetMoeWeightMap(

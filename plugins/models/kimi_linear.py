@@ -18,9 +18,10 @@ from ...core.nn.linear import MergedLinear
 from ...core.nn.mlp import GatedMLP
 from ...core.nn.rotary import Rotary
 from ...core.nn.state.channel_delta import PARTS, KimiDeltaAttention
+from ...core.protocols.field_kinds import INTEGER
 from .decoder import CausalLM, Decoder, SelfAttention
 from .deepseek_moe import DeepseekMoeForCausalLM, is_dense
-from .latent import LATENT_MAP, LatentDecoder, LatentSelfAttention, check_sizes
+from .latent import LATENT, LATENT_MAP, LatentDecoder, LatentSelfAttention, check_sizes
 from .mixer import HybridBlock
 
 
@@ -70,6 +71,7 @@ DELTA = {
 
 class KimiLinearForCausalLM(DeepseekMoeForCausalLM):
     tensor_parallel = True
+    config_fields = LATENT | {"model_max_length": INTEGER}
     attention: ClassVar[type[SelfAttention]] = LatentSelfAttention
     decoder: ClassVar[type[Decoder]] = KimiDecoder
     weight_map = KimiWeightMap(

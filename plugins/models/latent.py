@@ -20,6 +20,7 @@ from ...core.nn.norm import RMSNorm
 from ...core.nn.quantized import QuantizedLinear
 from ...core.nn.rotary import Rotary
 from ...core.parallel.sharding import HeadShare
+from ...core.protocols.field_kinds import INTEGER, FieldKind
 from ...core.protocols.latent_attention import LatentAttentionSpec
 from .decoder import CausalLM, Decoder, SelfAttention
 
@@ -35,6 +36,8 @@ LATENT_MAP = dataclasses.replace(
 )
 """What attention computes from hidden states is one product."""
 SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+LATENT: dict[str, FieldKind] = dict.fromkeys((*SIZES, "q_lora_rank"), INTEGER)
+"""Fields of config.json. `check_sizes` looks at the values, of which families have defaults."""
 
 
 class LatentSelfAttention(SelfAttention):

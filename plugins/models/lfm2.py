@@ -15,7 +15,9 @@ from ...core.nn.mlp import GatedMLP
 from ...core.nn.norm import RMSNorm
 from ...core.nn.routing import RoutingRule
 from ...core.nn.state.short_conv import ShortConv
+from ...core.protocols.field_kinds import NUMBER
 from .decoder import QKV_SHARDS, CausalLM, Decoder, SelfAttention
+from .expert_fields import EXPERTS
 from .mixer import HybridBlock
 
 
@@ -75,6 +77,7 @@ class Lfm2MoeForCausalLM(Lfm2ForCausalLM):
     """Experts in all but the first layers, chosen by the sigmoid of their logits."""
 
     tensor_parallel = True
+    config_fields = EXPERTS | {"routed_scaling_factor": NUMBER}
     weight_map = dataclasses.replace(
         Lfm2ForCausalLM.weight_map,
         names={

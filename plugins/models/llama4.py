@@ -19,6 +19,7 @@ from ...core.nn.mlp import GatedMLP
 from ...core.nn.rotary import Rotary
 from ...core.nn.routing import Routing, RoutingRule
 from .decoder import CausalLM, Decoder
+from .expert_fields import EXPERTS
 from .parts import RotatedFirstAttention, WeightlessRMSNorm
 
 
@@ -66,6 +67,7 @@ class ScaledInputMLP(SparseMLP):
 
 class Llama4ForCausalLM(CausalLM):
     tensor_parallel = True
+    config_fields = EXPERTS
     attention = Llama4Attention
     decoder = Llama4Decoder
     weight_map = dataclasses.replace(

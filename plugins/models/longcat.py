@@ -19,8 +19,10 @@ from ...core.nn.experts import Router, SparseMLP, check_features
 from ...core.nn.mlp import GatedMLP
 from ...core.nn.rotary import Rotary
 from ...core.nn.routing import RoutingRule
+from ...core.protocols.field_kinds import INTEGER
 from .decoder import Block, CausalLM, MakeMLP, SelfAttention
-from .latent import LATENT_MAP, LatentDecoder, LatentSelfAttention
+from .expert_fields import DEEPSEEK_EXPERTS
+from .latent import LATENT, LATENT_MAP, LatentDecoder, LatentSelfAttention
 
 
 class LongcatAttention(LatentSelfAttention):
@@ -157,6 +159,7 @@ class LongcatFlashForCausalLM(CausalLM):
     """Layers that predict further tokens are not loaded."""
 
     tensor_parallel = True
+    config_fields = DEEPSEEK_EXPERTS | LATENT | {"ffn_hidden_size": INTEGER}
     attention = LongcatAttention
     decoder = LongcatDecoder
     weight_map = LongcatWeightMap(

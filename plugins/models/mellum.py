@@ -10,6 +10,7 @@ from ...core.nn.experts import SparseMLP
 from ...core.nn.routing import RoutingRule
 from .decoder import CausalLM, Decoder, rotaries_by_type
 from .deepseek_moe import is_dense
+from .expert_fields import DEEPSEEK_EXPERTS
 from .qwen3 import Qwen3Attention
 
 
@@ -19,6 +20,7 @@ class MellumDecoder(Decoder):
 
 class MellumForCausalLM(CausalLM):
     tensor_parallel = True
+    config_fields = DEEPSEEK_EXPERTS
     attention = Qwen3Attention
     decoder = MellumDecoder
 

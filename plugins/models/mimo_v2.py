@@ -20,6 +20,7 @@ from ...core.nn.context import BuildContext, ForwardContext
 from ...core.nn.linear import Linear, MergedLinear
 from ...core.nn.rotary import Rotary
 from ...core.protocols.attention import AttentionSpec
+from ...core.protocols.field_kinds import INTEGER
 from .decoder import CausalLM, Decoder, rotaries_by_type
 from .deepseek_moe import DeepseekMoeForCausalLM
 from .windows import WindowedAttention, window_of_layer
@@ -86,6 +87,7 @@ class MiMoV2FlashForCausalLM(DeepseekMoeForCausalLM):
     """Layers of the checkpoint that predict further tokens are not loaded."""
 
     tensor_parallel = True
+    config_fields = {"v_head_dim": INTEGER}
     attention = MiMoV2Attention
     decoder = MiMoV2Decoder
     weight_map = dataclasses.replace(CausalLM.weight_map, names={"sinks": "attention_sink_bias"})

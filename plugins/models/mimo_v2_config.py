@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .configs import MIXTURE, RenamedConfig, check_count, wrong
+from ...core.protocols.field_kinds import COUNT, NUMBER
+from .configs import RenamedConfig, check_count, wrong
 
 KINDS = {
     "hybrid_layer_pattern": ("layer_types", ("full_attention", "sliding_attention")),
     "moe_layer_freq": ("mlp_layer_types", ("dense", "sparse")),
 }
 """List of a number for each layer → the usual field, and what 0 and 1 stand for there."""
+
+
+MIXTURE_SIZES = ("moe_intermediate_size", "n_routed_experts", "num_experts_per_tok")
 
 
 class MiMoV2Config(RenamedConfig):
@@ -21,16 +25,16 @@ class MiMoV2Config(RenamedConfig):
         "layernorm_epsilon": 1e-5, "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
         "rope_theta": 1e6, "partial_rotary_factor": 1.0, "attention_projection_layout": "split",
     }  # fmt: skip
-    numbers = (*MIXTURE[:2], "n_routed_experts", "layernorm_epsilon")
+    config_fields = {
+        **dict.fromkeys(("head_dim", "num_hidden_layers"), COUNT.required()),
+        **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), COUNT.required()),
+        "layernorm_epsilon": NUMBER.not_null(), "v_head_dim": COUNT.required(),
+    }  # fmt: skip
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any]) -> Any:
         """A window's size does not count the token itself."""
         own: dict[str, Any] = dict(cls.defaults) | config_dict
-        check_count(
-            own, "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-            "v_head_dim",
-        )  # fmt: skip
         for field, (name, kinds) in KINDS.items():
             own[name] = kinds_of_layers(own, field, kinds)
         if "sliding_attention" in own["layer_types"]:
@@ -40,7 +44,7 @@ class MiMoV2Config(RenamedConfig):
             own["sliding_window"] = size + 1
             check_count(own, "swa_num_key_value_heads")
         if "sparse" in own["mlp_layer_types"]:
-            check_count(own, *cls.numbers[:3])
+            check_count(own, *MIXTURE_SIZES)
         if own.get("routed_scaling_factor") is None:
             own["routed_scaling_factor"] = 1.0
         part, base = own["partial_rotary_factor"], own.pop("rope_theta")

@@ -11,7 +11,7 @@ from ...core.loading.model_config import ModelConfig
 from ...core.nn.context import BuildContext
 from .decoder import CausalLM, Decoder
 from .granite import GraniteBlock
-from .latent import LATENT_MAP, LatentDecoder, LatentSelfAttention
+from .latent import LATENT, LATENT_MAP, LatentDecoder, LatentSelfAttention
 
 
 class MiniCPMBlock(GraniteBlock):
@@ -55,6 +55,7 @@ class MiniCPM3Decoder(MiniCPMDecoder):
 
 class MiniCPM3ForCausalLM(MiniCPMForCausalLM):
     tensor_parallel = True
+    config_fields = LATENT
     decoder = MiniCPM3Decoder
     attention = HalvesLatentAttention
     weight_map = LATENT_MAP

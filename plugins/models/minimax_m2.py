@@ -12,6 +12,7 @@ from ...core.nn.context import BuildContext
 from ...core.nn.experts import SparseMLP
 from ...core.nn.routing import RoutingRule
 from .decoder import CausalLM
+from .expert_fields import EXPERTS
 from .mixtral import MixtralForCausalLM
 from .olmo2 import Olmo2Attention
 
@@ -20,6 +21,7 @@ class MiniMaxM2ForCausalLM(CausalLM):
     """Layers of the checkpoint that predict further tokens are not loaded."""
 
     tensor_parallel = True
+    config_fields = EXPERTS
     attention = Olmo2Attention
     weight_map = dataclasses.replace(
         MixtralForCausalLM.weight_map,

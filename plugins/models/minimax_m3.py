@@ -20,7 +20,9 @@ from ...core.nn.mlp import GatedMLP
 from ...core.nn.norm import OffsetRMSNorm
 from ...core.nn.rotary import Rotary
 from ...core.nn.routing import RoutingRule
+from ...core.protocols.field_kinds import NUMBER
 from .decoder import CausalLM, Decoder, SelfAttention
+from .expert_fields import DEEPSEEK_EXPERTS
 from .gemma import GemmaBlock
 from .mixtral import MixtralForCausalLM
 
@@ -64,6 +66,7 @@ class MiniMaxM3SparseForCausalLM(CausalLM):
     layers that predict further tokens."""
 
     tensor_parallel = True
+    config_fields = DEEPSEEK_EXPERTS | {"swiglu_limit": NUMBER}
     attention = MiniMaxM3Attention
     decoder = MiniMaxM3Decoder
     weight_map: WeightMap = MiniMaxM3WeightMap(

@@ -10,12 +10,14 @@ from ...core.loading.model_config import ModelConfig
 from ...core.loading.weight_map import Shard
 from ...core.nn.context import BuildContext
 from .decoder import CausalLM
+from .expert_fields import EXPERTS
 from .mistral import MistralAttention
 from .parts import renormalized_mixture
 
 
 class MixtralForCausalLM(CausalLM):
     tensor_parallel = True
+    config_fields = EXPERTS
     attention = MistralAttention
     weight_map = dataclasses.replace(
         CausalLM.weight_map,

@@ -14,6 +14,7 @@ from ...core.nn.context import BuildContext
 from ...core.nn.mlp import PlainMLP
 from ...core.nn.norm import BiaslessLayerNorm
 from ...core.protocols.attention import AttentionSpec
+from ...core.protocols.field_kinds import INTEGER
 from .decoder import Block, CausalLM
 from .parts import ClippedAttention, FusedAttention, UnrotatedDecoder, alibi_slopes
 
@@ -49,6 +50,7 @@ class MptDecoder(UnrotatedDecoder):
 
 class MptForCausalLM(CausalLM):
     tensor_parallel = True
+    config_fields = {"max_seq_len": INTEGER}
     attention = MptAttention
     decoder = MptDecoder
     weight_map = WeightMap(
@@ -60,6 +62,11 @@ class MptForCausalLM(CausalLM):
             "self_attn": "attn", "qkv_proj": "Wqkv", "o_proj": "out_proj", "mlp": "ffn",
         },
     )  # fmt: skip
+
+    @classmethod
+    def context_length(cls, hf_config: Any) -> int | None:
+        length: int | None = hf_config.max_seq_len
+        return length
 
     @staticmethod
     def mlp(config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:

@@ -14,6 +14,7 @@ from ...core.loading.weight_map import WeightMap
 from ...core.nn.context import BuildContext
 from ...core.nn.mlp import PlainMLP
 from ...core.nn.rotary import Rotary
+from ...core.protocols.field_kinds import NUMBER
 from .decoder import QKV_SHARDS, Block, CausalLM, Decoder, HeadlessLM, MakeMLP, SelfAttention
 from .parts import RotatedFirstAttention, WeightlessRMSNorm
 
@@ -61,6 +62,7 @@ class NanoChatDecoder(Decoder):
 
 class NanoChatForCausalLM(CausalLM):
     tensor_parallel = True
+    config_fields = {"final_logit_softcapping": NUMBER}
     attention = NanoChatAttention
     decoder = NanoChatDecoder
     weight_map = WeightMap(

@@ -19,6 +19,7 @@ from ...core.nn.routing import RoutingRule
 from ...core.nn.state.mamba2 import Mamba2Mixer
 from ...core.nn.state.sizes import Mamba2Sizes
 from .decoder import QKV_SHARDS, CausalLM, Decoder, SelfAttention
+from .expert_fields import DEEPSEEK_EXPERTS
 from .mamba import BACKBONE
 from .mixer import MixerBlock, MixerDecoder
 
@@ -104,5 +105,6 @@ class NemotronHForCausalLM(CausalLM):
     """Layers of the checkpoint that predict further tokens are not loaded."""
 
     tensor_parallel = True
+    config_fields = DEEPSEEK_EXPERTS
     decoder: ClassVar[type[Decoder]] = NemotronHDecoder
     weight_map = dataclasses.replace(BACKBONE, stacked=QKV_SHARDS, ignored=("mtp.",))

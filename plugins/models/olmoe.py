@@ -10,6 +10,7 @@ from ...core.nn.context import BuildContext
 from ...core.nn.experts import SparseMLP
 from ...core.nn.routing import RoutingRule
 from .decoder import CausalLM
+from .expert_fields import EXPERTS
 from .olmo2 import Olmo2Attention, Olmo2Decoder
 
 
@@ -17,6 +18,7 @@ class OlmoeForCausalLM(CausalLM):
     """Llama's blocks."""
 
     tensor_parallel = True
+    config_fields = EXPERTS
     attention = Olmo2Attention
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:

@@ -14,6 +14,7 @@ from ...core.nn.attention import Attention
 from ...core.nn.context import BuildContext, ForwardContext
 from ...core.nn.norm import RMSNorm
 from ...core.nn.rotary import Rotary
+from ...core.protocols.field_kinds import FLAG, SIZE
 from .decoder import CausalLM, NormedBlock, SelfAttention
 from .looped import LoopedDecoder
 
@@ -73,6 +74,7 @@ class OuroForCausalLM(CausalLM):
     """Every token goes through all loops: the gate that could end them earlier is not loaded."""
 
     tensor_parallel = True
+    config_fields = {"total_ut_steps": SIZE.not_null(), "use_sliding_window": FLAG}
     attention = OuroAttention
     decoder = OuroDecoder
     weight_map = dataclasses.replace(CausalLM.weight_map, ignored=("model.early_exit_gate.",))

@@ -17,6 +17,7 @@ from ...core.nn.experts import SparseMLP
 from ...core.nn.rotary import Rotary
 from ...core.nn.routing import Routing, RoutingRule
 from .decoder import CausalLM
+from .expert_fields import EXPERTS
 from .mistral import MistralAttention
 from .mixtral import MixtralForCausalLM
 from .parts import LayerNormBlock, LayerNormDecoder
@@ -73,6 +74,7 @@ class SparseMixer(SparseMLP):
 
 class PhimoeForCausalLM(CausalLM):
     tensor_parallel = True
+    config_fields = EXPERTS
     attention = PhimoeAttention
     decoder = PhimoeDecoder
     head_bias = True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .decoder import CausalLM, DecoderClassifier, HeadlessLM
-from .windows import WindowedAttention
+from .windows import QWEN_WINDOWS, WindowedAttention
 
 
 class Qwen2Attention(WindowedAttention):
@@ -18,14 +18,17 @@ class Qwen2Attention(WindowedAttention):
 
 class Qwen2ForCausalLM(CausalLM):
     tensor_parallel = True
+    config_fields = QWEN_WINDOWS
     attention = Qwen2Attention
 
 
 class Qwen2Model(HeadlessLM):
     tensor_parallel = True
+    config_fields = QWEN_WINDOWS
     attention = Qwen2Attention
 
 
 class Qwen2ForSequenceClassification(DecoderClassifier):
     tensor_parallel = True
+    config_fields = QWEN_WINDOWS
     attention = Qwen2Attention

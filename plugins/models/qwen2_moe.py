@@ -12,9 +12,12 @@ from ...core.nn.context import BuildContext
 from ...core.nn.experts import SparseMLP
 from ...core.nn.mlp import GatedMLP
 from ...core.nn.routing import RoutingRule
+from ...core.protocols.field_kinds import SIZE
 from .decoder import CausalLM
+from .expert_fields import EXPERTS, SPARSE_LAYERS
 from .qwen2 import Qwen2Attention
 from .qwen3_moe import is_sparse
+from .windows import QWEN_WINDOWS
 
 
 class Qwen2MoeAttention(Qwen2Attention):
@@ -25,6 +28,12 @@ class Qwen2MoeAttention(Qwen2Attention):
 
 class Qwen2MoeForCausalLM(CausalLM):
     tensor_parallel = True
+    config_fields = {
+        **EXPERTS,
+        **SPARSE_LAYERS,
+        **QWEN_WINDOWS,
+        "shared_expert_intermediate_size": SIZE,
+    }
     attention = Qwen2MoeAttention
     weight_map = dataclasses.replace(CausalLM.weight_map, names={"shared_experts": "shared_expert"})
 

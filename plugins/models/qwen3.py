@@ -6,7 +6,7 @@ from ...core.loading.model_config import ModelConfig
 from ...core.nn.context import BuildContext
 from ...core.nn.norm import RMSNorm
 from .decoder import CausalLM, DecoderClassifier, HeadlessLM
-from .windows import WindowedAttention
+from .windows import QWEN_WINDOWS, WindowedAttention
 
 
 class Qwen3Attention(WindowedAttention):
@@ -19,14 +19,17 @@ class Qwen3Attention(WindowedAttention):
 
 class Qwen3ForCausalLM(CausalLM):
     tensor_parallel = True
+    config_fields = QWEN_WINDOWS
     attention = Qwen3Attention
 
 
 class Qwen3Model(HeadlessLM):
     tensor_parallel = True
+    config_fields = QWEN_WINDOWS
     attention = Qwen3Attention
 
 
 class Qwen3ForSequenceClassification(DecoderClassifier):
     tensor_parallel = True
+    config_fields = QWEN_WINDOWS
     attention = Qwen3Attention

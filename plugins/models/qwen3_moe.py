@@ -14,7 +14,9 @@ from ...core.nn.context import BuildContext
 from ...core.nn.experts import SparseMLP
 from ...core.nn.routing import RoutingRule
 from .decoder import CausalLM
+from .expert_fields import EXPERTS, SPARSE_LAYERS
 from .qwen3 import Qwen3Attention
+from .windows import QWEN_WINDOWS
 
 
 class Qwen3MoeAttention(Qwen3Attention):
@@ -28,6 +30,7 @@ class Qwen3MoeAttention(Qwen3Attention):
 
 class Qwen3MoeForCausalLM(CausalLM):
     tensor_parallel = True
+    config_fields = EXPERTS | SPARSE_LAYERS | QWEN_WINDOWS
     attention = Qwen3MoeAttention
 
     @staticmethod

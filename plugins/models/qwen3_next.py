@@ -17,7 +17,9 @@ from ...core.nn.norm import OffsetRMSNorm
 from ...core.nn.rotary import Rotary
 from ...core.nn.state.delta_net import GatedDeltaNet
 from ...core.nn.state.sizes import DeltaSizes
+from ...core.protocols.field_kinds import SIZE
 from .decoder import CausalLM, Decoder, SelfAttention
+from .expert_fields import EXPERTS, SPARSE_LAYERS
 from .mixer import HybridBlock
 from .qwen2_moe import Qwen2MoeForCausalLM, shared_mixture
 
@@ -92,6 +94,7 @@ def by_kind(num_groups: int, *widths: int) -> RowOrder:
 
 class Qwen3NextForCausalLM(CausalLM):
     tensor_parallel = True
+    config_fields = EXPERTS | SPARSE_LAYERS | {"shared_expert_intermediate_size": SIZE}
     attention = GatedAttention
     decoder = Qwen3NextDecoder
     weight_map = dataclasses.replace(
@@ -151,6 +154,7 @@ class Qwen3_5ForCausalLM(CausalLM):
 
 class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):
     tensor_parallel = True
+    config_fields = EXPERTS | {"shared_expert_intermediate_size": SIZE}
     weight_map = dataclasses.replace(
         Qwen3_5ForCausalLM.weight_map, names=Qwen2MoeForCausalLM.weight_map.names
     )

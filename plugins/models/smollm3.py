@@ -9,7 +9,7 @@ from ...core.loading.model_config import ModelConfig
 from ...core.nn.context import BuildContext
 from ...core.nn.rotary import Rotary
 from .decoder import CausalLM, Decoder, SelfAttention
-from .windows import window_of_layer
+from .windows import QWEN_WINDOWS, window_of_layer
 
 
 class SmolLM3Attention(SelfAttention):
@@ -28,5 +28,6 @@ class SmolLM3Decoder(Decoder):
 
 class SmolLM3ForCausalLM(CausalLM):
     tensor_parallel = True
+    config_fields = QWEN_WINDOWS
     attention = SmolLM3Attention
     decoder = SmolLM3Decoder

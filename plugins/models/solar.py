@@ -9,7 +9,10 @@ import torch
 from ...core.errors import ConfigError
 from ...core.loading.model_config import ModelConfig
 from ...core.nn.context import BuildContext, ForwardContext
+from ...core.protocols.field_kinds import INTEGERS, NUMBERS_OR_NULLS
 from .decoder import CausalLM, Decoder, MakeMLP, SelfAttention
+
+LISTS = ("bskcn_1", "bskcn_2", "bskcn_3", "bskcn_4")
 
 
 class SolarDecoder(Decoder):
@@ -22,9 +25,7 @@ class SolarDecoder(Decoder):
     ) -> None:
         super().__init__(config, build, attention, mlp)
         hf: Any = config.hf_config
-        for name, least in (
-            ("bskcn_1", 0), ("bskcn_2", 0), ("bskcn_3", 0), ("bskcn_4", 0), ("bskcn_tv", 2)
-        ):  # fmt: skip
+        for name, least in (*dict.fromkeys(LISTS, 0).items(), ("bskcn_tv", 2)):
             given = getattr(hf, name, None)
             if given is None or None in given or len(given) < least:
                 raise ConfigError(f"{name}: {given} is no list of {least} or more", param=name)
@@ -56,4 +57,5 @@ class SolarDecoder(Decoder):
 
 class SolarForCausalLM(CausalLM):
     tensor_parallel = True
+    config_fields = dict.fromkeys(LISTS, INTEGERS) | {"bskcn_tv": NUMBERS_OR_NULLS}
     decoder = SolarDecoder

@@ -9,7 +9,11 @@ import msgspec
 from ...core.loading.model_config import ModelConfig
 from ...core.nn.context import BuildContext
 from ...core.protocols.attention import AttentionSpec
+from ...core.protocols.field_kinds import FLAG, INTEGER, FieldKind
 from .decoder import SelfAttention
+
+QWEN_WINDOWS: dict[str, FieldKind] = {"max_window_layers": INTEGER, "use_sliding_window": FLAG}
+"""Fields of config.json from which `transformers` makes `layer_types`."""
 
 
 def window_of_layer(hf: Any, layer: int) -> int | None:

@@ -7,12 +7,14 @@ in three dimensions are equal, and no layer reads states of another encoder.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from ...errors import ConfigError
 
+Read: TypeAlias = Callable[[dict[str, Any], str | None], Any]
+"""(a config.json's content, architecture; None: the one that the content names) → configuration"""
 NESTED = ("text_config", "llm_config", "language_config")
 """Fields of config.json that hold the text part's configuration, for types that `transformers` does
 not know; the first that a file has."""
@@ -44,22 +46,20 @@ def inner_name(name: str) -> str | None:
     return name if name.startswith(PLAIN) else None
 
 
-def text_config(
-    folder: Path, raw: dict[str, Any], read: Callable[[dict[str, Any]], Any], architecture: str
-) -> Any:
+def text_config(folder: Path, raw: dict[str, Any], read: Read, architecture: str) -> Any:
     """Return the configuration of the text part of a config.json.
 
-    read: from a config.json's content to a configuration. architecture: of the text part; "": the
-    one that its configuration names, or that has its model type in `transformers`. Raises
-    ConfigError.
+    architecture: of the text part; "": the one that its configuration names, or that has its model
+    type in `transformers`. Raises ConfigError.
     """
     from transformers import CONFIG_MAPPING
 
     inner: Any = next((raw[name] for name in NESTED if isinstance(raw.get(name), dict)), {})
     if raw.get("model_type") in CONFIG_MAPPING:
-        config = copy.copy(read(raw).get_text_config(decoder=True))
+        config = copy.copy(read(raw, None).get_text_config(decoder=True))
     elif inner:
-        config = read(dict(inner))
+        by_type = None if inner.get("architectures") else _of_type(inner.get("model_type"))
+        config = read(dict(inner), architecture or by_type)
     else:
         raise ConfigError(
             f"model: {folder}/config.json has no {' or '.join(NESTED)}, which would describe the "
@@ -84,9 +84,7 @@ def text_config(
 
 
 def _architecture(folder: Path, inner: dict[str, Any], config: Any) -> str:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    names = inner.get("architectures") or [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)]
+    names = inner.get("architectures") or [_of_type(config.model_type)]
     if not isinstance(names[0], str):
         raise ConfigError(
             f"model: {folder}/config.json: no architecture is known for the text part's model_type "
@@ -96,7 +94,15 @@ def _architecture(folder: Path, inner: dict[str, Any], config: Any) -> str:
     return names[0]
 
 
-def _as_type_of(architecture: str, config: Any, read: Callable[[dict[str, Any]], Any]) -> Any:
+def _of_type(model_type: object) -> str | None:
+    """Return the architecture of a model type in `transformers`."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    names: Mapping[Any, str] = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return names.get(model_type) if isinstance(model_type, str) else None
+
+
+def _as_type_of(architecture: str, config: Any, read: Read) -> Any:
     """Return a configuration with the values of `config`, of the type that an architecture has in
     `transformers`; `config` itself where that has none."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -104,7 +110,7 @@ def _as_type_of(architecture: str, config: Any, read: Callable[[dict[str, Any]],
     types = {name: kind for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()}
     if architecture not in types:
         return config
-    return read(config.to_dict() | {"model_type": types[architecture]})
+    return read(config.to_dict() | {"model_type": types[architecture]}, architecture)
 
 
 def _with_inner_names(value: Any) -> Any:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -14,6 +15,10 @@ from ....core.errors import ConfigError
 from ....core.loading.model_config import ModelConfig
 from ....core.loading.weight_map import WeightMap
 from ....core.nn.context import BuildContext, ForwardContext
+from ....core.protocols.field_kinds import INTEGER, NUMBER, SIZE, TEXT, FieldKind
+from ..expert_fields import DEEPSEEK_EXPERTS, SPARSE_LAYERS
+from ..latent import LATENT
+from ..windows import QWEN_WINDOWS
 from .attention import NAME, HeadsAttention, OwnValues, Probe, refused
 from .build import Ropes, allocate, base_name, empty_model, model_class, windows
 from .modules import TensorPlan, place_modules
@@ -38,6 +43,18 @@ class TransformersLM(nn.Module):
 
     tensor_parallel = True
     weight_map: WeightMap = WeightMap()
+    config_fields: ClassVar[Mapping[str, FieldKind]] = {
+        **DEEPSEEK_EXPERTS,
+        **SPARSE_LAYERS,
+        **LATENT,
+        **QWEN_WINDOWS,
+        "final_logit_softcapping": NUMBER,
+        "hidden_activation": TEXT,
+        "n_head": INTEGER,
+        "n_layer": INTEGER,
+        "shared_expert_intermediate_size": SIZE,
+    }
+    """Those that many models of transformers have."""
 
     @classmethod
     def refusal(cls, architecture: str) -> str | None:

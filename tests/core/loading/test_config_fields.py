@@ -13,7 +13,6 @@ from jackfield.core.config import EngineConfig
 from jackfield.core.engine.resolve_config import resolve_config, resolve_runner
 from jackfield.core.errors import ConfigError, JackfieldError
 from jackfield.core.loading.build import build_model
-from jackfield.core.loading.config_fields import KINDS, ROPE_KINDS
 from jackfield.core.loading.model_config import resolve_model_config
 from jackfield.core.registry import Plugins, load_plugins
 
@@ -103,9 +102,3 @@ def test_a_wrong_value_is_refused_with_the_files_and_the_fields_name(
         build(checkpoint, plugins, {field: value})
     assert str(checkpoint / "config.json") in caught.value.message
     assert field in caught.value.message
-
-
-def test_a_field_has_one_kind() -> None:
-    for kinds in (KINDS, ROPE_KINDS):
-        names = [name for _, some in kinds.values() for name in some]
-        assert len(names) == len(set(names))

@@ -13,7 +13,7 @@ from test_families import LEFT_OUT, check_engine, check_logits, score
 from jackfield.core.errors import ConfigError
 from jackfield.plugins.conformance.divided_models import check_ranks
 from jackfield.plugins.conformance.kit import Kit
-from jackfield.plugins.conformance.paged_model import PagedModel
+from jackfield.plugins.conformance.paged_model import PagedModel, assert_near
 
 GRANITE = {
     "num_local_experts": 8, "num_experts_per_tok": 2, "logits_scaling": 2.5,
@@ -125,6 +125,19 @@ def test_long_texts_have_their_own_factor_in_phimoe(tmp_path: Path) -> None:
         model: Any = PagedModel(folder, "float32", max_model_len=length).model
         table = model.model.rotaries[0].cos_sin
         assert float(table[0, 0]) == factor
+
+
+def test_hunyuan_may_list_what_each_layer_has(tmp_path: Path) -> None:
+    """As its published mixtures do: the list of a field that is not read is no mistake."""
+    case = "HunYuanMoEV1ForCausalLM"
+    reference, folder = folder_of(case, CASES[case], tmp_path)
+    layers = {"moe_topk": [2] * 3, "moe_intermediate_size": [96] * 3, "num_shared_expert": [1] * 3}
+    for overrides in ({}, layers):
+        model = PagedModel(folder, "float32", kernels="torch", hf_overrides=overrides)
+        logits = model.run({0: [3, 5, 7]})[0]
+        assert_near(logits, score(reference, [3, 5, 7]), 1e-4)
+    with pytest.raises(ConfigError, match="moe_topk must be an integer or a list of integers"):
+        PagedModel(folder, "float32", hf_overrides={"moe_topk": [2, "x"]})
 
 
 def test_dbrx_rotates_by_the_base_that_its_attention_has(tmp_path: Path) -> None:

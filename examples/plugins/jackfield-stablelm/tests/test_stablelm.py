@@ -39,3 +39,11 @@ def test_other_variants_are_refused_by_name(field: str, value: Any, tmp_path: Pa
     config.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=field):
         LLM(str(tmp_path), device="cpu", load_format="dummy", skip_tokenizer_init=True)
+
+
+def test_a_wrong_value_of_an_own_field_is_refused_by_its_name(tmp_path: Path) -> None:
+    transformers.StableLmConfig(architectures=["StableLmForCausalLM"]).save_pretrained(tmp_path)
+    overrides = {"use_qkv_bias": "x"}
+    with pytest.raises(ConfigError, match="use_qkv_bias must be true or false, got 'x'"):
+        LLM(str(tmp_path), device="cpu", load_format="dummy", skip_tokenizer_init=True,
+            hf_overrides=overrides)  # fmt: skip

@@ -11,6 +11,7 @@ from jackfield.core.errors import ConfigError
 from jackfield.core.loading.model_config import ModelConfig
 from jackfield.core.nn.context import BuildContext
 from jackfield.core.nn.norm import LayerNorm
+from jackfield.core.protocols.field_kinds import FLAG
 from jackfield.plugins.models.decoder import (
     Block,
     CausalLM,
@@ -51,6 +52,7 @@ class StableLmDecoder(Decoder):
 class StableLmForCausalLM(CausalLM):
     attention = StableLmAttention
     decoder = StableLmDecoder
+    config_fields = {"qk_layernorm": FLAG, "use_parallel_residual": FLAG, "use_qkv_bias": FLAG}
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         """Raises ConfigError for the variant that is not done here."""
