@@ -21,6 +21,7 @@ from ...core.nn.rotary import Rotary
 from ...core.nn.routing import RoutingRule
 from ...core.nn.state.layer import CausalConv, StateLayer
 from .decoder import Block, CausalLM, Decoder, MakeMLP, SelfAttention, rotaries_by_type
+from .expert_fields import EXPERTS
 
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Queries, keys and values: [num_tokens, heads, head_dim]"""
@@ -291,6 +292,7 @@ class ZayaDecoder(Decoder):
 
 
 class ZayaForCausalLM(CausalLM):
+    config_fields = EXPERTS
     attention = ZayaAttention
     decoder = ZayaDecoder
     weight_map = dataclasses.replace(
