@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from array import array
 from hashlib import blake2b
+from struct import pack
 
 from ..request import Request
 
@@ -34,7 +34,7 @@ class BlockHasher:
             return
         parent = hashes[-1] if hashes else self.root(request)
         tokens = request.known_tokens(len(hashes) * size, num_blocks * size)
-        keyed, data, width = self._keyed, array("q", tokens).tobytes(), 8 * size
+        keyed, data, width = self._keyed, pack(f"{len(tokens)}q", *tokens), 8 * size
         for start in range(0, len(data), width):
             hasher = keyed.copy()
             hasher.update(parent + data[start : start + width])

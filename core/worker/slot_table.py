@@ -8,6 +8,7 @@ keeps a bound of it, to size a step without asking the device.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from struct import pack
 
 import numpy as np
 import torch
@@ -212,5 +213,6 @@ def _scattered(pieces: list[tuple[int, Sequence[int]]]) -> np.ndarray:
     for first, numbers in pieces:
         begin, end = end, end + len(numbers)
         writes[begin:end, 0] = np.arange(first, first + len(numbers))
-        writes[begin:end, 1] = numbers
+        # numpy would first look for a type that all these integers have in common.
+        writes[begin:end, 1] = np.frombuffer(pack(f"{end - begin}i", *numbers), dtype=np.int32)
     return writes
