@@ -91,7 +91,9 @@ class PipelineStage:
     def send_tokens(self, chosen: torch.Tensor, rows: Sequence[int]) -> None:
         """Send what was sampled to the first stage. chosen: [any] tokens, -1 for none; rows: which
         of them are those of the plan's sampling rows, in order."""
-        if len(rows) != len(chosen):
+        if rows[-1] == len(rows) - 1:
+            chosen = chosen[: len(rows)]
+        elif len(rows) != len(chosen):
             chosen = chosen.index_select(0, self._sent(np.asarray(rows, dtype=np.int64)))
         # A row without a token ends; until then its next step computes something.
         self.pipeline.send_tokens(chosen.clamp(min=0).to(torch.int32))
