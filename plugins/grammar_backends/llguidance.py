@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from ...core.grammars.schemas.keywords import subschemas
 from ...core.protocols.grammars import GrammarSpec, Vocabulary
 from .lark_tags import lark_of, unread
 from .structural_tags import read
@@ -25,6 +26,11 @@ THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
 """Threads that fill the masks of many rows; more would only take processors from the event loop."""
 MORE_ROOTS_SECONDS = 0.03
 """Time limit for compiling a grammar again, so that its masks can be filled in parallel."""
+
+_BOUNDS = (
+    ("minimum", 1), ("exclusiveMinimum", 1), ("maximum", -1), ("exclusiveMaximum", -1),
+)  # fmt: skip
+_LARGEST = 2**63 - 1
 
 SLICES = [
     r"[\x20\x0A\x0D\x09]+",
@@ -55,9 +61,12 @@ class LLGuidance:
         """Return why a grammar cannot be read; None if it can."""
         if spec.kind == "grammar" and "::=" in spec.text:
             return "it reads Lark's syntax, not GBNF's (::=)"
+        if spec.kind == "json":
+            return _saturated(json.loads(spec.text))
         if spec.kind == "structural_tag":
             try:
-                return unread(read(spec.text))
+                tag = read(spec.text)
+                return unread(tag) or _saturated(tag)
             except ValueError as error:
                 return str(error)
         return None
@@ -239,6 +248,19 @@ class LLGuidanceMatcher:
         """Undo the last tokens."""
         self._matcher.rollback(num_tokens - self._terminated)
         self._terminated = False
+
+
+def _saturated(schema: Any) -> str | None:
+    """Return the bound of an integer that admits none of 64 bits: the package would take the
+    nearest of those. Where a bound only admits larger ones, too, what it does is right."""
+    for part in subschemas(schema):
+        if part.get("type") == "number":
+            continue
+        for name, sign in _BOUNDS:
+            bound = part.get(name)
+            if isinstance(bound, int | float) and sign * bound > _LARGEST:
+                return f"{name} {bound} is beyond integers of 64 bits"
+    return None
 
 
 @functools.cache

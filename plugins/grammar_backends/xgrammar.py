@@ -279,6 +279,11 @@ def _unsupported(schema: Any) -> str | None:
             return f"{keys[0]} without a type is not supported"
         if "multipleOf" in part and part.get("type") != "integer":
             return "multipleOf of another type than integer is not supported"
+        for name in ("anyOf", "oneOf"):
+            if part.get(name) == []:
+                return f"{name} without a schema allows nothing"
+        if forbidden := _forbidden(part):
+            return f"{forbidden[0]!r} is required, and additionalProperties forbids it"
         reference = part.get("$ref", "#")
         if not isinstance(reference, str) or not reference.startswith("#"):
             return f"$ref {reference!r} is not one inside the schema"
@@ -286,6 +291,15 @@ def _unsupported(schema: Any) -> str | None:
             if name in part and not (type(part[name]) is int and part[name] >= 0):
                 return f"{name} must be an integer of at least 0"
     return None
+
+
+def _forbidden(part: dict[str, Any]) -> list[str]:
+    """Return names that an object must have and may not have."""
+    names, required = part.get("properties", {}), part.get("required")
+    closed = part.get("additionalProperties") is False and not part.get("patternProperties")
+    if not closed or not isinstance(names, dict) or not isinstance(required, list):
+        return []
+    return [name for name in required if isinstance(name, str) and name not in names]
 
 
 def _names_in(part: dict[str, Any]) -> list[str]:

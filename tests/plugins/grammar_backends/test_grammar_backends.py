@@ -236,6 +236,8 @@ def test_a_wrong_grammar_is_reported_with_a_reason(backend: Any, spec: GrammarSp
         ({"type": "string", "pattern": "a", "minLength": 2}, "pattern"),
         ({"$ref": "http://elsewhere/x"}, "elsewhere"),
         ({"type": "string", "maxLength": -1}, "maxLength"),
+        ({"anyOf": []}, "anyOf"),
+        ({"type": "object", "required": ["city"], "additionalProperties": False}, "city"),
     ],
 )
 def test_xgrammar_refuses_what_it_would_pass_over(schema: Any, word: str) -> None:
@@ -244,6 +246,36 @@ def test_xgrammar_refuses_what_it_would_pass_over(schema: Any, word: str) -> Non
     assert reason is not None and word in reason
     named = {"type": "object", "properties": {word: {"type": "string"}}}
     assert kind.refusal(GrammarSpec("json", json.dumps(named))) is None
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [
+        {"minimum": 2**63, "maximum": 2**70},
+        {"exclusiveMinimum": 1e29, "maximum": 1e30},
+        {"minimum": -(2**70), "maximum": -(2**63) - 1},
+    ],
+)
+def test_llguidance_refuses_bounds_of_integers_that_it_would_change(bounds: Any) -> None:
+    kind = load_plugins()["structured_backend"].load("llguidance")
+    schema = {"type": "object", "properties": {"a": {"type": "integer", **bounds}}}
+    tag = {"begin": "<a>", "schema": schema, "end": "</a>"}
+    tags = json.dumps({"structures": [tag], "triggers": ["<a>"]})
+    for spec in (GrammarSpec("json", json.dumps(schema)), GrammarSpec("structural_tag", tags)):
+        assert "beyond integers of 64 bits" in (kind.refusal(spec) or ""), spec.kind
+    assert kind.refusal(GrammarSpec("json", '{"type": "number", "minimum": 1e40}')) is None
+
+
+def test_llguidance_serves_unsigned_integers_of_64_bits(
+    vocabulary: Vocabulary, tokenizer: Tokenizer
+) -> None:
+    kind = load_plugins()["structured_backend"].load("llguidance")
+    schema = {"type": "integer", "minimum": 0, "maximum": 2**64 - 1}
+    spec = GrammarSpec("json", json.dumps(schema))
+    assert kind.refusal(spec) is None
+    grammar = kind(vocabulary).compile(spec)
+    assert grammar.matcher().accept(tokenizer.encode("9007", add_special_tokens=False))
+    assert not grammar.matcher().accept(tokenizer.encode("-9", add_special_tokens=False))
 
 
 @pytest.mark.parametrize(
