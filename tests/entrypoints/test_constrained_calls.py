@@ -111,6 +111,22 @@ async def client(family: tuple[str, Server]) -> Any:
         yield api_client
 
 
+@pytest.mark.parametrize("strict, choice", [(False, "required"), (True, "auto")])
+async def test_arguments_that_are_no_object_are_refused_where_they_are_constrained(
+    client: openai.AsyncOpenAI, strict: bool, choice: Any
+) -> None:
+    function = {"name": "say", "parameters": {"type": "string"}, "strict": strict}
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.chat.completions.create(
+            model=MODEL,
+            messages=MESSAGES,
+            max_tokens=8,
+            tools=[{"type": "function", "function": function}],  # type: ignore[list-item]
+            tool_choice=choice,
+        )
+    assert caught.value.param == "tools" and "'say' must have the type object" in str(caught.value)
+
+
 async def both(client: openai.AsyncOpenAI, **options: Any) -> dict[str, Any]:
     """The answer, streamed and not; they must be the same."""
     body = {"model": MODEL, "messages": MESSAGES, "max_tokens": 300, **options}

@@ -166,15 +166,23 @@ def _chosen_name(choice: Any) -> str:
 
 
 def _schemas(functions: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return each function's parameter schema, adapted for grammar backends, by name."""
-    return {
-        name: _adapted(
-            {"type": "object", **(function.get("parameters") or {})},
-            "tools",
-            strict=bool(function.get("strict")),
+    """Return each function's parameter schema, adapted for grammar backends, by name.
+
+    Raises InvalidRequest if one is not that of an object: arguments of another type are no call.
+    """
+    schemas: dict[str, dict[str, Any]] = {}
+    for name, function in functions.items():
+        parameters = function.get("parameters") or {}
+        kind = parameters.get("type", "object")
+        if "object" not in (kind if isinstance(kind, list) else [kind]):
+            raise InvalidRequest(
+                f"tools: the parameters of {name!r} must have the type object, got {kind!r}",
+                param="tools",
+            )
+        schemas[name] = _adapted(
+            {**parameters, "type": "object"}, "tools", strict=bool(function.get("strict"))
         )
-        for name, function in functions.items()
-    }
+    return schemas
 
 
 def _adapted(schema: Any, field: str, *, strict: bool) -> Any:
