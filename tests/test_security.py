@@ -14,6 +14,7 @@ import http.client
 import json
 import random
 import resource
+import socket
 import sys
 import time
 import zlib
@@ -367,6 +368,17 @@ def test_a_small_body_cannot_unpack_into_a_large_one(server: Any) -> None:
     assert response.status_code in (400, 413)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 20 << 10, "KiB"
     assert httpx.get(server.url + "/health").status_code == 200
+
+
+def test_responses_name_no_versions(server: Any) -> None:
+    refused = post(server, "/v1/completions", {"prompt": 5})
+    for response in (httpx.get(f"{server.url}/health"), refused):
+        assert response.headers["Server"] == "jackfield"
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(b"no HTTP\r\n\r\n")
+        malformed = connection.makefile("rb").read()
+    assert b"Server: jackfield\r\n" in malformed and b"Python" not in malformed
 
 
 def test_a_request_cannot_write_headers_or_make_metrics(server: Any) -> None:

@@ -28,6 +28,8 @@ from .connection_limits import MIN_BODY_RATE, ConnectionLimits
 from .context import encoder, error_body
 
 logger = logging.getLogger("jackfield.http")
+SERVER_NAME = "jackfield"
+"""In the header `Server`, without the versions of Python and aiohttp that would stand there."""
 RESERVED = 256
 """Descriptors reserved for other uses: files, models, sockets of processes."""
 MOST_DESCRIPTORS = 65_536
@@ -255,6 +257,7 @@ class Connection(web.RequestHandler):
             error = RequestFailed("the server failed on this request")
         body = encoder.encode(error_body(error, status))
         response = web.Response(body=body, status=status, content_type="application/json")
+        response.headers["Server"] = SERVER_NAME
         response.force_close()
         return response
 

@@ -17,7 +17,7 @@ from ..http import cross_site as sites
 from ..http.auth.tenants import TENANCY, Tenancy, authentication
 from ..http.auth.usage import Usage, within_limits
 from ..http.concurrency_limit import limit_concurrency
-from ..http.connections import BodyTooSlow
+from ..http.connections import SERVER_NAME, BodyTooSlow
 from ..http.context import (
     DOCUMENT,
     ENGINE,
@@ -113,6 +113,7 @@ def make_app(
         app.router.add_get("/openapi.json", docs_page.openapi_json)
         app.router.add_get("/docs", docs_page.docs)
     _check_sites(app, host)
+    app.on_response_prepare.append(_tell_server)
     if options.request_id_headers:
         app.on_response_prepare.append(_tell_request_id)
     add_messages(app)
@@ -150,6 +151,10 @@ def _check_sites(app: web.Application, host: str | None) -> None:
         app.middlewares.insert(after_errors, sites.check_origin(options.cors))
     if "*" not in hosts:
         app.middlewares.insert(after_errors, sites.check_host(hosts))
+
+
+async def _tell_server(_: web.Request, response: web.StreamResponse) -> None:
+    response.headers["Server"] = SERVER_NAME
 
 
 async def _tell_request_id(request: web.Request, response: web.StreamResponse) -> None:
