@@ -50,7 +50,9 @@ def cli() -> str:
         "Every command and flag. `jackfield COMMAND [options]`; "
         "`python -m jackfield` is the same. "
         "Plugins may add commands (`register_commands`, see [hooks](hooks.md)). "
-        "Exit status: 0 done, 1 failed, 2 wrong usage or configuration.\n\n",
+        "Exit status: 0 done, 1 failed, 2 wrong usage or configuration. "
+        "Whole numbers of the engine may end in k, m, g or t for powers of 1,000, and in "
+        "K, M, G or T for powers of 1,024: `--max-model-len 32K`.\n\n",
         table(["command", "does"], [[f"`jackfield {n}`", t] for n, (_, t) in COMMANDS.items()]),
     ]
     for name, (command, _) in COMMANDS.items():

@@ -64,7 +64,9 @@ def _read(path: str) -> dict[str, Any]:
     import yaml
 
     try:
-        content = yaml.safe_load(Path(path).read_text("utf-8"))
+        text = Path(path).read_text("utf-8")
+        _check_unique(yaml.compose(text, Loader=yaml.SafeLoader), path)
+        content = yaml.safe_load(text)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         text = " ".join(str(error).split())
         raise ConfigError(f"--config: {path}: {text}", param="config") from None
@@ -73,6 +75,21 @@ def _read(path: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ConfigError(f"--config: {path}: must be a mapping of flags", param="config")
     return content
+
+
+def _check_unique(node: Any, path: str) -> None:
+    """Raise ConfigError for a key that the file has twice, of which YAML takes the last."""
+    import yaml
+
+    seen = set()
+    for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+        name = str(key.value).replace("_", "-")
+        if name in seen:
+            raise ConfigError(
+                f"--config: {path}: line {key.start_mark.line + 1}: {key.value} is there twice",
+                param="config",
+            )
+        seen.add(name)
 
 
 def _action(parser: argparse.ArgumentParser, key: Any, path: str) -> tuple[str, argparse.Action]:

@@ -16,6 +16,7 @@ import msgspec
 from ...core.config import EngineConfig
 from ...core.errors import ConfigError
 from ...core.registration.plugin_options import with_option
+from .values import scaled_number
 
 
 class Parser(argparse.ArgumentParser):
@@ -111,7 +112,8 @@ def _add(group: argparse._ArgumentGroup, name: str, kind: Any, text: str, defaul
         group.add_argument(*names, choices=typing.get_args(kind), **options)
     elif kind in (int, float, str):
         metavar = name.rpartition(".")[2].upper()
-        group.add_argument(*names, type=kind, metavar=metavar, **options)
+        parse = scaled_number if kind is int else kind
+        group.add_argument(*names, type=parse, metavar=metavar, **options)
     else:
         group.add_argument(*names, type=json_value, metavar="JSON", **options)
 

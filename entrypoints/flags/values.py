@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import decimal
 import json
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
+
+SUFFIXES = {
+    letter: base**power
+    for letters, base in (("kmgt", 1000), ("KMGT", 1024))
+    for power, letter in enumerate(letters, 1)
+}
+"""What a number is multiplied by that ends in this letter."""
 
 
 def whole_number(text: str, least: float | None = None, most: float | None = None) -> int:
@@ -20,6 +29,18 @@ def whole_number(text: str, least: float | None = None, most: float | None = Non
     if most is not None and value > most:
         raise argparse.ArgumentTypeError(f"must be at most {most}, got {value}")
     return value
+
+
+def scaled_number(text: str) -> int:
+    """Return an integer, which may end in one of SUFFIXES: 2k is 2,000, 1.5k is 1,500, and 32K is
+    32,768. Raises ArgumentTypeError."""
+    match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)([kmgtKMGT])", text.strip())
+    if match is None:
+        return whole_number(text)
+    value = decimal.Decimal(match[1]) * SUFFIXES[match[2]]
+    if value != int(value):
+        raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}")
+    return int(value)
 
 
 def positive_int(text: str) -> int:

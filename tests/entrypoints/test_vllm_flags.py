@@ -49,6 +49,35 @@ def test_in_a_file_too(tmp_path: Path) -> None:
     assert len(list(without_effect(parser.parse_args(argv)))) == 2
 
 
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("2k", 2000), ("1.5k", 1500), ("32K", 32768), ("1M", 2**20), ("0.001k", 1), ("7", 7)],
+)
+def test_whole_numbers_may_end_in_a_letter(text: str, value: int, tmp_path: Path) -> None:
+    parser, file = make_parser(), tmp_path / "flags.yaml"
+    assert parser.parse_args(["--max-model-len", text]).max_model_len == value
+    file.write_text(f"max-model-len: {text}\n")
+    argv = with_config(parser, [], parser.parse_args(["--config", str(file)]))
+    assert parser.parse_args(argv).max_model_len == value
+
+
+@pytest.mark.parametrize("text", ["k", "1.0001k", "1.5", "2kk", "2 k", "1e3", "-1k", "2b", "1_0k"])
+def test_other_letters_are_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as raised:
+        make_parser().parse_args([f"--max-model-len={text}"])
+    assert raised.value.code == 2
+    error = capsys.readouterr().err
+    assert f"max_model_len: must be a whole number, got '{text}'" in error
+
+
+@pytest.mark.parametrize("second", ["max-model-len", "max_model_len"])
+def test_a_file_with_a_flag_twice_is_refused(second: str, tmp_path: Path) -> None:
+    parser, file = make_parser(), tmp_path / "flags.yaml"
+    file.write_text(f"max-model-len: 5\nport: 1\n{second}: 6\n")
+    with pytest.raises(ConfigError, match=f"line 3: {second} is there twice"):
+        with_config(parser, [], parser.parse_args(["--config", str(file)]))
+
+
 def test_the_log_says_it_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "jackfield.serve"):
         options = settings(
