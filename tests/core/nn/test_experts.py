@@ -215,8 +215,8 @@ def build(folder: Path, **options: Any) -> Any:
     config = EngineConfig(
         model=str(folder), device="cpu", dtype="float32", skip_tokenizer_init=True, **options
     )
-    device = torch.device("cpu")
-    return build_model(load_plugins(), config, resolve_model_config(config), device, OPERATIONS)
+    device, plugins = torch.device("cpu"), load_plugins()
+    return build_model(plugins, config, resolve_model_config(config, plugins), device, OPERATIONS)
 
 
 @pytest.mark.parametrize(
