@@ -119,7 +119,7 @@ def add_from_config(backend: Backend, config: dict[str, Any], tokens: dict[str, 
 
 
 def _declared(declared: Any) -> Iterator[tuple[int, AddedToken]]:
-    """Yield the entries of `added_tokens_decoder`; what is no id or no token is left out."""
+    """Yield the entries of `added_tokens_decoder` that are tokens with an id."""
     for id, entry in (declared if isinstance(declared, dict) else {}).items():
         content = entry.get("content") if isinstance(entry, dict) else None
         if not id.isdecimal() or not isinstance(content, str):
