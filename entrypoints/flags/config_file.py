@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +64,11 @@ def _read(path: str) -> dict[str, Any]:
     import yaml
 
     try:
-        text = Path(path).read_text("utf-8")
-        _check_unique(yaml.compose(text, Loader=yaml.SafeLoader), path)
-        content = yaml.safe_load(text)
+        loader = yaml.SafeLoader(Path(path).read_text("utf-8"))
+        node = loader.get_single_node()
+        if isinstance(node, yaml.MappingNode):
+            _check_unique((key for key, _ in node.value), path)
+        content = None if node is None else loader.construct_document(node)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         text = " ".join(str(error).split())
         raise ConfigError(f"--config: {path}: {text}", param="config") from None
@@ -77,16 +79,18 @@ def _read(path: str) -> dict[str, Any]:
     return content
 
 
-def _check_unique(node: Any, path: str) -> None:
-    """Raise ConfigError for a key that the file has twice, of which YAML takes the last."""
-    import yaml
+def _check_unique(keys: Iterable[Any], path: str) -> None:
+    """Raise ConfigError for a key that the file has twice, of which YAML takes the last.
 
+    keys: nodes of YAML.
+    """
     seen = set()
-    for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+    for key in keys:
         name = str(key.value).replace("_", "-")
         if name in seen:
             raise ConfigError(
-                f"--config: {path}: line {key.start_mark.line + 1}: {key.value} is there twice",
+                f"--config: {path}: line {key.start_mark.line + 1}: {key.value} is there twice; "
+                "remove one of them",
                 param="config",
             )
         seen.add(name)
