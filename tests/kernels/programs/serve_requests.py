@@ -32,7 +32,7 @@ MODELS = {
     "qwen3": (QWEN3, {"_prefill_kernel", "_fused_decode_kernel"}, {"_decode_kernel"}),
     "qwen3_5": (
         QWEN3_5,
-        {"_delta_chunk_kernel", "_delta_rule_kernel", "_delta_step_kernel"},
+        {"_delta_chunk_kernel", "delta_walk_kernel", "_delta_step_kernel"},
         {"_decode_kernel"},
     ),
     "mamba": (MAMBA, {"_selective_scan_kernel", "_selective_step_kernel", "_conv_kernel"}, set()),
