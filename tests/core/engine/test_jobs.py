@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
+from jackfield.core.engine import step_loop
 from jackfield.core.errors import PluginError
 from jackfield.core.hooks import hookimpl
 from jackfield.core.registry import load_plugins
@@ -86,6 +87,21 @@ async def test_an_idle_engine_prepares_until_nothing_is_left_and_again_after_ste
         await tokens_of(engine)
         await until(lambda: len(executor.prepared) >= 4)
         assert executor.prepared[3:] == [False]
+
+
+async def test_nothing_is_prepared_between_requests_that_follow_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(step_loop, "IDLE_SECONDS", 0.0)
+    monkeypatch.setattr(step_loop, "QUIET_SECONDS", 3600.0)
+    async with engine_of(left=10**9) as engine:
+        executor: Any = engine.core.executor
+        await until(lambda: executor.prepared)
+        await tokens_of(engine)
+        before = len(executor.prepared)
+        await asyncio.sleep(0.1)
+        await tokens_of(engine)
+        assert len(executor.prepared) == before
 
 
 async def test_preparing_that_fails_is_given_up_and_serving_goes_on() -> None:
