@@ -14,6 +14,7 @@ import logging
 import os
 import threading
 import time
+import types
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
@@ -69,12 +70,14 @@ _loading = threading.RLock()
 
 
 def load_one_at_a_time(build: Any) -> None:
-    """Serialize Triton's loading of launchers across threads.
+    """Serialize Triton's loading of launchers across threads, and give each its own module.
 
     `build`: the module `triton.runtime.build`. All launchers are extension modules of one name, and
     CPython keeps the functions of a loaded one under that name in `sys.modules`: of two threads
     that load at the same time one can get the other's launcher ("function takes exactly 21
-    arguments (29 given)", Triton 3.6, CPython 3.12).
+    arguments (29 given)", Triton 3.6, CPython 3.12). A file that is loaded again, as by a second
+    engine, even gets the module that was loaded last, with its functions replaced: whoever has that
+    module, and has not yet read its functions, gets the wrong ones.
     """
     load = getattr(build, "_load_module_from_path", None)
     if load is None or getattr(load, "one_at_a_time", False):
@@ -83,7 +86,10 @@ def load_one_at_a_time(build: Any) -> None:
     @functools.wraps(load)
     def locked(*args: Any, **options: Any) -> Any:
         with _loading:
-            return load(*args, **options)
+            shared = load(*args, **options)
+            own = types.ModuleType(shared.__name__)
+            own.__dict__.update(vars(shared))
+            return own
 
     locked.one_at_a_time = True  # type: ignore[attr-defined]
     build._load_module_from_path = locked

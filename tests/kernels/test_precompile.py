@@ -98,31 +98,38 @@ def test_launchers_are_loaded_one_at_a_time() -> None:
     inside, most, entered = 0, 0, threading.Barrier(4)
     counting = threading.Lock()
 
-    def load(name: str) -> str:
+    shared = types.ModuleType("launcher")
+
+    def load(name: str) -> types.ModuleType:
+        """Load as CPython does where a file was loaded before: into the last module of its name."""
         nonlocal inside, most
         with counting:
             inside += 1
             most = max(most, inside)
+        shared.launch = name  # type: ignore[attr-defined]
         threading.Event().wait(0.01)
         with counting:
             inside -= 1
-        return name
+        return shared
 
     build = types.SimpleNamespace(_load_module_from_path=load)
     load_one_at_a_time(build)
     load_one_at_a_time(build)
-    loaded: list[str] = []
+    loaded: list[tuple[str, str]] = []
+    done = threading.Barrier(4)
 
     def run(name: str) -> None:
         entered.wait()
-        loaded.append(build._load_module_from_path(name))
+        module = build._load_module_from_path(name)
+        done.wait()
+        loaded.append((name, module.launch))
 
     threads = [threading.Thread(target=run, args=(str(n),)) for n in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(loaded) == ["0", "1", "2", "3"] and most == 1
+    assert sorted(loaded) == [(name, name) for name in "0123"] and most == 1
 
 
 def test_chosen_experts_can_be_followed_where_no_kernel_runs(
