@@ -41,8 +41,8 @@ def measure_latency(bench: Bench, workload: Workload) -> Iterator[Record]:
     warmup, repeats = bench.times(workload)
     prompt, output = workload.prompt[0], workload.output[0]
     for _ in range(warmup):
-        trials.seconds(1, max(2, output // 8))
         trials.seconds(1, output)
+        trials.seconds(1, 1)
     whole: list[float] = []
     firsts = [trials.seconds(1, 1) for _ in range(repeats + 2)]
     for done in range(1, repeats + 1):
@@ -77,7 +77,8 @@ def measure_decode(bench: Bench, workload: Workload) -> Iterator[Record]:
     prompt, output = workload.prompt[0], workload.output[0]
     for rows in workload.batches:
         for _ in range(warmup):
-            trials.seconds(rows, max(2, output // 16))
+            trials.seconds(rows, output)
+            trials.seconds(rows, 1)
         whole = [trials.seconds(rows, output) for _ in range(repeats)]
         firsts = [trials.seconds(rows, 1) for _ in range(repeats)]
         step = (statistics.median(whole) - statistics.median(firsts)) / (output - 1)

@@ -57,9 +57,8 @@ def measure_first_minute(bench: Bench, workload: Workload) -> Iterator[Record]:
 def measure_prefill(bench: Bench, workload: Workload) -> Iterator[Record]:
     """W3: long prompts, one token each."""
     warmup, repeats = bench.times(workload)
-    few = max(1, workload.requests // 8)
     for trial in range(warmup):
-        bench.backend.run(draw(workload, bench.vocab_size, trial, requests=few))
+        bench.backend.run(draw(workload, bench.vocab_size, trial))
     seconds: list[float] = []
     for done in range(1, repeats + 1):
         requests = draw(workload, bench.vocab_size, warmup + done)
@@ -87,7 +86,12 @@ def measure_context(bench: Bench, workload: Workload) -> Iterator[Record]:
     All prompts have to fit in the KV cache together; otherwise some are evicted before they are
     used.
     """
-    _, repeats = bench.times(workload)
+    warmup, repeats = bench.times(workload)
+    for trial in range(1, warmup + 1):
+        others = draw(workload, bench.vocab_size, trial)
+        for each in (cut(others, 1), others):
+            bench.backend.run(each)
+        bench.backend.forget()
     requests = draw(workload, bench.vocab_size, 0)
     first = cut(requests, 1)
     tokens = sum(len(request.prompt) for request in requests)
