@@ -144,9 +144,12 @@ class _Replay:
 
     async def _compare(self, path: str, entry: ResultEntry | FailureEntry) -> None:
         step = entry.step if isinstance(entry, FailureEntry) else entry.result.step
-        if not self._flying or self._flying[0][0].step != step:
+        # A step that fails at its launch fails before the result of the one before it comes.
+        entries = (entry for entry in self._flying if entry[0].step == step)
+        if (found := next(entries, None)) is None:
             raise ConfigError(f"{path}: there is a result of step {step}, which was not planned")
-        plan, future = self._flying.popleft()
+        self._flying.remove(found)
+        plan, future = found
         self._requests |= {start.slot: start.request_id for start in plan.starts}
         try:
             result = await future

@@ -137,6 +137,23 @@ def test_a_mixed_load_is_replayed_bit_for_bit(
     assert outcome.num_tokens > 80 and not outcome.cut_off and not outcome.other_versions
 
 
+def test_a_step_may_fail_before_the_result_of_the_one_before_it(
+    recording: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A launch fails at once, while the device still computes the step before."""
+    entries = list(Recording(str(recording)).entries())
+    failure = next(n for n, entry in enumerate(entries) if isinstance(entry, FailureEntry))
+    result = max(n for n in range(failure) if isinstance(entries[n], ResultEntry))
+    entries.insert(failure, entries.pop(result))
+    found = Recording(str(recording))
+    writer = Writer(str(tmp_path / "reordered"))
+    for entry in (found.header, *entries):
+        writer.write(entry)
+    writer.close()
+    poison(monkeypatch)
+    assert replayed(tmp_path / "reordered").num_steps == replayed(recording).num_steps
+
+
 def test_a_step_that_fails_in_the_recording_alone_is_named(recording: Path) -> None:
     failed = next(e for e in Recording(str(recording)).entries() if isinstance(e, FailureEntry))
     with pytest.raises(Difference) as caught:
