@@ -20,7 +20,8 @@ SUBREAPER = 36
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of all descendants whose own parent ends."""
+    """Make this process the parent of all descendants whose own parent ends. A program that it
+    then executes in its place (`preexec_fn`) stays so."""
     if ctypes.CDLL(None, use_errno=True).prctl(SUBREAPER, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
@@ -33,7 +34,7 @@ def descendants(roots: Iterable[int]) -> set[int]:
         with contextlib.suppress(OSError):  # It has just ended.
             state, parent = stat.read_text().rpartition(")")[2].split()[:2]
             children.setdefault(int(parent), []).append(int(stat.parent.name))
-            if state != "Z":
+            if state != "Z" or _has_threads(stat.parent):
                 running.add(int(stat.parent.name))
     found, pending = set[int](), list(roots)
     while pending:
@@ -42,13 +43,29 @@ def descendants(roots: Iterable[int]) -> set[int]:
     return found & running
 
 
-def end_descendants(keep: Iterable[int] = ()) -> None:
+def _has_threads(process: Path) -> bool:
+    """Whether a process whose first thread has ended has others, which hold its files and its
+    memory of the device."""
+    states = []
+    for stat in process.glob("task/[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            states.append(stat.read_text().rpartition(")")[2].split()[0])
+    return any(state not in "ZX" for state in states)
+
+
+def end_descendants(keep: Iterable[int] = ()) -> set[int]:
     """End what this process started and their orphans, but not `keep` and what those started:
-    SIGTERM, and SIGKILL after GRACE_SECONDS."""
+    SIGTERM, and SIGKILL after GRACE_SECONDS. Return those that are there even after as long
+    again: in a driver's call, perhaps."""
     own, keep = os.getpid(), list(keep)
+
+    def others() -> set[int]:
+        return descendants([own]) - descendants(keep) - {own}
+
     for number in (signal.SIGTERM, signal.SIGKILL):
         limit, notified = time.monotonic() + GRACE_SECONDS, set[int]()
-        while left := descendants([own]) - descendants(keep) - {own}:
+        # The second look finds what was started, and orphaned, in the middle of the first.
+        while left := others() or others():
             for pid in left - notified:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)
@@ -56,3 +73,6 @@ def end_descendants(keep: Iterable[int] = ()) -> None:
             if time.monotonic() > limit:
                 break
             time.sleep(0.05)
+        else:
+            return set()
+    return others()
