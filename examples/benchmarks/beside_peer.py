@@ -20,6 +20,7 @@ import argparse
 import asyncio
 import datetime
 import fcntl
+import importlib.util
 import json
 import os
 import shlex
@@ -33,6 +34,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
 from jackfield.entrypoints.bench.engine.session import ENGINES
+from jackfield.entrypoints.bench.gpu_state import gpu_state, throttled
 from jackfield.entrypoints.bench.process_tree import adopt_orphans, end_descendants
 from jackfield.entrypoints.bench.report import Emitter, environment, say, table
 from jackfield.entrypoints.bench.serve.servers import SERVERS
@@ -40,13 +42,12 @@ from jackfield.entrypoints.bench.workloads import WORKLOADS
 
 BOUNDED = ["--gpu-memory-utilization", "0.4"]
 """Of our engines, beside peers that hold theirs."""
-PEER_FLAGS = {
-    ("run", "vllm"): """--peer-options
-        '{"gpu_memory_utilization": 0.4, "kv_cache_memory_bytes": 3000000000}'""",
-    ("serve", "vllm"): "--gpu-memory-utilization 0.6 --kv-cache-memory-bytes 40000000000",
-}
-"""With the size of its cache given, vLLM does not measure free memory, which fails while other
-processes give some back."""
+PEER_BYTES = {"run": 3_000_000_000, "serve": 40_000_000_000}
+"""Of a peer's KV cache."""
+STATE_BYTES = {
+    "Mamba2-2.7B": 86_000_000, "Falcon-H1-1.5B": 39_000_000, "Qwen3-Next-12L": 14_000_000,
+}  # fmt: skip
+"""That vLLM takes for a request's states in bfloat16, in blocks of one size in all layers."""
 STARTED = ("start", "server start")
 """What `jackfield bench` calls the record that an engine is ready."""
 SERVE_NUMBERS = (
@@ -70,6 +71,8 @@ class Engine:
         self.label, self.model, self.command = label, model or "embedded", command
         self.state = "not begun"
         """… starting, waiting, measuring; measured or failed."""
+        self.gpu: dict[str, Any] = {}
+        """Its state right before this engine measures."""
         self._emit = emit
         self._process: subprocess.Popen[bytes] | None = None
         self._read = 0
@@ -90,18 +93,25 @@ class Engine:
                 [*self.command, *more, "--output", str(self._output), "--lock-file", str(lock)],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
                 env={**os.environ, "TMPDIR": str(folder)}, start_new_session=True,
+                preexec_fn=adopt_orphans,  # So its orphans are known as its own while it runs.
             )  # fmt: skip
         self.running.add(self._process.pid)
 
     async def measure(self, seconds: float) -> bool:
-        """Let it measure, to its end. Return whether all went well."""
+        """Let it measure, to its end, with nothing else that this program started but engines that
+        wait. Return whether all went well."""
+        self._end_others()
+        self.gpu = gpu_state()
         self.state = "measuring"
         self._lock.close()
-        if not await self._until(lambda status: status == 0, seconds):
-            return False
-        self.state = "measured"
-        self.end()
-        return True
+        if done := await self._until(lambda status: status == 0, seconds):
+            self.state = "measured"
+            self.end()
+        if self.gpu:
+            after = gpu_state()
+            self._emit(self, {"date": now(), "workload": "gpu", "before": self.gpu, "after": after,
+                              "throttled_s": throttled(self.gpu, after)})  # fmt: skip
+        return done
 
     async def _until(self, condition: Callable[[int | None], bool], seconds: float) -> bool:
         assert self._process is not None
@@ -125,8 +135,12 @@ class Engine:
         """End its processes, and those of engines that have ended by themselves."""
         if self._process is not None:
             self.running.discard(self._process.pid)
-            end_descendants(keep=self.running)
+            self._end_others()
             self._process.poll()
+
+    def _end_others(self) -> None:
+        for pid in end_descendants(keep=self.running):
+            say(f"process {pid} of an engine that has ended is still there")
 
     def _collect(self) -> None:
         """Hand on the whole lines that are new."""
@@ -148,8 +162,50 @@ class Engine:
         tail = [line for line in lines if line.strip()][-LOG_LINES:]
         say("\n    ".join([f"{self.label}, {self.model}: {reason}", *tail]))
         self.state = "failed"
-        date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        self._emit(self, {"date": date, "workload": self.label, "error": reason, "log": tail})
+        self._emit(self, {"date": now(), "workload": self.label, "error": reason, "log": tail})
+
+
+def now() -> str:
+    """Return the date of a record."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def requests_at_once(args: argparse.Namespace) -> int:
+    """Return how many requests the workloads have at once, at most."""
+    names = {name.lower() for name in args.workloads}
+    most = {1}
+    for workload in (each for each in WORKLOADS.values() if each.id.lower() in names):
+        if workload.kind == "decode":
+            most |= {*(args.batch_sizes or workload.batches)}
+        else:
+            most.add(args.requests or workload.requests)
+    return max(most)
+
+
+def vllm_flags(args: argparse.Namespace, model: str) -> list[str]:
+    """Return what vLLM needs beside other engines, and for a model's states.
+
+    With the size of its cache given, it does not measure free memory, which fails while other
+    processes give some back. For models with states, it refuses more requests at once than it has
+    blocks.
+    """
+    options: dict[str, Any] = {
+        "gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": PEER_BYTES[args.mode]
+    }  # fmt: skip
+    if args.mode == "run" and model in STATE_BYTES:
+        most = requests_at_once(args)
+        options["max_num_seqs"] = most
+        # Twice, because it keeps a second state of each request where it caches prefixes.
+        options["kv_cache_memory_bytes"] += 2 * most * STATE_BYTES[model]
+    if importlib.util.find_spec("flashinfer") is None:
+        options["gdn_prefill_backend"] = "triton"
+    if args.mode == "run":
+        return ["--peer-options", json.dumps(options)]
+    return [
+        word
+        for name, value in options.items()
+        for word in (f"--{name.replace('_', '-')}", str(value))
+    ]
 
 
 class BesidePeer:
@@ -165,11 +221,9 @@ class BesidePeer:
         self.numbers: dict[tuple[str, str], dict[str, float]] = {}
         """(what, number) → label → value"""
         own = {" ".join(["jackfield", flags]).strip(): shlex.split(flags) for flags in args.ours}
-        flags = PEER_FLAGS.get((args.mode, args.peer), "")
-        peer_flags = shlex.split(flags if args.peer_flags is None else args.peer_flags)
         self.peer_label = f"{args.peer} (peer)" if args.peer == "jackfield" else args.peer
         self.peers = {
-            model: self.engine(self.peer_label, model, args.peer, peer_flags)
+            model: self.engine(self.peer_label, model, args.peer, self.peer_flags(model))
             for model in args.models
         }
         self.own = {
@@ -182,12 +236,22 @@ class BesidePeer:
         self.labels = [*own, self.peer_label]
         self.folders = 0
 
+    def peer_flags(self, model: str) -> list[str]:
+        """Return the options of a model's peer."""
+        if self.args.peer_flags is not None:
+            return shlex.split(self.args.peer_flags)
+        return vllm_flags(self.args, model) if self.args.peer == "vllm" else []
+
     def engine(
         self, label: str, model: str, name: str, flags: list[str], before: Iterable[str] = ()
     ) -> Engine:
         """Return an engine that has not begun."""
         command = [sys.executable, "-m", "jackfield", "bench", self.args.mode, *self.args.workloads]
         command += ["--model", model, "--engine", name, *before, *self.rest, *flags]
+        if self.args.batch_sizes:
+            command += ["--batch-sizes", *map(str, self.args.batch_sizes)]
+        if self.args.requests:
+            command += ["--requests", str(self.args.requests)]
         return Engine(label, model, command, self.take)
 
     async def run(self) -> int:
@@ -260,6 +324,8 @@ class BesidePeer:
             line["engine"] = self.peer_label
             if line["workload"] in STARTED:
                 line["at"] = {"not alone": "other engines start beside it"}
+        if engine.gpu and "measured" in line:
+            line["gpu_before"] = engine.gpu
         if self.args.commit:
             line["commit"] = self.args.commit
         if "ceilings" in line:
@@ -295,9 +361,12 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
         add("--models", "--model", nargs="+", required=True)
         add("--workloads", nargs="+", default=[], help=f"of jackfield bench {mode}")
         add("--peer", choices=peers, default="vllm")
+        if mode == "run":
+            add("--batch-sizes", type=int, nargs="+", help="as jackfield bench run has it")
+            add("--requests", type=int, help="as jackfield bench run has it")
         add("--ours", action="append", default=[], metavar="FLAGS",
             help="of our engine; each further --ours is another engine")  # fmt: skip
-        add("--peer-flags", metavar="FLAGS", help="instead of those that bound vLLM's memory")
+        add("--peer-flags", metavar="FLAGS", help="instead of what vLLM needs here")
         add("--side-by-side", type=int, default=4, metavar="N", help="peers that start at once")
         add("--compile", action=argparse.BooleanOptionalAction, default=True,
             help="start our engines beside the peers, too, to compile kernels")  # fmt: skip
@@ -307,6 +376,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
         add("--ceilings", default="measure", help="as jackfield bench run has it, for our engine")
         add("--commit", help="what to record as the commit")
         add("--output", help="as jackfield bench has it")
+    parser.set_defaults(batch_sizes=None, requests=None)
     args, rest = parser.parse_known_args(argv)
     args.ours = args.ours or [""]
     return args, rest

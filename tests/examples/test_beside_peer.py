@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,13 +43,14 @@ class Ended(NamedTuple):
         return {(x["workload"], x["model"]): x["error"] for x in self.lines if "error" in x}
 
 
-def beside(folder: Path, *arguments: str) -> Ended:
-    """Run the program with our own engine as its peer; none of its processes may outlive it."""
+def beside(folder: Path, *arguments: str, peer: str = "jackfield", **more: str) -> Ended:
+    """Run the program, by default with our own engine as its peer; none of its processes may
+    outlive it. `more`: of its environment."""
     out, mark = folder / "lines.jsonl", f"{os.getpid()} {folder}"
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments, "--peer", "jackfield", "--commit", "abc",
+        [sys.executable, str(SCRIPT), *arguments, "--peer", peer, "--commit", "abc",
          "--output", str(out)],
-        env={**os.environ, MARK: mark}, capture_output=True, text=True, check=False,
+        env={**os.environ, MARK: mark, **more}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert left_over(mark) == []
@@ -153,3 +155,122 @@ def test_servers_are_sent_the_same_traffic(tmp_path: Path) -> None:
     results = [json.loads(file.read_text()) for file in (tmp_path / "results").iterdir()]
     lengths = [(sorted(each["input_lens"]), sorted(each["output_lens"])) for each in results]
     assert len(lengths) == 6 and all(each == lengths[0] for each in lengths)
+
+
+PEER = """
+import json, os, subprocess, sys, time
+from pathlib import Path
+
+__version__ = "0"
+HERE = Path(__file__).parent
+DEAF = f'''
+import os, signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+with open({str(HERE / "pids")!r}, "a") as pids:
+    print(os.getpid(), file=pids, flush=True)
+time.sleep(1000)
+'''
+DEAF_TREE = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', sys.argv[1]]);" + DEAF
+
+
+class SamplingParams:
+    def __init__(self, max_tokens, **_):
+        self.token_ids = [0] * max_tokens
+
+
+class Output:
+    def __init__(self, params):
+        self.outputs = [params]
+
+
+class LLM:
+    def __init__(self, model, **options):
+        with open(HERE / "options", "a") as lines:
+            print(json.dumps(options), file=lines)
+        if Path(model).name == "stuck":
+            deaf = [sys.executable, "-c", DEAF]
+            subprocess.Popen(deaf, start_new_session=True)
+            subprocess.Popen([sys.executable, "-c", DEAF_TREE, DEAF], start_new_session=True)
+            if os.fork() == 0:
+                os.setsid()
+                if os.fork() == 0:
+                    os.execv(sys.executable, deaf)
+                os._exit(0)
+            time.sleep(1000)
+
+    def generate(self, prompts, params, use_tqdm):
+        return [Output(each) for each in params]
+
+    def reset_prefix_cache(self):
+        pass
+"""
+"""A package `vllm` whose engine never starts with the model `stuck`, and has four more processes
+that ignore SIGTERM: two in sessions of their own, a child of one, and a daemon."""
+
+SMI = """#!{python}
+import sys
+from pathlib import Path
+
+def runs(pid):
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+query = sys.argv[1]
+answers = {
+    "--query-gpu=clocks.current.sm": "1200", "--query-gpu=power.draw": "512.25",
+    "--query-gpu=temperature.gpu": "[N/A]",
+    "--query-gpu=clocks_throttle_reasons.active": "0x0000000000000044",
+}
+if query in answers:
+    print(answers[query])
+elif query.startswith("--query-compute-apps"):
+    pids = Path("{pids}").read_text().split()
+    print(*(f"{pid}, 100" for pid in ["1", *filter(runs, pids)]), sep="\\n")
+elif "_reasons_counters." in query:
+    calls = Path("{pids}").with_name("calls")
+    count = len(calls.read_text()) if calls.exists() else 0
+    calls.write_text("x" * (count + 1))
+    print(f"{2500000 * count}, 0, 0, {1000 * count}")
+else:
+    raise SystemExit(2)
+"""
+"""An `nvidia-smi` that takes those processes for processes on the GPU."""
+
+
+@pytest.mark.slow
+def test_nothing_of_an_engine_that_was_ended_runs_while_the_next_measures(tmp_path: Path) -> None:
+    stuck, pids, smi = tmp_path / "stuck", tmp_path / "pids", tmp_path / "nvidia-smi"
+    shutil.copytree(checkpoint_folder(EMBEDDED), stuck)
+    (tmp_path / "vllm.py").write_text(PEER)
+    smi.write_text(SMI.replace("{python}", sys.executable).replace("{pids}", str(pids)))
+    smi.chmod(0o755)
+    ended = beside(
+        tmp_path, "run", "--models", str(stuck), EMBEDDED, *SMALL, "--no-compile",
+        "--start-timeout", "30", peer="vllm", PATH=f"{tmp_path}:{os.environ['PATH']}",
+        PYTHONPATH=str(tmp_path),
+    )  # fmt: skip
+    assert ended.failures() == {("vllm", str(stuck)): "still starting after 30 s"}
+    assert len(set(pids.read_text().split())) == 4
+    measured = [x for x in ended.lines if "measured" in x and x["workload"] != "start"]
+    assert [(x["engine"], x["model"]) for x in measured] == [
+        ("jackfield", str(stuck)), ("vllm", "embedded"), ("jackfield", "embedded"),
+    ]  # fmt: skip
+    for number, line in enumerate(measured):
+        assert line["gpu_before"] == {
+            "sm_clock_mhz": 1200, "power_w": 512.25,
+            "throttled_by": ["power cap", "thermal slowdown (hardware)"],
+            "throttled_s": {
+                "power cap": 5.0 * number, "power brake": 0.0, "thermal slowdown (software)": 0.0,
+                "thermal slowdown (hardware)": 0.002 * number,
+            },
+            "processes": [[1, 100]],
+        }  # fmt: skip
+    throttled = [x["throttled_s"] for x in ended.lines if x["workload"] == "gpu"]
+    assert [(x["power cap"], x["thermal slowdown (hardware)"]) for x in throttled] == [
+        (2.5, 0.001)
+    ] * 3
+    for line in (tmp_path / "options").read_text().splitlines():
+        options = json.loads(line)
+        assert options["gpu_memory_utilization"] == 0.1
+        assert options["kv_cache_memory_bytes"] == 3_000_000_000
+        assert options.get("gdn_prefill_backend") == (None if find_spec("flashinfer") else "triton")
