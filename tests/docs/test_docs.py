@@ -181,6 +181,8 @@ def known_flags() -> set[str]:
         option for kit in KITS.values() for option in (kit.option, f"--jackfield{kit.option[1:]}")
     }
     flags |= set(frontend.flags()._option_string_actions)
+    for program in (ROOT / "examples/benchmarks").glob("*.py"):
+        flags |= set(re.findall(r'"(--[\w-]+)"', program.read_text()))
     return flags | set(bench._option_string_actions)
 
 
