@@ -46,14 +46,15 @@ class LaunchedStep:
     """A step in flight on the device; `wait` turns it into a StepResult."""
 
     plan: StepPlan
-    sample_rows: list[int]
+    sample_rows: Sequence[int]
     wanted_logprobs: dict[int, int]
     """Row of the plan → k."""
     output: Mapping[str, np.ndarray]
     """Copies on the host, once the step is done."""
-    prompt_scores: list[PromptScores]
+    prompt_scores: Sequence[PromptScores]
     event: Any
-    launched: float
+    launched: float = 0.0
+    """When the launch began, by `time.monotonic`."""
     keep: list[Any] = field(default_factory=list)
     """Device tensors that the copies read; held until they are done."""
     failed: dict[int, str] = field(default_factory=dict)

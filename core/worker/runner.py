@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import compress
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from .graphs.draft_graphs import DraftGraphs
 from .graphs.endings import Ending
 from .graphs.mixed_graphs import MixedGraphs
 from .graphs.recorder import NotRecorded
-from .kv_cache.compaction import Compactor
+from .kv_cache.planned_compactions import PlannedCompactions
 from .kv_cache.query_ring import QueryRing
 from .kv_cache.sources import Sources
 from .kv_cache.states import States
@@ -41,6 +41,32 @@ from .sampling.sampling_state import SamplingState
 from .speculation.drafting import DraftCounts, DraftedRows, Drafting
 
 logger = logging.getLogger("jackfield.worker")
+
+
+class SamplingRows(NamedTuple):
+    """The positions of a step that are sampled by torch operations, outside a recorded step. S of
+    them: several of a row that has drafts."""
+
+    rows: list[int]
+    """[S] The plan's row."""
+    slots_host: list[int]
+    """[S]"""
+    slots: torch.Tensor
+    """[S] int64, on the device"""
+    lengths: torch.Tensor
+    """[S] int64: tokens before the one that is sampled"""
+
+
+class Sampled(NamedTuple):
+    """What a step has sampled."""
+
+    rows: Sequence[int]
+    """The plan's row of each position."""
+    tensors: dict[str, torch.Tensor]
+    """For the host, on the device: `chosen` [positions or more], and LOGPROB_FIELDS if a row has
+    log-probabilities."""
+    logprob_rows: dict[int, int]
+    """Row of the plan → k, for rows with log-probabilities."""
 
 
 class ModelRunner:
@@ -73,7 +99,7 @@ class ModelRunner:
         self.graphs: DecodeGraphs | None = None
         self.mixed_graphs: MixedGraphs | None = None
         self.draft_graphs: DraftGraphs | None = None
-        self.compactor: Compactor | None = None
+        self.compactions: PlannedCompactions | None = None
         """Set with KV compression."""
         sampler.divide(model, ranks)
         self.divided = ranks.size > 1
@@ -83,10 +109,6 @@ class ModelRunner:
         others wait for it."""
         self.query_ring: QueryRing | None = None
         """Set with a KV compressor that needs queries."""
-        self._uncompacted: dict[int, str] = {}
-        """Slot → why its compaction failed, until a step has its row."""
-        self._compaction_seconds: list[Callable[[], float]] = []
-        """Return the time that compactions took which no step has reported yet."""
         self.states: States | None = None
         """Set if layers keep states."""
         self.sources: Sources | None = None
@@ -122,76 +144,49 @@ class ModelRunner:
             assert self.sources is not None, "a source to encode, without an encoder"
             self.sources.encode(plan.encode)
         assert not plan.compactions, "compact() comes first"
-        step = self._launch(plan, launched)
-        if self._compaction_seconds:
-            times, self._compaction_seconds = self._compaction_seconds, []
-            step.compaction_seconds = lambda: sum(seconds() for seconds in times)
+        step = self._launch(plan)
+        step.launched = launched
         if self.states is not None:
             self.states.save(plan.state_saves)
-        return self._fail_uncompacted(step) if self._uncompacted else step
+        if self.compactions is not None:
+            self.compactions.report(step)
+        return step
 
     @torch.inference_mode()
     def compact(self, plan: StepPlan) -> StepPlan:
         """Queue a plan's compactions. Return the plan without them, for `launch`."""
         if not plan.compactions:
             return plan
-        self._compaction_seconds.append(self._timed(lambda: self._compact(plan)))
+        assert self.compactions is not None, "a compaction, without KV compression"
+        # Apart from the other writes of the plan, so that its rows may be replayed as any others.
+        shortened = replace_fields(plan, starts=(), table_writes=())
+        self.compactions.run(plan.compactions, lambda: self.batch.write(shortened))
         return replace_fields(plan, compactions=())
 
-    def _compact(self, plan: StepPlan) -> None:
-        assert self.compactor is not None, "a compaction, without KV compression"
-        failures = self.compactor.run(plan.compactions)
-        if failures and self.divided:
-            # It may have failed on this rank alone, whose results are not those that are served.
-            raise RuntimeError(next(iter(failures.values())))
-        self._uncompacted |= failures
-        # Apart from the other writes of the plan, so that its rows may be replayed as any others.
-        self.batch.write(replace_fields(plan, starts=(), table_writes=()))
-
-    def _timed(self, work: Callable[[], None]) -> Callable[[], float]:
-        """Queue work; return a function that gives its seconds once the device has done it."""
-        if self.device.type != "cuda":
-            began = time.perf_counter()
-            work()
-            seconds = time.perf_counter() - began
-            return lambda: seconds
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        first.record()
-        work()
-        last.record()
-        return lambda: first.elapsed_time(last) / 1e3
-
-    def _fail_uncompacted(self, step: LaunchedStep) -> LaunchedStep:
-        """Fail the rows whose cache holds nothing of use since a compaction failed."""
-        for row, slot in enumerate(step.plan.slots):
-            if slot in self._uncompacted:
-                step.failed[row] = self._uncompacted.pop(slot)
-        return step
-
-    def _launch(self, plan: StepPlan, launched: float) -> LaunchedStep:
+    def _launch(self, plan: StepPlan) -> LaunchedStep:
         """Queue the rows of a step."""
         if plan.num_drafts:
-            return self._launch_drafts(plan, launched)
+            return self._launch_drafts(plan)
         if self.stage is not None:
             self.stage.begin(plan)
         if self.graphs is not None and self.graphs.is_decode_step(plan):
-            step = self._replay(plan, self.graphs, launched)
+            step = self._replay(plan, self.graphs)
             if step is not None:
                 return step
         writes = self.batch.table.writes(plan)
         rows = self.batch.rows(plan)
         if self.mixed_graphs is not None:
-            step = self._replay_mixed(plan, rows, writes, self.mixed_graphs, launched)
+            step = self._replay_mixed(plan, rows, writes, self.mixed_graphs)
             if step is not None:
                 return step
         inputs = self.batch.lay_out(rows, LogitRows.sampled(rows, plan.samples), writes)
         self._upload()
         hidden = self.forward(inputs)
         if not self.samples:
-            return self._send_states(plan, hidden, launched)
+            return self._send_states(plan, hidden)
         if not inputs.logit_rows:
             scores = self.prompt_logprobs.score(rows, hidden)
-            return self._copy_back(plan, [], {}, {}, scores, launched)
+            return self._copy_back(plan, scores)
         scores = self.prompt_logprobs.score(rows, hidden)
         rows_host = [plan.slots[row] for row in inputs.logit_rows]
         slots, lengths = inputs.sample_slots, inputs.sample_lengths
@@ -199,25 +194,17 @@ class ModelRunner:
             logits = self.logits(hidden[inputs.logit_tokens], Ending.PLAIN)
             out = self.sampler.outputs.first(len(rows_host))
             self.sampler.shard.sample_plain(logits, slots, lengths, out)
-            chosen = {"chosen": out.chosen}
-            return self._copy_back(plan, inputs.logit_rows, {}, chosen, scores, launched)
+            sampled = Sampled(inputs.logit_rows, {"chosen": out.chosen}, {})
+            return self._copy_back(plan, scores, sampled)
         logits = self.logits(hidden[inputs.logit_tokens])
-        return self._sample(
-            plan,
-            logits,
-            inputs.logit_rows,
-            rows_host,
-            slots,
-            lengths,
-            scores,
-            launched,
-        )
+        sampling = SamplingRows(inputs.logit_rows, rows_host, slots, lengths)
+        return self._sample(plan, logits, sampling, scores)
 
-    def _launch_drafts(self, plan: StepPlan, launched: float) -> LaunchedStep:
+    def _launch_drafts(self, plan: StepPlan) -> LaunchedStep:
         """Queue a step whose rows have drafts: the forward pass from a recorded graph where one
         serves it, as of prompts."""
         assert self.drafting is not None, "drafts, without speculative decoding"
-        step = self._replay_drafts(plan, launched)
+        step = self._replay_drafts(plan)
         if step is not None:
             return step
         writes = self.batch.table.writes(plan)
@@ -231,19 +218,13 @@ class ModelRunner:
         self._upload()
         scores = self.prompt_logprobs.score(rows, hidden)
         drafted = self.drafting.rows(plan, rows)
+        slots_host = [plan.slots[row] for row in drafted.logit_rows]
+        sampling = SamplingRows(drafted.logit_rows, slots_host, drafted.slots, drafted.lengths)
         return self._sample(
-            plan,
-            self.logits(hidden[drafted.logit_tokens]),
-            drafted.logit_rows,
-            [plan.slots[row] for row in drafted.logit_rows],
-            drafted.slots,
-            drafted.lengths,
-            scores,
-            launched,
-            drafted,
+            plan, self.logits(hidden[drafted.logit_tokens]), sampling, scores, drafted
         )
 
-    def _replay_drafts(self, plan: StepPlan, launched: float) -> LaunchedStep | None:
+    def _replay_drafts(self, plan: StepPlan) -> LaunchedStep | None:
         """Run a step from a graph of rows with drafts; None if none serves it."""
         graphs, rows_host = self.draft_graphs, list(plan.slots)
         if graphs is None or (ending := self._ending(rows_host)) is Ending.LOGITS:
@@ -255,10 +236,10 @@ class ModelRunner:
         positions = [row for row in rows for _ in range(graphs.width)]
         slots = [rows_host[row] for row in positions]
         outputs = graphs.outputs.first(len(positions))
-        output, logprob_rows = self._recorded(outputs, positions, slots)
-        output["verdicts"] = graphs.verdicts[: len(rows)]
+        sampled = self._recorded(outputs, positions, slots)
+        sampled.tensors["verdicts"] = graphs.verdicts[: len(rows)]
         drafted = DraftCounts(rows, [graphs.width - 1] * len(rows))
-        return self._copy_back(plan, positions, logprob_rows, output, [], launched, drafted)
+        return self._copy_back(plan, sampled=sampled, drafted=drafted)
 
     def _launch_mixed(self, rows: StepRows, writes: np.ndarray) -> bool:
         """Queue the forward pass of a step from a recorded graph; False, with nothing done, if none
@@ -278,36 +259,36 @@ class ModelRunner:
         rows: StepRows,
         writes: np.ndarray,
         graphs: MixedGraphs,
-        launched: float,
     ) -> LaunchedStep | None:
         """Launch a step with prompts from recorded graphs; None, with nothing done, if none serves
         it."""
         if not self._launch_mixed(rows, writes):
             return None
         if not self.samples:
-            return self._send_states(plan, graphs.states, launched)
+            return self._send_states(plan, graphs.states)
         # Runs while the device computes.
         self._upload()
         scores = self.prompt_logprobs.score(rows, graphs.states)
         sample_rows = list(compress(range(len(plan.samples)), plan.samples))
         if not sample_rows:
-            return self._copy_back(plan, [], {}, {}, scores, launched)
+            return self._copy_back(plan, scores)
         rows_host = list(compress(plan.slots, plan.samples))
         ending = self._ending(rows_host)
         # Rows that do not sample are padding there.
         num_rows = sample_rows[-1] + 1
         graphs.finish(num_rows, ending)
         if ending is not Ending.LOGITS:
-            tensors, logprob_rows = self._recorded(graphs.outputs, sample_rows, rows_host)
-            return self._copy_back(plan, sample_rows, logprob_rows, tensors, scores, launched)
+            sampled = self._recorded(graphs.outputs, sample_rows, rows_host)
+            return self._copy_back(plan, scores, sampled)
         slots, lengths = graphs.sampling_inputs(num_rows)
         logits = graphs.logits[:num_rows]
         if len(sample_rows) < num_rows:
             index = torch.tensor(sample_rows, pin_memory=True).to(self.device, non_blocking=True)
             slots, lengths, logits = slots[index], lengths[index], logits[index]
-        return self._sample(plan, logits, sample_rows, rows_host, slots, lengths, scores, launched)
+        sampling = SamplingRows(sample_rows, rows_host, slots, lengths)
+        return self._sample(plan, logits, sampling, scores)
 
-    def _replay(self, plan: StepPlan, graphs: DecodeGraphs, launched: float) -> LaunchedStep | None:
+    def _replay(self, plan: StepPlan, graphs: DecodeGraphs) -> LaunchedStep | None:
         """Run the step from a recorded graph; None if it is not a plain decode step."""
         rows, rows_host = list(range(len(plan.slots))), list(plan.slots)
         ending = self._ending(rows_host)
@@ -320,20 +301,21 @@ class ModelRunner:
             self.graphs = None
             return None
         if not self.samples:
-            return self._send_states(plan, graphs.logits, launched)
+            return self._send_states(plan, graphs.logits)
         if ending is not Ending.LOGITS:
-            tensors, logprob_rows = self._recorded(graphs.outputs, rows, rows_host)
-            return self._copy_back(plan, rows, logprob_rows, tensors, [], launched)
+            sampled = self._recorded(graphs.outputs, rows, rows_host)
+            return self._copy_back(plan, sampled=sampled)
         slots, lengths = graphs.sampling_inputs(len(rows))
         logits = graphs.logits[: len(rows)]
-        return self._sample(plan, logits, rows, rows_host, slots, lengths, [], launched)
+        sampling = SamplingRows(rows, rows_host, slots, lengths)
+        return self._sample(plan, logits, sampling)
 
-    def _send_states(self, plan: StepPlan, hidden: torch.Tensor, launched: float) -> LaunchedStep:
+    def _send_states(self, plan: StepPlan, hidden: torch.Tensor) -> LaunchedStep:
         """Let the next stage go on with a step. hidden: [plan.total_tokens or more,
         hidden_size]"""
         assert self.stage is not None, "there is a next stage"
         self.stage.send_states(plan, hidden)
-        return self._copy_back(plan, [], {}, {}, [], launched)
+        return self._copy_back(plan)
 
     def _ending(self, rows_host: list[int]) -> Ending:
         """Return the recorded ending that serves all that these slots request."""
@@ -345,71 +327,66 @@ class ModelRunner:
             return Ending.PLAIN
         return Ending.FULL if self.sampler.recordable(rows_host) else Ending.LOGITS
 
-    def _recorded(
-        self, out: SampleOutputs, rows: list[int], rows_host: list[int]
-    ) -> tuple[dict[str, torch.Tensor], dict[int, int]]:
-        """Collect results of a recorded step → tensors for the host; row → logprobs. out: of its
-        rows, or of more."""
-        logprob_rows = self._logprob_rows(rows, rows_host)
-        scored = _tensors(Logprobs(*out[1:])) if logprob_rows else {}
-        return {"chosen": out.chosen, **scored}, logprob_rows
+    def _recorded(self, out: SampleOutputs, rows: list[int], slots_host: list[int]) -> Sampled:
+        """Collect the results of a recorded step. out: of its rows, or of more."""
+        return self._sampled(rows, slots_host, out.chosen, Logprobs(*out[1:]))
+
+    def _sampled(
+        self,
+        rows: list[int],
+        slots_host: list[int],
+        chosen: torch.Tensor,
+        logprobs: Logprobs | None,
+    ) -> Sampled:
+        logprob_rows = {}
+        if num_logprobs := self.sampling.num_logprobs:
+            places = dict(zip(slots_host, rows, strict=True))
+            logprob_rows = {places[slot]: k for slot, k in num_logprobs.items() if slot in places}
+        tensors = {"chosen": chosen}
+        if logprob_rows and logprobs is not None:
+            tensors |= {name: getattr(logprobs, name) for name in LOGPROB_FIELDS}
+        return Sampled(rows, tensors, logprob_rows)
 
     def _sample(
         self,
         plan: StepPlan,
         logits: torch.Tensor,
-        rows: list[int],
-        rows_host: list[int],
-        slots: torch.Tensor,
-        lengths: torch.Tensor,
-        scores: list[PromptScores],
-        launched: float,
+        sampling: SamplingRows,
+        scores: Sequence[PromptScores] = (),
         drafted: DraftedRows | None = None,
     ) -> LaunchedStep:
         """Sample from the preceding forward pass, and start the copies to the host.
 
         Rows with a grammar wait here for their last tokens, while the forward pass runs.
         """
-        structured = self.masks.rows(rows_host)
+        rows, slots_host = sampling.rows, sampling.slots_host
+        structured = self.masks.rows(slots_host)
         mask = self.masks.fill(structured, len(rows)) if structured else None
-        output, logprob_rows = self._choose(logits, rows, rows_host, slots, lengths, mask)
+        sampled = self._choose(logits, sampling, mask)
         counts = None
         if drafted is not None:
             assert self.drafting is not None, "drafts, without speculative decoding"
-            output["verdicts"] = self.drafting.verify(drafted, output["chosen"])
+            tensors = sampled.tensors
+            tensors["verdicts"] = self.drafting.verify(drafted, tensors["chosen"])
             counts = drafted.host
-        step = self._copy_back(plan, rows, logprob_rows, output, scores, launched, counts)
+        step = self._copy_back(plan, scores, sampled, counts)
         if structured:
             self.masks.sampled(step, structured)
-        failures = self.sampler.processors.failures(rows_host) | self.masks.failures(structured)
+        failures = self.sampler.processors.failures(slots_host) | self.masks.failures(structured)
         step.failed = {rows[index]: reason for index, reason in failures.items()}
         return step
 
     def _choose(
-        self,
-        logits: torch.Tensor,
-        rows: list[int],
-        rows_host: list[int],
-        slots: torch.Tensor,
-        lengths: torch.Tensor,
-        mask: TokenMask | None,
-    ) -> tuple[dict[str, torch.Tensor], dict[int, int]]:
-        """Sample, keep the tokens for the next step → tensors for the host; row → logprobs."""
-        if mask is not None and self.sampler.is_plain_in_torch(rows_host):
+        self, logits: torch.Tensor, sampling: SamplingRows, mask: TokenMask | None
+    ) -> Sampled:
+        """Sample, and keep the tokens for the next step."""
+        rows, slots_host, slots, lengths = sampling
+        if mask is not None and self.sampler.is_plain_in_torch(slots_host):
             # In place: this needs less memory than the other stages of the sampler in torch.
             self.sampler.mask(logits, mask)
             mask = None
-        chosen, logprobs = self.sampler.sample_eagerly(logits, slots, rows_host, lengths, mask)
-        logprob_rows = self._logprob_rows(rows, rows_host)
-        return {"chosen": chosen, **_tensors(logprobs if logprob_rows else None)}, logprob_rows
-
-    def _logprob_rows(self, rows: list[int], rows_host: list[int]) -> dict[int, int]:
-        """Row of the plan → k, for rows with log-probabilities."""
-        num_logprobs = self.sampling.num_logprobs
-        if not num_logprobs:
-            return {}
-        places = dict(zip(rows_host, rows, strict=True))
-        return {places[slot]: k for slot, k in num_logprobs.items() if slot in places}
+        chosen, logprobs = self.sampler.sample_eagerly(logits, slots, slots_host, lengths, mask)
+        return self._sampled(rows, slots_host, chosen, logprobs)
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:
         """→ hidden states [num_tokens, hidden_size]"""
@@ -435,8 +412,8 @@ class ModelRunner:
 
     def update_slots(self, plan: StepPlan, in_process: InProcess = NOTHING_IN_PROCESS) -> None:
         """Update what is remembered of the slots that the plan releases and starts."""
-        for slot in plan.released if self._uncompacted else ():
-            self._uncompacted.pop(slot, None)
+        if self.compactions is not None:
+            self.compactions.forget(plan.released)
         self.batch.table.shorten(plan.rejections)
         update_parts(self.parts, plan, in_process)
 
@@ -453,14 +430,12 @@ class ModelRunner:
     def _copy_back(
         self,
         plan: StepPlan,
-        sample_rows: list[int],
-        logprob_rows: dict[int, int],
-        output: dict[str, torch.Tensor],
-        scores: list[PromptScores],
-        launched: float,
+        scores: Sequence[PromptScores] = (),
+        sampled: Sampled | None = None,
         drafted: DraftCounts | None = None,
     ) -> LaunchedStep:
         """Propose drafts, and start the copies to the host; no synchronisation."""
+        rows, output, logprob_rows = sampled or Sampled([], {}, {})
         proposal_rows: list[int] = []
         if self.drafting is not None:
             proposal_rows = self.drafting.proposal_rows(plan)
@@ -470,8 +445,8 @@ class ModelRunner:
                     proposal_rows = []
                 else:
                     output["proposed"] = proposed
-        if self.stage is not None and sample_rows:
-            self.stage.send_tokens(output["chosen"], sample_rows)
+        if self.stage is not None and rows:
+            self.stage.send_tokens(output["chosen"], rows)
         keep: list[Any] = [output, scores]
         event = None
         # The next step overwrites these buffers.
@@ -481,10 +456,6 @@ class ModelRunner:
             event = torch.cuda.Event()
             event.record()
         return LaunchedStep(
-            plan, sample_rows, logprob_rows, copies, scores, event, launched, keep,
+            plan, rows, logprob_rows, copies, scores, event, keep=keep,
             drafted=drafted, proposal_rows=proposal_rows,
         )  # fmt: skip
-
-
-def _tensors(logprobs: Logprobs | None) -> dict[str, torch.Tensor]:
-    return {} if logprobs is None else {name: getattr(logprobs, name) for name in LOGPROB_FIELDS}

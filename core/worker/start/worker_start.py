@@ -36,6 +36,7 @@ from ..kv_cache.compaction import Compactor, load_compressor
 from ..kv_cache.formats import QUANTIZED_WRITES, choose_formats
 from ..kv_cache.layout import kv_layout
 from ..kv_cache.memory import bytes_per_block, num_kv_blocks
+from ..kv_cache.planned_compactions import PlannedCompactions
 from ..kv_cache.query_ring import QueryRing
 from ..kv_cache.scales import to_be_scaled, unscaled
 from ..kv_cache.sources import Sources, bind_sources, source_layers
@@ -277,8 +278,8 @@ class WorkerStart:
         caches = bind_cache(layers, groups, num_blocks, config.block_size, kv_dtype, device)
         bind_sources(sources, caches)
         warmup.warm_up()
-        if isinstance(runner, ModelRunner) and runner.compactor is not None:
-            runner.compactor.warm_up()
+        if isinstance(runner, ModelRunner) and runner.compactions is not None:
+            runner.compactions.warm_up()
         if isinstance(runner, ModelRunner) and runner.drafting is not None:
             runner.drafting.warm_up()
         if graphs is not None and not first_scaled:
@@ -424,10 +425,11 @@ class WorkerStart:
             )  # fmt: skip
             runner.query_ring = ring
             runner.parts = (*runner.parts, ring)
-        runner.compactor = Compactor(
+        compactor = Compactor(
             compressor, described, layers, runner.batch.table, config.block_size, operations,
             self.model_config.dtype, ring,
         )  # fmt: skip
+        runner.compactions = PlannedCompactions(compactor, self.device, divided=runner.divided)
 
     def _graphs(self, runner: ModelRunner | PoolingRunner) -> StepGraphs | None:
         """Return what records the runner's steps; None: they are not recorded."""

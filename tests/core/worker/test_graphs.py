@@ -17,6 +17,7 @@ from jackfield.core.hooks import hookimpl
 from jackfield.core.registry import Provenance, load_plugins
 from jackfield.core.step import Ping
 from jackfield.core.worker.graphs.endings import Ending, row_counts
+from jackfield.core.worker.runner import Sampled
 from jackfield.core.worker.worker import Worker
 from jackfield.plugins.attention.torch import TorchAttention
 from jackfield.plugins.executors.inprocess import InProcessExecutor
@@ -310,5 +311,6 @@ async def test_what_a_step_chose_is_not_changed_by_the_next(checkpoint: Path) ->
             steps = []
             for token in (7, 9):
                 token_ids[:] = token
-                steps.append(runner._copy_back(None, [0], {}, {"chosen": token_ids}, [], 0.0))
+                sampled = Sampled([0], {"chosen": token_ids}, {})
+                steps.append(runner._copy_back(None, sampled=sampled))
         assert [step.chosen_tokens() for step in steps] == [[7], [9]]
