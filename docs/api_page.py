@@ -32,8 +32,8 @@ def public_api() -> str:
     for title, modules in PUBLIC.items():
         parts.append(f"\n## {title}\n")
         for module, names in modules.items():
-            found = importlib.import_module(module)
-            rows = [[f"`{name}`", _about(found, name)] for name in names]
+            imported = importlib.import_module(module)
+            rows = [[f"`{name}`", _about(imported, name)] for name in names]
             parts.append(f"\n### {module}\n\n" + table(["name", "what it is"], rows))
     return "".join(parts)
 
@@ -49,17 +49,17 @@ def _about(module: Any, name: str) -> str:
     if not text:
         raise SystemExit(f"{module.__name__}.{name} is public and has no docstring")
     paragraph = " ".join(text.split("\n\n")[0].split())
-    found = re.match(r".*?[.:](?=\s|$)", paragraph)
-    return (found[0] if found else paragraph).rstrip(":")
+    sentence = re.match(r".*?[.:](?=\s|$)", paragraph)
+    return (sentence[0] if sentence else paragraph).rstrip(":")
 
 
 def _constant_docs(module: Any) -> dict[str, str]:
     """Name of a module's constant → the docstring under it."""
-    found = {}
+    docs = {}
     for node, after in itertools.pairwise(ast.parse(inspect.getsource(module)).body):
         if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(after, ast.Expr):
             if isinstance(after.value, ast.Constant) and isinstance(after.value.value, str):
                 target = node.targets[0] if isinstance(node, ast.Assign) else node.target
                 if isinstance(target, ast.Name):
-                    found[target.id] = after.value.value
-    return found
+                    docs[target.id] = after.value.value
+    return docs

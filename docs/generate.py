@@ -62,13 +62,13 @@ def field_docs(cls: type) -> dict[str, str]:
     """Field → the docstring under it."""
     (body,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     assert isinstance(body, ast.ClassDef)
-    found = {}
+    docs = {}
     for field, after in zip(body.body, body.body[1:], strict=False):
         if isinstance(field, ast.AnnAssign) and isinstance(after, ast.Expr):
             if isinstance(after.value, ast.Constant) and isinstance(after.value.value, str):
                 assert isinstance(field.target, ast.Name)
-                found[field.target.id] = " ".join(after.value.value.split())
-    return found
+                docs[field.target.id] = " ".join(after.value.value.split())
+    return docs
 
 
 def field_rows(cls: Any) -> list[list[str]]:
@@ -214,10 +214,10 @@ def _signature(function: Any) -> str:
 
 
 def _when(about: str) -> str:
-    found = re.search(r"(?:Used|Called) by ((?:[^.;:(]|\.(?=\w))+)", about.replace("\n", " "))
-    if found is None:
+    caller = re.search(r"(?:Used|Called) by ((?:[^.;:(]|\.(?=\w))+)", about.replace("\n", " "))
+    if caller is None:
         raise SystemExit(f"a hook's docstring does not say what it is called by: {about!r}")
-    return found[1].strip()
+    return caller[1].strip()
 
 
 def fields() -> str:
@@ -274,12 +274,14 @@ def _field_rows(route: dict[str, Any], whose: list[str]) -> list[list[str]]:
 
 def metrics() -> str:
     """What GET /metrics tells."""
-    made = EngineMetrics("MODEL")
-    made.observe_cache_config(**dict.fromkeys(_cache_facts(), ""))
-    made.registry.register(FrontendMetrics(0, lambda: 0))
-    made.registry.register(RankMetrics("MODEL", lambda: [protocols.RankState(0, "HOST", 0, 0, 0)]))
+    engine_metrics = EngineMetrics("MODEL")
+    engine_metrics.observe_cache_config(**dict.fromkeys(_cache_facts(), ""))
+    engine_metrics.registry.register(FrontendMetrics(0, lambda: 0))
+    engine_metrics.registry.register(
+        RankMetrics("MODEL", lambda: [protocols.RankState(0, "HOST", 0, 0, 0)])
+    )
     rows = []
-    for family in [*made.registry.collect(), *PoolMetrics("MODEL", 1).registry.collect()]:
+    for family in [*engine_metrics.registry.collect(), *PoolMetrics("MODEL", 1).registry.collect()]:
         labels = sorted({k for s in family.samples for k in s.labels} - {"le"})
         if family.name == "jackfield:request_success":
             labels = ["model_name", "finished_reason"]
@@ -321,8 +323,8 @@ def title_and_first_sentence(page: Path) -> tuple[str, str]:
     title, _, rest = text.partition("\n")
     paragraph = " ".join(rest.strip().split("\n\n")[0].split())
     paragraph = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", paragraph)
-    found = re.match(r".*?\.(?=\s|$)", paragraph)
-    return title.removeprefix("# "), found[0] if found else paragraph
+    sentence = re.match(r".*?\.(?=\s|$)", paragraph)
+    return title.removeprefix("# "), sentence[0] if sentence else paragraph
 
 
 def index(pages: dict[str, str]) -> str:

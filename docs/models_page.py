@@ -58,7 +58,7 @@ and activations are kernels of their own, so steps take longer. They are recorde
 where modules ask the device for no values; the first recording that fails says so in the log, and
 steps are launched from then on. `--model-impl transformers` asks for it where there is a family,
 too, and `--model-impl jackfield` refuses it. Refused at the start, with the reason: layers that
-keep a state, masks and windows that attention is not told, several attentions in a layer, tokens
+keep a state, masks and windows that attention does not get, several attentions in a layer, tokens
 that meet outside attention; with several ranks, what transformers has no plan for
 (`plugins/models/fallback/modules.py`). These have been compared:
 

@@ -329,9 +329,9 @@ class Operations(
                 inner = self.gelu_mul(self.linear(x[tokens], first, biases[0]))
             else:
                 inner = activation(*self.linear(x[tokens], first, biases[0]).chunk(2, dim=-1))
-            made = self.linear(inner, second, biases[1])
+            output = self.linear(inner, second, biases[1])
             weight = (routing.weights * chosen).sum(dim=1, keepdim=True).to(x.dtype)
-            out[tokens] += made * weight[tokens]
+            out[tokens] += output * weight[tokens]
         return residual + out
 
     def heads(

@@ -172,11 +172,11 @@ def measure_compaction(policy: str, args: argparse.Namespace, in_place: bool) ->
     seconds = [device_seconds(work, device) for _ in range(repeats)]
     measured: dict[str, Any] = {"ms": round(1e3 * statistics.median(seconds), 3)}
     if device.type == "cuda":
-        held = torch.cuda.memory_allocated(device)
+        before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         work()
         torch.cuda.synchronize(device)
-        measured["extra_mib"] = round((torch.cuda.max_memory_allocated(device) - held) / 2**20)
+        measured["extra_mib"] = round((torch.cuda.max_memory_allocated(device) - before) / 2**20)
         if first <= 5:
             measured |= launches(work, device)
     return measured
@@ -258,17 +258,17 @@ async def serve(engine: AsyncEngine, args: argparse.Namespace) -> dict[str, Any]
         for stream in streams:
             stream.cancel()
         await asyncio.gather(*streams, return_exceptions=True)
-    held = [
+    busy = [
         (until - since, running)
         for (since, running, waiting), (until, _, _) in pairwise(samples)
         if waiting
     ]
-    total = sum(length for length, _ in held)
+    total = sum(length for length, _ in busy)
     compactions = after.kv_compactions - before.kv_compactions
     took = after.kv_compaction_seconds - before.kv_compaction_seconds
     output_tokens = after.generation_tokens - before.generation_tokens
     return {
-        "running_mean": round(sum(t * n for t, n in held) / total, 2) if total else None,
+        "running_mean": round(sum(t * n for t, n in busy) / total, 2) if total else None,
         "running_most": max(n for _, n, _ in samples),
         "output_tokens_per_second": round(output_tokens / seconds, 1),
         "step_p50_ms": round(1e3 * percentile(gaps, 50), 3),

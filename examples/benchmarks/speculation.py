@@ -71,13 +71,13 @@ async def measure(config: EngineConfig, args: argparse.Namespace) -> dict[str, A
     measured: dict[str, Any] = {}
     async with AsyncEngine(config) as engine:
         for text in args.texts:
-            asked = requests_of(text, args)
-            await asyncio.gather(*(generate(engine, *each) for each in asked))
+            requests = requests_of(text, args)
+            await asyncio.gather(*(generate(engine, *each) for each in requests))
             while await engine.core.executor.ask(PrepareAhead()):  # type: ignore[attr-defined]
                 pass
             await engine.reset_prefix_cache()
             before, began = engine.stats(), time.perf_counter()
-            outputs = await asyncio.gather(*(generate(engine, *each) for each in asked))
+            outputs = await asyncio.gather(*(generate(engine, *each) for each in requests))
             seconds, after = time.perf_counter() - began, engine.stats()
             drafts = after.spec_decode_num_draft_tokens - before.spec_decode_num_draft_tokens
             accepted = (

@@ -67,7 +67,7 @@ class Watch:
 
 
 async def measure(args: argparse.Namespace, options: dict[str, Any]) -> dict[str, Any]:
-    """→ what is told of `args.steps` steps."""
+    """Return what was measured of `args.steps` steps."""
     watch = Watch()
     kind = OutputKind.DELTA if args.streams else OutputKind.FINAL_ONLY
     params = SamplingParams(

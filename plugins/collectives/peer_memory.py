@@ -1,6 +1,6 @@
 """Collectives of GPUs of one host that write into each other's memory; NCCL for what is large.
 
-A layer's sum is small in decode: 8 kB a token of an 8B model, where a library's call is mostly
+A layer's sum is small in decode: 8 kB per token of an 8B model, where a library's call is mostly
 waiting. `kernels/collectives/peer_sum.py` adds such terms, and the residual, in one launch.
 """
 
@@ -97,7 +97,7 @@ class PeerMemory(Nccl):
             own.pointer if rank == setup.rank else self._pointer(other, device)
             for rank, other in enumerate(addresses)
         ]
-        # Nobody writes before everybody has opened all.
+        # No rank writes before every rank has opened all.
         self.all_reduce(torch.zeros(1, device=device)).item()
         return Mailboxes.at(setup.rank, pointers, device)
 

@@ -85,8 +85,8 @@ class OperationsKit(HeadChecks, ExpertChecks, BatchChecks, QuantizedCacheChecks,
         return made
 
     def draw(self, *shape: int, dtype: torch.dtype, seed: int = 0, scale: float = 1.0) -> Any:
-        made = torch.Generator().manual_seed(seed + 17 * len(shape))
-        return (torch.randn(*shape, generator=made) * scale).to(self.device, dtype)
+        generator = torch.Generator().manual_seed(seed + 17 * len(shape))
+        return (torch.randn(*shape, generator=generator) * scale).to(self.device, dtype)
 
     def norm(self, size: int, dtype: torch.dtype, seed: int = 3) -> Norm:
         """Create a norm with an eps that affects results."""

@@ -231,10 +231,10 @@ class QuantizationKit(CheckpointChecks, Kit):
                 assert error.param == "tensor_parallel_size"
                 pytest.skip(f"refused: {error.message}")
             for layer in layers.values():
-                held = layer.sharding
-                assert held is not None or layer.spec.role in ("head", "embedding")
+                sharding = layer.sharding
+                assert sharding is not None or layer.spec.role in ("head", "embedding")
                 expected = torch.cat([
-                    weights[source] if held is None else held.part(shard, weights[source])
+                    weights[source] if sharding is None else sharding.part(shard, weights[source])
                     for shard, source in layer.spec.sources.items()
                 ])  # fmt: skip
                 deviation = self.dense(layer).cpu() - expected

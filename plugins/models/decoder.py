@@ -478,7 +478,7 @@ class DecoderClassifier(HeadlessLM):
         """Return the token ids. Raises ConfigError if a text is not one token: a wrong id would
         give wrong scores silently."""
         tokenizer = Tokenizer.load(str(self.folder))
-        found = []
+        token_ids = []
         for token in tokens:
             ids = tokenizer.encode(token, add_special_tokens=False)
             if len(ids) != 1 or ids[0] == tokenizer.unknown_id:
@@ -487,5 +487,5 @@ class DecoderClassifier(HeadlessLM):
                     f"model (ids {ids})",
                     param="hf_overrides",
                 )
-            found += ids
-        return found
+            token_ids += ids
+        return token_ids

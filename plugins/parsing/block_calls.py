@@ -50,12 +50,12 @@ class BlockCallsParser(ToolMachine):
                 block.append(end)
                 block.append((yield from text.until(Marks(self.verbatim[1]), block.append)))
                 end = yield from text.until(self._in_block, block.append)
-            found = None
+            calls = None
             if end == self.close or self.reads_unfinished:
-                found = self.calls("".join(block))
-            if not found:
+                calls = self.calls("".join(block))
+            if not calls:
                 answer.say("".join([mark, *block, end if end == self.close else ""]))
-            for name, arguments in found or ():
+            for name, arguments in calls or ():
                 answer.start(name)
                 answer.arguments(arguments)
                 answer.end()
@@ -120,10 +120,10 @@ def object_of(text: str) -> dict[str, str] | None:
     """Return the values of a JSON object as JSON, by key; None for any other text. Numbers that
     JSON has no name for, and nesting that is too deep, are not read."""
     try:
-        found = json.loads(text, strict=False)
-        if not isinstance(found, dict):
+        values = json.loads(text, strict=False)
+        if not isinstance(values, dict):
             return None
-        return {key: json.dumps(value, allow_nan=False) for key, value in found.items()}
+        return {key: json.dumps(value, allow_nan=False) for key, value in values.items()}
     except (ValueError, RecursionError):
         return None
 

@@ -72,13 +72,13 @@ class K2HorizonToolParser(BlockCallsParser):
 
     def calls(self, block: str) -> list[tuple[str, str]] | None:
         """Read all calls of a block."""
-        found = []
+        calls = []
         for element in elements(block, {"<ifm|tool_call>": "</ifm|tool_call>"}):
             call = self._call(element[1].strip()) if element is not None else None
             if call is None:
                 return None
-            found.append(call)
-        return found
+            calls.append(call)
+        return calls
 
     def _call(self, text: str) -> tuple[str, str] | None:
         if text.startswith("{"):
@@ -137,13 +137,13 @@ class DotsToolParser(BlockCallsParser):
         if block.lstrip().startswith("{"):
             call = _json_call(self, block, ("arguments", "parameters"))
             return None if call is None else [call]
-        found = []
+        calls = []
         for element in elements(block, {"<invoke name=": "</invoke>"}):
             header = attribute(element[1]) if element is not None else None
             if element is not None and header is not None and self.known(header[0]):
                 name, begin = header
-                found.append((name, objects(self._arguments(name, element[1][begin:]))))
-        return found
+                calls.append((name, objects(self._arguments(name, element[1][begin:]))))
+        return calls
 
     def _arguments(self, name: str, text: str) -> dict[str, str]:
         arguments = {}

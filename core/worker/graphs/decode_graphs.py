@@ -74,9 +74,9 @@ class DecodeGraphs:
         others = [ending for ending in self._kinds if not ending.samples]
         halves = [n for n in self._counts if n.bit_count() == 1 or n == self._counts[-1]][::-1]
         rest = [n for n in reversed(self._counts) if n not in halves]
-        wanted = [(n, ending) for part in (halves, rest) for ending in endings for n in part]
-        wanted += [(n, ending) for ending in others for n in halves + rest]
-        return [kind for kind in wanted if kind not in self._replays]
+        kinds = [(n, ending) for part in (halves, rest) for ending in endings for n in part]
+        kinds += [(n, ending) for ending in others for n in halves + rest]
+        return [kind for kind in kinds if kind not in self._replays]
 
     @staticmethod
     def is_decode_step(plan: StepPlan) -> bool:

@@ -463,9 +463,9 @@ class WorkerStart:
             peak += largest - resting
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.device)
-        held = torch.cuda.memory_allocated(self.device) - self._held_before
+        allocated = torch.cuda.memory_allocated(self.device) - self._held_before
         budget = int(total * self.config.gpu_memory_utilization) - peak
-        return max(0, min(budget, free - (peak - held)))
+        return max(0, min(budget, free - (peak - allocated)))
 
 
 def _weight_bytes(model: nn.Module) -> int:

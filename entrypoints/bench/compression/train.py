@@ -153,8 +153,8 @@ def _run(
             position_ids=batch.positions,
             attention_mask=torch.ones_like(batch.tokens),
         ).last_hidden_state
-        asked = batch.targets >= 0
-        logits, targets = model.lm_head(states[asked]), batch.targets[asked]
+        questions = batch.targets >= 0
+        logits, targets = model.lm_head(states[questions]), batch.targets[questions]
         loss = F.cross_entropy(logits, targets)
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]

@@ -103,13 +103,13 @@ class TransformersLM(nn.Module):
 
     def _add_layers(self, probe: Probe, config: ModelConfig, build: BuildContext) -> None:
         """Give each module that calls attention its layer."""
-        wanted = windows(self.hf.config, config.num_layers)
+        expected = windows(self.hf.config, config.num_layers)
         if len(probe.calls) != config.num_layers:
             raise refused(
                 f"{len(probe.calls)} of its {config.num_layers} layers are attention over keys and "
                 "values"
             )
-        for (module, (spec, value_dim)), window in zip(probe.calls.items(), wanted, strict=True):
+        for (module, (spec, value_dim)), window in zip(probe.calls.items(), expected, strict=True):
             if (
                 spec.sliding_window is None
                 and window is not None
