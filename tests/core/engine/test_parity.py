@@ -129,6 +129,8 @@ async def test_greedy_tokens_and_logprobs_equal_transformers(
         pytest.param("qwen3", (0, 2, 5), 4, marks=pytest.mark.slow),
         ("qwen3-moe", (0, 5), 3),
         ("gpt-oss", (2,), 2),
+        # Its last tokens begin a chunk.
+        ("llama4", (3,), 4),
     ],
 )
 async def test_triton_backend_equals_transformers(

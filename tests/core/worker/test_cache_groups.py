@@ -31,11 +31,11 @@ from jackfield.plugins.policies.builtin import FirstComeFirstServed
 from helpers import VOCAB, edit_json, interpreted, make_checkpoint
 
 REACHES = {
-    "gemma2": Reach(24), "gemma3": Reach(24), "gpt-oss": Reach(12),
+    "gemma2": Reach(24), "gemma3": Reach(24), "gpt-oss": Reach(12), "llama4": Reach(chunk_size=14),
     "mistral-window": Reach(24), "olmo3": Reach(24), "phi3": Reach(24),
 }  # fmt: skip
 """Of a model's layers that do not see all tokens."""
-BY_DAY = ("gemma3", "gpt-oss", "mistral-window")
+BY_DAY = ("gemma3", "gpt-oss", "llama4", "mistral-window")
 """Windows in some layers, with sinks too, and in all layers, and chunks; the others differ in what
 is no matter of the cache, and run by night."""
 
@@ -246,7 +246,7 @@ async def test_a_cache_smaller_than_a_sequence_serves_it_where_all_layers_have_w
     assert stats.kv_blocks_total == 19 < 88 // 4
 
 
-@pytest.mark.parametrize("name", ["gemma3", "mistral-window"])
+@pytest.mark.parametrize("name", ["gemma3", "llama4", "mistral-window"])
 async def test_replayed_steps_give_the_same(name: str, folders: Folders) -> None:
     """Recorded decode steps write several tables' blocks, and see no released one."""
     config = EngineConfig(
@@ -259,7 +259,7 @@ async def test_replayed_steps_give_the_same(name: str, folders: Folders) -> None
 
 
 @interpreted
-@pytest.mark.parametrize("name", ["gemma3"])
+@pytest.mark.parametrize("name", ["gemma3", "llama4"])
 async def test_kernels_give_the_same_with_recorded_prompts(name: str, folders: Folders) -> None:
     pytest.importorskip("triton")
     short = requests()[:3]
