@@ -94,7 +94,7 @@ NOTHING_IN_PROCESS = InProcess({})
 
 
 class TableWrite(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Blocks to write into a slot's table. Columns before a group's window are omitted, because
+    """Blocks to write into a slot's table. Columns before a group's reach are omitted, because
     they are not read any more."""
 
     slot: int

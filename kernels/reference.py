@@ -103,6 +103,8 @@ def paged_attention(
     *,
     scale: float,
     sliding_window: int | None = None,
+    attention_chunk_size: int | None = None,
+    chunk_lookback: int = 0,
     soft_cap: float | None = None,
     alibi_slopes: torch.Tensor | None = None,
     distance_bias: torch.Tensor | None = None,
@@ -146,6 +148,9 @@ def paged_attention(
         visible = distance >= 0
         if sliding_window is not None:
             visible &= distance < sliding_window
+        if attention_chunk_size is not None:
+            chunk = positions // attention_chunk_size
+            visible &= chunk[length - (end - begin) :, None] - chunk <= chunk_lookback
         scores = scores.masked_fill(~visible, -torch.inf)
         if sinks is not None:
             sink = sinks.float()[:, None, None].expand(-1, end - begin, 1)
@@ -163,6 +168,8 @@ def paged_attention_decode(
     *,
     scale: float,
     sliding_window: int | None = None,
+    attention_chunk_size: int | None = None,
+    chunk_lookback: int = 0,
     soft_cap: float | None = None,
     alibi_slopes: torch.Tensor | None = None,
     distance_bias: torch.Tensor | None = None,
@@ -179,6 +186,8 @@ def paged_attention_decode(
         seq_lens,
         scale=scale,
         sliding_window=sliding_window,
+        attention_chunk_size=attention_chunk_size,
+        chunk_lookback=chunk_lookback,
         soft_cap=soft_cap,
         alibi_slopes=alibi_slopes,
         distance_bias=distance_bias,

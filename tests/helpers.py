@@ -129,6 +129,19 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "initializer_range": 0.1,
         },
     ),
+    "llama4": (
+        "Llama4Text",
+        {
+            "head_dim": 16,
+            "no_rope_layers": [1, 0, 1],
+            "attention_chunk_size": 14,
+            "floor_scale": 16,
+            "num_local_experts": 4,
+            "intermediate_size_mlp": 96,
+            "interleave_moe_layer_step": 2,
+            "tie_word_embeddings": False,
+        },
+    ),
     "gemma": ("Gemma", {"head_dim": 32}),
     "gemma2": (
         "Gemma2",

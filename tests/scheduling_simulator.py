@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from jackfield.core.cache.groups import CacheGroup
+from jackfield.core.cache.reach import Reach
 from jackfield.core.request import Request
 from jackfield.core.sampling_params import SamplingParams
 from jackfield.core.scheduling.scheduler import Scheduler
@@ -219,7 +220,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         enable_prefix_caching=True,
         enable_chunked_prefill=True,
         policy=ByArrival(),
-        groups=(CacheGroup(), *(CacheGroup(window=window) for window in args.windows)),
+        groups=(CacheGroup(), *(CacheGroup(reach=Reach(window)) for window in args.windows)),
     )
     report = simulate(
         traffic,

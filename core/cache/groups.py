@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Sequence
 
 import msgspec
+
+from .reach import Reach
 
 
 class CachePart(msgspec.Struct, frozen=True):
@@ -26,8 +29,8 @@ class TokenCache(msgspec.Struct, frozen=True, tag="tokens"):
     """Cache with an entry for every token, in blocks of tokens."""
 
     parts: tuple[CachePart, ...]
-    window: int | None = None
-    """A token sees itself and the `window - 1` before it; None: all before it."""
+    reach: Reach | None = None
+    """None: a token sees all before it."""
 
 
 class StateCache(msgspec.Struct, frozen=True, tag="state"):
@@ -54,23 +57,25 @@ class CacheGroup(msgspec.Struct, frozen=True):
     layers: tuple[int, ...] = ()
     """Layer numbers, in the order of the model. The i-th layer of each group shares memory with the
     i-th of every other; a group may have one layer less than others."""
-    window: int | None = None
-    """Window of the layers in tokens: blocks entirely before it are released; None: no window."""
+    reach: Reach | None = None
+    """Of the layers: blocks entirely before it are released; None: no block is."""
 
     def first_block(self, position: int, block_size: int) -> int:
         """Return the first block that a query at `position`, or a later one, reads."""
-        if self.window is None:
+        if self.reach is None:
             return 0
-        return max(0, position - self.window + 1) // block_size
+        return max(0, self.reach.first_visible(position)) // block_size
 
     def most_blocks(self, num_tokens: int, block_size: int, max_chunk: int) -> int:
         """Return the most blocks that a sequence holds until `num_tokens` of it are computed, in
         chunks of up to `max_chunk`."""
         blocks = -(-num_tokens // block_size)
-        if self.window is None:
+        if self.reach is None:
             return blocks
-        chunk = min(max_chunk, num_tokens)
-        return min(blocks, 1 + -(-(self.window + chunk - 2) // block_size))
+        tokens = self.reach.most_tokens - 1 + min(max_chunk, num_tokens)
+        # Of the first block, what is before the reach's first position, at most.
+        before = block_size - math.gcd(self.reach.alignment, block_size)
+        return min(blocks, -(-(before + tokens) // block_size))
 
 
 ONE_GROUP = (CacheGroup(),)
@@ -83,42 +88,42 @@ MAX_WASTE = 1 / 8
 def form_groups(
     specs: Sequence[TokenCache], *, max_model_len: int, block_size: int
 ) -> tuple[CacheGroup, ...]:
-    """Return the groups of layers with the caches `specs`: first those without a window, then by
-    descending window.
+    """Return the groups of layers with the caches `specs`: first those that see all tokens,
+    then by descending reach.
 
-    Layers of one window are spread over as few groups as possible such that all groups have
-    (nearly) equal numbers of layers. If layers differ in both tensor sizes and windows, one group
-    without a window has all layers. Without layers there is one group of none: its blocks have no
-    bytes, and count tokens alone.
+    Layers of one reach are spread over as few groups as possible such that all groups have
+    (nearly) equal numbers of layers. If layers differ in both tensor sizes and reach, one group
+    that keeps all tokens has all layers. Without layers there is one group of none: its blocks have
+    no bytes, and count tokens alone.
     """
     if not specs:
         return ONE_GROUP
-    windows = [
-        None if spec.window is None or spec.window >= max_model_len else spec.window
+    reaches = [
+        None if spec.reach is None or spec.reach.most_tokens >= max_model_len else spec.reach
         for spec in specs
     ]
-    kinds: dict[int | None, list[int]] = {}
-    for layer, window in enumerate(windows):
-        kinds.setdefault(window, []).append(layer)
+    kinds: dict[Reach | None, list[int]] = {}
+    for layer, reach in enumerate(reaches):
+        kinds.setdefault(reach, []).append(layer)
     if len(kinds) == 1:
-        return (CacheGroup(tuple(range(len(specs))), windows[0]),)
+        return (CacheGroup(tuple(range(len(specs))), reaches[0]),)
     if len({spec.parts for spec in specs}) > 1:
         return (CacheGroup(tuple(range(len(specs)))),)
-    order = sorted(kinds, key=lambda window: -(window or max_model_len))
+    order = sorted(kinds, key=lambda reach: -(reach.most_tokens if reach else max_model_len))
     weights = {
-        window: CacheGroup((), window).most_blocks(max_model_len, block_size, 1) for window in kinds
+        reach: CacheGroup((), reach).most_blocks(max_model_len, block_size, 1) for reach in kinds
     }
-    needed = sum(len(kinds[window]) * weights[window] for window in kinds)
+    needed = sum(len(kinds[reach]) * weights[reach] for reach in kinds)
 
     def taken(size: int) -> int:
-        return sum(-(-len(kinds[w]) // size) * size * weights[w] for w in kinds)
+        return sum(-(-len(kinds[reach]) // size) * size * weights[reach] for reach in kinds)
 
     size = max(size for size in range(1, len(specs) + 1) if taken(size) <= needed * (1 + MAX_WASTE))
     groups = []
-    for window in order:
-        layers = kinds[window]
+    for reach in order:
+        layers = kinds[reach]
         count = -(-len(layers) // size)
-        groups += [CacheGroup(tuple(layers[first::count]), window) for first in range(count)]
+        groups += [CacheGroup(tuple(layers[first::count]), reach) for first in range(count)]
     return tuple(groups)
 
 

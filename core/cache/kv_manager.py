@@ -42,7 +42,7 @@ class KVCacheManager:
     Steps run in the order they were planned, and every row of a step writes its KV before any row
     reads. So a block may be registered as soon as the step that fills it is planned, and a freed
     one may be reused by the next plan although a step in flight still uses it. The same is true
-    for a block that lies entirely before a group's window: no step planned afterwards reads it, and
+    for a block that lies entirely before a group's reach: no step planned afterwards reads it, and
     its column of the table becomes the null block.
     """
 
@@ -71,10 +71,8 @@ class KVCacheManager:
         self._hasher = BlockHasher(block_size, hash_key)
         self._pending: list[Request] = []
         """Requests with full blocks that are not registered yet."""
-        self._windowed = [
-            number for number, group in enumerate(self.groups) if group.window is not None
-        ]
-        self._whole = [number for number, group in enumerate(self.groups) if group.window is None]
+        self._local = [n for n, group in enumerate(self.groups) if group.reach is not None]
+        self._whole = [n for n, group in enumerate(self.groups) if group.reach is None]
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
 
@@ -112,12 +110,12 @@ class KVCacheManager:
         end = limit
         for number in self._whole:
             end = next((i for i in range(end) if self._cached(hashes[i], number) is None), end)
-        # A shorter prefix needs different blocks within each window.
+        # A shorter prefix needs different blocks within each reach.
         before, seen = -1, end
         while end != before:
             before = end
-            for number in self._windowed:
-                end = self._window_hit(hashes, number, end)
+            for number in self._local:
+                end = self._local_hit(hashes, number, end)
             if self.snapshots is not None:
                 end = next((i for i in range(end, 0, -1) if hashes[i - 1] in self.snapshots), 0)
         if not end:
@@ -130,15 +128,15 @@ class KVCacheManager:
             tables.append([block_id for block_id in ids if block_id is not None])
         return PrefixHits(end, tuple(tables), state, seen)
 
-    def _window_hit(self, hashes: Sequence[bytes], number: int, end: int) -> int:
-        """Return the longest prefix, up to `end` blocks, whose window's blocks the group has."""
+    def _local_hit(self, hashes: Sequence[bytes], number: int, end: int) -> int:
+        """Return the longest prefix, up to `end` blocks, of which the group has what is read."""
         group, size = self.groups[number], self.block_size
         missing: int | None = end
         while missing is not None:
             end = missing
-            window = range(group.first_block(end * size, size), end)
-            # The first missing block excludes the most: no prefix may have it in its window.
-            missing = next((i for i in window if self._cached(hashes[i], number) is None), None)
+            read = range(group.first_block(end * size, size), end)
+            # The first missing block excludes the most: no prefix may have it in its reach.
+            missing = next((i for i in read if self._cached(hashes[i], number) is None), None)
         return end
 
     def _cached(self, block_hash: bytes, group: int) -> int | None:
@@ -153,7 +151,7 @@ class KVCacheManager:
         for number, group in enumerate(self.groups):
             revived = sum(map(self.pool.is_free, hits.tables[number])) if hits.tables else 0
             most = group.most_blocks(num_tokens, self.block_size, self.max_chunk)
-            needed += missing + revived if group.window is None else min(missing + revived, most)
+            needed += missing + revived if group.reach is None else min(missing + revived, most)
         return needed <= self.pool.num_free
 
     def allocate(
@@ -161,15 +159,15 @@ class KVCacheManager:
     ) -> list[TableWrite] | None:
         """Allocate blocks for the next `num_new_tokens`; append them to the request's tables.
 
-        Releases blocks before a window first. `hits`, from `find_hits`, precede the new blocks and
+        Releases blocks out of reach first. `hits`, from `find_hits`, precede the new blocks and
         count as computed. Returns the new blocks; None, with no other change, if too few are free.
         """
         pool, tables = self.pool, request.tables
         if not tables:
             tables = request.tables = [[] for _ in self.groups]
             request.num_released_blocks = [0] * len(tables)
-        elif self._windowed:
-            self._release_behind_windows(request)
+        elif self._local:
+            self._release_out_of_reach(request)
         computed, column, revived = request.num_kv_tokens, len(tables[0]), 0
         if hits.num_blocks:
             computed += hits.num_blocks * self.block_size
@@ -210,10 +208,10 @@ class KVCacheManager:
                 block_id = next(new)
                 writes.append(TableWrite(slot, number, len(table), (block_id,)))
                 table.append(block_id)
-            if self._windowed:
+            if self._local:
                 self.register(request)
-                self._release_behind_windows(request)
-        if not self._windowed:
+                self._release_out_of_reach(request)
+        if not self._local:
             self._pending += requests
         return writes
 
@@ -225,9 +223,9 @@ class KVCacheManager:
             if request.tables:
                 self.register(request)
 
-    def _release_behind_windows(self, request: Request) -> None:
+    def _release_out_of_reach(self, request: Request) -> None:
         """Release the blocks that no step planned from now on reads."""
-        for number in self._windowed:
+        for number in self._local:
             certain = request.num_computed_tokens - request.num_unverified_tokens
             first = self.groups[number].first_block(certain, self.block_size)
             released = request.num_released_blocks[number]
@@ -284,7 +282,7 @@ class KVCacheManager:
         """Give the request blocks for `kept` of its tokens, and release the others.
 
         Fresh blocks, so that the prompt's keep their content and names; if too few are free, the
-        first of its own, if no other request holds them. For one group of layers without a window.
+        first of its own, if no other request holds them. For one group that keeps all tokens.
         Returns None, with no change, if neither is possible. The released blocks may be reused by
         rows of the plan that carries the compaction.
 
@@ -335,7 +333,7 @@ class KVCacheManager:
             hashes = request.block_hashes[first:num_full]
             for number, table in enumerate(request.tables):
                 keys = [_key(each, number) for each in hashes] if number else hashes
-                # A null block stands for one before a window, which was given back.
+                # A null block stands for one out of reach, which was given back.
                 self.pool.register_all(table[first:num_full], keys)
             request.num_registered_blocks = num_full
 
@@ -416,7 +414,7 @@ class KVCacheManager:
                     f"{request.request_id}: {len(table)} blocks for {request.num_kv_tokens} tokens"
                 )
                 assert not any(table[:released]), f"{request.request_id}: holds what it released"
-                assert all(table[released:]), f"{request.request_id}: a null block in its window"
+                assert all(table[released:]), f"{request.request_id}: a null block within reach"
                 block_ids += table[released:]
         self.pool.check(block_ids)
 

@@ -37,7 +37,7 @@ class CacheOptions(SchedulingOptions, frozen=True, kw_only=True):
         doc(
             "Layers that cache in the model's type, whatever kv_cache_dtype is: numbers of layers "
             "with attention from 0, or from the end with -1, or sliding_window for all with a "
-            "window."
+            "window or chunks."
         ),
     ] = ()
     mamba_cache_dtype: Annotated[

@@ -50,10 +50,10 @@ class Attention(nn.Module):
         """Return the layer's cache contents, for a cache of this type; its own format precedes."""
         spec, own = self.spec, self.cache_format
         if isinstance(own, QuantizedFormat):
-            return TokenCache(own.parts(spec.num_kv_heads, spec.head_dim), spec.sliding_window)
+            return TokenCache(own.parts(spec.num_kv_heads, spec.head_dim), spec.reach)
         name = str(own or dtype).removeprefix("torch.")
         part = CachePart("kv", (spec.num_kv_heads, spec.head_dim), name, count=2)
-        return TokenCache((part,), spec.sliding_window)
+        return TokenCache((part,), spec.reach)
 
     def bind(self, parts: Mapping[str, torch.Tensor]) -> None:
         """Use this cache: the parts of `cache_spec` by name, each [count, num_blocks, block_size,

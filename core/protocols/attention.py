@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
+from ..cache.reach import Reach
+
 if TYPE_CHECKING:
     import numpy as np
     import torch
@@ -48,6 +50,12 @@ class AttentionSpec(LayerSpec, frozen=True, kw_only=True):
     scale: float
     sliding_window: int | None = None
     """Each query attends to itself and the `sliding_window - 1` tokens before it."""
+    attention_chunk_size: int | None = None
+    """Each query attends to itself and the tokens before it in its own chunk: chunks of this many
+    tokens lie at multiples of it from a sequence's first position on. Not together with
+    `sliding_window`."""
+    chunk_lookback: int = 0
+    """With chunks, each query also attends to this many whole chunks before its own."""
     soft_cap: float | None = None
     """logits = soft_cap * tanh(logits / soft_cap)"""
     key_scale: float = 1.0
@@ -64,6 +72,21 @@ class AttentionSpec(LayerSpec, frozen=True, kw_only=True):
     distance_bias: bool = False
     """A learned value by head and distance (query's position - key's) is added to each logit, after
     the soft cap; `forward` gets them as `distance_bias`. Source: T5 (arXiv 1910.10683)."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for chunks together with a window, or a lookback without chunks."""
+        if self.attention_chunk_size is None:
+            if self.chunk_lookback:
+                raise ValueError("chunk_lookback needs attention_chunk_size")
+        elif self.sliding_window is not None:
+            raise ValueError("a layer has attention_chunk_size or sliding_window, not both")
+
+    @property
+    def reach(self) -> Reach | None:
+        """Which tokens a query attends to, of those up to itself; None: all."""
+        if self.attention_chunk_size is not None:
+            return Reach(chunk_size=self.attention_chunk_size, chunk_lookback=self.chunk_lookback)
+        return None if self.sliding_window is None else Reach(self.sliding_window)
 
 
 class PagedBackend(ABC):
@@ -85,8 +108,8 @@ class PagedBackend(ABC):
     cache_groups: ClassVar[bool] = False
     """Whether it supports layers in groups with block tables of their own: `build_metadata` is
     called for each group's layout of a step (`BatchLayout.group`), and nothing is read before a
-    layer's window, where blocks may have been given back. Otherwise all layers share one table, and
-    blocks before windows are kept."""
+    layer's window or chunks, where blocks may have been given back. Otherwise all layers share one
+    table, and such blocks are kept."""
     fp8_cache: ClassVar[bool] = False
     """Whether it can read a float8_e4m3fn or float8_e5m2 cache, with the spec's scales."""
     bounded_lengths: ClassVar[bool] = False

@@ -21,9 +21,9 @@ class DraftBooks:
         self._num_drafts = num_drafts
         self._kv = kv
         self._most_spread: int | None = None
-        """Tokens between the bounds of a length, at most: blocks before a window are given back by
+        """Tokens between the bounds of a length, at most: blocks out of reach are given back by
         the lower bound, and taken by the upper one, so that this many count as one chunk."""
-        if any(group.window is not None for group in kv.groups):
+        if any(group.reach is not None for group in kv.groups):
             self._most_spread = kv.max_chunk
         self._rejected: dict[int, int] = {}
         """Slot → rejected drafts that the worker still counts."""

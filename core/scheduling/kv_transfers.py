@@ -54,8 +54,8 @@ class KVTransfers:
     def __init__(
         self, connector: GuardedConnector, kv: KVCacheManager, *, loads: bool, saves: bool
     ) -> None:
-        if len(kv.groups) > 1 or kv.groups[0].window is not None:
-            raise ValueError("KV transfers are for caches of one group of layers without a window")
+        if len(kv.groups) > 1 or kv.groups[0].reach is not None:
+            raise ValueError("KV transfers are for caches of one group that keeps all tokens")
         self.connector = connector
         self.kv = kv
         self._loading = loads

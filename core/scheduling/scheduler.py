@@ -71,7 +71,7 @@ class Scheduler:
     ) -> None:
         """transfer: the role of `connector`. hash_key: see `BlockHasher`. groups: layers that share
         a block table. kv_compression: None: caches stay whole. Not None only with one group
-        without a window. num_snapshots: of states, if layers keep them; None: they keep none.
+        that keeps all tokens. num_snapshots: of states, if layers keep them; None: they keep none.
         max_source_tokens: of an encoder-decoder model, without a connector and KV compression; 0:
         the model has no encoder. num_drafts: of a row, at most; not 0 only without a connector, KV
         compression, states and an encoder. num_stages: that a step passes through; not 1 only

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from ..pdl import gdc_launch_dependents, gdc_wait
+from .reach import last_hidden
 
 MAX_SPLITS = 64
 MIN_SPLIT_TILES = 2
@@ -75,6 +76,7 @@ def _split_tiles(
     BLOCK_N: tl.constexpr,
     MIN_TILES: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
     """Return (first visible position, first tile, end tile, tiles per split) of a row.
 
@@ -83,7 +85,7 @@ def _split_tiles(
     """
     lower = 0
     if WINDOW > 0:
-        lower = tl.maximum(seq_len - WINDOW, 0)
+        lower = tl.maximum(last_hidden(seq_len - 1, WINDOW, CHUNK) + 1, 0)
     first = lower // BLOCK_N
     end = tl.cdiv(seq_len, BLOCK_N)
     return lower, first, end, tl.maximum(tl.cdiv(end - first, num_splits), MIN_TILES)
@@ -103,6 +105,7 @@ def _join_kernel(
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
     SINKS: tl.constexpr,
     MIXED: tl.constexpr,
     MIN_TILES: tl.constexpr,
@@ -122,7 +125,7 @@ def _join_kernel(
         if tl.load(query_start_ptr + row + 1) != row + 1:
             return
     seq_len = tl.load(seq_lens_ptr + row)
-    _, first, end, per_split = _split_tiles(seq_len, num_splits, BLOCK_N, MIN_TILES, WINDOW)
+    _, first, end, per_split = _split_tiles(seq_len, num_splits, BLOCK_N, MIN_TILES, WINDOW, CHUNK)
     offs_s = tl.arange(0, BLOCK_S)
     offs_d = tl.arange(0, BLOCK_D)
     live = offs_s < tl.cdiv(end - first, per_split)

@@ -38,6 +38,7 @@ from .quantized_tiles import (
     widen_floats,
     word_places,
 )
+from .reach import reach_constants
 
 EARLY_WIDTH = 4096
 """Total width of the heads from which on the next kernel may start at once, as in gemv.py: the
@@ -89,6 +90,7 @@ def _fused_decode_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     ALIBI: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
@@ -125,7 +127,7 @@ def _fused_decode_kernel(
         gdc_launch_dependents()
     seq_len = tl.load(seq_lens_ptr + row)
     lower, first_tile, end, per_split = _split_tiles(
-        seq_len, num_splits, BLOCK_N, MIN_TILES, WINDOW
+        seq_len, num_splits, BLOCK_N, MIN_TILES, WINDOW, CHUNK
     )
     begin_tile = first_tile + split * per_split
     end_tile = tl.minimum(begin_tile + per_split, end)
@@ -381,6 +383,8 @@ def fused_decode_attention(
     query_norm: tuple[torch.Tensor, float] | None = None,
     key_norm: tuple[torch.Tensor, float] | None = None,
     sliding_window: int | None = None,
+    attention_chunk_size: int | None = None,
+    chunk_lookback: int = 0,
     soft_cap: float | None = None,
     alibi_slopes: torch.Tensor | None = None,
     config: DecodeConfig | None = None,
@@ -464,7 +468,7 @@ def fused_decode_attention(
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=cache.block_size,
-        WINDOW=sliding_window or 0,
+        **reach_constants(sliding_window, attention_chunk_size, chunk_lookback),
         SOFT_CAP=soft_cap or 0.0,
         ALIBI=alibi_slopes is not None,
         ROTARY_DIM=rotary_dim,

@@ -37,6 +37,7 @@ from .quantized_tiles import (
     widen_floats,
     word_places,
 )
+from .reach import reach_constants
 
 
 @triton.jit(do_not_specialize=["num_splits", "stride_table"])
@@ -70,6 +71,7 @@ def _decode_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     ALIBI: tl.constexpr,
     DISTANCES: tl.constexpr,
@@ -99,7 +101,9 @@ def _decode_kernel(
         if tl.load(query_start_ptr + row + 1) != row + 1:
             return
     seq_len = tl.load(seq_lens_ptr + row)
-    lower, first, end, per_split = _split_tiles(seq_len, num_splits, BLOCK_N, MIN_TILES, WINDOW)
+    lower, first, end, per_split = _split_tiles(
+        seq_len, num_splits, BLOCK_N, MIN_TILES, WINDOW, CHUNK
+    )
     begin_tile = first + split * per_split
     end_tile = tl.minimum(begin_tile + per_split, end)
     if SPLIT:
@@ -227,6 +231,8 @@ def paged_attention_decode(
     *,
     scale: float,
     sliding_window: int | None = None,
+    attention_chunk_size: int | None = None,
+    chunk_lookback: int = 0,
     soft_cap: float | None = None,
     alibi_slopes: torch.Tensor | None = None,
     distance_bias: torch.Tensor | None = None,
@@ -248,8 +254,8 @@ def paged_attention_decode(
     contiguous, added by the distance to the key, the last one from there on; sinks: [num_heads],
     one additional logit per head in the softmax's sum. `workspace`: float32, at least
     `workspace_elements(...)`, contents free; None: allocated here. Cache positions beyond a row's
-    length, or before its window, are never read. query_start: [at least num_rows + 1] int32; if
-    given, only the leading rows with query_start[row + 1] = row + 1 are computed. No host
+    length, or before its window or chunks, are never read. query_start: [at least num_rows + 1]
+    int32; if given, only the leading rows with query_start[row + 1] = row + 1 are computed. No host
     synchronisation; safe to capture.
     """
     num_rows, num_heads, head_dim = query.shape
@@ -264,6 +270,7 @@ def paged_attention_decode(
             f"float32 heads of {head_dim} channels cannot be read from 8 bits on a GPU: take "
             "bfloat16 or float16, or a cache of the model's type"
         )
+    reach = reach_constants(sliding_window, attention_chunk_size, chunk_lookback)
     group = num_heads // num_kv_heads
     key_width, value_width = cache.key_width(head_dim), cache.value_width(head_dim)
     block_n, num_warps, num_stages = config or decode_config(
@@ -310,7 +317,7 @@ def paged_attention_decode(
         GROUP=group,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=cache.block_size,
-        WINDOW=sliding_window or 0,
+        **reach,
         SOFT_CAP=soft_cap or 0.0,
         ALIBI=alibi_slopes is not None,
         DISTANCES=0 if distance_bias is None else distance_bias.shape[1],
@@ -345,7 +352,7 @@ def paged_attention_decode(
             out.stride(1),
             NUM_HEADS=num_heads,
             HEAD_DIM=head_dim,
-            WINDOW=sliding_window or 0,
+            **reach,
             SINKS=sinks is not None,
             MIXED=query_start is not None,
             MIN_TILES=MIN_SPLIT_TILES,

@@ -6,9 +6,9 @@ The device finds the row of a tile by a binary search over query_start: the host
 nothing per step.
 
 Operations: 4 * head_dim * num_heads * sum over queries of the keys each one sees, plus what a
-tile of BLOCK_M / group queries by BLOCK_N keys rounds up; blocks beyond the diagonal or before the
-window are skipped. Memory: query and output once, and each row's keys and values once for each of
-its query tiles (from the L2 cache, mostly).
+tile of BLOCK_M / group queries by BLOCK_N keys rounds up; blocks beyond the diagonal, or before the
+window or chunks, are skipped. Memory: query and output once, and each row's keys and values once
+for each of its query tiles (from the L2 cache, mostly).
 
 Heads of more than 256 channels: registers do not hold a tile's sums over all channels of the
 values. Each half of them has a program of its own, which computes the tile's scores again, so there
@@ -34,6 +34,7 @@ from .quantized_tiles import (
     product_dtype,
     product_query,
 )
+from .reach import last_hidden, reach_constants
 
 
 @triton.jit
@@ -82,6 +83,7 @@ def _prefill_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     ALIBI: tl.constexpr,
     DISTANCES: tl.constexpr,
@@ -151,7 +153,7 @@ def _prefill_kernel(
         query_sum = tl.sum(query.to(tl.float32), axis=1)
 
     # first, last: cache positions of the tile's queries. Every query sees keys
-    # [last - WINDOW + 1, first]; some query sees keys [first - WINDOW + 1, last].
+    # after last_hidden(last) up to first; some query sees keys after last_hidden(first) up to last.
     context = seq_len - query_len
     first = context + tile_start
     last = tl.minimum(first + BLOCK_Q, seq_len) - 1
@@ -162,9 +164,10 @@ def _prefill_kernel(
     begin = 0
     full_begin = 0
     if WINDOW > 0:
-        lower = tl.maximum(first - WINDOW + 1, 0)
+        lower = tl.maximum(last_hidden(first, WINDOW, CHUNK) + 1, 0)
         begin = lower // BLOCK_N
-        full_begin = tl.minimum(tl.cdiv(tl.maximum(last - WINDOW + 1, 0), BLOCK_N), end)
+        seen_by_all = tl.maximum(last_hidden(last, WINDOW, CHUNK) + 1, 0)
+        full_begin = tl.minimum(tl.cdiv(seen_by_all, BLOCK_N), end)
 
     acc = tl.zeros([BLOCK_M, 2 * BLOCK_V if VALUE_BITS == 4 else BLOCK_V], tl.float32)
     rest = tl.zeros([BLOCK_M], tl.float32)
@@ -192,23 +195,24 @@ def _prefill_kernel(
             acc, rest, m, total, query, query_sum, position_q,
             begin, full_begin, key_base, value_base, key_words_ptr, value_words_ptr, kv_head,
             table, lower, seq_len, slope, scale, stride_block, stride_slot, NUM_KV_HEADS,
-            KEY_BITS, VALUE_BITS, KEY_WIDTH, VALUE_WIDTH, BLOCK_SIZE, WINDOW, SOFT_CAP, ALIBI,
-            DISTANCES, BLOCK_N, BLOCK_K, BLOCK_V, VALUE_PARTS, out_ptr.dtype.element_ty, True,
+            KEY_BITS, VALUE_BITS, KEY_WIDTH, VALUE_WIDTH, BLOCK_SIZE, WINDOW, CHUNK, SOFT_CAP,
+            ALIBI, DISTANCES, BLOCK_N, BLOCK_K, BLOCK_V, VALUE_PARTS, out_ptr.dtype.element_ty,
+            True,
         )  # fmt: skip
     acc, rest, m, total = _attend(
         acc, rest, m, total, query, query_sum, position_q,
         full_begin, full_end, key_base, value_base, key_words_ptr, value_words_ptr, kv_head,
         table, lower, seq_len, slope, scale, stride_block, stride_slot, NUM_KV_HEADS,
-        KEY_BITS, VALUE_BITS, KEY_WIDTH, VALUE_WIDTH, BLOCK_SIZE, WINDOW, SOFT_CAP, ALIBI,
-        DISTANCES, BLOCK_N, BLOCK_K, BLOCK_V, VALUE_PARTS, out_ptr.dtype.element_ty, False,
+        KEY_BITS, VALUE_BITS, KEY_WIDTH, VALUE_WIDTH, BLOCK_SIZE, WINDOW, CHUNK, SOFT_CAP,
+        ALIBI, DISTANCES, BLOCK_N, BLOCK_K, BLOCK_V, VALUE_PARTS, out_ptr.dtype.element_ty, False,
     )  # fmt: skip
     tail = tl.maximum(full_begin, full_end)
     acc, rest, m, total = _attend(
         acc, rest, m, total, query, query_sum, position_q,
         tail, end, key_base, value_base, key_words_ptr, value_words_ptr, kv_head,
         table, lower, seq_len, slope, scale, stride_block, stride_slot, NUM_KV_HEADS,
-        KEY_BITS, VALUE_BITS, KEY_WIDTH, VALUE_WIDTH, BLOCK_SIZE, WINDOW, SOFT_CAP, ALIBI,
-        DISTANCES, BLOCK_N, BLOCK_K, BLOCK_V, VALUE_PARTS, out_ptr.dtype.element_ty, True,
+        KEY_BITS, VALUE_BITS, KEY_WIDTH, VALUE_WIDTH, BLOCK_SIZE, WINDOW, CHUNK, SOFT_CAP,
+        ALIBI, DISTANCES, BLOCK_N, BLOCK_K, BLOCK_V, VALUE_PARTS, out_ptr.dtype.element_ty, True,
     )  # fmt: skip
 
     if VALUE_BITS < 16:
@@ -278,6 +282,8 @@ def paged_attention_prefill(
     scale: float,
     max_query_len: int,
     sliding_window: int | None = None,
+    attention_chunk_size: int | None = None,
+    chunk_lookback: int = 0,
     soft_cap: float | None = None,
     alibi_slopes: torch.Tensor | None = None,
     distance_bias: torch.Tensor | None = None,
@@ -301,9 +307,9 @@ def paged_attention_prefill(
     (key's position - query's) added to the logits; distance_bias, in place of them: [num_heads,
     num_distances], contiguous, added by the distance to the key, the last one from there on; sinks:
     [num_heads], one additional logit per head in the softmax's sum. Cache positions beyond a row's
-    length or before its first query's window are never read. bounds: [2] int32, first_row and the
-    number of rows, if only the device knows them; then `max_rows` is the largest possible number of
-    rows, and tokens of other rows are not written. No host synchronisation.
+    length or before its first query's window or chunks are never read. bounds: [2] int32, first_row
+    and the number of rows, if only the device knows them; then `max_rows` is the largest possible
+    number of rows, and tokens of other rows are not written. No host synchronisation.
     """
     all_tokens, num_heads, head_dim = query.shape
     cache = cache_arguments(kv_cache)
@@ -345,7 +351,7 @@ def paged_attention_prefill(
         GROUP=group,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=cache.block_size,
-        WINDOW=sliding_window or 0,
+        **reach_constants(sliding_window, attention_chunk_size, chunk_lookback),
         SOFT_CAP=soft_cap or 0.0,
         ALIBI=alibi_slopes is not None,
         DISTANCES=0 if distance_bias is None else distance_bias.shape[1],

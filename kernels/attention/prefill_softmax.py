@@ -13,6 +13,7 @@ from .quantized_tiles import (
     widen_floats,
     word_places,
 )
+from .reach import last_hidden
 
 
 @triton.jit
@@ -45,6 +46,7 @@ def _attend(
     VALUE_WIDTH: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     ALIBI: tl.constexpr,
     DISTANCES: tl.constexpr,
@@ -60,7 +62,7 @@ def _attend(
     acc: [M, channels]; rest: [M], of quantized values, what each channel of the sum lacks, unused
     otherwise; query: of `product_dtype`; DTYPE: of which queries were.
     Without MASKED every query of the tile sees all of these keys. No query sees a key before
-    `lower`: blocks before the window may have been freed.
+    `lower`: blocks before it may have been freed.
     """
     LOG2E: tl.constexpr = 1.4426950408889634
     offs_n = tl.arange(0, BLOCK_N)
@@ -127,7 +129,8 @@ def _attend(
         if MASKED:
             visible = position[None, :] <= position_q[:, None]
             if WINDOW > 0:
-                visible = visible & (position[None, :] > position_q[:, None] - WINDOW)
+                hidden = last_hidden(position_q, WINDOW, CHUNK)
+                visible = visible & (position[None, :] > hidden[:, None])
             scores = tl.where(visible, scores, -float("inf"))
         m_new = tl.maximum(m, tl.max(scores, axis=1))
         # In masked tiles before its first visible key a query sees no key: stay at 0, not NaN.

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
+from ...core.cache.reach import Reach
 from ...core.nn.context import BatchLayout
 from ...core.protocols.attention import AttentionBackend, AttentionSpec
 
@@ -46,8 +47,8 @@ class FlexMetadata:
 
     layout: BatchLayout
     pieces: list[Piece]
-    masks: dict[tuple[int, int | None], Any]
-    """By piece and sliding window."""
+    masks: dict[tuple[int, Reach | None], Any]
+    """By piece and reach."""
 
 
 class FlexAttention(AttentionBackend):
@@ -56,8 +57,11 @@ class FlexAttention(AttentionBackend):
     name: ClassVar[str] = "flex"
     cache_groups: ClassVar[bool] = True
     features: ClassVar[frozenset[str]] = frozenset(
-        {"sliding_window", "soft_cap", "alibi_slopes", "sinks"}
-    )
+        {
+            "sliding_window", "attention_chunk_size", "chunk_lookback", "soft_cap", "alibi_slopes",
+            "sinks",
+        }
+    )  # fmt: skip
 
     @classmethod
     def supports(cls, spec: AttentionSpec, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -148,10 +152,11 @@ class FlexAttention(AttentionBackend):
         """query: [num_tokens, num_heads, head_dim] → the same shape; see the protocol."""
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         for number, piece in enumerate(metadata.pieces):
-            window, first_block = spec.sliding_window, 0
-            if window is not None:
-                # Blocks before the window may have been released.
-                first_block = max(piece.least_context - window + 1, 0) // self.block_size
+            reach, first_block = spec.reach, 0
+            if reach is not None:
+                # Blocks out of reach may have been released.
+                first = max(reach.first_visible(piece.least_context), 0)
+                first_block = first // self.block_size
             context = piece.context - first_block * self.block_size
             blocks = metadata.layout.block_table[piece.rows, first_block : piece.end_block]
             num_rows = blocks.shape[0]
@@ -159,25 +164,26 @@ class FlexAttention(AttentionBackend):
             keys, values = (
                 part.index_select(0, blocks.reshape(-1)).view(shape) for part in kv_cache
             )
-            # Values after a row's end or before its window are undefined, maybe NaN, which a zero
+            # Values after a row's end or out of its reach are undefined, maybe NaN, which a zero
             # weight keeps.
             positions = torch.arange(keys.shape[1], device=query.device)
             hidden = positions >= (context + piece.num_queries)[:, None]
-            if window is not None:
-                hidden |= positions <= (context - window)[:, None]
+            if reach is not None:
+                first_seen = context - (piece.context - reach.first_visible(piece.context))
+                hidden |= positions < first_seen[:, None]
             for part in (keys, values):
                 part.masked_fill_(hidden[:, :, None, None], 0.0)
-            mask = metadata.masks.get((number, window))
+            mask = metadata.masks.get((number, reach))
             if mask is None:
                 mask = create_block_mask(
-                    _visible(context, window),
+                    _visible(context, reach, piece.context),
                     num_rows,
                     None,
                     piece.num_queries,
                     keys.shape[1],
                     device=query.device,
                 )
-                metadata.masks[number, window] = mask
+                metadata.masks[number, reach] = mask
             queries = query[piece.tokens].view(num_rows, -1, spec.num_heads, spec.head_dim)
             attended, lse = self._call(
                 *(self._padded(each).transpose(1, 2) for each in (queries, keys, values)),
@@ -214,9 +220,12 @@ class FlexAttention(AttentionBackend):
         return _score_mod(caps, slopes, context)
 
 
-def _visible(context: torch.Tensor, window: int | None) -> Callable[..., torch.Tensor]:
-    """Return a mask function: whether a row's query sees a key. context: [rows]"""
-    if window is None:
+def _visible(
+    context: torch.Tensor, reach: Reach | None, first_position: torch.Tensor
+) -> Callable[..., torch.Tensor]:
+    """Return a mask function: whether a row's query sees a key. context, first_position: [rows] of
+    each row's first query, the place among the gathered keys and the position."""
+    if reach is None:
 
         def causal(row: Any, head: Any, query: Any, key: Any) -> torch.Tensor:
             seen: torch.Tensor = key <= context[row] + query
@@ -224,12 +233,24 @@ def _visible(context: torch.Tensor, window: int | None) -> Callable[..., torch.T
 
         return causal
 
+    window, chunk_size = reach.most_tokens, reach.chunk_size
+
     def windowed(row: Any, head: Any, query: Any, key: Any) -> torch.Tensor:
         own = context[row] + query
         seen: torch.Tensor = (key <= own) & (key > own - window)
         return seen
 
-    return windowed
+    if chunk_size is None:
+        return windowed
+
+    def chunked(row: Any, head: Any, query: Any, key: Any) -> torch.Tensor:
+        own, position = context[row] + query, first_position[row] + query
+        # As `Reach.first_visible`: the window of the chunk's last position.
+        last = own + chunk_size - 1 - position % chunk_size
+        seen: torch.Tensor = (key <= own) & (key > last - window)
+        return seen
+
+    return chunked
 
 
 def _score_mod(

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from ...core.cache.formats import QUANTIZED_FORMATS
+from ...core.cache.reach import Reach
 from ...core.nn.context import BatchLayout
 from ...core.nn.kv_cache.quantized_cache import KVCache, read_keys, read_values
 from ...core.protocols.attention import AttentionBackend, AttentionSpec
@@ -50,8 +51,8 @@ class TorchMetadata:
     layout: BatchLayout
     starts: list[int]
     seq_lens: list[int]
-    chunks: dict[tuple[int | None, int], list[DecodeChunk]] = field(default_factory=dict)
-    """By sliding window and by cache positions that may be gathered at once."""
+    chunks: dict[tuple[Reach | None, int], list[DecodeChunk]] = field(default_factory=dict)
+    """By reach and by cache positions that may be gathered at once."""
 
 
 class _Extras(NamedTuple):
@@ -110,8 +111,8 @@ class TorchAttention(AttentionBackend):
     bounded_lengths: ClassVar[bool] = True
     features: ClassVar[frozenset[str]] = frozenset(
         {
-            "sliding_window", "soft_cap", "alibi_slopes", "sinks", "distance_bias", "key_scale",
-            "value_scale",
+            "sliding_window", "attention_chunk_size", "chunk_lookback", "soft_cap", "alibi_slopes",
+            "sinks", "distance_bias", "key_scale", "value_scale",
         }
     )  # fmt: skip
 
@@ -176,7 +177,8 @@ class TorchAttention(AttentionBackend):
         """Split the one-token rows into runs where a gather would be too large or mostly
         padding."""
         budget = max(GATHER_ELEMENTS // (spec.num_kv_heads * spec.head_dim), self.block_size)
-        cached = metadata.chunks.get((spec.sliding_window, budget))
+        reach = spec.reach
+        cached = metadata.chunks.get((reach, budget))
         if cached is not None:
             return cached
         chunks: list[DecodeChunk] = []
@@ -185,7 +187,7 @@ class TorchAttention(AttentionBackend):
         for row, seq_len in enumerate(metadata.seq_lens):
             if metadata.starts[row + 1] - metadata.starts[row] != 1:
                 continue
-            seen = min(seq_len, spec.sliding_window or seq_len)
+            seen = seq_len if reach is None else min(seq_len, reach.most_tokens)
             padded = (row + 1 - first) * max(longest, seen)
             wasteful = padded > 2 * (useful + seen) + PADDING_ALLOWED
             if row != end or padded > budget or wasteful:
@@ -195,17 +197,17 @@ class TorchAttention(AttentionBackend):
             useful, longest, end = useful + seen, max(longest, seen), row + 1
         if end > first:
             chunks.append(self._decode_chunk(spec, metadata, first, end))
-        metadata.chunks[spec.sliding_window, budget] = chunks
+        metadata.chunks[reach, budget] = chunks
         return chunks
 
     def _decode_chunk(
         self, spec: AttentionSpec, metadata: TorchMetadata, first: int, end: int
     ) -> DecodeChunk:
         lengths = metadata.seq_lens[first:end]
-        window = spec.sliding_window
+        reach = spec.reach
         first_block = 0
-        if window is not None:
-            first_block = max(min(lengths) - window, 0) // self.block_size
+        if reach is not None:
+            first_block = max(reach.first_visible(min(lengths) - 1), 0) // self.block_size
         end_block = max(-(-max(lengths) // self.block_size), first_block + 1)
         seq_lens = metadata.layout.seq_lens[first:end, None]
         positions = torch.arange(
@@ -215,9 +217,9 @@ class TorchAttention(AttentionBackend):
             device=seq_lens.device,
         )
         visible = positions < seq_lens
-        if window is not None:
-            visible &= positions >= seq_lens - window
-        num_shared = min(lengths) if window is None else 0
+        if reach is not None:
+            visible &= positions >= reach.first_visible(seq_lens - 1)
+        num_shared = min(lengths) if reach is None else 0
         return DecodeChunk(first, end, first_block, end_block, num_shared, visible)
 
     def _decode(
@@ -281,8 +283,10 @@ class TorchAttention(AttentionBackend):
         first, end = metadata.starts[row], metadata.starts[row + 1]
         seq_len = metadata.seq_lens[row]
         context = seq_len - (end - first)
-        window = spec.sliding_window
-        first_block = 0 if window is None else max(context - window + 1, 0) // self.block_size
+        reach = spec.reach
+        first_block = 0
+        if reach is not None:
+            first_block = max(reach.first_visible(context), 0) // self.block_size
         origin = first_block * self.block_size
         blocks = metadata.layout.block_table[row, first_block : -(-seq_len // self.block_size)]
         gathered = _gather(spec, kv_cache, blocks, query.dtype)
@@ -292,7 +296,8 @@ class TorchAttention(AttentionBackend):
         keys = keys.transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1)
         values = values.transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1)
         queries = query[first:end].view(end - first, -1, group, spec.head_dim).permute(1, 2, 0, 3)
-        if context == 0 and (window is None or window >= seq_len) and extras.none(spec):
+        sees_all = reach is None or reach.most_tokens >= seq_len
+        if context == 0 and sees_all and extras.none(spec):
             attended = F.scaled_dot_product_attention(
                 queries, keys, values, is_causal=True, scale=spec.scale
             )
@@ -304,10 +309,11 @@ class TorchAttention(AttentionBackend):
             stop = min(begin + step, end - first)
             # No query of this piece sees keys after its last query.
             num_keys = context + stop - origin
-            distance = positions[context + begin - origin : num_keys, None] - positions[:num_keys]
+            own = positions[context + begin - origin : num_keys, None]
+            distance = own - positions[:num_keys]
             mask = distance >= 0
-            if window is not None:
-                mask &= distance < window
+            if reach is not None:
+                mask &= positions[:num_keys] >= reach.first_visible(own)
             attended = _attend(
                 spec,
                 queries[:, :, begin:stop],

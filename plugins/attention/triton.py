@@ -12,7 +12,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -98,6 +98,8 @@ class TritonAttention(AttentionBackend):
     features: ClassVar[frozenset[str]] = frozenset(
         {
             "sliding_window",
+            "attention_chunk_size",
+            "chunk_lookback",
             "soft_cap",
             "alibi_slopes",
             "sinks",
@@ -227,16 +229,13 @@ class TritonAttention(AttentionBackend):
                 kv_cache,
                 layout.block_table,
                 layout.seq_lens,
-                scale=spec.scale,
-                sliding_window=spec.sliding_window,
-                soft_cap=spec.soft_cap,
+                **_layer_arguments(spec),
                 alibi_slopes=slopes,
                 distance_bias=distance_bias,
                 sinks=sinks,
                 num_splits=self._num_splits(spec, rows, query.dtype),
                 workspace=self._workspace(spec, query.dtype).floats,
                 out=out[:rows],
-                cache_scales=(spec.key_scale, spec.value_scale),
             )
         for run in metadata.runs:
             tokens = slice(run.first_token, run.end_token)
@@ -249,17 +248,14 @@ class TritonAttention(AttentionBackend):
                 layout.block_table,
                 layout.query_start,
                 layout.seq_lens[: run.end_row],
-                scale=spec.scale,
+                **_layer_arguments(spec),
                 max_query_len=run.max_query_len,
-                sliding_window=spec.sliding_window,
-                soft_cap=spec.soft_cap,
                 alibi_slopes=slopes,
                 distance_bias=distance_bias,
                 sinks=sinks,
                 first_row=run.first_row,
                 num_tokens=run.end_token - run.first_token,
                 out=out,
-                cache_scales=(spec.key_scale, spec.value_scale),
             )
         return out
 
@@ -287,16 +283,13 @@ class TritonAttention(AttentionBackend):
                 layout.block_table,
                 layout.query_start,
                 layout.seq_lens,
-                scale=spec.scale,
+                **_layer_arguments(spec),
                 max_query_len=layout.max_query_len,
-                sliding_window=spec.sliding_window,
-                soft_cap=spec.soft_cap,
                 alibi_slopes=slopes,
                 distance_bias=distance_bias,
                 sinks=sinks,
                 num_tokens=layout.num_tokens,
                 out=out,
-                cache_scales=(spec.key_scale, spec.value_scale),
                 bounds=mixed.bounds,
                 max_rows=mixed.max_prompt_rows,
             )
@@ -311,16 +304,13 @@ class TritonAttention(AttentionBackend):
                 kv_cache,
                 layout.block_table,
                 layout.seq_lens,
-                scale=spec.scale,
-                sliding_window=spec.sliding_window,
-                soft_cap=spec.soft_cap,
+                **_layer_arguments(spec),
                 alibi_slopes=slopes,
                 distance_bias=distance_bias,
                 sinks=sinks,
                 num_splits=self._num_splits(spec, rows, query.dtype),
                 workspace=self._workspace(spec, query.dtype).floats,
                 out=out[:rows],
-                cache_scales=(spec.key_scale, spec.value_scale),
                 query_start=layout.query_start,
             )
         return out
@@ -378,17 +368,14 @@ class TritonAttention(AttentionBackend):
             layout.block_table,
             layout.seq_lens,
             layout.slot_mapping,
-            scale=spec.scale,
+            **_layer_arguments(spec),
             counters=workspace.counters,
             workspace=workspace.floats,
             num_splits=self._num_splits(spec, rows, qkv.dtype),
             cos_sin=cos_sin,
             query_norm=query_norm,
             key_norm=key_norm,
-            sliding_window=spec.sliding_window,
-            soft_cap=spec.soft_cap,
             alibi_slopes=None if spec.alibi_slopes is None else self._slopes(spec.alibi_slopes),
-            cache_scales=(spec.key_scale, spec.value_scale),
             positions=layout.positions,
             query_ring=query_ring,
             norm_last=norm_last,
@@ -403,7 +390,9 @@ class TritonAttention(AttentionBackend):
         return slopes_tensor
 
     def _num_splits(self, spec: AttentionSpec, rows: int, dtype: torch.dtype) -> int:
-        longest = min(self.max_model_len, spec.sliding_window or self.max_model_len)
+        longest, reach = self.max_model_len, spec.reach
+        if reach is not None:
+            longest = min(longest, reach.most_tokens)
         return choose_num_splits(
             rows, spec.num_kv_heads, spec.head_dim, dtype, longest, self.num_sms
         )
@@ -414,7 +403,7 @@ class TritonAttention(AttentionBackend):
         shape = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
         workspace = self._workspaces.get(shape)
         if workspace is None:
-            # The window is ignored: layers of the same head shape share this.
+            # Window and chunks are ignored: layers of the same head shape share this.
             free = AttentionSpec(
                 num_heads=spec.num_heads,
                 num_kv_heads=spec.num_kv_heads,
@@ -436,12 +425,24 @@ class TritonAttention(AttentionBackend):
         return workspace
 
 
+def _layer_arguments(spec: AttentionSpec) -> dict[str, Any]:
+    """Return what all kernels are given of a layer."""
+    return {
+        "scale": spec.scale,
+        "sliding_window": spec.sliding_window,
+        "attention_chunk_size": spec.attention_chunk_size,
+        "chunk_lookback": spec.chunk_lookback,
+        "soft_cap": spec.soft_cap,
+        "cache_scales": (spec.key_scale, spec.value_scale),
+    }
+
+
 def _takes_dense(spec: AttentionSpec, run: Run) -> bool:
-    window = spec.sliding_window
+    reach = spec.reach
     return (
         run.fresh
-        and spec.features <= {"sliding_window"}
-        and (window is None or window >= run.max_query_len)
+        and spec.features <= {"sliding_window", "attention_chunk_size", "chunk_lookback"}
+        and (reach is None or reach.most_tokens >= run.max_query_len)
         and spec.head_dim % 8 == 0
         and spec.head_dim <= 128
     )

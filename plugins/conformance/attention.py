@@ -28,6 +28,7 @@ from .attention_cases import (
     BATCHES,
     CASES,
     MAX_MODEL_LEN,
+    REACHES,
     FutureSpec,
     assert_same,
     bound_layer,
@@ -196,10 +197,14 @@ class AttentionBackendKit(CacheChecks, GraphChecks, Kit):
             {"sliding_window": 24},
             {"soft_cap": 4.0},
             {"sliding_window": 33, "soft_cap": 4.0},
+            {"attention_chunk_size": 16},
+            {"attention_chunk_size": 19, "soft_cap": 4.0},
+            {"attention_chunk_size": 10, "chunk_lookback": 2},
             {"alibi_slopes": (0.5, 0.25, 0.125, 0.0625)},
             {"alibi_slopes": (0.3, 0.01, 0.9, 0.5), "sliding_window": 24, "soft_cap": 4.0},
             {"sinks": True},
             {"sinks": True, "sliding_window": 24},
+            {"sinks": True, "attention_chunk_size": 19, "chunk_lookback": 1},
             {"distance_bias": True},
             {"distance_bias": True, "sliding_window": 24, "soft_cap": 4.0},
         ],
@@ -208,19 +213,23 @@ class AttentionBackendKit(CacheChecks, GraphChecks, Kit):
     def test_features(self, batch: str, features: dict[str, Any], dtype: torch.dtype) -> None:
         self.check(BATCHES[batch], make_spec(**features), dtype, 16)
 
-    def test_nothing_is_read_behind_a_window(self, dtype: torch.dtype) -> None:
-        """If it claims `cache_groups`: blocks before the window belong to others, or hold NaN."""
-        spec = make_spec(sliding_window=40)
+    @pytest.mark.parametrize("features", REACHES, ids="+".join)
+    def test_nothing_is_read_out_of_reach(
+        self, features: dict[str, Any], dtype: torch.dtype
+    ) -> None:
+        """If it claims `cache_groups`: blocks before the window or chunks belong to others, or hold
+        NaN."""
+        spec = make_spec(**features)
         if not self.make(spec, dtype, 8).cache_groups:
             pytest.skip(f"{self.name} does not claim cache_groups")
         self.check([(300, 1), (41, 1), (150, 1), (200, 70), (90, 3)], spec, dtype, 8)
 
-    @pytest.mark.parametrize("window", [None, 40])
-    def test_lengths_that_only_the_device_knows(self, window: int | None) -> None:
+    @pytest.mark.parametrize("features", [{}, *REACHES], ids=lambda f: "+".join(f) or "plain")
+    def test_lengths_that_only_the_device_knows(self, features: dict[str, Any]) -> None:
         """If it claims `bounded_lengths`: the host has upper bounds of them, block tables are as
         wide, and rows of a few tokens are drafts."""
         sizes = [(90, 1), (200, 6), (33, 1), (17, 4), (64, 2), (40, 40)]
-        spec = make_spec(sliding_window=window)
+        spec = make_spec(**features)
         backend = self.make(spec, torch.float32, 8)
         if not backend.bounded_lengths:
             pytest.skip(f"{self.name} does not claim bounded_lengths")
@@ -264,6 +273,7 @@ class AttentionBackendKit(CacheChecks, GraphChecks, Kit):
             {"sinks": True},
             {"soft_cap": 4.0},
             {"sliding_window": 24},
+            {"attention_chunk_size": 24},
         ):
             spec = make_spec(**features)
             reason = attention_refusal(self.backend_class, spec, self.device, torch.float32)
@@ -331,9 +341,11 @@ class AttentionBackendKit(CacheChecks, GraphChecks, Kit):
         ones."""
         shapes = [(4, 2, 64, 16), (8, 1, 128, 16)]
         specs = [make_spec(shape) for shape in shapes]
-        if attention_refusal(self.backend_class, make_spec(sliding_window=9), self.device,
-                             torch.float32) is None:  # fmt: skip
-            specs.append(make_spec(shapes[0], sliding_window=9))
+        # Two that see as many tokens at most, but not the same ones.
+        for features in ({"sliding_window": 18}, {"attention_chunk_size": 18}):
+            spec = make_spec(shapes[0], **features)
+            if not attention_refusal(self.backend_class, spec, self.device, torch.float32):
+                specs.append(spec)
         backend = self.make(specs[0], torch.float32, 16)
         for number, sizes in enumerate(BATCHES[name] for name in ("mixed", "decode", "chunk")):
             metadata = None

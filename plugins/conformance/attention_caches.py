@@ -67,6 +67,7 @@ class CacheChecks:
     @pytest.mark.parametrize(
         ("batch", "features"),
         [*((batch, {}) for batch in BATCHES), ("mixed", {"sliding_window": 24, "soft_cap": 4.0}),
+         ("mixed", {"attention_chunk_size": 19}), ("decode", {"attention_chunk_size": 19}),
          ("decode", {"sinks": True})],
         ids=lambda case: case if isinstance(case, str) else "+".join(case) or "plain",
     )  # fmt: skip

@@ -36,6 +36,12 @@ CASES = [(batch, shape) for shape in SHAPES[:2] for batch in BATCHES] + [
     (batch, shape) for shape in SHAPES[2:] for batch in ("decode", "mixed")
 ]
 MAX_MODEL_LEN = 1024
+REACHES: list[dict[str, Any]] = [
+    {"sliding_window": 40},
+    {"attention_chunk_size": 40},
+    {"attention_chunk_size": 30, "chunk_lookback": 1},
+]
+"""Fields of layers that do not attend to all tokens."""
 
 
 class FutureSpec(AttentionSpec, frozen=True, kw_only=True):

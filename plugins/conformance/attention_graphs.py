@@ -13,6 +13,7 @@ from ...core.nn.context import BatchLayout
 from ...core.worker.selection import attention_refusal
 from .attention_cases import (
     MAX_MODEL_LEN,
+    REACHES,
     make_spec,
     run_layer,
 )
@@ -83,14 +84,15 @@ class GraphChecks:
             replay()
             self.assert_near(out, dense_attention(spec, batch.rows).flatten(1), dtype)
 
-    def test_decode_reads_lengths_on_the_device(self) -> None:
+    @pytest.mark.parametrize("features", [{}, *REACHES], ids=lambda f: "+".join(f) or "plain")
+    def test_decode_reads_lengths_on_the_device(self, features: dict[str, Any]) -> None:
         """Checks without a graph what a graph needs: the host's lengths are upper bounds only."""
-        self._decode_graph(capture=False)
+        self._decode_graph(capture=False, **features)
 
     @pytest.mark.gpu
     @pytest.mark.parametrize(
         "features",
-        [{}, {"sliding_window": 40}, {"alibi_slopes": tuple(2.0**-n for n in range(1, 9))}],
+        [{}, *REACHES, {"alibi_slopes": tuple(2.0**-n for n in range(1, 9))}],
         ids=lambda features: "+".join(features) or "plain",
     )
     def test_captured_decode_serves_other_lengths(self, features: dict[str, Any]) -> None:

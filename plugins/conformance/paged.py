@@ -56,7 +56,8 @@ def make_batch(
 ) -> Batch:
     """Return random rows in shuffled blocks; NaN in block 0 and wherever no earlier token lies.
 
-    released: blocks before the window were released; the table has block 0 in their place.
+    released: blocks before the window or chunks were released; the table has block 0 in their
+    place.
     """
     random = torch.Generator().manual_seed(seed)
     counts = [-(-length // block_size) for length, _ in sizes]
@@ -79,8 +80,8 @@ def make_batch(
         query = torch.randn(queries, spec.num_heads, spec.head_dim, generator=random).to(dtype)
         flat[0, own[: length - queries]] = key[: length - queries]
         flat[1, own[: length - queries]] = value[: length - queries]
-        if released and spec.sliding_window is not None:
-            behind = max(length - queries - spec.sliding_window + 1, 0) // block_size
+        if released and spec.reach is not None:
+            behind = max(spec.reach.first_visible(length - queries), 0) // block_size
             table[index, :behind] = 0
             cache[:, blocks[:behind]] = float("nan")
         rows.append(Row(query.to(device), key.to(device), value.to(device)))
@@ -132,6 +133,9 @@ def dense_attention(
         seen = distance >= 0
         if spec.sliding_window is not None:
             seen &= distance < spec.sliding_window
+        if spec.attention_chunk_size is not None:
+            chunk = torch.arange(keys, device=row.query.device) // spec.attention_chunk_size
+            seen &= chunk[keys - queries :, None] - chunk <= spec.chunk_lookback
         heads = []
         for head in range(spec.num_heads):
             key, value = row.key[:, head // group].float(), row.value[:, head // group].float()

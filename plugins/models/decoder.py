@@ -45,6 +45,7 @@ class SelfAttention(nn.Module):
         hf = config.hf_config
         num_heads, num_kv_heads = config.num_heads, self.kv_heads(config)
         self.ranks, self.head_dim = build.ranks, config.head_dim
+        self.max_model_len = config.max_model_len
         self.all_heads = num_heads
         self.own = HeadShare.of(num_heads, num_kv_heads, build.ranks.tensor)
         """This rank's heads, of all."""

@@ -1,5 +1,5 @@
-"""Llama 4 (text): rotated layers with norms of heads behind the rotation, others whose queries grow
-with their position, and one expert for each token beside a shared one."""
+"""Llama 4 (text): rotated layers that attend to chunks, with norms of heads behind the rotation,
+others whose queries grow with their position, and one expert for each token beside a shared one."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ from ...core.nn.experts import SparseMLP
 from ...core.nn.mlp import GatedMLP
 from ...core.nn.rotary import Rotary
 from ...core.nn.routing import Routing, RoutingRule
+from ...core.protocols.field_kinds import SIZE
 from .decoder import CausalLM, Decoder
 from .expert_fields import EXPERTS
 from .parts import RotatedFirstAttention, WeightlessRMSNorm
+from .windows import ChunkedAttention
 
 
-class Llama4Attention(RotatedFirstAttention):
+class Llama4Attention(ChunkedAttention, RotatedFirstAttention):
     def __init__(self, config: ModelConfig, layer: int, build: BuildContext) -> None:
         super().__init__(config, layer, build)
         hf = config.hf_config
@@ -67,7 +69,7 @@ class ScaledInputMLP(SparseMLP):
 
 class Llama4ForCausalLM(CausalLM):
     tensor_parallel = True
-    config_fields = EXPERTS
+    config_fields = {**EXPERTS, "attention_chunk_size": SIZE}
     attention = Llama4Attention
     decoder = Llama4Decoder
     weight_map = dataclasses.replace(
@@ -80,19 +82,6 @@ class Llama4ForCausalLM(CausalLM):
             "down_proj": Together("down_proj.weight", transposed=True),
         },
     )
-
-    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-        """Raises ConfigError for texts longer than a chunk, within which its rotated layers
-        attend."""
-        hf = config.hf_config
-        chunk = getattr(hf, "attention_chunk_size", None)
-        if chunk is not None and config.max_model_len > chunk:
-            raise ConfigError(
-                f"max_model_len: {config.max_model_len} is more than attention_chunk_size {chunk}, "
-                f"beyond which this model is not served; set it to {chunk}",
-                param="max_model_len",
-            )
-        super().__init__(config, build)
 
     @staticmethod
     def row_orders(config: ModelConfig) -> dict[str, RowOrder]:

@@ -1,12 +1,19 @@
-"""Rnj-1: Gemma 3 whose local layers attend to a key's own chunk and to the one before it."""
+"""Rnj-1: Gemma 3 whose local layers attend to a token's own chunk and to the one before it."""
 
 from __future__ import annotations
 
-from ...core.errors import ConfigError
 from ...core.loading.model_config import ModelConfig
 from ...core.nn.context import BuildContext
 from ...core.nn.rotary import Rotary
-from .gemma3 import Gemma3Decoder, Gemma3ForCausalLM
+from .gemma3 import Gemma3Attention, Gemma3Decoder, Gemma3ForCausalLM
+from .windows import ChunkedAttention
+
+
+class Rnj1Attention(ChunkedAttention, Gemma3Attention):
+    """Two chunks are `sliding_window` tokens. Source: vLLM's rnj1.py, by its `chunk_lookback`."""
+
+    chunk_field = "sliding_window"
+    chunk_lookback = 1
 
 
 class Rnj1Decoder(Gemma3Decoder):
@@ -21,21 +28,6 @@ class Rnj1Decoder(Gemma3Decoder):
 
 
 class Rnj1ForCausalLM(Gemma3ForCausalLM):
-    """Of texts of up to two chunks, every token is in reach of all local layers: longer ones are
-    refused. A chunk is `sliding_window` tokens."""
-
     tensor_parallel = True
+    attention = Rnj1Attention
     decoder = Rnj1Decoder
-
-    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-        """Raises ConfigError for texts that reach beyond two chunks."""
-        hf = config.hf_config
-        reach = 2 * (hf.sliding_window or 0)
-        if "chunked_attention" in hf.layer_types and config.max_model_len > reach:
-            raise ConfigError(
-                f"max_model_len: {config.max_model_len} is more than two chunks of sliding_window "
-                f"{hf.sliding_window}, beyond which chunked_attention is not served; set it to "
-                f"{reach}",
-                param="max_model_len",
-            )
-        super().__init__(config, build)

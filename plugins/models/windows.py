@@ -1,11 +1,12 @@
-"""Attention with a window in some of the layers, and with sinks."""
+"""Attention with a window or chunks in some of the layers, and with sinks."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
+from ...core.errors import ConfigError
 from ...core.loading.model_config import ModelConfig
 from ...core.nn.context import BuildContext
 from ...core.protocols.attention import AttentionSpec
@@ -24,6 +25,36 @@ def window_of_layer(hf: Any, layer: int) -> int | None:
         window: int | None = hf.sliding_window
         return window
     return None
+
+
+class ChunkedAttention(SelfAttention):
+    """Attends to chunks where `layer_types` says so."""
+
+    chunk_field: ClassVar[str] = "attention_chunk_size"
+    """Field of the configuration that has the most tokens a query sees: those of its own chunk and
+    of the chunks before it."""
+    chunk_lookback: ClassVar[int] = 0
+
+    def spec(self, hf: Any, layer: int) -> AttentionSpec:
+        """Return the spec, with chunks unless a query sees all tokens of the longest text: then any
+        backend serves the layer. Raises ConfigError without a size."""
+        spec = super().spec(hf, layer)
+        if hf.layer_types[layer] != "chunked_attention":
+            return spec
+        field, num_chunks = self.chunk_field, self.chunk_lookback + 1
+        size = getattr(hf, field, None)
+        if not size or size < num_chunks:
+            raise ConfigError(
+                f"{field}: {size} is no size of chunks, which layer_types has "
+                f"(chunked_attention): set it to {num_chunks} or more",
+                param=field,
+            )
+        chunk_size = size // num_chunks
+        if chunk_size * num_chunks >= self.max_model_len:
+            return spec
+        return msgspec.structs.replace(
+            spec, attention_chunk_size=chunk_size, chunk_lookback=self.chunk_lookback
+        )
 
 
 class WindowedAttention(SelfAttention):

@@ -57,6 +57,13 @@ def make_rows(
     return tuple(t.to(DEVICE) for t in (query, cache, table, start, seq_lens))
 
 
+def reach(within):
+    """A window, or chunks as (size, chunks before), as options of a kernel."""
+    if isinstance(within, tuple):
+        return {"attention_chunk_size": within[0], "chunk_lookback": within[1]}
+    return {"sliding_window": within}
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "block", "window", "cap", "splits"),
@@ -68,11 +75,15 @@ def make_rows(
         (4, 2, 128, 32, 300, 30.0, 5),
         (2, 1, 16, 1, None, None, 2),
         (2, 2, 256, 4, 70, None, 1),
+        (8, 2, 64, 16, (50, 0), None, 3),
+        (4, 1, 64, 4, (33, 1), 5.0, 1),
+        (2, 1, 16, 1, (64, 0), None, 4),
         (8, 1, 512, 16, None, 5.0, 3),
     ],
 )
 def test_decode_kernel_equals_its_twin(dtype, heads, kv_heads, dim, block, window, cap, splits):
-    lengths = [1, 33, 64, 131, 230]
+    # Some of these begin or end a chunk.
+    lengths = [1, 34, 64, 133, 230]
     query, cache, table, _, seq_lens = make_rows(
         lengths,
         [1] * 5,
@@ -82,7 +93,7 @@ def test_decode_kernel_equals_its_twin(dtype, heads, kv_heads, dim, block, windo
         block_size=block,
         dtype=dtype,
     )
-    options = {"scale": dim**-0.5, "sliding_window": window, "soft_cap": cap}
+    options = {"scale": dim**-0.5, "soft_cap": cap, **reach(window)}
     actual = paged_attention_decode(query, cache, table, seq_lens, num_splits=splits, **options)
     expected = reference.paged_attention_decode(query, cache, table, seq_lens, **options)
     torch.testing.assert_close(actual, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
@@ -131,6 +142,9 @@ def test_splits_fill_the_device_and_never_outnumber_the_work():
         (4, 1, 64, 4, None, None),
         (7, 1, 96, 16, 37, None),
         (6, 2, 80, 16, 50, 5.0),
+        (4, 1, 64, 4, (20, 0), None),
+        (6, 2, 80, 16, (24, 2), 5.0),
+        (2, 1, 128, 32, (64, 0), None),
         (2, 1, 128, 32, None, 30.0),
         (2, 1, 256, 16, None, None),
         (8, 1, 512, 16, None, None),
@@ -149,7 +163,7 @@ def test_prefill_kernel_equals_its_twin(dtype, heads, kv_heads, dim, block, wind
         block_size=block,
         dtype=dtype,
     )
-    options = {"scale": dim**-0.5, "sliding_window": window, "soft_cap": cap}
+    options = {"scale": dim**-0.5, "soft_cap": cap, **reach(window)}
     actual = paged_attention_prefill(
         query, cache, table, start, seq_lens, max_query_len=max(query_lens), **options
     )
@@ -181,7 +195,7 @@ def test_prefill_kernel_at_every_tile_height(query_len, dim):
 
 @pytest.mark.parametrize("bias", ["alibi_slopes", "distance_bias"])
 @pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize("window", [None, 37])
+@pytest.mark.parametrize("window", [None, 37, (30, 1)])
 def test_biases_and_sinks(splits, window, bias):
     heads, dim = 6, 32
     biases = {
@@ -190,7 +204,7 @@ def test_biases_and_sinks(splits, window, bias):
     }
     options = {
         "scale": 0.2,
-        "sliding_window": window,
+        **reach(window),
         bias: biases[bias].to(DTYPES[1]) if bias == "distance_bias" else biases[bias],
         "sinks": torch.linspace(-2.0, 5.0, heads, device=DEVICE, dtype=DTYPES[1]),
     }
@@ -247,6 +261,7 @@ def test_prefill_from_a_row_on_leaves_the_rows_before_it_alone():
         ([], [(5, 5), (33, 1), (64, 30)], 0, 37, 1),
         ([12, 300], [], 1, None, 2),
         ([9, 70], [(61, 61)], 0, 25, 1),
+        ([40, 1, 133], [(70, 70), (90, 17)], 9, (28, 0), 3),
     ],
 )
 def test_rows_that_the_device_alone_knows_equal_the_twin(
@@ -259,7 +274,7 @@ def test_rows_that_the_device_alone_knows_equal_the_twin(
         lengths, query_lens, num_heads=4, num_kv_heads=2, head_dim=32, block_size=8, dtype=dtype
     )
     expected = reference.paged_attention(
-        query, cache, table, start, seq_lens, scale=0.2, sliding_window=window
+        query, cache, table, start, seq_lens, scale=0.2, **reach(window)
     )
     num_rows, max_decode_rows = len(decode_lens) + 6, len(decode_lens) + 2
     tokens = int(start[-1])
@@ -273,7 +288,7 @@ def test_rows_that_the_device_alone_knows_equal_the_twin(
     more = query.new_zeros(max(0, max_decode_rows - tokens), *query.shape[1:])
     query = torch.cat([query, more])
     actual = torch.full_like(query, float("nan"))
-    options = {"scale": 0.2, "sliding_window": window}
+    options = {"scale": 0.2, **reach(window)}
     paged_attention_decode(
         query[:max_decode_rows], cache, table, seq_lens, num_splits=splits,
         out=actual[:max_decode_rows], query_start=start, **options,

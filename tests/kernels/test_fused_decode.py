@@ -120,6 +120,8 @@ def test_it_equals_its_parts(dtype, splits, sizes):
         (None, False, {"alibi_slopes": case.slopes}),
         (case.partial_cos_sin, True, {"sliding_window": 70, "norm_last": True}),
         (None, True, {"soft_cap": 5.0}),
+        (case.cos_sin, True, {"attention_chunk_size": 43}),
+        (None, False, {"attention_chunk_size": 24, "chunk_lookback": 1}),
     ]
     for cos_sin, norms, options in variants:
         expected, want_cache = case.expected(cos_sin, norms, **options)

@@ -38,6 +38,7 @@ WIDE = 320
 FEATURES: list[dict[str, Any]] = [
     {},
     {"sliding_window": 9, "soft_cap": 3.0},
+    {"attention_chunk_size": 5, "chunk_lookback": 1},
     {"alibi_slopes": [0.5, 0.25, 0.125, 0.0625], "sinks": [-1.0, 2.0, 0.5, 4.0]},
 ]
 

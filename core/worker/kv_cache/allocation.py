@@ -32,17 +32,15 @@ def form_cache_groups(
         max_model_len=max_model_len,
         block_size=config.block_size,
     )
-    windows = {spec.window for spec in specs}
-    if len(groups) == 1 and len(windows) > 1 and len({spec.parts for spec in specs}) > 1:
-        logger.info(
-            "blocks behind sliding windows stay in the cache: layers store different things"
-        )
-    if any(group.window is not None for group in groups):
+    reaches = {spec.reach for spec in specs}
+    if len(groups) == 1 and len(reaches) > 1 and len({spec.parts for spec in specs}) > 1:
+        logger.info("blocks out of reach stay in the cache: layers store different things")
+    if any(group.reach is not None for group in groups):
         reason = refusal
         if config.kv_transfer_config is not None:
             reason = f"KV connector {config.kv_transfer_config.kv_connector} moves them"
         if reason is not None:
-            logger.info("blocks behind sliding windows stay in the cache: %s", reason)
+            logger.info("blocks out of reach stay in the cache: %s", reason)
             return (CacheGroup(tuple(range(len(specs)))),)
     return groups
 

@@ -260,8 +260,8 @@ def load_compressor(
 
 def _refusal(layer: Attention, cache_dtype: torch.dtype) -> str | None:
     """Return why a layer's cache cannot be compacted; None if it can."""
-    if layer.spec.sliding_window is not None:
-        return "a layer has a sliding window, which counts the tokens in the cache"
+    if layer.spec.reach is not None:
+        return "a layer has a sliding window or chunks, which count the tokens in the cache"
     if layer.spec.alibi_slopes is not None:
         return "a layer has ALiBi slopes, which count the tokens in the cache"
     if layer.cache_spec(cache_dtype).parts != Attention.cache_spec(layer, cache_dtype).parts:

@@ -23,8 +23,8 @@ KV_DTYPES = {
 }
 QUANTIZED_WRITES = frozenset({"cached_heads.quantized", "write_cache.quantized"})
 """Features of `Operations` that write a quantized cache."""
-WINDOWS = "sliding_window"
-"""The word in `EngineConfig.kv_cache_dtype_skip_layers` for all layers with a window."""
+LOCAL = "sliding_window"
+"""The word in `EngineConfig.kv_cache_dtype_skip_layers` for all layers with a window or chunks."""
 
 
 class CacheFormats(NamedTuple):
@@ -96,8 +96,8 @@ def _skipped(layers: Sequence[Attention], words: Sequence[str]) -> set[int]:
     """Return the numbers of the layers that stay in the model's type."""
     skipped: set[int] = set()
     for word in words:
-        if word == WINDOWS:
-            numbers = [n for n, layer in enumerate(layers) if layer.spec.sliding_window is not None]
+        if word == LOCAL:
+            numbers = [n for n, layer in enumerate(layers) if layer.spec.reach is not None]
         else:
             try:
                 numbers = [range(len(layers))[int(word)]]
@@ -106,8 +106,8 @@ def _skipped(layers: Sequence[Attention], words: Sequence[str]) -> set[int]:
         if not numbers:
             raise ConfigError(
                 f"kv_cache_dtype_skip_layers: {word!r} names no layer: the model has "
-                f"{len(layers)} with attention, counted from 0, and {WINDOWS} means those with a "
-                "window",
+                f"{len(layers)} with attention, counted from 0, and {LOCAL} means those with a "
+                "window or chunks",
                 param="kv_cache_dtype_skip_layers",
             )
         skipped.update(numbers)

@@ -56,6 +56,6 @@ class AllStages:
         start = sum(len(stage.specs) for stage in self._stages[: self._stage])
         end = start + len(self._stages[self._stage].specs)
         return tuple(
-            CacheGroup(tuple(n - start for n in group.layers if start <= n < end), group.window)
+            CacheGroup(tuple(n - start for n in group.layers if start <= n < end), group.reach)
             for group in groups
         )

@@ -8,6 +8,7 @@ import pytest
 
 from jackfield.core.cache.groups import CacheGroup
 from jackfield.core.cache.kv_manager import NO_HITS, KVCacheManager
+from jackfield.core.cache.reach import Reach
 from jackfield.core.request import Request
 from jackfield.core.sampling_params import SamplingParams
 
@@ -121,11 +122,15 @@ def test_different_salts_and_extras_never_meet(first, second):
     assert find(kv, make_request(list(range(9)), **second)) == []
 
 
-GROUPS = (CacheGroup((0,)), CacheGroup((1,), 9), CacheGroup((2,), 14))
+GROUPS = (CacheGroup((0,)), CacheGroup((1,), Reach(9)), CacheGroup((2,), Reach(14)))
+CHUNKS = (
+    CacheGroup((0,)), CacheGroup((1,), Reach(chunk_size=12)),
+    CacheGroup((2,), Reach(chunk_size=10, chunk_lookback=1)),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("groups", [GROUPS, GROUPS[:2], GROUPS[1:2]])
+@pytest.mark.parametrize("groups", [GROUPS, GROUPS[:2], GROUPS[1:2], CHUNKS, CHUNKS[1:2]])
 def test_a_hit_is_the_longest_prefix_that_all_groups_have(groups, seed):
     """Whatever was given away of a sequence: against trying every length."""
     draw = random.Random(seed)
@@ -155,7 +160,7 @@ def test_a_hit_is_the_longest_prefix_that_all_groups_have(groups, seed):
 
 
 def test_a_hit_asks_few_blocks_where_nothing_is_cached():
-    kv = KVCacheManager(200, 1, True, groups=(CacheGroup((0,), 101),))
+    kv = KVCacheManager(200, 1, True, groups=(CacheGroup((0,), Reach(101)),))
     keys = []
     lookup = kv.pool.lookup
     kv.pool.lookup = lambda key: keys.append(key) or lookup(key)  # type: ignore[method-assign]
@@ -163,8 +168,41 @@ def test_a_hit_asks_few_blocks_where_nothing_is_cached():
     assert len(keys) == 100
 
 
+def test_blocks_of_former_chunks_come_back():
+    """Chunks of 12 tokens in blocks of 4, and of 10 tokens with the one before."""
+    groups = (CacheGroup((0,), Reach(chunk_size=12)), CacheGroup((1,), CHUNKS[2].reach))
+    kv = KVCacheManager(50, 4, False, groups=groups, max_chunk=4)
+    request = make_request(list(range(44)))
+    held = []
+    for position in range(0, 44, 4):
+        assert kv.allocate(request, 4) is not None
+        held.append(tuple(sum(map(bool, table)) for table in request.tables))
+        assert sum(held[-1]) == kv.num_used_blocks
+        request.num_computed_tokens = position + 4
+    # A token at 20 sees from 10 on, in block 2; at 40 from 30 on, in block 7.
+    assert held == [
+        (1, 1), (2, 2), (3, 3), (1, 4), (2, 5), (3, 4), (1, 5), (2, 6), (3, 4), (1, 5), (2, 4),
+    ]  # fmt: skip
+    assert [max(counts) for counts in zip(*held, strict=True)] == [3, 6]
+    assert [group.most_blocks(44, 4, 4) for group in groups] == [4, 7]
+
+
+def test_a_prefix_that_ends_with_a_chunk_needs_none_of_its_blocks():
+    kv = KVCacheManager(50, 4, True, groups=CHUNKS[1:2], max_chunk=4)
+    request = make_request(list(range(24)))
+    while request.num_computed_tokens < 24:
+        assert kv.allocate(request, 4) is not None
+        request.num_computed_tokens += 4
+        kv.register(request)
+    for block_hash in request.block_hashes[3:6]:
+        kv.pool.forget(kv.pool.lookup(block_hash))
+    for length, hits, read in ((25, 6, 0), (24, 3, 0), (12, 2, 2)):
+        found = kv.find_hits(make_request([*range(length - 1), 99]))
+        assert (found.num_blocks, len(found.tables[0])) == (hits, read)
+
+
 def test_what_a_failed_request_gave_back_is_not_found():
-    kv = KVCacheManager(50, 4, True, groups=(CacheGroup((0,), 6),), max_chunk=4)
+    kv = KVCacheManager(50, 4, True, groups=(CacheGroup((0,), Reach(6)),), max_chunk=4)
     request = make_request(list(range(40)))
     while request.num_computed_tokens < 40:
         assert kv.allocate(request, 4) is not None

@@ -148,14 +148,15 @@ def test_ranks_exchange_what_they_have_to_say() -> None:
     [
         ("qwen3", 2, 1, {"pipeline_layer_partition": "2,1"}),
         ("qwen3", 3, 1, {}), ("qwen3", 2, 2, {}), ("gemma3", 3, 1, {}), ("gpt-oss", 2, 1, {}),
-        ("gemma4", 2, 2, {}), ("gemma3n", 3, 1, {"pipeline_layer_partition": "1,1,3"}),
+        ("llama4", 2, 1, {}), ("gemma4", 2, 2, {}),
+        ("gemma3n", 3, 1, {"pipeline_layer_partition": "1,1,3"}),
     ],
 )  # fmt: skip
 async def test_stages_serve_the_tokens_of_one_rank(
     family: str, num_stages: int, size: int, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Of requests of all kinds, some of them preempted, some in chunks; with windows, whose layers
-    are in stages of unlike sizes; with inputs of each layer, which stages pass on."""
+    """Of requests of all kinds, some of them preempted, some in parts; with windows and chunks,
+    whose layers are in stages of unlike sizes; with inputs of each layer, which stages pass on."""
     folder = make_checkpoint(family, tmp_path)
     want = await tokens(config(folder, 1), requests())
     assert await tokens(staged(folder, num_stages, size, **options), requests()) == want

@@ -5,6 +5,7 @@ from __future__ import annotations
 from scheduled import EOS, add, drain, make_request, make_scheduler, run
 
 from jackfield.core.cache.groups import CacheGroup
+from jackfield.core.cache.reach import Reach
 from jackfield.core.step import Rejection, StepResult, TokenLogprobs
 
 
@@ -63,7 +64,7 @@ def test_each_running_request_gets_a_token_before_any_gets_drafts():
 def test_drafts_in_flight_count_as_part_of_a_windows_chunk():
     """Blocks before a window go back by the lower bound of the length, so that no request holds
     more of them than the limits say."""
-    window = (CacheGroup((0,), 3),)
+    window = (CacheGroup((0,), Reach(3)),)
     scheduler = make_scheduler(
         block_size=1, groups=window, num_drafts=4, max_num_batched_tokens=6, max_model_len=64
     )

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 from test_scheduler_state_machine import (
+    ChunksMachine,
     OneWindowMachine,
     PriorityMachine,
     SchedulerMachine,
@@ -39,6 +40,10 @@ class DraftsInOneWindowMachine(OneWindowMachine):
     budget = 7
 
 
+class DraftsInChunksMachine(ChunksMachine):
+    num_drafts = 4
+
+
 class OneTokenBlocksMachine(SchedulerMachine):
     """Each rejected draft gives a block back."""
 
@@ -52,6 +57,7 @@ MACHINES = (
     StarvedDraftMachine,
     DraftsInWindowsMachine,
     DraftsInOneWindowMachine,
+    DraftsInChunksMachine,
     OneTokenBlocksMachine,
 )
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from jackfield.core.cache.groups import ONE_GROUP, CacheGroup
+from jackfield.core.cache.reach import Reach
 from jackfield.core.request import Request, Status, source_digest
 from jackfield.core.sampling_params import SamplingParams
 from jackfield.core.scheduling.compression import CompressionRule
@@ -200,7 +201,7 @@ class ReplayingWorker:
             end = self.computed[slot]
             assert sampled == (end == len(ahead[slot])), "samples off the end"
             for number, group in enumerate(self.groups):
-                seen = 0 if group.window is None else max(0, first - group.window + 1)
+                seen = first_seen(group.reach, first)
                 for index, position in list(enumerate(self._held(slot)))[seen:]:
                     prefix, salt, owner, only = self.kv[self._place(slot, number, index)]
                     assert only in (None, self.owners.get(slot)), "another's compacted KV"
@@ -234,6 +235,17 @@ class ReplayingWorker:
         block = self.tables[slot][group][position // self.block_size]
         assert 0 < block < self.num_blocks
         return block, position % self.block_size
+
+
+def first_seen(reach: Reach | None, position: int) -> int:
+    """The first position that a token sees, by definition."""
+    if reach is None:
+        return 0
+    if reach.window is not None:
+        return max(0, position - reach.window + 1)
+    assert reach.chunk_size is not None
+    chunks = [p // reach.chunk_size for p in range(position + 1)]
+    return next(p for p, c in enumerate(chunks) if chunks[-1] - c <= reach.chunk_lookback)
 
 
 def expected_output(request: Request, salt: str | None, max_model_len: int) -> list[int]:
@@ -911,20 +923,23 @@ class TwoStagesMachine(PriorityMachine):
 class WindowsMachine(SchedulerMachine):
     """A group with all tokens, and windows that begin and end within blocks."""
 
-    groups = (CacheGroup((0,)), CacheGroup((1,), 6), CacheGroup((2,), 6), CacheGroup((3,), 9))
+    groups = (
+        CacheGroup((0,)), CacheGroup((1,), Reach(6)), CacheGroup((2,), Reach(6)),
+        CacheGroup((3,), Reach(9)),
+    )  # fmt: skip
     num_blocks = 37
 
 
 class OneWindowMachine(SchedulerMachine):
     """A model whose every layer has the same window; a sequence is longer than the cache."""
 
-    groups = (CacheGroup((0, 1), 5),)
+    groups = (CacheGroup((0, 1), Reach(5)),)
     num_blocks = 9
     budget = 8
 
 
 class SmallWindowsMachine(PriorityMachine):
-    groups = (CacheGroup((0,), 1), CacheGroup((1,), 3), CacheGroup((2,)))
+    groups = (CacheGroup((0,), Reach(1)), CacheGroup((1,), Reach(3)), CacheGroup((2,)))
     block_size = 1
     num_blocks = 75
 
@@ -933,11 +948,31 @@ class WindowsNoCacheMachine(WindowsMachine):
     enable_prefix_caching = False
 
 
+class ChunksMachine(SchedulerMachine):
+    """Groups with all tokens, a window, and chunks that begin within blocks and with them."""
+
+    groups = (
+        CacheGroup((0,)), CacheGroup((1,), Reach(chunk_size=6)), CacheGroup((2,), Reach(9)),
+        CacheGroup((3,), Reach(chunk_size=4, chunk_lookback=1)),
+    )  # fmt: skip
+    num_blocks = 37
+
+
+class OneChunkMachine(SchedulerMachine):
+    """A model whose every layer has the same chunks; a sequence is longer than the cache."""
+
+    groups = (CacheGroup((0, 1), Reach(chunk_size=5)),)
+    num_blocks = 9
+    budget = 8
+
+
 for machine in (
     WindowsMachine,
     OneWindowMachine,
     SmallWindowsMachine,
     WindowsNoCacheMachine,
+    ChunksMachine,
+    OneChunkMachine,
     SchedulerMachine,
     PriorityMachine,
     NoCacheNoChunkMachine,
@@ -965,6 +1000,8 @@ TestWindows = WindowsMachine.TestCase
 TestOneWindow = OneWindowMachine.TestCase
 TestSmallWindows = SmallWindowsMachine.TestCase
 TestWindowsNoCache = WindowsNoCacheMachine.TestCase
+TestChunks = ChunksMachine.TestCase
+TestOneChunk = OneChunkMachine.TestCase
 TestConnector = ConnectorMachine.TestCase
 TestConnectorPriority = ConnectorPriorityMachine.TestCase
 TestFailingConnector = FailingConnectorMachine.TestCase

@@ -16,6 +16,7 @@ from scheduling_simulator import (
 )
 
 from jackfield.core.cache.groups import ONE_GROUP, CacheGroup
+from jackfield.core.cache.reach import Reach
 from jackfield.core.scheduling.scheduler import Scheduler
 
 
@@ -52,7 +53,7 @@ def test_two_thousand_requests_are_all_served_in_a_tight_cache():
 def test_windows_serve_the_same_traffic_from_fewer_blocks():
     """As many bytes for both: a block of one group has all layers, one of six a sixth of them."""
     traffic = synthetic_traffic(300, rate=100, prompt_len=700, output_len=64)
-    windows = (CacheGroup(), *(CacheGroup(window=64) for _ in range(5)))
+    windows = (CacheGroup(), *(CacheGroup(reach=Reach(64)) for _ in range(5)))
     whole = make_scheduler(num_blocks=400)
     grouped = make_scheduler(num_blocks=6 * 400, groups=windows)
     before, after = (simulate(traffic, scheduler) for scheduler in (whole, grouped))

@@ -1,4 +1,4 @@
-"""Layers with windows in groups of their own: the same tokens from fewer blocks."""
+"""Layers with windows and chunks in groups of their own: the same tokens from fewer blocks."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import torch
 
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.cache.groups import CacheGroup, sequence_blocks
+from jackfield.core.cache.reach import Reach
 from jackfield.core.hooks import hookimpl
 from jackfield.core.nn.attention import Attention
 from jackfield.core.nn.operations import Operations
@@ -29,11 +30,14 @@ from jackfield.plugins.policies.builtin import FirstComeFirstServed
 
 from helpers import VOCAB, edit_json, interpreted, make_checkpoint
 
-MODELS = ("gemma2", "gemma3", "gpt-oss", "mistral-window", "olmo3", "phi3")
-BY_DAY = ("gemma3", "gpt-oss", "mistral-window")
-"""Windows in some layers, with sinks too, and in all layers; the others differ in what is no
-matter of the cache, and run by night."""
-WINDOWS = {"gemma2": 24, "gemma3": 24, "gpt-oss": 12, "mistral-window": 24, "olmo3": 24, "phi3": 24}
+REACHES = {
+    "gemma2": Reach(24), "gemma3": Reach(24), "gpt-oss": Reach(12), "llama4": Reach(chunk_size=14),
+    "mistral-window": Reach(24), "olmo3": Reach(24), "phi3": Reach(24),
+}  # fmt: skip
+"""Of a model's layers that do not see all tokens."""
+BY_DAY = ("gemma3", "gpt-oss", "llama4", "mistral-window")
+"""Windows in some layers, with sinks too, and in all layers, and chunks; the others differ in what
+is no matter of the cache, and run by night."""
 
 
 class WholeTorch(TorchAttention):
@@ -49,13 +53,15 @@ class StaticTorch(TorchAttention):
     graph_safe = True
 
     def _decode_chunk(self, spec: Any, metadata: Any, first: int, end: int) -> Any:
-        whole = msgspec.structs.replace(spec, sliding_window=None)
+        whole = msgspec.structs.replace(
+            spec, sliding_window=None, attention_chunk_size=None, chunk_lookback=0
+        )
         chunk = super()._decode_chunk(whole, metadata, first, end)
         visible = chunk.visible
-        if spec.sliding_window is not None:
+        if spec.reach is not None:
             positions = torch.arange(visible.shape[1])
-            lengths = metadata.layout.seq_lens[first:end, None]
-            visible = visible & (positions >= lengths - spec.sliding_window)
+            own = metadata.layout.seq_lens[first:end, None] - 1
+            visible = visible & (positions >= spec.reach.first_visible(own))
         return replace(chunk, visible=visible, num_shared=0)
 
     def forward(self, spec: Any, query: Any, key: Any, value: Any, kv_cache: Any, metadata: Any,
@@ -206,13 +212,13 @@ async def expected(folder: Path) -> list[Any]:
         )
         once, _, info = await answers(config, at_once=False)
         _expected[folder] = once * 2
-        assert len(info.cache_groups) == 1 and info.cache_groups[0].window is None
+        assert len(info.cache_groups) == 1 and info.cache_groups[0].reach is None
     return _expected[folder]
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=() if name in BY_DAY else pytest.mark.slow) for name in MODELS],
+    [pytest.param(name, marks=() if name in BY_DAY else pytest.mark.slow) for name in REACHES],
 )
 async def test_tokens_are_the_same(name: str, folders: Folders) -> None:
     """With chunks, prefix hits, several answers, preemption, and blocks that go back."""
@@ -220,7 +226,7 @@ async def test_tokens_are_the_same(name: str, folders: Folders) -> None:
         **COMMON, model=str(folders[name]), attention_backend="torch", num_gpu_blocks_override=74,
     )  # fmt: skip
     outputs, stats, info = await answers(config, at_once=True)
-    assert {group.window for group in info.cache_groups} - {None} == {WINDOWS[name]}
+    assert {group.reach for group in info.cache_groups} - {None} == {REACHES[name]}
     assert outputs == await expected(folders[name])
     assert stats.prefix_cache_hits > 0
     if len(info.cache_groups) > 1:
@@ -240,25 +246,26 @@ async def test_a_cache_smaller_than_a_sequence_serves_it_where_all_layers_have_w
     assert stats.kv_blocks_total == 19 < 88 // 4
 
 
-@pytest.mark.parametrize("name", ["gemma3", "mistral-window"])
+@pytest.mark.parametrize("name", ["gemma3", "llama4", "mistral-window"])
 async def test_replayed_steps_give_the_same(name: str, folders: Folders) -> None:
     """Recorded decode steps write several tables' blocks, and see no released one."""
     config = EngineConfig(
         **COMMON, model=str(folders[name]), attention_backend="static", executor="recording"
     )
     outputs, _, info = await answers(config, at_once=True)
-    assert any(group.window for group in info.cache_groups)
+    assert any(group.reach for group in info.cache_groups)
     assert RecordingExecutor.recorders[-1].replays > 20
     assert outputs == await expected(folders[name])
 
 
 @interpreted
-async def test_kernels_give_the_same_with_recorded_prompts(folders: Folders) -> None:
+@pytest.mark.parametrize("name", ["gemma3", "llama4"])
+async def test_kernels_give_the_same_with_recorded_prompts(name: str, folders: Folders) -> None:
     pytest.importorskip("triton")
     short = requests()[:3]
 
     async def tokens(**more: Any) -> list[Any]:
-        config = EngineConfig(**{**COMMON, **more}, model=str(folders["gemma3"]))
+        config = EngineConfig(**{**COMMON, **more}, model=str(folders[name]))
         async with AsyncEngine(config, plugins=plugins()) as engine:
 
             async def run_one(prompt: list[int], params: SamplingParams) -> list[int]:
@@ -314,7 +321,7 @@ async def test_a_connector_keeps_whole_prompts(folders: Folders, tmp_path: Path)
         },
     )  # fmt: skip
     outputs, _, info = await answers(config, at_once=True)
-    assert [group.window for group in info.cache_groups] == [None]
+    assert [group.reach for group in info.cache_groups] == [None]
     assert outputs == await expected(folders["gemma3"])
 
 
@@ -343,7 +350,7 @@ async def test_32768_tokens_hold_a_third_of_what_whole_layers_hold(
     assert {cache[:, 0].nbytes for cache in caches} == {page}, "every group's blocks are of a size"
     assert len({cache.data_ptr() for cache in caches}) == 1, "and of one pool"
     groups = info.cache_groups
-    assert groups == (CacheGroup((5,)), *(CacheGroup((n,), 1024) for n in range(5)))
+    assert groups == (CacheGroup((5,)), *(CacheGroup((n,), Reach(1024)) for n in range(5)))
 
     scheduler = Scheduler(
         max_num_seqs=2, max_num_batched_tokens=budget, max_model_len=length,

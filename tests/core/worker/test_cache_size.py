@@ -8,11 +8,12 @@ import pytest
 
 from jackfield import EngineConfig
 from jackfield.core.cache.groups import CacheGroup, CachePart, TokenCache, sequence_blocks
+from jackfield.core.cache.reach import Reach
 from jackfield.core.errors import OutOfMemory
 from jackfield.core.worker.kv_cache.memory import bytes_per_block, num_kv_blocks
 
 WHOLE = (CacheGroup((0, 1, 2)),)
-WINDOWS = (CacheGroup((1,)), CacheGroup((0,), 24), CacheGroup((2,), 24))
+WINDOWS = (CacheGroup((1,)), CacheGroup((0,), Reach(24)), CacheGroup((2,), Reach(24)))
 
 
 def spec(heads: int = 2, dtype: str = "bfloat16") -> TokenCache:
@@ -23,7 +24,8 @@ def test_a_block_has_the_layers_of_one_group():
     layer = 2 * 2 * 8 * 2 * 16
     assert bytes_per_block([spec()] * 3, WHOLE, 16) == 3 * layer
     assert bytes_per_block([spec()] * 3, WINDOWS, 16) == layer
-    assert bytes_per_block([spec()] * 3, (CacheGroup((0, 1)), CacheGroup((2,), 9)), 16) == 2 * layer
+    groups = (CacheGroup((0, 1)), CacheGroup((2,), Reach(9)))
+    assert bytes_per_block([spec()] * 3, groups, 16) == 2 * layer
     assert bytes_per_block([spec(dtype="float8_e4m3fn")] * 3, WHOLE, 16) == 3 * layer // 2
     assert bytes_per_block([spec(1), spec(4)], (CacheGroup((0, 1)),), 16) == (1 + 4) * layer // 2
 

@@ -439,9 +439,10 @@ async def test_what_does_not_go_together_is_refused(
         await outputs(folder, [prompt(5)], **options)
 
 
-async def test_sliding_windows_are_refused(tmp_path: Path) -> None:
-    folder = make_checkpoint("mistral-window", tmp_path)
-    with pytest.raises(ConfigError, match=r"kv_compression: .*sliding window"):
+@pytest.mark.parametrize("name", ["mistral-window", "llama4"])
+async def test_sliding_windows_and_chunks_are_refused(name: str, tmp_path: Path) -> None:
+    folder = make_checkpoint(name, tmp_path)
+    with pytest.raises(ConfigError, match=r"kv_compression: .*sliding window or chunks"):
         await outputs(folder, [prompt(5)], kv_compression="window")
 
 

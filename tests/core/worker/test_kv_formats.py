@@ -17,11 +17,16 @@ if not torch.cuda.is_available():
 from rounded_cache import RoundedCache
 
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
+from jackfield.core.cache.formats import QUANTIZED_FORMATS
 from jackfield.core.errors import ConfigError
 from jackfield.core.hooks import hookimpl
+from jackfield.core.nn.attention import Attention
+from jackfield.core.nn.context import BuildContext
 from jackfield.core.nn.operations import Operations
+from jackfield.core.protocols.attention import AttentionSpec
 from jackfield.core.recording.recording import Recording
 from jackfield.core.registry import load_plugins
+from jackfield.core.worker.kv_cache.formats import choose_formats
 from jackfield.entrypoints.replay import replay, replay_config
 
 from helpers import VOCAB, interpreted, make_checkpoint, reference_model
@@ -124,6 +129,18 @@ async def test_layers_with_windows_are_skipped(tmp_path: Path) -> None:
         folder, kv_cache_dtype="int4", kv_cache_dtype_skip_layers="sliding_window"
     )
     assert deviation(served, RoundedCache("int4", skipped=(0, 2)), folder) < 2e-3
+
+
+def test_layers_with_chunks_are_skipped_by_the_same_word() -> None:
+    shape = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "scale": 0.25}
+    specs = [AttentionSpec(**shape), AttentionSpec(**shape, attention_chunk_size=8)]
+    build = BuildContext(torch.device("cpu"), torch.float32, Operations())
+    layers = [Attention(spec, build) for spec in specs]
+    config = EngineConfig(
+        model="m", kv_cache_dtype="int8", kv_cache_dtype_skip_layers="sliding_window"
+    )
+    choose_formats(layers, config, None, torch.float32)
+    assert [layer.cache_format for layer in layers] == [QUANTIZED_FORMATS["int8"], torch.float32]
 
 
 @pytest.mark.parametrize(

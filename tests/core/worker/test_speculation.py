@@ -124,9 +124,10 @@ FEW = (11, 40, 63)
 """The only tokens that some requests may get, so that they repeat themselves."""
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma3", "gpt-oss"])
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "gpt-oss", "llama4"])
 async def test_greedy_tokens_are_the_same(name: str, folders: Any) -> None:
-    """With prompts in chunks, shared prefixes, siblings, and windows whose blocks go back."""
+    """With prompts in parts, shared prefixes, siblings, and windows and chunks whose blocks go
+    back."""
     asked: Asked = [(prompt, greedy()) for prompt in prompts(5)]
     asked += [(prompt, greedy(allowed_token_ids=list(FEW))) for prompt in prompts(3, 1)]
     asked.append(([5, 6, 7] * 4, greedy(n=3, max_tokens=12)))

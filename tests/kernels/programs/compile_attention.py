@@ -26,6 +26,7 @@ COMMON = {
     "HEAD_DIM": 128,
     "BLOCK_SIZE": 16,
     "WINDOW": 0,
+    "CHUNK": 0,
     "SOFT_CAP": 0.0,
     "NUM_HEADS": 32,
     "ALIBI": False,
@@ -50,6 +51,9 @@ WIDE = {
     "SOFT_CAP": 50.0,
     "GROUP": 2,
 }
+# Llama 4's, and two chunks of a size that is no power of two.
+CHUNKS = {**COMMON, "WINDOW": 8192, "CHUNK": 8192, "NUM_HEADS": 40, "GROUP": 5}
+TWO_CHUNKS = {**COMMON, "WINDOW": 6000, "CHUNK": 3000}
 MORE = {"ALIBI": True, "NORM_LAST": False, "SINKS": True}
 INT8 = {"KEY_BITS": 8, "VALUE_BITS": 8}
 INT4_VALUES = {"KEY_BITS": 8, "VALUE_BITS": 4, "VALUE_WIDTH": 64, "BLOCK_V": 64}
@@ -271,4 +275,17 @@ KERNELS.append(
         CODES[84],
     )
 )
+KERNELS += [
+    (paged_attention_decode._decode_kernel, {**DECODE, **CHUNKS, "SPLIT": True, "PDL": True}, 4),
+    (decode_splits._join_kernel, {**DECODE, **CHUNKS, "PDL": True}, 4),
+    (fused_decode_attention._fused_decode_kernel,
+     {**DECODE, **CHUNKS, **FUSED, "BLOCK_G": 8, "POSITIONS": True, "ring_ptr": None,
+      "places_ptr": None}, 4),
+    (paged_attention_prefill._prefill_kernel, {**CHUNKS, "BLOCK_M": 256, "BLOCK_N": 64}, 8),
+    (paged_attention_prefill._prefill_kernel,
+     {**CHUNKS, "MIXED": True, "BLOCK_M": 128, "BLOCK_N": 64}, 8),
+    (paged_attention_prefill._prefill_kernel, {**TWO_CHUNKS, **PREFILL}, 4),
+    (paged_attention_decode._decode_kernel, {**TWO_CHUNKS, **DECODE, "SPLIT": False, "PDL": True},
+     4),
+]  # fmt: skip
 compile_cases(KERNELS)

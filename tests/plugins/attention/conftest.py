@@ -5,7 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-OF_FLEX = ("alibi_slopes+sliding_window+soft_cap-mixed", "mixed-6-2-64-1", "plain-mixed", "sinks")
+OF_FLEX = (
+    "alibi_slopes+sliding_window+soft_cap-mixed", "mixed-6-2-64-1", "plain-mixed", "sinks-",
+    "sinks+sliding_window", "sliding_window]", "attention_chunk_size+chunk_lookback-mixed",
+    "attention_chunk_size+chunk_lookback]",
+)  # fmt: skip
 """Every feature together and what it refuses. It takes half a second or more for each new shape."""
 OF_TRITON = ("test_features[half", "test_quantized_cache[half", "test_fp8_cache[half")
 """Not by day in the interpreter: attention without more is, in half

@@ -78,14 +78,12 @@ def test_triton_decodes_few_rows_from_the_projection_and_leaves_the_rest(rows: i
             torch.testing.assert_close(cache, batch.cache, atol=0, rtol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("window", [None, 20])
-def test_torch_backend_gives_the_same_in_small_pieces(monkeypatch, window):
+@pytest.mark.parametrize("within", [{}, {"sliding_window": 20}, {"attention_chunk_size": 20}])
+def test_torch_backend_gives_the_same_in_small_pieces(monkeypatch, within):
     # One row a gather, one query a product: the memory bounds must not show in the result.
     monkeypatch.setattr(torch_backend, "GATHER_ELEMENTS", 1)
     monkeypatch.setattr(torch_backend, "SCORE_ELEMENTS", 400)
-    spec = AttentionSpec(
-        num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25, sliding_window=window
-    )
+    spec = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25, **within)
     sizes = [(75, 1), (6, 1), (40, 31), (9, 1), (12, 1)]
     check(TorchAttention, sizes, spec, 4, torch.device("cpu"), torch.float32)
 
@@ -115,6 +113,14 @@ def test_supports_names_the_reason():
     few = msgspec.structs.replace(shared, num_heads=64)
     assert TritonAttention.supports(few, DEVICES[-1], torch.float32) is None
     assert TorchAttention.supports(wide, cpu, torch.float32) is None
+
+
+def test_a_layer_has_chunks_or_a_window():
+    shape = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "scale": 1.0}
+    with pytest.raises(ValueError, match="not both"):
+        AttentionSpec(**shape, attention_chunk_size=8, sliding_window=8)
+    with pytest.raises(ValueError, match="chunk_lookback needs"):
+        AttentionSpec(**shape, sliding_window=8, chunk_lookback=1)
 
 
 def _ask_elsewhere(prelude: str) -> str:

@@ -7,7 +7,12 @@ import torch
 
 from jackfield.plugins.conformance.attention import AttentionBackendKit
 
-EVERYTHING = frozenset({"sliding_window", "soft_cap", "alibi_slopes", "sinks"})
+EVERYTHING = frozenset(
+    {
+        "sliding_window", "attention_chunk_size", "chunk_lookback", "soft_cap", "alibi_slopes",
+        "sinks",
+    }
+)  # fmt: skip
 ON_A_GPU = frozenset({"bfloat16"} if torch.cuda.is_available() else {"float16"})
 
 

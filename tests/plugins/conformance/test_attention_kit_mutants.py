@@ -26,8 +26,11 @@ class Kit(AttentionBackendKit):
     name = "subject"
     plugin = plugin_of("attention_backend", "subject", Sound)
     promised = frozenset(
-        {"sliding_window", "soft_cap", "alibi_slopes", "sinks", "float32", "bfloat16"}
-    )
+        {
+            "sliding_window", "attention_chunk_size", "chunk_lookback", "soft_cap", "alibi_slopes",
+            "sinks", "float32", "bfloat16",
+        }
+    )  # fmt: skip
 
 
 def planted(**changes: Any) -> type:
@@ -52,6 +55,11 @@ def with_spec(**changes: Any) -> type:
 
 def no_sinks(self: Any, *args: Any, sinks: Any = None, **more: Any) -> torch.Tensor:
     return TorchAttention.forward(self, *args, **more)
+
+
+def no_lookback(self: Any, spec: AttentionSpec, *args: Any, **more: Any) -> torch.Tensor:
+    spec = msgspec.structs.replace(spec, chunk_lookback=0)
+    return TorchAttention.forward(self, spec, *args, **more)
 
 
 def no_bias(self: Any, *args: Any, distance_bias: Any = None, **more: Any) -> torch.Tensor:
@@ -162,7 +170,7 @@ FP8, LAYER = "test_fp8_cache", "test_through_a_layer"
 QUANTIZED, FORMATS = "test_quantized_cache", frozenset(QUANTIZED_FORMATS)
 LAYER_FEATURES = "test_features_through_a_layer"
 MANY = "test_one_instance_serves_many_steps_and_layers"
-BEHIND, GROUPS = "test_nothing_is_read_behind_a_window", "test_groups_of_a_step_are_kept_apart"
+BEHIND, GROUPS = "test_nothing_is_read_out_of_reach", "test_groups_of_a_step_are_kept_apart"
 BOUNDED = "test_lengths_that_only_the_device_knows"
 PADDING, WARM = (
     "test_padding_rows_touch_the_null_block_alone", "test_warm_up_on_the_null_block",
@@ -182,6 +190,11 @@ MUTANTS: dict[str, Mutant] = {
         with_spec(sliding_window=lambda window: window + 1),
         (FEATURES, FRESH, MANY, BEHIND, GROUPS, BOUNDED),
     ),
+    "a chunk one too long": Mutant(
+        with_spec(attention_chunk_size=lambda size: size + 1),
+        (FEATURES, FRESH, MANY, BEHIND, BOUNDED),
+    ),
+    "chunks before are left out": Mutant(planted(forward=no_lookback), (FEATURES, BEHIND, BOUNDED)),
     "slopes are left out": Mutant(with_spec(alibi_slopes=None), (FEATURES, LAYER_FEATURES, FRESH)),
     "sinks are left out": Mutant(planted(forward=no_sinks), (FEATURES, LAYER_FEATURES, FRESH)),
     "biases by distance are left out": Mutant(planted(forward=no_bias), (FEATURES,)),

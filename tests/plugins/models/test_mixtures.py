@@ -11,6 +11,7 @@ from test_fallback import MIXTURE, SPARSE, WINDOWS, folder_of
 from test_families import LEFT_OUT, check_engine, check_logits, score
 
 from jackfield.core.errors import ConfigError
+from jackfield.core.nn.attention import Attention
 from jackfield.plugins.conformance.divided_models import check_ranks
 from jackfield.plugins.conformance.kit import Kit
 from jackfield.plugins.conformance.paged_model import PagedModel, assert_near
@@ -23,6 +24,7 @@ LLAMA4 = {
     "num_local_experts": 4, "intermediate_size_mlp": 48, "num_experts_per_tok": 1,
     "no_rope_layers": [1, 0, 1], "interleave_moe_layer_step": 2, "floor_scale": 8,
     "attn_scale": 0.5, "tie_word_embeddings": False, "moe_layers": [1, 2],
+    "attention_chunk_size": 6,
 }  # fmt: skip
 DBRX = {
     "d_model": 64, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
@@ -82,7 +84,6 @@ async def test_a_mixture_equals_transformers(case: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("case", "changes", "param"),
     [
-        ("Llama4ForCausalLM", {"attention_chunk_size": 32}, "max_model_len"),
         ("Llama4ForCausalLM", {"num_experts_per_tok": 2}, "num_experts_per_tok"),
         ("PhimoeForCausalLM", {"num_experts_per_tok": 3}, "num_experts_per_tok"),
         ("PhimoeForCausalLM", {"lm_head_bias": False}, "lm_head_bias"),
@@ -101,6 +102,14 @@ def test_what_a_mixture_lacks_is_refused_by_name(
     with pytest.raises(ConfigError) as caught:
         PagedModel(folder, "float32", max_model_len=64)
     assert caught.value.param == param
+
+
+def test_chunks_that_no_text_outgrows_ask_nothing_of_a_backend(tmp_path: Path) -> None:
+    _, folder = folder_of("Llama4ForCausalLM", LLAMA4, tmp_path)
+    for max_model_len, sizes in ((6, [None, None, None]), (7, [6, None, 6])):
+        modules = PagedModel(folder, "float32", max_model_len=max_model_len).model.modules()
+        specs = [module.spec for module in modules if isinstance(module, Attention)]
+        assert [spec.attention_chunk_size for spec in specs] == sizes
 
 
 def test_windows_with_heads_of_another_width_are_refused_by_name(tmp_path: Path) -> None:

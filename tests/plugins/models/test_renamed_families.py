@@ -359,14 +359,37 @@ def test_mistral_large_3_may_stretch_positions_without_a_factor_of_scores(tmp_pa
     torch.testing.assert_close(got, score(reference, PROMPTS[1]), atol=1e-3, rtol=0)
 
 
-def test_rnj_1_is_refused_for_texts_of_more_than_two_chunks(tmp_path: Path) -> None:
-    write(CASES["Rnj1ForCausalLM"], "Rnj1ForCausalLM", tmp_path)
-    path = tmp_path / "config.json"
-    config = json.loads(path.read_text()) | {"sliding_window": 100}
-    path.write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match="set it to 200") as caught:
-        PagedModel(tmp_path, "float32")
-    assert caught.value.param == "max_model_len"
+async def test_rnj_1_attends_to_its_chunk_and_to_the_one_before(tmp_path: Path) -> None:
+    """Gemma 3 with the mask in place of a window; two chunks of 7 are `sliding_window`."""
+    case = CASES["Rnj1ForCausalLM"]
+    case = case._replace(config=case.config | {"sliding_window": 15})
+    reference = write(case, "Rnj1ForCausalLM", tmp_path)
+
+    def expected(tokens: list[int]) -> torch.Tensor:
+        places = torch.arange(len(tokens))
+        later = places > places[:, None]
+        away = places[:, None] // 7 - places // 7
+        masks = {"full_attention": later, "sliding_attention": later | (away > 1)}
+        return score(reference, tokens, attention_mask={
+            kind: torch.zeros(hidden.shape).masked_fill(hidden, float("-inf"))[None, None]
+            for kind, hidden in masks.items()
+        })  # fmt: skip
+
+    prompt = PROMPTS[1]
+    whole = score(reference, prompt)
+    assert not torch.allclose(expected(prompt), whole, atol=1e-2), "the chunks do not matter"
+    check_ranks(tmp_path, "Rnj1ForCausalLM", 2, Kit.plugins(), 2e-4)
+    await check_engine(tmp_path, expected)
+
+
+def test_chunks_without_a_size_are_refused(tmp_path: Path) -> None:
+    case = CASES["Rnj1ForCausalLM"]
+    for size in (None, 1):
+        config = case.config | {"sliding_window": size}
+        write(case._replace(config=config), "Rnj1ForCausalLM", tmp_path)
+        with pytest.raises(ConfigError, match="is no size of chunks") as caught:
+            PagedModel(tmp_path, "float32")
+        assert caught.value.param == "sliding_window"
 
 
 @pytest.mark.parametrize(
