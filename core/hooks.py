@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from .protocols.kv import KVConnector
     from .protocols.kv_compressors import KVCompressor
     from .protocols.latent_attention import LatentAttentionBackend
-    from .protocols.loaders import WeightLoader
+    from .protocols.loaders import CheckpointFormat, WeightLoader
     from .protocols.logits_processors import LogitsProcessor
     from .protocols.models import CheckpointConfig, Model, PoolingModel
     from .protocols.parsers import ReasoningParser, ToolParser
@@ -114,6 +114,19 @@ def register_configs(registry: Registry[type[CheckpointConfig]]) -> None:
     reads itself, register it with `override=True`. `config_fields` of the class declares the kinds
     of the family's own fields, which are checked before the class gets them. A subclass of
     `transformers`' PretrainedConfig keeps the contract: `protocols.CheckpointConfig`.
+    """
+
+
+@hookspec
+def register_checkpoint_formats(registry: Registry[type[CheckpointFormat]]) -> None:
+    """Checkpoint format: how a configuration and a tokenizer are read that are not in config.json
+    and tokenizer.json.
+
+        registry.add("mine", "my_package.format:MyFormat")
+
+    Used by the engine and by each of its front ends at start (`EngineConfig.config_format`,
+    `EngineConfig.tokenizer_mode`); `auto` takes the highest priority whose file a folder without
+    the usual one has. The weights are a weight loader's. Contract: `protocols.CheckpointFormat`.
     """
 
 

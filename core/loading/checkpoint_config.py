@@ -175,7 +175,7 @@ FAMILIES = {
 }
 
 
-def checkpoint_config(folder: Path, raw: dict[str, Any]) -> Any:
+def checkpoint_config(file: Path, raw: dict[str, Any]) -> Any:
     """Return a `transformers` configuration, or an equivalent `Configuration`, for config.json's
     content.
 
@@ -183,10 +183,10 @@ def checkpoint_config(folder: Path, raw: dict[str, Any]) -> Any:
     """
     raw = {name: value for name, value in raw.items() if name != "auto_map"}
     fields = _answers(raw)
-    return _whole(folder, raw) if fields is None else Configuration(folder, raw, fields)
+    return _whole(file, raw) if fields is None else Configuration(file, raw, fields)
 
 
-def plugin_config(folder: Path, raw: dict[str, Any], configs: Registry[Any]) -> Any:
+def plugin_config(file: Path, raw: dict[str, Any], configs: Registry[Any]) -> Any:
     """Return the configuration from the class that a plugin registered for the model type of `raw`.
 
     Raises ConfigError when it does not take `raw`, and for a type that Jackfield reads itself, if
@@ -206,7 +206,7 @@ def plugin_config(folder: Path, raw: dict[str, Any], configs: Registry[Any]) -> 
         with configs.calling(name, "from_dict"):
             config = config_class.from_dict(copy.deepcopy(raw))
     except PluginError as error:
-        raise ConfigError(f"model: {folder}/config.json: {error}", param="model") from error
+        raise ConfigError(f"model: {file}: {error}", param="model") from error
     if config is None:
         distribution = entry.provenance.distribution
         raise ConfigError(
@@ -221,10 +221,10 @@ class Configuration:
     """Holds the values that config.json states plainly; creates `transformers`' object for all
     others."""
 
-    __slots__ = ("_answers", "_folder", "_made", "_raw")
+    __slots__ = ("_answers", "_file", "_made", "_raw")
 
-    def __init__(self, folder: Path, raw: dict[str, Any], fields: dict[str, Any]) -> None:
-        for name, value in zip(self.__slots__, (fields, folder, None, raw), strict=True):
+    def __init__(self, file: Path, raw: dict[str, Any], fields: dict[str, Any]) -> None:
+        for name, value in zip(self.__slots__, (fields, file, None, raw), strict=True):
             object.__setattr__(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
@@ -255,18 +255,18 @@ class Configuration:
     def __reduce__(self) -> tuple[Any, ...]:
         if self._made is not None:
             return tuple(self._made.__reduce_ex__(4))
-        return Configuration, (self._folder, self._raw, self._answers)
+        return Configuration, (self._file, self._raw, self._answers)
 
     def _has(self, name: str) -> bool:
         return name in FAMILIES[self._raw["model_type"]].fields
 
     def _real(self) -> Any:
         if self._made is None:
-            object.__setattr__(self, "_made", _whole(self._folder, self._raw))
+            object.__setattr__(self, "_made", _whole(self._file, self._raw))
         return self._made
 
 
-def _whole(folder: Path, raw: dict[str, Any]) -> Any:
+def _whole(file: Path, raw: dict[str, Any]) -> Any:
     """Return the `transformers` configuration; for an unknown model type, one that only contains
     what config.json says, for a plugin's architecture."""
     from transformers import CONFIG_MAPPING, PreTrainedConfig
@@ -278,7 +278,7 @@ def _whole(folder: Path, raw: dict[str, Any]) -> Any:
         config: Any = (CONFIG_MAPPING[model_type] if supported else PreTrainedConfig)(**raw)
     except Exception as error:  # transformers validates with errors of many kinds
         raise ConfigError(
-            f"model: {folder}/config.json is not a valid {model_type!r} configuration: "
+            f"model: {file} is not a valid {model_type!r} configuration: "
             f"{' '.join(str(error).split())}",
             param="model",
         ) from error

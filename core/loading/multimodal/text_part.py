@@ -46,7 +46,7 @@ def inner_name(name: str) -> str | None:
     return name if name.startswith(PLAIN) else None
 
 
-def text_config(folder: Path, raw: dict[str, Any], read: Read, architecture: str) -> Any:
+def text_config(file: Path, raw: dict[str, Any], read: Read, architecture: str) -> Any:
     """Return the configuration of the text part of a config.json.
 
     architecture: of the text part; "": the one that its configuration names, or that has its model
@@ -62,14 +62,14 @@ def text_config(folder: Path, raw: dict[str, Any], read: Read, architecture: str
         config = read(dict(inner), architecture or by_type)
     else:
         raise ConfigError(
-            f"model: {folder}/config.json has no {' or '.join(NESTED)}, which would describe the "
+            f"model: {file} has no {' or '.join(NESTED)}, which would describe the "
             "part of the model that reads text",
             param="model",
         )
     if architecture:
         config = _as_type_of(architecture, config, read)
     else:
-        architecture = _architecture(folder, inner, config)
+        architecture = _architecture(file, inner, config)
     config.architectures = [architecture]
     if (tied := raw.get("tie_word_embeddings")) is None:
         tied = getattr(config, "tie_word_embeddings", None)
@@ -83,11 +83,11 @@ def text_config(folder: Path, raw: dict[str, Any], read: Read, architecture: str
     return config
 
 
-def _architecture(folder: Path, inner: dict[str, Any], config: Any) -> str:
+def _architecture(file: Path, inner: dict[str, Any], config: Any) -> str:
     names = inner.get("architectures") or [_of_type(config.model_type)]
     if not isinstance(names[0], str):
         raise ConfigError(
-            f"model: {folder}/config.json: no architecture is known for the text part's model_type "
+            f"model: {file}: no architecture is known for the text part's model_type "
             f"{config.model_type!r}",
             param="model",
         )
