@@ -27,7 +27,7 @@ from .generation_config import (
     read_generation_config,
     sampling_defaults,
 )
-from .json_file import read_object
+from .json_file import read_object, with_texts
 from .multimodal.text_part import text_config
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def resolve_model_config(config: EngineConfig, plugins: Plugins | None = None) -
         eos_token_ids=_eos_token_ids(hf_config, generation),
         sampling=sampling_defaults(generation, config),
         dialects=read_dialects(folder),
-        quantization_config=quantization,
+        quantization_config=_by_own_names(quantization, model),
         load_format=load_format,
         text_part_of=text_part_of,
     )
@@ -246,6 +246,19 @@ def _model_class(plugins: Plugins, architecture: str | None) -> Any:
         return models.load(architecture) if architecture else None
     elsewhere = models.refusal(architecture) or models.text_part(architecture) is not None
     return None if elsewhere or FALLBACK not in models else models.load(FALLBACK)
+
+
+def _by_own_names(quantization: dict[str, Any] | None, model: Any) -> dict[str, Any] | None:
+    """Return `quantization_config` with layers' names as the model has them, where a checkpoint may
+    begin them in another way: `WeightMap.prefixes`."""
+    prefixes: Mapping[str, str] = getattr(getattr(model, "weight_map", None), "prefixes", {})
+
+    def own(text: str) -> str:
+        old = next((old for old in prefixes if text.startswith(old)), None)
+        return text if old is None else prefixes[old] + text.removeprefix(old)
+
+    renamed: dict[str, Any] | None = with_texts(quantization, own) if prefixes else quantization
+    return renamed
 
 
 def _resolve_dtype(config: EngineConfig, hf_config: Any) -> torch.dtype:

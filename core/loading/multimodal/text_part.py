@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from ...errors import ConfigError
+from ..json_file import with_texts
 
 Read: TypeAlias = Callable[[dict[str, Any], str | None], Any]
 """(a config.json's content, architecture; None: the one that the content names) → configuration"""
@@ -76,7 +77,7 @@ def text_config(file: Path, raw: dict[str, Any], read: Read, architecture: str) 
     config.tie_word_embeddings = bool(tied)
     for name in OF_THE_WHOLE:
         if raw.get(name) is not None:
-            setattr(config, name, _with_inner_names(raw[name]))
+            setattr(config, name, with_texts(raw[name], lambda text: inner_name(text) or text))
     for name in TOKENS:
         if getattr(config, name, None) is None and raw.get(name) is not None:
             setattr(config, name, raw[name])
@@ -111,15 +112,3 @@ def _as_type_of(architecture: str, config: Any, read: Read) -> Any:
     if architecture not in types:
         return config
     return read(config.to_dict() | {"model_type": types[architecture]}, architecture)
-
-
-def _with_inner_names(value: Any) -> Any:
-    """Return a JSON value whose texts and keys are names as the text part alone has them."""
-    if isinstance(value, list):
-        return [_with_inner_names(item) for item in value]
-    if isinstance(value, dict):
-        return {_with_inner_names(name): _with_inner_names(item) for name, item in value.items()}
-    if not isinstance(value, str):
-        return value
-    name = inner_name(value)
-    return value if name is None else name
