@@ -23,7 +23,7 @@ from .kv_compressors import KVCompressor
 from .latent_attention import LatentAttentionBackend, LatentAttentionSpec
 from .loaders import CheckpointFormat, WeightLoader
 from .logits_processors import LogitsProcessor, LogitsProcessorSetup, ProcessedRows
-from .models import CheckpointConfig, Model, PoolingModel
+from .models import CheckpointConfig, Model, PlainConfig, PoolingModel
 from .parsers import (
     ArgumentForm,
     CallForm,
@@ -79,6 +79,7 @@ __all__ = [
     "Model",
     "PagedBackend",
     "ParserEvent",
+    "PlainConfig",
     "PlainText",
     "PoolingModel",
     "ProcessedRows",

@@ -34,7 +34,7 @@ CONTRACTS = {
     "model": Contract(
         "protocols.Model", ("forward", "weight_map"), ("compute_logits", "pooling_states")
     ),
-    "config": Contract("protocols.CheckpointConfig", ("from_dict",)),
+    "config": Contract("protocols.CheckpointConfig", one_of=("from_dict", "fields")),
     "checkpoint_format": Contract(
         "protocols.CheckpointFormat",
         (

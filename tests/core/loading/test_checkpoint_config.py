@@ -23,8 +23,10 @@ import jackfield
 from jackfield.core.config import EngineConfig
 from jackfield.core.errors import ConfigError
 from jackfield.core.loading import checkpoint_config as module
-from jackfield.core.loading.checkpoint_config import FAMILIES, Configuration, checkpoint_config
+from jackfield.core.loading.checkpoint_config import Configuration
 from jackfield.core.loading.model_config import EMBEDDED_MODEL, resolve_model_config
+from jackfield.core.registry import load_plugins
+from jackfield.plugins.models import PLAIN as PLAIN_TYPES
 
 pytestmark = pytest.mark.filterwarnings("ignore:`rope_scaling` is deprecated")
 ROOT = Path(jackfield.__file__).resolve().parent
@@ -34,7 +36,16 @@ NOTHING = object()
 ODD: list[Any] = [None, "odd", -1, 0, 3, 2.5, True, [], ["a"], {}, {"a": 1}]
 
 
-FAMILY_FILES = ("decoder", *(name for name in FAMILIES if name != "xlm-roberta"))
+FAMILY_FILES = ("decoder", *(name for name in PLAIN_TYPES if name != "xlm-roberta"))
+PLUGINS = load_plugins()
+
+
+def checkpoint_config(file: Path, raw: dict[str, Any]) -> Any:
+    """As the engine reads it: by what is registered for the model type."""
+    model_type = raw.get("model_type")
+    known = isinstance(model_type, str) and model_type in PLUGINS["config"]
+    plain = PLUGINS["config"].load(model_type) if known else None
+    return module.checkpoint_config(file, raw, plain)
 
 
 def asked_for() -> list[str]:
