@@ -19,7 +19,7 @@ from ....core.text.token_bytes import ALPHABET
 from ....core.text.tokenizer_files import read_json
 
 FILE = "tekken.json"
-VERSIONS = ("v3", "v7", "v11", "v13")
+VERSIONS = ("v3", "v7", "v11", "v13", "v15")
 """Versions whose chats are known (chat_template.jinja)."""
 IMPLIED = (
     "<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]",

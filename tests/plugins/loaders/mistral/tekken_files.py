@@ -22,14 +22,24 @@ WORDS = (
 PADDING = 8
 """Tokens behind the vocabulary's end, which are not used."""
 SPECIALS = 40
-VERSIONS = ("v3", "v7", "v11", "v13")
+VERSIONS = ("v3", "v7", "v11", "v13", "v15")
 LISTED = (
     "<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]",
     "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]",
     "[IMG_END]", "[PREFIX]", "[MIDDLE]", "[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]",
     "[TOOL_CONTENT]",
 )  # fmt: skip
-LATER = {"v11": ("[ARGS]", "[CALL_ID]"), "v13": ("[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]")}
+CALLS, THINKS = ("[ARGS]", "[CALL_ID]"), ("[THINK]", "[/THINK]")
+LATER = {
+    "v11": CALLS,
+    "v13": CALLS + THINKS,
+    "v15": (*CALLS, *THINKS, "[MODEL_SETTINGS]", "[/MODEL_SETTINGS]"),
+}
+SETTINGS = {
+    "reasoning_effort": {
+        "type": "enum", "accepts_none": True, "values": ["none", "high"], "default": "none",
+    },
+}  # fmt: skip
 
 TEXTS = (
     "", " ", "Hello, the weather in Paris!", "aaaaaaa ababababa baaab",
@@ -99,21 +109,22 @@ CHATS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]] | None]] = {
 ONLY: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]] | None, tuple[str, ...]]] = {
     "content and call": (
         [_user("Weather?"), _assistant("Let me see. ", CALL), _result("abcdefghi", "sunny")],
-        TOOLS, ("v7", "v11", "v13"),
+        TOOLS, VERSIONS[1:],
     ),
+    "spaces": ([_user("Hello"), _assistant("  "), _user("Again")], None, VERSIONS),
     "late system": ([_user("Hello"), _system("Be brief."), _user("Again")], None, VERSIONS),
     "reasoning": (
         [_user("Why?"), _assistant("Because. ", reasoning_content="Hm."), _user("Really?")],
-        None, ("v13",),
+        None, ("v13", "v15"),
     ),
     "reasoning and call": (
         [_user("Time?"), _assistant(None, OTHER_CALL, reasoning_content="Look."),
-         _result("123456789", "12")], TOOLS, ("v13",),
+         _result("123456789", "12")], TOOLS, ("v13", "v15"),
     ),
     "joined reasoning": (
         [_user("Why?"), _assistant("One.", reasoning_content="Hm."),
          _assistant("Two.", reasoning_content="So."), _assistant("Three."), _user("Really?")],
-        None, ("v13",),
+        None, ("v13", "v15"),
     ),
 }  # fmt: skip
 """Name → messages, tools, and the versions that have such chats."""
@@ -143,6 +154,8 @@ def write_tekken(folder: Path, version: str, /, **changes: Any) -> Path:
             {"rank": rank, "token_str": token, "is_control": True}
             for rank, token in enumerate((*LISTED, *LATER[version]))
         ]
+    if version == "v15":
+        content["model_settings_builder"] = SETTINGS
     (folder / "tekken.json").write_text(json.dumps(content))
     return folder
 

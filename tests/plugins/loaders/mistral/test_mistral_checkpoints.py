@@ -181,17 +181,21 @@ def test_a_checkpoint_equals_transformers(case: str, tmp_path: Path) -> None:
     torch.testing.assert_close(got, score(model, PROMPT), atol=1e-3, rtol=0)
 
 
-async def test_the_whole_engine_starts_on_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("version", "reasoning"), [("v11", None), ("v13", "mistral")])
+async def test_the_whole_engine_starts_on_it(
+    version: str, reasoning: str | None, tmp_path: Path
+) -> None:
     """Tokens of a text and of a chat, parsers that are found, and what the model says."""
     model = checkpoint(tmp_path, "dense")
-    write_tekken(tmp_path, "v11")
+    write_tekken(tmp_path, version)
     config = EngineConfig(
         model=str(tmp_path), dtype="float32", tool_call_parser="auto", reasoning_parser="auto",
         max_model_len=64, num_gpu_blocks_override=32, block_size=16,
     )  # fmt: skip
     params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=0)
     async with AsyncEngine(config) as engine:
-        assert (engine.config.tool_call_parser, engine.config.reasoning_parser) == ("mistral", None)
+        parsers = engine.config.tool_call_parser, engine.config.reasoning_parser
+        assert parsers == ("mistral", reasoning)
         *_, output = [output async for output in engine.generate("Hello, Paris", params)]
     prompt, [completion] = output.prompt_token_ids, output.outputs
     assert prompt[0] == 1 and min(prompt[1:]) >= SPECIALS

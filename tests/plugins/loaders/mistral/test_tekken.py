@@ -55,6 +55,19 @@ def test_what_users_type_stays_text(tmp_path: Path) -> None:
     assert tokenizer.decode(tokens) == "[/INST]</s>[TOOL_CALLS]"
 
 
+def test_a_request_says_how_much_the_model_reasons(tmp_path: Path) -> None:
+    tokenizer = load(tmp_path, "v15")
+    template = ChatTemplate(tokenizer.chat_templates, tokenizer)
+    chat = [{"role": "user", "content": "Hello"}]
+    assert template.variables == {"reasoning_effort"}
+    text = template.render(chat, template_kwargs={"reasoning_effort": "high"})
+    assert '[MODEL_SETTINGS]{"reasoning_effort": "high"}[/MODEL_SETTINGS][INST]Hello' in text
+    with pytest.raises(InvalidRequest, match="reasoning_effort: this model has none, high"):
+        template.render(chat, template_kwargs={"reasoning_effort": "medium"})
+    earlier = load(tmp_path, "v13")
+    assert not ChatTemplate(earlier.chat_templates, earlier).variables
+
+
 def test_the_final_message_is_continued(tmp_path: Path) -> None:
     tokenizer = load(tmp_path, "v11")
     template = ChatTemplate(tokenizer.chat_templates, tokenizer)
@@ -99,7 +112,7 @@ def test_the_vocabulary_ends_where_the_file_says(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"version": "v15"}, "version 'v15'; known are v3, v7, v11, v13"),
+        ({"version": "v17"}, "version 'v17'; known are v3, v7, v11, v13, v15"),
         ({"version": None}, "version None"),
         ({"default_num_special_tokens": 4}, "default_num_special_tokens is 4"),
         ({"default_vocab_size": None}, "default_vocab_size"),
