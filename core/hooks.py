@@ -53,9 +53,9 @@ if TYPE_CHECKING:
     from .protocols.kv import KVConnector
     from .protocols.kv_compressors import KVCompressor
     from .protocols.latent_attention import LatentAttentionBackend
-    from .protocols.loaders import WeightLoader
+    from .protocols.loaders import CheckpointFormat, WeightLoader
     from .protocols.logits_processors import LogitsProcessor
-    from .protocols.models import CheckpointConfig, Model, PoolingModel
+    from .protocols.models import CheckpointConfig, Model, PlainConfig, PoolingModel
     from .protocols.parsers import ReasoningParser, ToolParser
     from .protocols.quantization import QuantizationMethod
     from .protocols.speculators import Speculator
@@ -104,8 +104,9 @@ def register_models(registry: Registry[type[Model] | type[PoolingModel]]) -> Non
 
 
 @hookspec
-def register_configs(registry: Registry[type[CheckpointConfig]]) -> None:
-    """Model type (as in config.json's `model_type`) → configuration class.
+def register_configs(registry: Registry[type[CheckpointConfig] | PlainConfig]) -> None:
+    """Model type (as in config.json's `model_type`) → configuration class, or a
+    `protocols.PlainConfig`.
 
         registry.add("my_model", "my_package.config:MyConfig")
 
@@ -113,7 +114,21 @@ def register_configs(registry: Registry[type[CheckpointConfig]]) -> None:
     a type that `transformers` does not know, or reads otherwise. To take over a type that Jackfield
     reads itself, register it with `override=True`. `config_fields` of the class declares the kinds
     of the family's own fields, which are checked before the class gets them. A subclass of
-    `transformers`' PretrainedConfig keeps the contract: `protocols.CheckpointConfig`.
+    `transformers`' PretrainedConfig keeps the contract: `protocols.CheckpointConfig`. A
+    `PlainConfig` is data: by it a config.json of a type of `transformers` is read without it.
+    """
+
+
+@hookspec
+def register_checkpoint_formats(registry: Registry[type[CheckpointFormat]]) -> None:
+    """Checkpoint format: how a configuration and a tokenizer are read that are not in config.json
+    and tokenizer.json.
+
+        registry.add("mine", "my_package.format:MyFormat")
+
+    Used by the engine and by each of its front ends at start (`EngineConfig.config_format`,
+    `EngineConfig.tokenizer_mode`); `auto` takes the highest priority whose file a folder without
+    the usual one has. The weights are a weight loader's. Contract: `protocols.CheckpointFormat`.
     """
 
 

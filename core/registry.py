@@ -46,6 +46,7 @@ GIVEN = "(given by the caller)"
 KINDS = {
     "model": "register_models",
     "config": "register_configs",
+    "checkpoint_format": "register_checkpoint_formats",
     "options": "register_options",
     "attention_backend": "register_attention_backends",
     "latent_attention_backend": "register_latent_attention_backends",

@@ -88,7 +88,10 @@ def _grammars(config: EngineConfig, model_config: ModelConfig, plugins: Plugins)
     tokenizer = None
     if not config.skip_tokenizer_init:
         tokenizer = Tokenizer.load(
-            config.tokenizer or str(model_config.path), revision=config.tokenizer_revision
+            config.tokenizer or str(model_config.path),
+            revision=config.tokenizer_revision,
+            formats=plugins["checkpoint_format"],
+            mode=config.tokenizer_mode,
         )
     bind_parsers(config, model_config, plugins)
     return Grammars(plugins, config, tokenizer, model_config.vocab_size, model_config.eos_token_ids)

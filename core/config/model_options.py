@@ -64,10 +64,26 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = None
     seed: Annotated[Bits64, doc("Seeds the requests that bring no seed, and dummy weights.")] = 0
+    config_format: Annotated[
+        str,
+        doc(
+            "What reads the configuration: hf (config.json), a checkpoint format, such as mistral "
+            "(params.json), or auto: config.json, else the format whose file the checkpoint has."
+        ),
+    ] = "auto"
+    tokenizer_mode: Annotated[
+        str,
+        doc(
+            "What reads the tokenizer: hf (tokenizer.json, or what transformers makes one from), a "
+            "checkpoint format, such as mistral (tekken.json), or auto: tokenizer.json, else the "
+            "format whose file the checkpoint has."
+        ),
+    ] = "auto"
     load_format: Annotated[
         str,
         doc(
-            "Weight loader: auto (safetensors), runai_streamer (safetensors, by its package), pt "
+            "Weight loader: auto (safetensors, or that of the checkpoint format), runai_streamer "
+            "(safetensors, by its package), mistral (consolidated*.safetensors), pt "
             "(torch's files, as tensors alone), gguf, sharded_state (a file for each rank, by "
             "jackfield convert), tensorizer (*.tensors, by its package), dummy (random), or a "
             "plugin's."

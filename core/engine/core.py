@@ -112,7 +112,7 @@ class EngineCore:
         with executors.calling(name, "start"):
             starting = asyncio.ensure_future(self.executor.start())
         try:
-            await asyncio.to_thread(texts.load, self.config, self.model_config)
+            await asyncio.to_thread(texts.load, self.config, self.model_config, self.plugins)
             with executors.calling(name, "start"):
                 self.info = await starting
             if writer is not None:

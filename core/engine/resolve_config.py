@@ -308,7 +308,12 @@ def _recognize(
 ) -> str | None:
     """Return the parser that knows the checkpoint's chat template, and say in the log which."""
     model_type = getattr(model_config.hf_config, "model_type", None)
-    template = template_texts(model_config.path, config.chat_template)
+    template = template_texts(
+        model_config.path,
+        config.chat_template,
+        plugins["checkpoint_format"],
+        config.tokenizer_mode,
+    )
     registry = plugins[NAMED[option]]
     name = recognized(registry, model_type, template)
     if name is None:

@@ -50,7 +50,7 @@ class TextProcessor:
         """Switches of the chat template → what it writes last with them."""
         self._threads = TextThreads()
 
-    def load(self, config: EngineConfig, model_config: ModelConfig) -> None:
+    def load(self, config: EngineConfig, model_config: ModelConfig, plugins: Plugins) -> None:
         """Load the tokenizer and chat template, unless the configuration skips them. Blocks.
 
         Raises LoadError about the checkpoint's, and ConfigError about the configuration's template.
@@ -62,6 +62,8 @@ class TextProcessor:
             config.tokenizer or str(model_config.path),
             revision=config.tokenizer_revision,
             chat_template=config.chat_template,
+            formats=plugins["checkpoint_format"],
+            mode=config.tokenizer_mode,
         )
         if self.tokenizer.chat_templates:
             try:
@@ -73,7 +75,7 @@ class TextProcessor:
 
     def load_alone(self, config: EngineConfig, plugins: Plugins) -> None:
         """Load what `load` does, where the engine's core is in another process. Blocks."""
-        self.load(config, resolve_model_config(config, plugins))
+        self.load(config, resolve_model_config(config, plugins), plugins)
 
     def close(self) -> None:
         """End the threads for texts."""

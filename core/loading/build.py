@@ -46,7 +46,7 @@ def build_model(
             "model: of %s the text part is served, as %s: requests have no images or sound",
             model_config.text_part_of, model_config.architecture,
         )  # fmt: skip
-    choose_loader(plugins, config)  # Before the layers are made.
+    choose_loader(plugins, config, model_config)  # Before the layers are made.
     method = choose_method(plugins, config, model_config, device)
     model = construct_model(plugins, config, model_config, device, operations, ranks, method)
     load_weights(plugins, config, model_config, model, device, ranks)
@@ -114,12 +114,14 @@ def construct_model(
     return model
 
 
-def choose_loader(plugins: Plugins, config: EngineConfig) -> tuple[str, Any]:
+def choose_loader(
+    plugins: Plugins, config: EngineConfig, model_config: ModelConfig
+) -> tuple[str, Any]:
     """Return the name and the class of the weight loader that an engine asks for.
 
     Raises ConfigError if there is none, or it does not take all of `model_loader_extra_config`.
     """
-    name = "safetensors" if config.load_format == "auto" else config.load_format
+    name = model_config.load_format if config.load_format == "auto" else config.load_format
     try:
         loader = plugins["weight_loader"].load(name)
     except PluginError as error:
@@ -147,7 +149,7 @@ def load_weights(
     ranks: Ranks,
 ) -> None:
     """Fill a model by the loader that the engine asks for. Raises ConfigError, LoadError."""
-    name, loader = choose_loader(plugins, config)
+    name, loader = choose_loader(plugins, config, model_config)
     with plugins["weight_loader"].calling(name, "load"):
         given = (ranks,) if getattr(loader, "per_rank", False) else ()
         loader(config, model_config, *given).load(model, device)

@@ -1,91 +1,38 @@
 """A checkpoint's configuration, without the seconds that importing `transformers` takes.
 
-For the families below, config.json states nearly all values that are read. `Configuration` returns
-them, and a few others by rules as plain as `transformers`' own. Reading anything else (a default, a
-method, its class) creates the real object, which is used from then on. A config.json with anything
-but what is listed here goes to `transformers` at once, which then says what is wrong with it.
+For model types with a `PlainConfig`, config.json states nearly all values that are read.
+`Configuration` returns them, and a few others by rules as plain as `transformers`' own. Reading
+anything else (a default, a method, its class) creates the real object, which is used from then on.
+A config.json with anything but what is listed there goes to `transformers` at once, which then says
+what is wrong with it.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..errors import ConfigError, PluginError
+from ..protocols.models import PlainConfig
 from ..registry import Registry
 
-INT, FLOAT, NUMBER, TEXT, BOOL = (int,), (float,), (int, float), (str,), (bool,)
-NONE = type(None)
+NUMBER = (int, float)
 SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "max_position_embeddings",
 )  # fmt: skip
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-COMMON: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(SIZES, INT),
-    **dict.fromkeys(TOKENS, (int, NONE)),
-    "eos_token_id": (int, list, NONE),
-    "architectures": (list, NONE),
-    "chunk_size_feed_forward": INT,
-    "dtype": (str, NONE),
-    "hidden_act": TEXT,
-    "id2label": (dict, NONE),
-    "initializer_range": FLOAT,
-    "is_encoder_decoder": BOOL,
-    "label2id": (dict, NONE),
-    "output_hidden_states": BOOL,
-    "problem_type": (str, NONE),
-    "return_dict": BOOL,
-    "tie_word_embeddings": BOOL,
-    "torch_dtype": (str, NONE),
-    "transformers_version": (str, NONE),
-    "use_cache": BOOL,
-}
-"""What every family has: name → exact types, as `transformers` validates them or narrower."""
-DECODER = COMMON | {
-    "attention_dropout": NUMBER,
-    "num_key_value_heads": INT,
-    "rms_norm_eps": FLOAT,
-    "rope_parameters": (dict, NONE),
-    "rope_scaling": (dict, NONE),
-    "rope_theta": NUMBER,
-}
-QWEN2 = DECODER | {
-    "layer_types": (list, NONE),
-    "max_window_layers": INT,
-    "sliding_window": (int, NONE),
-    "use_sliding_window": BOOL,
-}
-EXPERTS = DECODER | {
-    "head_dim": (int, NONE),
-    "num_experts": INT,
-    "num_experts_per_tok": INT,
-    "num_local_experts": INT,
-    "output_router_logits": BOOL,
-    "router_aux_loss_coef": FLOAT,
-    "sliding_window": (int, NONE),
-}
-ENCODER = COMMON | {
-    "add_cross_attention": BOOL,
-    "attention_probs_dropout_prob": NUMBER,
-    "classifier_dropout": (int, float, NONE),
-    "hidden_dropout_prob": NUMBER,
-    "is_decoder": BOOL,
-    "layer_norm_eps": FLOAT,
-    "type_vocab_size": INT,
-}
 FREE = frozenset({
     "bad_words_ids", "classifier_from_token", "is_causal", "is_matryoshka",
     "is_original_qwen3_reranker", "matryoshka_dimensions", "method",
     "position_embedding_type", "quantization_config",
     "sbert_ce_default_activation_function", "sentence_transformers", "use_pad_token",
 })  # fmt: skip
-"""Fields of no family: kept unchanged if present."""
+"""Fields that any model type may have: kept unchanged if present."""
 IGNORED = frozenset({"_name_or_path", "gradient_checkpointing", "output_past"})
 """Like `FREE`, in many a config.json, and read by nothing here."""
 SOMETIMES = frozenset({
@@ -93,7 +40,7 @@ SOMETIMES = frozenset({
     "num_experts", "num_experts_per_tok", "num_key_value_heads", "num_local_experts",
     "rope_parameters", "rope_scaling", "sliding_window", "type_vocab_size",
 })  # fmt: skip
-"""Fields that models read although only some families have them."""
+"""Fields that models read although only some model types have them."""
 ROPES: dict[str, frozenset[str]] = {
     "default": frozenset(),
     "linear": frozenset({"factor"}),
@@ -110,105 +57,35 @@ PROBLEMS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Family:
-    """A model type of `transformers`, with what this module knows of it."""
-
-    fields: dict[str, tuple[type, ...]]
-    defaults: dict[str, Any] = field(default_factory=dict)
-    """Defaults of `transformers` for fields that checkpoints omit and models read."""
-
-
-MULTIPLIERS = (
-    "attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier",
-)  # fmt: skip
-UNTIED = {"tie_word_embeddings": False}
-ROBERTA = Family(ENCODER, {"is_decoder": False, "eos_token_id": 2})
-FAMILIES = {
-    "llama": Family(
-        DECODER
-        | {
-            "attention_bias": BOOL,
-            "head_dim": (int, NONE),
-            "mlp_bias": BOOL,
-            "pretraining_tp": (int, NONE),
-        },
-        {"attention_bias": False, "mlp_bias": False, **UNTIED},
-    ),
-    "mistral": Family(DECODER | {"head_dim": (int, NONE), "sliding_window": (int, NONE)}, UNTIED),
-    "qwen2": Family(QWEN2, UNTIED),
-    "qwen3": Family(
-        QWEN2 | {"attention_bias": BOOL, "head_dim": INT}, {"attention_bias": False, **UNTIED}
-    ),
-    "mixtral": Family(
-        EXPERTS | {"router_jitter_noise": FLOAT},
-        {"head_dim": None, "rope_theta": 1000000.0, "sliding_window": None, **UNTIED},
-    ),
-    "qwen3_moe": Family(
-        EXPERTS
-        | {
-            "attention_bias": BOOL,
-            "decoder_sparse_step": INT,
-            "head_dim": INT,
-            "max_window_layers": INT,
-            "mlp_only_layers": (list, NONE),
-            "moe_intermediate_size": INT,
-            "norm_topk_prob": BOOL,
-            "use_sliding_window": BOOL,
-        },
-        {
-            "attention_bias": False,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-            "norm_topk_prob": False,
-            **UNTIED,
-        },
-    ),
-    "granite": Family(
-        DECODER | {"attention_bias": BOOL, "mlp_bias": BOOL} | dict.fromkeys(MULTIPLIERS, NUMBER),
-        {"attention_bias": False, "mlp_bias": False, **dict.fromkeys(MULTIPLIERS, 1.0), **UNTIED},
-    ),
-    "olmo2": Family(DECODER | {"attention_bias": BOOL}, {"attention_bias": False, **UNTIED}),
-    "bert": Family(ENCODER, {"is_decoder": False, "eos_token_id": None}),
-    "roberta": ROBERTA,
-    "xlm-roberta": ROBERTA,
-}
-
-
-def checkpoint_config(folder: Path, raw: dict[str, Any]) -> Any:
-    """Return a `transformers` configuration, or an equivalent `Configuration`, for config.json's
-    content.
+def checkpoint_config(file: Path, raw: dict[str, Any], plain: PlainConfig | None = None) -> Any:
+    """Return a `transformers` configuration for config.json's content, or an equivalent
+    `Configuration` by `plain`, which is registered for its model type.
 
     No code of the checkpoint runs. Raises ConfigError for what `transformers` does not take.
     """
     raw = {name: value for name, value in raw.items() if name != "auto_map"}
-    fields = _answers(raw)
-    return _whole(folder, raw) if fields is None else Configuration(folder, raw, fields)
+    fields = None if plain is None else _answers(raw, plain)
+    if plain is None or fields is None:
+        return _whole(file, raw)
+    return Configuration(file, raw, fields, plain)
 
 
-def plugin_config(folder: Path, raw: dict[str, Any], configs: Registry[Any]) -> Any:
-    """Return the configuration from the class that a plugin registered for the model type of `raw`.
+def plugin_config(file: Path, raw: dict[str, Any], configs: Registry[Any]) -> Any:
+    """Return the configuration from what is registered for the model type of `raw`.
 
-    Raises ConfigError when it does not take `raw`, and for a type that Jackfield reads itself, if
-    the plugin did not say that it overrides that.
+    Raises ConfigError when it does not take `raw`.
     """
     name = raw["model_type"]
-    entry = next(entry for entry in configs.entries() if entry.name == name)
-    if name in FAMILIES and not entry.override:
-        raise ConfigError(
-            f"model: the plugin {entry.provenance.distribution} registered a configuration for "
-            f"model_type {name!r}, which Jackfield reads itself: leave the plugin out "
-            f"(disable_plugins), or have it register with override=True",
-            param="model",
-        )
-    config_class = configs.load(name)
+    registered = configs.load(name)
+    if isinstance(registered, PlainConfig):
+        return checkpoint_config(file, raw, registered)
     try:
         with configs.calling(name, "from_dict"):
-            config = config_class.from_dict(copy.deepcopy(raw))
+            config = registered.from_dict(copy.deepcopy(raw))
     except PluginError as error:
-        raise ConfigError(f"model: {folder}/config.json: {error}", param="model") from error
+        raise ConfigError(f"model: {file}: {error}", param="model") from error
     if config is None:
-        distribution = entry.provenance.distribution
+        distribution = configs.entry(name).provenance.distribution
         raise ConfigError(
             f"model: the configuration class of {distribution} gave None", param="model"
         )
@@ -221,17 +98,20 @@ class Configuration:
     """Holds the values that config.json states plainly; creates `transformers`' object for all
     others."""
 
-    __slots__ = ("_answers", "_folder", "_made", "_raw")
+    __slots__ = ("_answers", "_file", "_made", "_plain", "_raw")
 
-    def __init__(self, folder: Path, raw: dict[str, Any], fields: dict[str, Any]) -> None:
-        for name, value in zip(self.__slots__, (fields, folder, None, raw), strict=True):
+    def __init__(
+        self, file: Path, raw: dict[str, Any], fields: dict[str, Any], plain: PlainConfig
+    ) -> None:
+        for name, value in zip(self.__slots__, (fields, file, None, plain, raw), strict=True):
             object.__setattr__(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
         if self._made is None:
             if name in self._answers:
                 return self._answers[name]
-            if name == "rope_theta" or (name in FREE | SOMETIMES and not self._has(name)):
+            lacks = name in FREE | SOMETIMES and name not in self._plain.fields
+            if name == "rope_theta" or lacks:
                 raise AttributeError(f"config.json has no {name}")
         return getattr(self._real(), name)
 
@@ -255,18 +135,15 @@ class Configuration:
     def __reduce__(self) -> tuple[Any, ...]:
         if self._made is not None:
             return tuple(self._made.__reduce_ex__(4))
-        return Configuration, (self._folder, self._raw, self._answers)
-
-    def _has(self, name: str) -> bool:
-        return name in FAMILIES[self._raw["model_type"]].fields
+        return Configuration, (self._file, self._raw, self._answers, self._plain)
 
     def _real(self) -> Any:
         if self._made is None:
-            object.__setattr__(self, "_made", _whole(self._folder, self._raw))
+            object.__setattr__(self, "_made", _whole(self._file, self._raw))
         return self._made
 
 
-def _whole(folder: Path, raw: dict[str, Any]) -> Any:
+def _whole(file: Path, raw: dict[str, Any]) -> Any:
     """Return the `transformers` configuration; for an unknown model type, one that only contains
     what config.json says, for a plugin's architecture."""
     from transformers import CONFIG_MAPPING, PreTrainedConfig
@@ -278,7 +155,7 @@ def _whole(folder: Path, raw: dict[str, Any]) -> Any:
         config: Any = (CONFIG_MAPPING[model_type] if supported else PreTrainedConfig)(**raw)
     except Exception as error:  # transformers validates with errors of many kinds
         raise ConfigError(
-            f"model: {folder}/config.json is not a valid {model_type!r} configuration: "
+            f"model: {file} is not a valid {model_type!r} configuration: "
             f"{' '.join(str(error).split())}",
             param="model",
         ) from error
@@ -303,16 +180,14 @@ def _with_floats(value: Any) -> Any:
     return {name: _with_floats(item) for name, item in value.items()}
 
 
-def _answers(raw: dict[str, Any]) -> dict[str, Any] | None:
+def _answers(raw: dict[str, Any], plain: PlainConfig) -> dict[str, Any] | None:
     """Return the values that follow plainly from a config.json; None if `transformers` has to read
     it."""
-    model_type = raw.get("model_type")
-    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
-    if family is None or not _is_plain(raw, family):
+    if not _is_plain(raw, plain):
         return None
     if "bad_words_ids" in raw:  # Which `transformers` leaves out, as of generation.
         return None
-    values = family.defaults | {name: raw[name] for name in raw if name in family.fields}
+    values = {**plain.defaults, **{name: raw[name] for name in raw if name in plain.fields}}
     values |= {name: raw[name] for name in raw if name in FREE or name == "model_type"}
     values.setdefault("problem_type", None)
     values.setdefault("architectures", None)
@@ -326,15 +201,15 @@ def _answers(raw: dict[str, Any]) -> dict[str, Any] | None:
     values.pop("label2id", None)
     if values["problem_type"] == "single_label_classification" and len(labels) == 1:
         return None
-    if "rope_parameters" in family.fields and not _answer_decoder(values, family):
+    if "rope_parameters" in plain.fields and not _answer_decoder(values, plain):
         return None
     return values
 
 
-def _is_plain(raw: dict[str, Any], family: Family) -> bool:
+def _is_plain(raw: dict[str, Any], plain: PlainConfig) -> bool:
     """Return whether `transformers` would neither refuse, warn of, change, nor hide any of the
     values."""
-    field_names = family.fields
+    field_names = plain.fields
     for name, value in raw.items():
         if name in field_names:
             if type(value) not in field_names[name]:
@@ -368,20 +243,20 @@ def _is_index(text: object) -> bool:
     return type(text) is str and text.isascii() and text.isdecimal()
 
 
-def _answer_decoder(values: dict[str, Any], family: Family) -> bool:
+def _answer_decoder(values: dict[str, Any], plain: PlainConfig) -> bool:
     """Add the values that follow from others; False if that needs `transformers`."""
     hidden, heads = values["hidden_size"], values["num_attention_heads"]
     if hidden % heads:
         return False
-    if values["model_type"] in ("llama", "mistral") and values.get("head_dim") is None:
+    if "head_dim" in plain.derived and values.get("head_dim") is None:
         values["head_dim"] = hidden // heads
     if (values.get("head_dim") or hidden // heads) % 2:
         return False
-    if "num_experts" in family.fields and not _answer_experts(values):
+    if "num_experts" in plain.fields and not _answer_experts(values):
         return False
-    if values["model_type"] in ("llama", "granite", "olmo2"):
+    if "num_key_value_heads" in plain.derived:
         values.setdefault("num_key_value_heads", heads)
-    if "use_sliding_window" in family.fields and not _answer_windows(values, family):
+    if "use_sliding_window" in plain.fields and not _answer_windows(values, plain):
         return False
     rope = _rope(values)
     if rope is None:
@@ -397,22 +272,22 @@ def _answer_experts(values: dict[str, Any]) -> bool:
     if len(names) != 1:
         return False
     values["num_experts"] = values["num_local_experts"] = values[names.pop()]
-    if values["model_type"] == "qwen3_moe":
+    if "mlp_only_layers" in values:
         values["mlp_only_layers"] = values["mlp_only_layers"] or []
     return all(type(layer) is int for layer in values.get("mlp_only_layers", ()))
 
 
-def _answer_windows(values: dict[str, Any], family: Family) -> bool:
-    """Add each layer's type, from Qwen's `use_sliding_window` and `max_window_layers`."""
+def _answer_windows(values: dict[str, Any], plain: PlainConfig) -> bool:
+    """Add each layer's type, from `use_sliding_window` and `max_window_layers`."""
     layers = values["num_hidden_layers"]
     if values.get("use_sliding_window", False):
         if "sliding_window" not in values:
             return False
-        if "layer_types" in family.fields and "max_window_layers" not in values:
+        if "layer_types" in plain.fields and "max_window_layers" not in values:
             return False
     else:
         values["sliding_window"] = None
-    if "layer_types" not in family.fields:
+    if "layer_types" not in plain.fields:
         return True
     types = values.get("layer_types")
     if types is None:

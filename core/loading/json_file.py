@@ -1,8 +1,9 @@
-"""Reads a checkpoint's JSON files."""
+"""Reads a checkpoint's JSON files, and changes names in what they say."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,3 +35,12 @@ def _read(path: Path) -> Any:
         return json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise LoadError(f"model: {path} cannot be read: {error}", param="model") from error
+
+
+def with_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """Return a JSON value with each text in it, and each key, as `change` gives it."""
+    if isinstance(value, list):
+        return [with_texts(item, change) for item in value]
+    if isinstance(value, dict):
+        return {change(name): with_texts(item, change) for name, item in value.items()}
+    return change(value) if isinstance(value, str) else value

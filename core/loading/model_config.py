@@ -16,6 +16,7 @@ from ..config import EngineConfig
 from ..errors import ConfigError, LoadError
 from ..protocols.field_kinds import LARGEST_SIZE, FieldKind, declared_fields
 from ..registration.architecture import FALLBACK
+from ..registration.checkpoint_formats import config_format
 from ..registry import Plugins
 from .checkpoint_config import checkpoint_config, plugin_config
 from .config_fields import SHARED, check_fields, check_sizes
@@ -26,7 +27,7 @@ from .generation_config import (
     read_generation_config,
     sampling_defaults,
 )
-from .json_file import read_object
+from .json_file import read_object, with_texts
 from .multimodal.text_part import text_config
 
 if TYPE_CHECKING:
@@ -70,6 +71,8 @@ class ModelConfig:
     """What the checkpoint says of its model's tool calls and reasoning."""
     pooling: PoolingConfig | None = None
     """How states become vectors; None: the model generates text (`resolve_pooling` decides)."""
+    load_format: str = "safetensors"
+    """The weight loader that `EngineConfig.load_format` auto means."""
     text_part_of: str | None = None
     """Architecture of the checkpoint, if `architecture` is that of its text part."""
     source: SourceConfig | None = None
@@ -104,25 +107,26 @@ class ModelConfig:
 
 
 def resolve_model_config(config: EngineConfig, plugins: Plugins | None = None) -> ModelConfig:
-    """Read the checkpoint's config.json, with a configuration class of `plugins` where one has its
-    model type. Raises LoadError (no checkpoint) and ConfigError."""
+    """Read the checkpoint's config.json, or the file of its checkpoint format, with a configuration
+    class of `plugins` where one has its model type. Raises LoadError (no checkpoint) and
+    ConfigError."""
     folder = checkpoint_folder(config.model, config.revision)
-    hf_config, text_part_of = _read_config(folder, config.hf_overrides, plugins)
+    file, raw, load_format = _read_file(folder, config, plugins)
+    hf_config, text_part_of = _read_config(file, raw | (config.hf_overrides or {}), plugins)
     architectures = getattr(hf_config, "architectures", None) or []
     if not architectures:
-        raise ConfigError(f"model: {folder}/config.json names no architecture", param="model")
+        raise ConfigError(f"model: {file} names no architecture", param="model")
     if not isinstance(getattr(hf_config, "vocab_size", None), int):
-        raise ConfigError(f"model: {folder}/config.json gives no vocab_size", param="model")
+        raise ConfigError(f"model: {file} gives no vocab_size", param="model")
     architecture = architectures[0]
     kinds = _kinds_of_fields(plugins, architecture, getattr(hf_config, "model_type", None))
-    check_sizes(folder / "config.json", hf_config, kinds)
+    check_sizes(file, hf_config, kinds)
     model = None if plugins is None else _model_class(plugins, architecture)
     generation = read_generation_config(folder, config)
     quantization = getattr(hf_config, "quantization_config", None)
     if quantization is not None and not isinstance(quantization, dict):
         raise ConfigError(
-            f"model: {folder}/config.json has quantization_config {quantization!r}, which is no "
-            "JSON object",
+            f"model: {file} has quantization_config {quantization!r}, which is no JSON object",
             param="quantization_config",
         )
     return ModelConfig(
@@ -135,7 +139,8 @@ def resolve_model_config(config: EngineConfig, plugins: Plugins | None = None) -
         eos_token_ids=_eos_token_ids(hf_config, generation),
         sampling=sampling_defaults(generation, config),
         dialects=read_dialects(folder),
-        quantization_config=quantization,
+        quantization_config=_by_own_names(quantization, model),
+        load_format=load_format,
         text_part_of=text_part_of,
     )
 
@@ -149,8 +154,6 @@ def checkpoint_folder(model: str, revision: str | None = None) -> Path:
         return EMBEDDED_MODEL
     folder = Path(model).expanduser()
     if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise LoadError(f"model: {folder} has no config.json", param="model")
         return folder
     if model.startswith((".", "/", "~")) or model.count("/") != 1:
         raise LoadError(
@@ -168,11 +171,32 @@ def checkpoint_folder(model: str, revision: str | None = None) -> Path:
         ) from error
 
 
+def _read_file(
+    folder: Path, config: EngineConfig, plugins: Plugins | None
+) -> tuple[Path, dict[str, Any], str]:
+    """→ the file of the configuration, what it says or a config.json would say, and the weight
+    loader that such checkpoints have"""
+    name = None
+    if plugins is not None:
+        formats = plugins["checkpoint_format"]
+        name = config_format(formats, config.config_format, folder)
+    if name is None:
+        file = folder / "config.json"
+        if not file.is_file():
+            others = [] if plugins is None else formats.entries()
+            files = ["config.json", *(formats.load(entry.name).config_file for entry in others)]
+            raise LoadError(f"model: {folder} has no {' or '.join(files)}", param="model")
+        return file, read_object(file), ModelConfig.load_format
+    checkpoint_format = formats.load(name)
+    with formats.calling(name, "read_config"):
+        raw = checkpoint_format.read_config(folder)
+    return folder / checkpoint_format.config_file, raw, checkpoint_format.load_format
+
+
 def _read_config(
-    folder: Path, overrides: dict[str, Any] | None, plugins: Plugins | None
+    file: Path, raw: dict[str, Any], plugins: Plugins | None
 ) -> tuple[Any, str | None]:
     """→ configuration, and the checkpoint's architecture if it is that of the text part alone"""
-    file = folder / "config.json"
 
     def read(raw: dict[str, Any], architecture: str | None) -> Any:
         """architecture: of the model; None: the one that the content names."""
@@ -180,16 +204,15 @@ def _read_config(
         model_type: str | None = raw.get("model_type")
         check_fields(file, raw, _kinds_of_fields(plugins, architecture or own, model_type))
         if plugins is not None and model_type and model_type in plugins["config"]:
-            return plugin_config(folder, raw, plugins["config"])
-        return checkpoint_config(folder, raw)
+            return plugin_config(file, raw, plugins["config"])
+        return checkpoint_config(file, raw)
 
-    raw = read_object(file) | (overrides or {})
     whole = _architecture(file, raw)
     part = None if plugins is None or whole is None else plugins["model"].text_part(whole)
     if part is None:
         return read(raw, None), None
     check_fields(file, raw)
-    return text_config(folder, raw, read, part), whole
+    return text_config(file, raw, read, part), whole
 
 
 def _architecture(file: Path, raw: dict[str, Any]) -> str | None:
@@ -223,6 +246,19 @@ def _model_class(plugins: Plugins, architecture: str | None) -> Any:
         return models.load(architecture) if architecture else None
     elsewhere = models.refusal(architecture) or models.text_part(architecture) is not None
     return None if elsewhere or FALLBACK not in models else models.load(FALLBACK)
+
+
+def _by_own_names(quantization: dict[str, Any] | None, model: Any) -> dict[str, Any] | None:
+    """Return `quantization_config` with layers' names as the model has them, where a checkpoint may
+    begin them in another way: `WeightMap.prefixes`."""
+    prefixes: Mapping[str, str] = getattr(getattr(model, "weight_map", None), "prefixes", {})
+
+    def own(text: str) -> str:
+        old = next((old for old in prefixes if text.startswith(old)), None)
+        return text if old is None else prefixes[old] + text.removeprefix(old)
+
+    renamed: dict[str, Any] | None = with_texts(quantization, own) if prefixes else quantization
+    return renamed
 
 
 def _resolve_dtype(config: EngineConfig, hf_config: Any) -> torch.dtype:

@@ -21,9 +21,9 @@ from .grammars import Grammar, GrammarBackend, GrammarMatcher, GrammarSpec, Voca
 from .kv import KVConnector, KVConnectorScheduler, KVConnectorSetup, KVConnectorWorker, KVLayout
 from .kv_compressors import KVCompressor
 from .latent_attention import LatentAttentionBackend, LatentAttentionSpec
-from .loaders import WeightLoader
+from .loaders import CheckpointFormat, WeightLoader
 from .logits_processors import LogitsProcessor, LogitsProcessorSetup, ProcessedRows
-from .models import CheckpointConfig, Model, PoolingModel
+from .models import CheckpointConfig, Model, PlainConfig, PoolingModel
 from .parsers import (
     ArgumentForm,
     CallForm,
@@ -50,6 +50,7 @@ __all__ = [
     "CallForm",
     "CallText",
     "CheckpointConfig",
+    "CheckpointFormat",
     "Collectives",
     "CollectivesSetup",
     "Content",
@@ -78,6 +79,7 @@ __all__ = [
     "Model",
     "PagedBackend",
     "ParserEvent",
+    "PlainConfig",
     "PlainText",
     "PoolingModel",
     "ProcessedRows",

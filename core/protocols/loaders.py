@@ -1,4 +1,4 @@
-"""The contract of weight loaders."""
+"""The contracts of weight loaders, and of checkpoint formats: what reads a checkpoint's files."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from ..config import EngineConfig
     from ..loading.model_config import ModelConfig
     from ..loading.state.record import StateRecord
+    from ..text.tokenizer import Tokenizer
 
 
 class WeightLoader(Protocol):
@@ -52,3 +53,35 @@ class WeightLoader(Protocol):
         the files, for `StateRecord.check` when they are loaded. `max_file_size`: in bytes, of a
         file, or of one tensor where that is larger. Optional: the format cannot be written.
         """
+
+
+class CheckpointFormat(Protocol):
+    """Reads the configuration and the tokenizer from files of its own, of a checkpoint without
+    config.json and tokenizer.json."""
+
+    config_file: ClassVar[str]
+    """Name of the file with the configuration. A folder with it, and without config.json, is of
+    this format where `EngineConfig.config_format` is auto."""
+    tokenizer_file: ClassVar[str]
+    """Name of the file with the tokenizer. A folder with it, and without tokenizer.json, has this
+    tokenizer where `EngineConfig.tokenizer_mode` is auto."""
+    load_format: ClassVar[str]
+    """The weight loader that `EngineConfig.load_format` auto means for such a checkpoint."""
+
+    @staticmethod
+    def read_config(folder: Path) -> dict[str, Any]:
+        """Return what a config.json of this checkpoint would contain.
+
+        Raises ConfigError, with the file's and the field's name, for a value that is of another
+        kind or not supported, and LoadError for a file that cannot be read.
+        """
+
+    @staticmethod
+    def read_chat_templates(folder: Path) -> Mapping[str, str]:
+        """Return the chat templates: name → Jinja text. Asked where the checkpoint has no template
+        in files of the usual names. Raises LoadError."""
+
+    @staticmethod
+    def read_tokenizer(folder: Path, chat_templates: Mapping[str, str]) -> Tokenizer:
+        """Return the tokenizer, with these chat templates. Raises LoadError for a file that is
+        damaged, or of a version that is not supported."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
@@ -120,3 +121,19 @@ class CheckpointConfig(Protocol):
     def from_dict(cls, config_dict: dict[str, Any]) -> CheckpointConfig:
         """Build from config.json, with defaults for missing fields. Raises ValueError or TypeError
         for invalid ones."""
+
+
+@dataclass(frozen=True)
+class PlainConfig:
+    """A model type of `transformers` whose config.json states nearly all values that models read:
+    registered in place of a configuration class, it spares a start the import of `transformers`.
+
+    A file with another field, or with a value of another type, is read by `transformers`.
+    """
+
+    fields: Mapping[str, tuple[type, ...]]
+    """Name → exact types, as `transformers` validates them or narrower."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Defaults of `transformers` for fields that checkpoints omit and models read."""
+    derived: frozenset[str] = frozenset()
+    """Fields that follow from the others where they are missing: head_dim, num_key_value_heads."""

@@ -34,7 +34,18 @@ CONTRACTS = {
     "model": Contract(
         "protocols.Model", ("forward", "weight_map"), ("compute_logits", "pooling_states")
     ),
-    "config": Contract("protocols.CheckpointConfig", ("from_dict",)),
+    "config": Contract("protocols.CheckpointConfig", one_of=("from_dict", "fields")),
+    "checkpoint_format": Contract(
+        "protocols.CheckpointFormat",
+        (
+            "config_file",
+            "tokenizer_file",
+            "load_format",
+            "read_config",
+            "read_chat_templates",
+            "read_tokenizer",
+        ),
+    ),
     "options": Contract("msgspec.Struct", base="msgspec:Struct"),
     "attention_backend": Contract(
         "protocols.AttentionBackend", base="jackfield.core.protocols:AttentionBackend"

@@ -129,6 +129,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             extensions=["jinja2.ext.loopcontrols", _Generation, _Meter],
         )
         self.filters["tojson"] = _tojson
+        self.filters["json_or_text"] = _json_or_text
         for name in _COSTLY_FILTERS:
             self.filters[name] = _limited(self.filters[name])
         self.filters.pop("urlize", None)  # Regular expressions over text from outside.
@@ -313,6 +314,15 @@ def _tojson(
         sort_keys=sort_keys,
     )
     return text.replace(json.dumps(MARK)[1:-1], MARK) if ensure_ascii else text
+
+
+def _json_or_text(text: str) -> Any:
+    """Return the value of a JSON text; of any other text, the text itself. For checkpoint formats,
+    whose templates are not those of transformers: tool results may be either."""
+    try:
+        return _check_value(json.loads(text))
+    except (ValueError, RecursionError):
+        return text
 
 
 def _raise_exception(message: str) -> NoReturn:

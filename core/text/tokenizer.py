@@ -16,28 +16,28 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from ..errors import InvalidRequest, LoadError
+from ..registration.checkpoint_formats import AUTO, tokenizer_format
+from ..registration.registered import Registry
 from .control_tokens import ControlTokens
 from .token_bytes import BytePieces, byte_pieces
 from .token_limit import PIECE, TokenLimit, encode_text, encode_within
 from .tokenizer_files import (
     add_from_config,
     chat_templates,
+    format_templates,
     read_json,
     template_text,
     token_strings,
 )
 
 _FILES = [
-    "tokenizer*.json",
+    "*.json",
     "tokenizer.model",
     "*.tiktoken",
     "vocab*",
     "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
     "chat_template*",
     "additional_chat_templates/*",
-    "config.json",
 ]
 _MARKUP = frozenset("<>[]|｜{}")
 _LOSSY_CHARACTERS = 256
@@ -87,17 +87,31 @@ class Tokenizer:
 
     @classmethod
     def load(
-        cls, path: str, *, revision: str | None = None, chat_template: str | None = None
+        cls,
+        path: str,
+        *,
+        revision: str | None = None,
+        chat_template: str | None = None,
+        formats: Registry[Any] | None = None,
+        mode: str = AUTO,
     ) -> Tokenizer:
         """Load the tokenizer of a checkpoint folder, or of a hub name.
 
-        chat_template: Jinja text, or a file's path, instead of the checkpoint's own.
+        chat_template: Jinja text, or a file's path, instead of the checkpoint's own. formats: the
+        checkpoint formats, of which `mode` (`EngineConfig.tokenizer_mode`) chooses; None: the usual
+        files alone are read.
         Raises LoadError when there is no tokenizer, or none with a fast implementation, and
-        ConfigError when `chat_template` is a path that cannot be read.
+        ConfigError when `chat_template` is a path that cannot be read, or there is no format of
+        this name.
         """
         folder = Path(path)
         if not folder.is_dir():
             folder = _download(path, revision)
+        if formats is not None and (name := tokenizer_format(formats, mode, folder)) is not None:
+            templates = format_templates(formats, name, folder, chat_template)
+            with formats.calling(name, "read_tokenizer"):
+                tokenizer: Tokenizer = formats.load(name).read_tokenizer(folder, templates)
+            return tokenizer
         config = read_json(folder / "tokenizer_config.json")
         tokens = token_strings(config, read_json(folder / "special_tokens_map.json"))
         if chat_template is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,8 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from ..errors import ConfigError, LoadError
+from ..registration.checkpoint_formats import AUTO, tokenizer_format
+from ..registration.registered import Registry
 
 _FLAGS = ("lstrip", "rstrip", "normalized", "single_word", "special")
 
@@ -40,12 +42,32 @@ def token_strings(*files: dict[str, Any]) -> dict[str, str]:
     return tokens
 
 
-def template_texts(folder: Path, given: str | None) -> str:
+def template_texts(
+    folder: Path, given: str | None, formats: Registry[Any] | None = None, mode: str = AUTO
+) -> str:
     """Return the chat templates of a checkpoint's folder, one after the other, or the one that is
-    given instead, as text or as a path. Raises LoadError; ConfigError about the one given."""
+    given instead, as text or as a path. `formats`, `mode`: as `Tokenizer.load`. Raises LoadError;
+    ConfigError about the one given."""
     if given is not None:
         return template_text(given)
+    if formats is not None and (name := tokenizer_format(formats, mode, folder)) is not None:
+        return "\n".join(format_templates(formats, name, folder, None).values())
     return "\n".join(chat_templates(folder, read_json(folder / "tokenizer_config.json")).values())
+
+
+def format_templates(
+    formats: Registry[Any], name: str, folder: Path, given: str | None
+) -> Mapping[str, str]:
+    """Return the chat templates of a checkpoint whose tokenizer a checkpoint format reads: the one
+    that is given, else those of the usual files, else the format's. Raises LoadError; ConfigError
+    about the one given."""
+    if given is not None:
+        return {"default": template_text(given)}
+    if own := chat_templates(folder, read_json(folder / "tokenizer_config.json")):
+        return own
+    with formats.calling(name, "read_chat_templates"):
+        templates: Mapping[str, str] = formats.load(name).read_chat_templates(folder)
+    return templates
 
 
 def chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:

@@ -12,10 +12,9 @@ from ..flags.engine_flags import Parser, add_engine_options, engine_config, fail
 
 DEFAULT_FILE_SIZE = 5 << 30
 OPTIONS = (
-    "revision", "load_format", "model_loader_extra_config", "quantization", "dtype",
-    "tensor_parallel_size", "pipeline_parallel_size", "pipeline_layer_partition",
-    "enable_expert_parallel",
-    "model_impl", "hf_overrides", "plugin_options", "disable_plugins",
+    "revision", "config_format", "load_format", "model_loader_extra_config", "quantization",
+    "dtype", "tensor_parallel_size", "pipeline_parallel_size", "pipeline_layer_partition",
+    "enable_expert_parallel", "model_impl", "hf_overrides", "plugin_options", "disable_plugins",
 )  # fmt: skip
 """Engine options that decide what is written."""
 

@@ -220,6 +220,12 @@ CONFIGS = {
     "TeleFLM": "TeleFLMConfig",
 }
 """Model types that `transformers` does not know → class in `configs.py`, or "module:class"."""
+PLAIN = {
+    "bert": "BERT", "granite": "GRANITE", "llama": "LLAMA", "mistral": "MISTRAL",
+    "mixtral": "MIXTRAL", "olmo2": "OLMO2", "qwen2": "QWEN2", "qwen3": "QWEN3",
+    "qwen3_moe": "QWEN3_MOE", **dict.fromkeys(("roberta", "xlm-roberta"), "ROBERTA"),
+}  # fmt: skip
+"""Model types that need no `transformers` → `PlainConfig` in `plain_configs.py`."""
 
 
 @hookimpl
@@ -242,3 +248,5 @@ def register_configs(registry: Any) -> None:
     for model_type, name in CONFIGS.items():
         place = name if ":" in name else f"configs:{name}"
         registry.add(model_type, f"jackfield.plugins.models.{place}")
+    for model_type, name in PLAIN.items():
+        registry.add(model_type, f"jackfield.plugins.models.plain_configs:{name}")

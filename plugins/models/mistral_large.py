@@ -19,7 +19,6 @@ from ...core.nn.routing import RoutingRule
 from .deepseek import DeepseekV3ForCausalLM
 from .latent import LATENT_MAP, LatentDecoder, LatentSelfAttention
 from .ministral import Growth
-from .mistral_names import IMAGES, MISTRAL_MAP
 
 
 class GrowingLatentAttention(LatentSelfAttention):
@@ -66,7 +65,7 @@ class Mistral4ForCausalLM(DeepseekV3ForCausalLM):
 
 class MistralLarge3ForCausalLM(Mistral4ForCausalLM):
     tensor_parallel = True
-    weight_map = MISTRAL_MAP
+    weight_map = LATENT_MAP
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         """`apply_yarn_scaling` false: stretched positions do not change the scale of scores."""
@@ -76,5 +75,3 @@ class MistralLarge3ForCausalLM(Mistral4ForCausalLM):
                 **config.rope_parameters, "attention_factor": 1.0, "mscale_all_dim": None
             }  # fmt: skip
         super().__init__(dataclasses.replace(config, hf_config=hf), build)
-        ignored = (*self.weight_map.ignored, *IMAGES)
-        self.weight_map = dataclasses.replace(self.weight_map, ignored=ignored)

@@ -1,11 +1,7 @@
 """MXFP4: a mixture's experts in 4-bit floats, 32 of which share a power of two.
 
-A number is e2m1 (0, 0.5, 1, 1.5, 2, 3, 4, 6, and their negatives), two to a byte, the earlier one
-in the low half; a scale is e8m0, 2 ** (byte - 127). Source: OCP Microscaling Formats (MX)
-Specification 1.0; the tensors' names and order are those of GPT-OSS's published checkpoints.
-
-The kernels for packed weights support evenly spaced integers and 8-bit floats. Every e2m1 number is
-an e4m3 number, so weights are stored as e4m3: exactly, in 8 bits and a half each.
+A number is e2m1 (`e2m1.py`); a scale is e8m0, 2 ** (byte - 127). Source: OCP Microscaling Formats
+(MX) Specification 1.0; the tensors' names and order are those of GPT-OSS's published checkpoints.
 """
 
 from __future__ import annotations
@@ -21,13 +17,12 @@ from ...core.errors import ConfigError, LoadError
 from ...core.loading.quantization_config import ConfigReader, is_ignored
 from ...core.nn.packed import PackedWeight
 from ...core.nn.quantized import Axis, LinearSpec, PackedLinear, TensorSpec
+from .e2m1 import as_e4m3
 
 logger = logging.getLogger("jackfield.loading")
 
 GROUP = 32
 """Columns that share a scale."""
-MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Magnitudes of e2m1, by its low three bits; the fourth bit is the sign."""
 SKIPPED = "modules_to_not_convert"
 
 
@@ -95,25 +90,16 @@ class Mxfp4Linear(PackedLinear):
         size, total = spec.in_features, spec.out_features
         values = torch.empty(total, size, dtype=torch.float8_e4m3fn, device=spec.device)
         scale = torch.empty(size // GROUP, total, dtype=torch.bfloat16, device=spec.device)
-        table = _pairs().to(spec.device)
         start = 0
         for shard, rows in spec.shards.items():
             place = slice(start, start + rows)
-            bytes_ = shards[shard]["blocks"].to(spec.device).int()
-            values.view(torch.uint8)[place] = table[bytes_].view(torch.uint8).view(rows, size)
+            numbers = shards[shard]["blocks"].to(spec.device)
+            values.view(torch.uint8)[place] = as_e4m3(numbers).view(rows, size)
             scale[:, place] = _powers(shards[shard]["scales"].to(spec.device)).t()
             start += rows
         if not scale.isfinite().all():
             raise LoadError("scales: 255 among them, which stands for no number")
         return PackedWeight(values, scale, GROUP)
-
-
-def _pairs() -> torch.Tensor:
-    """[256] int16: the two e4m3 numbers of a byte, the earlier one first in memory."""
-    signed = torch.tensor([*MAGNITUDES, *(-magnitude for magnitude in MAGNITUDES)])
-    numbers = signed.to(torch.float8_e4m3fn).view(torch.uint8)
-    byte = torch.arange(256)
-    return torch.stack([numbers[byte & 15], numbers[byte >> 4]], dim=1).view(torch.int16)[:, 0]
 
 
 def _powers(scales: torch.Tensor) -> torch.Tensor:

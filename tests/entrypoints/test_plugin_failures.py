@@ -100,6 +100,11 @@ class BadLoader:
     load = bang
 
 
+class BadFormat:
+    config_file = tokenizer_file = load_format = "bad"
+    read_config = read_chat_templates = read_tokenizer = staticmethod(bang)
+
+
 class BadConnector:
     metadata_type = None
     make_scheduler = staticmethod(bang)
@@ -132,6 +137,7 @@ STARTS: dict[str, tuple[str, object, dict[str, Any]]] = {
     ),
     "register_operations": ("operations", BadOperations, {"operations": "bad"}),
     "register_quantization": ("quantization", BadMethod, {"quantization": "bad"}),
+    "register_checkpoint_formats": ("checkpoint_format", BadFormat, {"config_format": "bad"}),
     "register_weight_loaders": ("weight_loader", BadLoader, {"load_format": "bad"}),
     "register_executors": ("executor", BadExecutor, {"executor": "bad"}),
     "register_schedule_policies": ("schedule_policy", BadPolicy, {"scheduling_policy": "bad"}),

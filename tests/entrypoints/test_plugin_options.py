@@ -15,7 +15,7 @@ from test_fronts import fronted
 
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.errors import ConfigError, PluginError
-from jackfield.core.registry import load_plugins
+from jackfield.core.registry import NameConflict, load_plugins
 from jackfield.entrypoints.server.serve_settings import settings
 
 MINE = """
@@ -192,10 +192,9 @@ async def test_a_type_that_jackfield_reads_is_taken_over_on_purpose_alone(
     install("qwen3", CONFIGS.format(model_type="qwen3", override=override))
     (tmp_path / "config_of_qwen3.py").write_text(CONFIG.format(model_type="qwen3"))
     config = engine_config(checkpoint_of("qwen3", tmp_path / "model"))
-    engine = AsyncEngine(config)
     if override:
-        async with engine:
+        async with AsyncEngine(config) as engine:
             assert engine.model_config.hf_config.hidden_size == 64
         return
-    with pytest.raises(ConfigError, match=r"plugin qwen3 registered .* with override=True"):
-        await engine.start()
+    with pytest.raises(NameConflict, match=r"'qwen3' is registered twice: .* with override=True"):
+        AsyncEngine(config)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from ...errors import ConfigError
+from ..json_file import with_texts
 
 Read: TypeAlias = Callable[[dict[str, Any], str | None], Any]
 """(a config.json's content, architecture; None: the one that the content names) → configuration"""
@@ -46,7 +47,7 @@ def inner_name(name: str) -> str | None:
     return name if name.startswith(PLAIN) else None
 
 
-def text_config(folder: Path, raw: dict[str, Any], read: Read, architecture: str) -> Any:
+def text_config(file: Path, raw: dict[str, Any], read: Read, architecture: str) -> Any:
     """Return the configuration of the text part of a config.json.
 
     architecture: of the text part; "": the one that its configuration names, or that has its model
@@ -62,32 +63,32 @@ def text_config(folder: Path, raw: dict[str, Any], read: Read, architecture: str
         config = read(dict(inner), architecture or by_type)
     else:
         raise ConfigError(
-            f"model: {folder}/config.json has no {' or '.join(NESTED)}, which would describe the "
+            f"model: {file} has no {' or '.join(NESTED)}, which would describe the "
             "part of the model that reads text",
             param="model",
         )
     if architecture:
         config = _as_type_of(architecture, config, read)
     else:
-        architecture = _architecture(folder, inner, config)
+        architecture = _architecture(file, inner, config)
     config.architectures = [architecture]
     if (tied := raw.get("tie_word_embeddings")) is None:
         tied = getattr(config, "tie_word_embeddings", None)
     config.tie_word_embeddings = bool(tied)
     for name in OF_THE_WHOLE:
         if raw.get(name) is not None:
-            setattr(config, name, _with_inner_names(raw[name]))
+            setattr(config, name, with_texts(raw[name], lambda text: inner_name(text) or text))
     for name in TOKENS:
         if getattr(config, name, None) is None and raw.get(name) is not None:
             setattr(config, name, raw[name])
     return config
 
 
-def _architecture(folder: Path, inner: dict[str, Any], config: Any) -> str:
+def _architecture(file: Path, inner: dict[str, Any], config: Any) -> str:
     names = inner.get("architectures") or [_of_type(config.model_type)]
     if not isinstance(names[0], str):
         raise ConfigError(
-            f"model: {folder}/config.json: no architecture is known for the text part's model_type "
+            f"model: {file}: no architecture is known for the text part's model_type "
             f"{config.model_type!r}",
             param="model",
         )
@@ -111,15 +112,3 @@ def _as_type_of(architecture: str, config: Any, read: Read) -> Any:
     if architecture not in types:
         return config
     return read(config.to_dict() | {"model_type": types[architecture]}, architecture)
-
-
-def _with_inner_names(value: Any) -> Any:
-    """Return a JSON value whose texts and keys are names as the text part alone has them."""
-    if isinstance(value, list):
-        return [_with_inner_names(item) for item in value]
-    if isinstance(value, dict):
-        return {_with_inner_names(name): _with_inner_names(item) for name, item in value.items()}
-    if not isinstance(value, str):
-        return value
-    name = inner_name(value)
-    return value if name is None else name

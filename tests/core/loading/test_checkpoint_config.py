@@ -23,18 +23,29 @@ import jackfield
 from jackfield.core.config import EngineConfig
 from jackfield.core.errors import ConfigError
 from jackfield.core.loading import checkpoint_config as module
-from jackfield.core.loading.checkpoint_config import FAMILIES, Configuration, checkpoint_config
+from jackfield.core.loading.checkpoint_config import Configuration
 from jackfield.core.loading.model_config import EMBEDDED_MODEL, resolve_model_config
+from jackfield.core.registry import load_plugins
+from jackfield.plugins.models import PLAIN as PLAIN_TYPES
 
 pytestmark = pytest.mark.filterwarnings("ignore:`rope_scaling` is deprecated")
 ROOT = Path(jackfield.__file__).resolve().parent
 ASKED = re.compile(r'\bhf(?:_config)?\.([a-z]\w*)|getattr\(\s*(?:\w+\.)?hf(?:_config)?,\s*"(\w+)"')
-FOLDER = Path("checkpoint")
+FILE = Path("checkpoint/config.json")
 NOTHING = object()
 ODD: list[Any] = [None, "odd", -1, 0, 3, 2.5, True, [], ["a"], {}, {"a": 1}]
 
 
-FAMILY_FILES = ("decoder", *(name for name in FAMILIES if name != "xlm-roberta"))
+FAMILY_FILES = ("decoder", *(name for name in PLAIN_TYPES if name != "xlm-roberta"))
+PLUGINS = load_plugins()
+
+
+def checkpoint_config(file: Path, raw: dict[str, Any]) -> Any:
+    """As the engine reads it: by what is registered for the model type."""
+    model_type = raw.get("model_type")
+    known = isinstance(model_type, str) and model_type in PLUGINS["config"]
+    plain = PLUGINS["config"].load(model_type) if known else None
+    return module.checkpoint_config(file, raw, plain)
 
 
 def asked_for() -> list[str]:
@@ -301,13 +312,13 @@ def assert_plain(raw: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     expected = by_transformers(raw)
     with monkeypatch.context() as patch:
         patch.delattr(module, "_whole")
-        config = checkpoint_config(FOLDER, raw_copy)
+        config = checkpoint_config(FILE, raw_copy)
         field_names = set(NAMES) - NOT_OF[kind]
         for name in field_names - NOT_OF_FAMILY.get(raw["model_type"], EXPERTS | MULTIPLIERS):
             actual = getattr(config, name, NOTHING)
             assert (name, actual, type(actual)) == (name, expected[name], type(expected[name]))
     assert answers(config) == expected
-    assert config.to_dict() == checkpoint_config(FOLDER, raw_copy).to_dict()
+    assert config.to_dict() == checkpoint_config(FILE, raw_copy).to_dict()
     assert raw_copy == raw, "the caller's own is left as it is"
 
 
@@ -327,7 +338,7 @@ def test_what_transformers_saves_is_plain(
     hf_config.save_pretrained(tmp_path)
     assert_plain(json.loads((tmp_path / "config.json").read_text()), monkeypatch)
     full = hf_config.to_dict()
-    assert answers(checkpoint_config(FOLDER, full)) == by_transformers(full)
+    assert answers(checkpoint_config(FILE, full)) == by_transformers(full)
 
 
 def assert_same(raw: dict[str, Any]) -> None:
@@ -336,10 +347,10 @@ def assert_same(raw: dict[str, Any]) -> None:
         expected = by_transformers(raw)
     except Exception as error:  # of many kinds
         with pytest.raises(ConfigError) as caught:
-            checkpoint_config(FOLDER, raw)
+            checkpoint_config(FILE, raw)
         assert str(caught.value).endswith(" ".join(str(error).split()))
     else:
-        assert answers(checkpoint_config(FOLDER, raw)) == expected
+        assert answers(checkpoint_config(FILE, raw)) == expected
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -411,12 +422,10 @@ def test_a_wrong_config_is_refused_at_once_in_the_words_of_transformers(name: st
     with pytest.raises(Exception) as raised:
         by_transformers(WRONG[name])
     with pytest.raises(ConfigError) as caught:
-        checkpoint_config(FOLDER, WRONG[name])
+        checkpoint_config(FILE, WRONG[name])
     family = WRONG[name]["model_type"]
     text = " ".join(str(raised.value).split())
-    assert str(caught.value) == (
-        f"model: {FOLDER}/config.json is not a valid {family!r} configuration: {text}"
-    )
+    assert str(caught.value) == (f"model: {FILE} is not a valid {family!r} configuration: {text}")
 
 
 @pytest.mark.parametrize(
@@ -437,16 +446,16 @@ def test_overrides_come_first(overrides: dict[str, Any], tmp_path: Path) -> None
 
 def test_it_passes_for_the_object_of_transformers() -> None:
     def fresh() -> Any:
-        return checkpoint_config(FOLDER, QWEN3)
+        return checkpoint_config(FILE, QWEN3)
 
-    real = module._whole(FOLDER, QWEN3)
+    real = module._whole(FILE, QWEN3)
     assert type(fresh()) is Configuration
     assert isinstance(fresh(), transformers.Qwen3Config) and not isinstance(fresh(), dict)
     assert fresh() == real and real == fresh() and fresh() == fresh()
     assert repr(fresh()) == repr(real) and list(fresh()) == list(real)
     assert vars(fresh()) == vars(real)
     assert fresh().to_dict() == real.to_dict()
-    assert transformers.AutoModel.from_config(checkpoint_config(FOLDER, saved("Qwen3"))) is not None
+    assert transformers.AutoModel.from_config(checkpoint_config(FILE, saved("Qwen3"))) is not None
     for copied in (pickle.loads(pickle.dumps(fresh())), copy.deepcopy(fresh()), copy.copy(fresh())):
         assert answers(copied) == answers(real)
     changed = fresh()

@@ -17,6 +17,7 @@ from jackfield.core.config import EngineConfig
 from jackfield.core.engine.text_processor import TextProcessor
 from jackfield.core.errors import ConfigError, InvalidRequest, LoadError
 from jackfield.core.loading.model_config import resolve_model_config
+from jackfield.core.registry import load_plugins
 from jackfield.core.text.detokenizer import IncrementalDetokenizer
 from jackfield.core.text.tokenizer import Tokenizer
 from jackfield.plugins.conformance.clock import growth
@@ -264,11 +265,12 @@ def test_a_template_option_that_cannot_be_read_is_a_wrong_configuration(
 
 def test_a_template_option_that_is_no_jinja_is_a_wrong_configuration(tmp_path: Path) -> None:
     texts, model = TextProcessor(), resolve_model_config(EngineConfig())
+    plugins = load_plugins()
     with pytest.raises(ConfigError, match="chat_template: line 1"):
-        texts.load(EngineConfig(chat_template="{{ oops"), model)
+        texts.load(EngineConfig(chat_template="{{ oops"), model, plugins)
     path = save(tmp_path, byte_level(), chat_template="{{ oops")
     with pytest.raises(LoadError, match="chat_template: line 1"):
-        texts.load(EngineConfig(tokenizer=path), model)
+        texts.load(EngineConfig(tokenizer=path), model, plugins)
     texts.close()
 
 

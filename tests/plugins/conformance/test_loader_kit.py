@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from mutants import Mutant, mutant_tests, plugin_of, subclass
+from safetensors.torch import save_file
 
 from jackfield.core.errors import ConfigError, LoadError
 from jackfield.core.loading.state.record import StateRecord
@@ -46,6 +48,46 @@ class TestPt(WeightLoaderKit):
         for number in range(2):
             part = {name: tensors[name] for name in names[number::2]}
             torch.save(part, folder / f"consolidated.{number:02d}.pt")
+
+
+class TestMistral(WeightLoaderKit):
+    """The names and the order of rows of Mistral's own checkpoints."""
+
+    name = "mistral"
+    NAMES = {
+        "model.embed_tokens": "tok_embeddings", "lm_head": "output", "model.": "",
+        "self_attn": "attention", "q_proj": "wq", "k_proj": "wk", "v_proj": "wv", "o_proj": "wo",
+        "mlp": "feed_forward", "gate_proj": "w1", "down_proj": "w2", "up_proj": "w3",
+        "input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm",
+    }  # fmt: skip
+
+    def own_name(self, name: str) -> str:
+        for usual, own in self.NAMES.items():
+            name = name.replace(usual, own)
+        return name
+
+    def own(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        found = {}
+        for name, tensor in tensors.items():
+            if "q_proj" in name or "k_proj" in name:
+                rows = tensor.reshape(-1, 2, 8, *tensor.shape[1:]).transpose(1, 2)
+                tensor = rows.reshape(tensor.shape).contiguous()
+            found[self.own_name(name)] = tensor
+        return found
+
+    def write(self, tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
+        save_file(self.own(tensors), folder / "consolidated.safetensors")
+
+    def write_in_parts(self, tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
+        own, index = self.own(tensors), {}
+        for number in range(3):
+            file = f"consolidated-{number}.safetensors"
+            part = {name: own[name] for name in sorted(own)[number::3]}
+            save_file(part, folder / file)
+            index |= dict.fromkeys(part, file)
+        (folder / "consolidated.safetensors.index.json").write_text(
+            json.dumps({"weight_map": index})
+        )
 
 
 class TestRunaiStreamer(WeightLoaderKit):

@@ -154,16 +154,3 @@ def mimo_v2(tensors: Tensors) -> Tensors:
     found = together(split_experts(tensors), "qkv_proj")
     more = {"model.mtp.layers.0.x.weight": torch.ones(4), "visual.merger.weight": torch.ones(4)}
     return renamed((r"\.sinks", ".attention_sink_bias"))(found) | more
-
-
-def mistral(tensors: Tensors) -> Tensors:
-    """By the names of Mistral's own checkpoints, with a tensor that images are read with."""
-    found = renamed(
-        (r"model\.", ""), ("embed_tokens", "tok_embeddings"), ("lm_head", "output"),
-        ("self_attn", "attention"), ("kv_a_proj_with", "wkv_a_with"), ("kv_b_proj", "wkv_b"),
-        ("q_([ab])_proj", r"wq_\1"), ("_a_layernorm", "_a_norm"), ("o_proj", "wo"),
-        (r"mlp\.(gate|experts|shared_experts)\.", r"\1."), ("mlp", "feed_forward"),
-        ("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2"),
-        ("input_layernorm", "attention_norm"), ("post_attention_layernorm", "ffn_norm"),
-    )(split_experts(tensors))  # fmt: skip
-    return found | {"vision_encoder.ln_pre.weight": torch.ones(4)}

@@ -26,7 +26,6 @@ from renaming import (
     internlm2,
     longer_rows,
     mimo_v2,
-    mistral,
     qwen,
     split_experts,
     telechat,
@@ -226,7 +225,7 @@ CASES = {
         "scoring_func": "softmax", "tie_word_embeddings": False, "rope_parameters": {
             **YARN, "rope_type": "yarn", "original_max_position_embeddings": 8,
         }, "llama_4_scaling": {"beta": 0.4, "original_max_position_embeddings": 8},
-    }, mistral),
+    }, split_experts),
     "Rnj1ForCausalLM": Case("Gemma3ForCausalLM", {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         "rope_parameters": ROPES, "sliding_window": 256, "query_pre_attn_scalar": 40,

@@ -14,8 +14,9 @@ from jackfield.plugins.conformance.quantization import QuantizationKit
 pytest.importorskip("compressed_tensors")
 
 from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
 from compressed_tensors.quantization import QuantizationScheme
-from compressed_tensors.quantization.utils import calculate_qparams
+from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 
 
 def config_of(group: dict[str, Any], layout: str) -> dict[str, Any]:
@@ -33,7 +34,7 @@ def extremes(weight: torch.Tensor, args: Any) -> tuple[torch.Tensor, torch.Tenso
         return weight.min().reshape(1), weight.max().reshape(1)
     if args.strategy == "channel":
         return weight.amin(1, keepdim=True), weight.amax(1, keepdim=True)
-    if args.strategy == "group":
+    if args.strategy in ("group", "tensor_group"):
         grouped = weight.unflatten(1, (-1, args.group_size))
         return grouped.amin(2), grouped.amax(2)
     rows, columns = (-(-size // 128) for size in weight.shape)
@@ -66,6 +67,7 @@ class PackageKit(QuantizationKit):
 
 FP8 = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
 INT8 = {**FP8, "type": "int"}
+NVFP4 = {**FP8, "num_bits": 4, "strategy": "tensor_group", "group_size": 16}
 TOKEN = {"num_bits": 8, "symmetric": True, "dynamic": True, "strategy": "token"}
 
 
@@ -113,6 +115,30 @@ class TestFp8Blocks(PackageKit):
     rounding = 0.04
     inert = frozenset({"config_groups.group_0.input_activations.group_size"})
     """Inputs may be left as they are."""
+
+
+class TestNvfp4(PackageKit):
+    """The package's own numbers, which it multiplies by the scale of the tensor."""
+
+    layout = "nvfp4-pack-quantized"
+    config = config_of(
+        {"weights": NVFP4, "input_activations": NVFP4 | {"dynamic": "local"}}, layout
+    )
+    inert = frozenset({
+        f"config_groups.group_0.input_activations.{field}" for field in ("num_bits", "group_size")
+    })  # fmt: skip
+    """Inputs are left as they are."""
+
+    def quantize(self, weight: torch.Tensor) -> Any:
+        scheme = QuantizationScheme(targets=["Linear"], weights=NVFP4)
+        whole = generate_gparam(weight.min(), weight.max())
+        low, high = extremes(weight, scheme.weights)
+        scale, _ = calculate_qparams(low, high, scheme.weights, global_scale=whole)
+        state = {"weight": weight, "weight_scale": scale, "weight_global_scale": whole}
+        stored = BaseCompressor.get_value_from_registry(self.layout).compress(state, scheme)
+        numbers = unpack_fp4_from_uint8(stored["weight_packed"], *weight.shape, torch.float32)
+        step = stored["weight_scale"].float().repeat_interleave(16, dim=1) / whole
+        return stored, numbers * step
 
 
 class TestInt8(PackageKit):

@@ -1,0 +1,1 @@
+"""Mistral's own checkpoints: params.json, consolidated*.safetensors and tekken.json."""

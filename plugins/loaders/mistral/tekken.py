@@ -1,0 +1,136 @@
+"""tekken.json, the tokenizer of Mistral's own checkpoints, as one of the `tokenizers` library.
+
+It has a vocabulary of bytes in the order of merging, the pattern that a text is split by first, and
+special tokens, whose ids come before all others.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors
+from tokenizers import Tokenizer as Backend
+
+from ....core.errors import LoadError
+from ....core.text.token_bytes import ALPHABET
+from ....core.text.tokenizer_files import read_json
+
+FILE = "tekken.json"
+VERSIONS = ("v3", "v7", "v11", "v13", "v15")
+"""Versions whose chats are known (chat_template.jinja)."""
+IMPLIED = (
+    "<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]",
+    "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]",
+    "[IMG_END]", "[PREFIX]", "[MIDDLE]", "[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]",
+    "[TOOL_CONTENT]",
+)  # fmt: skip
+"""The special tokens, from id 0, of files that list none, up to v7."""
+LATEST_IMPLIED = "v7"
+ROLES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+BYTES = {byte: char for char, byte in ALPHABET.items()}
+
+
+def read_tekken(folder: Path) -> dict[str, Any]:
+    """Return the content of tekken.json. Raises LoadError, also for a version that is unknown."""
+    file = folder / FILE
+    content = read_json(file)
+    config = content.get("config")
+    if not isinstance(config, dict):
+        raise LoadError(f"tokenizer: {file} has no object config")
+    if config.get("version") not in VERSIONS:
+        raise LoadError(
+            f"tokenizer: {file} is of version {config.get('version')!r}; known are "
+            f"{', '.join(VERSIONS)}: give the checkpoint a tokenizer.json, and a chat template"
+        )
+    return content
+
+
+def special_tokens(content: Mapping[str, Any]) -> list[str]:
+    """Return the special tokens by id. Raises LoadError."""
+    config, listed = content["config"], content.get("special_tokens")
+    count = config.get("default_num_special_tokens")
+    if listed is None:
+        if VERSIONS.index(config["version"]) > VERSIONS.index(LATEST_IMPLIED):
+            raise LoadError(f"tokenizer: {FILE} has no special_tokens")
+        tokens = list(IMPLIED)
+    else:
+        try:
+            ranked = sorted((entry["rank"], entry["token_str"]) for entry in listed)
+        except (TypeError, KeyError) as error:
+            raise LoadError(f"tokenizer: {FILE}: special_tokens cannot be read: {error}") from error
+        tokens = [token for _, token in ranked]
+        in_order = [rank for rank, _ in ranked] == list(range(len(ranked)))
+        if not in_order or len(set(tokens)) < len(tokens):
+            raise LoadError(
+                f"tokenizer: {FILE}: special_tokens must have the ranks 0 to {len(ranked) - 1}, "
+                "and each text once"
+            )
+    if not isinstance(count, int) or count < len(tokens):
+        raise LoadError(
+            f"tokenizer: {FILE}: config.default_num_special_tokens is {count!r}, and there are "
+            f"{len(tokens)} special tokens"
+        )
+    return tokens + [f"<SPECIAL_{rank}>" for rank in range(len(tokens), count)]
+
+
+def backend(content: Mapping[str, Any]) -> Backend:
+    """Return the tokenizer: ids and pieces are those of tiktoken with the same vocabulary. Raises
+    LoadError for a file that contradicts itself."""
+    config, specials = content["config"], special_tokens(content)
+    size = config.get("default_vocab_size")
+    entries = content.get("vocab")
+    if not isinstance(size, int) or not isinstance(entries, list):
+        raise LoadError(f"tokenizer: {FILE} has no config.default_vocab_size, or no list vocab")
+    count = size - len(specials)
+    try:
+        tokens = [base64.b64decode(entry["token_bytes"], validate=True) for entry in entries]
+        ranks = {token: rank for rank, token in enumerate(tokens[:count])}
+        complete = len(ranks) == count and all(bytes([byte]) in ranks for byte in range(256))
+        if not complete:
+            raise ValueError(f"it has no {count} different tokens, every byte among them")
+        pattern = Regex(config["pattern"])
+    except Exception as error:  # Also the pattern's, for which the library has no type.
+        raise LoadError(f"tokenizer: {FILE}: {type(error).__name__}: {error}") from error
+    written = {"".join(BYTES[byte] for byte in token): rank for token, rank in ranks.items()}
+    vocabulary = {token: rank for rank, token in enumerate(specials)}
+    vocabulary |= {token: rank + len(specials) for token, rank in written.items()}
+    if len(vocabulary) < size:
+        raise LoadError(f"tokenizer: {FILE}: vocab has the text of a special token as a token")
+    tokenizer = Backend(models.BPE(vocabulary, merges(written), ignore_merges=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(pattern, "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in specials]
+    )
+    begin = ROLES["bos_token"]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=[begin, "$A"],
+        pair=[begin, "$A", "$B"],
+        special_tokens=[(begin, specials.index(begin))],
+    )
+    return tokenizer
+
+
+def merges(ranks: Mapping[str, int]) -> list[tuple[str, str]]:
+    """Return the pairs that become a token, those of the lowest rank first.
+
+    tiktoken joins the two neighbours that make the token of the lowest rank, whichever these are.
+    """
+    pairs: list[tuple[str, str]] = []
+    for token in ranks:
+        of_token = [
+            (token[:cut], token[cut:])
+            for cut in range(1, len(token))
+            if token[:cut] in ranks and token[cut:] in ranks
+        ]
+        of_token.sort(key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
+        pairs += of_token
+    return pairs

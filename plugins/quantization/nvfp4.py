@@ -1,0 +1,86 @@
+"""NVFP4: e2m1 numbers (`e2m1.py`), 16 of which share a scale in e4m3; a scale in float32 holds for
+the whole tensor.
+
+Inputs stay wide: no device that is served here multiplies 4-bit floats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+
+from ...core.errors import ConfigError, LoadError
+from ...core.nn.packed import PackedWeight
+from ...core.nn.quantized import Axis, LinearSpec, PackedLinear, TensorSpec
+from .e2m1 import as_e4m3
+
+GROUP = 16
+"""Columns that share a scale."""
+
+
+class Nvfp4Tensors(NamedTuple):
+    """What a tool calls the tensors of a layer, besides weight_scale."""
+
+    numbers: str
+    whole: str
+    """The tensor's scale."""
+    inputs: str
+    """That of inputs, which is not used."""
+    inverse: bool = False
+    """The tensor's scale is what numbers were multiplied by, not what they are to be."""
+
+
+class Nvfp4Linear(PackedLinear):
+    """numbers: [out_features, in_features / 2] uint8; weight_scale: [out_features, groups] e4m3."""
+
+    def __init__(self, spec: LinearSpec, names: Nvfp4Tensors) -> None:
+        """Raises ConfigError if rows are not whole groups."""
+        super().__init__(spec)
+        self.names = names
+        if spec.in_features % GROUP:
+            raise ConfigError(
+                f"quantization_config: NVFP4 has groups of {GROUP} columns, and {spec.prefix} has "
+                f"{spec.in_features}",
+                param="quantization_config",
+            )
+
+    def tensors(self, out_features: int) -> Mapping[str, TensorSpec]:
+        """Numbers, and scales of groups and of the tensor."""
+        size = self.spec.in_features
+        axes: tuple[Axis | None, ...] = (("out", 1), ("in", GROUP))
+        return {
+            self.names.numbers: TensorSpec(
+                (out_features, size // 2), (torch.uint8,), axes=(("out", 1), ("in", 2))
+            ),
+            "weight_scale": TensorSpec(
+                (out_features, size // GROUP), (torch.float8_e4m3fn,), dummy=1.0, axes=axes
+            ),
+            self.names.whole: TensorSpec(
+                (), dummy=2.0**7 if self.names.inverse else 2.0**-7, axes=()
+            ),
+            self.names.inputs: TensorSpec((), optional=True, axes=()),
+        }
+
+    def pack(self, shards: Mapping[str, Mapping[str, torch.Tensor]]) -> PackedWeight:
+        """Copy shard by shard to the destination: together they are most of a model."""
+        spec = self.spec
+        size, total = spec.in_features, spec.out_features
+        values = torch.empty(total, size, dtype=torch.float8_e4m3fn, device=spec.device)
+        scale = torch.empty(size // GROUP, total, dtype=torch.float32, device=spec.device)
+        start = 0
+        for shard, rows in spec.shards.items():
+            place = slice(start, start + rows)
+            stored = {name: tensor.to(spec.device) for name, tensor in shards[shard].items()}
+            numbers = as_e4m3(stored[self.names.numbers])
+            values.view(torch.uint8)[place] = numbers.view(rows, size)
+            whole = stored[self.names.whole].float()
+            whole = 1 / whole if self.names.inverse else whole
+            scale[:, place] = stored["weight_scale"].float().t() * whole
+            start += rows
+        if not scale.isfinite().all():
+            raise LoadError(
+                f"weight_scale, {self.names.whole}: there is one that is no finite number"
+            )
+        return PackedWeight(values, scale, GROUP)
