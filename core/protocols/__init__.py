@@ -20,7 +20,7 @@ from .executors import (
 from .grammars import Grammar, GrammarBackend, GrammarMatcher, GrammarSpec, Vocabulary
 from .kv import KVConnector, KVConnectorScheduler, KVConnectorSetup, KVConnectorWorker, KVLayout
 from .kv_compressors import KVCompressor
-from .latent_attention import LatentAttentionBackend, LatentAttentionSpec
+from .latent_attention import ChosenTokens, LatentAttentionBackend, LatentAttentionSpec
 from .loaders import WeightLoader
 from .logits_processors import LogitsProcessor, LogitsProcessorSetup, ProcessedRows
 from .models import CheckpointConfig, Model, PoolingModel
@@ -50,6 +50,7 @@ __all__ = [
     "CallForm",
     "CallText",
     "CheckpointConfig",
+    "ChosenTokens",
     "Collectives",
     "CollectivesSetup",
     "Content",

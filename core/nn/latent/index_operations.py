@@ -47,7 +47,7 @@ class IndexOperations:
         cache.flatten(0, 1).index_copy_(0, slot_mapping, key.to(cache.dtype))
         return None if query is None else _rotate_first(query, turn[:, None], interleaved)
 
-    def choose_tokens(
+    def choose_cached_tokens(
         self,
         query: torch.Tensor,
         weights: torch.Tensor,

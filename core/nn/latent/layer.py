@@ -98,7 +98,7 @@ class LatentAttention(nn.Module):
         )  # fmt: skip
         if query is None or weights is None:
             return None
-        return self.operations.choose_tokens(
+        return self.operations.choose_cached_tokens(
             query, weights, cache, layout.block_table, layout.query_start, context.positions,
             topk=topk, max_seq_len=layout.max_seq_len,
         )  # fmt: skip

@@ -48,6 +48,22 @@ async def test_a_family_equals_transformers(case: str, tmp_path: Path) -> None:
     await check_engine(folder, lambda tokens: score(reference, tokens))
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+def test_kernels_equal_transformers(tmp_path: Path) -> None:
+    """A prompt in two steps, beside a decode row in the second one, and a step of decode rows."""
+    pytest.importorskip("triton")
+    reference = saved_glm(tmp_path)
+    model = PagedModel(tmp_path, "float32", kernels="triton")
+    first, other = PROMPTS[1], PROMPTS[0]
+    steps = (
+        {0: first[:20], 1: other[:4]}, {1: other[4:5], 0: first[20:40]}, {0: first[40:], 1: [9]},
+    )  # fmt: skip
+    results = [model.run(step) for step in steps]
+    for slot, tokens in ((0, first), (1, [*other, 9])):
+        got = torch.cat([result[slot] for result in results]).log_softmax(-1).cpu()
+        torch.testing.assert_close(got, score(reference, tokens), atol=1e-3, rtol=0)
+
+
 def saved_glm(folder: Path, **changes: Any) -> Any:
     """Save a GLM-5 with two indexers and a layer that shares the second one's choice, and return
     its reference."""
