@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_families import PROMPTS, check_engine, check_logits, checkpoint, score
-from test_latent_families import V3, latent_reference, to_blocks
+from test_families import LEFT_OUT, PROMPTS, check_engine, check_logits, checkpoint, score
+from test_latent_families import V3, YARN, latent_reference, to_blocks
 from test_text_parts import save
 
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
@@ -33,7 +33,18 @@ INDEXED = {**V3, "index_topk": 12, "index_head_dim": 16, "index_n_heads": 8}
 """With so many heads hardly a key has a score of 0, as all have whose products are negative: which
 of equal ones `transformers` chooses is undefined."""
 CASES: dict[str, dict[str, Any]] = {
-    "DeepseekV32ForCausalLM": INDEXED,
+    "AXK2ForCausalLM": {
+        **INDEXED,
+        "n_group": None,
+        "topk_group": None,
+        "first_k_dense_replace": LEFT_OUT,
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "gated_norm_rank": 6,
+    },
+    "DeepseekV32ForCausalLM": {
+        **INDEXED,
+        "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+    },
     "GlmMoeDsaForCausalLM": {**INDEXED, "indexer_types": ["full", "full", "shared"]},
 }
 
@@ -184,6 +195,15 @@ def test_what_is_no_indexer_is_refused_by_name(field: str, value: Any, tmp_path:
     with pytest.raises(ConfigError, match=field) as caught:
         PagedModel(tmp_path, "float32", load_format="dummy", hf_overrides={field: value})
     assert caught.value.param in (field, "model")
+
+
+def test_groups_that_count_as_0_are_refused_by_name(tmp_path: Path) -> None:
+    case = "AXK2ForCausalLM"
+    checkpoint(latent_reference(case, CASES[case]), case, tmp_path)
+    groups = {"n_group": 2, "topk_group": 1}
+    with pytest.raises(ConfigError, match="n_group") as caught:
+        PagedModel(tmp_path, "float32", load_format="dummy", hf_overrides=groups)
+    assert caught.value.param == "n_group"
 
 
 def test_a_stage_that_would_begin_with_a_shared_choice_is_refused_by_name(tmp_path: Path) -> None:
