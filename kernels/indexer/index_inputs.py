@@ -14,8 +14,8 @@ import triton.language as tl
 from ..launch import launch
 from ..pdl import gdc_launch_dependents, gdc_wait, pdl_options
 
-MAX_GROUP = 8
-"""Heads per program, at most."""
+GROUP = 8
+"""Heads per program."""
 
 
 @triton.jit
@@ -27,7 +27,7 @@ def _normed(source, weight_ptr, bias_ptr, at, inside, mean, scale):
     return ((x.to(tl.float32) - mean) * scale * weight + bias).to(x.dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_heads"])
 def _index_inputs_kernel(
     query_ptr,
     key_ptr,
@@ -38,13 +38,13 @@ def _index_inputs_kernel(
     cache_ptr,
     slot_ptr,
     eps,
+    num_heads,
     stride_query_token,
     stride_query_head,
     stride_key,
     stride_cos_sin,
     stride_block,
     stride_slot,
-    NUM_HEADS: tl.constexpr,
     INDEX_DIM: tl.constexpr,
     ROPE_DIM: tl.constexpr,
     INTERLEAVED: tl.constexpr,
@@ -94,7 +94,7 @@ def _index_inputs_kernel(
     else:
         head = (part - 1) * GROUP + tl.arange(0, GROUP)[:, None]
         heads = query_ptr + token * stride_query_token + head * stride_query_head
-        mask = (head < NUM_HEADS) & in_half[None, :]
+        mask = (head < num_heads) & in_half[None, :]
         even = tl.load(heads + first_at[None, :], mask=mask, other=0.0).to(tl.float32)
         odd = tl.load(heads + second_at[None, :], mask=mask, other=0.0).to(tl.float32)
         turned_even = even * cos[None, :] - odd * sin[None, :]
@@ -129,10 +129,11 @@ def index_inputs(
     if num_tokens == 0:
         return
     num_heads = 0 if query is None else query.shape[1]
-    group = min(triton.next_power_of_2(max(num_heads, 1)), MAX_GROUP)
+    # Keys alone take the same compiled kernel: strides that it does not use are of the same kind.
+    queries = key[:, None] if query is None else query
     options = pdl_options(key.device)
-    launch(_index_inputs_kernel, (num_tokens, 1 + triton.cdiv(num_heads, group)))(
-        key if query is None else query,
+    launch(_index_inputs_kernel, (num_tokens, 1 + triton.cdiv(num_heads, GROUP)))(
+        queries,
         key,
         weight,
         bias,
@@ -141,18 +142,18 @@ def index_inputs(
         cache,
         slot_mapping,
         eps,
-        0 if query is None else query.stride(0),
-        0 if query is None else query.stride(1),
+        num_heads,
+        queries.stride(0),
+        queries.stride(1),
         key.stride(0),
         cos_sin.stride(0),
         cache.stride(0),
         cache.stride(1),
-        NUM_HEADS=num_heads,
         INDEX_DIM=index_dim,
         ROPE_DIM=cos_sin.shape[1],
         INTERLEAVED=interleaved,
         BLOCK_SIZE=cache.shape[1],
-        GROUP=group,
+        GROUP=GROUP,
         BLOCK_DIM=triton.next_power_of_2(index_dim),
         BLOCK_HALF=triton.next_power_of_2(max(cos_sin.shape[1] // 2, 1)),
         PDL=bool(options),

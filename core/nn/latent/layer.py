@@ -65,11 +65,13 @@ class LatentAttention(nn.Module):
             self.index_cache = parts["index"][0]
 
     def reads_all(self, context: ForwardContext) -> bool:
-        """Return whether no row of the step is longer than `index_topk`, as far as the host knows:
-        then nothing is chosen. Precompilation needs the kernels of longer rows, too."""
+        """Return whether nothing is chosen in this step: no row is longer than `index_topk`, as far
+        as the host knows. Precompilation needs the kernels of longer rows, too."""
+        return self._is_short(context) and not context.precompiling
+
+    def _is_short(self, context: ForwardContext) -> bool:
         most = self.spec.index_topk
-        short = most is None or context.layout.max_seq_len <= most
-        return short and not context.precompiling
+        return most is None or context.layout.max_seq_len <= most
 
     def choose(
         self,
@@ -133,6 +135,6 @@ class LatentAttention(nn.Module):
         arguments = (spec, tokens.query, tokens.latent, weights, cache, metadata)
         if chosen is None:
             return backend.forward(*arguments).flatten(1)
-        if context.precompiling:  # Steps of short rows launch other kernels.
+        if self._is_short(context):  # Precompiling: such a step launches other kernels.
             backend.forward(*arguments)
         return backend.forward(*arguments, chosen=chosen).flatten(1)

@@ -19,6 +19,7 @@ from test_text_parts import save
 
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.errors import ConfigError
+from jackfield.core.nn.operations import Operations
 from jackfield.core.nn.quantized import QuantizedLinear
 from jackfield.core.parallel.ranks import Pipeline, Ranks
 from jackfield.core.worker.selection import attention_refusal, cache_layers
@@ -141,6 +142,26 @@ def test_indexers_are_not_loaded_if_no_text_is_longer_than_their_choice(tmp_path
     assert parts == [[["latent"]] * 3, [["latent", "index"]] * 2 + [["latent"]]]
     counts = [sum(isinstance(m, Indexer) for m in each.model.modules()) for each in (short, long)]
     assert counts == [0, 2]
+
+
+def test_steps_of_short_rows_choose_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until a row is longer than what may be chosen; what was cached before then is chosen from."""
+    calls = []
+    choose = Operations.choose_cached_tokens
+
+    def counted(self: Operations, *arguments: Any, **bounds: Any) -> Any:
+        calls.append(bounds["max_seq_len"])
+        return choose(self, *arguments, **bounds)
+
+    monkeypatch.setattr(Operations, "choose_cached_tokens", counted)
+    reference = saved_glm(tmp_path)
+    model, prompt = PagedModel(tmp_path, "float32"), PROMPTS[1][:14]
+    steps = ({0: prompt[:7]}, {0: prompt[7:12]}, {0: prompt[12:13]}, {0: prompt[13:]})
+    got = torch.cat([model.run(step)[0] for step in steps])
+    torch.testing.assert_close(got.log_softmax(-1), score(reference, prompt), atol=1e-3, rtol=0)
+    assert calls == [13, 13, 14, 14], "two indexers, in two steps"
 
 
 def test_every_rank_has_the_indexers_of_a_layer_in_fp8_blocks(tmp_path: Path) -> None:
