@@ -66,6 +66,7 @@ MEASURES_KERNELS = tuple(
     for name in (
         "cache_cases",
         "expert_cases",
+        "index_cases",
         "kernel_cases",
         "latent_cases",
         "quant_cases",

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from .activations import ACTIVATIONS, ExpertActivation
 from .kv_cache.quantized_cache import QuantizedCache, write_blocks
+from .latent.index_operations import IndexOperations
 from .latent.operations import LatentOperations
 from .packed import PackedWeight, dequantize
 from .ragged import RaggedRows
@@ -76,6 +77,7 @@ class Precompiler(Protocol):
 
 class Operations(
     LatentOperations,
+    IndexOperations,
     StateOperations,
     InputOperations,
     SamplingOperations,

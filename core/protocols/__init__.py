@@ -20,7 +20,7 @@ from .executors import (
 from .grammars import Grammar, GrammarBackend, GrammarMatcher, GrammarSpec, Vocabulary
 from .kv import KVConnector, KVConnectorScheduler, KVConnectorSetup, KVConnectorWorker, KVLayout
 from .kv_compressors import KVCompressor
-from .latent_attention import LatentAttentionBackend, LatentAttentionSpec
+from .latent_attention import ChosenTokens, LatentAttentionBackend, LatentAttentionSpec
 from .loaders import CheckpointFormat, WeightLoader
 from .logits_processors import LogitsProcessor, LogitsProcessorSetup, ProcessedRows
 from .models import CheckpointConfig, Model, PlainConfig, PoolingModel
@@ -51,6 +51,7 @@ __all__ = [
     "CallText",
     "CheckpointConfig",
     "CheckpointFormat",
+    "ChosenTokens",
     "Collectives",
     "CollectivesSetup",
     "Content",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .attention import LayerSpec, PagedBackend
 
@@ -29,6 +29,9 @@ class LatentAttentionSpec(LayerSpec, frozen=True, kw_only=True):
     value_dim: int
     """Channels of a head's value."""
     scale: float
+    index_topk: int | None = None
+    """Most tokens that a query reads: those that `forward` gets as `chosen` (DeepSeek Sparse
+    Attention); None: all up to its own."""
 
     @property
     def key_dim(self) -> int:
@@ -39,6 +42,16 @@ class LatentAttentionSpec(LayerSpec, frozen=True, kw_only=True):
     def cache_dim(self) -> int:
         """Numbers cached per token."""
         return self.latent_dim + self.rope_dim
+
+
+class ChosenTokens(NamedTuple):
+    """The cached tokens that each query of a step reads, its own among them or not."""
+
+    slots: torch.Tensor
+    """[num_tokens, index_topk] int32: block * block_size + offset of each, in the order of the
+    text; after the last one 0, which is in the null block."""
+    counts: torch.Tensor
+    """[num_tokens] int32: the number of each query's, at least 1."""
 
 
 class LatentAttentionBackend(PagedBackend):
@@ -65,11 +78,15 @@ class LatentAttentionBackend(PagedBackend):
         up: torch.Tensor,
         cache: torch.Tensor,
         metadata: Any,
+        *,
+        chosen: ChosenTokens | None = None,
     ) -> torch.Tensor:
         """Attend to the cache.
 
         query: [num_tokens, num_heads, nope_dim + rope_dim], the last `rope_dim` rotated; latent:
         [num_tokens, latent_dim + rope_dim], the step's entries of the cache; up: [num_heads,
         nope_dim + value_dim, latent_dim], of each head the weights of its key's own part, then of
-        its value → [num_tokens, num_heads, value_dim]
+        its value; chosen: what queries read, instead of all tokens up to their own. Given only for
+        layers with `index_topk`, and not in steps whose rows are all no longer than that (a backend
+        without that feature needs no such argument) → [num_tokens, num_heads, value_dim]
         """

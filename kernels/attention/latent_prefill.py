@@ -27,7 +27,7 @@ from .latent_decode import LatentTiles, attend_absorbed
 
 
 @triton.jit
-def _row_of_tile(tile, query_start_ptr, first_row, num_rows, BLOCK_Q: tl.constexpr):
+def row_of_tile(tile, query_start_ptr, first_row, num_rows, BLOCK_Q: tl.constexpr):
     """Return the row of a tile, and the tile's number in it.
 
     Row r's tiles begin at (its first token) // BLOCK_Q + r, which gives each row enough tiles and
@@ -91,7 +91,7 @@ def _latent_context_kernel(
         num_rows = tl.load(bounds_ptr + 1)
         if num_rows == 0:
             return
-    row, number = _row_of_tile(tl.program_id(0), query_start_ptr, first_row, num_rows, BLOCK_Q)
+    row, number = row_of_tile(tl.program_id(0), query_start_ptr, first_row, num_rows, BLOCK_Q)
     row_start = tl.load(query_start_ptr + row)
     query_len = tl.load(query_start_ptr + row + 1) - row_start
     if number * BLOCK_Q >= query_len:
@@ -252,7 +252,7 @@ def _latent_prompt_kernel(
         num_rows = tl.load(bounds_ptr + 1)
         if num_rows == 0:
             return
-    row, number = _row_of_tile(tile, query_start_ptr, first_row, num_rows, BLOCK_M)
+    row, number = row_of_tile(tile, query_start_ptr, first_row, num_rows, BLOCK_M)
     row_start = tl.load(query_start_ptr + row)
     query_len = tl.load(query_start_ptr + row + 1) - row_start
     if number * BLOCK_M >= query_len:

@@ -11,18 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from ..indexer.top_scores import MAX_TILE, kept_of_tile, lowest_kept
 from ..launch import launch
-
-MAX_TILE = 4096
-LOWEST = tl.constexpr(-(1 << 31))
-
-
-@triton.jit
-def _ordered(row, place, inside):
-    """Return scores as integers of the same order; -0.0 as 0.0."""
-    score = tl.load(row + place, mask=inside, other=0.0)
-    bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
-    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 @triton.jit(
@@ -44,41 +34,14 @@ def _best_tokens_kernel(
     row = scores_ptr + (layer * NUM_HEADS + head) * num_tokens
     out = out_ptr + layer * stride_layer + head
     offs = tl.arange(0, BLOCK)
-    # The highest limit with num_kept scores at or above it.
-    limit = tl.full((), LOWEST, tl.int32)
-    for step in range(16):
-        unit = tl.full((), 1, tl.int32) << (30 - 2 * step)
-        first = tl.zeros([BLOCK], tl.int32)
-        second = tl.zeros([BLOCK], tl.int32)
-        third = tl.zeros([BLOCK], tl.int32)
-        for start in range(0, num_tokens, BLOCK):
-            place = start + offs
-            inside = place < num_tokens
-            order = _ordered(row, place, inside)
-            first += (inside & (order >= limit + unit)).to(tl.int32)
-            second += (inside & (order >= limit + unit + unit)).to(tl.int32)
-            third += (inside & (order >= limit + unit + unit + unit)).to(tl.int32)
-        digit = (tl.sum(first) >= num_kept).to(tl.int32)
-        digit += (tl.sum(second) >= num_kept).to(tl.int32)
-        digit += (tl.sum(third) >= num_kept).to(tl.int32)
-        limit += digit * unit
-    above = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, num_tokens, BLOCK):
-        place = start + offs
-        inside = place < num_tokens
-        above += (inside & (_ordered(row, place, inside) > limit)).to(tl.int32)
-    num_equal = num_kept - tl.sum(above)
+    limit, num_equal = lowest_kept(row, num_tokens, num_kept, BLOCK)
     written = tl.zeros((), tl.int32)
     for start in range(0, num_tokens, BLOCK):
         place = start + offs
-        inside = place < num_tokens
-        order = _ordered(row, place, inside)
-        equal = (inside & (order == limit)).to(tl.int32)
-        stays = (inside & (order > limit)) | ((equal != 0) & (tl.cumsum(equal) <= num_equal))
-        target = written + tl.cumsum(stays.to(tl.int32)) - 1
+        stays, target, num_equal, written = kept_of_tile(
+            row, place, num_tokens, limit, num_equal, written
+        )
         tl.store(out + target.to(tl.int64) * NUM_HEADS, place, mask=stays)
-        num_equal -= tl.minimum(tl.sum(equal), num_equal)
-        written += tl.sum(stays.to(tl.int32))
 
 
 def best_tokens(scores: torch.Tensor, out: torch.Tensor) -> None:

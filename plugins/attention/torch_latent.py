@@ -3,7 +3,8 @@
 Rows of one token (decode) are absorbed: `up` is applied to queries and results instead of to every
 cached token, so that a gathered latent is both key and value of all heads. Rows of several tokens
 (prompts) are expanded: keys and values of all their tokens, cached ones too, are made from the
-latents, for as many heads at once as memory allows. No device value is read on the host.
+latents, for as many heads at once as memory allows. Where an indexer has chosen what queries read,
+all rows are absorbed. No device value is read on the host.
 """
 
 from __future__ import annotations
@@ -15,7 +16,11 @@ import numpy as np
 import torch
 
 from ...core.nn.context import BatchLayout
-from ...core.protocols.latent_attention import LatentAttentionBackend, LatentAttentionSpec
+from ...core.protocols.latent_attention import (
+    ChosenTokens,
+    LatentAttentionBackend,
+    LatentAttentionSpec,
+)
 
 ELEMENTS = 1 << 25
 """Gathered, expanded or score elements at once, which bounds the memory of a step."""
@@ -35,6 +40,7 @@ class TorchLatentAttention(LatentAttentionBackend):
     """`LatentAttentionBackend` on torch operations alone. Scores and sums are float32."""
 
     name: ClassVar[str] = "torch"
+    features: ClassVar[frozenset[str]] = frozenset({"index_topk"})
     cache_groups: ClassVar[bool] = True
     bounded_lengths: ClassVar[bool] = True
 
@@ -77,8 +83,12 @@ class TorchLatentAttention(LatentAttentionBackend):
         up: torch.Tensor,
         cache: torch.Tensor,
         metadata: LatentMetadata,
+        *,
+        chosen: ChosenTokens | None = None,
     ) -> torch.Tensor:
         """query: [num_tokens, num_heads, key_dim] → [num_tokens, num_heads, value_dim]"""
+        if chosen is not None:
+            return self._chosen(spec, query, up, cache, chosen)
         out = query.new_zeros(query.shape[0], spec.num_heads, spec.value_dim)
         starts, rows = metadata.starts, metadata.layout.num_rows
         single = [row for row in range(rows) if starts[row + 1] - starts[row] == 1]
@@ -119,16 +129,25 @@ class TorchLatentAttention(LatentAttentionBackend):
         index = torch.tensor(rows, device=device)
         tokens = torch.tensor([metadata.starts[row] for row in rows], device=device)
         gathered = cache[layout.block_table[index, :columns].long()].flatten(1, 2)
-        positions = torch.arange(gathered.shape[1], device=device)
-        hidden = positions >= layout.seq_lens[index, None]
-        # What lies past a row's end is undefined, maybe NaN: a zero weight does not remove it.
-        latents = gathered.masked_fill(hidden[:, :, None], 0.0)
-        own, turned = query[tokens].split_with_sizes([spec.nope_dim, spec.rope_dim], dim=-1)
-        absorbed = torch.einsum("rhn,hnl->rhl", own, up[:, : spec.nope_dim])
-        scores = torch.cat([absorbed, turned], dim=-1).float() @ latents.float().mT * spec.scale
-        weights = scores.masked_fill(hidden[:, None], -torch.inf).softmax(dim=-1)
-        mixed = (weights @ latents[..., : spec.latent_dim].float()).to(query.dtype)
-        out[tokens] = torch.einsum("rhl,hvl->rhv", mixed, up[:, spec.nope_dim :])
+        out[tokens] = _absorbed(spec, query[tokens], up, gathered, layout.seq_lens[index])
+
+    def _chosen(
+        self,
+        spec: LatentAttentionSpec,
+        query: torch.Tensor,
+        up: torch.Tensor,
+        cache: torch.Tensor,
+        chosen: ChosenTokens,
+    ) -> torch.Tensor:
+        """Attend to the chosen tokens, gathered for as many queries at once as memory allows."""
+        out = query.new_empty(query.shape[0], spec.num_heads, spec.value_dim)
+        tokens = cache.flatten(0, 1)
+        width = max(1, ELEMENTS // (chosen.slots.shape[1] * spec.cache_dim))
+        for begin in range(0, len(query), width):
+            part = slice(begin, begin + width)
+            gathered = tokens[chosen.slots[part].long()]
+            out[part] = _absorbed(spec, query[part], up, gathered, chosen.counts[part])
+        return out
 
     def _prompt(
         self,
@@ -164,3 +183,23 @@ class TorchLatentAttention(LatentAttentionBackend):
                 weights = scores.masked_fill(positions > own, -torch.inf).softmax(dim=-1)
                 attended = (weights @ value.float()).to(query.dtype)
                 out[begin:stop, heads] = attended.transpose(0, 1)
+
+
+def _absorbed(
+    spec: LatentAttentionSpec,
+    query: torch.Tensor,
+    up: torch.Tensor,
+    gathered: torch.Tensor,
+    counts: torch.Tensor,
+) -> torch.Tensor:
+    """Attend to the first latents of each query: query: [R, num_heads, key_dim]; gathered: [R, S,
+    cache_dim]; counts: [R] → [R, num_heads, value_dim]"""
+    hidden = torch.arange(gathered.shape[1], device=query.device) >= counts[:, None]
+    # What lies past a row's end is undefined, maybe NaN: a zero weight does not remove it.
+    latents = gathered.masked_fill(hidden[:, :, None], 0.0)
+    own, turned = query.split_with_sizes([spec.nope_dim, spec.rope_dim], dim=-1)
+    absorbed = torch.einsum("rhn,hnl->rhl", own, up[:, : spec.nope_dim])
+    scores = torch.cat([absorbed, turned], dim=-1).float() @ latents.float().mT * spec.scale
+    weights = scores.masked_fill(hidden[:, None], -torch.inf).softmax(dim=-1)
+    mixed = (weights @ latents[..., : spec.latent_dim].float()).to(query.dtype)
+    return torch.einsum("rhl,hvl->rhv", mixed, up[:, spec.nope_dim :])

@@ -4,6 +4,9 @@ A step's leading one-token rows take the decode kernel. The others take two: one
 earlier steps have cached of their sequences, absorbed as decode rows are; the other to the step's
 own tokens, whose keys and values are made in full, and continues the first one's result. In a
 recorded step all of them run, over the most rows of each kind; each finds its rows on the device.
+
+Where an indexer has chosen what queries read, the decode kernel takes them all: each query is a row
+of its own, and the slots that it reads are its blocks, of one token each.
 """
 
 from __future__ import annotations
@@ -17,7 +20,11 @@ import torch
 import torch.nn.functional as F
 
 from ...core.nn.context import BatchLayout
-from ...core.protocols.latent_attention import LatentAttentionBackend, LatentAttentionSpec
+from ...core.protocols.latent_attention import (
+    ChosenTokens,
+    LatentAttentionBackend,
+    LatentAttentionSpec,
+)
 
 try:
     from ...kernels.attention.head_matmul import MAX_TOKENS, head_matmul
@@ -62,6 +69,7 @@ class TritonLatentAttention(LatentAttentionBackend):
     """
 
     name: ClassVar[str] = "triton"
+    features: ClassVar[frozenset[str]] = frozenset({"index_topk"})
     graph_safe: ClassVar[bool] = True
     mixed_graph_safe: ClassVar[bool] = True
     cache_groups: ClassVar[bool] = True
@@ -99,11 +107,12 @@ class TritonLatentAttention(LatentAttentionBackend):
     ) -> None:
         self.device = device
         self.max_num_seqs = max_num_seqs
+        self.max_num_tokens = max(max_num_seqs, max_num_batched_tokens)
         self.max_model_len = max_model_len
         self.num_sms = INTERPRETER_SMS
         if device.type == "cuda":
             self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-        self._workspaces: dict[tuple[int, int], torch.Tensor] = {}
+        self._workspaces: dict[tuple[int, int, int | None], torch.Tensor] = {}
 
     def build_metadata(self, layout: BatchLayout) -> TritonLatentMetadata:
         """Count the leading one-token rows, from the layout's numpy twins."""
@@ -134,8 +143,12 @@ class TritonLatentAttention(LatentAttentionBackend):
         up: torch.Tensor,
         cache: torch.Tensor,
         metadata: TritonLatentMetadata,
+        *,
+        chosen: ChosenTokens | None = None,
     ) -> torch.Tensor:
         """query: [num_tokens, num_heads, key_dim] → [num_tokens, num_heads, value_dim]"""
+        if chosen is not None:
+            return self._chosen(spec, query, up, cache, chosen)
         layout, rows = metadata.layout, metadata.num_decode_rows
         mixed = layout.mixed
         if mixed is not None:
@@ -189,6 +202,32 @@ class TritonLatentAttention(LatentAttentionBackend):
             )
         return out
 
+    def _chosen(
+        self,
+        spec: LatentAttentionSpec,
+        query: torch.Tensor,
+        up: torch.Tensor,
+        cache: torch.Tensor,
+        chosen: ChosenTokens,
+    ) -> torch.Tensor:
+        """Attend to the chosen tokens of each query."""
+        own, turned = query.split_with_sizes([spec.nope_dim, spec.rope_dim], dim=-1)
+        absorbed = _head_products(own, up[:, : spec.nope_dim])
+        sums = torch.empty_like(absorbed, memory_format=torch.contiguous_format)
+        latent_decode(
+            absorbed,
+            turned,
+            cache.view(-1, 1, spec.cache_dim),
+            chosen.slots,
+            chosen.counts,
+            scale=spec.scale,
+            num_splits=self._chosen_splits(spec, len(query), query.dtype),
+            workspace=self._workspace(spec, query.dtype),
+            out=sums,
+        )
+        out = query.new_empty(len(query), spec.num_heads, spec.value_dim)
+        return _head_products(sums, up[:, spec.nope_dim :].mT, out)
+
     def _decode(
         self,
         spec: LatentAttentionSpec,
@@ -216,16 +255,29 @@ class TritonLatentAttention(LatentAttentionBackend):
             rows, spec.num_heads, spec.latent_dim, dtype, self.max_model_len, self.num_sms
         )
 
+    def _chosen_splits(self, spec: LatentAttentionSpec, tokens: int, dtype: torch.dtype) -> int:
+        longest = min(spec.index_topk or self.max_model_len, self.max_model_len)
+        return choose_latent_splits(
+            tokens, spec.num_heads, spec.latent_dim, dtype, longest, self.num_sms
+        )
+
     def _workspace(self, spec: LatentAttentionSpec, dtype: torch.dtype) -> torch.Tensor:
         """Return the workspace; it is never replaced, because captured graphs hold its address."""
         shape = (spec.num_heads, spec.latent_dim)
-        if shape not in self._workspaces:
-            needed = max(
-                latent_workspace(rows, *shape, self._num_splits(spec, rows, dtype))
+        key = (*shape, spec.index_topk)
+        if key not in self._workspaces:
+            splits = [
+                (rows, self._num_splits(spec, rows, dtype))
                 for rows in range(1, self.max_num_seqs + 1)
-            )
-            self._workspaces[shape] = torch.empty(needed, dtype=torch.float32, device=self.device)
-        return self._workspaces[shape]
+            ]
+            if spec.index_topk is not None:
+                splits += [
+                    (tokens, self._chosen_splits(spec, tokens, dtype))
+                    for tokens in range(1, self.max_num_tokens + 1)
+                ]
+            needed = max(latent_workspace(rows, *shape, number) for rows, number in splits)
+            self._workspaces[key] = torch.empty(needed, dtype=torch.float32, device=self.device)
+        return self._workspaces[key]
 
 
 def _head_products(

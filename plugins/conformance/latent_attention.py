@@ -10,7 +10,7 @@ unless it is promised; what it serves must be right.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import ClassVar, NamedTuple
 
@@ -20,7 +20,11 @@ import pytest
 import torch
 
 from ...core.nn.context import BatchLayout, MixedRows
-from ...core.protocols.latent_attention import LatentAttentionBackend, LatentAttentionSpec
+from ...core.protocols.latent_attention import (
+    ChosenTokens,
+    LatentAttentionBackend,
+    LatentAttentionSpec,
+)
 from ...core.worker.selection import attention_refusal
 from .attention_cases import BATCHES, MAX_MODEL_LEN
 from .kit import Kit
@@ -108,20 +112,47 @@ def latent_batch(
     )  # fmt: skip
 
 
-def expanded_attention(spec: LatentAttentionSpec, batch: LatentBatch) -> torch.Tensor:
+def choose_some(
+    batch: LatentBatch, topk: int, block_size: int, seed: int = 0
+) -> tuple[ChosenTokens, list[torch.Tensor]]:
+    """Choose up to `topk` tokens for each query at random. → also of each row which are not read,
+    [queries, length] bool"""
+    random = torch.Generator().manual_seed(seed)
+    device = batch.query.device
+    slots = torch.zeros(len(batch.query), topk, dtype=torch.int32)
+    counts, hidden, token = [], [], 0
+    for table, (length, queries) in zip(batch.layout.block_table.cpu(), batch.sizes, strict=True):
+        unread = torch.ones(queries, length, dtype=torch.bool)
+        for own, position in enumerate(range(length - queries, length)):
+            chosen = torch.randperm(position + 1, generator=random)[:topk].sort().values
+            unread[own, chosen] = False
+            places = table[chosen // block_size] * block_size + chosen % block_size
+            slots[token, : len(chosen)] = places.to(torch.int32)
+            counts.append(len(chosen))
+            token += 1
+        hidden.append(unread.to(device))
+    number = torch.tensor(counts, dtype=torch.int32)
+    return ChosenTokens(slots.to(device), number.to(device)), hidden
+
+
+def expanded_attention(
+    spec: LatentAttentionSpec, batch: LatentBatch, hidden: Sequence[torch.Tensor] | None = None
+) -> torch.Tensor:
     """Make each row's keys and values from its latents, and attend to them one by one, in float64:
-    → [num_tokens, num_heads, value_dim]"""
+    → [num_tokens, num_heads, value_dim]. hidden: of each row which are not read, [queries, length]
+    bool; None: those after each query."""
     outputs, first = [], 0
-    for latents, (length, queries) in zip(batch.rows, batch.sizes, strict=True):
+    for row, (latents, (length, queries)) in enumerate(zip(batch.rows, batch.sizes, strict=True)):
         wide = latents.double()
         both = torch.einsum("sl,hdl->shd", wide[:, : spec.latent_dim], batch.up.double())
         shared = wide[:, None, spec.latent_dim :].expand(-1, spec.num_heads, -1)
         key = torch.cat([both[..., : spec.nope_dim], shared], dim=-1)
         own = torch.arange(length - queries, length, device=latents.device)
-        hidden = torch.arange(length, device=latents.device) > own[:, None]
+        later = torch.arange(length, device=latents.device) > own[:, None]
         query = batch.query[first : first + queries].double()
         scores = torch.einsum("qhd,shd->hqs", query, key) * spec.scale
-        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        unread = later if hidden is None else hidden[row]
+        weights = scores.masked_fill(unread, float("-inf")).softmax(-1)
         outputs.append(torch.einsum("hqs,shv->qhv", weights, both[..., spec.nope_dim :]))
         first += queries
     return torch.cat(outputs)
@@ -228,6 +259,27 @@ class LatentAttentionBackendKit(Kit):
             bounded=True,
         )  # fmt: skip
         self.check(backend, spec, batch._replace(layout=layout))
+
+    @pytest.mark.parametrize("shape", SPECS)
+    def test_chosen_tokens_alone_are_read(self, shape: str, dtype: torch.dtype) -> None:
+        """If it lists `index_topk`: decode rows, chunks and prompts of which some have fewer tokens
+        than may be chosen. Everything else in the cache may be NaN."""
+        if "index_topk" not in self.backend_class.features:
+            pytest.skip(f"{self.name} does not list index_topk")
+        spec = msgspec.structs.replace(SPECS[shape], index_topk=20)
+        backend = self.make(spec, dtype)
+        sizes = [(75, 1), (6, 1), (40, 40), (90, 5), (33, 1)]
+        batch = latent_batch(sizes, spec, 16, self.device, dtype)
+        chosen, hidden = choose_some(batch, 20, 16)
+        unread = torch.ones(batch.cache.shape[:2].numel(), dtype=torch.bool, device=self.device)
+        for slots, count in zip(chosen.slots, chosen.counts.tolist(), strict=True):
+            unread[slots[:count].long()] = False
+        batch.cache.flatten(0, 1)[unread] = float("nan")
+        actual = backend.forward(
+            spec, batch.query.clone(), batch.latent, batch.up, batch.cache,
+            backend.build_metadata(batch.layout), chosen=chosen,
+        )  # fmt: skip
+        self.assert_near(actual, expanded_attention(spec, batch, hidden))
 
     def test_large_logits_do_not_overflow(self) -> None:
         spec = msgspec.structs.replace(SPECS["small"], scale=4.0)

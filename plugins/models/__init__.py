@@ -12,6 +12,7 @@ ARCHITECTURES = {
     "afmoe": ("AfmoeForCausalLM",),
     "apertus": ("ApertusForCausalLM",),
     "arctic": ("ArcticForCausalLM",),
+    "axk2": ("AXK2ForCausalLM",),
     "baichuan": ("BaichuanForCausalLM",),
     "bailing_linear": ("BailingMoeV2_5ForCausalLM",),
     "bailing_moe": ("BailingMoeForCausalLM", "BailingMoeV2ForCausalLM"),

@@ -16,6 +16,7 @@ from ...core.nn.rotary import Rotary
 from ...core.nn.routing import RoutingRule
 from .decoder import Block, CausalLM, Decoder, MakeMLP, SelfAttention
 from .deepseek_moe import DeepseekMoeForCausalLM, is_dense
+from .indexed import INDEXED, IndexedDecoder, IndexedSelfAttention, chooses, has_indexer
 from .latent import LATENT, LATENT_MAP, LatentDecoder, LatentSelfAttention
 
 V2_METHODS = {"greedy": False, "group_limited_greedy": True}
@@ -35,31 +36,35 @@ class Glm4MoeLiteForCausalLM(DeepseekV3ForCausalLM):
 
 
 class DeepseekV32ForCausalLM(DeepseekV3ForCausalLM):
-    """V3 with an indexer, which chooses `index_topk` tokens that attention reads: all, of a text
-    that is no longer. Longer ones are refused, and the indexer is not loaded."""
+    """V3 with indexers, which choose `index_topk` tokens that attention reads. If no text may be
+    longer, they would leave out none, and are not loaded."""
 
     tensor_parallel = True
+    config_fields = INDEXED
+    attention = IndexedSelfAttention
+    decoder = IndexedDecoder
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-        """Raises ConfigError for texts of which the indexer would leave out tokens."""
-        most = config.hf_config.index_topk
-        if config.max_model_len > most:
-            raise ConfigError(
-                f"max_model_len: {config.max_model_len} is more than index_topk {most}, beyond "
-                f"which an indexer chooses what this model reads, which is not there; set it to "
-                f"{most}",
-                param="max_model_len",
-            )
         super().__init__(config, build)
-        indexers = (f"model.layers.{n}.self_attn.indexer." for n in range(config.num_layers))
-        ignored = (*self.weight_map.ignored, *indexers)
+        hf = config.hf_config
+        unused = (
+            f"model.layers.{layer}.self_attn.indexer."
+            for layer in range(config.num_layers)
+            if not (chooses(config) and has_indexer(hf, layer))
+        )
+        ignored = (*self.weight_map.ignored, *unused)
         self.weight_map = dataclasses.replace(self.weight_map, ignored=ignored)
 
 
+class GlmIndexedSelfAttention(IndexedSelfAttention):
+    index_interleaved = True
+
+
 class GlmMoeDsaForCausalLM(DeepseekV32ForCausalLM):
-    """GLM-5, some of whose layers have no indexer of their own."""
+    """GLM-5, some of whose layers share the choice of an earlier one's indexer."""
 
     tensor_parallel = True
+    attention = GlmIndexedSelfAttention
 
 
 class SarvamMLAForCausalLM(DeepseekV3ForCausalLM):

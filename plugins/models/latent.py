@@ -21,7 +21,7 @@ from ...core.nn.quantized import QuantizedLinear
 from ...core.nn.rotary import Rotary
 from ...core.parallel.sharding import HeadShare
 from ...core.protocols.field_kinds import INTEGER, FieldKind
-from ...core.protocols.latent_attention import LatentAttentionSpec
+from ...core.protocols.latent_attention import ChosenTokens, LatentAttentionSpec
 from .decoder import CausalLM, Decoder, SelfAttention
 
 LATENT_MAP = dataclasses.replace(
@@ -89,6 +89,7 @@ class LatentSelfAttention(SelfAttention):
         self.o_proj = Linear(
             heads * value, hf.hidden_size, build, bias=bias, shard="in", share=value_rows
         )
+        most, index_dim = self.index_sizes(config, layer)
         spec = LatentAttentionSpec(
             num_heads=self.num_heads,
             latent_dim=hf.kv_lora_rank,
@@ -96,8 +97,17 @@ class LatentSelfAttention(SelfAttention):
             nope_dim=nope,
             value_dim=value,
             scale=(nope + rope) ** -0.5 * rope_scale(config.rope_parameters) ** 2,
+            index_topk=most,
         )
-        self.latent_attention = LatentAttention(spec, build, interleaved=self.interleaved(hf))
+        self.latent_attention = LatentAttention(
+            spec, build, interleaved=self.interleaved(hf), index_dim=index_dim
+        )
+
+    @staticmethod
+    def index_sizes(config: ModelConfig, layer: int) -> tuple[int | None, int | None]:
+        """Return how many tokens a query reads, and how many channels an index key of the layer
+        has; None: all tokens, and no index keys."""
+        return None, None
 
     @staticmethod
     def latent_eps(hf: Any) -> float:
@@ -131,11 +141,23 @@ class LatentSelfAttention(SelfAttention):
         """Attention output of all heads for norm(hidden): [num_tokens, hidden_size] → [num_tokens,
         num_heads * value_dim]"""
         query, latent = self.down_proj(hidden, norm=norm).tensor_split((self.query_dim,), dim=-1)
+        return self.attend(query, latent, rotary, context)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        latent: torch.Tensor,
+        rotary: Rotary | None,
+        context: ForwardContext,
+        chosen: ChosenTokens | None = None,
+    ) -> torch.Tensor:
+        """Attention output of all heads for both parts of the first product; chosen: as
+        `LatentAttention` has it → [num_tokens, num_heads * value_dim]"""
         if self.narrow:
             query = self.q_b_proj(query, norm=self.q_a_layernorm)
         out: torch.Tensor = self.latent_attention(
             self.scaled(query, context), latent, self.up, context, norm=self.kv_a_layernorm,
-            rotary=rotary,
+            rotary=rotary, chosen=chosen,
         )  # fmt: skip
         return out
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 STATE = "it keeps a state of each sequence instead of keys and values, or beside them"
 EXPERTS = "its mixture of experts is chosen or shared in a way that is not there yet"
-INDEXED = "an indexer chooses the tokens that its attention reads"
+LATENT_SINKS = "its latent attention has sinks, and its layers hyper-connections"
+LATENT_WINDOWS = "some layers' latent attention has windows and sizes of its own"
 ENCODER = "it is an encoder by training: Jackfield serves encoders for vectors and labels"
 CROSS = "it is the decoder of an encoder-decoder model, and attends to the encoder's states"
 SPARSE_ENCODER = "its encoder attends to windows or blocks of its input"
@@ -17,9 +18,8 @@ REFUSED = {
     EXPERTS: (
         "NllbMoeForConditionalGeneration", "SwitchTransformersForConditionalGeneration",
     ),
-    INDEXED: (
-        "AXK2ForCausalLM", "Dots3NoteForCausalLM", "HYV4ForCausalLM",
-    ),
+    LATENT_SINKS: ("HYV4ForCausalLM",),
+    LATENT_WINDOWS: ("Dots3NoteForCausalLM",),
     ENCODER: (
         "BertGenerationDecoder", "BertLMHeadModel", "BigBirdForCausalLM", "CamembertForCausalLM",
         "Data2VecTextForCausalLM", "ElectraForCausalLM", "ErnieForCausalLM",

@@ -10,6 +10,7 @@ import torch
 
 from ...core.nn.activations import ExpertActivation
 from ...core.nn.kv_cache.quantized_cache import KVCache, QuantizedCache, code_bits
+from ...core.nn.latent.index_operations import IndexOperations
 from ...core.nn.latent.operations import LatentOperations
 from ...core.nn.operations import (
     AnyNorm,
@@ -54,6 +55,7 @@ try:
     from ...kernels.step_inputs import advance, scatter, slot_mappings, step_inputs
     from ...kernels.tuning import Product, gemv_tiles, small_m_config
     from .experts import experts_product, experts_serve
+    from .indexing import TritonIndexing
     from .latents import TritonLatents
     from .packed import packed_product
     from .states import TritonStates
@@ -63,6 +65,7 @@ except ImportError as error:
     _MISSING = f"triton cannot be imported ({error})"
     TritonStates = StateOperations  # type: ignore[assignment,misc]
     TritonLatents = LatentOperations  # type: ignore[assignment,misc]
+    TritonIndexing = IndexOperations  # type: ignore[assignment,misc]
 
 
 WORKSPACE_FLOATS = 4 << 20
@@ -74,7 +77,7 @@ def _norm_of(norm: AnyNorm | None) -> dict[str, Any]:
     return {"layer_norm" if isinstance(norm, CenteredNorm) else "norm": norm}
 
 
-class TritonOperations(TritonStates, TritonLatents, Operations):
+class TritonOperations(TritonStates, TritonLatents, TritonIndexing, Operations):
     """Multiplies one token by fused matrix-vector products, a few by `small_m_matmul` where that
     was measured to be faster, more by cuBLAS with kernels around it."""
 

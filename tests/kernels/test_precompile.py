@@ -24,8 +24,9 @@ if importlib.util.find_spec("triton.runtime._async_compile") is None:
     pytest.skip("Triton cannot compile aside", allow_module_level=True)
 
 PROGRAMS = Path(__file__).parent / "programs"
-MODELS = ["qwen3", "qwen3_5", "mamba"]
-"""Of programs/serve_requests.py; the last two keep states of sequences."""
+MODELS = ["qwen3", "qwen3_5", "mamba", "glm_moe_dsa"]
+"""Of programs/serve_requests.py: two that keep states of sequences, and one with an indexer, whose
+steps of short rows launch other kernels."""
 
 
 def jitted(tree: ast.AST) -> set[str]:

@@ -1,8 +1,7 @@
 """Each kernel at real shapes, with the bytes and operations that no implementation can avoid.
 
-Shapes are those of Qwen3-8B, for experts those of Qwen3-30B-A3B, for latents DeepSeek's, for states
-those that state_cases.py names; `TINY`
-ones run in Triton's interpreter.
+Shapes are those of Qwen3-8B, for experts those of Qwen3-30B-A3B, for latents and indexers
+DeepSeek's, for states those that state_cases.py names; `TINY` ones run in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -34,6 +33,8 @@ from ....kernels.sampling.sample_gumbel import sample_gumbel
 from ....kernels.tuning import Product, small_m_config, small_m_rule
 from .cache_cases import QWEN3_8B_CACHE, TINY_CACHE, cache_cases
 from .expert_cases import QWEN3_30B_A3B, TINY_MIXTURE, expert_cases
+from .index_cases import MEASURED as MEASURED_INDEXED
+from .index_cases import TINY_INDEXED, index_cases
 from .latent_cases import MEASURED, TINY_LATENTS, latent_cases
 from .quant_cases import quant_cases
 from .state_cases import PUBLISHED, TINY_STATES, state_cases
@@ -136,6 +137,9 @@ def cases(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Iterator[Ca
         yield Case(kernel=kernel, shape=shape, bytes=moved, make=make, flops=flops)
     layers = MEASURED if sizes == QWEN3_8B else TINY_LATENTS
     for kernel, shape, moved, make, flops in latent_cases(layers, device, dtype):
+        yield Case(kernel=kernel, shape=shape, bytes=moved, make=make, flops=flops)
+    indexed = MEASURED_INDEXED if sizes == QWEN3_8B else TINY_INDEXED
+    for kernel, shape, moved, make, flops in index_cases(indexed, device, dtype):
         yield Case(kernel=kernel, shape=shape, bytes=moved, make=make, flops=flops)
     states = PUBLISHED if sizes == QWEN3_8B else TINY_STATES
     for kernel, shape, moved, make, flops in state_cases(states, device, dtype):

@@ -29,9 +29,10 @@ class Plugin:
 
     @hookimpl
     def register_operations(self, registry: Any) -> None:
+        from jackfield.plugins.operations.indexing import TritonIndexing
         from jackfield.plugins.operations.latents import TritonLatents
 
-        class LatentKernels(TritonLatents, Operations):
+        class LatentKernels(TritonLatents, TritonIndexing, Operations):
             """The kernels over latents, and torch for all else: the interpreter is slow."""
 
             name = "latent_kernels"
@@ -39,18 +40,26 @@ class Plugin:
         registry.add("latent_kernels", LatentKernels)
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = transformers.DeepseekV2Config(
-        vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=2, q_lora_rank=None, kv_lora_rank=16,
-        qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8, first_k_dense_replace=1,
-        max_position_embeddings=64, initializer_range=0.4, eos_token_id=2,
-    )  # fmt: skip
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "q_lora_rank": None, "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "first_k_dense_replace": 1,
+    "max_position_embeddings": 64, "initializer_range": 0.4, "eos_token_id": 2,
+}  # fmt: skip
+INDEXED = {
+    **SIZES, "q_lora_rank": 8, "num_hidden_layers": 2, "first_k_dense_replace": 2,
+    "index_topk": 7, "index_head_dim": 8, "index_n_heads": 4, "indexer_types": ["full", "shared"],
+}  # fmt: skip
+
+
+@pytest.fixture(params=["DeepseekV2", "GlmMoeDsa"])
+def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """GLM-5's second layer reads what the first one's indexer chooses."""
+    sizes = SIZES if request.param == "DeepseekV2" else INDEXED
+    config = getattr(transformers, f"{request.param}Config")(**sizes)
     torch.manual_seed(5)
-    folder = tmp_path_factory.mktemp("latent")
-    transformers.DeepseekV2ForCausalLM(config).save_pretrained(folder)
-    return folder
+    getattr(transformers, f"{request.param}ForCausalLM")(config).save_pretrained(tmp_path)
+    return tmp_path
 
 
 @interpreted

@@ -8,7 +8,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from uniform_registers import unwritten_reads
 
-from jackfield.kernels.attention import head_matmul, latent_decode, latent_inputs, latent_prefill
+from jackfield.kernels.attention import (
+    head_matmul,
+    latent_decode,
+    latent_inputs,
+    latent_prefill,
+)
+from jackfield.kernels.indexer import index_choice, index_inputs
 
 # DeepSeek-V2-Lite: 16 heads; V3: 128 (or 16 of them).
 SIZES = {
@@ -25,6 +31,16 @@ GLM = {"NUM_HEADS": 20, "NOPE_DIM": 192, "VALUE_DIM": 256, "BLOCK_K": 256, "BLOC
 INPUTS = {"ROTATE": True, "INTERLEAVED": True, "GROUP": 8, "BLOCK_LATENT": 512, "BLOCK_HALF": 32}
 ABSORB = {"IN": 128, "OUT": 512, "BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 128, "PDL": True}
 UP = {**ABSORB, "IN": 512, "OUT": 128, "BLOCK_N": 16}
+# DeepSeek V3.2: 64 heads of an indexer; GLM-5: 32.
+INDEX = {
+    "NUM_HEADS": 64, "INDEX_DIM": 128, "TILES": 8, "BLOCK_SIZE": 16, "BLOCK_H": 64, "BLOCK_N": 128,
+    "BLOCK_D": 128,
+}  # fmt: skip
+INDEX_INPUTS = {
+    "ROPE_DIM": 64, "INTERLEAVED": False, "GROUP": 8, "BLOCK_DIM": 128, "BLOCK_HALF": 32,
+    "PDL": True,
+}  # fmt: skip
+scores = index_choice._index_scores_kernel
 decode, join = latent_decode._latent_decode_kernel, latent_decode._latent_join_kernel
 context, prompt = latent_prefill._latent_context_kernel, latent_prefill._latent_prompt_kernel
 KERNELS = [
@@ -38,6 +54,12 @@ KERNELS = [
     ),
     (head_matmul._head_matmul_kernel, {**UP, "stride_weight_in": 1}, 4, 3),
     (decode, {**LITE, **DECODE, "BLOCK_M": 16}, 4, 4),
+    (decode, {**V3, **DECODE, "BLOCK_SIZE": 1, "BLOCK_M": 64, "BLOCK_N": 64}, 8, 3),
+    (index_inputs._index_inputs_kernel, {**INDEX, **INDEX_INPUTS}, 4, 3),
+    (scores, {**INDEX, "BLOCK_Q": 1}, 4, 2),
+    (scores, {**INDEX, "BLOCK_Q": 16}, 4, 2),
+    (scores, {**INDEX, "NUM_HEADS": 32, "BLOCK_H": 32, "BLOCK_Q": 16}, 4, 2),
+    (index_choice._index_choice_kernel, {"BLOCK_SIZE": 16, "BLOCK": 4096}, 8, 3),
     (decode, {**V3, **MIXED, "BLOCK_M": 64}, 8, 2),
     (join, {**LITE, **JOIN}, 4, 3),
     (context, {**LITE, "MIXED": True, "HEADS": 16, "BLOCK_M": 64, "BLOCK_N": 32}, 8, 2),
@@ -46,8 +68,10 @@ KERNELS = [
     (prompt, {**LITE, **PROMPT, "CONTEXT": False, "BLOCK_M": 64}, 4, 2),
     (prompt, {**LITE, **GLM, **PROMPT, "BLOCK_M": 64, "BLOCK_N": 32}, 4, 2),
 ]
-FLOATS = ("partial_ptr", "lse_ptr", "cos_sin_ptr")
-INTS = ("block_table_ptr", "seq_lens_ptr", "query_start_ptr", "bounds_ptr")
+FLOATS = ("partial_ptr", "lse_ptr", "cos_sin_ptr", "scores_ptr", "weights_ptr")
+INTS = (
+    "block_table_ptr", "seq_lens_ptr", "query_start_ptr", "bounds_ptr", "slots_ptr", "counts_ptr",
+)  # fmt: skip
 TYPES = {
     **dict.fromkeys(FLOATS, "*fp32"), **dict.fromkeys(INTS, "*i32"),
     **dict.fromkeys(("positions_ptr", "slot_ptr"), "*i64"), "scale": "fp32", "eps": "fp32",

@@ -8,6 +8,7 @@ from jackfield.core.hooks import hookimpl
 from jackfield.core.registry import Provenance, load_plugins
 from jackfield.kernels.compile import Precompiler
 from jackfield.plugins.attention.triton import TritonAttention
+from jackfield.plugins.attention.triton_latent import TritonLatentAttention
 from jackfield.plugins.executors.inprocess import InProcessExecutor
 from jackfield.plugins.operations import triton as operations
 
@@ -19,6 +20,10 @@ operations.small_m_config = lambda product, rows, device: (
 
 
 class Attention(TritonAttention):
+    supports = classmethod(lambda *_: None)
+
+
+class LatentAttention(TritonLatentAttention):
     supports = classmethod(lambda *_: None)
 
 
@@ -45,6 +50,10 @@ class Plugin:
     @hookimpl
     def register_attention_backends(self, registry):
         registry.add("launching", Attention)
+
+    @hookimpl
+    def register_latent_attention_backends(self, registry):
+        registry.add("launching", LatentAttention)
 
     @hookimpl
     def register_operations(self, registry):

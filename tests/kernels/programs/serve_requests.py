@@ -28,12 +28,27 @@ MAMBA = {
     "intermediate_size": 128, "time_step_rank": 4, "layer_norm_epsilon": 1e-5, "use_bias": False,
     "use_conv_bias": True, "hidden_act": "silu", "tie_word_embeddings": False,
 }  # fmt: skip
+GLM_MOE_DSA = {
+    "architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa", "hidden_size": 64,
+    "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16, "v_head_dim": 16, "vocab_size": 192, "index_topk": 64,
+    "index_head_dim": 32, "index_n_heads": 8, "indexer_types": ["full", "shared"],
+    "mlp_layer_types": ["dense", "dense"], "max_position_embeddings": 4096, "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}  # fmt: skip
 MODELS = {
     "qwen3": (QWEN3, {"_prefill_kernel", "_fused_decode_kernel"}, {"_decode_kernel"}),
     "qwen3_5": (
         QWEN3_5,
         {"_delta_chunk_kernel", "delta_walk_kernel", "_delta_step_kernel"},
         {"_decode_kernel"},
+    ),
+    "glm_moe_dsa": (
+        GLM_MOE_DSA,
+        {"_index_inputs_kernel", "_index_scores_kernel", "_index_choice_kernel"},
+        {"_latent_decode_kernel", "_latent_join_kernel", "_latent_prompt_kernel"},
     ),
     "mamba": (MAMBA, {"_selective_scan_kernel", "_selective_step_kernel", "_conv_kernel"}, set()),
 }

@@ -37,8 +37,8 @@ def planted(**changes: Any) -> type:
 def with_arguments(change: Any) -> type:
     """It computes with other arguments: change(spec, query, latent, up, cache, metadata) → those"""
 
-    def forward(self: Any, *args: Any) -> torch.Tensor:
-        return Sound.forward(self, *change(*args))
+    def forward(self: Any, *args: Any, **more: Any) -> torch.Tensor:
+        return Sound.forward(self, *change(*args), **more)
 
     return planted(forward=forward)
 
@@ -90,12 +90,22 @@ def keeps_the_first_metadata(self: Any, layout: Any) -> LatentMetadata:
     return self.kept
 
 
-def wide(self: Any, *args: Any) -> torch.Tensor:
-    return Sound.forward(self, *args).float()
+def reads_all(self: Any, *args: Any, chosen: Any = None) -> torch.Tensor:
+    return Sound.forward(self, *args)
 
 
-def writes_its_neighbour(self: Any, *args: Any) -> torch.Tensor:
-    out = Sound.forward(self, *args)
+def reads_too_few(self: Any, *args: Any, chosen: Any = None) -> torch.Tensor:
+    if chosen is not None:
+        chosen = chosen._replace(counts=(chosen.counts - 1).clamp(min=1))
+    return Sound.forward(self, *args, chosen=chosen)
+
+
+def wide(self: Any, *args: Any, **more: Any) -> torch.Tensor:
+    return Sound.forward(self, *args, **more).float()
+
+
+def writes_its_neighbour(self: Any, *args: Any, **more: Any) -> torch.Tensor:
+    out = Sound.forward(self, *args, **more)
     args[4][-1, 0] = 0.0
     return out
 
@@ -113,20 +123,23 @@ GRAPH, MIXED = (
     "test_decode_reads_lengths_on_the_device", "test_mixed_steps_read_rows_on_the_device",
 )  # fmt: skip
 REFUSALS, UNKNOWN = "test_refusals_are_stated", "test_what_it_does_not_know_of_is_refused"
+CHOSEN = "test_chosen_tokens_alone_are_read"
 WRONG = (EXPANDED, SHAPES, LONG, LARGE, MANY, BOUNDED, GRAPH, MIXED)
 MUTANTS: dict[str, Mutant] = {
-    "another scale": Mutant(with_arguments(another_scale), WRONG),
-    "the shared part of keys is left out": Mutant(with_arguments(no_shared_key), WRONG),
-    "values before keys": Mutant(with_arguments(values_first), WRONG),
-    "keys and values of one head": Mutant(with_arguments(one_head), WRONG),
-    "queries are rounded": Mutant(with_arguments(narrow), WRONG),
+    "another scale": Mutant(with_arguments(another_scale), (*WRONG, CHOSEN)),
+    "the shared part of keys is left out": Mutant(with_arguments(no_shared_key), (*WRONG, CHOSEN)),
+    "values before keys": Mutant(with_arguments(values_first), (*WRONG, CHOSEN)),
+    "keys and values of one head": Mutant(with_arguments(one_head), (*WRONG, CHOSEN)),
+    "queries are rounded": Mutant(with_arguments(narrow), (*WRONG, CHOSEN)),
     "a token less": Mutant(planted(build_metadata=one_token_less), WRONG),
     "believes the host's lengths": Mutant(planted(build_metadata=host_bounds), (BOUNDED, MIXED)),
     "believes the host's rows": Mutant(planted(build_metadata=host_starts), (MIXED,)),
     "the first step's metadata": Mutant(
         planted(build_metadata=keeps_the_first_metadata), (MANY, WARM, GRAPH)
     ),
-    "float32 for bfloat16": Mutant(planted(forward=wide), (EXPANDED, LONG, MIXED)),
+    "float32 for bfloat16": Mutant(planted(forward=wide), (EXPANDED, LONG, MIXED, CHOSEN)),
+    "all tokens are read": Mutant(planted(forward=reads_all), (CHOSEN,)),
+    "a chosen token less": Mutant(planted(forward=reads_too_few), (CHOSEN,)),
     "another block is written": Mutant(
         planted(forward=writes_its_neighbour),
         (EXPANDED, SHAPES, LONG, MANY, BOUNDED, GRAPH, MIXED),

@@ -18,6 +18,7 @@ import pytest
 import test_encoder_decoder as sources
 import test_families as families
 import test_formulas as formulas
+import test_indexed_families as indexed
 import test_latent_families as latents
 import test_longcat_ngram as ngrams
 import test_mixtures as mixtures
@@ -90,6 +91,11 @@ def of_latents(case: str, folder: Path) -> Subject:
     return of_decoder(reference, latents.checkpoint(reference, case.partition(":")[0], folder))
 
 
+def of_indexed(case: str, folder: Path) -> Subject:
+    reference = latents.latent_reference(case, indexed.CASES[case])
+    return of_decoder(reference, latents.checkpoint(reference, case, folder))
+
+
 def of_states(case: str, folder: Path) -> Subject:
     return of_decoder(*states.reference_and_folder(case, folder))
 
@@ -160,6 +166,7 @@ FILES: dict[str, tuple[Any, Callable[[str, Path], Subject]]] = {
     "test_encoder_decoder": (sources.CASES, of_sources),
     "test_families": (families.CASES, of_family),
     "test_formulas": (formulas.CASES, of_formulas),
+    "test_indexed_families": (indexed.CASES, of_indexed),
     "test_latent_families": (latents.CASES, of_latents),
     "test_longcat_ngram": (ngrams.CASES, of_ngrams),
     "test_mixtures": (mixtures.CASES, of_mixture),

@@ -1,0 +1,318 @@
+"""Which cached tokens the queries of a step read, by an indexer's scores.
+
+`index_scores` multiplies the queries of all heads by the keys of a tile of cached tokens, and adds
+up what is positive, by the heads' weights. `index_choice` keeps the best of each query, without
+sorting, and looks up where they are. Queries that see no more tokens than may be chosen are not
+scored: the device knows which. Both run over a few queries at a time, so that scores fit in a
+buffer of fixed size, and depend on the sizes and upper bounds of a step alone.
+
+Operations: 2 * num_heads * index_dim for each pair of a query and a token that it sees. Memory: a
+row of scores is read 18 times, of which all but the first are from a cache; of keys index_dim
+elements for each token and QUERIES queries of its row.
+
+Source: DeepSeek-V3.2 (arXiv 2512.02556).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ..attention.latent_prefill import row_of_tile
+from ..launch import empty_indices, launch
+from .top_scores import MAX_TILE, kept_of_tile, lowest_kept
+
+QUERIES = 16
+"""Queries of a prompt's row that meet a tile of keys."""
+TILES = 8
+"""Tiles of keys per program: where a recorded step has room for longer rows, so many less return at
+once."""
+
+
+@triton.jit
+def _row_of_token(token, query_start_ptr, num_rows):
+    """Return the row of a token: the last one that begins at or before it."""
+    low = tl.full((), 0, tl.int32)
+    high = num_rows
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.load(query_start_ptr + middle) <= token:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@triton.jit
+def _head_sum(query, weights, key):
+    """Return the scores of a tile of keys: query [BLOCK_H, BLOCK_D], weights [BLOCK_H], key
+    [BLOCK_N, BLOCK_D] → [BLOCK_N]"""
+    products = tl.dot(query, tl.trans(key), input_precision="ieee")
+    return tl.sum(tl.maximum(products, 0.0) * weights[:, None], axis=0)
+
+
+@triton.jit(do_not_specialize=["first_token", "end_token", "num_rows", "stride_table"])
+def _index_scores_kernel(
+    scores_ptr,
+    query_ptr,
+    weights_ptr,
+    cache_ptr,
+    block_table_ptr,
+    query_start_ptr,
+    positions_ptr,
+    first_token,
+    end_token,
+    num_rows,
+    topk,
+    stride_scores,
+    stride_query_token,
+    stride_query_head,
+    stride_weights,
+    stride_block,
+    stride_slot,
+    stride_table,
+    NUM_HEADS: tl.constexpr,
+    INDEX_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILES: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """One program per (TILES tiles of keys, tile of BLOCK_Q tokens of a row)."""
+    if BLOCK_Q == 1:
+        begin = first_token + tl.program_id(1)
+        end = begin + 1
+        row = _row_of_token(begin, query_start_ptr, num_rows)
+        if begin >= tl.load(query_start_ptr + num_rows):
+            return
+    else:
+        tile = first_token // BLOCK_Q + tl.program_id(1)
+        zero = tl.full((), 0, tl.int32)
+        row, number = row_of_tile(tile, query_start_ptr, zero, num_rows, BLOCK_Q)
+        own = tl.load(query_start_ptr + row) + number * BLOCK_Q
+        begin = tl.maximum(own, first_token)
+        end = tl.minimum(own + BLOCK_Q, tl.load(query_start_ptr + row + 1))
+        end = tl.minimum(end, end_token)
+        if begin >= end:
+            return
+    length = tl.load(positions_ptr + end - 1).to(tl.int32) + 1
+    first_key = tl.program_id(0) * TILES * BLOCK_N
+    if (length <= topk) | (first_key >= length):
+        return
+    end_key = tl.minimum(first_key + TILES * BLOCK_N, length)
+    first = begin.to(tl.int64)
+    offs_h = tl.arange(0, BLOCK_H)
+    offs_d = tl.arange(0, BLOCK_D)
+    offs_n = tl.arange(0, BLOCK_N)
+    in_heads = offs_h < NUM_HEADS
+    in_dim = offs_d < INDEX_DIM
+    mask_q = in_heads[:, None] & in_dim[None, :]
+    queries = query_ptr + first * stride_query_token
+    queries = queries + offs_h[:, None] * stride_query_head + offs_d[None, :]
+    factors = weights_ptr + first * stride_weights + offs_h
+    out = scores_ptr + (first - first_token) * stride_scores
+    table = block_table_ptr + row.to(tl.int64) * stride_table
+    if BLOCK_Q == 1:
+        query = tl.load(queries, mask=mask_q, other=0.0)
+        weights = tl.load(factors, mask=in_heads, other=0.0)
+    for start in range(first_key, end_key, BLOCK_N):
+        place = start + offs_n
+        inside = place < length
+        block = tl.load(table + place // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+        entry = cache_ptr + block * stride_block + (place % BLOCK_SIZE) * stride_slot
+        key = tl.load(
+            entry[:, None] + offs_d[None, :], mask=inside[:, None] & in_dim[None, :], other=0.0
+        )
+        if BLOCK_Q == 1:
+            tl.store(out + place, _head_sum(query, weights, key), mask=inside)
+        else:
+            for token in range(0, end - begin):
+                query = tl.load(queries + token * stride_query_token, mask=mask_q, other=0.0)
+                weights = tl.load(factors + token * stride_weights, mask=in_heads, other=0.0)
+                # A query sees the tokens up to its own, and the last one of the tile all.
+                seen = place < length - (end - begin - 1 - token)
+                target = out + token * stride_scores + place
+                tl.store(target, _head_sum(query, weights, key), mask=seen)
+
+
+@triton.jit(do_not_specialize=["first_token", "num_rows", "max_seq_len", "stride_table"])
+def _index_choice_kernel(
+    scores_ptr,
+    slots_ptr,
+    counts_ptr,
+    block_table_ptr,
+    query_start_ptr,
+    positions_ptr,
+    first_token,
+    num_rows,
+    max_seq_len,
+    topk,
+    stride_scores,
+    stride_table,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program per token."""
+    local = tl.program_id(0)
+    token = first_token + local
+    row = _row_of_token(token, query_start_ptr, num_rows)
+    table = block_table_ptr + row.to(tl.int64) * stride_table
+    # Of a token of no row, padding, the position is anything.
+    length = tl.minimum(tl.load(positions_ptr + token).to(tl.int32) + 1, max_seq_len)
+    count = tl.minimum(length, topk)
+    tl.store(counts_ptr + token, count)
+    out = slots_ptr + token.to(tl.int64) * topk
+    offs = tl.arange(0, BLOCK)
+    if length <= topk:
+        for start in range(0, topk, BLOCK):
+            place = start + offs
+            block = tl.load(table + place // BLOCK_SIZE, mask=place < length, other=0)
+            slot = block * BLOCK_SIZE + place % BLOCK_SIZE
+            tl.store(out + place, tl.where(place < length, slot, 0), mask=place < topk)
+        return
+    scores = scores_ptr + local.to(tl.int64) * stride_scores
+    limit, num_equal = lowest_kept(scores, length, topk, BLOCK)
+    written = tl.zeros((), tl.int32)
+    for start in range(0, length, BLOCK):
+        place = start + offs
+        stays, target, num_equal, written = kept_of_tile(
+            scores, place, length, limit, num_equal, written
+        )
+        block = tl.load(table + place // BLOCK_SIZE, mask=stays, other=0)
+        tl.store(out + target, block * BLOCK_SIZE + place % BLOCK_SIZE, mask=stays)
+
+
+def index_scores(
+    query: torch.Tensor,
+    weights: torch.Tensor,
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    topk: int,
+    max_seq_len: int,
+    first_token: int,
+    out: torch.Tensor,
+) -> None:
+    """Score the cached tokens up to each query's own, of the queries from `first_token` on.
+
+    query, …, topk, max_seq_len: as `IndexOperations.choose_cached_tokens` has them, last strides 1,
+    others free; out: [tokens, at least max_seq_len] float32, whose rows get the scores of as many
+    queries. Rows of queries that see no more than `topk` tokens, and what is after a query's own
+    token, may be left as they are.
+    """
+    num_tokens, num_heads, index_dim = query.shape
+    num_rows, count = block_table.shape[0], out.shape[0]
+    wide = query.dtype == torch.float32
+    block_q = 1 if num_tokens <= num_rows else QUERIES
+    block_n = 32 if wide else 128
+    end = first_token + count
+    tiles = count if block_q == 1 else (end - 1) // block_q + num_rows - first_token // block_q
+    launch(_index_scores_kernel, (triton.cdiv(max_seq_len, block_n * TILES), tiles))(
+        out,
+        query,
+        weights,
+        cache,
+        block_table,
+        query_start,
+        positions,
+        first_token,
+        end,
+        num_rows,
+        topk,
+        out.stride(0),
+        query.stride(0),
+        query.stride(1),
+        weights.stride(0),
+        cache.stride(0),
+        cache.stride(1),
+        block_table.stride(0),
+        NUM_HEADS=num_heads,
+        INDEX_DIM=index_dim,
+        BLOCK_SIZE=cache.shape[1],
+        TILES=TILES,
+        BLOCK_Q=block_q,
+        BLOCK_H=max(16, triton.next_power_of_2(num_heads)),
+        BLOCK_N=block_n,
+        BLOCK_D=max(16, triton.next_power_of_2(index_dim)),
+        num_warps=4,
+        num_stages=2,
+    )
+
+
+def index_choice(
+    scores: torch.Tensor,
+    slots: torch.Tensor,
+    counts: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    block_size: int,
+    max_seq_len: int,
+    first_token: int,
+) -> None:
+    """Keep the best tokens of as many queries as `scores` has rows, from `first_token` on; among
+    equal scores the earlier ones.
+
+    scores: what `index_scores` wrote; slots: [num_tokens, topk] int32, contiguous, and counts:
+    [num_tokens] int32 get what `ChosenTokens` has, of these queries; block_table, query_start,
+    positions: as `IndexOperations.choose_cached_tokens` has them.
+    """
+    launch(_index_choice_kernel, (scores.shape[0],))(
+        scores,
+        slots,
+        counts,
+        block_table,
+        query_start,
+        positions,
+        first_token,
+        block_table.shape[0],
+        max_seq_len,
+        slots.shape[1],
+        scores.stride(0),
+        block_table.stride(0),
+        BLOCK_SIZE=block_size,
+        BLOCK=MAX_TILE,
+        num_warps=8,
+    )
+
+
+def choose_cached_tokens(
+    query: torch.Tensor,
+    weights: torch.Tensor,
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    topk: int,
+    max_seq_len: int,
+    workspace: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return slots [num_tokens, topk] and counts [num_tokens], int32: see
+    `IndexOperations.choose_cached_tokens`. workspace: float32, contents free, at least max_seq_len:
+    so many scores are there at once. No host synchronisation; safe to capture."""
+    num_tokens = query.shape[0]
+    slots = empty_indices(num_tokens, topk, device=query.device)
+    counts = empty_indices(num_tokens, device=query.device)
+    width = triton.cdiv(max_seq_len, 16) * 16
+    most = workspace.numel() // width
+    if most == 0:
+        raise ValueError(f"workspace has {workspace.numel()} elements; a query needs {width}")
+    for first in range(0, num_tokens, most):
+        count = min(most, num_tokens - first)
+        scores = workspace[: count * width].view(count, width)
+        index_scores(
+            query, weights, cache, block_table, query_start, positions, topk=topk,
+            max_seq_len=max_seq_len, first_token=first, out=scores,
+        )  # fmt: skip
+        index_choice(
+            scores, slots, counts, block_table, query_start, positions,
+            block_size=cache.shape[1], max_seq_len=max_seq_len, first_token=first,
+        )  # fmt: skip
+    return slots, counts

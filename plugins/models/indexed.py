@@ -1,0 +1,242 @@
+"""Latent attention to the tokens that an indexer chooses (DeepSeek Sparse Attention, arXiv
+2512.02556), in layers that have an indexer or share an earlier layer's choice (arXiv 2603.12201).
+
+The formulas are those of `transformers`. DeepSeek's own code stores index keys in fp8, after a
+Hadamard rotation of queries and keys that changes no product: here they are stored in the model's
+type, without it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from ...core.errors import ConfigError
+from ...core.loading.model_config import ModelConfig
+from ...core.nn.context import BuildContext, ForwardContext
+from ...core.nn.latent.layer import LatentAttention
+from ...core.nn.linear import Linear
+from ...core.nn.norm import LayerNorm, RMSNorm
+from ...core.nn.rotary import Rotary
+from ...core.parallel.ranks import Pipeline
+from ...core.protocols.field_kinds import FLAG, SIZE, TEXTS, FieldKind
+from ...core.protocols.latent_attention import ChosenTokens
+from .decoder import Block, MakeMLP, SelfAttention
+from .latent import LatentDecoder, LatentSelfAttention
+
+INDEXED: dict[str, FieldKind] = {
+    **dict.fromkeys(("index_topk", "index_n_heads", "index_head_dim"), SIZE),
+    "indexer_rope_interleave": FLAG,
+    "indexer_types": TEXTS,
+}
+"""Fields of config.json."""
+KINDS = ("full", "shared")
+"""Layers with an indexer, and layers that share the choice of the one before them."""
+
+
+def chooses(config: ModelConfig) -> bool:
+    """Return whether a text may be so long that indexers leave out tokens of it. Otherwise they
+    have nothing to do."""
+    return config.max_model_len > int(config.hf_config.index_topk)
+
+
+def has_indexer(hf: Any, layer: int) -> bool:
+    """Return whether a layer has an indexer of its own."""
+    kinds = getattr(hf, "indexer_types", None)
+    return kinds is None or kinds[layer] == "full"
+
+
+def check_indexers(config: ModelConfig) -> None:
+    """Raise ConfigError, with the field's name, for indexers that cannot be built, and for layers
+    that share a choice that is not there."""
+    hf = config.hf_config
+    if hf.index_head_dim < hf.qk_rope_head_dim:
+        raise ConfigError(
+            f"index_head_dim: {hf.index_head_dim} channels are fewer than the "
+            f"{hf.qk_rope_head_dim} that rotate (qk_rope_head_dim)",
+            param="index_head_dim",
+        )
+    if getattr(hf, "q_lora_rank", None) is None:
+        raise ConfigError(
+            "q_lora_rank: an indexer needs it: its queries are made from that narrower vector",
+            param="q_lora_rank",
+        )
+    kinds = getattr(hf, "indexer_types", None)
+    if kinds is None:
+        return
+    if len(kinds) < config.num_layers or not set(kinds) <= set(KINDS) or kinds[0] != "full":
+        raise ConfigError(
+            f"indexer_types: must name {' or '.join(KINDS)} for each of the {config.num_layers} "
+            f"layers, the first one full, got {kinds!r}",
+            param="indexer_types",
+        )
+
+
+class HeadWeights(nn.Module):
+    """The weight of each head of an indexer. Never quantized, and float32: as a router's, its
+    rounding would change what is chosen."""
+
+    def __init__(self, hidden_size: int, num_heads: int, build: BuildContext) -> None:
+        super().__init__()
+        self.operations = build.operations
+        wide = dataclasses.replace(build, dtype=torch.float32)
+        self.weight = nn.Parameter(wide.empty(num_heads, hidden_size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[num_tokens, hidden_size] → [num_tokens, num_heads] float32"""
+        return self.operations.linear(x.float(), self.weight)
+
+
+class Indexer(nn.Module):
+    """Chooses the tokens that each query of a layer reads. Every rank has all of it, and chooses
+    the same ones."""
+
+    def __init__(self, config: ModelConfig, build: BuildContext, *, interleaved: bool) -> None:
+        """`interleaved`: rotations turn pairs of neighbours, otherwise half against half."""
+        super().__init__()
+        hf = config.hf_config
+        self.num_heads, self.interleaved = hf.index_n_heads, interleaved
+        size = hf.index_head_dim
+        self.scale = (size * self.num_heads) ** -0.5
+        self.wq_b = Linear(hf.q_lora_rank, self.num_heads * size, build)
+        self.wk = Linear(hf.hidden_size, size, build)
+        self.k_norm = LayerNorm(size, 1e-6, build)
+        self.weights_proj = HeadWeights(hf.hidden_size, self.num_heads, build)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        narrow: torch.Tensor,
+        norm: RMSNorm,
+        rotary: Rotary,
+        context: ForwardContext,
+        attention: LatentAttention,
+    ) -> ChosenTokens | None:
+        """Cache the step's index keys; return what its queries read, None for all tokens.
+
+        x: [num_tokens, hidden_size], normed; narrow: [num_tokens, q_lora_rank], what queries are
+        made from, before `norm`; attention: the layer's, which has the cache.
+        """
+        query = weights = None
+        if not attention.reads_all(context):
+            query = self.wq_b(narrow, norm=norm).unflatten(1, (self.num_heads, -1))
+            weights = self.weights_proj(x).mul_(self.scale)
+        return attention.choose(
+            query, self.wk(x), weights, context, norm=self.k_norm, rotary=rotary,
+            interleaved=self.interleaved,
+        )  # fmt: skip
+
+
+class IndexedSelfAttention(LatentSelfAttention):
+    """Latent attention of a layer that has an indexer, or shares a choice."""
+
+    index_interleaved: ClassVar[bool] = False
+    """How an indexer rotates where the configuration has no `indexer_rope_interleave`."""
+
+    def __init__(self, config: ModelConfig, layer: int, build: BuildContext) -> None:
+        super().__init__(config, layer, build)
+        self.indexer: Indexer | None = None
+        if chooses(config) and has_indexer(config.hf_config, layer):
+            own = getattr(config.hf_config, "indexer_rope_interleave", None)
+            interleaved = self.index_interleaved if own is None else bool(own)
+            self.indexer = Indexer(config, build, interleaved=interleaved)
+
+    @staticmethod
+    def index_sizes(config: ModelConfig, layer: int) -> tuple[int | None, int | None]:
+        hf = config.hf_config
+        if not chooses(config):
+            return None, None
+        return hf.index_topk, hf.index_head_dim if has_indexer(hf, layer) else None
+
+    def read(
+        self,
+        hidden: torch.Tensor,
+        norm: nn.Module,
+        rotary: Rotary,
+        context: ForwardContext,
+        chosen: ChosenTokens | None,
+    ) -> tuple[torch.Tensor, ChosenTokens | None]:
+        """hidden + attention(norm(hidden)): [num_tokens, hidden_size], with what was read, which
+        is `chosen`, of an earlier layer, unless this one has an indexer."""
+        x, before = (hidden, norm) if self.indexer is None else (norm(hidden), None)
+        query, latent = self.down_proj(x, norm=before).tensor_split((self.query_dim,), dim=-1)
+        if self.indexer is not None:
+            chosen = self.indexer(
+                x, query, self.q_a_layernorm, rotary, context, self.latent_attention
+            )
+        heads = self.attend(query, latent, rotary, context, chosen)
+        return self.project(heads, hidden), chosen
+
+
+class IndexedBlock(Block):
+    """Hands on what its attention has read."""
+
+    self_attn: IndexedSelfAttention
+
+    def read(
+        self,
+        hidden: torch.Tensor,
+        rotary: Rotary,
+        context: ForwardContext,
+        chosen: ChosenTokens | None,
+    ) -> tuple[torch.Tensor, ChosenTokens | None]:
+        """[num_tokens, hidden_size], and the last choice → the same for the next layer; `hidden`
+        may be overwritten."""
+        hidden, chosen = self.self_attn.read(hidden, self.input_layernorm, rotary, context, chosen)
+        out: torch.Tensor = self.mlp(hidden, self.post_attention_layernorm)
+        return out, chosen
+
+
+class IndexedDecoder(LatentDecoder):
+    """Hands each layer the choice of the one before it. Stages do not: each has to begin with an
+    indexer."""
+
+    block = IndexedBlock
+    pipeline_parallel = True
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        build: BuildContext,
+        attention: type[SelfAttention],
+        mlp: MakeMLP,
+    ) -> None:
+        """Raises ConfigError, also if a stage would begin with a shared choice."""
+        super().__init__(config, build, attention, mlp)
+        if chooses(config):
+            check_stages(config, build.ranks.pipeline)
+
+    @staticmethod
+    def rotaries_of(config: ModelConfig, build: BuildContext) -> Sequence[Rotary | None]:
+        check_indexers(config)
+        return LatentDecoder.rotaries_of(config, build)
+
+    def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """[num_tokens] → [num_tokens, hidden_size], not normed; of this stage's layers."""
+        hidden = context.incoming
+        if hidden is None:
+            hidden = self.embed(input_ids, context.positions)
+        layers: Any = self.unlike_layers() if context.precompiling else self.stage_layers()
+        chosen: ChosenTokens | None = None
+        for layer, rotary in layers:
+            hidden, chosen = layer.read(hidden, rotary, context, chosen)
+        return hidden
+
+
+def check_stages(config: ModelConfig, pipeline: Pipeline) -> None:
+    """Raise ConfigError if the first layer of a stage has no indexer."""
+    hf, count = config.hf_config, config.num_layers
+    for stage in range(pipeline.size):
+        first = dataclasses.replace(pipeline, stage=stage).layers(count).start
+        if not has_indexer(hf, first):
+            full = ", ".join(str(layer) for layer in range(count) if has_indexer(hf, layer))
+            raise ConfigError(
+                f"pipeline_layer_partition: stage {stage} would begin with layer {first}, which "
+                f"shares what an earlier layer's indexer chooses; let each begin with one of the "
+                f"layers {full}, or set max_model_len to at most index_topk {hf.index_topk}",
+                param="pipeline_layer_partition",
+            )

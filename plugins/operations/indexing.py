@@ -1,0 +1,66 @@
+"""Operations of an indexer by Triton kernels."""
+
+from __future__ import annotations
+
+import torch
+
+from ...core.nn.latent.index_operations import IndexOperations
+from ...core.protocols.latent_attention import ChosenTokens
+from ...kernels.indexer.index_choice import choose_cached_tokens
+from ...kernels.indexer.index_inputs import index_inputs
+
+SCORES = 1 << 26
+"""Scores at once: 256 MiB. A longer text's are one query's at a time."""
+
+
+class TritonIndexing(IndexOperations):
+    """In one launch for keys and queries, and two for each part of a step's queries whose scores
+    fit in the workspace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._scores: dict[torch.device, torch.Tensor] = {}
+
+    def cached_index_keys(
+        self,
+        query: torch.Tensor | None,
+        key: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor,
+        eps: float,
+        positions: torch.Tensor,
+        cos_sin: torch.Tensor,
+        cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        *,
+        interleaved: bool,
+    ) -> torch.Tensor | None:
+        """In place: the result is `query`."""
+        index_inputs(
+            query, key, weight, bias, eps, positions, cos_sin, cache, slot_mapping,
+            interleaved=interleaved,
+        )  # fmt: skip
+        return query
+
+    def choose_cached_tokens(
+        self,
+        query: torch.Tensor,
+        weights: torch.Tensor,
+        cache: torch.Tensor,
+        block_table: torch.Tensor,
+        query_start: torch.Tensor,
+        positions: torch.Tensor,
+        *,
+        topk: int,
+        max_seq_len: int,
+    ) -> ChosenTokens:
+        """Without sorting."""
+        device = query.device
+        if device not in self._scores:  # Never replaced: captured graphs hold its address.
+            self._scores[device] = torch.empty(SCORES, dtype=torch.float32, device=device)
+        return ChosenTokens(
+            *choose_cached_tokens(
+                query, weights, cache, block_table, query_start, positions, topk=topk,
+                max_seq_len=max_seq_len, workspace=self._scores[device],
+            )
+        )  # fmt: skip
