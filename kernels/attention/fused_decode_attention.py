@@ -17,6 +17,17 @@ import triton.language as tl
 
 from ..launch import launch
 from ..pdl import gdc_launch_dependents, gdc_wait, pdl_options
+from .decode_codes import (
+    add_code_values,
+    add_halves,
+    code_scores,
+    decode_width,
+    load_codes,
+    product_starts,
+    query_parts,
+    whole_halves,
+    zero_parts,
+)
 from .decode_splits import (
     MIN_SPLIT_TILES,
     DecodeConfig,
@@ -28,10 +39,8 @@ from .decode_splits import (
 from .projected_heads import _half_heads, _head
 from .quantized_tiles import (
     Quantized,
-    add_code_values,
     block_width,
     cache_arguments,
-    code_scores,
     product_dtype,
     product_query,
     quantized_heads,
@@ -179,10 +188,6 @@ def _fused_decode_kernel(
         )  # fmt: skip
         query_high = query
     query = query.to(dtype)
-    if KEY_BITS < 16:
-        query_sum = tl.sum(query.to(tl.float32), axis=1)
-    if KEY_BITS == 4:
-        query_sum += tl.sum(query_high.to(tl.float32), axis=1)
     if RING:
         if split == 0:
             place = tl.load(places_ptr + row) * (NUM_HEADS * HEAD_DIM)
@@ -192,9 +197,11 @@ def _fused_decode_kernel(
                 tl.store(kept_query + HALF, query_high, mask=mask_q)
     m = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
-    acc_high = acc
-    if VALUE_BITS < 16:
+    if VALUE_BITS == 16:
+        acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+        acc_high = acc
+    else:
+        parts = zero_parts(BLOCK_M, BLOCK_V // 2, VALUE_BITS)
         missing = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if end_tile == end:
         # The new token: computed here, written to the cache, and attended to from registers.
@@ -257,62 +264,75 @@ def _fused_decode_kernel(
             m = SOFT_CAP * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * m / SOFT_CAP)))
         m *= LOG2E
         total += 1.0
-        acc += new_value.to(tl.float32)
-        if VALUE_BITS == 4:
-            acc_high += value_high
+        if VALUE_BITS == 16:
+            acc += new_value.to(tl.float32)
+        else:
+            parts = add_halves(parts, new_value, value_high, VALUE_BITS)
 
-    if KEY_BITS > 4:
-        query = product_query(query, product_dtype(key_cache_ptr.dtype.element_ty, dtype))
+    kind: tl.constexpr = product_dtype(key_cache_ptr.dtype.element_ty, dtype)
+    query = product_query(query, kind)
+    # Scores of codes are in units of log2 from the start, if nothing is added to them.
+    LOGS: tl.constexpr = KEY_BITS < 16 and SOFT_CAP == 0.0 and not ALIBI
+    if KEY_BITS < 16:
+        query = query_parts(query, product_query(query_high, kind), KEY_BITS)
+        factor = scale * LOG2E if LOGS else scale
+        low, high, query_sum = product_starts(query, KEY_BITS)
+        query_sum *= factor
+        totals = tl.where(offs_n[None, :] == 0, total[:, None], 0.0)
     table = block_table_ptr + row64 * stride_table
     for tile in range(begin_tile, end_tile):
         position = tile * BLOCK_N + offs_n
-        valid = (position >= lower) & (position < newest)
-        block = tl.load(table + position // BLOCK_SIZE, mask=valid, other=0).to(tl.int64)
-        base = block * stride_block + (position % BLOCK_SIZE) * stride_slot + kv_head * stride_head
-        key_places = base[:, None] + dim[None, :]
-        mask_keys = valid[:, None] & in_head[None, :]
         if KEY_BITS == 16:
+            valid = (position >= lower) & (position < newest)
+            block = tl.load(table + position // BLOCK_SIZE, mask=valid, other=0).to(tl.int64)
+            base = (
+                block * stride_block + (position % BLOCK_SIZE) * stride_slot + kv_head * stride_head
+            )
+            key_places = base[:, None] + dim[None, :]
+            mask_keys = valid[:, None] & in_head[None, :]
             key = tl.load(key_cache_ptr + key_places, mask=mask_keys, other=0.0)
             value = tl.load(value_cache_ptr + key_places, mask=mask_keys, other=0.0)
             key = widen_floats(key, query.dtype, True)
             value = widen_floats(value, query.dtype, False)
             scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
         else:
-            key = tl.load(key_cache_ptr + key_places, mask=mask_keys, other=0)
-            if VALUE_BITS < KEY_BITS:
-                base = base >> 1
-            value_places = base[:, None] + dim_v[None, :]
-            mask_values = valid[:, None] & in_value[None, :]
-            value = tl.load(value_cache_ptr + value_places, mask=mask_values, other=0)
-            words = word_places(block, position, kv_head, NUM_KV_HEADS, BLOCK_SIZE)
-            key_words = tl.load(key_words_ptr + words, mask=valid, other=0)
-            value_words = tl.load(value_words_ptr + words, mask=valid, other=0)
-            scores = code_scores(query, query_high, query_sum, key, key_words, scale, KEY_BITS)
+            valid = position < newest
+            if WINDOW > 0:
+                valid = valid & (position >= lower)
+            key, value, key_words, value_words = load_codes(
+                key_cache_ptr, value_cache_ptr, key_words_ptr, value_words_ptr, table, tile, offs_n,
+                valid, lower, newest, kv_head, NUM_KV_HEADS, BLOCK_SIZE, WINDOW, KEY_WIDTH,
+                VALUE_WIDTH, BLOCK_N, BLOCK_K // 2, BLOCK_V // 2,
+            )  # fmt: skip
+            scores = code_scores(query, low, high, query_sum, key, key_words, factor, KEY_BITS)
         if SOFT_CAP > 0.0:
             scores = SOFT_CAP * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * scores / SOFT_CAP)))
         if ALIBI:
             scores += slope[:, None] * (position - newest)[None, :]
-        scores = tl.where(valid[None, :], scores * LOG2E, -float("inf"))
+        LOG: tl.constexpr = 1.0 if LOGS else LOG2E
+        scores = tl.where(valid[None, :], scores * LOG, -float("inf"))
         # m_new is finite: the newest token is in m, or the tile holds a visible position.
         m_new = tl.maximum(m, tl.max(scores, axis=1))
         weights = tl.exp2(scores - m_new[:, None])
         decay = tl.exp2(m - m_new)
-        total = total * decay + tl.sum(weights, axis=1)
-        acc = acc * decay[:, None]
         if VALUE_BITS == 16:
+            total = total * decay + tl.sum(weights, axis=1)
+            acc = acc * decay[:, None]
             acc += tl.dot(weights.to(query.dtype), value, input_precision="ieee")
         else:
-            if VALUE_BITS == 4:
-                acc_high = acc_high * decay[:, None]
-            acc, acc_high, more = add_code_values(
-                acc, acc_high, weights, value, value_words, dtype, VALUE_BITS
+            parts, more = add_code_values(
+                parts, decay, weights, value, value_words, dtype, VALUE_BITS
             )
+            # Summed over the columns once, after the last tile.
+            totals = totals * decay[:, None] + weights
             missing = missing * decay[:, None] + more
         m = m_new
 
     if PDL and not EARLY:
         gdc_launch_dependents()
     if VALUE_BITS < 16:
+        acc, acc_high = whole_halves(parts, VALUE_BITS)
+        total = tl.sum(totals, axis=1)
         rest = tl.sum(missing, axis=1)[:, None]
         acc += rest
         acc_high += rest
@@ -486,8 +506,8 @@ def fused_decode_attention(
         BLOCK_G=block_g,
         BLOCK_N=block_n,
         BLOCK_S=min(join_splits, triton.next_power_of_2(num_splits)),
-        BLOCK_K=block_width(key_width),
-        BLOCK_V=block_width(value_width),
+        BLOCK_K=decode_width(key_width, cache.key_bits),
+        BLOCK_V=decode_width(value_width, cache.value_bits),
         BLOCK_D=block_d,
         FP8=cache.is_fp8,
         PDL=bool(options),

@@ -18,6 +18,16 @@ import triton.language as tl
 
 from ..launch import launch
 from ..pdl import gdc_launch_dependents, gdc_wait, pdl_options
+from .decode_codes import (
+    add_code_values,
+    code_scores,
+    decode_width,
+    load_codes,
+    load_query_parts,
+    product_starts,
+    whole_halves,
+    zero_parts,
+)
 from .decode_splits import (
     MIN_SPLIT_TILES,
     DecodeConfig,
@@ -28,14 +38,11 @@ from .decode_splits import (
 )
 from .quantized_tiles import (
     Quantized,
-    add_code_values,
     block_width,
     cache_arguments,
-    code_scores,
     product_dtype,
     product_query,
     widen_floats,
-    word_places,
 )
 from .reach import reach_constants
 
@@ -120,51 +127,59 @@ def _decode_kernel(
     head = kv_head * GROUP + offs_m
     row64 = row.to(tl.int64)
     source = query_ptr + row64 * stride_query_row + head[:, None] * stride_query_head
-    query = tl.load(source + offs_k[None, :], mask=mask_q, other=0.0)
-    query_high = query
-    dtype: tl.constexpr = query.dtype
-    if KEY_BITS > 4:
-        query = product_query(query, product_dtype(key_cache_ptr.dtype.element_ty, dtype))
-    if KEY_BITS < 16:
-        query_sum = tl.sum(query.to(tl.float32), axis=1)
-    if KEY_BITS == 4:
-        query_high = tl.load(source + KEY_WIDTH + offs_k[None, :], mask=mask_q, other=0.0)
-        query_sum += tl.sum(query_high.to(tl.float32), axis=1)
+    dtype: tl.constexpr = query_ptr.dtype.element_ty
+    kind: tl.constexpr = product_dtype(key_cache_ptr.dtype.element_ty, dtype)
+    LOG2E: tl.constexpr = 1.4426950408889634
+    # Scores of codes are in units of log2 from the start, if nothing is added to them.
+    LOGS: tl.constexpr = KEY_BITS < 16 and SOFT_CAP == 0.0 and not ALIBI and DISTANCES == 0
+    if KEY_BITS == 16:
+        query = tl.load(source + offs_k[None, :], mask=mask_q, other=0.0)
+        query = product_query(query, kind)
+    else:
+        query = load_query_parts(
+            source, (offs_m < GROUP)[:, None], kind, KEY_BITS, KEY_WIDTH, BLOCK_K // 2
+        )
+        factor = scale * LOG2E if LOGS else scale
+        low, high, query_sum = product_starts(query, KEY_BITS)
+        query_sum *= factor
 
     m = tl.full([BLOCK_M], -float("inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
-    acc_high = acc
-    if VALUE_BITS < 16:
-        missing = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    if VALUE_BITS == 16:
+        total = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+        acc_high = acc
+    else:
+        parts = zero_parts(BLOCK_M, BLOCK_V // 2, VALUE_BITS)
+        totals = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        missing = totals
     table = block_table_ptr + row64 * stride_table
-    LOG2E: tl.constexpr = 1.4426950408889634
     if ALIBI:
         slope = tl.load(slopes_ptr + head, mask=offs_m < GROUP, other=0.0)
     for tile in range(begin_tile, end_tile):
         position = tile * BLOCK_N + offs_n
-        valid = (position >= lower) & (position < seq_len)
-        block = tl.load(table + position // BLOCK_SIZE, mask=valid, other=0).to(tl.int64)
-        base = block * stride_block + (position % BLOCK_SIZE) * stride_slot + kv_head * stride_head
-        key_places = base[:, None] + offs_k[None, :]
-        mask_keys = valid[:, None] & mask_k[None, :]
         if KEY_BITS == 16:
+            valid = (position >= lower) & (position < seq_len)
+            block = tl.load(table + position // BLOCK_SIZE, mask=valid, other=0).to(tl.int64)
+            base = (
+                block * stride_block + (position % BLOCK_SIZE) * stride_slot + kv_head * stride_head
+            )
+            key_places = base[:, None] + offs_k[None, :]
+            mask_keys = valid[:, None] & mask_k[None, :]
             key = tl.load(key_cache_ptr + key_places, mask=mask_keys, other=0.0)
             value = tl.load(value_cache_ptr + key_places, mask=mask_keys, other=0.0)
             key = widen_floats(key, query.dtype, True)
             value = widen_floats(value, query.dtype, False)
             scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
         else:
-            key = tl.load(key_cache_ptr + key_places, mask=mask_keys, other=0)
-            if VALUE_BITS < KEY_BITS:
-                base = base >> 1
-            value_places = base[:, None] + offs_v[None, :]
-            mask_values = valid[:, None] & mask_v[None, :]
-            value = tl.load(value_cache_ptr + value_places, mask=mask_values, other=0)
-            words = word_places(block, position, kv_head, NUM_KV_HEADS, BLOCK_SIZE)
-            key_words = tl.load(key_words_ptr + words, mask=valid, other=0)
-            value_words = tl.load(value_words_ptr + words, mask=valid, other=0)
-            scores = code_scores(query, query_high, query_sum, key, key_words, scale, KEY_BITS)
+            valid = position < seq_len
+            if WINDOW > 0:
+                valid = valid & (position >= lower)
+            key, value, key_words, value_words = load_codes(
+                key_cache_ptr, value_cache_ptr, key_words_ptr, value_words_ptr, table, tile, offs_n,
+                valid, lower, seq_len - 1, kv_head, NUM_KV_HEADS, BLOCK_SIZE, WINDOW, KEY_WIDTH,
+                VALUE_WIDTH, BLOCK_N, BLOCK_K // 2, BLOCK_V // 2,
+            )  # fmt: skip
+            scores = code_scores(query, low, high, query_sum, key, key_words, factor, KEY_BITS)
         if SOFT_CAP > 0.0:
             scores = SOFT_CAP * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * scores / SOFT_CAP)))
         if ALIBI:
@@ -174,28 +189,30 @@ def _decode_kernel(
             places = head[:, None] * DISTANCES + away[None, :]
             bias = tl.load(slopes_ptr + places, mask=(offs_m < GROUP)[:, None], other=0.0)
             scores += bias.to(tl.float32)
-        scores = tl.where(valid[None, :], scores * LOG2E, -float("inf"))
+        LOG: tl.constexpr = 1.0 if LOGS else LOG2E
+        scores = tl.where(valid[None, :], scores * LOG, -float("inf"))
         # A tile always holds a visible position, so m_new is finite.
         m_new = tl.maximum(m, tl.max(scores, axis=1))
         weights = tl.exp2(scores - m_new[:, None])
         decay = tl.exp2(m - m_new)
-        total = total * decay + tl.sum(weights, axis=1)
-        acc = acc * decay[:, None]
         if VALUE_BITS == 16:
+            total = total * decay + tl.sum(weights, axis=1)
+            acc = acc * decay[:, None]
             acc += tl.dot(weights.to(value.dtype), value, input_precision="ieee")
         else:
-            if VALUE_BITS == 4:
-                acc_high = acc_high * decay[:, None]
-            acc, acc_high, more = add_code_values(
-                acc, acc_high, weights, value, value_words, dtype, VALUE_BITS
+            parts, more = add_code_values(
+                parts, decay, weights, value, value_words, dtype, VALUE_BITS
             )
             # Summed over the columns once, after the last tile.
+            totals = totals * decay[:, None] + weights
             missing = missing * decay[:, None] + more
         m = m_new
 
     if PDL:
         gdc_launch_dependents()
     if VALUE_BITS < 16:
+        acc, acc_high = whole_halves(parts, VALUE_BITS)
+        total = tl.sum(totals, axis=1)
         rest = tl.sum(missing, axis=1)[:, None]
         acc += rest
         acc_high += rest
@@ -331,8 +348,8 @@ def paged_attention_decode(
         VALUE_WIDTH=value_width,
         BLOCK_M=max(16, triton.next_power_of_2(group)),
         BLOCK_N=block_n,
-        BLOCK_K=block_width(key_width),
-        BLOCK_V=block_width(value_width),
+        BLOCK_K=decode_width(key_width, cache.key_bits),
+        BLOCK_V=decode_width(value_width, cache.value_bits),
         PDL=bool(options),
         num_warps=num_warps,
         num_stages=num_stages,

@@ -4,12 +4,13 @@ A channel is zero + scale * (code - middle), with scale and zero of its token an
 multiply codes; scales are applied to scores and to weights, one number per token instead of one per
 channel, and zeros as sums: q · k = scale * (q · codes) + sum(q) * zero', and so for values.
 
-Codes become floats without conversions, of which a multiprocessor does few per clock. 8 bits of
-values: with the upper byte of 128 in bfloat16 the lower seven bits read as 128 + number, the sign
-bit alone as 128 or 256, and the difference is the code: four instructions for two. 4 bits read as
-128 + code, in two instructions for two; the 128 is subtracted from sums. Keys of 8 bits are
-multiplied in float16, where the upper byte of 1024 makes them 1152 + code in one and a half; that
-is subtracted from the scores, whose sums are of float32.
+Codes become floats without conversions, of which a multiprocessor does few per clock. The decode
+kernels read two bytes at a time: decode_codes.py. The prompt kernel, which lets many queries share
+a conversion, takes codes as bytes: with 8 bits, the upper byte of 128 in bfloat16 makes the lower
+seven bits read as 128 + number, the sign bit alone as 128 or 256, and the difference is the code,
+in four instructions for two. Keys of float16 models read as 1152 + code, in one and a half; that
+is subtracted from the scores, whose sums are of float32. 4 bits read as 128 + code, in two
+instructions for two; the 128 is subtracted from sums.
 
 fp8 is multiplied in float16, too: it has every such number, and an instruction converts two, where
 bfloat16 takes two conversions and four other instructions. Of the queries, float16 keeps all bits
@@ -118,7 +119,7 @@ def key_middle(bits, dtype):
 @triton.constexpr_function
 def product_dtype(kept, dtype):
     """Return the type of products with queries of `dtype`. kept: that of a cache of floats, or of
-    8-bit codes"""
+    codes"""
     return tl.float16 if kept.primitive_bitwidth == 8 and dtype == tl.bfloat16 else dtype
 
 
@@ -315,42 +316,6 @@ def code_weights(weights, words, dtype: tl.constexpr, BITS: tl.constexpr):
         # Of the weights as they were multiplied: what is rounded off in them is no part of the sum.
         missing -= code_middle(BITS, dtype) * scaled.to(tl.float32)
     return scaled, missing
-
-
-@triton.jit
-def code_scores(query, query_high, query_sum, codes, words, scale, BITS: tl.constexpr):
-    """Return scale * q · k, [M, N] float32.
-
-    query: [M, width]; query_high: [M, width], its upper half, with 4 bits, else unused; query_sum:
-    [M] float32, over the whole head; codes: [N, width]; words: [N].
-    """
-    if BITS == 8:
-        keys = key_codes(codes, query.dtype)
-        product = tl.dot(query, tl.trans(keys), input_precision="ieee")
-    else:
-        low, high = unpack_codes(codes, query.dtype, True)
-        product = tl.dot(query, tl.trans(low), input_precision="ieee")
-        product = tl.dot(query_high, tl.trans(high), product, input_precision="ieee")
-    return product_scores(product, query_sum, words, scale, query.dtype, BITS)
-
-
-@triton.jit
-def add_code_values(acc, acc_high, weights, codes, words, dtype: tl.constexpr, BITS: tl.constexpr):
-    """Add weights · values: return both halves of the sum, [M, width] float32, and what is missing
-    in each of its channels, as [M, N] to be summed.
-
-    acc_high: unused with 8 bits; weights: [M, N] float32; codes: [N, width]; words: [N]; dtype: of
-    the product.
-    """
-    scaled, missing = code_weights(weights, words, dtype, BITS)
-    if BITS == 8:
-        values = widen_codes(codes, dtype, False)
-        acc = tl.dot(scaled, values, acc, input_precision="ieee")
-    else:
-        low, high = unpack_codes(codes, dtype, False)
-        acc = tl.dot(scaled, low, acc, input_precision="ieee")
-        acc_high = tl.dot(scaled, high, acc_high, input_precision="ieee")
-    return acc, acc_high, missing
 
 
 @triton.jit

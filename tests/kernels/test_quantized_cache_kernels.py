@@ -56,18 +56,20 @@ def options(features: dict[str, Any]) -> dict[str, Any]:
 class Case:
     """Rows whose earlier tokens are cached; everything else has words of NaN."""
 
-    def __init__(self, name: str, dim: int, dtype: torch.dtype, rows: dict[int, int]) -> None:
+    def __init__(
+        self, name: str, dim: int, dtype: torch.dtype, rows: dict[int, int], block: int = BLOCK
+    ) -> None:
         """rows: length → queries"""
         draw = torch.Generator().manual_seed(dim)
         self.lengths, self.counts = list(rows), list(rows.values())
-        columns = -(-max(rows) // BLOCK)
+        columns = -(-max(rows) // block)
         order = torch.randperm(len(rows) * columns, generator=draw).int() + 1
         table = order.view(len(rows), -1)
         blocks = 1 + order.numel()
         form = QUANTIZED_FORMATS[name]
         parts = {
             part.name: torch.full(
-                (part.count, blocks, BLOCK, *part.shape),
+                (part.count, blocks, block, *part.shape),
                 NAN if part.name == "scales" else 3,
                 dtype=getattr(torch, part.dtype),
                 device=DEVICE,
@@ -76,7 +78,7 @@ class Case:
         }
         self.cache = QuantizedCache.of(parts)
         places = [
-            [int(table[row, n // BLOCK]) * BLOCK + n % BLOCK for n in range(length)]
+            [int(table[row, n // block]) * block + n % block for n in range(length)]
             for row, length in enumerate(rows)
         ]
         pairs = list(zip(places, self.counts, strict=True))
@@ -158,6 +160,32 @@ def test_decode(name: str, dim: int, dtype: torch.dtype) -> None:
             )
             bound = TOLERANCE[dtype]
             torch.testing.assert_close(out.float(), expected, atol=bound, rtol=bound)
+
+
+@pytest.mark.parametrize(
+    ("name", "dim", "block"),
+    [("int8", 16, 12), ("int8", 9, 4), ("int8_int4", 18, 4), ("int4", 18, 12)],
+)
+def test_blocks_and_heads_of_any_size(name: str, dim: int, block: int) -> None:
+    """Blocks that no tile is a multiple of; heads with an odd number of bytes, which the decode
+    kernels cannot read two at a time."""
+    case = Case(name, dim, torch.float32, {1: 1, 9: 1, 70: 1, 64: 1}, block)
+    query, cache = case.written(rotary=None if dim % 2 == 0 else dim - 1)
+    for features in FEATURES[:2]:
+        more = options(features)
+        expected = reference.paged_attention_decode(query, cache, case.table, case.seq_lens, **more)
+        out = paged_attention_decode(query, cache, case.table, case.seq_lens, **more)
+        torch.testing.assert_close(out, expected, atol=2e-5, rtol=2e-5)
+        if dim % 2:
+            continue
+        out = fused_decode_attention(
+            case.qkv, HEADS, KV_HEADS, case.cache, case.table, case.seq_lens, case.slots,
+            counters=torch.zeros(64, dtype=torch.int32, device=DEVICE),
+            workspace=torch.empty(workspace_elements(4, HEADS, dim, 2), device=DEVICE),
+            num_splits=2, cos_sin=case.cos_sin, query_norm=case.norms[0], key_norm=case.norms[1],
+            **more,
+        )  # fmt: skip
+        torch.testing.assert_close(out, expected, atol=4e-5, rtol=4e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
