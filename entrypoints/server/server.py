@@ -28,6 +28,7 @@ from ..http.connections import Runner, raise_descriptors, watching_descriptors
 from ..http.options import ServerOptions
 from ..http.request_log import KINDS, access
 from ..http.tls import refreshing
+from ..stdout import announce
 from .app import make_app
 from .listen import Listen
 
@@ -133,11 +134,11 @@ async def serve(
     try:
         async with listening(engine, listen, options) as where:
             freeze()
-            print(ready_line(engine, where, start), flush=True)
+            announce(ready_line(engine, where, start))
             if await first_of(engine_end(engine), signals.get()) is DEAD:
                 logger.error("the engine died: %s", engine.dead_reason)
                 return 1
-            print("Draining", flush=True)
+            announce("Draining")
             if not await first_of(engine.drain(options.shutdown_timeout), signals.get()):
                 logger.warning("running requests are cut off")
                 await engine.stop()

@@ -23,6 +23,7 @@ from ....core.errors import JackfieldError
 from ....core.make_core import make_core
 from ....core.remote.server import EngineServer
 from ....core.worker.threads import SWITCH_INTERVAL
+from ...stdout import announce
 from ..serve_settings import Settings
 from ..server import CLOSE_SECONDS, address, engine_end, first_of, freeze, ready_line
 from .launch_spec import LaunchSpec, engine_socket
@@ -152,12 +153,12 @@ async def serve_fronts(settings: Settings) -> int:
             uds = settings.listen.uds
             where = uds or address(settings.listen, sockets[0][0].getsockname()[1])
             line = ready_line(engine, where, start)
-            print(f"{line}, {settings.fronts} front ends", flush=True)
+            announce(f"{line}, {settings.fronts} front ends")
             await first_of(engine_end(engine), signals.get(), failing())
             if engine.dead_reason is not None:
                 logger.error("the engine died: %s", engine.dead_reason)
                 return 1
-            print("Draining", flush=True)
+            announce("Draining")
             server.refuse_requests()
             drained = first_of(engine.drain(settings.options.shutdown_timeout), signals.get())
             if not await drained:
