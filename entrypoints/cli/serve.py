@@ -13,6 +13,7 @@ from ...core.registration.executor_choice import choose_executor
 from ..flags.engine_flags import fail
 from ..server.event_loop import run_on_loop
 from ..server.serve_settings import settings
+from ..server.signals import StoppedAtStart, ending_at_signals
 
 if TYPE_CHECKING:
     from ...core.config import EngineConfig
@@ -22,6 +23,11 @@ if TYPE_CHECKING:
 
 def run(argv: list[str]) -> int:
     """Return the exit status."""
+    with ending_at_signals():
+        return _serve(argv)
+
+
+def _serve(argv: list[str]) -> int:
     try:
         options = settings(argv)
         _start_ahead(options.config, options.plugins)
@@ -33,6 +39,8 @@ def run(argv: list[str]) -> int:
         from ..server.server import serve
 
         return run_on_loop(serve(options.config, options.plugins, options.listen, options.options))
+    except StoppedAtStart as stop:
+        return stop.status
     except (JackfieldError, OSError) as error:
         return fail(error)
 

@@ -31,6 +31,7 @@ from ..http.tls import refreshing
 from ..stdout import announce
 from .app import make_app
 from .listen import Listen
+from .signals import stop_signals, unless_stopped
 
 logger = logging.getLogger("jackfield.server")
 http_logger = logging.getLogger("jackfield.http")
@@ -121,16 +122,13 @@ async def serve(
     """Serve until a signal; return the exit status: 0 after a clean end, 1 if the engine died.
 
     The first signal drains: no new requests, running ones finish within `shutdown_timeout`. A
-    second one aborts them.
+    second one aborts them. Raises StoppedAtStart at one that comes before the engine is up.
     """
     start = time.monotonic()
     sys.setswitchinterval(SWITCH_INTERVAL)
-    signals: asyncio.Queue[None] = asyncio.Queue()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, signals.put_nowait, None)
+    signals = stop_signals()
     engine = AsyncEngine(config, plugins=plugins)
-    await engine.start()
+    await unless_stopped(engine.start(), signals)
     try:
         async with listening(engine, listen, options) as where:
             freeze()
@@ -139,7 +137,8 @@ async def serve(
                 logger.error("the engine died: %s", engine.dead_reason)
                 return 1
             announce("Draining")
-            if not await first_of(engine.drain(options.shutdown_timeout), signals.get()):
+            drained = first_of(engine.drain(options.shutdown_timeout), signals.get())
+            if await drained is not True:
                 logger.warning("running requests are cut off")
                 await engine.stop()
             return 0
