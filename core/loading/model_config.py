@@ -152,6 +152,11 @@ def checkpoint_folder(model: str, revision: str | None = None) -> Path:
         if not (folder / "config.json").is_file():
             raise LoadError(f"model: {folder} has no config.json", param="model")
         return folder
+    if folder.is_file():
+        raise LoadError(
+            f"model: {model!r} is a file; name the folder with config.json and the weights",
+            param="model",
+        )
     if model.startswith((".", "/", "~")) or model.count("/") != 1:
         raise LoadError(
             f"model: {model!r} is neither a folder here nor a hub name (owner/name)", param="model"
