@@ -30,6 +30,7 @@ from ..remote.frames import (
 from ..remote.pending_calls import PendingCalls
 from ..remote.processes import describe_end
 from ..remote.requests import RemoteRequests
+from ..request import RequestSpec
 from .restarts import RestartPolicy
 from .setup import Setup
 
@@ -59,8 +60,11 @@ class MemberProcess:
         launch: Callable[[], Awaitable[EngineProcess]],
         begun: Callable[[State], None],
         ended: Callable[[State], None],
+        orphaned: Callable[[MemberProcess, State, RequestSpec], bool],
     ) -> None:
-        """name: for messages; launch: starts the process; begun, ended: as of `RemoteRequests`."""
+        """name: for messages; launch: starts the process; begun, ended: as of `RemoteRequests`.
+        orphaned: called at its death with each request of which nothing has come; True: it goes on
+        elsewhere."""
         self.name = name
         self.stats = EngineStats()
         """At most a second old while it works."""
@@ -79,6 +83,7 @@ class MemberProcess:
         self._reaping: asyncio.Task[None] | None = None
         self._killed_because: str | None = None
         self._launch = launch
+        self._orphaned = orphaned
         self.process: EngineProcess | None = None
         """None until it is started."""
 
@@ -117,7 +122,7 @@ class MemberProcess:
         self._channel.close()
         if self._reaping is not None:
             self._reaping.cancel()
-        self._finish(f"{self.name} is stopping")
+        self._finish(f"{self.name} is stopping", dies=False)
         if (process := self.process) is None:
             return
         await self._wait(process, seconds)
@@ -160,14 +165,16 @@ class MemberProcess:
         how = self._killed_because or self.process.ending() or describe_end(None)
         self._finish(f"{self.name}{self.process.where} {how}")
 
-    def _finish(self, reason: str) -> None:
-        """End everything that waits for it, once."""
+    def _finish(self, reason: str, *, dies: bool = True) -> None:
+        """End everything that waits for it, once. dies: unasked, so that requests may go on
+        elsewhere."""
         if self.ended.done():
             return
         self.ended.set_result(reason)
-        self.num_lost = len(self.requests)
         self.calls.fail(reason)
-        self.requests.fail(reason)
+        if dies:
+            self.requests.hand_over(lambda state, spec: self._orphaned(self, state, spec))
+        self.num_lost = self.requests.fail(reason)
 
 
 class Member:

@@ -33,6 +33,10 @@ class PoolMetrics:
             "data_parallel_known_prompt_tokens",
             "Prompt tokens that had been sent to the engine before.",
         )
+        self.moved_requests = counters(
+            "data_parallel_moved_requests",
+            "Requests that other engines got because the engine ended before their first token.",
+        )
         self.lost_requests = counters(
             "data_parallel_lost_requests", "Requests that ended with the engine."
         )

@@ -7,6 +7,7 @@ engines like any other: neither they nor their requests know of each other.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import random
 from collections.abc import Callable
@@ -129,6 +130,7 @@ class PooledCores:
                 launch=lambda: self._hosts.start(number),
                 begun=self._begun,
                 ended=self._ended,
+                orphaned=self._move,
             ),
             lambda attempt: self._setup(number, attempt),
             fits=self._check_fits,
@@ -205,23 +207,88 @@ class PooledCores:
             # In the order of one engine, so that a request has the same seed on any member.
             spec = msgspec.structs.replace(spec, drawn_seed=draw_seed(self._seeds))
         refused: dict[int, JackfieldError] = {}
+        moved = False
         while True:
             self.check_open(spec.request_id)
             candidates = self._candidates(spec, refused)
             if not candidates:
                 raise list(refused.values())[-1]
-            placement = self.router.place(spec, candidates)
-            process = self.members[placement.member].process
-            assert process is not None
-            self._placements[spec.request_id] = placement
-            self.metrics.requests[placement.member].inc()
-            self.metrics.known_tokens[placement.member].inc(placement.num_known_tokens)
+            process, placement = self._place(spec, candidates)
+            placement.moved = moved
             try:
                 return await process.requests.add(spec, make_state)
             except (EngineOverloaded, EngineStopped) as error:
-                if process.ended.done():
-                    raise  # It may be this request that ended it: no other member gets it.
                 refused[placement.member] = error
+                if process.ended.done():
+                    if moved or not self._candidates(spec, refused):
+                        raise  # It may be this request that ends them: no third one gets it.
+                    moved = True
+                    self.metrics.moved_requests[placement.member].inc()
+
+    def _place(self, spec: RequestSpec, candidates: list[int]) -> tuple[MemberProcess, Placement]:
+        """Choose one of the members for a request, which counts for it from now on."""
+        placement = self.router.place(spec, candidates)
+        process = self.members[placement.member].process
+        assert process is not None
+        self._placements[spec.request_id] = placement
+        self.metrics.requests[placement.member].inc()
+        self.metrics.known_tokens[placement.member].inc(placement.num_known_tokens)
+        return process, placement
+
+    def _move(self, dead: MemberProcess, state: State, spec: RequestSpec) -> bool:
+        """Send a request of a member that has died before its first token to another one. Return
+        False if it is to end: its caller chose the member, or it may be what ends them, since it
+        has been moved before."""
+        placement = self._placements[spec.request_id]
+        if placement.moved or spec.data_parallel_rank is not None:
+            return False
+        error = EngineStopped(dead.ended.result())
+        if not self._send_again(state, spec, {placement.member: error}):
+            return False
+        self.metrics.moved_requests[placement.member].inc()
+        return True
+
+    def _send_again(
+        self, state: State, spec: RequestSpec, refused: dict[int, JackfieldError]
+    ) -> bool:
+        """Send a request to a member that has not refused it. Return False if there is none."""
+        before = self._placements[spec.request_id]
+        while candidates := self._candidates(spec, refused):
+            process, placement = self._place(spec, candidates)
+            placement.moved = True
+            try:
+                reply = process.requests.adopt(spec, state)
+            except EngineStopped as error:
+                self.router.release(placement)
+                refused[placement.member] = error
+                continue
+            self.router.release(before)
+            reply.add_done_callback(
+                functools.partial(self._take_reply, process, state, spec, refused)
+            )
+            return True
+        self._placements[spec.request_id] = before
+        return False
+
+    def _take_reply(
+        self,
+        process: MemberProcess,
+        state: State,
+        spec: RequestSpec,
+        refused: dict[int, JackfieldError],
+        reply: asyncio.Future[None],
+    ) -> None:
+        """Take a member's reply to a request that was moved to it."""
+        error = reply.exception()
+        if error is None or state.finished:
+            return
+        full = isinstance(error, EngineOverloaded | EngineStopped)
+        if full and not process.ended.done():
+            refused[self._placements[spec.request_id].member] = error
+            if self._send_again(state, spec, refused):
+                process.requests.release(state)
+                return
+        process.requests.fail_request(state, str(error))
 
     def _candidates(self, spec: RequestSpec, refused: dict[int, JackfieldError]) -> list[int]:
         """Return the members that may run a request. Raises EngineStopped if the caller's choice
@@ -232,7 +299,11 @@ class PooledCores:
         return [
             member.number
             for member in self.members
-            if member.serves and member.number not in refused and rank in (None, member.number)
+            if member.serves
+            and member.process is not None
+            and not member.process.ended.done()
+            and member.number not in refused
+            and rank in (None, member.number)
         ]
 
     def abort_request(self, state: State) -> None:

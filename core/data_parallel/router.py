@@ -35,6 +35,8 @@ class Placement:
     """Tokens to generate."""
     num_known_tokens: int
     """Leading tokens of the prompt that had been sent to the member before."""
+    moved: bool = False
+    """Whether another member had it, and died."""
 
 
 class Router:

@@ -1,4 +1,4 @@
-"""Reads a checkpoint's JSON files, and changes names in what they say."""
+"""Reads a checkpoint's JSON files, refuses those that were not fetched, and changes names in them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import LoadError
+
+LFS_POINTER = b"version https://git-lfs.github.com/"
+"""What a file begins with that Git LFS put in the place of a large one."""
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -30,8 +33,23 @@ def object_if_there(path: Path) -> dict[str, Any]:
     return read if isinstance(read, dict) else {}
 
 
+def check_fetched(path: Path) -> None:
+    """Raise LoadError if Git LFS has left a pointer in the place of a file, as a clone without
+    git-lfs does."""
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        if file.read(len(LFS_POINTER)) == LFS_POINTER:
+            raise LoadError(
+                f"model: {path} is a pointer of Git LFS, not the file itself; fetch it with "
+                "`git lfs pull` in that folder",
+                param="model",
+            )
+
+
 def _read(path: Path) -> Any:
     try:
+        check_fetched(path)
         return json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise LoadError(f"model: {path} cannot be read: {error}", param="model") from error

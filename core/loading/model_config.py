@@ -155,6 +155,11 @@ def checkpoint_folder(model: str, revision: str | None = None) -> Path:
     folder = Path(model).expanduser()
     if folder.is_dir():
         return folder
+    if folder.is_file():
+        raise LoadError(
+            f"model: {model!r} is a file; name the folder with config.json and the weights",
+            param="model",
+        )
     if model.startswith((".", "/", "~")) or model.count("/") != 1:
         raise LoadError(
             f"model: {model!r} is neither a folder here nor a hub name (owner/name)", param="model"

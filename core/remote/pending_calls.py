@@ -42,18 +42,21 @@ class PendingCalls:
 
     async def call(self, number: int, message: ToEngine) -> Any:
         """Send a message and return its reply. Raises the engine's error, or EngineStopped."""
+        return await self.begin(number, message)
+
+    def begin(self, number: int, message: ToEngine) -> asyncio.Future[Any]:
+        """Send a message, and return the future of its reply. Raises EngineStopped, and
+        InvalidRequest if it cannot be encoded."""
         if self._channel.closed:
             raise EngineStopped("the engine is not running")
+        self.send(message)
         future = self._waiting[number] = asyncio.get_running_loop().create_future()
-        try:
-            self.send(message)
-            return await future
-        finally:
-            self._waiting.pop(number, None)
+        future.add_done_callback(lambda _: self._waiting.pop(number, None))
+        return future
 
     def settle(self, message: Reply | ErrorReply) -> None:
         """Resolve the call that a reply belongs to, unless it was cancelled."""
-        future = self._waiting.pop(message.number, None)
+        future = self._waiting.get(message.number)
         if future is None or future.done():
             return
         if isinstance(message, Reply):

@@ -18,6 +18,11 @@ from .frames import Abort, AddRequest, Change, Stop, ToFront, Tokens
 from .pending_calls import PendingCalls
 
 
+def _failed(reply: asyncio.Future[Any]) -> bool:
+    """Return whether a call has ended with an error, or was given up."""
+    return reply.done() and (reply.cancelled() or reply.exception() is not None)
+
+
 def _ignore(state: State) -> None:
     """Do nothing: in place of a listener."""
 
@@ -53,6 +58,8 @@ class RemoteRequests:
         """Request id → the number of its first completion."""
         self._stops: dict[int, str] = {}
         """Completions that a stop string has ended here and the other end has not ended yet."""
+        self._silent: dict[str, tuple[RequestSpec, asyncio.Future[Any]]] = {}
+        """Request id → what was sent, and the future of the reply, until there is output."""
 
     async def add(self, spec: RequestSpec, make_state: Callable[[list[Request]], S]) -> S:
         """Send a request, and wait until it is scheduled.
@@ -62,12 +69,8 @@ class RemoteRequests:
         state = make_state(spec.requests())
         # Registered before it is sent: its tokens may come with the engine's reply.
         self._tracker.add_state(state)
-        number = self._calls.numbers(len(state.requests))
-        self._numbers[state.request_id] = number
-        for index, completion in enumerate(state.completions):
-            self._open[number + index] = (state, completion)
         try:
-            await self._calls.call(number, AddRequest(number, spec))
+            await self._send(spec, state)
         except asyncio.CancelledError:
             self.abort(state)
             raise
@@ -75,6 +78,45 @@ class RemoteRequests:
             self._forget(state)
             raise
         return state
+
+    def _send(self, spec: RequestSpec, state: State) -> asyncio.Future[Any]:
+        number = self._calls.numbers(len(state.requests))
+        self._numbers[state.request_id] = number
+        for index, completion in enumerate(state.completions):
+            self._open[number + index] = (state, completion)
+        reply = self._calls.begin(number, AddRequest(number, spec))
+        self._silent[state.request_id] = (spec, reply)
+        return reply
+
+    def adopt(self, spec: RequestSpec, state: State) -> asyncio.Future[None]:
+        """Send a request that another connection had, which the tracker still has. Return the
+        future of the other end's reply; after an error the request is to be released or ended.
+
+        Raises EngineStopped, and then has not taken it.
+        """
+        try:
+            return self._send(spec, state)
+        except BaseException:
+            self.release(state)
+            raise
+
+    def hand_over(self, take: Callable[[State, RequestSpec], bool]) -> None:
+        """Offer each request that was accepted here and has no output to `take`, in the order of
+        their arrival. Those for which it returns True are no longer of this connection."""
+        for request_id, (spec, reply) in list(self._silent.items()):
+            if _failed(reply):
+                continue  # Whoever waits for the reply gets the error.
+            state = self._tracker.states[request_id]
+            if take(state, spec):
+                self.release(state)
+
+    def release(self, state: State) -> None:
+        """Forget a request that goes on elsewhere."""
+        first = self._numbers.pop(state.request_id)
+        for number in range(first, first + len(state.completions)):
+            self._open.pop(number, None)
+            self._stops.pop(number, None)
+        self._silent.pop(state.request_id, None)
 
     def abort(self, state: State) -> None:
         """End what is left of a request at once, and notify the other end."""
@@ -93,14 +135,23 @@ class RemoteRequests:
         if first is not None and first + index in self._open:
             self._stop(first + index, stop)
 
-    def fail(self, error: str) -> None:
-        """End all of them with an error."""
-        for request_id in list(self._numbers):
-            state = self._tracker.states[request_id]
-            state.error = state.error or error
-            for completion in state.completions:
-                completion.set_finished("error", None)
-            self._end(state)
+    def fail(self, error: str) -> int:
+        """End all of them with an error, but for those whose reply is one; return how many."""
+        running = [
+            request_id
+            for request_id in self._numbers
+            if request_id not in self._silent or not _failed(self._silent[request_id][1])
+        ]
+        for request_id in running:
+            self.fail_request(self._tracker.states[request_id], error)
+        return len(running)
+
+    def fail_request(self, state: State, error: str) -> None:
+        """End one of them with an error."""
+        state.error = state.error or error
+        for completion in state.completions:
+            completion.set_finished("error", None)
+        self._end(state)
 
     def __len__(self) -> int:
         """The number of requests."""
@@ -110,14 +161,12 @@ class RemoteRequests:
         """Raise AssertionError if anything is left of a request."""
         assert not self._numbers, f"live requests: {list(self._numbers)}"
         assert not self._open and not self._stops, "completions without a request"
+        assert not self._silent, "requests that were sent and forgotten"
 
     def _forget(self, state: State) -> None:
-        first = self._numbers.pop(state.request_id, None)
-        if first is None:
+        if state.request_id not in self._numbers:
             return
-        for number in range(first, first + len(state.completions)):
-            self._open.pop(number, None)
-            self._stops.pop(number, None)
+        self.release(state)
         self._tracker.remove_state(state)
         self._ended(state)
 
@@ -153,6 +202,7 @@ class RemoteRequests:
             if entry is None:
                 continue
             state, completion = entry
+            self._silent.pop(state.request_id, None)
             if change.error is not None:
                 change.error = f"{self._where}{change.error}"
             if isinstance(state, PoolingState):

@@ -16,6 +16,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from ..errors import InvalidRequest, LoadError
+from ..loading.json_file import check_fetched
 from ..registration.checkpoint_formats import AUTO, tokenizer_format
 from ..registration.registered import Registry
 from .control_tokens import ControlTokens
@@ -120,6 +121,7 @@ class Tokenizer:
             templates = {"default": template_text(chat_template)}
         file = folder / "tokenizer.json"
         if file.is_file():
+            check_fetched(file)
             try:
                 backend = Backend.from_file(str(file))
             except Exception as error:
@@ -421,7 +423,11 @@ def _from_transformers(folder: Path) -> tuple[Backend, dict[str, str]]:
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
     except Exception as error:
-        raise LoadError(f"tokenizer: nothing usable in {folder}: {error}") from error
+        reason = " ".join(str(error).split())
+        raise LoadError(
+            f"tokenizer: {folder} has no tokenizer.json, and nothing else that can be used "
+            f"({reason}); copy one there, or name the tokenizer with --tokenizer"
+        ) from error
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if not isinstance(backend, Backend):
         raise LoadError(

@@ -121,7 +121,7 @@ class BatchWork:
             batch.turn("cancelling")
             job.cancel.set()
             try:
-                await self.store.call(self.store.put, batch)
+                await self.store.call(self.store.put, batch, job.tenant)
             except StorageFailed as error:
                 # The final status is written when there is room again.
                 logger.warning("%s is being cancelled: %s", batch_id, error.message)
@@ -145,6 +145,7 @@ class _Job:
         self.work = work
         self.store = work.store
         self.batch = batch
+        self.tenant = tenant
         self.cancel = asyncio.Event()
         if batch.status == "cancelling":
             self.cancel.set()
@@ -182,12 +183,14 @@ class _Job:
             batch.request_counts.total = total
         if batch.status == "validating":
             batch.turn("in_progress")
-            await self._stored(lambda: self.store.call(self.store.put, batch))
+            await self._stored(lambda: self.store.call(self.store.put, batch, self.tenant))
         await self._stored(lambda: asyncio.to_thread(self._open_files))
         self._count()
         if await self._requests():
             batch.turn("finalizing")
-            await self._stored(lambda: self.store.call(self.store.put, batch), until_done=True)
+            await self._stored(
+                lambda: self.store.call(self.store.put, batch, self.tenant), until_done=True
+            )
             return await self._end("completed")
         if self.cancel.is_set():
             return await self._end("cancelled")
@@ -290,6 +293,14 @@ class _Job:
             with contextlib.suppress(OSError):
                 file.close()
 
+    def _lost_results(self, batch: Batch) -> str | None:
+        """Return what is lost if the results were removed from the disk; None: nothing."""
+        for ok, part in ((True, "output"), (False, "errors")):
+            if ok in self._files and self._files[ok].done:
+                if not self.store.has_results(batch, part):
+                    return "the results were removed from the server's disk"
+        return None
+
     async def _end(self, status: BatchStatus, errors: list[BatchError] | None = None) -> None:
         def close() -> None:
             for file in self._files.values():
@@ -301,8 +312,11 @@ class _Job:
             batch = msgspec.structs.replace(self.batch, errors=None)
             if errors:
                 batch.errors = BatchErrors(errors)
-            batch.turn(status)
-            await self.store.call(self.store.finish, batch)
+            lost = await self.store.call(self._lost_results, batch)
+            if lost:
+                batch.errors = BatchErrors([BatchError("storage_failed", lost)])
+            batch.turn("failed" if lost else status)
+            await self.store.call(self.store.finish, batch, self.tenant)
             return batch
 
         self.batch = await self._stored(finish, until_done=True)

@@ -25,6 +25,12 @@ class StorageFull(StorageFailed):
     code = "insufficient_storage"
 
 
+class FolderGone(StorageFailed):
+    """The folder was removed while the server ran."""
+
+    status = 503
+
+
 @contextlib.contextmanager
 def storage(what: str) -> Iterator[None]:
     """Convert the errors of disk operations in the context to StorageFull or StorageFailed. `what`:

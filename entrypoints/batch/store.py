@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import fcntl
 import hashlib
+import logging
 import os
 import sqlite3
 import time
@@ -18,8 +20,9 @@ import msgspec
 from ...core.errors import ConfigError, InvalidRequest
 from ...core.tenancy import ANYONE, Tenant
 from .schemas import FINAL, Batch, Conflict, FileObject, NotFound
-from .storage import storage
+from .storage import FolderGone, StorageFailed, storage
 
+logger = logging.getLogger("jackfield.server")
 T = TypeVar("T")
 VERSION = 2
 SCHEMA = """
@@ -55,13 +58,17 @@ class Store:
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "jackfield-batches")
         self._db: sqlite3.Connection
         self._lock: BinaryIO
+        self._opened: tuple[int, int] | None = None
+        """Device and inode of the lock in the folder that is open; None: none is."""
 
     async def call(self, function: Callable[..., T], *arguments: Any) -> T:
         """Run a method of this store on its thread. Raises StorageFull or StorageFailed if the disk
-        fails."""
+        fails, and FolderGone if the folder was removed."""
 
         def work() -> T:
             with storage("files and batches"):
+                if self._opened is not None:
+                    self._find_folder()
                 return function(*arguments)
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
@@ -90,9 +97,30 @@ class Store:
             raise ConfigError(
                 f"batch_dir: {self.folder} is of version {version}, this one reads {VERSION}"
             )
+        self._opened = _identity(self._lock.fileno())
         self._tidy()
 
+    def _find_folder(self) -> None:
+        """Open the folder again if it was created again since. Raises FolderGone.
+
+        It is not created here: what is mounted there may only be away, and the disk below it is not
+        the place for files.
+        """
+        with contextlib.suppress(FileNotFoundError):
+            if _identity(self.folder / "lock") == self._opened:
+                return
+        if not self.folder.is_dir():
+            raise FolderGone("files and batches: their folder is gone; the server's owner can "
+                             "create it again (--batch-dir)")  # fmt: skip
+        logger.warning("batch_dir: %s was replaced and is opened again", self.folder)
+        self.close()
+        try:
+            self.open()
+        except ConfigError as error:
+            raise StorageFailed(error.message) from None
+
     def close(self) -> None:
+        self._opened = None
         self._db.close()
         self._lock.close()
 
@@ -234,6 +262,11 @@ class Store:
         ).fetchone()
         return ANYONE if tenant is None else msgspec.json.decode(tenant, type=Tenant)
 
+    def has_results(self, batch: Batch, part: Part) -> bool:
+        """Return whether a batch's results are there, as a file or not yet as one."""
+        final = self.content(self.result_id(batch, part))
+        return self.results(batch, part).exists() or final.exists()
+
     def batch(self, batch_id: str, owner: str | None = None) -> Batch:
         """Return a batch. Raises NotFound."""
         row = self._row("batches", batch_id, owner)
@@ -261,8 +294,8 @@ class Store:
         digest = hashlib.blake2b(f"{batch.id}.{part}".encode(), digest_size=16)
         return f"file-{digest.hexdigest()}"
 
-    def finish(self, batch: Batch) -> None:
-        """Turn the results into files, and store the batch with its final status.
+    def finish(self, batch: Batch, tenant: Tenant = ANYONE) -> None:
+        """Turn the results into files of the tenant, and store the batch with its final status.
 
         If this fails, it can be called again.
         """
@@ -283,12 +316,12 @@ class Store:
                 purpose="batch_output",
                 expires_at=None if after is None else now + after.seconds,
             )
-            self.add_file(file, path, self.tenant(batch.id).owner)
+            self.add_file(file, path, tenant.owner)
             if part == "output":
                 batch.output_file_id = file.id
             else:
                 batch.error_file_id = file.id
-        self.put(batch)
+        self.put(batch, tenant)
 
     def _row(self, table: str, id: str, owner: str | None) -> tuple[Any, ...] | None:
         """Return (data, seq) of this owner's row; None if there is none."""
@@ -326,6 +359,12 @@ class Store:
             (*values, limit + 1),
         )
         return [data for (data,) in rows.fetchall()]
+
+
+def _identity(file: Path | int) -> tuple[int, int]:
+    """Return device and inode of a file."""
+    status = os.stat(file)
+    return status.st_dev, status.st_ino
 
 
 def sync(file: BinaryIO) -> None:

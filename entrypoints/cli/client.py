@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..flags.engine_flags import Parser
+from ..stdout import reader_left
 
 
 def _parser(name: str, text: str) -> argparse.ArgumentParser:
@@ -122,6 +123,8 @@ def _events(args: argparse.Namespace, route: str, body: dict[str, Any]) -> Itera
 
 
 def _explain(error: OSError, url: str) -> int:
+    if isinstance(error, BrokenPipeError) and reader_left():
+        raise error
     if isinstance(error, urllib.error.HTTPError):
         try:
             message = json.loads(error.read())["error"]["message"]

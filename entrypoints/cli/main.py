@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
 
 from ... import __version__
 from ...core.hooks import hookimpl
+from ..stdout import reader_left, run_command
 
 Command = Callable[[list[str]], int]
 
@@ -89,8 +91,12 @@ def register_commands(commands: Any) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Return the exit status."""
-    argv = sys.argv[1:] if argv is None else argv
-    if not argv or argv[0] in ("-h", "--help"):
+    return run_command(functools.partial(_run, sys.argv[1:] if argv is None else argv))
+
+
+def _run(argv: list[str]) -> int:
+    """Run the command that the arguments name."""
+    if not argv or argv[0] in ("-h", "--help", "help"):
         print(_usage())
         return 0
     if argv[0] in ("-V", "--version"):
@@ -126,6 +132,8 @@ def _from_plugin(name: str, argv: list[str]) -> int:
         with registry.calling(name, "its function"):
             return _status(command(argv))
     except PluginError as error:
+        if isinstance(error.__cause__, BrokenPipeError) and reader_left():
+            raise error.__cause__ from None
         if error.__cause__ is not None:
             traceback.print_exception(error.__cause__)
         print(f"jackfield: {error}", file=sys.stderr)

@@ -13,6 +13,7 @@ from ...core.registration.executor_choice import choose_executor
 from ..flags.engine_flags import fail
 from ..server.event_loop import run_on_loop
 from ..server.serve_settings import settings
+from ..server.signals import StoppedAtStart, ending_at_signals
 
 if TYPE_CHECKING:
     from ...core.config import EngineConfig
@@ -22,17 +23,24 @@ if TYPE_CHECKING:
 
 def run(argv: list[str]) -> int:
     """Return the exit status."""
+    with ending_at_signals():
+        return _serve(argv)
+
+
+def _serve(argv: list[str]) -> int:
     try:
         options = settings(argv)
+        _check_address(options.listen)
         _start_ahead(options.config, options.plugins)
         if options.fronts > 1:
             from ..server.frontends.supervisor import serve_fronts
 
             return run_on_loop(serve_fronts(options))
-        _check_address(options.listen)
         from ..server.server import serve
 
         return run_on_loop(serve(options.config, options.plugins, options.listen, options.options))
+    except StoppedAtStart as stop:
+        return stop.status
     except (JackfieldError, OSError) as error:
         return fail(error)
 
@@ -54,11 +62,17 @@ def _start_ahead(config: EngineConfig, plugins: Plugins) -> None:
 
 def _check_address(listen: Listen) -> None:
     """Raise ConfigError if the address is taken, before a model is loaded."""
-    from ..server.frontends.sockets import check_free
+    from ..server.frontends.sockets import check_free, check_unix_free
 
     if listen.uds:
         if not Path(listen.uds).absolute().parent.is_dir():
             raise ConfigError(f"--uds: there is no folder for {listen.uds}", param="uds")
+        try:
+            check_unix_free(Path(listen.uds))
+        except OSError as error:
+            raise ConfigError(
+                f"--uds: cannot listen at {listen.uds}: {error.strerror or error}", param="uds"
+            ) from None
         return
     try:
         check_free(listen.host, listen.port)

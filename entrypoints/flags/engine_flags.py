@@ -16,6 +16,7 @@ import msgspec
 from ...core.config import EngineConfig
 from ...core.errors import ConfigError
 from ...core.registration.plugin_options import with_option
+from ..stdout import reader_left
 from .values import scaled_number
 
 
@@ -154,7 +155,10 @@ def engine_config(args: argparse.Namespace, model: str) -> EngineConfig:
 
 
 def fail(error: Exception) -> int:
-    """Print an error; return the exit status."""
+    """Print an error; return the exit status. Raises BrokenPipeError if it is that standard output
+    has no reader."""
+    if isinstance(error, BrokenPipeError) and reader_left():
+        raise error
     kind = "error" if not isinstance(error, ConfigError) else "configuration error"
     print(f"jackfield: {kind}: {error}", file=sys.stderr)
     return 2 if isinstance(error, ConfigError) else 1

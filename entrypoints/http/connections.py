@@ -25,7 +25,7 @@ from aiohttp.http_exceptions import BadHttpMethod, HttpProcessingError
 from ...core.errors import InvalidRequest, JackfieldError, RequestFailed, TooManyConnections
 from .body import Request
 from .connection_limits import MIN_BODY_RATE, ConnectionLimits
-from .context import encoder, error_body
+from .context import encoder, error_body, error_reply
 
 logger = logging.getLogger("jackfield.http")
 SERVER_NAME = "jackfield"
@@ -236,6 +236,15 @@ class Connection(web.RequestHandler):
         if self.transport is not None:
             logger.info("a client reads nothing of its response: its connection is closed")
             self.transport.abort()
+
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        """Send a response; a refusal of aiohttp's own that no middleware has seen (an unknown
+        `Expect`) with OpenAI's error body."""
+        if isinstance(resp, web.HTTPException) and resp.status >= 400:
+            resp = error_reply(InvalidRequest(resp.text or resp.reason), resp.status)
+        return await super().finish_response(request, resp, start_time)
 
     def handle_error(
         self,

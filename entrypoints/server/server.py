@@ -28,8 +28,10 @@ from ..http.connections import Runner, raise_descriptors, watching_descriptors
 from ..http.options import ServerOptions
 from ..http.request_log import KINDS, access
 from ..http.tls import refreshing
+from ..stdout import announce
 from .app import make_app
 from .listen import Listen
+from .signals import stop_signals, unless_stopped
 
 logger = logging.getLogger("jackfield.server")
 http_logger = logging.getLogger("jackfield.http")
@@ -120,25 +122,23 @@ async def serve(
     """Serve until a signal; return the exit status: 0 after a clean end, 1 if the engine died.
 
     The first signal drains: no new requests, running ones finish within `shutdown_timeout`. A
-    second one aborts them.
+    second one aborts them. Raises StoppedAtStart at one that comes before the engine is up.
     """
     start = time.monotonic()
     sys.setswitchinterval(SWITCH_INTERVAL)
-    signals: asyncio.Queue[None] = asyncio.Queue()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, signals.put_nowait, None)
+    signals = stop_signals()
     engine = AsyncEngine(config, plugins=plugins)
-    await engine.start()
+    await unless_stopped(engine.start(), signals)
     try:
         async with listening(engine, listen, options) as where:
             freeze()
-            print(ready_line(engine, where, start), flush=True)
+            announce(ready_line(engine, where, start))
             if await first_of(engine_end(engine), signals.get()) is DEAD:
                 logger.error("the engine died: %s", engine.dead_reason)
                 return 1
-            print("Draining", flush=True)
-            if not await first_of(engine.drain(options.shutdown_timeout), signals.get()):
+            announce("Draining")
+            drained = first_of(engine.drain(options.shutdown_timeout), signals.get())
+            if await drained is not True:
                 logger.warning("running requests are cut off")
                 await engine.stop()
             return 0

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...core.errors import LoadError
+from ...core.loading.json_file import check_fetched
 
 
 class Layout(NamedTuple):
@@ -26,8 +27,16 @@ class Layout(NamedTuple):
 def files_of(folder: Path, layout: Layout, otherwise: str) -> list[Path]:
     """Return the files of a checkpoint: what its index names; else the single one; else all.
 
-    Raises LoadError, with what to do `otherwise`, when there are none, or one lies elsewhere.
+    Raises LoadError, with what to do `otherwise`, when there are none, or one lies elsewhere or was
+    not fetched.
     """
+    files = _files_of(folder, layout, otherwise)
+    for file in files:
+        check_fetched(file)
+    return files
+
+
+def _files_of(folder: Path, layout: Layout, otherwise: str) -> list[Path]:
     index = folder / layout.index_file
     if not index.is_file():
         if (folder / layout.single).is_file():

@@ -36,6 +36,7 @@ def test_the_module_runs_as_a_program() -> None:
     [
         (["--version"], 0, "jackfield 0."),
         (["--help"], 0, "serve a model"),
+        (["help"], 0, "serve a model"),
         (["serv"], 2, "did you mean 'serve'?"),
         (["serve", "--max-num-seq", "4"], 2, "did you mean --max-num-seqs?"),
         (["serve", "--max-num-seqs", "0"], 2, "max_num_seqs"),

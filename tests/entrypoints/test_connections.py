@@ -248,6 +248,15 @@ def test_what_is_no_http_gets_an_error_body(
     assert actual == status and message in error["message"] and error["code"] == status
 
 
+def test_an_unknown_expectation_gets_an_error_body(server: Server) -> None:
+    response = httpx.post(server.url + "/v1/completions", headers={"Expect": "200-maybe"}, json={})
+    assert response.status_code == 417
+    assert response.json()["error"] == {
+        "message": "Unknown Expect: 200-maybe", "type": "invalid_request_error",
+        "param": None, "code": 417,
+    }  # fmt: skip
+
+
 def test_a_body_that_turns_bad_in_its_middle_is_answered(server: Server) -> None:
     with connected(server, POST + b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n") as connection:
         assert server.becomes(lambda _: True)  # The server's loop has seen the headers.

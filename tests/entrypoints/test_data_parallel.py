@@ -13,7 +13,7 @@ import os
 import random
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from serving import Server, engine_config, running, save_random
 
 from jackfield import AsyncEngine, EngineConfig, OutputKind, SamplingParams
 from jackfield.core.data_parallel import member as members
+from jackfield.core.data_parallel import restarts
 from jackfield.core.data_parallel.pooled_cores import PooledCores
 from jackfield.core.errors import ConfigError, EngineOverloaded, EngineStopped, InvalidRequest
 from jackfield.core.recording.recording import Recording
@@ -271,6 +272,143 @@ def test_a_killed_member_costs_its_own_requests_and_comes_back(
     assert httpx.get(f"{server.url}/health").content == b""
     assert metric(server, "data_parallel_restarts_total", 1) == 1
     server.call(lambda engine: pool(engine).check_idle())
+
+
+KINDS = ("moved", "lost")
+
+
+@contextlib.contextmanager
+def starts_held(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+    """Members that end meanwhile come back afterwards, or once the function is called."""
+    start, may_start = members.MemberProcess.start, asyncio.Event()
+
+    async def start_late(process: members.MemberProcess, setup: Any) -> Any:
+        await may_start.wait()
+        return await start(process, setup)
+
+    def release() -> None:
+        server.call(lambda engine: may_start.set())
+
+    monkeypatch.setattr(members.MemberProcess, "start", start_late)
+    monkeypatch.setattr(restarts, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(restarts, "MAX_RESTARTS", 100)
+    yield release
+    release()
+    assert server.becomes(lambda engine: all(m.serves for m in pool(engine).members))
+    server.call(lambda engine: pool(engine).check_idle())
+
+
+@contextlib.asynccontextmanager
+async def sent_to(engine: AsyncEngine, member: int) -> AsyncIterator[None]:
+    """Requests whose callers choose no member go to this one."""
+    router = pool(engine).router
+    router.loads[1 - member] += 10**6
+    yield
+    router.loads[1 - member] -= 10**6
+
+
+QUIET: list[tuple[list[int], SamplingParams]] = [
+    ([9] * 400, SamplingParams(temperature=0, max_tokens=8)),
+    ([3] * 20, SamplingParams(temperature=1.2, n=2, max_tokens=8, logprobs=1)),
+]
+"""The first is in prefill when its member dies, the second waits."""
+
+
+def test_requests_without_output_go_on_at_another_member(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def seeds(engine: AsyncEngine) -> None:
+        monkeypatch.setattr(pool(engine), "_seeds", random.Random(5))
+
+    def tokens(output: Any) -> list[Any]:
+        return [(item.token_ids, item.finish_reason) for item in output.outputs]
+
+    async def lose(engine: AsyncEngine) -> list[Any]:
+        decode = engine.generate([7, 8], LONG, data_parallel_rank=1)
+        await anext(decode)
+        seeds(engine)
+        async with sent_to(engine, 1):
+            quiet = [engine.generate(*request) for request in QUIET]
+            for stream in quiet:
+                await stream.admit()
+        assert pool(engine).router.num_requests == [0, 3]
+        kill(engine, 1)
+        return await asyncio.gather(*map(last, (decode, *quiet)))
+
+    server.call(seeds)
+    expected = [server.call(lambda engine, r=r: last(engine.generate(*r))) for r in QUIET]
+    before = [metric(server, f"data_parallel_{name}_requests_total", 1) for name in KINDS]
+    with starts_held(server, monkeypatch):
+        decode, *moved = server.call(lose)
+        assert decode.error.startswith(KILLED) and decode.outputs[0].token_ids
+        assert [output.error for output in moved] == [None, None]
+        assert list(map(tokens, moved)) == list(map(tokens, expected))
+        after = [metric(server, f"data_parallel_{name}_requests_total", 1) for name in KINDS]
+        assert [a - b for a, b in zip(after, before, strict=True)] == [2, 1]
+
+
+@pytest.mark.parametrize("accepted", [True, False])
+def test_a_request_is_moved_once(
+    server: Server, monkeypatch: pytest.MonkeyPatch, accepted: bool
+) -> None:
+    """It may be what ends the members. The second one has accepted it, or not even read it; its
+    caller has given another one up meanwhile."""
+
+    def signal_to(engine: AsyncEngine, member: int, number: int) -> None:
+        pool(engine).members[member].process.process.popen.send_signal(number)  # type: ignore[union-attr]
+
+    async def move(engine: AsyncEngine) -> Any:
+        async with sent_to(engine, 1):
+            streams = [engine.generate([9] * 400, LONG) for _ in range(2)]
+            for stream in streams:
+                await stream.admit()
+        if not accepted:
+            signal_to(engine, 0, signal.SIGSTOP)
+        kill(engine, 1)
+        while pool(engine).router.num_requests != [2, 0]:
+            await asyncio.sleep(0)
+        process = pool(engine).members[0].process
+        assert process is not None
+        while accepted and process.calls._waiting:
+            await asyncio.sleep(0)
+        signal_to(engine, 0, signal.SIGSTOP)
+        await streams[1].aclose()
+        assert pool(engine).router.num_requests == [1, 0]
+        return streams[0]
+
+    async def lose(engine: AsyncEngine, stream: Any) -> Any:
+        kill(engine, 0)
+        return await last(stream)
+
+    with starts_held(server, monkeypatch) as release:
+        stream = server.call(move)
+        release()
+        assert server.becomes(lambda engine: pool(engine).members[1].serves)
+        output = server.call(lambda engine: lose(engine, stream))
+        assert output.error.startswith(KILLED.replace("1", "0", 1))
+        assert not output.outputs[0].token_ids
+
+
+def test_a_request_that_no_other_member_takes_ends_with_an_error(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def lose(engine: AsyncEngine) -> Any:
+        others = [engine.generate([5], LONG, data_parallel_rank=0) for _ in range(4)]
+        await asyncio.gather(*map(anext, others[:2]))
+        for stream in others[2:]:
+            await stream.admit()
+        async with sent_to(engine, 1):
+            quiet = engine.generate([9] * 400, LONG)
+            await quiet.admit()
+        kill(engine, 1)
+        output = await last(quiet)
+        for stream in others:
+            await stream.aclose()
+        return output
+
+    with starts_held(server, monkeypatch):
+        output = server.call(lose)
+        assert output.outputs[0].finish_reason == "error" and "waiting" in output.error
 
 
 @pytest.mark.slow

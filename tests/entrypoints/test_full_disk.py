@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import errno
-import gc
 import json
 import os
+import shutil
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
@@ -59,13 +59,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("batches")
 
 
+stores: list[Store] = []
+"""That of the server."""
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Iterator[Server]:
     options = ServerOptions(batches=BatchOptions(folder))
-    with running(
-        engine_config(save_random(tmp_path_factory.mktemp("random"))), options
-    ) as running_server:
-        yield running_server
+    start = Store.start
+
+    async def kept(self: Store) -> None:
+        stores.append(self)
+        await start(self)
+
+    config = engine_config(save_random(tmp_path_factory.mktemp("random")))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Store, "start", kept)
+        with running(config, options) as running_server:
+            yield running_server
 
 
 def upload(server: Server) -> httpx.Response:
@@ -210,7 +221,7 @@ def test_an_upload_without_room_is_refused_clearly_and_leaves_nothing(
 def test_a_database_without_room_refuses_uploads_and_lets_files_be_deleted(
     server: Server, folder: Path
 ) -> None:
-    store = store_of(folder)
+    (store,) = stores
     file_ids = [upload(server).json()["id"] for _ in range(3)]
     pages = server.call(lambda _: store.call(_limit_pages, store, None))
     try:
@@ -224,12 +235,6 @@ def test_a_database_without_room_refuses_uploads_and_lets_files_be_deleted(
     finally:
         server.call(lambda _: store.call(_limit_pages, store, pages))
     assert upload(server).status_code == 200
-
-
-def store_of(folder: Path) -> Store:
-    stores = [thing for thing in gc.get_objects() if type(thing) is Store]
-    (store,) = [store for store in stores if store.folder == folder]
-    return store
 
 
 def _limit_pages(store: Store, pages: int | None) -> int:
@@ -258,3 +263,34 @@ def test_a_line_that_does_not_fit_leaves_nothing_behind(tmp_path: Path, disk: Di
     assert path.read_bytes() == refusals[0].encoded + refusals[2].encoded + refusals[1].encoded
     file.close()
     assert list(ResultsFile(path).done) == [refusals[i].line.id for i in (0, 2, 1)]
+
+
+def test_a_folder_that_was_removed_is_used_again_once_it_is_there(
+    server: Server, folder: Path
+) -> None:
+    known = upload(server).json()["id"]
+    shutil.rmtree(folder)
+    for refused_ in (upload(server), httpx.get(f"{server.url}/v1/files")):
+        assert refused_.status_code == 503
+        assert refused_.json()["error"]["code"] == "storage_failed"
+        assert "their folder is gone" in refused_.json()["error"]["message"]
+    assert not folder.exists(), "what is mounted there may be away for a moment"
+    folder.mkdir()
+    assert httpx.get(f"{server.url}/v1/files/{known}").status_code == 404
+    batch = start(server)
+    final = becomes(server, batch, lambda seen: seen["status"] == "completed")
+    assert len(outputs(server, final)) == COUNT
+
+
+def test_a_batch_whose_results_were_removed_has_failed(
+    server: Server, folder: Path, disk: Disk
+) -> None:
+    disk.room = 3
+    batch = start(server)
+    becomes(server, batch, full)
+    shutil.rmtree(folder)
+    folder.mkdir()
+    disk.room = None
+    final = becomes(server, batch, lambda seen: seen.get("status") == "failed")
+    (error,) = final["errors"]["data"]
+    assert error["code"] == "storage_failed" and final["output_file_id"] is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import signal
 import subprocess
@@ -66,6 +67,55 @@ def test_the_ready_line_tells_what_is_served_and_where(checkpoint: Path) -> None
         assert httpx.get(url + "/v1/models").json()["data"][0]["id"] == "tiny"
         process.send_signal(signal.SIGINT)
         assert process.wait(300) == 0
+
+
+SLOW_LOADER = """
+import sys, time
+from jackfield import hookimpl
+
+class Slow:
+    extra_config = ()
+
+    def __init__(self, config, model_config):
+        pass
+
+    def load(self, model, device):
+        print("loading", file=sys.stderr, flush=True)
+        time.sleep(3600)
+
+@hookimpl
+def register_weight_loaders(registry):
+    registry.add("slow", "slow_loader:Slow")
+"""
+
+
+@pytest.fixture
+def slow_loader(tmp_path: Path) -> dict[str, str]:
+    """An environment with a plugin whose weight loader does not end."""
+    facts = tmp_path / "slow_loader-1.dist-info"
+    facts.mkdir()
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: slow-loader\nVersion: 1\n")
+    (facts / "entry_points.txt").write_text("[jackfield]\nslow-loader = slow_loader\n")
+    (tmp_path / "slow_loader.py").write_text(SLOW_LOADER)
+    return {**os.environ, "PYTHONPATH": str(tmp_path)}
+
+
+@pytest.mark.parametrize("flags", [(), ("--api-server-count", "2")], ids=["one process", "fronts"])
+def test_a_signal_ends_a_server_that_is_loading(
+    slow_loader: dict[str, str], flags: tuple[str, ...]
+) -> None:
+    start = forked.Tree if flags else forked.Popen
+    command = [sys.executable, *MAIN, "serve", "--port", "0", "--load-format", "slow", *flags]
+    with start(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=slow_loader
+    ) as process:
+        assert process.stderr is not None
+        assert any(line == "loading\n" for line in process.stderr)
+        process.send_signal(signal.SIGTERM)
+        stdout, errors = process.communicate(timeout=300)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "stopped by SIGTERM before the server was up" in errors
+    assert "Traceback" not in errors and stdout == ""
 
 
 def test_a_second_signal_cuts_off_what_still_runs(checkpoint: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -49,6 +50,31 @@ def test_a_port_in_use_is_reported_before_a_model_is_looked_up(
     output = capsys.readouterr().err
     assert f"--port: cannot listen at 127.0.0.1:{port}: [Errno" in output
     assert "Address already in use" in output
+
+
+@pytest.mark.parametrize("flags", [(), ("--api-server-count", "2")])
+def test_a_unix_socket_of_a_running_server_is_not_taken_from_it(
+    tmp_path: Path, flags: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "socket"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        assert main(["serve", "/no/such/checkpoint", "--uds", str(path), *flags]) == 2
+        assert path.is_socket()
+    assert f"--uds: cannot listen at {path}: a server listens there" in capsys.readouterr().err
+    assert main(["serve", "/no/such/checkpoint", "--uds", str(path), *flags]) == 1
+    assert "/no/such/checkpoint" in capsys.readouterr().err
+
+
+def test_what_can_be_no_unix_socket_is_reported_by_its_flag(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    for name, reason in (("file", "it exists, and is no socket"), ("x" * 120, "path too long")):
+        assert main(["serve", "/no/such/checkpoint", "--uds", str(tmp_path / name)]) == 2
+        output = capsys.readouterr().err
+        assert "--uds: cannot listen at" in output and reason in output
 
 
 @pytest.mark.parametrize(

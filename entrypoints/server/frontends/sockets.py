@@ -11,6 +11,7 @@ A Unix socket (`--uds`) has no such distribution: one is shared, and any idle fr
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import stat
@@ -61,6 +62,19 @@ def check_free(host: str, port: int) -> None:
             probe.bind(address)
 
 
+def check_unix_free(path: Path) -> None:
+    """Check that a server may listen on a Unix socket at `path`, which may be one that an earlier
+    server has left. Raises OSError."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(str(path))
+        except (FileNotFoundError, ConnectionRefusedError):
+            if path.exists() and not path.is_socket():
+                raise FileExistsError(errno.EEXIST, "it exists, and is no socket") from None
+            return
+    raise OSError(errno.EADDRINUSE, "a server listens there")
+
+
 def _addresses(host: str, port: int) -> list[tuple[int, tuple[Any, ...]]]:
     infos = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     return list(dict.fromkeys((family, address) for family, _, _, _, address in infos))
@@ -69,6 +83,7 @@ def _addresses(host: str, port: int) -> list[tuple[int, tuple[Any, ...]]]:
 @contextlib.contextmanager
 def _unix(path: Path) -> Iterator[socket.socket]:
     """Bind a Unix socket, replacing one that an earlier server left."""
+    check_unix_free(path)
     with contextlib.suppress(FileNotFoundError):
         if stat.S_ISSOCK(path.stat().st_mode):
             path.unlink()

@@ -23,8 +23,10 @@ from ....core.errors import JackfieldError
 from ....core.make_core import make_core
 from ....core.remote.server import EngineServer
 from ....core.worker.threads import SWITCH_INTERVAL
+from ...stdout import announce
 from ..serve_settings import Settings
 from ..server import CLOSE_SECONDS, address, engine_end, first_of, freeze, ready_line
+from ..signals import stop_signals, unless_stopped
 from .launch_spec import LaunchSpec, engine_socket
 from .sockets import bound
 
@@ -135,32 +137,32 @@ class FrontEnds:
 
 
 async def serve_fronts(settings: Settings) -> int:
-    """Serve as `serve` does, with front ends in processes of their own. Raises FrontEndsFailed."""
+    """Serve as `serve` does, with front ends in processes of their own. Raises FrontEndsFailed,
+    and StoppedAtStart."""
     start = time.monotonic()
     sys.setswitchinterval(SWITCH_INTERVAL)
-    signals: asyncio.Queue[None] = asyncio.Queue()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, signals.put_nowait, None)
+    signals = stop_signals()
     core = make_core(settings.config, settings.plugins)
     engine = AsyncEngine(settings.config, plugins=settings.plugins, core=core)
     with (
         tempfile.TemporaryDirectory(prefix="jackfield-") as folder,  # Readable by this user only.
         bound(settings.listen, settings.fronts) as sockets,
     ):
-        async with fronted(engine, core, settings, folder, sockets) as (server, failing):
+        fronts = fronted(engine, core, settings, folder, sockets, signals)
+        async with fronts as (server, failing):
             freeze()
             uds = settings.listen.uds
             where = uds or address(settings.listen, sockets[0][0].getsockname()[1])
             line = ready_line(engine, where, start)
-            print(f"{line}, {settings.fronts} front ends", flush=True)
+            announce(f"{line}, {settings.fronts} front ends")
             await first_of(engine_end(engine), signals.get(), failing())
             if engine.dead_reason is not None:
                 logger.error("the engine died: %s", engine.dead_reason)
                 return 1
-            print("Draining", flush=True)
+            announce("Draining")
             server.refuse_requests()
             drained = first_of(engine.drain(settings.options.shutdown_timeout), signals.get())
-            if not await drained:
+            if await drained is not True:
                 logger.warning("running requests are cut off")
                 await engine.stop()
             return 0
@@ -173,9 +175,10 @@ async def fronted(
     settings: Settings,
     folder: str,
     sockets: list[tuple[socket.socket, ...]],
+    signals: asyncio.Queue[int],
 ) -> AsyncIterator[tuple[EngineServer, Callable[[], Coroutine[Any, Any, None]]]]:
     """Run an engine and its front ends. Yield the engine's server, and a coroutine function that
-    raises FrontEndsFailed."""
+    raises FrontEndsFailed. Raises StoppedAtStart."""
     server = EngineServer(core)
     fronts = FrontEnds(engine, settings, folder, sockets)
     if settings.options.api_key_files:
@@ -193,7 +196,7 @@ async def fronted(
             await server.all_listening(len(sockets))
 
         try:
-            await first_of(ready(), failing())
+            await unless_stopped(first_of(ready(), failing()), signals)
             fronts.complete = True
             yield server, failing
         finally:

@@ -354,6 +354,13 @@ def test_damaged_file_is_refused(
     refused(folder, WEIGHTS, "not a safetensors file")
 
 
+@pytest.mark.parametrize("name", [WEIGHTS, "config.json"])
+def test_a_pointer_of_git_lfs_is_called_one(checkpoint: Callable[..., Path], name: str) -> None:
+    folder = checkpoint()
+    (folder / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+    refused(folder, name, "git lfs pull")
+
+
 def test_a_device_where_weights_should_be_is_refused(checkpoint: Callable[..., Path]) -> None:
     folder = checkpoint()
     (folder / WEIGHTS).unlink()

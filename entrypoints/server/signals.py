@@ -1,0 +1,75 @@
+"""The signals that stop a server, SIGTERM and SIGINT, while it starts and afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import threading
+from collections.abc import Coroutine, Iterator
+from typing import Any
+
+logger = logging.getLogger("jackfield.server")
+START_END_SECONDS = 2.0
+"""Time to end for a server that is stopped before it has started."""
+
+
+class StoppedAtStart(Exception):
+    """A signal came before the server was up."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name} before the server was up")
+        self.status = 128 + number
+        """The exit status, as a shell gives it."""
+
+
+@contextlib.contextmanager
+def ending_at_signals() -> Iterator[None]:
+    """End at once on SIGINT and SIGTERM, until the server's event loop handles them.
+
+    A KeyboardInterrupt may get lost in an import, and the first process of a container gets no
+    signal that it does not handle.
+    """
+
+    def end(number: int, _: object) -> None:
+        os._exit(128 + number)
+
+    handlers = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def stop_signals() -> asyncio.Queue[int]:
+    """Return the queue of the signals to stop that this process gets from now on."""
+    signals: asyncio.Queue[int] = asyncio.Queue()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, signals.put_nowait, number)
+    return signals
+
+
+async def unless_stopped(start: Coroutine[Any, Any, None], signals: asyncio.Queue[int]) -> None:
+    """Await a start. Raises StoppedAtStart if a signal comes first.
+
+    A thread that loads weights cannot be interrupted, so nothing waits for the rest of the start:
+    the process ends START_END_SECONDS after the signal, whatever still runs in it.
+    """
+    starting = asyncio.ensure_future(start)
+    stop = asyncio.ensure_future(signals.get())
+    try:
+        await asyncio.wait([starting, stop], return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            return starting.result()
+        stopped = StoppedAtStart(stop.result())
+        logger.warning("%s", stopped)
+        limit = threading.Timer(START_END_SECONDS, os._exit, [stopped.status])
+        limit.daemon = True
+        limit.start()
+        raise stopped
+    finally:
+        starting.cancel()
+        stop.cancel()
