@@ -1,4 +1,4 @@
-"""Reads a checkpoint's JSON files, refuses those that were not fetched, and changes names in them."""
+"""Reads JSON files of a checkpoint, refuses those that were not fetched, and maps their names."""
 
 from __future__ import annotations
 
