@@ -67,26 +67,25 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     config_format: Annotated[
         str,
         doc(
-            "What reads the configuration: hf (config.json), a checkpoint format, such as mistral "
-            "(params.json), or auto: config.json, else the format whose file the checkpoint has."
+            "What reads the configuration: hf (config.json), the name of a checkpoint format, or "
+            "auto: config.json, else the format whose file the checkpoint has."
         ),
     ] = "auto"
     tokenizer_mode: Annotated[
         str,
         doc(
-            "What reads the tokenizer: hf (tokenizer.json, or what transformers makes one from), a "
-            "checkpoint format, such as mistral (tekken.json), or auto: tokenizer.json, else the "
-            "format whose file the checkpoint has."
+            "What reads the tokenizer: hf (tokenizer.json, or what transformers makes one from), "
+            "the name of a checkpoint format, or auto: tokenizer.json, else the format whose file "
+            "the checkpoint has."
         ),
     ] = "auto"
     load_format: Annotated[
         str,
         doc(
             "Weight loader: auto (safetensors, or that of the checkpoint format), runai_streamer "
-            "(safetensors, by its package), mistral (consolidated*.safetensors), pt "
-            "(torch's files, as tensors alone), gguf, sharded_state (a file for each rank, by "
-            "jackfield convert), tensorizer (*.tensors, by its package), dummy (random), or a "
-            "plugin's."
+            "(safetensors, by its package), pt (torch's files, as tensors alone), gguf, "
+            "sharded_state (a file for each rank, by jackfield convert), tensorizer (*.tensors, by "
+            "its package), dummy (random), that of a checkpoint format, or a plugin's."
         ),
     ] = "auto"
     model_loader_extra_config: Annotated[

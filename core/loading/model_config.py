@@ -28,7 +28,7 @@ from .generation_config import (
     sampling_defaults,
 )
 from .json_file import read_object, with_texts
-from .multimodal.text_part import text_config
+from .multimodal.text_part import inner_name, text_config
 
 if TYPE_CHECKING:
     from .pooling_config import PoolingConfig
@@ -123,12 +123,6 @@ def resolve_model_config(config: EngineConfig, plugins: Plugins | None = None) -
     check_sizes(file, hf_config, kinds)
     model = None if plugins is None else _model_class(plugins, architecture)
     generation = read_generation_config(folder, config)
-    quantization = getattr(hf_config, "quantization_config", None)
-    if quantization is not None and not isinstance(quantization, dict):
-        raise ConfigError(
-            f"model: {file} has quantization_config {quantization!r}, which is no JSON object",
-            param="quantization_config",
-        )
     return ModelConfig(
         path=folder,
         architecture=architecture,
@@ -139,7 +133,7 @@ def resolve_model_config(config: EngineConfig, plugins: Plugins | None = None) -
         eos_token_ids=_eos_token_ids(hf_config, generation),
         sampling=sampling_defaults(generation, config),
         dialects=read_dialects(folder),
-        quantization_config=_by_own_names(quantization, model),
+        quantization_config=_quantization(file, hf_config, plugins, model, text_part_of),
         load_format=load_format,
         text_part_of=text_part_of,
     )
@@ -251,6 +245,29 @@ def _model_class(plugins: Plugins, architecture: str | None) -> Any:
         return models.load(architecture) if architecture else None
     elsewhere = models.refusal(architecture) or models.text_part(architecture) is not None
     return None if elsewhere or FALLBACK not in models else models.load(FALLBACK)
+
+
+def _quantization(
+    file: Path, hf_config: Any, plugins: Plugins | None, model: Any, text_part_of: str | None
+) -> dict[str, Any] | None:
+    """Return `quantization_config`, or what the file of a quantization method says instead, with
+    layers' names as the model has them. Raises ConfigError, LoadError."""
+    value = getattr(hf_config, "quantization_config", None)
+    if value is not None and not isinstance(value, dict):
+        raise ConfigError(
+            f"model: {file} has quantization_config {value!r}, which is no JSON object",
+            param="quantization_config",
+        )
+    names = {found.name for found in file.parent.glob("*quant*.json")}
+    if value is None and plugins is not None and names:
+        methods = plugins["quantization"]
+        for entry in methods.entries():
+            if (own := getattr(methods.load(entry.name), "config_file", None)) in names:
+                value = {"quant_method": entry.name, **read_object(file.parent / own)}
+                break
+        if text_part_of is not None:
+            value = with_texts(value, lambda text: inner_name(text) or text)
+    return _by_own_names(value, model)
 
 
 def _by_own_names(quantization: dict[str, Any] | None, model: Any) -> dict[str, Any] | None:

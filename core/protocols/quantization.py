@@ -23,6 +23,9 @@ class QuantizationMethod(Protocol):
     """
 
     name: ClassVar[str]
+    config_file: ClassVar[str]
+    """A JSON file of the checkpoint that says what `quantization_config` would, for one whose
+    config.json has none; its name has "quant" in it. Optional."""
     kv_cache_dtype: str | None
     """The value of `EngineConfig.kv_cache_dtype` "auto", if the checkpoint requires another type
     than the model's. Optional."""

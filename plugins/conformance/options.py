@@ -31,6 +31,7 @@ class Kit(NamedTuple):
 KITS = {
     "model": Kit("--model", "models", "ModelKit"),
     "attention_backend": Kit("--attention-backend", "attention", "AttentionBackendKit"),
+    "checkpoint_format": Kit("--checkpoint-format", "checkpoint_formats", "CheckpointFormatKit"),
     "latent_attention_backend": Kit(
         "--latent-attention-backend", "latent_attention", "LatentAttentionBackendKit"
     ),

@@ -32,9 +32,11 @@ UNITS: dict[Kind, int] = {"fp8": 1, "fp8 rows": 1, "fp8 blocks": BLOCK, "nvfp4":
 
 class ModelOpt:
     """`quantization_config` fields: quant_algo; quantized_layers (name → quant_algo, for mixed
-    precision); ignore (names, in which * stands for anything); kv_cache_scheme."""
+    precision); ignore (names, in which * stands for anything); kv_cache_scheme. In the older file
+    the same is in `quantization`, with exclude_modules and kv_cache_quant_algo."""
 
     name: ClassVar[str] = "modelopt"
+    config_file: ClassVar[str] = "hf_quant_config.json"
 
     def __init__(
         self,
@@ -60,6 +62,8 @@ class ModelOpt:
     def from_config(cls, config: Mapping[str, Any]) -> ModelOpt:
         """Raises ConfigError with the field's name."""
         read = ConfigReader(config)
+        if (older := read.inner("quantization")) is not None:
+            read = older
         layers: dict[str, Kind] = {}
         if _algorithm(read) == MIXED:
             quantized = read.inner("quantized_layers")
@@ -72,11 +76,12 @@ class ModelOpt:
         if cache is not None:
             cache.choice("type", ("float",), None)
             cache.choice("num_bits", (8,), None)
+        rounded = cache is not None or read.choice("kv_cache_quant_algo", ("FP8",), None)
         return cls(
             None if layers else _kind(read),
             layers,
-            tuple(_pattern(name) for name in read.names("ignore")),
-            None if cache is None else "fp8_e4m3",
+            tuple(_pattern(name) for name in read.names("ignore", "exclude_modules")),
+            "fp8_e4m3" if rounded else None,
         )
 
     def layer(self, spec: LinearSpec) -> QuantizedLinear | None:

@@ -213,11 +213,12 @@ def _rope(file: Path, params: Mapping[str, Any]) -> dict[str, Any]:
         rope["beta_fast"] = float(yarn["beta"])
     if yarn.get("alpha") is not None:
         rope["beta_slow"] = float(yarn["alpha"])
-    applies = yarn.get("apply_scale") is not False
+    if yarn.get("apply_scale") is False:
+        return rope | {"attention_factor": 1.0}
     if params.get("qk_nope_head_dim") is not None:
         # Latent attention has the factor in the scale of its scores.
-        return rope | {"mscale": 1.0, "mscale_all_dim": 1.0, "apply_yarn_scaling": applies}
-    return rope if applies else rope | {"attention_factor": 1.0}
+        return rope | {"mscale": 1.0, "mscale_all_dim": 1.0}
+    return rope
 
 
 def _quantization(file: Path, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -155,6 +155,10 @@ def save(architecture: str, folder: Path) -> Any:
 @pytest.mark.parametrize("architecture", CASES)
 def test_a_text_part_equals_the_whole_without_images(architecture: str, tmp_path: Path) -> None:
     model = save(architecture, tmp_path)
+    if architecture == "Llama4ForConditionalGeneration":
+        # Without images, the whole fails in transformers 5.24: it reads `image_outputs` of its text
+        # part's output, which has none.
+        model = model.language_model
     want = model(torch.tensor([PROMPT]), use_cache=False).logits[0]
     paged = PagedModel(tmp_path, "float32")
     got = torch.cat([paged.run({0: part})[0] for part in (PROMPT[:7], PROMPT[7:])])

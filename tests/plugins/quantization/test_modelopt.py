@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from jackfield.core.config import EngineConfig
 from jackfield.core.errors import ConfigError
+from jackfield.core.loading.model_config import resolve_model_config
 from jackfield.core.nn.operations import Operations
 from jackfield.core.nn.quantized import LinearSpec
+from jackfield.core.registry import load_plugins
 from jackfield.plugins.conformance.quantization import QuantizationKit
 from jackfield.plugins.operations.triton import TritonOperations
 from jackfield.plugins.quantization.fp8 import Fp8Linear
@@ -139,3 +144,36 @@ def test_rows_are_whole_groups() -> None:
     method = ModelOpt.from_config({"quant_algo": "nvfp4"})
     with pytest.raises(ConfigError, match="groups of 16 columns"):
         method.layer(dataclasses.replace(spec("model.layers.0.mlp.down_proj"), in_features=24))
+
+
+def test_the_older_file_is_read_where_config_json_says_nothing(tmp_path: Path) -> None:
+    plugins = load_plugins()
+    sizes = {
+        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64,
+    }  # fmt: skip
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    def read() -> Any:
+        options = EngineConfig(model=str(tmp_path), device="cpu")
+        return resolve_model_config(options, plugins).quantization_config
+
+    assert read() is None
+    older = {
+        "producer": {"name": "modelopt"},
+        "quantization": {
+            "quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16,
+            "exclude_modules": ["lm_head", "model.layers.0.mlp*"],
+        },
+    }  # fmt: skip
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(older))
+    found = read()
+    assert found == {"quant_method": "modelopt", **older}
+    method = ModelOpt.from_config(found)
+    assert method.kv_cache_dtype == "fp8_e4m3"
+    assert method.layer(spec("model.layers.0.mlp.down_proj")) is None
+    assert isinstance(method.layer(spec("model.layers.0.self_attn.o_proj")), Nvfp4Linear)
+    own = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": own}))
+    assert read() == own

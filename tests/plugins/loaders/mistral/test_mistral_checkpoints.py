@@ -110,6 +110,14 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
 }  # fmt: skip
 """What it shows → the class and its fields, and what params.json says."""
+MLA = CASES["latent"][1]
+CASES["latent, unscaled"] = (
+    "Mistral4",
+    MLA | {"rope_parameters": MLA["rope_parameters"] | {
+        "attention_factor": 1.0, "mscale_all_dim": 0.0,
+    }},
+    CASES["latent"][2] | {"yarn": YARN | {"apply_scale": False}},
+)  # fmt: skip
 RENAMED = (
     (r"^model\.", ""), (r"embed_tokens", "tok_embeddings"), (r"^lm_head", "output"),
     (r"\.mlp\.(gate|experts|shared_experts)\.", r".\1."), (r"block_sparse_moe", "feed_forward"),
