@@ -52,7 +52,9 @@ def _head_sum(query, weights, key):
     return tl.sum(tl.maximum(products, 0.0) * weights[:, None], axis=0)
 
 
-@triton.jit(do_not_specialize=["first_token", "end_token", "num_rows", "stride_table"])
+@triton.jit(
+    do_not_specialize=["first_token", "end_token", "num_rows", "max_seq_len", "stride_table"]
+)
 def _index_scores_kernel(
     scores_ptr,
     query_ptr,
@@ -64,6 +66,7 @@ def _index_scores_kernel(
     first_token,
     end_token,
     num_rows,
+    max_seq_len,
     topk,
     stride_scores,
     stride_query_token,
@@ -98,7 +101,8 @@ def _index_scores_kernel(
         end = tl.minimum(end, end_token)
         if begin >= end:
             return
-    length = tl.load(positions_ptr + end - 1).to(tl.int32) + 1
+    # A row of padding may be at any position.
+    length = tl.minimum(tl.load(positions_ptr + end - 1).to(tl.int32) + 1, max_seq_len)
     first_key = tl.program_id(0) * TILES * BLOCK_N
     if (length <= topk) | (first_key >= length):
         return
@@ -160,7 +164,7 @@ def _index_choice_kernel(
     token = first_token + local
     row = _row_of_token(token, query_start_ptr, num_rows)
     table = block_table_ptr + row.to(tl.int64) * stride_table
-    # Of a token of no row, padding, the position is anything.
+    # Padding may be at any position.
     length = tl.minimum(tl.load(positions_ptr + token).to(tl.int32) + 1, max_seq_len)
     count = tl.minimum(length, topk)
     tl.store(counts_ptr + token, count)
@@ -223,6 +227,7 @@ def index_scores(
         first_token,
         end,
         num_rows,
+        max_seq_len,
         topk,
         out.stride(0),
         query.stride(0),
@@ -278,7 +283,7 @@ def index_choice(
         block_table.stride(0),
         BLOCK_SIZE=block_size,
         BLOCK=MAX_TILE,
-        num_warps=8,
+        num_warps=16,
     )
 
 

@@ -10,7 +10,7 @@ from ...kernels.indexer.index_choice import choose_cached_tokens
 from ...kernels.indexer.index_inputs import index_inputs
 
 SCORES = 1 << 26
-"""Scores at once: 256 MiB. A longer text's are one query's at a time."""
+"""Scores at once: 256 MiB, which 409 queries of a text of 163,840 tokens fill."""
 
 
 class TritonIndexing(IndexOperations):

@@ -59,7 +59,7 @@ KERNELS = [
     (scores, {**INDEX, "BLOCK_Q": 1}, 4, 2),
     (scores, {**INDEX, "BLOCK_Q": 16}, 4, 2),
     (scores, {**INDEX, "NUM_HEADS": 32, "BLOCK_H": 32, "BLOCK_Q": 16}, 4, 2),
-    (index_choice._index_choice_kernel, {"BLOCK_SIZE": 16, "BLOCK": 4096}, 8, 3),
+    (index_choice._index_choice_kernel, {"BLOCK_SIZE": 16, "BLOCK": 4096}, 16, 3),
     (decode, {**V3, **MIXED, "BLOCK_M": 64}, 8, 2),
     (join, {**LITE, **JOIN}, 4, 3),
     (context, {**LITE, "MIXED": True, "HEADS": 16, "BLOCK_M": 64, "BLOCK_N": 32}, 8, 2),
