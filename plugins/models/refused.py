@@ -38,6 +38,9 @@ REFUSED = {
         "BigBirdPegasusForConditionalGeneration", "LEDForConditionalGeneration",
         "LongT5ForConditionalGeneration", "PegasusXForConditionalGeneration",
     ),
+    "it reads tokens of images and sound that its head has no rows for": (
+        "Apertus1p5TextForCausalLM",
+    ),
     "encoder and decoder have separate vocabularies": ("FSMTForConditionalGeneration",),
     "it predicts several tokens at once": ("ProphetNetForConditionalGeneration",),
     "encoder and decoder are models of any two families": ("EncoderDecoderModel",),
@@ -52,17 +55,25 @@ REFUSED = {
         "GraniteSpeechForConditionalGeneration", "GraniteSpeechPlusForConditionalGeneration",
         "MiniMaxM3VLForCausalLM", "MllamaForCausalLM", "MoshiForCausalLM",
         "MossTranscribeDiarizeForConditionalGeneration", "MusicFlamingoForConditionalGeneration",
-        "Nemotron3_5TranscribeForConditionalGeneration", "Phi4MultimodalForCausalLM",
+        "Nemotron3_5TranscribeForConditionalGeneration", "OmniASRForConditionalGeneration",
+        "Phi4MultimodalForCausalLM",
         "Qwen3ASRForConditionalGeneration",
         "SeamlessM4TForTextToText", "SeamlessM4Tv2ForTextToText",
         "T5Gemma2ForConditionalGeneration", "VibeVoiceAsrForConditionalGeneration",
         "VoxtralRealtimeForConditionalGeneration",
     ),
+    "its layers keep a state of each sequence beside attention, in a family that is not there": (
+        "LaraMiniForCausalLM",
+    ),
+    "its residual is an interpolation on the unit sphere, in layers that run several times": (
+        "DoryForCausalLM",
+    ),
     "it drafts tokens for another model": (
         "Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM",
     ),
     "its scores have a learned bias by distance, and its keys a convolution": (
-        "Inkling2ForCausalLM", "InklingForCausalLM", "InklingForConditionalGeneration",
+        "Inkling2ForCausalLM", "Inkling2LoopForCausalLM", "InklingForCausalLM",
+        "InklingForConditionalGeneration",
     ),
     "its attention reads keys that an index chooses, over several residual streams": (
         "DeepseekV4ForCausalLM", "Qwen4ExpForCausalLM",
