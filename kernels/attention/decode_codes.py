@@ -256,18 +256,15 @@ def load_query_parts(
     even = in_row & (2 * pair < WIDTH)
     odd = in_row & (2 * pair + 1 < WIDTH)
     query_ptr += 2 * pair
-    query = (
-        product_query(tl.load(query_ptr, mask=even, other=0.0), dtype),
-        product_query(tl.load(query_ptr + 1, mask=odd, other=0.0), dtype),
-    )
-    if BITS == 4:
-        query = (
-            query[0],
-            query[1],
-            product_query(tl.load(query_ptr + WIDTH, mask=even, other=0.0), dtype),
-            product_query(tl.load(query_ptr + (WIDTH + 1), mask=odd, other=0.0), dtype),
-        )
-    return query
+    low_even = product_query(tl.load(query_ptr, mask=even, other=0.0), dtype)
+    low_odd = product_query(tl.load(query_ptr + 1, mask=odd, other=0.0), dtype)
+    if BITS == 8:
+        return low_even, low_odd
+    else:
+        query_ptr += WIDTH
+        high_even = product_query(tl.load(query_ptr, mask=even, other=0.0), dtype)
+        high_odd = product_query(tl.load(query_ptr + 1, mask=odd, other=0.0), dtype)
+        return low_even, low_odd, high_even, high_odd
 
 
 @triton.jit
