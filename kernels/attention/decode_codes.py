@@ -16,11 +16,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..widen import round_pairs
 from .quantized_tiles import (
     FLOATS,
-    INTERPRETED,
     block_width,
-    code_weights,
+    by_bits,
+    code_middle,
     product_query,
     word_scale,
     word_zero,
@@ -107,16 +108,10 @@ def load_codes(
 
 
 @triton.constexpr_function
-def _is_half(dtype):
-    """Whether codes become floats of `dtype` by their bits."""
-    return dtype.primitive_bitwidth == 16 and not INTERPRETED
-
-
-@triton.constexpr_function
 def _key_offsets(bits, dtype):
     """Return what `_key_parts` gives for the code of the zero, in the parts of the lower half of a
     head (or all of it) and in those of the upper half; and how often it gives those."""
-    if not _is_half(dtype):
+    if not by_bits(dtype):
         return (0.0, 0.0, 1.0) if bits == 8 else (7.5, 7.5, 1.0)
     return (1152.0, 0.0, 1.0) if bits == 8 else (1031.5, 1144.0, 16.0)
 
@@ -153,7 +148,7 @@ _KEYS_OF_4 = tl.constexpr(
 @triton.jit
 def _key_parts(pairs, dtype: tl.constexpr, BITS: tl.constexpr):
     """int16 [N, n] → two or four [N, n] of `dtype`: see `_key_offsets`."""
-    if not _is_half(dtype):
+    if not by_bits(dtype):
         return _plain_parts(pairs, dtype, BITS)
     elif BITS == 8:
         return tl.inline_asm_elementwise(
@@ -197,7 +192,7 @@ _VALUES_OF_4, _VALUES_OF_4_FLOAT16 = _values_of_4("43"), _values_of_4("64")
 @triton.jit
 def _value_parts(pairs, dtype: tl.constexpr, BITS: tl.constexpr):
     """int16 [N, n] → two or four [N, n] of `dtype`: see `code_middle`."""
-    if not _is_half(dtype):
+    if not by_bits(dtype):
         return _plain_parts(pairs, dtype, BITS)
     elif BITS == 8:
         if dtype == tl.bfloat16:
@@ -261,18 +256,15 @@ def load_query_parts(
     even = in_row & (2 * pair < WIDTH)
     odd = in_row & (2 * pair + 1 < WIDTH)
     query_ptr += 2 * pair
-    query = (
-        product_query(tl.load(query_ptr, mask=even, other=0.0), dtype),
-        product_query(tl.load(query_ptr + 1, mask=odd, other=0.0), dtype),
-    )
-    if BITS == 4:
-        query = (
-            query[0],
-            query[1],
-            product_query(tl.load(query_ptr + WIDTH, mask=even, other=0.0), dtype),
-            product_query(tl.load(query_ptr + (WIDTH + 1), mask=odd, other=0.0), dtype),
-        )
-    return query
+    low_even = product_query(tl.load(query_ptr, mask=even, other=0.0), dtype)
+    low_odd = product_query(tl.load(query_ptr + 1, mask=odd, other=0.0), dtype)
+    if BITS == 8:
+        return low_even, low_odd
+    else:
+        query_ptr += WIDTH
+        high_even = product_query(tl.load(query_ptr, mask=even, other=0.0), dtype)
+        high_odd = product_query(tl.load(query_ptr + 1, mask=odd, other=0.0), dtype)
+        return low_even, low_odd, high_even, high_odd
 
 
 @triton.jit
@@ -320,6 +312,21 @@ def zero_parts(M: tl.constexpr, n: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
+def _code_weights(weights, words, dtype: tl.constexpr, BITS: tl.constexpr):
+    """Return weights of codes, [M, N] of `dtype`, and what their product lacks in each channel, as
+    [M, N] float32 to be summed. weights: [M, N] float32; words: [N]"""
+    scaled = weights * word_scale(words)[None, :]
+    missing = weights * word_zero(words)[None, :]
+    if BITS == 8:
+        scaled = scaled.to(dtype)
+    else:
+        scaled = round_pairs(scaled, dtype)
+        # Of the weights as they were multiplied: what is rounded off in them is no part of the sum.
+        missing -= code_middle(BITS, dtype) * scaled.to(tl.float32)
+    return scaled, missing
+
+
+@triton.jit
 def add_code_values(acc, decay, weights, pairs, words, dtype: tl.constexpr, BITS: tl.constexpr):
     """Return decay * acc + weights · values, in parts, [M, n] float32 each, and what is missing
     in each of their channels, as [M, N] float32 to be summed.
@@ -327,7 +334,7 @@ def add_code_values(acc, decay, weights, pairs, words, dtype: tl.constexpr, BITS
     decay: [M] float32; weights: [M, N] float32; pairs: [N, n] int16; words: [N]; dtype: of the
     product
     """
-    scaled, missing = code_weights(weights, words, dtype, BITS)
+    scaled, missing = _code_weights(weights, words, dtype, BITS)
     values = _value_parts(pairs, dtype, BITS)
     even = tl.dot(scaled, values[0], acc[0] * decay[:, None], input_precision="ieee")
     odd = tl.dot(scaled, values[1], acc[1] * decay[:, None], input_precision="ieee")

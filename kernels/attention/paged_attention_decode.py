@@ -270,8 +270,9 @@ def paged_attention_decode(
     - query's) added to the logits; distance_bias, in place of them: [num_heads, num_distances],
     contiguous, added by the distance to the key, the last one from there on; sinks: [num_heads],
     one additional logit per head in the softmax's sum. `workspace`: float32, at least
-    `workspace_elements(...)`, contents free; None: allocated here. Cache positions beyond a row's
-    length, or before its window or chunks, are never read. query_start: [at least num_rows + 1]
+    `workspace_elements(...)`, contents free; None: allocated here. Blocks beyond a row's length, or
+    before its window or chunks, are never read, and of floats no such position; codes of these
+    positions in a row's own blocks are multiplied by zero. query_start: [at least num_rows + 1]
     int32; if given, only the leading rows with query_start[row + 1] = row + 1 are computed. No host
     synchronisation; safe to capture.
     """

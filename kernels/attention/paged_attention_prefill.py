@@ -39,7 +39,7 @@ from .reach import last_hidden, reach_constants
 
 @triton.jit
 def _channels(first, BITS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the channel of each column of a tile, as `all_codes` orders them, and which exist.
+    """Return the channel of each column of a tile, as `dequantized` orders them, and which exist.
     first: column of a stored head with which the tile begins."""
     if BITS == 4:
         column = tl.arange(0, 2 * BLOCK)
@@ -146,11 +146,8 @@ def _prefill_kernel(
     source += offs_k[None, :]
     query = tl.load(source, mask=mask_q, other=0.0)
     if KEY_BITS == 16 and BLOCK_K <= 256:
-        # Converted queries stay in registers, of which wide heads leave few, and scales and zeros.
+        # Converted queries stay in registers, of which wide heads leave few.
         query = product_query(query, product_dtype(key_cache_ptr.dtype.element_ty, query.dtype))
-    query_sum = 0.0
-    if KEY_BITS < 16:
-        query_sum = tl.sum(query.to(tl.float32), axis=1)
 
     # first, last: cache positions of the tile's queries. Every query sees keys
     # after last_hidden(last) up to first; some query sees keys after last_hidden(first) up to last.
@@ -170,7 +167,6 @@ def _prefill_kernel(
         full_begin = tl.minimum(tl.cdiv(seen_by_all, BLOCK_N), end)
 
     acc = tl.zeros([BLOCK_M, 2 * BLOCK_V if VALUE_BITS == 4 else BLOCK_V], tl.float32)
-    rest = tl.zeros([BLOCK_M], tl.float32)
     m = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     LOG2E: tl.constexpr = 1.4426950408889634
@@ -191,32 +187,29 @@ def _prefill_kernel(
     else:
         value_base = value_cache_ptr + kv_head * stride_head
     if WINDOW > 0:
-        acc, rest, m, total = _attend(
-            acc, rest, m, total, query, query_sum, position_q,
+        acc, m, total = _attend(
+            acc, m, total, query, position_q,
             begin, full_begin, key_base, value_base, key_words_ptr, value_words_ptr, kv_head,
             table, lower, seq_len, slope, scale, stride_block, stride_slot, NUM_KV_HEADS,
             KEY_BITS, VALUE_BITS, KEY_WIDTH, VALUE_WIDTH, BLOCK_SIZE, WINDOW, CHUNK, SOFT_CAP,
-            ALIBI, DISTANCES, BLOCK_N, BLOCK_K, BLOCK_V, VALUE_PARTS, out_ptr.dtype.element_ty,
-            True,
+            ALIBI, DISTANCES, BLOCK_N, BLOCK_K, BLOCK_V, VALUE_PARTS, True,
         )  # fmt: skip
-    acc, rest, m, total = _attend(
-        acc, rest, m, total, query, query_sum, position_q,
+    acc, m, total = _attend(
+        acc, m, total, query, position_q,
         full_begin, full_end, key_base, value_base, key_words_ptr, value_words_ptr, kv_head,
         table, lower, seq_len, slope, scale, stride_block, stride_slot, NUM_KV_HEADS,
         KEY_BITS, VALUE_BITS, KEY_WIDTH, VALUE_WIDTH, BLOCK_SIZE, WINDOW, CHUNK, SOFT_CAP,
-        ALIBI, DISTANCES, BLOCK_N, BLOCK_K, BLOCK_V, VALUE_PARTS, out_ptr.dtype.element_ty, False,
+        ALIBI, DISTANCES, BLOCK_N, BLOCK_K, BLOCK_V, VALUE_PARTS, False,
     )  # fmt: skip
     tail = tl.maximum(full_begin, full_end)
-    acc, rest, m, total = _attend(
-        acc, rest, m, total, query, query_sum, position_q,
+    acc, m, total = _attend(
+        acc, m, total, query, position_q,
         tail, end, key_base, value_base, key_words_ptr, value_words_ptr, kv_head,
         table, lower, seq_len, slope, scale, stride_block, stride_slot, NUM_KV_HEADS,
         KEY_BITS, VALUE_BITS, KEY_WIDTH, VALUE_WIDTH, BLOCK_SIZE, WINDOW, CHUNK, SOFT_CAP,
-        ALIBI, DISTANCES, BLOCK_N, BLOCK_K, BLOCK_V, VALUE_PARTS, out_ptr.dtype.element_ty, True,
+        ALIBI, DISTANCES, BLOCK_N, BLOCK_K, BLOCK_V, VALUE_PARTS, True,
     )  # fmt: skip
 
-    if VALUE_BITS < 16:
-        acc += rest[:, None]
     factor = (value_scale / tl.where(total > 0.0, total, 1.0))[:, None]
     acc = acc * factor
     mask_out = mask_m[:, None] & in_value[None, :]
@@ -256,9 +249,9 @@ def prefill_config(
     if head_dim > 128:
         return PrefillConfig(max(least, 64), 32, 4, 3)
     if rows <= 128:
+        # Scales and zeros need registers, too.
         return PrefillConfig(max(least, 128), 64, 8 if quantized else 4, 3)
-    # Scales and zeros need registers, too: with larger tiles they spill.
-    return PrefillConfig(256, 32 if quantized else 64, 8, 3)
+    return PrefillConfig(256, 64, 8, 3)
 
 
 def _wide_config(rows: int, least: int, dtype: torch.dtype) -> PrefillConfig:

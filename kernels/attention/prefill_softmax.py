@@ -5,25 +5,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .quantized_tiles import (
-    all_codes,
-    all_key_codes,
-    code_weights,
-    product_scores,
-    widen_floats,
-    word_places,
-)
+from .quantized_tiles import dequantized, widen_floats, word_places
 from .reach import last_hidden
 
 
 @triton.jit
 def _attend(
     acc,
-    rest,
     m,
     total,
     query,
-    query_sum,
     position_q,
     tile_begin,
     tile_end,
@@ -54,13 +45,11 @@ def _attend(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     VALUE_PARTS: tl.constexpr,
-    DTYPE: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Fold the keys of tiles [tile_begin, tile_end) into the running softmax.
 
-    acc: [M, channels]; rest: [M], of quantized values, what each channel of the sum lacks, unused
-    otherwise; query: of `product_dtype`; DTYPE: of which queries were.
+    acc: [M, channels]; query: of `product_dtype` over a cache of floats.
     Without MASKED every query of the tile sees all of these keys. No query sees a key before
     `lower`: blocks before it may have been freed.
     """
@@ -97,12 +86,6 @@ def _attend(
         if KEY_BITS == 16:
             key = widen_floats(key, query.dtype, True)
             value = widen_floats(value, query.dtype, False)
-            scores = tl.dot(query, tl.trans(key), input_precision="ieee")
-            if SOFT_CAP > 0.0:
-                scores = SOFT_CAP * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * scale * scores / SOFT_CAP)))
-                scores = scores * LOG2E
-            else:
-                scores = scores * (scale * LOG2E)
         else:
             words = word_places(block, position, kv_head, NUM_KV_HEADS, BLOCK_SIZE)
             if MASKED:
@@ -111,14 +94,14 @@ def _attend(
             else:
                 key_words = tl.load(key_words_ptr + words)
                 value_words = tl.load(value_words_ptr + words)
-            factor = scale * LOG2E
-            if SOFT_CAP > 0.0:
-                factor = 2.0 * scale / SOFT_CAP
-            keys = all_key_codes(key, query.dtype, KEY_BITS)
-            product = tl.dot(query, tl.trans(keys), input_precision="ieee")
-            scores = product_scores(product, query_sum, key_words, factor, query.dtype, KEY_BITS)
-            if SOFT_CAP > 0.0:
-                scores = (SOFT_CAP * LOG2E) * (1.0 - 2.0 / (1.0 + tl.exp(scores)))
+            key = dequantized(key, key_words, query.dtype, True, KEY_BITS)
+            value = dequantized(value, value_words, query.dtype, False, VALUE_BITS)
+        scores = tl.dot(query, tl.trans(key), input_precision="ieee")
+        if SOFT_CAP > 0.0:
+            scores = SOFT_CAP * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * scale * scores / SOFT_CAP)))
+            scores = scores * LOG2E
+        else:
+            scores = scores * (scale * LOG2E)
         if ALIBI:
             away = position[None, :] - position_q[:, None]
             scores += (slope * LOG2E)[:, None] * away
@@ -141,15 +124,9 @@ def _attend(
         decay = tl.exp2(m - pivot)
         total = total * decay + tl.sum(weights, axis=1)
         acc = acc * decay[:, None]
-        if VALUE_BITS == 16:
-            acc = tl.dot(weights.to(query.dtype), value, acc, input_precision="ieee")
-        else:
-            scaled, missing = code_weights(weights, value_words, DTYPE, VALUE_BITS)
-            values = all_codes(value, DTYPE, False, VALUE_BITS)
-            acc = tl.dot(scaled, values, acc, input_precision="ieee")
-            rest = rest * decay + tl.sum(missing, axis=1)
+        acc = tl.dot(weights.to(query.dtype), value, acc, input_precision="ieee")
         m = m_new
-    return acc, rest, m, total
+    return acc, m, total
 
 
 @triton.jit

@@ -1,26 +1,21 @@
-"""Tiles of a quantized KV cache in attention kernels: products with codes, scales and zeros.
+"""Tiles of a KV cache in attention kernels: arguments, conversions, and heads as they are stored.
 
-A channel is zero + scale * (code - middle), with scale and zero of its token and head. Tensor cores
-multiply codes; scales are applied to scores and to weights, one number per token instead of one per
-channel, and zeros as sums: q · k = scale * (q · codes) + sum(q) * zero', and so for values.
+A channel is zero + scale * (code - middle), with scale and zero of its token and head. The prompt
+kernel, which lets many queries share a conversion, multiplies channels, rounded once to the type of
+its queries, as the torch backend does. The decode kernels multiply codes: decode_codes.py.
 
-Codes become floats without conversions, of which a multiprocessor does few per clock. The decode
-kernels read two bytes at a time: decode_codes.py. The prompt kernel, which lets many queries share
-a conversion, takes codes as bytes: with 8 bits, the upper byte of 128 in bfloat16 makes the lower
-seven bits read as 128 + number, the sign bit alone as 128 or 256, and the difference is the code,
-in four instructions for two. Keys of float16 models read as 1152 + code, in one and a half; that
-is subtracted from the scores, whose sums are of float32. 4 bits read as 128 + code, in two
-instructions for two; the 128 is subtracted from sums.
+Codes become floats without conversions, of which a multiprocessor does few per clock. 8 bits: with
+the upper byte of 128 in bfloat16 the lower seven bits read as 128 + number, the sign bit alone as
+128 or 256, and the difference is the code. 4 bits are put where they count in ones of 64 + code.
 
-fp8 is multiplied in float16, too: it has every such number, and an instruction converts two, where
+fp8 is multiplied in float16: it has every such number, and an instruction converts two, where
 bfloat16 takes two conversions and four other instructions. Of the queries, float16 keeps all bits
 between 6e-5 and 65504; larger ones become that. Weights of values are at most 1.
 
 Keys are converted in the layout in which a product takes them. That layout has several tokens of a
 channel in a register, which for values are single bytes apart: those are converted as they are
 loaded, and reach the product through shared memory as floats, which it reads transposed. So their
-conversion is marked as one that the compiler must not move (Triton 3.6: a loop of 800 instructions
-for 64 tokens, where it has 1,115 if all are moved).
+conversion is marked as one that the compiler must not move.
 """
 
 from __future__ import annotations
@@ -32,7 +27,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..widen import round_pairs, widen_tile
+from ..widen import widen_tile
 
 Quantized: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Keys, values [num_blocks, block_size, num_kv_heads, width], contiguous: int8 with a width of
@@ -99,21 +94,19 @@ def block_width(width: int) -> int:
 
 
 @triton.constexpr_function
-def code_middle(bits, dtype):
-    """Return what `widen_codes` or `unpack_codes` gives for the code of the zero."""
-    if bits == 8:
-        return 0.0
-    if INTERPRETED or dtype == tl.float32:
-        return 7.5
-    return 135.5 if dtype == tl.bfloat16 else 1031.5
+def by_bits(dtype):
+    """Return whether codes become floats of `dtype` by their bits: the interpreter converts."""
+    return dtype.primitive_bitwidth == 16 and not INTERPRETED
 
 
 @triton.constexpr_function
-def key_middle(bits, dtype):
-    """`code_middle` of `key_codes`."""
-    if bits == 8 and dtype == tl.float16 and not INTERPRETED:
-        return 1152.0
-    return code_middle(bits, dtype)
+def code_middle(bits, dtype):
+    """Return the float that the code of the zero becomes."""
+    if bits == 8:
+        return 0.0
+    if not by_bits(dtype):
+        return 7.5
+    return 135.5 if dtype == tl.bfloat16 else 1031.5
 
 
 @triton.constexpr_function
@@ -135,6 +128,44 @@ def product_query(query, DTYPE: tl.constexpr):
         return wide.to(DTYPE)
 
 
+# $2: codes; $3, $4: scales; $5, $6: zeros. One rounding: zero + scale * code.
+_DEQUANTIZE_8 = tl.constexpr(
+    "{ .reg .b32 low, high, number, sign, one; mov.b32 one, 0x3f803f80;"
+    " prmt.b32 low, $2, 0x43434343, 0x4140; prmt.b32 high, $2, 0x43434343, 0x4342;"
+    " and.b32 number, low, 0x437f437f; lop3.b32 sign, low, 0x43804380, 0x80008000, 0xea;"
+    # number * 1 + -(128 or 256): additions of bfloat16 pairs need Hopper, these Ampere.
+    " fma.rn.bf16x2 number, number, one, sign; fma.rn.bf16x2 $0, number, $3, $5;"
+    " and.b32 number, high, 0x437f437f; lop3.b32 sign, high, 0x43804380, 0x80008000, 0xea;"
+    " fma.rn.bf16x2 number, number, one, sign; fma.rn.bf16x2 $1, number, $4, $6; }"
+)
+# 64 + code - 71.5: bfloat16 has no halves from 128 on.
+_DEQUANTIZE_4 = tl.constexpr(
+    "{ .reg .b32 low, high, number, one, middle;"
+    " mov.b32 one, 0x3f803f80; mov.b32 middle, 0xc28fc28f;"
+    " prmt.b32 low, $4, 0, 0x4140; prmt.b32 high, $4, 0, 0x4342;"
+    " shl.b32 number, low, 1; lop3.b32 number, number, 0x001e001e, 0x42804280, 0xea;"
+    " fma.rn.bf16x2 number, number, one, middle; fma.rn.bf16x2 $0, number, $5, $7;"
+    " shl.b32 number, high, 1; lop3.b32 number, number, 0x001e001e, 0x42804280, 0xea;"
+    " fma.rn.bf16x2 number, number, one, middle; fma.rn.bf16x2 $1, number, $6, $8;"
+    " shr.u32 number, low, 3; lop3.b32 number, number, 0x001e001e, 0x42804280, 0xea;"
+    " fma.rn.bf16x2 number, number, one, middle; fma.rn.bf16x2 $2, number, $5, $7;"
+    " shr.u32 number, high, 3; lop3.b32 number, number, 0x001e001e, 0x42804280, 0xea;"
+    " fma.rn.bf16x2 number, number, one, middle; fma.rn.bf16x2 $3, number, $6, $8; }"
+)
+_WIDEN_FLOAT16 = tl.constexpr(
+    "{ .reg .b32 codes, low, high, base;"
+    " xor.b32 codes, $2, 0x80808080; mov.b32 base, 0x64806480;"
+    " prmt.b32 low, codes, 0x64646464, 0x4140; prmt.b32 high, codes, 0x64646464, 0x4342;"
+    " sub.rn.f16x2 $0, low, base; sub.rn.f16x2 $1, high, base; }"
+)
+_UNPACK_FLOAT16 = tl.constexpr(
+    "{ .reg .b32 low, high;"
+    " prmt.b32 low, $4, 0x64646464, 0x4140; prmt.b32 high, $4, 0x64646464, 0x4342;"
+    " and.b32 $0, low, 0x640f640f; and.b32 $1, high, 0x640f640f;"
+    " shr.u32 low, low, 4; lop3.b32 $2, low, 0x000f000f, 0x64006400, 0xea;"
+    " shr.u32 high, high, 4; lop3.b32 $3, high, 0x000f000f, 0x64006400, 0xea; }"
+)
+
 if INTERPRETED:
 
     @triton.jit
@@ -142,51 +173,7 @@ if INTERPRETED:
         """The same numbers in `product_dtype`"""
         return x.to(dtype)
 
-    @triton.jit
-    def widen_codes(codes, dtype: tl.constexpr, MOVABLE: tl.constexpr):
-        """int8 → the same numbers in a float type"""
-        return codes.to(dtype)
-
-    @triton.jit
-    def key_codes(codes, dtype: tl.constexpr):
-        """int8 → `key_middle` + the same numbers, in a float type"""
-        return codes.to(dtype)
-
-    @triton.jit
-    def unpack_codes(codes, dtype: tl.constexpr, MOVABLE: tl.constexpr):
-        """Bytes of two codes → low halves and high halves, in a float type"""
-        return (codes & 15).to(dtype), (codes >> 4).to(dtype)
-
 else:
-    _WIDEN_BFLOAT16 = tl.constexpr(
-        # number * 1 + -(128 or 256): additions of bfloat16 pairs need Hopper, these Ampere.
-        "{ .reg .b32 low, high, number, sign, one; mov.b32 one, 0x3f803f80;"
-        " prmt.b32 low, $2, 0x43434343, 0x4140; prmt.b32 high, $2, 0x43434343, 0x4342;"
-        " and.b32 number, low, 0x437f437f; lop3.b32 sign, low, 0x43804380, 0x80008000, 0xea;"
-        " fma.rn.bf16x2 $0, number, one, sign;"
-        " and.b32 number, high, 0x437f437f; lop3.b32 sign, high, 0x43804380, 0x80008000, 0xea;"
-        " fma.rn.bf16x2 $1, number, one, sign; }"
-    )
-    _WIDEN_FLOAT16 = tl.constexpr(
-        "{ .reg .b32 codes, low, high, base;"
-        " xor.b32 codes, $2, 0x80808080; mov.b32 base, 0x64806480;"
-        " prmt.b32 low, codes, 0x64646464, 0x4140; prmt.b32 high, codes, 0x64646464, 0x4342;"
-        " sub.rn.f16x2 $0, low, base; sub.rn.f16x2 $1, high, base; }"
-    )
-
-    def _unpacking(upper: str) -> tl.constexpr:
-        """Return PTX for four bytes: spread them, mask each half, set the upper byte."""
-        fill, mask, base = f"0x{upper * 4}", f"0x{upper}0f{upper}0f", f"0x{upper}00{upper}00"
-        return tl.constexpr(
-            "{ .reg .b32 low, high;"
-            f" prmt.b32 low, $4, {fill}, 0x4140; prmt.b32 high, $4, {fill}, 0x4342;"
-            f" and.b32 $0, low, {mask}; and.b32 $1, high, {mask};"
-            f" shr.u32 low, low, 4; lop3.b32 $2, low, 0x000f000f, {base}, 0xea;"
-            f" shr.u32 high, high, 4; lop3.b32 $3, high, 0x000f000f, {base}, 0xea; }}"
-        )
-
-    _UNPACK_BFLOAT16, _UNPACK_FLOAT16 = _unpacking("43"), _unpacking("64")
-
     _WIDEN_E4M3 = tl.constexpr(
         "{ .reg .b16 low, high; mov.b32 {low, high}, $2;"
         " cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }"
@@ -209,51 +196,6 @@ else:
         else:
             return widen_tile(x, dtype)
 
-    @triton.jit
-    def widen_codes(codes, dtype: tl.constexpr, MOVABLE: tl.constexpr):
-        """int8 → the same numbers in a float type, four codes at a time."""
-        if dtype == tl.bfloat16:
-            return tl.inline_asm_elementwise(
-                _WIDEN_BFLOAT16, "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=MOVABLE, pack=4
-            )
-        elif dtype == tl.float16:
-            return tl.inline_asm_elementwise(
-                _WIDEN_FLOAT16, "=r,=r,r", [codes], dtype=tl.float16, is_pure=MOVABLE, pack=4
-            )
-        else:
-            return codes.to(dtype)
-
-    _KEY_FLOAT16 = tl.constexpr(
-        "{ .reg .b32 codes; xor.b32 codes, $2, 0x80808080;"
-        " prmt.b32 $0, codes, 0x64646464, 0x4140; prmt.b32 $1, codes, 0x64646464, 0x4342; }"
-    )
-
-    @triton.jit
-    def key_codes(codes, dtype: tl.constexpr):
-        """int8 → `key_middle` + the same numbers, in a float type"""
-        if dtype == tl.float16:
-            return tl.inline_asm_elementwise(
-                _KEY_FLOAT16, "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4
-            )
-        else:
-            return widen_codes(codes, dtype, True)
-
-    @triton.jit
-    def unpack_codes(codes, dtype: tl.constexpr, MOVABLE: tl.constexpr):
-        """Bytes of two codes → low halves and high halves, in a float type: see `code_middle`."""
-        if dtype == tl.bfloat16:
-            return tl.inline_asm_elementwise(
-                _UNPACK_BFLOAT16, "=r,=r,=r,=r,r", [codes],
-                dtype=(tl.bfloat16, tl.bfloat16), is_pure=MOVABLE, pack=4,
-            )  # fmt: skip
-        elif dtype == tl.float16:
-            return tl.inline_asm_elementwise(
-                _UNPACK_FLOAT16, "=r,=r,=r,=r,r", [codes],
-                dtype=(tl.float16, tl.float16), is_pure=MOVABLE, pack=4,
-            )  # fmt: skip
-        else:
-            return (codes & 15).to(dtype), (codes >> 4).to(dtype)
-
 
 @triton.jit
 def word_scale(words):
@@ -274,48 +216,54 @@ def word_places(block, position, kv_head, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE
 
 
 @triton.jit
-def all_codes(codes, dtype: tl.constexpr, MOVABLE: tl.constexpr, BITS: tl.constexpr):
-    """[n, width] as stored → [n, width], or [n, 2 * width] with 4 bits, of a float type: the codes
-    of low halves, then those of high halves; see `code_middle`."""
-    if BITS == 8:
-        return widen_codes(codes, dtype, MOVABLE)
+def dequantized(codes, words, dtype: tl.constexpr, MOVABLE: tl.constexpr, BITS: tl.constexpr):
+    """[n, width] as stored, words [n] → [n, width], or [n, 2 * width] with 4 bits, rounded to
+    `dtype`: the numbers of low halves, then those of high halves."""
+    if dtype == tl.bfloat16:
+        scale = tl.broadcast_to((words & 0xFFFF).to(tl.int16)[:, None], codes.shape)
+        zero = tl.broadcast_to((words >> 16).to(tl.int16)[:, None], codes.shape)
+        if BITS == 8:
+            return tl.inline_asm_elementwise(
+                _DEQUANTIZE_8, "=&r,=&r,r,r,r,r,r", [codes, scale, zero],
+                dtype=tl.bfloat16, is_pure=MOVABLE, pack=4,
+            )  # fmt: skip
+        else:
+            low, high = tl.inline_asm_elementwise(
+                _DEQUANTIZE_4, "=&r,=&r,=&r,=&r,r,r,r,r,r", [codes, scale, zero],
+                dtype=(tl.bfloat16, tl.bfloat16), is_pure=MOVABLE, pack=4,
+            )  # fmt: skip
+            return _beside(low, high)
     else:
-        low, high = unpack_codes(codes, dtype, MOVABLE)
-        halves = tl.permute(tl.join(low, high), (0, 2, 1))
-        return tl.reshape(halves, (codes.shape[0], 2 * codes.shape[1]))
+        numbers = _read_codes(codes, dtype, MOVABLE, BITS).to(tl.float32) - code_middle(BITS, dtype)
+        return (word_zero(words)[:, None] + word_scale(words)[:, None] * numbers).to(dtype)
 
 
 @triton.jit
-def all_key_codes(codes, dtype: tl.constexpr, BITS: tl.constexpr):
-    """As `all_codes`, for keys: see `key_middle`."""
-    if BITS == 8:
-        return key_codes(codes, dtype)
+def _read_codes(codes, dtype: tl.constexpr, MOVABLE: tl.constexpr, BITS: tl.constexpr):
+    """[n, width] as stored → [n, width], or [n, 2 * width], of `dtype`, which is not bfloat16: see
+    `code_middle`."""
+    if by_bits(dtype):
+        if BITS == 8:
+            return tl.inline_asm_elementwise(
+                _WIDEN_FLOAT16, "=r,=r,r", [codes], dtype=tl.float16, is_pure=MOVABLE, pack=4
+            )
+        else:
+            low, high = tl.inline_asm_elementwise(
+                _UNPACK_FLOAT16, "=r,=r,=r,=r,r", [codes],
+                dtype=(tl.float16, tl.float16), is_pure=MOVABLE, pack=4,
+            )  # fmt: skip
+            return _beside(low, high)
+    elif BITS == 8:
+        return codes.to(dtype)
     else:
-        return all_codes(codes, dtype, True, BITS)
+        return _beside((codes & 15).to(dtype), (codes >> 4).to(dtype))
 
 
 @triton.jit
-def product_scores(product, query_sum, words, scale, dtype: tl.constexpr, BITS: tl.constexpr):
-    """Return scale * q · k, [M, N] float32, of q · codes, [M, N]; query_sum: [M] float32, over the
-    whole head; words: [N]; dtype: that of the codes in the product, `key_middle` among them."""
-    step = word_scale(words)
-    zero = word_zero(words) - key_middle(BITS, dtype) * step
-    return product * (step * scale)[None, :] + query_sum[:, None] * (zero * scale)[None, :]
-
-
-@triton.jit
-def code_weights(weights, words, dtype: tl.constexpr, BITS: tl.constexpr):
-    """Return weights of codes, [M, N] of `dtype`, and what their product lacks in each channel, as
-    [M, N] float32 to be summed. weights: [M, N] float32; words: [N]"""
-    scaled = weights * word_scale(words)[None, :]
-    missing = weights * word_zero(words)[None, :]
-    if BITS == 8:
-        scaled = scaled.to(dtype)
-    else:
-        scaled = round_pairs(scaled, dtype)
-        # Of the weights as they were multiplied: what is rounded off in them is no part of the sum.
-        missing -= code_middle(BITS, dtype) * scaled.to(tl.float32)
-    return scaled, missing
+def _beside(low, high):
+    """[n, m] each → [n, 2 m]"""
+    halves = tl.permute(tl.join(low, high), (0, 2, 1))
+    return tl.reshape(halves, (low.shape[0], 2 * low.shape[1]))
 
 
 @triton.jit

@@ -34,13 +34,13 @@ class CacheShapes(NamedTuple):
     num_kv_heads: int
     head_dim: int
     decode: tuple[tuple[int, int], ...]
-    fused: tuple[int, int]
+    fused: tuple[tuple[int, int], ...]
     prompt: int
     """Tokens of a prompt, whose writes are measured, too."""
 
 
-QWEN3_8B_CACHE = CacheShapes(32, 8, 128, ((256, 2048), (32, 32768)), (8, 4096), 8192)
-TINY_CACHE = CacheShapes(4, 2, 16, ((2, 33),), (2, 20), 17)
+QWEN3_8B_CACHE = CacheShapes(32, 8, 128, ((256, 2048), (32, 32768)), ((8, 4096), (8, 32768)), 8192)
+TINY_CACHE = CacheShapes(4, 2, 16, ((2, 33),), ((2, 20),), 17)
 
 
 class CacheCase(NamedTuple):
@@ -61,7 +61,8 @@ def cache_cases(
         maker = _Maker(shapes, device, dtype, name)
         for rows, context in shapes.decode:
             yield maker.decode(rows, context)
-        yield maker.fused_decode(*shapes.fused)
+        for rows, context in shapes.fused:
+            yield maker.fused_decode(rows, context)
         yield maker.prefill()
         yield maker.write()
 

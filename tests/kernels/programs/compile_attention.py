@@ -262,6 +262,27 @@ for bits, widths in ((8, INT8), (84, INT4_VALUES), (4, INT4_CACHE)):
         (paged_attention_prefill._prefill_kernel, {**quantized, **PREFILL}, 4, CODES[bits]),
         (qk_norm_rope_cache._qk_norm_rope_cache_kernel, {**quantized, **WRITE}, 2, CODES[bits]),
     ]  # fmt: skip
+for bits, widths in ((8, INT8), (4, INT4_CACHE)):
+    # Codes become floats of other bits than those of bfloat16; of float32, by conversions.
+    quantized = {k: v for k, v in {**COMMON, **DECODE, **widths}.items() if k not in WORDS}
+    half, single = (
+        {**CODES[bits], **dict.fromkeys(("out_ptr", "query_ptr"), f"*{kind}")}
+        for kind in ("fp16", "fp32")
+    )
+    narrow = {**quantized, "BLOCK_N": 32, "SPLIT": False, "PDL": False}
+    KERNELS += [
+        (paged_attention_decode._decode_kernel, {**quantized, "SPLIT": True, "PDL": True}, 4, half),
+        (paged_attention_prefill._prefill_kernel, {**quantized, **PREFILL}, 8, half),
+        (paged_attention_decode._decode_kernel, narrow, 4, single),
+        (paged_attention_prefill._prefill_kernel, {**narrow, "BLOCK_M": 32}, 4, single),
+    ]
+# Of 9 bytes, which are read one by one.
+ODD = {**COMMON, **DECODE, "KEY_BITS": 4, "VALUE_BITS": 4, "HEAD_DIM": 18, "KEY_WIDTH": 9}
+ODD |= {"VALUE_WIDTH": 9, "BLOCK_K": 32, "BLOCK_V": 32, "SPLIT": True, "PDL": True}
+KERNELS.append(
+    (paged_attention_decode._decode_kernel, {k: v for k, v in ODD.items() if k not in WORDS}, 4,
+     CODES[4])
+)  # fmt: skip
 KERNELS += [
     (paged_attention_decode._decode_kernel, {**COMMON, **DECODE, "SPLIT": True, "PDL": True}, 4,
      E5M2_CACHE),
