@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import os
 import threading
 import weakref
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
@@ -44,7 +45,10 @@ class LLM:
         )
         self._thread.start()
         self.engine = AsyncEngine(config)
-        self._end = weakref.finalize(self, _shut, self.engine, self._loop, self._thread)
+        self._process = os.getpid()
+        self._end = weakref.finalize(
+            self, _shut, self.engine, self._loop, self._thread, self._process
+        )
         self._end.atexit = False  # At exit it would run after the threads that it needs have ended.
         getattr(threading, "_register_atexit", atexit.register)(self._end)
         try:
@@ -188,12 +192,22 @@ class LLM:
         if not self._end.alive:
             work.close()
             raise RuntimeError("this LLM is closed")
+        if os.getpid() != self._process:
+            work.close()
+            raise RuntimeError(
+                "this LLM belongs to the process that created it: a fork has none of its threads; "
+                "create one after the fork"
+            )
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
 
-def _shut(engine: AsyncEngine, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+def _shut(
+    engine: AsyncEngine, loop: asyncio.AbstractEventLoop, thread: threading.Thread, process: int
+) -> None:
+    if os.getpid() != process:
+        return  # A fork at its end: the thread that would answer is not there.
     if threading.current_thread() is thread:  # The garbage collector may run this on any thread.
-        threading.Thread(target=_shut, args=(engine, loop, thread)).start()
+        threading.Thread(target=_shut, args=(engine, loop, thread, process)).start()
         return
     try:
         asyncio.run_coroutine_threadsafe(engine.stop(), loop).result()

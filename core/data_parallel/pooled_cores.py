@@ -282,8 +282,7 @@ class PooledCores:
         error = reply.exception()
         if error is None or state.finished:
             return
-        full = isinstance(error, EngineOverloaded | EngineStopped)
-        if full and not process.ended.done():
+        if isinstance(error, EngineOverloaded | EngineStopped) and not process.ended.done():
             refused[self._placements[spec.request_id].member] = error
             if self._send_again(state, spec, refused):
                 process.requests.release(state)

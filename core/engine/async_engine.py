@@ -8,7 +8,8 @@ async with AsyncEngine(EngineConfig(model="path")) as engine:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, Unpack
 
 import prometheus_client as prometheus
@@ -36,6 +37,7 @@ from .request_state import RequestState
 from .text_processor import ChatOptions, TextProcessor
 
 T = TypeVar("T")
+NOT_STARTED = "the engine has not started, which `async with` or start() does"
 MAX_TOKENIZED = 1 << 17
 """Most tokens of a text that is only tokenized; four times the context if that is more."""
 
@@ -65,15 +67,16 @@ class AsyncEngine:
         self._events = PluginEvents(plugins)
         self._entry: RequestEntry | None = None
         """None before the start."""
-        self._started = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        """That of the start; None before."""
 
     # ------------------------------------------------------------ life
 
     async def start(self) -> None:
         """Load the model and begin to serve. Raises ConfigError, LoadError, OutOfMemory."""
-        if self._started:
+        if self._loop is not None:
             raise EngineStopped("this engine was started before; create a new one")
-        self._started = True
+        self._loop = asyncio.get_running_loop()
         core = self.core
         await core.start(self._texts, self._events)
         try:
@@ -103,6 +106,7 @@ class AsyncEngine:
 
         An error while a part stops is logged, and the other parts still stop.
         """
+        self._check_loop()
         self.core.requests.accepting = False
         if self._entry is not None:
             for state in list(self.core.requests.states.values()):
@@ -147,7 +151,7 @@ class AsyncEngine:
         envelope = Envelope(request_id or "", priority, cache_salt, data_parallel_rank)
 
         async def start() -> RequestState:
-            return await self._started_entry().complete(prompt, params, envelope)
+            return await self._entry_here().complete(prompt, params, envelope)
 
         return OutputStream(start, self.core.abort_request)
 
@@ -170,7 +174,7 @@ class AsyncEngine:
         envelope = Envelope(request_id or "", priority, cache_salt, data_parallel_rank)
 
         async def start() -> RequestState:
-            return await self._started_entry().chat(messages, params, envelope, **options)
+            return await self._entry_here().chat(messages, params, envelope, **options)
 
         return OutputStream(start, self.core.abort_request)
 
@@ -195,7 +199,7 @@ class AsyncEngine:
         envelope = Envelope(request_id or "", priority, cache_salt, data_parallel_rank)
 
         async def start() -> PoolingState:
-            entry = self._started_entry()
+            entry = self._entry_here()
             return await entry.encode(prompt, params, envelope, add_special_tokens)
 
         return PoolingStream(start, self.core.abort_request)
@@ -289,18 +293,21 @@ class AsyncEngine:
 
     @property
     def model_config(self) -> ModelConfig:
-        """Known once started."""
-        return self.core.model_config
+        """Raises EngineStopped before it is known, early in the start."""
+        with _known_once_started():
+            return self.core.model_config
 
     @property
     def info(self) -> ExecutorInfo:
-        """Known once started."""
-        return self.core.info
+        """Raises EngineStopped before it is known, during the start."""
+        with _known_once_started():
+            return self.core.info
 
     @property
     def metrics_registry(self) -> prometheus.CollectorRegistry:
-        """The metrics of this process. Known once started."""
-        return self.core.registry
+        """The metrics of this process. Raises EngineStopped before the start."""
+        with _known_once_started():
+            return self.core.registry
 
     @property
     def supported_tasks(self) -> tuple[str, ...]:
@@ -350,5 +357,29 @@ class AsyncEngine:
     def _started_entry(self) -> RequestEntry:
         """Return where requests enter. Raises EngineStopped before the start."""
         if self._entry is None:
-            raise EngineStopped("the engine has not started, which `async with` or start() does")
+            raise EngineStopped(NOT_STARTED)
         return self._entry
+
+    def _entry_here(self) -> RequestEntry:
+        """Return where requests enter from the running event loop. Raises EngineStopped before the
+        start, and RuntimeError on another loop."""
+        entry = self._started_entry()
+        self._check_loop()
+        return entry
+
+    def _check_loop(self) -> None:
+        """Raise RuntimeError on another event loop than that of the start: a request would never
+        wake up."""
+        if self._loop is not None and self._loop is not asyncio.get_running_loop():
+            raise RuntimeError(
+                "this engine belongs to the event loop that started it: start and use it in one "
+                "asyncio.run, and from other threads through asyncio.run_coroutine_threadsafe"
+            )
+
+
+@contextlib.contextmanager
+def _known_once_started() -> Iterator[None]:
+    try:
+        yield
+    except AttributeError:
+        raise EngineStopped(NOT_STARTED) from None

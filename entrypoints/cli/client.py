@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import http.client
 import json
 import os
 import sys
@@ -14,6 +15,12 @@ from typing import Any
 
 from ..flags.engine_flags import Parser
 from ..stdout import reader_left
+
+BROKE_OFF = "the response broke off: the server or the connection ended"
+
+
+class ResponseFailed(OSError):
+    """A response broke off, or is none of this protocol."""
 
 
 def _parser(name: str, text: str) -> argparse.ArgumentParser:
@@ -73,12 +80,14 @@ def complete(argv: list[str]) -> int:
     parser = _parser("complete", "Complete a text on a running server.")
     parser.add_argument("prompt", nargs="?", help="default: standard input")
     args = parser.parse_args(argv)
-    prompt = sys.stdin.read() if args.prompt is None else args.prompt
     try:
-        for event in _events(args, "/v1/completions", {"prompt": prompt}):
-            for choice in event["choices"]:
-                print(choice["text"], end="", flush=True)
-        print()
+        prompt = sys.stdin.buffer.read().decode() if args.prompt is None else args.prompt
+    except UnicodeDecodeError as error:
+        parser.error(f"standard input is no text in UTF-8: {error}")
+    try:
+        _show(
+            choice.get("text") or "" for choice in _choices(args, "/v1/completions", prompt=prompt)
+        )
         return 0
     except OSError as error:
         return _explain(error, args.url)
@@ -87,18 +96,47 @@ def complete(argv: list[str]) -> int:
 def _say(args: argparse.Namespace, messages: list[dict[str, str]]) -> str:
     """Send a conversation, show the response as it arrives; return its text."""
     text = ""
-    thinking = False
-    for event in _events(args, "/v1/chat/completions", {"messages": messages}):
-        for choice in event["choices"]:
-            reasoning = choice["delta"].get("reasoning_content") or ""
-            content = choice["delta"].get("content") or ""
-            if content and thinking:
-                print("\n")
+
+    def parts() -> Iterator[str]:
+        nonlocal text
+        thinking = False
+        for choice in _choices(args, "/v1/chat/completions", messages=messages):
+            delta = choice.get("delta") or {}
+            reasoning, content = delta.get("reasoning_content") or "", delta.get("content") or ""
+            yield "\n\n" if content and thinking else ""
             thinking = bool(reasoning) or (thinking and not content)
             text += content
-            print(reasoning + content, end="", flush=True)
-    print()
+            yield reasoning + content
+
+    _show(parts())
     return text
+
+
+def _show(parts: Iterator[str]) -> None:
+    """Print text as it arrives, and end its line, also before an error."""
+    shown = False
+    try:
+        for part in parts:
+            print(part, end="", flush=True)
+            shown = shown or bool(part)
+    except OSError:
+        if shown and not reader_left():
+            print()
+        raise
+    print()
+
+
+def _choices(args: argparse.Namespace, route: str, **body: Any) -> Iterator[dict[str, Any]]:
+    """POST a body, and yield the choices in the stream's chunks. Raises OSError."""
+    try:
+        for event in _events(args, route, body):
+            yield from event["choices"]
+    except http.client.IncompleteRead:
+        raise ResponseFailed(BROKE_OFF) from None
+    except (http.client.HTTPException, ValueError, TypeError, KeyError, AttributeError):
+        raise ResponseFailed(
+            f"what answers at {args.url} does not speak OpenAI's protocol"
+        ) from None
 
 
 def _events(args: argparse.Namespace, route: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -115,11 +153,14 @@ def _events(args: argparse.Namespace, route: str, body: dict[str, Any]) -> Itera
     with urllib.request.urlopen(request, timeout=600) as response:
         for line in response:
             data = line.decode().removeprefix("data: ").strip()
-            if data and data != "[DONE]":
+            if data == "[DONE]":
+                return
+            if data:
                 event = json.loads(data)
                 if "error" in event:
-                    raise OSError(event["error"]["message"])
+                    raise ResponseFailed(event["error"]["message"])
                 yield event
+    raise ResponseFailed(BROKE_OFF)
 
 
 def _explain(error: OSError, url: str) -> int:
@@ -128,7 +169,7 @@ def _explain(error: OSError, url: str) -> int:
     if isinstance(error, urllib.error.HTTPError):
         try:
             message = json.loads(error.read())["error"]["message"]
-        except (ValueError, KeyError):
+        except (ValueError, KeyError, TypeError):
             message = str(error)
         print(f"jackfield: the server refused: {message}", file=sys.stderr)
     elif isinstance(error, urllib.error.URLError):

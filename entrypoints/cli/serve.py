@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import socket
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,7 +42,9 @@ def _serve(argv: list[str]) -> int:
 
         return run_on_loop(serve(options.config, options.plugins, options.listen, options.options))
     except StoppedAtStart as stop:
-        return stop.status
+        # A thread may still load, and native code that is unloaded under it aborts the process.
+        sys.stderr.flush()
+        os._exit(stop.status)
     except (JackfieldError, OSError) as error:
         return fail(error)
 

@@ -42,6 +42,7 @@ from .frontends import stateful_proxy
 from .frontends.metrics import FrontendMetrics
 from .info_routes import detokenize, health, metrics, model, models, plugins, tokenize, version
 from .plugin_routes import add_plugin_routes, owner
+from .route_hints import hint
 
 logger = logging.getLogger("jackfield.server")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -177,7 +178,9 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     except web.HTTPException as refusal:
         if refusal.status < 400:
             raise
-        response = _refusal(refusal.status, f"{request.method} {request.path}: {refusal.reason}")
+        more = hint(request) if refusal.status == 404 else ""
+        message = f"{request.method} {request.path}: {refusal.reason}{more}"
+        response = _refusal(refusal.status, message)
         if "Allow" in refusal.headers:
             response.headers["Allow"] = refusal.headers["Allow"]
         return response

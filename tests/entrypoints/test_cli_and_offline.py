@@ -110,6 +110,31 @@ def test_an_error_in_one_prompt_leaves_the_engine_usable(llm: LLM) -> None:
     assert llm.engine.stats().kv_blocks_used == 0
 
 
+FORK = """
+import os, sys
+from jackfield import LLM
+
+with LLM(device="cpu", num_gpu_blocks_override=64) as llm:
+    child = os.fork()
+    if child == 0:
+        try:
+            llm.generate([[5]], use_tqdm=False)
+        except RuntimeError as error:
+            print(error)
+        sys.exit(7)  # Whatever is registered for the end of a program runs.
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_fork_of_a_program_with_an_engine_is_refused_and_ends() -> None:
+    completed = forked.run(
+        [sys.executable, "-c", FORK], capture_output=True, text=True, timeout=120
+    )
+    message, status = completed.stdout.splitlines()
+    assert "belongs to the process that created it" in message and status == "7"
+    assert "Traceback" not in completed.stderr
+
+
 @pytest.mark.parametrize("wrong", [None, 5, {"role": "user"}, b"hi"])
 def test_what_is_no_list_is_refused_by_name(llm: LLM, wrong: Any) -> None:
     with pytest.raises(InvalidRequest, match="messages: must be a list, got"):

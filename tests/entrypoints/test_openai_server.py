@@ -370,6 +370,27 @@ def test_garbage_gets_an_error_body(
     assert "Traceback" not in response.text and "site-packages" not in response.text
 
 
+@pytest.mark.parametrize(
+    ("path", "ends"),
+    [
+        ("/chat/completions", "; did you mean /v1/chat/completions?"),
+        ("/v1/v1/messages", "; did you mean /v1/messages?"),
+        ("/v1/chat/completions/chat/completions", "; did you mean /v1/chat/completions?"),
+        ("/v1/models/", "; did you mean /v1/models?"),
+        ("/v1/files", " (the server was started without --batch-dir)"),
+        ("/v1/moderations", "/v1/moderations: Not Found"),
+    ],
+)
+def test_an_unknown_route_names_the_one_that_was_probably_meant(
+    server: Server, path: str, ends: str
+) -> None:
+    headers = {"Authorization": "Bearer secret"}
+    response = httpx.post(server.url + path, json={}, headers=headers)
+    assert response.status_code == 404
+    error = response.json()["error"]
+    assert error["message"].endswith(ends) and error["code"] == 404
+
+
 def test_tokenize_round_trip(server: Server) -> None:
     headers = {"Authorization": "Bearer secret"}
     response = httpx.post(

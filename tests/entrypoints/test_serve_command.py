@@ -7,8 +7,10 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -184,6 +186,59 @@ def test_chat_and_complete_talk_to_a_server(
         assert capsys.readouterr().out == "".join(SCRIPT[:4]) + "\n"
         assert main(["complete", *flags, "--model", "other", "x"]) == 1
         assert "'other' is not served here" in capsys.readouterr().err
+
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n"
+CHUNK = b'data: {"choices": [{"delta": {"content": "Hel"}, "text": "Hel"}]}\n\n'
+BROKEN = "jackfield: the response broke off"
+FOREIGN = "does not speak OpenAI's protocol"
+
+
+@contextlib.contextmanager
+def answering(response: bytes) -> Iterator[str]:
+    """A server that sends these bytes to its one client, and is gone: its URL."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                received = b""
+                while b"}" not in received.partition(b"\r\n\r\n")[2]:
+                    received += connection.recv(1 << 16)
+                connection.sendall(response)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        thread.join()
+
+
+@pytest.mark.parametrize("command", [("chat", "-m", "hi"), ("complete", "hi")], ids=" ".join)
+@pytest.mark.parametrize(
+    ("response", "shown", "says"),
+    [
+        (HEAD + b"Content-Length: 999\r\n\r\n" + CHUNK, "Hel\n", BROKEN),
+        (HEAD + b"Transfer-Encoding: chunked\r\n\r\n41\r\n" + CHUNK + b"\r\n9", "Hel\n", BROKEN),
+        (HEAD + b"\r\n" + CHUNK, "Hel\n", BROKEN),
+        (HEAD + b"\r\n<html></html>", "", FOREIGN),
+        (HEAD + b'\r\n{"choices": 5}', "", FOREIGN),
+        (HEAD + b"\r\n\xff\xfe", "", FOREIGN),
+        (b"220 mail.example ESMTP\r\n", "", FOREIGN),
+        (b'HTTP/1.1 400 Bad Request\r\n\r\n{"error": "oops"}', "", "refused: HTTP Error 400"),
+    ],
+)  # fmt: skip
+def test_a_response_that_cannot_be_used_is_explained(
+    command: tuple[str, ...],
+    response: bytes,
+    shown: str,
+    says: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with answering(response) as url:
+        assert main([command[0], "--url", url, *command[1:]]) == 1
+    output = capsys.readouterr()
+    assert output.out == shown and says in output.err
+    assert len(output.err.splitlines()) == 1
 
 
 def test_help_imports_no_torch() -> None:

@@ -3,6 +3,7 @@ their own, and the processor time of each process."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import tempfile
 from collections.abc import AsyncIterator, Sequence
@@ -34,6 +35,7 @@ async def serving_fronts(
         tempfile.TemporaryDirectory(prefix="jackfield-") as folder,
         bound(base.listen, count) as sockets,
     ):
-        async with fronted(engine, core, base, folder, sockets) as (server, _):
+        signals: asyncio.Queue[int] = asyncio.Queue()  # None come: the benchmark handles its own.
+        async with fronted(engine, core, base, folder, sockets, signals) as (server, _):
             executor.others = [front.pid for front in server.fronts]
             yield address(base.listen, sockets[0][0].getsockname()[1]), engine

@@ -178,7 +178,7 @@ async def fronted(
     signals: asyncio.Queue[int],
 ) -> AsyncIterator[tuple[EngineServer, Callable[[], Coroutine[Any, Any, None]]]]:
     """Run an engine and its front ends. Yield the engine's server, and a coroutine function that
-    raises FrontEndsFailed. Raises StoppedAtStart."""
+    raises FrontEndsFailed. Raises StoppedAtStart if one of `signals` comes before all are up."""
     server = EngineServer(core)
     fronts = FrontEnds(engine, settings, folder, sockets)
     if settings.options.api_key_files:

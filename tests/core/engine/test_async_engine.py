@@ -341,6 +341,22 @@ async def test_an_engine_that_was_not_started_says_so() -> None:
             await method()
 
 
+@pytest.mark.parametrize("name", ["info", "model_config", "metrics_registry"])
+async def test_what_the_start_finds_out_is_not_known_before(name: str) -> None:
+    with pytest.raises(EngineStopped, match="has not started"):
+        getattr(AsyncEngine(EngineConfig()), name)
+
+
+async def test_another_event_loop_is_refused_and_does_not_hang(checkpoint: Path) -> None:
+    async with AsyncEngine(config(checkpoint)) as engine:
+        params = SamplingParams(max_tokens=2, ignore_eos=True)
+        uses = (lambda: final(engine.generate(PROMPT, params)), engine.stop)
+        for use in uses:
+            with pytest.raises(RuntimeError, match="the event loop that started it"):
+                await asyncio.to_thread(asyncio.run, use())
+        assert len((await final(engine.generate(PROMPT, params))).outputs[0].token_ids) == 2
+
+
 async def test_parameters_of_another_type_are_refused_by_name(checkpoint: Path) -> None:
     async with AsyncEngine(config(checkpoint)) as engine:
         fields: Any = {"max_tokens": 3}

@@ -1,0 +1,29 @@
+"""What a client that asked for an unknown route has probably meant."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from ..http.context import OPTIONS
+
+BATCH_ROUTES = ("/v1/files", "/v1/batches")
+
+
+def hint(request: web.Request) -> str:
+    """Return the rest of a sentence about a route that was not found, "" without an idea.
+
+    Most often a client's base URL lacks `/v1`, has it twice, or is the whole route.
+    """
+    path = request.path.rstrip("/")
+    if path.startswith(BATCH_ROUTES) and request.app[OPTIONS].batches is None:
+        return " (the server was started without --batch-dir)"
+    routes = [
+        resource.canonical
+        for resource in request.app.router.resources()
+        if isinstance(resource, web.PlainResource)
+        and len(resource.canonical) > 1
+        and path.endswith(resource.canonical.removeprefix("/v1"))
+    ]
+    if not routes:
+        return ""
+    return f"; did you mean {max(routes, key=len)}?"
