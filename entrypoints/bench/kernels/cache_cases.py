@@ -11,7 +11,11 @@ import torch
 
 from ....core.cache.formats import QUANTIZED_FORMATS
 from ....core.nn.kv_cache.quantized_cache import QuantizedCache
-from ....kernels.attention.decode_splits import choose_num_splits, workspace_elements
+from ....kernels.attention.decode_splits import (
+    DecodeConfig,
+    choose_num_splits,
+    workspace_elements,
+)
 from ....kernels.attention.fused_decode_attention import fused_decode_attention
 from ....kernels.attention.paged_attention_decode import paged_attention_decode
 from ....kernels.attention.paged_attention_prefill import paged_attention_prefill
@@ -43,6 +47,14 @@ QWEN3_8B_CACHE = CacheShapes(32, 8, 128, ((256, 2048), (32, 32768)), ((8, 4096),
 TINY_CACHE = CacheShapes(4, 2, 16, ((2, 33),), ((2, 20),), 17)
 
 
+class Division(NamedTuple):
+    """How a decode kernel divides its work."""
+
+    num_splits: int
+    """Programs of a row and KV head."""
+    config: DecodeConfig
+
+
 class CacheCase(NamedTuple):
     """The fields of `kernel_cases.Case`, by position."""
 
@@ -58,7 +70,7 @@ def cache_cases(
 ) -> Iterator[CacheCase]:
     """Yield each attention kernel over each format. dtype: the model's."""
     for name in FORMATS:
-        maker = _Maker(shapes, device, dtype, name)
+        maker = CacheCases(shapes, device, dtype, name)
         for rows, context in shapes.decode:
             yield maker.decode(rows, context)
         for rows, context in shapes.fused:
@@ -67,7 +79,9 @@ def cache_cases(
         yield maker.write()
 
 
-class _Maker:
+class CacheCases:
+    """Makes cases of one format."""
+
     def __init__(
         self, shapes: CacheShapes, device: torch.device, dtype: torch.dtype, name: str
     ) -> None:
@@ -120,39 +134,47 @@ class _Maker:
         lengths = torch.full((rows,), context, dtype=torch.int32, device=self.device)
         return self.cache(rows * blocks), order.view(rows, blocks), lengths
 
-    def workspace(self, rows: int, context: int) -> tuple[int, torch.Tensor]:
-        """Return the number of splits, and room for them."""
+    def num_splits(self, rows: int, context: int) -> int:
+        """Return the number that the backend chooses."""
         s = self.shapes
-        splits = choose_num_splits(
+        return choose_num_splits(
             rows, s.num_kv_heads, s.head_dim, self.dtype, context, self.num_sms
         )
-        floats = workspace_elements(rows, s.num_heads, s.head_dim, splits)
-        return splits, torch.empty(floats, device=self.device)
 
-    def decode(self, rows: int, context: int) -> CacheCase:
+    def workspace(self, rows: int, num_splits: int) -> torch.Tensor:
+        """Return room for the results of splits."""
+        s = self.shapes
+        floats = workspace_elements(rows, s.num_heads, s.head_dim, num_splits)
+        return torch.empty(floats, device=self.device)
+
+    def decode(self, rows: int, context: int, division: Division | None = None) -> CacheCase:
+        """division: None: as the backend divides."""
         s = self.shapes
 
         def make() -> Work:
             cache, table, lengths = self.paged(rows, context)
             query = self.random(rows, s.num_heads, s.head_dim)
-            splits, workspace = self.workspace(rows, context)
+            splits, config = division or (self.num_splits(rows, context), None)
+            workspace = self.workspace(rows, splits)
             return lambda: paged_attention_decode(
                 query, cache, table, lengths, scale=self.scale, num_splits=splits,
-                workspace=workspace,
+                workspace=workspace, config=config,
             )  # fmt: skip
 
         moved = 2 * s.num_heads * s.head_dim * self.dtype.itemsize + context * self.token_bytes
         shape = f"{rows} rows of {context}, {self.label}"
         return CacheCase("paged_attention_decode", shape, rows * moved, make)
 
-    def fused_decode(self, rows: int, context: int) -> CacheCase:
+    def fused_decode(self, rows: int, context: int, division: Division | None = None) -> CacheCase:
+        """division: None: as the backend divides."""
         s = self.shapes
         width = (s.num_heads + 2 * s.num_kv_heads) * s.head_dim
 
         def make() -> Work:
             cache, table, lengths = self.paged(rows, context)
             qkv = self.random(rows, width)
-            splits, workspace = self.workspace(rows, context)
+            splits, config = division or (self.num_splits(rows, context), None)
+            workspace = self.workspace(rows, splits)
             counters = torch.zeros(rows * s.num_kv_heads, dtype=torch.int32, device=self.device)
             last = table[:, (context - 1) // BLOCK_SIZE].long()
             slots = last * BLOCK_SIZE + (context - 1) % BLOCK_SIZE
@@ -160,6 +182,7 @@ class _Maker:
             return lambda: fused_decode_attention(
                 qkv, s.num_heads, s.num_kv_heads, cache, table, lengths, slots, scale=self.scale,
                 counters=counters, workspace=workspace, num_splits=splits, cos_sin=cos_sin,
+                config=config,
             )  # fmt: skip
 
         moved = (width + s.num_heads * s.head_dim) * self.dtype.itemsize
