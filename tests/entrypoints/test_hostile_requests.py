@@ -48,7 +48,7 @@ def test_a_limit_of_tokens_is_refused_under_the_name_that_it_came_under(server: 
 def test_a_key_of_the_wrong_type_is_reported_with_its_field(server: Server) -> None:
     error = refused(server, "/v1/completions", {"prompt": "x", "logit_bias": {"x": 1}})
     assert error["param"] == "logit_bias"
-    assert error["message"] == "logit_bias: Expected `int`, got `str`"
+    assert error["message"] == "logit_bias: wrong key: Expected `int`, got `str`"
 
 
 def test_a_part_without_its_text_is_not_called_unsupported(server: Server) -> None:

@@ -371,4 +371,6 @@ def convert(raw: dict[str, Any], kind: type[T]) -> T:
         param = path.rstrip("`").removeprefix("$").removeprefix(".").replace("[...]", "") or None
         if param is None and "`" in message:
             param = message.split("`")[-2]
+        if place.startswith("key` in "):
+            message = f"wrong key: {message}"
         raise InvalidRequest(f"{param or 'body'}: {message}", param=param) from None
