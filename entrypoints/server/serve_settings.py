@@ -118,13 +118,22 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
     from ..http.auth.api_keys import read_keys
 
     options = from_flags(ServerOptions, args)
-    keys = [*options.api_keys]
+    keys = [key.strip() for key in options.api_keys]
     for name in KEY_VARIABLES:
-        keys += os.environ.get(name, "").split(",")
+        if (text := os.environ.get(name)) is not None:
+            keys += _listed_keys(name, text)
     for path in options.api_key_files:
         read_keys(path)
-    stripped = (key.strip() for key in keys)
-    return dataclasses.replace(options, api_keys=tuple(dict.fromkeys(filter(None, stripped))))
+    return dataclasses.replace(options, api_keys=tuple(dict.fromkeys(keys)))
+
+
+def _listed_keys(variable: str, text: str) -> list[str]:
+    """Return the keys of an environment variable, which commas separate. Raises ConfigError if
+    there are none: a secret that was not filled in must not open the server."""
+    keys = [key for part in text.split(",") if (key := part.strip())]
+    if not keys:
+        raise ConfigError(f"{variable}: is set to no key; unset it to serve without keys")
+    return keys
 
 
 def listen(args: argparse.Namespace) -> Listen:

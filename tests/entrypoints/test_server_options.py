@@ -285,6 +285,15 @@ def test_keys_come_from_flags_files_and_the_environment(
         assert ring.authenticate(head) is not None
 
 
+@pytest.mark.parametrize("text", ["", " , "])
+def test_a_variable_that_was_not_filled_in_opens_nothing(
+    monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    monkeypatch.setenv("JACKFIELD_API_KEY", text)
+    with pytest.raises(ConfigError, match="JACKFIELD_API_KEY: is set to no key"):
+        options()
+
+
 @pytest.mark.parametrize("content", ["", "# only this\n\n", None])
 def test_a_file_without_keys_is_refused_and_opens_nothing(
     tmp_path: Path, content: str | None
