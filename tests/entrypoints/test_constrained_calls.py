@@ -220,10 +220,9 @@ async def test_an_answer_follows_a_schema_or_calls_a_tool(
         for item in call["calls"]:
             check(*item)
     brace = Tokenizer.load(str(EMBEDDED)).encode("{", add_special_tokens=False)
-    responses = [
-        await both(client, **request, seed=seed, logit_bias={str(brace[0]): 100.0})
-        for seed in range(3)
-    ]
+    responses = await asyncio.gather(
+        *(both(client, **request, seed=s, logit_bias={str(brace[0]): 100.0}) for s in range(3))
+    )
     for response in responses:
         if response["calls"]:
             assert OPENING[family[0]] == "{"

@@ -239,7 +239,7 @@ def test_stop_reasons(client: anthropic.Anthropic) -> None:
 def test_max_tokens_past_the_context_is_as_much_as_fits(
     server: Server, client: anthropic.Anthropic
 ) -> None:
-    long: Any = [{"role": "user", "content": "a " * 200}]
+    long: Any = [{"role": "user", "content": "a " * 440}]
     options: Any = {"extra_body": {"ignore_eos": True}, "timeout": 300}
     message = ask(client, messages=long, max_tokens=100_000, **options)
     limit = server.engine.model_config.max_model_len

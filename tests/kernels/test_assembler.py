@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pytest
 
 if importlib.util.find_spec("triton") is None:
@@ -106,7 +106,7 @@ def test_an_old_one_reads_what_nothing_wrote_and_a_sound_one_does_not() -> None:
     chosen = sound_assembler([old, *others], (99, 0))
     assert chosen is not None
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    completed = subprocess.run(
+    completed = forked.run(
         [sys.executable, str(PROGRAM), old.path, chosen.path], env=environment,
         capture_output=True, text=True,
     )  # fmt: skip

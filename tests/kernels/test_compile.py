@@ -8,11 +8,11 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 
 import jackfield.kernels
@@ -42,7 +42,7 @@ def _programs() -> list[Any]:
 @pytest.mark.parametrize("program", _programs())
 def test_every_kernel_compiles_for_a_hopper_gpu(program: Path, cases: tuple[str, ...]) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    completed = subprocess.run(
+    completed = forked.run(
         [sys.executable, str(program), *cases], env=environment, capture_output=True, text=True
     )
     assert completed.returncode == 0, completed.stderr[-3000:]

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pytest
 
 PROGRAM = Path(__file__).resolve().parent / "programs" / "peer_sum_rank.py"
@@ -21,7 +22,7 @@ def test_ranks_get_the_same_bits_of_the_right_sum(size: int, tmp_path: Path) -> 
     for file in files:
         file.write_bytes(bytes(MAILBOX_BYTES))
     ranks = [
-        subprocess.Popen(
+        forked.Popen(
             [sys.executable, str(PROGRAM), str(rank), *map(str, files)],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from typing import Any
 
+import forked
 import msgspec
 import pytest
 import torch
@@ -123,7 +125,7 @@ def test_a_layer_has_chunks_or_a_window():
         AttentionSpec(**shape, sliding_window=8, chunk_lookback=1)
 
 
-def _ask_elsewhere(prelude: str) -> str:
+def _ask_elsewhere(prelude: str, run: Any = subprocess.run) -> str:
     """What TritonAttention.supports says of a CPU layer in a process of its own."""
     program = prelude + (
         "\nimport torch\n"
@@ -133,14 +135,14 @@ def _ask_elsewhere(prelude: str) -> str:
         "print(TritonAttention.supports(spec, torch.device('cpu'), torch.float32))\n"
     )
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    completed = subprocess.run(
+    completed = run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
     )
     return completed.stdout.strip()
 
 
 def test_triton_backend_without_a_gpu_or_without_triton_says_so():
-    assert _ask_elsewhere("") == "it needs a CUDA device"
+    assert _ask_elsewhere("", forked.run) == "it needs a CUDA device"
     assert "triton cannot be imported" in _ask_elsewhere("import sys; sys.modules['triton'] = None")
 
 
