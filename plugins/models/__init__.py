@@ -85,6 +85,7 @@ ARCHITECTURES = {
     "jamba": ("JambaForCausalLM",),
     "jetmoe": ("JetMoeForCausalLM",),
     "kimi_linear": ("BailingHybridForCausalLM", "KimiLinearForCausalLM"),
+    "lara_mini": ("LaraMiniForCausalLM",),
     "lfm2": ("Lfm2ForCausalLM", "Lfm2MoeForCausalLM"),
     "lfm3": ("Lfm3ForCausalLM",),
     "llama": ("LlamaForCausalLM", "LlamaModel", "LlamaForSequenceClassification"),

@@ -62,9 +62,6 @@ REFUSED = {
         "T5Gemma2ForConditionalGeneration", "VibeVoiceAsrForConditionalGeneration",
         "VoxtralRealtimeForConditionalGeneration",
     ),
-    "its layers keep a state of each sequence beside attention, in a family that is not there": (
-        "LaraMiniForCausalLM",
-    ),
     "its residual is an interpolation on the unit sphere, in layers that run several times": (
         "DoryForCausalLM",
     ),
