@@ -10,7 +10,7 @@ from .text_parts import TEXT_PARTS
 
 ARCHITECTURES = {
     "afmoe": ("AfmoeForCausalLM",),
-    "apertus": ("ApertusForCausalLM",),
+    "apertus": ("ApertusForCausalLM", "Apertus1p5TextForCausalLM"),
     "arctic": ("ArcticForCausalLM",),
     "axk2": ("AXK2ForCausalLM",),
     "baichuan": ("BaichuanForCausalLM",),

@@ -38,9 +38,6 @@ REFUSED = {
         "BigBirdPegasusForConditionalGeneration", "LEDForConditionalGeneration",
         "LongT5ForConditionalGeneration", "PegasusXForConditionalGeneration",
     ),
-    "it reads tokens of images and sound that its head has no rows for": (
-        "Apertus1p5TextForCausalLM",
-    ),
     "encoder and decoder have separate vocabularies": ("FSMTForConditionalGeneration",),
     "it predicts several tokens at once": ("ProphetNetForConditionalGeneration",),
     "encoder and decoder are models of any two families": ("EncoderDecoderModel",),
