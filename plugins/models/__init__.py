@@ -49,6 +49,7 @@ ARCHITECTURES = {
     "deepseek_moe": (
         "DeepseekForCausalLM", "Dots1ForCausalLM", "Glm4MoeForCausalLM", "SolarOpenForCausalLM",
     ),
+    "dory": ("DoryForCausalLM",),
     "ernie_moe": ("Ernie4_5_MoeForCausalLM",),
     "exaone_moe": ("ExaoneMoeForCausalLM",),
     "granite_moe": (

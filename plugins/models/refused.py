@@ -59,9 +59,6 @@ REFUSED = {
         "T5Gemma2ForConditionalGeneration", "VibeVoiceAsrForConditionalGeneration",
         "VoxtralRealtimeForConditionalGeneration",
     ),
-    "its residual is an interpolation on the unit sphere, in layers that run several times": (
-        "DoryForCausalLM",
-    ),
     "it drafts tokens for another model": (
         "Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM",
     ),
