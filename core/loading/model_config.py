@@ -123,14 +123,15 @@ def resolve_model_config(config: EngineConfig, plugins: Plugins | None = None) -
     check_sizes(file, hf_config, kinds)
     model = None if plugins is None else _model_class(plugins, architecture)
     generation = read_generation_config(folder, config)
+    vocab_size = _resolve_vocabulary(hf_config, model)
     return ModelConfig(
         path=folder,
         architecture=architecture,
         hf_config=hf_config,
         dtype=_resolve_dtype(config, hf_config),
         max_model_len=_resolve_length(config, hf_config, model),
-        vocab_size=int(hf_config.vocab_size),
-        eos_token_ids=_eos_token_ids(hf_config, generation),
+        vocab_size=vocab_size,
+        eos_token_ids=_eos_token_ids(hf_config, generation, vocab_size),
         sampling=sampling_defaults(generation, config),
         dialects=read_dialects(folder),
         quantization_config=_quantization(file, hf_config, plugins, model, text_part_of),
@@ -296,6 +297,13 @@ def _resolve_dtype(config: EngineConfig, hf_config: Any) -> torch.dtype:
     )
 
 
+def _resolve_vocabulary(hf_config: Any, model: Any) -> int:
+    """Return the number of tokens. `model`: the architecture's class; None if it is not known."""
+    if hasattr(model, "vocabulary_size"):
+        return int(model.vocabulary_size(hf_config))
+    return int(hf_config.vocab_size)
+
+
 def _resolve_length(config: EngineConfig, hf_config: Any, model: Any) -> int:
     """Return the context length: the model's own, or `max_model_len` if the model reaches that far.
     `model`: the architecture's class; None if it is not known.
@@ -343,9 +351,11 @@ def rope_parameters(hf_config: Any) -> dict[str, Any]:
     return rope
 
 
-def _eos_token_ids(hf_config: Any, generation: Mapping[str, Any]) -> frozenset[int]:
+def _eos_token_ids(
+    hf_config: Any, generation: Mapping[str, Any], vocab_size: int
+) -> frozenset[int]:
     """Return the end tokens, without ids that are not in the vocabulary."""
     token_ids: list[Any] = []
     for value in (getattr(hf_config, "eos_token_id", None), generation.get("eos_token_id")):
         token_ids += value if isinstance(value, list) else [value]
-    return frozenset(t for t in token_ids if isinstance(t, int) and 0 <= t < hf_config.vocab_size)
+    return frozenset(t for t in token_ids if isinstance(t, int) and 0 <= t < vocab_size)

@@ -42,6 +42,11 @@ class Model(Protocol):
         """Return the length of text that the configuration states; None if it states none.
         Optional; without it, `max_position_embeddings`."""
 
+    @classmethod
+    def vocabulary_size(cls, hf_config: Any) -> int:
+        """Return the number of tokens that the model reads and writes, the first of those that the
+        configuration counts. Optional; without it, `vocab_size`."""
+
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         """Create parameters (uninitialised) on `build.device` in `build.dtype`."""
 

@@ -10,7 +10,7 @@ from .text_parts import TEXT_PARTS
 
 ARCHITECTURES = {
     "afmoe": ("AfmoeForCausalLM",),
-    "apertus": ("ApertusForCausalLM",),
+    "apertus": ("ApertusForCausalLM", "Apertus1p5TextForCausalLM"),
     "arctic": ("ArcticForCausalLM",),
     "axk2": ("AXK2ForCausalLM",),
     "baichuan": ("BaichuanForCausalLM",),
@@ -49,6 +49,7 @@ ARCHITECTURES = {
     "deepseek_moe": (
         "DeepseekForCausalLM", "Dots1ForCausalLM", "Glm4MoeForCausalLM", "SolarOpenForCausalLM",
     ),
+    "dory": ("DoryForCausalLM",),
     "ernie_moe": ("Ernie4_5_MoeForCausalLM",),
     "exaone_moe": ("ExaoneMoeForCausalLM",),
     "granite_moe": (
@@ -85,6 +86,7 @@ ARCHITECTURES = {
     "jamba": ("JambaForCausalLM",),
     "jetmoe": ("JetMoeForCausalLM",),
     "kimi_linear": ("BailingHybridForCausalLM", "KimiLinearForCausalLM"),
+    "lara_mini": ("LaraMiniForCausalLM",),
     "lfm2": ("Lfm2ForCausalLM", "Lfm2MoeForCausalLM"),
     "lfm3": ("Lfm3ForCausalLM",),
     "llama": ("LlamaForCausalLM", "LlamaModel", "LlamaForSequenceClassification"),

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -11,6 +15,7 @@ from ...core.loading.model_config import ModelConfig
 from ...core.loading.weight_map import WeightMap
 from ...core.nn.context import BuildContext
 from ...core.nn.mlp import PlainMLP
+from ...core.protocols.field_kinds import SIZE
 from .decoder import QKV_SHARDS, CausalLM, HeadlessLM
 from .qwen3 import Qwen3Attention
 
@@ -69,3 +74,42 @@ class ApertusForCausalLM(CausalLM):
         if hf.hidden_act != "xielu":
             raise ConfigError(f"hidden_act: {hf.hidden_act!r} is not supported", param="hidden_act")
         return XieluMLP(hf.hidden_size, hf.intermediate_size, build)
+
+
+@dataclasses.dataclass(frozen=True)
+class FewerTokensMap(WeightMap):
+    """For checkpoints with embeddings of more tokens than the model has."""
+
+    stored: int = 0
+    """Rows of the embeddings in the checkpoint."""
+    kept: int = 0
+    """The first of them, which are loaded."""
+
+    def pieces(
+        self, name: str, tensor: torch.Tensor
+    ) -> Iterator[tuple[str, str | None, torch.Tensor]]:
+        embeds = self.renamed(name) == "model.embed_tokens.weight"
+        cut = embeds and tensor.shape[0] == self.stored
+        yield from super().pieces(name, tensor[: self.kept] if cut else tensor)
+
+
+class Apertus1p5TextForCausalLM(ApertusForCausalLM):
+    """Has the tokens that its head has rows for: those of text. Embeddings of codes of images and
+    sound, which follow them, are not loaded."""
+
+    tensor_parallel = True
+    config_fields = {"output_vocab_size": SIZE}
+    weight_map: WeightMap = FewerTokensMap(
+        stacked=QKV_SHARDS, tied=HeadlessLM.weight_map.tied,
+        names=ApertusForCausalLM.weight_map.names,
+    )  # fmt: skip
+
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        super().__init__(config, build)
+        self.weight_map = dataclasses.replace(
+            self.weight_map, stored=config.hf_config.vocab_size, kept=config.vocab_size
+        )  # type: ignore[call-arg]
+
+    @classmethod
+    def vocabulary_size(cls, hf_config: Any) -> int:
+        return int(hf_config.output_vocab_size or hf_config.vocab_size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -13,7 +13,7 @@ from ...core.loading.model_config import ModelConfig
 from ...core.loading.weight_map import RowOrder, Shard
 from ...core.nn.context import BuildContext, ForwardContext
 from ...core.nn.linear import MergedLinear
-from ...core.nn.norm import OffsetRMSNorm
+from ...core.nn.norm import OffsetRMSNorm, RMSNorm
 from ...core.nn.rotary import Rotary
 from ...core.nn.state.delta_net import GatedDeltaNet
 from ...core.nn.state.sizes import DeltaSizes
@@ -60,7 +60,7 @@ def delta_sizes(hf: Any) -> DeltaSizes:
 
 
 class Qwen3NextBlock(HybridBlock):
-    norm = OffsetRMSNorm
+    norm: ClassVar[type[RMSNorm]] = OffsetRMSNorm
     state_name = "linear_attn"
 
     def make_mixer(self, config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:

@@ -38,9 +38,6 @@ REFUSED = {
         "BigBirdPegasusForConditionalGeneration", "LEDForConditionalGeneration",
         "LongT5ForConditionalGeneration", "PegasusXForConditionalGeneration",
     ),
-    "it reads tokens of images and sound that its head has no rows for": (
-        "Apertus1p5TextForCausalLM",
-    ),
     "encoder and decoder have separate vocabularies": ("FSMTForConditionalGeneration",),
     "it predicts several tokens at once": ("ProphetNetForConditionalGeneration",),
     "encoder and decoder are models of any two families": ("EncoderDecoderModel",),
@@ -61,12 +58,6 @@ REFUSED = {
         "SeamlessM4TForTextToText", "SeamlessM4Tv2ForTextToText",
         "T5Gemma2ForConditionalGeneration", "VibeVoiceAsrForConditionalGeneration",
         "VoxtralRealtimeForConditionalGeneration",
-    ),
-    "its layers keep a state of each sequence beside attention, in a family that is not there": (
-        "LaraMiniForCausalLM",
-    ),
-    "its residual is an interpolation on the unit sphere, in layers that run several times": (
-        "DoryForCausalLM",
     ),
     "it drafts tokens for another model": (
         "Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 BY_TYPE = (
-    "AriaForConditionalGeneration", "AyaVisionForConditionalGeneration",
+    "Apertus1p5ForConditionalGeneration", "AriaForConditionalGeneration",
+    "AyaVisionForConditionalGeneration",
     "Cohere2VisionForConditionalGeneration", "DeepseekVLForConditionalGeneration",
     "Exaone4_5_ForConditionalGeneration", "Gemma3ForConditionalGeneration",
     "Gemma3nForConditionalGeneration", "Gemma4ForConditionalGeneration",

@@ -32,7 +32,7 @@ class GatedDeltaNet(StateMixer):
         )
         self.sizes, self.operations, self.ranks = sizes, build.operations, ONE_RANK
         self.eps = eps
-        self.in_proj = MergedLinear(sizes.hidden_size, shards, build)
+        self.in_proj = MergedLinear(sizes.hidden_size, shards, build, whole=len(shards) == 1)
         self.conv1d = CausalConv(convolved, sizes.kernel, build, bias=False)
         self.dt_bias = nn.Parameter(build.empty(sizes.num_value_heads))
         self.A_log = nn.Parameter(build.empty(sizes.num_value_heads))

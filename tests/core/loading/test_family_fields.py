@@ -196,6 +196,27 @@ def test_the_context_length_is_what_the_class_says(llama: dict[str, Any], tmp_pa
     assert resolve(tmp_path, config, plugins).max_model_len == 2048
 
 
+def test_the_vocabulary_is_what_the_class_says(llama: dict[str, Any], tmp_path: Path) -> None:
+    """End tokens that it lacks are never generated."""
+
+    class Short(CausalLM):
+        @classmethod
+        def vocabulary_size(cls, hf_config: Any) -> int:
+            return int(hf_config.known_tokens)
+
+    class Plugin:
+        jackfield_api = 2
+
+        @hookimpl
+        def register_models(self, registry: Any) -> None:
+            registry.add("Short", Short)
+
+    plugins = load_plugins(extra=[Plugin()])
+    fields = {"architectures": ["Short"], "known_tokens": 50, "eos_token_id": [49, 50]}
+    config = resolve(tmp_path, llama | fields, plugins)
+    assert config.vocab_size == 50 and config.eos_token_ids == {49}
+
+
 # ---------------------------------------------------------------- names in core
 
 

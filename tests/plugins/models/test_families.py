@@ -33,6 +33,7 @@ LEFT_OUT = ...
 """Of a field of the kit's tiny configuration that a family cannot take."""
 CASES: dict[str, dict[str, Any]] = {
     "ApertusForCausalLM": {},
+    "Apertus1p5TextForCausalLM": {"vocab_size": VOCAB + 20, "output_vocab_size": VOCAB},
     "ArceeForCausalLM": {},
     "BioGptForCausalLM": {},
     "BloomForCausalLM": {},

@@ -49,10 +49,13 @@ FALCON = {
     "attention_in_multiplier": 1.2, "ssm_multipliers": [0.5, 1.5, 0.7, 1.2, 0.9],
     "ssm_in_multiplier": 1.1, "ssm_out_multiplier": 0.9,
 }  # fmt: skip
-DELTA = {
-    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+DELTA_SIZES = {
     "linear_key_head_dim": 12, "linear_value_head_dim": 10, "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4, "partial_rotary_factor": 0.5,
+    "linear_num_value_heads": 4,
+}  # fmt: skip
+DELTA = {
+    **DELTA_SIZES, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "partial_rotary_factor": 0.5,
 }  # fmt: skip
 LFM3 = {
     "layer_types": ["conv", "sliding_attention", "full_attention"], "sliding_window": 12,
@@ -117,6 +120,12 @@ CASES: dict[str, dict[str, Any]] = {
     "JambaForCausalLM": {
         "num_experts": 4, "num_experts_per_tok": 2, "attn_layer_period": 3, "attn_layer_offset": 1,
         "mamba_d_state": 6,
+    },
+    # Nearly all experts of a token: a near tie in bfloat16 chooses among those of least weight.
+    "LaraMiniForCausalLM": {
+        **DELTA_SIZES, "layer_types": ["linear_attention", "sliding_attention", "full_attention"],
+        "sliding_window": 12, "num_experts": 6, "num_experts_per_tok": 5,
+        "moe_intermediate_size": 48, "shared_expert_intermediate_size": 32,
     },
     "Lfm2ForCausalLM": {
         "layer_types": ["conv", "full_attention", "conv"], "conv_bias": True,

@@ -214,6 +214,31 @@ def test_the_part_of_qwen3_omni_that_writes_text(tmp_path: Path) -> None:
     torch.testing.assert_close(got.cpu(), want, atol=1e-4, rtol=0)
 
 
+@torch.no_grad()
+def test_a_text_part_whose_head_has_rows_for_text_alone(tmp_path: Path) -> None:
+    """Apertus 1.5: images and sound are tokens, too, behind those of text."""
+    name = "Apertus1p5ForConditionalGeneration"
+    if not hasattr(transformers, name):
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    kind: Any = getattr(transformers, name)
+    torch.manual_seed(5)
+    config = kind.config_class(
+        text_config=TEXT | {"vocab_size": 120, "output_vocab_size": 96},
+        vision_config={
+            "codebook_size": 8, "embed_dim": 4, "latent_channels": 4, "base_channels": 32,
+            "channel_multiplier": [1, 1], "num_res_blocks": 1, "resolution": 16,
+        },
+        audio_config={"model_type": "wavtokenizer_encoder", "codebook_size": 8},
+        image_token_id=90, audio_token_id=91, image_token_offset=96, audio_token_offset=104,
+    )  # fmt: skip
+    model = kind(config).float().eval()
+    model.save_pretrained(tmp_path)
+    want = model(torch.tensor([PROMPT]), use_cache=False).logits[0]
+    got = PagedModel(tmp_path, "float32").run({0: PROMPT})[0]
+    assert got.shape == (len(PROMPT), 96)
+    torch.testing.assert_close(got.cpu(), want, atol=1e-3, rtol=0)
+
+
 def test_published_experts_of_qwen3_vl_are_stored_by_columns(tmp_path: Path) -> None:
     save("Qwen3VLMoeForConditionalGeneration", tmp_path)
     logits = PagedModel(tmp_path, "float32").run({0: PROMPT})[0]
