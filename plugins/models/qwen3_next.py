@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from ...core.errors import ConfigError
 from ...core.loading.model_config import ModelConfig
 from ...core.loading.weight_map import RowOrder, Shard
 from ...core.nn.context import BuildContext, ForwardContext
@@ -64,10 +65,12 @@ class Qwen3NextBlock(HybridBlock):
     state_name = "linear_attn"
 
     def make_mixer(self, config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:
-        sizes = delta_sizes(config.hf_config)
-        return GatedDeltaNet(
-            sizes, build, eps=float(config.hf_config.rms_norm_eps), shards=self.shards(sizes)
-        )
+        """Raises ConfigError for another activation behind convolutions than silu."""
+        hf: Any = config.hf_config
+        if hf.hidden_act not in ("silu", "swish"):
+            raise ConfigError(f"hidden_act: {hf.hidden_act!r} is not supported", param="hidden_act")
+        sizes = delta_sizes(hf)
+        return GatedDeltaNet(sizes, build, eps=float(hf.rms_norm_eps), shards=self.shards(sizes))
 
     @staticmethod
     def shards(sizes: DeltaSizes) -> Mapping[str, int]:

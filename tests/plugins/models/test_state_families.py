@@ -435,6 +435,16 @@ async def test_what_states_do_not_allow_is_refused_by_name(
     assert caught.value.param == param
 
 
+@pytest.mark.parametrize("case", ["Qwen3NextForCausalLM", "LaraMiniForCausalLM"])
+async def test_another_activation_behind_convolutions_is_refused(case: str, tmp_path: Path) -> None:
+    _, folder = reference_and_folder(case, tmp_path)
+    overrides = {"hidden_act": "gelu_pytorch_tanh"}
+    with pytest.raises(ConfigError, match="hidden_act") as caught:
+        async with AsyncEngine(config(folder, hf_overrides=overrides)):
+            pass
+    assert caught.value.param == "hidden_act"
+
+
 def as_minimax_m1(folder: Path) -> dict[str, Any]:
     """Give a checkpoint of MiniMax the configuration of its remote code, and no constants."""
     tensors = load_file(folder / "model.safetensors")
