@@ -148,6 +148,7 @@ class RowPlanner:
                     break
                 self._add_prefill(builder, request, chunk)
                 budget -= chunk
+                spare -= chunk - 1
         builder.budget = budget
 
     def _add_drafts(self, request: Request, spare: int, builder: PlanBuilder) -> int:

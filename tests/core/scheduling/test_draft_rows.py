@@ -7,6 +7,7 @@ from scheduled import EOS, add, drain, make_request, make_scheduler, run
 from jackfield.core.cache.groups import CacheGroup
 from jackfield.core.cache.reach import Reach
 from jackfield.core.step import Rejection, StepResult, TokenLogprobs
+from jackfield.plugins.policies.builtin import Priority
 
 
 def test_rows_with_drafts_bring_several_tokens_and_those_after_a_stop_are_dropped():
@@ -59,6 +60,19 @@ def test_each_running_request_gets_a_token_before_any_gets_drafts():
     run(scheduler, scheduler.schedule(), proposed=[8] * 4)
     plan = scheduler.schedule()
     assert plan.total_tokens == 12 and sorted(plan.num_drafts) == [0, 0, 0, 8]
+
+
+def test_a_prompt_that_comes_first_leaves_drafts_what_is_left():
+    """A step never has more tokens than its budget, for which the worker has room."""
+    scheduler = make_scheduler(num_drafts=5, max_num_batched_tokens=9, policy=Priority())
+    later, first = make_request(1, max_tokens=8, priority=1), make_request(7, priority=0)
+    add(scheduler, later)
+    run(scheduler, scheduler.schedule(), proposed=[5])
+    add(scheduler, first)
+    run(scheduler, scheduler.schedule(), proposed=[5, 5])
+    plan = scheduler.schedule()
+    assert plan.total_tokens == 9 and sorted(plan.num_tokens) == [4, 5]
+    assert sorted(plan.num_drafts) == [0, 4]
 
 
 def test_drafts_in_flight_count_as_part_of_a_windows_chunk():
