@@ -10,6 +10,7 @@ import sys
 import textwrap
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import forked
 import mutants
@@ -26,10 +27,12 @@ PACKAGE = "jackfield.plugins.conformance"
 BAD = Provenance("bad-dist", "2.0", "bad")
 
 
-def run_pytest(*arguments: str, folder: Path, **environment: str) -> tuple[int, str]:
-    """→ (exit status, everything printed)"""
+def run_pytest(
+    *arguments: str, folder: Path, run: Any = forked.run, **environment: str
+) -> tuple[int, str]:
+    """→ (exit status, everything printed). run: a fork has this checkout's Jackfield imported."""
     quiet = ["-p", "no:cacheprovider", "-W", "ignore::pytest.PytestDeprecationWarning"]
-    completed = forked.run(
+    completed = run(
         [sys.executable, "-m", "pytest", *quiet, *arguments],
         cwd=folder,
         env={**os.environ, **environment},
@@ -163,7 +166,7 @@ def distribution(
 def test_an_installed_jackfield_checks_a_third_partys_backend(
     installed: Path, tmp_path: Path
 ) -> None:
-    path = {"PYTHONPATH": str(installed)}
+    path: dict[str, Any] = {"PYTHONPATH": str(installed), "run": subprocess.run}
     arguments = ("--pyargs", PACKAGE, "--attention-backend", "mine", "-k", "features", "-v")
     status, printed = run_pytest(*arguments, folder=tmp_path, **path)
     assert status == 0, printed
