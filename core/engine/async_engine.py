@@ -294,19 +294,19 @@ class AsyncEngine:
     @property
     def model_config(self) -> ModelConfig:
         """Raises EngineStopped before it is known, early in the start."""
-        with _known_once_started():
+        with self._known_once_started():
             return self.core.model_config
 
     @property
     def info(self) -> ExecutorInfo:
         """Raises EngineStopped before it is known, during the start."""
-        with _known_once_started():
+        with self._known_once_started():
             return self.core.info
 
     @property
     def metrics_registry(self) -> prometheus.CollectorRegistry:
         """The metrics of this process. Raises EngineStopped before the start."""
-        with _known_once_started():
+        with self._known_once_started():
             return self.core.registry
 
     @property
@@ -376,10 +376,12 @@ class AsyncEngine:
                 "asyncio.run, and from other threads through asyncio.run_coroutine_threadsafe"
             )
 
-
-@contextlib.contextmanager
-def _known_once_started() -> Iterator[None]:
-    try:
-        yield
-    except AttributeError:
-        raise EngineStopped(NOT_STARTED) from None
+    @contextlib.contextmanager
+    def _known_once_started(self) -> Iterator[None]:
+        """Raise EngineStopped for what the core does not have before the start."""
+        try:
+            yield
+        except AttributeError:
+            if self._entry is not None:
+                raise
+            raise EngineStopped(NOT_STARTED) from None
