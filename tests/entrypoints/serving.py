@@ -153,7 +153,7 @@ class Server:
 
         return asyncio.run_coroutine_threadsafe(run(), self._loop).result(300)
 
-    def becomes(self, condition: Callable[[AsyncEngine], bool], seconds: float = 300) -> bool:
+    def becomes(self, condition: Callable[[AsyncEngine], bool], seconds: float = 240) -> bool:
         """Whether `condition` comes true in time; looked at once each turn of the loop."""
 
         async def watch(engine: AsyncEngine) -> bool:
