@@ -22,7 +22,8 @@ from ..launch import launch
 from ..pdl import gdc_launch_dependents, gdc_wait, pdl_options
 from ..quant.dequant_tile import dequant_tile, unpack_tile
 from ..quant.quantized_weight import QuantizedWeight, Weight, weight_arguments
-from ..tiles import apply_bias_and_gate
+from ..tiles import apply_bias_and_gate, prefetch_l2
+from .expert_gemv import PREFETCH_BYTES
 
 BLOCK_N = tl.constexpr(16)
 """Outputs per program: the tensor core's long side."""
@@ -74,6 +75,7 @@ def _expert_float_gemv_kernel(
     BLOCK_COUNT: tl.constexpr,
     SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
+    PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program: BLOCK_N outputs (and as many gates) of COUNT slots, which are added up; SPLIT
@@ -84,6 +86,16 @@ def _expert_float_gemv_kernel(
     ROWS: tl.constexpr = N * 2 if GATED else N
     target = tl.program_id(0)
     tile_n = tl.program_id(1)
+    # Slot by slot, BLOCK_N outputs each.
+    offs_r = tl.arange(0, BLOCK_COUNT * BLOCK_N)
+    slot_r = target * COUNT + tl.minimum(offs_r // BLOCK_N, COUNT - 1)
+    offs_n = tile_n * BLOCK_N + offs_r % BLOCK_N
+    if PREFETCH is not None:
+        # As in `_expert_gemv_kernel`: at worst, of wrong weights.
+        ids = tl.load(experts_ptr + slot_r, cache_modifier=".cg")
+        rows = tl.minimum(tl.maximum(ids, 0), E - 1).to(tl.int64) * ROWS
+        rows += tl.minimum(offs_n, N - 1)
+        prefetch_l2(weight_ptr + rows * WIDTH, PREFETCH)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -101,9 +113,10 @@ def _expert_float_gemv_kernel(
         serves = serves & (expert >= 0) & (expert < E)
     # Clamped, so that no other memory is read if the router wrote an invalid id.
     expert = tl.minimum(tl.maximum(expert, 0), E - 1)
-    offs_n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    rows = (expert.to(tl.int64) * ROWS)[:, None] + offs_n[None, :]
-    in_rows = serves[:, None] & (offs_n < N)[None, :]
+    outputs = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_n = outputs < N
+    rows = (expert.to(tl.int64) * ROWS)[:, None] + outputs[None, :]
+    in_rows = serves[:, None] & in_n[None, :]
     offs_k = tl.arange(0, RUN)[None, None, :]
     offs_part = tl.arange(0, PARTS)[None, :]
     # The run that each warp begins with.
@@ -138,11 +151,7 @@ def _expert_float_gemv_kernel(
             up_acc += _diagonal_sums(up_words, x, dtype, FORMAT) * up_scale.to(tl.float32)
     sums = _slot_sums(acc, BLOCK_COUNT, SPLIT)
     up_sums = _slot_sums(up_acc, BLOCK_COUNT, SPLIT) if GATED else sums
-    # Slot by slot, BLOCK_N outputs each.
-    offs_r = tl.arange(0, BLOCK_COUNT * BLOCK_N)
-    slot = target * COUNT + tl.minimum(offs_r // BLOCK_N, COUNT - 1)
-    offs_n = tile_n * BLOCK_N + offs_r % BLOCK_N
-    expert = tl.load(experts_ptr + slot)
+    expert = tl.load(experts_ptr + slot_r)
     in_r = (offs_n < N) & (offs_r // BLOCK_N < COUNT)
     if FOREIGN:
         in_r = in_r & (expert >= 0) & (expert < E)
@@ -151,14 +160,12 @@ def _expert_float_gemv_kernel(
     if SQUARED:
         sums = squared_relu(sums)
     if FACTOR:
-        sums *= tl.load(factor_ptr + slot, mask=in_r, other=0.0)
+        sums *= tl.load(factor_ptr + slot_r, mask=in_r, other=0.0)
     out = tl.sum(tl.reshape(sums, [BLOCK_COUNT, BLOCK_N]), axis=0)
-    offs_n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    in_n = offs_n < N
     if RESIDUAL:
-        residual_ptrs = residual_ptr + target.to(tl.int64) * stride_residual + offs_n
+        residual_ptrs = residual_ptr + target.to(tl.int64) * stride_residual + outputs
         out += tl.load(residual_ptrs, mask=in_n, other=0.0).to(tl.float32)
-    out_ptrs = out_ptr + target.to(tl.int64) * stride_out + offs_n
+    out_ptrs = out_ptr + target.to(tl.int64) * stride_out + outputs
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=in_n)
 
 
@@ -205,6 +212,7 @@ def expert_float_gemv(
     activation: GatedActivation | None = None,
     gated: bool = True,
     config: ExpertFloatConfig | None = None,
+    known: bool = False,
     foreign: bool = False,
 ) -> torch.Tensor:
     """As `expert_gemv`, for what `takes_floats` says."""
@@ -222,6 +230,9 @@ def expert_float_gemv(
     arguments = weight_arguments(weight)
     block_count = triton.next_power_of_2(count)
     options = pdl_options(x.device)
+    row_bytes = 4 * arguments.format.width
+    fits = targets * count * outputs * row_bytes <= PREFETCH_BYTES and row_bytes % 16 == 0
+    prefetch = known and not first and fits and bool(options)
     launch(_expert_float_gemv_kernel, (targets, triton.cdiv(outputs, BLOCK_N.value)))(
         out,
         x,
@@ -250,6 +261,7 @@ def expert_float_gemv(
         BLOCK_COUNT=block_count,
         SPLIT=config.split,
         STAGES=config.num_stages,
+        PREFETCH=str(row_bytes) if prefetch else None,
         PDL=bool(options),
         num_warps=block_count * config.split,
         **options,

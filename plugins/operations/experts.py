@@ -100,15 +100,13 @@ def _slots_product(
     experts: torch.Tensor,
     weight: ExpertWeight,
     num_experts: int,
-    *,
-    known: bool = False,
     **options: Any,
 ) -> torch.Tensor:
     """Multiply slot by slot; arguments as of `expert_gemv`."""
     x, bank = _ordered(x, weight), _kernel_weight(weight)
     if takes_floats(bank, x):
         return expert_float_gemv(x, experts, bank, num_experts, **options)
-    return expert_gemv(x, experts, bank, num_experts, known=known, **options)
+    return expert_gemv(x, experts, bank, num_experts, **options)
 
 
 def _product(

@@ -13,7 +13,7 @@ import torch
 
 from ...core.nn.packed import E2M1, E2M1_LARGEST_SCALE, PackedWeight, e2m1_run, pack_e2m1
 
-CHUNK = 1 << 24
+CHUNK = 1 << 26
 """Numbers that are repacked at a time: temporaries have some bytes for each."""
 
 

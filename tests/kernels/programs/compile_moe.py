@@ -49,11 +49,12 @@ FLOATS = {
     "FORMAT": TileFormat(True, 360, 8, 4, 32, 1, True, False, 0, run=32),
     "FOREIGN": False,
     "STAGES": 3,
+    "PREFETCH": None,
 }
 FLOAT_GATE_UP = {**FLOATS, "COUNT": 1, "DIVIDE": 4, "GATED": True, "FACTOR": False}
 FLOAT_GATE_UP |= {"RESIDUAL": False, "BLOCK_COUNT": 1, "SPLIT": 4}
 FLOAT_DOWN = {**FLOATS, "COUNT": 4, "DIVIDE": 1, "GATED": False, "FACTOR": True, "RESIDUAL": True}
-FLOAT_DOWN |= {"BLOCK_COUNT": 4, "SPLIT": 1}
+FLOAT_DOWN |= {"BLOCK_COUNT": 4, "SPLIT": 1, "PREFETCH": "1440"}
 COMBINE = {"SIZE": 2048, "TOP_K": 8, "OWN": None, "BLOCK": 1024, "PDL": True}
 FEW = {"BLOCK_M": 16, "BLOCK_N": 128, "BLOCK_K": 128, "STAGES": 3}
 MANY = {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64, "STAGES": 3}
