@@ -17,13 +17,13 @@ import torch
 import triton
 import triton.language as tl
 
-from ..activations import GatedActivation, gate_constants, squared_relu
+from ..activations import GatedActivation, gate_constants
 from ..launch import launch
 from ..pdl import gdc_launch_dependents, gdc_wait, pdl_options
 from ..quant.dequant_tile import dequant_tile, unpack_tile
 from ..quant.quantized_weight import QuantizedWeight, Weight, weight_arguments
-from ..tiles import apply_bias_and_gate, prefetch_l2
-from .expert_gemv import PREFETCH_BYTES
+from ..tiles import prefetch_l2
+from .expert_gemv import PREFETCH_BYTES, store_slots
 
 BLOCK_N = tl.constexpr(16)
 """Outputs per program: the tensor core's long side."""
@@ -156,17 +156,11 @@ def _expert_float_gemv_kernel(
     if FOREIGN:
         in_r = in_r & (expert >= 0) & (expert < E)
     rows = tl.minimum(tl.maximum(expert, 0), E - 1).to(tl.int64) * ROWS + offs_n
-    sums = apply_bias_and_gate(sums, up_sums, bias_ptr, rows, in_r, N, GATED, BIAS, ALPHA, LIMIT)
-    if SQUARED:
-        sums = squared_relu(sums)
-    if FACTOR:
-        sums *= tl.load(factor_ptr + slot_r, mask=in_r, other=0.0)
-    out = tl.sum(tl.reshape(sums, [BLOCK_COUNT, BLOCK_N]), axis=0)
-    if RESIDUAL:
-        residual_ptrs = residual_ptr + target.to(tl.int64) * stride_residual + outputs
-        out += tl.load(residual_ptrs, mask=in_n, other=0.0).to(tl.float32)
-    out_ptrs = out_ptr + target.to(tl.int64) * stride_out + outputs
-    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=in_n)
+    store_slots(
+        sums, up_sums, out_ptr, bias_ptr, factor_ptr, residual_ptr, stride_out, stride_residual,
+        target, tile_n, slot_r, rows, in_r, N, GATED, BIAS, ALPHA, LIMIT, SQUARED, FACTOR,
+        RESIDUAL, BLOCK_COUNT, BLOCK_N,
+    )  # fmt: skip
 
 
 @triton.jit

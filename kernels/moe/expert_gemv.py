@@ -176,6 +176,42 @@ def _expert_gemv_kernel(
                     up_acc += value * x
     sums = tl.sum(acc, axis=1)
     up_sums = tl.sum(up_acc, axis=1) if GATED else sums
+    store_slots(
+        sums, up_sums, out_ptr, bias_ptr, factor_ptr, residual_ptr, stride_out, stride_residual,
+        target, tile_n, slot, rows, in_r, N, GATED, BIAS, ALPHA, LIMIT, SQUARED, FACTOR, RESIDUAL,
+        BLOCK_COUNT, BLOCK_N,
+    )  # fmt: skip
+
+
+@triton.jit
+def store_slots(
+    sums,
+    up_sums,
+    out_ptr,
+    bias_ptr,
+    factor_ptr,
+    residual_ptr,
+    stride_out,
+    stride_residual,
+    target,
+    tile_n,
+    slot,
+    rows,
+    in_r,
+    N: tl.constexpr,
+    GATED: tl.constexpr,
+    BIAS: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    SQUARED: tl.constexpr,
+    FACTOR: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    BLOCK_COUNT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Store the sums of a target's slots, [BLOCK_COUNT * BLOCK_N]: with bias and gate or activation,
+    times a slot's factor, added up, and with the residual. slot, rows, in_r: the slot of each sum,
+    its row of the weight, and whether it counts."""
     sums = apply_bias_and_gate(sums, up_sums, bias_ptr, rows, in_r, N, GATED, BIAS, ALPHA, LIMIT)
     if SQUARED:
         sums = squared_relu(sums)
