@@ -209,7 +209,7 @@ def store_slots(
     BLOCK_COUNT: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Store the sums of a target's slots, [BLOCK_COUNT * BLOCK_N]: with bias and gate or activation,
+    """Store the sums of a target's slots, [BLOCK_COUNT * BLOCK_N]: with bias, gate or activation,
     times a slot's factor, added up, and with the residual. slot, rows, in_r: the slot of each sum,
     its row of the weight, and whether it counts."""
     sums = apply_bias_and_gate(sums, up_sums, bias_ptr, rows, in_r, N, GATED, BIAS, ALPHA, LIMIT)
