@@ -1,7 +1,7 @@
 """Triton's interpreter without the work that it repeats for each launch and each operation.
 
-It computes the same: only look-ups whose results cannot change are kept. Applies to the layout of
-the interpreter that `quicken` knows; another version runs as it is.
+It computes the same: only look-ups whose results cannot change are kept. Applies to Triton 3.7, whose
+interpreter `quicken` knows; another version runs as it is.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 def quicken() -> None:
     """Patch the interpreter of this process; repeated calls change nothing."""
     try:
+        import triton
         from triton.language import core
         from triton.runtime import interpreter
     except ImportError:
         return
-    names = ("_LangPatchScope", "_patch_lang", "_patch_attr", "_get_np_dtype", "ScanOps")
-    if not all(hasattr(interpreter, name) for name in names) or hasattr(interpreter, "quickened"):
+    if triton.__version__.split(".")[:2] != ["3", "7"] or hasattr(interpreter, "quickened"):
         return
     interpreter.quickened = True
     _patch_the_language_once(interpreter, core)
