@@ -1,7 +1,7 @@
 """Triton's interpreter without the work that it repeats for each launch and each operation.
 
-It computes the same: only look-ups whose results cannot change are kept. Applies to Triton 3.7, whose
-interpreter `quicken` knows; another version runs as it is.
+It computes the same: only look-ups whose results cannot change are kept. Applies to Triton 3.7,
+whose interpreter `quicken` knows; another version runs as it is.
 """
 
 from __future__ import annotations
