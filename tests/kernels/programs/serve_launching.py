@@ -10,6 +10,7 @@ from jackfield.core.hooks import hookimpl
 from jackfield.core.registry import Provenance, load_plugins
 from jackfield.core.worker.graphs import step_graphs
 from jackfield.kernels.compile import Precompiler
+from jackfield.kernels.indexer import index_choice
 from jackfield.plugins.attention.triton import TritonAttention
 from jackfield.plugins.attention.triton_latent import TritonLatentAttention
 from jackfield.plugins.executors.inprocess import InProcessExecutor
@@ -18,6 +19,7 @@ from jackfield.plugins.operations import triton as operations
 EAGER = "eager" in sys.argv
 # The first requests come before most is recorded.
 step_graphs.RECORDING_SECONDS = 0.0
+index_choice.LONG_ROW = 512
 # Kernels do not run: what they would have written may at least be read.
 torch.empty, torch.empty_like = torch.zeros, torch.zeros_like
 operations.small_m_config = lambda product, rows, device: (

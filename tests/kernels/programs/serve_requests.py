@@ -47,7 +47,12 @@ MODELS = {
     ),
     "glm_moe_dsa": (
         GLM_MOE_DSA,
-        {"_index_inputs_kernel", "_index_scores_kernel", "_index_choice_kernel"},
+        {
+            "_index_inputs_kernel",
+            "_index_scores_kernel",
+            "_part_choice_kernel",
+            "_index_choice_kernel",
+        },
         {"_latent_decode_kernel", "_latent_join_kernel", "_latent_prompt_kernel"},
     ),
     "mamba": (MAMBA, {"_selective_scan_kernel", "_selective_step_kernel", "_conv_kernel"}, set()),
