@@ -237,7 +237,7 @@ def choose_cached_tokens(
         )
     for first in range(0, num_tokens, most):
         count = min(most, num_tokens - first)
-        scores, best = workspace[: count * (width + kept)].split([count * width, count * kept])
+        scores, best = workspace[: count * (width + kept)].tensor_split((count * width,))
         scores = scores.view(count, width)
         index_scores(
             query, weights, cache, block_table, query_start, positions, topk=topk,

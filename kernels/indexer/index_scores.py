@@ -16,14 +16,13 @@ import torch
 import triton
 import triton.language as tl
 
-from ..attention.latent_prefill import row_of_tile
 from ..launch import launch
 
 QUERIES = 16
-"""Queries of a prompt's row that meet a tile of keys."""
+"""Queries of a program that meet a tile of keys, if they are of one row."""
 TILES = 8
-"""Tiles of keys per program: where a recorded step has room for longer rows, so many less return at
-once."""
+"""Tiles of keys per program: where a recorded step has room for longer rows, so many less find
+nothing to do."""
 
 
 @triton.jit
@@ -46,6 +45,58 @@ def _head_sum(query, weights, key):
     [BLOCK_N, BLOCK_D] → [BLOCK_N]"""
     products = tl.dot(query, tl.trans(key), input_precision="ieee")
     return tl.sum(tl.maximum(products, 0.0) * weights[:, None], axis=0)
+
+
+@triton.jit
+def _score_row(
+    out,
+    queries,
+    factors,
+    num_queries,
+    mask_q,
+    in_heads,
+    table,
+    cache_ptr,
+    first_key,
+    end_key,
+    length,
+    stride_scores,
+    stride_query_token,
+    stride_weights,
+    stride_block,
+    stride_slot,
+    INDEX_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Score tokens [first_key, end_key) of a row for `num_queries` of its queries, of which the
+    last sees `length` tokens. queries: pointers [BLOCK_H, BLOCK_D] to the first one's heads;
+    factors: pointers [BLOCK_H] to its weights; out: pointer to its scores."""
+    offs_n = tl.arange(0, BLOCK_N)
+    offs_d = tl.arange(0, BLOCK_D)
+    in_dim = offs_d < INDEX_DIM
+    if BLOCK_Q == 1:
+        query = tl.load(queries, mask=mask_q, other=0.0)
+        weights = tl.load(factors, mask=in_heads, other=0.0)
+    for start in range(first_key, end_key, BLOCK_N):
+        place = start + offs_n
+        inside = place < length
+        block = tl.load(table + place // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+        entry = cache_ptr + block * stride_block + (place % BLOCK_SIZE) * stride_slot
+        mask_key = inside[:, None] & in_dim[None, :]
+        key = tl.load(entry[:, None] + offs_d[None, :], mask=mask_key, other=0.0)
+        if BLOCK_Q == 1:
+            tl.store(out + place, _head_sum(query, weights, key), mask=inside)
+        else:
+            for token in range(0, num_queries):
+                query = tl.load(queries + token * stride_query_token, mask=mask_q, other=0.0)
+                weights = tl.load(factors + token * stride_weights, mask=in_heads, other=0.0)
+                # A query sees the tokens up to its own.
+                seen = place < length - (num_queries - 1 - token)
+                target = out + token * stride_scores + place
+                tl.store(target, _head_sum(query, weights, key), mask=seen)
 
 
 @triton.jit(
@@ -80,62 +131,36 @@ def _index_scores_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """One program per (TILES tiles of keys, tile of BLOCK_Q tokens of a row)."""
-    if BLOCK_Q == 1:
-        begin = first_token + tl.program_id(1)
-        end = begin + 1
-        row = row_of_token(begin, query_start_ptr, num_rows)
-        if begin >= tl.load(query_start_ptr + num_rows):
-            return
-    else:
-        tile = first_token // BLOCK_Q + tl.program_id(1)
-        zero = tl.full((), 0, tl.int32)
-        row, number = row_of_tile(tile, query_start_ptr, zero, num_rows, BLOCK_Q)
-        own = tl.load(query_start_ptr + row) + number * BLOCK_Q
-        begin = tl.maximum(own, first_token)
-        end = tl.minimum(own + BLOCK_Q, tl.load(query_start_ptr + row + 1))
-        end = tl.minimum(end, end_token)
-        if begin >= end:
-            return
-    # A row of padding may be at any position.
-    length = tl.minimum(tl.load(positions_ptr + end - 1).to(tl.int32) + 1, max_seq_len)
-    first_key = tl.program_id(0) * TILES * BLOCK_N
-    if (length <= topk) | (first_key >= length):
-        return
-    end_key = tl.minimum(first_key + TILES * BLOCK_N, length)
-    first = begin.to(tl.int64)
+    """One program per (TILES tiles of keys, BLOCK_Q tokens), for each row that has some of them."""
     offs_h = tl.arange(0, BLOCK_H)
     offs_d = tl.arange(0, BLOCK_D)
-    offs_n = tl.arange(0, BLOCK_N)
     in_heads = offs_h < NUM_HEADS
-    in_dim = offs_d < INDEX_DIM
-    mask_q = in_heads[:, None] & in_dim[None, :]
-    queries = query_ptr + first * stride_query_token
-    queries = queries + offs_h[:, None] * stride_query_head + offs_d[None, :]
-    factors = weights_ptr + first * stride_weights + offs_h
-    out = scores_ptr + (first - first_token) * stride_scores
-    table = block_table_ptr + row.to(tl.int64) * stride_table
-    if BLOCK_Q == 1:
-        query = tl.load(queries, mask=mask_q, other=0.0)
-        weights = tl.load(factors, mask=in_heads, other=0.0)
-    for start in range(first_key, end_key, BLOCK_N):
-        place = start + offs_n
-        inside = place < length
-        block = tl.load(table + place // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
-        entry = cache_ptr + block * stride_block + (place % BLOCK_SIZE) * stride_slot
-        key = tl.load(
-            entry[:, None] + offs_d[None, :], mask=inside[:, None] & in_dim[None, :], other=0.0
-        )
-        if BLOCK_Q == 1:
-            tl.store(out + place, _head_sum(query, weights, key), mask=inside)
-        else:
-            for token in range(0, end - begin):
-                query = tl.load(queries + token * stride_query_token, mask=mask_q, other=0.0)
-                weights = tl.load(factors + token * stride_weights, mask=in_heads, other=0.0)
-                # A query sees the tokens up to its own, and the last one of the tile all.
-                seen = place < length - (end - begin - 1 - token)
-                target = out + token * stride_scores + place
-                tl.store(target, _head_sum(query, weights, key), mask=seen)
+    mask_q = in_heads[:, None] & (offs_d < INDEX_DIM)[None, :]
+    first_key = tl.program_id(0) * TILES * BLOCK_N
+    begin = first_token + tl.program_id(1) * BLOCK_Q
+    last = tl.minimum(begin + BLOCK_Q, end_token)
+    # What comes after all rows is padding.
+    last = tl.minimum(last, tl.load(query_start_ptr + num_rows))
+    # As many rows, at most. Unlike a `while`, the loop disappears where that is one.
+    for _ in range(0, BLOCK_Q):
+        if begin < last:
+            row = row_of_token(begin, query_start_ptr, num_rows)
+            end = tl.minimum(last, tl.load(query_start_ptr + row + 1))
+            # A row of padding may be at any position.
+            length = tl.minimum(tl.load(positions_ptr + end - 1).to(tl.int32) + 1, max_seq_len)
+            if (length > topk) & (first_key < length):
+                first = begin.to(tl.int64)
+                queries = query_ptr + first * stride_query_token
+                queries = queries + offs_h[:, None] * stride_query_head + offs_d[None, :]
+                _score_row(
+                    scores_ptr + (first - first_token) * stride_scores, queries,
+                    weights_ptr + first * stride_weights + offs_h, end - begin, mask_q, in_heads,
+                    block_table_ptr + row.to(tl.int64) * stride_table, cache_ptr, first_key,
+                    tl.minimum(first_key + TILES * BLOCK_N, length), length, stride_scores,
+                    stride_query_token, stride_weights, stride_block, stride_slot, INDEX_DIM,
+                    BLOCK_SIZE, BLOCK_Q, BLOCK_N, BLOCK_D,
+                )  # fmt: skip
+            begin = end
 
 
 def index_scores(
@@ -163,9 +188,8 @@ def index_scores(
     wide = query.dtype == torch.float32
     block_q = 1 if num_tokens <= num_rows else QUERIES
     block_n = 32 if wide else 128
-    end = first_token + count
-    tiles = count if block_q == 1 else (end - 1) // block_q + num_rows - first_token // block_q
-    launch(_index_scores_kernel, (triton.cdiv(max_seq_len, block_n * TILES), tiles))(
+    grid = triton.cdiv(max_seq_len, block_n * TILES), triton.cdiv(count, block_q)
+    launch(_index_scores_kernel, grid)(
         out,
         query,
         weights,
@@ -174,7 +198,7 @@ def index_scores(
         query_start,
         positions,
         first_token,
-        end,
+        first_token + count,
         num_rows,
         max_seq_len,
         topk,
