@@ -24,11 +24,13 @@ from .index_scores import index_scores, row_of_token
 from .top_scores import MAX_TILE, kept_of_tile, lowest_kept
 
 PARTS = 8
-"""Parts of a row of scores that is divided."""
+"""Parts of a row of scores that is divided, at most."""
 FEW_QUERIES = 64
-"""Most queries whose rows are divided: more of them keep a GPU busy with a program each."""
+"""Most queries whose rows are divided. An estimate: with a program for each, more of them should
+occupy a GPU."""
 LONG_ROW = 4 * MAX_TILE
-"""Fewest scores of rows that are divided: of fewer, two launches save nothing."""
+"""Fewest scores of rows that are divided: one after the other, a tile of a part is read and two of
+what the parts keep, if 2,048 stay."""
 
 
 @triton.jit
