@@ -156,7 +156,7 @@ def _latent_decode_kernel(
     absorbed = tl.load(
         absorbed_ptr
         + row64 * stride_absorbed_row
-        + head[:, None] * stride_absorbed_head
+        + head[:, None].to(tl.int64) * stride_absorbed_head
         + offs_l[None, :],
         mask=mask_l,
         other=0.0,

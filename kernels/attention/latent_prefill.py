@@ -114,7 +114,7 @@ def _latent_context_kernel(
     absorbed = tl.load(
         absorbed_ptr
         + token[:, None] * stride_absorbed_token
-        + head[:, None] * stride_absorbed_head
+        + head[:, None].to(tl.int64) * stride_absorbed_head
         + offs_l[None, :],
         mask=mask_l,
         other=0.0,

@@ -1,7 +1,7 @@
 """Which tokens of each layer and head have the highest scores, in one launch and without sorting.
 
 A program finds the lowest score that stays, 2 bits of it per pass over its row, then writes the
-tokens at or above it in order. Memory: a row is read 18 times, of which all but the first are from
+tokens at or above it in order. Memory: a row is read 17 times, of which all but the first are from
 a cache: 32,768 float32 scores are 128 KiB.
 """
 

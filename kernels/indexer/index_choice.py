@@ -1,14 +1,14 @@
 """Which cached tokens the queries of a step read, by an indexer's scores.
 
-`index_scores` multiplies the queries of all heads by the keys of a tile of cached tokens, and adds
-up what is positive, by the heads' weights. `index_choice` keeps the best of each query, without
-sorting, and looks up where they are. Queries that see no more tokens than may be chosen are not
-scored: the device knows which. Both run over a few queries at a time, so that scores fit in a
-buffer of fixed size, and depend on the sizes and upper bounds of a step alone.
+The best of each query are kept without sorting, and where they are is looked up. This and the
+scoring before it (index_scores.py) run over a few queries at a time, so that scores fit in a buffer
+of fixed size, and depend on the sizes and upper bounds of a step alone.
 
-Operations: 2 * num_heads * index_dim for each pair of a query and a token that it sees. Memory: a
-row of scores is read 18 times, of which all but the first are from a cache; of keys index_dim
-elements for each token and QUERIES queries of its row.
+The long rows of a few queries are divided: PARTS programs keep the best of a part each, and one the
+best of those. Tiles of MAX_TILE scores that are read one after the other, of a row of 131,072 and
+2,048 that stay: 32 undivided, 4 of a part and 4 of what the parts keep.
+
+Memory: a row of scores is read 17 times, of which all but the first are from a cache.
 
 Source: DeepSeek-V3.2 (arXiv 2512.02556).
 """
@@ -19,132 +19,77 @@ import torch
 import triton
 import triton.language as tl
 
-from ..attention.latent_prefill import row_of_tile
-from ..launch import empty_indices, launch
+from ..launch import compile_only, empty_indices, launch
+from .index_scores import index_scores, row_of_token
 from .top_scores import MAX_TILE, kept_of_tile, lowest_kept
 
-QUERIES = 16
-"""Queries of a prompt's row that meet a tile of keys."""
-TILES = 8
-"""Tiles of keys per program: where a recorded step has room for longer rows, so many less return at
-once."""
+PARTS = 8
+"""Parts of a row of scores that is divided, at most."""
+FEW_QUERIES = 64
+"""Most queries whose rows are divided. An estimate: with a program for each, more of them should
+occupy a GPU."""
+LONG_ROW = 4 * MAX_TILE
+"""Fewest scores of rows that are divided: one after the other, a tile of a part is read and two of
+what the parts keep, if 2,048 stay."""
 
 
 @triton.jit
-def _row_of_token(token, query_start_ptr, num_rows):
-    """Return the row of a token: the last one that begins at or before it."""
-    low = tl.full((), 0, tl.int32)
-    high = num_rows
-    while high - low > 1:
-        middle = (low + high) // 2
-        if tl.load(query_start_ptr + middle) <= token:
-            low = middle
-        else:
-            high = middle
-    return low
+def _num_scores(positions_ptr, token, max_seq_len):
+    """Return the number of tokens that a query sees. Padding may be at any position."""
+    return tl.minimum(tl.load(positions_ptr + token).to(tl.int32) + 1, max_seq_len)
 
 
 @triton.jit
-def _head_sum(query, weights, key):
-    """Return the scores of a tile of keys: query [BLOCK_H, BLOCK_D], weights [BLOCK_H], key
-    [BLOCK_N, BLOCK_D] → [BLOCK_N]"""
-    products = tl.dot(query, tl.trans(key), input_precision="ieee")
-    return tl.sum(tl.maximum(products, 0.0) * weights[:, None], axis=0)
+def _part_size(num_scores, topk, num_parts, BLOCK: tl.constexpr):
+    """Return the scores of each part of a row but the last: whole tiles, and at least `topk`, so
+    that all parts but the last keep as many. A row of one part is not divided."""
+    size = tl.maximum(tl.cdiv(num_scores, num_parts), topk)
+    return tl.cdiv(size, BLOCK) * BLOCK
+
+
+@triton.jit(do_not_specialize=["first_token", "max_seq_len", "num_parts"])
+def _part_choice_kernel(
+    scores_ptr,
+    best_ptr,
+    places_ptr,
+    positions_ptr,
+    first_token,
+    max_seq_len,
+    topk,
+    num_parts,
+    stride_scores,
+    BLOCK: tl.constexpr,
+):
+    """One program per (token, part of its scores)."""
+    local = tl.program_id(0)
+    part = tl.program_id(1)
+    length = _num_scores(positions_ptr, first_token + local, max_seq_len)
+    size = _part_size(length, topk, num_parts, BLOCK)
+    begin = part * size
+    if (size >= length) | (begin >= length):
+        return
+    length = tl.minimum(length - begin, size)
+    scores = scores_ptr + local.to(tl.int64) * stride_scores + begin
+    out = (local * num_parts + part).to(tl.int64) * topk
+    offs = tl.arange(0, BLOCK)
+    limit, num_equal = lowest_kept(scores, length, tl.minimum(length, topk), BLOCK)
+    written = tl.zeros((), tl.int32)
+    for start in range(0, length, BLOCK):
+        place = start + offs
+        stays, target, num_equal, written = kept_of_tile(
+            scores, place, length, limit, num_equal, written
+        )
+        tl.store(best_ptr + out + target, tl.load(scores + place, mask=stays), mask=stays)
+        tl.store(places_ptr + out + target, begin + place, mask=stays)
 
 
 @triton.jit(
-    do_not_specialize=["first_token", "end_token", "num_rows", "max_seq_len", "stride_table"]
+    do_not_specialize=["first_token", "num_rows", "max_seq_len", "num_parts", "stride_table"]
 )
-def _index_scores_kernel(
-    scores_ptr,
-    query_ptr,
-    weights_ptr,
-    cache_ptr,
-    block_table_ptr,
-    query_start_ptr,
-    positions_ptr,
-    first_token,
-    end_token,
-    num_rows,
-    max_seq_len,
-    topk,
-    stride_scores,
-    stride_query_token,
-    stride_query_head,
-    stride_weights,
-    stride_block,
-    stride_slot,
-    stride_table,
-    NUM_HEADS: tl.constexpr,
-    INDEX_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TILES: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """One program per (TILES tiles of keys, tile of BLOCK_Q tokens of a row)."""
-    if BLOCK_Q == 1:
-        begin = first_token + tl.program_id(1)
-        end = begin + 1
-        row = _row_of_token(begin, query_start_ptr, num_rows)
-        if begin >= tl.load(query_start_ptr + num_rows):
-            return
-    else:
-        tile = first_token // BLOCK_Q + tl.program_id(1)
-        zero = tl.full((), 0, tl.int32)
-        row, number = row_of_tile(tile, query_start_ptr, zero, num_rows, BLOCK_Q)
-        own = tl.load(query_start_ptr + row) + number * BLOCK_Q
-        begin = tl.maximum(own, first_token)
-        end = tl.minimum(own + BLOCK_Q, tl.load(query_start_ptr + row + 1))
-        end = tl.minimum(end, end_token)
-        if begin >= end:
-            return
-    # A row of padding may be at any position.
-    length = tl.minimum(tl.load(positions_ptr + end - 1).to(tl.int32) + 1, max_seq_len)
-    first_key = tl.program_id(0) * TILES * BLOCK_N
-    if (length <= topk) | (first_key >= length):
-        return
-    end_key = tl.minimum(first_key + TILES * BLOCK_N, length)
-    first = begin.to(tl.int64)
-    offs_h = tl.arange(0, BLOCK_H)
-    offs_d = tl.arange(0, BLOCK_D)
-    offs_n = tl.arange(0, BLOCK_N)
-    in_heads = offs_h < NUM_HEADS
-    in_dim = offs_d < INDEX_DIM
-    mask_q = in_heads[:, None] & in_dim[None, :]
-    queries = query_ptr + first * stride_query_token
-    queries = queries + offs_h[:, None] * stride_query_head + offs_d[None, :]
-    factors = weights_ptr + first * stride_weights + offs_h
-    out = scores_ptr + (first - first_token) * stride_scores
-    table = block_table_ptr + row.to(tl.int64) * stride_table
-    if BLOCK_Q == 1:
-        query = tl.load(queries, mask=mask_q, other=0.0)
-        weights = tl.load(factors, mask=in_heads, other=0.0)
-    for start in range(first_key, end_key, BLOCK_N):
-        place = start + offs_n
-        inside = place < length
-        block = tl.load(table + place // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
-        entry = cache_ptr + block * stride_block + (place % BLOCK_SIZE) * stride_slot
-        key = tl.load(
-            entry[:, None] + offs_d[None, :], mask=inside[:, None] & in_dim[None, :], other=0.0
-        )
-        if BLOCK_Q == 1:
-            tl.store(out + place, _head_sum(query, weights, key), mask=inside)
-        else:
-            for token in range(0, end - begin):
-                query = tl.load(queries + token * stride_query_token, mask=mask_q, other=0.0)
-                weights = tl.load(factors + token * stride_weights, mask=in_heads, other=0.0)
-                # A query sees the tokens up to its own, and the last one of the tile all.
-                seen = place < length - (end - begin - 1 - token)
-                target = out + token * stride_scores + place
-                tl.store(target, _head_sum(query, weights, key), mask=seen)
-
-
-@triton.jit(do_not_specialize=["first_token", "num_rows", "max_seq_len", "stride_table"])
 def _index_choice_kernel(
     scores_ptr,
+    best_ptr,
+    places_ptr,
     slots_ptr,
     counts_ptr,
     block_table_ptr,
@@ -154,6 +99,7 @@ def _index_choice_kernel(
     num_rows,
     max_seq_len,
     topk,
+    num_parts,
     stride_scores,
     stride_table,
     BLOCK_SIZE: tl.constexpr,
@@ -162,10 +108,9 @@ def _index_choice_kernel(
     """One program per token."""
     local = tl.program_id(0)
     token = first_token + local
-    row = _row_of_token(token, query_start_ptr, num_rows)
+    row = row_of_token(token, query_start_ptr, num_rows)
     table = block_table_ptr + row.to(tl.int64) * stride_table
-    # Padding may be at any position.
-    length = tl.minimum(tl.load(positions_ptr + token).to(tl.int32) + 1, max_seq_len)
+    length = _num_scores(positions_ptr, token, max_seq_len)
     count = tl.minimum(length, topk)
     tl.store(counts_ptr + token, count)
     out = slots_ptr + token.to(tl.int64) * topk
@@ -178,6 +123,14 @@ def _index_choice_kernel(
             tl.store(out + place, tl.where(place < length, slot, 0), mask=place < topk)
         return
     scores = scores_ptr + local.to(tl.int64) * stride_scores
+    size = _part_size(length, topk, num_parts, BLOCK)
+    divided = size < length
+    best = (local * num_parts).to(tl.int64) * topk
+    if divided:
+        # All parts but the last have kept topk scores.
+        last = (length - 1) // size
+        length = last * topk + tl.minimum(length - last * size, topk)
+        scores = best_ptr + best
     limit, num_equal = lowest_kept(scores, length, topk, BLOCK)
     written = tl.zeros((), tl.int32)
     for start in range(0, length, BLOCK):
@@ -185,68 +138,15 @@ def _index_choice_kernel(
         stays, target, num_equal, written = kept_of_tile(
             scores, place, length, limit, num_equal, written
         )
+        if divided:
+            place = tl.load(places_ptr + best + place, mask=stays, other=0)
         block = tl.load(table + place // BLOCK_SIZE, mask=stays, other=0)
         tl.store(out + target, block * BLOCK_SIZE + place % BLOCK_SIZE, mask=stays)
 
 
-def index_scores(
-    query: torch.Tensor,
-    weights: torch.Tensor,
-    cache: torch.Tensor,
-    block_table: torch.Tensor,
-    query_start: torch.Tensor,
-    positions: torch.Tensor,
-    *,
-    topk: int,
-    max_seq_len: int,
-    first_token: int,
-    out: torch.Tensor,
-) -> None:
-    """Score the cached tokens up to each query's own, of the queries from `first_token` on.
-
-    query, …, topk, max_seq_len: as `IndexOperations.choose_cached_tokens` has them, last strides 1,
-    others free; out: [tokens, at least max_seq_len] float32, whose rows get the scores of as many
-    queries. Rows of queries that see no more than `topk` tokens, and what is after a query's own
-    token, may be left as they are.
-    """
-    num_tokens, num_heads, index_dim = query.shape
-    num_rows, count = block_table.shape[0], out.shape[0]
-    wide = query.dtype == torch.float32
-    block_q = 1 if num_tokens <= num_rows else QUERIES
-    block_n = 32 if wide else 128
-    end = first_token + count
-    tiles = count if block_q == 1 else (end - 1) // block_q + num_rows - first_token // block_q
-    launch(_index_scores_kernel, (triton.cdiv(max_seq_len, block_n * TILES), tiles))(
-        out,
-        query,
-        weights,
-        cache,
-        block_table,
-        query_start,
-        positions,
-        first_token,
-        end,
-        num_rows,
-        max_seq_len,
-        topk,
-        out.stride(0),
-        query.stride(0),
-        query.stride(1),
-        weights.stride(0),
-        cache.stride(0),
-        cache.stride(1),
-        block_table.stride(0),
-        NUM_HEADS=num_heads,
-        INDEX_DIM=index_dim,
-        BLOCK_SIZE=cache.shape[1],
-        TILES=TILES,
-        BLOCK_Q=block_q,
-        BLOCK_H=max(16, triton.next_power_of_2(num_heads)),
-        BLOCK_N=block_n,
-        BLOCK_D=max(16, triton.next_power_of_2(index_dim)),
-        num_warps=4,
-        num_stages=2,
-    )
+def divides_rows(num_queries: int, max_seq_len: int) -> bool:
+    """Return whether rows of scores are divided."""
+    return num_queries <= FEW_QUERIES and max_seq_len >= LONG_ROW
 
 
 def index_choice(
@@ -260,16 +160,37 @@ def index_choice(
     block_size: int,
     max_seq_len: int,
     first_token: int,
+    best: torch.Tensor | None = None,
 ) -> None:
     """Keep the best tokens of as many queries as `scores` has rows, from `first_token` on; among
     equal scores the earlier ones.
 
     scores: what `index_scores` wrote; slots: [num_tokens, topk] int32, contiguous, and counts:
     [num_tokens] int32 get what `ChosenTokens` has, of these queries; block_table, query_start,
-    positions: as `IndexOperations.choose_cached_tokens` has them.
+    positions: as `IndexOperations.choose_cached_tokens` has them; best: [2, queries, PARTS, topk]
+    float32, contiguous, contents free, for what parts of long rows keep; None: rows are not
+    divided.
     """
+    topk, num_parts = slots.shape[1], 1 if best is None else PARTS
+    kept, places = (scores, counts) if best is None else (best[0], best[1].view(torch.int32))
+    if best is not None:
+        launch(_part_choice_kernel, (scores.shape[0], num_parts))(
+            scores,
+            kept,
+            places,
+            positions,
+            first_token,
+            max_seq_len,
+            topk,
+            num_parts,
+            scores.stride(0),
+            BLOCK=MAX_TILE,
+            num_warps=16,
+        )
     launch(_index_choice_kernel, (scores.shape[0],))(
         scores,
+        kept,
+        places,
         slots,
         counts,
         block_table,
@@ -278,7 +199,8 @@ def index_choice(
         first_token,
         block_table.shape[0],
         max_seq_len,
-        slots.shape[1],
+        topk,
+        num_parts,
         scores.stride(0),
         block_table.stride(0),
         BLOCK_SIZE=block_size,
@@ -300,18 +222,25 @@ def choose_cached_tokens(
     workspace: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return slots [num_tokens, topk] and counts [num_tokens], int32: see
-    `IndexOperations.choose_cached_tokens`. workspace: float32, contents free, at least max_seq_len:
-    so many scores are there at once. No host synchronisation; safe to capture."""
+    `IndexOperations.choose_cached_tokens`. workspace: float32, contents free, at least what a query
+    needs: max_seq_len, rounded up to a multiple of 16, and 2 * PARTS * topk where rows are divided.
+    As many queries as it holds are scored at once. No host synchronisation; safe to capture."""
     num_tokens = query.shape[0]
     slots = empty_indices(num_tokens, topk, device=query.device)
     counts = empty_indices(num_tokens, device=query.device)
     width = triton.cdiv(max_seq_len, 16) * 16
-    most = workspace.numel() // width
+    # A `Precompiler` needs the kernels of longer rows, too.
+    divided = divides_rows(num_tokens, LONG_ROW if compile_only.get() else max_seq_len)
+    kept = 2 * PARTS * topk if divided else 0
+    most = workspace.numel() // (width + kept)
     if most == 0:
-        raise ValueError(f"workspace has {workspace.numel()} elements; a query needs {width}")
+        raise ValueError(
+            f"workspace has {workspace.numel()} elements; a query needs {width + kept}"
+        )
     for first in range(0, num_tokens, most):
         count = min(most, num_tokens - first)
-        scores = workspace[: count * width].view(count, width)
+        scores, best = workspace[: count * (width + kept)].tensor_split((count * width,))
+        scores = scores.view(count, width)
         index_scores(
             query, weights, cache, block_table, query_start, positions, topk=topk,
             max_seq_len=max_seq_len, first_token=first, out=scores,
@@ -319,5 +248,6 @@ def choose_cached_tokens(
         index_choice(
             scores, slots, counts, block_table, query_start, positions,
             block_size=cache.shape[1], max_seq_len=max_seq_len, first_token=first,
+            best=best.view(2, count, PARTS, topk) if divided else None,
         )  # fmt: skip
     return slots, counts

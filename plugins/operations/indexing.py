@@ -15,7 +15,7 @@ SCORES = 1 << 26
 
 class TritonIndexing(IndexOperations):
     """In one launch for keys and queries, and two for each part of a step's queries whose scores
-    fit in the workspace."""
+    fit in the workspace, or three where rows are long and few."""
 
     def __init__(self) -> None:
         super().__init__()

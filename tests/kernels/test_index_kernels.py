@@ -15,7 +15,9 @@ pytest.importorskip("triton")
 
 from jackfield.core.nn.operations import Operations
 from jackfield.core.protocols.latent_attention import ChosenTokens
-from jackfield.kernels.indexer.index_choice import choose_cached_tokens, index_scores
+from jackfield.kernels.indexer import index_choice as choosing
+from jackfield.kernels.indexer.index_choice import choose_cached_tokens
+from jackfield.kernels.indexer.index_scores import index_scores
 from jackfield.plugins.operations import indexing
 from jackfield.plugins.operations.triton import TritonOperations
 
@@ -92,6 +94,23 @@ def test_tokens_are_chosen_as_by_their_twin(
         bounds = {"topk": 13, "max_seq_len": longest}
         want = Operations().choose_cached_tokens(*made, **bounds)
         assert_equal(TritonOperations().choose_cached_tokens(*made, **bounds), want, tokens)
+
+
+@pytest.mark.parametrize("topk", [13, 40])
+def test_tokens_of_divided_rows_are_chosen_as_by_their_twin(
+    topk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row of all parts, of some with a last one of 8 scores, which are fewer than may stay, and
+    rows of one part or no more than may stay; of 40, no part has fewer."""
+    monkeypatch.setattr(choosing, "MAX_TILE", 16)
+    monkeypatch.setattr(choosing, "LONG_ROW", 64)
+    made = step([(369, 1), (200, 2), (41, 1), (16, 1), (9, 1)], torch.float32, padding=3)
+    longest = made.block_table.shape[1] * BLOCK
+    assert choosing.divides_rows(len(made.query), longest)
+    want = Operations().choose_cached_tokens(*made, topk=topk, max_seq_len=longest)
+    workspace = torch.full((4 * (384 + 16 * topk),), float("nan"), device=DEVICE)
+    got = choose_cached_tokens(*made, topk=topk, max_seq_len=longest, workspace=workspace)
+    assert_equal(ChosenTokens(*got), want, 6)
 
 
 def test_the_twin_is_a_sum_over_heads_of_what_is_positive() -> None:

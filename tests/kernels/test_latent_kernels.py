@@ -198,3 +198,29 @@ def test_prompts_equal_their_twins(dtype, on_device, shape):
         )  # fmt: skip
         reference.latent_prompt(query, expanded, shared, starts, scale=scale, out=wanted, lse=kept)
         close(got[own], wanted[own])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CUDA, reason="here, memory that nothing writes costs nothing")
+@pytest.mark.parametrize("kernel", ["decode", "context"])
+def test_heads_may_be_far_apart(kernel):
+    """A library's product of many tokens leaves heads outside of tokens: at 32,768 tokens the last
+    of 128 heads is over 2**31 elements away."""
+    heads, latent_dim = 17, 16
+    far = torch.empty_strided((2, heads, latent_dim), (latent_dim, 1 << 27, 1), dtype=torch.float16)
+    near = draw(2, heads, latent_dim, dtype=torch.float16)
+    far.copy_(near)
+    turned = draw(2, heads, 6, dtype=torch.float16)
+    cache, table, lengths = paged([40, 25], latent_dim + 6, torch.float16)
+    results = []
+    for absorbed in (near, far):
+        out = torch.zeros_like(near)
+        if kernel == "decode":
+            latent_decode(absorbed, turned, cache, table, lengths, scale=0.2, out=out)
+        else:
+            latent_context(
+                absorbed, turned, cache, table, torch.tensor([0, 1, 2], dtype=torch.int32), lengths,
+                scale=0.2, out=out, lse=torch.zeros(2, heads),
+            )  # fmt: skip
+        results.append(out)
+    assert torch.equal(*results)

@@ -73,9 +73,13 @@ def test_kernels_compile_aside_and_failures_come_at_the_launch(tmp_path: Path) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", MODELS)
-def test_after_a_precompiled_start_no_step_compiles_anything(model: str, tmp_path: Path) -> None:
-    completed = run("serve_launching.py", tmp_path, model)
+@pytest.mark.parametrize(
+    "arguments", [*((model,) for model in MODELS), ("glm_moe_dsa", "eager")], ids=" ".join
+)
+def test_after_a_precompiled_start_no_step_compiles_anything(
+    arguments: tuple[str, ...], tmp_path: Path
+) -> None:
+    completed = run("serve_launching.py", tmp_path, *arguments)
     assert completed.returncode == 0, completed.stderr[-3000:]
 
 

@@ -25,6 +25,9 @@ logger = logging.getLogger("jackfield.worker")
 
 MIXED_ROWS = 64
 """Most decode rows to precompile together with a prompt."""
+LATER_PARTS = (16, 32, 64)
+"""Tokens of the short later parts of prompts whose kernels are precompiled: those that begin after
+cached tokens."""
 
 
 class Warmup:
@@ -87,6 +90,8 @@ class Warmup:
         if isinstance(self._runner, ModelRunner):
             for num_tokens in self._short_prompts:
                 self._alone(num_tokens)
+            for num_tokens in (*LATER_PARTS, self._long_prompt()):
+                self._alone(min(num_tokens, self._budget), context=1)
             for rows in row_counts(self._config.max_num_seqs):
                 if graphs is not None:
                     graphs.decode.precompile(rows)
@@ -115,35 +120,48 @@ class Warmup:
         return True
 
     def run_largest(self) -> None:
-        """Run a step of the whole token budget, in as many rows as possible."""
-        num_rows = min(self._config.max_num_seqs, self._budget)
-        each, more = divmod(self._budget, num_rows)
+        """Run a step of the whole token budget: as many prompts as possible, and in the scratch
+        slot the end of the longest text, since what a step allocates may depend on its longest row,
+        and on whether a prompt has a context. That row has two tokens: with one it would decode."""
+        end = 0 if self._runner.backend is None else min(2, self._budget)
+        rest = self._budget - end
+        num_rows = min(self._config.max_num_seqs, rest)
+        lengths = [rest // num_rows + (row < rest % num_rows) for row in range(num_rows)]
+        slots = list(range(num_rows))
+        if end:
+            lengths.append(end)
+            slots.append(self._config.max_num_seqs)
         if isinstance(self._runner, ModelRunner) and self._runner.sources is not None:
             most = max(self._budget, self._max_model_len)
             self._runner.sources.warm_up(most, self._max_model_len)
-        self.run([each + 1] * more + [each] * (num_rows - more), range(num_rows))
+        self.run(lengths, slots, context=self._max_model_len if end else 0)
 
-    def _alone(self, num_tokens: int) -> None:
-        """Run one prompt in the scratch slot."""
-        self.run([num_tokens], [self._config.max_num_seqs])
+    def _alone(self, num_tokens: int, *, context: int = 0) -> None:
+        """Run one prompt in the scratch slot; context: as `run` has it."""
+        self.run([num_tokens], [self._config.max_num_seqs], context=context)
 
     def _long_prompt(self) -> int:
         return min(512, self._budget, self._max_model_len)
 
-    def run(self, row_lengths: Sequence[int], use_slots: Sequence[int]) -> None:
+    def run(
+        self, row_lengths: Sequence[int], use_slots: Sequence[int], *, context: int = 0
+    ) -> None:
         """Run a forward pass over the null block, and sampling: plain, and with every costly stage
         on.
 
         row_lengths: tokens of each row; use_slots: a slot for each. Once requests may be present,
-        only the scratch slot (max_num_seqs) belongs to none.
+        only the scratch slot (max_num_seqs) belongs to none. context: tokens of the last row's
+        text before the step's, or as many as max_model_len allows; all other rows begin theirs.
         """
         runner = self._runner
         slots = list(use_slots)
         num_rows = len(slots)
         counts = np.minimum(np.asarray(row_lengths, dtype=np.int32), self._max_model_len)
         host_slots = np.asarray(slots, dtype=np.int32)
-        rows = StepRows.of(host_slots, np.zeros_like(host_slots), counts, host_slots)
-        # From position 0, whatever an earlier such step has left.
+        first_positions = np.zeros_like(host_slots)
+        first_positions[-1] = min(context, self._max_model_len - counts[-1])
+        rows = StepRows.of(host_slots, first_positions, counts, host_slots)
+        # All lengths are 0 again, whatever an earlier such step has left.
         writes = runner.batch.table.emptied(slots)
         inputs = runner.batch.lay_out(rows, LogitRows.sampled(rows, [True] * num_rows), writes)
         layout = inputs.layout
@@ -151,8 +169,8 @@ class Warmup:
         for places in (inputs.input_ids, *(p for each in inputs.layouts for p in each.places)):
             places.zero_()
         device = self._device
-        starts = rows.query_start[:-1].repeat(counts)
-        positions = np.arange(layout.num_tokens, dtype=np.int64) - starts
+        origins = (rows.query_start[:-1] - first_positions).repeat(counts)
+        positions = np.arange(layout.num_tokens, dtype=np.int64) - origins
         inputs.positions.copy_(torch.from_numpy(positions))
         layout.seq_lens.copy_(torch.from_numpy(rows.seq_lens))
         inputs.sample_slots.copy_(torch.from_numpy(host_slots))

@@ -13,8 +13,9 @@ from ....kernels.attention.latent_decode import (
     latent_decode,
     latent_workspace,
 )
-from ....kernels.indexer.index_choice import index_choice, index_scores
+from ....kernels.indexer.index_choice import PARTS, divides_rows, index_choice
 from ....kernels.indexer.index_inputs import index_inputs
+from ....kernels.indexer.index_scores import index_scores
 
 Work = Callable[[], object]
 BLOCK_SIZE = 16
@@ -149,9 +150,12 @@ class _Maker:
             scores = torch.randn(self.total, self.length, device=self.device)
             slots = torch.empty(self.total, layer.topk, dtype=torch.int32, device=self.device)
             counts = torch.empty(self.total, dtype=torch.int32, device=self.device)
+            best = None
+            if divides_rows(self.total, self.length):
+                best = torch.empty(2, self.total, PARTS, layer.topk, device=self.device)
             return lambda: index_choice(
                 scores, slots, counts, table, starts, positions, block_size=BLOCK_SIZE,
-                max_seq_len=self.length, first_token=0,
+                max_seq_len=self.length, first_token=0, best=best,
             )  # fmt: skip
 
         return self.case("index_choice", self.pairs * 4 + self.total * layer.topk * 4, make)

@@ -14,7 +14,7 @@ from jackfield.kernels.attention import (
     latent_inputs,
     latent_prefill,
 )
-from jackfield.kernels.indexer import index_choice, index_inputs
+from jackfield.kernels.indexer import index_choice, index_inputs, index_scores
 
 # DeepSeek-V2-Lite: 16 heads; V3: 128 (or 16 of them).
 SIZES = {
@@ -40,7 +40,7 @@ INDEX_INPUTS = {
     "ROPE_DIM": 64, "INTERLEAVED": False, "GROUP": 8, "BLOCK_DIM": 128, "BLOCK_HALF": 32,
     "PDL": True,
 }  # fmt: skip
-scores = index_choice._index_scores_kernel
+scores = index_scores._index_scores_kernel
 decode, join = latent_decode._latent_decode_kernel, latent_decode._latent_join_kernel
 context, prompt = latent_prefill._latent_context_kernel, latent_prefill._latent_prompt_kernel
 KERNELS = [
@@ -60,6 +60,7 @@ KERNELS = [
     (scores, {**INDEX, "BLOCK_Q": 16}, 4, 2),
     (scores, {**INDEX, "NUM_HEADS": 32, "BLOCK_H": 32, "BLOCK_Q": 16}, 4, 2),
     (index_choice._index_choice_kernel, {"BLOCK_SIZE": 16, "BLOCK": 4096}, 16, 3),
+    (index_choice._part_choice_kernel, {"BLOCK": 4096}, 16, 3),
     (decode, {**V3, **MIXED, "BLOCK_M": 64}, 8, 2),
     (join, {**LITE, **JOIN}, 4, 3),
     (context, {**LITE, "MIXED": True, "HEADS": 16, "BLOCK_M": 64, "BLOCK_N": 32}, 8, 2),
@@ -68,9 +69,10 @@ KERNELS = [
     (prompt, {**LITE, **PROMPT, "CONTEXT": False, "BLOCK_M": 64}, 4, 2),
     (prompt, {**LITE, **GLM, **PROMPT, "BLOCK_M": 64, "BLOCK_N": 32}, 4, 2),
 ]
-FLOATS = ("partial_ptr", "lse_ptr", "cos_sin_ptr", "scores_ptr", "weights_ptr")
+FLOATS = ("partial_ptr", "lse_ptr", "cos_sin_ptr", "scores_ptr", "weights_ptr", "best_ptr")
 INTS = (
     "block_table_ptr", "seq_lens_ptr", "query_start_ptr", "bounds_ptr", "slots_ptr", "counts_ptr",
+    "places_ptr",
 )  # fmt: skip
 TYPES = {
     **dict.fromkeys(FLOATS, "*fp32"), **dict.fromkeys(INTS, "*i32"),

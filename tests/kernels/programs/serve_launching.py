@@ -1,4 +1,6 @@
-"""Serves requests with an executor whose launches are only recorded."""
+"""Serves requests with an executor whose launches are only recorded; with `eager`, no step is."""
+
+import sys
 
 import torch
 from launch_driver import compiled, launched
@@ -6,12 +8,18 @@ from serve_requests import serve
 
 from jackfield.core.hooks import hookimpl
 from jackfield.core.registry import Provenance, load_plugins
+from jackfield.core.worker.graphs import step_graphs
 from jackfield.kernels.compile import Precompiler
+from jackfield.kernels.indexer import index_choice
 from jackfield.plugins.attention.triton import TritonAttention
 from jackfield.plugins.attention.triton_latent import TritonLatentAttention
 from jackfield.plugins.executors.inprocess import InProcessExecutor
 from jackfield.plugins.operations import triton as operations
 
+EAGER = "eager" in sys.argv
+# The first requests come before most is recorded.
+step_graphs.RECORDING_SECONDS = 0.0
+index_choice.LONG_ROW = 512
 # Kernels do not run: what they would have written may at least be read.
 torch.empty, torch.empty_like = torch.zeros, torch.zeros_like
 operations.small_m_config = lambda product, rows, device: (
@@ -37,7 +45,8 @@ class Kernels(operations.TritonOperations):
 class Executor(InProcessExecutor):
     def __init__(self, *arguments):
         super().__init__(*arguments)
-        self._worker._recorder = lambda: lambda function: function
+        if not EAGER:
+            self._worker._recorder = lambda: lambda function: function
 
 
 class Plugin:
@@ -66,6 +75,7 @@ OPTIONS = {
     "executor": "launching",
     "operations": "launching",
     "attention_backend": "launching",
+    "enforce_eager": EAGER,
 }
 plugins = load_plugins()
 plugins.add_plugin(Plugin(), Provenance("tests", "0", "launching"))

@@ -32,7 +32,7 @@ GLM_MOE_DSA = {
     "architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa", "hidden_size": 64,
     "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 16, "v_head_dim": 16, "vocab_size": 192, "index_topk": 64,
+    "qk_rope_head_dim": 16, "v_head_dim": 16, "vocab_size": 192, "index_topk": 600,
     "index_head_dim": 32, "index_n_heads": 8, "indexer_types": ["full", "shared"],
     "mlp_layer_types": ["dense", "dense"], "max_position_embeddings": 4096, "rms_norm_eps": 1e-6,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "hidden_act": "silu",
@@ -47,7 +47,12 @@ MODELS = {
     ),
     "glm_moe_dsa": (
         GLM_MOE_DSA,
-        {"_index_inputs_kernel", "_index_scores_kernel", "_index_choice_kernel"},
+        {
+            "_index_inputs_kernel",
+            "_index_scores_kernel",
+            "_part_choice_kernel",
+            "_index_choice_kernel",
+        },
         {"_latent_decode_kernel", "_latent_join_kernel", "_latent_prompt_kernel"},
     ),
     "mamba": (MAMBA, {"_selective_scan_kernel", "_selective_step_kernel", "_conv_kernel"}, set()),
@@ -84,6 +89,9 @@ def serve(options, plugins, compiled, launched):
                 async for _ in engine.generate([n % 150 for n in range(length)], sampling):
                     each()
 
+            # Before everything is recorded: a prompt whose beginning is cached, and one in parts.
+            for length in (65, 250, 700):
+                await generate(length, temperature=0.0)
             while await engine.core.executor._thread.call(
                 engine.core.executor._worker.prepare_ahead
             ):
