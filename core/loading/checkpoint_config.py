@@ -28,8 +28,7 @@ SIZES = (
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 FREE = frozenset({
     "bad_words_ids", "classifier_from_token", "is_causal", "is_matryoshka",
-    "is_original_qwen3_reranker", "matryoshka_dimensions", "method",
-    "position_embedding_type", "quantization_config",
+    "matryoshka_dimensions", "method", "position_embedding_type", "quantization_config",
     "sbert_ce_default_activation_function", "sentence_transformers", "use_pad_token",
 })  # fmt: skip
 """Fields that any model type may have: kept unchanged if present."""
