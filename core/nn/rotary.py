@@ -1,4 +1,5 @@
-"""Rotary position embedding and its variants, from a table that is computed once.
+"""Rotary position embedding and its variants, from a table that is computed once: by the worker,
+for as many positions as it serves, else when it is first read.
 
 Variants: default, linear, dynamic, llama3, yarn, longrope, proportional (only the first pairs of a
 head turn, each with the angle that it has in a whole one). Two of them change with the sequence's
@@ -54,16 +55,28 @@ class Rotary(nn.Module):
                 "rotated in pairs",
                 param=field,
             )
-        frequencies, attention_factor = inverse_frequencies(
+        self._frequencies, self._attention_factor = inverse_frequencies(
             rope, self.rotary_dim, config.max_model_len, config.hf_config.max_position_embeddings
         )
-        angles = torch.outer(torch.arange(config.max_model_len).float(), frequencies)
-        table = torch.cat([angles.cos(), angles.sin()], dim=-1) * attention_factor
-        self.register_buffer("table", table.to(build.device), persistent=False)
+        self._max_model_len, self._device = config.max_model_len, build.device
+        self.register_buffer("table", None, persistent=False)
+
+    def fill(self, num_positions: int) -> None:
+        """Make the table for that many positions. Recorded steps hold its address: called once,
+        before the first step."""
+        self.table = self.make_table(num_positions).to(self._device)
+
+    def make_table(self, num_positions: int) -> torch.Tensor:
+        """Return [num_positions, rotary_dim] float32 on the host: cosines, then sines."""
+        angles = torch.outer(torch.arange(num_positions).float(), self._frequencies)
+        return torch.cat([angles.cos(), angles.sin()], dim=-1) * self._attention_factor
 
     @property
     def cos_sin(self) -> torch.Tensor:
-        """[max_model_len, rotary_dim] float32: cosines, then sines."""
+        """[num_positions, rotary_dim] float32: cosines, then sines; max_model_len positions, unless
+        `fill` was called for fewer."""
+        if self.table is None:
+            self.fill(self._max_model_len)
         table: torch.Tensor = self.table  # type: ignore[assignment]
         return table
 
