@@ -322,11 +322,12 @@ def _resolve_length(config: EngineConfig, hf_config: Any, model: Any) -> int:
     rope = rope_parameters(hf_config)
     factor = float(rope.get("factor") or 1.0)
     if rope["rope_type"] == "yarn":
-        own = reach = max(own, int((rope.get("original_max_position_embeddings") or own) * factor))
+        original = rope.get("original_max_position_embeddings") or own
+        own = reach = max(own, _stretched(original, factor))
     elif rope["rope_type"] == "linear":
-        own = reach = int(own * factor)
+        own = reach = _stretched(own, factor)
     elif rope["rope_type"] == "dynamic":
-        reach = int(own * factor)
+        reach = _stretched(own, factor)
     if config.max_model_len is None:
         return own
     if config.max_model_len > reach:
@@ -338,6 +339,10 @@ def _resolve_length(config: EngineConfig, hf_config: Any, model: Any) -> int:
     return config.max_model_len
 
 
+def _stretched(length: float, factor: float) -> int:
+    return int(min(length * factor, LARGEST_SIZE))
+
+
 def rope_parameters(hf_config: Any) -> dict[str, Any]:
     """Return the rope parameters, which checkpoints call `rope_parameters`, or `rope_scaling` and
     `rope_theta`."""
@@ -346,8 +351,10 @@ def rope_parameters(hf_config: Any) -> dict[str, Any]:
         or getattr(hf_config, "rope_scaling", None)
         or {}
     )
-    rope.setdefault("rope_theta", getattr(hf_config, "rope_theta", None) or 10000.0)
-    rope.setdefault("rope_type", rope.get("type", "default"))
+    if rope.get("rope_theta") is None:
+        rope["rope_theta"] = getattr(hf_config, "rope_theta", None) or 10000.0
+    if rope.get("rope_type") is None:
+        rope["rope_type"] = rope.get("type") or "default"
     return rope
 
 

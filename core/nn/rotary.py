@@ -114,8 +114,17 @@ def inverse_frequencies(
 
 
 def _llama3(rope: dict[str, Any], plain: torch.Tensor, factor: float) -> torch.Tensor:
-    original = float(rope["original_max_position_embeddings"])
-    low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
+    names = ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
+    for name in names:
+        if rope.get(name) is None:
+            raise ConfigError(f"{name}: a rope of type llama3 needs it", param=name)
+    original, low, high = (float(rope[name]) for name in names)
+    if not 0 < low < high:
+        raise ConfigError(
+            f"low_freq_factor: must be more than 0 and less than high_freq_factor {high:g}, "
+            f"got {low:g}",
+            param="low_freq_factor",
+        )
     wavelength = 2 * math.pi / plain
     smooth = (original / wavelength - low) / (high - low)
     blended = (1 - smooth) * plain / factor + smooth * plain
@@ -133,6 +142,11 @@ def _yarn(
     max_positions: int,
 ) -> tuple[torch.Tensor, float]:
     original = rope.get("original_max_position_embeddings") or max_positions
+    if base <= 1:
+        raise ConfigError(
+            f"rope_theta: must be more than 1 for a rope that is scaled by yarn, got {base:g}",
+            param="rope_theta",
+        )
 
     def scale(by: float, mscale: float = 1.0) -> float:
         return 1.0 if by <= 1 else 0.1 * mscale * math.log(by) + 1.0
