@@ -65,6 +65,8 @@ class ModelConfig:
     eos_token_ids: frozenset[int]
     quantization_config: dict[str, Any] | None = None
     """As in config.json; None: the checkpoint is not quantized."""
+    quantization_file: Path | None = None
+    """Where `quantization_config` stands, for errors."""
     sampling: SamplingDefaults = NO_DEFAULTS
     """For what requests leave open."""
     dialects: Dialects = NO_DIALECTS
@@ -124,6 +126,7 @@ def resolve_model_config(config: EngineConfig, plugins: Plugins | None = None) -
     model = None if plugins is None else _model_class(plugins, architecture)
     generation = read_generation_config(folder, config)
     vocab_size = _resolve_vocabulary(hf_config, model)
+    quantization, quantization_file = _quantization(file, hf_config, plugins, model, text_part_of)
     return ModelConfig(
         path=folder,
         architecture=architecture,
@@ -134,7 +137,8 @@ def resolve_model_config(config: EngineConfig, plugins: Plugins | None = None) -
         eos_token_ids=_eos_token_ids(hf_config, generation, vocab_size),
         sampling=sampling_defaults(generation, config),
         dialects=read_dialects(folder),
-        quantization_config=_quantization(file, hf_config, plugins, model, text_part_of),
+        quantization_config=quantization,
+        quantization_file=quantization_file,
         load_format=load_format,
         text_part_of=text_part_of,
     )
@@ -250,9 +254,9 @@ def _model_class(plugins: Plugins, architecture: str | None) -> Any:
 
 def _quantization(
     file: Path, hf_config: Any, plugins: Plugins | None, model: Any, text_part_of: str | None
-) -> dict[str, Any] | None:
-    """Return `quantization_config`, or what the file of a quantization method says instead, with
-    layers' names as the model has them. Raises ConfigError, LoadError."""
+) -> tuple[dict[str, Any] | None, Path]:
+    """→ `quantization_config`, or what the file of a quantization method says instead, with layers'
+    names as the model has them, and the file. Raises ConfigError, LoadError."""
     value = getattr(hf_config, "quantization_config", None)
     if value is not None and not isinstance(value, dict):
         raise ConfigError(
@@ -264,11 +268,12 @@ def _quantization(
         methods = plugins["quantization"]
         for entry in methods.entries():
             if (own := getattr(methods.load(entry.name), "config_file", None)) in names:
-                value = {"quant_method": entry.name, **read_object(file.parent / own)}
+                file = file.parent / own
+                value = {"quant_method": entry.name, **read_object(file)}
                 break
         if text_part_of is not None:
             value = with_texts(value, lambda text: inner_name(text) or text)
-    return _by_own_names(value, model)
+    return _by_own_names(value, model), file
 
 
 def _by_own_names(quantization: dict[str, Any] | None, model: Any) -> dict[str, Any] | None:
