@@ -94,7 +94,13 @@ class MistralLoader:
         filler.finish()
 
     def _fill(self, filler: ParameterFiller, tensors: Any, file: str) -> None:
-        names = {usual: name for name in tensors.keys() if (usual := usual_name(name)) is not None}
+        names: dict[str, str] = {}
+        for name in tensors.keys():
+            if (usual := usual_name(name)) is None:
+                continue
+            if usual in names:
+                raise LoadError(f"{file}: {names[usual]} and {name} are the same tensor")
+            names[usual] = name
         usual_file = _UsualFile(tensors, names, self.order)
         for usual, name in names.items():
             try:

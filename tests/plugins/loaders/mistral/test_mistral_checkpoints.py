@@ -305,3 +305,12 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no checkpoint format named 'other'") as caught:
         Tokenizer.load(str(tmp_path), formats=formats, mode="other")
     assert caught.value.param == "tokenizer_mode"
+
+
+def test_a_tensor_under_both_of_its_names_is_refused(tmp_path: Path) -> None:
+    checkpoint(tmp_path, "dense")
+    file = tmp_path / "consolidated.safetensors"
+    tensors = load_file(file)
+    save_file(tensors | {"model.norm.weight": tensors["norm.weight"] + 1}, file)
+    with pytest.raises(LoadError, match=r"norm\.weight and .*norm\.weight are the same"):
+        PagedModel(tmp_path, "float32")
