@@ -87,6 +87,8 @@ def inverse_frequencies(
     """→ ([dim / 2] float32, factor on cosines and sines). Raises ConfigError."""
     if isinstance(rope["rope_theta"], list):
         raise ConfigError("rope_theta: this model has one base for all layers", param="rope_theta")
+    if rope["rope_theta"] is None:
+        raise ConfigError("rope_theta: must be a number, got None", param="rope_theta")
     base = float(rope["rope_theta"])
     plain = 1.0 / base ** (torch.arange(0, dim, 2).float() / dim)
     kind = rope["rope_type"]
