@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..config import EngineConfig
-from ..errors import ConfigError, LoadError
+from ..errors import ConfigError, LoadError, shown
 from ..protocols.field_kinds import LARGEST_SIZE, FieldKind, declared_fields
 from ..registration.architecture import FALLBACK
 from ..registration.checkpoint_formats import config_format
@@ -194,6 +194,8 @@ def _read_file(
     checkpoint_format = formats.load(name)
     with formats.calling(name, "read_config"):
         raw = checkpoint_format.read_config(folder)
+        if not isinstance(raw, dict):
+            raise TypeError(f"it returned {shown(raw)}, which is no dict")
     return folder / checkpoint_format.config_file, raw, checkpoint_format.load_format
 
 

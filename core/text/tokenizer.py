@@ -15,7 +15,7 @@ from typing import Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from ..errors import InvalidRequest, LoadError
+from ..errors import InvalidRequest, LoadError, shown
 from ..loading.json_file import check_fetched
 from ..registration.checkpoint_formats import AUTO, tokenizer_format
 from ..registration.registered import Registry
@@ -112,6 +112,8 @@ class Tokenizer:
             templates = format_templates(formats, name, folder, chat_template)
             with formats.calling(name, "read_tokenizer"):
                 tokenizer: Tokenizer = formats.load(name).read_tokenizer(folder, templates)
+                if not isinstance(tokenizer, Tokenizer):
+                    raise TypeError(f"it returned {shown(tokenizer)}, which is no Tokenizer")
             return tokenizer
         config = read_json(folder / "tokenizer_config.json")
         tokens = token_strings(config, read_json(folder / "special_tokens_map.json"))
