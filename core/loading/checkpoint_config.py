@@ -19,6 +19,7 @@ import torch
 from ..errors import ConfigError, PluginError
 from ..protocols.models import PlainConfig
 from ..registry import Registry
+from .transformers_module import transformers_module
 
 NUMBER = (int, float)
 SIZES = (
@@ -145,13 +146,13 @@ class Configuration:
 def _whole(file: Path, raw: dict[str, Any]) -> Any:
     """Return the `transformers` configuration; for an unknown model type, one that only contains
     what config.json says, for a plugin's architecture."""
-    from transformers import CONFIG_MAPPING, PreTrainedConfig
-
+    transformers = transformers_module()
     raw = _with_floats(copy.deepcopy(raw))
     model_type = raw.pop("model_type", None)
     try:
-        supported = model_type in CONFIG_MAPPING
-        config: Any = (CONFIG_MAPPING[model_type] if supported else PreTrainedConfig)(**raw)
+        kinds = transformers.CONFIG_MAPPING
+        kind = kinds[model_type] if model_type in kinds else transformers.PreTrainedConfig
+        config: Any = kind(**raw)
     except Exception as error:  # transformers validates with errors of many kinds
         raise ConfigError(
             f"model: {file} is not a valid {model_type!r} configuration: "

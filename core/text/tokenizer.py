@@ -17,6 +17,7 @@ from tokenizers import Tokenizer as Backend
 
 from ..errors import InvalidRequest, LoadError, shown
 from ..loading.json_file import check_fetched
+from ..loading.transformers_module import transformers_module
 from ..registration.checkpoint_formats import AUTO, tokenizer_format
 from ..registration.registered import Registry
 from .control_tokens import ControlTokens
@@ -420,10 +421,9 @@ def _has_vocabulary(backend: Backend) -> bool:
 
 
 def _from_transformers(folder: Path) -> tuple[Backend, dict[str, str]]:
-    from transformers import AutoTokenizer
-
+    kind = transformers_module().AutoTokenizer
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+        tokenizer = kind.from_pretrained(str(folder), trust_remote_code=False)
     except Exception as error:
         reason = " ".join(str(error).split())
         raise LoadError(
