@@ -16,7 +16,7 @@ from ..config import EngineConfig
 from ..errors import ConfigError, LoadError, shown
 from ..protocols.field_kinds import LARGEST_SIZE, FieldKind, declared_fields
 from ..registration.architecture import FALLBACK
-from ..registration.checkpoint_formats import config_format
+from ..registration.checkpoint_formats import AUTO, config_format
 from ..registry import Plugins
 from .checkpoint_config import checkpoint_config, plugin_config
 from .config_fields import SHARED, check_fields, check_sizes
@@ -187,7 +187,8 @@ def _read_file(
     if name is None:
         file = folder / "config.json"
         if not file.is_file():
-            others = [] if plugins is None else formats.entries()
+            auto = plugins is not None and config.config_format == AUTO
+            others = formats.entries() if auto else []
             files = ["config.json", *(formats.load(entry.name).config_file for entry in others)]
             raise LoadError(f"model: {folder} has no {' or '.join(files)}", param="model")
         return file, read_object(file), ModelConfig.load_format

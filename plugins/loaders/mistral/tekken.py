@@ -38,6 +38,8 @@ BYTES = {byte: char for char, byte in ALPHABET.items()}
 def read_tekken(folder: Path) -> dict[str, Any]:
     """Return the content of tekken.json. Raises LoadError, also for a version that is unknown."""
     file = folder / FILE
+    if not file.is_file():
+        raise LoadError(f"tokenizer: {folder} has no {FILE}")
     content = read_json(file)
     config = content.get("config")
     if not isinstance(config, dict):

@@ -17,6 +17,7 @@ from tekken_files import SPECIALS, write_tekken
 
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.errors import ConfigError, LoadError
+from jackfield.core.loading import checkpoint_config
 from jackfield.core.loading.model_config import resolve_model_config
 from jackfield.core.registry import load_plugins
 from jackfield.core.text.tokenizer import Tokenizer
@@ -314,3 +315,19 @@ def test_a_tensor_under_both_of_its_names_is_refused(tmp_path: Path) -> None:
     save_file(tensors | {"model.norm.weight": tensors["norm.weight"] + 1}, file)
     with pytest.raises(LoadError, match=r"norm\.weight and .*norm\.weight are the same"):
         PagedModel(tmp_path, "float32")
+
+
+def test_loading_imports_no_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint(tmp_path, "dense")
+    monkeypatch.delattr(checkpoint_config, "_whole")
+    PagedModel(tmp_path, "float32")
+
+
+def test_a_format_that_was_asked_for_is_the_one_that_is_missed(tmp_path: Path) -> None:
+    (tmp_path / "params.json").write_text(json.dumps(PARAMS | DENSE))
+    config = EngineConfig(model=str(tmp_path), device="cpu", config_format="hf")
+    with pytest.raises(LoadError, match=r"has no config\.json$"):
+        resolve_model_config(config, load_plugins())
+    formats = load_plugins()["checkpoint_format"]
+    with pytest.raises(LoadError, match=r"has no tekken\.json"):
+        Tokenizer.load(str(tmp_path), formats=formats, mode="mistral")
