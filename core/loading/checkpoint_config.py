@@ -19,6 +19,7 @@ import torch
 from ..errors import ConfigError, PluginError
 from ..protocols.models import PlainConfig
 from ..registry import Registry
+from .transformers_module import transformers_module
 
 NUMBER = (int, float)
 SIZES = (
@@ -28,8 +29,7 @@ SIZES = (
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 FREE = frozenset({
     "bad_words_ids", "classifier_from_token", "is_causal", "is_matryoshka",
-    "is_original_qwen3_reranker", "matryoshka_dimensions", "method",
-    "position_embedding_type", "quantization_config",
+    "matryoshka_dimensions", "method", "position_embedding_type", "quantization_config",
     "sbert_ce_default_activation_function", "sentence_transformers", "use_pad_token",
 })  # fmt: skip
 """Fields that any model type may have: kept unchanged if present."""
@@ -146,13 +146,13 @@ class Configuration:
 def _whole(file: Path, raw: dict[str, Any]) -> Any:
     """Return the `transformers` configuration; for an unknown model type, one that only contains
     what config.json says, for a plugin's architecture."""
-    from transformers import CONFIG_MAPPING, PreTrainedConfig
-
+    transformers = transformers_module()
     raw = _with_floats(copy.deepcopy(raw))
     model_type = raw.pop("model_type", None)
     try:
-        supported = model_type in CONFIG_MAPPING
-        config: Any = (CONFIG_MAPPING[model_type] if supported else PreTrainedConfig)(**raw)
+        kinds = transformers.CONFIG_MAPPING
+        kind = kinds[model_type] if model_type in kinds else transformers.PreTrainedConfig
+        config: Any = kind(**raw)
     except Exception as error:  # transformers validates with errors of many kinds
         raise ConfigError(
             f"model: {file} is not a valid {model_type!r} configuration: "

@@ -54,12 +54,15 @@ SHARED: dict[str, FieldKind] = {
 ROPE: dict[str, FieldKind] = {
     **dict.fromkeys(
         (
-            "attention_factor", "beta_fast", "beta_slow", "high_freq_factor", "low_freq_factor",
-            "mscale", "mscale_all_dim", "partial_rotary_factor",
+            "attention_factor", "high_freq_factor", "low_freq_factor", "mscale", "mscale_all_dim",
+            "partial_rotary_factor",
         ),
         NUMBER,
     ),
-    **dict.fromkeys(("factor", "original_max_position_embeddings", "rope_theta"), POSITIVE),
+    **dict.fromkeys(
+        ("beta_fast", "beta_slow", "factor", "original_max_position_embeddings", "rope_theta"),
+        POSITIVE,
+    ),
     **dict.fromkeys(("rope_type", "type"), TEXT),
     "truncate": FLAG,
     **dict.fromkeys(("long_factor", "short_factor"), NUMBERS),

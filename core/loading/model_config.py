@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..config import EngineConfig
-from ..errors import ConfigError, LoadError
+from ..errors import ConfigError, LoadError, shown
 from ..protocols.field_kinds import LARGEST_SIZE, FieldKind, declared_fields
 from ..registration.architecture import FALLBACK
-from ..registration.checkpoint_formats import config_format
+from ..registration.checkpoint_formats import AUTO, config_format
 from ..registry import Plugins
 from .checkpoint_config import checkpoint_config, plugin_config
 from .config_fields import SHARED, check_fields, check_sizes
@@ -65,6 +65,8 @@ class ModelConfig:
     eos_token_ids: frozenset[int]
     quantization_config: dict[str, Any] | None = None
     """As in config.json; None: the checkpoint is not quantized."""
+    quantization_file: Path | None = None
+    """Where `quantization_config` stands, for errors."""
     sampling: SamplingDefaults = NO_DEFAULTS
     """For what requests leave open."""
     dialects: Dialects = NO_DIALECTS
@@ -124,6 +126,7 @@ def resolve_model_config(config: EngineConfig, plugins: Plugins | None = None) -
     model = None if plugins is None else _model_class(plugins, architecture)
     generation = read_generation_config(folder, config)
     vocab_size = _resolve_vocabulary(hf_config, model)
+    quantization, quantization_file = _quantization(file, hf_config, plugins, model, text_part_of)
     return ModelConfig(
         path=folder,
         architecture=architecture,
@@ -134,7 +137,8 @@ def resolve_model_config(config: EngineConfig, plugins: Plugins | None = None) -
         eos_token_ids=_eos_token_ids(hf_config, generation, vocab_size),
         sampling=sampling_defaults(generation, config),
         dialects=read_dialects(folder),
-        quantization_config=_quantization(file, hf_config, plugins, model, text_part_of),
+        quantization_config=quantization,
+        quantization_file=quantization_file,
         load_format=load_format,
         text_part_of=text_part_of,
     )
@@ -183,13 +187,16 @@ def _read_file(
     if name is None:
         file = folder / "config.json"
         if not file.is_file():
-            others = [] if plugins is None else formats.entries()
+            auto = plugins is not None and config.config_format == AUTO
+            others = formats.entries() if auto else []
             files = ["config.json", *(formats.load(entry.name).config_file for entry in others)]
             raise LoadError(f"model: {folder} has no {' or '.join(files)}", param="model")
         return file, read_object(file), ModelConfig.load_format
     checkpoint_format = formats.load(name)
     with formats.calling(name, "read_config"):
         raw = checkpoint_format.read_config(folder)
+        if not isinstance(raw, dict):
+            raise TypeError(f"it returned {shown(raw)}, which is no dict")
     return folder / checkpoint_format.config_file, raw, checkpoint_format.load_format
 
 
@@ -250,9 +257,9 @@ def _model_class(plugins: Plugins, architecture: str | None) -> Any:
 
 def _quantization(
     file: Path, hf_config: Any, plugins: Plugins | None, model: Any, text_part_of: str | None
-) -> dict[str, Any] | None:
-    """Return `quantization_config`, or what the file of a quantization method says instead, with
-    layers' names as the model has them. Raises ConfigError, LoadError."""
+) -> tuple[dict[str, Any] | None, Path]:
+    """→ `quantization_config`, or what the file of a quantization method says instead, with layers'
+    names as the model has them, and the file. Raises ConfigError, LoadError."""
     value = getattr(hf_config, "quantization_config", None)
     if value is not None and not isinstance(value, dict):
         raise ConfigError(
@@ -264,11 +271,12 @@ def _quantization(
         methods = plugins["quantization"]
         for entry in methods.entries():
             if (own := getattr(methods.load(entry.name), "config_file", None)) in names:
-                value = {"quant_method": entry.name, **read_object(file.parent / own)}
+                file = file.parent / own
+                value = {"quant_method": entry.name, **read_object(file)}
                 break
         if text_part_of is not None:
             value = with_texts(value, lambda text: inner_name(text) or text)
-    return _by_own_names(value, model)
+    return _by_own_names(value, model), file
 
 
 def _by_own_names(quantization: dict[str, Any] | None, model: Any) -> dict[str, Any] | None:
@@ -322,11 +330,12 @@ def _resolve_length(config: EngineConfig, hf_config: Any, model: Any) -> int:
     rope = rope_parameters(hf_config)
     factor = float(rope.get("factor") or 1.0)
     if rope["rope_type"] == "yarn":
-        own = reach = max(own, int((rope.get("original_max_position_embeddings") or own) * factor))
+        original = rope.get("original_max_position_embeddings") or own
+        own = reach = max(own, _stretched(original, factor))
     elif rope["rope_type"] == "linear":
-        own = reach = int(own * factor)
+        own = reach = _stretched(own, factor)
     elif rope["rope_type"] == "dynamic":
-        reach = int(own * factor)
+        reach = _stretched(own, factor)
     if config.max_model_len is None:
         return own
     if config.max_model_len > reach:
@@ -338,6 +347,10 @@ def _resolve_length(config: EngineConfig, hf_config: Any, model: Any) -> int:
     return config.max_model_len
 
 
+def _stretched(length: float, factor: float) -> int:
+    return int(min(length * factor, LARGEST_SIZE))
+
+
 def rope_parameters(hf_config: Any) -> dict[str, Any]:
     """Return the rope parameters, which checkpoints call `rope_parameters`, or `rope_scaling` and
     `rope_theta`."""
@@ -346,8 +359,10 @@ def rope_parameters(hf_config: Any) -> dict[str, Any]:
         or getattr(hf_config, "rope_scaling", None)
         or {}
     )
-    rope.setdefault("rope_theta", getattr(hf_config, "rope_theta", None) or 10000.0)
-    rope.setdefault("rope_type", rope.get("type", "default"))
+    if rope.get("rope_theta") is None:
+        rope["rope_theta"] = getattr(hf_config, "rope_theta", None) or 10000.0
+    if rope.get("rope_type") is None:
+        rope["rope_type"] = rope.get("type") or "default"
     return rope
 
 

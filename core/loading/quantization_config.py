@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ..errors import ConfigError, listed
+from ..errors import ConfigError, listed, shown
 from ..nn.quantized import LinearSpec
 
 
@@ -57,8 +57,20 @@ class ConfigReader:
             value = self._get(field, [])
             if not isinstance(value, list | tuple) or any(not isinstance(v, str) for v in value):
                 raise self.refuse(field, "a list of names")
+            for name in value:
+                self._check_pattern(field, name)
             names.extend(value)
         return tuple(names)
+
+    def _check_pattern(self, field: str, name: str) -> None:
+        try:
+            if name.startswith("re:"):
+                re.compile(name.removeprefix("re:"))
+        except re.error as error:
+            full = f"{self.name}.{field}"
+            raise ConfigError(
+                f"{full}: {shown(name)} is no regular expression: {error}", param=full
+            ) from error
 
     def inner(self, field: str) -> ConfigReader | None:
         """Read an object; None if there is none."""

@@ -61,8 +61,13 @@ def choose_method(
         reason = method_class.supports(device, model_config.dtype)
     if reason is not None:
         raise ConfigError(f"quantization: {name!r} cannot run here: {reason}", param="quantization")
-    with registry.calling(name, "from_config"):
-        return method_class.from_config(settings)
+    try:
+        with registry.calling(name, "from_config"):
+            return method_class.from_config(settings)
+    except ConfigError as error:
+        if (file := model_config.quantization_file) is None or error.param is None:
+            raise
+        raise ConfigError(f"model: {file}: {error.message}", param=error.param) from error
 
 
 def _load(plugins: Plugins, name: str, field: str) -> type[QuantizationMethod]:

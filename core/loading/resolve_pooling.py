@@ -99,7 +99,7 @@ def _pooling_config(
         raise ConfigError(f"pooler_config: {error}", param="pooler_config") from None
     own: PoolingType = getattr(model, "pooling_type", "LAST")
     classifies = hasattr(model, "classify")
-    tokens = _token_classifier(hf) if classifies and causal else None
+    tokens = _token_classifier(hf, model) if classifies and causal else None
     labels = _labels(hf, tokens) if classifies else ()
     _check_task(config.task, classifies, labels)
     activation, activates = _activation(hf, len(labels))
@@ -144,13 +144,15 @@ def _check_task(task: str, classifies: bool, labels: tuple[str, ...]) -> None:
         raise ConfigError(f"task: {task!r} does not fit, {wrong}", param="task")
 
 
-def _token_classifier(hf: Any) -> TokenClassifier | None:
-    """Return the classifier that vLLM's hf_overrides describe; None if there is none."""
+def _token_classifier(hf: Any, model: Any) -> TokenClassifier | None:
+    """Return the classifier that vLLM's hf_overrides describe; None if there is none. `model`: the
+    architecture's class."""
     tokens = getattr(hf, "classifier_from_token", None)
     if tokens is None:
         return None
-    original = getattr(hf, "is_original_qwen3_reranker", False)
-    method = getattr(hf, "method", None) or ("from_2_way_softmax" if original else None)
+    method = getattr(hf, "method", None)
+    if method is None and hasattr(model, "classifier_method"):
+        method = model.classifier_method(hf)
     if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
         problem = f"classifier_from_token {tokens!r}, which is no list of tokens"
     elif method == "from_2_way_softmax":

@@ -1,4 +1,5 @@
-"""Rotary position embedding and its variants, from a table that is computed once.
+"""Rotary position embedding and its variants, from a table that is computed once: by the worker,
+for as many positions as it serves, else when it is first read.
 
 Variants: default, linear, dynamic, llama3, yarn, longrope, proportional (only the first pairs of a
 head turn, each with the angle that it has in a whole one). Two of them change with the sequence's
@@ -54,16 +55,28 @@ class Rotary(nn.Module):
                 "rotated in pairs",
                 param=field,
             )
-        frequencies, attention_factor = inverse_frequencies(
+        self._frequencies, self._attention_factor = inverse_frequencies(
             rope, self.rotary_dim, config.max_model_len, config.hf_config.max_position_embeddings
         )
-        angles = torch.outer(torch.arange(config.max_model_len).float(), frequencies)
-        table = torch.cat([angles.cos(), angles.sin()], dim=-1) * attention_factor
-        self.register_buffer("table", table.to(build.device), persistent=False)
+        self._max_model_len, self._device = config.max_model_len, build.device
+        self.register_buffer("table", None, persistent=False)
+
+    def fill(self, num_positions: int) -> None:
+        """Make the table for that many positions. Recorded steps hold its address: called once,
+        before the first step."""
+        self.table = self.make_table(num_positions).to(self._device)
+
+    def make_table(self, num_positions: int) -> torch.Tensor:
+        """Return [num_positions, rotary_dim] float32 on the host: cosines, then sines."""
+        angles = torch.outer(torch.arange(num_positions).float(), self._frequencies)
+        return torch.cat([angles.cos(), angles.sin()], dim=-1) * self._attention_factor
 
     @property
     def cos_sin(self) -> torch.Tensor:
-        """[max_model_len, rotary_dim] float32: cosines, then sines."""
+        """[num_positions, rotary_dim] float32: cosines, then sines; max_model_len positions, unless
+        `fill` was called for fewer."""
+        if self.table is None:
+            self.fill(self._max_model_len)
         table: torch.Tensor = self.table  # type: ignore[assignment]
         return table
 
@@ -74,6 +87,8 @@ def inverse_frequencies(
     """→ ([dim / 2] float32, factor on cosines and sines). Raises ConfigError."""
     if isinstance(rope["rope_theta"], list):
         raise ConfigError("rope_theta: this model has one base for all layers", param="rope_theta")
+    if rope["rope_theta"] is None:
+        raise ConfigError("rope_theta: must be a number, got None", param="rope_theta")
     base = float(rope["rope_theta"])
     plain = 1.0 / base ** (torch.arange(0, dim, 2).float() / dim)
     kind = rope["rope_type"]
@@ -101,8 +116,17 @@ def inverse_frequencies(
 
 
 def _llama3(rope: dict[str, Any], plain: torch.Tensor, factor: float) -> torch.Tensor:
-    original = float(rope["original_max_position_embeddings"])
-    low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
+    names = ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
+    for name in names:
+        if rope.get(name) is None:
+            raise ConfigError(f"{name}: a rope of type llama3 needs it", param=name)
+    original, low, high = (float(rope[name]) for name in names)
+    if not 0 < low < high:
+        raise ConfigError(
+            f"low_freq_factor: must be more than 0 and less than high_freq_factor {high:g}, "
+            f"got {low:g}",
+            param="low_freq_factor",
+        )
     wavelength = 2 * math.pi / plain
     smooth = (original / wavelength - low) / (high - low)
     blended = (1 - smooth) * plain / factor + smooth * plain
@@ -120,6 +144,11 @@ def _yarn(
     max_positions: int,
 ) -> tuple[torch.Tensor, float]:
     original = rope.get("original_max_position_embeddings") or max_positions
+    if base <= 1:
+        raise ConfigError(
+            f"rope_theta: must be more than 1 for a rope that is scaled by yarn, got {base:g}",
+            param="rope_theta",
+        )
 
     def scale(by: float, mscale: float = 1.0) -> float:
         return 1.0 if by <= 1 else 0.1 * mscale * math.log(by) + 1.0

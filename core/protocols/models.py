@@ -103,6 +103,13 @@ class PoolingModel(Protocol):
     def context_length(cls, hf_config: Any) -> int:
         """Return the maximum length of a prompt. Optional; without it, as in the configuration."""
 
+    @classmethod
+    def classifier_method(cls, hf_config: Any) -> str | None:
+        """Return what `method` is in a configuration that makes a classifier from tokens
+        (`classifier_from_token`) and does not state it: "from_2_way_softmax" or
+        "no_post_processing"; None: such a configuration is refused. Only classifiers. Optional;
+        without it, None."""
+
     def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """input_ids: [num_tokens] int64 → hidden states [num_tokens, hidden_size]."""
 

@@ -113,6 +113,8 @@ def violation(kind: str, thing: object) -> str | None:
         return f"it has no {', '.join(missing)} ({contract.of})"
     if kind == "options":
         return _undecided(thing)
+    if kind == "checkpoint_format":
+        return _unnamed(thing)
     return _undeclared(thing) if kind in ("config", "model") else None
 
 
@@ -139,6 +141,15 @@ def _undeclared(thing: object) -> str | None:
         return "its config_fields is no mapping of names"
     wrong = [str(name) for name, value in fields.items() if not isinstance(value, kind)]
     return f"its config_fields has no FieldKind for {', '.join(wrong)}" if wrong else None
+
+
+def _unnamed(thing: object) -> str | None:
+    """Return why the names that a checkpoint format states are none."""
+    for name in ("config_file", "tokenizer_file", "load_format"):
+        value = getattr(thing, name, None)
+        if not isinstance(value, str) or not value or value != value.rpartition("/")[2]:
+            return f"its {name} is no name: {value!r}"
+    return None
 
 
 def _undecided(schema: object) -> str | None:

@@ -15,8 +15,9 @@ from typing import Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from ..errors import InvalidRequest, LoadError
+from ..errors import InvalidRequest, LoadError, shown
 from ..loading.json_file import check_fetched
+from ..loading.transformers_module import transformers_module
 from ..registration.checkpoint_formats import AUTO, tokenizer_format
 from ..registration.registered import Registry
 from .control_tokens import ControlTokens
@@ -112,6 +113,8 @@ class Tokenizer:
             templates = format_templates(formats, name, folder, chat_template)
             with formats.calling(name, "read_tokenizer"):
                 tokenizer: Tokenizer = formats.load(name).read_tokenizer(folder, templates)
+                if not isinstance(tokenizer, Tokenizer):
+                    raise TypeError(f"it returned {shown(tokenizer)}, which is no Tokenizer")
             return tokenizer
         config = read_json(folder / "tokenizer_config.json")
         tokens = token_strings(config, read_json(folder / "special_tokens_map.json"))
@@ -418,10 +421,9 @@ def _has_vocabulary(backend: Backend) -> bool:
 
 
 def _from_transformers(folder: Path) -> tuple[Backend, dict[str, str]]:
-    from transformers import AutoTokenizer
-
+    kind = transformers_module().AutoTokenizer
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+        tokenizer = kind.from_pretrained(str(folder), trust_remote_code=False)
     except Exception as error:
         reason = " ".join(str(error).split())
         raise LoadError(

@@ -10,7 +10,7 @@ from typing import Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from ..errors import ConfigError, LoadError
+from ..errors import ConfigError, LoadError, shown
 from ..registration.checkpoint_formats import AUTO, tokenizer_format
 from ..registration.registered import Registry
 
@@ -67,6 +67,10 @@ def format_templates(
         return own
     with formats.calling(name, "read_chat_templates"):
         templates: Mapping[str, str] = formats.load(name).read_chat_templates(folder)
+        if not isinstance(templates, Mapping) or not all(
+            isinstance(text, str) for item in templates.items() for text in item
+        ):
+            raise TypeError(f"it returned {shown(templates)}, which is no mapping of texts")
     return templates
 
 

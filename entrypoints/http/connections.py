@@ -15,11 +15,11 @@ import os
 import resource
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
-from aiohttp import web
+from aiohttp import hdrs, web
 from aiohttp.http_exceptions import BadHttpMethod, HttpProcessingError
 
 from ...core.errors import InvalidRequest, JackfieldError, RequestFailed, TooManyConnections
@@ -28,6 +28,7 @@ from .connection_limits import MIN_BODY_RATE, ConnectionLimits
 from .context import encoder, error_body, error_reply
 
 logger = logging.getLogger("jackfield.http")
+Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 SERVER_NAME = "jackfield"
 """In the header `Server`, without the versions of Python and aiohttp that would stand there."""
 RESERVED = 256
@@ -286,13 +287,27 @@ def raw_response(error: JackfieldError, status: int | None = None) -> bytes:
     return "\r\n".join([*lines, "", ""]).encode("ascii") + body
 
 
+def _without_odd_expectations(handler: Handler) -> Handler:
+    """Return a request handler that refuses an `Expect` that aiohttp would quote in a response that
+    it cannot encode."""
+
+    async def handle(request: web.BaseRequest) -> web.StreamResponse:
+        if request.headers.get(hdrs.EXPECT, "").isascii():
+            return await handler(request)
+        response = error_reply(InvalidRequest("Expect: must be 100-continue"), 417)
+        response.headers["Server"] = SERVER_NAME
+        return response
+
+    return handle
+
+
 class _Server(web.Server):
     """Creates `Connection`s."""
 
     def __init__(self, app: web.Application, server: web.Server, open: Connections, **options: Any):
         factory = functools.partial(app._make_request, _cls=Request)
         super().__init__(
-            server.request_handler,
+            _without_odd_expectations(server.request_handler),
             request_factory=factory,
             handler_cancellation=server.handler_cancellation,
         )

@@ -38,9 +38,11 @@ def reply(data: Any, status: int = 200) -> web.Response:
 
 def error_body(error: JackfieldError, status: int | None = None) -> dict[str, Any]:
     """Return an error in OpenAI's form. status: replaces the error's own."""
+    # A header that is quoted may have had bytes that are no text, which JSON cannot hold.
+    message = error.message.encode("utf-8", "backslashreplace").decode()
     return {
         "error": {
-            "message": error.message,
+            "message": message,
             "type": error.error_type,
             "param": error.param,
             "code": error.code if error.code is not None else status or error.status,

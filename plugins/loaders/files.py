@@ -27,11 +27,15 @@ class Layout(NamedTuple):
 def files_of(folder: Path, layout: Layout, otherwise: str) -> list[Path]:
     """Return the files of a checkpoint: what its index names; else the single one; else all.
 
-    Raises LoadError, with what to do `otherwise`, when there are none, or one lies elsewhere or was
-    not fetched.
+    Raises LoadError, with what to do `otherwise`, when there are none, or one lies elsewhere, is no
+    file or was not fetched.
     """
     files = _files_of(folder, layout, otherwise)
     for file in files:
+        if not file.is_file():
+            link = file.is_symlink() and not file.exists()
+            kind = f"a link to {file.readlink()}, which is missing" if link else "no file"
+            raise LoadError(f"model: {file} is {kind}", param="model")
         check_fetched(file)
     return files
 

@@ -339,8 +339,19 @@ def rotaries_by_type(config: ModelConfig, build: BuildContext) -> list[Rotary]:
     """`Decoder.rotaries_of` where the configuration has rope parameters for each layer type."""
     hf = config.hf_config
     kinds = sorted(set(hf.layer_types))
-    rotaries = {kind: Rotary(config, build, hf.rope_parameters[kind]) for kind in kinds}
+    rotaries = {kind: Rotary(config, build, rope_of_type(hf, kind)) for kind in kinds}
     return [rotaries[kind] for kind in hf.layer_types]
+
+
+def rope_of_type(hf: Any, kind: str) -> dict[str, Any]:
+    """Return the rope parameters of a layer type. Raises ConfigError if there are none."""
+    rope = (hf.rope_parameters or {}).get(kind)
+    if not isinstance(rope, dict):
+        raise ConfigError(
+            f"rope_parameters.{kind}: must be an object, since layer_types has layers of this type",
+            param=f"rope_parameters.{kind}",
+        )
+    return rope
 
 
 QKV_SHARDS = {

@@ -27,7 +27,7 @@ from ...core.nn.routing import Routing, RoutingRule
 from ...core.parallel.elsewhere import Elsewhere
 from ...core.parallel.ranks import Pipeline
 from ...core.protocols.attention import AttentionSpec
-from .decoder import CausalLM, MakeMLP, NormedBlock, SelfAttention
+from .decoder import CausalLM, MakeMLP, NormedBlock, SelfAttention, rope_of_type
 from .expert_fields import EXPERTS
 from .gemma import GemmaDecoder
 from .gemma2 import Gemma2ForCausalLM
@@ -247,7 +247,7 @@ class Gemma4Decoder(GemmaDecoder):
         hf = config.hf_config
         rotaries = {
             kind: Rotary(
-                config, build, hf.rope_parameters[kind], head_dim=hf.per_layer_config[kind].head_dim
+                config, build, rope_of_type(hf, kind), head_dim=hf.per_layer_config[kind].head_dim
             )
             for kind in set(hf.layer_types)
         }

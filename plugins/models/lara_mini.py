@@ -22,7 +22,7 @@ from .afmoe import AfmoeDecoder
 from .decoder import CausalLM, Decoder
 from .expert_fields import EXPERTS
 from .qwen3 import Qwen3Attention
-from .qwen3_next import Qwen3NextBlock
+from .qwen3_next import DELTA_NETS, Qwen3NextBlock
 
 
 class LaraBlock(Qwen3NextBlock):
@@ -44,7 +44,7 @@ class LaraDecoder(Decoder):
 
 class LaraMiniForCausalLM(CausalLM):
     tensor_parallel = True
-    config_fields = EXPERTS | {"shared_expert_intermediate_size": SIZE}
+    config_fields = EXPERTS | DELTA_NETS | {"shared_expert_intermediate_size": SIZE}
     attention = Qwen3Attention
     decoder = LaraDecoder
     weight_map = dataclasses.replace(

@@ -17,7 +17,7 @@ from ...core.nn.context import BuildContext, ForwardContext
 from ...core.nn.linear import MergedLinear
 from ...core.nn.mlp import GatedMLP
 from ...core.nn.rotary import Rotary
-from .decoder import Block, CausalLM, Decoder
+from .decoder import Block, CausalLM, Decoder, rope_of_type
 from .lfm2 import Lfm2Attention, Lfm2Block, Lfm2ForCausalLM
 from .windows import window_of_layer
 
@@ -91,7 +91,7 @@ class Lfm3Decoder(Decoder):
     def rotaries_of(config: ModelConfig, build: BuildContext) -> Sequence[Rotary | None]:
         hf: Any = config.hf_config
         kinds = sorted(set(hf.layer_types) - {"conv"})
-        rotaries = {kind: Rotary(config, build, hf.rope_parameters[kind]) for kind in kinds}
+        rotaries = {kind: Rotary(config, build, rope_of_type(hf, kind)) for kind in kinds}
         return [rotaries.get(kind) for kind in hf.layer_types]
 
 

@@ -27,9 +27,10 @@ class NanoChatAttention(RotatedFirstAttention):
 
 
 class BackwardRotary(Rotary):
-    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-        super().__init__(config, build)
-        self.cos_sin[:, self.rotary_dim // 2 :].neg_()
+    def make_table(self, num_positions: int) -> torch.Tensor:
+        table = super().make_table(num_positions)
+        table[:, self.rotary_dim // 2 :].neg_()
+        return table
 
 
 class NanoChatBlock(Block):

@@ -21,6 +21,7 @@ from ...core.parallel.ranks import Product
 from ...core.parallel.sharding import HeadShare, Sharding
 from .decoder import Block, CausalLM, Decoder, MakeMLP, SelfAttention
 from .olmo2 import Olmo2Attention
+from .qwen3_next import DELTA_NETS
 
 NORM_EPS = 1e-5
 """Of the gated norm, whatever `rms_norm_eps` says."""
@@ -148,6 +149,7 @@ class OlmoHybridDecoder(Decoder):
 
 class OlmoHybridForCausalLM(CausalLM):
     tensor_parallel = True
+    config_fields = DELTA_NETS
     attention = Olmo2Attention
     decoder = OlmoHybridDecoder
     weight_map = dataclasses.replace(

@@ -83,7 +83,9 @@ MISTRAL = PlainConfig(
     DECODER | {"head_dim": (int, NONE), "sliding_window": (int, NONE)}, UNTIED, HEAD_DIM
 )
 QWEN2 = PlainConfig(WINDOWS, UNTIED)
-QWEN3 = PlainConfig(WINDOWS | {"attention_bias": BOOL, "head_dim": INT}, NO_BIAS)
+QWEN3 = PlainConfig(
+    WINDOWS | {"attention_bias": BOOL, "head_dim": INT, "is_original_qwen3_reranker": BOOL}, NO_BIAS
+)
 MIXTRAL = PlainConfig(
     EXPERTS | {"router_jitter_noise": FLOAT},
     {"head_dim": None, "rope_theta": 1000000.0, "sliding_window": None, **UNTIED},

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ...core.loading.model_config import ModelConfig
 from ...core.nn.context import BuildContext
 from ...core.nn.norm import RMSNorm
+from ...core.protocols.field_kinds import FLAG
 from .decoder import CausalLM, DecoderClassifier, HeadlessLM
 from .windows import QWEN_WINDOWS, WindowedAttention
 
@@ -31,5 +34,11 @@ class Qwen3Model(HeadlessLM):
 
 class Qwen3ForSequenceClassification(DecoderClassifier):
     tensor_parallel = True
-    config_fields = QWEN_WINDOWS
+    config_fields = QWEN_WINDOWS | {"is_original_qwen3_reranker": FLAG}
     attention = Qwen3Attention
+
+    @classmethod
+    def classifier_method(cls, hf_config: Any) -> str | None:
+        """Return the method of the family's rerankers if `hf_overrides` say that it is one."""
+        is_reranker = getattr(hf_config, "is_original_qwen3_reranker", False)
+        return "from_2_way_softmax" if is_reranker else None

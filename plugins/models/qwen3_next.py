@@ -18,7 +18,7 @@ from ...core.nn.norm import OffsetRMSNorm, RMSNorm
 from ...core.nn.rotary import Rotary
 from ...core.nn.state.delta_net import GatedDeltaNet
 from ...core.nn.state.sizes import DeltaSizes
-from ...core.protocols.field_kinds import SIZE
+from ...core.protocols.field_kinds import SIZE, FieldKind
 from .decoder import CausalLM, Decoder, SelfAttention
 from .expert_fields import EXPERTS, SPARSE_LAYERS
 from .mixer import HybridBlock
@@ -52,6 +52,16 @@ class GatedAttention(SelfAttention):
         return self.operations.sigmoid_gate(heads, gate)
 
 
+DELTA_NETS: dict[str, FieldKind] = dict.fromkeys(
+    (
+        "linear_conv_kernel_dim", "linear_key_head_dim", "linear_num_key_heads",
+        "linear_num_value_heads", "linear_value_head_dim",
+    ),
+    SIZE,
+)  # fmt: skip
+"""Fields of config.json of families with gated delta nets."""
+
+
 def delta_sizes(hf: Any) -> DeltaSizes:
     """Return the sizes of the layers with a state."""
     return DeltaSizes(
@@ -65,11 +75,18 @@ class Qwen3NextBlock(HybridBlock):
     state_name = "linear_attn"
 
     def make_mixer(self, config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:
-        """Raises ConfigError for another activation behind convolutions than silu."""
+        """Raises ConfigError for another activation behind convolutions than silu, and for heads of
+        values that heads of keys cannot share."""
         hf: Any = config.hf_config
         if hf.hidden_act not in ("silu", "swish"):
             raise ConfigError(f"hidden_act: {hf.hidden_act!r} is not supported", param="hidden_act")
         sizes = delta_sizes(hf)
+        if sizes.num_value_heads % sizes.num_key_heads:
+            raise ConfigError(
+                f"linear_num_value_heads: {sizes.num_value_heads} is no multiple of "
+                f"linear_num_key_heads {sizes.num_key_heads}",
+                param="linear_num_value_heads",
+            )
         return GatedDeltaNet(sizes, build, eps=float(hf.rms_norm_eps), shards=self.shards(sizes))
 
     @staticmethod
@@ -97,7 +114,7 @@ def by_kind(num_groups: int, *widths: int) -> RowOrder:
 
 class Qwen3NextForCausalLM(CausalLM):
     tensor_parallel = True
-    config_fields = EXPERTS | SPARSE_LAYERS | {"shared_expert_intermediate_size": SIZE}
+    config_fields = EXPERTS | SPARSE_LAYERS | DELTA_NETS | {"shared_expert_intermediate_size": SIZE}
     attention = GatedAttention
     decoder = Qwen3NextDecoder
     weight_map = dataclasses.replace(
@@ -138,6 +155,7 @@ class Qwen3_5Decoder(Decoder):
 
 class Qwen3_5ForCausalLM(CausalLM):
     tensor_parallel = True
+    config_fields = DELTA_NETS
     attention = GatedAttention
     decoder = Qwen3_5Decoder
     weight_map = dataclasses.replace(

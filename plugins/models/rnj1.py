@@ -5,6 +5,7 @@ from __future__ import annotations
 from ...core.loading.model_config import ModelConfig
 from ...core.nn.context import BuildContext
 from ...core.nn.rotary import Rotary
+from .decoder import rope_of_type
 from .gemma3 import Gemma3Attention, Gemma3Decoder, Gemma3ForCausalLM
 from .windows import ChunkedAttention
 
@@ -22,8 +23,11 @@ class Rnj1Decoder(Gemma3Decoder):
         """Layer types without rope parameters of their own have those of the layers with a
         window, as Gemma 3's local layers do."""
         hf = config.hf_config
-        rope = {"chunked_attention": hf.rope_parameters["sliding_attention"], **hf.rope_parameters}
-        rotaries = {kind: Rotary(config, build, rope[kind]) for kind in sorted(set(hf.layer_types))}
+        given = hf.rope_parameters or {}
+        own = {kind: kind if kind in given else "sliding_attention" for kind in hf.layer_types}
+        rotaries = {
+            kind: Rotary(config, build, rope_of_type(hf, own[kind])) for kind in sorted(own)
+        }
         return [rotaries[kind] for kind in hf.layer_types]
 
 

@@ -169,7 +169,7 @@ def _scheme(group: ConfigReader, layout: str | None) -> Scheme | None:
     symmetric = weights.flag("symmetric", True)
     if not symmetric and kind != "packed":
         raise weights.refuse("symmetric", f"true for {kind} weights")
-    if strategy == "block" and list(weights.values.get("block_structure") or ()) != [BLOCK, BLOCK]:
+    if strategy == "block" and weights.values.get("block_structure") != [BLOCK, BLOCK]:
         raise weights.refuse("block_structure", f"[{BLOCK}, {BLOCK}]")
     return Scheme(
         targets=group.names("targets"),

@@ -257,6 +257,24 @@ def test_an_unknown_expectation_gets_an_error_body(server: Server) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("header", "status"),
+    [
+        (b"Expect: \xff", 417),
+        (b"Content-Type: \xff/json", 415),
+        (b"Content-Encoding: \xff", 415),
+    ],
+)
+def test_bytes_of_a_header_that_are_no_text_are_refused_and_not_logged_as_a_failure(
+    server: Server, header: bytes, status: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    start = POST if b"Type" not in header else b"POST /v1/completions HTTP/1.1\r\n" + HOST
+    end = b"\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}"
+    found, error = answered(server, start + header + end)
+    assert found == status and error["message"]
+    assert "Traceback" not in caplog.text and "failed" not in caplog.text
+
+
 def test_a_body_that_turns_bad_in_its_middle_is_answered(server: Server) -> None:
     with connected(server, POST + b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n") as connection:
         assert server.becomes(lambda _: True)  # The server's loop has seen the headers.

@@ -82,7 +82,8 @@ class Slow:
         pass
 
     def load(self, model, device):
-        print("loading", file=sys.stderr, flush=True)
+        sys.stderr.write("loading\\n")  # At once, as other ranks write, too.
+        sys.stderr.flush()
         time.sleep(3600)
 
 @hookimpl
@@ -102,21 +103,29 @@ def slow_loader(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(tmp_path)}
 
 
-@pytest.mark.parametrize("flags", [(), ("--api-server-count", "2")], ids=["one process", "fronts"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize(
+    "flags",
+    [(), ("--api-server-count", "2"), ("--tensor-parallel-size", "2", "--device", "cpu")],
+    ids=["one process", "fronts", "ranks"],
+)
 def test_a_signal_ends_a_server_that_is_loading(
-    slow_loader: dict[str, str], flags: tuple[str, ...]
+    checkpoint: Path, slow_loader: dict[str, str], flags: tuple[str, ...], number: signal.Signals
 ) -> None:
     start = forked.Tree if flags else forked.Popen
-    command = [sys.executable, *MAIN, "serve", "--port", "0", "--load-format", "slow", *flags]
+    command = [
+        sys.executable, *MAIN, "serve", str(checkpoint), "--port", "0", "--load-format", "slow",
+        *flags,
+    ]  # fmt: skip
     with start(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=slow_loader
     ) as process:
         assert process.stderr is not None
         assert any(line == "loading\n" for line in process.stderr)
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(number)
         stdout, errors = process.communicate(timeout=300)
-    assert process.returncode == 128 + signal.SIGTERM
-    assert "stopped by SIGTERM before the server was up" in errors
+    assert process.returncode == 128 + number
+    assert f"stopped by {number.name} before the server was up" in errors
     assert "Traceback" not in errors and stdout == ""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from pathlib import Path
 
@@ -67,11 +68,37 @@ def test_a_unix_socket_of_a_running_server_is_not_taken_from_it(
     assert "/no/such/checkpoint" in capsys.readouterr().err
 
 
+def test_a_server_that_accepts_no_one_keeps_its_unix_socket(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "socket"
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as client:
+        listener.bind(str(path))
+        listener.listen(0)
+        client.connect(str(path))  # Another one would wait.
+        assert main(["serve", "/no/such/checkpoint", "--uds", str(path)]) == 2
+    assert f"--uds: cannot listen at {path}: a server listens there" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_that_cannot_be_written_to_is_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tmp_path.chmod(0o500)
+    assert main(["serve", "/no/such/checkpoint", "--uds", str(tmp_path / "socket")]) == 2
+    assert "its folder cannot be written to" in capsys.readouterr().err
+
+
 def test_what_can_be_no_unix_socket_is_reported_by_its_flag(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()
-    for name, reason in (("file", "it exists, and is no socket"), ("x" * 120, "path too long")):
+    (tmp_path / "link").symlink_to("gone")
+    for name, reason in (
+        ("file", "it exists, and is no socket"),
+        ("link", "it exists, and is no socket"),
+        ("x" * 120, "path too long"),
+    ):
         assert main(["serve", "/no/such/checkpoint", "--uds", str(tmp_path / name)]) == 2
         output = capsys.readouterr().err
         assert "--uds: cannot listen at" in output and reason in output

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -63,34 +64,52 @@ def bytes_per_block(
     return max(sizes) * block_size
 
 
-def num_kv_blocks(
-    config: EngineConfig,
-    *,
-    available: int,
-    block_bytes: int,
-    block_size: int,
-    max_model_len: int,
-    groups: Sequence[CacheGroup],
-    max_chunk: int,
-) -> int:
+@dataclass(frozen=True)
+class CacheDemand:
+    """What one sequence takes of the KV cache."""
+
+    groups: Sequence[CacheGroup]
+    block_bytes: int
+    """Of one block; 0: layers keep states alone, and blocks only count tokens."""
+    block_size: int
+    max_model_len: int
+    max_chunk: int
+    """Most tokens of a sequence per step."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of a sequence of `max_model_len`."""
+        return sequence_blocks(self.groups, self.max_model_len, self.block_size, self.max_chunk)
+
+    def longest(self, available: int) -> int:
+        """Return the most tokens of a sequence that fits in `available` bytes, the null block
+        included; at most `max_model_len`."""
+        if not self.block_bytes:
+            return self.max_model_len
+        num_blocks = available // self.block_bytes - 1
+        return longest_sequence(
+            self.groups, num_blocks, self.block_size, self.max_chunk, self.max_model_len
+        )
+
+
+def num_kv_blocks(config: EngineConfig, demand: CacheDemand, available: int) -> int:
     """Return the number of blocks, the null block included, for `available` bytes.
 
-    `max_chunk`: most tokens of a sequence per step. Raises OutOfMemory if one sequence of
-    `max_model_len` does not fit.
+    Raises OutOfMemory if one sequence of `max_model_len` does not fit.
     """
     if config.num_gpu_blocks_override is not None:
         return config.num_gpu_blocks_override
-    per_sequence = sequence_blocks(groups, max_model_len, block_size, max_chunk)
+    per_sequence = demand.num_blocks
     useful = config.max_num_seqs * per_sequence + 1
-    if not block_bytes:  # Layers keep states alone: blocks only count tokens.
+    if not demand.block_bytes:
         return min(useful, max(MOST_EMPTY_BLOCKS, per_sequence + 1))
-    blocks = min(available // block_bytes, useful)
+    blocks = min(available // demand.block_bytes, useful)
     if blocks < per_sequence + 1:
-        fits = longest_sequence(groups, blocks - 1, block_size, max_chunk, max_model_len)
+        needed = (per_sequence + 1) * demand.block_bytes
         raise OutOfMemory(
             f"the KV cache gets {available / GIB:.2f} GiB, but one sequence of max_model_len="
-            f"{max_model_len} needs {(per_sequence + 1) * block_bytes / GIB:.2f} GiB; lower "
-            f"max_model_len (at most {fits} fits), or raise "
+            f"{demand.max_model_len} needs {needed / GIB:.2f} GiB; lower "
+            f"max_model_len (at most {demand.longest(available)} fits), or raise "
             + ("cpu_kvcache_space" if config.device == "cpu" else "gpu_memory_utilization")
             + " or lower max_num_batched_tokens",
             param="max_model_len",

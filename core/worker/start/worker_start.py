@@ -17,6 +17,7 @@ from ...loading.build import build_model
 from ...loading.model_config import ModelConfig
 from ...nn.attention import Attention
 from ...nn.operations import Operations
+from ...nn.rotary import Rotary
 from ...parallel.ranks import Ranks
 from ...protocols.attention import AttentionBackend, LayerSpec, PagedBackend
 from ...protocols.executors import ExecutorInfo
@@ -35,7 +36,7 @@ from ..kv_cache.allocation import (
 from ..kv_cache.compaction import Compactor, load_compressor
 from ..kv_cache.formats import QUANTIZED_WRITES, choose_formats
 from ..kv_cache.layout import kv_layout
-from ..kv_cache.memory import bytes_per_block, num_kv_blocks
+from ..kv_cache.memory import CacheDemand, bytes_per_block, num_kv_blocks
 from ..kv_cache.planned_compactions import PlannedCompactions
 from ..kv_cache.query_ring import QueryRing
 from ..kv_cache.scales import to_be_scaled, unscaled
@@ -136,7 +137,8 @@ class WorkerStart:
     def _start_encoder(self, model: nn.Module, operations: Operations) -> StartedWorker:
         """Complete the start of a model without a KV cache."""
         unscaled((), self.config, fp8_cache=False)
-        runner = self._pooling_runner(model, None, self._batch(operations))
+        batch = self._batch(operations, self.model_config.max_model_len)
+        runner = self._pooling_runner(model, None, batch)
         warmup = self._warmup(runner)
         with self.ranks.pause():
             warmup.precompile(operations)
@@ -221,6 +223,19 @@ class WorkerStart:
         refusal = None if stages.cache_groups else f"attention backend {chosen.name} reads them"
         all_groups = form_cache_groups(stages.specs, refusal, config, max_model_len)
         groups = stages.own(all_groups)
+        state_bytes = 0 if states is None else states.nbytes
+        demand = CacheDemand(
+            # A source, of at most the same length, has a table like one more group's.
+            groups=(*all_groups, CacheGroup()) if sources else all_groups,
+            block_bytes=bytes_per_block(cache_specs, groups, config.block_size),
+            block_size=config.block_size,
+            max_model_len=max_model_len,
+            max_chunk=self._max_num_batched_tokens,
+        )
+        length = self._length_of_tables(demand, state_bytes)
+        for module in model.modules():
+            if isinstance(module, Rotary):
+                module.fill(length)
         with self.plugins[chosen.kind].calling(chosen.name, "its constructor"):
             backend = chosen.backend_class(
                 device=device,
@@ -228,7 +243,7 @@ class WorkerStart:
                 block_size=config.block_size,
                 max_num_seqs=config.max_num_seqs,
                 max_num_batched_tokens=self._max_num_batched_tokens,
-                max_model_len=max_model_len,
+                max_model_len=length,
             )
             source_backend = None
             if sources:
@@ -239,11 +254,11 @@ class WorkerStart:
                     block_size=config.block_size,
                     max_num_seqs=self._max_num_batched_tokens,
                     max_num_batched_tokens=self._max_num_batched_tokens,
-                    max_model_len=max_model_len,
+                    max_model_len=length,
                 )
         batch = self._batch(
-            operations, num_groups=len(groups), compacts=compacts, has_sources=bool(sources),
-            num_drafts=num_drafts,
+            operations, length, num_groups=len(groups), compacts=compacts,
+            has_sources=bool(sources), num_drafts=num_drafts,
         )  # fmt: skip
         runner: ModelRunner | PoolingRunner
         if self.model_config.pooling is not None:
@@ -262,18 +277,8 @@ class WorkerStart:
         with self.ranks.pause():
             # How much there is to compile depends on this host's files.
             warmup.precompile(operations, graphs)
-        block_bytes = bytes_per_block(cache_specs, groups, config.block_size)
-        state_bytes = 0 if states is None else states.nbytes
-        num_blocks = num_kv_blocks(
-            config,
-            available=self.ranks.minimum(self._available(warmup, state_bytes), device),
-            block_bytes=block_bytes,
-            block_size=config.block_size,
-            max_model_len=max_model_len,
-            # A source, of at most the same length, has a table like one more group's.
-            groups=(*all_groups, CacheGroup()) if sources else all_groups,
-            max_chunk=self._max_num_batched_tokens,
-        )
+        available = self.ranks.minimum(self._available(warmup, state_bytes), device)
+        num_blocks = num_kv_blocks(config, demand, available)
         num_blocks = self.ranks.minimum_of_stages(num_blocks, device)
         caches = bind_cache(layers, groups, num_blocks, config.block_size, kv_dtype, device)
         bind_sources(sources, caches)
@@ -306,7 +311,7 @@ class WorkerStart:
             attention_backend=chosen.name,
             attention_reason=chosen.reason,
             weight_bytes=weight_bytes,
-            kv_cache_bytes=num_blocks * block_bytes + state_bytes,
+            kv_cache_bytes=num_blocks * demand.block_bytes + state_bytes,
             load_seconds=load_seconds,
             num_stages=self.ranks.pipeline.size,
             steps_in_flight=self._steps_in_flight,
@@ -341,6 +346,7 @@ class WorkerStart:
     def _batch(
         self,
         operations: Operations,
+        max_model_len: int,
         *,
         num_groups: int = 1,
         compacts: bool = False,
@@ -349,7 +355,7 @@ class WorkerStart:
     ) -> PersistentBatch:
         return PersistentBatch(
             max_num_seqs=self.config.max_num_seqs,
-            max_model_len=self.model_config.max_model_len,
+            max_model_len=max_model_len,
             block_size=self.config.block_size,
             device=self.device,
             operations=operations,
@@ -381,7 +387,7 @@ class WorkerStart:
         setup = LogitsProcessorSetup(
             vocab_size=vocab_size,
             num_slots=config.max_num_seqs,
-            max_model_len=self.model_config.max_model_len,
+            max_model_len=batch.max_model_len,
             device=device,
             history=history,
         )
@@ -444,13 +450,35 @@ class WorkerStart:
         return StepGraphs(runner, recorder, self._max_num_batched_tokens, self.ranks)
 
     def _warmup(self, runner: ModelRunner | PoolingRunner) -> Warmup:
-        return Warmup(runner, self.config, self.model_config.max_model_len, self.device)
+        return Warmup(runner, self.config, runner.batch.max_model_len, self.device)
+
+    def _length_of_tables(self, demand: CacheDemand, state_bytes: int) -> int:
+        """Return the number of positions for which tables are made: max_model_len.
+
+        If a sequence of that length cannot fit in the device's memory, whatever a step takes, it is
+        the longest that may: the start will fail, and tables for a context of millions of tokens
+        would take gigabytes before memory is measured, and the error says what fits.
+        """
+        if self.config.num_gpu_blocks_override is not None:
+            return demand.max_model_len
+        if self.device.type == "cpu":
+            most = self._available_on_cpu(state_bytes)
+        else:
+            total = torch.cuda.mem_get_info(self.device)[1]
+            allocated = torch.cuda.memory_allocated(self.device) - self._held_before
+            most = int(total * self.config.gpu_memory_utilization) - allocated
+        longest = demand.longest(self.ranks.minimum(most, self.device))
+        longest = max(longest, min(self._max_num_batched_tokens, demand.max_model_len))
+        return self.ranks.minimum_of_stages(longest, self.device)
+
+    def _available_on_cpu(self, state_bytes: int) -> int:
+        return max(0, int(self.config.cpu_kvcache_space * (1 << 30)) - state_bytes)
 
     def _available(self, warmup: Warmup, state_bytes: int) -> int:
         """Return the bytes left for blocks, after one step at full budget has been measured.
         state_bytes: of states, which are allocated already."""
         if self.device.type == "cpu":
-            return max(0, int(self.config.cpu_kvcache_space * (1 << 30)) - state_bytes)
+            return self._available_on_cpu(state_bytes)
         if self.config.num_gpu_blocks_override is not None:
             return 0
         resting = torch.cuda.memory_allocated(self.device)

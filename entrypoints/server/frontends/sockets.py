@@ -66,11 +66,16 @@ def check_unix_free(path: Path) -> None:
     """Check that a server may listen on a Unix socket at `path`, which may be one that an earlier
     server has left. Raises OSError."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
         try:
             probe.connect(str(path))
+        except BlockingIOError:
+            pass  # More clients wait than that server accepts: it may hang.
         except (FileNotFoundError, ConnectionRefusedError):
-            if path.exists() and not path.is_socket():
+            if (path.exists() or path.is_symlink()) and not path.is_socket():
                 raise FileExistsError(errno.EEXIST, "it exists, and is no socket") from None
+            if not os.access(path.absolute().parent, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, "its folder cannot be written to") from None
             return
     raise OSError(errno.EADDRINUSE, "a server listens there")
 

@@ -11,6 +11,7 @@ from ....core.errors import ConfigError
 from ....core.loading.json_file import read_object
 from ....core.protocols.field_kinds import (
     FLAG,
+    LARGEST_SIZE,
     NUMBER,
     OBJECT,
     POSITIVE,
@@ -60,7 +61,7 @@ UNREAD = frozenset({
 place is refused by its name."""
 YARN: dict[str, FieldKind] = {
     **dict.fromkeys(("factor", "original_max_position_embeddings"), POSITIVE.required()),
-    **dict.fromkeys(("alpha", "beta"), NUMBER),
+    **dict.fromkeys(("alpha", "beta"), POSITIVE),
     "apply_scale": FLAG,
 }
 SCALING: dict[str, FieldKind] = {
@@ -71,6 +72,8 @@ MOE: dict[str, FieldKind] = {
     **dict.fromkeys(("num_experts", "num_experts_per_tok"), SIZE.required()),
     **dict.fromkeys(EXPERTS.keys() - {"num_experts", "num_experts_per_tok"}, NUMBER),
 }
+MOST_LAYERS = 10_000
+"""More is no model, and a list of their windows would fill the memory."""
 LENGTH = 128_000
 """Of a model that states none, as mistral-inference has it."""
 ENCODERS = ("multimodal", "vision_encoder")
@@ -82,6 +85,9 @@ def config_of(folder: Path) -> dict[str, Any]:
     params = read_object(file)
     for name, kind in KINDS.items():
         kind.check(file, params, name)
+        size, most = params.get(name), MOST_LAYERS if name == "n_layers" else LARGEST_SIZE
+        if kind.least is not None and size is not None and not kind.least <= size <= most:
+            raise wrong_field(file, name, size, f"an integer from {kind.least} to {most}")
     if params.get("model_type", "transformer") != "transformer":
         raise wrong_field(file, "model_type", params["model_type"], "transformer")
     if unknown := sorted(params.keys() - KINDS.keys() - UNREAD - {"sliding_window"}):
@@ -164,8 +170,9 @@ def _windows(file: Path, params: Mapping[str, Any]) -> list[int | None]:
     """Return each layer's window: `sliding_window` is one for all, or a pattern that repeats."""
     value = params.get("sliding_window")
     pattern = value if isinstance(value, list) else [value]
-    sizes = {window for window in pattern if window is not None}
-    if not pattern or len(sizes) > 1 or not all(type(s) is int and s > 0 for s in sizes):
+    sizes = [window for window in pattern if window is not None]
+    integers = all(type(size) is int and size > 0 for size in sizes)
+    if not pattern or not integers or len(set(sizes)) > 1:
         raise wrong_field(
             file, "sliding_window", value, "an integer, or a list of it and null for layers in turn"
         )

@@ -14,7 +14,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
-from ....core.errors import LoadError
+from ....core.errors import LoadError, shown
 from ....core.text.token_bytes import ALPHABET
 from ....core.text.tokenizer_files import read_json
 
@@ -29,6 +29,8 @@ IMPLIED = (
 )  # fmt: skip
 """The special tokens, from id 0, of files that list none, up to v7."""
 LATEST_IMPLIED = "v7"
+MOST_SPECIALS = 1 << 16
+"""Published files have 1000."""
 ROLES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
 BYTES = {byte: char for char, byte in ALPHABET.items()}
 
@@ -36,6 +38,8 @@ BYTES = {byte: char for char, byte in ALPHABET.items()}
 def read_tekken(folder: Path) -> dict[str, Any]:
     """Return the content of tekken.json. Raises LoadError, also for a version that is unknown."""
     file = folder / FILE
+    if not file.is_file():
+        raise LoadError(f"tokenizer: {folder} has no {FILE}")
     content = read_json(file)
     config = content.get("config")
     if not isinstance(config, dict):
@@ -62,18 +66,35 @@ def special_tokens(content: Mapping[str, Any]) -> list[str]:
         except (TypeError, KeyError) as error:
             raise LoadError(f"tokenizer: {FILE}: special_tokens cannot be read: {error}") from error
         tokens = [token for _, token in ranked]
+        for token in tokens:
+            if not _is_text(token):
+                raise LoadError(
+                    f"tokenizer: {FILE}: special_tokens has the token_str {shown(token)}, which is "
+                    "no text"
+                )
         in_order = [rank for rank, _ in ranked] == list(range(len(ranked)))
         if not in_order or len(set(tokens)) < len(tokens):
             raise LoadError(
                 f"tokenizer: {FILE}: special_tokens must have the ranks 0 to {len(ranked) - 1}, "
                 "and each text once"
             )
-    if not isinstance(count, int) or count < len(tokens):
+    if ROLES["bos_token"] not in tokens:
         raise LoadError(
-            f"tokenizer: {FILE}: config.default_num_special_tokens is {count!r}, and there are "
-            f"{len(tokens)} special tokens"
+            f"tokenizer: {FILE}: special_tokens lacks {ROLES['bos_token']}, which texts begin with"
+        )
+    if type(count) is not int or not len(tokens) <= count <= MOST_SPECIALS:
+        raise LoadError(
+            f"tokenizer: {FILE}: config.default_num_special_tokens is {shown(count)}, and must be "
+            f"an integer from {len(tokens)}, the number of special tokens, to {MOST_SPECIALS}"
         )
     return tokens + [f"<SPECIAL_{rank}>" for rank in range(len(tokens), count)]
+
+
+def _is_text(token: object) -> bool:
+    """Return whether a vocabulary can have it: a text, not empty, without half a character."""
+    if not isinstance(token, str):
+        return False
+    return token != "" and not any("\ud800" <= character <= "\udfff" for character in token)
 
 
 def backend(content: Mapping[str, Any]) -> Backend:

@@ -15,6 +15,7 @@ from ....core.config import EngineConfig
 from ....core.errors import LoadError
 from ....core.loading.model_config import ModelConfig
 from ....core.loading.weight_map import ParameterFiller, RowOrder, TensorFile
+from ....core.nn.latent.layer import LatentAttention
 from ..files import Bar, Layout, files_of
 
 SINGLE = "consolidated.safetensors"
@@ -76,26 +77,35 @@ class MistralLoader:
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig) -> None:
         self.folder = model_config.path
-        latent = getattr(model_config.hf_config, "qk_nope_head_dim", None) is not None
-        self.order = None if latent else RowOrder.halves(model_config.head_dim)
+        self.head_dim = model_config.head_dim
 
     def load(self, model: nn.Module, device: torch.device) -> None:
         """Raises LoadError naming what is missing, unexpected, or of another shape."""
         filler = ParameterFiller(model, model.weight_map)  # type: ignore[arg-type]
+        latent = any(isinstance(module, LatentAttention) for module in model.modules())
+        order = None if latent else RowOrder.halves(self.head_dim)
         files = files_of(self.folder, LAYOUT, "use load_format=safetensors for other names")
         with Bar.of(files) as bar:
             for file in files:
                 try:
                     with safe_open(file, framework="pt", device=str(device)) as tensors:
-                        self._fill(filler, tensors, file.name)
+                        self._fill(filler, tensors, file.name, order)
                 except (SafetensorError, OSError) as error:
                     raise LoadError(f"{file.name} is not a safetensors file: {error}") from error
                 bar.add(file.stat().st_size)
         filler.finish()
 
-    def _fill(self, filler: ParameterFiller, tensors: Any, file: str) -> None:
-        names = {usual: name for name in tensors.keys() if (usual := usual_name(name)) is not None}
-        usual_file = _UsualFile(tensors, names, self.order)
+    def _fill(
+        self, filler: ParameterFiller, tensors: Any, file: str, order: RowOrder | None
+    ) -> None:
+        names: dict[str, str] = {}
+        for name in tensors.keys():
+            if (usual := usual_name(name)) is None:
+                continue
+            if usual in names:
+                raise LoadError(f"{file}: {names[usual]} and {name} are the same tensor")
+            names[usual] = name
+        usual_file = _UsualFile(tensors, names, order)
         for usual, name in names.items():
             try:
                 filler.fill_from(usual_file, usual)

@@ -229,13 +229,15 @@ OF_ANY = {
 """Older spellings of what all families have, and what tools write into any config.json."""
 OF_TOOLS = {
     "bad_words_ids", "classifier_from_token", "is_causal", "is_matryoshka",
-    "is_original_qwen3_reranker", "matryoshka_dimensions", "method", "num_labels",
+    "matryoshka_dimensions", "method", "num_labels",
     "sbert_ce_default_activation_function", "sentence_transformers", "use_pad_token",
 }  # fmt: skip
 """Of sentence-transformers, of vLLM's `hf_overrides`, and of generation: no family's."""
 OF_CORE = {"attention_chunk_size", "window_size"}
 """Words that have a meaning of their own in core: in `AttentionSpec`, and in the balance of
 experts."""
+FAMILY = re.compile("deepseek|gemma|glm|llama(?!3$)|mistral|nemotron|phi3|qwen", re.IGNORECASE)
+"""Names of families, but for that of a kind of rope."""
 ASKED = re.compile(r'\bhf(?:_config)?\.([a-z]\w*)|getattr\(\s*(?:\w+\.)?hf(?:_config)?,\s*"(\w+)"')
 
 
@@ -292,3 +294,9 @@ def test_no_field_of_a_single_family_is_named_in_core(plugins: Plugins) -> None:
     assert len(own) > 20 and {"bskcn_1", "loop_num", "total_ut_steps"} <= own
     named = {word for path in CORE.rglob("*.py") for word in words(path)}
     assert own & named <= OF_CORE
+
+
+def test_no_word_of_core_has_the_name_of_a_family() -> None:
+    named = {word for path in CORE.rglob("*.py") for word in words(path) if word.isidentifier()}
+    assert len(named) > 1000
+    assert {word for word in named if FAMILY.search(word)} == set()

@@ -151,3 +151,47 @@ def test_a_longrope_that_makes_no_sense_is_refused_by_name(tmp_path: Path) -> No
         config = EngineConfig(model=str(tmp_path), device="cpu", max_model_len=length)
         with pytest.raises(ConfigError, match=f"{name}: {text}"):
             Rotary(resolve_model_config(config), build)
+
+
+@pytest.mark.parametrize(
+    ("rope", "message"),
+    [
+        ({"rope_type": "yarn", "rope_theta": 1.0}, "rope_theta: must be more than 1"),
+        ({"rope_type": "yarn", "beta_fast": -32}, r"rope_scaling\.beta_fast must be positive"),
+        ({"rope_type": "llama3", "low_freq_factor": 0.0}, "low_freq_factor: must be more than 0"),
+        ({"rope_type": "llama3", "high_freq_factor": 1.0}, "less than high_freq_factor 1, got 1"),
+    ],
+)
+def test_numbers_that_no_rope_has_are_refused_by_name(
+    rope: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    whole = {
+        "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64,
+        "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    }  # fmt: skip
+    hf = LlamaConfig(**COMMON, architectures=["LlamaForCausalLM"]).to_dict()
+    del hf["rope_parameters"]
+    (tmp_path / "config.json").write_text(json.dumps(hf | {"rope_scaling": whole | rope}))
+    build = BuildContext(device=torch.device("cpu"), dtype=torch.float32, operations=Operations())
+    with pytest.raises(ConfigError, match=message):
+        Rotary(resolve_model_config(EngineConfig(model=str(tmp_path), device="cpu")), build)
+
+
+def test_a_number_that_a_rope_lacks_is_named(tmp_path: Path) -> None:
+    """Of a configuration that `transformers` does not check."""
+    hf = LlamaConfig(**COMMON, architectures=["LlamaForCausalLM"]).to_dict()
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    config = resolve_model_config(EngineConfig(model=str(tmp_path), device="cpu"))
+    build = BuildContext(device=torch.device("cpu"), dtype=torch.float32, operations=Operations())
+    rope = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 2.0, "low_freq_factor": 1.0}
+    with pytest.raises(ConfigError, match=r"original_max_position_embeddings: .* needs it"):
+        Rotary(config, build, rope)
+
+
+def test_a_length_and_a_factor_beyond_any_number_are_a_length(tmp_path: Path) -> None:
+    rope = {"rope_type": "yarn", "factor": 1e299, "original_max_position_embeddings": 10**299}
+    hf = LlamaConfig(**COMMON, architectures=["LlamaForCausalLM"]).to_dict()
+    del hf["rope_parameters"]
+    (tmp_path / "config.json").write_text(json.dumps(hf | {"rope_scaling": rope}))
+    config = resolve_model_config(EngineConfig(model=str(tmp_path), device="cpu"))
+    assert config.max_model_len == 2**31 - 1

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from jackfield import EngineConfig
+from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.cache.groups import CacheGroup, CachePart, TokenCache, sequence_blocks
 from jackfield.core.cache.reach import Reach
 from jackfield.core.errors import OutOfMemory
-from jackfield.core.worker.kv_cache.memory import bytes_per_block, num_kv_blocks
+from jackfield.core.nn.rotary import Rotary
+from jackfield.core.worker.kv_cache.memory import CacheDemand, bytes_per_block, num_kv_blocks
+from jackfield.core.worker.slot_table import SlotTable
+
+from helpers import make_checkpoint
 
 WHOLE = (CacheGroup((0, 1, 2)),)
 WINDOWS = (CacheGroup((1,)), CacheGroup((0,), Reach(24)), CacheGroup((2,), Reach(24)))
@@ -32,10 +38,8 @@ def test_a_block_has_the_layers_of_one_group():
 
 def blocks(available: int, groups: tuple[CacheGroup, ...], **options: Any) -> int:
     config = EngineConfig(model="somewhere", device="cpu", max_num_seqs=8, **options)
-    return num_kv_blocks(
-        config, available=available, block_bytes=10, block_size=16, max_model_len=1024,
-        groups=groups, max_chunk=100,
-    )  # fmt: skip
+    demand = CacheDemand(groups, block_bytes=10, block_size=16, max_model_len=1024, max_chunk=100)
+    return num_kv_blocks(config, demand, available)
 
 
 @pytest.mark.parametrize("groups", [WHOLE, WINDOWS])
@@ -56,3 +60,49 @@ def test_windows_need_less_memory_for_the_same_sequences():
     """Bytes of a block of all three layers against those of one."""
     whole = 3 * sequence_blocks(WHOLE, 1024, 16, 100)
     assert sequence_blocks(WINDOWS, 1024, 16, 100) < whole / 2
+
+
+LONG = 10 * 2**20
+
+
+@pytest.fixture
+def num_rows(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Rows of the largest table of each kind that a start has made."""
+    most = {"rotary": 0, "history": 0}
+    make_table, init = Rotary.make_table, SlotTable.__init__
+
+    def counted_table(self: Rotary, num_positions: int) -> torch.Tensor:
+        most["rotary"] = max(most["rotary"], num_positions)
+        return make_table(self, num_positions)
+
+    def counted_init(self: SlotTable, *, max_model_len: int, **sizes: Any) -> None:
+        most["history"] = max(most["history"], max_model_len)
+        init(self, max_model_len=max_model_len, **sizes)
+
+    monkeypatch.setattr(Rotary, "make_table", counted_table)
+    monkeypatch.setattr(SlotTable, "__init__", counted_init)
+    return most
+
+
+async def test_a_context_that_does_not_fit_takes_no_memory_before_the_error_says_so(
+    tmp_path: Path, num_rows: dict[str, int]
+) -> None:
+    """Of ten million tokens, the tables alone would be gigabytes."""
+    folder = make_checkpoint("qwen3", tmp_path)
+    options: dict[str, Any] = {
+        "model": str(folder), "device": "cpu", "skip_tokenizer_init": True, "max_num_seqs": 2,
+        "max_num_batched_tokens": 64, "cpu_kvcache_space": 2**-8,
+        "hf_overrides": {"max_position_embeddings": LONG},
+    }  # fmt: skip
+    with pytest.raises(OutOfMemory, match=f"max_model_len={LONG} needs") as caught:
+        await AsyncEngine(EngineConfig(**options)).start()
+    fits = int(str(caught.value).split("at most ")[1].split()[0])
+    assert num_rows == {"rotary": fits, "history": fits} and 64 < fits < LONG / 100
+    async with AsyncEngine(EngineConfig(**options, max_model_len=fits)) as engine:
+        assert num_rows == {"rotary": fits, "history": fits}
+        params = SamplingParams(max_tokens=8, ignore_eos=True, detokenize=False)
+        prompt = [1 + n % 50 for n in range(fits - 8)]
+        outputs = [output async for output in engine.generate(prompt, params)]
+        assert len(outputs[-1].outputs[0].token_ids) == 8
+    with pytest.raises(OutOfMemory, match=f"max_model_len={fits + 16} needs"):
+        await AsyncEngine(EngineConfig(**options, max_model_len=fits + 16)).start()

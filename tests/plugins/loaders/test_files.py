@@ -22,6 +22,7 @@ from jackfield.entrypoints.cli.main import main
 from jackfield.plugins.loaders import files
 from jackfield.plugins.loaders.pt import PtLoader
 from jackfield.plugins.loaders.runai_streamer import RunaiStreamerLoader
+from jackfield.plugins.loaders.safetensors import checkpoint_files
 
 from helpers import make_checkpoint
 
@@ -137,3 +138,17 @@ def test_loaders_show_a_bar(
     build_model(load_plugins(), config, resolve_model_config(config), cpu, Operations())
     texts = stream.getvalue().split("\r")
     assert len(texts) > 5 and " 0 %" in texts[1] and "100 %" in texts[-1]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda file: file.symlink_to("blobs/gone"), "is a link to blobs/gone, which is missing"),
+        (lambda file: file.mkdir(), "is no file"),
+    ],
+    ids=["a download that was broken off", "a folder"],
+)
+def test_what_is_no_file_is_refused_by_its_name(make: Any, message: str, tmp_path: Path) -> None:
+    make(tmp_path / "model-00001-of-00002.safetensors")
+    with pytest.raises(LoadError, match=rf"model-00001-of-00002\.safetensors {message}"):
+        checkpoint_files(tmp_path)

@@ -17,6 +17,8 @@ from jackfield.plugins.conformance.divided_models import check_ranks
 from jackfield.plugins.conformance.kit import Kit
 from jackfield.plugins.conformance.paged_model import PagedModel
 
+from helpers import edit_json
+
 NAME = "DoryForCausalLM"
 DORY = {
     "num_hidden_layers": 5, "n_input_layers": 1, "n_output_layers": 2, "n_recurrent_loops": 3,
@@ -91,3 +93,12 @@ def test_what_it_lacks_is_refused_by_name(field: str, value: Any, tmp_path: Path
     with pytest.raises(ConfigError, match=field) as caught:
         PagedModel(folder, "float32", load_format="dummy", hf_overrides={field: value})
     assert caught.value.param == field
+
+
+@pytest.mark.parametrize("own", [None, {"rope_type": "default", "rope_theta": None}])
+def test_a_layer_type_without_a_rope_is_refused_by_name(own: Any, tmp_path: Path) -> None:
+    folder = checkpoint(make_dory(), NAME, tmp_path)
+    ropes = DORY["rope_parameters"] | {"full_attention": own}
+    edit_json(folder / "config.json", rope_parameters={k: v for k, v in ropes.items() if v})
+    with pytest.raises(ConfigError, match=r"rope_parameters\.full_attention: must be|rope_theta"):
+        PagedModel(folder, "float32")

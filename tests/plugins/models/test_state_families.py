@@ -27,7 +27,7 @@ from jackfield.plugins.conformance.kit import Kit
 from jackfield.plugins.conformance.paged_model import VOCAB, PagedModel
 from jackfield.plugins.models.minimax import CONSTANTS
 
-from helpers import interpreted
+from helpers import edit_json, interpreted
 
 GROUPS = 2 if "group_size" in inspect.signature(MambaRMSNormGated).parameters else 1
 """Older versions of transformers normalise all groups together."""
@@ -511,3 +511,22 @@ def test_lfm3_has_gates_or_biases(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="use_attention_gate") as caught:
         PagedModel(folder, "float32", hf_overrides={"attention_bias": True})
     assert caught.value.param == "attention_bias"
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("linear_key_head_dim", 0, "which is no size"),
+        ("linear_num_key_heads", -1, "which is no size"),
+        ("linear_conv_kernel_dim", 2**31, "which is no size"),
+        ("linear_num_value_heads", 3, "multiple of `?linear_num_key_heads"),
+    ],
+)
+@pytest.mark.parametrize("case", ["Qwen3NextForCausalLM", "LaraMiniForCausalLM"])
+def test_sizes_of_delta_nets_are_refused_by_name(
+    case: str, field: str, value: int, message: str, tmp_path: Path
+) -> None:
+    folder = checkpoint(make_reference(case, CASES[case]), case, tmp_path)
+    edit_json(folder / "config.json", **{field: value})
+    with pytest.raises(ConfigError, match=f"{field}.*{message}"):
+        PagedModel(folder, "float32")

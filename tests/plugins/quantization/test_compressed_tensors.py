@@ -246,10 +246,10 @@ WRONG = {
     "weights.num_bits": ("weights", {**INT8, "num_bits": 3, "strategy": "channel"}),
     "weights.strategy": ("weights", {**FP8, "strategy": "tensor_group"}),
     "weights.symmetric": ("weights", {**FP8, "strategy": "channel", "symmetric": False}),
-    "weights.block_structure": ("weights", {**FP8, "strategy": "block", "block_structure": [1, 2]}),
+    "weights.block_structure": ("weights", {**FP8, "strategy": "block", "block_structure": 128}),
     "input_activations.num_bits": ("input_activations", {**TOKEN, "num_bits": 4}),
     "input_activations.type": ("input_activations", {**TOKEN, "type": "int"}),
-    "targets": ("targets", "Linear"),
+    "targets": ("targets", ["re:("]),
 }
 
 

@@ -13,6 +13,7 @@ import torch
 from jackfield.core.config import EngineConfig
 from jackfield.core.errors import ConfigError
 from jackfield.core.loading.model_config import resolve_model_config
+from jackfield.core.loading.quantize import choose_method
 from jackfield.core.nn.operations import Operations
 from jackfield.core.nn.quantized import LinearSpec
 from jackfield.core.registry import load_plugins
@@ -177,3 +178,26 @@ def test_the_older_file_is_read_where_config_json_says_nothing(tmp_path: Path) -
     own = {"quant_method": "fp8", "activation_scheme": "dynamic"}
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": own}))
     assert read() == own
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("exclude_modules", ["re:("], "is no regular expression"),
+        ("exclude_modules", "lm_head", "must be a list of names"),
+        ("quant_algo", 4, "must be FP8 or"),
+    ],
+)
+def test_an_error_names_the_file_that_says_it(
+    field: str, value: Any, message: str, tmp_path: Path
+) -> None:
+    """config.json has no such field."""
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 2}
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    older = {"quantization": {"quant_algo": "NVFP4", "exclude_modules": [], field: value}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(older))
+    options, plugins = EngineConfig(model=str(tmp_path), device="cpu"), load_plugins()
+    found = resolve_model_config(options, plugins)
+    with pytest.raises(ConfigError, match=rf"hf_quant_config\.json: .*\.{field}: .*{message}"):
+        choose_method(plugins, options, found, torch.device("cpu"))

@@ -17,6 +17,7 @@ from tekken_files import SPECIALS, write_tekken
 
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.errors import ConfigError, LoadError
+from jackfield.core.loading import checkpoint_config
 from jackfield.core.loading.model_config import resolve_model_config
 from jackfield.core.registry import load_plugins
 from jackfield.core.text.tokenizer import Tokenizer
@@ -258,6 +259,13 @@ def test_files_of_transformers_come_first(tmp_path: Path) -> None:
         ({"model_type": "mamba"}, "model_type must be transformer"),
         ({"sliding_window": [4, 8]}, "sliding_window must be"),
         ({"sliding_window": "4"}, "sliding_window must be"),
+        ({"sliding_window": [{}, None]}, "sliding_window must be"),
+        ({"sliding_window": {"size": 4}}, "sliding_window must be"),
+        ({"n_layers": 0}, "n_layers must be an integer from 1 to 10000"),
+        ({"n_layers": 10**12}, "n_layers must be an integer from 1 to 10000"),
+        ({"n_kv_heads": -1}, "n_kv_heads must be an integer from 1 to"),
+        ({"kv_lora_rank": 2**31}, "kv_lora_rank must be an integer from 1 to"),
+        ({"yarn": {**YARN, "beta": -1}}, r"yarn\.beta must be positive"),
         ({"sliding_window": [4, None], "moe": {"num_experts": 2, "num_experts_per_tok": 1}},
          "in some layers"),
         ({"moe": {"num_experts": 2}}, r"moe\.num_experts_per_tok must be"),
@@ -298,3 +306,28 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no checkpoint format named 'other'") as caught:
         Tokenizer.load(str(tmp_path), formats=formats, mode="other")
     assert caught.value.param == "tokenizer_mode"
+
+
+def test_a_tensor_under_both_of_its_names_is_refused(tmp_path: Path) -> None:
+    checkpoint(tmp_path, "dense")
+    file = tmp_path / "consolidated.safetensors"
+    tensors = load_file(file)
+    save_file(tensors | {"model.norm.weight": tensors["norm.weight"] + 1}, file)
+    with pytest.raises(LoadError, match=r"norm\.weight and .*norm\.weight are the same"):
+        PagedModel(tmp_path, "float32")
+
+
+def test_loading_imports_no_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint(tmp_path, "dense")
+    monkeypatch.delattr(checkpoint_config, "_whole")
+    PagedModel(tmp_path, "float32")
+
+
+def test_a_format_that_was_asked_for_is_the_one_that_is_missed(tmp_path: Path) -> None:
+    (tmp_path / "params.json").write_text(json.dumps(PARAMS | DENSE))
+    config = EngineConfig(model=str(tmp_path), device="cpu", config_format="hf")
+    with pytest.raises(LoadError, match=r"has no config\.json$"):
+        resolve_model_config(config, load_plugins())
+    formats = load_plugins()["checkpoint_format"]
+    with pytest.raises(LoadError, match=r"has no tekken\.json"):
+        Tokenizer.load(str(tmp_path), formats=formats, mode="mistral")

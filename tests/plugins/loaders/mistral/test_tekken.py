@@ -115,6 +115,8 @@ def test_the_vocabulary_ends_where_the_file_says(tmp_path: Path) -> None:
         ({"version": "v17"}, "version 'v17'; known are v3, v7, v11, v13, v15"),
         ({"version": None}, "version None"),
         ({"default_num_special_tokens": 4}, "default_num_special_tokens is 4"),
+        ({"default_num_special_tokens": 10**12}, "default_num_special_tokens is 1000000000000"),
+        ({"default_num_special_tokens": "8"}, "default_num_special_tokens is '8'"),
         ({"default_vocab_size": None}, "default_vocab_size"),
         ({"default_vocab_size": 90_000}, "different tokens"),
         ({"pattern": "("}, "Exception"),
@@ -127,3 +129,26 @@ def test_other_files_are_refused_by_name(
     with pytest.raises(LoadError, match=r"tekken\.json") as caught:
         Tokenizer.load(str(tmp_path), formats=FORMATS)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("text", [None, 7, "", [], {"a": 1}, "\ud800"])
+def test_a_special_token_that_is_no_text_is_refused_by_the_fields_name(
+    text: Any, tmp_path: Path
+) -> None:
+    write_tekken(tmp_path, "v13")
+    file = tmp_path / "tekken.json"
+    content = json.loads(file.read_text())
+    content["special_tokens"][3]["token_str"] = text
+    file.write_text(json.dumps(content))
+    with pytest.raises(LoadError, match=r"tekken\.json: special_tokens has .*which is no text"):
+        Tokenizer.load(str(tmp_path), formats=FORMATS)
+
+
+def test_special_tokens_without_the_first_one_of_a_text_are_refused(tmp_path: Path) -> None:
+    write_tekken(tmp_path, "v13")
+    file = tmp_path / "tekken.json"
+    content = json.loads(file.read_text())
+    content["special_tokens"][1]["token_str"] = "<start>"
+    file.write_text(json.dumps(content))
+    with pytest.raises(LoadError, match=r"tekken\.json: special_tokens lacks <s>"):
+        Tokenizer.load(str(tmp_path), formats=FORMATS)
