@@ -12,13 +12,13 @@ from ...core.nn.packed import PackedWeight
 from ...core.nn.routing import Routing
 from ...kernels.activations import Clamp, GatedActivation, Limit
 from ...kernels.moe.combine import combine
-from ...kernels.moe.expert_float_gemv import expert_float_gemv, takes_floats
 from ...kernels.moe.expert_gemv import expert_gemv
 from ...kernels.moe.expert_matmul import (
     expert_matmul,
     expert_matmul_config,
     expert_matmul_supports,
 )
+from ...kernels.moe.expert_word_gemv import expert_word_gemv, takes_words
 from ...kernels.moe.sort_tokens import sort_tokens
 from ...kernels.quant.quantize_rows import quantize_rows
 from ...kernels.quant.quantized_weight import Weight, values_of
@@ -104,8 +104,8 @@ def _slots_product(
 ) -> torch.Tensor:
     """Multiply slot by slot; arguments as of `expert_gemv`."""
     x, bank = _ordered(x, weight), _kernel_weight(weight)
-    if takes_floats(bank, x):
-        return expert_float_gemv(x, experts, bank, num_experts, **options)
+    if takes_words(bank, x):
+        return expert_word_gemv(x, experts, bank, num_experts, **options)
     return expert_gemv(x, experts, bank, num_experts, **options)
 
 

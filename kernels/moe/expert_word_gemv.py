@@ -1,12 +1,12 @@
-"""Few tokens through layers of experts in 4-bit floats, slot by slot, on the tensor core.
+"""Few tokens through layers of experts in 4 bits, slot by slot, on the tensor core.
 
-What expert_gemv.py computes, by int4_gemv.py's method: each word holds 8 columns of a run, so a
-tile needs 8 slices of x, which fill the MMA's N = 8. Only the diagonal (part i times slice i) is
-kept, and scaled. On float32 units, numbers would take four times as many instructions to unpack and
-multiply: more time than reading them.
+What expert_gemv.py computes, by int4_gemv.py's method: each word holds 8 columns, so a tile needs 8
+slices of x, which fill the MMA's N = 8. Only the diagonal (part i times slice i) is kept, and
+scaled. On float32 units, numbers would take three times as many instructions to unpack and multiply
+(integers 5 to 6, floats 9): more time than reading them.
 
-Each warp takes some runs of one slot's rows. Memory: an expert's words and scales once per slot;
-x from the L2 cache once per program. Instructions: about 3 per number.
+Each warp takes some tiles of one slot's rows. Memory: an expert's words, scales and zeros once per
+slot; x from the L2 cache once per program. Instructions: about 2 per integer, 3 per float.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from ..activations import GatedActivation, gate_constants
 from ..launch import launch
 from ..pdl import gdc_launch_dependents, gdc_wait, pdl_options
 from ..quant.dequant_tile import dequant_tile, unpack_tile
+from ..quant.int4_unpack import int4_base, int4_tile
 from ..quant.quantized_weight import QuantizedWeight, Weight, weight_arguments
 from ..tiles import prefetch_l2
 from .expert_gemv import PREFETCH_BYTES, store_slots
@@ -28,25 +29,29 @@ from .expert_gemv import PREFETCH_BYTES, store_slots
 BLOCK_N = tl.constexpr(16)
 """Outputs per program: the tensor core's long side."""
 PARTS = tl.constexpr(8)
+SMALLEST_TILE = 16
+"""Words of a row that the tensor core takes at least."""
 
 
 @triton.jit
-def _diagonal_sums(words, x, dtype: tl.constexpr, FORMAT: tl.constexpr):
+def _diagonal_sums(words, x, correction, dtype: tl.constexpr, FORMAT: tl.constexpr):
     """words: [WARPS, BLOCK_N, BLOCK_K], x: [WARPS, BLOCK_K, 8] → [WARPS, BLOCK_N, 8]: at index q,
-    the sums of part q with slice q of x."""
+    the sums of part q with slice q of x, plus `correction`."""
     tile = unpack_tile(words, dtype, FORMAT)
-    zeros = tl.zeros([words.shape[0], words.shape[1], PARTS], tl.float32)
     offs_part = tl.arange(0, PARTS)[None, None, :]
-    sums = zeros
+    sums = correction
     for part in tl.static_range(PARTS):
-        value = dequant_tile(tile, zeros, zeros, part, dtype, FORMAT, False)
-        part_sums = tl.dot(value, x, zeros, input_precision="ieee")
+        if FORMAT.run is None:
+            value = tile[part]
+        else:
+            value = dequant_tile(tile, correction, correction, part, dtype, FORMAT, False)
+        part_sums = tl.dot(value, x, correction, input_precision="ieee")
         sums = part_sums if part == 0 else tl.where(offs_part == part, part_sums, sums)
     return sums
 
 
 @triton.jit
-def _expert_float_gemv_kernel(
+def _expert_word_gemv_kernel(
     out_ptr,
     x_ptr,
     experts_ptr,
@@ -54,11 +59,13 @@ def _expert_float_gemv_kernel(
     residual_ptr,
     weight_ptr,
     scale_ptr,
+    zero_ptr,
     bias_ptr,
     stride_out,
     stride_x,
     stride_residual,
     stride_scale,
+    stride_zero,
     E: tl.constexpr,
     N: tl.constexpr,
     FORMAT: tl.constexpr,
@@ -74,6 +81,7 @@ def _expert_float_gemv_kernel(
     FOREIGN: tl.constexpr,
     BLOCK_COUNT: tl.constexpr,
     SPLIT: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
     PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
@@ -81,7 +89,6 @@ def _expert_float_gemv_kernel(
     """One program: BLOCK_N outputs (and as many gates) of COUNT slots, which are added up; SPLIT
     warps share a slot. FOREIGN: as of `_expert_gemv_kernel`."""
     WIDTH: tl.constexpr = FORMAT.width
-    RUN: tl.constexpr = FORMAT.run
     WARPS: tl.constexpr = BLOCK_COUNT * SPLIT
     ROWS: tl.constexpr = N * 2 if GATED else N
     target = tl.program_id(0)
@@ -117,38 +124,59 @@ def _expert_float_gemv_kernel(
     in_n = outputs < N
     rows = (expert.to(tl.int64) * ROWS)[:, None] + outputs[None, :]
     in_rows = serves[:, None] & in_n[None, :]
-    offs_k = tl.arange(0, RUN)[None, None, :]
+    offs_k = tl.arange(0, BLOCK_K)[None, None, :]
     offs_part = tl.arange(0, PARTS)[None, :]
-    # The run that each warp begins with.
-    first_run = (warp % SPLIT) * RUN
-    weight_ptrs = weight_ptr + (rows * WIDTH)[:, :, None] + first_run[:, None, None] + offs_k
+    # Where each warp begins.
+    begin = (warp % SPLIT) * BLOCK_K
+    weight_ptrs = weight_ptr + (rows * WIDTH)[:, :, None] + begin[:, None, None] + offs_k
     up_offset = tl.full([], N, tl.int64) * WIDTH
     x_ptrs = x_ptr + ((slot // DIVIDE).to(tl.int64) * stride_x)[:, None, None] + offs_k
     scale_ptrs = scale_ptr + rows[:, :, None]
+    zero_ptrs = zero_ptr
+    if FORMAT.has_zero:
+        zero_ptrs = zero_ptr + rows[:, :, None]
     acc = tl.zeros([WARPS, BLOCK_N, PARTS], tl.float32)
     up_acc = acc
-    for start in tl.range(0, WIDTH, SPLIT * RUN, num_stages=STAGES):
-        first = start + first_run
-        # Words of the run: the last one may be shorter, and there may be none for a warp.
-        count = tl.minimum(WIDTH - first, RUN)
+    BASE: tl.constexpr = int4_base(dtype)
+    # Of integers without zeros: base and offset together; with zeros: the base, a power of two.
+    SUBTRACT: tl.constexpr = BASE if FORMAT.has_zero else BASE + FORMAT.offset
+    constants = tl.full([WARPS, BLOCK_N, BLOCK_K], -SUBTRACT, dtype)
+    correction = tl.zeros([WARPS, BLOCK_N, PARTS], tl.float32)
+    for start in tl.range(0, WIDTH, SPLIT * BLOCK_K, num_stages=STAGES):
+        first = start + begin
+        # Words of the tile: there may be none for a warp, and of floats the last run be shorter.
+        count = tl.minimum(WIDTH - first, BLOCK_K)
         in_run = (offs_k < count[:, None, None]) & serves[:, None, None]
         in_tile = in_rows[:, :, None] & in_run
         words = tl.load(weight_ptrs + start, mask=in_tile, other=0, eviction_policy="evict_first")
-        column = PARTS * first[:, None] + offs_part * count[:, None]
+        if FORMAT.run is None:
+            column = offs_part * WIDTH + first[:, None]
+        else:
+            column = PARTS * first[:, None] + offs_part * count[:, None]
         x = tl.load(x_ptrs + column[:, :, None], mask=in_run, other=0.0)
         x = tl.permute(x, (0, 2, 1))
-        group = (column // FORMAT.group_size * stride_scale)[:, None, :]
+        group = (column // FORMAT.group_size)[:, None, :]
         scaled = in_rows[:, :, None] & (count > 0)[:, None, None]
-        scale = tl.load(scale_ptrs + group, mask=scaled, other=0.0)
+        scale = tl.load(scale_ptrs + group * stride_scale, mask=scaled, other=0.0)
         if GATED:
             up_words = tl.load(
                 weight_ptrs + up_offset + start, mask=in_tile, other=0,
                 eviction_policy="evict_first",
             )  # fmt: skip
-            up_scale = tl.load(scale_ptrs + N + group, mask=scaled, other=0.0)
-        acc += _diagonal_sums(words, x, dtype, FORMAT) * scale.to(tl.float32)
+            up_scale = tl.load(scale_ptrs + N + group * stride_scale, mask=scaled, other=0.0)
+        if FORMAT.run is None:
+            correction = tl.dot(constants, x, input_precision="ieee")
+        sums = _diagonal_sums(words, x, correction, dtype, FORMAT)
+        if FORMAT.has_zero:
+            zero = tl.load(zero_ptrs + group * stride_zero, mask=scaled, other=0)
+            sums += zero.to(tl.float32) * (correction * (1.0 / BASE))
+        acc += sums * scale.to(tl.float32)
         if GATED:
-            up_acc += _diagonal_sums(up_words, x, dtype, FORMAT) * up_scale.to(tl.float32)
+            sums = _diagonal_sums(up_words, x, correction, dtype, FORMAT)
+            if FORMAT.has_zero:
+                zero = tl.load(zero_ptrs + N + group * stride_zero, mask=scaled, other=0)
+                sums += zero.to(tl.float32) * (correction * (1.0 / BASE))
+            up_acc += sums * up_scale.to(tl.float32)
     sums = _slot_sums(acc, BLOCK_COUNT, SPLIT)
     up_sums = _slot_sums(up_acc, BLOCK_COUNT, SPLIT) if GATED else sums
     expert = tl.load(experts_ptr + slot_r)
@@ -170,30 +198,39 @@ def _slot_sums(acc, BLOCK_COUNT: tl.constexpr, SPLIT: tl.constexpr):
     return tl.reshape(tl.sum(sums, axis=1), [BLOCK_COUNT * BLOCK_N])
 
 
-class ExpertFloatConfig(NamedTuple):
+class ExpertWordConfig(NamedTuple):
     """How a product's warps share its work."""
 
     split: int
     """Warps that share a slot"""
+    block_k: int
+    """Words of a row that a warp takes at a time, at most; of floats a run"""
     num_stages: int
     """Tiles of words in flight"""
 
 
-def expert_float_config(count: int) -> ExpertFloatConfig:
+def expert_word_config(count: int) -> ExpertWordConfig:
     """Return what serves a product of `count` slots that are added up: not measured yet."""
-    return ExpertFloatConfig(max(4 // triton.next_power_of_2(count), 1), 3)
+    return ExpertWordConfig(max(4 // triton.next_power_of_2(count), 1), 32, 3)
 
 
-def takes_floats(weight: Weight, x: torch.Tensor) -> TypeGuard[QuantizedWeight]:
-    """Return whether the tensor core can take the weight's 4-bit floats as x's type."""
-    if not isinstance(weight, QuantizedWeight) or weight.e2m1_run is None:
-        return False
+def _tile(weight: QuantizedWeight, limit: int) -> int:
+    """Return the words of a row per tile; 0: the tensor core cannot take them."""
+    return weight.e2m1_run or int4_tile(weight, limit)
+
+
+def takes_words(weight: Weight, x: torch.Tensor) -> TypeGuard[QuantizedWeight]:
+    """Return whether the tensor core can take the weight's 4-bit numbers as x's type."""
     if x.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    if not isinstance(weight, QuantizedWeight) or not _tile(weight, SMALLEST_TILE):
+        return False
+    if not weight.values.is_contiguous():
         return False
     return x.device.type != "cuda" or torch.cuda.get_device_capability(x.device) >= (9, 0)
 
 
-def expert_float_gemv(
+def expert_word_gemv(
     x: torch.Tensor,
     experts: torch.Tensor,
     weight: QuantizedWeight,
@@ -205,11 +242,11 @@ def expert_float_gemv(
     bias: torch.Tensor | None = None,
     activation: GatedActivation | None = None,
     gated: bool = True,
-    config: ExpertFloatConfig | None = None,
+    config: ExpertWordConfig | None = None,
     known: bool = False,
     foreign: bool = False,
 ) -> torch.Tensor:
-    """As `expert_gemv`, for what `takes_floats` says."""
+    """As `expert_gemv`, for what `takes_words` says."""
     num_tokens, top_k = experts.shape
     first = factor is None
     gated = gated and first
@@ -220,26 +257,26 @@ def expert_float_gemv(
         out = torch.empty((targets, outputs), dtype=x.dtype, device=x.device)
     if num_tokens == 0:
         return out
-    config = config or expert_float_config(count)
+    config = config or expert_word_config(count)
+    block_k = _tile(weight, config.block_k)
     arguments = weight_arguments(weight)
     block_count = triton.next_power_of_2(count)
     options = pdl_options(x.device)
     row_bytes = 4 * arguments.format.width
     fits = targets * count * outputs * row_bytes <= PREFETCH_BYTES and row_bytes % 16 == 0
     prefetch = known and not first and fits and bool(options)
-    launch(_expert_float_gemv_kernel, (targets, triton.cdiv(outputs, BLOCK_N.value)))(
+    launch(_expert_word_gemv_kernel, (targets, triton.cdiv(outputs, BLOCK_N.value)))(
         out,
         x,
         experts,
         factor,
         residual,
-        weight.values,
-        weight.scale,
+        *arguments.tensors,
         bias,
         out.stride(0),
         x.stride(0),
         0 if residual is None else residual.stride(0),
-        weight.scale.stride(0),
+        *arguments.strides[1:],
         E=num_experts,
         N=outputs,
         FORMAT=arguments.format,
@@ -254,6 +291,7 @@ def expert_float_gemv(
         FOREIGN=foreign,
         BLOCK_COUNT=block_count,
         SPLIT=config.split,
+        BLOCK_K=block_k,
         STAGES=config.num_stages,
         PREFETCH=str(row_bytes) if prefetch else None,
         PDL=bool(options),
