@@ -226,12 +226,12 @@ MUTANTS = {
     "says that it moves experts": Mutant(
         planted(tensor_parallel=True, moves_experts=True), (EXPERTS,)
     ),
-    "begins once": Mutant(planted(start_ahead=staticmethod(starting_once)), (OPTIONAL,)),
+    "begins once": Mutant(planted(start_ahead=staticmethod(starting_once)), (OPTIONAL, TOKENS)),
     "one block too many": Mutant(planted(start=one_block_too_many), (INFO,)),
     "starts on the event loop": Mutant(planted(start=start_on_the_loop), (WAITS,)),
     "runs a step on the event loop": Mutant(planted(submit=run_at_once), (WAITS,)),
     "tokens are one off": Mutant(planted(submit=one_off), (TOKENS, PING, QUEUED)),
-    "every row samples": Mutant(planted(submit=every_row_samples), (ORDER, PING, QUEUED)),
+    "every row samples": Mutant(planted(submit=every_row_samples), (ORDER, TOKENS, PING, QUEUED)),
     "skips plans without rows": Mutant(planted(submit=skips_what_is_empty), (EMPTY,)),
     "a failed step succeeds": Mutant(planted(submit=swallows), (FAILS, PING)),
     "no step after a failed one": Mutant(planted(ask=doing_nothing_for(Recover)), (FAILS,)),
@@ -242,7 +242,7 @@ MUTANTS = {
     "stops only once": Mutant(planted(stop=stop_once), (TWICE,)),
     "leaves a thread": Mutant(
         planted(stop=leaves_a_thread),
-        (INFO, PING, WHY, FAILS, ORDER, QUEUED, TWICE, WAITS, TOKENS, TWO, EMPTY, JOBS),
+        (INFO, PING, WHY, FAILS, ORDER, QUEUED, TWICE, WAITS, TOKENS, TWO, EMPTY, JOBS, OPTIONAL),
     ),
     "stops its neighbour": Mutant(StopsAll, (TWO,)),
     "says not why it failed": Mutant(planted(start=silent), (WHY,)),
