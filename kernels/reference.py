@@ -344,9 +344,30 @@ def quantize_rows(
     return (values.round() if dtype == torch.int8 else values).to(dtype), scales
 
 
+def _e2m1_numbers(words: torch.Tensor, run: int) -> torch.Tensor:
+    """[N, width] int32 → [N, 8 * width] float32, number by number as quantized_weight.py has it"""
+    rows, width = words.shape
+    out = torch.empty(rows, 8 * width, device=words.device)
+    for first in range(0, width, run):
+        count = min(run, width - first)
+        for part in range(8):
+            bits = words[:, first : first + count] >> (part // 4 * 16)
+            size = bits >> (part % 4 * 3) & 7
+            sign = 1 - 2 * (bits >> (14, 12, 15, 13)[part % 4] & 1)
+            exponent, fraction = (size >> 1).float(), (size & 1).float()
+            number = torch.where(
+                exponent > 0, (1 + fraction / 2) * 2 ** (exponent - 1), fraction / 2
+            )
+            column = 8 * first + part * count
+            out[:, column : column + count] = number * sign
+    return out
+
+
 def dequantize_weight(weight: QuantizedWeight, dtype: torch.dtype) -> torch.Tensor:
     """→ [N, K]: (value - zero) * scale; layouts as in quantized_weight.py."""
-    if weight.pack_factor > 1:
+    if weight.e2m1_run is not None:
+        values = _e2m1_numbers(weight.values, weight.e2m1_run)
+    elif weight.pack_factor > 1:
         mask = (1 << weight.bits) - 1
         parts = [(weight.values >> (i * weight.bits)) & mask for i in range(weight.pack_factor)]
         values = torch.cat(parts, dim=1).float()

@@ -84,6 +84,12 @@ def _leave_out_imports() -> None:
     _imported = len(sys.modules)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """What a test and its fixtures draw does not depend on the tests before it."""
+    torch.manual_seed(0)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown() -> None:
     """What the first test that needs it imports, as models of `transformers`, is left out too."""

@@ -15,6 +15,16 @@ FP8_MAX = 448.0
 """Largest finite float8_e4m3fn."""
 
 
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""4-bit floats, by the low three bits; the fourth bit is the sign."""
+E2M1_PARTS = WORD_BITS // 4
+E2M1_SMALLEST_RUN = 16
+E2M1_SIGNS = (14, 12, 15, 13)
+"""Bit of each sign in half a word of `pack_e2m1`."""
+E2M1_LARGEST_SCALE = 2.0
+"""Kernels multiply scales by up to 2 ** 126."""
+
+
 class PackedWeight(NamedTuple):
     """W[n, k] = (value[n, k] - zero[g, n]) * scale[g, n // scale_rows], g = k // group_size.
 
@@ -23,7 +33,7 @@ class PackedWeight(NamedTuple):
 
     values: torch.Tensor
     """[N, K] float8_e4m3fn or int8, or [N, K * bits / 32] int32 words of unsigned numbers: part i
-    (from the low bits) of word j is column i * K * bits / 32 + j."""
+    (from the low bits) of word j is column i * K * bits / 32 + j. Of 4-bit floats: `pack_e2m1`."""
     scale: torch.Tensor
     """[G, ceil(N / scale_rows)] float"""
     group_size: int
@@ -33,6 +43,9 @@ class PackedWeight(NamedTuple):
     scale_rows: int = 1
     """Rows that share a scale."""
     bits: int = 8
+    e2m1_run: int | None = None
+    """Of words that hold 4-bit floats: how many are side by side. Their scales are at most
+    E2M1_LARGEST_SCALE. None: integers."""
     order: torch.Tensor | None = None
     """[K] int64: column k is multiplied by input order[k]; None: by input k."""
     inputs: Literal["wide", "quantized"] = "wide"
@@ -84,10 +97,73 @@ def unpack_words(words: torch.Tensor, bits: int) -> torch.Tensor:
     return torch.cat([(words >> (i * bits)) & mask for i in range(WORD_BITS // bits)], dim=1)
 
 
+def e2m1_run(size: int, group_size: int) -> int | None:
+    """Return the words of a run for rows of `size` 4-bit floats, such that each part is in one
+    group; None: there is no such number that a matrix unit can take."""
+    run = group_size
+    while size % E2M1_PARTS == 0 and run >= E2M1_SMALLEST_RUN:
+        rest = size // E2M1_PARTS % run
+        if rest == 0 or run % rest == 0:
+            return run
+        run //= 2
+    return None
+
+
+def pack_e2m1(codes: torch.Tensor, run: int) -> torch.Tensor:
+    """[N, K] 4-bit floats as integers in [0, 16) → [N, K / 8] int32.
+
+    A row's words come in runs of so many, the last of which may be shorter: part i of word j of a
+    run of n words, which begins with word r, is column 8 * r + i * n + j, so that neighbouring
+    words hold, part by part, neighbouring columns of one group. Each half of a word has the
+    magnitudes of four parts in its low 12 bits, and then their signs, at E2M1_SIGNS: so placed,
+    half of the signs and magnitudes get to their places in a 16-bit float by one common shift.
+    """
+    parts = _parts_by_run(codes, run)
+    words = torch.zeros_like(parts[:, 0], dtype=torch.int32)
+    for part in range(E2M1_PARTS):
+        magnitude, sign = _places(part)
+        number = parts[:, part].to(torch.int32)
+        words |= (number & 7) << magnitude | number >> 3 << sign
+    return words
+
+
+def unpack_e2m1(words: torch.Tensor, run: int) -> torch.Tensor:
+    """Undo `pack_e2m1`: → [N, K] int32."""
+    places = map(_places, range(E2M1_PARTS))
+    parts = [(words >> size & 7) | (words >> sign & 1) << 3 for size, sign in places]
+    return _columns_by_run(torch.stack(parts, dim=1), run)
+
+
+def _places(part: int) -> tuple[int, int]:
+    """Return the lowest bit of a part's magnitude, and that of its sign."""
+    half, place = 16 * (part // 4), part % 4
+    return half + 3 * place, half + E2M1_SIGNS[place]
+
+
+def _parts_by_run(columns: torch.Tensor, run: int) -> torch.Tensor:
+    """[N, K] → [N, 8, K / 8]: part by part, in the order of words"""
+    rows, size = columns.shape
+    whole = size // E2M1_PARTS // run * run
+    runs, rest = columns.split([E2M1_PARTS * whole, size - E2M1_PARTS * whole], dim=1)
+    runs = runs.reshape(rows, -1, E2M1_PARTS, run).transpose(1, 2).reshape(rows, E2M1_PARTS, whole)
+    return torch.cat([runs, rest.reshape(rows, E2M1_PARTS, -1)], dim=2)
+
+
+def _columns_by_run(parts: torch.Tensor, run: int) -> torch.Tensor:
+    """Undo `_parts_by_run`."""
+    rows, _, width = parts.shape
+    runs, rest = parts.split([width // run * run, width % run], dim=2)
+    runs = runs.reshape(rows, E2M1_PARTS, -1, run).transpose(1, 2)
+    return torch.cat([runs.reshape(rows, -1), rest.reshape(rows, -1)], dim=1)
+
+
 def dequantize(weight: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
     """→ [N, K] in `dtype`, columns in the order of the inputs; computed in float32."""
     columns = torch.arange(weight.in_features, device=weight.values.device) // weight.group_size
-    if weight.is_words:
+    if weight.e2m1_run is not None:
+        numbers = torch.tensor([*E2M1, *(-number for number in E2M1)], device=weight.values.device)
+        values = numbers[unpack_e2m1(weight.values, weight.e2m1_run)]
+    elif weight.is_words:
         values = unpack_words(weight.values, weight.bits).float()
         if weight.zero is None:
             values -= float(1 << (weight.bits - 1))

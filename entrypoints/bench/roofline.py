@@ -185,6 +185,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     experts: int = 0
     experts_per_token: int = 0
     expert_intermediate: int = 0
+    expert_bytes: float = 2
+    """Bytes per weight of an expert."""
     shared_experts: int = 0
     """Experts that every token is multiplied with."""
     dense_layers: int = 0
@@ -193,6 +195,10 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     """None: keys and values are cached."""
     state: StateShape | None = None
     attention_layers: int
+    windowed_layers: int = 0
+    """Those of them that see a window, if it is stated layer by layer."""
+    window: int = 0
+    """Its tokens."""
     gated_attention: bool = False
     """Whether queries have a gate as wide as they."""
     gated_mlp: bool = True
@@ -207,10 +213,14 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         plain = config["model_type"] in PLAIN
         state = StateShape.from_config(config)
         interval = int(config.get("full_attention_interval") or 1)
+        method = (config.get("quantization_config") or {}).get("quant_method")
+        kinds: Sequence[str] = config.get("layer_types") or ()
         return cls(
             layers=layers,
             state=state,
             attention_layers=layers // interval if heads else 0,
+            windowed_layers=kinds.count("sliding_attention"),
+            window=int(config.get("sliding_window") or 0),
             gated_attention=interval > 1,
             hidden=hidden,
             heads=heads,
@@ -226,6 +236,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
             expert_intermediate=int(
                 config.get("moe_intermediate_size") or config.get("intermediate_size") or 0
             ),
+            # mxfp4: 4 bits, and 8 for each 32 weights.
+            expert_bytes=17 / 32 if method == "mxfp4" else weight_bytes,
             shared_experts=int(
                 config.get("n_shared_experts") or "shared_expert_intermediate_size" in config
             ),
@@ -266,8 +278,10 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         if self.experts:
             missed = (1 - self.experts_per_token / self.experts) ** tokens
             num_experts = self.experts * (1 - missed)
-        layers = self.mixer_weights + self._mlp_weights(num_experts)
-        return (layers + self.head_weights) * self.weight_bytes
+        of_experts = self._expert_weights(num_experts)
+        others = self.mixer_weights + self._mlp_weights(num_experts) - of_experts
+        wide = (others + self.head_weights) * self.weight_bytes
+        return wide + of_experts * self.expert_bytes
 
     @property
     def kv_bytes_per_token(self) -> float:
@@ -275,6 +289,13 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         if self.latent is not None:
             return self.layers * self.latent.cached * self.kv_bytes
         return 2 * self.attention_layers * self.kv_heads * self.head_dim * self.kv_bytes
+
+    def read_kv_bytes(self, rows: float, context: float) -> float:
+        """Return the bytes of what `rows` sequences of equal lengths, `context` tokens in total,
+        read in a step."""
+        hidden = max(context - rows * self.window, 0.0) if self.windowed_layers else 0.0
+        share = self.windowed_layers / max(self.attention_layers, 1)
+        return (context - hidden * share) * self.kv_bytes_per_token
 
     @property
     def state_bytes(self) -> float:
@@ -296,16 +317,24 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         dense = (3 if self.gated_mlp else 2) * self.hidden * self.intermediate
         if not self.experts:
             return self.layers * dense
+        mixture = self.hidden * self.experts  # The router's.
+        mixtures = (self.layers - self.dense_layers) * mixture
+        return self.dense_layers * dense + mixtures + self._expert_weights(experts)
+
+    def _expert_weights(self, experts: float) -> float:
+        """Number of weights of so many chosen experts, and those that serve every token, in all
+        layers."""
+        if not self.experts:
+            return 0.0
         chosen = 3 * self.expert_intermediate * (experts + self.shared_experts)
-        mixture = self.hidden * (self.experts + chosen)
-        return self.dense_layers * dense + (self.layers - self.dense_layers) * mixture
+        return (self.layers - self.dense_layers) * self.hidden * chosen
 
 
 def decode_step_floor(shape: ModelShape, ceilings: Ceilings, rows: float, context: float) -> float:
     """Return the seconds of a decode step of `rows` sequences with `context` tokens in total."""
     weights = shape.step_weight_bytes(rows) / ceilings.copy_bytes_per_second
     flops = 2 * (shape.active_weights + shape.head_weights) * rows
-    moved = context * shape.kv_bytes_per_token + 2 * rows * shape.state_bytes
+    moved = shape.read_kv_bytes(rows, context) + 2 * rows * shape.state_bytes
     cache = moved / ceilings.copy_bytes_per_second
     return max(weights, flops / ceilings.matmul_flops) + cache
 

@@ -28,7 +28,7 @@ import triton.language as tl
 from ..activations import ACTIVATIONS
 from ..launch import launch
 from ..pdl import gdc_launch_dependents, gdc_wait, pdl_options
-from ..quant.dequant_tile import dequant_tile, load_scale, load_zero
+from ..quant.dequant_tile import dequant_tile, load_scale, load_zero, part_column
 from ..quant.quantized_weight import (
     QuantizedWeight,
     Weight,
@@ -115,6 +115,8 @@ def _gemv_kernel(
     GROUP: tl.constexpr = FORMAT.group_size
     # If a row has one scale, it is applied to the sum.
     SCALED: tl.constexpr = FORMAT.grouped or FORMAT.has_zero or FORMAT.pack_factor > 1
+    if FORMAT.run is not None:
+        stride_weight = WIDTH  # No gaps: of a constant the compiler knows the alignment.
     EVEN_N: tl.constexpr = N % BLOCK_N == 0
     EVEN_K: tl.constexpr = WIDTH % BLOCK_K == 0
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -144,7 +146,7 @@ def _gemv_kernel(
                 if base == 0:
                     mean, norm_scale = _moments(x_ptr, eps, WIDTH * PACK_FACTOR, BLOCK_X)
             for part in tl.static_range(PACK_FACTOR):
-                k = part * WIDTH + start
+                k = part_column(start, part, FORMAT)
                 if EVEN_K:
                     x = tl.load(x_ptr + k + offs_k).to(tl.float32)
                 else:

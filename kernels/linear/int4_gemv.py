@@ -5,10 +5,10 @@
 Each int32 word holds 8 columns, WIDTH apart, so a tile needs 8 slices of x; they fill the MMA's
 N = 8. Only the diagonal (part i times slice i) is kept. The base that `unpack_int4` adds to each
 number, and the zeros, are subtracted from the sums: each is a constant times the sum of x.
-Scales are applied to sums, too.
+Scales are applied to sums, too. Of floats, the columns of a word are a run apart.
 
 Memory: the words once with their scales; x from the L2 cache once per program. Instructions: about
-1.5 per number, of which 1 to unpack words, and an eighth for the tensor core.
+1.5 per number, of which 1 to unpack words, and an eighth for the tensor core; 2.5 for a float.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import triton.language as tl
 
 from ..launch import launch
 from ..pdl import gdc_launch_dependents, gdc_wait, pdl_options
-from ..quant.int4_unpack import int4_base, int4_tile, unpack_int4
+from ..quant.e2m1 import e2m1_unit, split_e2m1, unpack_e2m1
+from ..quant.int4_unpack import int4_base, int4_tile, multiply_pairs, unpack_int4
 from ..quant.quantized_weight import QuantizedWeight
 from ..tiles import row_epilogue
 
@@ -37,6 +38,20 @@ def _diagonal_sums(words, x, offs_part, correction):
     sums = tl.dot(parts[0], x, correction, input_precision="ieee")
     for part in tl.static_range(1, 8):
         part_sums = tl.dot(parts[part], x, correction, input_precision="ieee")
+        sums = tl.where(offs_part == part, part_sums, sums)
+    return sums
+
+
+@triton.jit
+def _float_sums(words, x, offs_part):
+    """As `_diagonal_sums`, of 4-bit floats."""
+    tile = split_e2m1(words)
+    zeros = tl.zeros([words.shape[0], words.shape[1], 8], tl.float32)
+    sums = zeros
+    for part in tl.static_range(8):
+        value = unpack_e2m1(tile, part, x.dtype)
+        value = multiply_pairs(value, tl.full(value.shape, e2m1_unit(x.dtype), x.dtype))
+        part_sums = tl.dot(value, x, zeros, input_precision="ieee")
         sums = tl.where(offs_part == part, part_sums, sums)
     return sums
 
@@ -58,6 +73,7 @@ def _int4_gemv_kernel(
     N: tl.constexpr,
     WIDTH: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
+    FLOATS: tl.constexpr,
     ZERO: tl.constexpr,
     NORM: tl.constexpr,
     GATED: tl.constexpr,
@@ -81,7 +97,10 @@ def _int4_gemv_kernel(
     offs_part = tl.arange(0, 8)[None, None, :]
     weight_ptrs = weight_ptr + rows.to(tl.int64) * stride_weight + warp * BLOCK_K + offs_k
     up_offset = tl.full([], N, tl.int64) * stride_weight
-    offs_x = tl.arange(0, 8)[None, :, None] * WIDTH + warp * BLOCK_K + offs_k
+    # From slice to slice, and from word to word where a tile begins.
+    SLICE: tl.constexpr = BLOCK_K if FLOATS else WIDTH
+    STEP: tl.constexpr = 8 if FLOATS else 1
+    offs_x = tl.arange(0, 8)[None, :, None] * SLICE + warp * (BLOCK_K * STEP) + offs_k
     dtype = x_ptr.dtype.element_ty
     BASE: tl.constexpr = int4_base(dtype)
     # Without zeros: base and offset together; with zeros: the base, which is a power of two.
@@ -91,7 +110,7 @@ def _int4_gemv_kernel(
     up_acc = tl.zeros([WARPS, BLOCK_N, 8], tl.float32)
     squares = tl.zeros([WARPS, 8, BLOCK_K], tl.float32)
     for start in tl.range(0, WIDTH, WARPS * BLOCK_K, num_stages=STAGES):
-        group = (offs_part * WIDTH + warp * BLOCK_K + start) // GROUP_SIZE
+        group = (offs_part * SLICE + warp * (BLOCK_K * STEP) + start * STEP) // GROUP_SIZE
         words = tl.load(weight_ptrs + start, mask=in_n, other=0, eviction_policy="evict_first")
         scale = tl.load(scale_ptr + group * stride_scale + rows, mask=in_n, other=0.0)
         if GATED:
@@ -99,20 +118,26 @@ def _int4_gemv_kernel(
                 weight_ptrs + up_offset + start, mask=in_n, other=0, eviction_policy="evict_first"
             )
             up_scale = tl.load(scale_ptr + group * stride_scale + N + rows, mask=in_n, other=0.0)
-        x = tl.load(x_ptr + offs_x + start)
+        x = tl.load(x_ptr + offs_x + start * STEP)
         if NORM:
             wide = x.to(tl.float32)
             squares += wide * wide
-            x = (wide * tl.load(norm_ptr + offs_x + start).to(tl.float32)).to(dtype)
+            x = (wide * tl.load(norm_ptr + offs_x + start * STEP).to(tl.float32)).to(dtype)
         x = tl.permute(x, (0, 2, 1))
-        correction = tl.dot(constants, x, input_precision="ieee")
-        sums = _diagonal_sums(words, x, offs_part, correction)
+        if FLOATS:
+            sums = _float_sums(words, x, offs_part)
+        else:
+            correction = tl.dot(constants, x, input_precision="ieee")
+            sums = _diagonal_sums(words, x, offs_part, correction)
         if ZERO:
             zero = tl.load(zero_ptr + group * stride_zero + rows, mask=in_n, other=0)
             sums += zero.to(tl.float32) * (correction * (1.0 / BASE))
         acc += sums * scale.to(tl.float32)
         if GATED:
-            sums = _diagonal_sums(up_words, x, offs_part, correction)
+            if FLOATS:
+                sums = _float_sums(up_words, x, offs_part)
+            else:
+                sums = _diagonal_sums(up_words, x, offs_part, correction)
             if ZERO:
                 zero = tl.load(zero_ptr + group * stride_zero + N + rows, mask=in_n, other=0)
                 sums += zero.to(tl.float32) * (correction * (1.0 / BASE))
@@ -197,6 +222,7 @@ def int4_gemv(
         N=outputs,
         WIDTH=width,
         GROUP_SIZE=weight.group_size,
+        FLOATS=weight.e2m1_run is not None,
         ZERO=weight.zero is not None,
         NORM=norm is not None,
         GATED=gated,

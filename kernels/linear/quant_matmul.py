@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from ..launch import launch
-from ..quant.dequant_tile import dequant_tile, load_zero
+from ..quant.dequant_tile import dequant_tile, load_zero, part_column
 from ..quant.quantized_weight import QuantizedWeight, largest_tile, weight_arguments
 from .split_k_sum import split_k_sum
 
@@ -54,6 +54,8 @@ def _quant_matmul_kernel(
     """One program: BLOCK_M tokens, BLOCK_N outputs and one of SPLIT_K runs of tiles."""
     WIDTH: tl.constexpr = FORMAT.width
     PACK_FACTOR: tl.constexpr = FORMAT.pack_factor
+    if FORMAT.run is not None:
+        stride_weight = WIDTH  # No gaps: of a constant the compiler knows the alignment.
     TILES: tl.constexpr = (WIDTH + BLOCK_K - 1) // BLOCK_K
     SPLIT_TILES: tl.constexpr = (TILES + SPLIT_K - 1) // SPLIT_K
     EVEN_K: tl.constexpr = WIDTH % BLOCK_K == 0
@@ -72,7 +74,7 @@ def _quant_matmul_kernel(
         in_k = start + offs_k < WIDTH
         tile = tl.load(weight_ptrs + start, mask=in_n[:, None] & in_k[None, :], other=0.0)
         for part in tl.static_range(PACK_FACTOR):
-            k = part * WIDTH + start
+            k = part_column(start, part, FORMAT)
             mask_x = in_m[:, None]
             if not EVEN_K:
                 mask_x = mask_x & in_k[None, :]

@@ -234,8 +234,8 @@ def small_m_matmul(
     """x: [M, K], last stride 1; weight: [N, K] → [M, N], or gated [M, N / 2], of x's type.
 
     bias: [N]; residual: as the result, not with `gated`; `out` may be the residual. Sums in
-    float32, rounded once. `workspace`: needed if `config.split_k` is above 1. Raises ValueError if
-    the weight's groups are too narrow for the tensor core.
+    float32, rounded once. `workspace`: needed if `config.split_k` is above 1. Raises ValueError for
+    4-bit floats, and if the weight's groups are too narrow for the tensor core.
     """
     num_rows = x.shape[0]
     values = values_of(weight)
@@ -245,6 +245,8 @@ def small_m_matmul(
         raise ValueError("a gated product takes no residual")
     block_k, split_k = config.block_k, config.split_k
     if isinstance(weight, QuantizedWeight):
+        if weight.e2m1_run is not None:
+            raise ValueError("4-bit floats are for quant_matmul")
         block_k = even_tile(weight, block_k)
         if not weight.grouped:
             block_k = max(block_k, SMALLEST_TILE)

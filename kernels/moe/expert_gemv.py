@@ -24,7 +24,7 @@ import triton.language as tl
 from ..activations import GatedActivation, gate_constants, squared_relu
 from ..launch import launch
 from ..pdl import gdc_launch_dependents, gdc_wait, pdl_options
-from ..quant.dequant_tile import dequant_tile, load_scale, load_zero
+from ..quant.dequant_tile import dequant_tile, load_scale, load_zero, part_column
 from ..quant.quantized_weight import Weight, even_tile, values_of, weight_arguments
 from ..tiles import apply_bias_and_gate, load_tile, prefetch_l2
 
@@ -97,6 +97,8 @@ def _expert_gemv_kernel(
     is read, and the first product writes nothing."""
     WIDTH: tl.constexpr = FORMAT.width
     PACK_FACTOR: tl.constexpr = FORMAT.pack_factor
+    if FORMAT.run is not None:
+        stride_weight = WIDTH  # No gaps: of a constant the compiler knows the alignment.
     ROWS: tl.constexpr = N * 2 if GATED else N
     MASKED: tl.constexpr = FOREIGN and FACTOR
     EVEN_N: tl.constexpr = N % BLOCK_N == 0 and COUNT == BLOCK_COUNT and not MASKED
@@ -151,7 +153,7 @@ def _expert_gemv_kernel(
                 up_ptrs = ptrs + N * stride_weight + start
                 up_tile = load_tile(up_ptrs, in_r, in_k, EVEN_N, EVEN_K, "evict_first")
             for part in tl.static_range(PACK_FACTOR):
-                k = part * WIDTH + start
+                k = part_column(start, part, FORMAT)
                 if MASKED:
                     # The first product has not written other ranks' slots.
                     mask = in_r[:, None] & in_k[None, :]
@@ -174,6 +176,42 @@ def _expert_gemv_kernel(
                     up_acc += value * x
     sums = tl.sum(acc, axis=1)
     up_sums = tl.sum(up_acc, axis=1) if GATED else sums
+    store_slots(
+        sums, up_sums, out_ptr, bias_ptr, factor_ptr, residual_ptr, stride_out, stride_residual,
+        target, tile_n, slot, rows, in_r, N, GATED, BIAS, ALPHA, LIMIT, SQUARED, FACTOR, RESIDUAL,
+        BLOCK_COUNT, BLOCK_N,
+    )  # fmt: skip
+
+
+@triton.jit
+def store_slots(
+    sums,
+    up_sums,
+    out_ptr,
+    bias_ptr,
+    factor_ptr,
+    residual_ptr,
+    stride_out,
+    stride_residual,
+    target,
+    tile_n,
+    slot,
+    rows,
+    in_r,
+    N: tl.constexpr,
+    GATED: tl.constexpr,
+    BIAS: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    SQUARED: tl.constexpr,
+    FACTOR: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    BLOCK_COUNT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Store the sums of a target's slots, [BLOCK_COUNT * BLOCK_N]: with bias, gate or activation,
+    times a slot's factor, added up, and with the residual. slot, rows, in_r: the slot of each sum,
+    its row of the weight, and whether it counts."""
     sums = apply_bias_and_gate(sums, up_sums, bias_ptr, rows, in_r, N, GATED, BIAS, ALPHA, LIMIT)
     if SQUARED:
         sums = squared_relu(sums)

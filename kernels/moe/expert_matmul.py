@@ -28,7 +28,7 @@ import triton.language as tl
 from ..activations import GatedActivation, gate_constants, squared_relu
 from ..launch import launch
 from ..pdl import gdc_launch_dependents, gdc_wait, pdl_options
-from ..quant.dequant_tile import dot_part, load_part_scales, unpack_tile
+from ..quant.dequant_tile import dot_part, load_part_scales, part_column, unpack_tile
 from ..quant.quantized_weight import (
     QuantizedWeight,
     Weight,
@@ -80,6 +80,8 @@ def _expert_matmul_kernel(
     """One program: BLOCK_N outputs (and as many gates) of BLOCK_M slots of an expert."""
     WIDTH: tl.constexpr = FORMAT.width
     PACK_FACTOR: tl.constexpr = FORMAT.pack_factor
+    if FORMAT.run is not None:
+        stride_weight = WIDTH  # No gaps: of a constant the compiler knows the alignment.
     TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     tile_n = tl.program_id(0) % TILES_N
     tile_m = tl.program_id(0) // TILES_N
@@ -132,7 +134,7 @@ def _expert_matmul_kernel(
             up_scales = load_part_scales(up_scale_ptrs, 0, in_n, stride_scale, FORMAT)
     for start in tl.range(0, WIDTH, BLOCK_K, num_stages=STAGES):
         if SCALE_SUMS:
-            ahead = tl.minimum(start + BLOCK_K, WIDTH - BLOCK_K)
+            ahead = tl.minimum(start + BLOCK_K, (WIDTH - 1) // BLOCK_K * BLOCK_K)
             next_scales = load_part_scales(scale_ptrs, ahead, in_n, stride_scale, FORMAT)
             if GATED:
                 next_up_scales = load_part_scales(up_scale_ptrs, ahead, in_n, stride_scale, FORMAT)
@@ -144,8 +146,12 @@ def _expert_matmul_kernel(
             up_tile = load_tile(up_ptrs, in_n, in_k, EVEN_N, EVEN_K, "")
             up_tile = unpack_tile(up_tile, dtype, FORMAT)
         for part in tl.static_range(PACK_FACTOR):
-            x = load_tile(x_ptrs + part * WIDTH + start, in_m, in_k, False, EVEN_K, "")
-            group = (part * WIDTH + start) // FORMAT.group_size
+            k = part_column(start, part, FORMAT)
+            part_ptrs = x_ptrs + k
+            if FORMAT.run is None:
+                part_ptrs = x_ptrs + part * WIDTH + start  # The first sum stays out of the loop.
+            x = load_tile(part_ptrs, in_m, in_k, False, EVEN_K, "")
+            group = k // FORMAT.group_size
             acc = dot_part(
                 acc, tile, x, scales, scale_ptr, zero_ptr, rows, in_n, group, stride_scale,
                 stride_zero, part, FORMAT, SCALE_NUMBERS, True,
@@ -211,10 +217,12 @@ def expert_matmul_config(
     elif values.dtype == torch.int32:
         # Gates go with small tiles, as both products' sums and numbers share the registers.
         block_m = block_m if gated else min(block_m, 64)
+        floats = isinstance(weight, QuantizedWeight) and weight.e2m1_run is not None
         rows, block_k, num_warps, num_stages = {
             16: (128, 32, 4, 3),
             32: (128 if gated else 64, 32, 4, 2),
-            64: (256, 32, 8, 3) if gated else (256, 32, 4, 2),
+            # Floats, which are not measured yet, would not fit the registers of four warps.
+            64: (256, 32, 8, 3) if gated or floats else (256, 32, 4, 2),
             128: (256, 32, 8, 2),
         }[block_m]
     elif in_8_bits:

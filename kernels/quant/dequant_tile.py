@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from ..widen import widen_tile
+from .e2m1 import e2m1_unit, part_as_e2m1, split_e2m1, unpack_e2m1
 from .int4_unpack import int4_base, multiply_pairs, subtract_pairs, unpack_int4
 
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -69,16 +70,35 @@ def part_unit(part, bits):
 
 
 @triton.constexpr_function
-def is_int4(dtype, format):
-    """Return whether `unpack_int4` unpacks the tiles, to 16-bit floats."""
+def in_pairs(dtype, format):
+    """Return whether tiles are unpacked to 16-bit floats, two numbers at a time."""
     return format.pack_factor == 8 and dtype.primitive_bitwidth == 16
 
 
 @triton.jit
+def part_column(start, PART: tl.constexpr, FORMAT: tl.constexpr):
+    """Return the column of part PART of element `start` of a row."""
+    if FORMAT.run is None:
+        return PART * FORMAT.width + start
+    else:
+        REST: tl.constexpr = FORMAT.width % FORMAT.run
+        # The last run may be shorter. Written so that the compiler finds the alignment: it does not
+        # with a remainder, nor with the smaller of two lengths.
+        first = start // FORMAT.run * FORMAT.run
+        whole = first + FORMAT.run <= FORMAT.width
+        skipped = tl.where(whole, PART * FORMAT.run, PART * REST)
+        return FORMAT.pack_factor * first + skipped + (start - first)
+
+
+@triton.jit
 def unpack_tile(tile, dtype: tl.constexpr, FORMAT: tl.constexpr):
-    """Return the tile as `dequant_tile` takes it: for 4 bits in a 16-bit dtype, a tuple of 8."""
-    if is_int4(dtype, FORMAT):
-        return unpack_int4(tile, dtype)
+    """Return the tile as `dequant_tile` takes it: for 4 bits in a 16-bit dtype, a tuple of 8, or of
+    floats two halves."""
+    if in_pairs(dtype, FORMAT):
+        if FORMAT.run is not None:
+            return split_e2m1(tile)
+        else:
+            return unpack_int4(tile, dtype)
     else:
         return tile
 
@@ -101,31 +121,35 @@ def load_scale(scale_ptr, offs_n, in_n, group, stride_scale, FORMAT: tl.constexp
 
 
 @triton.jit
-def load_part_scales(scale_ptrs, k, in_n, stride_scale, FORMAT: tl.constexpr):
-    """Return the scales of each part of a tile, a tuple of [BLOCK_N]; k: first column of part 0."""
-    WIDTH: tl.constexpr = FORMAT.width
-    GROUP: tl.constexpr = FORMAT.group_size
+def _part_scale(scale_ptrs, start, in_n, stride_scale, PART: tl.constexpr, FORMAT: tl.constexpr):
+    group = part_column(start, PART, FORMAT) // FORMAT.group_size
+    return tl.load(scale_ptrs + group * stride_scale, mask=in_n, other=0.0)
+
+
+@triton.jit
+def load_part_scales(scale_ptrs, start, in_n, stride_scale, FORMAT: tl.constexpr):
+    """Return the scales of each part of a tile, a tuple of [BLOCK_N]; start: its first element."""
     if FORMAT.pack_factor == 8:
         return (
-            tl.load(scale_ptrs + k // GROUP * stride_scale, mask=in_n, other=0.0),
-            tl.load(scale_ptrs + (k + WIDTH) // GROUP * stride_scale, mask=in_n, other=0.0),
-            tl.load(scale_ptrs + (k + 2 * WIDTH) // GROUP * stride_scale, mask=in_n, other=0.0),
-            tl.load(scale_ptrs + (k + 3 * WIDTH) // GROUP * stride_scale, mask=in_n, other=0.0),
-            tl.load(scale_ptrs + (k + 4 * WIDTH) // GROUP * stride_scale, mask=in_n, other=0.0),
-            tl.load(scale_ptrs + (k + 5 * WIDTH) // GROUP * stride_scale, mask=in_n, other=0.0),
-            tl.load(scale_ptrs + (k + 6 * WIDTH) // GROUP * stride_scale, mask=in_n, other=0.0),
-            tl.load(scale_ptrs + (k + 7 * WIDTH) // GROUP * stride_scale, mask=in_n, other=0.0),
+            _part_scale(scale_ptrs, start, in_n, stride_scale, 0, FORMAT),
+            _part_scale(scale_ptrs, start, in_n, stride_scale, 1, FORMAT),
+            _part_scale(scale_ptrs, start, in_n, stride_scale, 2, FORMAT),
+            _part_scale(scale_ptrs, start, in_n, stride_scale, 3, FORMAT),
+            _part_scale(scale_ptrs, start, in_n, stride_scale, 4, FORMAT),
+            _part_scale(scale_ptrs, start, in_n, stride_scale, 5, FORMAT),
+            _part_scale(scale_ptrs, start, in_n, stride_scale, 6, FORMAT),
+            _part_scale(scale_ptrs, start, in_n, stride_scale, 7, FORMAT),
         )
     elif FORMAT.pack_factor == 4:
         return (
-            tl.load(scale_ptrs + k // GROUP * stride_scale, mask=in_n, other=0.0),
-            tl.load(scale_ptrs + (k + WIDTH) // GROUP * stride_scale, mask=in_n, other=0.0),
-            tl.load(scale_ptrs + (k + 2 * WIDTH) // GROUP * stride_scale, mask=in_n, other=0.0),
-            tl.load(scale_ptrs + (k + 3 * WIDTH) // GROUP * stride_scale, mask=in_n, other=0.0),
+            _part_scale(scale_ptrs, start, in_n, stride_scale, 0, FORMAT),
+            _part_scale(scale_ptrs, start, in_n, stride_scale, 1, FORMAT),
+            _part_scale(scale_ptrs, start, in_n, stride_scale, 2, FORMAT),
+            _part_scale(scale_ptrs, start, in_n, stride_scale, 3, FORMAT),
         )
     else:
         tl.static_assert(FORMAT.pack_factor == 1)
-        return (tl.load(scale_ptrs + k // GROUP * stride_scale, mask=in_n, other=0.0),)
+        return (_part_scale(scale_ptrs, start, in_n, stride_scale, 0, FORMAT),)
 
 
 @triton.jit
@@ -142,9 +166,21 @@ def dequant_tile(
     SCALED, otherwise value - zero, which is exact.
 
     tile: from `unpack_tile`; scale: [BLOCK_N, 1] of any type, read if SCALED; zero: from
-    `load_zero`.
+    `load_zero`, not read for 4-bit floats.
     """
-    if is_int4(dtype, FORMAT):
+    if FORMAT.run is not None:
+        UNIT: tl.constexpr = e2m1_unit(dtype)
+        if in_pairs(dtype, FORMAT):
+            value = unpack_e2m1(tile, PART, dtype)
+            factor = tl.full(value.shape, UNIT, dtype)
+            if SCALED:
+                factor = (scale.to(tl.float32) * UNIT).to(dtype)
+                factor = tl.broadcast_to(factor, value.shape)
+            return multiply_pairs(value, factor)
+        else:
+            factor = scale.to(tl.float32) * UNIT if SCALED else UNIT
+            return (part_as_e2m1(tile, PART) * factor).to(dtype)
+    elif in_pairs(dtype, FORMAT):
         value = tile[PART]
         base = (zero + int4_base(dtype)).to(dtype)
         value = subtract_pairs(value, tl.broadcast_to(base, value.shape))

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from ..launch import launch
-from .dequant_tile import dequant_tile, load_zero
+from .dequant_tile import dequant_tile, load_zero, part_column
 from .quantized_weight import QuantizedWeight, weight_arguments
 
 BLOCK_N, BLOCK_K = 8, 128
@@ -41,7 +41,7 @@ def _dequantize_weight_kernel(
     rows = offs_n.to(tl.int64)[:, None]
     tile = tl.load(weight_ptr + rows * stride_weight + offs_k, mask=mask, other=0.0)
     for part in tl.static_range(PACK_FACTOR):
-        columns = part * WIDTH + offs_k
+        columns = part_column(offs_k, part, FORMAT)
         group = columns // FORMAT.group_size
         scale = tl.load(
             scale_ptr + group * stride_scale + offs_n[:, None] // FORMAT.scale_rows,

@@ -108,9 +108,11 @@ else:
 
 def int4_tile(weight: QuantizedWeight, limit: int) -> int:
     """Return the words of a row per tile: a power of two up to `limit` that divides the row, with
-    one scale per part. 0: too few for a tensor core, or not 4 bits."""
+    one scale per part; of floats a run. 0: too few for a tensor core, or not 4 bits."""
     if weight.pack_factor != PACK_FACTOR or weight.scale_rows > 1:
         return 0
     width = int(weight.values.shape[1])
+    if weight.e2m1_run is not None:
+        return 0 if width % weight.e2m1_run else weight.e2m1_run
     tile = min(largest_tile(weight, limit), width & -width)
     return tile if tile >= 16 else 0

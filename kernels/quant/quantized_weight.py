@@ -4,6 +4,8 @@ W[n, k] = (value[n, k] - zero[g, n]) * scale[g, n // scale_rows], g = k // group
 float8_e4m3fn or int8, one per element, or unsigned numbers of 4 or 8 bits in int32 words: part i
 (from the low bits) of word j in a row of `width` words is column i * width + j. So a tile of words
 holds, part by part, runs of neighbouring columns, and inputs are read as contiguously as weights.
+Words may also hold 4-bit floats (e2m1), in runs of a few: part i of word j in a run of n words
+that begins with word r is column 8 * r + i * n + j. e2m1.py has the places of their bits.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ class QuantizedWeight(NamedTuple):
     """A quantized weight of [N, K]."""
 
     values: torch.Tensor
-    """[N, K] float8_e4m3fn or int8, or [N, K * bits / 32] int32; last stride 1"""
+    """[N, K] float8_e4m3fn or int8, or [N, K * bits / 32] int32; last stride 1, of 4-bit floats
+    contiguous"""
     scale: torch.Tensor
     """[groups, ceil(N / scale_rows)], last stride 1"""
     zero: torch.Tensor | None
@@ -30,6 +33,9 @@ class QuantizedWeight(NamedTuple):
     group_size: int
     scale_rows: int
     bits: int
+    e2m1_run: int | None = None
+    """Of words with 4-bit floats: how many are side by side; only the last run may be shorter, and
+    each part is in one group. None: integers."""
 
     @property
     def pack_factor(self) -> int:
@@ -67,6 +73,8 @@ class TileFormat:
     has_zero: bool
     offset: int
     """Subtracted from each number if there are no zeros."""
+    run: int | None = None
+    """Of 4-bit floats: words that are side by side; None: other numbers."""
 
 
 class WeightArguments(NamedTuple):
@@ -85,20 +93,22 @@ def weight_arguments(weight: Weight) -> WeightArguments:
         dense = TileFormat(False, width, 1, 8, width, 1, False, False, 0)
         return WeightArguments((weight, None, None), (weight.stride(0), 0, 0), dense)
     values, scale, zero = weight.values, weight.scale, weight.zero
-    pack_factor = weight.pack_factor
+    assert weight.e2m1_run is None or values.is_contiguous(), "kernels rely on it"
+    pack_factor, width = weight.pack_factor, int(values.shape[1])
     return WeightArguments(
         (values, scale, zero),
         (values.stride(0), scale.stride(0), 0 if zero is None else zero.stride(0)),
         TileFormat(
             quantized=True,
-            width=int(values.shape[1]),
+            width=width,
             pack_factor=pack_factor,
             bits=weight.bits,
             group_size=weight.group_size,
             scale_rows=weight.scale_rows,
             grouped=weight.grouped,
             has_zero=zero is not None,
-            offset=1 << (weight.bits - 1) if pack_factor > 1 else 0,
+            offset=1 << (weight.bits - 1) if pack_factor > 1 and weight.e2m1_run is None else 0,
+            run=None if weight.e2m1_run is None else min(weight.e2m1_run, width),
         ),
     )
 
@@ -115,7 +125,7 @@ def largest_tile(weight: Weight, limit: int) -> int:
     """
     width = int(values_of(weight).shape[1])
     if isinstance(weight, QuantizedWeight) and weight.grouped:
-        common = math.gcd(width, weight.group_size)
+        common = weight.e2m1_run or math.gcd(width, weight.group_size)
         return int(min(limit, common & -common))
     return int(min(limit, triton.next_power_of_2(width)))
 

@@ -9,7 +9,7 @@ import torch
 
 from ...core.nn.activations import ClampedSwiGLU, LimitedSwiGLU
 from ...core.nn.operations import DenseRows
-from ...core.nn.packed import PackedWeight, round_to_words
+from ...core.nn.packed import PackedWeight, pack_e2m1, round_to_words
 from ...core.nn.routing import Routing, RoutingRule
 from .operation_arguments import REFERENCE, SIZE, TOKENS, wide
 
@@ -62,7 +62,18 @@ class ExpertChecks:
     @pytest.mark.parametrize("tokens", TOKENS)
     @pytest.mark.parametrize(
         "kind",
-        ["plain", "biases", "gelu", "limit", "no gates", "4 bits", "fp8", "rows", "foreign"],
+        [
+            "plain",
+            "biases",
+            "gelu",
+            "limit",
+            "no gates",
+            "4 bits",
+            "fp8",
+            "4-bit floats",
+            "rows",
+            "foreign",
+        ],
     )
     def test_experts(self, kind: str, tokens: int, dtype: torch.dtype) -> None:
         """Check some experts with many tokens, some with none, and ("foreign") with other ranks'
@@ -78,12 +89,21 @@ class ExpertChecks:
             routing = REFERENCE.route(logits, RoutingRule(top_k, renormalize=True))
             routing = routing._replace(experts=routing.experts - 1, num_experts=number + 3)
         more: dict[str, Any] = {}
-        if kind in ("4 bits", "fp8"):
+        if kind == "4-bit floats":
             gate_up: Any = self.packed(kind, number * 2 * inner, dtype)
+            # A row is one run, which is shorter than others.
+            draw = torch.Generator().manual_seed(5)
+            words = pack_e2m1(torch.randint(0, 16, (number * SIZE, inner), generator=draw), 32)
+            scale = (torch.rand(inner // 32, number * SIZE, generator=draw) + 0.5) / 3 / inner**0.5
+            down: Any = PackedWeight(
+                words.to(self.device), scale.to(self.device, dtype), 32, bits=4, e2m1_run=32
+            )
+        elif kind in ("4 bits", "fp8"):
+            gate_up = self.packed(kind, number * 2 * inner, dtype)
             words, scale = round_to_words(
                 self.draw(number * SIZE, inner, dtype=dtype, seed=5, scale=inner**-0.5), 4, 32
             )
-            down: Any = PackedWeight(words, scale, 32, bits=4)
+            down = PackedWeight(words, scale, 32, bits=4)
         else:
             gate_up = self.draw(number * 2 * inner, SIZE, dtype=dtype, seed=6, scale=SIZE**-0.5)
             down = self.draw(number * SIZE, inner, dtype=dtype, seed=5, scale=inner**-0.5)

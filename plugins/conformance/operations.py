@@ -25,6 +25,8 @@ from ...core.nn.operations import (
 )
 from ...core.nn.packed import (
     PackedWeight,
+    e2m1_run,
+    pack_e2m1,
     pack_words,
     round_to_fp8,
     round_to_int8,
@@ -258,6 +260,13 @@ class OperationsKit(HeadChecks, ExpertChecks, BatchChecks, QuantizedCacheChecks,
             scale = torch.rand(SIZE // 128, -(-rows // 32), generator=draw) + 0.5
             scale = (scale * SIZE**-0.5 / 300).to(self.device)
             return PackedWeight(values, scale, 128, scale_rows=32)
+        if kind == "4-bit floats":
+            run = e2m1_run(SIZE, 32)
+            assert run is not None
+            words = pack_e2m1(torch.randint(0, 16, (rows, SIZE), generator=draw), run)
+            scale = (torch.rand(SIZE // 32, rows, generator=draw) + 0.5) / 3 / SIZE**0.5
+            scale = scale.to(self.device, dtype)
+            return PackedWeight(words.to(self.device), scale, 32, bits=4, e2m1_run=run)
         bits = 8 if kind == "8 bits" else 4
         group = {"narrow groups": 8, "whole rows": SIZE}.get(kind, 32)
         if kind == "zeros":
@@ -277,7 +286,7 @@ class OperationsKit(HeadChecks, ExpertChecks, BatchChecks, QuantizedCacheChecks,
         "kind",
         [
             "fp8", "int8", "fp8 blocks", "quantized inputs", "8 bits", "4 bits", "whole rows",
-            "narrow groups", "zeros", "order",
+            "narrow groups", "zeros", "order", "4-bit floats",
         ],
     )  # fmt: skip
     def test_packed_linear(self, kind: str, tokens: int, dtype: torch.dtype) -> None:

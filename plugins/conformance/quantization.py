@@ -295,10 +295,12 @@ class QuantizationKit(CheckpointChecks, Kit):
             narrow = quantized_layers(self.build(folder, dtype="bfloat16"))
         except ConfigError as error:
             pytest.skip(f"not in bfloat16: {error}")
+        draw = torch.Generator().manual_seed(5)
         for name, layer in narrow.items():
             if layer.spec.role == "embedding":
                 continue
-            x = torch.randn(3, layer.spec.in_features, device=layer.spec.device).bfloat16()
+            x = torch.randn(3, layer.spec.in_features, generator=draw)
+            x = x.to(layer.spec.device, torch.bfloat16)
             for rows in (1, 3):
                 actual, expected = layer(x[:rows]), wide[name](x[:rows].float())
                 assert actual.dtype == torch.bfloat16, f"{name} gives {actual.dtype} for bfloat16"
@@ -308,6 +310,7 @@ class QuantizationKit(CheckpointChecks, Kit):
     def test_norm_before_and_residual_after(self, checkpoint: Any) -> None:
         """Compare with a layer that does each step separately, for one row and for several."""
         layers = quantized_layers(self.build(checkpoint[0]))
+        draw = torch.Generator().manual_seed(6)
         for suffix, with_residual in (("o_proj", True), ("gate_up_proj", False)):
             layer = next(m for name, m in layers.items() if name.endswith(suffix))
             dense = self.dense(layer)
@@ -315,9 +318,9 @@ class QuantizationKit(CheckpointChecks, Kit):
             nn.Module.__init__(norm)
             norm.eps, norm.operations = 1e-5, layer.spec.operations
             size, device = layer.spec.in_features, layer.spec.device
-            norm.weight = nn.Parameter(torch.rand(size, device=device) + 0.5)
+            norm.weight = nn.Parameter(torch.rand(size, generator=draw).to(device) + 0.5)
             for rows in (1, 3, 40):
-                x = torch.randn(rows, size, device=device)
+                x = torch.randn(rows, size, generator=draw).to(device)
                 wide = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * norm.weight
                 expected = wide @ dense.t()
                 if layer.bias is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ...core.nn.activations import ClampedSwiGLU, ExpertActivation, LimitedSwiGLU
@@ -10,6 +12,7 @@ from ...core.nn.packed import PackedWeight
 from ...core.nn.routing import Routing
 from ...kernels.activations import Clamp, GatedActivation, Limit
 from ...kernels.moe.combine import combine
+from ...kernels.moe.expert_float_gemv import expert_float_gemv, takes_floats
 from ...kernels.moe.expert_gemv import expert_gemv
 from ...kernels.moe.expert_matmul import (
     expert_matmul,
@@ -65,14 +68,13 @@ def experts_product(
     # With experts on other ranks, too, this rank has few slots where all of them have.
     total, foreign = routing.num_experts or num_experts, routing.num_experts is not None
     if few_slots(num_tokens, top_k, total):
-        inner = expert_gemv(
-            _ordered(x, gate_up), routing.experts, _kernel_weight(gate_up), num_experts,
-            bias=gate_up_bias, activation=gate, gated=gated, foreign=foreign,
+        inner = _slots_product(
+            x, routing.experts, gate_up, num_experts, bias=gate_up_bias, activation=gate,
+            gated=gated, foreign=foreign,
         )  # fmt: skip
-        return expert_gemv(
-            _ordered(inner, down), routing.experts, _kernel_weight(down), num_experts,
-            factor=routing.weights, residual=residual, out=residual, bias=down_bias, known=True,
-            foreign=foreign,
+        return _slots_product(
+            inner, routing.experts, down, num_experts, factor=routing.weights, residual=residual,
+            out=residual, bias=down_bias, known=True, foreign=foreign,
         )  # fmt: skip
     lists = sort_tokens(routing.experts, num_experts)
     inner = _product(
@@ -91,6 +93,20 @@ def experts_product(
         parts, routing.weights, residual, residual, experts=routing.experts if foreign else None,
         own=num_experts if foreign else None,
     )  # fmt: skip
+
+
+def _slots_product(
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    weight: ExpertWeight,
+    num_experts: int,
+    **options: Any,
+) -> torch.Tensor:
+    """Multiply slot by slot; arguments as of `expert_gemv`."""
+    x, bank = _ordered(x, weight), _kernel_weight(weight)
+    if takes_floats(bank, x):
+        return expert_float_gemv(x, experts, bank, num_experts, **options)
+    return expert_gemv(x, experts, bank, num_experts, **options)
 
 
 def _product(

@@ -61,7 +61,8 @@ def packed_product(
         norm = None
     quantized = kernel_weight(weight)
     num_tokens = x.shape[0]
-    if num_tokens and _takes_int4(x, quantized):
+    integers = quantized.e2m1_run is None
+    if (num_tokens == 1 or (num_tokens and integers)) and _takes_int4(x, quantized):
         return _int4_product(
             operations, x, quantized, bias, norm, residual, gated, workspace(x.device)
         )
@@ -84,8 +85,9 @@ def packed_product(
 def kernel_weight(weight: PackedWeight) -> QuantizedWeight:
     """Return the weight as kernels take it; the order of its columns is left to the caller."""
     return QuantizedWeight(
-        weight.values, weight.scale, weight.zero, weight.group_size, weight.scale_rows, weight.bits
-    )
+        weight.values, weight.scale, weight.zero, weight.group_size, weight.scale_rows, weight.bits,
+        weight.e2m1_run,
+    )  # fmt: skip
 
 
 def _takes_int4(x: torch.Tensor, weight: QuantizedWeight) -> bool:

@@ -1,30 +1,55 @@
-"""e2m1, the 4-bit floats of MXFP4 and NVFP4: 0, 0.5, 1, 1.5, 2, 3, 4, 6, and their negatives; two
-to a byte, the earlier one in the low half.
+"""e2m1, the 4-bit floats of MXFP4 and NVFP4, of checkpoints as the packed layouts have them.
 
-The kernels for packed weights support evenly spaced integers and 8-bit floats. Every e2m1 number is
-an e4m3 number, so weights are stored as e4m3: exactly, in 8 bits.
+Checkpoints have two of them to a byte, the earlier one in the low half. They stay in 4 bits where a
+row has groups that the kernels' runs of words fit. Elsewhere, or if scales are as large as those of
+no trained model, they are stored as e4m3, which has every one of them: exactly, in 8 bits.
 """
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Sequence
 
 import torch
 
-MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Magnitudes by the low three bits; the fourth bit is the sign."""
+from ...core.nn.packed import E2M1, E2M1_LARGEST_SCALE, PackedWeight, e2m1_run, pack_e2m1
+
+CHUNK = 1 << 26
+"""Numbers that are repacked at a time: temporaries have some bytes for each."""
 
 
-def as_e4m3(numbers: torch.Tensor) -> torch.Tensor:
-    """[...] uint8 → [..., 2] uint8: the bits of the two numbers of each byte as e4m3."""
-    pairs = _pairs().to(numbers.device)[numbers.int()]
-    return pairs.view(torch.uint8).view(*numbers.shape, 2)
+def pack_floats(
+    shards: Sequence[torch.Tensor], scale: torch.Tensor, group_size: int
+) -> PackedWeight:
+    """Stack shards, each [rows, K / 2] uint8, wherever they are, on the scales' device.
+
+    scale: [K / group_size, N] float, of all rows.
+    """
+    size, total = 2 * shards[0].shape[1], scale.shape[1]
+    run = e2m1_run(size, group_size)
+    if scale.abs().max() > E2M1_LARGEST_SCALE:
+        run = None
+    if run is None:
+        values = torch.empty(total, size, dtype=torch.uint8, device=scale.device)
+    else:
+        values = torch.empty(total, size // 8, dtype=torch.int32, device=scale.device)
+    wide, start = _e4m3().to(scale.device), 0
+    for shard in shards:
+        for numbers in torch.split(shard, max(CHUNK // size, 1)):
+            codes = _codes(numbers.to(scale.device))
+            place = values[start : start + len(codes)]
+            place.copy_(wide[codes.int()] if run is None else pack_e2m1(codes, run))
+            start += len(codes)
+    if run is None:
+        return PackedWeight(values.view(torch.float8_e4m3fn), scale, group_size)
+    return PackedWeight(values, scale, group_size, bits=4, e2m1_run=run)
 
 
-@functools.cache
-def _pairs() -> torch.Tensor:
-    """[256] int16: the two e4m3 numbers of a byte, the earlier one first in memory."""
-    signed = torch.tensor([*MAGNITUDES, *(-magnitude for magnitude in MAGNITUDES)])
-    numbers = signed.to(torch.float8_e4m3fn).view(torch.uint8)
-    byte = torch.arange(256)
-    return torch.stack([numbers[byte & 15], numbers[byte >> 4]], dim=1).view(torch.int16)[:, 0]
+def _codes(numbers: torch.Tensor) -> torch.Tensor:
+    """[rows, K / 2] uint8 → [rows, K] in [0, 16)"""
+    return torch.stack([numbers & 15, numbers >> 4], dim=2).flatten(1)
+
+
+def _e4m3() -> torch.Tensor:
+    """[16] uint8: the bits of each number as e4m3"""
+    signed = torch.tensor([*E2M1, *(-magnitude for magnitude in E2M1)])
+    return signed.to(torch.float8_e4m3fn).view(torch.uint8)

@@ -6,7 +6,6 @@ A number is e2m1 (`e2m1.py`); a scale is e8m0, 2 ** (byte - 127). Source: OCP Mi
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -17,9 +16,7 @@ from ...core.errors import ConfigError, LoadError
 from ...core.loading.quantization_config import ConfigReader, is_ignored
 from ...core.nn.packed import PackedWeight
 from ...core.nn.quantized import Axis, LinearSpec, PackedLinear, TensorSpec
-from .e2m1 import as_e4m3
-
-logger = logging.getLogger("jackfield.loading")
+from .e2m1 import pack_floats
 
 GROUP = 32
 """Columns that share a scale."""
@@ -50,7 +47,6 @@ class Mxfp4:
         read.choice("bits", (4,), 4)
         read.choice("group_size", (GROUP,), GROUP)
         names = read.names(SKIPPED)
-        logger.info("mxfp4: experts' 4-bit floats are stored in 8 bits, without loss")
         return cls(tuple(_pattern(name) if "*" in name else name for name in names))
 
     def layer(self, spec: LinearSpec) -> Mxfp4Linear | None:
@@ -85,21 +81,19 @@ class Mxfp4Linear(PackedLinear):
         }
 
     def pack(self, shards: Mapping[str, Mapping[str, torch.Tensor]]) -> PackedWeight:
-        """Copy shard by shard to the destination: together they are most of a model."""
+        """Copy a part of a shard at a time: together they are most of a model."""
         spec = self.spec
         size, total = spec.in_features, spec.out_features
-        values = torch.empty(total, size, dtype=torch.float8_e4m3fn, device=spec.device)
         scale = torch.empty(size // GROUP, total, dtype=torch.bfloat16, device=spec.device)
         start = 0
         for shard, rows in spec.shards.items():
             place = slice(start, start + rows)
-            numbers = shards[shard]["blocks"].to(spec.device)
-            values.view(torch.uint8)[place] = as_e4m3(numbers).view(rows, size)
             scale[:, place] = _powers(shards[shard]["scales"].to(spec.device)).t()
             start += rows
         if not scale.isfinite().all():
             raise LoadError("scales: 255 among them, which stands for no number")
-        return PackedWeight(values, scale, GROUP)
+        numbers = [shards[shard]["blocks"].flatten(1) for shard in spec.shards]
+        return pack_floats(numbers, scale, GROUP)
 
 
 def _powers(scales: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch
 from ...core.errors import ConfigError, LoadError
 from ...core.nn.packed import PackedWeight
 from ...core.nn.quantized import Axis, LinearSpec, PackedLinear, TensorSpec
-from .e2m1 import as_e4m3
+from .e2m1 import pack_floats
 
 GROUP = 16
 """Columns that share a scale."""
@@ -64,23 +64,20 @@ class Nvfp4Linear(PackedLinear):
         }
 
     def pack(self, shards: Mapping[str, Mapping[str, torch.Tensor]]) -> PackedWeight:
-        """Copy shard by shard to the destination: together they are most of a model."""
+        """Copy a part of a shard at a time: together they are most of a model."""
         spec = self.spec
         size, total = spec.in_features, spec.out_features
-        values = torch.empty(total, size, dtype=torch.float8_e4m3fn, device=spec.device)
         scale = torch.empty(size // GROUP, total, dtype=torch.float32, device=spec.device)
         start = 0
         for shard, rows in spec.shards.items():
             place = slice(start, start + rows)
-            stored = {name: tensor.to(spec.device) for name, tensor in shards[shard].items()}
-            numbers = as_e4m3(stored[self.names.numbers])
-            values.view(torch.uint8)[place] = numbers.view(rows, size)
-            whole = stored[self.names.whole].float()
+            whole = shards[shard][self.names.whole].to(spec.device).float()
             whole = 1 / whole if self.names.inverse else whole
-            scale[:, place] = stored["weight_scale"].float().t() * whole
+            scale[:, place] = shards[shard]["weight_scale"].to(spec.device).float().t() * whole
             start += rows
         if not scale.isfinite().all():
             raise LoadError(
                 f"weight_scale, {self.names.whole}: there is one that is no finite number"
             )
-        return PackedWeight(values, scale, GROUP)
+        numbers = [shards[shard][self.names.numbers] for shard in spec.shards]
+        return pack_floats(numbers, scale, GROUP)

@@ -9,7 +9,9 @@ import torch
 
 pytest.importorskip("triton")
 
+from jackfield.core.nn.packed import E2M1, pack_e2m1
 from jackfield.kernels.attention import decode_codes, quantized_tiles
+from jackfield.kernels.quant import e2m1
 
 ALL = torch.arange(1 << 16)
 LOW, HIGH = ALL & 255, ALL >> 8
@@ -123,3 +125,20 @@ def test_the_prompt_kernel_reads_bytes(
         wanted = zero + scale * torch.stack((low, high)).float()
         assert torch.equal(halves(outputs[2 * part], kind), wanted)
         assert torch.equal(halves(outputs[2 * part + 1], kind), wanted.flip(1))
+
+
+@pytest.mark.parametrize(("kind", "unit"), [("bf16x2", 2.0**126), ("f16x2", 2.0**14)])
+@pytest.mark.parametrize("half", [0, 1])
+def test_products_read_floats_of_4_bits(kind: str, unit: float, half: int) -> None:
+    """All values of half a word, of four numbers each, beside others."""
+    codes = torch.stack([ALL >> 4 * part & 15 for part in range(4)], dim=1)
+    packed = pack_e2m1(torch.cat([codes.flip(0), codes] if half else [codes, codes.flip(0)], 1), 1)
+    words = packed[:, 0].long() & 0xFFFFFFFF
+    pairs = run(e2m1._HALVES.value, 2, words, words.flip(0))
+    instructions = e2m1._BFLOAT16 if kind == "bf16x2" else e2m1._FLOAT16
+    numbers = torch.tensor([*E2M1, *(-number for number in E2M1)])
+    for part, code in enumerate(codes.unbind(1)):
+        (output,) = run(instructions[part].value, 1, pairs[half])
+        wanted = numbers[torch.stack((code, code.flip(0)))]
+        actual = halves(output, FLOATS[kind]) * unit
+        assert torch.equal(actual, wanted) and torch.equal(actual.signbit(), wanted.signbit())

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from jackfield.core.nn.activations import ClampedSwiGLU, ExpertActivation, LimitedSwiGLU
 from jackfield.core.nn.operations import ExpertWeight, Operations
-from jackfield.core.nn.packed import PackedWeight, dequantize, pack_words
+from jackfield.core.nn.packed import PackedWeight, dequantize, e2m1_run, pack_e2m1, pack_words
 from jackfield.core.nn.routing import Routing, RoutingRule
 from jackfield.kernels.moe.combine import combine
 from jackfield.kernels.moe.expert_matmul import expert_matmul, most_tiles
@@ -56,13 +56,17 @@ def dense(num_experts: int, rows: int, size: int, dtype: torch.dtype) -> torch.T
 def packed(kind: str, total: int, size: int, group: int, dtype: torch.dtype) -> PackedWeight:
     """A random bank of about unit rows."""
     generator = torch.Generator().manual_seed(total + size)
-    groups, bits, zero = -(-size // group), 8, None
+    groups, bits, zero, run = -(-size // group), 8, None, None
     scale_rows = 16 if kind == "fp8" and groups > 1 else 1
     if kind == "fp8":
         values, spread = (torch.randn(total, size, generator=generator) * 64).to(FP8), 64.0
     elif kind == "int8":
         values = torch.randint(-127, 128, (total, size), generator=generator, dtype=torch.int8)
         spread = 74.0
+    elif kind == "e2m1":
+        bits, spread, run = 4, 2.8, e2m1_run(size, group)
+        assert run is not None
+        values = pack_e2m1(torch.randint(0, 16, (total, size), generator=generator), run)
     else:
         bits = int(kind[-1])
         spread = 0.29 * (1 << bits)
@@ -72,8 +76,9 @@ def packed(kind: str, total: int, size: int, group: int, dtype: torch.dtype) -> 
             zero = torch.randint(0, most + 1, (groups, total), generator=generator).to(torch.uint8)
     scale = torch.rand(groups, -(-total // scale_rows), generator=generator) + 0.5
     weight = PackedWeight(
-        values, (scale / spread / size**0.5).to(dtype), group, zero, scale_rows, bits
-    )
+        values, (scale / spread / size**0.5).to(dtype), group, zero, scale_rows, bits,
+        e2m1_run=run,
+    )  # fmt: skip
     parts = {name: part.to(DEVICE) for name, part in weight.tensors().items()}
     return weight._replace(**parts)
 
@@ -342,6 +347,7 @@ BANKS = [  # kind, hidden, inner, group of gate and up, group of down
     ("fp8", 96, 48, 96, 48), ("fp8", 96, 64, 32, 32), ("int8", 72, 40, 72, 40),
     ("words4", 128, 128, 16, 32), ("zeros4", 128, 128, 32, 16), ("words8", 128, 64, 64, 64),
     ("zeros8", 128, 64, 32, 16), ("zeros4", 64, 128, 64, 128),
+    ("e2m1", 320, 160, 32, 32), ("e2m1", 144, 128, 16, 16),
 ]  # fmt: skip
 
 
@@ -464,11 +470,11 @@ def test_experts_of_a_real_size_equal_their_twin(num_tokens: int) -> None:
 
 @GPU
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["fp8", "fp8 blocks", "fp8 narrow", "words4", "zeros4"])
+@pytest.mark.parametrize("kind", ["fp8", "fp8 blocks", "fp8 narrow", "words4", "zeros4", "e2m1"])
 @pytest.mark.parametrize("num_tokens", [1, 64, 700])
 def test_packed_experts_of_a_real_size_equal_their_twin(num_tokens: int, kind: str) -> None:
     def bank(total: int, size: int) -> PackedWeight:
-        group = {"fp8": size, "fp8 narrow": 32}.get(kind, 128)
+        group = {"fp8": size, "fp8 narrow": 32, "e2m1": 32}.get(kind, 128)
         return packed(kind.split()[0], total, size, group, torch.float32)
 
     gate_up, down = bank(16 * 2 * INNER, HIDDEN), bank(16 * HIDDEN, INNER)

@@ -31,6 +31,8 @@ FORMATS = [  # kind, columns per group, rows per scale, type of scales
     ("words4", 128, 1, torch.bfloat16),
     ("zeros4", 128, 1, torch.bfloat16),
     ("zeros4", 32, 1, torch.float32),
+    ("e2m1", 32, 1, torch.bfloat16),
+    ("e2m1", 16, 1, torch.float32),
 ]
 
 
@@ -47,7 +49,8 @@ def random_weight(kind: str, group: int, scale_rows: int, scale_dtype: torch.dty
     if kind == "zeros4":
         zero = torch.randint(0, 16, (groups, rows), device="cuda", dtype=torch.uint8)
     scale = (torch.rand(groups, rows // scale_rows, device="cuda") + 0.5) / 64 / SIZE**0.5
-    return QuantizedWeight(values, scale.to(scale_dtype), zero, group, scale_rows, bits)
+    run = group if kind == "e2m1" else None
+    return QuantizedWeight(values, scale.to(scale_dtype), zero, group, scale_rows, bits, run)
 
 
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])

@@ -13,7 +13,7 @@ if not torch.cuda.is_available():
 
 pytest.importorskip("triton")
 
-from jackfield.core.nn.packed import pack_words
+from jackfield.core.nn.packed import e2m1_run, pack_e2m1, pack_words
 from jackfield.kernels import reference
 from jackfield.kernels.linear.gemv import GemvConfig, gemv
 from jackfield.kernels.linear.int4_gemv import Int4GemvConfig, int4_gemv
@@ -57,8 +57,13 @@ def quantized(
     generator = torch.Generator().manual_seed(rows + size)
     groups = -(-size // group)
     bits, scale_rows = 8, 1
-    zero = None
-    if kind == "fp8":
+    zero = run = None
+    if kind == "e2m1":
+        bits, run = 4, e2m1_run(size, group)
+        assert run is not None
+        values = pack_e2m1(torch.randint(0, 16, (rows, size), generator=generator), run)
+        spread = 2.8
+    elif kind == "fp8":
         values = (torch.randn(rows, size, generator=generator) * 64).to(FP8)
         spread = 64.0
     elif kind == "int8":
@@ -79,17 +84,19 @@ def quantized(
     scale = torch.rand(groups, -(-rows // scale_rows), generator=generator) + 0.5
     scale = (scale / spread / size**0.5).to(scale_dtype)
     parts = (values.to(DEVICE), scale.to(DEVICE), None if zero is None else zero.to(DEVICE))
-    return QuantizedWeight(*parts, group, scale_rows, bits)
+    return QuantizedWeight(*parts, group, scale_rows, bits, run)
 
 
 WEIGHTS = [
     ("fp8", 24, 96, 96), ("fp8", 19, 96, 32), ("int8", 24, 100, 100), ("words4", 24, 256, 32),
     ("zeros4", 20, 256, 16), ("words8", 24, 128, 128), ("zeros8", 22, 128, 32),
 ]  # fmt: skip
+FLOATS = [("e2m1", 24, 320, 32), ("e2m1", 20, 160, 32), ("e2m1", 20, 144, 16)]
+"""The last run of a row is shorter, as wide as a group of scales or as half of it."""
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("weight", WEIGHTS, ids=lambda w: f"{w[0]}-{w[3]}")
+@pytest.mark.parametrize("weight", [*WEIGHTS, *FLOATS], ids=lambda w: f"{w[0]}-{w[2]}-{w[3]}")
 def test_unpacked_weights_equal_their_references(dtype: torch.dtype, weight: Any) -> None:
     weights = quantized(*weight, dtype)
     assert weights.size == weight[2]
@@ -97,7 +104,7 @@ def test_unpacked_weights_equal_their_references(dtype: torch.dtype, weight: Any
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("weight", WEIGHTS, ids=lambda w: f"{w[0]}-{w[3]}")
+@pytest.mark.parametrize("weight", [*WEIGHTS, *FLOATS], ids=lambda w: f"{w[0]}-{w[2]}-{w[3]}")
 @pytest.mark.parametrize("after", ["gated", "residual", "nothing"])
 def test_quantized_gemv_equals_its_reference(dtype: torch.dtype, weight: Any, after: str) -> None:
     weights = quantized(*weight, torch.float32)
@@ -124,7 +131,7 @@ def workspace() -> SplitKWorkspace:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("weight", WEIGHTS, ids=lambda w: f"{w[0]}-{w[3]}")
+@pytest.mark.parametrize("weight", WEIGHTS, ids=lambda w: f"{w[0]}-{w[2]}-{w[3]}")
 @pytest.mark.parametrize("split_k", [1, 3])
 def test_few_rows_by_quantized_weights_equal_their_reference(
     dtype: torch.dtype, weight: Any, split_k: int
@@ -146,7 +153,7 @@ def test_few_rows_by_quantized_weights_equal_their_reference(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("weight", WEIGHTS, ids=lambda w: f"{w[0]}-{w[3]}")
+@pytest.mark.parametrize("weight", [*WEIGHTS, *FLOATS], ids=lambda w: f"{w[0]}-{w[2]}-{w[3]}")
 @pytest.mark.parametrize("split_k", [1, 3])
 def test_quant_matmul_equals_its_reference(dtype: torch.dtype, weight: Any, split_k: int) -> None:
     weights = quantized(*weight, torch.float32)
@@ -194,11 +201,12 @@ INT4 = [
     ("words4", 24, 256, 32), ("zeros4", 44, 384, 16), ("zeros4", 40, 512, 64),
     ("words4", 36, 768, 768),
 ]  # fmt: skip
+EVEN_FLOATS = [("e2m1", 24, 512, 32), ("e2m1", 20, 640, 16)]
 SIXTEEN_BITS = [torch.float16] + [torch.bfloat16] * torch.cuda.is_available()
 
 
 @pytest.mark.parametrize("dtype", SIXTEEN_BITS, ids=str)
-@pytest.mark.parametrize("weight", INT4, ids=lambda w: f"{w[0]}-{w[3]}")
+@pytest.mark.parametrize("weight", [*INT4, *EVEN_FLOATS], ids=lambda w: f"{w[0]}-{w[2]}-{w[3]}")
 @pytest.mark.parametrize("after", ["gated", "residual", "nothing"])
 def test_int4_gemv_equals_its_reference(dtype: torch.dtype, weight: Any, after: str) -> None:
     weights = quantized(*weight, torch.float32)
@@ -217,7 +225,7 @@ def test_int4_gemv_equals_its_reference(dtype: torch.dtype, weight: Any, after: 
 
 
 @pytest.mark.parametrize("dtype", SIXTEEN_BITS, ids=str)
-@pytest.mark.parametrize("weight", INT4, ids=lambda w: f"{w[0]}-{w[3]}")
+@pytest.mark.parametrize("weight", INT4, ids=lambda w: f"{w[0]}-{w[2]}-{w[3]}")
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
 @pytest.mark.parametrize("block_m", [64, 16], ids=["scaled numbers", "scaled sums"])
 def test_few_rows_by_4_bits_equal_their_reference(
@@ -252,6 +260,10 @@ def test_runs_of_words_keep_to_a_group_and_divide_the_row() -> None:
     assert int4_tile(quantized("words4", 16, 1024, 8, torch.float32), 64) == 0
     assert int4_tile(quantized("words8", 16, 1024, 128, torch.float32), 64) == 0
     assert int4_tile(quantized("words4", 16, 832, 832, torch.float32), 64) == 0
+    # Of floats a run, which divides the row, or does not.
+    assert int4_tile(quantized("e2m1", 16, 768, 32, torch.float32), 64) == 32
+    assert int4_tile(quantized("e2m1", 16, 640, 16, torch.float32), 64) == 16
+    assert int4_tile(quantized("e2m1", 16, 320, 32, torch.float32), 64) == 0
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

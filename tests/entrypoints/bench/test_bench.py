@@ -166,7 +166,7 @@ def test_the_floor_of_8b_is_its_bytes(tmp_path: Path) -> None:
     """15.1 GB of weights at 4.2 TB/s: 3.60 ms per token."""
     assert set(ARCHITECTURES) == {
         "Qwen3-0.6B", "Qwen3-8B", "Qwen3-30B-A3B", "Qwen2.5-7B", "Gemma-2-9B",
-        "DeepSeek-V2-Lite", "Mamba2-2.7B", "Falcon-H1-1.5B", "Qwen3-Next-12L",
+        "DeepSeek-V2-Lite", "Mamba2-2.7B", "Falcon-H1-1.5B", "Qwen3-Next-12L", "GPT-OSS-20B",
         *FAMILY_SHAPES,
     }  # fmt: skip
     shape = ModelShape.from_config(model_config_dict(write_model("Qwen3-8B", tmp_path)))
@@ -178,6 +178,19 @@ def test_the_floor_of_8b_is_its_bytes(tmp_path: Path) -> None:
     )  # fmt: skip
     first = batch_floor(shape, card, [Extent(1, 3, 0)])
     assert first == pytest.approx(3 * 3.6e-3, rel=0.01)
+
+
+def test_the_floor_of_a_mixture_in_4_bits(tmp_path: Path) -> None:
+    """GPT-OSS-20B by hand: 24 layers of 4 of 32 experts, of 3 * 2880 * 2880 numbers in 4.25 bits
+    each; attention of 64 and 8 heads of 64, a router and the head in bfloat16. Of 1,000 cached
+    tokens, half of the layers read 128."""
+    shape = ModelShape.from_config(model_config_dict(write_model("GPT-OSS-20B", tmp_path)))
+    attention = 2880 * 64 * (2 * 64 + 2 * 8)
+    wide = 2 * (24 * (attention + 2880 * 32) + 201088 * 2880)
+    assert shape.step_weight_bytes(1) == pytest.approx(24 * 12 * 2880**2 * 17 / 32 + wide)
+    layer = 2 * 8 * 64 * 2
+    assert shape.read_kv_bytes(1, 1000) == pytest.approx(12 * layer * (1000 + 128))
+    assert shape.read_kv_bytes(2, 200) == pytest.approx(24 * layer * 200)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from jackfield.core.nn.activations import ClampedSwiGLU, LimitedSwiGLU
-from jackfield.core.nn.packed import PackedWeight
+from jackfield.core.nn.packed import PackedWeight, e2m1_run
 from jackfield.core.nn.routing import RoutingRule
 from jackfield.kernels.compile import Precompiler
 from jackfield.plugins.operations.triton import TritonOperations
@@ -43,7 +43,7 @@ more, E, TOP_K, HIDDEN, INNER = {}, 128, 8, 2048, 768
 kinds = {"bf16": (1, 64, 8192), "fp8": (64,), "words": (1, 64)}
 if sys.argv[2] == "gpt-oss-20b":
     E, TOP_K, HIDDEN, INNER = 32, 4, 2880, 2880
-    kinds = {"bf16": (1, 64, 8192), "fp8 groups": (1, 64, 256, 2048)}
+    kinds = {"bf16": (1, 64, 8192), "fp8 groups": (1, 64, 256, 2048), "e2m1": (1, 64, 256, 2048)}
     more["gate_up_bias"] = torch.empty(E * 2 * INNER, dtype=torch.bfloat16)
     more["down_bias"] = torch.empty(E * HIDDEN, dtype=torch.bfloat16)
     more["activation"] = ClampedSwiGLU(1.702, 7.0)
@@ -72,6 +72,9 @@ def bank(kind, rows, size):
         values, scale = torch.empty(rows, size, dtype=torch.float8_e4m3fn), torch.empty(1, rows)
         return PackedWeight(values, scale, size)
     words = torch.empty(rows, size // 8, dtype=torch.int32)
+    if kind == "e2m1":
+        scale = torch.empty(size // 32, rows, dtype=torch.bfloat16)
+        return PackedWeight(words, scale, 32, bits=4, e2m1_run=e2m1_run(size, 32))
     scale = torch.empty(size // 128, rows, dtype=torch.bfloat16)
     return PackedWeight(words, scale, 128, bits=4)
 

@@ -13,6 +13,7 @@ FP8 = {
     "RESIDUAL": True,
 }
 INT4 = {**FP8, "FORMAT": words(512, True), "WIDTH": 512, "GROUP_SIZE": 128, "ZERO": True}
+NVFP4 = {**INT4, "GROUP_SIZE": 16, "ZERO": False}
 GEMV_PLAIN = {"CENTERED": False, "NORM_BIAS": False, "ACTIVATION": "", "BLOCK_X": 1, "FACTOR": 1.0}
 GEMV = {
     **GEMV_PLAIN,
@@ -67,7 +68,13 @@ KERNELS = [
     ),
     (
         int4_gemv._int4_gemv_kernel,
-        {**INT4, **GEMV, "BLOCK_K": 64, "WARPS": 4, "STAGES": 3},
+        {**INT4, **GEMV, "FLOATS": False, "BLOCK_K": 64, "WARPS": 4, "STAGES": 3},
+        4,
+        INT4_TYPES,
+    ),
+    (
+        int4_gemv._int4_gemv_kernel,
+        {**NVFP4, **GEMV, "FLOATS": True, "BLOCK_K": 16, "WARPS": 4, "STAGES": 3},
         4,
         INT4_TYPES,
     ),

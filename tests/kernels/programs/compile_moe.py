@@ -2,7 +2,14 @@
 
 from compiling import FP8_TYPES, INT4_TYPES, compile_cases, dense, words
 
-from jackfield.kernels.moe import combine, expert_gemv, expert_matmul, sort_tokens, topk_experts
+from jackfield.kernels.moe import (
+    combine,
+    expert_float_gemv,
+    expert_gemv,
+    expert_matmul,
+    sort_tokens,
+    topk_experts,
+)
 from jackfield.kernels.quant.quantized_weight import TileFormat
 
 # Qwen3-30B-A3B's experts: gate and up of [1536, 2048] each, down of [2048, 768].
@@ -34,6 +41,20 @@ SLOT_GEMV = {
     "BLOCK_K": 1024,
     "PREFETCH": None,
 }
+# GPT-OSS-20B's.
+FLOATS = {
+    **EXPERTS,
+    "E": 32,
+    "N": 2880,
+    "FORMAT": TileFormat(True, 360, 8, 4, 32, 1, True, False, 0, run=32),
+    "FOREIGN": False,
+    "STAGES": 3,
+    "PREFETCH": None,
+}
+FLOAT_GATE_UP = {**FLOATS, "COUNT": 1, "DIVIDE": 4, "GATED": True, "FACTOR": False}
+FLOAT_GATE_UP |= {"RESIDUAL": False, "BLOCK_COUNT": 1, "SPLIT": 4}
+FLOAT_DOWN = {**FLOATS, "COUNT": 4, "DIVIDE": 1, "GATED": False, "FACTOR": True, "RESIDUAL": True}
+FLOAT_DOWN |= {"BLOCK_COUNT": 4, "SPLIT": 1, "PREFETCH": "1440"}
 COMBINE = {"SIZE": 2048, "TOP_K": 8, "OWN": None, "BLOCK": 1024, "PDL": True}
 FEW = {"BLOCK_M": 16, "BLOCK_N": 128, "BLOCK_K": 128, "STAGES": 3}
 MANY = {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64, "STAGES": 3}
@@ -79,6 +100,8 @@ KERNELS = [
     (sort_tokens._sort_tokens_kernel, {"TOP_K": 8, "BLOCK_TOP": 8, "BLOCK": 1024, "PDL": True}, 8),
     (combine._combine_kernel, COMBINE, 4),
     (combine._combine_kernel, {**COMBINE, "OWN": 64}, 4, {"experts_ptr": "*i32"}),
+    (expert_float_gemv._expert_float_gemv_kernel, FLOAT_GATE_UP, 4, INT4_TYPES),
+    (expert_float_gemv._expert_float_gemv_kernel, {**FLOAT_DOWN, "FOREIGN": True}, 4, INT4_TYPES),
     (expert_gemv._expert_gemv_kernel, {**GATE_UP, **SLOT_GEMV}, 4),
     (expert_gemv._expert_gemv_kernel, {**GATE_UP, **SLOT_GEMV, "FOREIGN": True}, 4),
     (expert_gemv._expert_gemv_kernel, {**DOWN, **EXPERT_GEMV}, 2),

@@ -119,6 +119,13 @@ def test_what_is_read_is_what_the_layout_says(checkpoint: Any, tmp_path: Path) -
     scales = torch.randint(0, 252, blocks.shape[:-1], generator=generator).to(torch.uint8)
     scales[0, 0, :2] = torch.tensor([0, 251])
     tensors |= {BLOCKS: blocks, BLOCKS.replace("blocks", "scales"): scales}
+    for layer, largest in ((0, 128), (2, 129)):
+        name = f"model.layers.{layer}.mlp.experts.gate_up_proj_"
+        stored = torch.randint(0, largest + 1, tensors[name + "scales"].shape, generator=generator)
+        stored[1, 5, 1] = largest
+        tensors[name + "scales"] = stored.to(torch.uint8)
+        stored = torch.randint(0, 256, tensors[name + "blocks"].shape, generator=generator)
+        tensors[name + "blocks"] = stored.to(torch.uint8)
     layers = quantized_layers(build(changed(checkpoint, tmp_path, **tensors)))
     for layer in (0, 1, 2):
         for part in ("gate_up_proj", "down_proj"):
@@ -129,6 +136,10 @@ def test_what_is_read_is_what_the_layout_says(checkpoint: Any, tmp_path: Path) -
             actual = dequantize(layers[name].bank, torch.float32)
             assert torch.equal(actual.double(), expected.flatten(0, 1))
     assert len(layers) == 6, "only experts are taken"
+    bits = {name.removeprefix("model.layers."): layer.bank.bits for name, layer in layers.items()}
+    # In 4 bits, unless a scale is above 2, or a row's groups do not fit the words (96 columns).
+    four = ["0.mlp.experts.gate_up_proj", "1.mlp.experts.gate_up_proj"]
+    assert [name for name, count in bits.items() if count == 4] == four
 
 
 def test_transformers_reads_the_same(checkpoint: Any) -> None:

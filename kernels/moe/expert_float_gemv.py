@@ -1,0 +1,263 @@
+"""Few tokens through layers of experts in 4-bit floats, slot by slot, on the tensor core.
+
+What expert_gemv.py computes, by int4_gemv.py's method: each word holds 8 columns of a run, so a
+tile needs 8 slices of x, which fill the MMA's N = 8. Only the diagonal (part i times slice i) is
+kept, and scaled. On float32 units, numbers would take four times as many instructions to unpack and
+multiply: more time than reading them.
+
+Each warp takes some runs of one slot's rows. Memory: an expert's words and scales once per slot;
+x from the L2 cache once per program. Instructions: about 3 per number.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeGuard
+
+import torch
+import triton
+import triton.language as tl
+
+from ..activations import GatedActivation, gate_constants
+from ..launch import launch
+from ..pdl import gdc_launch_dependents, gdc_wait, pdl_options
+from ..quant.dequant_tile import dequant_tile, unpack_tile
+from ..quant.quantized_weight import QuantizedWeight, Weight, weight_arguments
+from ..tiles import prefetch_l2
+from .expert_gemv import PREFETCH_BYTES, store_slots
+
+BLOCK_N = tl.constexpr(16)
+"""Outputs per program: the tensor core's long side."""
+PARTS = tl.constexpr(8)
+
+
+@triton.jit
+def _diagonal_sums(words, x, dtype: tl.constexpr, FORMAT: tl.constexpr):
+    """words: [WARPS, BLOCK_N, BLOCK_K], x: [WARPS, BLOCK_K, 8] → [WARPS, BLOCK_N, 8]: at index q,
+    the sums of part q with slice q of x."""
+    tile = unpack_tile(words, dtype, FORMAT)
+    zeros = tl.zeros([words.shape[0], words.shape[1], PARTS], tl.float32)
+    offs_part = tl.arange(0, PARTS)[None, None, :]
+    sums = zeros
+    for part in tl.static_range(PARTS):
+        value = dequant_tile(tile, zeros, zeros, part, dtype, FORMAT, False)
+        part_sums = tl.dot(value, x, zeros, input_precision="ieee")
+        sums = part_sums if part == 0 else tl.where(offs_part == part, part_sums, sums)
+    return sums
+
+
+@triton.jit
+def _expert_float_gemv_kernel(
+    out_ptr,
+    x_ptr,
+    experts_ptr,
+    factor_ptr,
+    residual_ptr,
+    weight_ptr,
+    scale_ptr,
+    bias_ptr,
+    stride_out,
+    stride_x,
+    stride_residual,
+    stride_scale,
+    E: tl.constexpr,
+    N: tl.constexpr,
+    FORMAT: tl.constexpr,
+    COUNT: tl.constexpr,
+    DIVIDE: tl.constexpr,
+    GATED: tl.constexpr,
+    FACTOR: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    BIAS: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    SQUARED: tl.constexpr,
+    FOREIGN: tl.constexpr,
+    BLOCK_COUNT: tl.constexpr,
+    SPLIT: tl.constexpr,
+    STAGES: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program: BLOCK_N outputs (and as many gates) of COUNT slots, which are added up; SPLIT
+    warps share a slot. FOREIGN: as of `_expert_gemv_kernel`."""
+    WIDTH: tl.constexpr = FORMAT.width
+    RUN: tl.constexpr = FORMAT.run
+    WARPS: tl.constexpr = BLOCK_COUNT * SPLIT
+    ROWS: tl.constexpr = N * 2 if GATED else N
+    target = tl.program_id(0)
+    tile_n = tl.program_id(1)
+    # Slot by slot, BLOCK_N outputs each.
+    offs_r = tl.arange(0, BLOCK_COUNT * BLOCK_N)
+    slot_r = target * COUNT + tl.minimum(offs_r // BLOCK_N, COUNT - 1)
+    offs_n = tile_n * BLOCK_N + offs_r % BLOCK_N
+    if PREFETCH is not None:
+        # As in `_expert_gemv_kernel`: at worst, of wrong weights.
+        ids = tl.load(experts_ptr + slot_r, cache_modifier=".cg")
+        rows = tl.minimum(tl.maximum(ids, 0), E - 1).to(tl.int64) * ROWS
+        rows += tl.minimum(offs_n, N - 1)
+        prefetch_l2(weight_ptr + rows * WIDTH, PREFETCH)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    if FOREIGN and not FACTOR:
+        only = tl.load(experts_ptr + target)
+        if (only < 0) | (only >= E):
+            return
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    warp = tl.arange(0, WARPS)
+    place = warp // SPLIT
+    slot = target * COUNT + tl.minimum(place, COUNT - 1)
+    expert = tl.load(experts_ptr + slot)
+    serves = place < COUNT
+    if FOREIGN:
+        serves = serves & (expert >= 0) & (expert < E)
+    # Clamped, so that no other memory is read if the router wrote an invalid id.
+    expert = tl.minimum(tl.maximum(expert, 0), E - 1)
+    outputs = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_n = outputs < N
+    rows = (expert.to(tl.int64) * ROWS)[:, None] + outputs[None, :]
+    in_rows = serves[:, None] & in_n[None, :]
+    offs_k = tl.arange(0, RUN)[None, None, :]
+    offs_part = tl.arange(0, PARTS)[None, :]
+    # The run that each warp begins with.
+    first_run = (warp % SPLIT) * RUN
+    weight_ptrs = weight_ptr + (rows * WIDTH)[:, :, None] + first_run[:, None, None] + offs_k
+    up_offset = tl.full([], N, tl.int64) * WIDTH
+    x_ptrs = x_ptr + ((slot // DIVIDE).to(tl.int64) * stride_x)[:, None, None] + offs_k
+    scale_ptrs = scale_ptr + rows[:, :, None]
+    acc = tl.zeros([WARPS, BLOCK_N, PARTS], tl.float32)
+    up_acc = acc
+    for start in tl.range(0, WIDTH, SPLIT * RUN, num_stages=STAGES):
+        first = start + first_run
+        # Words of the run: the last one may be shorter, and there may be none for a warp.
+        count = tl.minimum(WIDTH - first, RUN)
+        in_run = (offs_k < count[:, None, None]) & serves[:, None, None]
+        in_tile = in_rows[:, :, None] & in_run
+        words = tl.load(weight_ptrs + start, mask=in_tile, other=0, eviction_policy="evict_first")
+        column = PARTS * first[:, None] + offs_part * count[:, None]
+        x = tl.load(x_ptrs + column[:, :, None], mask=in_run, other=0.0)
+        x = tl.permute(x, (0, 2, 1))
+        group = (column // FORMAT.group_size * stride_scale)[:, None, :]
+        scaled = in_rows[:, :, None] & (count > 0)[:, None, None]
+        scale = tl.load(scale_ptrs + group, mask=scaled, other=0.0)
+        if GATED:
+            up_words = tl.load(
+                weight_ptrs + up_offset + start, mask=in_tile, other=0,
+                eviction_policy="evict_first",
+            )  # fmt: skip
+            up_scale = tl.load(scale_ptrs + N + group, mask=scaled, other=0.0)
+        acc += _diagonal_sums(words, x, dtype, FORMAT) * scale.to(tl.float32)
+        if GATED:
+            up_acc += _diagonal_sums(up_words, x, dtype, FORMAT) * up_scale.to(tl.float32)
+    sums = _slot_sums(acc, BLOCK_COUNT, SPLIT)
+    up_sums = _slot_sums(up_acc, BLOCK_COUNT, SPLIT) if GATED else sums
+    expert = tl.load(experts_ptr + slot_r)
+    in_r = (offs_n < N) & (offs_r // BLOCK_N < COUNT)
+    if FOREIGN:
+        in_r = in_r & (expert >= 0) & (expert < E)
+    rows = tl.minimum(tl.maximum(expert, 0), E - 1).to(tl.int64) * ROWS + offs_n
+    store_slots(
+        sums, up_sums, out_ptr, bias_ptr, factor_ptr, residual_ptr, stride_out, stride_residual,
+        target, tile_n, slot_r, rows, in_r, N, GATED, BIAS, ALPHA, LIMIT, SQUARED, FACTOR,
+        RESIDUAL, BLOCK_COUNT, BLOCK_N,
+    )  # fmt: skip
+
+
+@triton.jit
+def _slot_sums(acc, BLOCK_COUNT: tl.constexpr, SPLIT: tl.constexpr):
+    """[BLOCK_COUNT * SPLIT, BLOCK_N, 8] → [BLOCK_COUNT * BLOCK_N]"""
+    sums = tl.reshape(tl.sum(acc, axis=2), [BLOCK_COUNT, SPLIT, BLOCK_N])
+    return tl.reshape(tl.sum(sums, axis=1), [BLOCK_COUNT * BLOCK_N])
+
+
+class ExpertFloatConfig(NamedTuple):
+    """How a product's warps share its work."""
+
+    split: int
+    """Warps that share a slot"""
+    num_stages: int
+    """Tiles of words in flight"""
+
+
+def expert_float_config(count: int) -> ExpertFloatConfig:
+    """Return what serves a product of `count` slots that are added up: not measured yet."""
+    return ExpertFloatConfig(max(4 // triton.next_power_of_2(count), 1), 3)
+
+
+def takes_floats(weight: Weight, x: torch.Tensor) -> TypeGuard[QuantizedWeight]:
+    """Return whether the tensor core can take the weight's 4-bit floats as x's type."""
+    if not isinstance(weight, QuantizedWeight) or weight.e2m1_run is None:
+        return False
+    if x.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    return x.device.type != "cuda" or torch.cuda.get_device_capability(x.device) >= (9, 0)
+
+
+def expert_float_gemv(
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    weight: QuantizedWeight,
+    num_experts: int,
+    *,
+    factor: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    activation: GatedActivation | None = None,
+    gated: bool = True,
+    config: ExpertFloatConfig | None = None,
+    known: bool = False,
+    foreign: bool = False,
+) -> torch.Tensor:
+    """As `expert_gemv`, for what `takes_floats` says."""
+    num_tokens, top_k = experts.shape
+    first = factor is None
+    gated = gated and first
+    rows = weight.values.shape[0] // num_experts
+    outputs = rows // 2 if gated else rows
+    count, targets = (1, num_tokens * top_k) if first else (top_k, num_tokens)
+    if out is None:
+        out = torch.empty((targets, outputs), dtype=x.dtype, device=x.device)
+    if num_tokens == 0:
+        return out
+    config = config or expert_float_config(count)
+    arguments = weight_arguments(weight)
+    block_count = triton.next_power_of_2(count)
+    options = pdl_options(x.device)
+    row_bytes = 4 * arguments.format.width
+    fits = targets * count * outputs * row_bytes <= PREFETCH_BYTES and row_bytes % 16 == 0
+    prefetch = known and not first and fits and bool(options)
+    launch(_expert_float_gemv_kernel, (targets, triton.cdiv(outputs, BLOCK_N.value)))(
+        out,
+        x,
+        experts,
+        factor,
+        residual,
+        weight.values,
+        weight.scale,
+        bias,
+        out.stride(0),
+        x.stride(0),
+        0 if residual is None else residual.stride(0),
+        weight.scale.stride(0),
+        E=num_experts,
+        N=outputs,
+        FORMAT=arguments.format,
+        COUNT=count,
+        DIVIDE=top_k if first else 1,
+        GATED=gated,
+        FACTOR=not first,
+        RESIDUAL=residual is not None,
+        BIAS=bias is not None,
+        **gate_constants(activation),
+        SQUARED=first and not gated,
+        FOREIGN=foreign,
+        BLOCK_COUNT=block_count,
+        SPLIT=config.split,
+        STAGES=config.num_stages,
+        PREFETCH=str(row_bytes) if prefetch else None,
+        PDL=bool(options),
+        num_warps=block_count * config.split,
+        **options,
+    )
+    return out
