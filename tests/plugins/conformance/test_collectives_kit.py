@@ -37,12 +37,14 @@ ORDER = "test_many_calls_stay_in_order"
 GROUPS = "test_two_groups_of_one_process_do_not_meet"
 ENVIRONMENT = "test_the_environment_configures_nothing"
 RESIDUAL = "test_a_residual_is_added_once"
+ARRIVES, STAYS = "test_what_is_sent_arrives", "test_what_is_sent_stays_in_order_and_as_it_was"
+MEANWHILE = "test_a_rank_need_not_wait_for_what_is_on_its_way"
 IN_TIME = "test_a_group_that_nobody_leads_is_refused_in_time"
 
 
 def own_first(self: Any, x: torch.Tensor, residual: Any = None) -> torch.Tensor:
     """Sums in another order on each rank."""
-    parts = list(Gloo.all_gather(self, x.flatten()).view(self.size, -1).view(-1, *x.shape))
+    parts = list(Gloo.all_gather(self, x.flatten()).view(self.size, *x.shape))
     total = parts.pop(self.rank)
     for part in parts:
         total = total + part
@@ -103,11 +105,14 @@ MUTANTS = {
     "destroys what it joins": Mutant(subclass(Gloo, all_gather=overwrites), (ORDER,)),
     "sums in another type": Mutant(subclass(Gloo, all_reduce=wider), (SUMS,)),
     "the largest in place of a sum": Mutant(
-        subclass(Gloo, all_reduce=largest), (SUMS, ORDER, GROUPS, ENVIRONMENT, RESIDUAL)
+        subclass(Gloo, all_reduce=largest),
+        (SUMS, ORDER, GROUPS, ENVIRONMENT, RESIDUAL, MEANWHILE),
     ),
     "adds each rank's residual": Mutant(subclass(Gloo, all_reduce=residual_of_each), (RESIDUAL,)),
     "joins its own": Mutant(subclass(Gloo, all_gather=own_alone), (JOINED,)),
-    "counts from one": Mutant(Recounts, (JOINED, SUMS, ORDER, GROUPS, ENVIRONMENT)),
+    "counts from one": Mutant(
+        Recounts, (JOINED, SUMS, ORDER, GROUPS, ENVIRONMENT, RESIDUAL, ARRIVES, STAYS, MEANWHILE)
+    ),
     "an error without the field": Mutant(LateError, (IN_TIME,)),
 }
 

@@ -45,6 +45,7 @@ class Kit(KVCompressorKit):
 
 
 SCORES = "test_every_token_of_every_head_has_a_score"
+COPIES = "test_scores_of_caches_are_those_of_copies"
 UNCHANGED = "test_keys_and_values_are_read_and_not_changed"
 MERGED = "test_merged_values_are_those_of_tokens_that_stay"
 ENGINE = "test_an_engine_serves_with_it"
@@ -111,16 +112,18 @@ def scored(scores: Any, *, reads_values: bool = True) -> type:
 
 
 MUTANTS = {
-    "one score for all heads": Mutant(scored(one_for_all_heads), (SCORES, ENGINE)),
+    "one score for all heads": Mutant(scored(one_for_all_heads), (SCORES, MERGED, ENGINE)),
     "divides by zero": Mutant(scored(of_directions), (SCORES,)),
-    "writes to the keys": Mutant(scored(in_place), (UNCHANGED,)),
-    "writes to the values": Mutant(scored(in_place_values), (UNCHANGED,)),
-    "reads values in secret": Mutant(scored(of_values, reads_values=False), (SCORES, ENGINE)),
+    "writes to the keys": Mutant(scored(in_place), (UNCHANGED, MERGED)),
+    "writes to the values": Mutant(scored(in_place_values), (UNCHANGED, MERGED)),
+    "reads values in secret": Mutant(
+        scored(of_values, reads_values=False), (SCORES, MERGED, ENGINE)
+    ),
     "by chance": Mutant(scored(by_chance), (UNCHANGED,)),
-    "heads first": Mutant(scored(heads_first), (SCORES, ENGINE)),
+    "heads first": Mutant(scored(heads_first), (SCORES, MERGED, ENGINE)),
     "fails for long prompts": Mutant(scored(short_alone), (SCORES,)),
     "remembers": Mutant(Remembers, (UNCHANGED,)),
-    "cannot be made": Mutant(NeedsArguments, (SCORES, UNCHANGED, MERGED, ENGINE)),
+    "cannot be made": Mutant(NeedsArguments, (SCORES, COPIES, UNCHANGED, MERGED, ENGINE)),
     "merges into all tokens": Mutant(subclass(KeyNorm, merged_values=all_values), (MERGED, ENGINE)),
     "values of other tokens": Mutant(subclass(KeyNorm, merged_values=dropped_alone), (MERGED,)),
 }

@@ -186,6 +186,7 @@ MUTANTS = {
         (
             BITS,
             BREAKS,
+            CLOSED,
             FAILS,
             ABORT,
             BACK,

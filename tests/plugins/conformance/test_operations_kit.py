@@ -24,6 +24,7 @@ class TestTorch(OperationsKit):
 
 
 INTEGERS = "test_cached_heads_in_integers"
+NARROW_STATES = "test_states_of_16_bits_continue"
 CUT_OFF = "test_an_fp8_cache_is_cut_off_at_its_largest"
 
 
@@ -216,10 +217,13 @@ def gates_by_silu(self: Any, *args: Any, sigmoid: bool = False, **more: Any) -> 
 
 
 NORMS = ("test_rms_norm", "test_rms_norm_of_part_of_a_tensor")
-NORMED = ("test_add_rms_norm", "test_linear", "test_gated_linear", "test_packed_linear",
-          "test_heads", "test_cached_heads", INTEGERS)  # fmt: skip
+NORMED = ("test_add_rms_norm", "test_linear", "test_activated_linear", "test_gated_linear",
+          "test_packed_linear", "test_heads", "test_cached_heads")  # fmt: skip
+BIASED = ("test_linear", "test_activated_linear", "test_gated_linear", "test_packed_linear",
+          "test_experts")  # fmt: skip
+GATED = ("test_gated_activations", "test_gated_linear", "test_packed_linear", "test_experts")
 MUTANTS = {
-    "an eps of its own": Mutant(planted(rms_norm=small_eps), (*NORMS, *NORMED)),
+    "an eps of its own": Mutant(planted(rms_norm=small_eps), (*NORMS, *NORMED, INTEGERS)),
     "squares in float16": Mutant(
         planted(rms_norm=narrow_squares),
         ("test_large_numbers_before_a_norm_stay_finite", *NORMS, *NORMED),
@@ -228,26 +232,16 @@ MUTANTS = {
         planted(add_rms_norm=lambda self, x, norm, residual: self.rms_norm(x, norm)),
         ("test_add_rms_norm",),
     ),
-    "bias dropped": Mutant(
-        planted(linear=no_bias),
-        ("test_linear", "test_gated_linear", "test_packed_linear", "test_experts"),
-    ),
-    "bias dropped for one token": Mutant(
-        planted(linear=no_bias_for_one_token),
-        ("test_linear", "test_gated_linear", "test_packed_linear", "test_experts"),
-    ),
+    "bias dropped": Mutant(planted(linear=no_bias), BIASED),
+    "bias dropped for one token": Mutant(planted(linear=no_bias_for_one_token), BIASED),
     "a row poisons the others": Mutant(
         planted(linear=norm_over_the_batch), ("test_rows_do_not_depend_on_those_beside_them",)
     ),
-    "up before gate": Mutant(
-        planted(silu_mul=up_first),
-        ("test_gated_activations", "test_gated_linear", "test_packed_linear", "test_experts"),
+    "up before gate": Mutant(planted(silu_mul=up_first), GATED),
+    "the argument is overwritten": Mutant(planted(silu_mul=in_place), GATED),
+    "another gelu": Mutant(
+        planted(gelu_mul=exact_gelu), ("test_gated_activations", "test_experts")
     ),
-    "the argument is overwritten": Mutant(
-        planted(silu_mul=in_place),
-        ("test_gated_activations", "test_gated_linear", "test_packed_linear", "test_experts"),
-    ),
-    "another gelu": Mutant(planted(gelu_mul=exact_gelu), ("test_gated_activations",)),
     "the last of equal experts": Mutant(planted(route=last_of_equal), ("test_route",)),
     "the cache's scales are left out": Mutant(
         planted(cached_heads=unscaled), ("test_cached_heads_in_fp8", CUT_OFF)
@@ -287,13 +281,22 @@ MUTANTS = {
     ),
     "drafts outside the vocabulary": Mutant(planted(keep_drafts=any_token), ("test_keep_drafts",)),
     "all writes, however many count": Mutant(planted(scatter=writes_all), ("test_scatter",)),
-    "another type comes out": Mutant(planted(layer_norm=float64), ("test_layer_norm",)),
+    "another type comes out": Mutant(
+        planted(layer_norm=float64),
+        ("test_layer_norm", "test_linear", "test_activated_linear", "test_gated_linear"),
+    ),
     "experts without the residual": Mutant(planted(experts=forgets_residual), ("test_experts",)),
     "a sequence begins from what is left": Mutant(
-        planted(ssd_scan=begins_from_leftovers), ("test_ssd_scans_continue_states",)
+        planted(ssd_scan=begins_from_leftovers),
+        ("test_ssd_scans_continue_states", "test_layers_of_mamba_2_continue_states", NARROW_STATES),
     ),
     "states are forgotten": Mutant(
-        planted(delta_rule=forgets_state), ("test_delta_rules_continue_states",)
+        planted(delta_rule=forgets_state),
+        (
+            "test_delta_rules_continue_states",
+            "test_gated_delta_nets_continue_states",
+            NARROW_STATES,
+        ),
     ),
     "channels of a head decay alike": Mutant(
         planted(channel_delta_rule=decays_heads), ("test_channel_delta_rules_continue_states",)

@@ -360,7 +360,7 @@ REASONING_MUTANTS = {
         fed(ThinkTagsReasoning, without_dots), (WORDS, CUT, ENDS, MEANS, CHAIN, ANY)
     ),
     "garbage raises": Mutant(
-        fed(ThinkTagsReasoning, raises_on_garbage), (RAISES, STAYS), perhaps=(ANY,)
+        fed(ThinkTagsReasoning, raises_on_garbage), (RAISES,), perhaps=(STAYS, ANY)
     ),
     "a cheap quadratic": Mutant(fed(ThinkTagsReasoning, looks_through_all), (SAME,)),
     "a dear quadratic": Mutant(fed(ThinkTagsReasoning, counts_each_letter), (TINY, SAME)),

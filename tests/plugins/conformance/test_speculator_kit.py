@@ -101,9 +101,9 @@ def unbounded(self: Any, tokens: Any) -> Drafts:
 
 MUTANTS = {
     "a count above the number of drafts": Mutant(subclass(Ngram, propose=unbounded), (VOCABULARY,)),
-    "counts the newest token": Mutant(subclass(Ngram, propose=one_more), (VOCABULARY,)),
+    "counts the newest token": Mutant(subclass(Ngram, propose=one_more), (VOCABULARY, ALONE)),
     "ids outside the vocabulary": Mutant(subclass(Ngram, propose=beyond), (VOCABULARY,)),
-    "counts are floats": Mutant(subclass(Ngram, propose=floats), (VOCABULARY,)),
+    "counts are floats": Mutant(subclass(Ngram, propose=floats), (VOCABULARY, ALONE)),
     "a wrong number of columns": Mutant(subclass(Ngram, propose=one_column), (VOCABULARY, ENGINE)),
     "writes into the history": Mutant(
         subclass(Ngram, propose=written), (UNCHANGED,), perhaps=(ALONE,)
