@@ -15,8 +15,8 @@ FP8_MAX = 448.0
 """Largest finite float8_e4m3fn."""
 
 
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""4-bit floats, by the low three bits; the fourth bit is the sign."""
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""4-bit floats, by their bits: three of a magnitude, and the highest the sign."""
 E2M1_PARTS = WORD_BITS // 4
 E2M1_SMALLEST_RUN = 16
 E2M1_SIGNS = (14, 12, 15, 13)
@@ -161,7 +161,7 @@ def dequantize(weight: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
     """→ [N, K] in `dtype`, columns in the order of the inputs; computed in float32."""
     columns = torch.arange(weight.in_features, device=weight.values.device) // weight.group_size
     if weight.e2m1_run is not None:
-        numbers = torch.tensor([*E2M1, *(-number for number in E2M1)], device=weight.values.device)
+        numbers = torch.tensor(E2M1, device=weight.values.device)
         values = numbers[unpack_e2m1(weight.values, weight.e2m1_run)]
     elif weight.is_words:
         values = unpack_words(weight.values, weight.bits).float()

@@ -21,39 +21,13 @@ import triton.language as tl
 
 from ..launch import launch
 from ..pdl import gdc_launch_dependents, gdc_wait, pdl_options
-from ..quant.e2m1 import e2m1_unit, split_e2m1, unpack_e2m1
-from ..quant.int4_unpack import int4_base, int4_tile, multiply_pairs, unpack_int4
+from ..quant.diagonal_sums import diagonal_sums
+from ..quant.int4_unpack import int4_base, int4_tile
 from ..quant.quantized_weight import QuantizedWeight
 from ..tiles import row_epilogue
 
 BLOCK_N = tl.constexpr(16)
 """Outputs per program: the tensor core's long side."""
-
-
-@triton.jit
-def _diagonal_sums(words, x, offs_part, correction):
-    """words: [WARPS, BLOCK_N, BLOCK_K], x: [WARPS, BLOCK_K, 8] → [WARPS, BLOCK_N, 8]: at index q,
-    the sums of part q with slice q of x, plus `correction`."""
-    parts = unpack_int4(words, x.dtype)
-    sums = tl.dot(parts[0], x, correction, input_precision="ieee")
-    for part in tl.static_range(1, 8):
-        part_sums = tl.dot(parts[part], x, correction, input_precision="ieee")
-        sums = tl.where(offs_part == part, part_sums, sums)
-    return sums
-
-
-@triton.jit
-def _float_sums(words, x, offs_part):
-    """As `_diagonal_sums`, of 4-bit floats."""
-    tile = split_e2m1(words)
-    zeros = tl.zeros([words.shape[0], words.shape[1], 8], tl.float32)
-    sums = zeros
-    for part in tl.static_range(8):
-        value = unpack_e2m1(tile, part, x.dtype)
-        value = multiply_pairs(value, tl.full(value.shape, e2m1_unit(x.dtype), x.dtype))
-        part_sums = tl.dot(value, x, zeros, input_precision="ieee")
-        sums = tl.where(offs_part == part, part_sums, sums)
-    return sums
 
 
 @triton.jit
@@ -109,6 +83,7 @@ def _int4_gemv_kernel(
     acc = tl.zeros([WARPS, BLOCK_N, 8], tl.float32)
     up_acc = tl.zeros([WARPS, BLOCK_N, 8], tl.float32)
     squares = tl.zeros([WARPS, 8, BLOCK_K], tl.float32)
+    correction = tl.zeros([WARPS, BLOCK_N, 8], tl.float32)
     for start in tl.range(0, WIDTH, WARPS * BLOCK_K, num_stages=STAGES):
         group = (offs_part * SLICE + warp * (BLOCK_K * STEP) + start * STEP) // GROUP_SIZE
         words = tl.load(weight_ptrs + start, mask=in_n, other=0, eviction_policy="evict_first")
@@ -124,20 +99,15 @@ def _int4_gemv_kernel(
             squares += wide * wide
             x = (wide * tl.load(norm_ptr + offs_x + start * STEP).to(tl.float32)).to(dtype)
         x = tl.permute(x, (0, 2, 1))
-        if FLOATS:
-            sums = _float_sums(words, x, offs_part)
-        else:
+        if not FLOATS:
             correction = tl.dot(constants, x, input_precision="ieee")
-            sums = _diagonal_sums(words, x, offs_part, correction)
+        sums = diagonal_sums(words, x, offs_part, correction, FLOATS)
         if ZERO:
             zero = tl.load(zero_ptr + group * stride_zero + rows, mask=in_n, other=0)
             sums += zero.to(tl.float32) * (correction * (1.0 / BASE))
         acc += sums * scale.to(tl.float32)
         if GATED:
-            if FLOATS:
-                sums = _float_sums(up_words, x, offs_part)
-            else:
-                sums = _diagonal_sums(up_words, x, offs_part, correction)
+            sums = diagonal_sums(up_words, x, offs_part, correction, FLOATS)
             if ZERO:
                 zero = tl.load(zero_ptr + group * stride_zero + N + rows, mask=in_n, other=0)
                 sums += zero.to(tl.float32) * (correction * (1.0 / BASE))

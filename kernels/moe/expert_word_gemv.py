@@ -20,7 +20,7 @@ import triton.language as tl
 from ..activations import GatedActivation, gate_constants
 from ..launch import launch
 from ..pdl import gdc_launch_dependents, gdc_wait, pdl_options
-from ..quant.dequant_tile import dequant_tile, unpack_tile
+from ..quant.diagonal_sums import diagonal_sums
 from ..quant.int4_unpack import int4_base, int4_tile
 from ..quant.quantized_weight import QuantizedWeight, Weight, weight_arguments
 from ..tiles import prefetch_l2
@@ -31,23 +31,6 @@ BLOCK_N = tl.constexpr(16)
 PARTS = tl.constexpr(8)
 SMALLEST_TILE = 16
 """Words of a row that the tensor core takes at least."""
-
-
-@triton.jit
-def _diagonal_sums(words, x, correction, dtype: tl.constexpr, FORMAT: tl.constexpr):
-    """words: [WARPS, BLOCK_N, BLOCK_K], x: [WARPS, BLOCK_K, 8] → [WARPS, BLOCK_N, 8]: at index q,
-    the sums of part q with slice q of x, plus `correction`."""
-    tile = unpack_tile(words, dtype, FORMAT)
-    offs_part = tl.arange(0, PARTS)[None, None, :]
-    sums = correction
-    for part in tl.static_range(PARTS):
-        if FORMAT.run is None:
-            value = tile[part]
-        else:
-            value = dequant_tile(tile, correction, correction, part, dtype, FORMAT, False)
-        part_sums = tl.dot(value, x, correction, input_precision="ieee")
-        sums = part_sums if part == 0 else tl.where(offs_part == part, part_sums, sums)
-    return sums
 
 
 @triton.jit
@@ -126,6 +109,7 @@ def _expert_word_gemv_kernel(
     in_rows = serves[:, None] & in_n[None, :]
     offs_k = tl.arange(0, BLOCK_K)[None, None, :]
     offs_part = tl.arange(0, PARTS)[None, :]
+    parts = offs_part[None, :, :]
     # Where each warp begins.
     begin = (warp % SPLIT) * BLOCK_K
     weight_ptrs = weight_ptr + (rows * WIDTH)[:, :, None] + begin[:, None, None] + offs_k
@@ -166,13 +150,13 @@ def _expert_word_gemv_kernel(
             up_scale = tl.load(scale_ptrs + N + group * stride_scale, mask=scaled, other=0.0)
         if FORMAT.run is None:
             correction = tl.dot(constants, x, input_precision="ieee")
-        sums = _diagonal_sums(words, x, correction, dtype, FORMAT)
+        sums = diagonal_sums(words, x, parts, correction, FORMAT.run is not None)
         if FORMAT.has_zero:
             zero = tl.load(zero_ptrs + group * stride_zero, mask=scaled, other=0)
             sums += zero.to(tl.float32) * (correction * (1.0 / BASE))
         acc += sums * scale.to(tl.float32)
         if GATED:
-            sums = _diagonal_sums(up_words, x, correction, dtype, FORMAT)
+            sums = diagonal_sums(up_words, x, parts, correction, FORMAT.run is not None)
             if FORMAT.has_zero:
                 zero = tl.load(zero_ptrs + N + group * stride_zero, mask=scaled, other=0)
                 sums += zero.to(tl.float32) * (correction * (1.0 / BASE))

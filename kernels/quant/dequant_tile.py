@@ -1,8 +1,8 @@
 """Dequantisation of a weight's tile in a kernel, for all formats.
 
 A tile is [BLOCK_N, BLOCK_K] elements of a weight, each of FORMAT.pack_factor columns (parts):
-`unpack_tile` once per tile, `dequant_tile` per part. Only int4_gemv.py has a method of its own: it
-corrects sums of the tensor core, not numbers.
+`unpack_tile` once per tile, `dequant_tile` per part. Kernels for one row of 4-bit numbers have
+another method, diagonal_sums.py: it corrects sums of the tensor core, not numbers.
 """
 
 from __future__ import annotations

@@ -15,6 +15,9 @@ import os
 import triton
 import triton.language as tl
 
+SIGNS = (14, 12, 15, 13)
+"""Bit of each part's sign in half a word."""
+
 
 @triton.constexpr_function
 def e2m1_unit(dtype):
@@ -26,7 +29,7 @@ def e2m1_unit(dtype):
 def _shifts(part):
     """Return by how much a part's magnitude and sign move left to their places in a float32."""
     half, place = 16 * (part // 4), part % 4
-    return 22 - half - 3 * place, 31 - half - (14, 12, 15, 13)[place]
+    return 22 - half - 3 * place, 31 - half - SIGNS[place]
 
 
 @triton.jit
@@ -57,7 +60,7 @@ def _instructions(lowest: int) -> tuple[tl.constexpr, ...]:
     magnitudes = 0x00070007 << lowest
     parts = []
     for part in range(4):
-        left, sign_left = lowest - 3 * part, 15 - (14, 12, 15, 13)[part]
+        left, sign_left = lowest - 3 * part, 15 - SIGNS[part]
         shift = f"shl.b32 size, $1, {left};" if left >= 0 else f"shr.u32 size, $1, {-left};"
         if left == sign_left:
             lines = [shift, f"and.b32 $0, size, {magnitudes | 0x80008000:#010x};"]

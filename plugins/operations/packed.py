@@ -62,7 +62,7 @@ def packed_product(
     quantized = kernel_weight(weight)
     num_tokens = x.shape[0]
     integers = quantized.e2m1_run is None
-    if (num_tokens == 1 or (num_tokens and integers)) and _takes_int4(x, quantized):
+    if num_tokens and (integers or num_tokens == 1) and _takes_int4(x, quantized):
         return _int4_product(
             operations, x, quantized, bias, norm, residual, gated, workspace(x.device)
         )

@@ -7,28 +7,32 @@ no trained model, they are stored as e4m3, which has every one of them: exactly,
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import torch
 
 from ...core.nn.packed import E2M1, E2M1_LARGEST_SCALE, PackedWeight, e2m1_run, pack_e2m1
 
+logger = logging.getLogger("jackfield.loading")
 CHUNK = 1 << 26
 """Numbers that are repacked at a time: temporaries have some bytes for each."""
 
 
 def pack_floats(
-    shards: Sequence[torch.Tensor], scale: torch.Tensor, group_size: int
+    layer: str, shards: Sequence[torch.Tensor], scale: torch.Tensor, group_size: int
 ) -> PackedWeight:
     """Stack shards, each [rows, K / 2] uint8, wherever they are, on the scales' device.
 
-    scale: [K / group_size, N] float, of all rows.
+    layer: its name, for the log; scale: [K / group_size, N] float, of all rows.
     """
     size, total = 2 * shards[0].shape[1], scale.shape[1]
     run = e2m1_run(size, group_size)
+    reason = f"rows of {size} columns, {group_size} to a scale, do not fit the kernels' words"
     if scale.abs().max() > E2M1_LARGEST_SCALE:
-        run = None
+        run, reason = None, f"a scale is above {E2M1_LARGEST_SCALE:g}"
     if run is None:
+        logger.info("%s: 4-bit floats are held in 8 bits, without loss: %s", layer, reason)
         values = torch.empty(total, size, dtype=torch.uint8, device=scale.device)
     else:
         values = torch.empty(total, size // 8, dtype=torch.int32, device=scale.device)
@@ -51,5 +55,4 @@ def _codes(numbers: torch.Tensor) -> torch.Tensor:
 
 def _e4m3() -> torch.Tensor:
     """[16] uint8: the bits of each number as e4m3"""
-    signed = torch.tensor([*E2M1, *(-magnitude for magnitude in E2M1)])
-    return signed.to(torch.float8_e4m3fn).view(torch.uint8)
+    return torch.tensor(E2M1).to(torch.float8_e4m3fn).view(torch.uint8)

@@ -93,7 +93,7 @@ class Mxfp4Linear(PackedLinear):
         if not scale.isfinite().all():
             raise LoadError("scales: 255 among them, which stands for no number")
         numbers = [shards[shard]["blocks"].flatten(1) for shard in spec.shards]
-        return pack_floats(numbers, scale, GROUP)
+        return pack_floats(spec.prefix, numbers, scale, GROUP)
 
 
 def _powers(scales: torch.Tensor) -> torch.Tensor:

@@ -80,4 +80,4 @@ class Nvfp4Linear(PackedLinear):
                 f"weight_scale, {self.names.whole}: there is one that is no finite number"
             )
         numbers = [shards[shard][self.names.numbers] for shard in spec.shards]
-        return pack_floats(numbers, scale, GROUP)
+        return pack_floats(spec.prefix, numbers, scale, GROUP)

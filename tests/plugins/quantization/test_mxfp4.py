@@ -110,7 +110,9 @@ def build(folder: Path, dtype: str = "float32", **options: Any) -> Any:
         return build_model(load_plugins(), config, model_config, torch.device("cpu"), Operations())
 
 
-def test_what_is_read_is_what_the_layout_says(checkpoint: Any, tmp_path: Path) -> None:
+def test_what_is_read_is_what_the_layout_says(
+    checkpoint: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Bit for bit, with all bytes and the smallest and largest scales among them."""
     folder, _ = checkpoint
     generator = torch.Generator().manual_seed(2)
@@ -126,7 +128,8 @@ def test_what_is_read_is_what_the_layout_says(checkpoint: Any, tmp_path: Path) -
         tensors[name + "scales"] = stored.to(torch.uint8)
         stored = torch.randint(0, 256, tensors[name + "blocks"].shape, generator=generator)
         tensors[name + "blocks"] = stored.to(torch.uint8)
-    layers = quantized_layers(build(changed(checkpoint, tmp_path, **tensors)))
+    with caplog.at_level("INFO", "jackfield.loading"):
+        layers = quantized_layers(build(changed(checkpoint, tmp_path, **tensors)))
     for layer in (0, 1, 2):
         for part in ("gate_up_proj", "down_proj"):
             name = f"model.layers.{layer}.mlp.experts.{part}"
@@ -140,6 +143,9 @@ def test_what_is_read_is_what_the_layout_says(checkpoint: Any, tmp_path: Path) -
     # In 4 bits, unless a scale is above 2, or a row's groups do not fit the words (96 columns).
     four = ["0.mlp.experts.gate_up_proj", "1.mlp.experts.gate_up_proj"]
     assert [name for name, count in bits.items() if count == 4] == four
+    told = [text for text in caplog.messages if "4-bit floats are held in 8 bits" in text]
+    assert len(told) == 4 and "2.mlp.experts.gate_up_proj: " in "".join(told)
+    assert sum("a scale is above 2" in text for text in told) == 2
 
 
 def test_transformers_reads_the_same(checkpoint: Any) -> None:
