@@ -1,6 +1,7 @@
 """Tiles of products: measured choices in one shipped file per device, and rules without a file.
 
 `jackfield bench tune` writes a file such as `tuned/NVIDIA_H200.json` on the device that it is for.
+A device without one of its own reads that of another with the same chip, whose memory may differ.
 Nothing is measured at start.
 """
 
@@ -43,9 +44,41 @@ class Product(NamedTuple):
     gated: bool
 
 
+class Chip(NamedTuple):
+    """What decides how many programs run at once, and what an instruction costs."""
+
+    major: int
+    """Compute capability"""
+    minor: int
+    multi_processor_count: int
+
+
+def chip_of(index: int) -> Chip:
+    """Return the chip of a CUDA device."""
+    properties = torch.cuda.get_device_properties(index)
+    return Chip(properties.major, properties.minor, properties.multi_processor_count)
+
+
 def file_for(device_name: str) -> Path:
     """Return the path of the choices for a device."""
     return FOLDER / f"{device_name.replace(' ', '_')}.json"
+
+
+def shipped_file(index: int) -> Path | None:
+    """Return the file that a CUDA device reads: its own, or one of a device with the same chip.
+
+    Raises ValueError for another's file that is damaged, and OSError."""
+    own = file_for(torch.cuda.get_device_name(index))
+    if own.exists():
+        return own
+    chip = chip_of(index)
+    for path in sorted(FOLDER.glob("*.json")):
+        try:
+            if json.loads(path.read_text()).get("chip") == chip._asdict():
+                return path
+        except (AttributeError, RecursionError, ValueError) as error:
+            raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+    return None
 
 
 def read(path: Path, kernel: str) -> dict[Product, list[tuple[int, Any]]]:
@@ -67,9 +100,9 @@ def read(path: Path, kernel: str) -> dict[Product, list[tuple[int, Any]]]:
 
 @functools.cache
 def _choices(index: int, kernel: str) -> dict[Product, list[tuple[int, Any]]] | None:
-    path = file_for(torch.cuda.get_device_name(index))
     try:
-        return read(path, kernel) if path.exists() else None
+        path = shipped_file(index)
+        return None if path is None else read(path, kernel)
     except (OSError, ValueError) as error:
         logger.warning("tiles of %s are chosen without a file: %s", kernel, error)
         return None

@@ -62,7 +62,7 @@ def run(argv: list[str]) -> int:
 def _run(args: argparse.Namespace) -> int:
     import torch
 
-    from ....kernels.tuning import file_for
+    from ....kernels.tuning import chip_of, file_for
 
     if args.processes < 1:
         raise ConfigError(f"--processes: must be at least 1, got {args.processes}")
@@ -95,7 +95,8 @@ def _run(args: argparse.Namespace) -> int:
         measured[GEMV] += gemv_entries(model, layer, known, measured[GEMV])
     if GEMV in measured:
         measured[GEMV] += others(previous.get(GEMV, []), measured[GEMV])
-    path.write_text(page(previous, environment("cuda"), measured))
+    facts = {**environment("cuda"), "chip": chip_of(torch.cuda.current_device())._asdict()}
+    path.write_text(page(previous, facts, measured))
     print(path)
     return 0
 

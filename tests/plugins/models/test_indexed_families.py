@@ -30,7 +30,7 @@ from jackfield.plugins.conformance.paged_model import PagedModel
 from jackfield.plugins.conformance.rank_threads import run_ranks, thread_ranks
 from jackfield.plugins.models.indexed import Indexer
 
-INDEXED = {**V3, "index_topk": 12, "index_head_dim": 16, "index_n_heads": 8}
+INDEXED = {**V3, "index_topk": 12, "index_head_dim": 16, "index_n_heads": 16}
 """With so many heads hardly a key has a score of 0, as all have whose products are negative: which
 of equal ones `transformers` chooses is undefined."""
 CASES: dict[str, dict[str, Any]] = {
