@@ -2,9 +2,10 @@
 
     python examples/benchmarks/decode_splits.py --output docs/benchmarks/kernels.jsonl
 
-The backend gives each multiprocessor two programs, or four for few rows (`choose_num_splits`). With
-more, less is waited for; with fewer, queries are read and results joined less often. Prints each
-kernel's time, and the share of it in which its bytes are read at the copy rate.
+The backend gives each multiprocessor two programs, or four for few rows and for caches of 8 bits or
+fewer (`choose_num_splits`). With more, less is waited for; with fewer, queries are read and results
+joined less often. Prints each kernel's time, and the share of it in which its bytes are read at the
+copy rate.
 """
 
 from __future__ import annotations

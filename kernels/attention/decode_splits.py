@@ -30,18 +30,22 @@ class DecodeConfig(NamedTuple):
     """Tiles of keys in flight"""
 
 
-def decode_config(head_dim: int, dtype: torch.dtype, programs: int) -> DecodeConfig:
-    """Return the tiles for heads of `head_dim` channels; `programs`: rows times kv heads.
+def decode_config(
+    head_dim: int, dtype: torch.dtype, programs: int, narrow: bool = False
+) -> DecodeConfig:
+    """Return the tiles for heads of `head_dim` channels; `programs`: rows times kv heads; `narrow`:
+    keys and values have 8 bits or fewer.
 
-    From sweeps on an H200: small tiles hide latency if programs are few; many programs hide it
-    themselves.
+    From sweeps on an H200, of narrow ones on an H100: small tiles hide latency if programs are few;
+    many programs hide it themselves.
     (Half of `num_stages` is spent on the block table, which is read before the keys.)
     """
     if dtype == torch.float32 and head_dim > 256:
         return DecodeConfig(16, 8, 3)
     if dtype == torch.float32 or head_dim > 128:
         return DecodeConfig(32, 4, 3)
-    return DecodeConfig(32, 4, 5) if programs <= 128 else DecodeConfig(64, 4, 3)
+    few = programs < 64 if narrow else programs <= 128
+    return DecodeConfig(32, 4, 5) if few else DecodeConfig(64, 4, 3)
 
 
 def choose_num_splits(
@@ -51,15 +55,21 @@ def choose_num_splits(
     dtype: torch.dtype,
     max_model_len: int,
     num_sms: int,
+    narrow: bool = False,
 ) -> int:
     """Return the number of splits that gives each multiprocessor two programs, four for few rows.
 
+    Where keys and values are `narrow` (8 bits or fewer), instructions take longer than bytes, and
+    four programs find room: four, as long as none has to wait for another to end.
     Depends only on numbers that are constant in a graph, not on the step's lengths, so an eager
     step and a captured one run the same kernels.
     """
     programs = num_rows * num_kv_heads
-    needed = triton.cdiv((4 if 4 * programs <= num_sms else 2) * num_sms, programs)
-    tile = decode_config(head_dim, dtype, programs).block_n
+    if narrow and dtype != torch.float32 and head_dim <= 128:
+        needed = 4 * num_sms // programs
+    else:
+        needed = triton.cdiv((4 if 4 * programs <= num_sms else 2) * num_sms, programs)
+    tile = decode_config(head_dim, dtype, programs, narrow).block_n
     longest = triton.cdiv(max_model_len, tile * MIN_SPLIT_TILES)
     return int(max(1, min(needed, longest, MAX_SPLITS)))
 

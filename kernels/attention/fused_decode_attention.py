@@ -451,7 +451,9 @@ def fused_decode_attention(
     block_g, block_d = triton.next_power_of_2(group), block_width(head_dim)
     join_splits = min(JOIN_SPLITS, max(1, JOIN_ELEMENTS // (block_g * block_d)))
     programs = num_rows * num_kv_heads
-    block_n, num_warps, num_stages = config or decode_config(head_dim, qkv.dtype, programs)
+    block_n, num_warps, num_stages = config or decode_config(
+        head_dim, qkv.dtype, programs, cache.is_narrow
+    )
     options = pdl_options(qkv.device)
     launch(_fused_decode_kernel, (num_rows, num_kv_heads, num_splits))(
         out,

@@ -64,6 +64,11 @@ class CacheArguments(NamedTuple):
         return self.key_words is None and self.keys.element_size() == 1
 
     @property
+    def is_narrow(self) -> bool:
+        """Whether a key's number has 8 bits or fewer."""
+        return self.keys.element_size() == 1
+
+    @property
     def strides(self) -> tuple[int, int, int]:
         """Strides of keys: of blocks, tokens and heads; those of values are the same, or half."""
         return self.keys.stride(0), self.keys.stride(1), self.keys.stride(2)

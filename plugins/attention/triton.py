@@ -233,7 +233,7 @@ class TritonAttention(AttentionBackend):
                 alibi_slopes=slopes,
                 distance_bias=distance_bias,
                 sinks=sinks,
-                num_splits=self._num_splits(spec, rows, query.dtype),
+                num_splits=self._num_splits(spec, rows, query.dtype, is_narrow(kv_cache)),
                 workspace=self._workspace(spec, query.dtype).floats,
                 out=out[:rows],
             )
@@ -308,7 +308,7 @@ class TritonAttention(AttentionBackend):
                 alibi_slopes=slopes,
                 distance_bias=distance_bias,
                 sinks=sinks,
-                num_splits=self._num_splits(spec, rows, query.dtype),
+                num_splits=self._num_splits(spec, rows, query.dtype, is_narrow(kv_cache)),
                 workspace=self._workspace(spec, query.dtype).floats,
                 out=out[:rows],
                 query_start=layout.query_start,
@@ -371,7 +371,7 @@ class TritonAttention(AttentionBackend):
             **_layer_arguments(spec),
             counters=workspace.counters,
             workspace=workspace.floats,
-            num_splits=self._num_splits(spec, rows, qkv.dtype),
+            num_splits=self._num_splits(spec, rows, qkv.dtype, is_narrow(kv_cache)),
             cos_sin=cos_sin,
             query_norm=query_norm,
             key_norm=key_norm,
@@ -389,12 +389,12 @@ class TritonAttention(AttentionBackend):
             self._slope_tensors[slopes] = slopes_tensor
         return slopes_tensor
 
-    def _num_splits(self, spec: AttentionSpec, rows: int, dtype: torch.dtype) -> int:
+    def _num_splits(self, spec: AttentionSpec, rows: int, dtype: torch.dtype, narrow: bool) -> int:
         longest, reach = self.max_model_len, spec.reach
         if reach is not None:
             longest = min(longest, reach.most_tokens)
         return choose_num_splits(
-            rows, spec.num_kv_heads, spec.head_dim, dtype, longest, self.num_sms
+            rows, spec.num_kv_heads, spec.head_dim, dtype, longest, self.num_sms, narrow
         )
 
     def _workspace(self, spec: AttentionSpec, dtype: torch.dtype) -> Workspace:
@@ -410,12 +410,13 @@ class TritonAttention(AttentionBackend):
                 head_dim=spec.head_dim,
                 scale=spec.scale,
             )
-            needed = max(
-                workspace_elements(
-                    rows, spec.num_heads, spec.head_dim, self._num_splits(free, rows, dtype)
-                )
+            splits = [
+                (rows, self._num_splits(free, rows, dtype, narrow))
                 for rows in range(1, self.max_num_seqs + 1)
-            )
+                for narrow in (False, True)
+            ]
+            sizes = (spec.num_heads, spec.head_dim)
+            needed = max(workspace_elements(rows, *sizes, number) for rows, number in splits)
             counters = self.max_num_seqs * spec.num_kv_heads
             workspace = Workspace(
                 torch.empty(needed, dtype=torch.float32, device=self.device),
@@ -423,6 +424,11 @@ class TritonAttention(AttentionBackend):
             )
             self._workspaces[shape] = workspace
         return workspace
+
+
+def is_narrow(kv_cache: KVCache) -> bool:
+    """Return whether numbers of a cache have 8 bits or fewer."""
+    return isinstance(kv_cache, QuantizedCache) or kv_cache.element_size() == 1
 
 
 def _layer_arguments(spec: AttentionSpec) -> dict[str, Any]:

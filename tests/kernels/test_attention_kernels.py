@@ -134,6 +134,19 @@ def test_splits_fill_the_device_and_never_outnumber_the_work():
     assert choose_num_splits(32, 8, 128, torch.bfloat16, 131072, 132) == 2
 
 
+def test_programs_over_narrow_caches_fill_the_card_once() -> None:
+    def splits(rows: int) -> int:
+        return choose_num_splits(rows, 8, 128, torch.bfloat16, 131072, 132, narrow=True)
+
+    assert [splits(rows) for rows in (1, 8, 19, 32, 256)] == [64, 8, 3, 2, 1]
+    for rows in range(1, 66):
+        assert 8 * rows * splits(rows) <= 4 * 132
+    wide = (torch.float32, 128), (torch.bfloat16, 256)
+    for dtype, head_dim in wide:
+        args = (8, 8, head_dim, dtype, 131072, 132)
+        assert choose_num_splits(*args, narrow=True) == choose_num_splits(*args)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "block", "window", "cap"),

@@ -138,8 +138,9 @@ class CacheCases:
         """Return the number that the backend chooses."""
         s = self.shapes
         return choose_num_splits(
-            rows, s.num_kv_heads, s.head_dim, self.dtype, context, self.num_sms
-        )
+            rows, s.num_kv_heads, s.head_dim, self.dtype, context, self.num_sms,
+            narrow=self.name != "auto",
+        )  # fmt: skip
 
     def workspace(self, rows: int, num_splits: int) -> torch.Tensor:
         """Return room for the results of splits."""
