@@ -146,7 +146,7 @@ def _check_compression(config: EngineConfig) -> None:
 
 
 def _check_prompt_length(config: EngineConfig) -> None:
-    budget, length = config.max_num_batched_tokens, config.max_model_len
+    budget, length = config.max_num_batched_tokens, config.given_model_len
     if config.enable_chunked_prefill or budget is None or length is None:
         return
     if budget < length:

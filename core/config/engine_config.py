@@ -57,6 +57,8 @@ class EngineConfig(OutputOptions, frozen=True, kw_only=True):
         if isinstance(layers := self.kv_cache_dtype_skip_layers, tuple):
             words = tuple(str(word) if isinstance(word, int) else word for word in layers)
             convert("kv_cache_dtype_skip_layers", words)
+        if self.max_model_len == -1:  # Another name of it in vLLM.
+            convert("max_model_len", "auto")
         convert("pipeline_layer_partition", layer_partition(self.pipeline_layer_partition))
         if isinstance(self.kv_transfer_config, dict | KVTransferConfig):
             convert("kv_transfer_config", KVTransferConfig.read(self.kv_transfer_config))
@@ -84,6 +86,11 @@ class EngineConfig(OutputOptions, frozen=True, kw_only=True):
     def served_names(self) -> tuple[str, ...]:
         """The model's names for requests; responses have the first one."""
         return self.served_model_name or (self.model or "jackfield-tiny",)
+
+    @property
+    def given_model_len(self) -> int | None:
+        """`max_model_len` as a number; None: the model's own, or auto."""
+        return None if self.max_model_len == "auto" else self.max_model_len
 
     @property
     def num_ranks(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from .annotations import AtLeastOne, doc
 from .model_options import ModelOptions
@@ -12,7 +12,11 @@ class SchedulingOptions(ModelOptions, frozen=True, kw_only=True):
     """How many requests and tokens a step has, and which requests go first."""
 
     max_model_len: Annotated[
-        AtLeastOne | None, doc("Context length in tokens; default: the model's.")
+        AtLeastOne | Literal["auto"] | None,
+        doc(
+            "Context length in tokens; default: the model's. auto (or -1): the model's, or as much "
+            "of it as fits in the KV cache."
+        ),
     ] = None
     max_num_seqs: Annotated[int, doc("Requests that run at once (slots).", ge=1)] = 256
     max_num_batched_tokens: Annotated[

@@ -110,10 +110,16 @@ class PooledCores:
             self.config = msgspec.structs.replace(
                 welcomes[0].config, record_steps=config.record_steps
             )
+            infos = [welcome.info for welcome in welcomes]
+            lengths = [info.max_model_len for info in infos if info.max_model_len is not None]
             self.info = msgspec.structs.replace(
-                welcomes[0].info, num_blocks=min(each.info.num_blocks for each in welcomes)
+                infos[0],
+                num_blocks=min(info.num_blocks for info in infos),
+                max_model_len=min(lengths, default=None),
             )
-            self.model_config = await asyncio.to_thread(resolve_models, self.config, self.plugins)
+            self.model_config = await asyncio.to_thread(
+                resolve_models, self.config, self.info, self.plugins
+            )
         except BaseException:
             await asyncio.gather(loading, return_exceptions=True)
             await self.stop()

@@ -38,7 +38,13 @@ from .kv_connector import connect, watch_transfers
 from .output_processor import OutputProcessor, RequestTracker, State
 from .plugin_events import PluginEvents
 from .request_state import RequestState
-from .resolve_config import check_names, resolve_config, resolve_parsers, resolve_runner
+from .resolve_config import (
+    check_names,
+    fitted,
+    resolve_config,
+    resolve_parsers,
+    resolve_runner,
+)
 from .step_loop import BalanceTimes, StepLoop
 from .text_processor import TextProcessor
 
@@ -115,6 +121,10 @@ class EngineCore:
             await asyncio.to_thread(texts.load, self.config, self.model_config, self.plugins)
             with executors.calling(name, "start"):
                 self.info = await starting
+            if self.info.max_model_len is not None:
+                most, fits = self.model_config.max_model_len, self.info.max_model_len
+                logger.info("max_model_len auto: %d of the model's %d tokens", fits, most)
+                self.model_config = fitted(self.model_config, self.info)
             if writer is not None:
                 self.executor = await RecordingExecutor.begin(
                     self.executor, writer, self.config, self.info

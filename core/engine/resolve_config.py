@@ -19,6 +19,7 @@ from ..loading.generation_config import read_generation_config
 from ..loading.json_file import object_if_there
 from ..loading.model_config import ModelConfig, SourceConfig, resolve_model_config
 from ..loading.resolve_pooling import resolve_pooling
+from ..protocols.executors import ExecutorInfo
 from ..protocols.kv import check_serves_ranks
 from ..registration.architecture import registered_name
 from ..registration.executor_choice import choose_executor
@@ -122,12 +123,19 @@ def resolve_runner(
     return config, model_config
 
 
-def resolve_models(config: EngineConfig, plugins: Plugins) -> ModelConfig:
-    """Return the model's configuration, of an engine that runs in another process and has resolved
-    `config`. Blocks."""
+def resolve_models(config: EngineConfig, info: ExecutorInfo, plugins: Plugins) -> ModelConfig:
+    """Return the model's configuration, of an engine that runs in another process, has resolved
+    `config` and started its executor. Blocks."""
     model_config = resolve_model_config(config, plugins)
     bind_parsers(config, model_config, plugins)
-    return resolve_runner(config, config, model_config, plugins)[1]
+    return fitted(resolve_runner(config, config, model_config, plugins)[1], info)
+
+
+def fitted(model_config: ModelConfig, info: ExecutorInfo) -> ModelConfig:
+    """Return the model's configuration with the context that its executor has room for."""
+    if info.max_model_len is None:
+        return model_config
+    return dataclasses.replace(model_config, max_model_len=info.max_model_len)
 
 
 def resolve_source(config: EngineConfig, model_config: ModelConfig, model: Any) -> ModelConfig:

@@ -336,15 +336,16 @@ def _resolve_length(config: EngineConfig, hf_config: Any, model: Any) -> int:
         own = reach = _stretched(own, factor)
     elif rope["rope_type"] == "dynamic":
         reach = _stretched(own, factor)
-    if config.max_model_len is None:
+    length = config.given_model_len
+    if length is None:
         return own
-    if config.max_model_len > reach:
+    if length > reach:
         raise ConfigError(
-            f"max_model_len: {config.max_model_len} is more than this model's {reach}; lower it, "
+            f"max_model_len: {length} is more than this model's {reach}; lower it, "
             "or scale its rope with hf_overrides",
             param="max_model_len",
         )
-    return config.max_model_len
+    return length
 
 
 def _stretched(length: float, factor: float) -> int:

@@ -225,13 +225,12 @@ def _length(
     reach = model_config.max_model_len
     if context_length is not None:
         reach = int(context_length(model_config.hf_config))
-    if config.max_model_len is not None:
-        if config.max_model_len > reach:
+    if (length := config.given_model_len) is not None:
+        if length > reach:
             raise ConfigError(
-                f"max_model_len: {config.max_model_len} is more than this model's {reach}",
-                param="max_model_len",
+                f"max_model_len: {length} is more than this model's {reach}", param="max_model_len"
             )
-        return config.max_model_len
+        return length
     tokenizer = object_if_there(model_config.path / "tokenizer_config.json").get("model_max_length")
     limits = [reach]
     for limit in (files.max_length, tokenizer):

@@ -174,6 +174,9 @@ class ExecutorInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_snapshots: int = 0
     """Snapshots of states that there is room for (`StepPlan.state_saves`); 0: prefixes of models
     with states are not shared."""
+    max_model_len: int | None = None
+    """Tokens of the longest sequence that fits in the cache, where `EngineConfig.max_model_len` is
+    auto; None: the model's context."""
     max_source_tokens: int = 0
     """Longest source of an encoder-decoder model (`StepPlan.encode`); 0: the model has no
     encoder."""

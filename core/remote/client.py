@@ -110,7 +110,9 @@ class RemoteCore:
         welcome = await self._welcome
         loading.result()
         self.config, self.info = welcome.config, welcome.info
-        self.model_config = await asyncio.to_thread(resolve_models, self.config, self.plugins)
+        self.model_config = await asyncio.to_thread(
+            resolve_models, self.config, self.info, self.plugins
+        )
 
     def send_listening(self) -> None:
         """Notify the engine that clients can connect."""

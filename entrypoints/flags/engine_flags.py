@@ -17,7 +17,7 @@ from ...core.config import EngineConfig
 from ...core.errors import ConfigError
 from ...core.registration.plugin_options import with_option
 from ..stdout import reader_left
-from .values import scaled_number
+from .values import number_or, scaled_number
 
 
 class Parser(argparse.ArgumentParser):
@@ -46,6 +46,8 @@ class Parser(argparse.ArgumentParser):
         return f"unrecognized argument: {unknown[0]}{hint}"
 
 
+UNIONS = (types.UnionType, typing.Union)
+"""What `typing.get_origin` returns of `X | Y`."""
 ALIASES = {
     "data_parallel_size": "-dp",
     "executor": "--distributed-executor-backend",
@@ -111,6 +113,9 @@ def _add(group: argparse._ArgumentGroup, name: str, kind: Any, text: str, defaul
         group.add_argument(*names, nargs="+", **options)
     elif typing.get_origin(kind) is typing.Literal:
         group.add_argument(*names, choices=typing.get_args(kind), **options)
+    elif typing.get_origin(kind) in UNIONS:
+        words = [word for part in typing.get_args(kind) for word in typing.get_args(part)]
+        group.add_argument(*names, type=number_or(words), metavar=f"N|{'|'.join(words)}", **options)
     elif kind in (int, float, str):
         metavar = name.rpartition(".")[2].upper()
         parse = scaled_number if kind is int else kind
@@ -166,13 +171,15 @@ def fail(error: Exception) -> int:
 
 def _unpack(hint: Any) -> tuple[Any, str]:
     """Return the type and the description: Annotated[int | None, Meta(...)] → (int,
-    description)."""
+    description). Of a number or certain words: the union of both."""
     text = ""
     while typing.get_origin(hint) is typing.Annotated:
         base, *metas = typing.get_args(hint)
         text = text or next((m.description for m in metas if m.description), "")
         hint = base
-    if typing.get_origin(hint) in (types.UnionType, typing.Union):
-        inner = [part for part in typing.get_args(hint) if part is not type(None)]
-        return _unpack(inner[0])[0], text
+    if typing.get_origin(hint) in UNIONS:
+        inner = [_unpack(part)[0] for part in typing.get_args(hint) if part is not type(None)]
+        if inner[0] is int and typing.get_origin(inner[-1]) is typing.Literal:
+            return int | inner[-1], text
+        return inner[0], text
     return hint, text

@@ -7,7 +7,7 @@ import decimal
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 SUFFIXES = {
@@ -41,6 +41,20 @@ def scaled_number(text: str) -> int:
     if value != int(value):
         raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}")
     return int(value)
+
+
+def number_or(words: Sequence[str]) -> Callable[[str], int | str]:
+    """Return a function that reads one of these words, or else a scaled number."""
+
+    def read(text: str) -> int | str:
+        if text in words:
+            return text
+        try:
+            return scaled_number(text)
+        except argparse.ArgumentTypeError as error:
+            raise argparse.ArgumentTypeError(f"{error}, or {' or '.join(words)}") from None
+
+    return read
 
 
 def positive_int(text: str) -> int:

@@ -9,6 +9,7 @@ NO_ATTENTION = "none"
 """What a stage without layers of attention has as `ExecutorInfo.attention_backend`."""
 ALIKE = (
     "num_blocks",
+    "max_model_len",
     "num_snapshots",
     "cache_groups",
     "dtype",

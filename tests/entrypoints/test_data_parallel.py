@@ -465,6 +465,14 @@ def test_each_process_of_a_member_has_a_recording(server: Server, recorded: Path
     assert [Recording(str(recorded / name)).header.config.data_parallel_size for name in names]
 
 
+def test_the_length_that_fits_in_each_member_is_the_longest(checkpoint: Path) -> None:
+    config = engine_config(
+        checkpoint, data_parallel_size=2, max_model_len="auto", num_gpu_blocks_override=7
+    )
+    with running(config, ServerOptions()) as server:
+        assert server.engine.model_config.max_model_len == 6 * config.block_size
+
+
 def test_a_start_that_fails_is_reported_and_leaves_no_process(checkpoint: Path) -> None:
     before = descriptors(), children()
 

@@ -51,9 +51,10 @@ def test_in_a_file_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("2k", 2000), ("1.5k", 1500), ("32K", 32768), ("1M", 2**20), ("0.001k", 1), ("7", 7)],
-)
-def test_whole_numbers_may_end_in_a_letter(text: str, value: int, tmp_path: Path) -> None:
+    [("2k", 2000), ("1.5k", 1500), ("32K", 32768), ("1M", 2**20), ("0.001k", 1), ("7", 7),
+     ("auto", "auto"), ("-1", -1)],
+)  # fmt: skip
+def test_whole_numbers_may_end_in_a_letter(text: str, value: object, tmp_path: Path) -> None:
     parser, file = make_parser(), tmp_path / "flags.yaml"
     assert parser.parse_args(["--max-model-len", text]).max_model_len == value
     file.write_text(f"max-model-len: {text}\n")
@@ -67,7 +68,7 @@ def test_other_letters_are_refused(text: str, capsys: pytest.CaptureFixture[str]
         make_parser().parse_args([f"--max-model-len={text}"])
     assert raised.value.code == 2
     error = capsys.readouterr().err
-    assert f"max_model_len: must be a whole number, got '{text}'" in error
+    assert f"max_model_len: must be a whole number, got '{text}', or auto" in error
 
 
 @pytest.mark.parametrize("second", ["max-model-len", "max_model_len"])

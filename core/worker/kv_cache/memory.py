@@ -16,7 +16,8 @@ from ...errors import OutOfMemory
 GIB = 1 << 30
 MOST_EMPTY_BLOCKS = 1 << 18
 """Blocks without bytes: enough for any use, and few enough for lists on the host."""
-
+LEAST_LENGTH = 2
+"""Tokens that must fit where `max_model_len` is auto: one of a prompt, and one that follows it."""
 
 CACHE_LINE = 64
 """Bytes to whose multiple torch aligns its own tensors on a CPU."""
@@ -86,16 +87,20 @@ class CacheDemand:
         included; at most `max_model_len`."""
         if not self.block_bytes:
             return self.max_model_len
-        num_blocks = available // self.block_bytes - 1
+        return self.longest_of(available // self.block_bytes)
+
+    def longest_of(self, num_blocks: int) -> int:
+        """Return the same for so many blocks."""
         return longest_sequence(
-            self.groups, num_blocks, self.block_size, self.max_chunk, self.max_model_len
+            self.groups, num_blocks - 1, self.block_size, self.max_chunk, self.max_model_len
         )
 
 
 def num_kv_blocks(config: EngineConfig, demand: CacheDemand, available: int) -> int:
     """Return the number of blocks, the null block included, for `available` bytes.
 
-    Raises OutOfMemory if one sequence of `max_model_len` does not fit.
+    Raises OutOfMemory if one sequence of `max_model_len` does not fit; where that is auto, if
+    fewer than LEAST_LENGTH tokens do.
     """
     if config.num_gpu_blocks_override is not None:
         return config.num_gpu_blocks_override
@@ -104,14 +109,24 @@ def num_kv_blocks(config: EngineConfig, demand: CacheDemand, available: int) -> 
     if not demand.block_bytes:
         return min(useful, max(MOST_EMPTY_BLOCKS, per_sequence + 1))
     blocks = min(available // demand.block_bytes, useful)
-    if blocks < per_sequence + 1:
+    raise_what = "cpu_kvcache_space" if config.device == "cpu" else "gpu_memory_utilization"
+    remedy = f"raise {raise_what} or lower max_num_batched_tokens"
+    if config.max_model_len == "auto":
+        least = min(demand.max_model_len, LEAST_LENGTH)
+        if demand.longest_of(blocks) < least:
+            raise OutOfMemory(
+                f"the KV cache gets {available / GIB:.2f} GiB, in which {demand.longest_of(blocks)}"
+                f" tokens of one sequence fit; max_model_len=auto takes no less than {least}: "
+                + remedy,
+                param="max_model_len",
+            )
+    elif blocks < per_sequence + 1:
         needed = (per_sequence + 1) * demand.block_bytes
         raise OutOfMemory(
             f"the KV cache gets {available / GIB:.2f} GiB, but one sequence of max_model_len="
             f"{demand.max_model_len} needs {needed / GIB:.2f} GiB; lower "
-            f"max_model_len (at most {demand.longest(available)} fits), or raise "
-            + ("cpu_kvcache_space" if config.device == "cpu" else "gpu_memory_utilization")
-            + " or lower max_num_batched_tokens",
+            f"max_model_len (at most {demand.longest(available)} fits; auto takes that), or "
+            + remedy,
             param="max_model_len",
         )
     return int(blocks)

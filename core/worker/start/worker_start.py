@@ -280,6 +280,9 @@ class WorkerStart:
         available = self.ranks.minimum(self._available(warmup, state_bytes), device)
         num_blocks = num_kv_blocks(config, demand, available)
         num_blocks = self.ranks.minimum_of_stages(num_blocks, device)
+        fitting = None
+        if config.max_model_len == "auto":
+            fitting = min(length, demand.longest_of(num_blocks))
         caches = bind_cache(layers, groups, num_blocks, config.block_size, kv_dtype, device)
         bind_sources(sources, caches)
         warmup.warm_up()
@@ -321,7 +324,8 @@ class WorkerStart:
             num_drafts=num_drafts,
             keeps_states=stages.num_snapshots is not None,
             num_snapshots=stages.num_snapshots or 0,
-            max_source_tokens=max_model_len if sources else 0,
+            max_model_len=fitting,
+            max_source_tokens=(fitting or max_model_len) if sources else 0,
         )
         return StartedWorker(info, runner, operations, warmup, graphs, first_scaled, connector)
 
@@ -456,8 +460,9 @@ class WorkerStart:
         """Return the number of positions for which tables are made: max_model_len.
 
         If a sequence of that length cannot fit in the device's memory, whatever a step takes, it is
-        the longest that may: the start will fail, and tables for a context of millions of tokens
-        would take gigabytes before memory is measured, and the error says what fits.
+        the longest that may: tables for a context of millions of tokens would take gigabytes before
+        memory is measured. Then the start fails and the error says what fits, or `max_model_len` is
+        auto.
         """
         if self.config.num_gpu_blocks_override is not None:
             return demand.max_model_len

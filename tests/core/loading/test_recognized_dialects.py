@@ -14,6 +14,7 @@ from jackfield.core.engine.resolve_config import check_names, resolve_models, re
 from jackfield.core.errors import ConfigError
 from jackfield.core.loading.dialects import declared_parser, recognized
 from jackfield.core.loading.model_config import EMBEDDED_MODEL, resolve_model_config
+from jackfield.core.protocols.executors import ExecutorInfo
 from jackfield.core.registry import Registry, load_plugins
 
 HERMES = 'return <tool_call>\n{"name": <function-name>}\n</tool_call> within'
@@ -237,7 +238,11 @@ def test_each_engine_has_the_parsers_of_its_own_checkpoint(tmp_path: Path) -> No
     folder = checkpoint(tmp_path, "{{ messages }}")
     declare(folder, RESPONSE_TEMPLATE)
     config, plugins = EngineConfig(model=str(folder), **HF), load_plugins()
-    resolve_models(resolve_parsers(config, resolve_model_config(config), plugins), plugins)
+    info = ExecutorInfo(
+        num_blocks=9, device="cpu", dtype="float32", attention_backend="torch",
+        attention_reason="it is there", weight_bytes=1, kv_cache_bytes=1, load_seconds=1.0,
+    )  # fmt: skip
+    resolve_models(resolve_parsers(config, resolve_model_config(config), plugins), info, plugins)
     assert "<do>" in plugins["tool_parser"].load("hf").markers
     assert not load_plugins()["tool_parser"].load("hf").markers
 

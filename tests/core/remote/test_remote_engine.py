@@ -525,6 +525,15 @@ async def test_what_is_left_of_a_compacted_cache_is_reported(tmp_path: Path) -> 
         assert output.kv_compression == KVCompressionUsage(16 + 3, 120 - 16, 1)
 
 
+async def test_a_front_end_knows_the_length_that_fits(tmp_path: Path) -> None:
+    """19 blocks of 16 tokens, besides the null block."""
+    options = {"max_model_len": "auto", "num_gpu_blocks_override": 20}
+    async with fronted(tmp_path, **options) as (_, (there,)):
+        assert there.model_config.max_model_len == 304
+        with pytest.raises(ContextLengthExceeded, match="length is 304 tokens"):
+            await final(there.generate([5] * 305))
+
+
 @pytest.mark.parametrize("kind", [EngineCore, RemoteCore, PooledCores])
 def test_all_cores_have_what_an_engine_needs(kind: type) -> None:
     members = {name for name in vars(CoreClient) if not name.startswith("_")}

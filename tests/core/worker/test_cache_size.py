@@ -11,7 +11,7 @@ import torch
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.cache.groups import CacheGroup, CachePart, TokenCache, sequence_blocks
 from jackfield.core.cache.reach import Reach
-from jackfield.core.errors import OutOfMemory
+from jackfield.core.errors import ContextLengthExceeded, OutOfMemory
 from jackfield.core.nn.rotary import Rotary
 from jackfield.core.worker.kv_cache.memory import CacheDemand, bytes_per_block, num_kv_blocks
 from jackfield.core.worker.slot_table import SlotTable
@@ -54,6 +54,11 @@ def test_one_sequence_fits_and_no_more_is_taken_than_is_of_use(groups):
     assert sequence_blocks(groups, fits, 16, 100) <= each - 1
     assert sequence_blocks(groups, fits + 1, 16, 100) > each - 1
     assert blocks(0, groups, num_gpu_blocks_override=7) == 7
+    assert blocks(10 * each, groups, max_model_len="auto") == each
+    assert blocks(10**9, groups, max_model_len="auto") == 8 * each + 1
+    with pytest.raises(OutOfMemory, match="auto takes no less than 2") as caught:
+        blocks(10, groups, max_model_len="auto")
+    assert caught.value.param == "max_model_len"
 
 
 def test_windows_need_less_memory_for_the_same_sequences():
@@ -98,11 +103,15 @@ async def test_a_context_that_does_not_fit_takes_no_memory_before_the_error_says
         await AsyncEngine(EngineConfig(**options)).start()
     fits = int(str(caught.value).split("at most ")[1].split()[0])
     assert num_rows == {"rotary": fits, "history": fits} and 64 < fits < LONG / 100
-    async with AsyncEngine(EngineConfig(**options, max_model_len=fits)) as engine:
-        assert num_rows == {"rotary": fits, "history": fits}
-        params = SamplingParams(max_tokens=8, ignore_eos=True, detokenize=False)
-        prompt = [1 + n % 50 for n in range(fits - 8)]
-        outputs = [output async for output in engine.generate(prompt, params)]
-        assert len(outputs[-1].outputs[0].token_ids) == 8
+    for length in (fits, "auto"):
+        async with AsyncEngine(EngineConfig(**options, max_model_len=length)) as engine:
+            assert num_rows == {"rotary": fits, "history": fits}
+            assert engine.model_config.max_model_len == fits
+            params = SamplingParams(max_tokens=8, ignore_eos=True, detokenize=False)
+            prompt = [1 + n % 50 for n in range(fits - 8)]
+            outputs = [output async for output in engine.generate(prompt, params)]
+            assert len(outputs[-1].outputs[0].token_ids) == 8
+            with pytest.raises(ContextLengthExceeded, match=f"length is {fits} tokens"):
+                _ = [output async for output in engine.generate([*prompt, *range(9)])]
     with pytest.raises(OutOfMemory, match=f"max_model_len={fits + 16} needs"):
         await AsyncEngine(EngineConfig(**options, max_model_len=fits + 16)).start()
