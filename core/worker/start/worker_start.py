@@ -52,6 +52,7 @@ from ..sampling.sampling_state import SamplingState
 from ..selection import backend_kind, cache_layers, keys_and_values
 from ..speculation.load import load_drafting
 from .attention import choose_attention
+from .cache_room import CacheRoom
 from .connector import connect_half
 from .stages import AllStages, StageFacts
 from .warmup import Warmup
@@ -100,8 +101,6 @@ class WorkerStart:
         self._recorder = recorder
         self._notify = notify
         self._began = time.monotonic()
-        self._held_before = 0
-        """Bytes that were allocated on the device before the start."""
 
     @torch.inference_mode()
     def run(self) -> StartedWorker:
@@ -114,8 +113,8 @@ class WorkerStart:
             )
         if device.type == "cpu" or self.ranks.size > 1:
             _leave_a_core_for_the_loop(self.ranks.size)
+        room = CacheRoom(self.config, self.ranks, device)
         if device.type == "cuda":
-            self._held_before = torch.cuda.memory_allocated(device)
             torch.cuda.set_device(device)
             torch.cuda.reset_peak_memory_stats(device)
         name, operations_class, _ = choose(
@@ -132,7 +131,7 @@ class WorkerStart:
             torch.cuda.reset_peak_memory_stats(device)
         if model_config.pooling is not None and not model_config.pooling.causal:
             return self._start_encoder(model, operations)
-        return self._start_decoder(model, operations, name)
+        return self._start_decoder(model, operations, name, room)
 
     def _start_encoder(self, model: nn.Module, operations: Operations) -> StartedWorker:
         """Complete the start of a model without a KV cache."""
@@ -161,7 +160,7 @@ class WorkerStart:
         return StartedWorker(info, runner, operations, warmup)
 
     def _start_decoder(
-        self, model: nn.Module, operations: Operations, operations_name: str
+        self, model: nn.Module, operations: Operations, operations_name: str, room: CacheRoom
     ) -> StartedWorker:
         """Complete the start of a model whose layers cache what they have computed."""
         config, device = self.config, self.device
@@ -232,7 +231,7 @@ class WorkerStart:
             max_model_len=max_model_len,
             max_chunk=self._max_num_batched_tokens,
         )
-        length = self._length_of_tables(demand, state_bytes)
+        length = room.length_of_tables(demand, state_bytes)
         for module in model.modules():
             if isinstance(module, Rotary):
                 module.fill(length)
@@ -277,8 +276,7 @@ class WorkerStart:
         with self.ranks.pause():
             # How much there is to compile depends on this host's files.
             warmup.precompile(operations, graphs)
-        available = self.ranks.minimum(self._available(warmup, state_bytes), device)
-        num_blocks = num_kv_blocks(config, demand, available)
+        num_blocks = num_kv_blocks(config, demand, room.available(warmup, state_bytes))
         num_blocks = self.ranks.minimum_of_stages(num_blocks, device)
         fitting = None
         if config.max_model_len == "auto":
@@ -455,50 +453,6 @@ class WorkerStart:
 
     def _warmup(self, runner: ModelRunner | PoolingRunner) -> Warmup:
         return Warmup(runner, self.config, runner.batch.max_model_len, self.device)
-
-    def _length_of_tables(self, demand: CacheDemand, state_bytes: int) -> int:
-        """Return the number of positions for which tables are made: max_model_len.
-
-        If a sequence of that length cannot fit in the device's memory, whatever a step takes, it is
-        the longest that may: tables for a context of millions of tokens would take gigabytes before
-        memory is measured. Then the start fails and the error says what fits, or `max_model_len` is
-        auto.
-        """
-        if self.config.num_gpu_blocks_override is not None:
-            return demand.max_model_len
-        if self.device.type == "cpu":
-            most = self._available_on_cpu(state_bytes)
-        else:
-            total = torch.cuda.mem_get_info(self.device)[1]
-            allocated = torch.cuda.memory_allocated(self.device) - self._held_before
-            most = int(total * self.config.gpu_memory_utilization) - allocated
-        longest = demand.longest(self.ranks.minimum(most, self.device))
-        longest = max(longest, min(self._max_num_batched_tokens, demand.max_model_len))
-        return self.ranks.minimum_of_stages(longest, self.device)
-
-    def _available_on_cpu(self, state_bytes: int) -> int:
-        return max(0, int(self.config.cpu_kvcache_space * (1 << 30)) - state_bytes)
-
-    def _available(self, warmup: Warmup, state_bytes: int) -> int:
-        """Return the bytes left for blocks, after one step at full budget has been measured.
-        state_bytes: of states, which are allocated already."""
-        if self.device.type == "cpu":
-            return self._available_on_cpu(state_bytes)
-        if self.config.num_gpu_blocks_override is not None:
-            return 0
-        resting = torch.cuda.memory_allocated(self.device)
-        warmup.run_largest()
-        torch.cuda.synchronize(self.device)
-        largest = torch.cuda.max_memory_allocated(self.device)
-        peak = largest - self._held_before
-        if not self.config.enforce_eager:
-            # Graphs need as much memory of their own as the largest step.
-            peak += largest - resting
-        torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info(self.device)
-        allocated = torch.cuda.memory_allocated(self.device) - self._held_before
-        budget = int(total * self.config.gpu_memory_utilization) - peak
-        return max(0, min(budget, free - (peak - allocated)))
 
 
 def _weight_bytes(model: nn.Module) -> int:

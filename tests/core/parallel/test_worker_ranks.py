@@ -25,7 +25,7 @@ from jackfield.core.hooks import hookimpl
 from jackfield.core.registry import load_plugins
 from jackfield.core.worker.graphs.endings import Ending
 from jackfield.core.worker.graphs.recorder import CudaRecorder, NotRecorded
-from jackfield.core.worker.start.worker_start import WorkerStart
+from jackfield.core.worker.start.cache_room import CacheRoom
 from jackfield.plugins.attention.torch import TorchAttention
 from jackfield.plugins.conformance.rank_threads import run_ranks, thread_ranks
 
@@ -261,10 +261,10 @@ async def test_ranks_record_the_same_steps(tmp_path: Path) -> None:
 async def test_the_smallest_cache_of_all_ranks_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def available(start: WorkerStart, *_: Any) -> int:
-        return 150_000 if start.ranks.tensor.rank else 1_000_000
+    def available(room: CacheRoom, *_: Any) -> int:
+        return 150_000 if room._ranks.tensor.rank else 1_000_000
 
-    monkeypatch.setattr(WorkerStart, "_available", available)
+    monkeypatch.setattr(CacheRoom, "_available", available)
     folder = make_checkpoint("qwen3", tmp_path)
     settings = config(folder, 2, num_gpu_blocks_override=None)
     async with AsyncEngine(settings, plugins=load_plugins(extra=[Plugin()])) as engine:
