@@ -18,7 +18,7 @@ from ....kernels.attention.decode_splits import (
 )
 from ....kernels.attention.fused_decode_attention import fused_decode_attention
 from ....kernels.attention.paged_attention_decode import paged_attention_decode
-from ....kernels.attention.paged_attention_prefill import paged_attention_prefill
+from ....kernels.attention.paged_attention_prefill import PrefillConfig, paged_attention_prefill
 from ....kernels.attention.qk_norm_rope_cache import qk_norm_rope_cache
 from ....kernels.attention.quantized_tiles import Quantized
 
@@ -43,6 +43,7 @@ class CacheShapes(NamedTuple):
     """Tokens of a prompt, whose writes are measured, too."""
 
 
+QWEN3_06B_CACHE = CacheShapes(16, 8, 128, ((256, 2048),), ((8, 4096),), 8192)
 QWEN3_8B_CACHE = CacheShapes(32, 8, 128, ((256, 2048), (32, 32768)), ((8, 4096), (8, 32768)), 8192)
 TINY_CACHE = CacheShapes(4, 2, 16, ((2, 33),), ((2, 20),), 17)
 
@@ -75,7 +76,7 @@ def cache_cases(
             yield maker.decode(rows, context)
         for rows, context in shapes.fused:
             yield maker.fused_decode(rows, context)
-        yield maker.prefill()
+        yield maker.prefill(1, shapes.prompt)
         yield maker.write()
 
 
@@ -192,21 +193,23 @@ class CacheCases:
             "fused_decode_attention", shape, rows * (moved + context * self.token_bytes), make
         )
 
-    def prefill(self) -> CacheCase:
-        s, prompt = self.shapes, self.shapes.prompt
+    def prefill(self, rows: int, prompt: int, config: PrefillConfig | None = None) -> CacheCase:
+        """config: None: as the backend chooses."""
+        s = self.shapes
 
         def make() -> Work:
-            cache, table, lengths = self.paged(1, prompt)
-            query = self.random(prompt, s.num_heads, s.head_dim)
-            starts = torch.tensor([0, prompt], dtype=torch.int32, device=self.device)
+            cache, table, lengths = self.paged(rows, prompt)
+            query = self.random(rows * prompt, s.num_heads, s.head_dim)
+            starts = torch.arange(rows + 1, dtype=torch.int32, device=self.device) * prompt
             return lambda: paged_attention_prefill(
-                query, cache, table, starts, lengths, scale=self.scale, max_query_len=prompt
-            )
+                query, cache, table, starts, lengths, scale=self.scale, max_query_len=prompt,
+                config=config,
+            )  # fmt: skip
 
         moved = prompt * (self.token_bytes + 2 * s.num_heads * s.head_dim * self.dtype.itemsize)
         flops = 2.0 * s.num_heads * s.head_dim * prompt * (prompt + 1)
-        shape = f"1 row of {prompt}, {self.label}"
-        return CacheCase("paged_attention_prefill", shape, moved, make, flops)
+        shape = f"{rows} row{'s' if rows > 1 else ''} of {prompt}, {self.label}"
+        return CacheCase("paged_attention_prefill", shape, rows * moved, make, rows * flops)
 
     def write(self) -> CacheCase:
         s, tokens = self.shapes, self.shapes.prompt
