@@ -100,22 +100,29 @@ def _prefill_kernel(
     BLOCK_V: tl.constexpr,
     VALUE_PARTS: tl.constexpr,
 ):
-    """One program per (tile of BLOCK_M // GROUP queries, kv head, part of the values' channels).
-    Scores are in units of log2."""
+    """One program per (tile of BLOCK_M // GROUP queries, kv head, part of the values' channels), or
+    with MIXED (kv head, tile, part). Scores are in units of log2."""
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
-    # Later tiles see more keys: start them first.
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    kv_head = tl.program_id(1)
-
+    # Row r's tiles begin at (its first token) // BLOCK_Q + r, which gives each row enough tiles
+    # and needs no table. Later tiles see more keys: start them first.
     if MIXED:
+        # There may be many times more programs than tiles: those without one come last.
+        kv_head = tl.program_id(0)
         first_row = tl.load(bounds_ptr)
         num_rows = tl.load(bounds_ptr + 1)
         if num_rows == 0:
             return
+        origin = tl.load(query_start_ptr + first_row)
+        tokens = tl.load(query_start_ptr + first_row + num_rows) - origin
+        tile = tokens // BLOCK_Q + num_rows - 1 - tl.program_id(1)
+        if tile < 0:
+            return
+    else:
+        kv_head = tl.program_id(1)
+        tile = tl.num_programs(0) - 1 - tl.program_id(0)
+        origin = tl.load(query_start_ptr + first_row)
 
-    # Row r's tiles begin at (its first token) // BLOCK_Q + r, which gives each row enough tiles
-    # and needs no table: find the last row that begins at or before this tile.
-    origin = tl.load(query_start_ptr + first_row)
+    # Find the last row that begins at or before this tile.
     low = 0
     high = num_rows
     while high - low > 1:
@@ -318,7 +325,8 @@ def paged_attention_prefill(
         max_query_len, group, head_dim, query.dtype, bounds is not None, cache.key_words is not None
     )
     num_tiles = num_tokens // (block_m // group) + num_rows
-    launch(_prefill_kernel, (num_tiles, num_kv_heads, value_parts))(
+    by_head = (num_tiles, num_kv_heads) if bounds is None else (num_kv_heads, num_tiles)
+    launch(_prefill_kernel, (*by_head, value_parts))(
         out,
         query,
         cache.keys,
