@@ -8,7 +8,7 @@ one.
 
 A program takes a tile of one row: of tokens and heads together for the context, so that a cached
 latent is read once for all of them; of one head's tokens for the prompt. The device finds the row
-of a tile by a binary search over query_start.
+of a tile (`row_tiles`).
 
 Operations per head and pair of a query and a token that it sees: 2 * (2 * latent_dim + rope_dim) of
 the context, 2 * (nope_dim + rope_dim + value_dim) of the prompt.
@@ -24,27 +24,7 @@ import triton.language as tl
 
 from ..launch import launch
 from .latent_decode import LatentTiles, attend_absorbed
-
-
-@triton.jit
-def row_of_tile(tile, query_start_ptr, first_row, num_rows, BLOCK_Q: tl.constexpr):
-    """Return the row of a tile, and the tile's number in it.
-
-    Row r's tiles begin at (its first token) // BLOCK_Q + r, which gives each row enough tiles and
-    needs no table: find the last row that begins at or before this tile.
-    """
-    origin = tl.load(query_start_ptr + first_row)
-    low = 0
-    high = num_rows
-    while high - low > 1:
-        middle = (low + high) // 2
-        begins = (tl.load(query_start_ptr + first_row + middle) - origin) // BLOCK_Q + middle
-        if begins <= tile:
-            low = middle
-        else:
-            high = middle
-    start = tl.load(query_start_ptr + first_row + low)
-    return first_row + low, tile - (start - origin) // BLOCK_Q - low
+from .row_tiles import row_of_tile, tiles_of_rows
 
 
 @triton.jit(
@@ -251,6 +231,11 @@ def _latent_prompt_kernel(
         first_row = tl.load(bounds_ptr)
         num_rows = tl.load(bounds_ptr + 1)
         if num_rows == 0:
+            return
+        # There may be many times more programs than tiles: those without one come last.
+        used = tiles_of_rows(query_start_ptr, first_row, num_rows, BLOCK_M)
+        tile = used - 1 - tl.program_id(1)
+        if tile < 0:
             return
     row, number = row_of_tile(tile, query_start_ptr, first_row, num_rows, BLOCK_M)
     row_start = tl.load(query_start_ptr + row)

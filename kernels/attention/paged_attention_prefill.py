@@ -2,8 +2,7 @@
 
 A program takes a tile of one row's queries for one key head. The query heads that share the key
 head (GQA) are packed into the tile's rows, token-major, so each key is read once for all of them.
-The device finds the row of a tile by a binary search over query_start: the host computes and copies
-nothing per step.
+The device finds the row of a tile (`row_tiles`).
 
 Operations: 4 * head_dim * num_heads * sum over queries of the keys each one sees, plus what a
 tile of BLOCK_M / group queries by BLOCK_N keys rounds up; blocks beyond the diagonal, or before the
@@ -35,6 +34,7 @@ from .quantized_tiles import (
     product_query,
 )
 from .reach import last_hidden, reach_constants
+from .row_tiles import row_of_tile, tiles_of_rows
 
 
 @triton.jit
@@ -103,8 +103,7 @@ def _prefill_kernel(
     """One program per (tile of BLOCK_M // GROUP queries, kv head, part of the values' channels), or
     with MIXED (kv head, tile, part). Scores are in units of log2."""
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
-    # Row r's tiles begin at (its first token) // BLOCK_Q + r, which gives each row enough tiles
-    # and needs no table. Later tiles see more keys: start them first.
+    # Later tiles see more keys: start them first.
     if MIXED:
         # There may be many times more programs than tiles: those without one come last.
         kv_head = tl.program_id(0)
@@ -112,30 +111,18 @@ def _prefill_kernel(
         num_rows = tl.load(bounds_ptr + 1)
         if num_rows == 0:
             return
-        origin = tl.load(query_start_ptr + first_row)
-        tokens = tl.load(query_start_ptr + first_row + num_rows) - origin
-        tile = tokens // BLOCK_Q + num_rows - 1 - tl.program_id(1)
+        used = tiles_of_rows(query_start_ptr, first_row, num_rows, BLOCK_Q)
+        tile = used - 1 - tl.program_id(1)
         if tile < 0:
             return
     else:
         kv_head = tl.program_id(1)
         tile = tl.num_programs(0) - 1 - tl.program_id(0)
-        origin = tl.load(query_start_ptr + first_row)
 
-    # Find the last row that begins at or before this tile.
-    low = 0
-    high = num_rows
-    while high - low > 1:
-        middle = (low + high) // 2
-        begins = (tl.load(query_start_ptr + first_row + middle) - origin) // BLOCK_Q + middle
-        if begins <= tile:
-            low = middle
-        else:
-            high = middle
-    row = first_row + low
+    row, number = row_of_tile(tile, query_start_ptr, first_row, num_rows, BLOCK_Q)
     row_start = tl.load(query_start_ptr + row)
     query_len = tl.load(query_start_ptr + row + 1) - row_start
-    tile_start = (tile - (row_start - origin) // BLOCK_Q - low) * BLOCK_Q
+    tile_start = number * BLOCK_Q
     if tile_start >= query_len:
         return
 
