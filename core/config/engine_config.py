@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import functools
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -76,8 +76,10 @@ class EngineConfig(OutputOptions, frozen=True, kw_only=True):
                     value = msgspec.structs.asdict(value)
                 converted = msgspec.convert(value, hint)
             except msgspec.ValidationError as error:
+                words = ", ".join(_words_of(hint)) if isinstance(value, str) else ""
+                choices = f"; words that it takes: {words}" if words else ""
                 raise ConfigError(
-                    f"{name}: {error} (got {getattr(self, name)!r})", param=name
+                    f"{name}: {error} (got {getattr(self, name)!r}){choices}", param=name
                 ) from None
             if isinstance(converted, msgspec.Struct):
                 msgspec.structs.force_setattr(self, name, converted)
@@ -123,6 +125,13 @@ def _as_tuple(value: Any) -> Any:
     if isinstance(value, str):
         return (value,)
     return tuple(value) if isinstance(value, list) else value
+
+
+def _words_of(hint: Any) -> list[str]:
+    """Return the words that an option takes, by its annotation: Literal["a", "b"] | None → a, b."""
+    if get_origin(hint) is Literal:
+        return list(map(str, get_args(hint)))
+    return [word for part in get_args(hint) for word in _words_of(part)]
 
 
 @functools.cache

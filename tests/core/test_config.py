@@ -134,3 +134,19 @@ def test_lists_and_single_strings_become_tuples() -> None:
         ("one",),
         ("a", "b"),
     )
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("device", "gpu", "auto, cuda, cpu"),
+        ("dtype", "half", "auto, bfloat16, float16, float32"),
+        ("max_model_len", "atuo", "auto"),
+    ],
+)
+def test_an_unknown_word_is_answered_with_those_that_there_are(
+    option: str, value: str, words: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"words that it takes: {words}$") as caught:
+        EngineConfig(**{option: value})
+    assert caught.value.param == option
