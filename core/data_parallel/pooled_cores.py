@@ -10,7 +10,7 @@ import asyncio
 import functools
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 import prometheus_client as prometheus
@@ -42,6 +42,16 @@ from .spares import LocalHosts
 logger = logging.getLogger("jackfield.member")
 REPORT_SECONDS = 2.0
 """Time for members to send their metrics; a slower one is left out."""
+
+
+def common_info(infos: Sequence[ExecutorInfo]) -> ExecutorInfo:
+    """Return what each of some executors has: the room of the smallest."""
+    lengths = [info.max_model_len for info in infos if info.max_model_len is not None]
+    return msgspec.structs.replace(
+        infos[0],
+        num_blocks=min(info.num_blocks for info in infos),
+        max_model_len=min(lengths, default=None),
+    )
 
 
 class PooledCores:
@@ -110,13 +120,7 @@ class PooledCores:
             self.config = msgspec.structs.replace(
                 welcomes[0].config, record_steps=config.record_steps
             )
-            infos = [welcome.info for welcome in welcomes]
-            lengths = [info.max_model_len for info in infos if info.max_model_len is not None]
-            self.info = msgspec.structs.replace(
-                infos[0],
-                num_blocks=min(info.num_blocks for info in infos),
-                max_model_len=min(lengths, default=None),
-            )
+            self.info = common_info([welcome.info for welcome in welcomes])
             self.model_config = await asyncio.to_thread(
                 resolve_models, self.config, self.info, self.plugins
             )

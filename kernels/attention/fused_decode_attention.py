@@ -41,6 +41,7 @@ from .quantized_tiles import (
     Quantized,
     block_width,
     cache_arguments,
+    is_narrow,
     product_dtype,
     product_query,
     quantized_heads,
@@ -452,7 +453,7 @@ def fused_decode_attention(
     join_splits = min(JOIN_SPLITS, max(1, JOIN_ELEMENTS // (block_g * block_d)))
     programs = num_rows * num_kv_heads
     block_n, num_warps, num_stages = config or decode_config(
-        head_dim, qkv.dtype, programs, cache.is_narrow
+        head_dim, qkv.dtype, programs, is_narrow(kv_cache)
     )
     options = pdl_options(qkv.device)
     launch(_fused_decode_kernel, (num_rows, num_kv_heads, num_splits))(

@@ -226,7 +226,6 @@ def _latent_prompt_kernel(
     """One program per (head, tile of BLOCK_M tokens)."""
     head = tl.program_id(0).to(tl.int64)
     # Later tiles see more tokens: start them first.
-    tile = tl.num_programs(1) - 1 - tl.program_id(1)
     if MIXED:
         first_row = tl.load(bounds_ptr)
         num_rows = tl.load(bounds_ptr + 1)
@@ -237,6 +236,8 @@ def _latent_prompt_kernel(
         tile = used - 1 - tl.program_id(1)
         if tile < 0:
             return
+    else:
+        tile = tl.num_programs(1) - 1 - tl.program_id(1)
     row, number = row_of_tile(tile, query_start_ptr, first_row, num_rows, BLOCK_M)
     row_start = tl.load(query_start_ptr + row)
     query_len = tl.load(query_start_ptr + row + 1) - row_start

@@ -40,6 +40,7 @@ from .quantized_tiles import (
     Quantized,
     block_width,
     cache_arguments,
+    is_narrow,
     product_dtype,
     product_query,
     widen_floats,
@@ -292,7 +293,7 @@ def paged_attention_decode(
     group = num_heads // num_kv_heads
     key_width, value_width = cache.key_width(head_dim), cache.value_width(head_dim)
     block_n, num_warps, num_stages = config or decode_config(
-        head_dim, query.dtype, num_rows * num_kv_heads, cache.is_narrow
+        head_dim, query.dtype, num_rows * num_kv_heads, is_narrow(kv_cache)
     )
     partial = lse = out
     if num_splits > 1:

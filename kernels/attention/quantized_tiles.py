@@ -64,11 +64,6 @@ class CacheArguments(NamedTuple):
         return self.key_words is None and self.keys.element_size() == 1
 
     @property
-    def is_narrow(self) -> bool:
-        """Whether a key's number has 8 bits or fewer."""
-        return self.keys.element_size() == 1
-
-    @property
     def strides(self) -> tuple[int, int, int]:
         """Strides of keys: of blocks, tokens and heads; those of values are the same, or half."""
         return self.keys.stride(0), self.keys.stride(1), self.keys.stride(2)
@@ -80,6 +75,12 @@ class CacheArguments(NamedTuple):
     def value_width(self, head_dim: int) -> int:
         """Return the numbers or bytes of a value."""
         return head_dim // 2 if self.value_bits == 4 else head_dim
+
+
+def is_narrow(kv_cache: torch.Tensor | Quantized) -> bool:
+    """Return whether a key's number has 8 bits or fewer."""
+    keys = kv_cache if isinstance(kv_cache, torch.Tensor) else kv_cache[0]
+    return keys.element_size() == 1
 
 
 def cache_arguments(kv_cache: torch.Tensor | Quantized) -> CacheArguments:

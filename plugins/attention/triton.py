@@ -30,6 +30,7 @@ try:
     from ...kernels.attention.fused_decode_attention import fits_registers, fused_decode_attention
     from ...kernels.attention.paged_attention_decode import paged_attention_decode
     from ...kernels.attention.paged_attention_prefill import paged_attention_prefill
+    from ...kernels.attention.quantized_tiles import is_narrow
 
     _MISSING = None
 except ImportError as error:
@@ -424,11 +425,6 @@ class TritonAttention(AttentionBackend):
             )
             self._workspaces[shape] = workspace
         return workspace
-
-
-def is_narrow(kv_cache: KVCache) -> bool:
-    """Return whether numbers of a cache have 8 bits or fewer."""
-    return isinstance(kv_cache, QuantizedCache) or kv_cache.element_size() == 1
 
 
 def _layer_arguments(spec: AttentionSpec) -> dict[str, Any]:

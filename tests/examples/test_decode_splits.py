@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
 
 import pytest
+from programs import benchmark
 
 pytest.importorskip("triton")
-
-import jackfield
-
-SCRIPT = Path(jackfield.__file__).resolve().parent / "examples/benchmarks/decode_splits.py"
 
 
 def test_each_division_is_timed_for_both_kernels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    spec = importlib.util.spec_from_file_location("decode_splits", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    script = benchmark("decode_splits")
     monkeypatch.setattr(script, "CONFIGS", script.CONFIGS[:1])
     monkeypatch.setattr(script, "PROGRAMS", (1,))
     output = tmp_path / "lines.jsonl"

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
+from programs import benchmark
 
-SCRIPT = Path(__file__).parents[2] / "examples" / "benchmarks" / "host_work.py"
 CALLS_PER_TOKEN = 78
 """Of the event loop, all work for requests included: 66, once 92."""
 NUMBERS_PER_ROW = 10
@@ -18,12 +15,7 @@ NUMBERS_PER_ROW = 10
 
 @pytest.fixture
 def host_work() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("host_work", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["host_work"] = module
-    spec.loader.exec_module(module)
-    return module
+    return benchmark("host_work")
 
 
 @pytest.mark.slow

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 import threading
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from programs import benchmark
 
 from jackfield.core.worker.threads import COMPLETION_THREAD, TIMER_SLACK_NS, settle_in
 
-SCRIPT = Path(__file__).parents[2] / "examples" / "benchmarks" / "lock_waits.py"
 LOCK, QUEUE, RUNNING = 0x1008, 0x9000, 0
 
 
 @pytest.fixture(scope="module")
 def lock_waits() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("lock_waits", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["lock_waits"] = module
-    spec.loader.exec_module(module)
-    return module
+    return benchmark("lock_waits")
 
 
 def test_launches_lie_between_waits_for_work(lock_waits: ModuleType) -> None:

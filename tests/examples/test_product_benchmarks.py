@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from programs import benchmark
 
 pytest.importorskip("triton")
-
-import jackfield
-
-BENCHMARKS = Path(jackfield.__file__).resolve().parent / "examples/benchmarks"
-
-
-def program(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_each_number_of_tokens_has_its_rate(
@@ -32,7 +19,7 @@ def test_each_number_of_tokens_has_its_rate(
     output = tmp_path / "lines.jsonl"
     argv = ["prompt_products.py", "--device", "cpu", "--divide", "64", "--tokens", "3", "8"]
     monkeypatch.setattr(sys, "argv", [*argv, "--output", str(output)])
-    program("prompt_products").main()
+    benchmark("prompt_products").main()
     lines = [json.loads(line) for line in output.read_text().splitlines()]
     assert [line["at"]["tokens"] for line in lines] == [3, 8]
     for line in lines:
@@ -48,5 +35,5 @@ def test_without_a_device_reading_ahead_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["weights_ahead.py"])
-    assert program("weights_ahead").main() == 2
+    assert benchmark("weights_ahead").main() == 2
     assert "no CUDA device" in capsys.readouterr().err

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
 
 import pytest
+from programs import benchmark
 
 pytest.importorskip("triton")
 
-import jackfield
 from jackfield.kernels.attention.paged_attention_prefill import PrefillConfig
-
-SCRIPT = Path(jackfield.__file__).resolve().parent / "examples/benchmarks/prompt_tiles.py"
 
 
 def test_each_tile_is_timed_and_those_without_room_are_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    spec = importlib.util.spec_from_file_location("prompt_tiles", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    script = benchmark("prompt_tiles")
     # Tiles have powers of two rows.
     tiles = (PrefillConfig(16, 16, 4, 2), PrefillConfig(24, 16, 4, 2))
     monkeypatch.setattr(script, "TILES", tiles)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
 import pytest
+from programs import benchmark
 
 import jackfield
 from jackfield import EngineConfig
@@ -15,16 +15,11 @@ from jackfield.entrypoints.bench.workloads import ARCHITECTURES
 from jackfield.entrypoints.flags.engine_flags import engine_options
 
 ROOT = Path(jackfield.__file__).resolve().parent
-SCRIPT = ROOT / "examples/benchmarks/ranks.py"
 
 
 @pytest.fixture(scope="module")
 def script() -> Any:
-    spec = importlib.util.spec_from_file_location("ranks_benchmark", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return benchmark("ranks")
 
 
 @pytest.mark.parametrize("gpus", [2, 4])
