@@ -116,7 +116,8 @@ class Layers:
                             self.ahead(later.weights[copy], left)
                             left = max(0, left - later.weights[copy].nbytes)
                     results.append(self.attention())
-        torch.cuda.current_stream().wait_stream(self.side)
+        if megabytes:
+            torch.cuda.current_stream().wait_stream(self.side)
         return results
 
     def work(self, megabytes: int) -> Callable[[], object]:
