@@ -225,6 +225,12 @@ class PrefillConfig(NamedTuple):
     """Programs that share the channels of a tile's values"""
 
 
+MIXED_SMALL_ROWS = 20480
+"""Tokens times heads of a group up to which recorded steps take small tiles. Measured on an H200
+and an H100 (kernels.jsonl, `prompt attention by tiles`): a third less time for a prompt of 512
+tokens, the same for four of 1,200, a tenth more for two of 4,096 with four heads to a key."""
+
+
 def prefill_config(
     max_query_len: int, group: int, head_dim: int, dtype: torch.dtype, mixed: bool, quantized: bool
 ) -> PrefillConfig:
@@ -238,7 +244,10 @@ def prefill_config(
         return PrefillConfig(max(least, 32), 32, 4, 2)
     if rows <= 16:
         return PrefillConfig(least, 64 if head_dim <= 128 else 32, 4, 3)
-    if rows <= (128 if mixed else 64):
+    small = 64
+    if mixed:
+        small = 128 if quantized else MIXED_SMALL_ROWS
+    if rows <= small:
         return PrefillConfig(max(least, 64), 64 if head_dim <= 128 else 32, 4, 3)
     if head_dim > 128:
         return PrefillConfig(max(least, 64), 32, 4, 3)
