@@ -56,14 +56,22 @@ def launches_of_one_row(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Counte
     for model in (counted, plain):
         for tokens in ([5, 6, 7], [8]):  # What operations keep, they make in the first step.
             model.run({0: tokens})
-    forward, launches = counted.model.forward, Launches(monkeypatch)
+    launches = Launches(monkeypatch)
 
-    def watched(*args: Any) -> Any:
-        with launches:
-            return forward(*args)
+    def watch(module: Any, method: str) -> None:
+        plain = getattr(module, method)
 
-    monkeypatch.setattr(counted.model, "forward", watched)
+        def watched(*args: Any) -> Any:
+            with launches:
+                return plain(*args)
+
+        monkeypatch.setattr(module, method, watched)
+
+    watch(counted.model, "forward")
     hidden = counted.hidden({0: [9]})
+    if isinstance(hidden, tuple):
+        watch(counted.model.model, "finish")
+        hidden = counted.model.model.finish(hidden)
     monkeypatch.undo()
     want = plain.logits(plain.hidden({0: [9]}))
     torch.testing.assert_close(counted.logits(hidden), want, atol=1e-4, rtol=1e-4)

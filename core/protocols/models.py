@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from ..loading.model_config import ModelConfig
     from ..nn.context import BuildContext, EncodeContext, ForwardContext
+    from ..nn.hidden_states import HiddenStates
     from .field_kinds import FieldKind
 
 
@@ -50,15 +51,17 @@ class Model(Protocol):
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         """Create parameters (uninitialised) on `build.device` in `build.dtype`."""
 
-    def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """input_ids: [num_tokens] int64 → hidden states [num_tokens, hidden_size].
+    def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> HiddenStates:
+        """input_ids: [num_tokens] int64 → hidden states [num_tokens, hidden_size], or a tuple of
+        tensors with one row per token each.
 
-        Work that only `compute_logits` needs (the last norm) belongs there, because it gets few
-        rows.
+        Work that only `compute_logits` needs (the last norm, the last MLP) belongs there, because
+        it gets few rows.
         """
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden: [num_rows, hidden_size] → logits [num_rows, vocab_size], any float dtype."""
+    def compute_logits(self, hidden: HiddenStates) -> torch.Tensor:
+        """hidden: [num_rows, hidden_size], or a tuple as `forward` returned, of some rows; may be
+        overwritten → logits [num_rows, vocab_size], any float dtype."""
 
     def after_loading(self) -> None:
         """Derive weights from others; called once, when every parameter is filled. Optional;

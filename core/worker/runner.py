@@ -15,6 +15,7 @@ from msgspec.structs import replace as replace_fields
 from torch import nn
 
 from ..nn.context import ForwardContext
+from ..nn.hidden_states import HiddenStates, take
 from ..nn.step_operations.sampling import SampleOutputs
 from ..parallel.ranks import ONE_RANK, Ranks
 from ..protocols.attention import PagedBackend
@@ -191,12 +192,12 @@ class ModelRunner:
         rows_host = [plan.slots[row] for row in inputs.logit_rows]
         slots, lengths = inputs.sample_slots, inputs.sample_lengths
         if self.sampler.shard is not None and self._ending(rows_host) is Ending.PLAIN:
-            logits = self.logits(hidden[inputs.logit_tokens], Ending.PLAIN)
+            logits = self.logits(take(hidden, inputs.logit_tokens), Ending.PLAIN)
             out = self.sampler.outputs.first(len(rows_host))
             self.sampler.shard.sample_plain(logits, slots, lengths, out)
             sampled = Sampled(inputs.logit_rows, {"chosen": out.chosen}, {})
             return self._copy_back(plan, scores, sampled)
-        logits = self.logits(hidden[inputs.logit_tokens])
+        logits = self.logits(take(hidden, inputs.logit_tokens))
         sampling = SamplingRows(inputs.logit_rows, rows_host, slots, lengths)
         return self._sample(plan, logits, sampling, scores)
 
@@ -220,9 +221,8 @@ class ModelRunner:
         drafted = self.drafting.rows(plan, rows)
         slots_host = [plan.slots[row] for row in drafted.logit_rows]
         sampling = SamplingRows(drafted.logit_rows, slots_host, drafted.slots, drafted.lengths)
-        return self._sample(
-            plan, self.logits(hidden[drafted.logit_tokens]), sampling, scores, drafted
-        )
+        drafted_logits = self.logits(take(hidden, drafted.logit_tokens))
+        return self._sample(plan, drafted_logits, sampling, scores, drafted)
 
     def _replay_drafts(self, plan: StepPlan) -> LaunchedStep | None:
         """Run a step from a graph of rows with drafts; None if none serves it."""
@@ -310,10 +310,11 @@ class ModelRunner:
         sampling = SamplingRows(rows, rows_host, slots, lengths)
         return self._sample(plan, logits, sampling)
 
-    def _send_states(self, plan: StepPlan, hidden: torch.Tensor) -> LaunchedStep:
+    def _send_states(self, plan: StepPlan, hidden: HiddenStates) -> LaunchedStep:
         """Let the next stage go on with a step. hidden: [plan.total_tokens or more,
         hidden_size]"""
         assert self.stage is not None, "there is a next stage"
+        assert isinstance(hidden, torch.Tensor), "the last stage alone leaves layers unfinished"
         self.stage.send_states(plan, hidden)
         return self._copy_back(plan)
 
@@ -388,8 +389,8 @@ class ModelRunner:
         chosen, logprobs = self.sampler.sample_eagerly(logits, slots, slots_host, lengths, mask)
         return self._sampled(rows, slots_host, chosen, logprobs)
 
-    def forward(self, inputs: StepInputs) -> torch.Tensor:
-        """→ hidden states [num_tokens, hidden_size]"""
+    def forward(self, inputs: StepInputs) -> HiddenStates:
+        """→ hidden states of all tokens"""
         places = None if self.query_ring is None else self.query_ring.places(inputs)
         context = ForwardContext.of(
             self.backend, inputs.layouts, inputs.positions, precompiling=self.precompiling,
@@ -397,13 +398,15 @@ class ModelRunner:
             source=None if self.sources is None else self.sources.context(inputs),
             incoming=None if self.stage is None else self.stage.states_in(inputs.input_ids),
         )  # fmt: skip
-        hidden: torch.Tensor = self.model(inputs.input_ids, context)
+        hidden: HiddenStates = self.model(inputs.input_ids, context)
         return hidden
 
-    def logits(self, hidden: torch.Tensor, ending: Ending = Ending.LOGITS) -> torch.Tensor:
-        """[num_rows, hidden_size] → [num_rows, vocab_size], or the part of it that this rank
-        samples plain rows from; of a stage that does not sample, the states themselves."""
+    def logits(self, hidden: HiddenStates, ending: Ending = Ending.LOGITS) -> torch.Tensor:
+        """Hidden states of some rows, may be overwritten → [num_rows, vocab_size], or the part of
+        it that this rank samples plain rows from; of a stage that does not sample, the states
+        themselves."""
         if ending is Ending.STATES:
+            assert isinstance(hidden, torch.Tensor), "the last stage alone leaves layers unfinished"
             return hidden
         if ending is Ending.PLAIN and self.sampler.shard is not None:
             return self.sampler.shard.logits(self.model.compute_logits, hidden)  # type: ignore

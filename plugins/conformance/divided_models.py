@@ -69,10 +69,11 @@ def check_stages(folder: Path, count: int, plugins: Plugins) -> None:
         return
     stages = [PagedModel(folder, "float32", plugins=plugins, ranks=each) for each in ranks]
     for step in (dict(enumerate(example_prompts()[1:4])), {0: [7], 2: [9]}):
-        want, hidden = one.run(step), None
-        for stage in stages:
+        want = one.run(step)
+        hidden = stages[0].hidden(step)
+        for stage in stages[1:]:
+            assert isinstance(hidden, torch.Tensor), "the last stage alone leaves layers unfinished"
             hidden = stage.hidden(step, hidden)
-        assert hidden is not None
         assert torch.equal(stages[-1].logits(hidden), torch.cat(list(want.values())))
     names = [{name for name, _ in model.model.named_parameters()} for model in (one, *stages)]
     assert set.union(*names[1:]) == names[0], "no stage has a weight, or one that is none"

@@ -13,6 +13,7 @@ from ...core.config import EngineConfig
 from ...core.loading.build import build_model
 from ...core.loading.model_config import resolve_model_config
 from ...core.nn.context import ForwardContext
+from ...core.nn.hidden_states import HiddenStates, each
 from ...core.parallel.ranks import ONE_RANK, Ranks
 from ...core.registration.choice import choose
 from ...core.registry import Plugins
@@ -97,18 +98,18 @@ class PagedModel:
         return dict(zip(rows, parts, strict=True))
 
     @torch.inference_mode()
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Compute logits: [rows, hidden_size] → [rows, vocab_size] float32."""
+    def logits(self, hidden: HiddenStates) -> torch.Tensor:
+        """Compute logits: hidden states of some rows → [rows, vocab_size] float32."""
         model: Any = self.model
-        logits: torch.Tensor = model.compute_logits(hidden.clone()).float()
+        logits: torch.Tensor = model.compute_logits(each(hidden, torch.clone)).float()
         return logits
 
     @torch.inference_mode()
     def hidden(
         self, rows: Mapping[int, Sequence[int]], incoming: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Run a step as `run` does, up to the input of `compute_logits`, or of the next stage:
-        [tokens of all rows, hidden_size]. incoming: what the stage before has returned."""
+    ) -> HiddenStates:
+        """Run a step as `run` does, up to the input of `compute_logits`, or of the next stage: of
+        the tokens of all rows. incoming: what the stage before has returned."""
         slots = list(rows)
         sizes = [(self.computed[s] + len(rows[s]), len(rows[s])) for s in slots]
         width = self.blocks_per_row
@@ -131,5 +132,5 @@ class PagedModel:
         tokens = torch.tensor([t for s in slots for t in rows[s]], device=self.device)
         for slot, (length, _) in zip(slots, sizes, strict=True):
             self.computed[slot] = length
-        hidden: torch.Tensor = self.model(tokens, context)
+        hidden: HiddenStates = self.model(tokens, context)
         return hidden

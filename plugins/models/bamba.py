@@ -12,6 +12,7 @@ from ...core.loading.model_config import ModelConfig
 from ...core.loading.weight_map import WeightMap
 from ...core.nn.context import BuildContext, ForwardContext
 from ...core.nn.experts import SparseMLP
+from ...core.nn.hidden_states import HiddenStates
 from ...core.nn.mlp import GatedMLP
 from ...core.nn.rotary import Rotary
 from ...core.nn.state.mamba2 import Mamba2Mixer
@@ -131,5 +132,5 @@ class GraniteMoeHybridForCausalLM(CausalLM):
             hf.hidden_size, hf.shared_intermediate_size, hf.hidden_act, build, whole=True
         )
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def compute_logits(self, hidden: HiddenStates) -> torch.Tensor:
         return super().compute_logits(hidden).div_(self.logits_scaling)

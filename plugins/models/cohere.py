@@ -13,6 +13,7 @@ import torch
 from ...core.loading.model_config import ModelConfig
 from ...core.loading.weight_map import RowOrder
 from ...core.nn.context import BuildContext
+from ...core.nn.hidden_states import HiddenStates
 from ...core.nn.norm import BiaslessLayerNorm
 from ...core.nn.rotary import Rotary
 from .decoder import CausalLM, Decoder, HeadlessLM, ParallelBlock, SelfAttention
@@ -58,7 +59,7 @@ class CohereForCausalLM(CausalLM):
         order = RowOrder.halves(config.head_dim)
         return {"q_proj": order, "k_proj": order}
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def compute_logits(self, hidden: HiddenStates) -> torch.Tensor:
         return super().compute_logits(hidden).mul_(self.logit_scale)
 
 

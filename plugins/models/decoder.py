@@ -20,6 +20,7 @@ from ...core.loading.weight_map import RowOrder, Shard, WeightMap
 from ...core.nn.attention import Attention
 from ...core.nn.context import BuildContext, ForwardContext
 from ...core.nn.embedding import Embedding
+from ...core.nn.hidden_states import HiddenStates
 from ...core.nn.latent.layer import LatentAttention
 from ...core.nn.linear import Linear, MergedLinear
 from ...core.nn.mlp import GatedMLP, PlainMLP
@@ -156,8 +157,15 @@ class Block(nn.Module):
     eps."""
     norms: ClassVar[tuple[str, ...]] = ("input_layernorm", "post_attention_layernorm")
     """Names of the block's norms in checkpoints."""
+    divides: ClassVar[bool] = True
+    """Whether `forward` is `after_attention` of what `attend` returns. Of a class with a `forward`
+    of its own it is False unless the class says otherwise."""
     input_layernorm: nn.Module
     post_attention_layernorm: nn.Module
+
+    def __init_subclass__(cls) -> None:
+        if "forward" in vars(cls) and "divides" not in vars(cls):
+            cls.divides = False
 
     def __init__(
         self,
@@ -182,7 +190,20 @@ class Block(nn.Module):
         self, hidden: torch.Tensor, rotary: Rotary | None, context: ForwardContext
     ) -> torch.Tensor:
         """[num_tokens, hidden_size] → the same shape; `hidden` may be overwritten."""
-        hidden = self.self_attn(hidden, self.input_layernorm, rotary, context)
+        return self.after_attention(hidden, self.attend(hidden, rotary, context))
+
+    def attend(
+        self, hidden: torch.Tensor, rotary: Rotary | None, context: ForwardContext
+    ) -> torch.Tensor:
+        """Attention output of all heads: [num_tokens, hidden_size] → [num_tokens, num_heads *
+        head_dim]"""
+        norm = getattr(self, self.norms[0], None)
+        return self.self_attn.inner(hidden, norm, rotary, context)
+
+    def after_attention(self, hidden: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
+        """Do what the block does with each token alone. hidden: the block's input, [num_rows,
+        hidden_size], may be overwritten; heads: what `attend` returned → as hidden"""
+        hidden = self.self_attn.project(heads, hidden)
         out: torch.Tensor = self.mlp(hidden, self.post_attention_layernorm)
         return out
 
@@ -195,13 +216,11 @@ class NormedBlock(Block):
 
     mlp: nn.Module
 
-    def forward(
-        self, hidden: torch.Tensor, rotary: Rotary | None, context: ForwardContext
-    ) -> torch.Tensor:
-        """[num_tokens, hidden_size] → the same shape; `hidden` may be overwritten."""
+    def after_attention(self, hidden: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
+        """As `Block`."""
         norms: list[Any] = [getattr(self, name, None) for name in self.norms]
-        before, behind, before_mlp, behind_mlp = norms
-        answer = self.self_attn(hidden, before, rotary, context, add=False)
+        _, behind, before_mlp, behind_mlp = norms
+        answer = self.self_attn.project(heads)
         hidden = behind.add(answer, hidden)
         answer = self.mlp(hidden, before_mlp, add=False)
         out: torch.Tensor = behind_mlp.add(answer, hidden)
@@ -215,6 +234,7 @@ class ParallelBlock(Block):
     """
 
     norms: ClassVar[tuple[str, ...]] = ("input_layernorm",)
+    divides: ClassVar[bool] = True
     mlp: GatedMLP | PlainMLP
 
     def forward(
@@ -230,6 +250,14 @@ class ParallelBlock(Block):
             normed = [norm(hidden) for norm in norms]
             heads = self.self_attn.inner(normed[0], None, rotary, context)
             inner = self.mlp.inner(normed[-1])
+        return self._add(hidden, heads, inner)
+
+    def after_attention(self, hidden: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
+        """As `Block`."""
+        inner = self.mlp.inner(hidden, getattr(self, self.norms[-1]))
+        return self._add(hidden, heads, inner)
+
+    def _add(self, hidden: torch.Tensor, heads: torch.Tensor, inner: torch.Tensor) -> torch.Tensor:
         products = (self.self_attn.o_proj, heads), (self.mlp.down_proj, inner)
         return self.self_attn.ranks.add(hidden, *products)
 
@@ -283,15 +311,31 @@ class Decoder(nn.Module):
         self.norm: Any = block.make_norm(hf, build) if pipeline.last else Elsewhere()
         self.incoming_size = config.hidden_size
         """Width of what the stage before sends, `ForwardContext.incoming`."""
+        divides = type(self).forward is Decoder.forward and getattr(block, "divides", False)
+        self.unfinished = divides and pipeline.last and config.pooling is None
+        """Whether `forward` leaves what follows the last layer's attention to `finish`."""
 
-    def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """[num_tokens] → [num_tokens, hidden_size], not normed; of this stage's layers."""
+    def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> HiddenStates:
+        """[num_tokens] → [num_tokens, hidden_size], not normed; of this stage's layers. Where it is
+        `unfinished`, the last layer's input and the output of its heads."""
         hidden = context.incoming
         if hidden is None:
             hidden = self.embed(input_ids, context.positions)
-        layers = self.unlike_layers() if context.precompiling else self.stage_layers()
-        for layer, rotary in layers:
+        layers = self.stage_layers()
+        last = layers.pop() if self.unfinished else None
+        for layer, rotary in self.unlike_layers() if context.precompiling else layers:
             hidden = layer(hidden, rotary, context)
+        if last is None:
+            return hidden
+        layer, rotary = last
+        return hidden, layer.attend(hidden, rotary, context)  # type: ignore[operator]
+
+    def finish(self, states: HiddenStates) -> torch.Tensor:
+        """Go on where `forward` ended, for some of its tokens: → [num_rows, hidden_size], not
+        normed."""
+        if isinstance(states, torch.Tensor):
+            return states
+        hidden: torch.Tensor = self.layers[-1].after_attention(*states)  # type: ignore[operator]
         return hidden
 
     def stage_layers(self) -> list[tuple[nn.Module, nn.Module]]:
@@ -405,9 +449,9 @@ class HeadlessLM(nn.Module):
         """Width of what the stage before sends."""
         return self.model.incoming_size
 
-    def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """[num_tokens] → [num_tokens, hidden_size]"""
-        hidden: torch.Tensor = self.model(input_ids, context)
+    def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> HiddenStates:
+        """[num_tokens] → hidden states of the decoder"""
+        hidden: HiddenStates = self.model(input_ids, context)
         return hidden
 
     @staticmethod
@@ -444,10 +488,10 @@ class CausalLM(HeadlessLM):
                     shard="vocabulary",
                 )  # fmt: skip
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[num_rows, hidden_size] → [num_rows, vocab_size]"""
+    def compute_logits(self, hidden: HiddenStates) -> torch.Tensor:
+        """Rows of `forward`'s result → [num_rows, vocab_size]"""
         head: Embedding = getattr(self, "lm_head", self.model.embed_tokens)
-        return head.logits(hidden, norm=self.model.norm)
+        return head.logits(self.model.finish(hidden), norm=self.model.norm)
 
 
 class DecoderClassifier(HeadlessLM):

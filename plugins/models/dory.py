@@ -19,6 +19,7 @@ from ...core.loading.model_config import ModelConfig
 from ...core.loading.weight_map import Shard, WeightMap
 from ...core.nn.attention import Attention
 from ...core.nn.context import BuildContext, ForwardContext
+from ...core.nn.hidden_states import HiddenStates
 from ...core.nn.linear import Linear, MergedLinear
 from ...core.nn.norm import RMSNorm
 from ...core.nn.rotary import Rotary
@@ -266,6 +267,6 @@ class DoryForCausalLM(CausalLM):
     def mlp(config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:
         return DoryMLP(config.hf_config, build)
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[num_rows, hidden_size] → [num_rows, vocab_size] float32"""
+    def compute_logits(self, hidden: HiddenStates) -> torch.Tensor:
+        """Rows of `forward`'s result → [num_rows, vocab_size] float32"""
         return super().compute_logits(hidden).float() * self.logit_scale

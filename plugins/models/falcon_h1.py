@@ -11,6 +11,7 @@ from torch import nn
 from ...core.errors import ConfigError
 from ...core.loading.model_config import ModelConfig
 from ...core.nn.context import BuildContext, ForwardContext
+from ...core.nn.hidden_states import HiddenStates
 from ...core.nn.mlp import GatedMLP
 from ...core.nn.norm import RMSNorm, ScaledRMSNorm
 from ...core.nn.rotary import Rotary
@@ -166,5 +167,5 @@ class FalconH1ForCausalLM(CausalLM):
             hf.hidden_size, hf.intermediate_size, hf.hidden_act, build, bias=bool(hf.mlp_bias)
         )
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def compute_logits(self, hidden: HiddenStates) -> torch.Tensor:
         return super().compute_logits(hidden).mul_(self.logits_factor)

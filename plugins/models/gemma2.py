@@ -11,6 +11,7 @@ from torch import nn
 from ...core.errors import ConfigError
 from ...core.loading.model_config import ModelConfig
 from ...core.nn.context import BuildContext
+from ...core.nn.hidden_states import HiddenStates
 from ...core.nn.mlp import GatedMLP
 from ...core.nn.norm import OffsetRMSNorm
 from ...core.protocols.attention import AttentionSpec
@@ -79,8 +80,8 @@ class Gemma2ForCausalLM(Gemma2Model, CausalLM):
         super().__init__(config, build)
         self.soft_cap: float | None = config.hf_config.final_logit_softcapping
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[num_rows, hidden_size] → [num_rows, vocab_size]"""
+    def compute_logits(self, hidden: HiddenStates) -> torch.Tensor:
+        """Rows of `forward`'s result → [num_rows, vocab_size]"""
         logits = super().compute_logits(hidden)
         if self.soft_cap is not None:
             # In place: a vocabulary of 256,000 makes them large.

@@ -10,6 +10,7 @@ from torch import nn
 
 from ...core.loading.model_config import ModelConfig
 from ...core.nn.context import BuildContext, ForwardContext
+from ...core.nn.hidden_states import HiddenStates
 from ...core.nn.linear import Linear
 from ...core.nn.mlp import GatedMLP
 from ...core.nn.rotary import Rotary
@@ -92,7 +93,7 @@ class GraniteForCausalLM(CausalLM):
         super().__init__(config, build)
         self.logits_scaling = float(config.hf_config.logits_scaling)
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def compute_logits(self, hidden: HiddenStates) -> torch.Tensor:
         return super().compute_logits(hidden).div_(self.logits_scaling)
 
 

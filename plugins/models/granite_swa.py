@@ -10,6 +10,7 @@ from torch import nn
 
 from ...core.loading.model_config import ModelConfig
 from ...core.nn.context import BuildContext, ForwardContext
+from ...core.nn.hidden_states import HiddenStates
 from ...core.nn.rotary import Rotary
 from .decoder import CausalLM
 from .granite import GraniteAttention, GraniteBlock, GraniteDecoder, GraniteForCausalLM
@@ -62,5 +63,5 @@ class HyperCLOVAXForCausalLM(GraniteForCausalLM):
     tensor_parallel = True
     decoder = ClovaDecoder
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def compute_logits(self, hidden: HiddenStates) -> torch.Tensor:
         return CausalLM.compute_logits(self, hidden).mul_(self.logits_scaling)

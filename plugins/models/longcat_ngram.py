@@ -17,6 +17,7 @@ from torch import nn
 from ...core.errors import ConfigError
 from ...core.loading.model_config import ModelConfig
 from ...core.nn.context import BuildContext, ForwardContext
+from ...core.nn.hidden_states import HiddenStates
 from ...core.nn.state.layer import StateLayer
 from ...core.parallel.sharding import Sharding
 from .decoder import MakeMLP, SelfAttention
@@ -168,7 +169,7 @@ class LongcatNgramDecoder(LongcatDecoder):
         super().__init__(config, build, attention, mlp)
         self.ngram = NgramEmbedding(config, build)
 
-    def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+    def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> HiddenStates:
         """As `Decoder.forward`."""
         own = self.embed(input_ids, context.positions)
         total = own.float() + self.ngram(input_ids, context).float()

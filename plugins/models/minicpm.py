@@ -9,6 +9,7 @@ import torch
 from ...core.errors import ConfigError
 from ...core.loading.model_config import ModelConfig
 from ...core.nn.context import BuildContext
+from ...core.nn.hidden_states import HiddenStates
 from .decoder import CausalLM, Decoder
 from .granite import GraniteBlock
 from .latent import LATENT, LATENT_MAP, LatentDecoder, LatentSelfAttention
@@ -39,7 +40,7 @@ class MiniCPMForCausalLM(CausalLM):
         super().__init__(config, build)
         self.width = config.hidden_size / float(config.hf_config.dim_model_base)
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def compute_logits(self, hidden: HiddenStates) -> torch.Tensor:
         return super().compute_logits(hidden).div_(self.width)
 
 

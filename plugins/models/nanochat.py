@@ -12,6 +12,7 @@ from torch import nn
 from ...core.loading.model_config import ModelConfig
 from ...core.loading.weight_map import WeightMap
 from ...core.nn.context import BuildContext
+from ...core.nn.hidden_states import HiddenStates
 from ...core.nn.mlp import PlainMLP
 from ...core.nn.rotary import Rotary
 from ...core.protocols.field_kinds import NUMBER
@@ -77,7 +78,7 @@ class NanoChatForCausalLM(CausalLM):
         hf: Any = config.hf_config
         return PlainMLP(hf.hidden_size, hf.intermediate_size, hf.hidden_act, build, bias=False)
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def compute_logits(self, hidden: HiddenStates) -> torch.Tensor:
         """With a soft cap."""
         logits, cap = super().compute_logits(hidden), self.soft_cap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)

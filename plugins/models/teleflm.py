@@ -6,6 +6,7 @@ import torch
 
 from ...core.loading.model_config import ModelConfig
 from ...core.nn.context import BuildContext
+from ...core.nn.hidden_states import HiddenStates
 from .decoder import CausalLM, Decoder
 
 
@@ -25,5 +26,5 @@ class TeleFLMForCausalLM(CausalLM):
         hf = config.hf_config
         self.factor = hf.output_mult / hf.mup_scale_factor if hf.use_mup else 1.0
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def compute_logits(self, hidden: HiddenStates) -> torch.Tensor:
         return super().compute_logits(hidden).mul_(self.factor)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
+from ...nn.hidden_states import HiddenStates
 from ...nn.operations import Operations
 from ...step import StepPlan
 from ..batch import PersistentBatch, StepInputs
@@ -32,8 +33,8 @@ class DecodeGraphs:
     def __init__(
         self,
         *,
-        forward: Callable[[StepInputs], torch.Tensor],
-        logits: Callable[[torch.Tensor, Ending], torch.Tensor],
+        forward: Callable[[StepInputs], HiddenStates],
+        logits: Callable[[HiddenStates, Ending], torch.Tensor],
         batch: PersistentBatch,
         sampler: Sampler,
         operations: Operations,

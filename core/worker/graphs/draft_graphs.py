@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from ...nn.context import MixedRows
+from ...nn.hidden_states import HiddenStates
 from ...step import StepPlan
 from ..batch import PersistentBatch, StepInputs
 from ..sampling.sampler import Sampler
@@ -28,8 +29,8 @@ class DraftGraphs:
     def __init__(
         self,
         *,
-        forward: Callable[[StepInputs], torch.Tensor],
-        logits: Callable[[torch.Tensor, Ending], torch.Tensor],
+        forward: Callable[[StepInputs], HiddenStates],
+        logits: Callable[[HiddenStates, Ending], torch.Tensor],
         batch: PersistentBatch,
         sampler: Sampler,
         drafting: Drafting,

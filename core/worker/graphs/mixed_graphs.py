@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from ...nn.context import MixedRows
+from ...nn.hidden_states import HiddenStates, each, parts
 from ...protocols.attention import PagedBackend
 from ..batch import PersistentBatch, StepInputs, StepRows
 from ..sampling.sampler import Sampler
@@ -76,8 +77,8 @@ class MixedGraphs:
     def __init__(
         self,
         *,
-        forward: Callable[[StepInputs], torch.Tensor],
-        logits: Callable[[torch.Tensor, Ending], torch.Tensor],
+        forward: Callable[[StepInputs], HiddenStates],
+        logits: Callable[[HiddenStates, Ending], torch.Tensor],
         batch: PersistentBatch,
         backend: PagedBackend,
         sampler: Sampler,
@@ -85,7 +86,7 @@ class MixedGraphs:
         max_tokens: int,
         endings: Sequence[Ending],
     ) -> None:
-        """`forward`: maps a step's inputs to hidden states [T, hidden_size]; `logits`: from those
+        """`forward`: maps a step's inputs to hidden states of T tokens; `logits`: from those
         of R rows to those that an ending samples from; `max_tokens`: of any step; `endings`: to
         record, the most useful first."""
         self._forward = forward
@@ -107,10 +108,10 @@ class MixedGraphs:
         device = batch.device
         self._slots = torch.full((max_rows,), batch.scratch_slot, dtype=torch.int64, device=device)
         self._lengths = torch.zeros(max_rows, dtype=torch.int64, device=device)
-        self._last_states = torch.empty(0, device=device)
-        """[max_rows, hidden_size] The last state of each row; allocated by the first step."""
-        self.states = torch.empty(0, device=device)
-        """[max_tokens, hidden_size] Hidden states of the step launched last."""
+        self._last_states: HiddenStates = torch.empty(0, device=device)
+        """Of max_rows rows: the last states of each; allocated by the first step."""
+        self.states: HiddenStates = torch.empty(0, device=device)
+        """Of max_tokens rows: hidden states of the step launched last."""
         self.outputs = sampler.outputs
         """Tokens of the step finished last, unless it ended with logits."""
         self.logits = torch.empty(0, device=device)
@@ -285,7 +286,7 @@ class MixedGraphs:
 
     def record_ending(self, rows: int, ending: Ending) -> None:
         """Record logits, and most often tokens, of `rows` rows."""
-        if not self._last_states.numel():
+        if not parts(self._last_states)[0].numel():
             self.record(self._smallest())
         slots, lengths = self._slots.clone(), self._lengths.clone()
         self._slots.fill_(self._batch.scratch_slot)
@@ -315,12 +316,16 @@ class MixedGraphs:
 
     def _compute(self, key: MixedKey, inputs: StepInputs) -> None:
         states = self._forward(inputs)
-        if not self._last_states.numel():
-            self._last_states = states.new_empty(len(self._slots), states.shape[1])
-            self.states = states.new_empty(self._token_counts[-1], states.shape[1])
+        if not parts(self.states)[0].numel():
+            self._last_states = _new_rows(states, len(self._slots))
+            self.states = _new_rows(states, self._token_counts[-1])
         rows = len(inputs.logit_tokens)
-        self.states[: key.tokens].copy_(states)
-        torch.index_select(states, 0, inputs.logit_tokens, out=self._last_states[:rows])
+        # All parts in one launch.
+        torch._foreach_copy_(
+            [whole[: key.tokens] for whole in parts(self.states)], list(parts(states))
+        )
+        for part, last in zip(parts(states), parts(self._last_states), strict=True):
+            torch.index_select(part, 0, inputs.logit_tokens, out=last[:rows])
         # Both in one launch.
         torch._foreach_copy_(
             [self._slots[:rows], self._lengths[:rows]],
@@ -328,7 +333,7 @@ class MixedGraphs:
         )
 
     def _end(self, rows: int, ending: Ending) -> None:
-        logits = self._logits(self._last_states[:rows], ending)
+        logits = self._logits(each(self._last_states, lambda part: part[:rows]), ending)
         slots, lengths = self._slots[:rows], self._lengths[:rows]
         if ending is not Ending.LOGITS:
             sample_rows(self._sampler, ending, logits, slots, lengths)
@@ -339,6 +344,11 @@ class MixedGraphs:
 
     def _expand(self, key: MixedKey) -> StepInputs:
         return self._inputs.expand(key, self._num_rows(key))
+
+
+def _new_rows(states: HiddenStates, rows: int) -> HiddenStates:
+    """Allocate states of another number of tokens."""
+    return each(states, lambda part: part.new_empty(rows, part.shape[1]))
 
 
 class _Shape(NamedTuple):

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from ...nn.hidden_states import HiddenStates, parts, take
 from ...step import NOTHING_IN_PROCESS, InProcess, SlotStart
 from ..batch import LogitRows, StepRows
 from ..launched_step import LOGPROB_FIELDS, PromptScores
@@ -27,10 +28,10 @@ class PromptLogprobs(PerSlot):
         self,
         table: SlotTable,
         sampler: Sampler,
-        compute_logits: Callable[[torch.Tensor], torch.Tensor],
+        compute_logits: Callable[[HiddenStates], torch.Tensor],
         vocab_size: int,
     ) -> None:
-        """`compute_logits`: from hidden states [N, hidden_size] to [N, vocab_size]."""
+        """`compute_logits`: from hidden states of N tokens to [N, vocab_size]."""
         self._table = table
         self._sampler = sampler
         self._compute_logits = compute_logits
@@ -49,10 +50,10 @@ class PromptLogprobs(PerSlot):
         """Release the slot of a request that ended or was preempted."""
         self._top_tokens.pop(slot, None)
 
-    def score(self, rows: StepRows, hidden: torch.Tensor) -> list[PromptScores]:
+    def score(self, rows: StepRows, hidden: HiddenStates) -> list[PromptScores]:
         """Score the prompt tokens that follow the positions of a step's rows, where requested.
 
-        hidden: [T, hidden_size] or more.
+        hidden: of T tokens or more.
         """
         if not self._top_tokens:
             return []
@@ -67,26 +68,26 @@ class PromptLogprobs(PerSlot):
         return [self._score(rows, each, k, hidden) for k, each in spans.items()]
 
     def _score(
-        self, rows: StepRows, spans: list[tuple[int, int]], k: int, hidden: torch.Tensor
+        self, rows: StepRows, spans: list[tuple[int, int]], k: int, hidden: HiddenStates
     ) -> PromptScores:
         logits = LogitRows.leading(rows, *zip(*spans, strict=True))
         first_tokens = rows.query_start[logits.rows]
         following = rows.first_positions[logits.rows] + (logits.tokens - first_tokens) + 1
-        upload = PackedUpload(hidden.device)
+        upload = PackedUpload(parts(hidden)[0].device)
         upload.add(logits.tokens.astype(np.int64))
         slots = rows.slots[logits.rows].astype(np.int64)
         upload.add(self._table.history_places(slots, following))
         tokens, places = upload.send()
         targets = self._table.storage.take(places).long()
-        parts = [
+        scored = [
             self._sampler.prompt_logprobs(
-                self._compute_logits(hidden.index_select(0, tokens[at : at + SCORED_ROWS])),
+                self._compute_logits(take(hidden, tokens[at : at + SCORED_ROWS])),
                 targets[at : at + SCORED_ROWS],
                 k,
             )
             for at in range(0, len(targets), SCORED_ROWS)
         ]
         tables = {
-            name: torch.cat([getattr(part, name) for part in parts]) for name in LOGPROB_FIELDS
+            name: torch.cat([getattr(part, name) for part in scored]) for name in LOGPROB_FIELDS
         }
         return PromptScores(k, spans, {**tables, "targets": targets})

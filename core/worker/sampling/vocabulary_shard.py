@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ...nn.embedding import Embedding
+from ...nn.hidden_states import HiddenStates
 from ...nn.operations import Operations
 from ...nn.step_operations.sampling import SampleOutputs, SlotTables
 from ...parallel.ranks import Ranks
@@ -58,10 +59,10 @@ class VocabularyShard:
         return cls(ranks, heads, state, noise, operations)
 
     def logits(
-        self, compute: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor
+        self, compute: Callable[[HiddenStates], torch.Tensor], hidden: HiddenStates
     ) -> torch.Tensor:
         """Call `compute` (`Model.compute_logits`) with heads that leave logits where they are:
-        [num_rows, hidden_size] → [num_rows, number of own tokens]"""
+        hidden states of some rows → [num_rows, number of own tokens]"""
         for head in self._heads:
             head.gathers = False
         try:

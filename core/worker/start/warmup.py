@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from ...config import EngineConfig
+from ...nn.hidden_states import take
 from ...nn.operations import Operations
 from ...sampling_params import SamplingParams
 from ...step import SlotStart
@@ -205,7 +206,7 @@ class Warmup:
             index = torch.arange(num_logits, device=device)
             sample_slots, lengths = sample_slots[index % num_rows], lengths[index % num_rows]
             slots, num_rows = [slots[row % num_rows] for row in range(num_logits)], num_logits
-        hidden = runner.forward(inputs)[index]
+        hidden = take(runner.forward(inputs), index)
         logits = runner.logits(hidden)
         words = -(-runner.vocab_size // 32)
         mask = TokenMask(

@@ -1,0 +1,27 @@
+"""What a forward pass leaves of each token for its logits: a tensor, or several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+
+HiddenStates: TypeAlias = "torch.Tensor | tuple[torch.Tensor, ...]"
+"""[num_tokens, hidden_size]; or tensors with one row per token each, where `compute_logits` goes on
+with what the last layer has not finished."""
+
+
+def parts(states: HiddenStates) -> tuple[torch.Tensor, ...]:
+    """Return the tensors."""
+    return states if isinstance(states, tuple) else (states,)
+
+
+def each(states: HiddenStates, change: Callable[[torch.Tensor], torch.Tensor]) -> HiddenStates:
+    """Return the states with `change` applied to each tensor."""
+    return tuple(map(change, states)) if isinstance(states, tuple) else change(states)
+
+
+def take(states: HiddenStates, tokens: torch.Tensor) -> HiddenStates:
+    """Copy the rows of some tokens, [num_rows] int64."""
+    return each(states, lambda part: part.index_select(0, tokens))
