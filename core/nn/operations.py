@@ -336,6 +336,24 @@ class Operations(
             out[tokens] += output * weight[tokens]
         return residual + out
 
+    def norm_heads(
+        self,
+        qkv: torch.Tensor,
+        layout: HeadLayout,
+        query_norm: CenteredNorm,
+        key_norm: CenteredNorm,
+    ) -> None:
+        """Norm queries and keys in place, each head by itself, in float32.
+
+        qkv: [T, (num_heads + 2 * num_kv_heads) * head_dim]; norms: weights [head_dim], or of each
+        head [heads, head_dim] without biases.
+        """
+        query, key, _ = split_heads(qkv, layout)
+        for part, norm in ((query, query_norm), (key, key_norm)):
+            normed = F.layer_norm(part.float(), part.shape[-1:], eps=norm.eps)
+            normed *= norm.weight.float()
+            part.copy_(normed if norm.bias is None else normed + norm.bias.float())
+
     def heads(
         self,
         qkv: torch.Tensor,

@@ -29,7 +29,6 @@ from .decode_codes import (
     zero_parts,
 )
 from .decode_splits import (
-    MIN_SPLIT_TILES,
     DecodeConfig,
     _join,
     _split_tiles,
@@ -55,10 +54,119 @@ EARLY_WIDTH = 4096
 weight is then large."""
 MAX_GROUP_WIDTH = 1 << 13
 """Channels of the query heads that share a key head, at most: registers hold them."""
+PRELOAD_BYTES = 1 << 14
+"""Keys of the shortest split that are loaded before the projection is there, at most: registers
+hold them."""
+PRELOAD_BEHIND = 1 << 24
+"""Bytes of the projection's weight, if it is as long as all queries, from which on they are: a
+smaller one lets this kernel start too late for it (`EARLY_BYTES` in gemv.py)."""
 JOIN_SPLITS = 8
 """Splits that are joined per iteration, at most."""
 JOIN_ELEMENTS = 1 << 14
 """Channels of their heads, at most: what registers hold."""
+
+
+@triton.jit
+def _float_tile(
+    position,
+    lower,
+    newest,
+    key_cache_ptr,
+    value_cache_ptr,
+    table,
+    kv_head,
+    dim,
+    in_head,
+    stride_block,
+    stride_slot,
+    stride_head,
+    BLOCK_SIZE: tl.constexpr,
+):
+    """Load keys and values of positions [BLOCK_N] from `lower` to before `newest`: → keys, values
+    [BLOCK_N, BLOCK_K] as they are cached, and which positions these are."""
+    valid = (position >= lower) & (position < newest)
+    block = tl.load(table + position // BLOCK_SIZE, mask=valid, other=0).to(tl.int64)
+    base = block * stride_block + (position % BLOCK_SIZE) * stride_slot + kv_head * stride_head
+    places = base[:, None] + dim[None, :]
+    mask = valid[:, None] & in_head[None, :]
+    key = tl.load(key_cache_ptr + places, mask=mask, other=0.0)
+    value = tl.load(value_cache_ptr + places, mask=mask, other=0.0)
+    return key, value, valid
+
+
+@triton.jit
+def _attend_floats(
+    acc,
+    m,
+    total,
+    query,
+    key,
+    value,
+    valid,
+    distance,
+    slope,
+    scale,
+    SOFT_CAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+):
+    """Attend to a tile of keys that are not quantized. distance: [BLOCK_N] of each to the newest
+    token, at most 0. Return acc, m, total."""
+    LOG2E: tl.constexpr = 1.4426950408889634
+    key = widen_floats(key, query.dtype, True)
+    value = widen_floats(value, query.dtype, False)
+    scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+    if SOFT_CAP > 0.0:
+        scores = SOFT_CAP * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * scores / SOFT_CAP)))
+    if ALIBI:
+        scores += slope[:, None] * distance[None, :]
+    scores = tl.where(valid[None, :], scores * LOG2E, -float("inf"))
+    # m_new is finite: the newest token is in m, or the tile holds a visible position.
+    m_new = tl.maximum(m, tl.max(scores, axis=1))
+    weights = tl.exp2(scores - m_new[:, None])
+    decay = tl.exp2(m - m_new)
+    total = total * decay + tl.sum(weights, axis=1)
+    acc = acc * decay[:, None] + tl.dot(weights.to(query.dtype), value, input_precision="ieee")
+    return acc, m_new, total
+
+
+@triton.jit
+def _attend_split(
+    acc,
+    m,
+    total,
+    query,
+    begin_tile,
+    end_tile,
+    lower,
+    newest,
+    key_cache_ptr,
+    value_cache_ptr,
+    table,
+    kv_head,
+    dim,
+    in_head,
+    slope,
+    scale,
+    stride_block,
+    stride_slot,
+    stride_head,
+    BLOCK_SIZE: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Attend to the cached tiles of a split, keys not quantized. Return acc, m, total."""
+    for tile in range(begin_tile, end_tile):
+        position = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        key, value, valid = _float_tile(
+            position, lower, newest, key_cache_ptr, value_cache_ptr, table, kv_head, dim, in_head,
+            stride_block, stride_slot, stride_head, BLOCK_SIZE,
+        )  # fmt: skip
+        acc, m, total = _attend_floats(
+            acc, m, total, query, key, value, valid, position - newest, slope, scale, SOFT_CAP,
+            ALIBI,
+        )  # fmt: skip
+    return acc, m, total
 
 
 @triton.jit(do_not_specialize=["num_splits", "stride_table"])
@@ -122,6 +230,7 @@ def _fused_decode_kernel(
     BLOCK_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
     FP8: tl.constexpr,
+    PRELOAD: tl.constexpr,
     PDL: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -168,6 +277,16 @@ def _fused_decode_kernel(
         sin = tl.load(angles + TURN, mask=turns, other=0.0)
         if KEY_BITS != 4:
             sin = tl.where(dim < TURN, -sin, sin)
+    table = block_table_ptr + row64 * stride_table
+    if PRELOAD:
+        # What earlier steps have cached is there before the projection is: the keys and values of
+        # a split that is as short as splits get.
+        is_short = per_split == MIN_TILES
+        early_position = begin_tile * BLOCK_N + tl.arange(0, BLOCK_N * MIN_TILES)
+        early_key, early_value, early_valid = _float_tile(
+            early_position, lower, tl.where(is_short, newest, 0), key_cache_ptr, value_cache_ptr,
+            table, kv_head, dim, in_head, stride_block, stride_slot, stride_head, BLOCK_SIZE,
+        )  # fmt: skip
     if PDL:
         gdc_wait()
 
@@ -280,54 +399,55 @@ def _fused_decode_kernel(
         low, high, query_sum = product_starts(query, KEY_BITS)
         query_sum *= factor
         totals = tl.where(offs_n[None, :] == 0, total[:, None], 0.0)
-    table = block_table_ptr + row64 * stride_table
-    for tile in range(begin_tile, end_tile):
-        position = tile * BLOCK_N + offs_n
-        if KEY_BITS == 16:
-            valid = (position >= lower) & (position < newest)
-            block = tl.load(table + position // BLOCK_SIZE, mask=valid, other=0).to(tl.int64)
-            base = (
-                block * stride_block + (position % BLOCK_SIZE) * stride_slot + kv_head * stride_head
-            )
-            key_places = base[:, None] + dim[None, :]
-            mask_keys = valid[:, None] & in_head[None, :]
-            key = tl.load(key_cache_ptr + key_places, mask=mask_keys, other=0.0)
-            value = tl.load(value_cache_ptr + key_places, mask=mask_keys, other=0.0)
-            key = widen_floats(key, query.dtype, True)
-            value = widen_floats(value, query.dtype, False)
-            scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+    if not ALIBI:
+        slope = 0.0
+    if PRELOAD:
+        if is_short:
+            acc, m, total = _attend_floats(
+                acc, m, total, query, early_key, early_value, early_valid, early_position - newest,
+                slope, scale, SOFT_CAP, ALIBI,
+            )  # fmt: skip
         else:
+            acc, m, total = _attend_split(
+                acc, m, total, query, begin_tile, end_tile, lower, newest, key_cache_ptr,
+                value_cache_ptr, table, kv_head, dim, in_head, slope, scale, stride_block,
+                stride_slot, stride_head, BLOCK_SIZE, SOFT_CAP, ALIBI, BLOCK_N,
+            )  # fmt: skip
+    elif KEY_BITS == 16:
+        acc, m, total = _attend_split(
+            acc, m, total, query, begin_tile, end_tile, lower, newest, key_cache_ptr,
+            value_cache_ptr, table, kv_head, dim, in_head, slope, scale, stride_block, stride_slot,
+            stride_head, BLOCK_SIZE, SOFT_CAP, ALIBI, BLOCK_N,
+        )  # fmt: skip
+    else:
+        for tile in range(begin_tile, end_tile):
+            position = tile * BLOCK_N + offs_n
             valid = position < newest
             if WINDOW > 0:
                 valid = valid & (position >= lower)
-            key, value, key_words, value_words = load_codes(
+            codes, value_codes, key_words, value_words = load_codes(
                 key_cache_ptr, value_cache_ptr, key_words_ptr, value_words_ptr, table, tile, offs_n,
                 valid, lower, newest, kv_head, NUM_KV_HEADS, BLOCK_SIZE, WINDOW, KEY_WIDTH,
                 VALUE_WIDTH, BLOCK_N, BLOCK_K // 2, BLOCK_V // 2,
             )  # fmt: skip
-            scores = code_scores(query, low, high, query_sum, key, key_words, factor, KEY_BITS)
-        if SOFT_CAP > 0.0:
-            scores = SOFT_CAP * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * scores / SOFT_CAP)))
-        if ALIBI:
-            scores += slope[:, None] * (position - newest)[None, :]
-        LOG: tl.constexpr = 1.0 if LOGS else LOG2E
-        scores = tl.where(valid[None, :], scores * LOG, -float("inf"))
-        # m_new is finite: the newest token is in m, or the tile holds a visible position.
-        m_new = tl.maximum(m, tl.max(scores, axis=1))
-        weights = tl.exp2(scores - m_new[:, None])
-        decay = tl.exp2(m - m_new)
-        if VALUE_BITS == 16:
-            total = total * decay + tl.sum(weights, axis=1)
-            acc = acc * decay[:, None]
-            acc += tl.dot(weights.to(query.dtype), value, input_precision="ieee")
-        else:
+            scores = code_scores(query, low, high, query_sum, codes, key_words, factor, KEY_BITS)
+            if SOFT_CAP > 0.0:
+                scores = SOFT_CAP * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * scores / SOFT_CAP)))
+            if ALIBI:
+                scores += slope[:, None] * (position - newest)[None, :]
+            LOG: tl.constexpr = 1.0 if LOGS else LOG2E
+            scores = tl.where(valid[None, :], scores * LOG, -float("inf"))
+            # m_new is finite: the newest token is in m, or the tile holds a visible position.
+            m_new = tl.maximum(m, tl.max(scores, axis=1))
+            weights = tl.exp2(scores - m_new[:, None])
+            decay = tl.exp2(m - m_new)
             parts, more = add_code_values(
-                parts, decay, weights, value, value_words, dtype, VALUE_BITS
+                parts, decay, weights, value_codes, value_words, dtype, VALUE_BITS
             )
             # Summed over the columns once, after the last tile.
             totals = totals * decay[:, None] + weights
             missing = missing * decay[:, None] + more
-        m = m_new
+            m = m_new
 
     if PDL and not EARLY:
         gdc_launch_dependents()
@@ -452,9 +572,12 @@ def fused_decode_attention(
     block_g, block_d = triton.next_power_of_2(group), block_width(head_dim)
     join_splits = min(JOIN_SPLITS, max(1, JOIN_ELEMENTS // (block_g * block_d)))
     programs = num_rows * num_kv_heads
-    block_n, num_warps, num_stages = config or decode_config(
+    block_n, num_warps, num_stages, min_tiles = config or decode_config(
         head_dim, qkv.dtype, programs, is_narrow(kv_cache)
     )
+    key_bytes = block_n * min_tiles * decode_width(key_width, cache.key_bits) * qkv.element_size()
+    preload = cache.key_bits == 16 and key_bytes <= PRELOAD_BYTES
+    preload = preload and width * num_heads * head_dim * qkv.element_size() > PRELOAD_BEHIND
     options = pdl_options(qkv.device)
     launch(_fused_decode_kernel, (num_rows, num_kv_heads, num_splits))(
         out,
@@ -500,7 +623,7 @@ def fused_decode_attention(
         RING=query_ring is not None,
         NORM_QUERY=query_norm is not None,
         NORM_KEY=key_norm is not None,
-        MIN_TILES=MIN_SPLIT_TILES,
+        MIN_TILES=min_tiles,
         KEY_BITS=cache.key_bits,
         VALUE_BITS=cache.value_bits,
         KEY_WIDTH=key_width,
@@ -513,6 +636,7 @@ def fused_decode_attention(
         BLOCK_V=decode_width(value_width, cache.value_bits),
         BLOCK_D=block_d,
         FP8=cache.is_fp8,
+        PRELOAD=preload,
         PDL=bool(options),
         EARLY=num_heads * head_dim >= EARLY_WIDTH,
         num_warps=num_warps,

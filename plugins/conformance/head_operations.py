@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from ...core.nn.operations import HeadLayout, Norm
+from ...core.nn.operations import CenteredNorm, HeadLayout, Norm
 from ...core.nn.ragged import RaggedRows
 from .operation_arguments import REFERENCE, wide
 
@@ -33,6 +33,26 @@ class HeadChecks:
             for name, one, other in zip(("query", "key", "value"), got, want, strict=True):
                 assert one.dtype == dtype and one.shape == other.shape, name
                 self.near(one, other, dtype, times=2)
+
+    @pytest.mark.parametrize("heads", [(4, 2, 64), (5, 5, 80), (40, 8, 128)])
+    @pytest.mark.parametrize("case", ["shared", "biased", "of each head"])
+    def test_norm_heads(self, case: str, heads: tuple[int, int, int], dtype: torch.dtype) -> None:
+        """Queries and keys are normed where they are; values stay."""
+        layout = HeadLayout(*heads)
+        num_heads, num_kv_heads, dim = layout
+        norms = []
+        for count, eps in ((num_heads, 1e-5), (num_kv_heads, 1e-3)):
+            size = (count, dim) if case == "of each head" else (dim,)
+            bias = self.draw(dim, dtype=dtype) if case == "biased" else None
+            norms.append(CenteredNorm(self.draw(*size, dtype=dtype), bias, eps))
+        for tokens in (1, 7):
+            given = self.draw(tokens, (num_heads + 2 * num_kv_heads) * dim, dtype=dtype) * 3 + 1
+            want, got = given.float(), given.clone()
+            REFERENCE.norm_heads(want, layout, *norms)
+            self.make(dtype).norm_heads(got, layout, *norms)
+            self.near(got, want, dtype, times=4)
+            values = num_kv_heads * dim
+            assert torch.equal(got[:, -values:], given[:, -values:])
 
     def projection(self, layout: HeadLayout, tokens: int, case: str, dtype: torch.dtype) -> Any:
         """Return qkv, positions, cos_sin, query_norm, key_norm."""

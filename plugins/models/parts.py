@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from ...core.loading.model_config import ModelConfig
@@ -21,6 +20,7 @@ from ...core.nn.embedding import Embedding
 from ...core.nn.experts import SparseMLP
 from ...core.nn.mlp import PlainMLP
 from ...core.nn.norm import LayerNorm, RMSNorm
+from ...core.nn.operations import CenteredNorm
 from ...core.nn.rotary import Rotary
 from ...core.nn.routing import RoutingRule
 from ...core.parallel.elsewhere import Elsewhere
@@ -138,25 +138,29 @@ class HeadNormAttention(SelfAttention):
     """Queries and keys are normed by `q_layernorm` and `k_layernorm`, if it has them, before the
     rotation.
 
-    For norms that are no RMSNorm of one head: those are `q_norm` and `k_norm`, which kernels apply.
+    For norms that are no RMSNorm of one head: those are `q_norm` and `k_norm`, which kernels apply
+    with the rotation.
     """
 
     q_layernorm: nn.Module
     k_layernorm: nn.Module
-    whole: ClassVar[bool] = False
-    """One norm of all heads together: [num_tokens, num_heads * head_dim]. Otherwise each norm gets
-    [num_tokens, num_heads, head_dim]."""
 
     def heads(
         self, qkv: torch.Tensor, rotary: Rotary | None, context: ForwardContext
     ) -> torch.Tensor:
+        query_norm, key_norm = (
+            getattr(self, name, None) for name in ("q_layernorm", "k_layernorm")
+        )
+        if isinstance(query_norm, HEAD_NORMS) and isinstance(key_norm, HEAD_NORMS):
+            attention = self.attention
+            attention.operations.norm_heads(qkv, attention.layout, query_norm.norm, key_norm.norm)
+            return super().heads(qkv, rotary, context)
         start = 0
-        for name, heads in (("q_layernorm", self.num_heads), ("k_layernorm", self.num_kv_heads)):
-            norm: nn.Module | None = getattr(self, name, None)
+        for norm, heads in ((query_norm, self.num_heads), (key_norm, self.num_kv_heads)):
             part = qkv[:, start : start + heads * self.head_dim]
             start += heads * self.head_dim
             if norm is not None:
-                view = part if self.whole else part.view(-1, heads, self.head_dim)
+                view = part.view(-1, heads, self.head_dim)
                 view.copy_(norm(view))
         return super().heads(qkv, rotary, context)
 
@@ -253,10 +257,14 @@ class HeadsLayerNorm(nn.Module):
         if self.order is not None:
             self.weight.data = self.order.apply("weight", self.weight.data.t()).t().contiguous()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., num_heads, head_dim] → the same shape"""
-        wide = F.layer_norm(x.float(), x.shape[-1:], eps=self.eps)
-        return (wide * self.weight.float()).to(x.dtype)
+    @property
+    def norm(self) -> CenteredNorm:
+        """Return the parameters, for `Operations.norm_heads`."""
+        return CenteredNorm(self.weight, None, self.eps)
+
+
+HEAD_NORMS = (LayerNorm, HeadsLayerNorm)
+"""Norms of single heads that `Operations.norm_heads` applies."""
 
 
 # ---------------------------------------------------------------- checkpoints

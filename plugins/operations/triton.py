@@ -31,6 +31,7 @@ from ...core.nn.step_operations.sampling import GrammarBits, SampleOutputs, Slot
 
 try:
     from ...kernels.activations import gelu_mul, silu_mul, xielu
+    from ...kernels.attention.norm_heads import norm_heads
     from ...kernels.attention.qk_norm_rope_cache import qk_norm_rope_cache
     from ...kernels.compaction.best_tokens import best_tokens
     from ...kernels.compaction.compact_caches import compact_caches
@@ -269,6 +270,16 @@ class TritonOperations(TritonStates, TritonLatents, TritonIndexing, Operations):
     def xielu(self, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """[any] → the same shape, in one launch."""
         return xielu(x.contiguous(), weights)
+
+    def norm_heads(
+        self,
+        qkv: torch.Tensor,
+        layout: HeadLayout,
+        query_norm: CenteredNorm,
+        key_norm: CenteredNorm,
+    ) -> None:
+        """In place, queries and keys in one launch."""
+        norm_heads(qkv, layout.num_heads, layout.num_kv_heads, query_norm, key_norm)
 
     def heads(
         self,

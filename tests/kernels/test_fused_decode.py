@@ -16,6 +16,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from jackfield.kernels import reference
+from jackfield.kernels.attention import fused_decode_attention as fused
 from jackfield.kernels.attention.decode_splits import workspace_elements
 from jackfield.kernels.attention.fused_decode_attention import (
     fits_registers,
@@ -107,7 +108,8 @@ FEW = [
     ),
     ids=str,
 )
-def test_it_equals_its_parts(dtype, splits, sizes):
+def test_it_equals_its_parts(dtype, splits, sizes, monkeypatch):
+    """Whether keys of short splits are loaded ahead of the projection or not."""
     heads, kv_heads, dim = sizes
     case = Case(heads, kv_heads, dim, dtype)
     rows = len(LENGTHS)
@@ -123,7 +125,8 @@ def test_it_equals_its_parts(dtype, splits, sizes):
         (case.cos_sin, True, {"attention_chunk_size": 43}),
         (None, False, {"attention_chunk_size": 24, "chunk_lookback": 1}),
     ]
-    for cos_sin, norms, options in variants:
+    for behind, (cos_sin, norms, options) in itertools.product((0, 1 << 62), variants):
+        monkeypatch.setattr(fused, "PRELOAD_BEHIND", behind)
         expected, want_cache = case.expected(cos_sin, norms, **options)
         cache = case.cache.clone()
         query_norm, key_norm = case.norms if norms else (None, None)
