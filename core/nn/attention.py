@@ -45,6 +45,8 @@ class Attention(nn.Module):
         self.group = 0
         self.query_ring = None
         self.cache_scales = (1.0, 1.0)
+        self.next_weights: tuple[torch.Tensor, ...] = ()
+        """Weights that are read after this layer, for backends that read ahead."""
 
     def cache_spec(self, dtype: torch.dtype) -> TokenCache:
         """Return the layer's cache contents, for a cache of this type; its own format precedes."""
@@ -87,6 +89,8 @@ class Attention(nn.Module):
         more = self._kept_queries(backend, context)
         if norm_last and more is not None:
             more = {**more, "norm_last": True} if backend.norms_rotated else None
+        if backend.reads_ahead and self.next_weights and more is not None:
+            more = {**more, "next_weights": self.next_weights}
         if sinks is None and distance_bias is None and more is not None:
             out = backend.forward_projection(
                 self.spec, qkv, cos_sin, *norms, kv_cache, metadata, **more

@@ -11,6 +11,8 @@ import msgspec
 from ..cache.reach import Reach
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy as np
     import torch
 
@@ -176,6 +178,8 @@ class AttentionBackend(PagedBackend):
     that need them. Otherwise it is not called for layers whose queries are kept."""
     norms_rotated: ClassVar[bool] = False
     """Whether `forward_projection` takes `norm_last`."""
+    reads_ahead: ClassVar[bool] = False
+    """Whether `forward_projection` takes `next_weights`."""
 
     @classmethod
     @abstractmethod
@@ -222,6 +226,7 @@ class AttentionBackend(PagedBackend):
         *,
         query_ring: tuple[torch.Tensor, torch.Tensor] | None = None,
         norm_last: bool = False,
+        next_weights: Sequence[torch.Tensor] = (),
     ) -> torch.Tensor | None:
         """Compute the layer from its fused projection: split into heads, norm, rotate, write,
         attend.
@@ -232,5 +237,7 @@ class AttentionBackend(PagedBackend):
         given if `keeps_queries`, for a layer and step whose queries are kept: write each token's,
         normed and rotated, to [places, num_heads, head_dim] at its place, [num_tokens] int64.
         norm_last: given if `norms_rotated`, for layers whose norms come after the rotation.
+        next_weights: given if `reads_ahead`: weights that products read after this layer, in this
+        order, which may be brought to a cache of the device meanwhile.
         """
         return None

@@ -11,12 +11,16 @@ Memory and operations as in paged_attention_decode.py, and the projection once f
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
 from ..launch import launch
 from ..pdl import gdc_launch_dependents, gdc_wait, pdl_options
+from ..tiles import prefetch_l2
 from .decode_codes import (
     add_code_values,
     add_halves,
@@ -60,6 +64,10 @@ hold them."""
 PRELOAD_BEHIND = 1 << 24
 """Bytes of the projection's weight, if it is as long as all queries, from which on they are: a
 smaller one lets this kernel start too late for it (`EARLY_BYTES` in gemv.py)."""
+AHEAD_BYTES = 8 << 20
+"""Of the weights that are read next, asked for ahead. More makes the products wait for it."""
+AHEAD_PROGRAMS = 32
+"""That ask for them, or a few more."""
 JOIN_SPLITS = 8
 """Splits that are joined per iteration, at most."""
 JOIN_ELEMENTS = 1 << 14
@@ -127,6 +135,15 @@ def _attend_floats(
     total = total * decay + tl.sum(weights, axis=1)
     acc = acc * decay[:, None] + tl.dot(weights.to(query.dtype), value, input_precision="ieee")
     return acc, m_new, total
+
+
+@triton.jit
+def _ask_for(weight_ptr, num_bytes, number, count):
+    """Start copying the first bytes of a weight to the L2 cache, as program `number` of `count`."""
+    weight_ptr = weight_ptr.to(tl.pointer_type(tl.int8))
+    lanes = tl.arange(0, 128) * 1024
+    for start in range(number * (128 * 1024), num_bytes, count * (128 * 1024)):
+        prefetch_l2(weight_ptr + tl.minimum(start + lanes, num_bytes - 1024), "1024")
 
 
 @triton.jit
@@ -203,6 +220,10 @@ def _fused_decode_kernel(
     stride_slot,
     stride_head,
     stride_table,
+    first_weight_ptr,
+    first_bytes,
+    second_weight_ptr,
+    second_bytes,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -231,10 +252,12 @@ def _fused_decode_kernel(
     BLOCK_D: tl.constexpr,
     FP8: tl.constexpr,
     PRELOAD: tl.constexpr,
+    AHEAD: tl.constexpr,
     PDL: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One program per (row, kv head, split). Scores are kept in units of log2."""
+    """One program per (row, kv head, split); with AHEAD more, which ask for weights. Scores are
+    kept in units of log2."""
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     HALF: tl.constexpr = HEAD_DIM // 2
     LOG2E: tl.constexpr = 1.4426950408889634
@@ -248,6 +271,17 @@ def _fused_decode_kernel(
     lower, first_tile, end, per_split = _split_tiles(
         seq_len, num_splits, BLOCK_N, MIN_TILES, WINDOW, CHUNK
     )
+    if AHEAD:
+        if split >= num_splits:
+            # Memory is idle where splits are short: while they wait for the projection, each other
+            # and the join.
+            if per_split == MIN_TILES:
+                gdc_wait()
+                number = (split - num_splits) * NUM_KV_HEADS + kv_head
+                count = (tl.num_programs(2) - num_splits) * NUM_KV_HEADS
+                _ask_for(first_weight_ptr, first_bytes, number, count)
+                _ask_for(second_weight_ptr, second_bytes, number, count)
+            return
     begin_tile = first_tile + split * per_split
     end_tile = tl.minimum(begin_tile + per_split, end)
     if begin_tile >= end_tile:
@@ -495,6 +529,17 @@ def _fused_decode_kernel(
     )
 
 
+def _asked(weights: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+    """Return two weights and how many of their bytes are asked for; () for none."""
+    left, asked = AHEAD_BYTES, []
+    for weight in weights[:2]:
+        num_bytes = min(weight.nbytes, left) // 1024 * 1024
+        if num_bytes and weight.data_ptr() % 16 == 0:
+            asked += [weight, num_bytes]
+            left -= num_bytes
+    return (*asked, *asked[:1], 0) if len(asked) == 2 else tuple(asked)
+
+
 def fits_registers(group: int, head_dim: int, dtype: torch.dtype) -> bool:
     """Return whether one launch can serve `group` query heads that share a key head.
 
@@ -533,6 +578,7 @@ def fused_decode_attention(
     positions: torch.Tensor | None = None,
     query_ring: tuple[torch.Tensor, torch.Tensor] | None = None,
     norm_last: bool = False,
+    next_weights: Sequence[torch.Tensor] = (),
 ) -> torch.Tensor:
     """qkv: [num_rows, (num_heads + 2 * num_kv_heads) * head_dim], one new token per row, not
     changed → [num_rows, num_heads, head_dim]
@@ -546,6 +592,8 @@ def fused_decode_attention(
     the place of each row, [num_rows] int64. cos_sin: [max_positions, rotary_dim] float32: as many
     channels of a head are rotated, all of them where keys have 4 bits; norms: (weight [head_dim],
     eps), after the rotation with `norm_last`; alibi_slopes: as `paged_attention_decode` has them.
+    next_weights: what is read after this, contiguous, in this order: the L2 cache is asked for the
+    first AHEAD_BYTES of two of them, if there is one row of few keys.
     counters: [at least num_rows * num_kv_heads] int32, zeros before and after; workspace: float32,
     `workspace_elements(...)`.
     No host synchronisation; safe to capture.
@@ -579,7 +627,9 @@ def fused_decode_attention(
     preload = cache.key_bits == 16 and key_bytes <= PRELOAD_BYTES
     preload = preload and width * num_heads * head_dim * qkv.element_size() > PRELOAD_BEHIND
     options = pdl_options(qkv.device)
-    launch(_fused_decode_kernel, (num_rows, num_kv_heads, num_splits))(
+    ahead = _asked(next_weights) if options and num_rows == 1 else ()
+    asking = triton.cdiv(AHEAD_PROGRAMS, num_kv_heads) if ahead else 0
+    launch(_fused_decode_kernel, (num_rows, num_kv_heads, num_splits + asking))(
         out,
         workspace,
         workspace[num_rows * num_heads * num_splits * head_dim :],
@@ -610,6 +660,7 @@ def fused_decode_attention(
         0 if cos_sin is None else cos_sin.stride(0),
         *cache.strides,
         block_table.stride(0),
+        *(ahead or (None, 0, None, 0)),
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
@@ -637,6 +688,7 @@ def fused_decode_attention(
         BLOCK_D=block_d,
         FP8=cache.is_fp8,
         PRELOAD=preload,
+        AHEAD=bool(ahead),
         PDL=bool(options),
         EARLY=num_heads * head_dim >= EARLY_WIDTH,
         num_warps=num_warps,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -118,6 +118,7 @@ class TritonAttention(AttentionBackend):
     bounded_lengths: ClassVar[bool] = True
     keeps_queries: ClassVar[bool] = True
     norms_rotated: ClassVar[bool] = True
+    reads_ahead: ClassVar[bool] = True
 
     @classmethod
     def supports(cls, spec: AttentionSpec, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -343,6 +344,7 @@ class TritonAttention(AttentionBackend):
         *,
         query_ring: tuple[torch.Tensor, torch.Tensor] | None = None,
         norm_last: bool = False,
+        next_weights: Sequence[torch.Tensor] = (),
     ) -> torch.Tensor | None:
         """Run a decode step of few rows in one launch; None for others, and for partial rotations
         over quantized caches."""
@@ -380,6 +382,7 @@ class TritonAttention(AttentionBackend):
             positions=layout.positions,
             query_ring=query_ring,
             norm_last=norm_last,
+            next_weights=next_weights,
         )
 
     def _slopes(self, slopes: tuple[float, ...]) -> torch.Tensor:

@@ -181,6 +181,24 @@ class Block(nn.Module):
         self.self_attn = attention(config, layer, build)
         self.mlp = mlp(config, layer, build)
 
+    def after_loading(self) -> None:
+        """Tell attention which weights are read after it."""
+        attention = getattr(self.self_attn, "attention", None)
+        if isinstance(attention, Attention):
+            weights = [getattr(product, "weight", None) for product in self.products_after()]
+            attention.next_weights = tuple(
+                weight for weight in weights
+                if isinstance(weight, torch.Tensor) and weight.is_contiguous()
+            )  # fmt: skip
+
+    def products_after(self) -> list[nn.Module | None]:
+        """Return the first products after attention, in order."""
+        return [getattr(self.self_attn, "o_proj", None), self._first_of_mlp()]
+
+    def _first_of_mlp(self) -> nn.Module | None:
+        layers = (getattr(self.mlp, name, None) for name in ("gate_up_proj", "up_proj"))
+        return next((layer for layer in layers if isinstance(layer, nn.Module)), None)
+
     @classmethod
     def make_norm(cls, hf: Any, build: BuildContext) -> nn.Module:
         """Create one of the block's norms, or the decoder's last one."""
@@ -256,6 +274,10 @@ class ParallelBlock(Block):
         """As `Block`."""
         inner = self.mlp.inner(hidden, getattr(self, self.norms[-1]))
         return self._add(hidden, heads, inner)
+
+    def products_after(self) -> list[nn.Module | None]:
+        """As `Block`."""
+        return [self._first_of_mlp(), self.self_attn.o_proj]
 
     def _add(self, hidden: torch.Tensor, heads: torch.Tensor, inner: torch.Tensor) -> torch.Tensor:
         products = (self.self_attn.o_proj, heads), (self.mlp.down_proj, inner)

@@ -195,6 +195,30 @@ def test_queries_are_kept_at_their_places():
     torch.testing.assert_close(ring, expected, atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.parametrize("length", [50, 190])
+@pytest.mark.parametrize("numbers", [[], [100], [70_000], [3_000, 5_000_000], [5_000_000] * 3])
+def test_weights_that_are_asked_for_change_nothing(numbers, length):
+    """On a card, one row's programs ask the L2 cache for them; short and long splits, weights of
+    any size and number."""
+    heads, kv_heads, dim = 4, 2, 64
+    case = Case(heads, kv_heads, dim, torch.float16)
+    weights = [torch.zeros(number, dtype=torch.float16, device=DEVICE) for number in numbers]
+    results = []
+    for next_weights in ([], weights):
+        for splits in (1, 3):
+            cache = case.cache.clone()
+            cache.nan_to_num_()
+            out = fused_decode_attention(
+                case.qkv[:1], heads, kv_heads, cache, case.table[:1],
+                torch.tensor([length], dtype=torch.int32, device=DEVICE), case.slots[:1],
+                scale=dim**-0.5, num_splits=splits, next_weights=next_weights,
+                counters=torch.zeros(kv_heads, dtype=torch.int32, device=DEVICE),
+                workspace=torch.empty(workspace_elements(1, heads, dim, splits), device=DEVICE),
+            )  # fmt: skip
+            results.append(torch.cat([out.flatten(), cache.flatten()]))
+    assert torch.equal(results[0], results[2]) and torch.equal(results[1], results[3])
+
+
 def test_it_refuses_what_does_not_fit():
     case = Case(4, 2, 64, torch.float32)
     arguments = (case.qkv, 4, 2, case.cache, case.table, case.seq_lens, case.slots)

@@ -32,6 +32,7 @@ DECODE = {"MIN_TILES": 2, "BLOCK_M": 16, "BLOCK_D": HEAD_DIM, "SPLIT": True, "PD
 FUSED = {
     "ROTARY_DIM": HEAD_DIM, "NORM_LAST": False, "POSITIONS": True, "RING": False,
     "NORM_QUERY": True, "NORM_KEY": True, "BLOCK_G": GROUP, "EARLY": True, "PRELOAD": False,
+    "AHEAD": False,
     "ring_ptr": None, "places_ptr": None, "slopes_ptr": None,
     "BLOCK_S": fused_decode_attention.JOIN_ELEMENTS // (GROUP * HEAD_DIM),
 }  # fmt: skip
