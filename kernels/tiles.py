@@ -47,6 +47,15 @@ def prefetch_l2(ptrs, BYTES: tl.constexpr):
 
 
 @triton.jit
+def ask_l2_for(weight_ptr, num_bytes, number, count):
+    """Start copying the first bytes of a weight to the L2 cache, as program `number` of `count`."""
+    weight_ptr = weight_ptr.to(tl.pointer_type(tl.int8))
+    lanes = tl.arange(0, 128) * 1024
+    for start in range(number * (128 * 1024), num_bytes, count * (128 * 1024)):
+        prefetch_l2(weight_ptr + tl.minimum(start + lanes, num_bytes - 1024), "1024")
+
+
+@triton.jit
 def apply_bias_and_gate(
     acc,
     up_acc,

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Literal,
+    Protocol,
+    TypeAlias,
+    runtime_checkable,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -12,8 +20,11 @@ if TYPE_CHECKING:
 
     from ..loading.model_config import ModelConfig
     from ..nn.context import BuildContext, EncodeContext, ForwardContext
-    from ..nn.hidden_states import HiddenStates
     from .field_kinds import FieldKind
+
+HiddenStates: TypeAlias = "torch.Tensor | tuple[torch.Tensor, ...]"
+"""[num_tokens, hidden_size]; or tensors with one row per token each, where `compute_logits` goes on
+with what the last layer has not finished."""
 
 
 @runtime_checkable

@@ -15,10 +15,10 @@ from msgspec.structs import replace as replace_fields
 from torch import nn
 
 from ..nn.context import ForwardContext
-from ..nn.hidden_states import HiddenStates, take
 from ..nn.step_operations.sampling import SampleOutputs
 from ..parallel.ranks import ONE_RANK, Ranks
 from ..protocols.attention import PagedBackend
+from ..protocols.models import HiddenStates
 from ..step import NOTHING_IN_PROCESS, InProcess, StepPlan
 from .batch import LogitRows, PersistentBatch, StepInputs, StepRows, releasing_all
 from .graphs.decode_graphs import DecodeGraphs
@@ -26,6 +26,7 @@ from .graphs.draft_graphs import DraftGraphs
 from .graphs.endings import Ending
 from .graphs.mixed_graphs import MixedGraphs
 from .graphs.recorder import NotRecorded
+from .hidden_states import take
 from .kv_cache.planned_compactions import PlannedCompactions
 from .kv_cache.query_ring import QueryRing
 from .kv_cache.sources import Sources

@@ -20,7 +20,7 @@ import triton.language as tl
 
 from ..launch import launch
 from ..pdl import gdc_launch_dependents, gdc_wait, pdl_options
-from ..tiles import prefetch_l2
+from ..tiles import ask_l2_for
 from .decode_codes import (
     add_code_values,
     add_halves,
@@ -32,6 +32,7 @@ from .decode_codes import (
     whole_halves,
     zero_parts,
 )
+from .decode_floats import attend_floats, attend_split, float_tile
 from .decode_splits import (
     DecodeConfig,
     _join,
@@ -48,7 +49,6 @@ from .quantized_tiles import (
     product_dtype,
     product_query,
     quantized_heads,
-    widen_floats,
     word_places,
 )
 from .reach import reach_constants
@@ -72,118 +72,6 @@ JOIN_SPLITS = 8
 """Splits that are joined per iteration, at most."""
 JOIN_ELEMENTS = 1 << 14
 """Channels of their heads, at most: what registers hold."""
-
-
-@triton.jit
-def _float_tile(
-    position,
-    lower,
-    newest,
-    key_cache_ptr,
-    value_cache_ptr,
-    table,
-    kv_head,
-    dim,
-    in_head,
-    stride_block,
-    stride_slot,
-    stride_head,
-    BLOCK_SIZE: tl.constexpr,
-):
-    """Load keys and values of positions [BLOCK_N] from `lower` to before `newest`: → keys, values
-    [BLOCK_N, BLOCK_K] as they are cached, and which positions these are."""
-    valid = (position >= lower) & (position < newest)
-    block = tl.load(table + position // BLOCK_SIZE, mask=valid, other=0).to(tl.int64)
-    base = block * stride_block + (position % BLOCK_SIZE) * stride_slot + kv_head * stride_head
-    places = base[:, None] + dim[None, :]
-    mask = valid[:, None] & in_head[None, :]
-    key = tl.load(key_cache_ptr + places, mask=mask, other=0.0)
-    value = tl.load(value_cache_ptr + places, mask=mask, other=0.0)
-    return key, value, valid
-
-
-@triton.jit
-def _attend_floats(
-    acc,
-    m,
-    total,
-    query,
-    key,
-    value,
-    valid,
-    distance,
-    slope,
-    scale,
-    SOFT_CAP: tl.constexpr,
-    ALIBI: tl.constexpr,
-):
-    """Attend to a tile of keys that are not quantized. distance: [BLOCK_N] of each to the newest
-    token, at most 0. Return acc, m, total."""
-    LOG2E: tl.constexpr = 1.4426950408889634
-    key = widen_floats(key, query.dtype, True)
-    value = widen_floats(value, query.dtype, False)
-    scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
-    if SOFT_CAP > 0.0:
-        scores = SOFT_CAP * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * scores / SOFT_CAP)))
-    if ALIBI:
-        scores += slope[:, None] * distance[None, :]
-    scores = tl.where(valid[None, :], scores * LOG2E, -float("inf"))
-    # m_new is finite: the newest token is in m, or the tile holds a visible position.
-    m_new = tl.maximum(m, tl.max(scores, axis=1))
-    weights = tl.exp2(scores - m_new[:, None])
-    decay = tl.exp2(m - m_new)
-    total = total * decay + tl.sum(weights, axis=1)
-    acc = acc * decay[:, None] + tl.dot(weights.to(query.dtype), value, input_precision="ieee")
-    return acc, m_new, total
-
-
-@triton.jit
-def _ask_for(weight_ptr, num_bytes, number, count):
-    """Start copying the first bytes of a weight to the L2 cache, as program `number` of `count`."""
-    weight_ptr = weight_ptr.to(tl.pointer_type(tl.int8))
-    lanes = tl.arange(0, 128) * 1024
-    for start in range(number * (128 * 1024), num_bytes, count * (128 * 1024)):
-        prefetch_l2(weight_ptr + tl.minimum(start + lanes, num_bytes - 1024), "1024")
-
-
-@triton.jit
-def _attend_split(
-    acc,
-    m,
-    total,
-    query,
-    begin_tile,
-    end_tile,
-    lower,
-    newest,
-    key_cache_ptr,
-    value_cache_ptr,
-    table,
-    kv_head,
-    dim,
-    in_head,
-    slope,
-    scale,
-    stride_block,
-    stride_slot,
-    stride_head,
-    BLOCK_SIZE: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    ALIBI: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Attend to the cached tiles of a split, keys not quantized. Return acc, m, total."""
-    for tile in range(begin_tile, end_tile):
-        position = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        key, value, valid = _float_tile(
-            position, lower, newest, key_cache_ptr, value_cache_ptr, table, kv_head, dim, in_head,
-            stride_block, stride_slot, stride_head, BLOCK_SIZE,
-        )  # fmt: skip
-        acc, m, total = _attend_floats(
-            acc, m, total, query, key, value, valid, position - newest, slope, scale, SOFT_CAP,
-            ALIBI,
-        )  # fmt: skip
-    return acc, m, total
 
 
 @triton.jit(do_not_specialize=["num_splits", "stride_table"])
@@ -279,8 +167,8 @@ def _fused_decode_kernel(
                 gdc_wait()
                 number = (split - num_splits) * NUM_KV_HEADS + kv_head
                 count = (tl.num_programs(2) - num_splits) * NUM_KV_HEADS
-                _ask_for(first_weight_ptr, first_bytes, number, count)
-                _ask_for(second_weight_ptr, second_bytes, number, count)
+                ask_l2_for(first_weight_ptr, first_bytes, number, count)
+                ask_l2_for(second_weight_ptr, second_bytes, number, count)
             return
     begin_tile = first_tile + split * per_split
     end_tile = tl.minimum(begin_tile + per_split, end)
@@ -317,7 +205,7 @@ def _fused_decode_kernel(
         # a split that is as short as splits get.
         is_short = per_split == MIN_TILES
         early_position = begin_tile * BLOCK_N + tl.arange(0, BLOCK_N * MIN_TILES)
-        early_key, early_value, early_valid = _float_tile(
+        early_key, early_value, early_valid = float_tile(
             early_position, lower, tl.where(is_short, newest, 0), key_cache_ptr, value_cache_ptr,
             table, kv_head, dim, in_head, stride_block, stride_slot, stride_head, BLOCK_SIZE,
         )  # fmt: skip
@@ -437,18 +325,18 @@ def _fused_decode_kernel(
         slope = 0.0
     if PRELOAD:
         if is_short:
-            acc, m, total = _attend_floats(
+            acc, m, total = attend_floats(
                 acc, m, total, query, early_key, early_value, early_valid, early_position - newest,
                 slope, scale, SOFT_CAP, ALIBI,
             )  # fmt: skip
         else:
-            acc, m, total = _attend_split(
+            acc, m, total = attend_split(
                 acc, m, total, query, begin_tile, end_tile, lower, newest, key_cache_ptr,
                 value_cache_ptr, table, kv_head, dim, in_head, slope, scale, stride_block,
                 stride_slot, stride_head, BLOCK_SIZE, SOFT_CAP, ALIBI, BLOCK_N,
             )  # fmt: skip
     elif KEY_BITS == 16:
-        acc, m, total = _attend_split(
+        acc, m, total = attend_split(
             acc, m, total, query, begin_tile, end_tile, lower, newest, key_cache_ptr,
             value_cache_ptr, table, kv_head, dim, in_head, slope, scale, stride_block, stride_slot,
             stride_head, BLOCK_SIZE, SOFT_CAP, ALIBI, BLOCK_N,

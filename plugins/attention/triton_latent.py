@@ -27,13 +27,13 @@ from ...core.protocols.latent_attention import (
 )
 
 try:
-    from ...kernels.attention.head_matmul import MAX_TOKENS, head_matmul
-    from ...kernels.attention.latent_decode import (
+    from ...kernels.attention.latent.head_matmul import MAX_TOKENS, head_matmul
+    from ...kernels.attention.latent.latent_decode import (
         choose_latent_splits,
         latent_decode,
         latent_workspace,
     )
-    from ...kernels.attention.latent_prefill import latent_context, latent_prompt
+    from ...kernels.attention.latent.latent_prefill import latent_context, latent_prompt
 
     _MISSING = None
 except ImportError as error:

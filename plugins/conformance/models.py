@@ -30,8 +30,8 @@ from ...core.config import EngineConfig
 from ...core.engine.async_engine import AsyncEngine
 from ...core.errors import ConfigError, LoadError
 from ...core.nn.experts import Router
-from ...core.nn.hidden_states import take
 from ...core.sampling_params import SamplingParams
+from ...core.worker.hidden_states import take
 from .divided_models import check_ranks, check_stages
 from .kit import Kit
 from .paged_model import LONGEST, VOCAB, PagedModel, assert_near, example_prompts

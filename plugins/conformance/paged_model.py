@@ -13,10 +13,11 @@ from ...core.config import EngineConfig
 from ...core.loading.build import build_model
 from ...core.loading.model_config import resolve_model_config
 from ...core.nn.context import ForwardContext
-from ...core.nn.hidden_states import HiddenStates, each
 from ...core.parallel.ranks import ONE_RANK, Ranks
+from ...core.protocols.models import HiddenStates
 from ...core.registration.choice import choose
 from ...core.registry import Plugins
+from ...core.worker.hidden_states import each
 from ...core.worker.kv_cache.memory import allocate_cache
 from ...core.worker.kv_cache.states import NoAttention, make_states
 from ...core.worker.selection import attention_refusal, backend_kind, cache_layers

@@ -12,11 +12,11 @@ from ...core.loading.model_config import ModelConfig
 from ...core.loading.weight_map import WeightMap
 from ...core.nn.context import BuildContext, ForwardContext
 from ...core.nn.experts import SparseMLP
-from ...core.nn.hidden_states import HiddenStates
 from ...core.nn.mlp import GatedMLP
 from ...core.nn.rotary import Rotary
 from ...core.nn.state.mamba2 import Mamba2Mixer
 from ...core.nn.state.sizes import Mamba2Sizes
+from ...core.protocols.models import HiddenStates
 from .decoder import QKV_SHARDS, CausalLM, Decoder
 from .expert_fields import EXPERTS
 from .granite import MULTIPLIERS, GraniteAttention

@@ -13,9 +13,9 @@ import torch
 from ...core.loading.model_config import ModelConfig
 from ...core.loading.weight_map import RowOrder
 from ...core.nn.context import BuildContext
-from ...core.nn.hidden_states import HiddenStates
 from ...core.nn.norm import BiaslessLayerNorm
 from ...core.nn.rotary import Rotary
+from ...core.protocols.models import HiddenStates
 from .decoder import CausalLM, Decoder, HeadlessLM, ParallelBlock, SelfAttention
 from .parts import HeadNormAttention, HeadsLayerNorm
 from .windows import WindowedAttention

@@ -20,7 +20,6 @@ from ...core.loading.weight_map import RowOrder, Shard, WeightMap
 from ...core.nn.attention import Attention
 from ...core.nn.context import BuildContext, ForwardContext
 from ...core.nn.embedding import Embedding
-from ...core.nn.hidden_states import HiddenStates
 from ...core.nn.latent.layer import LatentAttention
 from ...core.nn.linear import Linear, MergedLinear
 from ...core.nn.mlp import GatedMLP, PlainMLP
@@ -30,6 +29,7 @@ from ...core.parallel.elsewhere import Elsewhere
 from ...core.parallel.sharding import HeadShare, Sharding
 from ...core.protocols.attention import AttentionSpec
 from ...core.protocols.field_kinds import FieldKind
+from ...core.protocols.models import HiddenStates
 from ...core.text.tokenizer import Tokenizer
 
 
@@ -183,7 +183,7 @@ class Block(nn.Module):
 
     def after_loading(self) -> None:
         """Tell attention which weights are read after it."""
-        attention = getattr(self.self_attn, "attention", None)
+        attention = getattr(getattr(self, "self_attn", None), "attention", None)
         if isinstance(attention, Attention):
             weights = [getattr(product, "weight", None) for product in self.products_after()]
             attention.next_weights = tuple(
@@ -196,7 +196,8 @@ class Block(nn.Module):
         return [getattr(self.self_attn, "o_proj", None), self._first_of_mlp()]
 
     def _first_of_mlp(self) -> nn.Module | None:
-        layers = (getattr(self.mlp, name, None) for name in ("gate_up_proj", "up_proj"))
+        mlp = getattr(self, "mlp", None)
+        layers = (getattr(mlp, name, None) for name in ("gate_up_proj", "up_proj"))
         return next((layer for layer in layers if isinstance(layer, nn.Module)), None)
 
     @classmethod

@@ -19,11 +19,11 @@ from ...core.loading.model_config import ModelConfig
 from ...core.loading.weight_map import Shard, WeightMap
 from ...core.nn.attention import Attention
 from ...core.nn.context import BuildContext, ForwardContext
-from ...core.nn.hidden_states import HiddenStates
 from ...core.nn.linear import Linear, MergedLinear
 from ...core.nn.norm import RMSNorm
 from ...core.nn.rotary import Rotary
 from ...core.protocols.field_kinds import SIZE, SIZE_OR_ZERO
+from ...core.protocols.models import HiddenStates
 from .decoder import Block, CausalLM, MakeMLP, SelfAttention, rotaries_by_type
 from .looped import LoopedDecoder
 from .windows import WindowedAttention

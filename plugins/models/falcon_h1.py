@@ -11,7 +11,6 @@ from torch import nn
 from ...core.errors import ConfigError
 from ...core.loading.model_config import ModelConfig
 from ...core.nn.context import BuildContext, ForwardContext
-from ...core.nn.hidden_states import HiddenStates
 from ...core.nn.mlp import GatedMLP
 from ...core.nn.norm import RMSNorm, ScaledRMSNorm
 from ...core.nn.rotary import Rotary
@@ -19,6 +18,7 @@ from ...core.nn.state.mamba2 import Mamba2Mixer
 from ...core.nn.state.operations import Mamba2Factors
 from ...core.protocols.attention import AttentionSpec
 from ...core.protocols.field_kinds import NUMBER
+from ...core.protocols.models import HiddenStates
 from .bamba import BambaForCausalLM, mamba2_mixer
 from .decoder import Block, CausalLM, Decoder, MakeMLP, SelfAttention
 

@@ -11,11 +11,11 @@ from torch import nn
 from ...core.errors import ConfigError
 from ...core.loading.model_config import ModelConfig
 from ...core.nn.context import BuildContext
-from ...core.nn.hidden_states import HiddenStates
 from ...core.nn.mlp import GatedMLP
 from ...core.nn.norm import OffsetRMSNorm
 from ...core.protocols.attention import AttentionSpec
 from ...core.protocols.field_kinds import NUMBER, POSITIVE, TEXT
+from ...core.protocols.models import HiddenStates
 from .decoder import CausalLM, DecoderClassifier, HeadlessLM, NormedBlock
 from .gemma import GemmaAttention, GemmaDecoder
 from .windows import WindowedAttention

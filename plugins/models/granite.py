@@ -10,12 +10,12 @@ from torch import nn
 
 from ...core.loading.model_config import ModelConfig
 from ...core.nn.context import BuildContext, ForwardContext
-from ...core.nn.hidden_states import HiddenStates
 from ...core.nn.linear import Linear
 from ...core.nn.mlp import GatedMLP
 from ...core.nn.rotary import Rotary
 from ...core.protocols.attention import AttentionSpec
 from ...core.protocols.field_kinds import NUMBER, FieldKind
+from ...core.protocols.models import HiddenStates
 from .decoder import Block, CausalLM, Decoder, HeadlessLM, MakeMLP, SelfAttention
 
 MULTIPLIERS: dict[str, FieldKind] = dict.fromkeys(

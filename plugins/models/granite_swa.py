@@ -10,8 +10,8 @@ from torch import nn
 
 from ...core.loading.model_config import ModelConfig
 from ...core.nn.context import BuildContext, ForwardContext
-from ...core.nn.hidden_states import HiddenStates
 from ...core.nn.rotary import Rotary
+from ...core.protocols.models import HiddenStates
 from .decoder import CausalLM
 from .granite import GraniteAttention, GraniteBlock, GraniteDecoder, GraniteForCausalLM
 from .windows import SinkAttention

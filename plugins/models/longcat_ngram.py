@@ -17,9 +17,9 @@ from torch import nn
 from ...core.errors import ConfigError
 from ...core.loading.model_config import ModelConfig
 from ...core.nn.context import BuildContext, ForwardContext
-from ...core.nn.hidden_states import HiddenStates
 from ...core.nn.state.layer import StateLayer
 from ...core.parallel.sharding import Sharding
+from ...core.protocols.models import HiddenStates
 from .decoder import MakeMLP, SelfAttention
 from .longcat import LongcatDecoder, LongcatFlashForCausalLM, LongcatWeightMap
 

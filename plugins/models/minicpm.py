@@ -9,7 +9,7 @@ import torch
 from ...core.errors import ConfigError
 from ...core.loading.model_config import ModelConfig
 from ...core.nn.context import BuildContext
-from ...core.nn.hidden_states import HiddenStates
+from ...core.protocols.models import HiddenStates
 from .decoder import CausalLM, Decoder
 from .granite import GraniteBlock
 from .latent import LATENT, LATENT_MAP, LatentDecoder, LatentSelfAttention

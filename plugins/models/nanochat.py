@@ -12,10 +12,10 @@ from torch import nn
 from ...core.loading.model_config import ModelConfig
 from ...core.loading.weight_map import WeightMap
 from ...core.nn.context import BuildContext
-from ...core.nn.hidden_states import HiddenStates
 from ...core.nn.mlp import PlainMLP
 from ...core.nn.rotary import Rotary
 from ...core.protocols.field_kinds import NUMBER
+from ...core.protocols.models import HiddenStates
 from .decoder import QKV_SHARDS, Block, CausalLM, Decoder, HeadlessLM, MakeMLP, SelfAttention
 from .parts import RotatedFirstAttention, WeightlessRMSNorm
 

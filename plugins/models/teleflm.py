@@ -6,7 +6,7 @@ import torch
 
 from ...core.loading.model_config import ModelConfig
 from ...core.nn.context import BuildContext
-from ...core.nn.hidden_states import HiddenStates
+from ...core.protocols.models import HiddenStates
 from .decoder import CausalLM, Decoder
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ...core.nn.latent.operations import LatentOperations, LatentTokens
-from ...kernels.attention.latent_inputs import latent_inputs
+from ...kernels.attention.latent.latent_inputs import latent_inputs
 
 
 class TritonLatents(LatentOperations):

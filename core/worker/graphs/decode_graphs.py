@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from ...nn.hidden_states import HiddenStates
 from ...nn.operations import Operations
+from ...protocols.models import HiddenStates
 from ...step import StepPlan
 from ..batch import PersistentBatch, StepInputs
 from ..sampling.sampler import Sampler

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ...nn.context import MixedRows
-from ...nn.hidden_states import HiddenStates
+from ...protocols.models import HiddenStates
 from ...step import StepPlan
 from ..batch import PersistentBatch, StepInputs
 from ..sampling.sampler import Sampler

@@ -19,9 +19,10 @@ import numpy as np
 import torch
 
 from ...nn.context import MixedRows
-from ...nn.hidden_states import HiddenStates, each, parts
 from ...protocols.attention import PagedBackend
+from ...protocols.models import HiddenStates
 from ..batch import PersistentBatch, StepInputs, StepRows
+from ..hidden_states import each, parts
 from ..sampling.sampler import Sampler
 from .endings import Ending, row_counts, sample_rows
 from .recorder import Recorder, Replay

@@ -11,9 +11,10 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from ...nn.hidden_states import HiddenStates, parts, take
+from ...protocols.models import HiddenStates
 from ...step import NOTHING_IN_PROCESS, InProcess, SlotStart
 from ..batch import LogitRows, StepRows
+from ..hidden_states import parts, take
 from ..launched_step import LOGPROB_FIELDS, PromptScores
 from ..packing import PackedUpload
 from ..parts import PerSlot

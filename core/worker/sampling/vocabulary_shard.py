@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from ...nn.embedding import Embedding
-from ...nn.hidden_states import HiddenStates
 from ...nn.operations import Operations
 from ...nn.step_operations.sampling import SampleOutputs, SlotTables
 from ...parallel.ranks import Ranks
+from ...protocols.models import HiddenStates
 from .gumbel import TokenNoise
 from .sampling_columns import Column
 from .sampling_state import SamplingState

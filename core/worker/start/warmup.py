@@ -10,13 +10,13 @@ import numpy as np
 import torch
 
 from ...config import EngineConfig
-from ...nn.hidden_states import take
 from ...nn.operations import Operations
 from ...sampling_params import SamplingParams
 from ...step import SlotStart
 from ..batch import LogitRows, StepRows
 from ..graphs.endings import Ending, row_counts
 from ..graphs.step_graphs import StepGraphs
+from ..hidden_states import take
 from ..pooling_runner import PoolingRunner
 from ..runner import ModelRunner
 from ..sampling.masks import TokenMask

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from ....kernels.attention.latent_decode import (
+from ....kernels.attention.latent.latent_decode import (
     choose_latent_splits,
     latent_decode,
     latent_workspace,

@@ -9,14 +9,14 @@ from typing import NamedTuple
 
 import torch
 
-from ....kernels.attention.head_matmul import head_matmul
-from ....kernels.attention.latent_decode import (
+from ....kernels.attention.latent.head_matmul import head_matmul
+from ....kernels.attention.latent.latent_decode import (
     choose_latent_splits,
     latent_decode,
     latent_workspace,
 )
-from ....kernels.attention.latent_inputs import latent_inputs
-from ....kernels.attention.latent_prefill import latent_context, latent_prompt
+from ....kernels.attention.latent.latent_inputs import latent_inputs
+from ....kernels.attention.latent.latent_prefill import latent_context, latent_prompt
 
 Work = Callable[[], object]
 BLOCK_SIZE = 16

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
-from jackfield.core.nn.hidden_states import parts, take
 from jackfield.core.parallel.ranks import Pipeline, Ranks
+from jackfield.core.worker.hidden_states import parts, take
 from jackfield.plugins.conformance.paged_model import PagedModel
 
 from helpers import greedy_reference, make_checkpoint, reference_model

@@ -13,6 +13,7 @@ import torch
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.step import SlotStart, StepPlan
 from jackfield.core.worker.batch import LogitRows, PersistentBatch, StepRows
+from jackfield.core.worker.hidden_states import parts
 from jackfield.core.worker.sampling import prompt_logprobs
 
 from helpers import VOCAB, make_checkpoint, reference_model
@@ -87,7 +88,12 @@ async def test_prompts_of_a_step_are_scored_together_in_bounded_chunks(
         calls: list[int] = []
         scoring = runner.prompt_logprobs
         compute = scoring._compute_logits
-        scoring._compute_logits = lambda hidden: calls.append(len(hidden)) or compute(hidden)
+
+        def counted(hidden: Any) -> torch.Tensor:
+            calls.append(len(parts(hidden)[0]))
+            return compute(hidden)
+
+        scoring._compute_logits = counted
         groups: list[Any] = []
         score = scoring.score
 

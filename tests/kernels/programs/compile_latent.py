@@ -8,7 +8,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from uniform_registers import unwritten_reads
 
-from jackfield.kernels.attention import (
+from jackfield.kernels.attention.latent import (
     head_matmul,
     latent_decode,
     latent_inputs,

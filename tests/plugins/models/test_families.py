@@ -23,8 +23,8 @@ from jackfield.core.errors import ConfigError
 from jackfield.core.loading.build import build_model
 from jackfield.core.loading.model_config import resolve_model_config
 from jackfield.core.loading.quantize import quantized_layers
-from jackfield.core.nn.hidden_states import parts
 from jackfield.core.nn.operations import Operations
+from jackfield.core.worker.hidden_states import parts
 from jackfield.plugins.conformance.divided_models import check_ranks, check_stages
 from jackfield.plugins.conformance.kit import Kit
 from jackfield.plugins.conformance.models import tiny

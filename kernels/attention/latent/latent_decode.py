@@ -21,8 +21,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..launch import launch
-from ..pdl import gdc_launch_dependents, gdc_wait, pdl_options
+from ...launch import launch
+from ...pdl import gdc_launch_dependents, gdc_wait, pdl_options
 
 MAX_SPLITS = 128
 MIN_SPLIT_TILES = 2

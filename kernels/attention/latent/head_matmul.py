@@ -13,8 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..launch import launch
-from ..pdl import gdc_launch_dependents, gdc_wait, pdl_options
+from ...launch import launch
+from ...pdl import gdc_launch_dependents, gdc_wait, pdl_options
 
 MAX_TOKENS = 64
 """Most tokens for which this is meant."""

@@ -22,9 +22,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ..launch import launch
+from ...launch import launch
+from ..row_tiles import row_of_tile, tiles_of_rows
 from .latent_decode import LatentTiles, attend_absorbed
-from .row_tiles import row_of_tile, tiles_of_rows
 
 
 @triton.jit(

@@ -1,15 +1,12 @@
-"""What a forward pass leaves of each token for its logits: a tensor, or several."""
+"""Rows of what a forward pass leaves for logits: of one tensor, or of several."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias
 
 import torch
 
-HiddenStates: TypeAlias = "torch.Tensor | tuple[torch.Tensor, ...]"
-"""[num_tokens, hidden_size]; or tensors with one row per token each, where `compute_logits` goes on
-with what the last layer has not finished."""
+from ..protocols.models import HiddenStates
 
 
 def parts(states: HiddenStates) -> tuple[torch.Tensor, ...]:

@@ -1,0 +1,111 @@
+"""Tiles of a cache of floats, and how a decode row attends to them."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .quantized_tiles import widen_floats
+
+
+@triton.jit
+def float_tile(
+    position,
+    lower,
+    newest,
+    key_cache_ptr,
+    value_cache_ptr,
+    table,
+    kv_head,
+    dim,
+    in_head,
+    stride_block,
+    stride_slot,
+    stride_head,
+    BLOCK_SIZE: tl.constexpr,
+):
+    """Load keys and values of positions [BLOCK_N] from `lower` to before `newest`: → keys, values
+    [BLOCK_N, BLOCK_K] as they are cached, and which positions these are."""
+    valid = (position >= lower) & (position < newest)
+    block = tl.load(table + position // BLOCK_SIZE, mask=valid, other=0).to(tl.int64)
+    base = block * stride_block + (position % BLOCK_SIZE) * stride_slot + kv_head * stride_head
+    places = base[:, None] + dim[None, :]
+    mask = valid[:, None] & in_head[None, :]
+    key = tl.load(key_cache_ptr + places, mask=mask, other=0.0)
+    value = tl.load(value_cache_ptr + places, mask=mask, other=0.0)
+    return key, value, valid
+
+
+@triton.jit
+def attend_floats(
+    acc,
+    m,
+    total,
+    query,
+    key,
+    value,
+    valid,
+    distance,
+    slope,
+    scale,
+    SOFT_CAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+):
+    """Attend to a tile of keys that are not quantized. distance: [BLOCK_N] of each to the newest
+    token, at most 0. Return acc, m, total."""
+    LOG2E: tl.constexpr = 1.4426950408889634
+    key = widen_floats(key, query.dtype, True)
+    value = widen_floats(value, query.dtype, False)
+    scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+    if SOFT_CAP > 0.0:
+        scores = SOFT_CAP * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * scores / SOFT_CAP)))
+    if ALIBI:
+        scores += slope[:, None] * distance[None, :]
+    scores = tl.where(valid[None, :], scores * LOG2E, -float("inf"))
+    # m_new is finite: the newest token is in m, or the tile holds a visible position.
+    m_new = tl.maximum(m, tl.max(scores, axis=1))
+    weights = tl.exp2(scores - m_new[:, None])
+    decay = tl.exp2(m - m_new)
+    total = total * decay + tl.sum(weights, axis=1)
+    acc = acc * decay[:, None] + tl.dot(weights.to(query.dtype), value, input_precision="ieee")
+    return acc, m_new, total
+
+
+@triton.jit
+def attend_split(
+    acc,
+    m,
+    total,
+    query,
+    begin_tile,
+    end_tile,
+    lower,
+    newest,
+    key_cache_ptr,
+    value_cache_ptr,
+    table,
+    kv_head,
+    dim,
+    in_head,
+    slope,
+    scale,
+    stride_block,
+    stride_slot,
+    stride_head,
+    BLOCK_SIZE: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Attend to the cached tiles of a split, keys not quantized. Return acc, m, total."""
+    for tile in range(begin_tile, end_tile):
+        position = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        key, value, valid = float_tile(
+            position, lower, newest, key_cache_ptr, value_cache_ptr, table, kv_head, dim, in_head,
+            stride_block, stride_slot, stride_head, BLOCK_SIZE,
+        )  # fmt: skip
+        acc, m, total = attend_floats(
+            acc, m, total, query, key, value, valid, position - newest, slope, scale, SOFT_CAP,
+            ALIBI,
+        )  # fmt: skip
+    return acc, m, total

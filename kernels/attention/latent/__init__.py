@@ -1,0 +1,1 @@
+"""Attention over latents: their cache, decode rows, prompts, and the products around them."""
