@@ -25,7 +25,6 @@ import triton
 import triton.language as tl
 
 from ..launch import launch
-from ..pdl import gdc_wait, pdl_options
 from .prefill_softmax import _attend, _first_value
 from .quantized_tiles import (
     Quantized,
@@ -100,7 +99,6 @@ def _prefill_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     VALUE_PARTS: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """One program per (tile of BLOCK_M // GROUP queries, kv head, part of the values' channels), or
     with MIXED (kv head, tile, part). Scores are in units of log2."""
@@ -112,9 +110,6 @@ def _prefill_kernel(
         first_row = tl.load(bounds_ptr)
         num_rows = tl.load(bounds_ptr + 1)
         if num_rows == 0:
-            if PDL:
-                # Or this kernel might end before the one before it.
-                gdc_wait()
             return
         used = tiles_of_rows(query_start_ptr, first_row, num_rows, BLOCK_Q)
         tile = used - 1 - tl.program_id(1)
@@ -143,9 +138,6 @@ def _prefill_kernel(
     token = (row_start + local).to(tl.int64)
     source = query_ptr + token[:, None] * stride_query_token + head[:, None] * stride_query_head
     source += offs_k[None, :]
-    if PDL:
-        # Rows and tables are there since the step began.
-        gdc_wait()
     query = tl.load(source, mask=mask_q, other=0.0)
     if KEY_BITS == 16 and BLOCK_K <= 256:
         # Converted queries stay in registers, of which wide heads leave few.
@@ -330,7 +322,6 @@ def paged_attention_prefill(
     )
     num_tiles = num_tokens // (block_m // group) + num_rows
     by_head = (num_tiles, num_kv_heads) if bounds is None else (num_kv_heads, num_tiles)
-    options = pdl_options(query.device)
     launch(_prefill_kernel, (*by_head, value_parts))(
         out,
         query,
@@ -373,9 +364,7 @@ def paged_attention_prefill(
         BLOCK_K=block_width(key_width),
         BLOCK_V=block_width(triton.cdiv(value_width, value_parts)),
         VALUE_PARTS=value_parts,
-        PDL=bool(options),
         num_warps=num_warps,
         num_stages=num_stages,
-        **options,
     )
     return out

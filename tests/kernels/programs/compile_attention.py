@@ -36,7 +36,6 @@ COMMON = {
     "SINKS": False,
     "MIXED": False,
     "VALUE_PARTS": 1,
-    "PDL": True,
 }
 # Gemma 2's.
 WIDE = {

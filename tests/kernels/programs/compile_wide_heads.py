@@ -123,7 +123,6 @@ for name, (key_bits, value_bits, caches, most_spilled) in FORMATS.items():
         prompt = {
             **constants, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
             "BLOCK_V": value_width // config.value_parts, "VALUE_PARTS": config.value_parts,
-            "PDL": True,
         }  # fmt: skip
         compile_kernel(
             paged_attention_prefill._prefill_kernel, prompt, types, config.num_warps,
