@@ -44,6 +44,7 @@ class CohereDecoder(Decoder):
 
 class CohereForCausalLM(CausalLM):
     tensor_parallel = True
+    finishes = True
     attention: ClassVar[type[SelfAttention]] = CohereAttention
     decoder = CohereDecoder
     weight_map = replace(

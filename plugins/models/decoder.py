@@ -158,8 +158,8 @@ class Block(nn.Module):
     norms: ClassVar[tuple[str, ...]] = ("input_layernorm", "post_attention_layernorm")
     """Names of the block's norms in checkpoints."""
     divides: ClassVar[bool] = True
-    """Whether `forward` is `after_attention` of what `attend` returns. Of a class with a `forward`
-    of its own it is False unless the class says otherwise."""
+    """Whether `forward` does what `attend` and then `after_attention` do. Of a class with a
+    `forward` of its own it is False unless the class says otherwise."""
     input_layernorm: nn.Module
     post_attention_layernorm: nn.Module
 
@@ -209,7 +209,7 @@ class Block(nn.Module):
         self, hidden: torch.Tensor, rotary: Rotary | None, context: ForwardContext
     ) -> torch.Tensor:
         """[num_tokens, hidden_size] → the same shape; `hidden` may be overwritten."""
-        return self.after_attention(hidden, self.attend(hidden, rotary, context))
+        return self._add_mlp(self.self_attn(hidden, self.input_layernorm, rotary, context))
 
     def attend(
         self, hidden: torch.Tensor, rotary: Rotary | None, context: ForwardContext
@@ -222,7 +222,9 @@ class Block(nn.Module):
     def after_attention(self, hidden: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
         """Do what the block does with each token alone. hidden: the block's input, [num_rows,
         hidden_size], may be overwritten; heads: what `attend` returned → as hidden"""
-        hidden = self.self_attn.project(heads, hidden)
+        return self._add_mlp(self.self_attn.project(heads, hidden))
+
+    def _add_mlp(self, hidden: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.mlp(hidden, self.post_attention_layernorm)
         return out
 
@@ -233,13 +235,24 @@ class NormedBlock(Block):
     `norms`: before and after attention, before and after the MLP; "" for none.
     """
 
+    divides: ClassVar[bool] = True
     mlp: nn.Module
+
+    def forward(
+        self, hidden: torch.Tensor, rotary: Rotary | None, context: ForwardContext
+    ) -> torch.Tensor:
+        """[num_tokens, hidden_size] → the same shape; `hidden` may be overwritten."""
+        norm = getattr(self, self.norms[0], None)
+        return self._add_both(hidden, self.self_attn(hidden, norm, rotary, context, add=False))
 
     def after_attention(self, hidden: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
         """As `Block`."""
+        return self._add_both(hidden, self.self_attn.project(heads))
+
+    def _add_both(self, hidden: torch.Tensor, answer: torch.Tensor) -> torch.Tensor:
+        """answer: attention's, not normed."""
         norms: list[Any] = [getattr(self, name, None) for name in self.norms]
         _, behind, before_mlp, behind_mlp = norms
-        answer = self.self_attn.project(heads)
         hidden = behind.add(answer, hidden)
         answer = self.mlp(hidden, before_mlp, add=False)
         out: torch.Tensor = behind_mlp.add(answer, hidden)
@@ -294,6 +307,13 @@ def _shapes(module: nn.Module) -> Iterator[Any]:
         yield name, tensor.shape, tensor.dtype
 
 
+def _divides(block: nn.Module) -> bool:
+    """Whether a block's attention can be computed without what follows."""
+    if not isinstance(block, Block) or not block.divides:
+        return False
+    return type(block.self_attn).forward is SelfAttention.forward
+
+
 class Decoder(nn.Module):
     """Everything between token ids and the last norm. A family may define its own blocks."""
 
@@ -334,9 +354,10 @@ class Decoder(nn.Module):
         self.norm: Any = block.make_norm(hf, build) if pipeline.last else Elsewhere()
         self.incoming_size = config.hidden_size
         """Width of what the stage before sends, `ForwardContext.incoming`."""
-        divides = type(self).forward is Decoder.forward and getattr(block, "divides", False)
-        self.unfinished = divides and pipeline.last and config.pooling is None
+        self.unfinished = False
         """Whether `forward` leaves what follows the last layer's attention to `finish`."""
+        if pipeline.last and config.pooling is None and type(self).forward is Decoder.forward:
+            self.unfinished = _divides(self.layers[-1])
 
     def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> HiddenStates:
         """[num_tokens] → [num_tokens, hidden_size], not normed; of this stage's layers. Where it is
@@ -500,9 +521,18 @@ class CausalLM(HeadlessLM):
 
     head_bias: ClassVar[bool] = False
     """Whether the head, which is then not tied, has a bias."""
+    finishes: ClassVar[bool] = True
+    """Whether `compute_logits` takes what the decoder has left unfinished. Of a class with a
+    `compute_logits` or a `forward` of its own it is False unless the class says otherwise."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if {"compute_logits", "forward"} & vars(cls).keys() and "finishes" not in vars(cls):
+            cls.finishes = False
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__(config, build)
+        self.model.unfinished = self.model.unfinished and self.finishes
         if config.pooling is None and not config.hf_config.tie_word_embeddings:
             self.lm_head: Any = Elsewhere()
             if build.ranks.pipeline.last:

@@ -75,6 +75,7 @@ class Gemma2ForCausalLM(Gemma2Model, CausalLM):
     """With a soft cap on its logits."""
 
     tensor_parallel = True
+    finishes = True
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__(config, build)

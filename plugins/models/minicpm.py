@@ -31,6 +31,7 @@ class MiniCPMDecoder(Decoder):
 
 class MiniCPMForCausalLM(CausalLM):
     tensor_parallel = True
+    finishes = True
     decoder: ClassVar[type[Decoder]] = MiniCPMDecoder
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:

@@ -64,6 +64,7 @@ class NanoChatDecoder(Decoder):
 
 class NanoChatForCausalLM(CausalLM):
     tensor_parallel = True
+    finishes = True
     config_fields = {"final_logit_softcapping": NUMBER}
     attention = NanoChatAttention
     decoder = NanoChatDecoder

@@ -19,6 +19,7 @@ class TeleFLMDecoder(Decoder):
 
 class TeleFLMForCausalLM(CausalLM):
     tensor_parallel = True
+    finishes = True
     decoder = TeleFLMDecoder
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:

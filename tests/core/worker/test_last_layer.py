@@ -8,11 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from mutants import plugin_of
 
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.parallel.ranks import Pipeline, Ranks
+from jackfield.core.registry import load_plugins
 from jackfield.core.worker.hidden_states import parts, take
 from jackfield.plugins.conformance.paged_model import PagedModel
+from jackfield.plugins.models.decoder import SelfAttention
+from jackfield.plugins.models.llama import LlamaForCausalLM
 
 from helpers import greedy_reference, make_checkpoint, reference_model
 
@@ -59,6 +63,58 @@ async def test_a_prompt_in_chunks_computes_it_once(tmp_path: Path) -> None:
     assert counts[last] == num_tokens
     assert counts[0] == len(prompt) + num_tokens - 1
     assert answer == greedy_reference(reference_model(folder), prompt, num_tokens)[0]
+
+
+class DoubledAttention(SelfAttention):
+    """With a `forward` of its own, which no half of a block would call."""
+
+    def forward(
+        self, hidden: torch.Tensor, norm: Any, rotary: Any, context: Any, *, add: bool = True
+    ) -> torch.Tensor:
+        answer = super().forward(hidden, norm, rotary, context, add=False)
+        return hidden + 2 * answer if add else 2 * answer
+
+
+class Doubled(LlamaForCausalLM):
+    attention = DoubledAttention
+
+
+class Halved(LlamaForCausalLM):
+    """With logits of its own, which knows only hidden states."""
+
+    def compute_logits(self, hidden: Any) -> torch.Tensor:
+        return self.lm_head.logits(hidden / 2, norm=None)
+
+
+class Shifted(LlamaForCausalLM):
+    """With a `forward` of its own, likewise."""
+
+    def forward(self, input_ids: torch.Tensor, context: Any) -> Any:
+        hidden = super().forward(input_ids, context)
+        return hidden + 1
+
+
+@pytest.mark.parametrize("model_class", [Doubled, Halved, Shifted])
+def test_a_family_that_overrides_a_half_is_run_whole(
+    model_class: type[LlamaForCausalLM], tmp_path: Path
+) -> None:
+    """As families did before there were halves."""
+    folder = make_checkpoint("llama", tmp_path)
+    plain: Any = PagedModel(folder, "float32")
+    assert plain.model.model.unfinished
+    plain.model.model.unfinished = False
+    plugin = plugin_of("model", "LlamaForCausalLM", model_class)
+    own: Any = PagedModel(folder, "float32", plugins=load_plugins(extra=[plugin]))
+    assert not own.model.model.unfinished
+    tokens = {0: [5, 6, 7, 8]}
+    hidden, other = own.hidden(tokens), plain.hidden(tokens)
+    assert hidden.shape == other.shape
+    if model_class is Halved:
+        assert torch.equal(hidden, other)
+        other = plain.model.model.norm(other)
+    else:
+        assert (hidden - other).abs().max() > 0.01
+    assert (own.logits(hidden) - plain.logits(other)).abs().max() > 1e-3
 
 
 def test_stages_before_the_last_finish_their_layers(tmp_path: Path) -> None:
