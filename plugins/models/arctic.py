@@ -15,7 +15,8 @@ from ...core.nn.experts import SparseMLP
 from ...core.nn.mlp import GatedMLP
 from ...core.nn.rotary import Rotary
 from ...core.nn.routing import RoutingRule
-from .decoder import Block, CausalLM, Decoder, MakeMLP, SelfAttention
+from .blocks import Block, MakeMLP, SelfAttention
+from .decoder import CausalLM, Decoder
 from .expert_fields import EXPERTS
 from .mixtral import MixtralForCausalLM
 

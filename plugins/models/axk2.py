@@ -17,7 +17,7 @@ from ...core.nn.norm import RMSNorm
 from ...core.nn.rotary import Rotary
 from ...core.protocols.field_kinds import SIZE
 from ...core.protocols.latent_attention import ChosenTokens
-from .decoder import MakeMLP, SelfAttention
+from .blocks import MakeMLP, SelfAttention
 from .deepseek import DeepseekV32ForCausalLM
 from .deepseek_moe import is_dense
 from .indexed import IndexedBlock, IndexedDecoder, IndexedSelfAttention

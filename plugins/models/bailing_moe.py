@@ -13,7 +13,8 @@ from ...core.loading.weight_map import Shard, WeightMap
 from ...core.nn.context import BuildContext
 from ...core.nn.experts import SparseMLP
 from ...core.nn.mlp import GatedMLP
-from .decoder import CausalLM, SelfAttention
+from .blocks import SelfAttention
+from .decoder import CausalLM
 from .deepseek_moe import DeepseekMoeForCausalLM, Glm4MoeAttention, is_dense
 from .parts import FusedAttention
 

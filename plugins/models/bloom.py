@@ -17,7 +17,8 @@ from ...core.nn.mlp import PlainMLP
 from ...core.parallel.elsewhere import Elsewhere
 from ...core.protocols.attention import AttentionSpec
 from ...core.protocols.field_kinds import INTEGER
-from .decoder import CausalLM, MakeMLP, SelfAttention
+from .blocks import MakeMLP, SelfAttention
+from .decoder import CausalLM
 from .falcon import FalconForCausalLM
 from .gpt2 import Gpt2Attention
 from .parts import LayerNormBlock, UnrotatedDecoder, alibi_slopes, grouped_rows

@@ -16,7 +16,8 @@ from ...core.nn.context import BuildContext
 from ...core.nn.norm import BiaslessLayerNorm
 from ...core.nn.rotary import Rotary
 from ...core.protocols.models import HiddenStates
-from .decoder import CausalLM, Decoder, HeadlessLM, ParallelBlock, SelfAttention
+from .blocks import ParallelBlock, SelfAttention
+from .decoder import CausalLM, Decoder, HeadlessLM
 from .parts import HeadNormAttention, HeadsLayerNorm
 from .windows import WindowedAttention
 

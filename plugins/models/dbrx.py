@@ -19,7 +19,8 @@ from ...core.nn.norm import BiaslessLayerNorm
 from ...core.nn.rotary import Rotary
 from ...core.nn.routing import RoutingRule
 from ...core.protocols.field_kinds import INTEGER
-from .decoder import Block, CausalLM, Decoder
+from .blocks import Block
+from .decoder import CausalLM, Decoder
 from .parts import ClippedAttention, FusedAttention
 
 

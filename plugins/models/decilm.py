@@ -15,7 +15,8 @@ from ...core.loading.model_config import ModelConfig
 from ...core.nn.context import BuildContext, ForwardContext
 from ...core.nn.mlp import GatedMLP
 from ...core.nn.rotary import Rotary
-from .decoder import Block, CausalLM, Decoder, MakeMLP, SelfAttention
+from .blocks import Block, MakeMLP, SelfAttention
+from .decoder import CausalLM, Decoder
 
 ROWS = 256
 """Widths of MLPs are multiples of this."""

@@ -14,7 +14,8 @@ from ...core.nn.context import BuildContext, ForwardContext
 from ...core.nn.experts import SparseMLP
 from ...core.nn.rotary import Rotary
 from ...core.nn.routing import RoutingRule
-from .decoder import Block, CausalLM, Decoder, MakeMLP, SelfAttention
+from .blocks import Block, MakeMLP, SelfAttention
+from .decoder import CausalLM, Decoder
 from .deepseek_moe import DeepseekMoeForCausalLM, is_dense
 from .indexed import INDEXED, IndexedDecoder, IndexedSelfAttention, chooses, has_indexer
 from .latent import LATENT, LATENT_MAP, LatentDecoder, LatentSelfAttention

@@ -18,7 +18,8 @@ from ...core.nn.experts import SparseMLP
 from ...core.nn.mlp import GatedMLP
 from ...core.nn.norm import RMSNorm
 from ...core.nn.routing import RoutingRule
-from .decoder import CausalLM, SelfAttention
+from .blocks import SelfAttention
+from .decoder import CausalLM
 from .expert_fields import DEEPSEEK_EXPERTS
 from .qwen3 import Qwen3Attention
 from .windows import QWEN_WINDOWS

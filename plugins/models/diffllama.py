@@ -18,7 +18,8 @@ from ...core.nn.linear import Linear, MergedLinear
 from ...core.nn.operations import HeadLayout
 from ...core.nn.rotary import Rotary
 from ...core.parallel.sharding import HeadShare
-from .decoder import CausalLM, SelfAttention
+from .blocks import SelfAttention
+from .decoder import CausalLM
 from .parts import WeightlessRMSNorm
 
 FACTORS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")

@@ -24,7 +24,8 @@ from ...core.nn.norm import RMSNorm
 from ...core.nn.rotary import Rotary
 from ...core.protocols.field_kinds import SIZE, SIZE_OR_ZERO
 from ...core.protocols.models import HiddenStates
-from .decoder import Block, CausalLM, MakeMLP, SelfAttention, rotaries_by_type
+from .blocks import Block, MakeMLP, SelfAttention
+from .decoder import CausalLM, rotaries_by_type
 from .looped import LoopedDecoder
 from .windows import WindowedAttention
 

@@ -17,7 +17,8 @@ from ...core.nn.context import BuildContext
 from ...core.nn.rotary import Rotary
 from ...core.protocols.attention import AttentionSpec
 from ...core.protocols.field_kinds import INTEGER
-from .decoder import Block, CausalLM, Decoder
+from .blocks import Block
+from .decoder import CausalLM, Decoder
 from .parts import (
     FusedAttention,
     LayerNormBlock,

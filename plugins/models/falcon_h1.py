@@ -20,7 +20,8 @@ from ...core.protocols.attention import AttentionSpec
 from ...core.protocols.field_kinds import NUMBER
 from ...core.protocols.models import HiddenStates
 from .bamba import BambaForCausalLM, mamba2_mixer
-from .decoder import Block, CausalLM, Decoder, MakeMLP, SelfAttention
+from .blocks import Block, MakeMLP, SelfAttention
+from .decoder import CausalLM, Decoder
 
 
 class Multipliers(NamedTuple):

@@ -11,7 +11,8 @@ from ...core.loading.model_config import ModelConfig
 from ...core.nn.context import BuildContext
 from ...core.nn.norm import OffsetRMSNorm
 from ...core.protocols.attention import AttentionSpec
-from .decoder import Block, CausalLM, Decoder, DecoderClassifier, HeadlessLM, SelfAttention
+from .blocks import Block, SelfAttention
+from .decoder import CausalLM, Decoder, DecoderClassifier, HeadlessLM
 
 
 class GemmaAttention(SelfAttention):

@@ -16,7 +16,8 @@ from ...core.nn.norm import OffsetRMSNorm
 from ...core.protocols.attention import AttentionSpec
 from ...core.protocols.field_kinds import NUMBER, POSITIVE, TEXT
 from ...core.protocols.models import HiddenStates
-from .decoder import CausalLM, DecoderClassifier, HeadlessLM, NormedBlock
+from .blocks import NormedBlock
+from .decoder import CausalLM, DecoderClassifier, HeadlessLM
 from .gemma import GemmaAttention, GemmaDecoder
 from .windows import WindowedAttention
 

@@ -21,7 +21,8 @@ from ...core.nn.mlp import GatedMLP
 from ...core.nn.norm import RMSNorm
 from ...core.nn.rotary import Rotary
 from ...core.parallel.elsewhere import Elsewhere
-from .decoder import CausalLM, MakeMLP, NormedBlock, SelfAttention
+from .blocks import MakeMLP, NormedBlock, SelfAttention
+from .decoder import CausalLM
 from .gemma4 import (
     Gemma4Attention,
     Gemma4Block,

@@ -27,7 +27,8 @@ from ...core.nn.routing import Routing, RoutingRule
 from ...core.parallel.elsewhere import Elsewhere
 from ...core.parallel.ranks import Pipeline
 from ...core.protocols.attention import AttentionSpec
-from .decoder import CausalLM, MakeMLP, NormedBlock, SelfAttention, rope_of_type
+from .blocks import MakeMLP, NormedBlock, SelfAttention
+from .decoder import CausalLM, rope_of_type
 from .expert_fields import EXPERTS
 from .gemma import GemmaDecoder
 from .gemma2 import Gemma2ForCausalLM

@@ -12,15 +12,8 @@ from ...core.loading.weight_map import WeightMap
 from ...core.nn.context import BuildContext, ForwardContext
 from ...core.nn.mlp import GatedMLP
 from ...core.nn.rotary import Rotary
-from .decoder import (
-    QKV_SHARDS,
-    CausalLM,
-    Decoder,
-    DecoderClassifier,
-    HeadlessLM,
-    NormedBlock,
-    SelfAttention,
-)
+from .blocks import NormedBlock, SelfAttention
+from .decoder import QKV_SHARDS, CausalLM, Decoder, DecoderClassifier, HeadlessLM
 
 
 class Glm4Attention(SelfAttention):

@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 
 from ...core.protocols.attention import AttentionSpec
-from .decoder import QKV_SHARDS, CausalLM, SelfAttention
+from .blocks import SelfAttention
+from .decoder import QKV_SHARDS, CausalLM
 from .gpt2 import Gpt2Decoder
 from .parts import OldWeightMap, plain_mlp
 

@@ -15,7 +15,8 @@ from ...core.nn.context import BuildContext
 from ...core.nn.linear import Linear
 from ...core.nn.mlp import PlainMLP
 from ...core.nn.norm import LayerNorm
-from .decoder import Block, CausalLM, Decoder, ParallelBlock
+from .blocks import Block, ParallelBlock
+from .decoder import CausalLM, Decoder
 from .parts import (
     FusedAttention,
     LayerNormBlock,

@@ -16,7 +16,8 @@ from ...core.nn.rotary import Rotary
 from ...core.protocols.attention import AttentionSpec
 from ...core.protocols.field_kinds import NUMBER, FieldKind
 from ...core.protocols.models import HiddenStates
-from .decoder import Block, CausalLM, Decoder, HeadlessLM, MakeMLP, SelfAttention
+from .blocks import Block, MakeMLP, SelfAttention
+from .decoder import CausalLM, Decoder, HeadlessLM
 
 MULTIPLIERS: dict[str, FieldKind] = dict.fromkeys(
     ("attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier"),

@@ -10,7 +10,8 @@ from ...core.loading.model_config import ModelConfig
 from ...core.loading.weight_map import RowOrder
 from ...core.nn.context import BuildContext
 from ...core.nn.mlp import GatedMLP
-from .decoder import CausalLM, Decoder, SelfAttention
+from .blocks import SelfAttention
+from .decoder import CausalLM, Decoder
 from .glm4 import Glm4Model
 
 

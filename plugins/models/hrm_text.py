@@ -18,7 +18,8 @@ from ...core.nn.context import BuildContext, ForwardContext
 from ...core.nn.linear import MergedLinear
 from ...core.nn.mlp import GatedMLP
 from ...core.nn.rotary import Rotary
-from .decoder import Block, CausalLM, Decoder, MakeMLP, SelfAttention
+from .blocks import Block, MakeMLP, SelfAttention
+from .decoder import CausalLM, Decoder
 from .parts import WeightlessRMSNorm
 
 

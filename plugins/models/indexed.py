@@ -25,7 +25,7 @@ from ...core.nn.rotary import Rotary
 from ...core.parallel.ranks import Pipeline
 from ...core.protocols.field_kinds import FLAG, SIZE, TEXTS, FieldKind
 from ...core.protocols.latent_attention import ChosenTokens
-from .decoder import Block, MakeMLP, SelfAttention
+from .blocks import Block, MakeMLP, SelfAttention
 from .latent import LatentDecoder, LatentSelfAttention
 
 INDEXED: dict[str, FieldKind] = {

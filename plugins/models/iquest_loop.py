@@ -17,7 +17,8 @@ from ...core.nn.context import BuildContext, ForwardContext
 from ...core.nn.rotary import Rotary
 from ...core.parallel.sharding import Sharding
 from ...core.protocols.field_kinds import INTEGER, SIZE
-from .decoder import Block, CausalLM, SelfAttention
+from .blocks import Block, SelfAttention
+from .decoder import CausalLM
 from .looped import LoopedDecoder
 
 Keys = tuple[torch.Tensor, torch.Tensor]

@@ -18,7 +18,8 @@ from ...core.nn.linear import Linear, MergedLinear
 from ...core.nn.rotary import Rotary
 from ...core.nn.routing import RoutingRule
 from ...core.parallel.sharding import HeadShare
-from .decoder import Block, CausalLM, Decoder, MakeMLP, SelfAttention
+from .blocks import Block, MakeMLP, SelfAttention
+from .decoder import CausalLM, Decoder
 from .expert_fields import EXPERTS
 
 NORM_EPS = 1e-6

@@ -19,7 +19,8 @@ from ...core.nn.mlp import GatedMLP
 from ...core.nn.rotary import Rotary
 from ...core.nn.state.channel_delta import PARTS, KimiDeltaAttention
 from ...core.protocols.field_kinds import INTEGER
-from .decoder import CausalLM, Decoder, SelfAttention
+from .blocks import SelfAttention
+from .decoder import CausalLM, Decoder
 from .deepseek_moe import DeepseekMoeForCausalLM, is_dense
 from .latent import LATENT, LATENT_MAP, LatentDecoder, LatentSelfAttention, check_sizes
 from .mixer import HybridBlock

@@ -22,7 +22,8 @@ from ...core.nn.rotary import Rotary
 from ...core.parallel.sharding import HeadShare
 from ...core.protocols.field_kinds import INTEGER, FieldKind
 from ...core.protocols.latent_attention import ChosenTokens, LatentAttentionSpec
-from .decoder import CausalLM, Decoder, SelfAttention
+from .blocks import SelfAttention
+from .decoder import CausalLM, Decoder
 
 LATENT_MAP = dataclasses.replace(
     CausalLM.weight_map,

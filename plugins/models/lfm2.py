@@ -16,7 +16,8 @@ from ...core.nn.norm import RMSNorm
 from ...core.nn.routing import RoutingRule
 from ...core.nn.state.short_conv import ShortConv
 from ...core.protocols.field_kinds import NUMBER
-from .decoder import QKV_SHARDS, CausalLM, Decoder, SelfAttention
+from .blocks import SelfAttention
+from .decoder import QKV_SHARDS, CausalLM, Decoder
 from .expert_fields import EXPERTS
 from .mixer import HybridBlock
 

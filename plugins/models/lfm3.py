@@ -17,7 +17,8 @@ from ...core.nn.context import BuildContext, ForwardContext
 from ...core.nn.linear import MergedLinear
 from ...core.nn.mlp import GatedMLP
 from ...core.nn.rotary import Rotary
-from .decoder import Block, CausalLM, Decoder, rope_of_type
+from .blocks import Block
+from .decoder import CausalLM, Decoder, rope_of_type
 from .lfm2 import Lfm2Attention, Lfm2Block, Lfm2ForCausalLM
 from .windows import window_of_layer
 

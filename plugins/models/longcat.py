@@ -20,7 +20,8 @@ from ...core.nn.mlp import GatedMLP
 from ...core.nn.rotary import Rotary
 from ...core.nn.routing import RoutingRule
 from ...core.protocols.field_kinds import INTEGER
-from .decoder import Block, CausalLM, MakeMLP, SelfAttention
+from .blocks import Block, MakeMLP, SelfAttention
+from .decoder import CausalLM
 from .expert_fields import DEEPSEEK_EXPERTS
 from .latent import LATENT, LATENT_MAP, LatentDecoder, LatentSelfAttention
 

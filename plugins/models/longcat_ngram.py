@@ -20,7 +20,7 @@ from ...core.nn.context import BuildContext, ForwardContext
 from ...core.nn.state.layer import StateLayer
 from ...core.parallel.sharding import Sharding
 from ...core.protocols.models import HiddenStates
-from .decoder import MakeMLP, SelfAttention
+from .blocks import MakeMLP, SelfAttention
 from .longcat import LongcatDecoder, LongcatFlashForCausalLM, LongcatWeightMap
 
 DIGITS, BASE = 3, 256

@@ -6,7 +6,8 @@ from typing import ClassVar
 
 from ...core.loading.model_config import ModelConfig
 from ...core.nn.context import BuildContext
-from .decoder import Decoder, MakeMLP, SelfAttention
+from .blocks import MakeMLP, SelfAttention
+from .decoder import Decoder
 
 
 class LoopedDecoder(Decoder):

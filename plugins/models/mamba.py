@@ -14,7 +14,8 @@ from ...core.nn.context import BuildContext
 from ...core.nn.state.mamba import MambaMixer, MambaSizes
 from ...core.nn.state.mamba2 import Mamba2Mixer
 from ...core.nn.state.sizes import Mamba2Sizes
-from .decoder import CausalLM, SelfAttention
+from .blocks import SelfAttention
+from .decoder import CausalLM
 from .mixer import MixerBlock, MixerDecoder
 
 BACKBONE = WeightMap(

@@ -15,7 +15,8 @@ from ...core.loading.weight_map import RowOrder
 from ...core.nn.context import BuildContext, ForwardContext
 from ...core.nn.rotary import Rotary
 from ...core.nn.state.lightning import LightningAttention
-from .decoder import Decoder, MakeMLP, SelfAttention
+from .blocks import MakeMLP, SelfAttention
+from .decoder import Decoder
 from .mixer import HybridBlock
 from .mixtral import MixtralForCausalLM
 

@@ -21,7 +21,8 @@ from ...core.nn.norm import OffsetRMSNorm
 from ...core.nn.rotary import Rotary
 from ...core.nn.routing import RoutingRule
 from ...core.protocols.field_kinds import NUMBER
-from .decoder import CausalLM, Decoder, SelfAttention
+from .blocks import SelfAttention
+from .decoder import CausalLM, Decoder
 from .expert_fields import DEEPSEEK_EXPERTS
 from .gemma import GemmaBlock
 from .mixtral import MixtralForCausalLM

@@ -10,7 +10,8 @@ import torch
 from ...core.loading.model_config import ModelConfig
 from ...core.nn.context import BuildContext, ForwardContext
 from ...core.nn.rotary import Rotary
-from .decoder import CausalLM, SelfAttention
+from .blocks import SelfAttention
+from .decoder import CausalLM
 from .mistral import MistralAttention
 from .windows import WindowedAttention
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from .decoder import CausalLM, DecoderClassifier, HeadlessLM, SelfAttention
+from .blocks import SelfAttention
+from .decoder import CausalLM, DecoderClassifier, HeadlessLM
 
 
 class MistralAttention(SelfAttention):

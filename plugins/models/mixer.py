@@ -12,7 +12,8 @@ from ...core.loading.model_config import ModelConfig
 from ...core.nn.context import BuildContext, ForwardContext
 from ...core.nn.norm import RMSNorm
 from ...core.nn.rotary import Rotary
-from .decoder import Block, Decoder, MakeMLP, SelfAttention
+from .blocks import Block, MakeMLP, SelfAttention
+from .decoder import Decoder
 
 
 class MixerBlock(nn.Module):

@@ -15,7 +15,8 @@ from ...core.nn.mlp import PlainMLP
 from ...core.nn.norm import BiaslessLayerNorm
 from ...core.protocols.attention import AttentionSpec
 from ...core.protocols.field_kinds import INTEGER
-from .decoder import Block, CausalLM
+from .blocks import Block
+from .decoder import CausalLM
 from .parts import ClippedAttention, FusedAttention, UnrotatedDecoder, alibi_slopes
 
 

@@ -16,7 +16,8 @@ from ...core.nn.mlp import PlainMLP
 from ...core.nn.rotary import Rotary
 from ...core.protocols.field_kinds import NUMBER
 from ...core.protocols.models import HiddenStates
-from .decoder import QKV_SHARDS, Block, CausalLM, Decoder, HeadlessLM, MakeMLP, SelfAttention
+from .blocks import Block, MakeMLP, SelfAttention
+from .decoder import QKV_SHARDS, CausalLM, Decoder, HeadlessLM
 from .parts import RotatedFirstAttention, WeightlessRMSNorm
 
 

@@ -4,7 +4,8 @@ layer norms with biases; Nemotron's hold factors minus one."""
 from __future__ import annotations
 
 from ...core.loading.weight_map import WeightMap
-from .decoder import QKV_SHARDS, Block, CausalLM, Decoder, HeadlessLM
+from .blocks import Block
+from .decoder import QKV_SHARDS, CausalLM, Decoder, HeadlessLM
 from .parts import LayerNormDecoder, OffsetLayerNorm, plain_mlp
 
 

@@ -18,7 +18,8 @@ from ...core.nn.rotary import Rotary
 from ...core.nn.routing import RoutingRule
 from ...core.nn.state.mamba2 import Mamba2Mixer
 from ...core.nn.state.sizes import Mamba2Sizes
-from .decoder import QKV_SHARDS, CausalLM, Decoder, SelfAttention
+from .blocks import SelfAttention
+from .decoder import QKV_SHARDS, CausalLM, Decoder
 from .expert_fields import DEEPSEEK_EXPERTS
 from .mamba import BACKBONE
 from .mixer import MixerBlock, MixerDecoder

@@ -7,7 +7,7 @@ import dataclasses
 from typing import Any
 
 from ...core.loading.model_config import ModelConfig
-from .decoder import SelfAttention
+from .blocks import SelfAttention
 from .mixer import MixerDecoder
 from .nemotron_h import NemotronHBlock, NemotronHForCausalLM
 

@@ -7,7 +7,8 @@ from typing import Any
 from torch import nn
 
 from ...core.nn.context import BuildContext
-from .decoder import Block, CausalLM, Decoder
+from .blocks import Block
+from .decoder import CausalLM, Decoder
 from .parts import ClippedAttention, WeightlessLayerNorm
 
 

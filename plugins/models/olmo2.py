@@ -8,14 +8,8 @@ from ...core.loading.model_config import ModelConfig
 from ...core.nn.context import BuildContext, ForwardContext
 from ...core.nn.norm import AllHeadsRMSNorm, RMSNorm
 from ...core.nn.rotary import Rotary
-from .decoder import (
-    CausalLM,
-    Decoder,
-    DecoderClassifier,
-    HeadlessLM,
-    NormedBlock,
-    SelfAttention,
-)
+from .blocks import NormedBlock, SelfAttention
+from .decoder import CausalLM, Decoder, DecoderClassifier, HeadlessLM
 
 
 class Olmo2Attention(SelfAttention):

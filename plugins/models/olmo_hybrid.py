@@ -19,7 +19,8 @@ from ...core.nn.state.layer import GateNorm, MergedConv, StateMixer
 from ...core.nn.state.operations import ChannelDeltaWeights
 from ...core.parallel.ranks import Product
 from ...core.parallel.sharding import HeadShare, Sharding
-from .decoder import Block, CausalLM, Decoder, MakeMLP, SelfAttention
+from .blocks import Block, MakeMLP, SelfAttention
+from .decoder import CausalLM, Decoder
 from .olmo2 import Olmo2Attention
 from .qwen3_next import DELTA_NETS
 

@@ -14,7 +14,7 @@ from ...core.nn.context import BuildContext, ForwardContext
 from ...core.nn.mlp import PlainMLP
 from ...core.nn.rotary import Rotary
 from ...core.protocols.attention import AttentionSpec
-from .decoder import MakeMLP, SelfAttention
+from .blocks import MakeMLP, SelfAttention
 from .gpt2 import Gpt2Attention, Gpt2Decoder, GPT2LMHeadModel
 from .parts import LayerNormBlock
 

@@ -11,7 +11,8 @@ from ...core.loading.model_config import ModelConfig
 from ...core.loading.weight_map import WeightMap
 from ...core.nn.context import BuildContext
 from ...core.nn.norm import LayerNorm
-from .decoder import QKV_SHARDS, CausalLM, Decoder, SelfAttention
+from .blocks import SelfAttention
+from .decoder import QKV_SHARDS, CausalLM, Decoder
 from .parts import LayerNormBlock, PositionDecoder, plain_mlp
 
 OFFSET = 2

@@ -15,7 +15,8 @@ from ...core.nn.context import BuildContext, ForwardContext
 from ...core.nn.norm import RMSNorm
 from ...core.nn.rotary import Rotary
 from ...core.protocols.field_kinds import FLAG, SIZE
-from .decoder import CausalLM, NormedBlock, SelfAttention
+from .blocks import NormedBlock, SelfAttention
+from .decoder import CausalLM
 from .looped import LoopedDecoder
 
 

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from ...core.loading.model_config import ModelConfig
-from .decoder import Block, NormedBlock
+from .blocks import Block, NormedBlock
 from .deepseek import DeepseekV3ForCausalLM
 from .latent import LATENT_MAP, LatentDecoder, NormedLatentAttention
 

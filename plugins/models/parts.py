@@ -25,7 +25,8 @@ from ...core.nn.rotary import Rotary
 from ...core.nn.routing import RoutingRule
 from ...core.parallel.elsewhere import Elsewhere
 from ...core.parallel.sharding import Sharding
-from .decoder import Block, Decoder, MakeMLP, ParallelBlock, SelfAttention
+from .blocks import Block, MakeMLP, ParallelBlock, SelfAttention
+from .decoder import Decoder
 
 # ---------------------------------------------------------------- blocks
 

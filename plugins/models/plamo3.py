@@ -13,7 +13,8 @@ from ...core.loading.weight_map import WeightMap
 from ...core.nn.context import BuildContext
 from ...core.nn.mlp import GatedMLP
 from ...core.nn.norm import OffsetRMSNorm
-from .decoder import CausalLM, Decoder, MakeMLP, NormedBlock, SelfAttention, rotaries_by_type
+from .blocks import MakeMLP, NormedBlock, SelfAttention
+from .decoder import CausalLM, Decoder, rotaries_by_type
 from .parts import FusedAttention
 from .plamo2 import OFFSETS
 from .windows import WindowedAttention

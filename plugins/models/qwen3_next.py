@@ -19,7 +19,8 @@ from ...core.nn.rotary import Rotary
 from ...core.nn.state.delta_net import GatedDeltaNet
 from ...core.nn.state.sizes import DeltaSizes
 from ...core.protocols.field_kinds import SIZE, FieldKind
-from .decoder import CausalLM, Decoder, SelfAttention
+from .blocks import SelfAttention
+from .decoder import CausalLM, Decoder
 from .expert_fields import EXPERTS, SPARSE_LAYERS
 from .mixer import HybridBlock
 from .qwen2_moe import Qwen2MoeForCausalLM, shared_mixture

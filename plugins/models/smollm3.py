@@ -8,7 +8,8 @@ from typing import Any
 from ...core.loading.model_config import ModelConfig
 from ...core.nn.context import BuildContext
 from ...core.nn.rotary import Rotary
-from .decoder import CausalLM, Decoder, SelfAttention
+from .blocks import SelfAttention
+from .decoder import CausalLM, Decoder
 from .windows import QWEN_WINDOWS, window_of_layer
 
 

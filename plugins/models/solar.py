@@ -10,7 +10,8 @@ from ...core.errors import ConfigError
 from ...core.loading.model_config import ModelConfig
 from ...core.nn.context import BuildContext, ForwardContext
 from ...core.protocols.field_kinds import INTEGERS, NUMBERS_OR_NULLS
-from .decoder import CausalLM, Decoder, MakeMLP, SelfAttention
+from .blocks import MakeMLP, SelfAttention
+from .decoder import CausalLM, Decoder
 
 LISTS = ("bskcn_1", "bskcn_2", "bskcn_3", "bskcn_4")
 

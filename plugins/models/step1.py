@@ -13,7 +13,8 @@ from ...core.loading.model_config import ModelConfig
 from ...core.nn.context import BuildContext, ForwardContext
 from ...core.parallel.sharding import HeadShare
 from ...core.protocols.attention import AttentionSpec
-from .decoder import CausalLM, Decoder, SelfAttention
+from .blocks import SelfAttention
+from .decoder import CausalLM, Decoder
 from .parts import alibi_slopes
 
 

@@ -18,7 +18,8 @@ from ...core.nn.norm import RMSNorm
 from ...core.nn.rotary import Rotary
 from ...core.nn.routing import RoutingRule
 from ...core.parallel.sharding import HeadShare
-from .decoder import CausalLM, SelfAttention
+from .blocks import SelfAttention
+from .decoder import CausalLM
 from .step import Step3p5ForCausalLM
 
 

@@ -13,7 +13,8 @@ from ...core.loading.model_config import ModelConfig
 from ...core.loading.weight_map import RowOrder, Shard, WeightMap
 from ...core.nn.context import BuildContext
 from ...core.nn.mlp import GatedMLP
-from .decoder import CausalLM, SelfAttention
+from .blocks import SelfAttention
+from .decoder import CausalLM
 
 KEY_VALUE = "key_value"
 """The tensor of a layer's keys and values, which take turns by head."""

@@ -11,7 +11,7 @@ from ...core.loading.model_config import ModelConfig
 from ...core.nn.context import BuildContext
 from ...core.protocols.attention import AttentionSpec
 from ...core.protocols.field_kinds import FLAG, INTEGER, FieldKind
-from .decoder import SelfAttention
+from .blocks import SelfAttention
 
 QWEN_WINDOWS: dict[str, FieldKind] = {"max_window_layers": INTEGER, "use_sliding_window": FLAG}
 """Fields of config.json from which `transformers` makes `layer_types`."""

@@ -9,7 +9,8 @@ import torch
 from ...core.loading.model_config import ModelConfig
 from ...core.loading.weight_map import WeightMap
 from ...core.nn.context import BuildContext
-from .decoder import QKV_SHARDS, MakeMLP, SelfAttention
+from .blocks import MakeMLP, SelfAttention
+from .decoder import QKV_SHARDS
 from .opt import NAMES, OFFSET, OptBlock, OPTForCausalLM, scale_of
 from .parts import UnrotatedDecoder
 

@@ -22,7 +22,8 @@ from ...core.nn.state.layer import StateMixer
 from ...core.nn.state.mamba2 import Mamba2Mixer
 from ...core.nn.state.sizes import Mamba2Sizes
 from ...core.protocols.attention import AttentionSpec
-from .decoder import QKV_SHARDS, CausalLM, Decoder, MakeMLP, SelfAttention
+from .blocks import MakeMLP, SelfAttention
+from .decoder import QKV_SHARDS, CausalLM, Decoder
 
 GATED_NORM_EPS = 1e-5
 SHARED = ("shared_transformer", "shared_transf")

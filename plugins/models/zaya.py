@@ -20,7 +20,8 @@ from ...core.nn.norm import RMSNorm
 from ...core.nn.rotary import Rotary
 from ...core.nn.routing import RoutingRule
 from ...core.nn.state.layer import CausalConv, StateLayer
-from .decoder import Block, CausalLM, Decoder, MakeMLP, SelfAttention, rotaries_by_type
+from .blocks import Block, MakeMLP, SelfAttention
+from .decoder import CausalLM, Decoder, rotaries_by_type
 from .expert_fields import EXPERTS
 
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
