@@ -85,14 +85,17 @@ def run_layer(
     norms: tuple[Norm | None, Norm | None],
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`Attention.forward` over the batch's cache: [num_tokens, num_heads * head_dim]."""
+    """`Attention.forward` over the batch's cache, before weights that a backend may read ahead:
+    [num_tokens, num_heads * head_dim]."""
     layer = bound_layer(spec, batch, qkv.dtype)
+    layer.next_weights = tuple(qkv.new_zeros(rows, 100) for rows in (7, 3000, 3000))
     metadata = backend.build_metadata(batch.layout)
     context = ForwardContext(backend, metadata, batch.layout, batch.positions)
     query_norm, key_norm = (None if norm is None else SimpleNamespace(norm=norm) for norm in norms)
     rotary: Any = None if cos_sin is None else SimpleNamespace(cos_sin=cos_sin)
     parts: dict[str, Any] = {"query_norm": query_norm, "key_norm": key_norm}
     out: torch.Tensor = layer(qkv, context, rotary=rotary, sinks=sinks, **parts)
+    assert not any(weight.any() for weight in layer.next_weights), "weights are read alone"
     return out
 
 

@@ -163,6 +163,16 @@ def no_zeros(self: Any, spec: Any, query: Any, key: Any, value: Any, cache: Any,
     return TorchAttention.forward(self, spec, query, key, value, cache, *args, **more)
 
 
+def takes_no_weights(self: Any, spec: Any, qkv: Any, cos_sin: Any, query_norm: Any, key_norm: Any,
+                     cache: Any, metadata: Any) -> None:  # fmt: skip
+    return None
+
+
+def writes_weights(self: Any, *args: Any, next_weights: Any = ()) -> None:
+    for weight in next_weights:
+        weight.fill_(1.0)
+
+
 DENSE, RANDOM = "test_equals_dense_attention", "test_equals_dense_attention_on_random_layouts"
 LONG, LARGE = "test_long_and_short_rows_together", "test_large_logits_do_not_overflow"
 FEATURES, FRESH = "test_features", "test_fresh_prompts_with_features"
@@ -235,6 +245,12 @@ MUTANTS: dict[str, Mutant] = {
         planted(build_metadata=keeps_the_last_metadata, forward=reads_the_last_metadata), (GROUPS,)
     ),
     "a chunk one token short": Mutant(planted(build_metadata=sees_ahead), DOWN_THE_LINE),
+    "takes no weights": Mutant(
+        planted(reads_ahead=True, forward_projection=takes_no_weights), (LAYER, LAYER_FEATURES)
+    ),
+    "writes to weights": Mutant(
+        planted(reads_ahead=True, forward_projection=writes_weights), (LAYER, LAYER_FEATURES)
+    ),
     "serves 3 heads over 2": Mutant(planted(supports=classmethod(serves_anything)), (REFUSALS,)),
     "serves int8 queries": Mutant(planted(supports=classmethod(integers_too)), (REFUSALS,)),
     "refuses what is promised": Mutant(planted(supports=classmethod(refuses_caps)), (FEATURES,)),
