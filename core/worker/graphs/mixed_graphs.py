@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import bisect
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -40,6 +41,11 @@ RUN_FIRST = 512
 MIN_PROMPT_ROWS, MAX_PROMPT_ROWS = 4, 256
 """Rows of prompts, padding included, that a graph has room for."""
 TOKENS_PER_PROMPT_ROW = 8
+WORTH_RECORDING = 4.0
+"""Steps' worth of padding that a graph would have saved from which on it is recorded in traffic: a
+recording takes as long as a few steps."""
+FREE_TOKENS = 256
+"""Tokens that a step computes in about the time of fewer: it reads all weights anyway."""
 MAX_WRITES = 1 << 16
 """Token and block ids that a recorded step may write into slots; more are written before it."""
 
@@ -86,22 +92,26 @@ class MixedGraphs:
         record: Recorder,
         max_tokens: int,
         endings: Sequence[Ending],
+        errors: type[Exception],
     ) -> None:
         """`forward`: maps a step's inputs to hidden states of T tokens; `logits`: from those
         of R rows to those that an ending samples from; `max_tokens`: of any step; `endings`: to
-        record, the most useful first."""
+        record, the most useful first; `errors`: of recordings, on all ranks."""
         self._forward = forward
         self._logits = logits
         self._batch = batch
         self._backend = backend
         self._sampler = sampler
         self._record = record
+        self._errors = errors
         self._kinds = [ending for ending in endings if ending is not Ending.STATES]
         self._token_counts = token_counts(min(max_tokens, MAX_TOKENS))
         self._decode_counts = decode_row_counts(batch.num_slots)
         self._row_counts = row_counts(batch.num_slots)
         self._steps: dict[MixedKey, Replay] = {}
         self._endings: dict[tuple[int, Ending], Replay] = {}
+        self._lost: dict[MixedKey, float] = {}
+        """Missing graph → steps' worth of padding since the start, for want of it."""
         self.num_recorded = 0
         """Graphs recorded so far."""
         max_rows = self._num_rows(MixedKey(self._decode_counts[-1], self._token_counts[-1]))
@@ -123,9 +133,11 @@ class MixedGraphs:
     def launch(self, rows: StepRows, writes: np.ndarray) -> bool:
         """Replay a step up to the last hidden state of each row. Returns False, with nothing done,
         if no graph serves it."""
+        if self._backend.prefers_launch(rows.query_lens, rows.seq_lens):
+            return False
         shape = _shape(rows)
         key = self._serving(shape)
-        if key is None or self._backend.prefers_launch(rows.query_lens, rows.seq_lens):
+        if key is None:
             return False
         self._inputs.fill(rows, writes, shape, key)
         self._steps[key]()
@@ -154,15 +166,34 @@ class MixedGraphs:
         return self._num_rows(self._inputs.key)
 
     def _serving(self, shape: _Shape) -> MixedKey | None:
-        """Return the recorded graph that serves a step with the least padding. Records nothing
-        here: recording takes as long as several steps, in which no request gets a token."""
+        """Return the recorded graph that serves a step with the least padding. One is recorded here
+        only if enough was lost for want of it: that takes as long as several steps, in which no
+        request gets a token, but a server that is never idle would lose it for ever."""
         best = self._smallest_key(shape)
         if best in self._steps:
             return best
         candidates = (
             key for key in self._steps if key.tokens >= shape.tokens and self._fits(key, shape)
         )
-        return min(candidates, key=lambda key: (key.tokens, key.decode_rows), default=None)
+        key = min(candidates, key=lambda key: (key.tokens, key.decode_rows), default=None)
+        if best is None or not self._is_due(best, key):
+            return key
+        self._lost[best] = -math.inf
+        try:
+            self.record(best)
+        except self._errors:
+            logger.warning("%s cannot be recorded; larger graphs serve such steps", best,
+                           exc_info=True)  # fmt: skip
+            return key
+        return best
+
+    def _is_due(self, best: MixedKey, key: MixedKey | None) -> bool:
+        """Count what a step loses that `key` serves (None: it is launched) where `best` would be
+        the smallest graph; return whether that is to be recorded now."""
+        padding = best.tokens if key is None else key.tokens - best.tokens
+        lost = self._lost.get(best, 0.0) + padding / max(best.tokens, FREE_TOKENS)
+        self._lost[best] = lost
+        return lost >= WORTH_RECORDING
 
     def _smallest_key(self, shape: _Shape) -> MixedKey | None:
         """Return the smallest possible graph for a step, recorded or not."""
@@ -192,8 +223,8 @@ class MixedGraphs:
     # ------------------------------------------------------------ recording
 
     def missing(self) -> list[MixedKey | tuple[int, Ending]]:
-        """Return what is not recorded yet, the most useful first: a few numbers of tokens that are
-        far apart, endings, then the numbers between them by halves."""
+        """Return what is not recorded yet, the most useful first: plain endings, a few numbers of
+        tokens that are far apart, other endings, then the numbers between them by halves."""
         keys = [
             MixedKey(rows, tokens)
             for tokens in self._token_counts
@@ -213,13 +244,15 @@ class MixedGraphs:
         alone = [key for key in keys if not key.decode_rows and key.tokens in FIRST_TOKENS]
         mixed = [key for key in keys if key.decode_rows == most]
         far_apart = [key for key in mixed if not key.tokens % STRIDE or key is mixed[-1]]
-        first = [*far_apart, *alone, *mixed]
         rest = sorted(keys, key=rank)
         halves = [n for n in self._row_counts if n.bit_count() == 1 or n == self._row_counts[-1]]
         order = halves[::-1] + [n for n in reversed(self._row_counts) if n not in halves]
         endings = [(rows, ending) for ending in self._kinds for rows in order]
         few = [each for each in endings if each[0] in halves]
-        graph_keys: list[MixedKey | tuple[int, Ending]] = [*few, *first, *endings, *rest]
+        plain = [each for each in few if each[1] is self._kinds[0]]
+        graph_keys: list[MixedKey | tuple[int, Ending]] = [
+            *plain, *far_apart, *few, *alone, *mixed, *endings, *rest,
+        ]  # fmt: skip
         return [
             each for each in dict.fromkeys(graph_keys)
             if each not in self._steps and each not in self._endings

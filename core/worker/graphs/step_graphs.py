@@ -60,6 +60,7 @@ class StepGraphs:
                 record=self._record,
                 max_tokens=max_tokens,
                 endings=endings,
+                errors=runner.record_errors,
             )
 
         self.drafts: DraftGraphs | None = None

@@ -15,7 +15,13 @@ import torch
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.hooks import hookimpl
 from jackfield.core.registry import Provenance, load_plugins
-from jackfield.core.worker.graphs.mixed_graphs import MAX_TOKENS, decode_row_counts, token_counts
+from jackfield.core.worker.graphs import mixed_graphs
+from jackfield.core.worker.graphs.mixed_graphs import (
+    MAX_TOKENS,
+    MixedKey,
+    decode_row_counts,
+    token_counts,
+)
 from jackfield.plugins.executors.inprocess import InProcessExecutor
 
 from helpers import VOCAB, interpreted, make_checkpoint
@@ -198,3 +204,60 @@ def test_token_counts_end_with_the_most_of_a_step() -> None:
     assert all(b - a <= max(32, a // 4) for a, b in itertools.pairwise(counts))
     assert decode_row_counts(5) == [0, 5]
     assert decode_row_counts(256) == [0, 16, 64, 256]
+
+
+class FirstGraphsExecutor(RecordingExecutor):
+    """As one whose server gets its first request at once, and is never idle."""
+
+    graphs: Any = None
+
+    async def start(self) -> Any:
+        info = await InProcessExecutor.start(self)
+        graphs: Any = self._worker.runner.mixed_graphs  # type: ignore[union-attr]
+        FirstGraphsExecutor.graphs = graphs
+
+        @torch.inference_mode()
+        def record() -> None:
+            graphs._steps.clear()
+            graphs.record(MixedKey(4, 64))
+
+        assert self._thread is not None
+        await self._thread.call(record)
+        return info
+
+
+@interpreted
+async def test_a_graph_that_steps_go_without_is_recorded_in_traffic(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once enough was lost: not at the first such step."""
+
+    class Plugin:
+        jackfield_api = 2
+
+        @hookimpl
+        def register_executors(self, registry: Any) -> None:
+            registry.add("recording", FirstGraphsExecutor)
+
+    monkeypatch.setattr(mixed_graphs, "FREE_TOKENS", 1)
+    monkeypatch.setattr(mixed_graphs, "token_counts", lambda most: [16, 64])
+    plugins = load_plugins(extra=[Plugin()])
+    config = EngineConfig(
+        model=str(checkpoint), device="cpu", dtype="float32", skip_tokenizer_init=True,
+        max_model_len=64, max_num_seqs=4, max_num_batched_tokens=64, block_size=8,
+        operations="triton", attention_backend="triton", num_gpu_blocks_override=40,
+        executor="recording", enable_prefix_caching=False,
+    )  # fmt: skip
+    params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+    seen, late = [], []
+    async with AsyncEngine(config, plugins=plugins) as engine:
+        graphs = FirstGraphsExecutor.graphs
+        for number in range(4):
+            outputs = [out async for out in engine.generate([5 + number] * 12, params)]
+            assert len(outputs[-1].outputs[0].token_ids) == 1
+            seen.append(set(graphs._steps))
+            late.append(engine.stats().late_preparations)
+    # Each loses 48 tokens of padding, three steps of 16.
+    assert seen[0] == {MixedKey(4, 64)}
+    assert seen[1] == seen[3] == {MixedKey(4, 64), MixedKey(0, 16)}
+    assert late[0] < late[1] == late[3]
