@@ -176,23 +176,28 @@ class MixedGraphs:
             key for key in self._steps if key.tokens >= shape.tokens and self._fits(key, shape)
         )
         key = min(candidates, key=lambda key: (key.tokens, key.decode_rows), default=None)
-        if best is None or not self._is_due(best, key):
+        if best is None:
             return key
-        self._lost[best] = -math.inf
+        # One for any number of decode rows serves more steps, and costs about the same.
+        widest = MixedKey(self._decode_counts[-1], best.tokens)
+        wanted = widest if best.decode_rows and self._fits(widest, shape) else best
+        if not self._is_due(wanted, key):
+            return key
+        self._lost[wanted] = -math.inf
         try:
-            self.record(best)
+            self.record(wanted)
         except self._errors:
-            logger.warning("%s cannot be recorded; larger graphs serve such steps", best,
+            logger.warning("%s cannot be recorded; larger graphs serve such steps", wanted,
                            exc_info=True)  # fmt: skip
             return key
-        return best
+        return wanted
 
-    def _is_due(self, best: MixedKey, key: MixedKey | None) -> bool:
-        """Count what a step loses that `key` serves (None: it is launched) where `best` would be
-        the smallest graph; return whether that is to be recorded now."""
-        padding = best.tokens if key is None else key.tokens - best.tokens
-        lost = self._lost.get(best, 0.0) + padding / max(best.tokens, FREE_TOKENS)
-        self._lost[best] = lost
+    def _is_due(self, wanted: MixedKey, key: MixedKey | None) -> bool:
+        """Count what a step that `key` serves (None: it is launched) loses for want of a graph;
+        return whether that is to be recorded now."""
+        padding = wanted.tokens if key is None else key.tokens - wanted.tokens
+        lost = self._lost.get(wanted, 0.0) + padding / max(wanted.tokens, FREE_TOKENS)
+        self._lost[wanted] = lost
         return lost >= WORTH_RECORDING
 
     def _smallest_key(self, shape: _Shape) -> MixedKey | None:
