@@ -59,6 +59,8 @@ class Decoder(nn.Module):
     pipeline_parallel: ClassVar[bool] = True
     """Whether `forward` does its part on each stage. Of a class with a `forward` of its own it is
     False unless the class says otherwise."""
+    unfinished: bool = False
+    """Whether `forward` leaves what follows the last layer's attention to `finish`."""
 
     def __init_subclass__(cls) -> None:
         if "forward" in vars(cls) and "pipeline_parallel" not in vars(cls):
@@ -92,8 +94,6 @@ class Decoder(nn.Module):
         self.norm: Any = block.make_norm(hf, build) if pipeline.last else Elsewhere()
         self.incoming_size = config.hidden_size
         """Width of what the stage before sends, `ForwardContext.incoming`."""
-        self.unfinished = False
-        """Whether `forward` leaves what follows the last layer's attention to `finish`."""
         if pipeline.last and config.pooling is None and type(self).forward is Decoder.forward:
             self.unfinished = _divides(self.layers[-1])
 
