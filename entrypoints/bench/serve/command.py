@@ -8,6 +8,7 @@ chunks), E2E as percentiles.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import datetime
 import json
@@ -95,9 +96,12 @@ class ServeBench:
                 facts["options"] = list(self.flags)
             if args.scale != 1.0:
                 facts["scale"] = args.scale
+            if args.idle_seconds:
+                facts["idle_seconds"] = args.idle_seconds
             emitter = Emitter(args.output, facts)
             if started:
                 emitter.emit({"workload": "server start", "measured": rounded(started)})
+            await asyncio.sleep(args.idle_seconds)
             async with held_async(args.lock_file):
                 for workload in self.workloads:
                     await self._measure(target, workload, emitter)

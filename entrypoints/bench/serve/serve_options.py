@@ -165,6 +165,9 @@ def make_parser() -> Parser:
                       help="seconds for one request")  # fmt: skip
     load.add_argument("--client-processes", type=count, default=1,
                       help="that share the load, when one cannot keep up")  # fmt: skip
+    load.add_argument("--idle-seconds", type=checked(float, 0), default=0.0, metavar="SECONDS",
+                      help="without a request before the first load, in which a server prepares "
+                      "for steps to come")  # fmt: skip
     load.add_argument("--lock-file", metavar="FILE", help=LOCK_HELP)
     _add_result_options(parser)
     return parser

@@ -167,14 +167,23 @@ def test_a_chat_endpoint_and_whole_answers(url: str, tmp_path: Path) -> None:
     assert "tpot_p50_ms" in streamed["measured"] and "tpot_p50_ms" not in whole["measured"]
 
 
-def test_a_server_is_started_and_ended(tmp_path: Path) -> None:
+def test_a_server_is_started_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "results.jsonl"
+    waits: list[float] = []
+    sleep = asyncio.sleep
+
+    async def waited(seconds: float) -> None:
+        waits.append(seconds)
+        await sleep(seconds)
+
+    monkeypatch.setattr("jackfield.entrypoints.bench.serve.command.asyncio.sleep", waited)
     status = run(["serve", "streams", "--engine", "jackfield", *CPU, "--scale", "0.02", "--repeats",
-                  "1", "--output", str(out)])  # fmt: skip
-    assert status == 0
+                  "1", "--idle-seconds", "0.125", "--output", str(out)])  # fmt: skip
+    assert status == 0 and 0.125 in waits
     start, line = (json.loads(text) for text in out.read_text().splitlines())
     assert start["workload"] == "server start" and line["workload"] == "streams"
     assert 0 < start["measured"]["ready_s"] < start["measured"]["first_token_s"] < 120
+    assert line["idle_seconds"] == 0.125
     assert line["engine"] == "jackfield" and line["options"] == CPU and line["engine_version"]
 
 
@@ -195,6 +204,7 @@ def test_a_missing_server_is_reported(capsys: pytest.CaptureFixture[str]) -> Non
         (["--num-prompts", "0"], "--num-prompts: must be a number at least 1, got '0'"),
         (["--request-rate", "-1"], "--request-rate: must be a number above 0"),
         (["--request-rate", "fast"], "--request-rate: must be a number above 0, got 'fast'"),
+        (["--idle-seconds", "-1"], "--idle-seconds: must be a number at least 0"),
         (["--burstiness", "nan"], "--burstiness: must be a number above 0"),
         (["--random-input-len", "5", "3"], "--random-input-len: one length or a range, got 5 3"),
         (["--random-output-len", "1", "2", "3"], "--random-output-len"),
