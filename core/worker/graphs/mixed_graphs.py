@@ -93,17 +93,19 @@ class MixedGraphs:
         max_tokens: int,
         endings: Sequence[Ending],
         errors: type[Exception],
+        in_traffic: bool,
     ) -> None:
         """`forward`: maps a step's inputs to hidden states of T tokens; `logits`: from those
         of R rows to those that an ending samples from; `max_tokens`: of any step; `endings`: to
-        record, the most useful first; `errors`: of recordings, on all ranks."""
+        record, the most useful first; `errors`: of recordings, on all ranks;
+        `in_traffic`: whether a step's launch may run another step first."""
         self._forward = forward
         self._logits = logits
         self._batch = batch
         self._backend = backend
         self._sampler = sampler
         self._record = record
-        self._errors = errors
+        self._errors, self._in_traffic = errors, in_traffic
         self._kinds = [ending for ending in endings if ending is not Ending.STATES]
         self._token_counts = token_counts(min(max_tokens, MAX_TOKENS))
         self._decode_counts = decode_row_counts(batch.num_slots)
@@ -176,7 +178,7 @@ class MixedGraphs:
             key for key in self._steps if key.tokens >= shape.tokens and self._fits(key, shape)
         )
         key = min(candidates, key=lambda key: (key.tokens, key.decode_rows), default=None)
-        if best is None:
+        if best is None or not self._in_traffic:
             return key
         # One for any number of decode rows serves more steps, and costs about the same.
         widest = MixedKey(self._decode_counts[-1], best.tokens)

@@ -61,6 +61,8 @@ class StepGraphs:
                 max_tokens=max_tokens,
                 endings=endings,
                 errors=runner.record_errors,
+                # States of the stage before have arrived by then, and would be overwritten.
+                in_traffic=runner.stage is None,
             )
 
         self.drafts: DraftGraphs | None = None
