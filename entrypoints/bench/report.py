@@ -23,14 +23,16 @@ Record = dict[str, Any]
 
 def commit() -> str:
     """Return the commit of the source tree that this package runs from, with a plus if files differ
-    from it."""
+    from it. JACKFIELD_COMMIT, if it is set, names the commit of a copy."""
+    if given := os.environ.get("JACKFIELD_COMMIT"):
+        return given
     if (ROOT / ".git").exists():
         try:
             head = _git("rev-parse", "--short", "HEAD")
             return head + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")
         except (OSError, subprocess.SubprocessError):
             pass
-    return os.environ.get("JACKFIELD_COMMIT", "unknown")
+    return "unknown"
 
 
 def _git(*words: str) -> str:

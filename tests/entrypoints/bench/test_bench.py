@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from jackfield.entrypoints.bench import report
 from jackfield.entrypoints.bench.command import run
 from jackfield.entrypoints.bench.family_shapes import FAMILY_SHAPES
 from jackfield.entrypoints.bench.roofline import (
@@ -288,3 +289,13 @@ def test_front_ends_in_processes_of_their_own_are_timed_apart(
         with pytest.raises(SystemExit):
             run(wrong)
     assert "needs --step-ms" in capsys.readouterr().err
+
+
+def test_a_copy_names_the_commit_that_it_is_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("JACKFIELD_COMMIT", raising=False)
+    own = report.commit()
+    monkeypatch.setenv("JACKFIELD_COMMIT", "0123abcd")
+    assert report.commit() == "0123abcd" != own
+    monkeypatch.delenv("JACKFIELD_COMMIT")
+    monkeypatch.setattr(report, "ROOT", Path("/nowhere"))
+    assert report.commit() == "unknown"
