@@ -16,6 +16,8 @@ from ..pdl import gdc_launch_dependents, gdc_wait
 from .reach import last_hidden
 
 MAX_SPLITS = 64
+MIN_SPLIT_TILES = 2
+"""Fewest tiles of keys per split: with fewer, joining costs more than splitting saves."""
 
 
 class DecodeConfig(NamedTuple):
@@ -26,8 +28,6 @@ class DecodeConfig(NamedTuple):
     num_warps: int
     num_stages: int
     """Tiles of keys in flight"""
-    min_tiles: int = 2
-    """Fewest tiles of a split: with fewer, joining costs more than splitting saves."""
 
 
 def decode_config(
@@ -69,8 +69,8 @@ def choose_num_splits(
         needed = 4 * num_sms // programs
     else:
         needed = triton.cdiv((4 if 4 * programs <= num_sms else 2) * num_sms, programs)
-    config = decode_config(head_dim, dtype, programs, narrow)
-    longest = triton.cdiv(max_model_len, config.block_n * config.min_tiles)
+    tile = decode_config(head_dim, dtype, programs, narrow).block_n
+    longest = triton.cdiv(max_model_len, tile * MIN_SPLIT_TILES)
     return int(max(1, min(needed, longest, MAX_SPLITS)))
 
 

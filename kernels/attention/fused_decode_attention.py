@@ -34,6 +34,7 @@ from .decode_codes import (
 )
 from .decode_floats import attend_floats, attend_split, float_tile
 from .decode_splits import (
+    MIN_SPLIT_TILES,
     DecodeConfig,
     _join,
     _split_tiles,
@@ -508,12 +509,15 @@ def fused_decode_attention(
     block_g, block_d = triton.next_power_of_2(group), block_width(head_dim)
     join_splits = min(JOIN_SPLITS, max(1, JOIN_ELEMENTS // (block_g * block_d)))
     programs = num_rows * num_kv_heads
-    block_n, num_warps, num_stages, min_tiles = config or decode_config(
+    block_n, num_warps, num_stages = config or decode_config(
         head_dim, qkv.dtype, programs, is_narrow(kv_cache)
     )
-    key_bytes = block_n * min_tiles * decode_width(key_width, cache.key_bits) * qkv.element_size()
-    preload = cache.key_bits == 16 and key_bytes <= PRELOAD_BYTES
-    preload = preload and width * num_heads * head_dim * qkv.element_size() > PRELOAD_BEHIND
+    item, block_k = qkv.element_size(), decode_width(key_width, cache.key_bits)
+    preload = (
+        cache.key_bits == 16
+        and block_n * MIN_SPLIT_TILES * block_k * item <= PRELOAD_BYTES
+        and width * num_heads * head_dim * item > PRELOAD_BEHIND
+    )
     options = pdl_options(qkv.device)
     ahead = _asked(next_weights) if options and num_rows == 1 else ()
     asking = triton.cdiv(AHEAD_PROGRAMS, num_kv_heads) if ahead else 0
@@ -562,7 +566,7 @@ def fused_decode_attention(
         RING=query_ring is not None,
         NORM_QUERY=query_norm is not None,
         NORM_KEY=key_norm is not None,
-        MIN_TILES=min_tiles,
+        MIN_TILES=MIN_SPLIT_TILES,
         KEY_BITS=cache.key_bits,
         VALUE_BITS=cache.value_bits,
         KEY_WIDTH=key_width,
@@ -571,7 +575,7 @@ def fused_decode_attention(
         BLOCK_G=block_g,
         BLOCK_N=block_n,
         BLOCK_S=min(join_splits, triton.next_power_of_2(num_splits)),
-        BLOCK_K=decode_width(key_width, cache.key_bits),
+        BLOCK_K=block_k,
         BLOCK_V=decode_width(value_width, cache.value_bits),
         BLOCK_D=block_d,
         FP8=cache.is_fp8,

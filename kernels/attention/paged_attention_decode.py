@@ -29,6 +29,7 @@ from .decode_codes import (
     zero_parts,
 )
 from .decode_splits import (
+    MIN_SPLIT_TILES,
     DecodeConfig,
     _join_kernel,
     _split_tiles,
@@ -291,7 +292,7 @@ def paged_attention_decode(
     reach = reach_constants(sliding_window, attention_chunk_size, chunk_lookback)
     group = num_heads // num_kv_heads
     key_width, value_width = cache.key_width(head_dim), cache.value_width(head_dim)
-    block_n, num_warps, num_stages, min_tiles = config or decode_config(
+    block_n, num_warps, num_stages = config or decode_config(
         head_dim, query.dtype, num_rows * num_kv_heads, is_narrow(kv_cache)
     )
     partial = lse = out
@@ -342,7 +343,7 @@ def paged_attention_decode(
         SINKS=sinks is not None,
         SPLIT=num_splits > 1,
         MIXED=query_start is not None,
-        MIN_TILES=min_tiles,
+        MIN_TILES=MIN_SPLIT_TILES,
         KEY_BITS=cache.key_bits,
         VALUE_BITS=cache.value_bits,
         KEY_WIDTH=key_width,
@@ -373,7 +374,7 @@ def paged_attention_decode(
             **reach,
             SINKS=sinks is not None,
             MIXED=query_start is not None,
-            MIN_TILES=min_tiles,
+            MIN_TILES=MIN_SPLIT_TILES,
             BLOCK_N=block_n,
             BLOCK_S=block_s,
             BLOCK_D=block_d,

@@ -14,18 +14,17 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from ...nn.context import MixedRows
 from ...protocols.attention import PagedBackend
 from ...protocols.models import HiddenStates
 from ..batch import PersistentBatch, StepInputs, StepRows
 from ..hidden_states import each, parts
 from ..sampling.sampler import Sampler
 from .endings import Ending, row_counts, sample_rows
+from .mixed_inputs import MixedInputs, MixedKey, StepShape, shape_of
 from .recorder import Recorder, Replay
 
 logger = logging.getLogger("jackfield.worker")
@@ -38,16 +37,11 @@ MAX_TOKENS = 8192
 """Tokens of the largest recorded step. With more, the device hides the launches."""
 RUN_FIRST = 512
 """Steps of up to this many tokens run once before they are recorded."""
-MIN_PROMPT_ROWS, MAX_PROMPT_ROWS = 4, 256
-"""Rows of prompts, padding included, that a graph has room for."""
-TOKENS_PER_PROMPT_ROW = 8
 WORTH_RECORDING = 4.0
 """Steps' worth of padding that a graph would have saved from which on it is recorded in traffic: a
 recording takes as long as a few steps."""
 FREE_TOKENS = 256
 """Tokens that a step computes in about the time of fewer: it reads all weights anyway."""
-MAX_WRITES = 1 << 16
-"""Token and block ids that a recorded step may write into slots; more are written before it."""
 
 
 def token_counts(max_tokens: int) -> list[int]:
@@ -62,20 +56,6 @@ def token_counts(max_tokens: int) -> list[int]:
 def decode_row_counts(max_num_seqs: int) -> list[int]:
     """Maxima of decode rows to record for: none, and a few that are far apart."""
     return [0, *(n for n in (16, 64) if n < max_num_seqs), max_num_seqs]
-
-
-class MixedKey(NamedTuple):
-    """The sizes that a graph is recorded for."""
-
-    decode_rows: int
-    """Maximum"""
-    tokens: int
-
-    @property
-    def prompt_rows(self) -> int:
-        """Maximum, padding included."""
-        rows = self.tokens // TOKENS_PER_PROMPT_ROW
-        return min(max(MIN_PROMPT_ROWS, rows), MAX_PROMPT_ROWS)
 
 
 class MixedGraphs:
@@ -137,7 +117,7 @@ class MixedGraphs:
         if no graph serves it."""
         if self._backend.prefers_launch(rows.query_lens, rows.seq_lens):
             return False
-        shape = _shape(rows)
+        shape = shape_of(rows)
         key = self._serving(shape)
         if key is None:
             return False
@@ -167,7 +147,7 @@ class MixedGraphs:
         """Number of rows set by the step launched last: those of requests, and padding."""
         return self._num_rows(self._inputs.key)
 
-    def _serving(self, shape: _Shape) -> MixedKey | None:
+    def _serving(self, shape: StepShape) -> MixedKey | None:
         """Return the recorded graph that serves a step with the least padding. One is recorded here
         only if enough was lost for want of it: that takes as long as several steps, in which no
         request gets a token, but a server that is never idle would lose it for ever."""
@@ -182,27 +162,27 @@ class MixedGraphs:
             return key
         # One for any number of decode rows serves more steps, and costs about the same.
         widest = MixedKey(self._decode_counts[-1], best.tokens)
-        wanted = widest if best.decode_rows and self._fits(widest, shape) else best
-        if not self._is_due(wanted, key):
+        target = widest if best.decode_rows and self._fits(widest, shape) else best
+        if not self._is_due(target, key):
             return key
-        self._lost[wanted] = -math.inf
+        self._lost[target] = -math.inf
         try:
-            self.record(wanted)
+            self.record(target)
         except self._errors:
-            logger.warning("%s cannot be recorded; larger graphs serve such steps", wanted,
+            logger.warning("%s cannot be recorded; such steps go on without", target,
                            exc_info=True)  # fmt: skip
             return key
-        return wanted
+        return target
 
-    def _is_due(self, wanted: MixedKey, key: MixedKey | None) -> bool:
+    def _is_due(self, target: MixedKey, key: MixedKey | None) -> bool:
         """Count what a step that `key` serves (None: it is launched) loses for want of a graph;
         return whether that is to be recorded now."""
-        padding = wanted.tokens if key is None else key.tokens - wanted.tokens
-        lost = self._lost.get(wanted, 0.0) + padding / max(wanted.tokens, FREE_TOKENS)
-        self._lost[wanted] = lost
+        padding = target.tokens if key is None else key.tokens - target.tokens
+        lost = self._lost.get(target, 0.0) + padding / max(target.tokens, FREE_TOKENS)
+        self._lost[target] = lost
         return lost >= WORTH_RECORDING
 
-    def _smallest_key(self, shape: _Shape) -> MixedKey | None:
+    def _smallest_key(self, shape: StepShape) -> MixedKey | None:
         """Return the smallest possible graph for a step, recorded or not."""
         decode_rows = next(n for n in self._decode_counts if n >= shape.decode_rows)
         first = bisect.bisect_left(self._token_counts, shape.tokens)
@@ -214,7 +194,7 @@ class MixedGraphs:
                 break
         return None
 
-    def _fits(self, key: MixedKey, shape: _Shape) -> bool:
+    def _fits(self, key: MixedKey, shape: StepShape) -> bool:
         padding = -(-(key.tokens - shape.tokens) // self._batch.max_model_len)
         return (
             shape.decode_rows <= key.decode_rows
@@ -236,7 +216,7 @@ class MixedGraphs:
             MixedKey(rows, tokens)
             for tokens in self._token_counts
             for rows in self._decode_counts
-            if self._fits(MixedKey(rows, tokens), _Shape(0, 0, 0))
+            if self._fits(MixedKey(rows, tokens), StepShape(0, 0, 0))
         ]
         stride = 1 << (len(self._token_counts).bit_length() - 1)
         place = {n: at for at, n in enumerate(reversed(self._token_counts))}
@@ -279,7 +259,7 @@ class MixedGraphs:
 
     def record_for(self, tokens: int) -> None:
         """Record the graphs that serve a single prompt of this many tokens, with its endings."""
-        if (key := self._smallest_key(_Shape(0, 1, tokens))) is not None:
+        if (key := self._smallest_key(StepShape(0, 1, tokens))) is not None:
             self.record(key)
             for ending in self._kinds[:1]:
                 self.record_ending(1, ending)
@@ -292,7 +272,7 @@ class MixedGraphs:
             more = next((n for n in self._token_counts if n >= rows + 128), None)
             if more is not None:
                 keys.append(MixedKey(rows, more))
-        return [key for key in keys if self._fits(key, _Shape(0, 0, 0))]
+        return [key for key in keys if self._fits(key, StepShape(0, 0, 0))]
 
     def _smallest(self) -> MixedKey:
         return MixedKey(0, self._token_counts[0])
@@ -390,111 +370,3 @@ class MixedGraphs:
 def _new_rows(states: HiddenStates, rows: int) -> HiddenStates:
     """Allocate states of another number of tokens."""
     return each(states, lambda part: part.new_empty(rows, part.shape[1]))
-
-
-class _Shape(NamedTuple):
-    """The sizes of a step that determine its graph."""
-
-    decode_rows: int
-    prompt_rows: int
-    tokens: int
-
-
-def _shape(rows: StepRows) -> _Shape:
-    longer = np.flatnonzero(rows.query_lens != 1)
-    decode_rows = int(longer[0]) if longer.size else len(rows.slots)
-    return _Shape(decode_rows, len(rows.slots) - decode_rows, int(rows.query_start[-1]))
-
-
-class MixedInputs:
-    """The static input of mixed graphs."""
-
-    def __init__(self, batch: PersistentBatch, max_rows: int) -> None:
-        self._batch = batch
-        self._most = max_rows
-        stride = -(-(max_rows + 1) // 4) * 4  # Each array begins at a multiple of 16 bytes.
-        self._stride = stride
-        header = 3 * stride + 4
-        self._device_array = torch.zeros(
-            header + 2 * MAX_WRITES, dtype=torch.int32, device=batch.device
-        )
-        array = self._device_array
-        self._query_start = array[:stride]
-        self._slots = array[stride : 2 * stride]
-        self._sample_slots = array[2 * stride : 3 * stride]
-        self._bounds = array[3 * stride : 3 * stride + 2]
-        self._num_writes = array[3 * stride + 2 : 3 * stride + 3]
-        self._writes = array[header:].view(-1, 2)
-        self._header = header
-        self.key = MixedKey(0, 0)
-        """Sizes of the step sent last."""
-
-    def fill(self, rows: StepRows, writes: np.ndarray, shape: _Shape, key: MixedKey) -> None:
-        """Send a step's rows, padded to the graph's tokens, and what it writes."""
-        batch = self._batch
-        if len(writes) > MAX_WRITES:
-            count = np.asarray([len(writes)], dtype=np.int32)
-            device_writes, many = batch.upload([writes.reshape(-1), count])
-            batch.operations.scatter(batch.table.storage, device_writes.view(-1, 2), many)
-            writes = writes[:0]
-        num_rows, stride = len(rows.slots), self._stride
-        size = self._header + 2 * len(writes)
-        on_cpu = batch.device.type == "cpu"
-        staging = torch.empty(size, dtype=torch.int32) if on_cpu else batch.staging(size)
-        host = staging.numpy()[:size]
-        starts, slots, sample_slots = (host[at * stride : (at + 1) * stride] for at in range(3))
-        starts[: num_rows + 1] = rows.query_start
-        slots[:num_rows], slots[num_rows:] = rows.slots, batch.scratch_slot
-        sample_slots[:num_rows], sample_slots[num_rows:] = rows.sample_slots, batch.scratch_slot
-        end, padding = num_rows, key.tokens - shape.tokens
-        while padding > 0:
-            end += 1
-            starts[end] = starts[end - 1] + min(padding, batch.max_model_len)
-            padding -= batch.max_model_len
-        starts[end + 1 :] = key.tokens
-        bounds = host[3 * stride : 3 * stride + 3]
-        bounds[:] = shape.decode_rows, end - shape.decode_rows, len(writes)
-        if len(writes):
-            host[self._header :] = writes.reshape(-1)
-        self._device_array[:size].copy_(staging[:size], non_blocking=True)
-        self.key = key
-
-    def fill_scratch(self, key: MixedKey) -> None:
-        """Set all rows to padding."""
-        none = np.zeros(0, dtype=np.int32)
-        rows = StepRows.of(none, none, none, none)
-        self.fill(rows, np.zeros((0, 2), dtype=np.int32), _Shape(0, 0, 0), key)
-
-    def write(self, key: MixedKey) -> None:
-        """Apply to slots the writes that were sent with the rows."""
-        batch = self._batch
-        batch.operations.scatter(batch.table.storage, self._writes, self._num_writes)
-
-    def expand(self, key: MixedKey, num_rows: int) -> StepInputs:
-        """Compute the inputs of the forward pass and the ending on the device."""
-        batch = self._batch
-        query_start = self._query_start[: num_rows + 1]
-        tensors = batch.step_tensors(
-            query_start, self._slots[:num_rows], self._sample_slots[:num_rows], key.tokens
-        )
-        return StepInputs(
-            input_ids=tensors.input_ids,
-            positions=tensors.positions,
-            slots=self._slots[:num_rows],
-            layouts=batch.layouts(
-                tensors,
-                query_start,
-                np.zeros(num_rows + 1, dtype=np.int32),
-                np.full(num_rows, batch.max_model_len, dtype=np.int32),
-                max_query_len=key.tokens,
-                slots=self._slots[:num_rows],
-                mixed=MixedRows(self._bounds, key.decode_rows, key.prompt_rows),
-            ),
-            source=batch.source_layout(
-                self._slots[:num_rows], query_start, batch.source_bounds(key.tokens)
-            ),
-            logit_tokens=tensors.last_tokens,
-            sample_slots=tensors.sample_slots,
-            sample_lengths=tensors.lengths,
-            logit_rows=[],
-        )

@@ -17,6 +17,7 @@ from ....core.worker.sampling.sampling_columns import NUM_COLUMNS, Column
 from ....kernels.activations import gelu_mul, silu_mul
 from ....kernels.attention.decode_splits import choose_num_splits, workspace_elements
 from ....kernels.attention.fused_decode_attention import fused_decode_attention
+from ....kernels.attention.norm_heads import norm_heads
 from ....kernels.attention.paged_attention_decode import paged_attention_decode
 from ....kernels.attention.paged_attention_prefill import paged_attention_prefill
 from ....kernels.attention.qk_norm_rope_cache import qk_norm_rope_cache
@@ -115,6 +116,8 @@ def cases(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Iterator[Ca
             yield maker.activation(activation, tokens)
     for tokens in sizes.tokens:
         yield maker.qk_norm_rope_cache(tokens)
+    for tokens in sizes.tokens:
+        yield maker.norm_heads(tokens)
     for rows, context in sizes.fused:
         yield maker.fused_decode(rows, context)
     for rows, context in sizes.decode:
@@ -263,6 +266,20 @@ class _Maker:
         moved = tokens * (read + num_values * self.item)
         return Case(
             kernel="qk_norm_rope_cache", shape=f"{tokens} x {s.qkv}", bytes=moved, make=make
+        )
+
+    def norm_heads(self, tokens: int) -> Case:
+        s = self.sizes
+        heads = s.num_heads + s.num_kv_heads
+
+        def make() -> Work:
+            qkv = self.random(tokens, s.qkv)
+            norms = [(self.random(s.head_dim), self.random(s.head_dim), EPS) for _ in range(2)]
+            return lambda: norm_heads(qkv, s.num_heads, s.num_kv_heads, norms[0], norms[1])
+
+        moved = 2 * tokens * heads * s.head_dim * self.item
+        return Case(
+            kernel="norm_heads", shape=f"{tokens} x {heads * s.head_dim}", bytes=moved, make=make
         )
 
     def cache(self, blocks: int) -> torch.Tensor:

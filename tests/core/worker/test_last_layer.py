@@ -15,7 +15,7 @@ from jackfield.core.parallel.ranks import Pipeline, Ranks
 from jackfield.core.registry import load_plugins
 from jackfield.core.worker.hidden_states import parts, take
 from jackfield.plugins.conformance.paged_model import PagedModel
-from jackfield.plugins.models.decoder import SelfAttention
+from jackfield.plugins.models.decoder import ParallelBlock, SelfAttention
 from jackfield.plugins.models.llama import LlamaForCausalLM
 
 from helpers import greedy_reference, make_checkpoint, reference_model
@@ -123,3 +123,14 @@ def test_stages_before_the_last_finish_their_layers(tmp_path: Path) -> None:
         ranks = Ranks(pipeline=Pipeline(stage, 2))
         model: Any = PagedModel(folder, "float32", ranks=ranks)
         assert model.model.model.unfinished is unfinished
+
+
+def test_attention_knows_the_weights_behind_it(tmp_path: Path) -> None:
+    """In the order in which they are read; side by side, those of the MLP come first."""
+    model: Any = PagedModel(make_checkpoint("llama", tmp_path), "float32")
+    for layer in model.model.model.layers:
+        first, second = layer.self_attn.attention.next_weights
+        assert first is layer.self_attn.o_proj.weight
+        assert second is layer.mlp.gate_up_proj.weight
+        first, second = ParallelBlock.products_after(layer)
+        assert (first, second) == (layer.mlp.gate_up_proj, layer.self_attn.o_proj)

@@ -18,10 +18,10 @@ from jackfield.core.registry import Provenance, load_plugins
 from jackfield.core.worker.graphs import mixed_graphs
 from jackfield.core.worker.graphs.mixed_graphs import (
     MAX_TOKENS,
-    MixedKey,
     decode_row_counts,
     token_counts,
 )
+from jackfield.core.worker.graphs.mixed_inputs import MixedKey
 from jackfield.plugins.executors.inprocess import InProcessExecutor
 
 from helpers import VOCAB, interpreted, make_checkpoint
@@ -227,10 +227,11 @@ class FirstGraphsExecutor(RecordingExecutor):
 
 
 @interpreted
+@pytest.mark.parametrize("in_traffic", [True, False])
 async def test_a_graph_that_steps_go_without_is_recorded_in_traffic(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    in_traffic: bool, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once enough was lost: not at the first such step."""
+    """Once enough was lost: not at the first such step, and not by stages of a pipeline."""
 
     class Plugin:
         jackfield_api = 2
@@ -252,11 +253,16 @@ async def test_a_graph_that_steps_go_without_is_recorded_in_traffic(
     seen, late = [], []
     async with AsyncEngine(config, plugins=plugins) as engine:
         graphs = FirstGraphsExecutor.graphs
+        assert graphs._in_traffic
+        graphs._in_traffic = in_traffic
         for number in range(4):
             outputs = [out async for out in engine.generate([5 + number] * 12, params)]
             assert len(outputs[-1].outputs[0].token_ids) == 1
             seen.append(set(graphs._steps))
             late.append(engine.stats().late_preparations)
+    if not in_traffic:
+        assert seen[3] == {MixedKey(4, 64)}
+        return
     # Each loses 48 tokens of padding, three steps of 16.
     assert seen[0] == {MixedKey(4, 64)}
     assert seen[1] == seen[3] == {MixedKey(4, 64), MixedKey(0, 16)}

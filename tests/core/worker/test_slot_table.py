@@ -15,7 +15,7 @@ from jackfield.core.nn.operations import Operations
 from jackfield.core.step import NOTHING_IN_PROCESS, InProcess, SlotStart, StepPlan, TableWrite
 from jackfield.core.worker.batch import PersistentBatch
 from jackfield.core.worker.graphs.decode_graphs import DecodeInputs
-from jackfield.core.worker.graphs.mixed_graphs import MixedInputs, MixedKey, _shape
+from jackfield.core.worker.graphs.mixed_inputs import MixedInputs, MixedKey, shape_of
 from jackfield.core.worker.parts import PerSlot, update_parts
 
 SLOTS, LENGTH, BLOCK = 5, 48, 4
@@ -83,7 +83,7 @@ def test_rows_begin_where_earlier_steps_of_any_kind_ended(num_groups: int) -> No
             kinds["mixed"] += 1
             written = table.writes(plan)
             rows = batch.rows(plan)
-            mixed.fill(rows, written, _shape(rows), MixedKey(SLOTS, 40))
+            mixed.fill(rows, written, shape_of(rows), MixedKey(SLOTS, 40))
             mixed.write(mixed.key)
             inputs = mixed.expand(mixed.key, SLOTS + 4)
         else:

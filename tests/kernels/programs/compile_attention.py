@@ -100,7 +100,6 @@ KERNELS = [
         {
             **COMMON,
             **DECODE,
-            "MIN_TILES": 1,
             "NUM_KV_HEADS": 8,
             "ROTARY_DIM": 128,
             "ALIBI": False,
