@@ -219,6 +219,9 @@ class StepLoop:
             raise error from None
         except Exception as cause:
             logger.error("the executor cannot go on after it", exc_info=cause)
+            if self._failure is not None:
+                # What has failed says more than what a step saw of it.
+                raise self._failure from error
             raise error from cause
         # A PluginError's message has the type and the plugin already.
         kind = "" if isinstance(error, PluginError) else f"{type(error).__name__}: "

@@ -11,7 +11,7 @@ import pytest
 
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.engine.step_loop import MAX_FAILED_STEPS
-from jackfield.core.errors import EngineStopped
+from jackfield.core.errors import EngineStopped, RankFailed
 from jackfield.core.step import StepPlan, WorkerJob
 from jackfield.core.worker.launched_step import LaunchedStep
 from jackfield.core.worker.runner import ModelRunner
@@ -175,6 +175,23 @@ async def test_a_lost_device_ends_the_engine_at_once(checkpoint: Path, failures:
         assert {output.outputs[0].finish_reason for output in outputs} == {"error"}
         assert failures.count == 1 and not engine.healthy
         assert "no luck" in str(engine.dead_reason)
+
+
+async def test_the_failure_of_a_rank_is_the_reason_not_what_a_step_saw_of_it(
+    checkpoint: Path, failures: Failures
+) -> None:
+    """The step fails on all ranks, and one of them ends before it could recover."""
+    async with engine_of(checkpoint) as engine:
+
+        async def ended(job: WorkerJob) -> None:
+            error = RankFailed("rank 1 of 2 ended with status 1")
+            engine.core._executor_failed(error)  # type: ignore[attr-defined]
+            raise error
+
+        engine.core.executor.ask = ended  # type: ignore[method-assign,assignment,attr-defined]
+        failures.chosen = lambda plan: True
+        assert (await final(engine.generate(PROMPT, greedy(8)))).error is not None
+        assert engine.dead_reason == "RankFailed: rank 1 of 2 ended with status 1"
 
 
 async def test_an_executor_that_cannot_recover_ends_with_its_first_failed_step(
