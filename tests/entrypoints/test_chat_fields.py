@@ -223,6 +223,23 @@ CASES: dict[str, dict[str, Any]] = {
 SEEDS = range(2)
 
 
+def assert_alike(one: Any, other: Any) -> None:
+    """Compare exactly, but for the last digits of log-probabilities: with `n`, the answers may
+    begin in one step or in two, and products of one row end in other digits than those of two."""
+    if isinstance(one, float) and isinstance(other, float):
+        assert one == pytest.approx(other, abs=1e-3)
+    elif isinstance(one, dict) and isinstance(other, dict):
+        assert one.keys() == other.keys()
+        for name, value in one.items():
+            assert_alike(value, other[name])
+    elif isinstance(one, list) and isinstance(other, list):
+        assert len(one) == len(other)
+        for value, theirs in zip(one, other, strict=True):
+            assert_alike(value, theirs)
+    else:
+        assert one == other
+
+
 @pytest.mark.parametrize("name", CASES)
 async def test_a_folded_stream_is_the_whole_answer(asynchronous: Any, name: str) -> None:
     """For every seed, hot enough that answers differ and go wrong in many ways."""
@@ -237,7 +254,7 @@ async def test_a_folded_stream_is_the_whole_answer(asynchronous: Any, name: str)
             **options, seed=seed, stream=True, stream_options={"include_usage": True}
         )
         stream = folded([piece async for piece in pieces])
-        assert stream == response
+        assert_alike(stream, response)
         assert len(stream["choices"]) == options.get("n", 1)
         seen.add(json.dumps(stream["choices"]))
     await asynchronous.close()
