@@ -130,7 +130,8 @@ class OutputProcessor:
         gaps: dict[float, int] = {}
         """Seconds between tokens → number of tokens: streams in step share one entry."""
         owners, notify = self._owners, self.requests.notify
-        for update in updates:
+        # Prompts are the last rows: their first tokens go out before other rows' next ones.
+        for update in reversed(updates):
             request = update.request
             owner = owners.get(request.request_id)
             if owner is None:

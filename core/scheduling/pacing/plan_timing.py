@@ -25,7 +25,12 @@ SHORT_STEP_SECONDS = 0.025
 SHORT_STEP_TOKENS = 512
 """Fewest tokens of such a step, and what their number is a multiple of."""
 FORGET = 0.02
-"""Weight of the newest step where it is slower than expected, and of a host that got faster."""
+"""Weight of the newest step where it is slower than expected."""
+HOST_RISES, HOST_FALLS = 0.5, 0.02
+"""Weights of the host's newest time where it is longer than expected, or shorter."""
+HOST_SPIKE = 4.0
+"""A longer one counts as at most so many times what was expected: a plan that waited while a step
+was recorded says nothing of the next."""
 
 
 class StepPace(NamedTuple):
@@ -113,7 +118,7 @@ class PlanTiming:
         self._last_end = -math.inf
         self._last_arrival = -math.inf
         self._host_seconds = 0.0
-        """From the beginning of a plan to the end of its launch; falls slowly."""
+        """From the beginning of a plan to that of its launch."""
 
     def arrived(self) -> None:
         """Note that a request has arrived."""
@@ -129,8 +134,7 @@ class PlanTiming:
         _, begun = self._in_flight.popleft()
         launched = now - result.device_seconds
         self._durations.add(plan, now - max(self._last_end, launched))
-        host = max(launched - begun, 0.0)
-        self._host_seconds = max(host, self._host_seconds + FORGET * (host - self._host_seconds))
+        self._note_host_seconds(max(launched - begun, 0.0))
         self._last_end = now
 
     def pace(self) -> StepPace | None:
@@ -165,6 +169,15 @@ class PlanTiming:
         lead = self._host_seconds + MARGIN_SECONDS + MARGIN_SHARE * seconds
         delay = end - lead - now
         return delay if delay >= SHORTEST_DELAY else 0.0
+
+    def _note_host_seconds(self, seconds: float) -> None:
+        known = self._host_seconds
+        if not known:
+            self._host_seconds = seconds
+        elif seconds > known:
+            self._host_seconds += HOST_RISES * (min(seconds, HOST_SPIKE * known) - known)
+        else:
+            self._host_seconds += HOST_FALLS * (seconds - known)
 
     def _expected_end(self) -> tuple[float, float]:
         """Return when the steps in flight are expected to have ended, and the seconds that the last

@@ -11,10 +11,10 @@ from .plan_timing import StepPace
 FEW_WAIT = 4
 """With more than this many short steps of tokens waiting, steps are as long as they may be: more
 tokens per second, and the last of them begin earlier."""
-QUEUE_SHARE = 0.4
+QUEUE_SHARE = 0.2
 """Decode rows wait for one step if a prompt's turn comes after more than this share of the
 target."""
-LATE_SHARE = 0.9
+LATE_SHARE = 0.8
 """They wait, for several steps, if a first token would come after more than this share."""
 HOPELESS = 2.0
 """A first token that comes after this many targets anyway makes no decode row wait."""

@@ -10,6 +10,8 @@ import pytest
 from jackfield.core.engine import step_loop
 from jackfield.core.engine.step_loop import StepLoop
 from jackfield.core.scheduling.pacing.plan_timing import (
+    HOST_RISES,
+    HOST_SPIKE,
     MARGIN_SECONDS,
     MARGIN_SHARE,
     PlanTiming,
@@ -106,19 +108,42 @@ def test_steps_that_were_fast_once_are_expected_to_be_fast(clock: Clock) -> None
     assert timing.delay() < fast + 0.001
 
 
+QUICK = 0.020 - MARGIN_SECONDS - MARGIN_SHARE * 0.020
+"""Delay with the whole of a step of 20 ms left, on a host that takes no time."""
+
+
+def left_of_step(timing: PlanTiming, clock: Clock, host: float) -> float:
+    """Return the delay when a step has just begun, behind one that took the host so long."""
+    first, second = plan_of(512), plan_of(512)
+    timing.submitted(first, timing.now())
+    timing.submitted(second, timing.now())
+    clock.seconds += host + 0.020
+    timing.ended(first, StepResult(0, [1], [5], device_seconds=0.020))
+    timing.arrived()
+    delay = timing.delay()
+    timing.failed()
+    return delay
+
+
 def test_a_slow_host_is_given_its_time(clock: Clock) -> None:
     timing = known(clock, host=0.002)
     timing.submitted(plan_of(512), timing.now())
-    quick = timing.delay()
-    timing.failed()
-    run_step(timing, clock, plan_of(512), 0.012, 0.020)
-    timing.submitted(plan_of(512), timing.now())
     # The expected end moves too: what is left is the device's time but for the margins.
-    assert timing.delay() == pytest.approx(quick)
-    timing.submitted(plan_of(512), timing.now())
-    clock.seconds += 0.032
-    timing.ended(plan_of(512), StepResult(0, [1], [5], device_seconds=0.020))
-    assert timing.delay() == pytest.approx(quick - 0.012)
+    assert timing.delay() == pytest.approx(QUICK)
+    timing.failed()
+    for _ in range(8):
+        run_step(timing, clock, plan_of(512), 0.012, 0.020)
+    assert left_of_step(timing, clock, 0.012) == pytest.approx(QUICK - 0.012, abs=1e-4)
+
+
+def test_one_slow_plan_changes_little(clock: Clock) -> None:
+    timing = known(clock, host=0.002)
+    assert left_of_step(timing, clock, 0.002) == pytest.approx(QUICK - 0.002)
+    at_most = 0.002 * (1 + HOST_RISES * (HOST_SPIKE - 1))
+    assert left_of_step(timing, clock, 0.500) == pytest.approx(QUICK - at_most)
+    for _ in range(100):
+        run_step(timing, clock, plan_of(512), 0.002, 0.020)
+    assert left_of_step(timing, clock, 0.002) == pytest.approx(QUICK - 0.002, abs=0.001)
 
 
 def test_the_tokens_of_a_short_step_follow_the_device(clock: Clock) -> None:

@@ -185,7 +185,7 @@ def test_decode_rows_wait_for_no_prompt_that_is_cached() -> None:
 
 
 def test_a_prompt_is_not_split_beside_another_one() -> None:
-    device = Device()
+    device = Device(target=2 * TARGET)
     for _ in range(2):
         device.arrive(25)
     assert device.step() == [1, 25], "14 more tokens would fit"
