@@ -23,6 +23,7 @@ from ..sampling.sampler import Sampler
 from ..slot_table import NO_WRITES
 from .endings import Ending, row_counts, sample_rows
 from .recorder import Recorder, Replay
+from .static_numbers import StaticNumbers
 
 logger = logging.getLogger("jackfield.worker")
 
@@ -184,7 +185,7 @@ class DecodeInputs:
         listed = batch.num_groups > 1 or batch.num_drafts > 0
         self._most_writes = 2 * batch.num_groups * max_rows if listed else 0
         size = 2 * max_rows + (4 + 2 * self._most_writes if self._most_writes else 0)
-        self._device_array = torch.zeros(size, dtype=torch.int32, device=batch.device)
+        self._numbers = StaticNumbers(batch, size)
         self._query_start = torch.arange(max_rows + 1, dtype=torch.int32, device=batch.device)
         self._query_start_cpu = np.arange(max_rows + 1, dtype=np.int32)
         self.rows = max_rows
@@ -233,17 +234,17 @@ class DecodeInputs:
         if self._most_writes:
             count = np.asarray([len(writes), 0, 0, 0], dtype=np.int32)
             numbers = np.concatenate([numbers, count, writes.reshape(-1)])
-        self._batch.copy_into(self._device_array, numbers)
+        self._numbers.send(numbers)
 
     def expand(self, rows: int) -> StepInputs:
         """Compute the inputs of the forward pass and the sampler on the device."""
         batch, table = self._batch, self._batch.table
         if self._most_writes:
-            count, _, writes = self._device_array[2 * rows :].tensor_split((1, 4))
+            count, _, writes = self._numbers.array[2 * rows :].tensor_split((1, 4))
             writes = writes[: 2 * self._most_writes].view(-1, 2)
             self._operations.scatter(table.storage, writes, count)
         made = self._operations.decode_inputs(
-            self._device_array[: 2 * rows].view(2, rows),
+            self._numbers.array[: 2 * rows].view(2, rows),
             table.lengths,
             table.token_history,
             table.block_table,
@@ -252,7 +253,7 @@ class DecodeInputs:
             **table.compression,
         )
         # Torch reads these, and those of `made` are undefined while kernels are only compiled.
-        words = self._device_array[:rows]
+        words = self._numbers.array[:rows]
         slots = made.slots if not batch.has_sources else torch.where(words < 0, -1 - words, words)
         return StepInputs(
             input_ids=made.input_ids,

@@ -16,6 +16,7 @@ from ..sampling.sampler import Sampler
 from ..speculation.drafting import Drafting
 from .endings import Ending, row_counts, sample_rows, sampling_endings
 from .recorder import Recorder, Replay
+from .static_numbers import StaticNumbers
 
 BLOCKS_PER_ROW = 2
 """New blocks that a row may get for each block that its tokens fill, at most."""
@@ -53,7 +54,7 @@ class DraftGraphs:
         self._most_writes = max_rows * per_row * batch.num_groups
         self._header = -(-max_rows // 4) * 4 + 4  # The writes begin at a multiple of 16 bytes.
         size = self._header + 2 * self._most_writes
-        self._device_array = torch.zeros(size, dtype=torch.int32, device=device)
+        self._numbers = StaticNumbers(batch, size)
         self._starts = width * torch.arange(max_rows + 1, dtype=torch.int32, device=device)
         self._row_of = torch.arange(max_rows * width, device=device) // width
         self._bounds: dict[int, torch.Tensor] = {}
@@ -99,11 +100,11 @@ class DraftGraphs:
         numbers[: len(slots)] = slots
         numbers[self._header - 4] = len(writes)
         numbers[self._header :] = writes.reshape(-1)
-        self._batch.copy_into(self._device_array, numbers)
+        self._numbers.send(numbers)
 
     def _step(self, rows: int, ending: Ending) -> None:
         batch, width, header = self._batch, self.width, self._header
-        array, starts = self._device_array, self._starts[: rows + 1]
+        array, starts = self._numbers.array, self._starts[: rows + 1]
         writes = array[header:].view(-1, 2)
         batch.operations.scatter(batch.table.storage, writes, array[header - 4 : header - 3])
         slots, num_tokens = array[:rows], rows * width

@@ -88,12 +88,12 @@ async def test_recorded_steps_launch_these_kernels_and_no_more(
         # The states are the last layer's input and its heads.
         "index_select": 2, "foreach_copy": 2,
     }  # fmt: skip
-    assert num_sent == [2 * 4, 2 * 4]
+    assert num_sent == [2 * 4] * 3, "the third step has the numbers of the second"
 
 
 def numbers_sent(batch: Any) -> list[int]:
-    """Count the numbers of decode steps of three rows in a graph of four: without a new block, and
-    with one."""
+    """Count the numbers that decode steps of three rows send in a graph of four: without a new
+    block, with the same rows, and with a new block."""
     inputs = DecodeInputs(batch, Operations(), batch.num_slots)
     sizes: list[int] = []
     copy_into = batch.copy_into
@@ -103,7 +103,7 @@ def numbers_sent(batch: Any) -> list[int]:
         copy_into(target, numbers)
 
     batch.copy_into = counting
-    for table_writes in ((), (TableWrite(1, 0, 0, (5,)),)):
+    for table_writes in ((), (), (), (TableWrite(1, 0, 0, (5,)),)):
         plan = StepPlan(
             step=0, slots=(0, 1, 2), num_tokens=(1, 1, 1), samples=(True,) * 3,
             table_writes=table_writes,

@@ -76,8 +76,8 @@ def test_rows_begin_where_earlier_steps_of_any_kind_ended(num_groups: int) -> No
         )  # fmt: skip
         if not starts and set(counts) == {1} and decode.fill(plan, SLOTS):
             kinds["decode"] += 1
-            kinds["copied rows"] += int((decode._device_array[: len(slots)] >= 0).sum())
-            kinds["kept rows"] += int((decode._device_array[: len(slots)] < 0).sum())
+            kinds["copied rows"] += int((decode._numbers.array[: len(slots)] >= 0).sum())
+            kinds["kept rows"] += int((decode._numbers.array[: len(slots)] < 0).sum())
             inputs = decode.expand(SLOTS)
         elif step % 2:
             kinds["mixed"] += 1
@@ -146,7 +146,7 @@ def test_a_steady_decode_step_copies_no_table(num_groups: int) -> None:
             for row, slot in enumerate(slots):
                 table = batch.table.block_table[slot, columns]
                 assert torch.equal(layout.block_table[row], table)
-        return (decode._device_array[:SLOTS] >= 0).tolist()
+        return (decode._numbers.array[:SLOTS] >= 0).tolist()
 
     assert copied() == [True] * 5
     assert copied() == copied() == [False] * 5
