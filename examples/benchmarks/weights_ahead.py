@@ -1,18 +1,25 @@
 """What attention adds to a layer of one token, and what asking for the next weights saves.
 
     python examples/benchmarks/weights_ahead.py --models SmolLM3-3B GPT-2-XL Qwen3-8B
+    python examples/benchmarks/weights_ahead.py --early --models SmolLM3-3B Nemotron-Mini-4B
 
 A layer of one token waits for its attention, which reads a few kilobytes where contexts are short.
 Meanwhile the weights of the next products can come to the L2 cache (`next_weights` of
 `fused_decode_attention`). This times layers as a step has them (projection, attention, output, MLP;
 recorded, each with weights of its own): without attention, with it, and by how much is asked for.
+
+With `--early`: by which of the kernels let the next one start at once, so that its first weights
+are in registers when its input is there, and by whether keys are loaded before the projection.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -23,7 +30,11 @@ from jackfield.entrypoints.bench.report import Emitter, environment, say, table
 from jackfield.entrypoints.bench.roofline import measure_ceilings
 from jackfield.entrypoints.bench.workloads import ARCHITECTURES
 from jackfield.kernels.attention import fused_decode_attention as attention_kernel
-from jackfield.kernels.attention.decode_splits import choose_num_splits, workspace_elements
+from jackfield.kernels.attention.decode_splits import (
+    MIN_SPLIT_TILES,
+    choose_num_splits,
+    workspace_elements,
+)
 from jackfield.kernels.attention.fused_decode_attention import fused_decode_attention
 from jackfield.kernels.tuning import gemv_tiles
 
@@ -31,6 +42,13 @@ BYTES = 1 << 29
 """Of weights that a measurement reads, so that the L2 cache does not help."""
 MEGABYTES = (None, 0, 4, 8, 16, 24)
 """Asked for; None: without attention."""
+AHEAD = 8
+"""Megabytes asked for with `--early`."""
+LONGER_SPLITS = (4, 8)
+"""Tiles that a split has at least, tried with it."""
+NEVER = 1 << 60
+SHOWN = 8
+"""Choices of a model that are reported, beside the rules'."""
 HEADS = {"num_attention_heads": "n_head", "hidden_size": "n_embd"}
 """Names of sizes in config.json → others for the same."""
 
@@ -80,10 +98,13 @@ class Layers:
             num_splits=self.splits, cos_sin=self.cos_sin, next_weights=next_weights,
         )  # fmt: skip
 
-    def all(self, megabytes: int | None) -> list[object]:
-        """One step through all copies."""
+    def all(self, megabytes: int | None, early: Sequence[bool | None]) -> list[object]:
+        """One step through all copies. early: of each product, as of `GemvConfig`."""
         results: list[object] = []
-        tiles = [gemv_tiles(each.weights[0], each.gated) for each in self.products]
+        tiles = [
+            gemv_tiles(each.weights[0], each.gated)._replace(early=flag)
+            for each, flag in zip(self.products, early, strict=True)
+        ]
         for copy in range(self.copies):
             weights = [each.weights[copy] for each in self.products[1:]]
             for number, (each, chosen) in enumerate(zip(self.products, tiles, strict=True)):
@@ -92,14 +113,56 @@ class Layers:
                     results.append(self.attention(weights if megabytes else ()))
         return results
 
-    def seconds(self, megabytes: int | None, device: torch.device) -> float:
-        """Of one layer."""
-        before = attention_kernel.AHEAD_BYTES
-        attention_kernel.AHEAD_BYTES = (megabytes or 0) << 20
-        try:
-            return graph_seconds([lambda: self.all(megabytes)], device) / self.copies
-        finally:
-            attention_kernel.AHEAD_BYTES = before
+    def seconds(
+        self,
+        megabytes: int | None,
+        device: torch.device,
+        early: Sequence[bool | None] | None = None,
+        **rules: int,
+    ) -> float:
+        """Of one layer. rules: of decode attention, by their names in its file."""
+        flags = early or [None] * len(self.products)
+        with set_rules(AHEAD_BYTES=(megabytes or 0) << 20, **rules):
+            work = [lambda: self.all(megabytes, flags)]
+            return graph_seconds(work, device) / self.copies
+
+
+@contextlib.contextmanager
+def set_rules(**rules: int) -> Iterator[None]:
+    """Change what decode attention goes by."""
+    before = {name: getattr(attention_kernel, name) for name in rules}
+    try:
+        for name, value in rules.items():
+            setattr(attention_kernel, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(attention_kernel, name, value)
+
+
+def early_starts(layers: Layers, device: torch.device) -> list[tuple[float, dict[str, Any]]]:
+    """Return the seconds of a layer by who lets the next kernel start at once, the fastest first,
+    after the rules' own choice ("by": "rule"). The fastest is also tried with longer splits."""
+    by_rule = layers.seconds(AHEAD, device)
+    timed: list[tuple[float, dict[str, Any]]] = []
+
+    def add(products: Sequence[bool], attends: bool, preloads: bool, tiles: int) -> None:
+        rules = {
+            "EARLY_WIDTH": 0 if attends else NEVER, "PRELOAD_BEHIND": 0 if preloads else NEVER,
+            "MIN_SPLIT_TILES": tiles,
+        }  # fmt: skip
+        choice = {
+            "products": list(products), "attention": attends, "preload": preloads, "tiles": tiles,
+        }  # fmt: skip
+        timed.append((layers.seconds(AHEAD, device, products, **rules), choice))
+
+    flags = [(False, True)] * (len(layers.products) + 2)
+    for *products, attends, preloads in itertools.product(*flags):
+        add(products, attends, preloads, MIN_SPLIT_TILES)
+    _, best = min(timed, key=lambda each: each[0])
+    for tiles, preloads in itertools.product(LONGER_SPLITS, (False, True)):
+        add(best["products"], best["attention"], preloads, tiles)
+    return [(by_rule, {"by": "rule"}), *sorted(timed, key=lambda each: each[0])]
 
 
 def main() -> int:
@@ -107,6 +170,7 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", default=["SmolLM3-3B", "GPT-2-XL", "Qwen3-8B"])
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--max-model-len", type=int, default=4096, help="decides the splits")
+    parser.add_argument("--early", action="store_true", help="time who lets the next one start")
     parser.add_argument("--output", help="a file of JSON lines, or - for standard output")
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -119,22 +183,34 @@ def main() -> int:
         say(f"measuring {model}")
         layers = Layers(model, args.context, args.max_model_len, device)
         floor = sum(layers.widths) / rate
-        for megabytes in MEGABYTES:
-            seconds = layers.seconds(megabytes, device)
+        at = {"context": args.context, "max_model_len": args.max_model_len}
+        timed: list[tuple[float, dict[str, Any]]]
+        if args.early:
+            workload = "early starts"
+            timed = early_starts(layers, device)[: SHOWN + 1]
+        else:
+            workload = "weights ahead"
+            timed = [
+                (
+                    layers.seconds(megabytes, device),
+                    {"attention": megabytes is not None, "megabytes": megabytes or 0},
+                )
+                for megabytes in MEGABYTES
+            ]
+        for seconds, choice in timed:
             emitter.emit({
-                "workload": "weights ahead", "model": model,
-                "at": {
-                    "context": args.context, "max_model_len": args.max_model_len,
-                    "attention": megabytes is not None, "megabytes": megabytes or 0,
-                },
+                "workload": workload, "model": model, "at": {**at, **choice},
                 "measured": {
                     "layer_us": round(1e6 * seconds, 2), "share_of_floor": round(floor / seconds, 3)
                 },
             })  # fmt: skip
-    header = ["model", *emitter.records[0]["at"], *emitter.records[0]["measured"]]
-    rows = [[line["model"], *line["at"].values(), *line["measured"].values()]
-            for line in emitter.records]  # fmt: skip
-    print(table(rows, header))
+    columns = list(emitter.records[-1]["at"])
+    rows = [
+        [line["model"], *(line["at"].get(name, "") for name in columns),
+         *line["measured"].values(), line["at"].get("by", "")]
+        for line in emitter.records
+    ]  # fmt: skip
+    print(table(rows, ["model", *columns, *emitter.records[0]["measured"], "by"]))
     return 0
 
 

@@ -211,6 +211,9 @@ class GemvConfig(NamedTuple):
     block_k: int
     """Elements of a row (numbers, or words) at a time, at most"""
     num_warps: int
+    early: bool | None = None
+    """Whether the next kernel may start at once, and load its first weights while this one waits;
+    None: by EARLY_BYTES."""
 
 
 def gemv_config(weight: Weight, gated: bool) -> GemvConfig:
@@ -320,7 +323,7 @@ def gemv(
         UNROLL=_unroll(weight, triton.cdiv(width, block_k)),
         BLOCK_X=triton.next_power_of_2(x.shape[1]) if layer_norm is not None else 1,
         PDL=bool(options),
-        EARLY=values.nbytes >= EARLY_BYTES,
+        EARLY=values.nbytes >= EARLY_BYTES if config.early is None else config.early,
         num_warps=config.num_warps,
         **options,
     )

@@ -72,7 +72,8 @@ class GemvProduct:
             norm = (factors, offsets, EPS) if centered else (factors, EPS)
             self.options = {"layer_norm" if centered else "norm": norm}
 
-    def multiply(self, tiles: Tiles, i: int = 0) -> Any:
+    def multiply(self, tiles: tuple[Any, ...], i: int = 0) -> Any:
+        """tiles: as of `GemvConfig`, or its first ones."""
         from ....kernels.linear.gemv import GemvConfig, gemv
 
         config = GemvConfig(*tiles)
