@@ -36,12 +36,25 @@ class Norm(NamedTuple):
     eps: float
 
 
+class NormSums(NamedTuple):
+    """What a LayerNorm's parameters come to behind a product with W, both [out_features] float32:
+    norm(x) Wᵀ = ((x * weight) Wᵀ - mean * factors) / deviation + offsets."""
+
+    factors: torch.Tensor
+    """W times the norm's weight."""
+    offsets: torch.Tensor | None
+    """W times its bias; None: it has none."""
+
+
 class CenteredNorm(NamedTuple):
     """A LayerNorm's parameters, likewise."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
     eps: float
+    sums: NormSums | None = None
+    """Of the product that gets the norm, which may take the mean of x while it multiplies; None:
+    they are not known. Operations get them that have the feature `linear.norm_sums`."""
 
 
 AnyNorm: TypeAlias = Norm | CenteredNorm

@@ -4,10 +4,10 @@
     or, gated,  out = silu(g) * u of the product
 
 A product with one row is bound by reading the weight, so all work on x or out alone is fused into
-it: the RMSNorm is linear in x except for one scale, which is applied at the end. A LayerNorm needs
-the mean of x first: each program reads x once more, while its first tile is on its way. A quantized
-weight
-is dequantised in registers; inputs keep their type, so only the weight is rounded.
+it: the RMSNorm is linear in x except for one scale, which is applied at the end. So is a LayerNorm
+where the sums of the weight times its parameters are known: its mean and deviation are taken on the
+way. Where they are not, each program reads x once more, while its first tile is on its way. A
+quantized weight is dequantised in registers; inputs keep their type, so only the weight is rounded.
 
 Memory: the weight once (N * K elements, or N * K * bits / 8 bytes and 2 to 4 bytes per group); x
 from the L2 cache once per program. Operations: 2 per element, and about 2 more to unpack an element
@@ -87,6 +87,7 @@ def _gemv_kernel(
     bias_ptr,
     norm_ptr,
     norm_bias_ptr,
+    sums_ptr,
     residual_ptr,
     eps,
     stride_weight,
@@ -97,6 +98,7 @@ def _gemv_kernel(
     NORM: tl.constexpr,
     CENTERED: tl.constexpr,
     NORM_BIAS: tl.constexpr,
+    SUMMED: tl.constexpr,
     GATED: tl.constexpr,
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
@@ -127,6 +129,13 @@ def _gemv_kernel(
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     up_acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32) if GATED else acc
     squares = tl.zeros([BLOCK_K], tl.float32)
+    totals = squares
+    factor_sums = tl.zeros([BLOCK_N], tl.float32)
+    up_factor_sums = factor_sums
+    if SUMMED:
+        factor_sums = tl.load(sums_ptr + offs_n, mask=in_n, other=0.0)
+        if GATED:
+            up_factor_sums = tl.load(sums_ptr + N + offs_n, mask=in_n, other=0.0)
     mean = tl.full([], 0.0, tl.float32)
     norm_scale = tl.full([], 1.0, tl.float32)
     if PDL and EARLY:
@@ -142,7 +151,7 @@ def _gemv_kernel(
             if PDL and step == 0:
                 if base == 0:
                     gdc_wait()
-            if CENTERED and step == 0:
+            if CENTERED and not SUMMED and step == 0:
                 if base == 0:
                     mean, norm_scale = _moments(x_ptr, eps, WIDTH * PACK_FACTOR, BLOCK_X)
             for part in tl.static_range(PACK_FACTOR):
@@ -152,16 +161,18 @@ def _gemv_kernel(
                 else:
                     x = tl.load(x_ptr + k + offs_k, mask=in_k, other=0.0).to(tl.float32)
                 if NORM:
-                    if CENTERED:
+                    if CENTERED and not SUMMED:
                         x = (x - mean) * norm_scale
                     else:
                         squares += x * x
+                        if SUMMED:
+                            totals += x
                     if EVEN_K:
                         norm = tl.load(norm_ptr + k + offs_k)
                     else:
                         norm = tl.load(norm_ptr + k + offs_k, mask=in_k, other=0.0)
                     x *= norm.to(tl.float32)
-                    if NORM_BIAS:
+                    if NORM_BIAS and not SUMMED:
                         norm = tl.load(norm_bias_ptr + k + offs_k, mask=in_k, other=0.0)
                         x += norm.to(tl.float32)
                 value = _dequantized(
@@ -187,7 +198,14 @@ def _gemv_kernel(
         if GATED:
             scale_ptrs = scale_ptr + (N + offs_n) // FORMAT.scale_rows
             up_out *= tl.load(scale_ptrs, mask=in_n, other=0.0).to(tl.float32)
-    if NORM and not CENTERED:
+    if SUMMED:
+        mean = tl.sum(totals, axis=0) / WIDTH
+        variance = tl.maximum(tl.sum(squares, axis=0) / WIDTH - mean * mean, 0.0)
+        norm_scale = tl.rsqrt(variance + eps)
+        out = (out - mean * factor_sums) * norm_scale
+        if NORM_BIAS:
+            out += tl.load(norm_bias_ptr + offs_n, mask=in_n, other=0.0)
+    elif NORM and not CENTERED:
         norm_scale = tl.rsqrt(tl.sum(squares, axis=0) / (WIDTH * PACK_FACTOR) + eps)
         out *= norm_scale
     if GATED:
@@ -195,7 +213,11 @@ def _gemv_kernel(
             # After the gate's sums, so that the compiler converts a dense weight's numbers later:
             # 127 registers for Qwen3-8B's gate and up instead of 152, and 46 us instead of 56.
             up_out = tl.sum(up_acc, axis=1)
-        if not CENTERED:
+        if SUMMED:
+            up_out = (up_out - mean * up_factor_sums) * norm_scale
+            if NORM_BIAS:
+                up_out += tl.load(norm_bias_ptr + N + offs_n, mask=in_n, other=0.0)
+        elif not CENTERED:
             up_out *= norm_scale
     row_epilogue(
         out, up_out, out_ptr, bias_ptr, residual_ptr, offs_n, N, GATED, BIAS, RESIDUAL, ACTIVATION,
@@ -273,6 +295,7 @@ def gemv(
     *,
     norm: tuple[torch.Tensor, float] | None = None,
     layer_norm: tuple[torch.Tensor, torch.Tensor | None, float] | None = None,
+    norm_sums: tuple[torch.Tensor, torch.Tensor | None] | None = None,
     residual: torch.Tensor | None = None,
     gated: bool = False,
     activation: str = "",
@@ -281,9 +304,11 @@ def gemv(
 ) -> torch.Tensor:
     """x: [1, K], last stride 1; weight: [N, K] → [1, N], or gated [1, N / 2], of x's type.
 
-    norm: of an RMSNorm (weight [K], eps); layer_norm: (weight [K], bias [K], eps); bias: [N];
-    residual: [1, N], contiguous, not with `gated`; activation: a name of ACTIVATIONS, not with
-    `gated`; factor: of what the residual is added to. Sums in float32, rounded once.
+    norm: of an RMSNorm (weight [K], eps); layer_norm: (weight [K], bias [K], eps); norm_sums: of a
+    dense weight times the latter's weight and bias, [N] float32 each, used for x of 16 bits: in
+    float32, numbers may be far closer to their mean than its square tells; bias: [N]; residual:
+    [1, N], contiguous, not with `gated`; activation: a name of ACTIVATIONS, not with `gated`;
+    factor: of what the residual is added to. Sums in float32, rounded once.
     """
     if (residual is not None or activation) and gated:
         raise ValueError("a gated product takes no residual and no other activation")
@@ -293,6 +318,9 @@ def gemv(
     values = values_of(weight)
     rows, width = values.shape
     outputs = rows // 2 if gated else rows
+    sums = None
+    if norm_sums is not None and x.dtype != torch.float32 and isinstance(weight, torch.Tensor):
+        sums, offsets = norm_sums
     config = config or gemv_config(weight, gated)
     out = torch.empty((1, outputs), dtype=x.dtype, device=x.device)
     block_k = largest_tile(weight, config.block_k)
@@ -305,6 +333,7 @@ def gemv(
         bias,
         factors,
         offsets,
+        sums,
         residual,
         eps,
         *arguments.strides,
@@ -313,6 +342,7 @@ def gemv(
         NORM=factors is not None,
         CENTERED=layer_norm is not None,
         NORM_BIAS=offsets is not None,
+        SUMMED=sums is not None,
         GATED=gated,
         BIAS=bias is not None,
         RESIDUAL=residual is not None,
@@ -321,7 +351,7 @@ def gemv(
         BLOCK_N=config.block_n,
         BLOCK_K=block_k,
         UNROLL=_unroll(weight, triton.cdiv(width, block_k)),
-        BLOCK_X=triton.next_power_of_2(x.shape[1]) if layer_norm is not None else 1,
+        BLOCK_X=triton.next_power_of_2(x.shape[1]) if layer_norm and sums is None else 1,
         PDL=bool(options),
         EARLY=values.nbytes >= EARLY_BYTES if config.early is None else config.early,
         num_warps=config.num_warps,

@@ -25,7 +25,7 @@ def wide(value: Any) -> Any:
     if isinstance(value, Norm):
         return Norm(value.weight.float(), value.eps)
     if isinstance(value, CenteredNorm):
-        return CenteredNorm(wide(value.weight), wide(value.bias), value.eps)
+        return value._replace(weight=wide(value.weight), bias=wide(value.bias))
     return value
 
 
@@ -36,7 +36,7 @@ def copied(value: Any) -> Any:
     if isinstance(value, Norm):
         return Norm(value.weight.clone(), value.eps)
     if isinstance(value, CenteredNorm):
-        return CenteredNorm(copied(value.weight), copied(value.bias), value.eps)
+        return value._replace(weight=copied(value.weight), bias=copied(value.bias))
     if isinstance(value, PackedWeight):
         parts: dict[str, Any] = {name: part.clone() for name, part in value.tensors().items()}
         return value._replace(**parts)

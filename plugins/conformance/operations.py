@@ -21,6 +21,7 @@ from ...core.nn.activations import ACTIVATIONS
 from ...core.nn.operations import (
     CenteredNorm,
     Norm,
+    NormSums,
     Operations,
 )
 from ...core.nn.packed import (
@@ -191,14 +192,25 @@ class OperationsKit(HeadChecks, ExpertChecks, BatchChecks, QuantizedCacheChecks,
     # -------------------------------------------------------------- products
 
     def product_cases(
-        self, dtype: torch.dtype, rows: int, name: str = "packed_linear"
+        self,
+        dtype: torch.dtype,
+        rows: int,
+        name: str = "packed_linear",
+        weight: torch.Tensor | None = None,
     ) -> list[dict[str, Any]]:
-        """Return the arguments of a method besides x and the weight."""
+        """Return the arguments of a method besides x and the weight, a dense one where it is
+        given."""
         bias = self.draw(rows, dtype=dtype, seed=7)
         cases: list[dict[str, Any]] = [{}, {"bias": bias}, {"norm": self.norm(SIZE, dtype)}]
         if f"{name}.layer_norm" in self.make(dtype).features:
-            weight, offset = self.norm(SIZE, dtype).weight, self.draw(SIZE, dtype=dtype, seed=5)
-            cases.append({"norm": CenteredNorm(weight, offset, 0.3), "bias": bias})
+            factors, offset = self.norm(SIZE, dtype).weight, self.draw(SIZE, dtype=dtype, seed=5)
+            cases.append({"norm": CenteredNorm(factors, offset, 0.3), "bias": bias})
+            if weight is not None and "linear.norm_sums" in self.make(dtype).features:
+                wide = weight.float()
+                sums = NormSums(wide @ factors.float(), wide @ offset.float())
+                cases.append({"norm": CenteredNorm(factors, offset, 0.3, sums), "bias": bias})
+                sums = sums._replace(offsets=None)
+                cases.append({"norm": CenteredNorm(factors, None, 0.3, sums)})
         return cases
 
     @pytest.mark.parametrize("tokens", TOKENS)
@@ -207,7 +219,7 @@ class OperationsKit(HeadChecks, ExpertChecks, BatchChecks, QuantizedCacheChecks,
         weight = self.draw(OUTPUTS, SIZE, dtype=dtype, seed=6, scale=SIZE**-0.5)
         x = self.draw(tokens, SIZE, dtype=dtype)
         residual = self.draw(tokens, OUTPUTS, dtype=dtype, seed=8)
-        cases = self.product_cases(dtype, OUTPUTS, "linear")
+        cases = self.product_cases(dtype, OUTPUTS, "linear", weight)
         every = {**cases[1], **cases[2], "residual": residual}
         cases += [{"residual": residual}, every]
         if "linear.factor" in self.make(dtype).features:
@@ -219,7 +231,7 @@ class OperationsKit(HeadChecks, ExpertChecks, BatchChecks, QuantizedCacheChecks,
     def test_activated_linear(self, tokens: int, dtype: torch.dtype) -> None:
         weight = self.draw(OUTPUTS, SIZE, dtype=dtype, seed=6, scale=SIZE**-0.5)
         x = self.draw(tokens, SIZE, dtype=dtype)
-        cases = self.product_cases(dtype, OUTPUTS, "activated_linear")
+        cases = self.product_cases(dtype, OUTPUTS, "activated_linear", weight)
         for number, activation in enumerate(ACTIVATIONS):
             case = cases[number % len(cases)]
             self.compare(
@@ -230,7 +242,7 @@ class OperationsKit(HeadChecks, ExpertChecks, BatchChecks, QuantizedCacheChecks,
     def test_gated_linear(self, tokens: int, dtype: torch.dtype) -> None:
         weight = self.draw(2 * OUTPUTS, SIZE, dtype=dtype, seed=6, scale=SIZE**-0.5)
         x = self.draw(tokens, SIZE, dtype=dtype)
-        cases = self.product_cases(dtype, 2 * OUTPUTS, "gated_linear")
+        cases = self.product_cases(dtype, 2 * OUTPUTS, "gated_linear", weight)
         for case in (*cases, {**cases[1], **cases[2]}):
             self.compare("gated_linear", dtype, x, weight, times=2, **case)
 

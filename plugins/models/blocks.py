@@ -171,7 +171,10 @@ class Block(nn.Module):
         self.mlp = mlp(config, layer, build)
 
     def after_loading(self) -> None:
-        """Tell attention which weights are read after it."""
+        """Tell attention which weights are read after it, and products which norms come before."""
+        for norm, product in self.normed_products():
+            if isinstance(product, Linear):
+                product.expect(norm)
         attention = getattr(getattr(self, "self_attn", None), "attention", None)
         if isinstance(attention, Attention):
             weights = [getattr(product, "weight", None) for product in self.products_after()]
@@ -179,6 +182,17 @@ class Block(nn.Module):
                 weight for weight in weights
                 if isinstance(weight, torch.Tensor) and weight.is_contiguous()
             )  # fmt: skip
+
+    def normed_products(self) -> list[tuple[nn.Module | None, nn.Module | None]]:
+        """Return norms, each with the product of what it norms."""
+        return self._pairs("input_layernorm", "post_attention_layernorm")
+
+    def _pairs(
+        self, before_attention: str, before_mlp: str
+    ) -> list[tuple[nn.Module | None, nn.Module | None]]:
+        qkv = getattr(getattr(self, "self_attn", None), "qkv_proj", None)
+        first, second = (getattr(self, name, None) for name in (before_attention, before_mlp))
+        return [(first, qkv), (second, self._first_of_mlp())]
 
     def products_after(self) -> list[nn.Module | None]:
         """Return the first products after attention, in order."""
@@ -238,6 +252,10 @@ class NormedBlock(Block):
         """As `Block`."""
         return self._add_both(hidden, self.self_attn.project(heads))
 
+    def normed_products(self) -> list[tuple[nn.Module | None, nn.Module | None]]:
+        """As `Block`."""
+        return self._pairs(self.norms[0], self.norms[2])
+
     def _add_both(self, hidden: torch.Tensor, answer: torch.Tensor) -> torch.Tensor:
         """answer: attention's, not normed."""
         norms: list[Any] = [getattr(self, name, None) for name in self.norms]
@@ -277,6 +295,10 @@ class ParallelBlock(Block):
         """As `Block`."""
         inner = self.mlp.inner(hidden, getattr(self, self.norms[-1]))
         return self._add(hidden, heads, inner)
+
+    def normed_products(self) -> list[tuple[nn.Module | None, nn.Module | None]]:
+        """As `Block`."""
+        return self._pairs(self.norms[0], self.norms[-1])
 
     def products_after(self) -> list[nn.Module | None]:
         """As `Block`."""

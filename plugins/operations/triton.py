@@ -74,8 +74,10 @@ WORKSPACE_FLOATS = 4 << 20
 
 
 def _norm_of(norm: AnyNorm | None) -> dict[str, Any]:
-    """Return the argument of `gemv`."""
-    return {"layer_norm" if isinstance(norm, CenteredNorm) else "norm": norm}
+    """Return the arguments of `gemv`."""
+    if isinstance(norm, CenteredNorm):
+        return {"layer_norm": norm[:3], "norm_sums": norm.sums}
+    return {"norm": norm}
 
 
 class TritonOperations(TritonStates, TritonLatents, TritonIndexing, Operations):
@@ -83,7 +85,9 @@ class TritonOperations(TritonStates, TritonLatents, TritonIndexing, Operations):
     was measured to be faster, more by cuBLAS with kernels around it."""
 
     name: ClassVar[str] = "triton"
-    features: ClassVar[frozenset[str]] = Operations.features | {"sample_parts.tokens"}
+    features: ClassVar[frozenset[str]] = Operations.features | {
+        "sample_parts.tokens", "linear.norm_sums",
+    }  # fmt: skip
 
     @classmethod
     def supports(cls, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -279,7 +283,7 @@ class TritonOperations(TritonStates, TritonLatents, TritonIndexing, Operations):
         key_norm: CenteredNorm,
     ) -> None:
         """In place, queries and keys in one launch."""
-        norm_heads(qkv, layout.num_heads, layout.num_kv_heads, query_norm, key_norm)
+        norm_heads(qkv, layout.num_heads, layout.num_kv_heads, query_norm[:3], key_norm[:3])
 
     def heads(
         self,

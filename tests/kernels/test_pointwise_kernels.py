@@ -188,8 +188,17 @@ def test_gemv_of_a_layer_norm_and_an_activation_equals_its_twin(dtype, activatio
         "gated": gated, "activation": "" if gated else activation,
     }  # fmt: skip
     want = reference.gemv(x, weight, **options)
+    factors, offsets, _ = norm
+    sums = tuple(
+        None if vector is None else weight.float() @ vector.float() for vector in (factors, offsets)
+    )
     for config in (None, GemvConfig(4, 64, 1)):
         close(gemv(x, weight, **options, config=config), want)
+        close(gemv(x, weight, **options, norm_sums=sums, config=config), want)
+    # Of 16 bits it is the sums that are read.
+    wrong = (2 * sums[0], sums[1])
+    is_close = torch.allclose(gemv(x, weight, **options, norm_sums=wrong), want, atol=0.01)
+    assert is_close == (dtype == torch.float32)
 
 
 @pytest.mark.parametrize("after", ["residual", "activation"])

@@ -45,10 +45,12 @@ FREE_TOKENS = 256
 
 
 def token_counts(max_tokens: int) -> list[int]:
-    """Numbers of tokens to record: within a quarter up to 512, every 64 up to 1,280, for most steps
-    while others decode have 1,024 (`SHORT_STEP_SECONDS`) or what ends a prompt beside another, then
-    every 256."""
-    counts = [16, 32, *range(64, 256, 32), *range(256, 1280, 64)]
+    """Numbers of tokens to record: within a quarter up to 512, every 32 up to 640, where prompts of
+    a common length have decode rows beside them, every 64 up to 1,280, for most steps while others
+    decode have 1,024 (`SHORT_STEP_SECONDS`) or what ends a prompt beside another, then every
+    256."""
+    counts = [16, 32, *range(64, 256, 32), *range(256, 512, 64), *range(512, 640, 32)]
+    counts += range(640, 1280, 64)
     counts += range(1280, MAX_TOKENS + 1, 256)
     return [n for n in counts if n < max_tokens] + [max_tokens]
 

@@ -41,3 +41,51 @@ def test_products_take_any_norm(norm: Any) -> None:
         assert torch.equal(gated(x, norm=layer_norm), gated(normed))
         assert torch.equal(head.logits(x, norm=layer_norm), head.logits(normed))
         assert torch.equal(layer_norm.add(x, x.clone()), x + normed)
+
+
+class Noting(Operations):
+    """Notes the norms that products get."""
+
+    features = Operations.features | {"linear.norm_sums"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms: list[Any] = []
+
+    def normed(self, x: torch.Tensor, norm: Any) -> torch.Tensor:
+        self.norms.append(norm)
+        return super().normed(x, norm)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_product_sums_its_weight_for_the_norm_before_it(bias: bool) -> None:
+    operations = Noting()
+    build = BuildContext(torch.device("cpu"), torch.float32, operations)
+    norm, other = (LayerNorm(8, 1e-5, build, bias=bias) for _ in range(2))
+    linear = Linear(8, 5, build)
+    for parameter in (*norm.parameters(), *other.parameters(), *linear.parameters()):
+        nn.init.uniform_(parameter)
+    x = torch.randn(1, 8)
+    with torch.inference_mode():
+        linear.expect(norm)
+        linear.expect(RMSNorm(8, 1e-5, build))
+        linear.expect(None)
+        product = linear(x, norm=norm)
+        linear(x, norm=other)
+    known, unknown = operations.norms
+    assert unknown.sums is None, "another norm's sums are not known"
+    wide = x.double()
+    deviation = (wide.var(correction=0) + 1e-5).sqrt()
+    scaled = (wide * norm.weight.double()) @ linear.weight.double().t()
+    expected = (scaled - wide.mean() * known.sums.factors) / deviation
+    assert (known.sums.offsets is not None) == bias
+    if bias:
+        expected = expected + known.sums.offsets
+    torch.testing.assert_close(product.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_products_sum_nothing_for_operations_without_the_feature() -> None:
+    build = BuildContext(torch.device("cpu"), torch.float32, Operations())
+    linear = Linear(8, 5, build)
+    linear.expect(LayerNorm(8, 1e-5, build))
+    assert linear.norm_sums is None

@@ -14,7 +14,14 @@ FP8 = {
 }
 INT4 = {**FP8, "FORMAT": words(512, True), "WIDTH": 512, "GROUP_SIZE": 128, "ZERO": True}
 NVFP4 = {**INT4, "GROUP_SIZE": 16, "ZERO": False}
-GEMV_PLAIN = {"CENTERED": False, "NORM_BIAS": False, "ACTIVATION": "", "BLOCK_X": 1, "FACTOR": 1.0}
+GEMV_PLAIN = {
+    "CENTERED": False,
+    "NORM_BIAS": False,
+    "SUMMED": False,
+    "ACTIVATION": "",
+    "BLOCK_X": 1,
+    "FACTOR": 1.0,
+}
 GEMV = {
     **GEMV_PLAIN,
     "UNROLL": 2,
@@ -150,6 +157,7 @@ KERNELS = [
                 "NORM": True,
                 "CENTERED": True,
                 "NORM_BIAS": True,
+                "SUMMED": summed,
                 "GATED": not activation,
                 "BIAS": True,
                 "RESIDUAL": False,
@@ -158,13 +166,15 @@ KERNELS = [
                 "BLOCK_N": 4,
                 "BLOCK_K": 1024,
                 "UNROLL": 5,
-                "BLOCK_X": 8192,
+                "BLOCK_X": 1 if summed else 8192,
                 "PDL": True,
                 "EARLY": True,
             },
             4,
+            {"norm_bias_ptr": "*fp32", "sums_ptr": "*fp32"} if summed else {},
         )
         for activation in ("", "gelu", "gelu_tanh", "relu", "relu2", "silu", "tanh")
+        for summed in ((False, True) if activation in ("", "gelu") else (False,))
     ),
     (
         gemv._gemv_kernel,

@@ -246,10 +246,10 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "a chunk one token short": Mutant(planted(build_metadata=sees_ahead), DOWN_THE_LINE),
     "takes no weights": Mutant(
-        planted(reads_ahead=True, forward_projection=takes_no_weights), (LAYER, LAYER_FEATURES)
+        planted(reads_ahead=True, forward_projection=takes_no_weights), (LAYER, LAYER_FEATURES, FP8)
     ),
     "writes to weights": Mutant(
-        planted(reads_ahead=True, forward_projection=writes_weights), (LAYER, LAYER_FEATURES)
+        planted(reads_ahead=True, forward_projection=writes_weights), (LAYER, LAYER_FEATURES, FP8)
     ),
     "serves 3 heads over 2": Mutant(planted(supports=classmethod(serves_anything)), (REFUSALS,)),
     "serves int8 queries": Mutant(planted(supports=classmethod(integers_too)), (REFUSALS,)),
