@@ -66,18 +66,22 @@ class GemvProduct:
 
         self.x = random(1, inputs)
         self.weights = [random(stacked, inputs) * 0.02 for _ in range(copies)]
-        self.options: dict[str, Any] = {"residual": random(1, outputs)}
+        self.options: list[dict[str, Any]] = [{"residual": random(1, outputs)}] * copies
         if self.gated or outputs > inputs:
             factors, offsets = random(inputs).abs() + 0.5, random(inputs)
-            norm = (factors, offsets, EPS) if centered else (factors, EPS)
-            self.options = {"layer_norm" if centered else "norm": norm}
+            self.options = [{"norm": (factors, EPS)}] * copies
+            if centered:
+                vectors = torch.stack([factors, offsets], dim=1).float()
+                sums = [(weight.float() @ vectors).t().contiguous() for weight in self.weights]
+                norm = factors, offsets, EPS
+                self.options = [{"layer_norm": norm, "norm_sums": tuple(each)} for each in sums]
 
     def multiply(self, tiles: tuple[Any, ...], i: int = 0) -> Any:
         """tiles: as of `GemvConfig`, or its first ones."""
         from ....kernels.linear.gemv import GemvConfig, gemv
 
         config = GemvConfig(*tiles)
-        return gemv(self.x, self.weights[i], gated=self.gated, config=config, **self.options)
+        return gemv(self.x, self.weights[i], gated=self.gated, config=config, **self.options[i])
 
 
 def compile_one(job: tuple[tuple[int, int, bool], bool, Tiles]) -> bool:
