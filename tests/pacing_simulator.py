@@ -24,6 +24,7 @@ from jackfield.core.sampling_params import SamplingParams
 from jackfield.core.scheduling.pacing.plan_timing import PlanTiming
 from jackfield.core.scheduling.scheduler import Scheduler
 from jackfield.core.step import StepPlan, StepResult
+from jackfield.entrypoints.bench.report import percentile
 from jackfield.entrypoints.bench.serve.load import arrivals
 
 STEPS_IN_FLIGHT = 2
@@ -169,12 +170,6 @@ def _request(number: int, at: float, prompt_len: int, output_len: int) -> Reques
     )  # fmt: skip
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    """Return the value below which this share of them is."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line: simulate some draws of the arrivals, and print what came out."""
     parser = argparse.ArgumentParser(description="Simulate Poisson traffic in virtual time.")
@@ -192,8 +187,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         gaps += report.gaps
     for name, values in (("first token", first_tokens), ("between tokens", gaps)):
         shares = "  ".join(
-            f"p{share:.0%} {1e3 * percentile(values, share):6.2f}".replace("%", "")
-            for share in (0.5, 0.9, 0.99)
+            f"p{percent} {1e3 * percentile(values, percent):6.2f}" for percent in (50, 90, 99)
         )
         print(f"{name:>15}  {shares}  mean {1e3 * sum(values) / len(values):6.2f} ms")
 

@@ -168,6 +168,41 @@ async def test_a_listener_that_fails_harms_no_other() -> None:
             await stream.aclose()
 
 
+async def test_a_first_token_goes_out_before_the_next_ones_of_its_step() -> None:
+    case = CASES["chat"]
+    async with serving(case, 2, 100) as (_, _, engine):
+        body = msgspec.json.encode(case.body(100))
+        decoding, starting = (
+            ChatCompletion(engine, decode(body, ChatRequest)).outputs() for _ in range(2)
+        )
+        await anext(decoding)
+        told: list[str] = []
+        steps = engine.core.steps
+        publish = steps.publish
+
+        def noted(updates: list[Any]) -> None:
+            told.append(f"step of {len(updates)}")
+            publish(updates)
+
+        def next_token() -> None:
+            told.append("next token")
+            decoding.take_output()
+
+        async def first_token() -> None:
+            await anext(starting)
+            told.append("first token")
+
+        steps.publish = noted
+        decoding.listen(next_token)
+        decoding.take_output()
+        await asyncio.wait_for(first_token(), 300)
+        before = told[: told.index("first token")]
+        assert "next token" in before, "of steps before"
+        assert before[-1] == "step of 2", "both have a token in it"
+        for stream in (decoding, starting):
+            await stream.aclose()
+
+
 async def test_a_client_of_http_1_0_gets_the_body_as_it_is() -> None:
     """Without chunks, which came with HTTP/1.1."""
     case = CASES["chat"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
 from jackfield.kernels import tuning
-from jackfield.kernels.linear.gemv import GemvConfig, gemv_config
+from jackfield.kernels.linear import gemv as gemv_kernel
+from jackfield.kernels.linear.gemv import EARLY_BYTES, GemvConfig, gemv, gemv_config
 
 CARD = torch.device("cuda", 0)
 HOPPER = tuning.Chip(9, 0, 132)
@@ -84,3 +86,20 @@ def test_a_damaged_file_is_left_out_with_a_warning(
 def test_without_one_the_rule_decides(gated: bool) -> None:
     weight = torch.empty(64, 32, dtype=torch.bfloat16)
     assert tuning.gemv_tiles(weight, gated) == gemv_config(weight, gated)
+
+
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("early", [None, False, True])
+def test_tiles_say_whether_the_next_kernel_starts_at_once(
+    early: bool | None, large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or by the size of the weight, where they do not."""
+    launched: list[dict[str, Any]] = []
+    monkeypatch.setattr(
+        gemv_kernel, "launch", lambda *_: lambda *_, **options: launched.append(options)
+    )
+    width = 64
+    weight = torch.empty(EARLY_BYTES // 2 // width if large else 8, width, dtype=torch.bfloat16)
+    x = torch.empty(1, width, dtype=torch.bfloat16)
+    gemv(x, weight, config=GemvConfig(4, 64, 1, early))
+    assert [options["EARLY"] for options in launched] == [large if early is None else early]

@@ -186,7 +186,7 @@ async def drive(
             await asyncio.sleep(due - time.perf_counter())
             start = time.perf_counter()
             if load.max_concurrency is None and start - due > TIMER_SECONDS:
-                # This client is late, which the server's users would not be.
+                # What a client that cannot keep up waits for must not be missing from its times.
                 start = due
             history: list[int] = []
             for number, turn in enumerate(load.chats[index]):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 
 import pytest
-from pacing_simulator import Report, Server, main, percentile, simulate
+from pacing_simulator import Report, Server, main, simulate
 
+from jackfield.entrypoints.bench.report import percentile
 from jackfield.entrypoints.bench.serve.load import arrivals
 
 MEASURED = {33.7: (0.0232, 0.0503), 31.7: (0.0225, 0.0511)}
@@ -32,13 +33,13 @@ def test_the_simulation_says_what_was_measured(rate: float) -> None:
     report = served(rate, 0.05)
     assert len(report.first_tokens) == 800 and len(report.gaps) == 800 * 127
     median, slowest = MEASURED[rate]
-    assert percentile(report.first_tokens, 0.5) == pytest.approx(median, rel=0.1)
-    assert percentile(report.first_tokens, 0.99) == pytest.approx(slowest, rel=0.1)
+    assert percentile(report.first_tokens, 50) == pytest.approx(median, rel=0.1)
+    assert percentile(report.first_tokens, 99) == pytest.approx(slowest, rel=0.1)
 
 
 def test_a_target_brings_the_slowest_first_tokens_and_costs_little() -> None:
     without, with_target = served(33.7, 0.0), served(33.7, 0.05)
-    slowest = [percentile(report.first_tokens, 0.99) for report in (without, with_target)]
+    slowest = [percentile(report.first_tokens, 99) for report in (without, with_target)]
     assert slowest[1] < 0.85 * slowest[0]
     mean = [sum(report.gaps) / len(report.gaps) for report in (without, with_target)]
     assert mean[1] < 1.1 * mean[0]
