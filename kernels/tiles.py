@@ -12,6 +12,9 @@ import triton.language as tl
 
 from .activations import activated, gated_product
 
+ASKED_BYTES = 1024
+"""That one instruction asks the L2 cache for."""
+
 
 @triton.jit
 def load_tile(
@@ -56,6 +59,60 @@ def ask_l2_for(weight_ptr, num_bytes, number, count):
 
 
 @triton.jit
+def prefetch_l2_once(ptrs, wanted, BYTES: tl.constexpr):
+    """As `prefetch_l2`, from those of 32 pointers that are wanted: by a program's first warp."""
+    tl.inline_asm_elementwise(
+        "{ .reg .pred %first; .reg .pred %wanted; .reg .u32 %thread; mov.u32 %thread, %tid.x;"
+        " setp.ne.u32 %wanted, $2, 0; setp.lt.and.u32 %first, %thread, 32, %wanted;"
+        " @%first cp.async.bulk.prefetch.L2.global [$1], " + BYTES + "; mov.u32 $0, 0; }",
+        "=r,l,r",
+        [ptrs, wanted.to(tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def ask_for_later_rows(
+    weight_ptr,
+    ahead,
+    N: tl.constexpr,
+    WIDTH: tl.constexpr,
+    GATED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Start copying a later program's BLOCK_N rows of a weight, [N or gated 2 * N, WIDTH], to the
+    L2 cache: those of the program `ahead` places on, as one of the first so many."""
+    BYTES: tl.constexpr = BLOCK_N * WIDTH * (weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
+    program = tl.program_id(0)
+    later = program + ahead
+    if (program < ahead) & ((later + 1) * BLOCK_N <= N):
+        rows = weight_ptr + later.to(tl.int64) * (BLOCK_N * WIDTH)
+        lanes = tl.arange(0, 32) * 1024
+        for start in tl.static_range(0, BYTES, 32 * 1024):
+            offsets = start + lanes
+            wanted = offsets < BYTES
+            offsets = tl.minimum(offsets, BYTES - 1024)
+            prefetch_l2_once(rows.to(tl.pointer_type(tl.int8)) + offsets, wanted, "1024")
+            if GATED:
+                up_rows = rows + tl.full([], N * WIDTH, tl.int64)
+                prefetch_l2_once(up_rows.to(tl.pointer_type(tl.int8)) + offsets, wanted, "1024")
+
+
+@triton.jit
+def load_pair(ptr, offs_n, in_n, N: tl.constexpr, GATED: tl.constexpr, GIVEN: tl.constexpr):
+    """Return float32 numbers n, and gated N + n, of a vector; zeros if it is not GIVEN."""
+    first = tl.zeros(offs_n.shape, tl.float32)
+    second = first
+    if GIVEN:
+        first = tl.load(ptr + offs_n, mask=in_n, other=0.0).to(tl.float32)
+        if GATED:
+            second = tl.load(ptr + N + offs_n, mask=in_n, other=0.0).to(tl.float32)
+    return first, second
+
+
+@triton.jit
 def apply_bias_and_gate(
     acc,
     up_acc,
@@ -85,26 +142,25 @@ def row_epilogue(
     acc,
     up_acc,
     out_ptr,
-    bias_ptr,
-    residual_ptr,
+    bias,
+    up_bias,
+    residual,
     offs_n,
     N: tl.constexpr,
     GATED: tl.constexpr,
-    BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr,
     ACTIVATION: tl.constexpr,
     FACTOR: tl.constexpr,
 ):
     """Store the sums of a single row, [BLOCK_N], with bias, gate or activation, then times FACTOR,
-    and with the residual."""
-    in_n = offs_n < N
-    acc = apply_bias_and_gate(acc, up_acc, bias_ptr, offs_n, in_n, N, GATED, BIAS, None, None)
+    and with the residual. bias, up_bias, residual: [BLOCK_N], zeros where there is none."""
+    acc += bias
+    if GATED:
+        acc = gated_product(acc, up_acc + up_bias, None, None)
     acc = activated(acc, ACTIVATION)
     if FACTOR != 1.0:
         acc *= FACTOR
-    if RESIDUAL:
-        acc += tl.load(residual_ptr + offs_n, mask=in_n, other=0.0).to(tl.float32)
-    tl.store(out_ptr + offs_n, acc.to(out_ptr.dtype.element_ty), mask=in_n)
+    acc += residual
+    tl.store(out_ptr + offs_n, acc.to(out_ptr.dtype.element_ty), mask=offs_n < N)
 
 
 @triton.jit

@@ -71,6 +71,7 @@ MEASURES_KERNELS = tuple(
         "latent_cases",
         "quant_cases",
         "state_cases",
+        "token_layer",
         "tune",
         "tune_gemv",
         "tune_int4",

@@ -36,7 +36,7 @@ from ..quant.quantized_weight import (
     values_of,
     weight_arguments,
 )
-from ..tiles import load_tile, row_epilogue
+from ..tiles import ASKED_BYTES, ask_for_later_rows, load_pair, load_tile, row_epilogue
 
 EARLY_BYTES = 16 << 20
 """Size of the weight from which on the next kernel may start at once: it waits long, but its first
@@ -78,6 +78,22 @@ def _moments(x_ptr, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _add_pairs(left, left_square, right, right_square):
+    return left + right, left_square + right_square
+
+
+@triton.jit
+def _scale_of(totals, squares, eps, SIZE: tl.constexpr, CENTERED: tl.constexpr):
+    """Return the mean and scale of a norm from sums over parts of x and of its squares."""
+    if CENTERED:
+        total, square = tl.reduce((totals, squares), 0, _add_pairs)
+        mean = total / SIZE
+        return mean, tl.rsqrt(tl.maximum(square / SIZE - mean * mean, 0.0) + eps)
+    else:
+        return 0.0, tl.rsqrt(tl.sum(squares, axis=0) / SIZE + eps)
+
+
+@triton.jit(do_not_specialize=["ahead"])
 def _gemv_kernel(
     out_ptr,
     x_ptr,
@@ -90,6 +106,7 @@ def _gemv_kernel(
     sums_ptr,
     residual_ptr,
     eps,
+    ahead,
     stride_weight,
     stride_scale,
     stride_zero,
@@ -110,6 +127,7 @@ def _gemv_kernel(
     BLOCK_X: tl.constexpr,
     PDL: tl.constexpr,
     EARLY: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """One program: BLOCK_N outputs (and as many gates)."""
     WIDTH: tl.constexpr = FORMAT.width
@@ -130,16 +148,17 @@ def _gemv_kernel(
     up_acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32) if GATED else acc
     squares = tl.zeros([BLOCK_K], tl.float32)
     totals = squares
-    factor_sums = tl.zeros([BLOCK_N], tl.float32)
-    up_factor_sums = factor_sums
-    if SUMMED:
-        factor_sums = tl.load(sums_ptr + offs_n, mask=in_n, other=0.0)
-        if GATED:
-            up_factor_sums = tl.load(sums_ptr + N + offs_n, mask=in_n, other=0.0)
     mean = tl.full([], 0.0, tl.float32)
     norm_scale = tl.full([], 1.0, tl.float32)
+    residual = tl.zeros([BLOCK_N], tl.float32)
     if PDL and EARLY:
         gdc_launch_dependents()
+    # What comes after the product is loaded before it, so that nothing waits for it at the end.
+    bias, up_bias = load_pair(bias_ptr, offs_n, in_n, N, GATED, BIAS)
+    sums, up_sums = load_pair(sums_ptr, offs_n, in_n, N, GATED, SUMMED)
+    offset, up_offset = load_pair(norm_bias_ptr, offs_n, in_n, N, GATED, SUMMED and NORM_BIAS)
+    ONE_PASS: tl.constexpr = BLOCK_K * UNROLL >= WIDTH
+    MOMENTS: tl.constexpr = NORM and (SUMMED or not CENTERED)
     for base in range(0, WIDTH, BLOCK_K * UNROLL):
         for step in tl.static_range(UNROLL):
             start = base + step * BLOCK_K
@@ -148,25 +167,29 @@ def _gemv_kernel(
             up_tile = tile
             if GATED:
                 up_tile = load_tile(up_ptrs + start, in_n, in_k, EVEN_N, EVEN_K, "evict_first")
-            if PDL and step == 0:
+            if step == 0:
                 if base == 0:
-                    gdc_wait()
-            if CENTERED and not SUMMED and step == 0:
-                if base == 0:
-                    mean, norm_scale = _moments(x_ptr, eps, WIDTH * PACK_FACTOR, BLOCK_X)
+                    if AHEAD:
+                        ask_for_later_rows(weight_ptr, ahead, N, WIDTH, GATED, BLOCK_N)
+                    if PDL:
+                        gdc_wait()
+                    if CENTERED and not SUMMED:
+                        mean, norm_scale = _moments(x_ptr, eps, WIDTH * PACK_FACTOR, BLOCK_X)
             for part in tl.static_range(PACK_FACTOR):
                 k = part_column(start, part, FORMAT)
                 if EVEN_K:
                     x = tl.load(x_ptr + k + offs_k).to(tl.float32)
                 else:
                     x = tl.load(x_ptr + k + offs_k, mask=in_k, other=0.0).to(tl.float32)
+                if RESIDUAL and ONE_PASS and step == 0 and part == 0:
+                    residual = tl.load(residual_ptr + offs_n, mask=in_n, other=0.0).to(tl.float32)
+                if MOMENTS:
+                    squares += x * x
+                    if SUMMED:
+                        totals += x
                 if NORM:
                     if CENTERED and not SUMMED:
                         x = (x - mean) * norm_scale
-                    else:
-                        squares += x * x
-                        if SUMMED:
-                            totals += x
                     if EVEN_K:
                         norm = tl.load(norm_ptr + k + offs_k)
                     else:
@@ -188,6 +211,8 @@ def _gemv_kernel(
                     up_acc += value * x[None, :]
     if PDL and not EARLY:
         gdc_launch_dependents()
+    if RESIDUAL and not ONE_PASS:
+        residual = tl.load(residual_ptr + offs_n, mask=in_n, other=0.0).to(tl.float32)
     out = tl.sum(acc, axis=1)
     up_out = out
     if FORMAT.quantized and GATED:
@@ -198,31 +223,23 @@ def _gemv_kernel(
         if GATED:
             scale_ptrs = scale_ptr + (N + offs_n) // FORMAT.scale_rows
             up_out *= tl.load(scale_ptrs, mask=in_n, other=0.0).to(tl.float32)
-    if SUMMED:
-        mean = tl.sum(totals, axis=0) / WIDTH
-        variance = tl.maximum(tl.sum(squares, axis=0) / WIDTH - mean * mean, 0.0)
-        norm_scale = tl.rsqrt(variance + eps)
-        out = (out - mean * factor_sums) * norm_scale
-        if NORM_BIAS:
-            out += tl.load(norm_bias_ptr + offs_n, mask=in_n, other=0.0)
-    elif NORM and not CENTERED:
-        norm_scale = tl.rsqrt(tl.sum(squares, axis=0) / (WIDTH * PACK_FACTOR) + eps)
-        out *= norm_scale
+    if MOMENTS:
+        mean, norm_scale = _scale_of(totals, squares, eps, WIDTH * PACK_FACTOR, SUMMED)
+        if SUMMED:
+            out -= mean * sums
+        out = out * norm_scale + offset
     if GATED:
         if not FORMAT.quantized:
             # After the gate's sums, so that the compiler converts a dense weight's numbers later:
             # 127 registers for Qwen3-8B's gate and up instead of 152, and 46 us instead of 56.
             up_out = tl.sum(up_acc, axis=1)
-        if SUMMED:
-            up_out = (up_out - mean * up_factor_sums) * norm_scale
-            if NORM_BIAS:
-                up_out += tl.load(norm_bias_ptr + N + offs_n, mask=in_n, other=0.0)
-        elif not CENTERED:
-            up_out *= norm_scale
+        if MOMENTS:
+            if SUMMED:
+                up_out -= mean * up_sums
+            up_out = up_out * norm_scale + up_offset
     row_epilogue(
-        out, up_out, out_ptr, bias_ptr, residual_ptr, offs_n, N, GATED, BIAS, RESIDUAL, ACTIVATION,
-        FACTOR,
-    )  # fmt: skip
+        out, up_out, out_ptr, bias, up_bias, residual, offs_n, N, GATED, ACTIVATION, FACTOR
+    )
 
 
 class GemvConfig(NamedTuple):
@@ -236,6 +253,9 @@ class GemvConfig(NamedTuple):
     early: bool | None = None
     """Whether the next kernel may start at once, and load its first weights while this one waits;
     None: by EARLY_BYTES."""
+    ahead: int = 0
+    """Programs that ask the L2 cache for the weights of the program so many places on, while they
+    wait for x: about as many as the device runs at once; of a dense weight"""
 
 
 def gemv_config(weight: Weight, gated: bool) -> GemvConfig:
@@ -288,6 +308,14 @@ def _unroll(weight: Weight, tiles: int) -> int:
     return next(count for count in (4, 3, 2, 1) if tiles % count == 0)
 
 
+def _in_one_piece(weight: Weight, block_n: int) -> bool:
+    """Return whether a program's rows are what `ask_for_later_rows` can ask for."""
+    if not isinstance(weight, torch.Tensor) or not weight.is_contiguous():
+        return False
+    size = weight.stride(0) * weight.element_size()
+    return size % 16 == 0 and block_n * size >= ASKED_BYTES
+
+
 def gemv(
     x: torch.Tensor,
     weight: Weight,
@@ -336,6 +364,7 @@ def gemv(
         sums,
         residual,
         eps,
+        config.ahead,
         *arguments.strides,
         N=outputs,
         FORMAT=arguments.format,
@@ -354,6 +383,7 @@ def gemv(
         BLOCK_X=triton.next_power_of_2(x.shape[1]) if layer_norm and sums is None else 1,
         PDL=bool(options),
         EARLY=values.nbytes >= EARLY_BYTES if config.early is None else config.early,
+        AHEAD=config.ahead > 0 and bool(options) and _in_one_piece(weight, config.block_n),
         num_warps=config.num_warps,
         **options,
     )

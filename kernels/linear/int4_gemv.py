@@ -24,7 +24,7 @@ from ..pdl import gdc_launch_dependents, gdc_wait, pdl_options
 from ..quant.diagonal_sums import diagonal_sums
 from ..quant.int4_unpack import int4_base, int4_tile
 from ..quant.quantized_weight import QuantizedWeight
-from ..tiles import row_epilogue
+from ..tiles import load_pair, row_epilogue
 
 BLOCK_N = tl.constexpr(16)
 """Outputs per program: the tensor core's long side."""
@@ -120,9 +120,10 @@ def _int4_gemv_kernel(
         norm_scale = tl.rsqrt(tl.sum(squares) / (WIDTH * 8) + eps)
         out *= norm_scale
         up_out *= norm_scale
-    row_epilogue(
-        out, up_out, out_ptr, bias_ptr, residual_ptr, offs_n, N, GATED, BIAS, RESIDUAL, "", 1.0
-    )
+    in_n = offs_n < N
+    bias, up_bias = load_pair(bias_ptr, offs_n, in_n, N, GATED, BIAS)
+    residual, _ = load_pair(residual_ptr, offs_n, in_n, N, False, RESIDUAL)
+    row_epilogue(out, up_out, out_ptr, bias, up_bias, residual, offs_n, N, GATED, "", 1.0)
 
 
 class Int4GemvConfig(NamedTuple):

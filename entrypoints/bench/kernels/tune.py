@@ -12,7 +12,7 @@ import json
 import multiprocessing
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from ...flags.engine_flags import Parser, fail
 from ..report import environment, say
 from ..workloads import ARCHITECTURES, write_model
 from . import tune_gemv, tune_int4
+from .token_layer import Heads, Layer, Product
 
 GEMV = "gemv"
 KERNELS = ("small_m_matmul", GEMV, "int4_gemv", "int4_small_m")
@@ -78,21 +79,21 @@ def _run(args: argparse.Namespace) -> int:
         for rows in tune_int4.ROWS.get(kernel, ROWS)
         for config in _candidates(kernel, product, rows)
     ]
-    layers = {model: layer_of(model) for model in args.models} if GEMV in args.kernels else {}
-    gemv_jobs = list(dict.fromkeys(job for each in layers.values() for job in tune_gemv.jobs(each)))
-    say(f"compiling {len(jobs) + len(gemv_jobs)} candidates in {args.processes} processes")
-    with multiprocessing.get_context("spawn").Pool(args.processes) as pool:
-        compiled = pool.map(compile_one, jobs, chunksize=8)
-        gemv_compiled = pool.map(tune_gemv.compile_one, gemv_jobs, chunksize=8)
-    jobs_compiled = [job for job, done in zip(jobs, compiled, strict=True) if done]
     measured: dict[str, list[dict[str, Any]]] = {kernel: [] for kernel in args.kernels}
-    for kernel, product, rows in dict.fromkeys(job[:3] for job in jobs_compiled):
-        configs = [job[3] for job in jobs_compiled if job[:3] == (kernel, product, rows)]
-        measured[kernel].append(best(kernel, product, rows, configs))
-        say(json.dumps({"kernel": kernel, **measured[kernel][-1]}))
-    known = {job for job, done in zip(gemv_jobs, gemv_compiled, strict=True) if done}
-    for model, layer in layers.items():
-        measured[GEMV] += gemv_entries(model, layer, known, measured[GEMV])
+    with multiprocessing.get_context("spawn").Pool(args.processes) as pool:
+        say(f"compiling {len(jobs)} candidates in {args.processes} processes")
+        able = compiled(pool, compile_one, jobs)
+        for kernel, product, rows in dict.fromkeys(job[:3] for job in able):
+            configs = [job[3] for job in able if job[:3] == (kernel, product, rows)]
+            measured[kernel].append(best(kernel, product, rows, configs))
+            say(json.dumps({"kernel": kernel, **measured[kernel][-1]}))
+
+        def compile_all(jobs: Iterable[tune_gemv.Job]) -> set[tune_gemv.Job]:
+            return set(compiled(pool, tune_gemv.compile_one, list(jobs)))
+
+        for model in args.models if GEMV in args.kernels else ():
+            found = tune_gemv.tune(layer_of(model), compile_all)
+            measured[GEMV] += gemv_entries(model, found, measured[GEMV])
     if GEMV in measured:
         measured[GEMV] += others(previous.get(GEMV, []), measured[GEMV])
     facts = {**environment("cuda"), "chip": chip_of(torch.cuda.current_device())._asdict()}
@@ -130,19 +131,30 @@ def others(entries: list[dict[str, Any]], known: list[dict[str, Any]]) -> list[d
     return [entry for entry in entries if product(entry) not in taken]
 
 
+def compiled(pool: Any, compile_one: Callable[[Any], bool], jobs: list[Any]) -> list[Any]:
+    """Return the jobs that the device can run."""
+    done = pool.map(compile_one, jobs, chunksize=8 if len(jobs) > 256 else 1)
+    return [job for job, able in zip(jobs, done, strict=True) if able]
+
+
 def gemv_entries(
-    model: str, layer: tune_gemv.Layer, compiled: set[Any], known: list[dict[str, Any]]
+    model: str,
+    found: tuple[dict[Product, tune_gemv.Choice], float, float],
+    known: list[dict[str, Any]],
 ) -> list[dict[str, Any]]:
-    """Return the file's entries for products that no model before this one has."""
-    tiles, before, after = tune_gemv.tune(layer, compiled)
+    """Return the file's entries for products that no model before this one has. found: by `tune`
+    of the model's layer."""
+    from ....kernels.linear.gemv import GemvConfig
+
+    chosen, before, after = found
     say(f"{GEMV}: a layer of {model}: {before:.1f} us by the rule, {after:.1f} us")
     entries = [
         {
             "outputs": outputs, "inputs": inputs, "gated": gated, "rows": 1,
-            "config": dict(zip(("block_n", "block_k", "num_warps"), chosen, strict=True)),
+            "config": GemvConfig(*choice)._asdict(),
             "model": model, "layer_us": round(after, 2), "rule_us": round(before, 2),
         }
-        for (outputs, inputs, gated), chosen in tiles.items()
+        for (outputs, inputs, gated), choice in chosen.items()
     ]  # fmt: skip
     return others(entries, known)
 
@@ -152,13 +164,14 @@ def products(model: str) -> list[tuple[int, int, bool]]:
     return list(layer_of(model).products)
 
 
-def layer_of(model: str) -> tune_gemv.Layer:
+def layer_of(model: str) -> Layer:
     """Return the dense products of a model's layers, each kind once, experts left out."""
     import torch
 
     from ....core.config import EngineConfig
     from ....core.loading.build import construct_model
     from ....core.loading.model_config import resolve_model_config
+    from ....core.nn.attention import Attention
     from ....core.nn.experts import ExpertLinear
     from ....core.nn.linear import GatedLinear, Linear
     from ....core.nn.norm import LayerNorm
@@ -178,7 +191,11 @@ def layer_of(model: str) -> tune_gemv.Layer:
             gated = isinstance(layer, GatedLinear)
             shapes.append((rows // 2 if gated else rows, inputs, gated))
     centered = any(isinstance(module, LayerNorm) for module in layers.modules())
-    return tune_gemv.Layer(tuple(dict.fromkeys(shapes)), centered)
+    layouts = (module.layout for module in layers.modules() if isinstance(module, Attention))
+    heads = next((Heads(*layout) for layout in layouts), None)
+    if heads is not None and shapes[0][0] != (heads[0] + 2 * heads[1]) * heads[2]:
+        heads = None
+    return Layer(tuple(dict.fromkeys(shapes)), centered, heads)
 
 
 def candidates(product: tuple[int, int, bool], rows: int) -> Iterator[tuple[Any, ...]]:

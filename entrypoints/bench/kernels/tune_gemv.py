@@ -1,17 +1,19 @@
-"""`bench tune` for one token by dense weights: the products of a model's layer, one after another.
+"""`bench tune` for one token by dense weights: tiles of the products of a model's layer, who lets
+the next kernel start at once, and who asks for later weights.
 
-With dependent launches a product begins while the one before it ends, so tiles that are fastest
-alone are not in a step: with Arcee's a token took 5 % longer than with those they replaced.
+With dependent launches a product begins while the one before it ends, so what is fastest alone is
+not in a step: with Arcee's tiles a token took 5 % longer than with those they replaced. Nor is what
+is fastest without attention.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 from ..report import say
+from .token_layer import GemvProduct, Layer, Product, TokenLayer
 
-EPS = 1e-6
 TILES = (
     (1, 512, 1), (1, 1024, 2), (1, 2048, 2), (1, 2048, 4), (1, 4096, 4), (1, 4096, 8),
     (2, 512, 2), (2, 1024, 2), (2, 1024, 4), (2, 2048, 2), (2, 2048, 4), (2, 4096, 4),
@@ -20,30 +22,24 @@ TILES = (
     (16, 512, 8),
 )  # fmt: skip
 """(block_n, block_k, num_warps)"""
+AHEAD = (0, 0.5, 1, 1.5)
+"""Programs that ask for later weights, for each multiprocessor."""
 ELEMENTS = range(8, 129)
 """Numbers of a tile that a thread holds; of a gated product, of both halves."""
-BYTES = 1 << 29
-"""Of weights that a measurement reads, so that the L2 cache does not help."""
-LEADERS = 6
+LEADERS = 5
 """Choices of a product that are tried again after the first round."""
 LARGEST_ERROR = 0.02
 """Of a candidate's result, beside that of the rule's tiles, in parts of the largest number."""
-GAIN = 0.995
-"""Share of the time of the tiles so far that others must stay below."""
-Tiles = tuple[int, int, int]
+GAIN = 0.997
+"""Share of the time so far that others must stay below."""
+Choice = tuple[int, int, int, bool, int]
+"""As `GemvConfig`."""
+Job = tuple[Product, bool, Choice]
+"""What is compiled: product, whether its norm is a LayerNorm, choice."""
 
 
-class Layer(NamedTuple):
-    """A model's products of one token, in the order of a layer."""
-
-    products: tuple[tuple[int, int, bool], ...]
-    """(outputs, inputs, gated)"""
-    centered: bool
-    """Whether its norms are LayerNorms."""
-
-
-def candidates(product: tuple[int, int, bool]) -> Iterator[Tiles]:
-    """Yield the candidates as tuples of `GemvConfig`."""
+def candidates(product: Product) -> Iterator[tuple[int, int, int]]:
+    """Yield tiles."""
     _, inputs, gated = product
     for block_n, block_k, warps in TILES:
         elements = block_n * block_k // (32 * warps) * (2 if gated else 1)
@@ -51,47 +47,16 @@ def candidates(product: tuple[int, int, bool]) -> Iterator[Tiles]:
             yield block_n, block_k, warps
 
 
-class GemvProduct:
-    """A layer's weights, copies of them. A product that widens follows a norm, and computes it;
-    another adds to the residual."""
-
-    def __init__(self, product: tuple[int, int, bool], centered: bool, copies: int) -> None:
-        import torch
-
-        outputs, inputs, self.gated = product
-        stacked = outputs * (2 if self.gated else 1)
-
-        def random(*size: int) -> Any:
-            return torch.randn(size, device="cuda", dtype=torch.bfloat16)
-
-        self.x = random(1, inputs)
-        self.weights = [random(stacked, inputs) * 0.02 for _ in range(copies)]
-        self.options: list[dict[str, Any]] = [{"residual": random(1, outputs)}] * copies
-        if self.gated or outputs > inputs:
-            factors, offsets = random(inputs).abs() + 0.5, random(inputs)
-            self.options = [{"norm": (factors, EPS)}] * copies
-            if centered:
-                vectors = torch.stack([factors, offsets], dim=1).float()
-                sums = [(weight.float() @ vectors).t().contiguous() for weight in self.weights]
-                norm = factors, offsets, EPS
-                self.options = [{"layer_norm": norm, "norm_sums": tuple(each)} for each in sums]
-
-    def multiply(self, tiles: tuple[Any, ...], i: int = 0) -> Any:
-        """tiles: as of `GemvConfig`, or its first ones."""
-        from ....kernels.linear.gemv import GemvConfig, gemv
-
-        config = GemvConfig(*tiles)
-        return gemv(self.x, self.weights[i], gated=self.gated, config=config, **self.options[i])
-
-
-def compile_one(job: tuple[tuple[int, int, bool], bool, Tiles]) -> bool:
+def compile_one(job: Job) -> bool:
     """Compile in a process of its own, into Triton's cache. Return False if the device cannot run
     it."""
     import torch
 
-    product, centered, tiles = job
+    from ....kernels.linear.gemv import GemvConfig
+
+    product, centered, choice = job
     try:
-        GemvProduct(product, centered, copies=1).multiply(tiles)
+        GemvProduct(product, centered, copies=1).multiply(GemvConfig(*choice))
         torch.cuda.synchronize()
     except Exception as error:
         say(f"gemv {job}: {error!r:.200}")
@@ -99,82 +64,103 @@ def compile_one(job: tuple[tuple[int, int, bool], bool, Tiles]) -> bool:
     return True
 
 
-def jobs(layer: Layer) -> list[tuple[tuple[int, int, bool], bool, Tiles]]:
-    """Return what must be compiled before `tune`."""
-    return [
-        (product, layer.centered, tiles)
-        for product in layer.products
-        for tiles in candidates(product)
-    ]
-
-
-def is_right(tiles: Tiles, expected: Any, multiply: Callable[[Tiles], Any]) -> bool:
-    """Return whether tiles multiply as those of the rule do, and say so if not."""
-    error = float((multiply(tiles).float() - expected).abs().max() / expected.abs().max())
+def is_right(choice: Choice, expected: Any, multiply: Callable[[Choice], Any]) -> bool:
+    """Return whether a choice multiplies as the rule's does, and say so if not."""
+    error = float((multiply(choice).float() - expected).abs().max() / expected.abs().max())
     if error < LARGEST_ERROR:
         return True
-    say(f"gemv {tiles}: wrong by {error:.3f} of the largest")
+    say(f"gemv {choice}: wrong by {error:.3f} of the largest")
     return False
 
 
 def descend(
-    start: Mapping[Any, Tiles], choices: Mapping[Any, list[Tiles]], time: Callable[[Any], float]
-) -> tuple[dict[Any, Tiles], float]:
-    """Change one product's tiles at a time, to those that make the whole fastest, until none do.
+    start: Mapping[Any, Any], choices: Mapping[Any, list[Any]], time: Callable[[Any], float]
+) -> tuple[dict[Any, Any], float, dict[Any, list[Any]]]:
+    """Change one product's choice at a time, to the one that makes the whole fastest, until none
+    does.
 
-    time: of tiles for all products. After a first round over all choices, only each product's
-    LEADERS are tried again. Return the tiles, and their time.
+    time: of choices for all products. After a first round over all choices, only each product's
+    LEADERS are tried again. Return the choices, their time, and each product's leaders.
     """
-    tiles, left = dict(start), dict(choices)
-    best, changed = time(tiles), True
+    chosen, left = dict(start), dict(choices)
+    best, changed = time(chosen), True
     while changed:
         changed = False
         for product, others in left.items():
-            timed = sorted((time({**tiles, product: other}), other) for other in others)
+            timed = sorted((time({**chosen, product: other}), other) for other in others)
             left[product] = [other for _, other in timed[:LEADERS]]
             if timed and timed[0][0] < GAIN * best:
-                best, tiles[product] = timed[0]
+                best, chosen[product] = timed[0]
                 changed = True
-    return tiles, best
+    return chosen, best, left
 
 
 def tune(
-    layer: Layer, compiled: set[Any]
-) -> tuple[dict[tuple[int, int, bool], Tiles], float, float]:
-    """Return the tiles for each product of a layer, and the microseconds of a layer's products with
-    the rule's tiles and with these."""
+    layer: Layer, compile_all: Callable[[Iterable[Job]], set[Job]]
+) -> tuple[dict[Product, Choice], float, float]:
+    """Return the choice for each product of a layer, and the microseconds of a layer by the rule
+    and with these.
+
+    First tiles, then for the fastest tiles of each product the rest. compile_all: returns what of
+    its jobs the device can run, compiled.
+    """
     import torch
 
-    from ....kernels.linear.gemv import gemv_config
-    from .timing import graph_seconds
+    from ....kernels.linear.gemv import EARLY_BYTES, GemvConfig, gemv_config
 
-    numbers = sum(
-        outputs * inputs * (2 if gated else 1) for outputs, inputs, gated in layer.products
-    )
-    copies = max(2, BYTES // (2 * numbers))
-    weights = {product: GemvProduct(product, layer.centered, copies) for product in layer.products}
+    timed = TokenLayer(layer)
 
-    def time(tiles: Mapping[Any, Tiles]) -> float:
-        works = [
-            lambda product=product, i=i: weights[product].multiply(tiles[product], i)
-            for i in range(copies)
-            for product in layer.products
-        ]
-        seconds = graph_seconds(works, torch.device("cuda"), repeats=5, warmup=1)
-        return 1e6 * seconds * len(layer.products)
+    def time(chosen: Mapping[Product, Choice]) -> float:
+        configs = {product: GemvConfig(*choice) for product, choice in chosen.items()}
+        return 1e6 * timed.seconds(configs, repeats=7)
 
-    start: dict[Any, Tiles] = {}
-    choices: dict[Any, list[Tiles]] = {}
-    for product, each in weights.items():
+    start: dict[Product, Choice] = {}
+    expected: dict[Product, Any] = {}
+    for product, each in timed.products.items():
         rule = gemv_config(each.weights[0], product[2])
-        start[product] = rule.block_n, rule.block_k, rule.num_warps
-        expected = each.multiply(start[product]).float()
-        choices[product] = [
-            tiles
-            for tiles in candidates(product)
-            if (product, layer.centered, tiles) in compiled
-            and is_right(tiles, expected, each.multiply)
-        ]
+        early = each.weights[0].nbytes >= EARLY_BYTES
+        start[product] = rule.block_n, rule.block_k, rule.num_warps, early, 0
+        expected[product] = each.multiply(rule).float()
+
+    def able(choices: Mapping[Product, list[Choice]]) -> dict[Product, list[Choice]]:
+        """Return those that the device can run, and that are right."""
+
+        def job(product: Product, choice: Choice) -> Job:
+            # The same code asks for any number of programs.
+            return product, layer.centered, (*choice[:4], min(choice[4], 1))
+
+        jobs = [job(product, choice) for product, listed in choices.items() for choice in listed]
+        compiled = compile_all(dict.fromkeys(jobs))
+
+        def right(product: Product, choice: Choice) -> bool:
+            def multiply(choice: Choice) -> Any:
+                return timed.products[product].multiply(GemvConfig(*choice))
+
+            return is_right(choice, expected[product], multiply)
+
+        return {
+            product: [
+                choice
+                for choice in listed
+                if job(product, choice) in compiled and right(product, choice)
+            ]
+            for product, listed in choices.items()
+        }
+
     before = time(start)
-    tiles, after = descend(start, choices, time)
-    return tiles, before, after
+    tiles = {
+        product: [(*each, *start[product][3:]) for each in candidates(product)] for product in start
+    }
+    chosen, _, leaders = descend(start, able(tiles), time)
+    num_sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+    starts = {
+        product: [
+            (*tiles, early, int(share * num_sms))
+            for *tiles, _, _ in leaders[product]
+            for early in (False, True)
+            for share in AHEAD
+        ]
+        for product in start
+    }
+    chosen, after, _ = descend(chosen, able(starts), time)
+    return chosen, before, after

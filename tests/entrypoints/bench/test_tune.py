@@ -73,31 +73,36 @@ def test_products_of_one_token_fit_and_experts_are_left_out() -> None:
 
 def test_tiles_are_changed_while_the_whole_gets_faster() -> None:
     """Two products that are fast together, where neither is with the other's first tiles."""
-    times = {("a", "a"): 10.0, ("b", "a"): 9.97, ("a", "b"): 9.0, ("b", "b"): 7.0}
-    found, best = tune_gemv.descend(
+    times = {("a", "a"): 10.0, ("b", "a"): 9.98, ("a", "b"): 9.0, ("b", "b"): 7.0}
+    found, best, leaders = tune_gemv.descend(
         {1: "a", 2: "a"}, {1: ["a", "b"], 2: ["a", "b"]}, lambda tiles: times[tiles[1], tiles[2]]
     )
     assert found == {1: "b", 2: "b"} and best == 7.0
+    assert leaders == {1: ["b", "a"], 2: ["b", "a"]}
 
 
-def test_a_product_keeps_the_tiles_of_the_first_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = tune_gemv.Layer(((64, 32, False), (32, 64, False)), centered=False)
-    chosen = {layer.products[0]: (1, 2, 3), layer.products[1]: (4, 5, 6)}
-    monkeypatch.setattr(tune_gemv, "tune", lambda *_: (chosen, 9.0, 8.0))
+def test_a_product_keeps_the_tiles_of_the_first_model() -> None:
+    chosen = {(64, 32, False): (1, 2, 3, True, 0), (32, 64, False): (4, 5, 6, False, 66)}
     known = [{"outputs": 64, "inputs": 32, "gated": False}]
-    (entry,) = tune.gemv_entries("one", layer, set(), known)
+    pytest.importorskip("triton")
+    (entry,) = tune.gemv_entries("one", (chosen, 9.0, 8.0), known)
     assert entry["outputs"] == 32 and entry["config"] == {
-        "block_n": 4,
-        "block_k": 5,
-        "num_warps": 6,
-    }
+        "block_n": 4, "block_k": 5, "num_warps": 6, "early": False, "ahead": 66,
+    }  # fmt: skip
     assert entry["layer_us"] == 8.0 and entry["rule_us"] == 9.0
+
+
+def test_attention_follows_a_projection_to_heads() -> None:
+    """A layer is timed with attention where its first product makes queries, keys and values."""
+    assert tune.layer_of("SmolLM3-3B").heads == (16, 4, 128)
+    assert tune.layer_of("DeepSeek-V2-Lite").heads is None
+    assert tune.layer_of("Mamba2-2.7B").heads is None
 
 
 @pytest.mark.parametrize(("factor", "right"), [(1.0, True), (1.01, True), (1.1, False)])
 def test_tiles_that_multiply_wrongly_are_left_out(factor: float, right: bool) -> None:
     torch = pytest.importorskip("torch")
     expected = torch.tensor([[3.0, -8.0]])
-    assert tune_gemv.is_right((1, 2, 3), expected, lambda _: expected * factor) is right
+    assert tune_gemv.is_right((1, 2, 3, True, 0), expected, lambda _: expected * factor) is right
     nothing = torch.full_like(expected, float("nan"))
-    assert not tune_gemv.is_right((1, 2, 3), expected, lambda _: nothing)
+    assert not tune_gemv.is_right((1, 2, 3, True, 0), expected, lambda _: nothing)

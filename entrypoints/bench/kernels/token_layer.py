@@ -1,0 +1,156 @@
+"""A model's layer of one token: its dense products, and attention to a short context after the
+first.
+
+With dependent launches a kernel begins while the one before it ends, so what is fastest alone is
+not in a step: products are timed in a layer, one layer after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+EPS = 1e-6
+BYTES = 1 << 29
+"""Of weights that a measurement reads, so that the L2 cache does not help."""
+CONTEXT = 256
+MAX_MODEL_LEN = 4096
+Product = tuple[int, int, bool]
+"""(outputs, inputs, gated)"""
+
+
+class Heads(NamedTuple):
+    """Sizes of attention."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+class Layer(NamedTuple):
+    """A model's products of one token, in the order of a layer."""
+
+    products: tuple[Product, ...]
+    centered: bool
+    """Whether its norms are LayerNorms."""
+    heads: Heads | None = None
+    """Of attention, which follows the first product; None: of another kind."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the weights, in 16 bits."""
+        sizes = ((2 if gated else 1) * outputs * inputs for outputs, inputs, gated in self.products)
+        return 2 * sum(sizes)
+
+
+class GemvProduct:
+    """A product's weights, copies of them. A product that widens follows a norm, and computes it;
+    another adds to the residual."""
+
+    def __init__(self, product: Product, centered: bool, copies: int) -> None:
+        import torch
+
+        outputs, inputs, self.gated = product
+        stacked = outputs * (2 if self.gated else 1)
+
+        def random(*size: int) -> Any:
+            return torch.randn(size, device="cuda", dtype=torch.bfloat16)
+
+        self.x = random(1, inputs)
+        self.weights = [random(stacked, inputs) * 0.02 for _ in range(copies)]
+        self.options: list[dict[str, Any]] = [{"residual": random(1, outputs)}] * copies
+        if self.gated or outputs > inputs:
+            factors, offsets = random(inputs).abs() + 0.5, random(inputs)
+            self.options = [{"norm": (factors, EPS)}] * copies
+            if centered:
+                vectors = torch.stack([factors, offsets], dim=1).float()
+                sums = [(weight.float() @ vectors).t().contiguous() for weight in self.weights]
+                norm = factors, offsets, EPS
+                self.options = [{"layer_norm": norm, "norm_sums": tuple(each)} for each in sums]
+
+    def multiply(self, config: Any, i: int = 0) -> Any:
+        """config: a `GemvConfig`."""
+        from ....kernels.linear.gemv import gemv
+
+        return gemv(self.x, self.weights[i], gated=self.gated, config=config, **self.options[i])
+
+
+class TokenLayer:
+    """Some layers with random weights, and one sequence."""
+
+    def __init__(
+        self, layer: Layer, *, context: int = CONTEXT, max_model_len: int = MAX_MODEL_LEN
+    ) -> None:
+        self.copies = max(2, BYTES // layer.num_bytes)
+        self.products = {
+            product: GemvProduct(product, layer.centered, self.copies) for product in layer.products
+        }
+        self._attention = (
+            None if layer.heads is None else _Attention(layer.heads, context, max_model_len)
+        )
+
+    def run(
+        self, configs: Mapping[Product, Any], *, attends: bool = True, reads_ahead: bool = True
+    ) -> list[Any]:
+        """One step through all copies. configs: a `GemvConfig` of each product; attends: with
+        attention, if there is one; reads_ahead: which asks for the weights after it. Return the
+        results, which have to stay alive while a graph has their memory."""
+        results: list[Any] = []
+        for copy in range(self.copies):
+            for number, (product, each) in enumerate(self.products.items()):
+                results.append(each.multiply(configs[product], copy))
+                if number == 0 and attends and self._attention is not None:
+                    later = list(self.products.values())[1:] if reads_ahead else []
+                    results.append(self._attention([each.weights[copy] for each in later]))
+        return results
+
+    def seconds(
+        self, configs: Mapping[Product, Any], *, repeats: int = 20, **options: bool
+    ) -> float:
+        """Return the time of one layer. options: as of `run`."""
+        import torch
+
+        from .timing import graph_seconds
+
+        work = [lambda: self.run(configs, **options)]
+        device = torch.device("cuda", torch.cuda.current_device())
+        return graph_seconds(work, device, repeats=repeats, warmup=1) / self.copies
+
+
+class _Attention:
+    def __init__(self, heads: Heads, context: int, max_model_len: int) -> None:
+        import torch
+
+        from ....kernels.attention.decode_splits import choose_num_splits, workspace_elements
+
+        self._heads = heads
+        device = torch.device("cuda", torch.cuda.current_device())
+        num_heads, num_kv_heads, head_dim = heads
+        self._splits = choose_num_splits(
+            1, num_kv_heads, head_dim, torch.bfloat16, max_model_len,
+            torch.cuda.get_device_properties(device).multi_processor_count,
+        )  # fmt: skip
+
+        def random(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, device=device, dtype=torch.bfloat16)
+
+        blocks = -(-context // 16)
+        self._qkv = random(1, (num_heads + 2 * num_kv_heads) * head_dim)
+        self._cache = random(2, blocks + 1, 16, num_kv_heads, head_dim)
+        self._table = torch.arange(blocks, dtype=torch.int32, device=device)[None]
+        self._lengths = torch.tensor([context], dtype=torch.int32, device=device)
+        self._slots = torch.tensor([context - 1], device=device)
+        self._cos_sin = torch.randn(context, head_dim, device=device)
+        self._counters = torch.zeros(num_kv_heads, dtype=torch.int32, device=device)
+        floats = workspace_elements(1, num_heads, head_dim, self._splits)
+        self._workspace = torch.empty(floats, device=device)
+
+    def __call__(self, next_weights: list[Any]) -> Any:
+        from ....kernels.attention.fused_decode_attention import fused_decode_attention
+
+        num_heads, num_kv_heads, head_dim = self._heads
+        return fused_decode_attention(
+            self._qkv, num_heads, num_kv_heads, self._cache, self._table, self._lengths,
+            self._slots, scale=head_dim**-0.5, counters=self._counters, workspace=self._workspace,
+            num_splits=self._splits, cos_sin=self._cos_sin, next_weights=next_weights,
+        )  # fmt: skip
