@@ -74,6 +74,28 @@ def prefetch_l2_once(ptrs, wanted, BYTES: tl.constexpr):
 
 
 @triton.jit
+def ask_l2_for_vector(ptr, SIZE: tl.constexpr):
+    """Start copying a small vector to the L2 cache: by a program's first warp."""
+    BYTES: tl.constexpr = SIZE * (ptr.dtype.element_ty.primitive_bitwidth // 8)
+    lanes = tl.arange(0, 32) * 128
+    for start in tl.static_range(0, BYTES, 32 * 128):
+        offsets = start + lanes
+        tl.inline_asm_elementwise(
+            "{ .reg .pred %first; .reg .pred %wanted; .reg .u32 %thread; mov.u32 %thread, %tid.x;"
+            " setp.ne.u32 %wanted, $2, 0; setp.lt.and.u32 %first, %thread, 32, %wanted;"
+            " @%first prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
+            "=r,l,r",
+            [
+                ptr.to(tl.pointer_type(tl.int8)) + tl.minimum(offsets, BYTES - 1),
+                (offsets < BYTES).to(tl.int32),
+            ],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
 def ask_for_later_rows(
     weight_ptr,
     ahead,

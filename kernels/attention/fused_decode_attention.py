@@ -20,7 +20,7 @@ import triton.language as tl
 
 from ..launch import launch
 from ..pdl import gdc_launch_dependents, gdc_wait, pdl_options
-from ..tiles import ask_l2_for
+from ..tiles import ask_l2_for, ask_l2_for_vector
 from .decode_codes import (
     add_code_values,
     add_halves,
@@ -211,6 +211,12 @@ def _fused_decode_kernel(
             table, kv_head, dim, in_head, stride_block, stride_slot, stride_head, BLOCK_SIZE,
         )  # fmt: skip
     if PDL:
+        if split + kv_head + row == 0:
+            # Of another layer than before, so they are in no cache.
+            if NORM_QUERY:
+                ask_l2_for_vector(query_weight_ptr, HEAD_DIM)
+            if NORM_KEY:
+                ask_l2_for_vector(key_weight_ptr, HEAD_DIM)
         gdc_wait()
 
     head = kv_head * GROUP + offs_m

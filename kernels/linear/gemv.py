@@ -36,7 +36,14 @@ from ..quant.quantized_weight import (
     values_of,
     weight_arguments,
 )
-from ..tiles import ASKED_BYTES, ask_for_later_rows, load_pair, load_tile, row_epilogue
+from ..tiles import (
+    ASKED_BYTES,
+    ask_for_later_rows,
+    ask_l2_for_vector,
+    load_pair,
+    load_tile,
+    row_epilogue,
+)
 
 EARLY_BYTES = 16 << 20
 """Size of the weight from which on the next kernel may start at once: it waits long, but its first
@@ -172,6 +179,12 @@ def _gemv_kernel(
                     if AHEAD:
                         ask_for_later_rows(weight_ptr, ahead, N, WIDTH, GATED, BLOCK_N)
                     if PDL:
+                        if NORM:
+                            # Of another layer than before, so it is in no cache.
+                            if tl.program_id(0) == 0:
+                                ask_l2_for_vector(norm_ptr, WIDTH * PACK_FACTOR)
+                                if NORM_BIAS and not SUMMED:
+                                    ask_l2_for_vector(norm_bias_ptr, WIDTH * PACK_FACTOR)
                         gdc_wait()
                     if CENTERED and not SUMMED:
                         mean, norm_scale = _moments(x_ptr, eps, WIDTH * PACK_FACTOR, BLOCK_X)
