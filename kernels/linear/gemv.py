@@ -299,8 +299,8 @@ def gemv_config(weight: Weight, gated: bool) -> GemvConfig:
             return GemvConfig(1, 2048, 4)
         if outputs <= 8192 and width >= 8192:
             return GemvConfig(4, 512, 4) if gated else GemvConfig(2, 2048, 4)
-        if width == 4096 and not gated:
-            return GemvConfig(4, 2048, 8)
+        if width == 4096:
+            return GemvConfig(2, 1024, 4)
         if outputs <= 8192 and width > 4096 and not gated:
             return GemvConfig(2, 1024, 2)
         return GemvConfig(4, 1024, 4)

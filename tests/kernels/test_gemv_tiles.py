@@ -103,3 +103,22 @@ def test_tiles_say_whether_the_next_kernel_starts_at_once(
     x = torch.empty(1, width, dtype=torch.bfloat16)
     gemv(x, weight, config=GemvConfig(4, 64, 1, early))
     assert [options["EARLY"] for options in launched] == [large if early is None else early]
+
+
+@pytest.mark.parametrize(
+    ("width", "stride", "ahead", "asks"),
+    [(256, 256, 132, True), (256, 256, 0, False), (256, 320, 132, False), (100, 100, 132, False)],
+)
+def test_programs_ask_for_rows_that_are_side_by_side(
+    width: int, stride: int, ahead: int, asks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or for none: the instruction takes 1,024 bytes at a multiple of 16."""
+    launched: list[dict[str, Any]] = []
+    monkeypatch.setattr(gemv_kernel, "pdl_options", lambda device: {"launch_pdl": True})
+    monkeypatch.setattr(
+        gemv_kernel, "launch", lambda *_: lambda *_, **options: launched.append(options)
+    )
+    weight = torch.empty(8, stride, dtype=torch.bfloat16)[:, :width]
+    x = torch.empty(1, width, dtype=torch.bfloat16)
+    gemv(x, weight, config=GemvConfig(4, 64, 1, ahead=ahead))
+    assert [options["AHEAD"] for options in launched] == [asks]

@@ -39,6 +39,10 @@ def draw(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(DEVICE, dtype)
 
 
+ASKING = GemvConfig(4, 64, 1, early=True, ahead=3)
+"""Its first programs ask for later ones' weights, on a GPU."""
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [64, 96, 1000])
 def test_rms_norm_equals_its_twin(dtype, size):
@@ -166,7 +170,7 @@ def test_gemv_equals_its_twin(dtype, rows, norm, bias, after):
         "factor": 0.3 if after == "residual" and bias else 1.0,
     }
     want = reference.gemv(x, weight, **options)
-    for config in (None, GemvConfig(4, 64, 1), GemvConfig(16, 32, 2)):
+    for config in (None, GemvConfig(4, 64, 1), GemvConfig(16, 32, 2), ASKING):
         close(gemv(x, weight, **options, config=config), want)
 
 
@@ -192,7 +196,7 @@ def test_gemv_of_a_layer_norm_and_an_activation_equals_its_twin(dtype, activatio
     sums = tuple(
         None if vector is None else weight.float() @ vector.float() for vector in (factors, offsets)
     )
-    for config in (None, GemvConfig(4, 64, 1)):
+    for config in (None, GemvConfig(4, 64, 1), ASKING):
         close(gemv(x, weight, **options, config=config), want)
         close(gemv(x, weight, **options, norm_sums=sums, config=config), want)
     # Of 16 bits it is the sums that are read.
