@@ -41,6 +41,7 @@ from .decode_splits import (
     decode_config,
     workspace_elements,
 )
+from .new_token import cached_new_token
 from .projected_heads import _half_heads, _head
 from .quantized_tiles import (
     Quantized,
@@ -49,8 +50,6 @@ from .quantized_tiles import (
     is_narrow,
     product_dtype,
     product_query,
-    quantized_heads,
-    word_places,
 )
 from .reach import reach_constants
 
@@ -253,58 +252,16 @@ def _fused_decode_kernel(
         parts = zero_parts(BLOCK_M, BLOCK_V // 2, VALUE_BITS)
         missing = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if end_tile == end:
-        # The new token: computed here, written to the cache, and attended to from registers.
+        # The new token is written to the cache, and attended to from registers.
+        new_key, key_high, new_value, value_high = cached_new_token(
+            projected + (NUM_HEADS + kv_head) * HEAD_DIM + tl.zeros([1, 1], tl.int32),
+            slot_ptr + row, kv_head, key_cache_ptr, value_cache_ptr, key_words_ptr,
+            value_words_ptr, key_weight_ptr, key_eps, cos, sin, key_factor, value_scale, dim,
+            in_head, dim_v, in_value, stride_block, stride_slot, stride_head,
+            NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, ROTARY_DIM, NORM_KEY, NORM_LAST, KEY_BITS,
+            VALUE_BITS, BLOCK_K, FP8,
+        )  # fmt: skip
         mask_new = in_head[None, :]
-        mask_value = in_value[None, :]
-        new = projected + (NUM_HEADS + kv_head) * HEAD_DIM + tl.zeros([1, 1], tl.int32)
-        if KEY_BITS == 4:
-            new_key, key_high = _half_heads(
-                new, key_weight_ptr, key_eps, cos, sin, mask_new, NORM_KEY, ROTARY_DIM,
-                NORM_LAST, HEAD_DIM, BLOCK_K,
-            )  # fmt: skip
-            key_high = key_high.to(dtype)
-        else:
-            new_key = _head(
-                new, key_weight_ptr, key_eps, cos, sin, mask_new, NORM_KEY, ROTARY_DIM,
-                NORM_LAST, HEAD_DIM, BLOCK_K,
-            )  # fmt: skip
-            key_high = new_key
-        new_key = new_key.to(dtype)
-        new += NUM_KV_HEADS * HEAD_DIM
-        new_value = tl.load(new + dim_v[None, :], mask=mask_value, other=0.0)
-        value_high = new_value
-        if VALUE_BITS == 4:
-            value_high = tl.load(new + HALF + dim_v[None, :], mask=mask_value, other=0.0)
-        slot = tl.load(slot_ptr + row).to(tl.int64)
-        place = (slot // BLOCK_SIZE) * stride_block + (slot % BLOCK_SIZE) * stride_slot
-        place = place + kv_head * stride_head
-        value_place = place
-        if VALUE_BITS < KEY_BITS:
-            value_place = place >> 1
-        key_target = key_cache_ptr + place + dim[None, :]
-        value_target = value_cache_ptr + value_place + dim_v[None, :]
-        kept = key_cache_ptr.dtype.element_ty
-        # Rounded as it is stored, and as later steps will read it.
-        if KEY_BITS < 16:
-            key_codes, key_words, new_key, key_high = quantized_heads(
-                new_key.to(tl.float32), key_high.to(tl.float32), mask_new, KEY_BITS
-            )
-            value_codes, value_words, new_value, value_high = quantized_heads(
-                new_value.to(tl.float32), value_high.to(tl.float32), mask_value, VALUE_BITS
-            )
-            tl.store(key_target, key_codes.to(kept), mask=mask_new)
-            value_codes = value_codes.to(value_cache_ptr.dtype.element_ty)
-            tl.store(value_target, value_codes, mask=mask_value)
-            words = word_places(slot // BLOCK_SIZE, slot, kv_head, NUM_KV_HEADS, BLOCK_SIZE)
-            words += tl.zeros([1], tl.int64)
-            tl.store(key_words_ptr + words, key_words)
-            tl.store(value_words_ptr + words, value_words)
-        else:
-            if FP8:
-                new_key = (new_key.to(tl.float32) * key_factor).to(kept)
-                new_value = (new_value.to(tl.float32) / value_scale).to(kept)
-            tl.store(key_target, new_key, mask=mask_new)
-            tl.store(value_target, new_value, mask=mask_value)
         m = tl.sum(query.to(tl.float32) * tl.where(mask_new, new_key.to(tl.float32), 0.0), axis=1)
         if KEY_BITS == 4:
             m += tl.sum(query_high.to(tl.float32) * tl.where(mask_new, key_high, 0.0), axis=1)
