@@ -1,17 +1,25 @@
 """What attention adds to a layer of one token, and what asking for the next weights saves.
 
     python examples/benchmarks/weights_ahead.py --models SmolLM3-3B GPT-2-XL Qwen3-8B
+    python examples/benchmarks/weights_ahead.py --tiles --models MiniCPM-2B Qwen3-0.6B
 
 A layer of one token waits for its attention, which reads a few kilobytes where contexts are short.
 Meanwhile the weights of the next products can come to the L2 cache (`next_weights` of
 `fused_decode_attention`). This times layers as a step has them (projection, attention, output, MLP;
 recorded, each with weights of its own): without attention, with it, and by how much is asked for.
+
+With `--tiles`: by how attention is cut, and whether the new token has a program of its own.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
+import multiprocessing
 import sys
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -20,23 +28,62 @@ from jackfield.entrypoints.bench.kernels.tune import layer_of
 from jackfield.entrypoints.bench.report import Emitter, environment, say, table
 from jackfield.entrypoints.bench.roofline import measure_ceilings
 from jackfield.kernels.attention import fused_decode_attention as attention_kernel
+from jackfield.kernels.attention.decode_splits import DecodeConfig
 from jackfield.kernels.tuning import gemv_tiles
 
 MEGABYTES = (None, 0, 4, 8, 16, 24)
 """Asked for; None: without attention."""
 
 
-def seconds(layer: TokenLayer, megabytes: int | None) -> float:
-    """Return the time of one layer."""
-    configs = {
+TILES = ((16, 1, 5), (16, 2, 5), (16, 4, 5), (32, 2, 5), (32, 4, 5), (32, 8, 5), (64, 8, 3))
+"""(block_n, num_warps, num_stages) of attention"""
+SPLIT_TILES = (1, 2, 4)
+"""That a split has at least."""
+Tiles = tuple[tuple[int, int, int], int, int]
+"""Of TILES and SPLIT_TILES, and rows up to which a new token has a program of its own."""
+
+
+@contextlib.contextmanager
+def set_rules(**rules: int) -> Iterator[None]:
+    """Change what decode attention goes by."""
+    before = {name: getattr(attention_kernel, name) for name in rules}
+    try:
+        for name, value in rules.items():
+            setattr(attention_kernel, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(attention_kernel, name, value)
+
+
+def configs_of(layer: TokenLayer) -> dict[Any, Any]:
+    """Return the tiles that an engine takes for the products."""
+    return {
         product: gemv_tiles(each.weights[0], each.gated) for product, each in layer.products.items()
     }
-    before = attention_kernel.AHEAD_BYTES
-    try:
-        attention_kernel.AHEAD_BYTES = (megabytes or 0) << 20
-        return layer.seconds(configs, attends=megabytes is not None, reads_ahead=bool(megabytes))
-    finally:
-        attention_kernel.AHEAD_BYTES = before
+
+
+def seconds(layer: TokenLayer, megabytes: int | None) -> float:
+    """Return the time of one layer."""
+    with set_rules(AHEAD_BYTES=(megabytes or 0) << 20):
+        attends, reads_ahead = megabytes is not None, bool(megabytes)
+        return layer.seconds(configs_of(layer), attends=attends, reads_ahead=reads_ahead)
+
+
+def seconds_by_tiles(layer: TokenLayer, tiles: Tiles) -> float:
+    """Return the time of one layer."""
+    config, least, own_rows = tiles
+    with set_rules(MIN_SPLIT_TILES=least, OWN_ROWS=own_rows):
+        return layer.seconds(configs_of(layer), attention=DecodeConfig(*config))
+
+
+def compile_one(job: tuple[str, Tiles]) -> None:
+    """Compile in a process of its own, into Triton's cache."""
+    model, (config, least, own_rows) = job
+    layer = TokenLayer(layer_of(model), num_bytes=0)
+    with set_rules(MIN_SPLIT_TILES=least, OWN_ROWS=own_rows):
+        layer.run(configs_of(layer), attention=DecodeConfig(*config))
+    torch.cuda.synchronize()
 
 
 def main() -> int:
@@ -46,6 +93,8 @@ def main() -> int:
     parser.add_argument(
         "--max-model-len", type=int, default=MAX_MODEL_LEN, help="decides the splits"
     )
+    parser.add_argument("--tiles", action="store_true", help="time cuts of attention")
+    parser.add_argument("--processes", type=int, default=8, help="that compile them (default: 8)")
     parser.add_argument("--output", help="a file of JSON lines, or - for standard output")
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -53,18 +102,29 @@ def main() -> int:
         return 2
     emitter = Emitter(args.output, environment("cuda"))
     rate = measure_ceilings("cuda", "bfloat16").copy_bytes_per_second
+    every: list[Tiles] = list(itertools.product(TILES, SPLIT_TILES, (0, 1)))
+    if args.tiles:
+        say(f"compiling {len(every)} cuts for each model in {args.processes} processes")
+        with multiprocessing.get_context("spawn").Pool(args.processes) as pool:
+            pool.map(compile_one, itertools.product(args.models, every), chunksize=1)
     for model in args.models:
         say(f"measuring {model}")
         shape = layer_of(model)
         layer = TokenLayer(shape, context=args.context, max_model_len=args.max_model_len)
-        for megabytes in MEGABYTES:
-            took = seconds(layer, megabytes)
+        timed: list[tuple[dict[str, Any], float]] = [
+            ({"tiles": list(config), "split_tiles": least, "own_rows": own_rows},
+             seconds_by_tiles(layer, (config, least, own_rows)))
+            for config, least, own_rows in every
+        ] if args.tiles else [
+            ({"attention": megabytes is not None, "megabytes": megabytes or 0},
+             seconds(layer, megabytes))
+            for megabytes in MEGABYTES
+        ]  # fmt: skip
+        for choice, took in timed:
             emitter.emit({
-                "workload": "weights ahead", "model": model,
-                "at": {
-                    "context": args.context, "max_model_len": args.max_model_len,
-                    "attention": megabytes is not None, "megabytes": megabytes or 0,
-                },
+                "workload": "tiles of attention" if args.tiles else "weights ahead",
+                "model": model,
+                "at": {"context": args.context, "max_model_len": args.max_model_len, **choice},
                 "measured": {
                     "layer_us": round(1e6 * took, 2),
                     "share_of_floor": round(shape.num_bytes / rate / took, 3),

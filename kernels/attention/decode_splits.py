@@ -80,6 +80,24 @@ def workspace_elements(num_rows: int, num_heads: int, head_dim: int, num_splits:
 
 
 @triton.jit
+def _first_seen(seq_len, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
+    """Return the first position that a row's newest token sees."""
+    if WINDOW > 0:
+        return tl.maximum(last_hidden(seq_len - 1, WINDOW, CHUNK) + 1, 0)
+    else:
+        return 0
+
+
+@triton.jit
+def _tiles_between(lower, upper, num_splits, BLOCK_N: tl.constexpr, MIN_TILES: tl.constexpr):
+    """Return (first tile, end tile, tiles per split) of positions from `lower` to before
+    `upper`."""
+    first = lower // BLOCK_N
+    end = tl.cdiv(upper, BLOCK_N)
+    return first, end, tl.maximum(tl.cdiv(end - first, num_splits), MIN_TILES)
+
+
+@triton.jit
 def _split_tiles(
     seq_len,
     num_splits,
@@ -93,12 +111,9 @@ def _split_tiles(
     Computed from the length on the device, so any number of splits is right for any length, and
     a captured graph serves every length.
     """
-    lower = 0
-    if WINDOW > 0:
-        lower = tl.maximum(last_hidden(seq_len - 1, WINDOW, CHUNK) + 1, 0)
-    first = lower // BLOCK_N
-    end = tl.cdiv(seq_len, BLOCK_N)
-    return lower, first, end, tl.maximum(tl.cdiv(end - first, num_splits), MIN_TILES)
+    lower = _first_seen(seq_len, WINDOW, CHUNK)
+    first, end, per_split = _tiles_between(lower, seq_len, num_splits, BLOCK_N, MIN_TILES)
+    return lower, first, end, per_split
 
 
 @triton.jit(do_not_specialize=["num_splits"])
@@ -192,16 +207,17 @@ def _join(
         live = in_group[:, None] & (split < active)[None, :]
         at = (row * NUM_HEADS + head)[:, None] * num_splits + split[None, :]
         lse = tl.load(lse_ptr + at, mask=live, other=-float("inf"), cache_modifier=".cg")
-        # Heads beyond the group have no splits.
-        m_new = tl.where(in_group, tl.maximum(m, tl.max(lse, axis=1)), 0.0)
-        weights = tl.exp2(lse - m_new[:, None])
-        decay = tl.exp2(m - m_new)
+        # Before the maximum is taken, so that both loads are on their way together.
         part = tl.load(
             partial_ptr + at[:, :, None] * HEAD_DIM + dim[None, None, :],
             mask=live[:, :, None] & in_head[None, None, :],
             other=0.0,
             cache_modifier=".cg",
         )
+        # Heads beyond the group have no splits.
+        m_new = tl.where(in_group, tl.maximum(m, tl.max(lse, axis=1)), 0.0)
+        weights = tl.exp2(lse - m_new[:, None])
+        decay = tl.exp2(m - m_new)
         total = total * decay + tl.sum(weights, axis=1)
         acc = acc * decay[:, None] + tl.sum(part * weights[:, :, None], axis=1)
         m = m_new

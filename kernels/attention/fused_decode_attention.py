@@ -3,8 +3,8 @@
 One launch per layer instead of three (norm and rotation, attention, join of its splits), which
 at small batches cost more than the bytes they move. Each program computes its queries from
 the projection; the program with the end of the sequence also computes the new key and value, writes
-them to the cache, and attends to them from registers. The program that finishes a row's last split
-joins all splits.
+them to the cache, and attends to them from registers; of a single row with several splits another
+program does, while these attend. The program that finishes a row's last split joins all splits.
 
 Memory and operations as in paged_attention_decode.py, and the projection once for each split.
 """
@@ -20,7 +20,7 @@ import triton.language as tl
 
 from ..launch import launch
 from ..pdl import gdc_launch_dependents, gdc_wait, pdl_options
-from ..tiles import ask_l2_for, ask_l2_for_vector
+from ..tiles import ask_l2_for
 from .decode_codes import (
     add_code_values,
     add_halves,
@@ -36,13 +36,14 @@ from .decode_floats import attend_floats, attend_split, float_tile
 from .decode_splits import (
     MIN_SPLIT_TILES,
     DecodeConfig,
+    _first_seen,
     _join,
-    _split_tiles,
+    _tiles_between,
     decode_config,
     workspace_elements,
 )
 from .new_token import cached_new_token
-from .projected_heads import _half_heads, _head
+from .projected_heads import norm_weights, raw_heads, turned_heads
 from .quantized_tiles import (
     Quantized,
     block_width,
@@ -64,6 +65,9 @@ hold them."""
 PRELOAD_BEHIND = 1 << 24
 """Bytes of the projection's weight, if it is as long as all queries, from which on they are: a
 smaller one lets this kernel start too late for it (`EARLY_BYTES` in gemv.py)."""
+OWN_ROWS = 1
+"""Rows up to which a new token has a program of its own, where its sequence has several splits:
+making its key takes as long as attending to a split."""
 AHEAD_BYTES = 8 << 20
 """Of the weights that are read next, asked for ahead. More makes the products wait for it."""
 AHEAD_PROGRAMS = 32
@@ -140,12 +144,13 @@ def _fused_decode_kernel(
     BLOCK_D: tl.constexpr,
     FP8: tl.constexpr,
     PRELOAD: tl.constexpr,
+    OWN: tl.constexpr,
     AHEAD: tl.constexpr,
     PDL: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One program per (row, kv head, split); with AHEAD more, which ask for weights. Scores are
-    kept in units of log2."""
+    """One program per (row, kv head, split); with OWN one of them for the new token, if there are
+    several; with AHEAD more, which ask for weights. Scores are kept in units of log2."""
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     HALF: tl.constexpr = HEAD_DIM // 2
     LOG2E: tl.constexpr = 1.4426950408889634
@@ -156,9 +161,15 @@ def _fused_decode_kernel(
     if PDL and EARLY:
         gdc_launch_dependents()
     seq_len = tl.load(seq_lens_ptr + row)
-    lower, first_tile, end, per_split = _split_tiles(
-        seq_len, num_splits, BLOCK_N, MIN_TILES, WINDOW, CHUNK
-    )
+    newest = seq_len - 1
+    lower = _first_seen(seq_len, WINDOW, CHUNK)
+    if OWN:
+        first_tile, end, per_split = _tiles_between(
+            lower, newest, num_splits - 1, BLOCK_N, MIN_TILES
+        )
+        end = tl.where(lower < newest, end, first_tile)
+    else:
+        first_tile, end, per_split = _tiles_between(lower, seq_len, num_splits, BLOCK_N, MIN_TILES)
     if AHEAD:
         if split >= num_splits:
             # Memory is idle where splits are short: while they wait for the projection, each other
@@ -170,11 +181,25 @@ def _fused_decode_kernel(
                 ask_l2_for(first_weight_ptr, first_bytes, number, count)
                 ask_l2_for(second_weight_ptr, second_bytes, number, count)
             return
-    begin_tile = first_tile + split * per_split
-    end_tile = tl.minimum(begin_tile + per_split, end)
-    if begin_tile >= end_tile:
-        return
     active = tl.cdiv(end - first_tile, per_split)
+    joined = active
+    if OWN:
+        # The first program has the new token alone, unless there is one split, or none.
+        joined = tl.where(active > 1, active + 1, 1)
+        split -= 1
+        attends_new = (split < 0) == (active > 1)
+        begin_tile = tl.where(split < 0, end, first_tile + split * per_split)
+        if (split < 0) & (active <= 1) | (split > 0) & (begin_tile >= end):
+            return
+        if (split == 0) & (seq_len <= 0):
+            return
+        attends_new = attends_new & (split <= 0)
+    else:
+        begin_tile = first_tile + split * per_split
+        if begin_tile >= end:
+            return
+        attends_new = begin_tile + per_split >= end
+    end_tile = tl.minimum(begin_tile + per_split, end)
 
     offs_m = tl.arange(0, BLOCK_M)
     offs_n = tl.arange(0, BLOCK_N)
@@ -185,7 +210,6 @@ def _fused_decode_kernel(
     in_value = dim_v < VALUE_WIDTH
     mask_q = (offs_m < GROUP)[:, None] & in_head[None, :]
     dtype = qkv_ptr.dtype.element_ty
-    newest = seq_len - 1
     cos = tl.zeros([BLOCK_K], tl.float32)
     sin = tl.zeros([BLOCK_K], tl.float32)
     if ROTARY_DIM:
@@ -203,38 +227,42 @@ def _fused_decode_kernel(
     if PRELOAD:
         # What earlier steps have cached is there before the projection is: the keys and values of
         # a split that is as short as splits get.
-        is_short = per_split == MIN_TILES
+        is_short = (per_split == MIN_TILES) & (begin_tile < end)
         early_position = begin_tile * BLOCK_N + tl.arange(0, BLOCK_N * MIN_TILES)
         early_key, early_value, early_valid = float_tile(
             early_position, lower, tl.where(is_short, newest, 0), key_cache_ptr, value_cache_ptr,
             table, kv_head, dim, in_head, stride_block, stride_slot, stride_head, BLOCK_SIZE,
         )  # fmt: skip
+    HALVES: tl.constexpr = KEY_BITS == 4
+    query_weight, query_weight_too = norm_weights(
+        query_weight_ptr, dim, in_head, NORM_QUERY, HALVES, ROTARY_DIM, HEAD_DIM
+    )
+    key_weight, key_weight_too = norm_weights(
+        key_weight_ptr, dim, in_head, NORM_KEY, HALVES, ROTARY_DIM, HEAD_DIM
+    )
     if PDL:
-        if split + kv_head + row == 0:
-            # Of another layer than before, so they are in no cache.
-            if NORM_QUERY:
-                ask_l2_for_vector(query_weight_ptr, HEAD_DIM)
-            if NORM_KEY:
-                ask_l2_for_vector(key_weight_ptr, HEAD_DIM)
         gdc_wait()
 
     head = kv_head * GROUP + offs_m
+    projected = qkv_ptr + row64 * stride_qkv
+    query_x, query_y = raw_heads(
+        projected + head[:, None] * HEAD_DIM, dim, mask_q, HALVES, ROTARY_DIM, HEAD_DIM
+    )
+    new = projected + (NUM_HEADS + kv_head) * HEAD_DIM + tl.zeros([1, 1], tl.int32)
+    key_x, key_y = raw_heads(new, dim, in_head[None, :] & attends_new, HALVES, ROTARY_DIM, HEAD_DIM)
+    mask_value = in_value[None, :] & attends_new
+    new += NUM_KV_HEADS * HEAD_DIM
+    raw_value = tl.load(new + dim_v[None, :], mask=mask_value, other=0.0)
+    raw_value_high = raw_value
+    if VALUE_BITS == 4:
+        raw_value_high = tl.load(new + HALF + dim_v[None, :], mask=mask_value, other=0.0)
     if ALIBI:
         slope = tl.load(slopes_ptr + head, mask=offs_m < GROUP, other=0.0)
-    projected = qkv_ptr + row64 * stride_qkv
-    source = projected + head[:, None] * HEAD_DIM
-    if KEY_BITS == 4:
-        query, query_high = _half_heads(
-            source, query_weight_ptr, query_eps, cos, sin, mask_q, NORM_QUERY, ROTARY_DIM,
-            NORM_LAST, HEAD_DIM, BLOCK_K,
-        )  # fmt: skip
-        query_high = query_high.to(dtype)
-    else:
-        query = _head(
-            source, query_weight_ptr, query_eps, cos, sin, mask_q, NORM_QUERY, ROTARY_DIM,
-            NORM_LAST, HEAD_DIM, BLOCK_K,
-        )  # fmt: skip
-        query_high = query
+    query, query_high = turned_heads(
+        query_x, query_y, query_weight, query_weight_too, query_eps, cos, sin, NORM_QUERY, HALVES,
+        ROTARY_DIM, NORM_LAST, HEAD_DIM,
+    )  # fmt: skip
+    query_high = query_high.to(dtype)
     query = query.to(dtype)
     if RING:
         if split == 0:
@@ -251,17 +279,20 @@ def _fused_decode_kernel(
     else:
         parts = zero_parts(BLOCK_M, BLOCK_V // 2, VALUE_BITS)
         missing = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    if end_tile == end:
+    if attends_new:
         # The new token is written to the cache, and attended to from registers.
-        new_key, key_high, new_value, value_high = cached_new_token(
-            projected + (NUM_HEADS + kv_head) * HEAD_DIM + tl.zeros([1, 1], tl.int32),
-            slot_ptr + row, kv_head, key_cache_ptr, value_cache_ptr, key_words_ptr,
-            value_words_ptr, key_weight_ptr, key_eps, cos, sin, key_factor, value_scale, dim,
-            in_head, dim_v, in_value, stride_block, stride_slot, stride_head,
-            NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, ROTARY_DIM, NORM_KEY, NORM_LAST, KEY_BITS,
-            VALUE_BITS, BLOCK_K, FP8,
+        raw_key, raw_key_high = turned_heads(
+            key_x, key_y, key_weight, key_weight_too, key_eps, cos, sin, NORM_KEY, HALVES,
+            ROTARY_DIM, NORM_LAST, HEAD_DIM,
         )  # fmt: skip
         mask_new = in_head[None, :]
+        new_key, key_high, new_value, value_high = cached_new_token(
+            raw_key.to(dtype), raw_key_high.to(dtype), raw_value, raw_value_high,
+            tl.load(slot_ptr + row).to(tl.int64), kv_head, key_cache_ptr, value_cache_ptr,
+            key_words_ptr, value_words_ptr, key_factor, value_scale, dim, mask_new, dim_v,
+            in_value[None, :], stride_block, stride_slot, stride_head, NUM_KV_HEADS, BLOCK_SIZE,
+            KEY_BITS, VALUE_BITS, FP8,
+        )  # fmt: skip
         m = tl.sum(query.to(tl.float32) * tl.where(mask_new, new_key.to(tl.float32), 0.0), axis=1)
         if KEY_BITS == 4:
             m += tl.sum(query_high.to(tl.float32) * tl.where(mask_new, key_high, 0.0), axis=1)
@@ -346,12 +377,14 @@ def _fused_decode_kernel(
     factor = (value_scale / total)[:, None]
     acc = acc * factor
     mask_out = (offs_m < GROUP)[:, None] & in_value[None, :]
-    if active == 1:
+    if joined == 1:
         target = out_ptr + row64 * stride_out + head[:, None] * HEAD_DIM + dim_v[None, :]
         tl.store(target, acc.to(dtype), mask=mask_out)
         if VALUE_BITS == 4:
             tl.store(target + HALF, (acc_high * factor).to(dtype), mask=mask_out)
         return
+    if OWN:
+        split = tl.where(split < 0, active, split)
     at = (row64 * NUM_HEADS + head) * num_splits + split
     tl.store(lse_ptr + at, m + tl.log2(total), mask=offs_m < GROUP)
     partial = partial_ptr + at[:, None] * HEAD_DIM + dim_v[None, :]
@@ -360,7 +393,7 @@ def _fused_decode_kernel(
         tl.store(partial + HALF, acc_high * factor, mask=mask_out)
     tl.debug_barrier()
     counter = counter_ptr + row * NUM_KV_HEADS + kv_head
-    if tl.atomic_add(counter, 1, sem="acq_rel") != active - 1:
+    if tl.atomic_add(counter, 1, sem="acq_rel") != joined - 1:
         return
     tl.store(counter, 0)
     _join(
@@ -369,7 +402,7 @@ def _fused_decode_kernel(
         lse_ptr,
         row64,
         kv_head,
-        active,
+        joined,
         num_splits,
         NUM_HEADS,
         GROUP,
@@ -543,6 +576,7 @@ def fused_decode_attention(
         BLOCK_D=block_d,
         FP8=cache.is_fp8,
         PRELOAD=preload,
+        OWN=num_rows <= OWN_ROWS and num_splits > 1,
         AHEAD=bool(ahead),
         PDL=bool(options),
         EARLY=num_heads * head_dim >= EARLY_WIDTH,

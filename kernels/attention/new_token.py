@@ -1,77 +1,42 @@
-"""The new token of a decode row: its key and value, made from the projection and written to the
-cache."""
+"""The new token of a decode row: its key and value, on their way to the cache."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from .projected_heads import _half_heads, _head
 from .quantized_tiles import quantized_heads, word_places
 
 
 @triton.jit
 def cached_new_token(
-    new,
-    slot_ptr,
+    new_key,
+    key_high,
+    new_value,
+    value_high,
+    slot,
     kv_head,
     key_cache_ptr,
     value_cache_ptr,
     key_words_ptr,
     value_words_ptr,
-    key_weight_ptr,
-    key_eps,
-    cos,
-    sin,
     key_factor,
     value_scale,
     dim,
-    in_head,
+    mask_new,
     dim_v,
-    in_value,
+    mask_value,
     stride_block,
     stride_slot,
     stride_head,
     NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    ROTARY_DIM: tl.constexpr,
-    NORM_KEY: tl.constexpr,
-    NORM_LAST: tl.constexpr,
     KEY_BITS: tl.constexpr,
     VALUE_BITS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
     FP8: tl.constexpr,
 ):
-    """Write a head's new key, normed and rotated, and its value to their slot. new: where the
-    projection has the key, [1, 1] pointers; the value is NUM_KV_HEADS heads behind it.
-
-    Return key and value, [1, BLOCK], rounded as they are stored and as later steps will read them,
-    and the upper halves of those of 4 bits.
-    """
-    dtype = new.dtype.element_ty
-    HALF: tl.constexpr = HEAD_DIM // 2
-    mask_new = in_head[None, :]
-    mask_value = in_value[None, :]
-    if KEY_BITS == 4:
-        new_key, key_high = _half_heads(
-            new, key_weight_ptr, key_eps, cos, sin, mask_new, NORM_KEY, ROTARY_DIM, NORM_LAST,
-            HEAD_DIM, BLOCK_K,
-        )  # fmt: skip
-        key_high = key_high.to(dtype)
-    else:
-        new_key = _head(
-            new, key_weight_ptr, key_eps, cos, sin, mask_new, NORM_KEY, ROTARY_DIM, NORM_LAST,
-            HEAD_DIM, BLOCK_K,
-        )  # fmt: skip
-        key_high = new_key
-    new_key = new_key.to(dtype)
-    new += NUM_KV_HEADS * HEAD_DIM
-    new_value = tl.load(new + dim_v[None, :], mask=mask_value, other=0.0)
-    value_high = new_value
-    if VALUE_BITS == 4:
-        value_high = tl.load(new + HALF + dim_v[None, :], mask=mask_value, other=0.0)
-    slot = tl.load(slot_ptr).to(tl.int64)
+    """Write a head's new key and value, [1, BLOCK] each, to their slot. Return them rounded as they
+    are stored, and as later steps will read them; of 4 bits in two halves."""
     place = (slot // BLOCK_SIZE) * stride_block + (slot % BLOCK_SIZE) * stride_slot
     place = place + kv_head * stride_head
     value_place = place

@@ -1,4 +1,8 @@
-"""Heads of a decode row's projection, normed and rotated in registers."""
+"""Heads of a decode row's projection, normed and rotated in registers.
+
+What is read of them is read at once and first: a norm's sum waits for other warps, and no load is
+moved before that by the compiler.
+"""
 
 from __future__ import annotations
 
@@ -7,83 +11,101 @@ import triton.language as tl
 
 
 @triton.jit
-def _head(
+def _second(dim, HALVES: tl.constexpr, ROTARY_DIM: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Return the channels that are read beside channels `dim`: with HALVES those of the upper half,
+    else each one's partner in the rotation."""
+    if HALVES:
+        return HEAD_DIM // 2 + dim
+    elif ROTARY_DIM:
+        return (dim + ROTARY_DIM // 2) % ROTARY_DIM
+    else:
+        return dim
+
+
+@triton.jit
+def raw_heads(
     head_ptr,
+    dim,
+    mask,
+    HALVES: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+):
+    """Load heads, [n, BLOCK] float32: channels `dim`, [BLOCK], and those that belong to them. mask:
+    [n, BLOCK]."""
+    x = tl.load(head_ptr + dim[None, :], mask=mask, other=0.0).to(tl.float32)
+    y = x
+    if HALVES or ROTARY_DIM > 0:
+        second = _second(dim, HALVES, ROTARY_DIM, HEAD_DIM)
+        y = tl.load(head_ptr + second[None, :], mask=mask, other=0.0).to(tl.float32)
+    return x, y
+
+
+@triton.jit
+def norm_weights(
     weight_ptr,
+    dim,
+    in_head,
+    NORM: tl.constexpr,
+    HALVES: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+):
+    """Return a norm's weights of the channels that `raw_heads` loads; without NORM, anything."""
+    x = dim.to(tl.float32)
+    y = x
+    if NORM:
+        x = tl.load(weight_ptr + dim, mask=in_head, other=0.0).to(tl.float32)
+        second = _second(dim, HALVES, ROTARY_DIM, HEAD_DIM)
+        y = tl.load(weight_ptr + second, mask=in_head, other=0.0).to(tl.float32)
+    return x, y
+
+
+@triton.jit
+def turned_heads(
+    x,
+    y,
+    weight_x,
+    weight_y,
     eps,
     cos,
     sin,
-    mask,
     NORM: tl.constexpr,
+    HALVES: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
     NORM_LAST: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
 ):
-    """Heads [n, BLOCK_D], normed and rotated, or with NORM_LAST the other way round, float32. `sin`
-    is negative in the first half of the channels that turn, and zero behind them.
+    """Norm and rotate what `raw_heads` has loaded, or with NORM_LAST the other way round: [n,
+    BLOCK] float32 of channels `dim`, and with HALVES of the upper half, too.
 
-    Each channel is read together with its partner in the rotation.
+    Without HALVES, `sin` is negative in the first half of the channels that turn, and zero behind
+    them; with it all channels turn.
     """
-    dim = tl.arange(0, BLOCK_D)
-    ROTATE: tl.constexpr = ROTARY_DIM > 0
-    partner = dim
-    if ROTATE:
-        partner = (dim + ROTARY_DIM // 2) % ROTARY_DIM
-    x = tl.load(head_ptr + dim[None, :], mask=mask, other=0.0).to(tl.float32)
-    if ROTATE:
-        y = tl.load(head_ptr + partner[None, :], mask=mask, other=0.0).to(tl.float32)
     if NORM and not NORM_LAST:
-        in_head = dim < HEAD_DIM
-        scale = tl.rsqrt(tl.sum(x * x, axis=1) / HEAD_DIM + eps)[:, None]
-        x *= scale * tl.load(weight_ptr + dim, mask=in_head, other=0.0)[None, :]
-        if ROTATE:
-            y *= scale * tl.load(weight_ptr + partner, mask=in_head, other=0.0)[None, :]
-    if ROTATE:
+        scale = _scale(x, y, eps, HALVES, HEAD_DIM)
+        x *= scale * weight_x[None, :]
+        y *= scale * weight_y[None, :]
+    if HALVES:
+        if ROTARY_DIM:
+            turned = x * cos[None, :] - y * sin[None, :]
+            y = y * cos[None, :] + x * sin[None, :]
+            x = turned
+    elif ROTARY_DIM:
         x = x * cos[None, :] + y * sin[None, :]
     if NORM and NORM_LAST:
-        scale = tl.rsqrt(tl.sum(x * x, axis=1) / HEAD_DIM + eps)[:, None]
-        x *= scale * tl.load(weight_ptr + dim, mask=dim < HEAD_DIM, other=0.0)[None, :]
-    return x
-
-
-@triton.jit
-def _normed_halves(x, y, weight_ptr, eps, in_half, HALF: tl.constexpr, BLOCK_H: tl.constexpr):
-    """Both halves of heads, [n, BLOCK_H] each, by one norm. Zeros behind HALF."""
-    dim = tl.arange(0, BLOCK_H)
-    squares = tl.sum(x * x, axis=1) + tl.sum(y * y, axis=1)
-    scale = tl.rsqrt(squares / (2 * HALF) + eps)[:, None]
-    x *= scale * tl.load(weight_ptr + dim, mask=in_half, other=0.0)[None, :]
-    y *= scale * tl.load(weight_ptr + HALF + dim, mask=in_half, other=0.0)[None, :]
+        scale = _scale(x, y, eps, HALVES, HEAD_DIM)
+        x *= scale * weight_x[None, :]
+        y *= scale * weight_y[None, :]
+    if not HALVES:
+        y = x
     return x, y
 
 
 @triton.jit
-def _half_heads(
-    head_ptr,
-    weight_ptr,
-    eps,
-    cos,
-    sin,
-    mask,
-    NORM: tl.constexpr,
-    ROTARY_DIM: tl.constexpr,
-    NORM_LAST: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):
-    """As `_head` with all channels turned, in two halves [n, BLOCK_H]. `sin` is as it is."""
-    HALF: tl.constexpr = HEAD_DIM // 2
-    dim = tl.arange(0, BLOCK_H)
-    x = tl.load(head_ptr + dim[None, :], mask=mask, other=0.0).to(tl.float32)
-    y = tl.load(head_ptr + HALF + dim[None, :], mask=mask, other=0.0).to(tl.float32)
-    in_half = dim < HALF
-    if NORM and not NORM_LAST:
-        x, y = _normed_halves(x, y, weight_ptr, eps, in_half, HALF, BLOCK_H)
-    if ROTARY_DIM:
-        turned = x * cos[None, :] - y * sin[None, :]
-        y = y * cos[None, :] + x * sin[None, :]
-        x = turned
-    if NORM and NORM_LAST:
-        x, y = _normed_halves(x, y, weight_ptr, eps, in_half, HALF, BLOCK_H)
-    return x, y
+def _scale(x, y, eps, HALVES: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Return 1 / root mean square of heads, [n, 1]."""
+    squares = tl.sum(x * x, axis=1)
+    if HALVES:
+        squares += tl.sum(y * y, axis=1)
+    return tl.rsqrt(squares / HEAD_DIM + eps)[:, None]

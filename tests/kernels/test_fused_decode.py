@@ -109,7 +109,8 @@ FEW = [
     ids=str,
 )
 def test_it_equals_its_parts(dtype, splits, sizes, monkeypatch):
-    """Whether keys of short splits are loaded ahead of the projection or not."""
+    """Whether keys of short splits are loaded ahead of the projection or not, and whether a row's
+    new token has a program of its own or not."""
     heads, kv_heads, dim = sizes
     case = Case(heads, kv_heads, dim, dtype)
     rows = len(LENGTHS)
@@ -125,8 +126,11 @@ def test_it_equals_its_parts(dtype, splits, sizes, monkeypatch):
         (case.cos_sin, True, {"attention_chunk_size": 43}),
         (None, False, {"attention_chunk_size": 24, "chunk_lookback": 1}),
     ]
-    for behind, (cos_sin, norms, options) in itertools.product((0, 1 << 62), variants):
+    for behind, (number, (cos_sin, norms, options)) in itertools.product(
+        (0, 1 << 62), enumerate(variants)
+    ):
         monkeypatch.setattr(fused, "PRELOAD_BEHIND", behind)
+        monkeypatch.setattr(fused, "OWN_ROWS", 0 if (number % 2 == 0) == (behind == 0) else rows)
         expected, want_cache = case.expected(cos_sin, norms, **options)
         cache = case.cache.clone()
         query_norm, key_norm = case.norms if norms else (None, None)

@@ -16,6 +16,7 @@ pytest.importorskip("triton")
 from jackfield.core.cache.formats import QUANTIZED_FORMATS
 from jackfield.core.nn.kv_cache.quantized_cache import QuantizedCache, dequantize, quantize
 from jackfield.kernels import reference
+from jackfield.kernels.attention import fused_decode_attention as fused
 from jackfield.kernels.attention.decode_splits import workspace_elements
 from jackfield.kernels.attention.fused_decode_attention import (
     fits_registers,
@@ -229,7 +230,7 @@ def test_partly_rotated_heads_are_written() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", QUANTIZED_FORMATS)
-def test_fused_decode(name: str, dtype: torch.dtype) -> None:
+def test_fused_decode(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """It writes what the separate kernels write, and attends to that."""
     for dim in DIMS:
         if not fits_registers(HEADS // KV_HEADS, dim, dtype):
@@ -240,7 +241,8 @@ def test_fused_decode(name: str, dtype: torch.dtype) -> None:
         expected = reference.paged_attention_decode(
             query.float(), expected_cache, case.table, case.seq_lens, **more
         )
-        for splits in (1, 3):
+        for splits, own_rows in ((1, 0), (3, 0), (3, 4)):
+            monkeypatch.setattr(fused, "OWN_ROWS", own_rows)
             cache = QuantizedCache(*(part.clone() for part in case.cache))
             ring = torch.zeros(4, HEADS, dim, dtype=dtype, device=DEVICE)
             out = fused_decode_attention(

@@ -87,9 +87,16 @@ class TokenLayer:
     """Some layers with random weights, and one sequence."""
 
     def __init__(
-        self, layer: Layer, *, context: int = CONTEXT, max_model_len: int = MAX_MODEL_LEN
+        self,
+        layer: Layer,
+        *,
+        context: int = CONTEXT,
+        max_model_len: int = MAX_MODEL_LEN,
+        num_bytes: int = BYTES,
     ) -> None:
-        self.copies = max(2, BYTES // layer.num_bytes)
+        """max_model_len: decides the splits of attention. num_bytes: of weights, at least those of
+        two layers."""
+        self.copies = max(2, num_bytes // layer.num_bytes)
         self.products = {
             product: GemvProduct(product, layer.centered, self.copies) for product in layer.products
         }
@@ -100,22 +107,29 @@ class TokenLayer:
         )
 
     def run(
-        self, configs: Mapping[Product, Any], *, attends: bool = True, reads_ahead: bool = True
+        self,
+        configs: Mapping[Product, Any],
+        *,
+        attends: bool = True,
+        reads_ahead: bool = True,
+        attention: Any = None,
     ) -> list[Any]:
         """One step through all copies. configs: a `GemvConfig` of each product; attends: with
-        attention, if there is one; reads_ahead: which asks for the weights after it. Return the
-        results, which have to stay alive while a graph has their memory."""
+        attention, if there is one; reads_ahead: which asks for the weights after it; attention: its
+        `DecodeConfig`, None: as the rule has it. Return the results, which have to stay alive while
+        a graph has their memory."""
         results: list[Any] = []
         for copy in range(self.copies):
             for number, (product, each) in enumerate(self.products.items()):
                 results.append(each.multiply(configs[product], copy))
                 if number == 0 and attends and self._attention is not None:
                     later = list(self.products.values())[1:] if reads_ahead else []
-                    results.append(self._attention(copy, [each.weights[copy] for each in later]))
+                    weights = [each.weights[copy] for each in later]
+                    results.append(self._attention(copy, weights, attention))
         return results
 
     def seconds(
-        self, configs: Mapping[Product, Any], *, repeats: int = 20, **options: bool
+        self, configs: Mapping[Product, Any], *, repeats: int = 20, **options: Any
     ) -> float:
         """Return the time of one layer. options: as of `run`."""
         import torch
@@ -155,7 +169,7 @@ class _Attention:
         floats = workspace_elements(1, num_heads, head_dim, self._splits)
         self._workspace = torch.empty(floats, device=device)
 
-    def __call__(self, copy: int, next_weights: list[Any]) -> Any:
+    def __call__(self, copy: int, next_weights: list[Any], config: Any) -> Any:
         from ....kernels.attention.fused_decode_attention import fused_decode_attention
 
         num_heads, num_kv_heads, head_dim = self._heads
@@ -163,4 +177,5 @@ class _Attention:
             self._qkv, num_heads, num_kv_heads, self._caches[copy], self._table, self._lengths,
             self._slots, scale=head_dim**-0.5, counters=self._counters, workspace=self._workspace,
             num_splits=self._splits, cos_sin=self._cos_sin, next_weights=next_weights,
+            config=config,
         )  # fmt: skip
