@@ -10,7 +10,7 @@ import torch
 from mutants import Mutant, mutant_tests, plugin_of, subclass
 
 from jackfield.core.nn.kv_cache.quantized_cache import QuantizedCache
-from jackfield.core.nn.operations import Norm, Operations
+from jackfield.core.nn.operations import CenteredNorm, Norm, Operations
 from jackfield.core.nn.routing import Routing
 from jackfield.plugins.conformance.operations import OperationsKit
 
@@ -191,6 +191,15 @@ def float64(self: Any, x: Any, weight: Any, bias: Any, eps: float) -> Any:
     return Operations.layer_norm(self, x, weight, bias, eps).double()
 
 
+def sums_without_offsets(
+    self: Any, x: Any, weight: Any, bias: Any = None, *, norm: Any = None, **more: Any
+) -> Any:
+    """A LayerNorm behind the product, as sums of its parameters allow, but for the offsets."""
+    if isinstance(norm, CenteredNorm) and norm.sums is not None:
+        norm = norm._replace(bias=None)
+    return Operations.linear(self, x, weight, bias, norm=norm, **more)
+
+
 def forgets_residual(self: Any, x: Any, routing: Any, gate_up: Any, down: Any, **more: Any) -> Any:
     return Operations.experts(self, x, routing, gate_up, down, **more) - more["residual"]
 
@@ -284,6 +293,10 @@ MUTANTS = {
     "another type comes out": Mutant(
         planted(layer_norm=float64),
         ("test_layer_norm", "test_linear", "test_activated_linear", "test_gated_linear"),
+    ),
+    "sums of a norm without its offsets": Mutant(
+        planted(linear=sums_without_offsets, features=Operations.features | {"linear.norm_sums"}),
+        ("test_linear", "test_activated_linear", "test_gated_linear"),
     ),
     "experts without the residual": Mutant(planted(experts=forgets_residual), ("test_experts",)),
     "a sequence begins from what is left": Mutant(
