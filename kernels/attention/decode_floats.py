@@ -56,19 +56,35 @@ def attend_floats(
     LOG2E: tl.constexpr = 1.4426950408889634
     key = widen_floats(key, query.dtype, True)
     value = widen_floats(value, query.dtype, False)
-    scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
-    if SOFT_CAP > 0.0:
-        scores = SOFT_CAP * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * scores / SOFT_CAP)))
-    if ALIBI:
-        scores += slope[:, None] * distance[None, :]
-    scores = tl.where(valid[None, :], scores * LOG2E, -float("inf"))
-    # m_new is finite: the newest token is in m, or the tile holds a visible position.
-    m_new = tl.maximum(m, tl.max(scores, axis=1))
-    weights = tl.exp2(scores - m_new[:, None])
-    decay = tl.exp2(m - m_new)
-    total = total * decay + tl.sum(weights, axis=1)
-    acc = acc * decay[:, None] + tl.dot(weights.to(query.dtype), value, input_precision="ieee")
-    return acc, m_new, total
+    if query.shape[0] == 1:
+        # A head alone needs no matrix unit, whose operands come through shared memory.
+        scores = tl.sum(query.to(tl.float32) * key.to(tl.float32), axis=1) * scale
+        if SOFT_CAP > 0.0:
+            scores = SOFT_CAP * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * scores / SOFT_CAP)))
+        if ALIBI:
+            scores += tl.sum(slope, axis=0) * distance
+        scores = tl.where(valid, scores * LOG2E, -float("inf"))
+        # m_new is finite: the newest token is in m, or the tile holds a visible position.
+        before = tl.sum(m, axis=0)
+        m_new = tl.maximum(before, tl.max(scores, axis=0))
+        weights = tl.exp2(scores - m_new)
+        decay = tl.exp2(before - m_new)
+        total = total * decay + tl.sum(weights, axis=0)
+        more = tl.sum(weights[:, None] * value.to(tl.float32), axis=0)
+        return acc * decay + more[None, :], tl.zeros_like(m) + m_new, total
+    else:
+        scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+        if SOFT_CAP > 0.0:
+            scores = SOFT_CAP * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * scores / SOFT_CAP)))
+        if ALIBI:
+            scores += slope[:, None] * distance[None, :]
+        scores = tl.where(valid[None, :], scores * LOG2E, -float("inf"))
+        m_new = tl.maximum(m, tl.max(scores, axis=1))
+        weights = tl.exp2(scores - m_new[:, None])
+        decay = tl.exp2(m - m_new)
+        total = total * decay + tl.sum(weights, axis=1)
+        acc = acc * decay[:, None] + tl.dot(weights.to(query.dtype), value, input_precision="ieee")
+        return acc, m_new, total
 
 
 @triton.jit

@@ -567,7 +567,7 @@ def fused_decode_attention(
         VALUE_BITS=cache.value_bits,
         KEY_WIDTH=key_width,
         VALUE_WIDTH=value_width,
-        BLOCK_M=max(16, triton.next_power_of_2(group)),
+        BLOCK_M=1 if group == 1 and cache.key_bits == 16 else max(16, block_g),
         BLOCK_G=block_g,
         BLOCK_N=block_n,
         BLOCK_S=min(join_splits, triton.next_power_of_2(num_splits)),
