@@ -19,7 +19,7 @@ import itertools
 import multiprocessing
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -35,12 +35,24 @@ MEGABYTES = (None, 0, 4, 8, 16, 24)
 """Asked for; None: without attention."""
 
 
-TILES = ((16, 1, 5), (16, 2, 5), (16, 4, 5), (32, 2, 5), (32, 4, 5), (32, 8, 5), (64, 8, 3))
-"""(block_n, num_warps, num_stages) of attention"""
+TILES = ((16, 1), (16, 2), (16, 4), (32, 1), (32, 2), (32, 4), (64, 2), (64, 4))
+"""(block_n, num_warps) of attention"""
+NUM_STAGES = 5
 SPLIT_TILES = (1, 2, 4)
-"""That a split has at least."""
-Tiles = tuple[tuple[int, int, int], int, int]
-"""Of TILES and SPLIT_TILES, and rows up to which a new token has a program of its own."""
+NEVER = 1 << 60
+
+
+class Cut(NamedTuple):
+    """How attention of one row is cut into programs."""
+
+    block_n: int
+    num_warps: int
+    split_tiles: int
+    """That a split has at least"""
+    own: bool
+    """Whether the new token has a program of its own"""
+    early: bool
+    """Whether the next kernel may start at once"""
 
 
 @contextlib.contextmanager
@@ -70,20 +82,21 @@ def seconds(layer: TokenLayer, megabytes: int | None) -> float:
         return layer.seconds(configs_of(layer), attends=attends, reads_ahead=reads_ahead)
 
 
-def seconds_by_tiles(layer: TokenLayer, tiles: Tiles) -> float:
-    """Return the time of one layer."""
-    config, least, own_rows = tiles
-    with set_rules(MIN_SPLIT_TILES=least, OWN_ROWS=own_rows):
-        return layer.seconds(configs_of(layer), attention=DecodeConfig(*config))
+def run_cut(layer: TokenLayer, cut: Cut) -> float:
+    """Return the seconds of one layer."""
+    rules = {
+        "MIN_SPLIT_TILES": cut.split_tiles, "OWN_ROWS": int(cut.own),
+        "EARLY_WIDTH": 0 if cut.early else NEVER,
+    }  # fmt: skip
+    with set_rules(**rules):
+        config = DecodeConfig(cut.block_n, cut.num_warps, NUM_STAGES)
+        return layer.seconds(configs_of(layer), repeats=7, attention=config)
 
 
-def compile_one(job: tuple[str, Tiles]) -> None:
+def compile_cut(job: tuple[str, Cut]) -> None:
     """Compile in a process of its own, into Triton's cache."""
-    model, (config, least, own_rows) = job
-    layer = TokenLayer(layer_of(model), num_bytes=0)
-    with set_rules(MIN_SPLIT_TILES=least, OWN_ROWS=own_rows):
-        layer.run(configs_of(layer), attention=DecodeConfig(*config))
-    torch.cuda.synchronize()
+    model, cut = job
+    run_cut(TokenLayer(layer_of(model), num_bytes=0), cut)
 
 
 def main() -> int:
@@ -102,24 +115,27 @@ def main() -> int:
         return 2
     emitter = Emitter(args.output, environment("cuda"))
     rate = measure_ceilings("cuda", "bfloat16").copy_bytes_per_second
-    every: list[Tiles] = list(itertools.product(TILES, SPLIT_TILES, (0, 1)))
+    flags = (False, True)
+    cuts = [
+        Cut(*tiles, least, own, early)
+        for tiles, least, own, early in itertools.product(TILES, SPLIT_TILES, flags, flags)
+    ]
     if args.tiles:
-        say(f"compiling {len(every)} cuts for each model in {args.processes} processes")
+        say(f"compiling {len(cuts)} cuts for each model in {args.processes} processes")
         with multiprocessing.get_context("spawn").Pool(args.processes) as pool:
-            pool.map(compile_one, itertools.product(args.models, every), chunksize=1)
+            pool.map(compile_cut, itertools.product(args.models, cuts), chunksize=1)
     for model in args.models:
         say(f"measuring {model}")
         shape = layer_of(model)
         layer = TokenLayer(shape, context=args.context, max_model_len=args.max_model_len)
-        timed: list[tuple[dict[str, Any], float]] = [
-            ({"tiles": list(config), "split_tiles": least, "own_rows": own_rows},
-             seconds_by_tiles(layer, (config, least, own_rows)))
-            for config, least, own_rows in every
-        ] if args.tiles else [
-            ({"attention": megabytes is not None, "megabytes": megabytes or 0},
-             seconds(layer, megabytes))
-            for megabytes in MEGABYTES
-        ]  # fmt: skip
+        timed: list[tuple[dict[str, Any], float]] = (
+            [(cut._asdict(), run_cut(layer, cut)) for cut in cuts]
+            if args.tiles
+            else [
+                ({"attention": mega is not None, "megabytes": mega or 0}, seconds(layer, mega))
+                for mega in MEGABYTES
+            ]
+        )
         for choice, took in timed:
             emitter.emit({
                 "workload": "tiles of attention" if args.tiles else "weights ahead",
