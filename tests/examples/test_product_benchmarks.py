@@ -1,4 +1,5 @@
-"""The benchmarks of products: by the number of tokens, and with weights read ahead."""
+"""The benchmarks of products: by the number of tokens, with weights read ahead, and what it takes
+to wait for each other."""
 
 from __future__ import annotations
 
@@ -31,9 +32,10 @@ def test_each_number_of_tokens_has_its_rate(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here is a CUDA device")
-def test_without_a_device_reading_ahead_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("name", ["weights_ahead", "launch_chain"])
+def test_what_needs_a_device_is_refused_without_one(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["weights_ahead.py"])
-    assert benchmark("weights_ahead").main() == 2
+    monkeypatch.setattr(sys, "argv", [f"{name}.py"])
+    assert benchmark(name).main() == 2
     assert "no CUDA device" in capsys.readouterr().err

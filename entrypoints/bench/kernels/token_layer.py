@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 EPS = 1e-6
 BYTES = 1 << 31
 """Of weights that a measurement reads, so that the L2 cache does not help: with a quarter of it,
-choices that ask for weights ahead seemed twice as good as they are in a step."""
+and keys and norms in the cache, choices seemed better than they are in a step."""
 CONTEXT = 256
 MAX_MODEL_LEN = 4096
 Product = tuple[int, int, bool]
