@@ -268,8 +268,8 @@ class MixedGraphs:
 
     def precompiled_keys(self) -> list[MixedKey]:
         """Return steps that together launch every kernel."""
-        short = [n for n in self._token_counts if n in (16, 64, 128, 256, 512, 1024)]
-        keys = [MixedKey(0, tokens) for tokens in short or self._token_counts[:1]]
+        sizes = {16, 64, 128, 256, 512, 1024, 4096, self._token_counts[-1]}
+        keys = [MixedKey(0, tokens) for tokens in self._token_counts if tokens in sizes]
         for rows in self._decode_counts[1:]:
             more = next((n for n in self._token_counts if n >= rows + 128), None)
             if more is not None:
