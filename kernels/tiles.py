@@ -59,14 +59,15 @@ def ask_l2_for(weight_ptr, num_bytes, number, count):
 
 
 @triton.jit
-def prefetch_l2_once(ptrs, wanted, BYTES: tl.constexpr):
-    """As `prefetch_l2`, from those of 32 pointers that are wanted: by a program's first warp."""
+def _once(ptrs, mask, INSTRUCTION: tl.constexpr):
+    """Run an instruction on those of 32 pointers ($1) that are in the mask: in a program's first
+    warp alone."""
     tl.inline_asm_elementwise(
-        "{ .reg .pred %first; .reg .pred %wanted; .reg .u32 %thread; mov.u32 %thread, %tid.x;"
-        " setp.ne.u32 %wanted, $2, 0; setp.lt.and.u32 %first, %thread, 32, %wanted;"
-        " @%first cp.async.bulk.prefetch.L2.global [$1], " + BYTES + "; mov.u32 $0, 0; }",
+        "{ .reg .pred %chosen; .reg .u32 %thread; mov.u32 %thread, %tid.x;"
+        " setp.ne.u32 %chosen, $2, 0; setp.lt.and.u32 %chosen, %thread, 32, %chosen;"
+        " @%chosen " + INSTRUCTION + "; mov.u32 $0, 0; }",
         "=r,l,r",
-        [ptrs, wanted.to(tl.int32)],
+        [ptrs, mask.to(tl.int32)],
         dtype=tl.int32,
         is_pure=False,
         pack=1,
@@ -75,24 +76,13 @@ def prefetch_l2_once(ptrs, wanted, BYTES: tl.constexpr):
 
 @triton.jit
 def ask_l2_for_vector(ptr, SIZE: tl.constexpr):
-    """Start copying a small vector to the L2 cache: by a program's first warp."""
+    """Start copying a small vector to the L2 cache."""
     BYTES: tl.constexpr = SIZE * (ptr.dtype.element_ty.primitive_bitwidth // 8)
     lanes = tl.arange(0, 32) * 128
     for start in tl.static_range(0, BYTES, 32 * 128):
         offsets = start + lanes
-        tl.inline_asm_elementwise(
-            "{ .reg .pred %first; .reg .pred %wanted; .reg .u32 %thread; mov.u32 %thread, %tid.x;"
-            " setp.ne.u32 %wanted, $2, 0; setp.lt.and.u32 %first, %thread, 32, %wanted;"
-            " @%first prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
-            "=r,l,r",
-            [
-                ptr.to(tl.pointer_type(tl.int8)) + tl.minimum(offsets, BYTES - 1),
-                (offsets < BYTES).to(tl.int32),
-            ],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+        ptrs = ptr.to(tl.pointer_type(tl.int8)) + tl.minimum(offsets, BYTES - 1)
+        _once(ptrs, offsets < BYTES, "prefetch.global.L2 [$1]")
 
 
 @triton.jit
@@ -107,6 +97,7 @@ def ask_for_later_rows(
     """Start copying a later program's BLOCK_N rows of a weight, [N or gated 2 * N, WIDTH], to the
     L2 cache: those of the program `ahead` places on, as one of the first so many."""
     BYTES: tl.constexpr = BLOCK_N * WIDTH * (weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
+    COPY: tl.constexpr = "cp.async.bulk.prefetch.L2.global [$1], 1024"
     program = tl.program_id(0)
     later = program + ahead
     if (program < ahead) & ((later + 1) * BLOCK_N <= N):
@@ -114,12 +105,12 @@ def ask_for_later_rows(
         lanes = tl.arange(0, 32) * 1024
         for start in tl.static_range(0, BYTES, 32 * 1024):
             offsets = start + lanes
-            wanted = offsets < BYTES
+            mask = offsets < BYTES
             offsets = tl.minimum(offsets, BYTES - 1024)
-            prefetch_l2_once(rows.to(tl.pointer_type(tl.int8)) + offsets, wanted, "1024")
+            _once(rows.to(tl.pointer_type(tl.int8)) + offsets, mask, COPY)
             if GATED:
                 up_rows = rows + tl.full([], N * WIDTH, tl.int64)
-                prefetch_l2_once(up_rows.to(tl.pointer_type(tl.int8)) + offsets, wanted, "1024")
+                _once(up_rows.to(tl.pointer_type(tl.int8)) + offsets, mask, COPY)
 
 
 @triton.jit

@@ -37,7 +37,7 @@ class Norm(NamedTuple):
 
 
 class NormSums(NamedTuple):
-    """What a LayerNorm's parameters come to behind a product with W, both [out_features] float32:
+    """What a LayerNorm's parameters come to after a product with W, both [out_features] float32:
     norm(x) Wᵀ = ((x * weight) Wᵀ - mean * factors) / deviation + offsets."""
 
     factors: torch.Tensor

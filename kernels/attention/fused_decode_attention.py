@@ -66,8 +66,8 @@ PRELOAD_BEHIND = 1 << 24
 """Bytes of the projection's weight, if it is as long as all queries, from which on they are: a
 smaller one lets this kernel start too late for it (`EARLY_BYTES` in gemv.py)."""
 OWN_ROWS = 1
-"""Rows up to which a new token has a program of its own, where its sequence has several splits:
-making its key takes as long as attending to a split."""
+"""Rows up to which a new token has a program of its own, where its sequence has several splits: its
+key is made while they attend. Predicted to pay for one row; not measured."""
 AHEAD_BYTES = 8 << 20
 """Of the weights that are read next, asked for ahead. More makes the products wait for it."""
 AHEAD_PROGRAMS = 32

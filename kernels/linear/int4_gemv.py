@@ -120,9 +120,9 @@ def _int4_gemv_kernel(
         norm_scale = tl.rsqrt(tl.sum(squares) / (WIDTH * 8) + eps)
         out *= norm_scale
         up_out *= norm_scale
-    in_n = offs_n < N
-    bias, up_bias = load_pair(bias_ptr, offs_n, in_n, N, GATED, BIAS)
-    residual, _ = load_pair(residual_ptr, offs_n, in_n, N, False, RESIDUAL)
+    inside = offs_n < N
+    bias, up_bias = load_pair(bias_ptr, offs_n, inside, N, GATED, BIAS)
+    residual, _ = load_pair(residual_ptr, offs_n, inside, N, False, RESIDUAL)
     row_epilogue(out, up_out, out_ptr, bias, up_bias, residual, offs_n, N, GATED, "", 1.0)
 
 

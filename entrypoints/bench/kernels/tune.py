@@ -92,8 +92,8 @@ def _run(args: argparse.Namespace) -> int:
             return set(compiled(pool, tune_gemv.compile_one, list(jobs)))
 
         for model in args.models if GEMV in args.kernels else ():
-            found = tune_gemv.tune(layer_of(model), compile_all)
-            measured[GEMV] += gemv_entries(model, found, measured[GEMV])
+            tuned = tune_gemv.tune(layer_of(model), compile_all)
+            measured[GEMV] += gemv_entries(model, tuned, measured[GEMV])
     if GEMV in measured:
         measured[GEMV] += others(previous.get(GEMV, []), measured[GEMV])
     facts = {**environment("cuda"), "chip": chip_of(torch.cuda.current_device())._asdict()}
@@ -139,14 +139,14 @@ def compiled(pool: Any, compile_one: Callable[[Any], bool], jobs: list[Any]) -> 
 
 def gemv_entries(
     model: str,
-    found: tuple[dict[Product, tune_gemv.Choice], float, float],
+    tuned: tuple[dict[Product, tune_gemv.Choice], float, float],
     known: list[dict[str, Any]],
 ) -> list[dict[str, Any]]:
-    """Return the file's entries for products that no model before this one has. found: by `tune`
+    """Return the file's entries for products that no model before this one has. tuned: by `tune`
     of the model's layer."""
     from ....kernels.linear.gemv import GemvConfig
 
-    chosen, before, after = found
+    chosen, before, after = tuned
     say(f"{GEMV}: a layer of {model}: {before:.1f} us by the rule, {after:.1f} us")
     entries = [
         {

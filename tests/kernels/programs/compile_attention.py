@@ -336,4 +336,13 @@ KERNELS += [
     (paged_attention_decode._decode_kernel, {**TWO_CHUNKS, **DECODE, "SPLIT": False, "PDL": True},
      4),
 ]  # fmt: skip
+# A query head with a key head of its own.
+ONE_HEAD = {**COMMON, **DECODE, **FUSED, "NUM_HEADS": 8, "GROUP": 1, "BLOCK_M": 1, "BLOCK_G": 1,
+            "BLOCK_N": 32, "OWN": True, "PRELOAD": True, "AHEAD": True, "ring_ptr": None,
+            "places_ptr": None}  # fmt: skip
+KERNELS += [
+    (fused_decode_attention._fused_decode_kernel, ONE_HEAD, 4),
+    (fused_decode_attention._fused_decode_kernel,
+     {**ONE_HEAD, "PRELOAD": False, "FP8": True, "SOFT_CAP": 5.0}, 4, FP8_CACHE),
+]  # fmt: skip
 compile_cases(KERNELS)
