@@ -8,7 +8,8 @@ Meanwhile the weights of the next products can come to the L2 cache (`next_weigh
 `fused_decode_attention`). This times layers as a step has them (projection, attention, output, MLP;
 recorded, each with weights of its own): without attention, with it, and by how much is asked for.
 
-With `--tiles`: by how attention is cut, and whether the new token has a program of its own.
+With `--tiles`: by how attention is cut, whether the new token has a program of its own, and whether
+keys are loaded before the projection is there.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ MEGABYTES = (None, 0, 4, 8, 16, 24)
 """Asked for; None: without attention."""
 
 
-TILES = ((16, 1), (16, 2), (16, 4), (32, 1), (32, 2), (32, 4), (64, 2), (64, 4))
+TILES = ((16, 2), (16, 4), (32, 2), (32, 4), (64, 2), (64, 4))
 """(block_n, num_warps) of attention"""
 NUM_STAGES = 5
 SPLIT_TILES = (1, 2, 4)
@@ -51,8 +52,8 @@ class Cut(NamedTuple):
     """That a split has at least"""
     own: bool
     """Whether the new token has a program of its own"""
-    early: bool
-    """Whether the next kernel may start at once"""
+    preload: bool
+    """Whether keys may be loaded before the projection is there"""
 
 
 @contextlib.contextmanager
@@ -86,7 +87,7 @@ def run_cut(layer: TokenLayer, cut: Cut) -> float:
     """Return the seconds of one layer."""
     rules = {
         "MIN_SPLIT_TILES": cut.split_tiles, "OWN_ROWS": int(cut.own),
-        "EARLY_WIDTH": 0 if cut.early else NEVER,
+        "PRELOAD_BEHIND": 0 if cut.preload else NEVER,
     }  # fmt: skip
     with set_rules(**rules):
         config = DecodeConfig(cut.block_n, cut.num_warps, NUM_STAGES)
@@ -117,8 +118,8 @@ def main() -> int:
     rate = measure_ceilings("cuda", "bfloat16").copy_bytes_per_second
     flags = (False, True)
     cuts = [
-        Cut(*tiles, least, own, early)
-        for tiles, least, own, early in itertools.product(TILES, SPLIT_TILES, flags, flags)
+        Cut(*tiles, least, own, preload)
+        for tiles, least, own, preload in itertools.product(TILES, SPLIT_TILES, flags, flags)
     ]
     if args.tiles:
         say(f"compiling {len(cuts)} cuts for each model in {args.processes} processes")

@@ -63,8 +63,8 @@ PRELOAD_BYTES = 1 << 14
 """Keys of the shortest split that are loaded before the projection is there, at most: registers
 hold them."""
 PRELOAD_BEHIND = 1 << 24
-"""Bytes of the projection's weight, if it is as long as all queries, from which on they are: a
-smaller one lets this kernel start too late for it (`EARLY_BYTES` in gemv.py)."""
+"""Bytes of the projection's weight, if it is as long as all queries, from which on they are, if
+query heads share key heads: behind a smaller one it was not seen to pay."""
 OWN_ROWS = 1
 """Rows up to which a new token has a program of its own, where its sequence has several splits: its
 key is made while they attend. Predicted to pay for one row; not measured."""
@@ -512,7 +512,7 @@ def fused_decode_attention(
     preload = (
         cache.key_bits == 16
         and block_n * MIN_SPLIT_TILES * block_k * item <= PRELOAD_BYTES
-        and width * num_heads * head_dim * item > PRELOAD_BEHIND
+        and (group == 1 or width * num_heads * head_dim * item > PRELOAD_BEHIND)
     )
     options = pdl_options(qkv.device)
     ahead = _asked(next_weights) if options and num_rows == 1 else ()

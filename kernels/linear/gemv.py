@@ -271,6 +271,11 @@ class GemvConfig(NamedTuple):
     wait for x: about as many as the device runs at once; of a dense weight"""
 
 
+def starts_next_early(config: GemvConfig, num_bytes: int) -> bool:
+    """Return whether the kernel after a weight of so many bytes may start at once."""
+    return num_bytes >= EARLY_BYTES if config.early is None else config.early
+
+
 def gemv_config(weight: Weight, gated: bool) -> GemvConfig:
     """Return the tiles for a weight, where none were measured for it.
 
@@ -395,7 +400,7 @@ def gemv(
         UNROLL=_unroll(weight, triton.cdiv(width, block_k)),
         BLOCK_X=triton.next_power_of_2(x.shape[1]) if layer_norm and sums is None else 1,
         PDL=bool(options),
-        EARLY=values.nbytes >= EARLY_BYTES if config.early is None else config.early,
+        EARLY=starts_next_early(config, values.nbytes),
         AHEAD=config.ahead > 0 and bool(options) and _in_one_piece(weight, config.block_n),
         num_warps=config.num_warps,
         **options,

@@ -16,13 +16,13 @@ from .token_layer import GemvProduct, Layer, Product, TokenLayer
 
 TILES = (
     (1, 512, 1), (1, 1024, 2), (1, 2048, 2), (1, 2048, 4), (1, 4096, 4), (1, 4096, 8),
-    (2, 512, 2), (2, 1024, 2), (2, 1024, 4), (2, 2048, 2), (2, 2048, 4), (2, 4096, 4),
-    (2, 4096, 8), (4, 256, 1), (4, 512, 2), (4, 512, 4), (4, 1024, 4), (4, 1024, 8),
-    (4, 2048, 4), (4, 2048, 8), (4, 4096, 8), (8, 256, 2), (8, 512, 4), (8, 1024, 8),
-    (16, 512, 8),
+    (2, 512, 1), (2, 512, 2), (2, 1024, 2), (2, 1024, 4), (2, 2048, 2), (2, 2048, 4),
+    (2, 4096, 4), (2, 4096, 8), (4, 256, 1), (4, 512, 1), (4, 512, 2), (4, 512, 4),
+    (4, 1024, 4), (4, 1024, 8), (4, 2048, 4), (4, 2048, 8), (4, 4096, 8), (8, 256, 2),
+    (8, 512, 2), (8, 512, 4), (8, 1024, 8), (16, 512, 8),
 )  # fmt: skip
 """(block_n, block_k, num_warps)"""
-AHEAD = (0, 0.5, 1, 1.5)
+AHEAD = (0, 0.5, 1, 1.5, 3)
 """Programs that ask for later weights, for each multiprocessor."""
 ELEMENTS = range(8, 129)
 """Numbers of a tile that a thread holds; of a gated product, of both halves."""
@@ -101,12 +101,13 @@ def tune(
     """Return the choice for each product of a layer, and the microseconds of a layer by the rule
     and with these.
 
-    First tiles, then for the fastest tiles of each product the rest. compile_all: returns what of
-    its jobs the device can run, compiled.
+    From the choices so far: first tiles, then for the fastest tiles of each product the rest.
+    compile_all: returns what of its jobs the device can run, compiled.
     """
     import torch
 
-    from ....kernels.linear.gemv import EARLY_BYTES, GemvConfig, gemv_config
+    from ....kernels.linear.gemv import GemvConfig, gemv_config
+    from ....kernels.tuning import gemv_tiles
 
     timed = TokenLayer(layer)
 
@@ -114,12 +115,14 @@ def tune(
         configs = {product: GemvConfig(*choice) for product, choice in chosen.items()}
         return 1e6 * timed.seconds(configs, repeats=7)
 
+    rules: dict[Product, Choice] = {}
     start: dict[Product, Choice] = {}
     expected: dict[Product, Any] = {}
     for product, each in timed.products.items():
-        rule = gemv_config(each.weights[0], product[2])
-        early = each.weights[0].nbytes >= EARLY_BYTES
-        start[product] = rule.block_n, rule.block_k, rule.num_warps, early, 0
+        weight = each.weights[0]
+        rule = gemv_config(weight, product[2])
+        rules[product] = choice_of(rule, weight)
+        start[product] = choice_of(gemv_tiles(weight, product[2]), weight)
         expected[product] = each.multiply(rule).float()
 
     def able(choices: Mapping[Product, list[Choice]]) -> dict[Product, list[Choice]]:
@@ -147,7 +150,7 @@ def tune(
             for product, listed in choices.items()
         }
 
-    before = time(start)
+    before = time(rules)
     tiles = {
         product: [(*each, *start[product][3:]) for each in candidates(product)] for product in start
     }
@@ -164,3 +167,11 @@ def tune(
     }
     chosen, after, _ = descend(chosen, able(starts), time)
     return chosen, before, after
+
+
+def choice_of(config: Any, weight: Any) -> Choice:
+    """Return a `GemvConfig` as a choice."""
+    from ....kernels.linear.gemv import starts_next_early
+
+    tiles = config.block_n, config.block_k, config.num_warps
+    return *tiles, starts_next_early(config, weight.nbytes), config.ahead
