@@ -40,7 +40,6 @@ TILES = ((16, 2), (16, 4), (32, 2), (32, 4), (64, 2), (64, 4))
 """(block_n, num_warps) of attention"""
 NUM_STAGES = 5
 SPLIT_TILES = (1, 2, 4)
-NEVER = 1 << 60
 
 
 class Cut(NamedTuple):
@@ -87,7 +86,7 @@ def run_cut(layer: TokenLayer, cut: Cut) -> float:
     """Return the seconds of one layer."""
     rules = {
         "MIN_SPLIT_TILES": cut.split_tiles, "OWN_ROWS": int(cut.own),
-        "PRELOAD_BEHIND": 0 if cut.preload else NEVER,
+        "PRELOAD_BEHIND": 0, "PRELOAD_BYTES": attention_kernel.PRELOAD_BYTES * cut.preload,
     }  # fmt: skip
     with set_rules(**rules):
         config = DecodeConfig(cut.block_n, cut.num_warps, NUM_STAGES)

@@ -228,8 +228,8 @@ class PrefillConfig(NamedTuple):
 MIXED_SMALL_ROWS = 4096
 """Tokens times heads of a group up to which recorded steps take small tiles. Measured on an H200
 and an H100 (kernels.jsonl, `prompt attention by tiles`), prompts alone: a third less time for one
-of 512 tokens, the same for four of 1,200, a tenth more for two of 4,096. Beside decode rows it makes
-no difference."""
+of 512 tokens, the same for four of 1,200, a tenth more for two of 4,096. Beside decode rows it
+makes no difference."""
 
 
 def prefill_config(

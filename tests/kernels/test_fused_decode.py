@@ -126,11 +126,12 @@ def test_it_equals_its_parts(dtype, splits, sizes, monkeypatch):
         (case.cos_sin, True, {"attention_chunk_size": 43}),
         (None, False, {"attention_chunk_size": 24, "chunk_lookback": 1}),
     ]
-    for behind, (number, (cos_sin, norms, options)) in itertools.product(
-        (0, 1 << 62), enumerate(variants)
+    monkeypatch.setattr(fused, "PRELOAD_BEHIND", 0)
+    for most, (number, (cos_sin, norms, options)) in itertools.product(
+        (fused.PRELOAD_BYTES, 0), enumerate(variants)
     ):
-        monkeypatch.setattr(fused, "PRELOAD_BEHIND", behind)
-        monkeypatch.setattr(fused, "OWN_ROWS", 0 if (number % 2 == 0) == (behind == 0) else rows)
+        monkeypatch.setattr(fused, "PRELOAD_BYTES", most)
+        monkeypatch.setattr(fused, "OWN_ROWS", 0 if (number % 2 == 0) == (most > 0) else rows)
         expected, want_cache = case.expected(cos_sin, norms, **options)
         cache = case.cache.clone()
         query_norm, key_norm = case.norms if norms else (None, None)
