@@ -31,13 +31,13 @@ WRITTEN = 16
 """float32 numbers: that each program reads, and writes"""
 PROGRAMS = (1, 2, 4)
 """For each multiprocessor; of four warps"""
-WEIGHTS = (0, 8192, 16384)
-"""Bytes that each program loads: registers hold them"""
+WEIGHT_BYTES = (0, 8192, 16384)
+"""Of a link's own weights, that each program loads: registers hold them"""
 
 
 @triton.jit
 def _weights(weights_ptr, number, WEIGHTS: tl.constexpr):
-    """Load this program's weights of a link; a zero if there are none."""
+    """Load this program's WEIGHTS numbers of a link's own; a zero if there are none."""
     if WEIGHTS:
         first = (number.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)) * WEIGHTS
         offsets = first + tl.arange(0, WEIGHTS)
@@ -165,7 +165,7 @@ def main() -> int:
     emitter = Emitter(args.output, environment("cuda"))
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
     rate = measure_ceilings("cuda", "bfloat16").copy_bytes_per_second
-    for num_bytes in WEIGHTS:
+    for num_bytes in WEIGHT_BYTES:
         for share in PROGRAMS:
             programs = share * num_sms
             for name, chain in chains(programs, num_bytes).items():

@@ -64,7 +64,7 @@ PRELOAD_BYTES = 1 << 14
 hold them."""
 PRELOAD_BEHIND = 1 << 24
 """Bytes of the projection's weight, if it is as long as all queries, from which on they are, if
-query heads share key heads: behind a smaller one it was not seen to pay."""
+query heads share key heads: after a smaller one it was not seen to pay."""
 OWN_ROWS = 1
 """Rows up to which a new token has a program of its own, where its sequence has several splits: its
 key is made while they attend. Worth 0.4 to 0.6 us of a layer on an H200."""

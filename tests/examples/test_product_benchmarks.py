@@ -1,5 +1,5 @@
-"""The benchmarks of products: by the number of tokens, with weights read ahead, and what it takes
-to wait for each other."""
+"""The benchmarks of products: by the number of tokens, with weights read ahead, by how attention is
+cut, and what it takes to wait for each other."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_each_number_of_tokens_has_its_rate(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here is a CUDA device")
-@pytest.mark.parametrize("name", ["weights_ahead", "launch_chain"])
+@pytest.mark.parametrize("name", ["weights_ahead", "attention_cuts", "launch_chain"])
 def test_what_needs_a_device_is_refused_without_one(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

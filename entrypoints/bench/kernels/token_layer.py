@@ -106,6 +106,15 @@ class TokenLayer:
             else _Attention(layer.heads, context, max_model_len, self.copies)
         )
 
+    def engine_configs(self) -> dict[Product, Any]:
+        """Return the `GemvConfig` that an engine takes for each product."""
+        from ....kernels.tuning import gemv_tiles
+
+        return {
+            product: gemv_tiles(each.weights[0], each.gated)
+            for product, each in self.products.items()
+        }
+
     def run(
         self,
         configs: Mapping[Product, Any],

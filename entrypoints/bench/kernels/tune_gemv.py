@@ -101,13 +101,12 @@ def tune(
     """Return the choice for each product of a layer, and the microseconds of a layer by the rule
     and with these.
 
-    From the choices so far: first tiles, then for the fastest tiles of each product the rest.
+    From what an engine takes now: first tiles, then for the fastest tiles of each product the rest.
     compile_all: returns what of its jobs the device can run, compiled.
     """
     import torch
 
     from ....kernels.linear.gemv import GemvConfig, gemv_config
-    from ....kernels.tuning import gemv_tiles
 
     timed = TokenLayer(layer)
 
@@ -115,14 +114,15 @@ def tune(
         configs = {product: GemvConfig(*choice) for product, choice in chosen.items()}
         return 1e6 * timed.seconds(configs, repeats=7)
 
+    now = timed.engine_configs()
     rules: dict[Product, Choice] = {}
     start: dict[Product, Choice] = {}
     expected: dict[Product, Any] = {}
     for product, each in timed.products.items():
         weight = each.weights[0]
-        rule = gemv_config(weight, product[2])
+        rule = gemv_config(weight, each.gated)
         rules[product] = choice_of(rule, weight)
-        start[product] = choice_of(gemv_tiles(weight, product[2]), weight)
+        start[product] = choice_of(now[product], weight)
         expected[product] = each.multiply(rule).float()
 
     def able(choices: Mapping[Product, list[Choice]]) -> dict[Product, list[Choice]]:
@@ -170,7 +170,7 @@ def tune(
 
 
 def choice_of(config: Any, weight: Any) -> Choice:
-    """Return a `GemvConfig` as a choice."""
+    """Return a `GemvConfig` as a choice for a weight."""
     from ....kernels.linear.gemv import starts_next_early
 
     tiles = config.block_n, config.block_k, config.num_warps

@@ -106,3 +106,18 @@ def test_tiles_that_multiply_wrongly_are_left_out(factor: float, right: bool) ->
     assert tune_gemv.is_right((1, 2, 3, True, 0), expected, lambda _: expected * factor) is right
     nothing = torch.full_like(expected, float("nan"))
     assert not tune_gemv.is_right((1, 2, 3, True, 0), expected, lambda _: nothing)
+
+
+@pytest.mark.parametrize(("outputs", "early"), [(64, False), (1 << 12, True)])
+def test_a_rule_without_an_early_start_is_chosen_with_the_one_it_comes_to(
+    outputs: int, early: bool
+) -> None:
+    """By the size of the weight, as a launch has it: 8 KiB a row, of 16 MiB and more."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("triton")
+    from jackfield.kernels.linear.gemv import GemvConfig
+
+    weight = torch.empty(outputs, 1 << 12, dtype=torch.bfloat16, device="meta")
+    assert tune_gemv.choice_of(GemvConfig(4, 512, 2), weight) == (4, 512, 2, early, 0)
+    given = GemvConfig(4, 512, 2, not early, 66)
+    assert tune_gemv.choice_of(given, weight) == (4, 512, 2, not early, 66)

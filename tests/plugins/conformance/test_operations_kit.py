@@ -194,7 +194,7 @@ def float64(self: Any, x: Any, weight: Any, bias: Any, eps: float) -> Any:
 def sums_without_offsets(
     self: Any, x: Any, weight: Any, bias: Any = None, *, norm: Any = None, **more: Any
 ) -> Any:
-    """A LayerNorm behind the product, as sums of its parameters allow, but for the offsets."""
+    """A LayerNorm after the product, as sums of its parameters allow, but for the offsets."""
     if isinstance(norm, CenteredNorm) and norm.sums is not None:
         norm = norm._replace(bias=None)
     return Operations.linear(self, x, weight, bias, norm=norm, **more)
