@@ -40,6 +40,14 @@ try:
 except ImportError:  # Another version of Triton, which may load differently.
     triton_build = None
 
+try:
+    from triton.runtime.cache import triton_key
+except ImportError:  # Another version of Triton, which hashes its files for the first kernel.
+
+    def triton_key() -> None:
+        """Nothing to hash ahead."""
+
+
 logger = logging.getLogger("jackfield.kernels")
 
 MAX_THREADS = 16
@@ -52,12 +60,15 @@ def _smallest_kernel(out_ptr):
     tl.store(out_ptr, 0)
 
 
-def load_compiler() -> None:
-    """Initialise Triton, so that the first kernel need not wait for it.
+def hash_compiler() -> None:
+    """Let Triton hash its own files (some 460 MB), which it does once in a process. It needs no
+    device: another thread may initialise that meanwhile."""
+    triton_key()
 
-    Triton hashes its own files (some 460 MB), queries its assembler's version and, if its cache is
-    new, runs a C compiler for its driver.
-    """
+
+def load_compiler() -> None:
+    """Initialise Triton on the current device, so that the first kernel need not wait for it: it
+    queries its assembler's version and, if its cache is new, runs a C compiler for its driver."""
     _ = _smallest_kernel.warmup(torch.int32, grid=(1,)).run
 
 
@@ -233,6 +244,7 @@ def _cores() -> int:
 __all__ = [
     "Precompiler",
     "can_precompile",
+    "hash_compiler",
     "load_compiler",
     "load_one_at_a_time",
     "num_loaded",

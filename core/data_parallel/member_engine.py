@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 import socket
+import sys
 
 from ..engine.async_engine import AsyncEngine
 from ..engine.core import EngineCore
@@ -14,6 +15,7 @@ from ..registry import load_plugins
 from ..remote.channel import Channel
 from ..remote.frames import START, ErrorReply, ToEngine
 from ..remote.server import EngineServer, FrontendConnection
+from ..worker.threads import SWITCH_INTERVAL
 from .setup import Setup
 
 logger = logging.getLogger("jackfield.member")
@@ -49,6 +51,7 @@ async def serve(setup: Setup, connection: socket.socket) -> int:
             return 1  # No one waits for it any more.
         if (failure := starting.exception()) is not None:
             return _refuse(channel, failure)
+        sys.setswitchinterval(SWITCH_INTERVAL)
         gc.collect()
         gc.freeze()
         async with server.sending_status():

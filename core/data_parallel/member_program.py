@@ -26,7 +26,6 @@ def main() -> int:
 
 def run_member(connection: socket.socket) -> int:
     """Be a member until the connection or the engine ends. Return the exit status."""
-    from ..worker.threads import SWITCH_INTERVAL
     from .member_engine import serve  # Torch, while the first frame is on its way.
     from .setup import receive_setup
 
@@ -39,7 +38,6 @@ def run_member(connection: socket.socket) -> int:
         level=setup.log_level,
         format=f"%(asctime)s %(levelname)s %(name)s: member {setup.member}: %(message)s",
     )
-    sys.setswitchinterval(SWITCH_INTERVAL)
     run = asyncio.run
     try:
         import uvloop

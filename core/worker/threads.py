@@ -20,7 +20,7 @@ from ..step import StepPlan, StepResult
 SWITCH_INTERVAL = 5e-6
 """Seconds after which a thread hands the interpreter lock to one that waits for it, for
 `sys.setswitchinterval` in a process that serves: a launch takes the lock again after each call that
-released it."""
+released it. Set after the start: compilers' threads would contend for the lock."""
 SET_NAME, SET_TIMER_SLACK = 15, 29
 """What Linux's prctl is asked to do."""
 TIMER_SLACK_NS = 1000

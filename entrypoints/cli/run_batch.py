@@ -102,7 +102,6 @@ async def _run(args: argparse.Namespace, config: EngineConfig, plugins: Plugins)
     from ..http.options import ServerOptions
     from ..server.app import make_app
 
-    sys.setswitchinterval(SWITCH_INTERVAL)
     source, output = Path(args.input_file), Path(args.output_file)
     results = await asyncio.to_thread(ResultsFile, output, anew=args.overwrite)
     failed, start, before = 0, time.monotonic(), len(results.done)
@@ -111,6 +110,7 @@ async def _run(args: argparse.Namespace, config: EngineConfig, plugins: Plugins)
         _check_results(results, ids)
         async with contextlib.AsyncExitStack() as stack:
             engine = await stack.enter_async_context(AsyncEngine(config, plugins=plugins))
+            sys.setswitchinterval(SWITCH_INTERVAL)
             app = make_app(engine, ServerOptions(max_body_bytes=args.max_body_bytes))
             server = web.AppRunner(app)
             stack.push_async_callback(server.cleanup)

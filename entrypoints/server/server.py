@@ -125,10 +125,10 @@ async def serve(
     second one aborts them. Raises StoppedAtStart at one that comes before the engine is up.
     """
     start = time.monotonic()
-    sys.setswitchinterval(SWITCH_INTERVAL)
     signals = stop_signals()
     engine = AsyncEngine(config, plugins=plugins)
     await unless_stopped(engine.start(), signals)
+    sys.setswitchinterval(SWITCH_INTERVAL)
     try:
         async with listening(engine, listen, options) as where:
             freeze()

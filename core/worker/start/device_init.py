@@ -33,7 +33,9 @@ def initialize_device(config: EngineConfig, plugins: Plugins) -> None:
         return
     separate_streams(config)
     try:
-        device = torch.device("cuda", torch.cuda.current_device())
+        # Asking for the number initialises the device, which takes as long as what the thread does.
+        number = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
+        device = torch.device("cuda", number)
         thread = threading.Thread(target=_ready_operations, args=(config, plugins, device))
         thread.start()
         torch.empty(1, device=device)

@@ -140,7 +140,6 @@ async def serve_fronts(settings: Settings) -> int:
     """Serve as `serve` does, with front ends in processes of their own. Raises FrontEndsFailed,
     and StoppedAtStart."""
     start = time.monotonic()
-    sys.setswitchinterval(SWITCH_INTERVAL)
     signals = stop_signals()
     core = make_core(settings.config, settings.plugins)
     engine = AsyncEngine(settings.config, plugins=settings.plugins, core=core)
@@ -150,6 +149,7 @@ async def serve_fronts(settings: Settings) -> int:
     ):
         fronts = fronted(engine, core, settings, folder, sockets, signals)
         async with fronts as (server, failing):
+            sys.setswitchinterval(SWITCH_INTERVAL)
             freeze()
             uds = settings.listen.uds
             where = uds or address(settings.listen, sockets[0][0].getsockname()[1])
