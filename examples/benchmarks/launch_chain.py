@@ -85,7 +85,8 @@ def _launched_link(
     COUNTED: tl.constexpr, READ: tl.constexpr, WRITTEN: tl.constexpr, WEIGHTS: tl.constexpr,
 ):  # fmt: skip
     """COUNTED: wait until all programs of the link before have counted, not until they have ended.
-    They run by then: this one starts when each of them has."""
+    They run by then: this one starts when each of them has. Without EARLY, when none of them waits
+    any more: programs of one link wait at a time."""
     if PDL and EARLY:
         gdc_launch_dependents()
     weights = _weights(weights_ptr, number, WEIGHTS)
@@ -93,12 +94,14 @@ def _launched_link(
         if number == 0:
             gdc_wait()
         _wait_for(counter_ptr, number * tl.num_programs(0))
+        if not EARLY:
+            gdc_launch_dependents()
     elif PDL:
         gdc_wait()
     _link(source, target, weights, READ, WRITTEN)
     if COUNTED:
         _count_up(counter_ptr)
-    if PDL and not EARLY:
+    if PDL and not EARLY and not COUNTED:
         gdc_launch_dependents()
 
 
@@ -150,6 +153,7 @@ def chains(programs: int, num_bytes: int) -> dict[str, Callable[[], object]]:
         "launches, the next one's programs wait": lambda: launches(True, False, False),
         "launches, from the start": lambda: launches(True, True, False),
         "launches, from the start, counted": lambda: launches(True, True, True),
+        "launches, once none waits, counted": lambda: launches(True, False, True),
         "one kernel": resident,
     }
 
