@@ -28,12 +28,20 @@ class Heads(NamedTuple):
     head_dim: int
 
 
+class Extras(NamedTuple):
+    """What a product's kernel computes besides."""
+
+    centered: bool = False
+    """A norm before it is a LayerNorm."""
+    biased: bool = False
+    activation: str = ""
+    """As `gemv` has it."""
+
+
 class Layer(NamedTuple):
     """A model's products of one token, in the order of a layer."""
 
-    products: tuple[Product, ...]
-    centered: bool
-    """Whether its norms are LayerNorms."""
+    products: Mapping[Product, Extras]
     heads: Heads | None = None
     """Of attention, which follows the first product; None: of another kind."""
 
@@ -48,7 +56,7 @@ class GemvProduct:
     """A product's weights, copies of them. A product that widens follows a norm, and computes it;
     another adds to the residual."""
 
-    def __init__(self, product: Product, centered: bool, copies: int) -> None:
+    def __init__(self, product: Product, extras: Extras, copies: int) -> None:
         import torch
 
         outputs, inputs, self.gated = product
@@ -58,21 +66,28 @@ class GemvProduct:
             return torch.randn(size, device="cuda", dtype=torch.bfloat16)
 
         self.x = random(1, inputs)
+        self.activation = extras.activation
         self.weights = [random(stacked, inputs) * 0.02 for _ in range(copies)]
         self.options: list[dict[str, Any]] = [{"residual": random(1, outputs)}] * copies
         if self.gated or outputs > inputs:
             self.options = [
                 _centered(weight, random(inputs).abs() + 0.5, random(inputs))
-                if centered
+                if extras.centered
                 else {"norm": (random(inputs).abs() + 0.5, EPS)}
                 for weight in self.weights
             ]
+        if extras.biased:
+            self.options = [{**each, "bias": random(stacked)} for each in self.options]
 
-    def multiply(self, config: Any, i: int = 0) -> Any:
-        """config: a `GemvConfig`."""
+    def multiply(self, config: Any, i: int = 0, x: Any = None) -> Any:
+        """config: a `GemvConfig`; x: [1, at least inputs], None: always the same."""
         from ....kernels.linear.gemv import gemv
 
-        return gemv(self.x, self.weights[i], gated=self.gated, config=config, **self.options[i])
+        x = self.x if x is None else x[:, : self.x.shape[1]]
+        return gemv(
+            x, self.weights[i], gated=self.gated, activation=self.activation, config=config,
+            **self.options[i],
+        )  # fmt: skip
 
 
 def _centered(weight: Any, factors: Any, offsets: Any) -> dict[str, Any]:
@@ -98,7 +113,8 @@ class TokenLayer:
         two layers."""
         self.copies = max(2, num_bytes // layer.num_bytes)
         self.products = {
-            product: GemvProduct(product, layer.centered, self.copies) for product in layer.products
+            product: GemvProduct(product, extras, self.copies)
+            for product, extras in layer.products.items()
         }
         self._attention = (
             None
@@ -123,18 +139,23 @@ class TokenLayer:
         reads_ahead: bool = True,
         attention: Any = None,
     ) -> list[Any]:
-        """One step through all copies. configs: a `GemvConfig` of each product; attends: with
-        attention, if there is one; reads_ahead: which asks for the weights after it; attention: its
-        `DecodeConfig`, None: as the rule has it. Return the results, which have to stay alive while
-        a graph has their memory."""
+        """One step through all copies, each kernel of what the one before it made.
+
+        configs: a `GemvConfig` of each product; attends: with attention, if there is one;
+        reads_ahead: which asks for the weights after it; attention: its `DecodeConfig`, None: as
+        the rule has it. Return the results, which have to stay alive while a graph has their
+        memory."""
         results: list[Any] = []
         for copy in range(self.copies):
             for number, (product, each) in enumerate(self.products.items()):
-                results.append(each.multiply(configs[product], copy))
+                fits = bool(results) and results[-1].shape[1] >= product[1]
+                x = results[-1] if fits else None
+                results.append(each.multiply(configs[product], copy, x))
                 if number == 0 and attends and self._attention is not None:
                     later = list(self.products.values())[1:] if reads_ahead else []
                     weights = [each.weights[copy] for each in later]
-                    results.append(self._attention(copy, weights, attention))
+                    heads = self._attention(results[-1], copy, weights, attention)
+                    results.append(heads.flatten(1))
         return results
 
     def seconds(
@@ -168,7 +189,6 @@ class _Attention:
             return torch.randn(shape, device=device, dtype=torch.bfloat16)
 
         blocks = -(-context // 16)
-        self._qkv = random(1, (num_heads + 2 * num_kv_heads) * head_dim)
         self._caches = random(copies, 2, blocks + 1, 16, num_kv_heads, head_dim)
         self._table = torch.arange(blocks, dtype=torch.int32, device=device)[None]
         self._lengths = torch.tensor([context], dtype=torch.int32, device=device)
@@ -178,12 +198,12 @@ class _Attention:
         floats = workspace_elements(1, num_heads, head_dim, self._splits)
         self._workspace = torch.empty(floats, device=device)
 
-    def __call__(self, copy: int, next_weights: list[Any], config: Any) -> Any:
+    def __call__(self, qkv: Any, copy: int, next_weights: list[Any], config: Any) -> Any:
         from ....kernels.attention.fused_decode_attention import fused_decode_attention
 
         num_heads, num_kv_heads, head_dim = self._heads
         return fused_decode_attention(
-            self._qkv, num_heads, num_kv_heads, self._caches[copy], self._table, self._lengths,
+            qkv, num_heads, num_kv_heads, self._caches[copy], self._table, self._lengths,
             self._slots, scale=head_dim**-0.5, counters=self._counters, workspace=self._workspace,
             num_splits=self._splits, cos_sin=self._cos_sin, next_weights=next_weights,
             config=config,

@@ -21,7 +21,7 @@ from ...flags.engine_flags import Parser, fail
 from ..report import environment, say
 from ..workloads import ARCHITECTURES, write_model
 from . import tune_gemv, tune_int4
-from .token_layer import Heads, Layer, Product
+from .token_layer import Extras, Heads, Layer, Product
 
 GEMV = "gemv"
 KERNELS = ("small_m_matmul", GEMV, "int4_gemv", "int4_small_m")
@@ -174,6 +174,7 @@ def layer_of(model: str) -> Layer:
     from ....core.nn.attention import Attention
     from ....core.nn.experts import ExpertLinear
     from ....core.nn.linear import GatedLinear, Linear
+    from ....core.nn.mlp import PlainMLP
     from ....core.nn.norm import LayerNorm
     from ....core.nn.operations import Operations
     from ....core.parallel.ranks import Ranks
@@ -184,18 +185,24 @@ def layer_of(model: str) -> Layer:
         config = EngineConfig(model=str(write_model(model, Path(folder))), load_format="dummy")
         model_config = resolve_model_config(config, plugins)
         layers = construct_model(plugins, config, model_config, meta, Operations(), Ranks(), None)
-    shapes = []
+    centered = any(isinstance(module, LayerNorm) for module in layers.modules())
+    activations = {
+        module.up_proj: module.fused_activation or ""
+        for module in layers.modules()
+        if isinstance(module, PlainMLP)
+    }
+    shapes: dict[Product, Extras] = {}
     for layer in layers.modules():
         if isinstance(layer, Linear) and not isinstance(layer, ExpertLinear):
             rows, inputs = layer.weight.shape
             gated = isinstance(layer, GatedLinear)
-            shapes.append((rows // 2 if gated else rows, inputs, gated))
-    centered = any(isinstance(module, LayerNorm) for module in layers.modules())
+            extras = Extras(centered, layer.bias is not None, activations.get(layer, ""))
+            shapes.setdefault((rows // 2 if gated else rows, inputs, gated), extras)
     layouts = (module.layout for module in layers.modules() if isinstance(module, Attention))
     heads = next((Heads(*layout) for layout in layouts), None)
-    if heads is not None and shapes[0][0] != (heads[0] + 2 * heads[1]) * heads[2]:
+    if heads is not None and next(iter(shapes))[0] != (heads[0] + 2 * heads[1]) * heads[2]:
         heads = None
-    return Layer(tuple(dict.fromkeys(shapes)), centered, heads)
+    return Layer(shapes, heads)
 
 
 def candidates(product: tuple[int, int, bool], rows: int) -> Iterator[tuple[Any, ...]]:

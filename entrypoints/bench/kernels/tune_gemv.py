@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from ..report import say
-from .token_layer import GemvProduct, Layer, Product, TokenLayer
+from .token_layer import Extras, GemvProduct, Layer, Product, TokenLayer
 
 TILES = (
     (1, 512, 1), (1, 1024, 2), (1, 2048, 2), (1, 2048, 4), (1, 4096, 4), (1, 4096, 8),
@@ -34,8 +34,8 @@ GAIN = 0.997
 """Share of the time so far that others must stay below."""
 Choice = tuple[int, int, int, bool, int]
 """As `GemvConfig`."""
-Job = tuple[Product, bool, Choice]
-"""What is compiled: product, whether its norm is a LayerNorm, choice."""
+Job = tuple[Product, Extras, Choice]
+"""What is compiled."""
 
 
 def candidates(product: Product) -> Iterator[tuple[int, int, int]]:
@@ -54,9 +54,9 @@ def compile_one(job: Job) -> bool:
 
     from ....kernels.linear.gemv import GemvConfig
 
-    product, centered, choice = job
+    product, extras, choice = job
     try:
-        GemvProduct(product, centered, copies=1).multiply(GemvConfig(*choice))
+        GemvProduct(product, extras, copies=1).multiply(GemvConfig(*choice))
         torch.cuda.synchronize()
     except Exception as error:
         say(f"gemv {job}: {error!r:.200}")
@@ -130,7 +130,7 @@ def tune(
 
         def job(product: Product, choice: Choice) -> Job:
             # The same code asks for any number of programs.
-            return product, layer.centered, (*choice[:4], min(choice[4], 1))
+            return product, layer.products[product], (*choice[:4], min(choice[4], 1))
 
         jobs = [job(product, choice) for product, listed in choices.items() for choice in listed]
         compiled = compile_all(dict.fromkeys(jobs))
