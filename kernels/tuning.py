@@ -102,7 +102,14 @@ def read(path: Path, kernel: str) -> dict[Product, list[tuple[int, Any]]]:
 def _choices(index: int, kernel: str) -> dict[Product, list[tuple[int, Any]]] | None:
     try:
         path = shipped_file(index)
-        return None if path is None else read(path, kernel)
+        if path is None:
+            return None
+        if path != file_for(torch.cuda.get_device_name(index)):
+            logger.info(
+                "tiles of %s: measured on another card with this chip (%s); "
+                "`jackfield bench tune` measures this one's", kernel, path.name,
+            )  # fmt: skip
+        return read(path, kernel)
     except (OSError, ValueError) as error:
         logger.warning("tiles of %s are chosen without a file: %s", kernel, error)
         return None

@@ -32,15 +32,23 @@ MEASURED = GemvConfig(4, 512, 2)
     ],
 )
 def test_a_measured_choice_goes_before_the_rule(
-    name: str, chip: tuning.Chip, tiles: GemvConfig | None, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    chip: tuning.Chip,
+    tiles: GemvConfig | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Of Nemotron-Mini's head, whose tiles no rule gives."""
+    """Of Nemotron-Mini's head, whose tiles no rule gives. One that another card has measured is
+    said."""
+    caplog.set_level("INFO", "jackfield.kernels")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: name)
     monkeypatch.setattr(tuning, "chip_of", lambda index: chip)
     for cached in (tuning._choices, tuning._measured_gemv):
         monkeypatch.setattr(tuning, cached.__name__, cached.__wrapped__)
     product = tuning.Product(256000, 3072, gated=False)
     assert tuning._measured_gemv(product, CARD) == tiles
+    others = tiles is not None and name != "NVIDIA H200"
+    assert ("another card" in caplog.text) is others
     assert tuning._measured_gemv(product._replace(gated=True), CARD) is None
 
 
