@@ -10,6 +10,7 @@ import pytest
 
 from jackfield.core.errors import ConfigError
 from jackfield.entrypoints.bench.kernels import tune, tune_gemv, tune_int4
+from jackfield.entrypoints.bench.kernels.token_layer import Extras
 
 FACTS = {"date": "later", "commit": "b", "torch": "2", "triton": "3", "device": "a card"}
 
@@ -97,6 +98,15 @@ def test_attention_follows_a_projection_to_heads() -> None:
     assert tune.layer_of("SmolLM3-3B").heads == (16, 4, 128)
     assert tune.layer_of("DeepSeek-V2-Lite").heads is None
     assert tune.layer_of("Mamba2-2.7B").heads is None
+
+
+def test_a_product_is_timed_with_what_its_kernel_computes_besides() -> None:
+    """Biases cost a small layer a tenth, so tiles are chosen with them."""
+    layer = tune.layer_of("GPT-2-XL")
+    assert layer.products[6400, 1600, False] == Extras(True, True, "gelu_new")
+    assert layer.products[1600, 6400, False] == Extras(True, True)
+    biased = [each.biased for each in tune.layer_of("Qwen2.5-7B").products.values()]
+    assert biased == [True, False, False, False]
 
 
 @pytest.mark.parametrize(("factor", "right"), [(1.0, True), (1.01, True), (1.1, False)])
