@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from jackfield.core.hooks import hookimpl
 from jackfield.core.nn.operations import Operations
 from jackfield.core.nn.step_operations.inputs import DecodeTensors
 from jackfield.core.registry import Plugins, Provenance, load_plugins
+from jackfield.core.worker.start import device_init
 from jackfield.plugins.executors.inprocess import InProcessExecutor
 
 from helpers import make_checkpoint
@@ -140,3 +142,41 @@ async def test_an_executor_may_get_ready_and_may_fail_to(checkpoint: Path) -> No
     Executor.ready.clear()
     await answers(checkpoint, "torch")
     assert Executor.ready == ["cpu"]
+
+
+@pytest.mark.parametrize("number", [None, 1])
+def test_operations_get_ready_beside_the_device(
+    number: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before it is initialised, on the first one; afterwards on that of the thread, as a rank's.
+    Neither waits for the other."""
+    begun, ready = threading.Event(), threading.Event()
+    devices: list[torch.device] = []
+
+    class Waiting(Operations):
+        @classmethod
+        def initialize_device(cls, device: torch.device) -> None:
+            ready.set()
+            if begun.wait(5):
+                devices.append(device)
+
+    class WaitingPlugin:
+        jackfield_api = 2
+
+        @hookimpl
+        def register_operations(self, registry: Any) -> None:
+            registry.add("waiting", Waiting)
+
+    def initialize(*size: int, device: torch.device) -> None:
+        if ready.wait(5):
+            devices.append(device)
+        begun.set()
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: number is not None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: number)
+    monkeypatch.setattr(torch, "empty", initialize)
+    plugins = load_plugins()
+    plugins.add_plugin(WaitingPlugin(), Provenance("tests", "0", "waiting"))
+    config = EngineConfig(model="any", device="cuda", operations="waiting")
+    device_init.initialize_device(config, plugins)
+    assert devices == [torch.device("cuda", number or 0)] * 2
