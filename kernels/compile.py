@@ -43,10 +43,7 @@ except ImportError:  # Another version of Triton, which may load differently.
 try:
     from triton.runtime.cache import triton_key
 except ImportError:  # Another version of Triton, which hashes its files for the first kernel.
-
-    def triton_key() -> None:
-        """Nothing to hash ahead."""
-
+    triton_key = None
 
 logger = logging.getLogger("jackfield.kernels")
 
@@ -60,16 +57,17 @@ def _smallest_kernel(out_ptr):
     tl.store(out_ptr, 0)
 
 
-def hash_compiler() -> None:
-    """Let Triton hash its own files (some 460 MB), which it does once in a process. It needs no
-    device: another thread may initialise that meanwhile."""
-    triton_key()
+def load_compiler(device: torch.device) -> None:
+    """Initialise Triton for a device, so that the first kernel need not wait for it.
 
-
-def load_compiler() -> None:
-    """Initialise Triton on the current device, so that the first kernel need not wait for it: it
-    queries its assembler's version and, if its cache is new, runs a C compiler for its driver."""
-    _ = _smallest_kernel.warmup(torch.int32, grid=(1,)).run
+    Triton hashes its own files (some 460 MB), which needs no device: another thread may initialise
+    that meanwhile. Then it queries its assembler's version and, if its cache is new, runs a C
+    compiler for its driver.
+    """
+    if triton_key is not None:
+        triton_key()
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        _ = _smallest_kernel.warmup(torch.int32, grid=(1,)).run
 
 
 def can_precompile() -> bool:
@@ -244,7 +242,6 @@ def _cores() -> int:
 __all__ = [
     "Precompiler",
     "can_precompile",
-    "hash_compiler",
     "load_compiler",
     "load_one_at_a_time",
     "num_loaded",

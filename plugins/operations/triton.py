@@ -35,13 +35,7 @@ try:
     from ...kernels.attention.qk_norm_rope_cache import qk_norm_rope_cache
     from ...kernels.compaction.best_tokens import best_tokens
     from ...kernels.compaction.compact_caches import compact_caches
-    from ...kernels.compile import (
-        Precompiler,
-        can_precompile,
-        hash_compiler,
-        load_compiler,
-        num_loaded,
-    )
+    from ...kernels.compile import Precompiler, can_precompile, load_compiler, num_loaded
     from ...kernels.decode_inputs import decode_inputs
     from ...kernels.drafts import keep_drafts, verify_drafts
     from ...kernels.linear.gemv import gemv
@@ -114,9 +108,7 @@ class TritonOperations(TritonStates, TritonLatents, TritonIndexing, Operations):
     def initialize_device(cls, device: torch.device) -> None:
         """Loads Triton's compiler."""
         if device.type == "cuda" and _MISSING is None and can_precompile():
-            hash_compiler()
-            with torch.cuda.device(device):
-                load_compiler()
+            load_compiler(device)
 
     def precompile(self, device: torch.device) -> Precompiler | None:
         """Compiles on threads, side by side."""

@@ -7,16 +7,20 @@ does nothing, so these tests see which kernels are compiled when, and never what
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import jackfield
+from jackfield.kernels import compile as compile_kernels
 from jackfield.kernels.launch import compile_only
 from jackfield.kernels.moe import topk_experts
 
@@ -152,3 +156,25 @@ def test_chosen_experts_can_be_followed_where_no_kernel_runs(
         torch.use_deterministic_algorithms(False)
         compile_only.reset(token)
     assert 0 <= int(experts.min()) and int(experts.max()) < 8
+
+
+def test_triton_hashes_its_files_before_it_waits_for_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    order: list[object] = []
+
+    @contextlib.contextmanager
+    def entered(device: torch.device) -> Iterator[None]:
+        order.append(device)
+        yield
+
+    def warmup(*types: object, grid: tuple[int]) -> SimpleNamespace:
+        order.append("first kernel")
+        return SimpleNamespace(run=None)
+
+    monkeypatch.setattr(compile_kernels, "triton_key", lambda: order.append("hash"))
+    monkeypatch.setattr(compile_kernels, "_smallest_kernel", SimpleNamespace(warmup=warmup))
+    monkeypatch.setattr(torch.cuda, "device", entered)
+    device = torch.device("cuda", 1)
+    compile_kernels.load_compiler(device)
+    assert order == ["hash", device, "first kernel"]

@@ -38,8 +38,10 @@ def initialize_device(config: EngineConfig, plugins: Plugins) -> None:
         device = torch.device("cuda", number)
         thread = threading.Thread(target=_ready_operations, args=(config, plugins, device))
         thread.start()
-        torch.empty(1, device=device)
-        thread.join()
+        try:
+            torch.empty(1, device=device)
+        finally:
+            thread.join()
     except Exception:
         logger.debug("the device does not wake up", exc_info=True)
 
