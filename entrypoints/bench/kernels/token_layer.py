@@ -36,6 +36,8 @@ class Extras(NamedTuple):
     biased: bool = False
     activation: str = ""
     """As `gemv` has it."""
+    summed: bool = True
+    """Sums of the weight times a LayerNorm's parameters are known."""
 
 
 class Layer(NamedTuple):
@@ -44,6 +46,8 @@ class Layer(NamedTuple):
     products: Mapping[Product, Extras]
     heads: Heads | None = None
     """Of attention, which follows the first product; None: of another kind."""
+    vocabulary: tuple[Product, Extras] | None = None
+    """What computes logits, after the last layer."""
 
     @property
     def num_bytes(self) -> int:
@@ -71,7 +75,7 @@ class GemvProduct:
         self.options: list[dict[str, Any]] = [{"residual": random(1, outputs)}] * copies
         if self.gated or outputs > inputs:
             self.options = [
-                _centered(weight, random(inputs).abs() + 0.5, random(inputs))
+                _centered(weight, random(inputs).abs() + 0.5, random(inputs), extras.summed)
                 if extras.centered
                 else {"norm": (random(inputs).abs() + 0.5, EPS)}
                 for weight in self.weights
@@ -90,12 +94,14 @@ class GemvProduct:
         )  # fmt: skip
 
 
-def _centered(weight: Any, factors: Any, offsets: Any) -> dict[str, Any]:
+def _centered(weight: Any, factors: Any, offsets: Any, summed: bool) -> dict[str, Any]:
     import torch
 
-    sums = weight.float() @ torch.stack([factors, offsets], dim=1).float()
-    norm = factors, offsets, EPS
-    return {"layer_norm": norm, "norm_sums": tuple(sums.t().contiguous())}
+    options: dict[str, Any] = {"layer_norm": (factors, offsets, EPS)}
+    if summed:
+        sums = weight.float() @ torch.stack([factors, offsets], dim=1).float()
+        options["norm_sums"] = tuple(sums.t().contiguous())
+    return options
 
 
 class TokenLayer:

@@ -24,6 +24,8 @@ from . import tune_gemv, tune_int4
 from .token_layer import Extras, Heads, Layer, Product
 
 GEMV = "gemv"
+VOCABULARY = "vocabulary"
+"""Measures `gemv` of the product that makes logits."""
 KERNELS = ("small_m_matmul", GEMV, "int4_gemv", "int4_small_m")
 ROWS = (8, 16, 32)
 """Numbers of rows measured for `small_m_matmul`. With more, the gain of a single product is lost
@@ -43,7 +45,8 @@ def make_parser() -> Parser:
     )
     parser.add_argument("--models", nargs="+", default=MODELS, choices=sorted(ARCHITECTURES),
                         metavar="MODEL", help="whose layers (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--kernels", nargs="+", default=KERNELS, choices=KERNELS, metavar="KERNEL",
+    parts = *KERNELS, VOCABULARY
+    parser.add_argument("--kernels", nargs="+", default=parts, choices=parts, metavar="KERNEL",
                         help="what is measured; the file's other choices are kept "
                         "(default: %(default)s)")  # fmt: skip
     parser.add_argument("--processes", type=int, default=8, help="that compile (default: 8)")
@@ -74,12 +77,14 @@ def _run(args: argparse.Namespace) -> int:
     jobs = [
         (kernel, product, rows, config)
         for kernel in args.kernels
-        if kernel != GEMV
+        if kernel not in (GEMV, VOCABULARY)
         for product in dict.fromkeys(p for model in args.models for p in products(model))
         for rows in tune_int4.ROWS.get(kernel, ROWS)
         for config in _candidates(kernel, product, rows)
     ]
-    measured: dict[str, list[dict[str, Any]]] = {kernel: [] for kernel in args.kernels}
+    measured: dict[str, list[dict[str, Any]]] = {
+        GEMV if kernel == VOCABULARY else kernel: [] for kernel in args.kernels
+    }
     with multiprocessing.get_context("spawn").Pool(args.processes) as pool:
         say(f"compiling {len(jobs)} candidates in {args.processes} processes")
         able = compiled(pool, compile_one, jobs)
@@ -91,9 +96,17 @@ def _run(args: argparse.Namespace) -> int:
         def compile_all(jobs: Iterable[tune_gemv.Job]) -> set[tune_gemv.Job]:
             return set(compiled(pool, tune_gemv.compile_one, list(jobs)))
 
-        for model in args.models if GEMV in args.kernels else ():
-            tuned = tune_gemv.tune(layer_of(model), compile_all)
-            measured[GEMV] += gemv_entries(model, tuned, measured[GEMV])
+        for model in args.models if GEMV in measured else ():
+            layer = layer_of(model)
+            choices: dict[Product, tune_gemv.Choice] = {}
+            if GEMV in args.kernels:
+                tuned = tune_gemv.tune(layer, compile_all)
+                measured[GEMV] += gemv_entries(model, "layer", tuned, measured[GEMV])
+                choices = tuned[0]
+            if VOCABULARY in args.kernels and layer.vocabulary is not None:
+                ending, last = last_products(layer)
+                tuned = tune_gemv.tune(ending, compile_all, {last: choices.get(last)})
+                measured[GEMV] += gemv_entries(model, VOCABULARY, tuned, measured[GEMV])
     if GEMV in measured:
         measured[GEMV] += others(previous.get(GEMV, []), measured[GEMV])
     facts = {**environment("cuda"), "chip": chip_of(torch.cuda.current_device())._asdict()}
@@ -137,22 +150,30 @@ def compiled(pool: Any, compile_one: Callable[[Any], bool], jobs: list[Any]) -> 
     return [job for job, able in zip(jobs, done, strict=True) if able]
 
 
+def last_products(layer: Layer) -> tuple[Layer, Product]:
+    """Return the last product of a layer with the vocabulary's, and the former."""
+    assert layer.vocabulary is not None
+    last = list(layer.products)[-1]
+    return Layer({last: layer.products[last], **dict([layer.vocabulary])}), last
+
+
 def gemv_entries(
     model: str,
+    part: str,
     tuned: tuple[dict[Product, tune_gemv.Choice], float, float],
     known: list[dict[str, Any]],
 ) -> list[dict[str, Any]]:
-    """Return the file's entries for products that no model before this one has. tuned: by `tune`
-    of the model's layer."""
+    """Return the file's entries for products that no model before this one has. part: of the model,
+    "layer" or "vocabulary"; tuned: by `tune` of that."""
     from ....kernels.linear.gemv import GemvConfig
 
     chosen, before, after = tuned
-    say(f"{GEMV}: a layer of {model}: {before:.1f} us by the rule, {after:.1f} us")
+    say(f"{GEMV}: {part} of {model}: {before:.1f} us by the rule, {after:.1f} us")
     entries = [
         {
             "outputs": outputs, "inputs": inputs, "gated": gated, "rows": 1,
             "config": GemvConfig(*choice)._asdict(),
-            "model": model, "layer_us": round(after, 2), "rule_us": round(before, 2),
+            "model": model, f"{part}_us": round(after, 2), "rule_us": round(before, 2),
         }
         for (outputs, inputs, gated), choice in chosen.items()
     ]  # fmt: skip
@@ -202,7 +223,20 @@ def layer_of(model: str) -> Layer:
     heads = next((Heads(*layout) for layout in layouts), None)
     if heads is not None and next(iter(shapes))[0] != (heads[0] + 2 * heads[1]) * heads[2]:
         heads = None
-    return Layer(shapes, heads)
+    return Layer(shapes, heads, vocabulary_of(layers, centered))
+
+
+def vocabulary_of(model: Any, centered: bool) -> tuple[Product, Extras] | None:
+    """Return the product that makes a model's logits, of one that has a head of its own or shares
+    its embeddings."""
+    from ....core.nn.embedding import Embedding
+
+    decoder = getattr(model, "model", None)
+    head = getattr(model, "lm_head", getattr(decoder, "embed_tokens", None))
+    if not isinstance(head, Embedding):
+        return None
+    rows, inputs = head.weight.shape
+    return (rows, inputs, False), Extras(centered, head.bias is not None, summed=False)
 
 
 def candidates(product: tuple[int, int, bool], rows: int) -> Iterator[tuple[Any, ...]]:

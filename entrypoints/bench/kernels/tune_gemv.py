@@ -15,15 +15,16 @@ from ..report import say
 from .token_layer import Extras, GemvProduct, Layer, Product, TokenLayer
 
 TILES = (
-    (1, 512, 1), (1, 1024, 2), (1, 2048, 2), (1, 2048, 4), (1, 4096, 4), (1, 4096, 8), (2, 256, 1),
-    (2, 512, 1), (2, 512, 2), (2, 1024, 2), (2, 1024, 4), (2, 2048, 2), (2, 2048, 4), (2, 4096, 4),
-    (2, 4096, 8), (4, 256, 1), (4, 256, 2), (4, 512, 1), (4, 512, 2), (4, 512, 4), (4, 1024, 4),
-    (4, 1024, 8), (4, 2048, 4), (4, 2048, 8), (4, 4096, 8), (8, 128, 1), (8, 256, 1), (8, 256, 2),
-    (8, 256, 4), (8, 512, 2), (8, 512, 4), (8, 1024, 8), (16, 128, 1), (16, 128, 2), (16, 256, 2),
-    (16, 256, 4), (16, 256, 8), (16, 512, 8),
+    (1, 256, 1), (1, 512, 1), (1, 1024, 2), (1, 2048, 2), (1, 2048, 4), (1, 4096, 4), (1, 4096, 8),
+    (2, 128, 1), (2, 256, 1), (2, 256, 2), (2, 512, 1), (2, 512, 2), (2, 1024, 2), (2, 1024, 4),
+    (2, 2048, 2), (2, 2048, 4), (2, 4096, 4), (2, 4096, 8), (4, 128, 1), (4, 256, 1), (4, 256, 2),
+    (4, 256, 4), (4, 512, 1), (4, 512, 2), (4, 512, 4), (4, 1024, 4), (4, 1024, 8), (4, 2048, 4),
+    (4, 2048, 8), (4, 4096, 8), (8, 64, 1), (8, 128, 1), (8, 128, 2), (8, 256, 1), (8, 256, 2),
+    (8, 256, 4), (8, 256, 8), (8, 512, 2), (8, 512, 4), (8, 1024, 8), (16, 64, 1), (16, 128, 1),
+    (16, 128, 2), (16, 128, 4), (16, 256, 2), (16, 256, 4), (16, 256, 8), (16, 512, 8),
 )  # fmt: skip
 """(block_n, block_k, num_warps)"""
-AHEAD = (0, 0.5, 1, 1.5, 3)
+AHEAD = (0, 0.5, 0.75, 1, 1.5, 2, 3, 4)
 """Programs that ask for later weights, for each multiprocessor."""
 ELEMENTS = range(8, 129)
 """Numbers of a tile that a thread holds; of a gated product, of both halves."""
@@ -97,19 +98,23 @@ def descend(
 
 
 def tune(
-    layer: Layer, compile_all: Callable[[Iterable[Job]], set[Job]]
+    layer: Layer,
+    compile_all: Callable[[Iterable[Job]], set[Job]],
+    kept: Mapping[Product, Choice | None] | None = None,
 ) -> tuple[dict[Product, Choice], float, float]:
     """Return the choice for each product of a layer, and the microseconds of a layer by the rule
     and with these.
 
     From what an engine takes now: first tiles, then for the fastest tiles of each product the rest.
-    compile_all: returns what of its jobs the device can run, compiled.
+    compile_all: returns what of its jobs the device can run, compiled. kept: products that are not
+    tuned, and are not returned, with their choices; None: an engine's.
     """
     import torch
 
     from ....kernels.linear.gemv import GemvConfig, gemv_config
 
     timed = TokenLayer(layer)
+    kept = kept or {}
 
     def time(chosen: Mapping[Product, Choice]) -> float:
         configs = {product: GemvConfig(*choice) for product, choice in chosen.items()}
@@ -122,8 +127,8 @@ def tune(
     for product, each in timed.products.items():
         weight = each.weights[0]
         rule = gemv_config(weight, each.gated)
-        rules[product] = choice_of(rule, weight)
-        start[product] = choice_of(now[product], weight)
+        start[product] = kept.get(product) or choice_of(now[product], weight)
+        rules[product] = start[product] if product in kept else choice_of(rule, weight)
         expected[product] = each.multiply(rule).float()
 
     def able(choices: Mapping[Product, list[Choice]]) -> dict[Product, list[Choice]]:
@@ -153,7 +158,9 @@ def tune(
 
     before = time(rules)
     tiles = {
-        product: [(*each, *start[product][3:]) for each in candidates(product)] for product in start
+        product: [(*each, *start[product][3:]) for each in candidates(product)]
+        for product in start
+        if product not in kept
     }
     chosen, _, leaders = descend(start, able(tiles), time)
     num_sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
@@ -164,10 +171,10 @@ def tune(
             for early in (False, True)
             for share in AHEAD
         ]
-        for product in start
+        for product in tiles
     }
     chosen, after, _ = descend(chosen, able(starts), time)
-    return chosen, before, after
+    return {product: chosen[product] for product in tiles}, before, after
 
 
 def choice_of(config: Any, weight: Any) -> Choice:

@@ -86,7 +86,7 @@ def test_a_product_keeps_the_tiles_of_the_first_model() -> None:
     chosen = {(64, 32, False): (1, 2, 3, True, 0), (32, 64, False): (4, 5, 6, False, 66)}
     known = [{"outputs": 64, "inputs": 32, "gated": False}]
     pytest.importorskip("triton")
-    (entry,) = tune.gemv_entries("one", (chosen, 9.0, 8.0), known)
+    (entry,) = tune.gemv_entries("one", "layer", (chosen, 9.0, 8.0), known)
     assert entry["outputs"] == 32 and entry["config"] == {
         "block_n": 4, "block_k": 5, "num_warps": 6, "early": False, "ahead": 66,
     }  # fmt: skip
@@ -107,6 +107,17 @@ def test_a_product_is_timed_with_what_its_kernel_computes_besides() -> None:
     assert layer.products[1600, 6400, False] == Extras(True, True)
     biased = [each.biased for each in tune.layer_of("Qwen2.5-7B").products.values()]
     assert biased == [True, False, False, False]
+
+
+def test_the_vocabulary_is_timed_after_the_last_product() -> None:
+    """With the final norm, whose sums over it nobody makes; whether it is tied or not."""
+    layer = tune.layer_of("GPT-2-XL")
+    assert layer.vocabulary == ((50257, 1600, False), Extras(True, summed=False))
+    ending, last = tune.last_products(layer)
+    assert last == (1600, 6400, False)
+    assert list(ending.products) == [last, (50257, 1600, False)] and ending.heads is None
+    vocabulary = tune.layer_of("Qwen3-8B").vocabulary
+    assert vocabulary is not None and vocabulary[0] == (151936, 4096, False)
 
 
 @pytest.mark.parametrize(("factor", "right"), [(1.0, True), (1.01, True), (1.1, False)])
