@@ -57,11 +57,19 @@ class Embedding(nn.Module):
         rows = F.embedding((token_ids - self.own.start).masked_fill(others, 0), self.weight)
         return self.group.all_reduce(rows.masked_fill_(others[:, None], 0.0))
 
-    def logits(self, hidden: torch.Tensor, *, norm: nn.Module | None = None) -> torch.Tensor:
-        """Compute logits, tied or not: [num_rows, hidden_size] → [num_rows, vocab_size]; without
-        `gathers`, those of this rank's rows, padding included."""
+    def logits(
+        self, hidden: torch.Tensor, *, norm: nn.Module | None = None, factor: float = 1.0
+    ) -> torch.Tensor:
+        """Compute logits times `factor`, tied or not: [num_rows, hidden_size] → [num_rows,
+        vocab_size]; without `gathers`, those of this rank's rows, padding included."""
         hidden, fused = before_product(hidden, norm, self.operations)
-        logits = self.operations.linear(hidden, self.weight, self.bias, norm=fused)
+        linear, weights = self.operations.linear, (self.weight, self.bias)
+        if factor == 1.0:
+            logits = linear(hidden, *weights, norm=fused)
+        elif "linear.factor" in self.operations.features:
+            logits = linear(hidden, *weights, norm=fused, factor=factor)
+        else:
+            logits = linear(hidden, *weights, norm=fused).mul_(factor)
         if self.own is None or not self.gathers:
             return logits
         return self.group.all_gather(logits)[:, : self.vocab_size]

@@ -96,13 +96,11 @@ class Linear(nn.Module):
         """Prepare for the norm that comes before this product, once both are loaded."""
         if isinstance(norm, LayerNorm) and "linear.norm_sums" in self.operations.features:
             parameters = norm.norm
-            self.norm_sums = (
-                norm,
-                NormSums(
-                    _times(self.weight, parameters.weight),
-                    None if parameters.bias is None else _times(self.weight, parameters.bias),
-                ),
-            )
+            offsets = None if self.bias is None else self.bias.float()
+            if parameters.bias is not None:
+                sums = _times(self.weight, parameters.bias)
+                offsets = sums if offsets is None else sums + offsets
+            self.norm_sums = norm, NormSums(_times(self.weight, parameters.weight), offsets)
 
     def _before(
         self, x: torch.Tensor, norm: nn.Module | None, method: str

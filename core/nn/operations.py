@@ -38,12 +38,12 @@ class Norm(NamedTuple):
 
 class NormSums(NamedTuple):
     """What a LayerNorm's parameters come to after a product with W, both [out_features] float32:
-    norm(x) Wᵀ = ((x * weight) Wᵀ - mean * factors) / deviation + offsets."""
+    norm(x) Wᵀ + b = ((x * weight) Wᵀ - mean * factors) / deviation + offsets."""
 
     factors: torch.Tensor
     """W times the norm's weight."""
     offsets: torch.Tensor | None
-    """W times its bias; None: it has none."""
+    """W times its bias, and the product's bias b; None: there is neither."""
 
 
 class CenteredNorm(NamedTuple):
@@ -213,12 +213,14 @@ class Operations(
         """residual + factor * (norm(x) Wᵀ + bias): [T, in_features] → [T, out_features].
 
         `residual` may be overwritten: use the returned tensor. Only models that have a factor pass
-        it, with a residual (`features`).
+        it (`features`).
         """
         if norm is not None:
             x = self.normed(x, norm)
         out = F.linear(x, weight, bias)
-        return out if residual is None else torch.add(residual, out, alpha=factor)
+        if residual is not None:
+            return torch.add(residual, out, alpha=factor)
+        return out if factor == 1.0 else out.mul_(factor)
 
     def activated_linear(
         self,

@@ -154,10 +154,13 @@ class QuantizedLinear(nn.Module):
             out = self.spec.operations.silu_mul(out)
         return out if residual is None else residual + out
 
-    def logits(self, hidden: torch.Tensor, *, norm: nn.Module | None = None) -> torch.Tensor:
-        """Compute logits, as a head: [num_rows, hidden_size] → [num_rows, vocab_size]"""
+    def logits(
+        self, hidden: torch.Tensor, *, norm: nn.Module | None = None, factor: float = 1.0
+    ) -> torch.Tensor:
+        """Compute logits times `factor`, as a head: [num_rows, hidden_size] → [num_rows,
+        vocab_size]"""
         out: torch.Tensor = self(hidden, norm=norm)
-        return out
+        return out if factor == 1.0 else out.mul_(factor)
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
         """Return rows of the weight of an embedding, or of experts, in the type of inputs:
@@ -238,6 +241,8 @@ class QuantizedEmbedding(nn.Module):
         """[num_tokens] → [num_tokens, hidden_size]"""
         return self.layer.rows(token_ids)
 
-    def logits(self, hidden: torch.Tensor, *, norm: nn.Module | None = None) -> torch.Tensor:
+    def logits(
+        self, hidden: torch.Tensor, *, norm: nn.Module | None = None, factor: float = 1.0
+    ) -> torch.Tensor:
         """[num_rows, hidden_size] → [num_rows, vocab_size]"""
-        return self.layer.logits(hidden, norm=norm)
+        return self.layer.logits(hidden, norm=norm, factor=factor)

@@ -283,7 +283,7 @@ def gemv_config(weight: Weight, gated: bool) -> GemvConfig:
     families with hidden states of 1,600 to 4,608 numbers (docs/benchmarks/kernels.jsonl) in
     bfloat16, and of 8B in fp8 and 4 bits, on an H200: few outputs need one program each, so that
     every multiprocessor has some; long rows of medium-sized matrices need many bytes in flight, and
-    rows of 3,584 numbers or a whole vocabulary a row in one tile.
+    rows of 3,584 numbers, or a whole vocabulary of such rows, a row in one tile.
     """
     values = values_of(weight)
     outputs, width = values.shape
@@ -292,7 +292,8 @@ def gemv_config(weight: Weight, gated: bool) -> GemvConfig:
         # Triton's interpreter takes milliseconds per program, whatever its size.
         return GemvConfig(32, 2048, 4)
     if not isinstance(weight, QuantizedWeight):
-        if 2048 < width <= 4096 and (outputs > 65536 or (gated and width % 1024)):
+        whole = outputs > 65536 and width >= 3584
+        if 2048 < width <= 4096 and (whole or (gated and width % 1024)):
             return GemvConfig(2, 4096, 4)
         if 2048 < width < 4096 and width % 1024 and 4096 < outputs <= 8192:
             return GemvConfig(4, 4096, 8)
@@ -351,10 +352,11 @@ def gemv(
     """x: [1, K], last stride 1; weight: [N, K] → [1, N], or gated [1, N / 2], of x's type.
 
     norm: of an RMSNorm (weight [K], eps); layer_norm: (weight [K], bias [K], eps); norm_sums: of a
-    dense weight times the latter's weight and bias, [N] float32 each, used for x of 16 bits: in
-    float32, numbers may be far closer to their mean than its square tells; bias: [N]; residual:
-    [1, N], contiguous, not with `gated`; activation: a name of ACTIVATIONS, not with `gated`;
-    factor: of what the residual is added to. Sums in float32, rounded once.
+    dense weight times the latter's weight, and times its bias with `bias` added, [N] float32 each,
+    used for x of 16 bits: in float32, numbers may be far closer to their mean than its square
+    tells; bias: [N]; residual: [1, N], contiguous, not with `gated`; activation: a name of
+    ACTIVATIONS, not with `gated`; factor: of the product, before the residual is added. Sums in
+    float32, rounded once.
     """
     if (residual is not None or activation) and gated:
         raise ValueError("a gated product takes no residual and no other activation")
@@ -367,6 +369,7 @@ def gemv(
     sums = None
     if norm_sums is not None and x.dtype != torch.float32 and isinstance(weight, torch.Tensor):
         sums, offsets = norm_sums
+        bias = None  # It is part of the offsets: one load fewer of each output.
     config = config or gemv_config(weight, gated)
     out = torch.empty((1, outputs), dtype=x.dtype, device=x.device)
     block_k = largest_tile(weight, config.block_k)

@@ -207,8 +207,10 @@ class OperationsKit(HeadChecks, ExpertChecks, BatchChecks, QuantizedCacheChecks,
             cases.append({"norm": CenteredNorm(factors, offset, 0.3), "bias": bias})
             if weight is not None and "linear.norm_sums" in self.make(dtype).features:
                 wide = weight.float()
-                sums = NormSums(wide @ factors.float(), wide @ offset.float())
+                sums = NormSums(wide @ factors.float(), wide @ offset.float() + bias.float())
                 cases.append({"norm": CenteredNorm(factors, offset, 0.3, sums), "bias": bias})
+                sums = sums._replace(offsets=bias.float())
+                cases.append({"norm": CenteredNorm(factors, None, 0.3, sums), "bias": bias})
                 sums = sums._replace(offsets=None)
                 cases.append({"norm": CenteredNorm(factors, None, 0.3, sums)})
         return cases
@@ -223,7 +225,7 @@ class OperationsKit(HeadChecks, ExpertChecks, BatchChecks, QuantizedCacheChecks,
         every = {**cases[1], **cases[2], "residual": residual}
         cases += [{"residual": residual}, every]
         if "linear.factor" in self.make(dtype).features:
-            cases.append({**every, "factor": 0.3})
+            cases += [{**every, "factor": 0.3}, {**cases[2], "factor": 0.3}]
         for case in cases:
             self.compare("linear", dtype, x, weight, times=2, **case)
 

@@ -16,7 +16,6 @@ from ...core.nn.mlp import GatedMLP
 from ...core.nn.rotary import Rotary
 from ...core.nn.state.mamba2 import Mamba2Mixer
 from ...core.nn.state.sizes import Mamba2Sizes
-from ...core.protocols.models import HiddenStates
 from .decoder import QKV_SHARDS, CausalLM, Decoder
 from .expert_fields import EXPERTS
 from .granite import MULTIPLIERS, GraniteAttention
@@ -123,7 +122,7 @@ class GraniteMoeHybridForCausalLM(CausalLM):
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__(config, build)
-        self.logits_scaling = float(config.hf_config.logits_scaling)
+        self.logits_factor = 1 / float(config.hf_config.logits_scaling)
 
     @staticmethod
     def mlp(config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:
@@ -131,6 +130,3 @@ class GraniteMoeHybridForCausalLM(CausalLM):
         return GatedMLP(
             hf.hidden_size, hf.shared_intermediate_size, hf.hidden_act, build, whole=True
         )
-
-    def compute_logits(self, hidden: HiddenStates) -> torch.Tensor:
-        return super().compute_logits(hidden).div_(self.logits_scaling)

@@ -8,14 +8,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar
 
-import torch
-
 from ...core.loading.model_config import ModelConfig
 from ...core.loading.weight_map import RowOrder
 from ...core.nn.context import BuildContext
 from ...core.nn.norm import BiaslessLayerNorm
 from ...core.nn.rotary import Rotary
-from ...core.protocols.models import HiddenStates
 from .blocks import ParallelBlock, SelfAttention
 from .decoder import CausalLM, Decoder, HeadlessLM
 from .parts import HeadNormAttention, HeadsLayerNorm
@@ -45,7 +42,6 @@ class CohereDecoder(Decoder):
 
 class CohereForCausalLM(CausalLM):
     tensor_parallel = True
-    finishes = True
     attention: ClassVar[type[SelfAttention]] = CohereAttention
     decoder = CohereDecoder
     weight_map = replace(
@@ -54,15 +50,12 @@ class CohereForCausalLM(CausalLM):
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__(config, build)
-        self.logit_scale = float(config.hf_config.logit_scale)
+        self.logits_factor = float(config.hf_config.logit_scale)
 
     @staticmethod
     def row_orders(config: ModelConfig) -> dict[str, RowOrder]:
         order = RowOrder.halves(config.head_dim)
         return {"q_proj": order, "k_proj": order}
-
-    def compute_logits(self, hidden: HiddenStates) -> torch.Tensor:
-        return super().compute_logits(hidden).mul_(self.logit_scale)
 
 
 class Cohere2Decoder(CohereDecoder):

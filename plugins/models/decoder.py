@@ -259,6 +259,8 @@ class CausalLM(HeadlessLM):
 
     head_bias: ClassVar[bool] = False
     """Whether the head, which is then not tied, has a bias."""
+    logits_factor: float = 1.0
+    """Of the product with the head."""
     finishes: ClassVar[bool] = True
     """Whether `compute_logits` takes what the decoder has left unfinished. Of a class with a
     `compute_logits` or a `forward` of its own it is False unless the class says otherwise."""
@@ -282,7 +284,9 @@ class CausalLM(HeadlessLM):
     def compute_logits(self, hidden: HiddenStates) -> torch.Tensor:
         """Rows of `forward`'s result → [num_rows, vocab_size]"""
         head: Embedding = getattr(self, "lm_head", self.model.embed_tokens)
-        return head.logits(self.model.finish(hidden), norm=self.model.norm)
+        return head.logits(
+            self.model.finish(hidden), norm=self.model.norm, factor=self.logits_factor
+        )
 
 
 class DecoderClassifier(HeadlessLM):

@@ -18,7 +18,6 @@ from ...core.nn.state.mamba2 import Mamba2Mixer
 from ...core.nn.state.operations import Mamba2Factors
 from ...core.protocols.attention import AttentionSpec
 from ...core.protocols.field_kinds import NUMBER
-from ...core.protocols.models import HiddenStates
 from .bamba import BambaForCausalLM, mamba2_mixer
 from .blocks import Block, MakeMLP, SelfAttention
 from .decoder import CausalLM, Decoder
@@ -167,6 +166,3 @@ class FalconH1ForCausalLM(CausalLM):
         return GatedMLP(
             hf.hidden_size, hf.intermediate_size, hf.hidden_act, build, bias=bool(hf.mlp_bias)
         )
-
-    def compute_logits(self, hidden: HiddenStates) -> torch.Tensor:
-        return super().compute_logits(hidden).mul_(self.logits_factor)

@@ -15,7 +15,6 @@ from ...core.nn.mlp import GatedMLP
 from ...core.nn.rotary import Rotary
 from ...core.protocols.attention import AttentionSpec
 from ...core.protocols.field_kinds import NUMBER, FieldKind
-from ...core.protocols.models import HiddenStates
 from .blocks import Block, MakeMLP, SelfAttention
 from .decoder import CausalLM, Decoder, HeadlessLM
 
@@ -92,10 +91,7 @@ class GraniteForCausalLM(CausalLM):
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__(config, build)
-        self.logits_scaling = float(config.hf_config.logits_scaling)
-
-    def compute_logits(self, hidden: HiddenStates) -> torch.Tensor:
-        return super().compute_logits(hidden).div_(self.logits_scaling)
+        self.logits_factor = 1 / float(config.hf_config.logits_scaling)
 
 
 class GraniteModel(HeadlessLM):

@@ -11,8 +11,6 @@ from torch import nn
 from ...core.loading.model_config import ModelConfig
 from ...core.nn.context import BuildContext, ForwardContext
 from ...core.nn.rotary import Rotary
-from ...core.protocols.models import HiddenStates
-from .decoder import CausalLM
 from .granite import GraniteAttention, GraniteBlock, GraniteDecoder, GraniteForCausalLM
 from .windows import SinkAttention
 
@@ -63,5 +61,6 @@ class HyperCLOVAXForCausalLM(GraniteForCausalLM):
     tensor_parallel = True
     decoder = ClovaDecoder
 
-    def compute_logits(self, hidden: HiddenStates) -> torch.Tensor:
-        return CausalLM.compute_logits(self, hidden).mul_(self.logits_scaling)
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        super().__init__(config, build)
+        self.logits_factor = float(config.hf_config.logits_scaling)

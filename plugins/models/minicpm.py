@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch
-
 from ...core.errors import ConfigError
 from ...core.loading.model_config import ModelConfig
 from ...core.nn.context import BuildContext
-from ...core.protocols.models import HiddenStates
 from .decoder import CausalLM, Decoder
 from .granite import GraniteBlock
 from .latent import LATENT, LATENT_MAP, LatentDecoder, LatentSelfAttention
@@ -31,7 +28,6 @@ class MiniCPMDecoder(Decoder):
 
 class MiniCPMForCausalLM(CausalLM):
     tensor_parallel = True
-    finishes = True
     decoder: ClassVar[type[Decoder]] = MiniCPMDecoder
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
@@ -39,10 +35,7 @@ class MiniCPMForCausalLM(CausalLM):
         if getattr(config.hf_config, "num_experts", 0):
             raise ConfigError("num_experts: experts are not supported here", param="num_experts")
         super().__init__(config, build)
-        self.width = config.hidden_size / float(config.hf_config.dim_model_base)
-
-    def compute_logits(self, hidden: HiddenStates) -> torch.Tensor:
-        return super().compute_logits(hidden).div_(self.width)
+        self.logits_factor = float(config.hf_config.dim_model_base) / config.hidden_size
 
 
 class HalvesLatentAttention(LatentSelfAttention):

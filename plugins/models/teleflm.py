@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import torch
-
 from ...core.loading.model_config import ModelConfig
 from ...core.nn.context import BuildContext
-from ...core.protocols.models import HiddenStates
 from .decoder import CausalLM, Decoder
 
 
@@ -19,13 +16,9 @@ class TeleFLMDecoder(Decoder):
 
 class TeleFLMForCausalLM(CausalLM):
     tensor_parallel = True
-    finishes = True
     decoder = TeleFLMDecoder
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__(config, build)
         hf = config.hf_config
-        self.factor = hf.output_mult / hf.mup_scale_factor if hf.use_mup else 1.0
-
-    def compute_logits(self, hidden: HiddenStates) -> torch.Tensor:
-        return super().compute_logits(hidden).mul_(self.factor)
+        self.logits_factor = hf.output_mult / hf.mup_scale_factor if hf.use_mup else 1.0

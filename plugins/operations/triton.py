@@ -145,8 +145,8 @@ class TritonOperations(TritonStates, TritonLatents, TritonIndexing, Operations):
         if norm is not None:
             x = self.normed(x, norm)
         if factor != 1.0:
-            assert residual is not None, "a factor comes before a residual"
-            return residual.add_(self.linear(x, weight, bias), alpha=factor)
+            out = self.linear(x, weight, bias)
+            return out.mul_(factor) if residual is None else residual.add_(out, alpha=factor)
         if (config := self._small_m_config(x, weight, gated=False)) is not None:
             workspace = self._workspace(x.device)
             return small_m_matmul(

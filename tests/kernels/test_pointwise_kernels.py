@@ -193,9 +193,8 @@ def test_gemv_of_a_layer_norm_and_an_activation_equals_its_twin(dtype, activatio
     }  # fmt: skip
     want = reference.gemv(x, weight, **options)
     factors, offsets, _ = norm
-    sums = tuple(
-        None if vector is None else weight.float() @ vector.float() for vector in (factors, offsets)
-    )
+    ends = weight.float() @ offsets.float() + options["bias"].float() if bias else None
+    sums = weight.float() @ factors.float(), ends
     for config in (None, GemvConfig(4, 64, 1), ASKING):
         close(gemv(x, weight, **options, config=config), want)
         close(gemv(x, weight, **options, norm_sums=sums, config=config), want)

@@ -57,12 +57,13 @@ class Noting(Operations):
         return super().normed(x, norm)
 
 
+@pytest.mark.parametrize("own_bias", [True, False])
 @pytest.mark.parametrize("bias", [True, False])
-def test_a_product_sums_its_weight_for_the_norm_before_it(bias: bool) -> None:
+def test_a_product_sums_its_weight_for_the_norm_before_it(bias: bool, own_bias: bool) -> None:
     operations = Noting()
     build = BuildContext(torch.device("cpu"), torch.float32, operations)
     norm, other = (LayerNorm(8, 1e-5, build, bias=bias) for _ in range(2))
-    linear = Linear(8, 5, build)
+    linear = Linear(8, 5, build, bias=own_bias)
     for parameter in (*norm.parameters(), *other.parameters(), *linear.parameters()):
         nn.init.uniform_(parameter)
     x = torch.randn(1, 8)
@@ -78,8 +79,8 @@ def test_a_product_sums_its_weight_for_the_norm_before_it(bias: bool) -> None:
     deviation = (wide.var(correction=0) + 1e-5).sqrt()
     scaled = (wide * norm.weight.double()) @ linear.weight.double().t()
     expected = (scaled - wide.mean() * known.sums.factors) / deviation
-    assert (known.sums.offsets is not None) == bias
-    if bias:
+    assert (known.sums.offsets is not None) == (bias or own_bias)
+    if bias or own_bias:
         expected = expected + known.sums.offsets
     torch.testing.assert_close(product.double(), expected, atol=1e-5, rtol=1e-5)
 

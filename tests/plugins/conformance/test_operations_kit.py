@@ -200,6 +200,15 @@ def sums_without_offsets(
     return Operations.linear(self, x, weight, bias, norm=norm, **more)
 
 
+def adds_bias_of_sums(
+    self: Any, x: Any, weight: Any, bias: Any = None, *, norm: Any = None, **more: Any
+) -> Any:
+    """What a LayerNorm's sums contain is added to them."""
+    out = Operations.linear(self, x, weight, bias, norm=norm, **more)
+    known = isinstance(norm, CenteredNorm) and norm.sums is not None
+    return out + bias if known and bias is not None else out
+
+
 def forgets_residual(self: Any, x: Any, routing: Any, gate_up: Any, down: Any, **more: Any) -> Any:
     return Operations.experts(self, x, routing, gate_up, down, **more) - more["residual"]
 
@@ -296,6 +305,10 @@ MUTANTS = {
     ),
     "sums of a norm without its offsets": Mutant(
         planted(linear=sums_without_offsets, features=Operations.features | {"linear.norm_sums"}),
+        ("test_linear", "test_activated_linear", "test_gated_linear"),
+    ),
+    "a bias besides the sums that have it": Mutant(
+        planted(linear=adds_bias_of_sums, features=Operations.features | {"linear.norm_sums"}),
         ("test_linear", "test_activated_linear", "test_gated_linear"),
     ),
     "experts without the residual": Mutant(planted(experts=forgets_residual), ("test_experts",)),
