@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -19,14 +20,26 @@ from jackfield.kernels.linear.gemv import EARLY_BYTES, GemvConfig, gemv, gemv_co
 
 CARD = torch.device("cuda", 0)
 HOPPER = tuning.Chip(9, 0, 132)
-MEASURED = GemvConfig(4, 512, 2)
+HEAD = tuning.Product(256000, 3072, gated=False)
+"""Nemotron-Mini's"""
+
+
+def measured_tiles() -> GemvConfig:
+    """Return what the file of the H200 says of it."""
+    entries = json.loads((tuning.FOLDER / "NVIDIA_H200.json").read_text())["gemv"]
+    (config,) = (
+        entry["config"]
+        for entry in entries
+        if tuning.Product(entry["outputs"], entry["inputs"], entry["gated"]) == HEAD
+    )
+    return GemvConfig(**config)
 
 
 @pytest.mark.parametrize(
     ("name", "chip", "tiles"),
     [
-        ("NVIDIA H200", HOPPER, MEASURED),
-        ("NVIDIA H100 80GB HBM3", HOPPER, MEASURED),
+        ("NVIDIA H200", HOPPER, measured_tiles()),
+        ("NVIDIA H100 80GB HBM3", HOPPER, measured_tiles()),
         ("NVIDIA H100 PCIe", HOPPER._replace(multi_processor_count=114), None),
         ("another card", tuning.Chip(12, 0, 132), None),
     ],
@@ -38,18 +51,16 @@ def test_a_measured_choice_goes_before_the_rule(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Of Nemotron-Mini's head, whose tiles no rule gives. One that another card has measured is
-    said."""
+    """One that another card has measured is said."""
     caplog.set_level("INFO", "jackfield.kernels")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: name)
     monkeypatch.setattr(tuning, "chip_of", lambda index: chip)
     for cached in (tuning._choices, tuning._measured_gemv):
         monkeypatch.setattr(tuning, cached.__name__, cached.__wrapped__)
-    product = tuning.Product(256000, 3072, gated=False)
-    assert tuning._measured_gemv(product, CARD) == tiles
+    assert tuning._measured_gemv(HEAD, CARD) == tiles
     others = tiles is not None and name != "NVIDIA H200"
     assert ("another card" in caplog.text) is others
-    assert tuning._measured_gemv(product._replace(gated=True), CARD) is None
+    assert tuning._measured_gemv(HEAD._replace(gated=True), CARD) is None
 
 
 @pytest.mark.parametrize(
