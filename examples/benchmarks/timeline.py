@@ -3,6 +3,7 @@
     python examples/benchmarks/timeline.py --model Qwen3-8B --rows 256 --streams
     python examples/benchmarks/timeline.py --rows 8 --device cpu --output -
     python examples/benchmarks/timeline.py --model Qwen3-8B --rows 256 --ranks 4
+    python examples/benchmarks/timeline.py --model MiniCPM-2B --rows 1 --kernels
 
 Requests decode in step; after a while some steps are watched. On the host, in microseconds a
 step: planning it, taking its result in, handing outputs to streams (all on the event loop), and
@@ -10,7 +11,8 @@ launching it (on the launch thread). On the device, by torch's profiler: the sha
 which a kernel or a copy ran, and the gaps. Weights of Qwen3-8B are made up. `--streams`: each
 request has a task that takes every token; else outputs are only read at the end. With `--ranks`,
 also sending a plan to the others. Of what runs on the event loop, the processor time is reported,
-too: on a busy machine it is what a step costs.
+too: on a busy machine it is what a step costs. With `--kernels`, those of one step are listed, each
+with its start and what it took.
 """
 
 from __future__ import annotations
@@ -39,6 +41,8 @@ from jackfield.entrypoints.bench.workloads import ARCHITECTURES, write_model
 
 GAP = 1.0
 """Microseconds; less is the pause between two launches in a graph."""
+INPUTS = "_decode_inputs_kernel", "_step_inputs_kernel"
+"""Of the kernels that a step begins with."""
 
 
 class Watch:
@@ -114,6 +118,8 @@ async def measure(args: argparse.Namespace, options: dict[str, Any]) -> dict[str
             measured[f"{name}_processor_us"] = 1e6 * statistics.median(watch.processor[part])
     if kinds:
         measured |= device_facts(profiler, count)
+    if kinds and args.kernels:
+        print(table(kernels_of_a_step(profiler), ["kernel", "start_us", "us"]))
     return {name: float(f"{value:.4g}") for name, value in measured.items()}
 
 
@@ -140,6 +146,30 @@ def device_facts(profiler: Any, steps: int) -> dict[str, float]:
     }
 
 
+def kernels_of_a_step(profiler: Any) -> list[list[Any]]:
+    """Return name, start and duration, in us from the step's start, of what ran in a step in the
+    middle of the watched span: from the kernel that makes its inputs to the next step's."""
+    cuda = torch.autograd.DeviceType.CUDA
+    events = sorted(
+        (event for event in profiler.events() if event.device_type == cuda),
+        key=lambda event: event.time_range.start,
+    )
+    firsts = [number for number, event in enumerate(events) if event.name in INPUTS]
+    if len(firsts) < 2:
+        return []
+    middle = (len(firsts) - 1) // 2
+    step = events[firsts[middle] : firsts[middle + 1]]
+    begin = step[0].time_range.start
+    return [
+        [
+            event.name[:60],
+            round(event.time_range.start - begin, 2),
+            round(event.time_range.end - event.time_range.start, 2),
+        ]
+        for event in step
+    ]
+
+
 async def _all_decode(engine: AsyncEngine, rows: int) -> None:
     while engine.stats().generation_tokens < 3 * rows or engine.stats().num_requests_running < rows:
         await asyncio.sleep(0.005)
@@ -162,6 +192,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--prompt", type=int, default=128, help="tokens of each prompt")
     parser.add_argument("--steps", type=int, default=50, help="steps to watch")
     parser.add_argument("--streams", action="store_true", help="take each token at once")
+    parser.add_argument("--kernels", action="store_true", help="list those of one step")
     parser.add_argument("--ranks", type=int, default=1, help="tensor_parallel_size")
     parser.add_argument(
         "--overrides",
@@ -173,6 +204,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", default="auto")
     add_output_options(parser)
     args = parser.parse_args(argv)
+    if args.kernels and not torch.cuda.is_available():
+        parser.error("--kernels: there is no CUDA device whose kernels could be listed")
     sys.setswitchinterval(SWITCH_INTERVAL)
     options: dict[str, Any] = {"device": args.device}
     if args.ranks > 1:
