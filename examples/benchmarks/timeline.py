@@ -204,8 +204,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", default="auto")
     add_output_options(parser)
     args = parser.parse_args(argv)
-    if args.kernels and not torch.cuda.is_available():
-        parser.error("--kernels: there is no CUDA device whose kernels could be listed")
+    if args.kernels and (args.device == "cpu" or not torch.cuda.is_available()):
+        parser.error("--kernels: it lists those of a CUDA device; there is none, or --device cpu")
     sys.setswitchinterval(SWITCH_INTERVAL)
     options: dict[str, Any] = {"device": args.device}
     if args.ranks > 1:

@@ -283,7 +283,7 @@ def gemv_config(weight: Weight, gated: bool) -> GemvConfig:
     families with hidden states of 1,600 to 4,608 numbers (docs/benchmarks/kernels.jsonl) in
     bfloat16, and of 8B in fp8 and 4 bits, on an H200: few outputs need one program each, so that
     every multiprocessor has some; long rows of medium-sized matrices need many bytes in flight, and
-    rows of 3,584 numbers, or a whole vocabulary of such rows, a row in one tile.
+    rows of 3,584 numbers, or a whole vocabulary of long rows, a row in one tile.
     """
     values = values_of(weight)
     outputs, width = values.shape
@@ -292,7 +292,7 @@ def gemv_config(weight: Weight, gated: bool) -> GemvConfig:
         # Triton's interpreter takes milliseconds per program, whatever its size.
         return GemvConfig(32, 2048, 4)
     if not isinstance(weight, QuantizedWeight):
-        whole = outputs > 65536 and width >= 3584
+        whole = width > 2560 and outputs > 65536
         if 2048 < width <= 4096 and (whole or (gated and width % 1024)):
             return GemvConfig(2, 4096, 4)
         if 2048 < width < 4096 and width % 1024 and 4096 < outputs <= 8192:

@@ -281,10 +281,15 @@ class CausalLM(HeadlessLM):
                     shard="vocabulary",
                 )  # fmt: skip
 
+    @property
+    def output_embeddings(self) -> Embedding:
+        """The head: the model's own, or the embeddings that it shares."""
+        head: Embedding = getattr(self, "lm_head", self.model.embed_tokens)
+        return head
+
     def compute_logits(self, hidden: HiddenStates) -> torch.Tensor:
         """Rows of `forward`'s result → [num_rows, vocab_size]"""
-        head: Embedding = getattr(self, "lm_head", self.model.embed_tokens)
-        return head.logits(
+        return self.output_embeddings.logits(
             self.model.finish(hidden), norm=self.model.norm, factor=self.logits_factor
         )
 

@@ -80,7 +80,7 @@ class GemvProduct:
                 else {"norm": (random(inputs).abs() + 0.5, EPS)}
                 for weight in self.weights
             ]
-        if extras.biased and "norm_sums" not in self.options[0]:
+        if extras.biased and "norm_sums" not in self.options[0]:  # Sums contain it.
             self.options = [{**each, "bias": random(stacked)} for each in self.options]
 
     def multiply(self, config: Any, i: int = 0, x: Any = None) -> Any:

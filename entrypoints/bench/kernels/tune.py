@@ -153,8 +153,8 @@ def compiled(pool: Any, compile_one: Callable[[Any], bool], jobs: list[Any]) -> 
 def last_products(layer: Layer) -> tuple[Layer, Product]:
     """Return the last product of a layer with the vocabulary's, and the former."""
     assert layer.vocabulary is not None
-    last = list(layer.products)[-1]
-    return Layer({last: layer.products[last], **dict([layer.vocabulary])}), last
+    last, (vocabulary, extras) = list(layer.products)[-1], layer.vocabulary
+    return Layer({last: layer.products[last], vocabulary: extras}), last
 
 
 def gemv_entries(
@@ -227,13 +227,9 @@ def layer_of(model: str) -> Layer:
 
 
 def vocabulary_of(model: Any, centered: bool) -> tuple[Product, Extras] | None:
-    """Return the product that makes a model's logits, of one that has a head of its own or shares
-    its embeddings."""
-    from ....core.nn.embedding import Embedding
-
-    decoder = getattr(model, "model", None)
-    head = getattr(model, "lm_head", getattr(decoder, "embed_tokens", None))
-    if not isinstance(head, Embedding):
+    """Return the product that makes a model's logits; None: of another kind."""
+    head = getattr(model, "output_embeddings", None)
+    if head is None:
         return None
     rows, inputs = head.weight.shape
     return (rows, inputs, False), Extras(centered, head.bias is not None, summed=False)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from jackfield.core.errors import ConfigError
 from jackfield.entrypoints.bench.kernels import tune, tune_gemv, tune_int4
-from jackfield.entrypoints.bench.kernels.token_layer import Extras
+from jackfield.entrypoints.bench.kernels.token_layer import Extras, Layer
 
 FACTS = {"date": "later", "commit": "b", "torch": "2", "triton": "3", "device": "a card"}
 
@@ -118,6 +119,50 @@ def test_the_vocabulary_is_timed_after_the_last_product() -> None:
     assert list(ending.products) == [last, (50257, 1600, False)] and ending.heads is None
     vocabulary = tune.layer_of("Qwen3-8B").vocabulary
     assert vocabulary is not None and vocabulary[0] == (151936, 4096, False)
+
+
+@pytest.mark.parametrize("given", [None, (4, 512, 4, True, 66)])
+def test_a_product_that_is_kept_stays_as_it_is(
+    given: tune_gemv.Choice | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it is given, or as an engine has it; others are tried beside it."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("triton")
+    from jackfield.kernels.linear.gemv import GemvConfig
+
+    kept, tuned = (64, 128, False), (4096, 64, False)
+    engine = GemvConfig(2, 256, 1, False, 0)
+    seen = set()
+
+    class Product:
+        gated = False
+
+        def __init__(self, rows: int, inputs: int) -> None:
+            self.weights = [torch.empty(rows, inputs, dtype=torch.bfloat16, device="meta")]
+
+        def multiply(self, config: GemvConfig) -> Any:
+            return torch.ones(1)
+
+    class Timed:
+        def __init__(self, layer: Layer) -> None:
+            self.products = {each: Product(*each[:2]) for each in layer.products}
+
+        def engine_configs(self) -> dict[Any, GemvConfig]:
+            return dict.fromkeys(self.products, engine)
+
+        def seconds(self, configs: dict[Any, GemvConfig], repeats: int) -> float:
+            seen.add(configs[kept])
+            best = configs[tuned] == GemvConfig(8, 64, 1, True, 264)
+            return (1.0 if best else 2.0 if configs[tuned][:3] == (8, 64, 1) else 3.0) * 1e-6
+
+    monkeypatch.setattr(tune_gemv, "TokenLayer", Timed)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    sizes = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: sizes)
+    layer = Layer({kept: Extras(), tuned: Extras()})
+    found = tune_gemv.tune(layer, lambda jobs: set(jobs), {kept: given})
+    assert found == ({tuned: (8, 64, 1, True, 264)}, 3.0, 1.0)
+    assert seen == {engine if given is None else GemvConfig(*given)}
 
 
 @pytest.mark.parametrize(("factor", "right"), [(1.0, True), (1.01, True), (1.1, False)])
