@@ -43,7 +43,7 @@ class Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-STEP = {"embedding": 1, "zeros": 1}
+STEP = {"_embedding_kernel": 1, "zeros": 1}
 """What every step begins with, and the positions that `PagedModel` makes."""
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from ..parallel.sharding import Sharding
 from .context import BuildContext
 from .norm import before_product
+from .operations import PositionRows
 
 
 class Embedding(nn.Module):
@@ -49,13 +50,24 @@ class Embedding(nn.Module):
         self.weight = nn.Parameter(build.weight(rows, hidden_size))
         self.bias = nn.Parameter(build.empty(rows)) if bias else None
 
-    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """[num_tokens] → [num_tokens, hidden_size]"""
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        *,
+        factor: float = 1.0,
+        positions: PositionRows | None = None,
+    ) -> torch.Tensor:
+        """factor * weight[token_ids], plus the rows of the positions: [num_tokens] → [num_tokens,
+        hidden_size]"""
         if self.own is None:
-            return F.embedding(token_ids, self.weight)
+            embed = self.operations.embed
+            return embed(token_ids, self.weight, factor=factor, positions=positions)
         others = (token_ids < self.own.start) | (token_ids >= self.own.stop)
         rows = F.embedding((token_ids - self.own.start).masked_fill(others, 0), self.weight)
-        return self.group.all_reduce(rows.masked_fill_(others[:, None], 0.0))
+        rows = self.group.all_reduce(rows.masked_fill_(others[:, None], 0.0))
+        if factor != 1.0:
+            rows = rows * factor
+        return rows if positions is None else rows + F.embedding(*positions)
 
     def logits(
         self, hidden: torch.Tensor, *, norm: nn.Module | None = None, factor: float = 1.0

@@ -61,6 +61,15 @@ AnyNorm: TypeAlias = Norm | CenteredNorm
 """Of operations with the feature `layer_norm`; others get a `Norm`."""
 
 
+class PositionRows(NamedTuple):
+    """Learned positions, for `Operations.embed` to add."""
+
+    positions: torch.Tensor
+    """[T] int64"""
+    weight: torch.Tensor
+    """[num_positions, hidden_size]"""
+
+
 class HeadLayout(NamedTuple):
     """Split of a projection's last dimension: queries, then keys, then values."""
 
@@ -149,6 +158,21 @@ class Operations(
         """Return the number of kernels compiled or loaded in this process so far; a step that
         increases it was delayed by that."""
         return 0
+
+    def embed(
+        self,
+        token_ids: torch.Tensor,
+        weight: torch.Tensor,
+        *,
+        factor: float = 1.0,
+        positions: PositionRows | None = None,
+    ) -> torch.Tensor:
+        """factor * weight[token_ids], rounded, plus the rows of the positions: [T] int64 → [T,
+        hidden_size], of the weight's type."""
+        rows = F.embedding(token_ids, weight)
+        if factor != 1.0:
+            rows *= factor
+        return rows if positions is None else rows + F.embedding(*positions)
 
     def rms_norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         """[..., size] → x / rms(x), rounded to the weight's type, times the weight; of x's type."""

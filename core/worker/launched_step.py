@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..step import StepPlan, StepResult, TokenLogprobs
+from .graphs.written_tokens import TokenPlace
 from .speculation.drafting import DraftCounts
 
 LOGPROB_FIELDS = ("top_ids", "top_logprobs", "logprob", "rank")
@@ -50,11 +51,13 @@ class LaunchedStep:
     wanted_logprobs: dict[int, int]
     """Row of the plan → k."""
     output: Mapping[str, np.ndarray]
-    """Copies on the host, once the step is done."""
+    """Copies on the host, once the step is done; without tokens if they have a place."""
     prompt_scores: Sequence[PromptScores]
     event: Any
     launched: float = 0.0
     """When the launch began, by `time.monotonic`."""
+    place: TokenPlace | None = None
+    """Where the step itself writes its tokens."""
     keep: list[Any] = field(default_factory=list)
     """Device tensors that the copies read; held until they are done."""
     failed: dict[int, str] = field(default_factory=dict)
@@ -78,7 +81,8 @@ class LaunchedStep:
         return self._sampled()
 
     def _sampled(self) -> list[int]:
-        chosen, rows = self.output["chosen"], self.sample_rows
+        chosen = self.output["chosen"] if self.place is None else self.place.tokens()
+        rows = self.sample_rows
         if len(chosen) != len(rows):
             # A recorded step samples for all of its rows, and has room for more.
             chosen = chosen[: len(rows)] if rows[-1] == len(rows) - 1 else chosen[rows]

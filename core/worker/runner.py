@@ -26,6 +26,7 @@ from .graphs.draft_graphs import DraftGraphs
 from .graphs.endings import Ending
 from .graphs.mixed_graphs import MixedGraphs
 from .graphs.recorder import NotRecorded
+from .graphs.written_tokens import TokenPlace, WrittenTokens
 from .hidden_states import take
 from .kv_cache.planned_compactions import PlannedCompactions
 from .kv_cache.query_ring import QueryRing
@@ -69,6 +70,8 @@ class Sampled(NamedTuple):
     log-probabilities."""
     logprob_rows: dict[int, int]
     """Row of the plan → k, for rows with log-probabilities."""
+    place: TokenPlace | None = None
+    """Where the step itself writes `chosen` for the host."""
 
 
 class ModelRunner:
@@ -101,6 +104,8 @@ class ModelRunner:
         self.graphs: DecodeGraphs | None = None
         self.mixed_graphs: MixedGraphs | None = None
         self.draft_graphs: DraftGraphs | None = None
+        self.written: WrittenTokens | None = None
+        """Tokens of recorded steps, where these write them to the host."""
         self.compactions: PlannedCompactions | None = None
         """Set with KV compression."""
         sampler.divide(model, ranks)
@@ -279,7 +284,7 @@ class ModelRunner:
         num_rows = sample_rows[-1] + 1
         graphs.finish(num_rows, ending)
         if ending is not Ending.LOGITS:
-            sampled = self._recorded(graphs.outputs, sample_rows, rows_host)
+            sampled = self._recorded(graphs.outputs, sample_rows, rows_host, self.written)
             return self._copy_back(plan, scores, sampled)
         slots, lengths = graphs.sampling_inputs(num_rows)
         logits = graphs.logits[:num_rows]
@@ -304,7 +309,7 @@ class ModelRunner:
         if not self.samples:
             return self._send_states(plan, graphs.logits)
         if ending is not Ending.LOGITS:
-            sampled = self._recorded(graphs.outputs, rows, rows_host)
+            sampled = self._recorded(graphs.outputs, rows, rows_host, self.written)
             return self._copy_back(plan, sampled=sampled)
         slots, lengths = graphs.sampling_inputs(len(rows))
         logits = graphs.logits[: len(rows)]
@@ -329,9 +334,17 @@ class ModelRunner:
             return Ending.PLAIN
         return Ending.FULL if self.sampler.recordable(rows_host) else Ending.LOGITS
 
-    def _recorded(self, out: SampleOutputs, rows: list[int], slots_host: list[int]) -> Sampled:
-        """Collect the results of a recorded step. out: of its rows, or of more."""
-        return self._sampled(rows, slots_host, out.chosen, Logprobs(*out[1:]))
+    def _recorded(
+        self,
+        out: SampleOutputs,
+        rows: list[int],
+        slots_host: list[int],
+        written: WrittenTokens | None = None,
+    ) -> Sampled:
+        """Collect the results of a recorded step. out: of its rows, or of more; written: has the
+        tokens, too."""
+        sampled = self._sampled(rows, slots_host, out.chosen, Logprobs(*out[1:]))
+        return sampled if written is None else sampled._replace(place=written.place())
 
     def _sampled(
         self,
@@ -439,7 +452,7 @@ class ModelRunner:
         drafted: DraftCounts | None = None,
     ) -> LaunchedStep:
         """Propose drafts, and start the copies to the host; no synchronisation."""
-        rows, output, logprob_rows = sampled or Sampled([], {}, {})
+        rows, output, logprob_rows, place = sampled or Sampled([], {}, {})
         proposal_rows: list[int] = []
         if self.drafting is not None:
             proposal_rows = self.drafting.proposal_rows(plan)
@@ -453,13 +466,15 @@ class ModelRunner:
             self.stage.send_tokens(output["chosen"], rows)
         keep: list[Any] = [output, scores]
         event = None
+        if len(output) > 1:
+            place = None  # Tokens come with the rest, in one copy.
         # The next step overwrites these buffers.
-        copies = to_host(output)
+        copies = to_host(output) if place is None else {}
         if self.device.type == "cuda":
             scores = [replace(each, tables=to_host(each.tables)) for each in scores]
             event = torch.cuda.Event()
             event.record()
         return LaunchedStep(
-            plan, rows, logprob_rows, copies, scores, event, keep=keep,
+            plan, rows, logprob_rows, copies, scores, event, place=place, keep=keep,
             drafted=drafted, proposal_rows=proposal_rows,
         )  # fmt: skip

@@ -189,6 +189,7 @@ def main(argv: list[str] | None = None) -> int:
         help=f"a folder, or one of {', '.join(ARCHITECTURES)} (default: embedded)",
     )
     parser.add_argument("--rows", type=int, default=256, help="requests that decode")
+    parser.add_argument("--max-model-len", type=int, default=4352, help="of made-up models")
     parser.add_argument("--prompt", type=int, default=128, help="tokens of each prompt")
     parser.add_argument("--steps", type=int, default=50, help="steps to watch")
     parser.add_argument("--streams", action="store_true", help="take each token at once")
@@ -218,7 +219,7 @@ def main(argv: list[str] | None = None) -> int:
             options |= {
                 "model": str(write_model(args.model, Path(folder))),
                 "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16",
-                "max_model_len": 4352,
+                "max_model_len": args.max_model_len,
             }  # fmt: skip
         elif args.model:
             options["model"] = args.model

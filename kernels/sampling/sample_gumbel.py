@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from ..launch import launch
+from ..pdl import gdc_launch_dependents, gdc_wait, pdl_options
 from .gumbel_noise import LOG2E, drawn_scores, largest, row_keys, token_hashes
 from .layout import INVERSE_TEMPERATURE, NOISE, float_of
 
@@ -44,6 +45,7 @@ def _part_kernel(
     first_token,
     sharing,
     PART_SIZE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program: one part of several rows; stores the parts' winners, +inf if a logit is NaN."""
     part = tl.program_id(0)
@@ -52,6 +54,9 @@ def _part_kernel(
     inside = column < num_tokens
     token = first_token + column
     hashes = token_hashes(token)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     for row in range(first, tl.minimum(first + sharing, num_rows)):
         row64 = first.to(tl.int64) + (row - first)
         settings = settings_ptr + tl.load(slots_ptr + row64) * stride_settings
@@ -83,11 +88,15 @@ def _row_kernel(
     stride_best,
     num_parts,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program per row: the winner of its parts, the lowest id among equal scores."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, BLOCK)
     inside = part < num_parts
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     best = tl.load(best_ptr + row * stride_best + part, mask=inside, other=-float("inf"))
     token = tl.load(token_ptr + row * stride_best + part, mask=inside, other=NO_TOKEN)
     highest = tl.max(best, axis=0)
@@ -136,6 +145,7 @@ def best_of_parts(
     if num_rows == 0:
         return best
     sharing = SHARING if num_rows >= 2 * SHARING else 1
+    options = pdl_options(logits.device)
     launch(_part_kernel, (num_parts, triton.cdiv(num_rows, sharing)))(
         best.view(torch.float32),
         best[:, 1],
@@ -151,8 +161,10 @@ def best_of_parts(
         first_token,
         sharing,
         PART_SIZE=PART,
+        PDL=bool(options),
         num_warps=4,
         enable_fp_fusion=False,
+        **options,
     )
     return best
 
@@ -170,6 +182,7 @@ def choose_best(
     num_rows, num_parts = best.shape
     if num_rows == 0:
         return
+    options = pdl_options(best.device)
     launch(_row_kernel, (num_rows,))(
         chosen,
         token_history,
@@ -181,5 +194,7 @@ def choose_best(
         best.stride(0),
         num_parts,
         BLOCK=triton.next_power_of_2(num_parts),
+        PDL=bool(options),
         num_warps=1,
+        **options,
     )

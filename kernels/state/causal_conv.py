@@ -16,7 +16,7 @@ import triton.language as tl
 
 from ..launch import launch
 from ..pdl import gdc_launch_dependents, gdc_wait, pdl_options
-from ..step_inputs import rows_of
+from ..step.step_inputs import rows_of
 from .rows import PLACES, Rows, row_of
 
 TOKENS = 16

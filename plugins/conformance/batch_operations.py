@@ -210,6 +210,21 @@ class BatchChecks:
                     one, other = one[:, : asked["logprobs"]], other[:, : asked["logprobs"]]
                 torch.testing.assert_close(one.double(), other.double(), atol=1e-4, rtol=1e-4)
 
+    def test_write_tokens(self) -> None:
+        """Write tokens of more runs than a ring has places, past the last run that is counted."""
+        operations, last = self.make(torch.float32), 6
+        if not operations.writes_tokens:
+            pytest.skip("it leaves tokens to a copy")
+        ring = torch.zeros(4, 9, dtype=torch.int32, pin_memory=self.device.type == "cuda")
+        runs = torch.tensor([3], dtype=torch.int32, device=self.device)
+        for run, rows in ((4, 8), (5, 1), (6, 3), (0, 2), (1, 8)):
+            chosen = torch.arange(rows, dtype=torch.int32, device=self.device) * 11 - run
+            operations.write_tokens(chosen, runs, ring, last)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()
+            assert runs.tolist() == [run]
+            assert ring[run % 4, : 1 + rows].tolist() == [run, *chosen.tolist()]
+
     def sampled(
         self, operations: Operations, asked: dict[str, Any], rows: list[int], logits: torch.Tensor
     ) -> tuple[list[int], Any]:

@@ -23,6 +23,7 @@ from ...core.nn.operations import (
     Norm,
     NormSums,
     Operations,
+    PositionRows,
 )
 from ...core.nn.packed import (
     PackedWeight,
@@ -129,6 +130,19 @@ class OperationsKit(HeadChecks, ExpertChecks, BatchChecks, QuantizedCacheChecks,
                 )
 
     # -------------------------------------------------------------- norms and activations
+
+    def test_embed(self, dtype: torch.dtype) -> None:
+        """Embed tokens, scale them, and add rows of their positions."""
+        operations = self.make(dtype)
+        weight, table = (self.draw(40, SIZE, dtype=dtype, seed=n) for n in (1, 2))
+        for tokens in TOKENS:
+            ids = (torch.arange(tokens, device=self.device) * 7 + 3) % 40
+            rows = PositionRows((ids + 5) % 40, table)
+            assert torch.equal(operations.embed(ids, weight), weight[ids])
+            for more in ({"factor": 2.5}, {"positions": rows}, {"factor": 2.5, "positions": rows}):
+                got, want = (each.embed(ids, weight, **more) for each in (operations, REFERENCE))
+                assert got.dtype == dtype
+                self.near(got, want, dtype)
 
     def test_rms_norm(self, dtype: torch.dtype) -> None:
         """Norm rows, heads in a projection, and with a weight in float32."""

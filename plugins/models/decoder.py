@@ -23,6 +23,7 @@ from ...core.nn.embedding import Embedding
 from ...core.nn.latent.layer import LatentAttention
 from ...core.nn.linear import Linear
 from ...core.nn.mlp import GatedMLP
+from ...core.nn.operations import PositionRows
 from ...core.nn.rotary import Rotary
 from ...core.parallel.elsewhere import Elsewhere
 from ...core.protocols.field_kinds import FieldKind
@@ -152,8 +153,14 @@ class Decoder(nn.Module):
     def embed(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Embed token ids: both [num_tokens] → input of the first layer, [num_tokens,
         hidden_size]."""
-        hidden: torch.Tensor = self.embed_tokens(input_ids)
-        return hidden if self.scale is None else hidden * self.scale
+        factor = 1.0 if self.scale is None else self.scale
+        rows = self.position_rows(positions)
+        hidden: torch.Tensor = self.embed_tokens(input_ids, factor=factor, positions=rows)
+        return hidden
+
+    def position_rows(self, positions: torch.Tensor) -> PositionRows | None:
+        """Return what `embed` adds for positions, [num_tokens]; None: nothing."""
+        return None
 
     @staticmethod
     def embedding_scale(config: ModelConfig, build: BuildContext) -> float | None:

@@ -171,18 +171,21 @@ def _mlp(hf: Any, inner: int, build: BuildContext) -> PlainMLP:
     return PlainMLP(hf.d_model, inner, hf.activation_function, build, field="activation_function")
 
 
-class LearnedPositions(Embedding):
+class LearnedPositions(nn.Module):
     """Position → a learned vector."""
 
     offset: ClassVar[int] = 0
     """Row of position 0."""
 
     def __init__(self, hf: Any, build: BuildContext) -> None:
-        super().__init__(hf.max_position_embeddings + self.offset, hf.d_model, build)
+        super().__init__()
+        self.operations = build.operations
+        rows = hf.max_position_embeddings + self.offset
+        self.weight = nn.Parameter(build.empty(rows, hf.d_model))
 
     def forward(self, positions: torch.Tensor) -> torch.Tensor:
         """[num_tokens] → [num_tokens, hidden_size]"""
-        return super().forward(positions + self.offset)
+        return self.operations.embed(positions, self.weight[self.offset :])
 
 
 class LearnedFromTwo(LearnedPositions):

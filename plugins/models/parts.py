@@ -20,7 +20,7 @@ from ...core.nn.embedding import Embedding
 from ...core.nn.experts import SparseMLP
 from ...core.nn.mlp import PlainMLP
 from ...core.nn.norm import LayerNorm, RMSNorm
-from ...core.nn.operations import CenteredNorm
+from ...core.nn.operations import CenteredNorm, PositionRows
 from ...core.nn.rotary import Rotary
 from ...core.nn.routing import RoutingRule
 from ...core.parallel.elsewhere import Elsewhere
@@ -116,13 +116,12 @@ class PositionDecoder(UnrotatedDecoder):
     ) -> None:
         super().__init__(config, build, attention, mlp)
         rows = config.hf_config.max_position_embeddings + self.offset
-        self.embed_positions: nn.Module = Elsewhere()
+        self.embed_positions: Any = Elsewhere()
         if build.ranks.pipeline.first:
             self.embed_positions = Embedding(rows, config.hidden_size, build)
 
-    def embed(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        places: torch.Tensor = self.embed_positions(positions + self.offset)
-        return super().embed(input_ids, positions) + places
+    def position_rows(self, positions: torch.Tensor) -> PositionRows:
+        return PositionRows(positions, self.embed_positions.weight[self.offset :])
 
 
 # ---------------------------------------------------------------- attention

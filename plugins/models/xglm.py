@@ -9,6 +9,7 @@ import torch
 from ...core.loading.model_config import ModelConfig
 from ...core.loading.weight_map import WeightMap
 from ...core.nn.context import BuildContext
+from ...core.nn.operations import PositionRows
 from .blocks import MakeMLP, SelfAttention
 from .decoder import QKV_SHARDS
 from .opt import NAMES, OFFSET, OptBlock, OPTForCausalLM, scale_of
@@ -37,8 +38,8 @@ class XglmDecoder(UnrotatedDecoder):
         self.places: torch.Tensor
         self.register_buffer("places", table, persistent=False)
 
-    def embed(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return super().embed(input_ids, positions) + self.places[positions]
+    def position_rows(self, positions: torch.Tensor) -> PositionRows:
+        return PositionRows(positions, self.places)
 
 
 class XGLMForCausalLM(OPTForCausalLM):

@@ -19,6 +19,7 @@ from ...core.nn.operations import (
     HeadLayout,
     Norm,
     Operations,
+    PositionRows,
     split_heads,
 )
 from ...core.nn.packed import PackedWeight
@@ -36,8 +37,7 @@ try:
     from ...kernels.compaction.best_tokens import best_tokens
     from ...kernels.compaction.compact_caches import compact_caches
     from ...kernels.compile import Precompiler, can_precompile, load_compiler, num_loaded
-    from ...kernels.decode_inputs import decode_inputs
-    from ...kernels.drafts import keep_drafts, verify_drafts
+    from ...kernels.embedding import embedding
     from ...kernels.linear.gemv import gemv
     from ...kernels.linear.small_m_matmul import (
         MAX_TILES,
@@ -53,7 +53,10 @@ try:
     from ...kernels.sampling.sample_gumbel import best_of_parts, choose_best, sample_gumbel
     from ...kernels.sampling.sample_tokens import sample_tokens
     from ...kernels.sigmoid_gate import sigmoid_gate
-    from ...kernels.step_inputs import advance, scatter, slot_mappings, step_inputs
+    from ...kernels.step.decode_inputs import decode_inputs
+    from ...kernels.step.drafts import keep_drafts, verify_drafts
+    from ...kernels.step.step_inputs import advance, scatter, slot_mappings, step_inputs
+    from ...kernels.step.written_tokens import write_tokens
     from ...kernels.tuning import Product, gemv_tiles, small_m_config
     from .experts import experts_product, experts_serve
     from .indexing import TritonIndexing
@@ -117,6 +120,17 @@ class TritonOperations(TritonStates, TritonLatents, TritonIndexing, Operations):
     def num_loaded(self) -> int:
         """Counted by Triton's own hook."""
         return num_loaded()
+
+    def embed(
+        self,
+        token_ids: torch.Tensor,
+        weight: torch.Tensor,
+        *,
+        factor: float = 1.0,
+        positions: PositionRows | None = None,
+    ) -> torch.Tensor:
+        """factor * weight[token_ids], plus the rows of the positions, in one launch."""
+        return embedding(token_ids, weight, factor, positions)
 
     def rms_norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         """[..., size] → the same shape."""
@@ -436,6 +450,7 @@ class TritonOperations(TritonStates, TritonLatents, TritonIndexing, Operations):
         return keep_drafts(token_ids, counts, slots, *tables, vocab_size)
 
     samples: ClassVar[bool] = True
+    writes_tokens: ClassVar[bool] = True
 
     def sample(
         self,
@@ -491,6 +506,12 @@ class TritonOperations(TritonStates, TritonLatents, TritonIndexing, Operations):
     ) -> None:
         """In one launch."""
         edit_logits(logits, slots, tables, out, edits=edits, scale=scale, grammar=grammar)
+
+    def write_tokens(
+        self, chosen: torch.Tensor, runs: torch.Tensor, ring: torch.Tensor, last: int
+    ) -> None:
+        """By one program."""
+        write_tokens(chosen, runs, ring, last)
 
     def mask_tokens(
         self, logits: torch.Tensor, bits: torch.Tensor, rows: torch.Tensor | None

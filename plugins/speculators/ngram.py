@@ -16,7 +16,7 @@ from msgspec import Meta
 from ...core.protocols.speculators import Drafts, KnownTokens, Speculator, SpeculatorSetup
 
 try:
-    from ...kernels.lookup_ngrams import lookup_ngrams
+    from ...kernels.step.lookup_ngrams import lookup_ngrams
 
     _launches = True
 except ImportError:

@@ -19,10 +19,12 @@ from jackfield.core.nn.operations import Operations
 from jackfield.kernels import reference
 from jackfield.kernels.activations import gelu_mul, silu_mul
 from jackfield.kernels.attention.qk_norm_rope_cache import qk_norm_rope_cache
+from jackfield.kernels.embedding import embedding
 from jackfield.kernels.linear.gemv import GemvConfig, gemv
 from jackfield.kernels.rms_norm import rms_norm
 from jackfield.kernels.sampling.mask_tokens import mask_tokens
 from jackfield.kernels.sampling.sample_gumbel import sample_gumbel
+from jackfield.kernels.step.written_tokens import write_tokens
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -282,7 +284,7 @@ def test_noise_of_the_kernel_is_the_samplers_noise():
 def test_step_inputs_equal_those_of_torch(counts, dropped):
     from jackfield.core.nn.operations import Operations
     from jackfield.core.nn.step_operations.inputs import StepTensors
-    from jackfield.kernels.step_inputs import step_inputs
+    from jackfield.kernels.step.step_inputs import step_inputs
 
     random = torch.Generator().manual_seed(len(counts))
     rows = len(counts)
@@ -315,7 +317,7 @@ def test_step_inputs_equal_those_of_torch(counts, dropped):
 @pytest.mark.parametrize("rows", [1, 6, 700])
 def test_slots_advance_by_the_tokens_of_their_rows(rows):
     from jackfield.core.nn.operations import Operations
-    from jackfield.kernels.step_inputs import advance
+    from jackfield.kernels.step.step_inputs import advance
 
     random = torch.Generator().manual_seed(rows)
     counts = torch.randint(0, 9, (rows,), generator=random)
@@ -339,7 +341,7 @@ def test_slots_advance_by_the_tokens_of_their_rows(rows):
 @pytest.mark.parametrize("count", [0, 1, 1500, 3000])
 def test_scattered_writes_equal_those_of_torch(count):
     from jackfield.core.nn.operations import Operations
-    from jackfield.kernels.step_inputs import scatter
+    from jackfield.kernels.step.step_inputs import scatter
 
     random = torch.Generator().manual_seed(count)
     places = torch.randperm(5000, generator=random)[:3000]
@@ -353,10 +355,48 @@ def test_scattered_writes_equal_those_of_torch(count):
     assert (got[writes[:count, 0].long()] == writes[:count, 1]).all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("tokens", "size"), [(1, 64), (5, 1600), (3, 4352)])
+@pytest.mark.parametrize("placed", [False, True])
+@pytest.mark.parametrize("factor", [1.0, 12.7])
+def test_embeddings_equal_those_of_torch(dtype, tokens, size, placed, factor):
+    from jackfield.core.nn.operations import PositionRows
+
+    if dtype == torch.bfloat16 and DEVICE.type == "cpu":
+        pytest.skip("the interpreter cuts off what bfloat16 has no room for")
+    random = torch.Generator().manual_seed(4)
+    # A column of a table, and a part of another table, as models have them.
+    ids = torch.randint(0, 40, (2, tokens + 1), generator=random).to(DEVICE)[1, 1:]
+    weight, table = draw(40, size, dtype=dtype), draw(33, size, dtype=dtype)[2:]
+    positions = torch.randint(0, 31, (tokens,), generator=random).to(DEVICE)
+    rows = PositionRows(positions, table) if placed else None
+    got = embedding(ids, weight, factor, rows)
+    want = Operations().embed(ids, weight, factor=factor, positions=rows)
+    assert got.dtype == dtype and torch.equal(got, want)
+    assert embedding(ids[:0], weight, factor).shape == (0, size)
+
+
+def test_tokens_are_written_to_the_next_place_of_the_ring():
+    """257 rows, which one pass does not write; after the last run they are counted from 0."""
+    pinned = DEVICE.type == "cuda"
+    ring = torch.full((3, 300), -7, dtype=torch.int32, pin_memory=pinned)
+    runs = torch.tensor([8], dtype=torch.int32, device=DEVICE)
+    for run, rows in ((9, 257), (10, 1), (0, 2)):
+        chosen = torch.arange(rows, dtype=torch.int32, device=DEVICE) + 100 * run
+        write_tokens(chosen, runs, ring, 10)
+        if pinned:
+            torch.cuda.synchronize()
+        assert runs.tolist() == [run]
+        place = ring[run % 3].tolist()
+        assert place[: rows + 1] == [run, *chosen.tolist()]
+    assert ring[2].tolist() == [-7] * 300, "nothing else is written"
+    assert ring[1].tolist()[2:] == [-7] * 298 and ring[0].tolist()[258:] == [-7] * 42
+
+
 def test_decode_inputs_equal_those_of_torch():
     from jackfield.core.nn.operations import Operations
     from jackfield.core.nn.step_operations.inputs import DecodeTensors
-    from jackfield.kernels.decode_inputs import decode_inputs
+    from jackfield.kernels.step.decode_inputs import decode_inputs
 
     random = torch.Generator().manual_seed(2)
     history = torch.randint(0, 999, (7, 90), generator=random, dtype=torch.int32).to(DEVICE)
@@ -389,7 +429,7 @@ def test_decode_inputs_of_compacted_caches_equal_those_of_torch():
     block, which it gets."""
     from jackfield.core.nn.operations import Operations
     from jackfield.core.nn.step_operations.inputs import DecodeTensors
-    from jackfield.kernels.decode_inputs import decode_inputs
+    from jackfield.kernels.step.decode_inputs import decode_inputs
 
     history = torch.arange(4 * 90, dtype=torch.int32, device=DEVICE).view(4, 90)
     table = torch.arange(1, 4 * 6 + 1, dtype=torch.int32, device=DEVICE).view(4, 6)

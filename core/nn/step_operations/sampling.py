@@ -56,6 +56,8 @@ class SamplingOperations:
     name: ClassVar[str]
     samples: ClassVar[bool] = False
     """Whether `sample` and `edit_logits` are implemented; otherwise torch samples."""
+    writes_tokens: ClassVar[bool] = False
+    """Whether `write_tokens` is implemented; otherwise tokens are copied to the host."""
 
     def sample(
         self,
@@ -126,6 +128,17 @@ class SamplingOperations:
         apply; scale: divide by the temperature, after them.
         """
         raise NotImplementedError(f"operations {self.name!r} have no sampling (`samples`)")
+
+    def write_tokens(
+        self, chosen: torch.Tensor, runs: torch.Tensor, ring: torch.Tensor, last: int
+    ) -> None:
+        """Count a run: runs + 1, or 0 after `last`; and write it, and the tokens, to its place in
+        the ring, the run modulo its length. A launch that a graph can contain.
+
+        chosen: [R] int32; runs: [1] int32; ring: [places, 1 + R or more] int32, in pinned memory of
+        the host if the others are on a GPU.
+        """
+        raise NotImplementedError(f"operations {self.name!r} write no tokens (`writes_tokens`)")
 
     def mask_tokens(
         self, logits: torch.Tensor, bits: torch.Tensor, rows: torch.Tensor | None

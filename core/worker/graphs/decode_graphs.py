@@ -24,6 +24,7 @@ from ..slot_table import NO_WRITES
 from .endings import Ending, row_counts, sample_rows
 from .recorder import Recorder, Replay
 from .static_numbers import StaticNumbers
+from .written_tokens import WrittenTokens
 
 logger = logging.getLogger("jackfield.worker")
 
@@ -41,14 +42,16 @@ class DecodeGraphs:
         operations: Operations,
         record: Recorder,
         endings: Sequence[Ending],
+        written: WrittenTokens | None = None,
     ) -> None:
         """`forward`: from a step's inputs, R rows of one token each, to hidden states; `logits`:
         from these to those that an ending samples from. endings: to record, the most useful
-        first."""
+        first; written: gets the tokens of each run, besides `outputs`."""
         max_num_seqs = batch.num_slots
         self._forward, self._logits = forward, logits
         self._sampler = sampler
         self._record = record
+        self._written = written
         self._kinds = endings
         self._counts = row_counts(max_num_seqs)
         self._replays: dict[tuple[int, Ending], Replay] = {}
@@ -102,6 +105,7 @@ class DecodeGraphs:
         if rows is None or not self._inputs.fill(plan, rows):
             return False
         self._replays[rows, ending]()
+        self._ran(ending)
         return True
 
     def sampling_inputs(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -123,16 +127,24 @@ class DecodeGraphs:
         began = time.monotonic()
         self._inputs.fill_scratch(rows)
         if not self._is_ready(rows, ending):
-            self._step(rows, ending)
+            self._run_once(rows, ending)
         try:
             replay = self._record(lambda: self._step(rows, ending))
         except RuntimeError:
             logger.debug("a step of %d rows has to run first", rows, exc_info=True)
-            self._step(rows, ending)
+            self._run_once(rows, ending)
             replay = self._record(lambda: self._step(rows, ending))
         self._replays[rows, ending] = replay
         self.num_recorded += 1
         logger.debug("recorded a step of %d rows in %.3f s", rows, time.monotonic() - began)
+
+    def _run_once(self, rows: int, ending: Ending) -> None:
+        self._step(rows, ending)
+        self._ran(ending)
+
+    def _ran(self, ending: Ending) -> None:
+        if self._written is not None and ending.samples:
+            self._written.ran()
 
     def _is_ready(self, rows: int, ending: Ending) -> bool:
         """Whether all that a step launches has been launched before, so that it is compiled and
@@ -157,7 +169,7 @@ class DecodeGraphs:
             if not ending.samples:
                 continue
             logits = self._logits(hidden, ending)
-            sample_rows(self._sampler, ending, logits, inputs.sample_slots, inputs.sample_lengths)
+            self._sample(ending, logits, inputs)
 
     def _step(self, rows: int, ending: Ending) -> None:
         self._finish(self._inputs.expand(rows), rows, ending)
@@ -165,12 +177,16 @@ class DecodeGraphs:
     def _finish(self, inputs: StepInputs, rows: int, ending: Ending) -> None:
         logits = self._logits(self._forward(inputs), ending)
         if ending.samples:
-            sample_rows(self._sampler, ending, logits, inputs.sample_slots, inputs.sample_lengths)
+            self._sample(ending, logits, inputs)
             return
         if not self.logits.numel():
             self.logits = logits.new_empty(self._counts[-1], logits.shape[1])
         self.logits[:rows].copy_(logits)
         self._sampling_inputs[rows] = inputs.sample_slots, inputs.sample_lengths
+
+    def _sample(self, ending: Ending, logits: torch.Tensor, inputs: StepInputs) -> None:
+        slots, lengths = inputs.sample_slots, inputs.sample_lengths
+        sample_rows(self._sampler, ending, logits, slots, lengths, self._written)
 
 
 class DecodeInputs:

@@ -7,6 +7,7 @@ import enum
 import torch
 
 from ..sampling.sampler import Sampler
+from .written_tokens import WrittenTokens
 
 
 class Ending(enum.StrEnum):
@@ -39,14 +40,17 @@ def sample_rows(
     logits: torch.Tensor,
     slots: torch.Tensor,
     lengths: torch.Tensor,
+    written: WrittenTokens | None = None,
 ) -> None:
     """Do what this ending of a recorded step does with the logits; results go to
-    `sampler.outputs`."""
+    `sampler.outputs`, and tokens to `written`, too."""
     out = sampler.outputs.first(logits.shape[0])
     if ending is Ending.PLAIN:
         (sampler.shard or sampler).sample_plain(logits, slots, lengths, out)
     else:
         sampler.sample_step(logits, slots, lengths, out)
+    if written is not None:
+        written.write(out.chosen)
 
 
 def recorded_endings(sampler: Sampler, samples: bool) -> list[Ending]:

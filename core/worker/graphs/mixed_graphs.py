@@ -26,6 +26,7 @@ from ..sampling.sampler import Sampler
 from .endings import Ending, row_counts, sample_rows
 from .mixed_inputs import MixedInputs, MixedKey, StepShape, shape_of
 from .recorder import Recorder, Replay
+from .written_tokens import WrittenTokens
 
 logger = logging.getLogger("jackfield.worker")
 
@@ -76,16 +77,19 @@ class MixedGraphs:
         endings: Sequence[Ending],
         errors: type[Exception],
         in_traffic: bool,
+        written: WrittenTokens | None = None,
     ) -> None:
         """`forward`: maps a step's inputs to hidden states of T tokens; `logits`: from those
         of R rows to those that an ending samples from; `max_tokens`: of any step; `endings`: to
         record, the most useful first; `errors`: of recordings, on all ranks;
-        `in_traffic`: whether a step's launch may run another step first."""
+        `in_traffic`: whether a step's launch may run another step first; `written`: gets the tokens
+        of each run, besides `outputs`."""
         self._forward = forward
         self._logits = logits
         self._batch = batch
         self._backend = backend
         self._sampler = sampler
+        self._written = written
         self._record = record
         self._errors, self._in_traffic = errors, in_traffic
         self._kinds = [ending for ending in endings if ending is not Ending.STATES]
@@ -139,6 +143,7 @@ class MixedGraphs:
             rows = next(count for count in self._row_counts if count >= num_rows)
             self.record_ending(rows, ending)
         self._endings[rows, ending]()
+        self._ended(ending)
 
     def sampling_inputs(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return slots and lengths of the step launched last, [num_rows] int64."""
@@ -315,6 +320,7 @@ class MixedGraphs:
         self._slots.fill_(self._batch.scratch_slot)
         self._lengths.zero_()
         self._end(rows, ending)
+        self._ended(ending)
         self._endings[rows, ending] = self._record(lambda: self._end(rows, ending))
         self._slots.copy_(slots)
         self._lengths.copy_(lengths)
@@ -359,11 +365,15 @@ class MixedGraphs:
         logits = self._logits(each(self._last_states, lambda part: part[:rows]), ending)
         slots, lengths = self._slots[:rows], self._lengths[:rows]
         if ending is not Ending.LOGITS:
-            sample_rows(self._sampler, ending, logits, slots, lengths)
+            sample_rows(self._sampler, ending, logits, slots, lengths, self._written)
             return
         if not self.logits.numel():
             self.logits = logits.new_empty(self._row_counts[-1], logits.shape[1])
         self.logits[:rows].copy_(logits)
+
+    def _ended(self, ending: Ending) -> None:
+        if self._written is not None and ending.samples:
+            self._written.ran()
 
     def _expand(self, key: MixedKey) -> StepInputs:
         return self._inputs.expand(key, self._num_rows(key))

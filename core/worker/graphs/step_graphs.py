@@ -14,6 +14,7 @@ from .draft_graphs import DraftGraphs
 from .endings import recorded_endings
 from .mixed_graphs import MixedGraphs
 from .recorder import CountedRecorder, Recorder
+from .written_tokens import written_tokens
 
 logger = logging.getLogger("jackfield.worker")
 
@@ -37,6 +38,8 @@ class StepGraphs:
         self._record = CountedRecorder(record)
         operations = runner.batch.operations
         endings = self._endings = recorded_endings(runner.sampler, runner.samples)
+        batch = runner.batch
+        written = self._written = written_tokens(operations, batch.num_slots, batch.device)
         self.decode = DecodeGraphs(
             forward=runner.forward,
             logits=runner.logits,
@@ -45,6 +48,7 @@ class StepGraphs:
             operations=operations,
             record=self._record,
             endings=endings,
+            written=written,
         )
         self.mixed: MixedGraphs | None = None
         """None: the attention backend, or layers that keep states, do not support recording steps
@@ -63,6 +67,7 @@ class StepGraphs:
                 errors=runner.record_errors,
                 # States of the stage before have arrived by then, and would be overwritten.
                 in_traffic=runner.stage is None,
+                written=written,
             )
 
         self.drafts: DraftGraphs | None = None
@@ -96,7 +101,7 @@ class StepGraphs:
         runner = self._runner
         try:
             self.decode.record(1, self._endings[0])
-            runner.graphs = self.decode
+            runner.graphs, runner.written = self.decode, self._written
             if self.mixed is not None:
                 self.mixed.record_for(FIRST_PROMPT)
                 if runner.batch.num_drafts:

@@ -21,7 +21,6 @@ from ....kernels.attention.norm_heads import norm_heads
 from ....kernels.attention.paged_attention_decode import paged_attention_decode
 from ....kernels.attention.paged_attention_prefill import paged_attention_prefill
 from ....kernels.attention.qk_norm_rope_cache import qk_norm_rope_cache
-from ....kernels.decode_inputs import decode_inputs
 from ....kernels.linear.gemv import gemv
 from ....kernels.linear.small_m_matmul import (
     MAX_TILES,
@@ -31,6 +30,7 @@ from ....kernels.linear.small_m_matmul import (
 )
 from ....kernels.rms_norm import rms_norm
 from ....kernels.sampling.sample_gumbel import sample_gumbel
+from ....kernels.step.decode_inputs import decode_inputs
 from ....kernels.tuning import Product, small_m_config, small_m_rule
 from .cache_cases import QWEN3_8B_CACHE, TINY_CACHE, cache_cases
 from .expert_cases import QWEN3_30B_A3B, TINY_MIXTURE, expert_cases

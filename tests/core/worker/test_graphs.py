@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.hooks import hookimpl
+from jackfield.core.nn.operations import Operations
 from jackfield.core.registry import Provenance, load_plugins
 from jackfield.core.step import Ping
 from jackfield.core.worker.graphs.endings import Ending, row_counts
@@ -35,6 +36,23 @@ class StaticTorchAttention(TorchAttention):
         return super().forward(spec, query, key, value, kv_cache, metadata)
 
 
+class WritingOperations(Operations):
+    """Writes a step's tokens, on the CPU; not while a step is recorded."""
+
+    name = "writing"
+    writes_tokens = True
+    recording = False
+    writes = 0
+
+    def write_tokens(
+        self, chosen: torch.Tensor, runs: torch.Tensor, ring: torch.Tensor, last: int
+    ) -> None:
+        if not self.recording:
+            runs.fill_(0 if int(runs) == last else int(runs) + 1)
+            ring[int(runs) % len(ring), : 1 + len(chosen)] = torch.cat([runs, chosen])
+            WritingOperations.writes += 1
+
+
 class Counting:
     """Where there are no CUDA graphs, calling the function again is a replay."""
 
@@ -42,7 +60,11 @@ class Counting:
         self.replays = 0
 
     def __call__(self, function: Callable[[], None]) -> Callable[[], None]:
-        function()
+        WritingOperations.recording = True
+        try:
+            function()
+        finally:
+            WritingOperations.recording = False
 
         def replay() -> None:
             self.replays += 1
@@ -71,6 +93,10 @@ class Plugin:
     @hookimpl
     def register_attention_backends(self, registry: Any) -> None:
         registry.add("static", StaticTorchAttention)
+
+    @hookimpl
+    def register_operations(self, registry: Any) -> None:
+        registry.add("writing", WritingOperations)
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +150,13 @@ COMPRESSION = pytest.mark.parametrize(
 """The requests' caches, and so the positions of their steps."""
 
 
-async def answers(config: EngineConfig, plugins: Any) -> list[Any]:
+PLAIN = [number for number in range(20) if number % 8 < 2]
+"""Requests that ask for a temperature at most."""
+
+
+async def answers(
+    config: EngineConfig, plugins: Any, numbers: Sequence[int] = range(20)
+) -> list[Any]:
     async def run_one(engine: AsyncEngine, number: int) -> Any:
         prompt, params = requests()[number]
         await asyncio.sleep(0.004 * number)
@@ -140,7 +172,7 @@ async def answers(config: EngineConfig, plugins: Any) -> list[Any]:
         executor: Any = engine.core.executor
         while await executor._thread.call(executor._worker.prepare_ahead):
             pass
-        results = await asyncio.gather(*(run_one(engine, n) for n in range(len(requests()))))
+        results = await asyncio.gather(*(run_one(engine, n) for n in numbers))
         assert engine.stats().kv_blocks_used == 0
         assert (engine.stats().kv_compactions > 8) == (config.kv_compression is not None)
     return list(results)
@@ -150,6 +182,19 @@ async def answers(config: EngineConfig, plugins: Any) -> list[Any]:
 async def test_replayed_steps_equal_launched_ones(
     checkpoint: Path, compression: dict[str, Any]
 ) -> None:
+    await check_replays(checkpoint, "torch", range(20), compression)
+
+
+async def test_steps_that_write_their_tokens_equal_launched_ones(checkpoint: Path) -> None:
+    WritingOperations.writes = 0
+    await check_replays(checkpoint, "writing", PLAIN, {})
+    assert WritingOperations.writes > 20
+
+
+async def check_replays(
+    checkpoint: Path, operations: str, numbers: Sequence[int], more: dict[str, Any]
+) -> None:
+    """Compare steps of recorded graphs, with these operations, with launched ones."""
     plugins = load_plugins()
     plugins.add_plugin(Plugin(), Provenance("tests", "0", "graphs"))
     common: dict[str, Any] = {
@@ -161,12 +206,15 @@ async def test_replayed_steps_equal_launched_ones(
         "max_num_seqs": 6,
         "max_num_batched_tokens": 48,
         "block_size": 8,
-        "operations": "torch",
-        **compression,
+        **more,
     }
-    launched = await answers(EngineConfig(**common, attention_backend="torch"), plugins)
-    static = EngineConfig(**common, attention_backend="static", executor="static")
-    replayed = await answers(static, plugins)
+    launched = await answers(
+        EngineConfig(**common, attention_backend="torch", operations="torch"), plugins, numbers
+    )
+    static = EngineConfig(
+        **common, attention_backend="static", executor="static", operations=operations
+    )
+    replayed = await answers(static, plugins, numbers)
     assert StaticExecutor.recorders[-1].replays > 20
     # Products of padded rows may differ in the last place, by the machine: a near tie may differ.
     same = sum(a == b for a, b in zip(launched, replayed, strict=True))

@@ -25,7 +25,7 @@ LAYERS = 2
 MODEL = {
     "_fused_decode_kernel": LAYERS, "_gated_activation_kernel": LAYERS,
     "_rms_norm_kernel": 2 * LAYERS + 1, "linear": 2 * LAYERS + 1, "addmm": 2 * LAYERS,
-    "embedding": 1,
+    "_embedding_kernel": 1,
 }  # fmt: skip
 """A pass of a dense model, and its logits."""
 
@@ -74,14 +74,16 @@ async def test_recorded_steps_launch_these_kernels_and_no_more(
 
         decode, mixed = await executor._thread.call(steps)
         num_sent = await executor._thread.call(lambda: numbers_sent(worker.runner.batch))
-    recorded = {**MODEL, "_decode_inputs_kernel": 1, "_part_kernel": 1, "_row_kernel": 1}
+    recorded = {**MODEL, "_decode_inputs_kernel": 1, "_part_kernel": 1, "_row_kernel": 1,
+                "_written_tokens_kernel": 1}  # fmt: skip
     if compression == "snap_kv":
         assert decode == {**recorded, **KEPT_QUERIES}
         return
     assert decode == recorded
     assert mixed == {
         # Logits are a step of their own, with all that follows the last layer's attention.
-        "embedding": 1, "_gated_activation_kernel": LAYERS - 1, "_rms_norm_kernel": 2 * LAYERS - 1,
+        "_embedding_kernel": 1, "_gated_activation_kernel": LAYERS - 1,
+        "_rms_norm_kernel": 2 * LAYERS - 1,
         "linear": 2 * LAYERS - 1, "addmm": 2 * LAYERS - 2,
         "_prefill_kernel": LAYERS, "_qk_norm_rope_cache_kernel": LAYERS,
         "_scatter_kernel": 1, "_step_inputs_kernel": 1, "_advance_kernel": 1,

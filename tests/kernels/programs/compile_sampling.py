@@ -34,7 +34,7 @@ TABLES = {
     "rank_ptr": "*i32",
 }
 KERNELS = [
-    (sample_gumbel._part_kernel, {"PART_SIZE": 2048}, 4),
+    (sample_gumbel._part_kernel, {"PART_SIZE": 2048, "PDL": True}, 4),
     (sample_tokens._begin_kernel, {"PART_SIZE": 2048}, 4, TABLES),
     (limits.limits_kernel, {"BLOCK": 128}, 8, TABLES),
     (sample_tokens._pivots_kernel, PIVOTS, 8, TABLES),
@@ -46,7 +46,7 @@ KERNELS = [
         TABLES,
     ),
     (edit_logits._edit_kernel, {"PART_SIZE": 2048}, 4, {**TABLES, "out_ptr": "*fp32"}),
-    (sample_gumbel._row_kernel, {"BLOCK": 128}, 1),
+    (sample_gumbel._row_kernel, {"BLOCK": 128, "PDL": True}, 1),
     (mask_tokens._mask_tokens_kernel, {"INDEXED": True, "PART_SIZE": 4096}, 4),
 ]
 compile_cases(KERNELS)

@@ -2,14 +2,13 @@
 
 from compiling import compile_cases
 
-from jackfield.kernels import (
-    activations,
+from jackfield.kernels import activations, embedding, rms_norm, sigmoid_gate
+from jackfield.kernels.step import (
     decode_inputs,
     drafts,
     lookup_ngrams,
-    rms_norm,
-    sigmoid_gate,
     step_inputs,
+    written_tokens,
 )
 
 DRAFTS = {
@@ -27,7 +26,7 @@ ACTIVATION = {"SIZE": 1000, "BLOCK": 1024, "PDL": True}
 KERNELS = [
     (
         decode_inputs._decode_inputs_kernel,
-        {"DROPPED": True, "BLOCK_SIZE": 16, "BLOCK": 1024},
+        {"DROPPED": True, "BLOCK_SIZE": 16, "BLOCK": 1024, "PDL": True},
         4,
         SLOT_TABLE,
     ),
@@ -59,6 +58,18 @@ KERNELS = [
     (step_inputs._slot_mappings_kernel, {"BLOCK_SIZE": 16, "TOKENS": 128}, 4, {"out_ptr": "*i64"}),
     (step_inputs._scatter_kernel, {"WRITES": 1024}, 4),
     (step_inputs._advance_kernel, {"ROWS": 512}, 4, {**SLOT_TABLE, "slots_ptr": "*i32"}),
+    (
+        written_tokens._written_tokens_kernel,
+        {"PDL": True},
+        4,
+        {"ring_ptr": "*i32", "runs_ptr": "*i32", "places": "i32", "last": "i32"},
+    ),
+    (
+        embedding._embedding_kernel,
+        {"SIZE": 1600, "SCALED": True, "PLACED": True, "BLOCK": 2048, "PDL": True},
+        4,
+        {"token_ids_ptr": "*i64", "factor": "fp32"},
+    ),
     (rms_norm._rms_norm_kernel, {"SIZE": 4096, "BLOCK": 4096, "RESIDUAL": False, "PDL": True}, 8),
     (
         rms_norm._rms_norm_kernel,

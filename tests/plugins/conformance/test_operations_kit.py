@@ -124,6 +124,11 @@ def ignores_order(self: Any, x: Any, weight: Any, *args: Any, **more: Any) -> An
     return Operations.packed_linear(self, x, weight._replace(order=None), *args, **more)
 
 
+def scales_positions(self: Any, token_ids: Any, weight: Any, **more: Any) -> Any:
+    factor = more.pop("factor", 1.0)
+    return Operations.embed(self, token_ids, weight, **more) * factor
+
+
 def norm_over_the_batch(self: Any, x: Any, weight: Any, bias: Any = None, **more: Any) -> Any:
     out = Operations.linear(self, x, weight, bias, **more)
     return out + 0 * out.sum()
@@ -143,6 +148,11 @@ def interleaved(self: Any, qkv: Any, layout: Any, positions: Any, cos_sin: Any, 
 
 def first_rows_masked(self: Any, logits: Any, bits: Any, rows: Any) -> None:
     Operations.mask_tokens(self, logits[: len(bits)], bits, None)
+
+
+def writes_one_place(self: Any, chosen: Any, runs: Any, ring: Any, last: int) -> None:
+    runs.fill_(0 if int(runs) == last else int(runs) + 1)
+    ring[0, : 1 + len(chosen)] = torch.cat([runs, chosen])
 
 
 def no_new_blocks(
@@ -256,6 +266,7 @@ MUTANTS = {
         planted(linear=norm_over_the_batch), ("test_rows_do_not_depend_on_those_beside_them",)
     ),
     "up before gate": Mutant(planted(silu_mul=up_first), GATED),
+    "positions are scaled, too": Mutant(planted(embed=scales_positions), ("test_embed",)),
     "the argument is overwritten": Mutant(planted(silu_mul=in_place), GATED),
     "another gelu": Mutant(
         planted(gelu_mul=exact_gelu), ("test_gated_activations", "test_experts")
@@ -289,6 +300,9 @@ MUTANTS = {
         planted(decode_inputs=forgets_rows), ("test_decode_inputs",)
     ),
     "padding is counted": Mutant(planted(advance=counts_padding), ("test_advance",)),
+    "a ring of which one place is used": Mutant(
+        planted(writes_tokens=True, write_tokens=writes_one_place), ("test_write_tokens",)
+    ),
     "greedy whatever was asked": Mutant(planted(samples=True, sample=greedy), ("test_sampling",)),
     "all tables are the first": Mutant(
         planted(slot_mappings=first_table_alone), ("test_slot_mappings",)

@@ -22,7 +22,7 @@ MORE: dict[str, dict[str, int]] = {
     "BloomForCausalLM": {"layer_norm": 1},
     "Cohere2ForCausalLM": {},
     "FalconForCausalLM:one key": {},
-    "GPT2LMHeadModel": {"embedding": 1, "add": 2},
+    "GPT2LMHeadModel": {},
     "GPTJForCausalLM": {},
     "GPTNeoXForCausalLM": {},
     "HunYuanDenseV1ForCausalLM": {},

@@ -20,8 +20,8 @@ FALCON = {"_gemv_kernel": 6, "_mamba2_step_kernel": 1, "_fused_decode_kernel": 1
 """The projections, attention and the MLP."""
 LAYERS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "Mamba2ForCausalLM": ({"n_groups": 1}, MAMBA2),
-    "FalconH1ForCausalLM": ({"mamba_n_groups": 1}, FALCON | {"mul": 1}),
-    "FalconH1ForCausalLM:norm first": ({"mamba_n_groups": 1}, FALCON | {"mul": 1}),
+    "FalconH1ForCausalLM": ({"mamba_n_groups": 1}, FALCON),
+    "FalconH1ForCausalLM:norm first": ({"mamba_n_groups": 1}, FALCON),
     "NemotronHForCausalLM": ({"layers_block_type": ["linear_attention"]}, MAMBA2),
     "Qwen3_5ForCausalLM": (
         {"layer_types": ["linear_attention"]}, {"_gemv_kernel": 4, "_delta_net_step_kernel": 1},

@@ -52,7 +52,7 @@ def finders() -> list:
         return lookup(*arguments, longest=LONGEST)
 
     try:
-        from jackfield.kernels import lookup_ngrams
+        from jackfield.kernels.step import lookup_ngrams
     except ImportError:
         return [in_torch]
     lookup_ngrams.TOKENS = 16

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import launch
+from ..launch import launch
 
 TOKENS = 128
 """Tokens per program."""

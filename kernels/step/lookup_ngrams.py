@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import launch
+from ..launch import launch
 
 TOKENS = 2048
 """Tokens that a program reads at a time."""

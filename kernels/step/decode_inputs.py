@@ -11,7 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import launch
+from ..launch import launch
+from ..pdl import gdc_launch_dependents, pdl_options
 
 BLOCK = 1024
 
@@ -34,9 +35,12 @@ def _decode_inputs_kernel(
     DROPPED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program per row. `place`: where the row's token goes in its cache."""
     row = tl.program_id(0)
+    if PDL:
+        gdc_launch_dependents()
     word = tl.load(packed_ptr + row).to(tl.int64)
     slot = tl.where(word < 0, -1 - word, word)
     new_block = tl.load(packed_ptr + num_rows + row)
@@ -110,6 +114,7 @@ def decode_inputs(
         DROPPED=dropped is not None,
         BLOCK_SIZE=block_size,
         BLOCK=BLOCK,
+        PDL=bool(pdl_options(device)),
         num_warps=4,
     )
     return (*longs, seq_lens, row_tables)

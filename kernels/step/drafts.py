@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import launch
+from ..launch import launch
 
 
 @triton.jit

@@ -1,0 +1,1 @@
+"""What a step launches besides its layers: inputs, drafts, results."""
