@@ -88,6 +88,7 @@ def embedding(
         BLOCK=block,
         PDL=bool(options),
         num_warps=max(block // 512, 1),
+        enable_fp_fusion=False,
         **options,
     )
     return out
