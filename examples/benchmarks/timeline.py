@@ -148,7 +148,8 @@ def device_facts(profiler: Any, steps: int) -> dict[str, float]:
 
 def kernels_of_a_step(profiler: Any) -> list[list[Any]]:
     """Return name, start and duration, in us from the step's start, of what ran in a step in the
-    middle of the watched span: from the kernel that makes its inputs to the next step's."""
+    middle of the watched span: from the kernel that makes its inputs to the next step's, which is
+    the last."""
     cuda = torch.autograd.DeviceType.CUDA
     events = sorted(
         (event for event in profiler.events() if event.device_type == cuda),
@@ -158,7 +159,7 @@ def kernels_of_a_step(profiler: Any) -> list[list[Any]]:
     if len(firsts) < 2:
         return []
     middle = (len(firsts) - 1) // 2
-    step = events[firsts[middle] : firsts[middle + 1]]
+    step = events[firsts[middle] : firsts[middle + 1] + 1]
     begin = step[0].time_range.start
     return [
         [
