@@ -1,7 +1,8 @@
 """Tiles of products: measured choices in one shipped file per device, and rules without a file.
 
 `jackfield bench tune` writes a file such as `tuned/NVIDIA_H200.json` on the device that it is for.
-A device without one of its own reads that of another with the same chip, whose memory may differ.
+A device reads those of others with the same chip, too, whose memory may differ: for products that
+its own does not have.
 Nothing is measured at start.
 """
 
@@ -64,21 +65,22 @@ def file_for(device_name: str) -> Path:
     return FOLDER / f"{device_name.replace(' ', '_')}.json"
 
 
-def shipped_file(index: int) -> Path | None:
-    """Return the file that a CUDA device reads: its own, or one of a device with the same chip.
+def shipped_files(index: int) -> list[Path]:
+    """Return the files that a CUDA device reads: those of devices with the same chip, then its own,
+    whose choices go before theirs.
 
     Raises ValueError for another's file that is damaged, and OSError."""
     own = file_for(torch.cuda.get_device_name(index))
-    if own.exists():
-        return own
-    chip = chip_of(index)
-    for path in sorted(FOLDER.glob("*.json")):
+    chip = chip_of(index)._asdict()
+    others = [path for path in sorted(FOLDER.glob("*.json")) if path != own]
+    paths = []
+    for path in others:
         try:
-            if json.loads(path.read_text()).get("chip") == chip._asdict():
-                return path
+            if json.loads(path.read_text()).get("chip") == chip:
+                paths.append(path)
         except (AttributeError, RecursionError, ValueError) as error:
             raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}") from error
-    return None
+    return [*paths, own] if own.exists() else paths
 
 
 def read(path: Path, kernel: str) -> dict[Product, list[tuple[int, Any]]]:
@@ -100,19 +102,24 @@ def read(path: Path, kernel: str) -> dict[Product, list[tuple[int, Any]]]:
 
 @functools.cache
 def _choices(index: int, kernel: str) -> dict[Product, list[tuple[int, Any]]] | None:
+    own = file_for(torch.cuda.get_device_name(index))
     try:
-        path = shipped_file(index)
-        if path is None:
-            return None
-        if path != file_for(torch.cuda.get_device_name(index)):
-            logger.info(
-                "tiles of %s: measured on another card with this chip (%s); "
-                "`jackfield bench tune` measures this one's", kernel, path.name,
-            )  # fmt: skip
-        return read(path, kernel)
+        paths = shipped_files(index)
+        by_file = {path: read(path, kernel) for path in paths}
     except (OSError, ValueError) as error:
         logger.warning("tiles of %s are chosen without a file: %s", kernel, error)
         return None
+    if not paths:
+        return None
+    measured = by_file.get(own, {})
+    foreign = [path.name for path in paths if path != own and by_file[path].keys() - measured]
+    if foreign:
+        logger.info(
+            "tiles of %s: %d products measured on this card, others on another card with this chip "
+            "(%s); `jackfield bench tune` measures this one's", kernel, len(measured),
+            ", ".join(foreign),
+        )  # fmt: skip
+    return {product: rows for path in paths for product, rows in by_file[path].items()}
 
 
 def _measured(rows: list[tuple[int, Any]], num_rows: int) -> Any:

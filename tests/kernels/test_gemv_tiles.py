@@ -63,6 +63,43 @@ def test_a_measured_choice_goes_before_the_rule(
     assert tuning._measured_gemv(HEAD._replace(gated=True), CARD) is None
 
 
+def test_a_cards_own_choices_go_before_those_of_its_chip(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One model measured on a card leaves the others as they were; a library's product, too, is a
+    choice."""
+    caplog.set_level("INFO", "jackfield.kernels")
+    first, second, third = (tuning.Product(64, inputs, gated=False) for inputs in (32, 64, 128))
+
+    def write(name: str, chip: tuning.Chip, kernel: str, tiles: dict[tuning.Product, Any]) -> None:
+        entries = [
+            {**product._asdict(), "rows": 1, "config": config} for product, config in tiles.items()
+        ]
+        (tmp_path / name).write_text(json.dumps({"chip": chip._asdict(), kernel: entries}))
+
+    def config(block_n: int) -> dict[str, int]:
+        return {"block_n": block_n, "block_k": 64, "num_warps": 1}
+
+    write("a_card.json", HOPPER, "gemv", {first: config(1), second: None})
+    write(
+        "another.json", HOPPER, "gemv", {product: config(2) for product in (first, second, third)}
+    )
+    write("older.json", tuning.Chip(8, 0, 132), "gemv", {tuning.Product(9, 9, gated=False): None})
+    monkeypatch.setattr(tuning, "FOLDER", tmp_path)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a card")
+    monkeypatch.setattr(tuning, "chip_of", lambda index: HOPPER)
+    choices = tuning._choices.__wrapped__(0, "gemv")
+    assert choices == {
+        first: [(1, GemvConfig(1, 64, 1))], second: [(1, None)], third: [(1, GemvConfig(2, 64, 1))]
+    }  # fmt: skip
+    assert "2 products measured on this card" in caplog.text and "(another.json)" in caplog.text
+    assert tuning._choices.__wrapped__(0, "small_m_matmul") == {}
+    caplog.clear()
+    write("another.json", HOPPER, "gemv", {first: config(2)})
+    assert tuning._choices.__wrapped__(0, "gemv").keys() == {first, second}
+    assert not caplog.text, "it adds nothing"
+
+
 @pytest.mark.parametrize(
     ("file", "text"),
     [
