@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import socket
-import sys
 
 from ..engine.async_engine import AsyncEngine
 from ..engine.core import EngineCore
@@ -15,7 +13,7 @@ from ..registry import load_plugins
 from ..remote.channel import Channel
 from ..remote.frames import START, ErrorReply, ToEngine
 from ..remote.server import EngineServer, FrontendConnection
-from ..worker.threads import SWITCH_INTERVAL
+from ..worker.serving_process import prepare_to_serve
 from .setup import Setup
 
 logger = logging.getLogger("jackfield.member")
@@ -51,9 +49,7 @@ async def serve(setup: Setup, connection: socket.socket) -> int:
             return 1  # No one waits for it any more.
         if (failure := starting.exception()) is not None:
             return _refuse(channel, failure)
-        sys.setswitchinterval(SWITCH_INTERVAL)
-        gc.collect()
-        gc.freeze()
+        prepare_to_serve()
         async with server.sending_status():
             server.started()
             while engine.dead_reason is None and not leaving.done():

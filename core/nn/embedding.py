@@ -11,7 +11,7 @@ from torch import nn
 from ..parallel.sharding import Sharding
 from .context import BuildContext
 from .norm import before_product
-from .operations import PositionRows
+from .operations import PositionRows, with_positions
 
 
 class Embedding(nn.Module):
@@ -65,9 +65,7 @@ class Embedding(nn.Module):
         others = (token_ids < self.own.start) | (token_ids >= self.own.stop)
         rows = F.embedding((token_ids - self.own.start).masked_fill(others, 0), self.weight)
         rows = self.group.all_reduce(rows.masked_fill_(others[:, None], 0.0))
-        if factor != 1.0:
-            rows = rows * factor
-        return rows if positions is None else rows + F.embedding(*positions)
+        return with_positions(rows, factor, positions)
 
     def logits(
         self, hidden: torch.Tensor, *, norm: nn.Module | None = None, factor: float = 1.0

@@ -70,6 +70,15 @@ class PositionRows(NamedTuple):
     """[num_positions, hidden_size]"""
 
 
+def with_positions(
+    rows: torch.Tensor, factor: float, positions: PositionRows | None
+) -> torch.Tensor:
+    """factor * rows, rounded, plus the rows of the positions: [T, hidden_size] → the same shape."""
+    if factor != 1.0:
+        rows = rows * factor
+    return rows if positions is None else rows + F.embedding(*positions)
+
+
 class HeadLayout(NamedTuple):
     """Split of a projection's last dimension: queries, then keys, then values."""
 
@@ -169,10 +178,7 @@ class Operations(
     ) -> torch.Tensor:
         """factor * weight[token_ids], rounded, plus the rows of the positions: [T] int64 → [T,
         hidden_size], of the weight's type."""
-        rows = F.embedding(token_ids, weight)
-        if factor != 1.0:
-            rows *= factor
-        return rows if positions is None else rows + F.embedding(*positions)
+        return with_positions(F.embedding(token_ids, weight), factor, positions)
 
     def rms_norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         """[..., size] → x / rms(x), rounded to the weight's type, times the weight; of x's type."""

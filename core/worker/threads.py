@@ -17,10 +17,6 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 
 from ..step import StepPlan, StepResult
 
-SWITCH_INTERVAL = 5e-6
-"""Seconds after which a thread hands the interpreter lock to one that waits for it, for
-`sys.setswitchinterval` in a process that serves: a launch takes the lock again after each call that
-released it. Set after the start: compilers' threads would contend for the lock."""
 SET_NAME, SET_TIMER_SLACK = 15, 29
 """What Linux's prctl is asked to do."""
 TIMER_SLACK_NS = 1000
@@ -44,8 +40,8 @@ PendingStep: TypeAlias = Pending[StepResult]
 def settle_in(name: str, *, on_time: bool = True) -> None:
     """Tell Linux the name of this thread, up to 15 bytes, for `top -H` and its like. on_time: let
     its timed waits end within a microsecond, where 50 are usual. Who waits for the interpreter lock
-    waits for `SWITCH_INTERVAL` at a time, which takes most of a core while another thread
-    computes."""
+    waits for `SWITCH_INTERVAL` (serving_process.py) at a time, which takes most of a core while
+    another thread computes."""
     if sys.platform == "linux":
         prctl = ctypes.CDLL(None).prctl
         prctl(SET_NAME, name.encode()[:15], 0, 0, 0)

@@ -94,7 +94,7 @@ async def _run(args: argparse.Namespace, config: EngineConfig, plugins: Plugins)
     from tqdm import tqdm
 
     from ...core.engine.async_engine import AsyncEngine
-    from ...core.worker.threads import SWITCH_INTERVAL
+    from ...core.worker.serving_process import prepare_to_serve
     from ..batch.inprocess import ROUTES
     from ..batch.jsonl import LineReader, Result
     from ..batch.results import ResultsFile
@@ -110,7 +110,7 @@ async def _run(args: argparse.Namespace, config: EngineConfig, plugins: Plugins)
         _check_results(results, ids)
         async with contextlib.AsyncExitStack() as stack:
             engine = await stack.enter_async_context(AsyncEngine(config, plugins=plugins))
-            sys.setswitchinterval(SWITCH_INTERVAL)
+            prepare_to_serve()
             app = make_app(engine, ServerOptions(max_body_bytes=args.max_body_bytes))
             server = web.AppRunner(app)
             stack.push_async_callback(server.cleanup)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
 import contextlib
-import gc
 import logging
 import signal
 import socket
 import ssl
-import sys
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from typing import Any
@@ -21,7 +18,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from ...core.config import EngineConfig
 from ...core.engine.async_engine import AsyncEngine
 from ...core.registry import Plugins
-from ...core.worker.threads import SWITCH_INTERVAL
+from ...core.worker.serving_process import prepare_to_serve
 from ..http.auth.api_keys import KeyRing
 from ..http.auth.tenants import TENANCY
 from ..http.connections import Runner, raise_descriptors, watching_descriptors
@@ -128,10 +125,9 @@ async def serve(
     signals = stop_signals()
     engine = AsyncEngine(config, plugins=plugins)
     await unless_stopped(engine.start(), signals)
-    sys.setswitchinterval(SWITCH_INTERVAL)
     try:
         async with listening(engine, listen, options) as where:
-            freeze()
+            prepare_to_serve()
             announce(ready_line(engine, where, start))
             if await first_of(engine_end(engine), signals.get()) is DEAD:
                 logger.error("the engine died: %s", engine.dead_reason)
@@ -186,17 +182,6 @@ def address(listen: Listen, port: int) -> str:
     """Return the server's URL."""
     host = f"[{listen.host}]" if ":" in listen.host else listen.host
     return f"{'http' if listen.tls is None else 'https'}://{host}:{port}"
-
-
-def freeze() -> None:
-    """Exclude all current objects from garbage collection until the process exits.
-
-    The last collection includes them again: native modules (Triton's) report objects that remain
-    after it as leaks.
-    """
-    gc.collect()
-    gc.freeze()
-    atexit.register(gc.unfreeze)
 
 
 class _BoundSite(web.BaseSite):

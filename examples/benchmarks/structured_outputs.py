@@ -37,7 +37,7 @@ import uvloop
 
 from jackfield import AsyncEngine, EngineConfig, SamplingParams, StructuredOutputsParams
 from jackfield.core.text.token_bytes import ALPHABET
-from jackfield.core.worker.threads import SWITCH_INTERVAL
+from jackfield.core.worker.serving_process import SWITCH_INTERVAL
 
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False,

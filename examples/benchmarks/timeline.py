@@ -35,7 +35,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from jackfield import AsyncEngine, EngineConfig, OutputKind, SamplingParams
-from jackfield.core.worker.threads import SWITCH_INTERVAL
+from jackfield.core.worker.serving_process import SWITCH_INTERVAL
 from jackfield.entrypoints.bench.report import Emitter, add_output_options, environment, table
 from jackfield.entrypoints.bench.workloads import ARCHITECTURES, write_model
 

@@ -8,7 +8,6 @@ process, however that ends, and leaves all signals to it.
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import os
 import queue
@@ -23,6 +22,7 @@ import msgspec
 
 from ...core.remote.frames import encode
 from ...core.remote.processes import follow_parent
+from ...core.worker.serving_process import freeze
 from .messages import (
     Beat,
     Detach,
@@ -114,8 +114,7 @@ class Follower:
         self._flying = info.steps_in_flight
         self._free.release(self._flying)
         threading.Thread(target=self._complete, daemon=True).start()
-        gc.collect()
-        gc.freeze()  # A collection of all that the start has made would hold up every rank.
+        freeze()
         self.send(Ready(info))
         while not isinstance(message := self._inbox.take(), End):
             if isinstance(message, Step):

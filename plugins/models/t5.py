@@ -240,7 +240,7 @@ class T5ForConditionalGeneration(EncoderDecoderLM):
         )
         # Later versions of transformers call the embeddings of all of them tied.
         tied = bool(read_object(config.path / "config.json").get("tie_word_embeddings", True))
-        self.scale = hf.d_model**-0.5 if self.scales(hf, tied) else None
+        self.scale = hf.d_model**-0.5 if self.scales(hf, tied) else 1.0
         if self.has_head(hf, tied):
             self.lm_head = Embedding(hf.vocab_size, hf.d_model, build, shard="vocabulary")
 
@@ -269,8 +269,7 @@ class T5ForConditionalGeneration(EncoderDecoderLM):
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[num_rows, hidden_size] → [num_rows, vocab_size]"""
         head: Embedding = getattr(self, "lm_head", self.shared)
-        logits = head.logits(hidden, norm=self.decoder.norm)
-        return logits if self.scale is None else logits * self.scale
+        return head.logits(hidden, norm=self.decoder.norm, factor=self.scale)
 
 
 class MT5ForConditionalGeneration(T5ForConditionalGeneration):

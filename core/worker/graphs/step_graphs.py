@@ -36,14 +36,14 @@ class StepGraphs:
         self._runner = runner
         self._ranks = ranks
         self._record = CountedRecorder(record)
-        operations = runner.batch.operations
-        endings = self._endings = recorded_endings(runner.sampler, runner.samples)
         batch = runner.batch
+        operations = batch.operations
+        endings = self._endings = recorded_endings(runner.sampler, runner.samples)
         written = self._written = written_tokens(operations, batch.num_slots, batch.device)
         self.decode = DecodeGraphs(
             forward=runner.forward,
             logits=runner.logits,
-            batch=runner.batch,
+            batch=batch,
             sampler=runner.sampler,
             operations=operations,
             record=self._record,
@@ -58,7 +58,7 @@ class StepGraphs:
             self.mixed = MixedGraphs(
                 forward=runner.forward,
                 logits=runner.logits,
-                batch=runner.batch,
+                batch=batch,
                 backend=runner.backend,
                 sampler=runner.sampler,
                 record=self._record,
@@ -76,7 +76,7 @@ class StepGraphs:
             self.drafts = DraftGraphs(
                 forward=runner.forward,
                 logits=runner.logits,
-                batch=runner.batch,
+                batch=batch,
                 sampler=runner.sampler,
                 drafting=runner.drafting,
                 record=self._record,

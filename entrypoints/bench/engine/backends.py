@@ -9,13 +9,12 @@ from __future__ import annotations
 import asyncio
 import gc
 import importlib.metadata
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from ....core.config import EngineConfig
-from ....core.worker.threads import SWITCH_INTERVAL
+from ....core.worker.serving_process import prepare_to_serve
 from ..workloads import BenchRequest
 
 
@@ -54,7 +53,6 @@ class JackfieldBackend:
         from ....core.engine.async_engine import AsyncEngine
 
         self.version = __version__
-        sys.setswitchinterval(SWITCH_INTERVAL)
         self._loop = event_loop()
         self._engine = AsyncEngine(config)
         self._loop.run_until_complete(self._engine.start())
@@ -64,8 +62,7 @@ class JackfieldBackend:
             "dtype": info.dtype,
             "kv_blocks": info.num_blocks,
         }
-        gc.collect()
-        gc.freeze()
+        prepare_to_serve()
 
     def run(self, requests: Sequence[BenchRequest]) -> Outcome:
         from ....core.sampling_params import OutputKind, SamplingParams

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import os
 import statistics
 import sys
@@ -24,6 +23,7 @@ from ....core.config import EngineConfig
 from ....core.engine.async_engine import AsyncEngine
 from ....core.registry import load_plugins
 from ....core.text.tokenizer import Tokenizer
+from ....core.worker.serving_process import freeze
 from ...flags.engine_flags import Parser
 from ...server.listen import Listen
 from ...server.server import listening
@@ -277,8 +277,7 @@ async def serving(
         assert engine.tokenizer is not None
         executor.script = case.script(engine.tokenizer, tokens)
         async with listening(engine, Listen(port=0)) as url:
-            gc.collect()
-            gc.freeze()
+            freeze()
             yield executor, url, engine
 
 

@@ -22,10 +22,10 @@ from ....core.engine.core_client import ServedCore
 from ....core.errors import JackfieldError
 from ....core.make_core import make_core
 from ....core.remote.server import EngineServer
-from ....core.worker.threads import SWITCH_INTERVAL
+from ....core.worker.serving_process import prepare_to_serve
 from ...stdout import announce
 from ..serve_settings import Settings
-from ..server import CLOSE_SECONDS, address, engine_end, first_of, freeze, ready_line
+from ..server import CLOSE_SECONDS, address, engine_end, first_of, ready_line
 from ..signals import stop_signals, unless_stopped
 from .launch_spec import LaunchSpec, engine_socket
 from .sockets import bound
@@ -149,8 +149,7 @@ async def serve_fronts(settings: Settings) -> int:
     ):
         fronts = fronted(engine, core, settings, folder, sockets, signals)
         async with fronts as (server, failing):
-            sys.setswitchinterval(SWITCH_INTERVAL)
-            freeze()
+            prepare_to_serve()
             uds = settings.listen.uds
             where = uds or address(settings.listen, sockets[0][0].getsockname()[1])
             line = ready_line(engine, where, start)
