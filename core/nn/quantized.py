@@ -17,7 +17,7 @@ from torch import nn
 from ..parallel.expert_share import ExpertShare
 from ..parallel.sharding import Features, Sharding
 from .norm import before_product
-from .operations import DenseRows, ExpertWeight, Operations
+from .operations import DenseRows, ExpertWeight, Operations, PositionRows, with_positions
 from .packed import PackedWeight, dequantize
 
 Axis: TypeAlias = tuple[Features, int]
@@ -237,9 +237,15 @@ class QuantizedEmbedding(nn.Module):
         super().__init__()
         self.layer = layer
 
-    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """[num_tokens] → [num_tokens, hidden_size]"""
-        return self.layer.rows(token_ids)
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        *,
+        factor: float = 1.0,
+        positions: PositionRows | None = None,
+    ) -> torch.Tensor:
+        """As `Embedding.forward`: [num_tokens] → [num_tokens, hidden_size]"""
+        return with_positions(self.layer.rows(token_ids), factor, positions)
 
     def logits(
         self, hidden: torch.Tensor, *, norm: nn.Module | None = None, factor: float = 1.0
