@@ -62,7 +62,7 @@ AnyNorm: TypeAlias = Norm | CenteredNorm
 
 
 class PositionRows(NamedTuple):
-    """Learned positions, for `Operations.embed` to add."""
+    """Vectors of positions, learned or computed, for `Operations.embed` to add."""
 
     positions: torch.Tensor
     """[T] int64"""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -25,17 +24,11 @@ from ...core.nn.operations import (
 from ...core.nn.packed import PackedWeight
 from ...core.nn.routing import Routing, RoutingRule
 from ...core.nn.state.operations import StateOperations
-from ...core.nn.step_operations.compaction import CacheMoves
-from ...core.nn.step_operations.drafts import DraftTables
-from ...core.nn.step_operations.inputs import DecodeTensors, StepTensors
-from ...core.nn.step_operations.sampling import GrammarBits, SampleOutputs, SlotTables
 
 try:
     from ...kernels.activations import gelu_mul, silu_mul, xielu
     from ...kernels.attention.norm_heads import norm_heads
     from ...kernels.attention.qk_norm_rope_cache import qk_norm_rope_cache
-    from ...kernels.compaction.best_tokens import best_tokens
-    from ...kernels.compaction.compact_caches import compact_caches
     from ...kernels.compile import Precompiler, can_precompile, load_compiler, num_loaded
     from ...kernels.embedding import embedding
     from ...kernels.linear.gemv import gemv
@@ -48,28 +41,30 @@ try:
     )
     from ...kernels.moe.topk_experts import topk_experts
     from ...kernels.rms_norm import rms_norm
-    from ...kernels.sampling.edit_logits import edit_logits
-    from ...kernels.sampling.mask_tokens import mask_tokens
-    from ...kernels.sampling.sample_gumbel import best_of_parts, choose_best, sample_gumbel
-    from ...kernels.sampling.sample_tokens import sample_tokens
     from ...kernels.sigmoid_gate import sigmoid_gate
-    from ...kernels.step.decode_inputs import decode_inputs
-    from ...kernels.step.drafts import keep_drafts, verify_drafts
-    from ...kernels.step.step_inputs import advance, scatter, slot_mappings, step_inputs
-    from ...kernels.step.written_tokens import write_tokens
     from ...kernels.tuning import Product, gemv_tiles, small_m_config
     from .experts import experts_product, experts_serve
     from .indexing import TritonIndexing
     from .latents import TritonLatents
     from .packed import packed_product
     from .states import TritonStates
+    from .steps import TritonSteps
 
     _MISSING = None
 except ImportError as error:
     _MISSING = f"triton cannot be imported ({error})"
-    TritonStates = StateOperations  # type: ignore[assignment,misc]
-    TritonLatents = LatentOperations  # type: ignore[assignment,misc]
-    TritonIndexing = IndexOperations  # type: ignore[assignment,misc]
+
+    class TritonStates(StateOperations):  # type: ignore[no-redef]
+        """Those of torch."""
+
+    class TritonLatents(LatentOperations):  # type: ignore[no-redef]
+        """Those of torch."""
+
+    class TritonIndexing(IndexOperations):  # type: ignore[no-redef]
+        """Those of torch."""
+
+    class TritonSteps:  # type: ignore[no-redef]
+        """Those of torch."""
 
 
 WORKSPACE_FLOATS = 4 << 20
@@ -83,7 +78,7 @@ def _norm_of(norm: AnyNorm | None) -> dict[str, Any]:
     return {"norm": norm}
 
 
-class TritonOperations(TritonStates, TritonLatents, TritonIndexing, Operations):
+class TritonOperations(TritonStates, TritonLatents, TritonIndexing, TritonSteps, Operations):
     """Multiplies one token by fused matrix-vector products, a few by `small_m_matmul` where that
     was measured to be faster, more by cuBLAS with kernels around it."""
 
@@ -346,175 +341,3 @@ class TritonOperations(TritonStates, TritonLatents, TritonIndexing, Operations):
             cache_scales,
         )
         return split_heads(qkv, layout)
-
-    def decode_inputs(
-        self,
-        packed: torch.Tensor,
-        lengths: torch.Tensor,
-        token_history: torch.Tensor,
-        block_table: torch.Tensor,
-        row_tables: torch.Tensor,
-        block_size: int,
-        dropped: torch.Tensor | None = None,
-    ) -> DecodeTensors:
-        """All of them in one launch."""
-        return DecodeTensors(
-            *decode_inputs(
-                packed, lengths, token_history, block_table, row_tables, block_size, dropped
-            )
-        )
-
-    def step_inputs(
-        self,
-        query_start: torch.Tensor,
-        slots: torch.Tensor,
-        sample_slots: torch.Tensor,
-        num_tokens: int,
-        lengths: torch.Tensor,
-        token_history: torch.Tensor,
-        block_table: torch.Tensor,
-        block_size: int,
-        dropped: torch.Tensor | None = None,
-    ) -> StepTensors:
-        """All of them in one launch."""
-        tokens, rows, seq_lens, tables = step_inputs(
-            query_start, slots, sample_slots, num_tokens, lengths, token_history, block_table,
-            block_size, dropped,
-        )  # fmt: skip
-        (ids, positions, places), (sampled, ends, last) = tokens, rows
-        return StepTensors(ids, positions, places, sampled, ends, last, seq_lens, tables)
-
-    def advance(
-        self, lengths: torch.Tensor, slots: torch.Tensor, query_start: torch.Tensor
-    ) -> None:
-        """In one launch."""
-        advance(lengths, slots, query_start)
-
-    def best_tokens(self, scores: torch.Tensor, out: torch.Tensor) -> None:
-        """In one launch, without sorting."""
-        best_tokens(scores, out)
-
-    def compact_caches(self, caches: Sequence[torch.Tensor], moves: CacheMoves) -> None:
-        """All layers in one launch, where they have one shape."""
-        first = caches[0]
-        alike = (first.shape, first.stride(), first.dtype)
-        if any((cache.shape, cache.stride(), cache.dtype) != alike for cache in caches):
-            for number, cache in enumerate(caches):
-                chosen = moves.chosen[number : number + 1]
-                self.compact_caches([cache], moves._replace(chosen=chosen))
-            return
-        compact_caches(
-            caches, moves.slots, moves.starts, moves.chosen, moves.block_table, moves.targets,
-            max(moves.counts),
-        )  # fmt: skip
-
-    def slot_mappings(
-        self,
-        block_table: torch.Tensor,
-        columns: int,
-        query_start: torch.Tensor,
-        positions: torch.Tensor,
-        block_size: int,
-    ) -> torch.Tensor:
-        """In one launch."""
-        return slot_mappings(block_table, columns, query_start, positions, block_size)
-
-    def scatter(self, storage: torch.Tensor, writes: torch.Tensor, count: torch.Tensor) -> None:
-        """In one launch."""
-        scatter(storage, writes, count)
-
-    def verify_drafts(
-        self,
-        chosen: torch.Tensor,
-        drafts: torch.Tensor,
-        starts: torch.Tensor,
-        slots: torch.Tensor,
-        tables: DraftTables,
-        most: int,
-    ) -> torch.Tensor:
-        """In one launch."""
-        _, lengths, num_proposed = tables
-        return verify_drafts(chosen, drafts, starts, slots, lengths, num_proposed, most)
-
-    def keep_drafts(
-        self,
-        token_ids: torch.Tensor,
-        counts: torch.Tensor,
-        slots: torch.Tensor,
-        tables: DraftTables,
-        vocab_size: int,
-    ) -> torch.Tensor:
-        """In one launch."""
-        if token_ids.stride(1) != 1:
-            token_ids = token_ids.contiguous()
-        return keep_drafts(token_ids, counts, slots, *tables, vocab_size)
-
-    samples: ClassVar[bool] = True
-    writes_tokens: ClassVar[bool] = True
-
-    def sample(
-        self,
-        logits: torch.Tensor,
-        slots: torch.Tensor,
-        lengths: torch.Tensor,
-        tables: SlotTables,
-        out: SampleOutputs,
-        *,
-        plain: bool,
-        grammar: GrammarBits | None = None,
-        skip: int = 0,
-    ) -> None:
-        """Plain rows in two launches, any others in six."""
-        if plain:
-            sample_gumbel(logits, tables.settings, slots, lengths, tables.history, out.chosen)
-        else:
-            sample_tokens(logits, slots, lengths, tables, out, grammar=grammar, skip=skip)
-
-    def sample_parts(
-        self,
-        logits: torch.Tensor,
-        slots: torch.Tensor,
-        lengths: torch.Tensor,
-        tables: SlotTables,
-        first: int,
-    ) -> torch.Tensor:
-        """In one launch."""
-        return best_of_parts(logits, tables.settings, slots, lengths, first)
-
-    def sample_best(
-        self,
-        best: torch.Tensor,
-        token: torch.Tensor,
-        slots: torch.Tensor,
-        lengths: torch.Tensor,
-        tables: SlotTables,
-        out: SampleOutputs,
-    ) -> None:
-        """In one launch."""
-        choose_best(best, token, slots, lengths, tables.history, out.chosen)
-
-    def edit_logits(
-        self,
-        logits: torch.Tensor,
-        slots: torch.Tensor,
-        tables: SlotTables,
-        out: torch.Tensor,
-        *,
-        edits: int,
-        scale: bool,
-        grammar: GrammarBits | None = None,
-    ) -> None:
-        """In one launch."""
-        edit_logits(logits, slots, tables, out, edits=edits, scale=scale, grammar=grammar)
-
-    def write_tokens(
-        self, chosen: torch.Tensor, runs: torch.Tensor, ring: torch.Tensor, last: int
-    ) -> None:
-        """By one program."""
-        write_tokens(chosen, runs, ring, last)
-
-    def mask_tokens(
-        self, logits: torch.Tensor, bits: torch.Tensor, rows: torch.Tensor | None
-    ) -> None:
-        """In place; logits that stay are not even read."""
-        mask_tokens(logits, bits, rows)

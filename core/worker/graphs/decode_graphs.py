@@ -21,7 +21,7 @@ from ...step import StepPlan
 from ..batch import PersistentBatch, StepInputs
 from ..sampling.sampler import Sampler
 from ..slot_table import NO_WRITES
-from .endings import Ending, row_counts, sample_rows
+from .endings import Ending, count_run, row_counts, sample_rows
 from .recorder import Recorder, Replay
 from .static_numbers import StaticNumbers
 from .written_tokens import WrittenTokens
@@ -105,7 +105,7 @@ class DecodeGraphs:
         if rows is None or not self._inputs.fill(plan, rows):
             return False
         self._replays[rows, ending]()
-        self._ran(ending)
+        count_run(ending, self._written)
         return True
 
     def sampling_inputs(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -140,11 +140,7 @@ class DecodeGraphs:
 
     def _run_once(self, rows: int, ending: Ending) -> None:
         self._step(rows, ending)
-        self._ran(ending)
-
-    def _ran(self, ending: Ending) -> None:
-        if self._written is not None and ending.samples:
-            self._written.ran()
+        count_run(ending, self._written)
 
     def _is_ready(self, rows: int, ending: Ending) -> bool:
         """Whether all that a step launches has been launched before, so that it is compiled and

@@ -53,6 +53,12 @@ def sample_rows(
         written.write(out.chosen)
 
 
+def count_run(ending: Ending, written: WrittenTokens | None) -> None:
+    """Note that a step with this ending was launched or replayed, with its `sample_rows`."""
+    if written is not None and ending.samples:
+        written.ran()
+
+
 def recorded_endings(sampler: Sampler, samples: bool) -> list[Ending]:
     """Return the endings to record, the most useful first. samples: this stage does."""
     return [*sampling_endings(sampler), Ending.LOGITS] if samples else [Ending.STATES]

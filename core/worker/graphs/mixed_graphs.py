@@ -23,7 +23,7 @@ from ...protocols.models import HiddenStates
 from ..batch import PersistentBatch, StepInputs, StepRows
 from ..hidden_states import each, parts
 from ..sampling.sampler import Sampler
-from .endings import Ending, row_counts, sample_rows
+from .endings import Ending, count_run, row_counts, sample_rows
 from .mixed_inputs import MixedInputs, MixedKey, StepShape, shape_of
 from .recorder import Recorder, Replay
 from .written_tokens import WrittenTokens
@@ -143,7 +143,7 @@ class MixedGraphs:
             rows = next(count for count in self._row_counts if count >= num_rows)
             self.record_ending(rows, ending)
         self._endings[rows, ending]()
-        self._ended(ending)
+        count_run(ending, self._written)
 
     def sampling_inputs(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return slots and lengths of the step launched last, [num_rows] int64."""
@@ -320,7 +320,7 @@ class MixedGraphs:
         self._slots.fill_(self._batch.scratch_slot)
         self._lengths.zero_()
         self._end(rows, ending)
-        self._ended(ending)
+        count_run(ending, self._written)
         self._endings[rows, ending] = self._record(lambda: self._end(rows, ending))
         self._slots.copy_(slots)
         self._lengths.copy_(lengths)
@@ -370,10 +370,6 @@ class MixedGraphs:
         if not self.logits.numel():
             self.logits = logits.new_empty(self._row_counts[-1], logits.shape[1])
         self.logits[:rows].copy_(logits)
-
-    def _ended(self, ending: Ending) -> None:
-        if self._written is not None and ending.samples:
-            self._written.ran()
 
     def _expand(self, key: MixedKey) -> StepInputs:
         return self._inputs.expand(key, self._num_rows(key))

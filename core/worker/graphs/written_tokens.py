@@ -27,7 +27,10 @@ class TokenPlace(NamedTuple):
         """Return the run's tokens, [max_rows] int32, once it is done: valid until PLACES more have
         run. Raises RuntimeError if they are another run's."""
         if (found := int(self.numbers[0])) != self.run:
-            raise RuntimeError(f"tokens of run {self.run} are sought where run {found} wrote")
+            raise RuntimeError(
+                f"tokens of run {self.run} are sought where run {found} wrote; --enforce-eager "
+                "goes without recorded steps, whose tokens these are"
+            )
         return self.numbers[1:]
 
 

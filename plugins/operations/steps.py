@@ -1,0 +1,204 @@
+"""Operations of a step besides its layers, by Triton kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+
+from ...core.nn.step_operations.compaction import CacheMoves, CompactionOperations
+from ...core.nn.step_operations.drafts import DraftOperations, DraftTables
+from ...core.nn.step_operations.inputs import DecodeTensors, InputOperations, StepTensors
+from ...core.nn.step_operations.sampling import (
+    GrammarBits,
+    SampleOutputs,
+    SamplingOperations,
+    SlotTables,
+)
+from ...kernels.compaction.best_tokens import best_tokens
+from ...kernels.compaction.compact_caches import compact_caches
+from ...kernels.sampling.edit_logits import edit_logits
+from ...kernels.sampling.mask_tokens import mask_tokens
+from ...kernels.sampling.sample_gumbel import best_of_parts, choose_best, sample_gumbel
+from ...kernels.sampling.sample_tokens import sample_tokens
+from ...kernels.step.decode_inputs import decode_inputs
+from ...kernels.step.drafts import keep_drafts, verify_drafts
+from ...kernels.step.step_inputs import advance, scatter, slot_mappings, step_inputs
+from ...kernels.step.written_tokens import write_tokens
+
+
+class TritonSteps(InputOperations, SamplingOperations, CompactionOperations, DraftOperations):
+    """In one launch each, sampling in two or six."""
+
+    samples: ClassVar[bool] = True
+    writes_tokens: ClassVar[bool] = True
+
+    def decode_inputs(
+        self,
+        packed: torch.Tensor,
+        lengths: torch.Tensor,
+        token_history: torch.Tensor,
+        block_table: torch.Tensor,
+        row_tables: torch.Tensor,
+        block_size: int,
+        dropped: torch.Tensor | None = None,
+    ) -> DecodeTensors:
+        """All of them in one launch."""
+        return DecodeTensors(
+            *decode_inputs(
+                packed, lengths, token_history, block_table, row_tables, block_size, dropped
+            )
+        )
+
+    def step_inputs(
+        self,
+        query_start: torch.Tensor,
+        slots: torch.Tensor,
+        sample_slots: torch.Tensor,
+        num_tokens: int,
+        lengths: torch.Tensor,
+        token_history: torch.Tensor,
+        block_table: torch.Tensor,
+        block_size: int,
+        dropped: torch.Tensor | None = None,
+    ) -> StepTensors:
+        """All of them in one launch."""
+        tokens, rows, seq_lens, tables = step_inputs(
+            query_start, slots, sample_slots, num_tokens, lengths, token_history, block_table,
+            block_size, dropped,
+        )  # fmt: skip
+        (ids, positions, places), (sampled, ends, last) = tokens, rows
+        return StepTensors(ids, positions, places, sampled, ends, last, seq_lens, tables)
+
+    def advance(
+        self, lengths: torch.Tensor, slots: torch.Tensor, query_start: torch.Tensor
+    ) -> None:
+        """In one launch."""
+        advance(lengths, slots, query_start)
+
+    def best_tokens(self, scores: torch.Tensor, out: torch.Tensor) -> None:
+        """In one launch, without sorting."""
+        best_tokens(scores, out)
+
+    def compact_caches(self, caches: Sequence[torch.Tensor], moves: CacheMoves) -> None:
+        """All layers in one launch, where they have one shape."""
+        first = caches[0]
+        alike = (first.shape, first.stride(), first.dtype)
+        if any((cache.shape, cache.stride(), cache.dtype) != alike for cache in caches):
+            for number, cache in enumerate(caches):
+                chosen = moves.chosen[number : number + 1]
+                self.compact_caches([cache], moves._replace(chosen=chosen))
+            return
+        compact_caches(
+            caches, moves.slots, moves.starts, moves.chosen, moves.block_table, moves.targets,
+            max(moves.counts),
+        )  # fmt: skip
+
+    def slot_mappings(
+        self,
+        block_table: torch.Tensor,
+        columns: int,
+        query_start: torch.Tensor,
+        positions: torch.Tensor,
+        block_size: int,
+    ) -> torch.Tensor:
+        """In one launch."""
+        return slot_mappings(block_table, columns, query_start, positions, block_size)
+
+    def scatter(self, storage: torch.Tensor, writes: torch.Tensor, count: torch.Tensor) -> None:
+        """In one launch."""
+        scatter(storage, writes, count)
+
+    def verify_drafts(
+        self,
+        chosen: torch.Tensor,
+        drafts: torch.Tensor,
+        starts: torch.Tensor,
+        slots: torch.Tensor,
+        tables: DraftTables,
+        most: int,
+    ) -> torch.Tensor:
+        """In one launch."""
+        _, lengths, num_proposed = tables
+        return verify_drafts(chosen, drafts, starts, slots, lengths, num_proposed, most)
+
+    def keep_drafts(
+        self,
+        token_ids: torch.Tensor,
+        counts: torch.Tensor,
+        slots: torch.Tensor,
+        tables: DraftTables,
+        vocab_size: int,
+    ) -> torch.Tensor:
+        """In one launch."""
+        if token_ids.stride(1) != 1:
+            token_ids = token_ids.contiguous()
+        return keep_drafts(token_ids, counts, slots, *tables, vocab_size)
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        slots: torch.Tensor,
+        lengths: torch.Tensor,
+        tables: SlotTables,
+        out: SampleOutputs,
+        *,
+        plain: bool,
+        grammar: GrammarBits | None = None,
+        skip: int = 0,
+    ) -> None:
+        """Plain rows in two launches, any others in six."""
+        if plain:
+            sample_gumbel(logits, tables.settings, slots, lengths, tables.history, out.chosen)
+        else:
+            sample_tokens(logits, slots, lengths, tables, out, grammar=grammar, skip=skip)
+
+    def sample_parts(
+        self,
+        logits: torch.Tensor,
+        slots: torch.Tensor,
+        lengths: torch.Tensor,
+        tables: SlotTables,
+        first: int,
+    ) -> torch.Tensor:
+        """In one launch."""
+        return best_of_parts(logits, tables.settings, slots, lengths, first)
+
+    def sample_best(
+        self,
+        best: torch.Tensor,
+        token: torch.Tensor,
+        slots: torch.Tensor,
+        lengths: torch.Tensor,
+        tables: SlotTables,
+        out: SampleOutputs,
+    ) -> None:
+        """In one launch."""
+        choose_best(best, token, slots, lengths, tables.history, out.chosen)
+
+    def edit_logits(
+        self,
+        logits: torch.Tensor,
+        slots: torch.Tensor,
+        tables: SlotTables,
+        out: torch.Tensor,
+        *,
+        edits: int,
+        scale: bool,
+        grammar: GrammarBits | None = None,
+    ) -> None:
+        """In one launch."""
+        edit_logits(logits, slots, tables, out, edits=edits, scale=scale, grammar=grammar)
+
+    def write_tokens(
+        self, chosen: torch.Tensor, runs: torch.Tensor, ring: torch.Tensor, last: int
+    ) -> None:
+        """By one program."""
+        write_tokens(chosen, runs, ring, last)
+
+    def mask_tokens(
+        self, logits: torch.Tensor, bits: torch.Tensor, rows: torch.Tensor | None
+    ) -> None:
+        """In place; logits that stay are not even read."""
+        mask_tokens(logits, bits, rows)
