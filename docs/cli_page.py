@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import io
 import os
-import re
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -14,7 +13,7 @@ from unittest import mock
 from markdown_table import table
 
 from jackfield.entrypoints.cli.main import COMMANDS
-from jackfield.entrypoints.flags import engine_flags
+from jackfield.entrypoints.flags.parser import Parser
 from jackfield.entrypoints.flags.vllm_flags import MISSING, NO_EFFECT
 
 
@@ -33,7 +32,7 @@ def command_parser(command: Callable[[list[str]], int]) -> argparse.ArgumentPars
     printed = io.StringIO()
     try:
         with (
-            mock.patch.object(engine_flags.Parser, "parse_args", catch),
+            mock.patch.object(Parser, "parse_args", catch),
             mock.patch.dict(os.environ, clean, clear=True),
             contextlib.redirect_stdout(printed),
         ):
@@ -51,6 +50,9 @@ def cli() -> str:
         "`python -m jackfield` is the same. "
         "Plugins may add commands (`register_commands`, see [hooks](hooks.md)). "
         "Exit status: 0 done, 1 failed, 2 wrong usage or configuration. "
+        "`--help=WORD` explains one option, a group of options, or all that contain the word "
+        "(`--help=max-num-seqs`, `--help=scheduling`), `--help=listgroup` lists the groups, and "
+        "`--help=all` explains everything. Flags may be written with `_` instead of `-`. "
         "Whole numbers of the engine may end in k, m, g or t for powers of 1,000, and in "
         "K, M, G or T for powers of 1,024: `--max-model-len 32K`.\n\n",
         table(["command", "does"], [[f"`jackfield {n}`", t] for n, (_, t) in COMMANDS.items()]),
@@ -93,14 +95,14 @@ def cli() -> str:
 
 
 def _flag_row(action: argparse.Action) -> list[str]:
-    names = [n for n in action.option_strings if "_" not in n] or [action.dest.upper()]
+    names = list(action.option_strings) or [action.dest.upper()]
     option = ", ".join(f"`{name}`" for name in names)
     if action.choices is not None:
         option += " " + " or ".join(f"`{choice}`" for choice in action.choices)
     elif action.option_strings and action.nargs != 0:
         value = action.metavar or action.dest.upper()
         option += f" `{value}{' …' if action.nargs == '+' else ''}`"
-    text = re.sub(r" \(default: (None|\(\))\)$", "", (action.help or "").replace("%%", "%"))
+    text = (action.help or "").replace("%%", "%")
     if not text:
         raise SystemExit(f"{option} has no help text")
     if "default:" not in text and action.default not in (None, "", [], argparse.SUPPRESS, False):

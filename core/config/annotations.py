@@ -9,7 +9,11 @@ from msgspec import Meta
 
 Device = Literal["auto", "cuda", "cpu"]
 DType = Literal["auto", "bfloat16", "float16", "float32"]
-"""Types of models, and of states of sequences."""
+"""Types of states of sequences."""
+ModelDType = Literal["auto", "bfloat16", "float16", "float32", "half", "float"]
+"""Types of models."""
+DTYPE_SYNONYMS = {"half": "float16", "float": "float32"}
+"""vLLM's other names of types."""
 KVCacheDType = Literal[
     "auto", "bfloat16", "float16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2",
     "int8", "int8_int4", "int4", "int8_per_token_head",

@@ -5,14 +5,14 @@ Field names are vLLM's wherever the meaning is the same.
 
 from __future__ import annotations
 
-import difflib
 import functools
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
 from ..errors import ConfigError
-from .annotations import doc
+from ..spelling import nearest
+from .annotations import DTYPE_SYNONYMS, doc
 from .compatibility import check_compatible
 from .kv_transfer_config import KVTransferConfig
 from .output_options import OutputOptions
@@ -59,6 +59,8 @@ class EngineConfig(OutputOptions, frozen=True, kw_only=True):
             convert("kv_cache_dtype_skip_layers", words)
         if self.max_model_len == -1:  # Another name of it in vLLM.
             convert("max_model_len", "auto")
+        if isinstance(self.dtype, str) and self.dtype in DTYPE_SYNONYMS:
+            convert("dtype", DTYPE_SYNONYMS[self.dtype])
         convert("pipeline_layer_partition", layer_partition(self.pipeline_layer_partition))
         if isinstance(self.kv_transfer_config, dict | KVTransferConfig):
             convert("kv_transfer_config", KVTransferConfig.read(self.kv_transfer_config))
@@ -112,8 +114,8 @@ class EngineConfig(OutputOptions, frozen=True, kw_only=True):
         options = {SYNONYMS.get(name, name): value for name, value in options.items()}
         for name in options:
             if name not in field_names:
-                near = difflib.get_close_matches(name, field_names, n=1)
-                hint = f"; did you mean {near[0]}?" if near else ""
+                near = nearest(name, field_names)
+                hint = f"; did you mean {near}?" if near else ""
                 raise ConfigError(f"{name}: no such engine option{hint}", param=name)
         return cls(**options)
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from .annotations import Bits64, Device, DType, Name, doc
+from .annotations import Bits64, Device, ModelDType, Name, doc
 
 
 class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,8 +45,11 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     ] = False
     device: Annotated[Device, doc("Where the model runs; auto: cuda if there is one.")] = "auto"
     dtype: Annotated[
-        DType,
-        doc("Type of weights and activations; auto: the checkpoint's, float32 on a CPU."),
+        ModelDType,
+        doc(
+            "Type of weights and activations; auto: the checkpoint's, float32 on a CPU; half is "
+            "float16, float is float32."
+        ),
     ] = "auto"
     runner: Annotated[
         Literal["auto", "generate", "pooling"],

@@ -3,17 +3,17 @@ effect."""
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import re
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib import metadata
 from typing import Any
 
 from .. import hooks
 from ..errors import PluginError
+from ..spelling import nearest
 
 API_ATTRIBUTE = "jackfield_api"
 MARK = f"{hooks.PROJECT}_impl"
@@ -58,7 +58,7 @@ def remarks(plugin: object) -> Iterator[str]:
             continue
         if name in HOOKS:
             yield f"{name} has no @hookimpl, so it is not called"
-        elif name.startswith("register_") and (hint := near(name, HOOKS, 0.8)):
+        elif name.startswith("register_") and (hint := near(name, HOOKS)):
             yield f"{name} is no hook and has no @hookimpl, so it is not called{hint}"
 
 
@@ -78,10 +78,10 @@ def _functions(plugin: object) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def near(name: str, names: Any, cutoff: float = 0.6) -> str:
+def near(name: str, names: Iterable[str]) -> str:
     """Return "; did you mean …?", or an empty text."""
-    matches = difflib.get_close_matches(name, sorted(names), n=1, cutoff=cutoff)
-    return f"; did you mean {matches[0]!r}?" if matches else ""
+    match = nearest(name, names)
+    return f"; did you mean {match!r}?" if match else ""
 
 
 # ---------------------------------------------------------------- hook API

@@ -13,7 +13,7 @@ import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
-from ..flags.engine_flags import Parser
+from ..flags.parser import Parser
 from ..stdout import reader_left
 
 BROKE_OFF = "the response broke off: the server or the connection ended"

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from ...core.errors import ConfigError, JackfieldError
 from ...core.registry import load_plugins
-from ..flags.engine_flags import Parser, add_engine_options, engine_config, fail, json_value
+from ..flags.engine_flags import add_engine_options, engine_config, fail, json_value
+from ..flags.parser import Parser
 
 DEFAULT_FILE_SIZE = 5 << 30
 OPTIONS = (

@@ -10,7 +10,8 @@ import sys
 from ...core.errors import JackfieldError
 from ...core.recording.recording import Recording
 from ...core.registry import load_plugins
-from ..flags.engine_flags import Parser, fail
+from ..flags.engine_flags import fail
+from ..flags.parser import Parser
 from ..replay import Difference, Replayed, replay, replay_config
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import msgspec
 
 from ...core.errors import ConfigError
-from ..flags.engine_flags import Parser, fail
+from ..flags.engine_flags import fail
+from ..flags.parser import Parser
 from ..flags.values import positive_int
 
 

@@ -12,7 +12,8 @@ import msgspec
 from ...core.errors import ConfigError, PluginError
 from ...core.registration.plugin_checks import near
 from ...core.registry import Plugins, load_plugins
-from ..flags.engine_flags import Parser, add_no_plugin, fail
+from ..flags.engine_flags import add_no_plugin, fail
+from ..flags.parser import Parser
 from ..inventory import Row, inventory, output_aside
 from ..struct_fields import FieldText, fields_of
 from .skeleton import KINDS, write_skeleton

@@ -14,7 +14,8 @@ from typing import Any
 from ...core.config import EngineConfig
 from ...core.errors import ConfigError, EngineStopped, JackfieldError
 from ...core.registry import Plugins, load_plugins
-from ..flags.engine_flags import Parser, add_engine_options, engine_config, fail
+from ..flags.engine_flags import add_engine_options, engine_config, fail
+from ..flags.parser import Parser
 
 
 def make_parser() -> argparse.ArgumentParser:

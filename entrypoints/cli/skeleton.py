@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import keyword
 import re
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import NamedTuple
 
 from ...core.errors import ConfigError
 from ...core.hooks import API_VERSION
+from ...core.spelling import nearest
 
 TEMPLATES = Path(__file__).resolve().parent / "skeletons"
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9]*([_-][A-Za-z0-9]+)*")
@@ -71,8 +71,8 @@ def write_skeleton(kind: str, name: str, into: Path) -> Path:
     """Write the package; return its folder. Raises ConfigError for an invalid kind or name, or if
     the folder exists; OSError."""
     if kind.replace("_", "-") not in KINDS:
-        near = difflib.get_close_matches(kind, KINDS, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        near = nearest(kind, KINDS)
+        hint = f"; did you mean {near}?" if near else ""
         raise ConfigError(f"KIND: {kind!r} is none of {', '.join(KINDS)}{hint}", param="kind")
     if not NAME.fullmatch(name):
         raise ConfigError(

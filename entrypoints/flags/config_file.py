@@ -12,13 +12,14 @@ A key is a flag's name without the dashes before it, with `-` or `_` within.
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from ...core.errors import ConfigError
+from ...core.spelling import nearest
+from .parser import Parser
 
 
 def add_config(group: Any) -> None:
@@ -28,16 +29,15 @@ def add_config(group: Any) -> None:
     )
 
 
-def with_config(
-    parser: argparse.ArgumentParser, argv: list[str], args: argparse.Namespace
-) -> list[str]:
+def with_config(parser: Parser, argv: list[str], args: argparse.Namespace) -> list[str]:
     """Return the command line, followed by those flags of the file `args.config` that it does not
     contain itself.
 
     args: the result of `parser` for `argv`. Raises ConfigError with the key's name.
     """
     flags = parser._option_string_actions
-    dests = {flags[name].dest for name in (word.split("=")[0] for word in argv) if name in flags}
+    names = (word.split("=")[0] for word in parser.spelled(argv))
+    dests = {flags[name].dest for name in names if name in flags}
     if getattr(args, "model", None) or getattr(args, "model_flag", None):
         dests.add("model_flag")
     words = list(argv)
@@ -96,7 +96,7 @@ def _check_unique(keys: Iterable[Any], path: str) -> None:
         seen.add(name)
 
 
-def _action(parser: argparse.ArgumentParser, key: Any, path: str) -> tuple[str, argparse.Action]:
+def _action(parser: Parser, key: Any, path: str) -> tuple[str, argparse.Action]:
     flags = parser._option_string_actions
     name = str(key)
     for flag in (f"--{name}", f"--{name.replace('_', '-')}"):
@@ -104,12 +104,11 @@ def _action(parser: argparse.ArgumentParser, key: Any, path: str) -> tuple[str, 
             return flag, flags[flag]
     if name == "config":
         raise ConfigError(f"--config: {path}: config: a file names no other file", param=name)
-    missing: Mapping[str, str] = getattr(parser, "missing", {})
-    if (why := missing.get(f"--{name.replace('_', '-')}")) is not None:
+    if (why := parser.missing.get(f"--{name.replace('_', '-')}")) is not None:
         raise ConfigError(f"--config: {path}: {name}: {why}", param=name)
     names = [flag.removeprefix("--") for flag in flags if flag.startswith("--")]
-    near = difflib.get_close_matches(name.replace("_", "-"), names, n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
+    near = nearest(name, names)
+    hint = f"; did you mean {near}?" if near else ""
     raise ConfigError(f"--config: {path}: {name}: no such flag{hint}", param=name)
 
 

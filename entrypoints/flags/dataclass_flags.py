@@ -145,10 +145,16 @@ def _add_flag(group: argparse._ArgumentGroup, field: FlagField) -> None:
         options["type"] = flag.parse or _reader(kind, field.meta)
     if flag.metavar is not None:
         options["metavar"] = flag.metavar
+    elif kind is int:
+        options["metavar"] = "N"
     text = field.meta.description or ""
-    if kind is not bool and default not in (None, "", ()) and "default:" not in text:
-        text += f" (default: {default:g})" if kind is float else f" (default: {default})"
-    group.add_argument(field.option, *flag.aliases, help=text.replace("%", "%%"), **options)
+    paired = options.get("action") is argparse.BooleanOptionalAction
+    has_default = paired if kind is bool else default not in (None, "", ())
+    if has_default and "default:" not in text:
+        shown = ("on" if default else "off") if kind is bool else default
+        text += f" (default: {shown:g})" if kind is float else f" (default: {shown})"
+    action = group.add_argument(field.option, *flag.aliases, **options)
+    action.help = text.replace("%", "%%")  # Set here: argparse adds a pair's default itself.
 
 
 def _reader(kind: Any, meta: msgspec.Meta) -> Callable[[str], Any]:

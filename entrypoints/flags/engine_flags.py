@@ -3,53 +3,30 @@
 from __future__ import annotations
 
 import argparse
-import difflib
+import functools
+import inspect
 import json
+import re
 import sys
 import types
 import typing
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import msgspec
 
 from ...core.config import EngineConfig
-from ...core.errors import ConfigError
+from ...core.errors import ConfigError, PluginError
 from ...core.registration.plugin_options import with_option
 from ..stdout import reader_left
+from .parser import Parser
 from .values import number_or, scaled_number
-
-
-class Parser(argparse.ArgumentParser):
-    """An argument parser that answers an unknown flag with the nearest valid one, and accepts no
-    abbreviated flags."""
-
-    missing: Mapping[str, str] = {}
-    """Flags known from other servers → why they do not exist here, or what to use instead."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **{**options, "allow_abbrev": False})
-
-    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse as argparse does, but with hints for unknown flags."""
-        parsed, unknown = self.parse_known_args(args, namespace)
-        if unknown:
-            self.error(self._explain(unknown))
-        return parsed
-
-    def _explain(self, unknown: list[str]) -> str:
-        flag = unknown[0].split("=")[0]
-        if (why := self.missing.get(flag.replace("_", "-"))) is not None:
-            return f"{flag}: {why}"
-        near = difflib.get_close_matches(flag, self._option_string_actions, n=1)
-        hint = f"; did you mean {near[0]}?" if near and flag.startswith("-") else ""
-        return f"unrecognized argument: {unknown[0]}{hint}"
-
 
 UNIONS = (types.UnionType, typing.Union)
 """What `typing.get_origin` returns of `X | Y`."""
 ALIASES = {
     "data_parallel_size": "-dp",
+    "enable_expert_parallel": "-ep",
     "executor": "--distributed-executor-backend",
     "pipeline_parallel_size": "-pp",
     "quantization": "-q",
@@ -57,6 +34,22 @@ ALIASES = {
     "tensor_parallel_size": "-tp",
 }
 """Option → another flag that vLLM has, or had, for it."""
+REGISTRIES = {
+    "all2all_backend": "all2all_backend",
+    "attention_backend": "attention_backend",
+    "collectives": "collectives",
+    "executor": "executor",
+    "kv_compression": "kv_compressor",
+    "load_format": "weight_loader",
+    "logits_processors": "logits_processor",
+    "operations": "operations",
+    "quantization": "quantization",
+    "reasoning_parser": "reasoning_parser",
+    "scheduling_policy": "schedule_policy",
+    "structured_outputs_config.backend": "structured_backend",
+    "tool_call_parser": "tool_parser",
+}
+"""Option that takes a plugin's name → the registry that has these names."""
 
 
 def add_no_plugin(group: Any) -> None:
@@ -70,12 +63,47 @@ def add_no_plugin(group: Any) -> None:
     )
 
 
-def add_engine_options(
-    parser: argparse.ArgumentParser, only: Collection[str] | None = None
-) -> None:
+def add_engine_options(parser: Parser, only: Collection[str] | None = None) -> None:
     """Add a flag for each field of EngineConfig except `model`, or for the fields `only`, and
-    `--no-plugin` and `--plugin-option`."""
-    group = parser.add_argument_group("engine")
+    `--no-plugin` and `--plugin-option`; each class of options is a group."""
+    hints = typing.get_type_hints(EngineConfig, include_extras=True)
+    parser.names_of = _registered_names
+    for kind in _option_classes():
+        names = kind.__annotations__.keys() - {"model"}
+        names = names if only is None else names & set(only)
+        group = parser.add_argument_group(_title(kind.__name__), _first_sentence(kind))
+        if kind is EngineConfig:
+            _add_plugin_options(group)
+        for name in filter(names.__contains__, kind.__struct_fields__):
+            base, text = _unpack(hints[name])
+            default = getattr(EngineConfig(), name)
+            if not isinstance(default, msgspec.Struct):
+                _add(group, name, base, text, default)
+                continue
+            parts = parser.add_argument_group(name.removesuffix("_config").replace("_", " "), text)
+            _add(parts, name, base, text, None)
+            for part, hint in typing.get_type_hints(base, include_extras=True).items():
+                _add(parts, f"{name}.{part}", *_unpack(hint), getattr(default, part))
+
+
+def _option_classes() -> list[type[msgspec.Struct]]:
+    """Return the classes that EngineConfig's fields are declared in, in their order."""
+    classes = [kind for kind in EngineConfig.__mro__ if issubclass(kind, msgspec.Struct)]
+    return [kind for kind in reversed(classes) if kind is not msgspec.Struct]
+
+
+def _title(name: str) -> str:
+    """ModelOptions → model."""
+    return re.sub(r"(Options|Config)$", "", name).lower()
+
+
+def _first_sentence(kind: type) -> str:
+    if kind is EngineConfig:  # Its own docstring is about all of them.
+        return "Plugins, and recordings of steps."
+    return " ".join((inspect.getdoc(kind) or "").split("\n\n")[0].split())
+
+
+def _add_plugin_options(group: Any) -> None:
     add_no_plugin(group)
     group.add_argument(
         "--plugin-option",
@@ -85,39 +113,47 @@ def add_engine_options(
         help="an option of a plugin's own (`jackfield plugins NAME` lists them): VALUE is JSON, or "
         "text where it is none; repeatable",
     )
-    hints = typing.get_type_hints(EngineConfig, include_extras=True)
-    for name in EngineConfig.__struct_fields__:
-        if name == "model" or (only is not None and name not in only):
-            continue
-        kind, text = _unpack(hints[name])
-        default = getattr(EngineConfig(), name)
-        if not isinstance(default, msgspec.Struct):
-            _add(group, name, kind, text, default)
-            continue
-        _add(group, name, kind, text, "see the flags below")
-        for part, hint in typing.get_type_hints(kind, include_extras=True).items():
-            _add(group, f"{name}.{part}", *_unpack(hint), getattr(default, part))
+
+
+@functools.cache
+def _plugins() -> Any:
+    from ...core.registry import load_plugins
+
+    return load_plugins()
+
+
+def _registered_names(option: str) -> Iterable[str]:
+    """Return the names that plugins have registered for an option; none if it takes other values,
+    or the plugins cannot be loaded, which the start itself reports."""
+    if option not in REGISTRIES:
+        return ()
+    try:
+        return list(_plugins()[REGISTRIES[option]])
+    except PluginError:
+        return ()
 
 
 def _add(group: argparse._ArgumentGroup, name: str, kind: Any, text: str, default: Any) -> None:
     options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS}
-    options["help"] = f"{text} (default: {default})".replace("%", "%%")
+    if default not in (None, "", (), {}) and "default:" not in text:
+        shown = {True: "on", False: "off"}[default] if kind is bool else default
+        text = f"{text} (default: {shown})"
+    options["help"] = text.replace("%", "%%")
     names = [f"--{name.replace('_', '-')}"]
-    if "_" in name:
-        names.append(f"--{name}")
     if name in ALIASES:
         names.append(ALIASES[name])
     if kind is bool:
         group.add_argument(*names, action=argparse.BooleanOptionalAction, **options)
     elif typing.get_origin(kind) is tuple:
-        group.add_argument(*names, nargs="+", **options)
+        group.add_argument(*names, nargs="+", metavar="NAME", **options)
     elif typing.get_origin(kind) is typing.Literal:
         group.add_argument(*names, choices=typing.get_args(kind), **options)
     elif typing.get_origin(kind) in UNIONS:
         words = [word for part in typing.get_args(kind) for word in typing.get_args(part)]
         group.add_argument(*names, type=number_or(words), metavar=f"N|{'|'.join(words)}", **options)
     elif kind in (int, float, str):
-        metavar = name.rpartition(".")[2].upper()
+        last_word = "NAME" if name in REGISTRIES else name.rpartition(".")[2].upper()
+        metavar = {int: "N", float: "X"}.get(kind, last_word)
         parse = scaled_number if kind is int else kind
         group.add_argument(*names, type=parse, metavar=metavar, **options)
     else:
@@ -165,8 +201,29 @@ def fail(error: Exception) -> int:
     if isinstance(error, BrokenPipeError) and reader_left():
         raise error
     kind = "error" if not isinstance(error, ConfigError) else "configuration error"
-    print(f"jackfield: {kind}: {error}", file=sys.stderr)
+    print(f"jackfield: {kind}: {with_flags(str(error))}", file=sys.stderr)
     return 2 if isinstance(error, ConfigError) else 1
+
+
+def with_flags(message: str) -> str:
+    """Return an error message with the engine's options named as flags: max_num_seqs →
+    --max-num-seqs."""
+    message = re.sub(rf"^({_alternatives()}): ", _as_flag, message)
+    with_underscore = _alternatives(lambda name: "_" in name)
+    return re.sub(rf"(?<![\w./'\"-])({with_underscore})(?![\w./=]\w|[/=\w])", _as_flag, message)
+
+
+def _as_flag(match: re.Match[str]) -> str:
+    return f"--{match[0].replace('_', '-')}"
+
+
+@functools.cache
+def _alternatives(wanted: Callable[[str], bool] = bool) -> str:
+    """Return a pattern of the options that have flags, the longest first."""
+    parser = Parser(add_help=False)
+    add_engine_options(parser)
+    dests = {action.dest for action in parser._actions} - {"plugin_option", "no_plugin"}
+    return "|".join(map(re.escape, sorted(filter(wanted, dests), key=len, reverse=True)))
 
 
 def _unpack(hint: Any) -> tuple[Any, str]:

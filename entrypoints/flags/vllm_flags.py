@@ -84,6 +84,20 @@ MISSING: dict[str, str] = {
 """Flag → text of the error."""
 
 
+VLLM_GROUPS = {
+    "attention": "execution",
+    "compilation": "execution",
+    "device": "model",
+    "frontend": "server",
+    "kvtransfer": "cache",
+    "load": "model",
+    "observability": "HTTP",
+    "pooler": "model",
+    "scheduler": "scheduling",
+    "speculative": "execution",
+    "vllm": "engine",
+}
+"""vLLM's groups of flags, in lower case without "Config" → the group here that has such flags."""
 SYNONYMS: dict[str, tuple[str, Any, str]] = {
     "--disable-uvicorn-access-log": ("access_log", "off", "--access-log off"),
     "--disable-log-requests": ("enable_log_requests", False, "--no-enable-log-requests"),
@@ -102,7 +116,7 @@ class _Taken(argparse.Action):
 
 def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `SYNONYMS` and `NO_EFFECT`."""
-    group = parser.add_argument_group("other names")
+    group = parser.add_argument_group("other names", "vLLM's names of flags above.")
     for flag, (dest, value, same) in SYNONYMS.items():
         group.add_argument(
             flag,

@@ -15,8 +15,9 @@ from ...core.errors import ConfigError
 from ...core.registry import Plugins, load_plugins
 from ..flags.config_file import add_config, with_config, without_config
 from ..flags.dataclass_flags import Flag, add_flags, fields_of, from_flags
-from ..flags.engine_flags import Parser, add_engine_options, engine_config
-from ..flags.vllm_flags import MISSING, add_vllm_flags, without_effect
+from ..flags.engine_flags import add_engine_options, engine_config
+from ..flags.parser import Parser
+from ..flags.vllm_flags import MISSING, NO_EFFECT, VLLM_GROUPS, add_vllm_flags, without_effect
 from ..http.options import ServerOptions
 from ..http.tls import Tls
 from .listen import Listen
@@ -24,6 +25,20 @@ from .listen import Listen
 logger = logging.getLogger("jackfield.serve")
 KEY_VARIABLES = ("JACKFIELD_API_KEY", "VLLM_API_KEY")
 """Environment variables with API keys, separated by commas."""
+GROUPS = {
+    "server": "Address, keys, logs, and what is served besides the API.",
+    "batches": "Files of requests, answered behind the others.",
+    "TLS": "HTTPS.",
+    "HTTP": "Browsers, proxies, limits, timeouts and metrics.",
+    "chat": "Templates, tool calls and roles of chats.",
+}
+"""Titles of the command's own groups of flags → what is in them."""
+COMMON = (
+    "--port", "--host", "--api-key-file", "--max-model-len", "--max-num-seqs",
+    "--gpu-memory-utilization", "--tensor-parallel-size", "--quantization", "--tool-call-parser",
+    "--served-model-name", "--config",
+)  # fmt: skip
+"""Flags that the short help explains."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,16 +73,23 @@ def make_parser() -> Parser:
     """Return the parser of `jackfield serve`."""
     parser = Parser(prog="jackfield serve", description="Serve a model over HTTP, as OpenAI does.")
     parser.add_argument(
-        "model", nargs="?", default="", help="checkpoint folder or hub name; none: the embedded one"
+        "model",
+        metavar="MODEL",
+        nargs="?",
+        default="",
+        help="checkpoint folder or hub name; none: the embedded one",
     )
     parser.add_argument("--model", dest="model_flag", help=argparse.SUPPRESS)
-    server, *_ = map(parser.add_argument_group, ("server", "batches", "TLS", "HTTP", "chat"))
+    server, *_ = (parser.add_argument_group(*group) for group in GROUPS.items())
     for options in (Listen, ServeOptions, ServerOptions):
         add_flags(parser, options)
     add_config(server)
     add_engine_options(parser)
     add_vllm_flags(parser)
     parser.missing = MISSING
+    parser.no_effect = {flag: why for flag, (_, why) in NO_EFFECT.items()}
+    parser.other_groups = VLLM_GROUPS
+    parser.common = COMMON
     return parser
 
 

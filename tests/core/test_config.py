@@ -140,7 +140,7 @@ def test_lists_and_single_strings_become_tuples() -> None:
     ("option", "value", "words"),
     [
         ("device", "gpu", "auto, cuda, cpu"),
-        ("dtype", "half", "auto, bfloat16, float16, float32"),
+        ("dtype", "halff", "auto, bfloat16, float16, float32, half, float"),
         ("max_model_len", "atuo", "auto"),
     ],
 )
@@ -150,3 +150,8 @@ def test_an_unknown_word_is_answered_with_those_that_there_are(
     with pytest.raises(ConfigError, match=f"words that it takes: {words}$") as caught:
         EngineConfig(**{option: value})
     assert caught.value.param == option
+
+
+@pytest.mark.parametrize(("word", "same"), [("half", "float16"), ("float", "float32")])
+def test_vllms_words_for_types_are_taken(word: str, same: str) -> None:
+    assert EngineConfig(dtype=word).dtype == same

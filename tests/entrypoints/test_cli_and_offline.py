@@ -13,7 +13,8 @@ import pytest
 from jackfield import LLM, SamplingParams
 from jackfield.core.errors import ConfigError, InvalidRequest, LoadError
 from jackfield.entrypoints.cli.main import main
-from jackfield.entrypoints.flags.engine_flags import Parser, add_engine_options, engine_config
+from jackfield.entrypoints.flags.engine_flags import add_engine_options, engine_config
+from jackfield.entrypoints.flags.parser import Parser
 
 
 def jackfield(*argv: str) -> subprocess.CompletedProcess[str]:
@@ -39,15 +40,15 @@ def test_the_module_runs_as_a_program() -> None:
         (["help"], 0, "serve a model"),
         (["serv"], 2, "did you mean 'serve'?"),
         (["serve", "--max-num-seq", "4"], 2, "did you mean --max-num-seqs?"),
-        (["serve", "--max-num-seqs", "0"], 2, "max_num_seqs"),
+        (["serve", "--max-num-seqs", "0"], 2, "error: --max-num-seqs: "),
         (["serve", "--max-num-seqs", "many"], 2, "--max-num-seqs"),
         (["serve", "/no/such/folder"], 1, "neither a folder here nor a hub name"),
         (["serve", "--tool-call-parser", "herms"], 2, "did you mean 'hermes'?"),
-        (["serve", "--attention-backend", "tritn"], 2, "attention_backend"),
+        (["serve", "--attention-backend", "tritn"], 2, "--attention-backend: "),
         (["serve", "--guided-decoding-backend", "xgrammer"], 2, "did you mean 'xgrammar'?"),
-        (["serve", "--trust-remote-code"], 2, "trust_remote_code"),
-        (["serve", "--tensor-parallel-size", "2"], 2, "tensor_parallel_size"),
-        (["serve", "--max-model-len", "999999"], 2, "max_model_len"),
+        (["serve", "--trust-remote-code"], 2, "error: --trust-remote-code: "),
+        (["serve", "--tensor-parallel-size", "2"], 2, "error: --tensor-parallel-size: "),
+        (["serve", "--max-model-len", "999999"], 2, "error: --max-model-len: "),
         (["chat", "--url", "http://127.0.0.1:9", "-m", "hi"], 1, "no server at"),
     ],
 )

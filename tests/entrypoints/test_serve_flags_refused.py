@@ -21,11 +21,11 @@ from jackfield.entrypoints.cli.main import main
         (["--max-body-bytes", "0"], "argument --max-body-bytes: must be at least 1, got 0"),
         (["--max-stored-responses", "-1"], "--max-stored-responses: must be at least 0, got -1"),
         (["--shutdown-timeout", "nan"], "--shutdown-timeout: must be a number of seconds, got"),
-        (["--hf-overrides", "{bad"], "--hf_overrides: no JSON: Expecting property name"),
+        (["--hf-overrides", "{bad"], "--hf-overrides: no JSON: Expecting property name"),
         (["--batch-dir", ""], "argument --batch-dir: must not be empty"),
         (
             ["--structured-outputs-config", "5", "--structured-outputs-config.backend", "xgrammar"],
-            "structured_outputs_config: must be a JSON object, got 5",
+            "--structured-outputs-config: must be a JSON object, got 5",
         ),
     ],
 )

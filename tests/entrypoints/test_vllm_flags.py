@@ -68,7 +68,7 @@ def test_other_letters_are_refused(text: str, capsys: pytest.CaptureFixture[str]
         make_parser().parse_args([f"--max-model-len={text}"])
     assert raised.value.code == 2
     error = capsys.readouterr().err
-    assert f"max_model_len: must be a whole number, got '{text}', or auto" in error
+    assert f"--max-model-len: must be a whole number, got '{text}', or auto" in error
 
 
 @pytest.mark.parametrize("second", ["max-model-len", "max_model_len"])

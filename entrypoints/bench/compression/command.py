@@ -16,7 +16,7 @@ from typing import Any
 
 from ....core.errors import ConfigError
 from ....core.registry import load_plugins
-from ...flags.engine_flags import Parser
+from ...flags.parser import Parser
 from ..report import Emitter, add_output_options, environment, say, table
 from .evaluate import TASKS, WHOLE, draw, evaluate
 from .tasks import COPIED

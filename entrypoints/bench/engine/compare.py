@@ -10,7 +10,7 @@ import importlib.util
 import json
 from collections.abc import Sequence
 
-from ...flags.engine_flags import Parser
+from ...flags.parser import Parser
 from ..report import Emitter, Record, add_output_options, say, table
 from ..workloads import WORKLOADS
 from .session import ENGINES

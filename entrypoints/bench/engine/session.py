@@ -23,7 +23,8 @@ import msgspec
 
 from ....core.config import EngineConfig
 from ....core.errors import JackfieldError
-from ...flags.engine_flags import Parser, add_engine_options, engine_options, fail
+from ...flags.engine_flags import add_engine_options, engine_options, fail
+from ...flags.parser import Parser
 from ..measuring_lock import HELP as LOCK_HELP
 from ..measuring_lock import held
 from ..report import Emitter, add_output_options, environment, say, summary

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import tempfile
 
-from ...flags.engine_flags import Parser
+from ...flags.parser import Parser
 from ..report import Emitter, add_output_options, summary
 from .subprocess_run import run_process
 

@@ -24,7 +24,7 @@ from ....core.engine.async_engine import AsyncEngine
 from ....core.registry import load_plugins
 from ....core.text.tokenizer import Tokenizer
 from ....core.worker.serving_process import freeze
-from ...flags.engine_flags import Parser
+from ...flags.parser import Parser
 from ...server.listen import Listen
 from ...server.server import listening
 from ..engine.backends import event_loop

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ....core.errors import ConfigError
-from ...flags.engine_flags import Parser, fail
+from ...flags.engine_flags import fail
+from ...flags.parser import Parser
 from ..report import Emitter, Record, add_output_options, environment, say, table
 from ..roofline import Ceilings, given_ceilings, measure_ceilings
 from ..types import rounded

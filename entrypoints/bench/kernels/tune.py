@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from ....core.errors import ConfigError
-from ...flags.engine_flags import Parser, fail
+from ...flags.engine_flags import fail
+from ...flags.parser import Parser
 from ..report import environment, say
 from ..workloads import ARCHITECTURES, write_model
 from . import tune_gemv, tune_int4

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from ...flags.engine_flags import Parser
+from ...flags.parser import Parser
 from ..engine.session import add_model_options
 from ..measuring_lock import HELP as LOCK_HELP
 from ..report import Record, add_output_options

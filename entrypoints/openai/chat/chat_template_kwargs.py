@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import Any
 
 from ....core.engine.async_engine import AsyncEngine
 from ....core.errors import InvalidRequest
 from ....core.output_parsing.reasoning_parser import thinking_kwarg
+from ....core.spelling import nearest
 from ..common.protocol import ChatRequest
 
 COMMON_KWARGS = frozenset({"enable_thinking", "thinking", "reasoning_effort"})
@@ -64,8 +64,8 @@ def _check_known(kwargs: dict[str, Any], names: frozenset[str] | set[str]) -> No
     for name in kwargs:
         if name in names:
             continue
-        near = difflib.get_close_matches(name, names, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"it takes {', '.join(sorted(names))}"
+        near = nearest(name, names)
+        hint = f"did you mean {near}?" if near else f"it takes {', '.join(sorted(names))}"
         raise InvalidRequest(
             f"chat_template_kwargs.{name}: this model's chat template has no such argument; {hint}",
             param=f"chat_template_kwargs.{name}",
