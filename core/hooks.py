@@ -199,9 +199,8 @@ def register_reasoning_parsers(registry: Registry[type[ReasoningParser]]) -> Non
 
         registry.add("qwen3", "jackfield.plugins.reasoning.think_tags:Qwen3Reasoning")
 
-    Used by the server, two instances per choice: one splits the text, one counts the reasoning
-    tokens.
-    Contract: `protocols.ReasoningParser`.
+    Used by the server, one instance per choice, and by the engine, one per request whose grammar
+    begins after the reasoning. Contract: `protocols.ReasoningParser`.
     """
 
 

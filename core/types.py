@@ -1,7 +1,9 @@
 """Public names of the types that travel between event loop and worker; see `core/step.py`."""
 
 from .step import (
+    Compaction,
     CompiledGrammar,
+    EncodeItem,
     GrammarStart,
     InProcess,
     KVDetached,
@@ -11,15 +13,20 @@ from .step import (
     PrepareAhead,
     ReasoningGate,
     Recover,
+    Rejection,
     SlotStart,
+    StateCopy,
     StepPlan,
     StepResult,
     TableWrite,
+    TokenLogprobs,
     WorkerJob,
 )
 
 __all__ = [
+    "Compaction",
     "CompiledGrammar",
+    "EncodeItem",
     "GrammarStart",
     "InProcess",
     "KVDetached",
@@ -29,9 +36,12 @@ __all__ = [
     "PrepareAhead",
     "ReasoningGate",
     "Recover",
+    "Rejection",
     "SlotStart",
+    "StateCopy",
     "StepPlan",
     "StepResult",
     "TableWrite",
+    "TokenLogprobs",
     "WorkerJob",
 ]

@@ -26,6 +26,7 @@ from jackfield.entrypoints.bench.engine.session import IN_PROCESS, make_parser
 from jackfield.entrypoints.bench.frontend import command as frontend
 from jackfield.entrypoints.bench.serve import serve_options
 from jackfield.entrypoints.cli.main import COMMANDS
+from jackfield.entrypoints.flags import vllm_flags
 from jackfield.entrypoints.openai.common import protocol
 from jackfield.entrypoints.openai.pooling import protocol as pooling_protocol
 from jackfield.entrypoints.openai.responses import protocol as responses_protocol
@@ -313,3 +314,53 @@ def test_the_readme_counts_the_parsers_that_are_there() -> None:
     for count, kind in zip(match.groups(), ("tool_parser", "reasoning_parser"), strict=True):
         box = [e for e in plugins[kind].entries() if e.provenance.distribution == "jackfield"]
         assert int(count) == len(box), kind
+
+
+# ---------------------------------------------------------------- what is there and what is not
+
+
+def is_there(what: str) -> bool:
+    """Whether something of which pages say that it is absent, or once said so, can be had: an
+    option takes it, and nothing refuses it."""
+    options, plugins = EngineConfig.__struct_fields__, load_plugins()
+    return {
+        "several hosts": "ray" in plugins["executor"],
+        "expert parallelism": "enable_expert_parallel" in options
+        and len(plugins["all2all_backend"]) > 0,
+        "pipeline parallelism": "pipeline_parallel_size" in options,
+        "data parallelism": "data_parallel_size" in options,
+        "speculative decoding": len(plugins["speculator"]) > 0,
+        "compaction of KV caches": len(plugins["kv_compressor"]) > 0,
+        "KV connectors": len(plugins["kv_connector"]) > 0,
+        "adapters (LoRA)": "--enable-lora" not in vllm_flags.MISSING,
+        "images and audio": "--limit-mm-per-prompt" not in vllm_flags.MISSING,
+        "beam search": "use_beam_search" not in protocol.UNSUPPORTED,
+    }[what]
+
+
+def listed_as_absent(page: str, sentence: str) -> list[str]:
+    (items,) = re.findall(sentence, (ROOT / page).read_text(), re.S)
+    return re.split(r",\s+", items)
+
+
+def test_what_pages_call_absent_is_absent() -> None:
+    """Every item of the lists is computed, so that one that was built meanwhile fails here."""
+    absent = listed_as_absent("docs/architecture.md", r"\nAbsent for now, [^:]*: ([^.]+)\.")
+    assert [what for what in absent if is_there(what)] == []
+    assert absent == ["adapters (LoRA)", "images and audio", "beam search"], "compute it, too"
+    names = {"adapters": "adapters (LoRA)", "images": "images and audio"}
+    readme = listed_as_absent("README.md", r"\nNot there yet: ([^.]+)\.")
+    assert [what for what in readme if is_there(names[what])] == []
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "several hosts", "expert parallelism", "pipeline parallelism", "data parallelism",
+        "speculative decoding", "compaction of KV caches", "KV connectors",
+    ],
+)  # fmt: skip
+def test_what_the_readme_promises_is_there(what: str) -> None:
+    assert is_there(what)
+    words = re.sub(r"\W+", " ", (ROOT / "README.md").read_text().lower())
+    assert what.lower().replace(" parallelism", "") in words

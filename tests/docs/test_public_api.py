@@ -6,9 +6,12 @@ Also the README's counts and lists, against what is registered.
 from __future__ import annotations
 
 import ast
-import importlib
+import contextlib
+import functools
+import importlib.util
+import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -77,6 +80,102 @@ def test_programs_of_the_documentation_import_public_names_alone() -> None:
         if block.language == "python" and block.page not in INTERNAL_PAGES:
             text = block.text if block.text[0] != " " else f"if True:\n{block.text}"
             assert private(text) == [], f"{block.page}:{block.line}"
+
+
+# ---------------------------------------------------------------- what hooks and contracts name
+
+CONTRACTS = ("jackfield.core.protocols", "jackfield.core.tenancy", "jackfield.core.step",
+             "jackfield.core.outputs", "jackfield.core.nn.operations", "jackfield.core.nn.context",
+             "jackfield.core.cache.groups", "jackfield.core.parallel.ranks")  # fmt: skip
+"""Modules of the types whose own methods and attributes a plugin reads or implements. Of other
+types (a configuration, a request) a plugin needs the name alone."""
+
+
+@functools.cache
+def module_tree(module: str) -> tuple[ast.Module, dict[str, tuple[str, str]]]:
+    """A module's source, and where its names come from, those for type checkers among them."""
+    imported = importlib.import_module(module)
+    assert imported.__file__
+    tree = ast.parse(Path(imported.__file__).read_text())
+    names = {n.name: (module, n.name) for n in tree.body if isinstance(n, ast.ClassDef)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            relative = "." * node.level + (node.module or "")
+            source = importlib.util.resolve_name(relative, imported.__package__)
+            names |= {alias.asname or alias.name: (source, alias.name) for alias in node.names}
+    return tree, names
+
+
+def annotated(node: ast.AST) -> Iterator[str]:
+    """Names in an annotation; one that is a text is read, too."""
+    for part in ast.walk(node):
+        if isinstance(part, ast.Name):
+            yield part.id
+        elif isinstance(part, ast.Constant) and isinstance(part.value, str):
+            with contextlib.suppress(SyntaxError):  # Of a Literal.
+                yield from annotated(ast.parse(part.value, mode="eval"))
+
+
+def types_of(module: str, nodes: Iterable[ast.stmt]) -> Iterator[tuple[type, str]]:
+    """Classes of core in the annotations of public functions and attributes, and where."""
+    _, names = module_tree(module)
+    for node in nodes:
+        annotations: list[ast.AST] = []
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            where = node.name
+            arguments = [n for n in ast.walk(node.args) if isinstance(n, ast.arg)]
+            annotations += [n.annotation for n in arguments if n.annotation]
+            annotations += [node.returns] if node.returns else []
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            where, annotations = node.target.id, [node.annotation]
+        if not annotations or (where.startswith("_") and where != "__init__"):
+            continue
+        for name in itertools.chain.from_iterable(map(annotated, annotations)):
+            source, attribute = names.get(name, ("", ""))
+            if source.startswith("jackfield.core"):
+                value = getattr(importlib.import_module(source), attribute)
+                if isinstance(value, type):
+                    yield value, where
+
+
+def named_by_hooks() -> dict[type, str]:
+    """Classes that hooks name, in signatures and as their contract, and then those that these name
+    in public methods and attributes → where."""
+    module = "jackfield.core.hooks"
+    tree, _ = module_tree(module)
+    todo = list(types_of(module, tree.body))
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef):
+            for page, name in re.findall(r"`(protocols|tenancy)\.(\w+)`", ast.get_docstring(node)):
+                contract = getattr(importlib.import_module(f"jackfield.core.{page}"), name)
+                todo.append((contract, node.name))
+    found: dict[type, str] = {}
+    while todo:
+        kind, where = todo.pop()
+        if kind in found:
+            continue
+        found[kind] = where
+        for base in kind.__mro__ if kind.__module__.startswith(CONTRACTS) else ():
+            if base.__module__.startswith("jackfield.core"):
+                tree, _ = module_tree(base.__module__)
+                bodies = [
+                    node.body for node in tree.body
+                    if isinstance(node, ast.ClassDef) and node.name == base.__name__
+                ]  # fmt: skip
+                todo += [
+                    (other, f"{kind.__name__}.{member}")
+                    for body in bodies for other, member in types_of(base.__module__, body)
+                ]  # fmt: skip
+    return found
+
+
+def test_every_type_that_a_hook_or_its_contract_names_is_public() -> None:
+    values = [getattr(importlib.import_module(module), name) for module, name in NAMES]
+    public = {value for value in values if isinstance(value, type)}
+    found = named_by_hooks()
+    assert len(found) > 80
+    missing = [f"{k.__module__} {k.__name__}: {at}" for k, at in found.items() if k not in public]
+    assert not missing, "core/public.py lacks what plugins need:\n" + "\n".join(sorted(missing))
 
 
 # ---------------------------------------------------------------- the README
