@@ -162,6 +162,10 @@ class LoadError(JackfieldError):
     """A checkpoint cannot be loaded: a tensor is missing, unexpected or of another shape."""
 
 
+class CheckpointNotFound(ConfigError, LoadError):
+    """There is no checkpoint, or no file that it must have, where the configuration says."""
+
+
 class OutOfMemory(JackfieldError):
     """The device does not have enough memory; the message names the option to lower."""
 

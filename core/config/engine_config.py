@@ -6,6 +6,7 @@ Field names are vLLM's wherever the meaning is the same.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -15,6 +16,7 @@ from ..spelling import nearest
 from .annotations import DTYPE_SYNONYMS, doc
 from .compatibility import check_compatible
 from .kv_transfer_config import KVTransferConfig
+from .model_names import HubName, local_or_hub_name
 from .output_options import OutputOptions
 from .parallel_options import IN_PLACE, layer_partition
 from .speculative_config import SpeculativeConfig
@@ -61,6 +63,7 @@ class EngineConfig(OutputOptions, frozen=True, kw_only=True):
             convert("max_model_len", "auto")
         if isinstance(self.dtype, str) and self.dtype in DTYPE_SYNONYMS:
             convert("dtype", DTYPE_SYNONYMS[self.dtype])
+        self._resolve_hub_names(convert)
         convert("pipeline_layer_partition", layer_partition(self.pipeline_layer_partition))
         if isinstance(self.kv_transfer_config, dict | KVTransferConfig):
             convert("kv_transfer_config", KVTransferConfig.read(self.kv_transfer_config))
@@ -68,6 +71,24 @@ class EngineConfig(OutputOptions, frozen=True, kw_only=True):
             convert("speculative_config", SpeculativeConfig.read(self.speculative_config))
         self._check_fields()
         check_compatible(self)
+
+    def _resolve_hub_names(self, convert: Callable[[str, Any], None]) -> None:
+        """Replace what names a repository on the hub (hf://owner/name@revision) by its name and
+        revision. Raises ConfigError."""
+        for option, revision in (("model", "revision"), ("tokenizer", "tokenizer_revision")):
+            value, given = getattr(self, option), getattr(self, revision)
+            name = local_or_hub_name(value, option) if isinstance(value, str) else value
+            if not isinstance(name, HubName):
+                convert(option, name)
+                continue
+            if name.revision is not None and given not in (None, name.revision):
+                raise ConfigError(
+                    f"{revision}: {option} {value!r} names another revision than {given!r}; leave "
+                    "one of them out",
+                    param=revision,
+                )
+            convert(option, name.repo)
+            convert(revision, name.revision or given)
 
     def _check_fields(self) -> None:
         """Check each value against its annotation; those of structs may be dicts."""

@@ -14,7 +14,10 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     model: Annotated[
         str,
-        doc("Path of a checkpoint folder, or a hub name. Empty: the embedded tiny model."),
+        doc(
+            "Path of a checkpoint folder, or a hub name: owner/name, owner/name@revision, "
+            "hf://owner/name or its page's address. Empty: the embedded tiny model."
+        ),
     ] = ""
     tokenizer: Annotated[str | None, doc("Tokenizer path or name; default: the model's.")] = None
     revision: Annotated[str | None, doc("Hub revision of the checkpoint.")] = None

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..config import EngineConfig
-from ..errors import ConfigError, LoadError, shown
+from ..errors import CheckpointNotFound, ConfigError, LoadError, shown
 from ..protocols.field_kinds import LARGEST_SIZE, FieldKind, declared_fields
 from ..registration.architecture import FALLBACK
 from ..registration.checkpoint_formats import AUTO, config_format
@@ -155,20 +155,21 @@ def checkpoint_folder(model: str, revision: str | None = None) -> Path:
     if folder.is_dir():
         return folder
     if folder.is_file():
-        raise LoadError(
+        raise CheckpointNotFound(
             f"model: {model!r} is a file; name the folder with config.json and the weights",
             param="model",
         )
     if model.startswith((".", "/", "~")) or model.count("/") != 1:
-        raise LoadError(
-            f"model: {model!r} is neither a folder here nor a hub name (owner/name)", param="model"
+        raise CheckpointNotFound(
+            f"model: {model!r} is neither a folder here nor a hub name (owner/name)",
+            param="model",
         )
     try:
         from huggingface_hub import snapshot_download
 
         return Path(snapshot_download(model, revision=revision, allow_patterns=HUB_PATTERNS))
     except Exception as error:
-        raise LoadError(
+        raise CheckpointNotFound(
             f"model: {model!r} is no folder here and cannot be fetched from the hub "
             f"({type(error).__name__}: {error}); give a local path, or download it first",
             param="model",
@@ -190,7 +191,7 @@ def _read_file(
             auto = plugins is not None and config.config_format == AUTO
             others = formats.entries() if auto else []
             files = ["config.json", *(formats.load(entry.name).config_file for entry in others)]
-            raise LoadError(f"model: {folder} has no {' or '.join(files)}", param="model")
+            raise CheckpointNotFound(f"model: {folder} has no {' or '.join(files)}", param="model")
         return file, read_object(file), ModelConfig.load_format
     checkpoint_format = formats.load(name)
     with formats.calling(name, "read_config"):

@@ -15,7 +15,7 @@ from typing import Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from ..errors import InvalidRequest, LoadError, shown
+from ..errors import CheckpointNotFound, InvalidRequest, LoadError, shown
 from ..loading.json_file import check_fetched
 from ..loading.transformers_module import transformers_module
 from ..registration.checkpoint_formats import AUTO, tokenizer_format
@@ -396,7 +396,10 @@ def _download(name: str, revision: str | None) -> Path:
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=_FILES))
     except Exception as error:
-        raise LoadError(f"tokenizer: {name!r} is no folder, and no hub name: {error}") from error
+        raise CheckpointNotFound(
+            f"tokenizer: {name!r} is no folder here, and cannot be fetched from the hub: {error}",
+            param="tokenizer",
+        ) from error
 
 
 def _kept(lengths: list[int], room: int) -> list[int]:

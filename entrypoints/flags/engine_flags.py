@@ -210,7 +210,7 @@ def with_flags(message: str) -> str:
     --max-num-seqs."""
     message = re.sub(rf"^({_alternatives()}): ", _as_flag, message)
     with_underscore = _alternatives(lambda name: "_" in name)
-    return re.sub(rf"(?<![\w./'\"-])({with_underscore})(?![\w./=]\w|[/=\w])", _as_flag, message)
+    return re.sub(rf"(?<![\w./'\"-])({with_underscore})(?![\w./]\w|[/\w])", _as_flag, message)
 
 
 def _as_flag(match: re.Match[str]) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from ...core.errors import LoadError
+from ...core.errors import CheckpointNotFound, LoadError
 from ...core.loading.json_file import check_fetched
 
 
@@ -50,7 +50,9 @@ def _files_of(folder: Path, layout: Layout, otherwise: str) -> list[Path]:
             - {folder / name for name in layout.left_out}
         )
         if not files:
-            raise LoadError(f"no {' or '.join(layout.patterns)} in {folder}; {otherwise}")
+            raise CheckpointNotFound(
+                f"model: no {' or '.join(layout.patterns)} in {folder}; {otherwise}", param="model"
+            )
         return files
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))

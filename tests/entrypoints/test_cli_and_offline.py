@@ -42,7 +42,7 @@ def test_the_module_runs_as_a_program() -> None:
         (["serve", "--max-num-seq", "4"], 2, "did you mean --max-num-seqs?"),
         (["serve", "--max-num-seqs", "0"], 2, "error: --max-num-seqs: "),
         (["serve", "--max-num-seqs", "many"], 2, "--max-num-seqs"),
-        (["serve", "/no/such/folder"], 1, "neither a folder here nor a hub name"),
+        (["serve", "/no/such/folder"], 2, "neither a folder here nor a hub name"),
         (["serve", "--tool-call-parser", "herms"], 2, "did you mean 'hermes'?"),
         (["serve", "--attention-backend", "tritn"], 2, "--attention-backend: "),
         (["serve", "--guided-decoding-backend", "xgrammer"], 2, "did you mean 'xgrammar'?"),

@@ -115,21 +115,26 @@ def num_kv_blocks(config: EngineConfig, demand: CacheDemand, available: int) -> 
         least = min(demand.max_model_len, LEAST_LENGTH)
         if demand.longest_of(blocks) < least:
             raise OutOfMemory(
-                f"the KV cache gets {available / GIB:.2f} GiB, in which {demand.longest_of(blocks)}"
+                f"the KV cache gets {_in_gib(available)} GiB, in which {demand.longest_of(blocks)}"
                 f" tokens of one sequence fit; max_model_len=auto takes no less than {least}: "
                 + remedy,
                 param="max_model_len",
             )
     elif blocks < per_sequence + 1:
         needed = (per_sequence + 1) * demand.block_bytes
+        fits = demand.longest(available)
+        if fits >= LEAST_LENGTH:
+            remedy = f"lower max_model_len (at most {fits} fits; auto takes that), or {remedy}"
         raise OutOfMemory(
-            f"the KV cache gets {available / GIB:.2f} GiB, but one sequence of max_model_len="
-            f"{demand.max_model_len} needs {needed / GIB:.2f} GiB; lower "
-            f"max_model_len (at most {demand.longest(available)} fits; auto takes that), or "
-            + remedy,
+            f"the KV cache gets {_in_gib(available)} GiB, but one sequence of max_model_len="
+            f"{demand.max_model_len} needs {_in_gib(needed)} GiB; {remedy}",
             param="max_model_len",
         )
     return int(blocks)
+
+
+def _in_gib(size: int) -> str:
+    return f"{size / GIB:.2f}" if size >= GIB / 10 else f"{size / GIB:.2g}"
 
 
 def explain_oom(error: RuntimeError | MemoryError, doing: str) -> OutOfMemory:
