@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -15,12 +16,18 @@ class TenantLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of a tenant; None: no limit."""
 
     max_concurrency: AtLeastOne | None = None
-    """Inference requests at once, over all front ends; more get a 429."""
+    """Requests at once, over all front ends; more get a 429. Those of a batch count, and wait
+    instead; a background response counts until it ends."""
     requests_per_minute: AtLeastOne | None = None
-    """Inference requests per minute, over all front ends; more get a 429. A token bucket: this many
-    may come at once, and the bucket refills evenly over a minute."""
+    """Requests per minute, over all front ends, counted likewise. A token bucket: this many may
+    come at once, and the bucket refills evenly over a minute."""
     max_tokens: AtLeastOne | None = None
     """Most tokens of a completion, also if a request has a larger limit; in batches, too."""
+
+    @property
+    def counts_requests(self) -> bool:
+        """Whether requests have to be counted for these limits."""
+        return self.max_concurrency is not None or self.requests_per_minute is not None
 
 
 class Tenant(msgspec.Struct, frozen=True):
@@ -29,13 +36,31 @@ class Tenant(msgspec.Struct, frozen=True):
     name: str
     """Name for logs. Never the key itself."""
     owner: str
-    """Id of the owner of files, batches and responses; only requests with the same owner find them.
-    It must be unique and stay the same over restarts."""
+    """Id of the owner of files, batches, responses, request ids and cached prefixes; only requests
+    with the same owner find them. It must be unique and stay the same over restarts."""
     limits: TenantLimits = TenantLimits()
 
 
 ANYONE = Tenant("", "")
 """Tenant of all requests if the server has no authentication."""
+
+
+SCOPE_END = "\x1f"
+"""Ends the owner's digest in `scoped_id`: ASCII's unit separator."""
+
+
+def scoped_id(owner: str, request_id: str) -> str:
+    """Return an id that no other owner's request can have; the id itself without an owner."""
+    if not owner:
+        return request_id
+    digest = hashlib.blake2b(owner.encode(), digest_size=8).hexdigest()
+    return f"{digest}{SCOPE_END}{request_id}"
+
+
+def unscoped_id(request_id: str) -> str:
+    """Return the id as its owner chose it."""
+    _, end, own = request_id.partition(SCOPE_END)
+    return own if end else request_id
 
 
 class RequestHead(msgspec.Struct, frozen=True):

@@ -13,6 +13,7 @@ from ..metrics.metrics import EngineMetrics
 from ..outputs import FinishReason
 from ..request import Update
 from ..scheduling.scheduler import Scheduler
+from ..tenancy import unscoped_id
 from .plugin_events import PluginEvents
 from .pooling import Pooled, PoolingState
 from .request_state import Completion, RequestState
@@ -56,7 +57,8 @@ class RequestTracker:
         """Raise InvalidRequest while a live request has this id."""
         if request_id in self.states:
             raise InvalidRequest(
-                f"request_id: {shown(request_id)} is in use by a running request",
+                f"request_id: {shown(unscoped_id(request_id))} is in use by a running request; "
+                "choose another one",
                 param="request_id",
             )
 

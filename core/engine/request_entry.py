@@ -122,8 +122,8 @@ class RequestEntry:
         Checked before anything is tokenized; the core checks again when the request is added.
         """
         envelope = envelope._replace(request_id=envelope.request_id or uuid.uuid4().hex)
-        _check_name("request_id", envelope.request_id)
-        _check_name("cache_salt", envelope.cache_salt or "")
+        check_name("request_id", envelope.request_id)
+        check_name("cache_salt", envelope.cache_salt or "")
         _check_rank(envelope.data_parallel_rank, self.core.config.data_parallel_size)
         self.core.check_open(envelope.request_id)
         return envelope
@@ -157,7 +157,7 @@ def _check_rank(rank: object, size: int) -> None:
         )
 
 
-def _check_name(param: str, name: object) -> None:
+def check_name(param: str, name: object) -> None:
     """Raise InvalidRequest for a name that is not a string, or is too long."""
     if not isinstance(name, str) or len(name) > MAX_NAME_LENGTH:
         raise InvalidRequest(

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, NoReturn, TypeVar
 import msgspec
 
 from ...core.errors import ContextLengthExceeded, InvalidRequest, JackfieldError, shown
+from ..http.auth.origin import Origin
 from ..openai.common.protocol import ChatRequest
 from ..openai.responses.protocol import EFFORTS
 from .conversation import is_prefilled, to_messages
@@ -149,9 +150,7 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
 class MessagesRequest(CountTokensRequest, kw_only=True, dict=True):
     """POST /v1/messages. Names: Anthropic's, then this server's as in a chat."""
 
-    token_cap: ClassVar[int | None] = None
-    """As in SamplingRequest."""
-    data_parallel_rank: ClassVar[int | None] = None
+    origin: ClassVar[Origin] = Origin()
     """As in SamplingRequest."""
 
     max_tokens: int
@@ -177,10 +176,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True, dict=True):
 
     def chat(self, switch: str | None) -> ChatRequest:
         chat = super().chat(switch)
-        if self.token_cap is not None:
-            chat.token_cap = self.token_cap  # type: ignore[misc]
-        if self.data_parallel_rank is not None:
-            chat.data_parallel_rank = self.data_parallel_rank  # type: ignore[misc]
+        chat.origin = self.origin  # type: ignore[misc]
         return chat
 
     def _sampling(self) -> dict[str, Any]:

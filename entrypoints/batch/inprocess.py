@@ -1,7 +1,7 @@
 """Calls inference routes in this process, through the functions that also respond over HTTP.
 
 No connection and no middleware is involved: a batch was authenticated when it was created, and
-limits on clients do not apply to it.
+its runner counts each line against the tenant's limits.
 """
 
 from __future__ import annotations

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from typing import TypeVar
 
 from aiohttp import web
 
-from ...core.errors import EngineStopped
+from ...core.errors import EngineStopped, RateLimited
 from ...core.tenancy import ANYONE, Tenant
+from ..http.auth.usage import USAGE
 from ..http.context import ENGINE, encoder
 from .inprocess import call_route
 from .jsonl import Line, Result, answered, refused
@@ -46,6 +48,9 @@ class BatchRunner:
         self.slots = slots
         self.priority = priority
         self.tenant = tenant
+        self.usage = app[USAGE]
+        self._ended = asyncio.Event()
+        """Set when a line has ended, which may make room within the tenant's limits."""
         self._stopped: EngineStopped | None = None
 
     async def run(
@@ -59,9 +64,9 @@ class BatchRunner:
         try:
             async with asyncio.TaskGroup() as group:
                 async for line in in_threads(lines):
-                    await self.slots.acquire()
+                    await self._begin()
                     if self._stopped is not None:
-                        self.slots.release()
+                        self._end()
                         break
                     group.create_task(self._one(line, deliver))
         except BaseExceptionGroup as errors:
@@ -77,7 +82,27 @@ class BatchRunner:
         except EngineStopped as error:
             self._stopped = error
         finally:
-            self.slots.release()
+            self._end()
+
+    async def _begin(self) -> None:
+        """Wait for a slot and for the tenant's limits, without a slot as long as they refuse."""
+        while True:
+            await self.slots.acquire()
+            try:
+                return self.usage.begin(self.tenant)
+            except RateLimited as error:
+                self.slots.release()
+                self._ended.clear()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._ended.wait(), error.retry_after)
+            except BaseException:
+                self.slots.release()
+                raise
+
+    def _end(self) -> None:
+        self.usage.end(self.tenant)
+        self.slots.release()
+        self._ended.set()
 
     async def _result(self, line: Line) -> Result:
         if line.error is not None:

@@ -157,6 +157,14 @@ class ServerOptions:
         ),
         Flag("--api-key-file", metavar="PATH", repeated=True),
     ] = ()
+    share_prefix_cache: Annotated[
+        bool,
+        Meta(
+            description="keys and a plugin's tenants use prefixes that others have cached, which "
+            "tells them what others sent (default: each has its own)"
+        ),
+        Flag(paired=True),
+    ] = False
     cors: Cors = field(default_factory=Cors)
     allowed_hosts: Annotated[
         tuple[str, ...] | None,

@@ -15,7 +15,7 @@ from ..batch.app import add_batch_routes
 from ..http import cors, request_log
 from ..http import cross_site as sites
 from ..http.auth.tenants import TENANCY, Tenancy, authentication
-from ..http.auth.usage import Usage, within_limits
+from ..http.auth.usage import USAGE, Usage, within_limits
 from ..http.concurrency_limit import limit_concurrency
 from ..http.connections import SERVER_NAME, BodyTooSlow
 from ..http.context import (
@@ -72,7 +72,7 @@ def make_app(
         metrics_of_front = FrontendMetrics(options.front, lambda: in_flight.received)
         engine.metrics_registry.register(metrics_of_front)
     app[PACER] = RequestPacer()
-    usage = Usage(options.num_fronts, options.front, options.usage_at)
+    usage = app[USAGE] = Usage(options.num_fronts, options.front, options.usage_at)
     app.on_cleanup.append(_closing(usage))
     app[OPEN] = OPEN_ROUTES
     app[OPEN_HANDLERS] = set()
@@ -118,7 +118,7 @@ def make_app(
     if options.request_id_headers:
         app.on_response_prepare.append(_tell_request_id)
     add_messages(app)
-    app.middlewares.append(within_limits(usage))
+    app.middlewares.append(within_limits)
     if options.max_concurrency is not None:
         app.middlewares.append(limit_concurrency(options.max_concurrency))
     if options.log_requests:

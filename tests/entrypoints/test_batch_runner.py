@@ -13,10 +13,12 @@ from aiohttp.test_utils import TestClient, TestServer
 from serving import engine_config, save_random
 
 from jackfield import AsyncEngine
-from jackfield.core.errors import EngineStopped
+from jackfield.core.errors import EngineStopped, RateLimited
+from jackfield.core.tenancy import ANYONE, Tenant, TenantLimits
 from jackfield.entrypoints.batch.inprocess import ROUTES, call_route
 from jackfield.entrypoints.batch.jsonl import LineReader, Result
 from jackfield.entrypoints.batch.runner import BatchRunner
+from jackfield.entrypoints.http.auth.usage import USAGE
 from jackfield.entrypoints.http.inflight import INFERENCE_ROUTES
 from jackfield.entrypoints.http.options import ServerOptions
 from jackfield.entrypoints.openai.pooling.protocol import PoolingRequest
@@ -74,6 +76,43 @@ async def test_requests_that_a_stop_cut_off_have_no_result(
         await server.cleanup()
     (line,) = delivered
     assert line["custom_id"] == "r0" and line["response"]["status_code"] == 200
+
+
+async def test_a_batch_that_waits_for_its_tenant_s_limits_leaves_the_slots_to_others(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "in.jsonl"
+    body = {"prompt": "Hello", "max_tokens": 1}
+    url = "/v1/completions"
+    lines = [{"custom_id": f"{n}", "method": "POST", "url": url, "body": body} for n in range(3)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    busy = Tenant("busy", "busy", TenantLimits(max_concurrency=1))
+    delivered: list[str] = []
+    async with AsyncEngine(engine_config(checkpoint, device="cpu")) as engine:
+        app = make_app(engine)
+        server = web.AppRunner(app)
+        await server.setup()
+        slots = asyncio.Semaphore(1)
+        app[USAGE].begin(busy)
+
+        def start(tenant: Tenant) -> asyncio.Task[None]:
+            async def deliver(result: Result) -> None:
+                delivered.append(tenant.name)
+                if tenant is busy:  # Its one place is taken by this line.
+                    with pytest.raises(RateLimited):
+                        app[USAGE].begin(busy)
+
+            runner = BatchRunner(app, slots, tenant=tenant)
+            return asyncio.create_task(runner.run(LineReader(path, (url,), 1 << 20), deliver))
+
+        waiting = start(busy)
+        await start(ANYONE)
+        assert delivered == [""] * 3 and not waiting.done()
+        app[USAGE].end(busy)
+        await waiting
+        assert delivered == [""] * 3 + ["busy"] * 3
+        app[USAGE].begin(busy)  # Nothing is left counted.
+        await server.cleanup()
 
 
 def test_lines_may_name_each_inference_route_of_openais_api() -> None:

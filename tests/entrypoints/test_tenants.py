@@ -26,7 +26,14 @@ from jackfield.entrypoints.http.auth import usage
 from jackfield.entrypoints.http.auth.api_keys import KeyRing, read_keys
 from jackfield.entrypoints.http.options import BatchOptions, ServerOptions
 
-KEYS = ("ann-1", "bob", "tight")
+POSTED = (
+    "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/embeddings",
+    "/pooling", "/classify", "/score", "/rerank", "/tokenize", "/detokenize",
+    "/v1/messages/count_tokens", "/v1/responses/input_tokens", "/v1/files", "/v1/batches",
+)  # fmt: skip
+LONG = {"max_tokens": 900, "ignore_eos": True}
+HTTP = httpx.Client(timeout=60)
+"""With connections that are open already: a request that runs must not end before the next."""
 
 
 def entry(name: str, key: str, **limits: int) -> str:
@@ -49,6 +56,9 @@ def key_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
         + entry("ann", "ann-1")
         + entry("ann", "ann-2")
         + entry("tight", "tight", max_concurrency=1, max_tokens=3)
+        + entry("single", "single", max_concurrency=1)
+        + entry("rare", "rare", requests_per_minute=3)
+        + "".join(entry(route, route, requests_per_minute=1) for route in POSTED)
         + "bob\n"
     )
     return path
@@ -61,9 +71,8 @@ def server(tmp_path_factory: pytest.TempPathFactory, key_file: Path) -> Iterator
         api_key_files=(key_file,),
         batches=BatchOptions(tmp_path_factory.mktemp("batches")),
     )
-    with running(
-        engine_config(save_random(tmp_path_factory.mktemp("random"))), options
-    ) as running_server:
+    config = engine_config(save_random(tmp_path_factory.mktemp("random")), max_model_len=1024)
+    with running(config, options) as running_server:
         yield running_server
 
 
@@ -74,7 +83,7 @@ def client(server: Server, key: str) -> openai.OpenAI:
 def complete(server: Server, key: str, **body: Any) -> httpx.Response:
     headers = {"Authorization": f"Bearer {key}"}
     request = {"prompt": "x", "max_tokens": 2, **body}
-    return httpx.post(server.url + "/v1/completions", json=request, headers=headers, timeout=60)
+    return HTTP.post(server.url + "/v1/completions", json=request, headers=headers)
 
 
 # ---------------------------------------------------------------- owners
@@ -149,6 +158,95 @@ def test_a_background_response_is_its_owner_s_while_it_runs(server: Server) -> N
     ann.responses.delete(response.id)
 
 
+def test_ids_that_clients_choose_are_each_key_s_own(server: Server) -> None:
+    """Of items: what one key sends does not hide another's item of the same id."""
+    for key in ("ann-1", "bob"):
+        item = {"id": "msg_same", "type": "message", "role": "user", "content": f"from {key}"}
+        client(server, key).responses.create(
+            input=[item],  # type: ignore[list-item]
+            max_output_tokens=2,
+        )
+    for key in ("ann-1", "bob"):
+        owner = client(server, key)
+        response = owner.responses.create(
+            input=[{"type": "item_reference", "id": "msg_same"}], max_output_tokens=2
+        )
+        (found,) = owner.responses.input_items.list(response.id).data
+        assert found.content[0].text == f"from {key}"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("/v1/completions", {"prompt": "x"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+    ],
+)
+def test_a_running_request_s_id_is_in_use_for_its_own_key_alone(
+    server: Server, route: str, body: dict[str, Any]
+) -> None:
+    def send(key: str, **fields: Any) -> Any:
+        headers = {"Authorization": f"Bearer {key}"}
+        request = {**body, **LONG, "request_id": "same", **fields}
+        return HTTP.stream("POST", server.url + route, json=request, headers=headers)
+
+    with send("ann-1", stream=True) as running_request:
+        lines = running_request.iter_lines()
+        next(lines)
+        with send("ann-2", max_tokens=1) as again:
+            assert again.status_code == 400
+            error = json.loads(again.read())["error"]
+        with send("bob", max_tokens=1) as other:
+            assert other.status_code == 200
+            assert json.loads(other.read())["id"].endswith("-same")
+    assert error["param"] == "request_id" and "-same' is in use" in error["message"]
+    assert "\\" not in error["message"], "the id as the client sees it"
+
+
+def cached(server: Server, key: str, route: str, body: dict[str, Any]) -> int:
+    headers = {"Authorization": f"Bearer {key}"}
+    response = httpx.post(server.url + route, json=body, headers=headers, timeout=60)
+    assert response.status_code == 200
+    usage_fields = response.json()["usage"]
+    for details in ("prompt_tokens_details", "input_tokens_details"):
+        if details in usage_fields:
+            return int(usage_fields[details]["cached_tokens"])
+    return int(usage_fields["cache_read_input_tokens"])
+
+
+def prompts(text: str) -> list[tuple[str, dict[str, Any]]]:
+    messages = [{"role": "user", "content": f"{text} chat " * 30}]
+    return [
+        ("/v1/completions", {"prompt": f"{text} completion " * 30, "max_tokens": 1}),
+        ("/v1/chat/completions", {"messages": messages, "max_tokens": 1}),
+        ("/v1/responses", {"input": f"{text} response " * 30, "max_output_tokens": 1}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": f"{text} message " * 30}],
+                          "max_tokens": 1}),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("salt", [None, "mine"])
+def test_the_cache_tells_no_key_what_another_sent(server: Server, salt: str | None) -> None:
+    for route, request in prompts(f"salt {salt}"):
+        body = request if salt is None else {**request, "cache_salt": salt}
+        assert cached(server, "ann-1", route, body) == 0
+        assert cached(server, "ann-2", route, body) > 0, f"{route}: the owner's own"
+        assert cached(server, "bob", route, body) == 0, route
+        assert cached(server, "eve", route, body) == 0, route
+
+
+def test_keys_share_cached_prefixes_where_the_server_says_so(
+    tmp_path: Path, key_file: Path
+) -> None:
+    options = ServerOptions(api_key_files=(key_file,), share_prefix_cache=True)
+    with running(engine_config(save_random(tmp_path)), options) as sharing:
+        for route, request in prompts("shared"):
+            assert cached(sharing, "ann-1", route, request) == 0
+            assert cached(sharing, "bob", route, request) > 0, route
+            salted = {**request, "cache_salt": "mine"}
+            assert cached(sharing, "bob", route, salted) == 0, "but with a salt of its own"
+
+
 def test_a_client_cannot_name_its_tenant(server: Server) -> None:
     from jackfield.entrypoints.http.auth.tenants import HEADER, tenant_header
 
@@ -163,17 +261,17 @@ def test_a_client_cannot_name_its_tenant(server: Server) -> None:
 
 
 def test_a_key_has_its_own_number_of_requests_at_once(server: Server) -> None:
-    headers = {"Authorization": "Bearer tight"}
-    body = {"input": "x", "stream": True, "ignore_eos": True}
-    with httpx.stream("POST", server.url + "/v1/responses", json=body, headers=headers) as first:
+    headers = {"Authorization": "Bearer single"}
+    body = {"input": "x", "stream": True, "max_output_tokens": 900, "ignore_eos": True}
+    with HTTP.stream("POST", server.url + "/v1/responses", json=body, headers=headers) as first:
         lines = first.iter_lines()
         next(lines)
-        usage_full = complete(server, "tight")
+        usage_full = complete(server, "single")
         others = complete(server, "bob")
-    if first.status_code == 200 and usage_full.status_code == 429:
-        assert usage_full.headers["Retry-After"] == "1"
-        assert usage_full.json()["error"]["type"] == "rate_limit_error"
-    assert others.status_code == 200
+    assert first.status_code == others.status_code == 200 and usage_full.status_code == 429
+    assert usage_full.headers["Retry-After"] == "1"
+    assert usage_full.json()["error"]["type"] == "rate_limit_error"
+    assert server.becomes(lambda engine: not engine.core.requests.states)
 
 
 def test_no_answer_is_longer_than_the_key_allows(server: Server) -> None:
@@ -188,6 +286,82 @@ def test_no_answer_is_longer_than_the_key_allows(server: Server) -> None:
         extra_body={"ignore_eos": True},
     )  # fmt: skip
     assert chat.usage is not None and chat.usage.completion_tokens == 3
+
+
+@pytest.mark.parametrize("route", POSTED)
+def test_every_route_that_does_work_counts(server: Server, route: str) -> None:
+    """Its key, which has the route's name, has one request a minute."""
+    headers = {"Authorization": f"Bearer {route}"}
+    first, second = (
+        httpx.post(server.url + route, json={}, headers=headers, timeout=60) for _ in range(2)
+    )
+    assert 400 <= first.status_code < 500 and first.status_code != 429
+    assert second.status_code == 429 and int(second.headers["Retry-After"]) > 1
+    assert httpx.get(server.url + "/v1/models", headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("route", "content"),
+    [
+        ("/v1/completions", b'{"prompt": "x", "n": -1}'),
+        ("/v1/chat/completions", b'{"messages": 5}'),
+        ("/v1/responses", b'{"input": []}'),
+        ("/v1/messages", b"{}"),
+        ("/tokenize", b"no JSON"),
+        ("/v1/completions", b"x" * (33 << 20)),
+    ],
+)
+def test_a_request_that_fails_is_counted_no_longer(
+    server: Server, route: str, content: bytes
+) -> None:
+    headers = {"Authorization": "Bearer tight", "Content-Type": "application/json"}
+    refused = httpx.post(server.url + route, content=content, headers=headers, timeout=60)
+    assert refused.status_code in (400, 413)
+    assert complete(server, "tight").status_code == 200
+
+
+def test_a_client_that_leaves_is_counted_no_longer(server: Server) -> None:
+    headers = {"Authorization": "Bearer single"}
+    body = {"prompt": "x", "stream": True, **LONG}
+    url = server.url + "/v1/completions"
+    with HTTP.stream("POST", url, json=body, headers=headers) as response:
+        lines = response.iter_lines()
+        next(lines)
+        assert complete(server, "single").status_code == 429
+    assert server.becomes(lambda engine: not engine.core.requests.states)
+    assert complete(server, "single").status_code == 200
+
+
+def test_a_background_response_counts_until_it_ends(server: Server) -> None:
+    single = client(server, "single")
+    for stream in (False, True):
+        created: Any = single.responses.create(
+            input="x", background=True, stream=stream, max_output_tokens=900,
+            extra_body={"ignore_eos": True},
+        )  # fmt: skip
+        if stream:
+            events = iter(created)
+            id = next(events).response.id
+            created.close()  # The response goes on without its client.
+            assert server.becomes(lambda engine: bool(engine.core.requests.states))
+        else:
+            id = created.id
+        assert complete(server, "single").status_code == 429
+        single.responses.cancel(id)  # Which is always possible.
+        assert complete(server, "single").status_code == 200
+
+
+def test_lines_of_a_batch_count_and_wait(server: Server) -> None:
+    rare = client(server, "rare")
+    file = rare.files.create(file=("a.jsonl", batch_file(3)), purpose="batch")
+    batch = rare.batches.create(
+        input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
+    )
+    while (state := rare.batches.retrieve(batch.id)).request_counts.completed < 1:
+        assert state.status != "failed"
+    assert complete(server, "rare").status_code == 429, "the line was the third request"
+    counts = rare.batches.cancel(batch.id).request_counts
+    assert counts is not None and counts.failed == 0 and counts.completed < 3
 
 
 def test_nor_in_a_batch(server: Server) -> None:
@@ -217,6 +391,33 @@ def test_requests_a_minute_come_back_evenly() -> None:
     with pytest.raises(RateLimited):
         counts.begin(tenant)
     counts.begin(Tenant("other", "other", TenantLimits(requests_per_minute=1)))
+
+
+def test_an_idle_hour_saves_up_one_minute_s_requests() -> None:
+    now = [1000.0]
+    counts = usage.Usage(clock=lambda: now[0])
+    tenant = Tenant("t", "t", TenantLimits(requests_per_minute=3))
+    counts.begin(tenant)
+    now[0] += 3600
+    for _ in range(3):
+        counts.begin(tenant)
+    with pytest.raises(RateLimited):
+        counts.begin(tenant)
+
+
+def test_a_clock_that_is_set_back_locks_no_one_out() -> None:
+    now = [10_000.0]
+    counts = usage.Usage(clock=lambda: now[0])
+    tenant = Tenant("t", "t", TenantLimits(requests_per_minute=6))
+    for _ in range(6):
+        counts.begin(tenant)
+    now[0] -= 9000
+    with pytest.raises(RateLimited):
+        counts.begin(tenant)
+    now[0] += 10.5
+    counts.begin(tenant)
+    with pytest.raises(RateLimited):
+        counts.begin(tenant)
 
 
 def test_front_ends_count_together_and_a_killed_one_leaves_nothing(tmp_path: Path) -> None:

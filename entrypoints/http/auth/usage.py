@@ -1,5 +1,8 @@
 """Counts requests of tenants against their limits: concurrent requests, and requests per minute.
 
+What counts is every request that does work: those that the middleware passes, the lines of batches,
+and background responses until they end.
+
 The counts are in a table that all front ends share: a file in their private folder, mapped into
 each, or plain memory if there is one process. Each front end has a column for its running requests,
 which it clears when it starts, so that a killed process leaves no counts behind.
@@ -17,14 +20,15 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 from aiohttp import web
-from aiohttp.typedefs import Middleware
 
 from ....core.errors import RateLimited
 from ....core.tenancy import Tenant
-from ..inflight import is_inference_request
-from .tenants import tenant_of
+from .tenants import route_of, tenant_of
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+WORKING_METHODS = frozenset({"POST", "PUT", "PATCH"})
+UNCOUNTED = frozenset({"/v1/responses/{response_id}/cancel", "/v1/batches/{batch_id}/cancel"})
+"""Routes that end work, which a tenant at its limits must be able to do."""
 NUM_ROWS = 4096
 """Number of tenants with limits that can be counted at once."""
 NEAR = 32
@@ -68,8 +72,11 @@ class Usage:
             self._file.close()
 
     def begin(self, tenant: Tenant) -> None:
-        """Count a request. Raises RateLimited without counting it."""
+        """Count a request, if the tenant has limits for it. Raises RateLimited without counting
+        it."""
         limits, now = tenant.limits, self._clock()
+        if not limits.counts_requests:
+            return
         with self._locked():
             row = self._find(tenant, now)
             at = row * self._row
@@ -83,6 +90,8 @@ class Usage:
             if (rate := limits.requests_per_minute) is not None:
                 tokens = min(float(rate), tokens + max(now - since, 0.0) * rate / 60)
                 if tokens < 1:
+                    if now < since:  # The clock was set back; the bucket refills from here on.
+                        _HEAD.pack_into(self._table, at, digest, tokens, now)
                     error = RateLimited(f"{tenant.name}: {rate} requests per minute are allowed")
                     error.retry_after = max(1, round((1 - tokens) * 60 / rate + 0.5))
                     raise error
@@ -90,10 +99,18 @@ class Usage:
             _HEAD.pack_into(self._table, at, digest, tokens, now)
             self._add(row, 1)
 
+    def hold(self, tenant: Tenant) -> None:
+        """Count what goes on after a request that was counted, until `end` is called for it, too.
+        Refuses nothing."""
+        if tenant.limits.counts_requests:
+            with self._locked():
+                self._add(self._find(tenant, self._clock()), 1)
+
     def end(self, tenant: Tenant) -> None:
         """Stop counting a request that has ended."""
-        with self._locked():
-            self._add(self._find(tenant, self._clock()), -1)
+        if tenant.limits.counts_requests:
+            with self._locked():
+                self._add(self._find(tenant, self._clock()), -1)
 
     def _add(self, row: int, change: int) -> None:
         (count,) = struct.unpack_from("<I", self._table, self._cell(row))
@@ -139,22 +156,23 @@ class Usage:
             fcntl.flock(self._file, fcntl.LOCK_UN)
 
 
-def within_limits(usage: Usage) -> Middleware:
-    """Return a middleware that counts inference requests of tenants with limits; streams count
-    until they end."""
+USAGE: web.AppKey[Usage] = web.AppKey("usage", Usage)
 
-    @web.middleware
-    async def limited(request: web.Request, handler: Handler) -> web.StreamResponse:
-        tenant = tenant_of(request)
-        limits = tenant.limits
-        if (
-            limits.max_concurrency is None and limits.requests_per_minute is None
-        ) or not is_inference_request(request):
-            return await handler(request)
-        usage.begin(tenant)
-        try:
-            return await handler(request)
-        finally:
-            usage.end(tenant)
 
-    return limited
+def does_work(request: web.Request) -> bool:
+    """Return whether a request counts against its tenant's limits; plugins' routes do, too."""
+    route = route_of(request)
+    return request.method in WORKING_METHODS and bool(route) and route not in UNCOUNTED
+
+
+@web.middleware
+async def within_limits(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Count requests of tenants with limits; streams count until they end."""
+    if not does_work(request):
+        return await handler(request)
+    usage, tenant = request.app[USAGE], tenant_of(request)
+    usage.begin(tenant)
+    try:
+        return await handler(request)
+    finally:
+        usage.end(tenant)

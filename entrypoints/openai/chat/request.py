@@ -177,10 +177,9 @@ class ChatCompletion:
             self.request.messages,
             self.params,
             **self._rendering(),
-            request_id=self.id,
-            priority=self.request.priority,
-            cache_salt=self.request.cache_salt,
-            data_parallel_rank=self.request.data_parallel_rank,
+            **self.request.origin.engine_options(
+                self.id, self.request.priority, self.request.cache_salt
+            ),
         )
 
     async def count_prompt(self) -> int:

@@ -16,6 +16,7 @@ import msgspec
 from ....core.errors import InvalidRequest, shown
 from ....core.loading.generation_config import SamplingDefaults
 from ....core.sampling_params import OutputKind, SamplingParams, all_ints, kv_compression_from
+from ...http.auth.origin import Origin
 from ...http.whole_numbers import integers_of, with_integers
 from .response_format import requested
 
@@ -119,11 +120,8 @@ class SamplingRequest(msgspec.Struct, kw_only=True, dict=True):
     """Arguments of logits processor plugins."""
     request_id: str | None = None
 
-    token_cap: ClassVar[int | None] = None
-    """The tenant's limit of tokens, set by `request_body.decode_body`; not a field of the
-    request."""
-    data_parallel_rank: ClassVar[int | None] = None
-    """The member that the request's header names, set there, too."""
+    origin: ClassVar[Origin] = Origin()
+    """Set by `request_body.decode_call`; not a field of the request."""
 
     def check(self) -> None:
         """Check constraints between fields. Raises InvalidRequest with the field's name."""
@@ -155,7 +153,7 @@ class SamplingRequest(msgspec.Struct, kw_only=True, dict=True):
         }
         return SamplingParams(
             **defaults.values | {name: v for name, v in fields.items() if v is not None},
-            max_tokens=capped(defaults.limited(max_tokens), self.token_cap),
+            max_tokens=capped(defaults.limited(max_tokens), self.origin.tenant.limits.max_tokens),
             max_tokens_field=self.token_limit_field,
             seed=self.seed,
             stop=(stop,) if isinstance(stop, str) else tuple(stop or ()),

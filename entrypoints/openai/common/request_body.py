@@ -10,6 +10,7 @@ from aiohttp import web
 
 from ....core.errors import InvalidRequest, shown
 from ....core.tenancy import ReceivedRequest, Tenant
+from ...http.auth.origin import Origin
 from ...http.auth.tenants import TENANCY, received, route_of, tenant_of
 from ...http.body import check_json, check_weight
 from ...http.context import OPTIONS
@@ -62,15 +63,19 @@ async def decode_call(call: Call, body: bytes, kind: type[T]) -> T:
         params = await asyncio.to_thread(lambda: convert(_parse_bounded(body, max_values), kind))
     else:
         params = decode(body, kind)
-    if (cap := call.tenant.limits.max_tokens) is not None and hasattr(kind, "token_cap"):
-        params.token_cap = cap  # type: ignore[attr-defined]
-    if (rank := call.headers.get(RANK_HEADER)) is not None and hasattr(kind, "data_parallel_rank"):
-        params.data_parallel_rank = _rank(rank)  # type: ignore[attr-defined]
+    if hasattr(kind, "origin"):
+        params.origin = Origin(  # type: ignore[attr-defined]
+            call.tenant,
+            _rank(call.headers.get(RANK_HEADER)),
+            call.app[OPTIONS].share_prefix_cache,
+        )
     return params
 
 
-def _rank(text: str) -> int:
+def _rank(text: str | None) -> int | None:
     """Return the member that a header names; the engine checks that it is one."""
+    if text is None:
+        return None
     if not (text.isascii() and text.isdigit() and len(text) < 10):
         raise InvalidRequest(
             f"{RANK_HEADER}: must be the number of an engine (--data-parallel-size), got "

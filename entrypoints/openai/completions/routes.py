@@ -128,10 +128,11 @@ class TextCompletion:
             self.engine.generate(
                 token_ids,
                 self.params,
-                request_id=self.id if len(self.token_ids) == 1 else part_id(self.id, index),
-                priority=self.request.priority,
-                cache_salt=self.request.cache_salt,
-                data_parallel_rank=self.request.data_parallel_rank,
+                **self.request.origin.engine_options(
+                    self.id if len(self.token_ids) == 1 else part_id(self.id, index),
+                    self.request.priority,
+                    self.request.cache_salt,
+                ),
             )
             for index, token_ids in enumerate(self.token_ids)
         ]

@@ -9,6 +9,7 @@ import msgspec
 from ....core.errors import InvalidRequest
 from ....core.pooling_params import PoolingParams, PoolingTask
 from ....core.sampling_params import all_ints
+from ...http.auth.origin import Origin
 
 MAX_INPUTS = 2048
 """Limit of texts in one request, as in OpenAI's API."""
@@ -27,17 +28,14 @@ class PoolingFields(msgspec.Struct, kw_only=True, dict=True):
     cache_salt: str | None = None
     request_id: str | None = None
 
-    data_parallel_rank: ClassVar[int | None] = None
+    origin: ClassVar[Origin] = Origin()
     """As in SamplingRequest."""
 
     def options(self, name: str) -> dict[str, Any]:
         """Return the arguments for `AsyncEngine.encode`."""
         return {
-            "priority": self.priority,
-            "cache_salt": self.cache_salt,
-            "data_parallel_rank": self.data_parallel_rank,
+            **self.origin.engine_options(name, self.priority, self.cache_salt),
             "add_special_tokens": self.add_special_tokens,
-            "request_id": name,
         }
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import functools
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import msgspec
@@ -11,7 +12,9 @@ from aiohttp import web
 
 from ....core.engine.async_engine import AsyncEngine
 from ....core.errors import EngineOverloaded, InvalidRequest, NotFound
+from ....core.tenancy import Tenant
 from ....core.text.text_threads import rough_size
+from ...http.auth.usage import Usage
 from ...http.context import encoder
 from ...http.options import ServerOptions
 from ...http.streaming import named_frame
@@ -39,6 +42,20 @@ class Running:
         self.ended = False
         """Whether its last event was added."""
         self._changed = asyncio.Event()
+        self._uncount: Callable[[], None] | None = None
+
+    def count(self, usage: Usage, tenant: Tenant) -> None:
+        """Count it against its tenant's limits, from the end of the request that created it."""
+        if not self.ended:
+            usage.hold(tenant)
+            self._uncount = functools.partial(usage.end, tenant)
+
+    def end(self) -> None:
+        """Wake the followers after the last event."""
+        self.ended = True
+        if self._uncount is not None:
+            self._uncount()
+        self.wake()
 
     def take(self, event: Event) -> None:
         """Add an event, and wake the followers."""
@@ -165,12 +182,13 @@ class Responses:
             async for event in events:
                 running.take(event)
         finally:
-            await events.aclose()  # type: ignore[attr-defined]
             del self.running[completion.id]
-            if running.kept and completion.ended:
-                self.keep(completion, running.owner, running.frames)
-            running.ended = True
-            running.wake()
+            try:
+                await events.aclose()  # type: ignore[attr-defined]
+                if running.kept and completion.ended:
+                    self.keep(completion, running.owner, running.frames)
+            finally:
+                running.end()
 
     # ------------------------------------------------------------ asking for
 

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from ....core.errors import InvalidRequest, JackfieldError
+from ...http.auth.origin import Origin
 from ..common.protocol import VERBOSITIES, ChatRequest
 
 LOGPROBS = "message.output_text.logprobs"
@@ -56,9 +57,7 @@ class ReasoningConfig(msgspec.Struct, kw_only=True):
 class ResponsesRequest(msgspec.Struct, kw_only=True, dict=True):
     """POST /v1/responses. Names: OpenAI's, then vLLM's."""
 
-    token_cap: ClassVar[int | None] = None
-    """As in SamplingRequest."""
-    data_parallel_rank: ClassVar[int | None] = None
+    origin: ClassVar[Origin] = Origin()
     """As in SamplingRequest."""
 
     REFUSED: ClassVar = {
@@ -180,10 +179,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, dict=True):
             chat_template_kwargs=self._template_kwargs(thinking_kwarg),
             **{name: getattr(self, name) for name in PASSED},
         )
-        if self.token_cap is not None:
-            chat.token_cap = self.token_cap  # type: ignore[misc]
-        if self.data_parallel_rank is not None:
-            chat.data_parallel_rank = self.data_parallel_rank  # type: ignore[misc]
+        chat.origin = self.origin  # type: ignore[misc]
         return chat
 
     def _format(self) -> dict[str, Any] | None:

@@ -10,6 +10,7 @@ from aiohttp import web
 
 from ....core.errors import InvalidRequest, JackfieldError
 from ...http.auth.tenants import tenant_of
+from ...http.auth.usage import USAGE
 from ...http.context import ENGINE, OPTIONS, reply
 from ...http.streaming import HEADERS
 from ..common.openapi import documented
@@ -45,13 +46,17 @@ async def create(request: web.Request) -> web.StreamResponse:
     """POST /v1/responses"""
     responses = request.app[RESPONSES]
     body = await decode_body(request, ResponsesRequest)
-    owner = tenant_of(request).owner
+    tenant = tenant_of(request)
+    owner = tenant.owner
     completion = await responses.new_completion(request.app[ENGINE], body, owner)
     if body.background:
         running = await responses.start(completion, owner)
-        if body.stream:
-            return await _send(request, running.follow(0))
-        return reply(completion.snapshot())
+        try:
+            if body.stream:
+                return await _send(request, running.follow(0))
+            return reply(completion.snapshot())
+        finally:
+            running.count(request.app[USAGE], tenant)
     if body.stream:
         return await _send(request, responses.stream(completion, owner))
     return reply(await _full_response(responses, completion, owner))

@@ -62,8 +62,8 @@ class ResponseStore:
         self.max_bytes = max_bytes
         self.num_bytes = 0
         self._responses: OrderedDict[str, StoredResponse] = OrderedDict()
-        self._brought_by: dict[str, str] = {}
-        """Item id → id of the response that added it."""
+        self._brought_by: dict[tuple[str, str], str] = {}
+        """(owner, item id) → id of the response that added it. Clients choose ids of items."""
 
     def __len__(self) -> int:
         return len(self._responses)
@@ -90,7 +90,7 @@ class ResponseStore:
         if not self.enabled or response.num_bytes > self.max_bytes:
             return
         self._responses[body["id"]] = response
-        self._brought_by.update(dict.fromkeys(own, body["id"]))
+        self._brought_by.update(((owner, item), body["id"]) for item in own)
         self.num_bytes += response.num_bytes
         while len(self._responses) > self.max_count or self.num_bytes > self.max_bytes:
             self.delete(next(iter(self._responses)))
@@ -107,8 +107,8 @@ class ResponseStore:
             return False
         self.num_bytes -= response.num_bytes
         for item in response.own:
-            if self._brought_by.get(item) == id:
-                del self._brought_by[item]
+            if self._brought_by.get((response.owner, item)) == id:
+                del self._brought_by[response.owner, item]
         return True
 
     def finder(self, owner: str) -> Callable[[str], Item | None]:
@@ -117,7 +117,7 @@ class ResponseStore:
         read: dict[str, dict[str, Item]] = {}
 
         def find(id: str) -> Item | None:
-            brought_by = self._brought_by.get(id, "")
+            brought_by = self._brought_by.get((owner, id), "")
             if brought_by not in read:
                 response = self.get(brought_by, owner)
                 items = (

@@ -1,0 +1,50 @@
+"""What the server knows of a request besides its body: whose it is, and which member runs it."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import NamedTuple, TypedDict
+
+from ....core.engine.request_entry import check_name
+from ....core.tenancy import ANYONE, Tenant, scoped_id
+
+
+class EngineOptions(TypedDict):
+    """Arguments that `AsyncEngine`'s generate, chat and encode share."""
+
+    request_id: str
+    priority: int
+    cache_salt: str | None
+    data_parallel_rank: int | None
+
+
+class Origin(NamedTuple):
+    """The tenant of a request, and where it runs."""
+
+    tenant: Tenant = ANYONE
+    data_parallel_rank: int | None = None
+    """The member that the request's header names."""
+    shares_cache: bool = False
+    """Whether the tenant uses prefixes that others have cached (`--share-prefix-cache`)."""
+
+    def engine_options(
+        self, request_id: str, priority: int, cache_salt: str | None
+    ) -> EngineOptions:
+        """Return the engine's arguments; ids and cached prefixes are each tenant's own. Raises
+        InvalidRequest."""
+        owner = self.tenant.owner
+        check_name("cache_salt", cache_salt or "")
+        return {
+            "request_id": scoped_id(owner, request_id),
+            "priority": priority,
+            "cache_salt": cache_salt if self.shares_cache else _scoped_salt(owner, cache_salt),
+            "data_parallel_rank": self.data_parallel_rank,
+        }
+
+
+def _scoped_salt(owner: str, salt: str | None) -> str | None:
+    """Return a salt that no other owner can choose, the same after a restart; the salt itself
+    without an owner."""
+    if not owner:
+        return salt
+    return hashlib.blake2b(repr((owner, salt)).encode(), digest_size=16).hexdigest()
