@@ -104,6 +104,9 @@ class Folded:
         item = self.items[index]
         if kind == "response.output_item.done":
             item["status"] = event["item"]["status"]
+            for field in ("action", "operation", "arguments"):  # Told once, at the end.
+                if isinstance(item.get(field), dict):
+                    item[field] = event["item"][field]
             assert item == event["item"]
             return
         assert event["item_id"] == item["id"] and index == len(self.items) - 1
@@ -118,6 +121,10 @@ class Folded:
                 item["content"][event["content_index"]]["text"] += event["delta"]
             case "response.function_call_arguments.delta":
                 item["arguments"] += event["delta"]
+            case "response.custom_tool_call_input.delta":
+                item["input"] += event["delta"]
+            case "response.custom_tool_call_input.done":
+                assert event["input"] == item["input"]
             case "response.function_call_arguments.done":
                 assert event["arguments"] == item["arguments"] and event["name"] == item["name"]
             case "response.content_part.done":

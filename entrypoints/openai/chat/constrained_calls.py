@@ -4,6 +4,7 @@ an alternative to a `response_format`."""
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,8 @@ from ....core.grammars.tool_calls.call_format import (
 from ....core.output_parsing.constrained_calls import CallList, CallsOrText, NamedCall
 from ....core.sampling_params import StructuredOutputsParams
 from ..common.response_format import made
+
+logger = logging.getLogger("jackfield.server")
 
 
 class ConstrainedCalls(msgspec.Struct, frozen=True):
@@ -49,7 +52,7 @@ def required_calls(
     if choice in (None, "auto", "none"):
         return None
     _check(request.tools, config)
-    functions = _functions(request.tools)
+    functions = _functions(request)
     named = choice != "required"
     if named:
         name = _chosen_name(choice)
@@ -91,8 +94,9 @@ def voluntary_calls(
 
     Raises InvalidRequest if a tool is strict and `parser` (a class) has no form for it.
     """
-    functions = _functions(request.tools)
-    strict = [name for name, function in functions.items() if function.get("strict")]
+    functions = _functions(request)
+    wanted = [name for name, function in functions.items() if function.get("strict")]
+    strict = [name for name in functions if name in wanted or name in request.enforced_parameters]
     schema = _schema_of(format)
     if format is not None and schema is None:
         return None
@@ -115,6 +119,9 @@ def voluntary_calls(
         tag = calls_or_schema_tag(forms, tools, schema, parallel=parallel)
     except ValueError as error:
         if schema is not None:
+            return None
+        if not wanted:
+            logger.warning("tools: the format of custom tools is not enforced: %s", error)
             return None
         raise InvalidRequest(
             f"tools: strict cannot be enforced in this model's calls: {error}; leave it out, "
@@ -140,9 +147,9 @@ def _check(tools: Any, config: StructuredOutputsConfig) -> None:
     check_bounds(msgspec.json.encode(tools).decode(), "tools", config)
 
 
-def _functions(tools: Any) -> dict[str, dict[str, Any]]:
+def _functions(request: Any) -> dict[str, dict[str, Any]]:
     functions: dict[str, dict[str, Any]] = {}
-    for index, tool in enumerate(tools or ()):
+    for index, tool in enumerate(request.tools or ()):
         function = tool.get("function")
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             field = f"tools[{index}].function"
@@ -150,6 +157,8 @@ def _functions(tools: Any) -> dict[str, dict[str, Any]]:
         if not isinstance(function.get("parameters"), dict | None):
             field = f"tools[{index}].function.parameters"
             raise InvalidRequest(f"{field}: must be a JSON schema", param=field)
+        if (enforced := request.enforced_parameters.get(function["name"])) is not None:
+            function = {**function, "parameters": enforced}
         functions[function["name"]] = function
     return functions
 

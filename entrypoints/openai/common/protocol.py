@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, TypeVar
 
 import msgspec
@@ -219,6 +220,10 @@ class CompletionRequest(SamplingRequest, kw_only=True):
 
 class ChatRequest(SamplingRequest, kw_only=True):
     """POST /v1/chat/completions"""
+
+    enforced_parameters: ClassVar[Mapping[str, Any]] = {}
+    """Name of a function → the schema that its calls are constrained to, where that says more than
+    its parameters, which the model reads; not a field of the request."""
 
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None

@@ -19,9 +19,16 @@ from ....core.protocols.parsers import (
     ToolCallEnd,
     ToolCallStart,
 )
-from .input_items import Item, item_id
+from .client_tools import CLIENT_TOOLS
+from .custom_tools import InputReader
+from .input_items import item_id
+from .item_kinds import Item
+from .tools import Tools
 
 Event = dict[str, Any]
+NO_TOOLS = Tools()
+_CALL_EVENTS = {"arguments": "function_call_arguments", "input": "custom_tool_call_input"}
+"""Field of a call's item → middle of the names of the events about its text."""
 
 
 class Logprobs(Protocol):
@@ -47,21 +54,36 @@ class _Open(msgspec.Struct):
 
     index: int
     item: Item
+    field: str = ""
+    """Of a call: the item's field that its text is."""
+    read: Callable[[str], Item] | None = None
+    """Of a call whose item has no such field: returns its fields, from the arguments."""
+    input: InputReader | None = None
+    """Of a custom tool's call: reads the text out of the arguments."""
     texts: list[str] = []
+
+    @property
+    def is_call(self) -> bool:
+        return bool(self.field) or self.read is not None
 
 
 class OutputItems:
     """Output items as they grow, in time linear in the text."""
 
     def __init__(
-        self, new_call_id: Callable[[], str] = call_id, logprobs: Logprobs = no_logprobs
+        self,
+        new_call_id: Callable[[], str] = call_id,
+        logprobs: Logprobs = no_logprobs,
+        tools: Tools = NO_TOOLS,
     ) -> None:
+        """tools: those that the model may call, which decide a call's type of item."""
         self._items: list[Item] = []
         self._open: _Open | None = None
         self._space = ""
         """White space between items; part of a message only if text follows."""
         self._new_call_id = new_call_id
         self._logprobs = logprobs
+        self._tools = tools
 
     def snapshot(self) -> list[Item]:
         """Return the items so far; the last one may be in progress."""
@@ -81,12 +103,9 @@ class OutputItems:
                 case Content(text):
                     self._content(text, events)
                 case ToolCallStart(_, name, id):
-                    self._begin(
-                        "function_call", events, name=name, arguments="",
-                        call_id=id or self._new_call_id(),
-                    )  # fmt: skip
+                    self._begin_call(name, id or self._new_call_id(), events)
                 case ToolCallArguments(_, fragment):
-                    self._delta("response.function_call_arguments.delta", fragment, events)
+                    self._arguments(fragment, events)
                 case ToolCallEnd():
                     self._end("completed", events)
         return events
@@ -116,19 +135,59 @@ class OutputItems:
             self._begin("message", events, role="assistant", content=[])
         self._delta("response.output_text.delta", text, events)
 
+    def _begin_call(self, name: str, id: str, events: list[Event]) -> None:
+        tool = self._tools.find(name)
+        names: Item = {"name": tool.name}
+        if tool.namespace is not None:
+            names["namespace"] = tool.namespace
+        if (known := CLIENT_TOOLS.get(tool.kind)) is not None:
+            item = _Open(0, {"type": known.call, **known.fields({}), "call_id": id})
+            item.read = lambda arguments: known.fields(json_object(arguments))
+        elif tool.kind == "custom":
+            item = _Open(0, {"type": "custom_tool_call", **names, "input": "", "call_id": id})
+            item.field, item.input = "input", InputReader()
+        else:
+            item = _Open(0, {"type": "function_call", **names, "arguments": "", "call_id": id})
+            item.field = "arguments"
+        self._open_item(item, events)
+
     def _begin(self, kind: str, events: list[Event], **fields: Any) -> None:
+        self._open_item(_Open(0, {"type": kind, **fields}), events)
+        assert self._open is not None
+        part = self._part(self._open, "", [])
+        events.append(self._item_event("response.content_part.added", part=part))
+
+    def _open_item(self, open: _Open, events: list[Event]) -> None:
         # A call with complete arguments has ended already; other items end when the next one
         # begins.
-        self._end("incomplete" if self._kind == "function_call" else "completed", events)
+        is_call = self._open is not None and self._open.is_call
+        self._end("incomplete" if is_call else "completed", events)
         self._space = ""
-        item = {"id": item_id(kind), "type": kind, "status": "in_progress", **fields}
-        self._open = _Open(len(self._items), item)
+        ids = {"id": item_id(open.item["type"]), "type": open.item["type"]}
+        open.item = {**ids, "status": "in_progress", **open.item}
+        open.index = len(self._items)
+        self._open = open
         events.append(
-            {"type": "response.output_item.added", "output_index": self._open.index, "item": item}
+            {
+                "type": "response.output_item.added",
+                "output_index": open.index,
+                "item": open.item,
+            }
         )
-        if kind != "function_call":
-            part = self._part(self._open, "", [])
-            events.append(self._item_event("response.content_part.added", part=part))
+
+    def _arguments(self, fragment: str, events: list[Event]) -> None:
+        if self._open is None or not self._open.is_call:
+            return
+        if self._open.input is not None:
+            fragment = self._open.input.feed(fragment)
+        self._call_delta(fragment, events)
+
+    def _call_delta(self, text: str, events: list[Event]) -> None:
+        assert self._open is not None
+        if self._open.read is not None:
+            self._open.texts.append(text)
+        else:
+            self._delta(f"response.{_CALL_EVENTS[self._open.field]}.delta", text, events)
 
     def _delta(self, kind: str, text: str, events: list[Event]) -> None:
         if self._open is None or not text:
@@ -140,13 +199,18 @@ class OutputItems:
         events.append(event)
 
     def _end(self, status: str, events: list[Event]) -> None:
-        if self._open is None:
+        open = self._open
+        if open is None:
             return
-        item = self._finished(self._open, status)
-        if item["type"] == "function_call":
-            kind = "response.function_call_arguments.done"
-            events.append(self._item_event(kind, name=item["name"], arguments=item["arguments"]))
-        else:
+        if open.input is not None:
+            self._call_delta(open.input.finish(complete=status == "completed"), events)
+        item = self._finished(open, status)
+        if open.field:
+            fields = {open.field: item[open.field]}
+            if open.field == "arguments":
+                fields = {"name": item["name"], **fields}
+            events.append(self._item_event(f"response.{_CALL_EVENTS[open.field]}.done", **fields))
+        elif not open.is_call:
             (part,) = item["content"]
             text = {"text": part["text"]}
             if item["type"] == "message":
@@ -156,7 +220,7 @@ class OutputItems:
                 events.append(self._item_event("response.reasoning_text.done", **text))
             events.append(self._item_event("response.content_part.done", part=part))
         events.append(
-            {"type": "response.output_item.done", "output_index": self._open.index, "item": item}
+            {"type": "response.output_item.done", "output_index": open.index, "item": item}
         )
         self._items.append(item)
         self._open = None
@@ -169,15 +233,17 @@ class OutputItems:
             "item_id": self._open.item["id"],
             "output_index": self._open.index,
         }
-        if self._open.item["type"] != "function_call":
+        if not self._open.is_call:
             event["content_index"] = 0
         return {**event, **fields}
 
     def _finished(self, open: _Open, status: str) -> Item:
         """Return the open item with its text so far."""
         text = "".join(open.texts)
-        if open.item["type"] == "function_call":
-            return {**open.item, "arguments": text, "status": status}
+        if open.read is not None:
+            return {**open.item, **(open.read(text) if text else {}), "status": status}
+        if open.field:
+            return {**open.item, open.field: text, "status": status}
         part = self._part(open, text, self._logprobs(open.index, only_new=False))
         return {**open.item, "content": [part], "status": status}
 
@@ -186,3 +252,12 @@ class OutputItems:
         if open.item["type"] == "reasoning":
             return {"type": "reasoning_text", "text": text}
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+
+def json_object(arguments: str) -> dict[str, Any]:
+    """Return a call's arguments; {} if they are incomplete."""
+    try:
+        value = msgspec.json.decode(arguments)
+    except (msgspec.DecodeError, RecursionError, UnicodeError):
+        return {}
+    return value if isinstance(value, dict) else {}

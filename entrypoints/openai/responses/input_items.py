@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import Callable
 from typing import Any
 
 from ....core.errors import InvalidRequest
+from .item_kinds import (
+    KINDS,
+    Item,
+    Kind,
+    PromptCall,
+    call_id,
+    check_item,
+    joined,
+    text_field,
+    texts_of,
+)
 
-Item = dict[str, Any]
 MAX_ITEMS = 16384
 """Limit of one response's input, including the items of the responses before it."""
 ROLES = ("user", "assistant", "system", "developer")
-TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
-PREFIXES = {
-    "message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco",
-}  # fmt: skip
+PREFIXES = {"message": "msg", "reasoning": "rs"} | {
+    name: kind.prefix for name, kind in KINDS.items()
+}
 """Type of an item → prefix of its id."""
 
 
@@ -56,59 +64,24 @@ def _read_item(item: Any, path: str, find: Callable[[str], Item | None]) -> Item
     match kind:
         case "message":
             return _message(item, path)
-        case "function_call":
-            return _identified(item, kind, name=_text(item, "name", path),
-                               arguments=_arguments(item, path),
-                               call_id=_text(item, "call_id", path))  # fmt: skip
-        case "function_call_output":
-            return _identified(item, kind, call_id=_text(item, "call_id", path),
-                               output=_output(item.get("output"), f"{path}.output"))  # fmt: skip
         case "reasoning":
             return _reasoning(item, path)
         case "item_reference":
-            stored_item = find(_text(item, "id", path))
+            stored_item = find(text_field(item, "id", path))
             if stored_item is None:
                 raise InvalidRequest(
                     f"{path}.id: no item {item['id']!r} is stored here", param=f"{path}.id"
                 )
             return stored_item
-        case other:
-            raise InvalidRequest(
-                f"{path}.type: {other!r} items are not supported", param=f"{path}.type"
-            )
+        case _:
+            check_item(item, path)
+            return _identified(item, kind, **item)
 
 
 def _identified(item: Item, kind: str, **fields: Any) -> Item:
     id = item.get("id")
-    return {
-        "id": id if isinstance(id, str) and id else item_id(kind),
-        "type": kind,
-        **fields,
-        "status": "completed",
-    }
-
-
-def _text(item: Item, name: str, path: str) -> str:
-    value = item.get(name)
-    if not isinstance(value, str) or (not value and name != "arguments"):
-        raise InvalidRequest(
-            f"{path}.{name}: must be a non-empty text, got {type(value).__name__}",
-            param=f"{path}.{name}",
-        )
-    return value
-
-
-def _arguments(item: Item, path: str) -> str:
-    text = _text(item, "arguments", path)
-    try:
-        read = json.loads(text) if text.strip() else {}
-    except (ValueError, RecursionError):
-        read = None
-    if not isinstance(read, dict):
-        raise InvalidRequest(
-            f"{path}.arguments: must be the JSON text of an object", param=f"{path}.arguments"
-        )
-    return text
+    id = id if isinstance(id, str) and id else item_id(kind)
+    return {**fields, "id": id, "type": kind, "status": "completed"}
 
 
 def _message(item: Item, path: str) -> Item:
@@ -121,35 +94,11 @@ def _message(item: Item, path: str) -> Item:
     if isinstance(content, str):
         texts = [content]
     else:
-        texts = _texts(content, f"{path}.content")
+        texts = texts_of(content, f"{path}.content")
     part: Item = {"type": "output_text" if role == "assistant" else "input_text"}
     extra: Item = {"annotations": [], "logprobs": []} if role == "assistant" else {}
     parts = [{**part, "text": text, **extra} for text in texts]
     return _identified(item, "message", role=role, content=parts)
-
-
-def _texts(parts: Any, path: str) -> list[str]:
-    if not isinstance(parts, list):
-        raise InvalidRequest(f"{path}: must be a text or a list of parts", param=path)
-    texts = []
-    for index, part in enumerate(parts):
-        kind = part.get("type") if isinstance(part, dict) else None
-        text = part.get("refusal" if kind == "refusal" else "text") if kind in TEXT_PARTS else None
-        if not isinstance(text, str):
-            raise InvalidRequest(
-                f'{path}[{index}]: must be {{"type": "input_text", "text": "…"}}; {kind!r} parts '
-                "are not supported by a text model",
-                param=f"{path}[{index}]",
-            )
-        texts.append(text)
-    return texts
-
-
-def _output(output: Any, path: str) -> str | list[Item]:
-    """Read a function's result: text, or parts of text."""
-    if isinstance(output, str):
-        return output
-    return [{"type": "input_text", "text": text} for text in _texts(output, path)]
 
 
 def _reasoning(item: Item, path: str) -> Item:
@@ -182,35 +131,20 @@ def to_messages(items: list[Item], instructions: str | None) -> list[dict[str, A
     time."""
     if instructions is not None:
         messages.append({"role": "system", "content": [instructions]})
-    names: dict[str, str] = {}
+    calls: dict[str, tuple[str, str]] = {}
+    """Id of a call or of its item → (the call's id, its name)."""
     for item in items:
         match item["type"]:
             case "message" if item["role"] == "assistant":
-                _add_text(messages, _joined(item["content"]))
+                _add_text(messages, joined(item["content"]))
             case "message":
                 _add_told(messages, item)
             case "reasoning":
                 reasoning = "\n".join(part["text"] for part in item.get("content") or ())
                 if reasoning:
                     messages.append({"role": "assistant", "reasoning_content": reasoning})
-            case "function_call":
-                names[item["call_id"]] = item["name"]
-                _add_call(messages, item)
-            case "function_call_output":
-                if item["call_id"] not in names:
-                    raise InvalidRequest(
-                        f"input: no function_call with call_id {item['call_id']!r} comes before "
-                        "its function_call_output",
-                        param="input",
-                    )
-                messages.append(
-                    {
-                        "role": "tool",
-                        "tool_call_id": item["call_id"],
-                        "name": names[item["call_id"]],
-                        "content": [_joined(item["output"])],
-                    }
-                )
+            case kind:
+                _add_other(messages, item, KINDS[kind], calls)
     for message in messages:
         separator = "\n\n" if message["role"] == "system" else ""
         if "content" in message or not message.get("tool_calls"):
@@ -218,14 +152,31 @@ def to_messages(items: list[Item], instructions: str | None) -> list[dict[str, A
     return messages
 
 
-def _joined(content: str | list[Item]) -> str:
-    if isinstance(content, str):
-        return content
-    return "\n".join(part["text"] for part in content)
+def _add_other(
+    messages: list[dict[str, Any]], item: Item, kind: Kind, calls: dict[str, tuple[str, str]]
+) -> None:
+    """Add what an item that is neither a message nor reasoning is to the model."""
+    id, call = call_id(item), kind.call(item)
+    if call is not None:
+        calls[id] = calls[item.get("id", id)] = (id, call.name)
+        _add_call(messages, id, call)
+    result, text = kind.result(item), kind.text(item)
+    if result is None and kind.elsewhere:
+        result = ""
+    if result is not None:
+        if id not in calls:
+            raise InvalidRequest(
+                f"input: no call with call_id {id!r} comes before its {item['type']}",
+                param="input",
+            )
+        id, name = calls[id]
+        messages.append({"role": "tool", "tool_call_id": id, "name": name, "content": [result]})
+    if text is not None:
+        messages.append({"role": "user", "content": [text]})
 
 
 def _add_told(messages: list[dict[str, Any]], item: Item) -> None:
-    text = _joined(item["content"])
+    text = joined(item["content"])
     role = "system" if item["role"] == "developer" else item["role"]
     if role == "system" and messages and messages[-1]["role"] == "system":
         messages[-1]["content"].append(text)
@@ -243,12 +194,12 @@ def _add_text(messages: list[dict[str, Any]], text: str) -> None:
         messages.append({"role": "assistant", "content": [text]})
 
 
-def _add_call(messages: list[dict[str, Any]], item: Item) -> None:
+def _add_call(messages: list[dict[str, Any]], id: str, call: PromptCall) -> None:
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant"})
-    call = {"name": item["name"], "arguments": item["arguments"]}
+    function = {"name": call.name, "arguments": call.arguments}
     messages[-1].setdefault("tool_calls", []).append(
-        {"id": item["call_id"], "type": "function", "function": call}
+        {"id": id, "type": "function", "function": function}
     )
 
 

@@ -9,10 +9,18 @@ import msgspec
 from ....core.errors import InvalidRequest, JackfieldError
 from ...http.auth.origin import Origin
 from ..common.protocol import VERBOSITIES, ChatRequest
+from .tools import Tools, chosen
 
 LOGPROBS = "message.output_text.logprobs"
-INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content")
-"""The second requests what a client needs to send reasoning back, which here is its text itself."""
+INCLUDABLE = (
+    LOGPROBS, "reasoning.encrypted_content", "web_search_call.results",
+    "web_search_call.action.sources", "file_search_call.results", "code_interpreter_call.outputs",
+    "message.input_image.image_url", "computer_call_output.output.image_url",
+)  # fmt: skip
+"""The second requests what a client needs to send reasoning back, which here is its text itself.
+Those after it request details of items that are never in this server's output."""
+SUMMARIES = ("auto", "concise", "detailed")
+"""Accepted without effect: reasoning is not summarized, its own text is in the output."""
 EFFORTS = {
     "minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "high",
     "max": "high",
@@ -142,7 +150,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, dict=True):
         if self.reasoning is not None:
             _one_of("reasoning.effort", self.reasoning.effort, ("none", *EFFORTS))
             for name in ("summary", "generate_summary"):
-                _one_of(f"reasoning.{name}", getattr(self.reasoning, name), ("auto",))
+                _one_of(f"reasoning.{name}", getattr(self.reasoning, name), SUMMARIES)
         if self.background and self.store is False:
             raise InvalidRequest("background: needs store", param="background")
         if self.top_logprobs is not None and not 0 <= self.top_logprobs <= 20:
@@ -157,14 +165,21 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, dict=True):
         return LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
 
     def chat(
-        self, messages: list[dict[str, Any]], thinking_kwarg: tuple[str, bool] | None
+        self,
+        messages: list[dict[str, Any]],
+        tools: Tools,
+        thinking_kwarg: tuple[str, bool] | None,
     ) -> ChatRequest:
         """Return the same request as a chat request.
 
-        thinking_kwarg: the reasoning parser's template variable that turns reasoning on or off.
+        tools: its tools, those in items included. thinking_kwarg: the reasoning parser's template
+        variable that turns reasoning on or off.
         Raises InvalidRequest with the field's name.
         """
-        tools, choice = chat_tools(self.tools, self.tool_choice)
+        tools, choice = chosen(tools, self.tool_choice)
+        functions = [
+            {"type": "function", "function": tool.function} for tool in tools.offered.values()
+        ]
         chat = ChatRequest(
             model=self.model,
             messages=messages,
@@ -172,7 +187,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, dict=True):
             max_completion_tokens=self.max_output_tokens,
             logprobs=self.wants_logprobs or None,
             top_logprobs=self.top_logprobs if self.wants_logprobs else None,
-            tools=tools,
+            tools=functions or None,
             tool_choice=choice,
             response_format=self._format(),
             verbosity=self.text.verbosity if self.text is not None else None,
@@ -180,6 +195,9 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, dict=True):
             **{name: getattr(self, name) for name in PASSED},
         )
         chat.origin = self.origin  # type: ignore[misc]
+        chat.enforced_parameters = {  # type: ignore[misc]
+            name: tool.schema for name, tool in tools.offered.items() if tool.schema is not None
+        }
         return chat
 
     def _format(self) -> dict[str, Any] | None:
@@ -209,89 +227,6 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, dict=True):
             kwargs["reasoning_effort"] = EFFORTS[effort]
         kwargs.update(self.chat_template_kwargs or {})
         return kwargs or None
-
-
-def chat_tools(
-    tools: list[dict[str, Any]] | None, choice: str | dict[str, Any] | None
-) -> tuple[list[dict[str, Any]] | None, str | dict[str, Any] | None]:
-    """Convert Responses' flat tools and `tool_choice` to a chat's.
-
-    Of `allowed_tools`, the model gets only those. Raises InvalidRequest.
-    """
-    functions: dict[str, dict[str, Any]] = {}
-    for index, tool in enumerate(tools or ()):
-        function = _function(tool, f"tools[{index}]")
-        functions[function["name"]] = function
-    if isinstance(choice, dict):
-        choice = _checked_choice(choice)
-        if choice["type"] == "allowed_tools":
-            names = [_function_name(t, "tool_choice.tools") for t in choice["tools"]]
-            for name in names:
-                _check_known(name, functions)
-            functions = {name: functions[name] for name in names}
-            choice = choice["mode"]
-        else:
-            name = _function_name(choice, "tool_choice")
-            _check_known(name, functions)
-            choice = {"type": "function", "function": {"name": name}}
-    elif choice not in (None, "none", "auto", "required"):
-        raise InvalidRequest(
-            f"tool_choice: must be none, auto, required or an object, got {choice!r}",
-            param="tool_choice",
-        )
-    return [{"type": "function", "function": f} for f in functions.values()] or None, choice
-
-
-def _function(tool: dict[str, Any], path: str) -> dict[str, Any]:
-    if tool.get("type") != "function":
-        raise InvalidRequest(
-            f"{path}.type: {tool.get('type')!r} tools are not supported; a text model calls "
-            "functions only",
-            param=f"{path}.type",
-        )
-    fields = {k: tool[k] for k in ("name", "description", "parameters", "strict") if k in tool}
-    checks = (
-        ("name", isinstance(tool.get("name"), str) and bool(tool["name"]), "a non-empty text"),
-        ("description", isinstance(tool.get("description"), str | None), "a text"),
-        ("parameters", isinstance(tool.get("parameters"), dict | None), "a JSON schema"),
-        ("strict", isinstance(tool.get("strict"), bool | None), "true or false"),
-    )
-    for name, right, what in checks:
-        if not right:
-            raise InvalidRequest(f"{path}.{name}: must be {what}", param=f"{path}.{name}")
-    return {key: value for key, value in fields.items() if value is not None}
-
-
-def _checked_choice(choice: dict[str, Any]) -> dict[str, Any]:
-    kind = choice.get("type")
-    if kind == "allowed_tools":
-        _one_of("tool_choice.mode", choice.get("mode", "?"), ("auto", "required"))
-        if not isinstance(choice.get("tools"), list) or not choice["tools"]:
-            raise InvalidRequest(
-                "tool_choice.tools: must be a list of tools", param="tool_choice.tools"
-            )
-    elif kind != "function":
-        raise InvalidRequest(
-            f"tool_choice.type: must be function or allowed_tools, got {kind!r}",
-            param="tool_choice.type",
-        )
-    return choice
-
-
-def _function_name(tool: Any, path: str) -> str:
-    if not isinstance(tool, dict) or tool.get("type") != "function":
-        raise InvalidRequest(f"{path}: must name functions", param=path)
-    if not isinstance(tool.get("name"), str):
-        raise InvalidRequest(f"{path}.name: must be a text", param=f"{path}.name")
-    return str(tool["name"])
-
-
-def _check_known(name: str, functions: dict[str, Any]) -> None:
-    if name not in functions:
-        raise InvalidRequest(
-            f"tool_choice: {name!r} is none of tools ({', '.join(functions) or 'there are none'})",
-            param="tool_choice",
-        )
 
 
 def _one_of(field: str, value: Any, values: tuple[str, ...]) -> None:

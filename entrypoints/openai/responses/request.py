@@ -24,9 +24,11 @@ from ....core.text.token_limit import LONG_TEXT, TokenLimit
 from ...http.context import tokenizer_of
 from ..chat.request import ChatCompletion
 from .events import Event, OutputItems, call_id, no_logprobs
-from .input_items import Item, to_messages, turns
+from .input_items import to_messages, turns
+from .item_kinds import KINDS, Item
 from .logprobs import MessageLogprobs
 from .protocol import ResponsesRequest, renamed
+from .tools import Tools, read_tools
 
 logger = logging.getLogger("jackfield.server")
 STATUS = {"stop": "completed", "length": "incomplete", "abort": "cancelled", "error": "failed"}
@@ -64,7 +66,9 @@ class ResponseCompletion(ChatCompletion):
         if (name := engine.config.reasoning_parser) is not None:
             kwarg = thinking_kwarg(engine.plugins["reasoning_parser"].load(name))
         try:
-            super().__init__(engine, body.chat(to_messages(self.input, body.instructions), kwarg))
+            self.tools = tools_of(body, self.input)
+            messages = to_messages(self.input, body.instructions)
+            super().__init__(engine, body.chat(messages, self.tools, kwarg))
         except JackfieldError as error:
             raise renamed(error) from None
         self.id = f"resp_{uuid.uuid4().hex}"
@@ -81,6 +85,7 @@ class ResponseCompletion(ChatCompletion):
         self._items = OutputItems(
             getattr(self.tool_parser, "new_id", call_id),
             no_logprobs if self._logprobs is None else self._logprobs.entries,
+            self.tools,
         )
 
     async def truncate(self) -> None:
@@ -273,16 +278,7 @@ class ResponseCompletion(ChatCompletion):
                 "verbosity": (text.verbosity if text is not None else None) or "medium",
             },
             "tool_choice": body.tool_choice or "auto",
-            "tools": [
-                {
-                    "type": "function",
-                    "name": tool["name"],
-                    "description": tool.get("description"),
-                    "parameters": tool.get("parameters"),
-                    "strict": bool(tool.get("strict")),
-                }
-                for tool in body.tools or ()
-            ],
+            "tools": [_shown_tool(tool) for tool in body.tools or ()],
             "top_logprobs": body.top_logprobs or 0,
             "top_p": self.params.top_p,
             "truncation": body.truncation or "disabled",
@@ -292,3 +288,26 @@ class ResponseCompletion(ChatCompletion):
         if self._output is not None and self._output.kv_transfer_params is not None:
             response["kv_transfer_params"] = self._output.kv_transfer_params
         return response
+
+
+def tools_of(body: ResponsesRequest, items: list[Item]) -> Tools:
+    """Return the tools of a request, and those that came with items of its conversation. Raises
+    InvalidRequest."""
+    lists: list[tuple[str, Any]] = [("tools", body.tools or [])]
+    for item in items:
+        if (kind := KINDS.get(item["type"])) is not None and kind.tools:
+            lists.append(("input", item["tools"]))
+    return read_tools(lists)
+
+
+def _shown_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool as a response repeats it."""
+    if tool["type"] != "function":
+        return tool
+    return {
+        "type": "function",
+        "name": tool["name"],
+        "description": tool.get("description"),
+        "parameters": tool.get("parameters"),
+        "strict": bool(tool.get("strict")),
+    }
