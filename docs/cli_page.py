@@ -86,6 +86,8 @@ def cli() -> str:
             [
                 ["`JACKFIELD_API_KEY`", "`serve`: keys that clients must send, separated by "
                  "commas; `VLLM_API_KEY` as well. `chat`, `complete`: the key to send."],
+                ["`JACKFIELD_URL`", "`chat`, `complete`: where the server is."],
+                ["`NO_COLOR`", "`chat`: reasoning is not dim."],
                 ["`JACKFIELD_PLUGINS`", "Load only these third-party plugins (entry points or "
                  "distributions, separated by commas), and stop if one of them fails."],
             ],

@@ -21,15 +21,15 @@ def _serve(argv: list[str]) -> int:
 
 
 def _chat(argv: list[str]) -> int:
-    from .client import chat
+    from .chat import run
 
-    return chat(argv)
+    return run(argv)
 
 
 def _complete(argv: list[str]) -> int:
-    from .client import complete
+    from .complete import run
 
-    return complete(argv)
+    return run(argv)
 
 
 def _run_batch(argv: list[str]) -> int:
