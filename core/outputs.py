@@ -7,6 +7,7 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
+from .errors import InvalidRequest, JackfieldError, RequestFailed
 from .pooling_params import PoolingOutput
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort", "error"]
@@ -93,6 +94,9 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     """When what happened."""
     error: str | None = None
     """Why, when a finish_reason is "error"."""
+    error_param: str | None = None
+    """The field of the request that is at fault for `error`, such as a schema that led to a dead
+    end; None: it is not the request's."""
     kv_transfer_params: dict[str, Any] | None = None
     """Parameters that the KV connector returned when the request ended."""
     kv_compression: KVCompressionUsage | None = None
@@ -103,6 +107,12 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     def num_prompt_tokens(self) -> int:
         """Number of prompt tokens, those of an encoder included."""
         return len(self.prompt_token_ids) + len(self.encoder_prompt_token_ids or ())
+
+    def failure(self) -> JackfieldError:
+        """Return the exception for a finish_reason "error"."""
+        if self.error is not None and self.error_param is not None:
+            return InvalidRequest(self.error, param=self.error_param)
+        return RequestFailed(self.error or "the request failed")
 
 
 class KVCompressionUsage(msgspec.Struct, frozen=True):

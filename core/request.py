@@ -320,3 +320,5 @@ class Update(msgspec.Struct, gc=False):
     """A pooling request's result; the request is then finished."""
     finished: bool = False
     error: str | None = None
+    error_param: str | None = None
+    """The field of the request that is at fault for `error`; None: it is not the request's."""

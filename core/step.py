@@ -248,6 +248,8 @@ class StepResult(msgspec.Struct, frozen=True):
     step (position p predicts token p + 1), in order, if requested."""
     failed: dict[int, str] = {}
     """Row → why this row alone failed."""
+    failed_params: dict[int, str] = {}
+    """Row of `failed` → the field of its request that is at fault; the others are not theirs."""
     pooled: dict[int, PooledRow] = {}
     """Row → the result of a pooling request whose prompt is computed."""
     device_seconds: float = 0.0

@@ -42,5 +42,9 @@ class StructuredOutputsConfig(
     cache_size: Annotated[int, doc("Compiled grammars kept.", ge=1)] = 256
     mask_timeout: Annotated[
         float,
-        doc("Seconds that one token's mask may take; a slower request fails alone.", gt=0.0),
+        doc(
+            "Seconds of processor time that one token's mask may take; a slower request fails "
+            "alone.",
+            gt=0.0,
+        ),
     ] = 0.5

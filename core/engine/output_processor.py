@@ -158,7 +158,7 @@ class OutputProcessor:
                     self.scheduler.finish_request(request.request_id, "stop", stop)
                     completion.set_finished("stop", stop)
             if update.error is not None:
-                state.error = update.error
+                state.error, state.error_param = update.error, update.error_param
             if update.finished:
                 assert request.finish_reason is not None
                 completion.set_finished(request.finish_reason, request.stop_reason)

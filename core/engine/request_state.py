@@ -154,6 +154,7 @@ class RequestState:
         )
         self.timings = RequestTimings(arrival=requests[0].arrival)
         self.error: str | None = None
+        self.error_param: str | None = None
         self._unfinished: RequestOutput | None = None
         """The first output; later ones differ in their completions alone, until one ends."""
         self.changed = asyncio.Event()
@@ -236,6 +237,7 @@ class RequestState:
             num_cached_tokens=request.num_cached_tokens,
             timings=self.timings,
             error=self.error,
+            error_param=self.error_param,
             # Both are known of completions that have ended.
             kv_transfer_params=self._kv_transfer_params() if num_ended else None,
             kv_compression=self._kv_compression() if num_ended else None,

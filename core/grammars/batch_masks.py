@@ -41,7 +41,7 @@ def advance_all(constraints: Sequence[Constraint], token_ids: Sequence[int]) -> 
         return
     try:
         results = accept_each([constraint.matcher for constraint in batch], batch_ids)
-    except Exception as error:  # Unknown which matchers have advanced.
+    except BaseException as error:  # Unknown which matchers have advanced.
         results = [error] * len(batch)
     for constraint, token_id, result in zip(batch, batch_ids, results, strict=True):
         constraint.record_accept(token_id, result)
@@ -65,7 +65,9 @@ def fill_masks(
         return
     try:
         errors = fill_bitmasks(matchers, bits, rows)
-    except Exception:
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # Panics of Rust are no `Exception`.
         logger.exception("masks could not be filled together; each is filled by itself")
         for row in rows:
             constraints[row].fill(bits[row])
@@ -79,3 +81,5 @@ def fill_masks(
             rows_by_ends.setdefault(id(constraint.ends), (constraint, []))[1].append(row)
     for constraint, same_ends in rows_by_ends.values():
         mask_ends(constraint.ends, bits, same_ends)
+    for row in np.flatnonzero(bits.view(np.uint32).max(axis=1) == 0):  # `any` is slower.
+        constraints[row].fail_empty(bits[row])

@@ -12,6 +12,7 @@ import numpy as np
 from ..protocols.grammars import GrammarMatcher
 from ..protocols.parsers import Content
 from ..step import CompiledGrammar, SlotStart
+from .spec import field_of
 
 ANY = -1
 """A word of a bitmask with every bit set."""
@@ -37,6 +38,8 @@ class Constraint:
     def __init__(self, start: SlotStart, compiled: CompiledGrammar, mask_timeout: float) -> None:
         """Replays what was generated before a preemption. mask_timeout: seconds"""
         assert start.grammar is not None
+        structured = start.params.structured_outputs
+        self._field = "structured_outputs" if structured is None else field_of(structured)
         self._token_bytes = compiled.token_bytes
         self._encode = compiled.encode
         self._mask_timeout = mask_timeout
@@ -60,9 +63,11 @@ class Constraint:
         """Whether an end token, or no token, was sampled: further ones are ignored."""
         self.failure: str | None = None
         """Why the request fails; None if it does not."""
+        self.failed_param: str | None = None
+        """The request's field that is at fault for `failure`; None: it is not the request's."""
         try:
             self.matcher = compiled.grammar.matcher()
-        except Exception as error:
+        except BaseException as error:
             self._fail(error)
         for token_id in start.token_ids[start.num_prompt_tokens :]:
             self.advance(token_id)
@@ -87,10 +92,10 @@ class Constraint:
             return
         try:
             self._apply(token_id)
-        except Exception as error:
+        except BaseException as error:
             self._fail(error)
 
-    def record_accept(self, token_id: int, result: bool | Exception) -> None:
+    def record_accept(self, token_id: int, result: bool | BaseException) -> None:
         """Record what the matcher returned for a token, in place of `advance` if `in_grammar`."""
         self._num_output += 1
         if result is True:
@@ -106,7 +111,11 @@ class Constraint:
             self._parser = None
             self._accept(token_id)
         else:
-            events = self._parser.feed(self._decoder.decode(self._token_bytes(token_id)))
+            try:
+                events = self._parser.feed(self._decoder.decode(self._token_bytes(token_id)))
+            except Exception as error:
+                self.failure = f"the reasoning parser failed: {type(error).__name__}: {error}"
+                return
             if self._parser.reasoning_ended:
                 self._parser = None
                 self._accept_text("".join(e.text for e in events if isinstance(e, Content)))
@@ -126,26 +135,33 @@ class Constraint:
             raise ValueError(f"the grammar does not allow token {token_id}")
         self.ended = token_id in self._eos
 
-    def _fail(self, error: Exception) -> None:
-        """Fail this request alone."""
-        self.failure = f"structured_outputs: {error}"
+    def _fail(self, error: BaseException) -> None:
+        """Fail this request alone. Panics of Rust are no `Exception`."""
+        if isinstance(error, KeyboardInterrupt):
+            raise error
+        self._fail_for(f"{error}" or type(error).__name__)
+
+    def _fail_for(self, reason: str) -> None:
+        self.failure, self.failed_param = f"{self._field}: {reason}", self._field
 
     def fill(self, row: np.ndarray) -> None:
         """Write the mask of the next token. row: [words] int32"""
         matcher = self.begin_fill(row)
         if matcher is None:
             return
-        start = time.perf_counter()
+        start = time.thread_time()  # A busy host makes no mask slower by this clock.
         try:
             matcher.fill_bitmask(row)
-        except Exception as error:
+        except BaseException as error:
             self.finish_fill(row, error)
             return
-        seconds = time.perf_counter() - start
+        seconds = time.thread_time() - start
         self.finish_fill(row, None)
-        if seconds > self._mask_timeout:
-            self.failure = (
-                f"structured_outputs: the mask of one token took {seconds:.2f} s, more than "
+        if not row.any():
+            self.fail_empty(row)
+        elif seconds > self._mask_timeout:
+            self._fail_for(
+                f"the mask of one token took {seconds:.2f} s of processor time, more than "
                 f"mask_timeout ({self._mask_timeout} s)"
             )
 
@@ -162,7 +178,7 @@ class Constraint:
             return None
         return self.matcher
 
-    def finish_fill(self, row: np.ndarray, error: Exception | None) -> None:
+    def finish_fill(self, row: np.ndarray, error: BaseException | None) -> None:
         """Complete a row that the matcher has filled, or failed to fill."""
         if error is not None:
             self._fail(error)
@@ -172,6 +188,11 @@ class Constraint:
             row.view(np.uint32)[token_id >> 5] |= np.uint32(1 << (token_id & 31))
         if self.masks_ends:
             mask_ends(self.ends, row[None], [0])
+
+    def fail_empty(self, row: np.ndarray) -> None:
+        """Fail this request, whose completed row allows no token at all."""
+        self._fail_for("the grammar led to a dead end: no token may come next")
+        row.fill(ANY)
 
 
 def mask_ends(ends: EndTokenBits, bits: np.ndarray, rows: list[int]) -> None:

@@ -99,7 +99,9 @@ class GrammarStore:
                     f"{name}: takes longer to compile than {self._config.compile_timeout} s "
                     "(compile_timeout)"
                 )
-            except Exception as error:
+            except (asyncio.CancelledError, KeyboardInterrupt):
+                raise
+            except BaseException as error:  # Panics of Rust are no `Exception`.
                 logger.exception("%s failed", self._backends.described(name))
                 reasons.append(f"{name}: {type(error).__name__}: {error}")
         raise ValueError("; ".join(reasons))

@@ -153,6 +153,7 @@ class Change(msgspec.Struct, omit_defaults=True, kw_only=True):
     """Set in the completion's last change."""
     stop_reason: int | str | None = None
     error: str | None = None
+    error_param: str | None = None
     num_preemptions: int = 0
     kv_transfer_params: dict[str, Any] | None = None
     compression_usage: KVCompressionUsage | None = None

@@ -214,6 +214,8 @@ def _end(state: Forwarded, request: Request, number: int, reason: FinishReason) 
     change = state.outbox.change(number)
     change.finish_reason = reason
     change.error = state.error
+    if isinstance(state, RequestState):
+        change.error_param = state.error_param
     change.num_cached_tokens = request.num_cached_tokens
     change.first_scheduled = request.first_scheduled
     change.num_preemptions = request.num_preemptions

@@ -230,7 +230,8 @@ class RemoteRequests:
             request.stop_reason = change.stop_reason
             request.kv_transfer_params = change.kv_transfer_params
             request.compression_usage = change.compression_usage
-            state.error = change.error or state.error
+            if change.error is not None:
+                state.error, state.error_param = change.error, change.error_param
         if change.prompt_logprobs:
             state.add_prompt_logprobs(change.prompt_logprobs)
         stop = self._stops.get(number)

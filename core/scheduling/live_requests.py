@@ -127,13 +127,16 @@ class LiveRequests:
         request.epoch += 1
         del self.by_id[request.request_id]
 
-    def fail(self, request: Request, error: str) -> Update:
-        """End a request whose blocks may not hold what their tokens say."""
+    def fail(self, request: Request, error: str, param: str | None = None) -> Update:
+        """End a request whose blocks may not hold what their tokens say.
+
+        param: the field of the request that is at fault; None: it is not the request's.
+        """
         self._kv.invalidate(request)
         for allowance in self._allowances:
             allowance.invalidate(request)
         self.end(request, "error")
-        return Update(request, [], finished=True, error=error)
+        return Update(request, [], finished=True, error=error, error_param=param)
 
     def _leave_slot(self, request: Request) -> None:
         self.running.remove(request)

@@ -360,7 +360,9 @@ class Scheduler:
             if request.epoch != epoch:
                 continue
             if failed and row in failed:
-                updates.append(self.requests.fail(request, failed[row]))
+                updates.append(
+                    self.requests.fail(request, failed[row], result.failed_params.get(row))
+                )
                 continue
             num_tokens = len(new)
             if drafts is not None:

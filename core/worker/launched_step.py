@@ -62,6 +62,8 @@ class LaunchedStep:
     """Device tensors that the copies read; held until they are done."""
     failed: dict[int, str] = field(default_factory=dict)
     """Row of the plan → why it failed before it was sampled."""
+    failed_params: dict[int, str] = field(default_factory=dict)
+    """As in `StepResult`."""
     drafted: DraftCounts | None = None
     """Set if rows have drafts; `output` then has what `Drafting.verify` returned as "verdicts"."""
     proposal_rows: Sequence[int] = ()
@@ -135,6 +137,7 @@ class LaunchedStep:
             logprobs=logprobs,
             prompt_logprobs=prompts,
             failed=failed,
+            failed_params=self.failed_params,
             proposed=self._proposed(),
             verified=verified,
             device_seconds=time.monotonic() - self.launched,

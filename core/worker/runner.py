@@ -389,6 +389,11 @@ class ModelRunner:
             self.masks.sampled(step, structured)
         failures = self.sampler.processors.failures(slots_host) | self.masks.failures(structured)
         step.failed = {rows[index]: reason for index, reason in failures.items()}
+        step.failed_params = {
+            rows[index]: constraint.failed_param
+            for index, constraint in structured
+            if constraint.failed_param is not None
+        }
         return step
 
     def _choose(

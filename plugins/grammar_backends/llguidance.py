@@ -275,5 +275,13 @@ def _quoted(text: str) -> str:
 
 
 def _first_line(message: str) -> str:
+    """Return the first line of an error; of one about an expression, with what is wrong there."""
     lines = message.strip().splitlines()
-    return lines[0][:500] if lines else "it exceeded its limits"
+    if not lines:
+        return "it exceeded its limits"
+    if lines[0].startswith("NoExtension"):
+        return "the grammar led to a dead end: nothing may come next"
+    if lines[0].endswith(":") and len(lines) > 1:
+        reasons = [line.strip() for line in lines if line.startswith("error:")]
+        return " ".join((lines[0], lines[1].strip()[:200], *reasons))[:500]
+    return lines[0][:500]

@@ -6,13 +6,15 @@ import functools
 import importlib.util
 import json
 import os
+import re
 import threading
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 
-from ...core.grammars.schemas.keywords import subschemas
+from ...core.grammars.schemas.keywords import NOTES, subschemas
+from ...core.grammars.schemas.patterns import weakened
 from ...core.grammars.spec import tag_formats
 from ...core.protocols.grammars import GrammarSpec, Vocabulary
 from .structural_tags import read
@@ -34,11 +36,23 @@ _IGNORED = frozenset(
 """Keywords that the package ignores, in whole or in part."""
 _FORMATS = frozenset(("date", "date-time", "email", "hostname", "ipv4", "ipv6", "time", "uuid"))
 _TYPED = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"))
+_ALONE = ("$ref", "const", "enum", "anyOf", "oneOf")
+"""Keywords of which the package reads one, the first of these, and passes over what is beside it,
+but for those that constrain nothing by themselves."""
 _LENGTHS = frozenset(("minLength", "maxLength"))
 _BESIDE_LENGTHS = frozenset(
     ("enum", "const", "format", "pattern", "anyOf", "oneOf", "$ref", "$recursiveRef")
 )
 """Keywords that constrain a string in more than its length."""
+
+_CLASSES: dict[str, tuple[type, ...]] = {
+    "string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,),
+    "null": (type(None),), "array": (list,), "object": (dict,),
+}  # fmt: skip
+_CLASS = re.compile(r"\\.|\[\^?(?:\\.|[^\]\\])*\]", re.DOTALL)
+_ESCAPE = re.compile(r"\\.", re.DOTALL)
+_ESCAPES = frozenset("dDwWsSnrtfvxuc0")
+"""Letters and digits after a backslash that the package does not read as themselves."""
 
 _NOT_IN_LENGTHS = r'"\\\r\n'
 """Characters that strings with a length never contain in the package: those of JSON's escapes."""
@@ -71,7 +85,7 @@ class XGrammar:
             return _unsupported(json.loads(spec.text))
         if spec.kind == "structural_tag":
             return _unsupported_tag(spec.text)
-        return None
+        return _misread(spec.text) if spec.kind == "regex" else None
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         import xgrammar
@@ -269,12 +283,19 @@ def _unsupported(schema: Any) -> str | None:
         keywords = part.keys()
         if keys := sorted(_IGNORED & keywords):
             return f"JSON schema keyword {keys[0]} is not supported"
+        if reason := _passed_over(part):
+            return reason
         if "format" in part and str(part["format"]) not in _FORMATS:
             return f"format {part['format']!r} is not supported"
         if "pattern" in part and _LENGTHS & keywords:
             return "pattern together with minLength or maxLength is not supported"
-        if any(map(_half_anchored, (part.get("pattern"), *_names_in(part)))):
-            return "pattern with ^ or $ on one side and | is not supported"
+        if "format" in part and (beside := sorted((_LENGTHS | {"pattern"}) & keywords)):
+            return f"format together with {beside[0]} is not supported"
+        if "format" in part and part.get("type") not in ("string", ["string"]):
+            return "format without the type string is not supported"
+        for pattern in (part.get("pattern"), *_names_in(part)):
+            if reason := _misread(pattern):
+                return reason
         if "type" not in part and (keys := sorted(_TYPED & keywords)):
             return f"{keys[0]} without a type is not supported"
         if "multipleOf" in part and part.get("type") != "integer":
@@ -307,6 +328,57 @@ def _names_in(part: dict[str, Any]) -> list[str]:
     return list(named) if isinstance(named, dict) else []
 
 
+def _passed_over(part: dict[str, Any]) -> str | None:
+    """Return a keyword that the package would not read because of another one beside it."""
+    chosen = next((name for name in _ALONE if name in part), None)
+    if chosen is None:
+        named = part.get("patternProperties")
+        required = part.get("required")
+        if isinstance(named, dict) and (part.get("properties") or required):
+            return "patternProperties beside properties or required is not supported"
+        return None
+    others = part.keys() - NOTES - {chosen, "strict", "nullable"}
+    values = part["enum"] if chosen == "enum" else [part[chosen]] if chosen == "const" else None
+    if values is not None and "type" in others and _all_of_type(values, part["type"]):
+        others -= {"type"}
+    if others:
+        return f"{min(others)} beside {chosen} is not supported"
+    return None
+
+
+def _all_of_type(values: Any, kinds: Any) -> bool:
+    """Whether all values have one of the JSON types."""
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    return isinstance(values, list) and all(
+        any(
+            isinstance(kind, str)
+            and isinstance(value, _CLASSES.get(kind, ()))
+            and (kind == "boolean" or not isinstance(value, bool))
+            for kind in kinds
+        )
+        for value in values
+    )
+
+
+def _misread(pattern: Any) -> str | None:
+    """Return what the package would pass over, or read as something else, in a pattern."""
+    if not isinstance(pattern, str):
+        return None
+    reason = weakened(pattern)[1]
+    if reason is not None:
+        return f"a pattern that {reason} is not supported"
+    if _half_anchored(pattern):
+        return "pattern with ^ or $ on one side and | is not supported"
+    for escape in _ESCAPE.findall(pattern):
+        if escape[1].isalnum() and escape[1] not in _ESCAPES:
+            return f"{escape} in a pattern is not supported"
+    inner = _CLASS.sub("", pattern)
+    for anchor in ("^", "$"):
+        if anchor in (inner[1:] if anchor == "^" else inner[:-1]):
+            return f"{anchor} inside a pattern is not supported"
+    return None
+
+
 def _half_anchored(pattern: Any) -> bool:
     """Whether ^ or $ may belong to one alternative only."""
     if not isinstance(pattern, str) or "|" not in pattern:
@@ -322,6 +394,8 @@ def _unsupported_tag(text: str) -> str | None:
             return f"{keys[0]} is not supported"
         if part.get("type") == "regex" and part.get("excludes"):
             return "excludes beside an expression is not supported"
+        if part.get("type") == "regex" and (reason := _misread(part.get("pattern"))):
+            return reason
         if part.get("type") == "json_schema":
             schema = part.get("json_schema")
             if reason := _unsupported(schema) or (_unclean(schema) if free else None):

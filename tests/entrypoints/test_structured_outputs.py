@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import aiohttp
 import openai
 import pytest
 from serving import MODEL, Server, running
@@ -591,3 +592,117 @@ async def test_chains_in_tools_are_refused() -> None:
             for route, fields, param in _chain_requests(12):
                 await _assert_chain_refused(client, route, fields, param)
             assert (await whole(client, response_format=FORMAT, seed=1, max_tokens=8))["content"]
+
+
+DEAD_END = 'start: "abcdefghijkl" (K | "m" K)\nK: /s/ & ~/(s)/'
+"""After the m there is nothing, which the backend finds there only."""
+DEAD_SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"const": 1}, "A": {"const": 2}},
+    "required": ["a", "A"],
+    "minProperties": 3,
+    "patternProperties": {"^(?i:a)$": {"type": "integer"}},
+    "additionalProperties": False,
+}
+"""A third property is needed, and cannot be, which only the backend knows of such a pattern."""
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_dead_end_inside_an_output_is_the_requests_fault(
+    server: Server, stream: bool
+) -> None:
+    schema = {"type": "json_schema", "name": "dead", "schema": DEAD_SCHEMA}
+    tool = {"type": "function", "function": {"name": "f", "parameters": DEAD_SCHEMA}}
+    requests: list[tuple[str, dict[str, Any], str]] = [
+        ("completions", {"prompt": "a", "guided_grammar": DEAD_END}, "guided_grammar"),
+        ("chat/completions", {"messages": MESSAGES, "guided_grammar": DEAD_END}, "guided_grammar"),
+        ("chat/completions", {"messages": MESSAGES, "response_format": {
+            "type": "json_schema", "json_schema": {"name": "dead", "schema": DEAD_SCHEMA}}},
+         "response_format"),
+        ("chat/completions", {"messages": MESSAGES, "tools": [tool], "tool_choice": "required"},
+         "tools"),
+        ("responses", {"input": "a", "text": {"format": schema}}, "text.format"),
+    ]  # fmt: skip
+    async with aiohttp.ClientSession() as session:
+        for route, fields, param in requests:
+            body = {"model": MODEL, "stream": stream, "max_tokens": 300, "seed": 1, **fields}
+            if route == "responses":
+                body["max_output_tokens"] = body.pop("max_tokens")
+                del body["seed"]
+            async with session.post(f"{server.url}/v1/{route}", json=body) as response:
+                text = await response.text()
+            if not stream:
+                error = json.loads(text)["error"]
+                assert response.status == 400, text
+                assert error["type"] == "invalid_request_error" and error["param"] == param
+            elif route == "responses":
+                assert '"code":"invalid_prompt"' in text, text
+            else:
+                assert '"type":"invalid_request_error"' in text, text
+
+
+SINGLE = {"type": "integer", "minimum": 0, "maximum": 9}
+NAMED_BY_PATTERN = {
+    "type": "object",
+    "properties": {"s": SINGLE},
+    "required": ["s"],
+    "additionalProperties": False,
+    "patternProperties": {"^s$": {"type": "integer"}},
+}
+
+
+async def test_patterns_of_declared_names_alone_are_held(asynchronous: Any) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": NAMED_BY_PATTERN}}
+    format = {"type": "json_schema", "json_schema": {"name": "s", "schema": NAMED_BY_PATTERN}}
+    for seed in range(4):
+        response = await whole(asynchronous, response_format=format, seed=seed)
+        called = await whole(asynchronous, tools=[tool], tool_choice="required", seed=seed,
+                             parallel_tool_calls=False)  # fmt: skip
+        for text in (response["content"], called["calls"][0][1]):
+            assert json.loads(text).keys() == {"s"} and 0 <= json.loads(text)["s"] <= 9
+
+
+LOOKING = {
+    "type": "object",
+    "properties": {
+        "a": {"type": "string", "pattern": "^(?!admin$)[a-z]{1,4}$"},
+        "b": {"anyOf": [
+            {"type": "integer", "minimum": 0, "maximum": 9},
+            {"type": "string", "pattern": "^(?!^[-+.]*$)[+-]?0{0,2}[0-9]{1,3}$"},
+        ]},
+        "c": {"type": "string", "pattern": r"^(x|y)\b-\1$"},
+    },
+    "required": ["a", "b", "c"],
+    "additionalProperties": False,
+}  # fmt: skip
+
+
+async def test_patterns_that_look_around_hold_but_for_that(
+    asynchronous: Any, client: openai.OpenAI
+) -> None:
+    def tool(**more: Any) -> Any:
+        return {"type": "function", "function": {"name": "f", "parameters": LOOKING, **more}}
+
+    def format(**more: Any) -> Any:
+        return {"type": "json_schema", "json_schema": {"name": "f", "schema": LOOKING, **more}}
+
+    for seed in range(2):
+        response = await whole(asynchronous, response_format=format(), seed=seed)
+        called = await whole(asynchronous, tools=[tool()], tool_choice="required", seed=seed,
+                             parallel_tool_calls=False)  # fmt: skip
+        for text in (response["content"], called["calls"][0][1]):
+            value = json.loads(text)
+            assert re.fullmatch("[a-z]{1,4}", value["a"])
+            assert re.fullmatch("[+-]?[0-9]{1,5}", str(value["b"]))
+            assert re.fullmatch("[xy]-[xy]?", value["c"])
+    for fields, param in (
+        ({"response_format": format(strict=True)}, "response_format"),
+        ({"tools": [tool(strict=True)], "tool_choice": "required"}, "tools"),
+        ({"tools": [tool(strict=True)]}, "tools"),
+    ):
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.chat.completions.create(model=MODEL, messages=MESSAGES, **fields)
+        error: Any = caught.value.body
+        assert error["param"] == param
+        assert "properties.a.pattern" in error["message"]
+        assert "(?!admin$)" in error["message"]

@@ -16,7 +16,7 @@ WALK_SECONDS = 1.0
 
 
 def probe(grammar: Grammar, vocabulary: Vocabulary) -> float:
-    """Return the seconds of the slowest mask of the first few tokens.
+    """Return the processor seconds of the slowest mask of the first few tokens.
 
     Raises ValueError if no output is possible, or the backend fails within these tokens; otherwise
     the request would fail in the middle of its output.
@@ -25,12 +25,12 @@ def probe(grammar: Grammar, vocabulary: Vocabulary) -> float:
     row = np.empty(-(-vocabulary.size // 32), dtype=np.int32)
     slowest = 0.0
     for step in range(STEPS):
-        start = time.perf_counter()
+        start = time.thread_time()
         try:
             matcher.fill_bitmask(row)
         except RuntimeError as error:
             raise ValueError(str(error)) from None
-        slowest = max(slowest, time.perf_counter() - start)
+        slowest = max(slowest, time.thread_time() - start)
         bits = np.unpackbits(row.view(np.uint8), bitorder="little")[: vocabulary.size]
         if not bits.any():
             raise ValueError("it allows no output" if step == 0 else "it leads to a dead end")
@@ -81,8 +81,9 @@ def _fill_together(matcher: GrammarMatcher, row: np.ndarray) -> None:
 
 
 def check_mask_time(seconds: float, limit: float) -> None:
-    """Raise ValueError if a mask took longer than `limit` seconds."""
+    """Raise ValueError if a mask took longer than `limit` seconds of processor time."""
     if seconds > limit:
         raise ValueError(
-            f"a token's mask takes {seconds:.2f} s, more than mask_timeout ({limit} s)"
+            f"a token's mask takes {seconds:.2f} s of processor time, more than mask_timeout "
+            f"({limit} s)"
         )

@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import json
 import logging
-import re
+from collections.abc import Iterator
 from typing import Any
 
-from .keywords import NOTES, subschemas
+from ...errors import shown
+from .keywords import NOTES, path_of, placed_subschemas
+from .patterns import matches_among, weakened
 
 logger = logging.getLogger("jackfield.structured")
 
@@ -21,31 +23,32 @@ MAX_NAMED = 1 << 17
 
 _LEAST = frozenset(("minLength", "minItems", "minProperties", "minContains"))
 _NAME_LENGTHS = frozenset(("minLength", "maxLength"))
-_LOOKS_AROUND = re.compile(r"\(\?<?[=!]")
 
 _logged: set[str] = set()
 
 
 def adapted(schema: Any, *, strict: bool) -> tuple[Any, list[str]]:
-    """Change a schema in place: drop keywords without effect, and turn `propertyNames` into
-    properties. Returns (the schema, descriptions of what is not checked).
+    """Change a schema in place: drop keywords without effect, turn `propertyNames` into
+    properties, and weaken or drop what no grammar can enforce. Returns (the schema, descriptions of
+    what is not checked).
 
-    strict: nothing may stay unchecked; raises ValueError with the keyword.
+    strict: nothing may stay unchecked; raises ValueError with the keyword and its path.
     """
     unchecked: dict[str, None] = {}
     copied = 0
-    for part in subschemas(schema):
+    for place, part in placed_subschemas(schema):
         _drop_idle(part)
         if "propertyNames" in part:
             copied += _name_properties(part, MAX_NAMED - copied)
-        for keyword, words in _unenforceable(part):
+        for keyword, words in _weaken(part):
             if strict:
                 raise ValueError(
-                    f"{words} cannot be enforced by a grammar; leave it out, or strict, without "
-                    "which it is not checked"
+                    f"{path_of(place, keyword)}: {words} cannot be enforced by a grammar; leave "
+                    "it out, or strict, without which it is not checked"
                 )
-            del part[keyword]
             unchecked[words] = None
+        if isinstance(part.get("patternProperties"), dict):
+            copied += _name_patterns(part, MAX_NAMED - copied)
     return schema, list(unchecked)
 
 
@@ -75,19 +78,41 @@ def _drop_idle(part: dict[str, Any]) -> None:
         del part["format"]  # Of a number, say: formats constrain strings alone.
 
 
-def _unenforceable(part: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the keywords that no grammar can enforce, as (keyword, description)."""
-    keywords: list[tuple[str, str]] = []
-    format = part.get("format")
-    if isinstance(format, str) and format not in CHECKED_FORMATS:
-        keywords.append(("format", f"format {format[:60]!r}"))
-    elif isinstance(format, str):
-        pattern = part.get("pattern")
-        if isinstance(pattern, str) and _LOOKS_AROUND.search(pattern):
-            keywords.append(("pattern", f"a pattern that looks around, beside format {format!r},"))
+def _weaken(part: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Take away what no grammar can enforce; yield it as (keyword, description)."""
+    format, pattern = part.get("format"), part.get("pattern")
+    if format is not None and not (isinstance(format, str) and format in CHECKED_FORMATS):
+        del part["format"]
+        yield "format", f"format {shown(format)}"
+    if isinstance(pattern, str):
+        weaker, reason = weakened(pattern)
+        if reason is not None and "format" in part:
+            del part["pattern"]
+            yield "pattern", f"pattern {shown(pattern)}, which {reason}, beside format {format!r}"
+        elif reason is not None:
+            part["pattern"] = weaker
+            yield "pattern", f"all of pattern {shown(pattern)}, which {reason},"
     if part.get("uniqueItems") is True:
-        keywords.append(("uniqueItems", "uniqueItems"))
-    return keywords
+        del part["uniqueItems"]
+        yield "uniqueItems", "uniqueItems"
+    named = part.get("patternProperties")
+    for pattern in list(named) if isinstance(named, dict) else ():
+        weaker, reason = weakened(pattern)
+        if reason is not None:
+            _rename(part, pattern, weaker)
+            yield "patternProperties", f"all of pattern {shown(pattern)}, which {reason},"
+
+
+def _rename(part: dict[str, Any], pattern: str, weaker: str) -> None:
+    """Put a weaker pattern in the place of one of `patternProperties`."""
+    named = part["patternProperties"]
+    if weaker in named:  # Of two equal ones, none can be enforced.
+        weaker_schema = named.pop(pattern)
+        named[weaker] = {"anyOf": [named[weaker], weaker_schema]}
+    else:
+        part["patternProperties"] = {
+            weaker if key == pattern else key: schema for key, schema in named.items()
+        }
 
 
 # ---------------------------------------------------------------- names of properties
@@ -147,3 +172,55 @@ def _list_properties(part: dict[str, Any], names: Any, room: int) -> int:
     part["properties"] = kept | {name: copy.deepcopy(extra) for name in new}
     part["additionalProperties"] = False
     return copied
+
+
+def _name_patterns(part: dict[str, Any], room: int) -> int:
+    """Move the schemas of patterns that match none but names of properties into these properties:
+    backends list the names, and look for further matches, of which there are none. Return the
+    number of characters copied.
+
+    room: the most characters to copy. Raises ValueError if it is too small.
+    """
+    existing, required = part.get("properties"), part.get("required")
+    properties: dict[str, Any] = dict(existing) if isinstance(existing, dict) else {}
+    listed = required if isinstance(required, list) else []
+    names = {name for name in (*listed, *properties) if isinstance(name, str)}
+    patterns = part["patternProperties"]
+    kept: dict[str, Any] = {}
+    copied = 0
+    for pattern, schema in patterns.items():
+        matches = matches_among(pattern, names)
+        if matches is None:
+            kept[pattern] = schema
+            continue
+        copied += len(json.dumps(schema)) * max(0, len(matches) - 1)
+        if copied > room:
+            raise ValueError("patternProperties: too many names for so large a schema")
+        for name in sorted(matches):
+            properties[name] = _both(properties.get(name, True), schema)
+    if len(kept) == len(patterns):
+        return 0
+    part["properties"], part["patternProperties"] = properties, kept
+    if not kept:
+        del part["patternProperties"]
+        part.setdefault("additionalProperties", True)
+    return copied
+
+
+def _both(first: Any, second: Any) -> Any:
+    """Return a schema for what follows both."""
+    if second is True or (isinstance(second, dict) and second.keys() <= NOTES):
+        return first
+    if json.dumps(first) == json.dumps(second):
+        return first
+    if first is True or first == {}:
+        return copy.deepcopy(second)
+    if (
+        isinstance(first, dict)
+        and isinstance(second, dict)
+        and second.keys() <= {"type"} | NOTES
+        and isinstance(second["type"], str)
+        and first.get("type") == second["type"]
+    ):
+        return first
+    return {"allOf": [first, copy.deepcopy(second)]}

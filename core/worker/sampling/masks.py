@@ -226,7 +226,8 @@ def grammar_masks(
 class _Elsewhere:
     """Stands for a constraint that another rank has."""
 
-    failure = None
+    failure: str | None = None
+    failed_param: str | None = None
 
 
 def _fill(todo: Iterator[tuple[Constraint, np.ndarray]]) -> None:

@@ -15,7 +15,7 @@ import msgspec
 
 from ....core.engine.async_engine import AsyncEngine
 from ....core.engine.output_stream import OutputStream
-from ....core.errors import InvalidRequest, RequestFailed
+from ....core.errors import InvalidRequest
 from ....core.output_parsing.completion_parser import CompletionParser, TokenText
 from ....core.output_parsing.output_parser import OutputParser, ParsedMessage, fold, hides_markers
 from ....core.output_parsing.reasoning_parser import is_thinking, make_parser
@@ -202,9 +202,9 @@ class ChatCompletion:
         }
 
     def check(self, output: RequestOutput, completion: CompletionOutput) -> None:
-        """Raise RequestFailed if the engine aborted the completion because of an error."""
+        """Raise an error if the engine aborted the completion because of an error."""
         if completion.finish_reason == "error":
-            raise RequestFailed(output.error or "the request failed")
+            raise output.failure()
 
     def usage(self, output: RequestOutput, choices: list[Choice]) -> dict[str, Any]:
         """Return the tokens of prompt and output so far."""

@@ -11,7 +11,7 @@ from aiohttp import web
 
 from ....core.engine.async_engine import AsyncEngine
 from ....core.engine.output_stream import OutputStream
-from ....core.errors import InvalidRequest, RequestFailed
+from ....core.errors import InvalidRequest
 from ....core.outputs import CompletionOutput, KVCompressionUsage, PositionLogprobs, RequestOutput
 from ....core.sampling_params import SamplingParams
 from ...http.context import (
@@ -181,7 +181,7 @@ class TextCompletion:
     ) -> dict[str, Any]:
         """Return a choice, or what an output adds to it."""
         if completion.finish_reason == "error":
-            raise RequestFailed(output.error or "the request failed")
+            raise output.failure()
         index = number * self.params.n + completion.index
         first = index not in self.offsets
         offset = self.offsets.get(index, 0)

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from ....core.engine.async_engine import AsyncEngine
-from ....core.errors import ContextLengthExceeded, JackfieldError, RequestFailed
+from ....core.errors import ContextLengthExceeded, InvalidRequest, JackfieldError, RequestFailed
 from ....core.output_parsing.events import merge_events
 from ....core.output_parsing.reasoning_parser import thinking_kwarg
 from ....core.outputs import CompletionOutput, RequestOutput
@@ -73,7 +73,7 @@ class ResponseCompletion(ChatCompletion):
             raise renamed(error) from None
         self.id = f"resp_{uuid.uuid4().hex}"
         self.status = "queued" if body.background else "in_progress"
-        self.error: str | None = None
+        self.failure: JackfieldError | None = None
         self.completed_at: int | None = None
         self._output: RequestOutput | None = None
         """The latest output."""
@@ -159,10 +159,10 @@ class ResponseCompletion(ChatCompletion):
                     for event in await self._step(output):
                         yield self._numbered(event)
             except JackfieldError as error:
-                self._fail(error.message)
+                self._fail(error)
             except Exception:
                 logger.exception("response %s failed", self.id)
-                self._fail("the request failed")
+                self._fail(RequestFailed("the request failed"))
             for event in self._items.close(
                 "completed" if self.status == "completed" else "incomplete"
             ):
@@ -172,11 +172,12 @@ class ResponseCompletion(ChatCompletion):
             await outputs.aclose()
 
     async def full_response(self) -> dict[str, Any]:
-        """Return the complete response, built from its events. Raises RequestFailed."""
+        """Return the complete response, built from its events. Raises what made it
+        fail."""
         async for _ in self.events():
             pass
-        if self.status == "failed":
-            raise RequestFailed(self.error or "the request failed")
+        if self.failure is not None:
+            raise self.failure
         return self.snapshot()
 
     async def _step(self, output: RequestOutput) -> list[Event]:
@@ -189,7 +190,7 @@ class ResponseCompletion(ChatCompletion):
         if completion.finish_reason is not None:
             self.status = STATUS[completion.finish_reason]
             if self.status == "failed":
-                self.error = output.error or "the request failed"
+                self._fail(output.failure())
             elif self.status == "completed":
                 self.completed_at = int(time.time())
         return events
@@ -207,8 +208,8 @@ class ResponseCompletion(ChatCompletion):
             events = [event for event in events if not isinstance(event, ToolCallEnd)]
         return events
 
-    def _fail(self, message: str) -> None:
-        self.status, self.error = "failed", message
+    def _fail(self, error: JackfieldError) -> None:
+        self.status, self.failure = "failed", renamed(error)
 
     def _numbered(self, event: Event) -> Event:
         numbered = {"type": event["type"], "sequence_number": self._sequence, **event}
@@ -250,9 +251,7 @@ class ResponseCompletion(ChatCompletion):
             "status": self.status,
             "background": bool(body.background),
             "completed_at": self.completed_at,
-            "error": (
-                {"code": "server_error", "message": self.error} if self.error is not None else None
-            ),
+            "error": (None if self.failure is None else _error_object(self.failure)),
             "incomplete_details": (
                 {"reason": "max_output_tokens"} if self.status == "incomplete" else None
             ),
@@ -311,3 +310,8 @@ def _shown_tool(tool: dict[str, Any]) -> dict[str, Any]:
         "parameters": tool.get("parameters"),
         "strict": bool(tool.get("strict")),
     }
+
+
+def _error_object(error: JackfieldError) -> dict[str, Any]:
+    code = "invalid_prompt" if isinstance(error, InvalidRequest) else "server_error"
+    return {"code": code, "message": error.message}

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jackfield
-from jackfield import SamplingParams
+from jackfield import SamplingParams, StructuredOutputsParams
 from jackfield.core.grammars.constraint import Constraint
 from jackfield.core.grammars.reasoning_gate import make_reasoning_gate
 from jackfield.core.registry import load_plugins
@@ -118,6 +118,41 @@ def test_a_backend_that_raises_fails_its_request_alone(wrong: str) -> None:
         "structured_outputs: "
     )
     assert allowed(row_constraint) == EVERYTHING
+
+
+def test_min_tokens_hold_an_end_back_until_there_are_that_many() -> None:
+    class LettersOrEnd(Letters):
+        """Any letter or the end, at every place."""
+
+        def matcher(self) -> Any:
+            return LettersOrEnd()
+
+        def accept(self, token_ids: Any) -> bool:
+            return True
+
+        def fill_bitmask(self, row: np.ndarray) -> None:
+            row[:] = 0
+            for token in (1, 2, END):
+                row[token >> 5] |= 1 << (token & 31)
+
+    batched, single = (constraint(LettersOrEnd(), min_tokens=3) for _ in range(2))
+    for count in range(5):
+        expected = {1, 2} if count < 3 else {1, 2, END}
+        assert allowed(single) == allowed(batched) == expected, f"after {count} tokens"
+        single.advance(1)
+        batched.record_accept(1, True)
+    assert allowed(constraint(LettersOrEnd(), generated=(1, 2), min_tokens=3)) == {1, 2}
+    assert allowed(constraint(LettersOrEnd(), generated=(1, 2, 1), min_tokens=3)) == {1, 2, END}
+
+
+def test_a_failure_names_the_field_of_the_request() -> None:
+    params = StructuredOutputsParams(regex="ab", field="response_format")
+    for wrong in ("fill", "accept"):
+        row_constraint = constraint(Letters(wrong), structured_outputs=params)
+        allowed(row_constraint)
+        row_constraint.advance(1)
+        assert row_constraint.failed_param == "response_format"
+        assert row_constraint.failure and row_constraint.failure.startswith("response_format: ")
 
 
 def test_a_token_that_the_grammar_does_not_allow_is_a_failure() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from jackfield import SamplingParams
+from jackfield.core.grammars.batch_masks import advance_all
 from jackfield.core.grammars.constraint import _end_token_bits, mask_ends
 from jackfield.core.step import CompiledGrammar, GrammarStart, InProcess, SlotStart
 from jackfield.core.worker.sampling import masks as masks_module
@@ -20,11 +21,25 @@ from jackfield.core.worker.sampling.masks import GrammarMasks
 VOCABULARY, END = 100, 99
 
 
-class Counting:
-    """Allows the token that is the number of those before it; `seconds`: what a mask takes."""
+class Panic(BaseException):
+    """What a panic of Rust becomes in Python: no `Exception`."""
 
-    def __init__(self, seconds: float = 0.0, fails_at: int = -1) -> None:
-        self.seconds, self.fails_at = seconds, fails_at
+
+class Counting:
+    """Allows the token that is the number of those before it; `seconds`: what a mask takes of a
+    processor, `waits`: of a wall's clock besides; `empty_at`: where it allows none."""
+
+    def __init__(
+        self,
+        seconds: float = 0.0,
+        fails_at: int = -1,
+        *,
+        waits: float = 0.0,
+        empty_at: int = -1,
+        panics_at: int = -1,
+    ) -> None:
+        self.seconds, self.fails_at, self.waits = seconds, fails_at, waits
+        self.empty_at, self.panics_at = empty_at, panics_at
         self.taken = 0
         self.threads: set[str] = set()
 
@@ -37,11 +52,17 @@ class Counting:
 
     def fill_bitmask(self, row: np.ndarray) -> None:
         self.threads.add(threading.current_thread().name)
-        time.sleep(self.seconds)
+        time.sleep(self.waits)
+        end = time.thread_time() + self.seconds
+        while self.seconds and time.thread_time() < end:
+            pass
+        if self.taken == self.panics_at:
+            raise Panic("a panic")
         if self.taken == self.fails_at:
             raise RuntimeError("past its limits")
         row[:] = 0
-        row[self.taken >> 5] = 1 << (self.taken & 31)
+        if self.taken != self.empty_at:
+            row[self.taken >> 5] = 1 << (self.taken & 31)
 
 
 class Step:
@@ -139,6 +160,50 @@ class Together(Counting):
             except RuntimeError as error:
                 errors.append(error)
         return errors
+
+
+@pytest.mark.parametrize("kind", [Counting, Together])
+def test_a_row_without_an_allowed_token_fails_by_its_field(kind: Any) -> None:
+    masks = started([kind(empty_at=1 if slot == 2 else -1) for slot in range(4)], threads=0)
+    slots = [0, 1, 2, 3]
+    step(masks, slots, 0)
+    assert not masks.failures(masks.rows(slots))
+    assert [row for i, row in enumerate(step(masks, slots, 1)) if i != 2] == [[1]] * 3
+    failed = [constraint for _, constraint in masks.rows(slots) if constraint.failure]
+    assert [constraint.failed_param for constraint in failed] == ["structured_outputs"]
+    assert "dead end" in masks.failures(masks.rows(slots))[2]
+
+
+@pytest.mark.parametrize("kind", [Counting, Together])
+def test_a_panic_of_a_backend_fails_its_request_alone(kind: Any) -> None:
+    masks = started([kind(panics_at=3 if slot == 1 else -1) for slot in range(3)], threads=0)
+    for token in range(4):
+        rows = step(masks, [0, 1, 2], token)
+        assert rows[0] == rows[2] == [token]
+    assert masks.failures(masks.rows([0, 1, 2])) == {1: "structured_outputs: a panic"}
+
+
+def test_one_row_without_a_token_leaves_the_others_in_one_call() -> None:
+    masks = started([Each() for _ in range(4)], threads=0)
+    step(masks, [0, 1, 2, 3], 0)
+    constraints = [constraint for _, constraint in masks.rows([0, 1, 2, 3])]
+    Together.calls = 0
+    advance_all(constraints, [0, -1, 0, 0])
+    assert Together.calls == 1, "one call for the three that go on"
+    assert [constraint.failure for constraint in constraints] == [None] * 4
+    assert [constraint.ended for constraint in constraints] == [False, True, False, False]
+    assert [constraint.matcher.taken for constraint in constraints] == [1, 0, 1, 1]
+
+
+def test_a_busy_host_does_not_make_a_mask_slow() -> None:
+    grammars = [Counting(waits=0.03), Counting(seconds=0.03)]
+    masks = GrammarMasks(
+        vocab_size=VOCABULARY, device=torch.device("cpu"), mask_timeout=0.02, threads=0
+    )
+    started(grammars, threads=0, masks=masks)
+    step(masks, [0, 1], 0)
+    failures = masks.failures(masks.rows([0, 1]))
+    assert set(failures) == {1} and "processor time" in failures[1]
 
 
 def test_a_backend_may_fill_all_rows_in_one_call() -> None:

@@ -1,0 +1,262 @@
+r"""Regular expressions in JSON schemas: what no grammar can enforce, and finite languages.
+
+A grammar reads an output once, from left to right. So it cannot enforce assertions about what
+stands around a place (lookaheads, lookbehinds, `\b`), nor references back to a group.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+
+ANY_TEXT = r"(?:(?:.|\n)*)"
+MAX_COPY = 256
+"""Characters of a group at most that stand in for a reference to it: copies may nest."""
+MAX_REPEATED = 64
+"""Repetitions at most of what is listed."""
+
+_TOKENS = re.compile(
+    r"""
+      \(\?P=(?P<same>\w+)\) | \(\?\#[^)]*\) | \(\?[a-zA-Z-]+\)
+    | (?P<open> \(\?P?<(?P<name>\w+)> | \(\?<?[=!] | \(\?\(\w+\) | \(\?[a-zA-Z-]*: | \(\?> | \( )
+    | \\k<(?P<back>\w+)> | \\[1-9][0-9]* | \\.
+    | \[\^?(?:\\.|[^\]\\])*\]
+    | [*+?][?+]? | \{[0-9]+(?:,[0-9]*)?\}[?+]?
+    | .
+    """,
+    re.VERBOSE | re.DOTALL,
+)
+_QUANTIFIER = re.compile(r"[*+?][?+]?|\{[0-9]+(?:,[0-9]*)?\}[?+]?")
+_COUNTS = re.compile(r"\{([0-9]+)(?:,([0-9]+))?\}\??")
+
+
+@dataclass
+class _Group:
+    opening: str
+    number: int | None = None
+    name: str | None = None
+    asserts: bool = False
+    """Whether it only looks around, so that nothing of it stays."""
+    parts: list[str] = field(default_factory=list)
+
+
+def weakened(pattern: str) -> tuple[str, str | None]:
+    """Return the pattern without what no grammar can enforce, and the first such thing; the same
+    pattern and None if there is nothing.
+
+    All texts with a match of the pattern have one of what is returned, too.
+    """
+    open_groups = [_Group("")]
+    copies: dict[str, str] = {}
+    """Number or name of a group → what stands for a reference to it."""
+    reason: str | None = None
+    num_groups = 0
+    dropped = False
+    """Whether the last element was dropped, and its quantifier has to be."""
+    tokens = list(_TOKENS.finditer(pattern))
+    for place, match in enumerate(tokens):
+        token, group = match[0], open_groups[-1]
+        if _QUANTIFIER.fullmatch(token) and (dropped or not group.parts):
+            if not dropped:
+                return pattern, None  # Not a regular expression: the backend says so.
+            continue
+        dropped = False
+        if match["open"]:
+            group = _Group(token, name=match["name"])
+            if token == "(" or group.name is not None:
+                num_groups += 1
+                group.opening, group.number = "(", num_groups
+            elif token[-1] in "=!":
+                group.asserts, reason = True, reason or "looks around"
+            elif token == "(?>" or token.startswith("(?("):
+                # Of a condition, any alternative may count, or none.
+                group.opening = "(?:" if token == "(?>" else "(?:|"
+                reason = reason or f"has a group {token}"
+            open_groups.append(group)
+        elif token == ")":
+            if len(open_groups) == 1:
+                return pattern, None
+            open_groups.pop()
+            text = f"{group.opening}{''.join(group.parts)})"
+            for key in filter(None, (group.name, group.number and str(group.number))):
+                copies[key] = f"(?:{text})?" if len(text) <= MAX_COPY else ANY_TEXT
+            dropped = group.asserts
+            if not dropped:
+                open_groups[-1].parts.append(text)
+        elif token in (r"\b", r"\B"):
+            reason, dropped = reason or f"has a word boundary ({token})", True
+        elif token.startswith("(?#"):
+            reason, dropped = reason or "has a comment", True
+        elif (key := _referred(match)) is not None:
+            reason = reason or f"refers back to a group ({token})"
+            group.parts.append(copies.get(key, ANY_TEXT))
+        elif token in "^$" and not _is_at_edge(tokens, place):
+            reason, dropped = reason or f"has {token} in its middle", True
+        else:
+            group.parts.append(token)
+    if len(open_groups) > 1 or reason is None:
+        return pattern, None
+    return "".join(open_groups[0].parts), reason
+
+
+def _referred(match: re.Match[str]) -> str | None:
+    """Return the number or name of the group that a reference names; None: it is none."""
+    token = match[0]
+    if len(token) > 1 and token[0] == "\\" and token[1] in "123456789":
+        return token[1:]
+    return match["back"] or match["same"]
+
+
+def _is_at_edge(tokens: list[re.Match[str]], place: int) -> bool:
+    """Whether an anchor stands where its alternative begins (^) or ends ($)."""
+    if tokens[place][0] == "^":
+        before = tokens[place - 1][0] if place else "|"
+        return before in ("|", "^") or before.startswith("(")
+    after = tokens[place + 1][0] if place + 1 < len(tokens) else "|"
+    return after in ("|", ")", "$")
+
+
+# ---------------------------------------------------------------- finite languages
+
+
+class _NotListed(Exception):
+    """A language is infinite, too large, or written in a way that is not read here."""
+
+
+def matches_among(pattern: str, names: Collection[str]) -> set[str] | None:
+    """Return all texts with a match of the pattern, if they are some of these names.
+
+    None if there are others, or the pattern has other parts than characters, classes, groups,
+    alternatives and bounded repetitions between ^ and $.
+    """
+    longest = max(map(len, names), default=0)
+    found: set[str] = set()
+    try:
+        for branch in _branches(pattern):
+            if len(branch) < 2 or branch[0] != "^" or branch[-1] != "$":
+                return None
+            found |= _Reader(branch[1:-1], 4 * len(names) + 64, longest).read()
+    except _NotListed:
+        return None
+    return found if found.issubset(names) else None
+
+
+def _branches(pattern: str) -> Iterator[list[str]]:
+    """Yield the alternatives at the top level."""
+    branch: list[str] = []
+    depth = 0
+    for match in _TOKENS.finditer(pattern):
+        token = match[0]
+        depth += bool(match["open"]) - (token == ")")
+        if token == "|" and not depth:
+            yield branch
+            branch = []
+        else:
+            branch.append(token)
+    yield branch
+
+
+class _Reader:
+    def __init__(self, tokens: list[str], limit: int, longest: int) -> None:
+        """limit: texts that are listed at most; longest: characters of one"""
+        self._tokens = tokens
+        self._limit = limit
+        self._longest = longest
+        self._place = 0
+
+    def read(self) -> set[str]:
+        texts = self._either()
+        if self._place < len(self._tokens):
+            raise _NotListed
+        return texts
+
+    def _either(self) -> set[str]:
+        texts = self._sequence()
+        while self._next() == "|":
+            self._place += 1
+            texts |= self._sequence()
+        return texts
+
+    def _sequence(self) -> set[str]:
+        texts = {""}
+        while self._next() not in (None, "|", ")"):
+            texts = self._joined(texts, self._repeated(self._element()))
+        return texts
+
+    def _element(self) -> set[str]:
+        token = self._tokens[self._place]
+        self._place += 1
+        if token in ("(", "(?:") or re.fullmatch(r"\(\?P?<\w+>", token):
+            texts = self._either()
+            if self._next() != ")":
+                raise _NotListed
+            self._place += 1
+            return texts
+        if token[0] == "[" and len(token) > 1:
+            return _members(token[1:-1])
+        if token[0] == "\\" or token in (".", "^", "$") or len(token) > 1:
+            return _escaped(token)
+        return {token}
+
+    def _repeated(self, texts: set[str]) -> set[str]:
+        token = self._next()
+        if token is None or not _QUANTIFIER.fullmatch(token):
+            return texts
+        self._place += 1
+        if token in ("?", "??"):
+            return texts | {""}
+        counts = _COUNTS.fullmatch(token)
+        if counts is None:
+            raise _NotListed
+        least, most = int(counts[1]), int(counts[2] or counts[1])
+        if token.rstrip("?").endswith(",}") or not least <= most <= MAX_REPEATED:
+            raise _NotListed
+        found: set[str] = set()
+        repeated = {""}
+        for count in range(most + 1):
+            if count >= least:
+                found |= repeated
+            repeated = self._joined(repeated, texts) if count < most else repeated
+        return found
+
+    def _joined(self, first: set[str], second: set[str]) -> set[str]:
+        if len(first) * len(second) > self._limit:
+            raise _NotListed
+        if max(map(len, first), default=0) + max(map(len, second), default=0) > self._longest:
+            raise _NotListed
+        return {a + b for a in first for b in second}
+
+    def _next(self) -> str | None:
+        return self._tokens[self._place] if self._place < len(self._tokens) else None
+
+
+def _members(inside: str) -> set[str]:
+    """Return the characters of a class."""
+    if inside.startswith("^"):
+        raise _NotListed
+    characters = [match[0] for match in re.finditer(r"\\.|.", inside, re.DOTALL)]
+    texts: set[str] = set()
+    place = 0
+    while place < len(characters):
+        if place + 2 < len(characters) and characters[place + 1] == "-":
+            (first,), (last,) = _single(characters[place]), _single(characters[place + 2])
+            if not 0 <= ord(last) - ord(first) < 256:
+                raise _NotListed
+            texts |= {chr(code) for code in range(ord(first), ord(last) + 1)}
+            place += 3
+        else:
+            texts |= _single(characters[place])
+            place += 1
+    return texts
+
+
+def _single(character: str) -> set[str]:
+    return _escaped(character) if character[0] == "\\" else {character}
+
+
+def _escaped(token: str) -> set[str]:
+    """Return what an escape of punctuation stands for."""
+    if len(token) == 2 and token[0] == "\\" and not (token[1].isalnum() or token[1] == "_"):
+        return {token[1]}
+    raise _NotListed
