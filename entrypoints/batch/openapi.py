@@ -36,7 +36,7 @@ FORM = {
 
 def describe() -> None:
     """Set the attribute `openapi` of each handler."""
-    _put(routes.upload, FileObject, body=("multipart/form-data", FORM), errors=(400, 408, 415))
+    _put(routes.upload, FileObject, body=("multipart/form-data", FORM), errors=(400, 408, 413, 415))
     _put(
         routes.list_files, _page(FileObject), errors=(400, 404),
         query=[AFTER, _limit(10_000), _choice("order", "asc", "desc"), _choice("purpose")],

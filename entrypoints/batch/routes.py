@@ -8,12 +8,12 @@ import time
 import uuid
 from typing import Any
 
-from aiohttp import BodyPartReader, web
-from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp import web
 
 from ...core.errors import InvalidRequest
 from ..http.auth.tenants import tenant_of
 from ..http.context import reply
+from ..http.forms import FormReader
 from ..http.options import BatchOptions
 from ..openai.common.request_body import decode_body
 from .inprocess import ROUTES
@@ -35,7 +35,6 @@ WORK: web.AppKey[BatchWork] = web.AppKey("batch_work", BatchWork)
 SETTINGS: web.AppKey[BatchOptions] = web.AppKey("batch_options", BatchOptions)
 MAX_FIELD = 1024
 """Most bytes of a form field other than the file."""
-CHUNK = 1 << 18
 
 
 # ---------------------------------------------------------------- files
@@ -65,42 +64,34 @@ async def _form(request: web.Request, path: Any) -> tuple[dict[str, str], str | 
     fields: dict[str, str] = {}
     name: str | None = None
     size = 0
-    try:
-        reader = await request.multipart()
-        while (part := await reader.next()) is not None:
-            if not isinstance(part, BodyPartReader) or part.name is None or len(fields) > 16:
-                raise InvalidRequest("the body is no form with file and purpose")
-            if part.name != "file":
-                fields[part.name[:64]] = await _field(part)
-                continue
-            if name is not None:
-                raise InvalidRequest("file: give one", param="file")
-            name = part.filename or "file"
-            size = await _content(part, path, limit)
-    except InvalidRequest:
-        raise
-    except (ValueError, AssertionError, RuntimeError, HttpProcessingError) as error:
-        text = " ".join(str(error).split())[:400]
-        raise InvalidRequest(f"the body is no multipart/form-data: {text}") from None
+    form = FormReader(request)
+    while (part := await form.next_part()) is not None:
+        if part.name != "file":
+            fields[part.name[:64]] = await _field(form, part.name[:64])
+            continue
+        if name is not None:
+            raise InvalidRequest("file: give one", param="file")
+        name = part.filename or "file"
+        size = await _content(form, path, limit)
     return fields, name, size
 
 
-async def _field(part: BodyPartReader) -> str:
+async def _field(form: FormReader, name: str) -> str:
     value = b""
-    while chunk := await part.read_chunk(MAX_FIELD):
-        value += chunk
+    while piece := await form.read():
+        value += piece
         if len(value) > MAX_FIELD:
-            raise InvalidRequest(f"{part.name}: is too long", param=part.name)
+            raise InvalidRequest(f"{name}: is too long", param=name)
     return value.decode("utf-8", "replace")
 
 
-async def _content(part: BodyPartReader, path: Any, limit: int) -> int:
+async def _content(form: FormReader, path: Any, limit: int) -> int:
     size = 0
     with storage("file"):
         # Unbuffered: on close, a buffer would write again what did not fit.
         file = await asyncio.to_thread(path.open, "xb", 0)
     try:
-        while chunk := await part.read_chunk(CHUNK):
+        while chunk := await form.read():
             size += len(chunk)
             if size > limit:
                 raise InvalidRequest(f"file: is larger than {limit} bytes", param="file")
@@ -113,7 +104,7 @@ async def _content(part: BodyPartReader, path: Any, limit: int) -> int:
     return size
 
 
-def _write(file: Any, data: bytes | bytearray) -> None:
+def _write(file: Any, data: bytes) -> None:
     rest = memoryview(data)
     while rest:
         rest = rest[file.write(rest) :]

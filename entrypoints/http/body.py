@@ -47,13 +47,18 @@ class Request(web.Request):
         return self._plain
 
     async def multipart(self) -> Any:
-        """Return the stream of the body, for files. Raises UnsupportedMediaType if it is
-        compressed."""
-        if _window(self) is not None:
-            raise UnsupportedMediaType(
-                "a multipart body cannot be packed; send it without Content-Encoding"
-            )
+        """Return the stream of the body, for routes of plugins; ours read a `FormReader`. Raises
+        UnsupportedMediaType if it is compressed."""
+        check_unpacked(self)
         return await super().multipart()
+
+
+def check_unpacked(request: web.BaseRequest) -> None:
+    """Raise UnsupportedMediaType if the body is compressed."""
+    if _window(request) is not None:
+        raise UnsupportedMediaType(
+            "a multipart body cannot be packed; send it without Content-Encoding"
+        )
 
 
 def _window(request: web.BaseRequest) -> int | None:
