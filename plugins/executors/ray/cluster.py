@@ -34,8 +34,7 @@ def load_ray() -> Any:
         import ray
     except ImportError as error:
         raise ConfigError(
-            f"executor: ray needs a package that is not installed ({error}): "
-            "pip install 'jackfield[ray]'",
+            f"executor: ray needs a package that is not installed ({error}): pip install ray",
             param="executor",
         ) from error
     return ray
