@@ -4,6 +4,7 @@ text."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,8 @@ from ..protocols.parsers import (
 )
 
 _SPACE = " \t\r\n"
+_JSON = re.compile(r'\s*(?:\Z|[{"\-0-9tfn]|\[\s*(?:\Z|[\]\[{"\-0-9tfn]))')
+"""Begins like JSON."""
 
 
 class NamedCall:
@@ -130,7 +133,7 @@ class CallList:
 
 
 class CallsOrText:
-    """Reads an output that is either calls, which begin with a known text, or content."""
+    """Reads an output that is either calls, which begin with a known text, or JSON, its content."""
 
     reads_plain_text = True
 
@@ -141,6 +144,8 @@ class CallsOrText:
         self._parser: ToolParser | None = None
         self._undecided: str | None = ""
         """The text so far while it may be either; None once it is known which."""
+        self._is_markup = False
+        """Whether calls begin with what no JSON does, so that nothing of them is content."""
 
     @staticmethod
     def of(parser: Any, opens: Sequence[str]) -> Callable[..., CallsOrText]:
@@ -163,16 +168,24 @@ class CallsOrText:
             text, self._undecided = self._undecided + text, None
             if text.startswith(self._opens):
                 self._parser = self._make()
+                self._is_markup = _JSON.match(text) is None
             elif any(opened.startswith(text) for opened in self._opens):
                 self._undecided = text
                 return []
         if self._parser is not None:
-            return self._parser.feed(text)
+            return self._calls(self._parser.feed(text))
         return [Content(text)] if text else []
 
     def finish(self) -> list[ParserEvent]:
         """End the text; return the events of what was held back."""
         if self._parser is not None:
-            return self._parser.finish()
+            return self._calls(self._parser.finish())
         text, self._undecided = self._undecided, None
         return [Content(text)] if text else []
+
+    def _calls(self, events: list[ParserEvent]) -> list[ParserEvent]:
+        """Return the parser's events without the markup of a call that was cut off before its
+        name."""
+        if not self._is_markup:
+            return events
+        return [event for event in events if not isinstance(event, Content)]

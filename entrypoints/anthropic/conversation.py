@@ -5,6 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from ...core.errors import InvalidRequest, shown
+from .block_texts import (
+    RESULT,
+    SERVER_CALLS,
+    block_text,
+    blocks_of,
+    server_result,
+    text_of,
+    texts_of,
+)
 
 Message = dict[str, Any]
 BETWEEN = {"user": "\n\n", "system": "\n\n", "assistant": "\n"}
@@ -48,8 +57,7 @@ def to_messages(system: str | list[Any] | None, messages: list[Any]) -> list[Mes
         raise InvalidRequest("messages: must not be empty", param="messages")
     chat: list[Message] = []
     if system:
-        texts = [t for t in _texts(_blocks(system, "system"), "system") if not _is_billing(t)]
-        if texts:
+        if texts := [t for t in texts_of(system, "system") if not _is_billing(t)]:
             _add_text(chat, "system", texts)
     names: dict[str, str] = {}
     for index, message in enumerate(messages):
@@ -60,13 +68,14 @@ def to_messages(system: str | list[Any] | None, messages: list[Any]) -> list[Mes
                 f"{path}.role: must be one of {', '.join(ROLES)}, got {shown(role)}",
                 param=f"{path}.role",
             )
-        blocks = _blocks(message.get("content"), f"{path}.content")
+        blocks = blocks_of(message.get("content"), f"{path}.content")
         if role == "user":
             _add_user(chat, blocks, f"{path}.content", names)
         elif role == "assistant":
             _add_assistant(chat, blocks, f"{path}.content", names)
         else:
-            _add_text(chat, "system", _texts(blocks, f"{path}.content"))
+            if texts := texts_of(blocks, f"{path}.content"):
+                _add_text(chat, "system", texts)
     last = chat[-1]
     if last["role"] == "assistant" and last.get("tool_calls"):
         path = f"messages[{len(messages) - 1}]"
@@ -90,41 +99,6 @@ def _is_billing(text: str) -> bool:
     return text.startswith(BILLING)
 
 
-def _blocks(content: Any, path: str) -> list[Any]:
-    """Return content as a list of blocks, validated as objects with a type."""
-    if isinstance(content, str):
-        return [{"type": "text", "text": content}]
-    if not isinstance(content, list):
-        raise InvalidRequest(f"{path}: must be a text or a list of blocks", param=path)
-    for index, block in enumerate(content):
-        if not isinstance(block, dict) or not isinstance(block.get("type"), str):
-            raise InvalidRequest(
-                f"{path}[{index}]: must be an object with a type", param=f"{path}[{index}]"
-            )
-    return content
-
-
-def _texts(blocks: list[Any], path: str) -> list[str]:
-    return [_text(block, "text", f"{path}[{index}]") for index, block in enumerate(blocks)]
-
-
-def _text(block: Any, kind: str, path: str) -> str:
-    """Return the text of a block of this kind: "text" or "thinking"."""
-    if block["type"] != kind:
-        raise _unsupported(block, path)
-    if not isinstance(block.get(kind), str):
-        raise InvalidRequest(f"{path}.{kind}: must be a text", param=f"{path}.{kind}")
-    return str(block[kind])
-
-
-def _unsupported(block: Any, path: str) -> InvalidRequest:
-    return InvalidRequest(
-        f"{path}: {shown(block['type'])} blocks are not supported here; this server's models read "
-        "text",
-        param=path,
-    )
-
-
 def _add_user(chat: list[Message], blocks: list[Any], path: str, names: dict[str, str]) -> None:
     """Add texts and tool results, in their order."""
     texts: list[str] = []
@@ -132,7 +106,8 @@ def _add_user(chat: list[Message], blocks: list[Any], path: str, names: dict[str
     for index, block in enumerate(blocks):
         where = f"{path}[{index}]"
         if block["type"] != "tool_result":
-            texts.append(_text(block, "text", where))
+            if (text := block_text(block, where)) is not None:
+                texts.append(text)
             continue
         if texts:
             _add_text(chat, "user", texts)
@@ -144,6 +119,7 @@ def _add_user(chat: list[Message], blocks: list[Any], path: str, names: dict[str
 
 
 def _result(block: Any, path: str, names: dict[str, str]) -> Message:
+    """Return the message of a call's result."""
     id = block.get("tool_use_id")
     if not isinstance(id, str) or id not in names:
         raise InvalidRequest(
@@ -151,8 +127,12 @@ def _result(block: Any, path: str, names: dict[str, str]) -> Message:
             param=f"{path}.tool_use_id",
         )
     content = block.get("content")
-    inner = f"{path}.content"
-    text = "" if content is None else "\n".join(_texts(_blocks(content, inner), inner))
+    if content is None:
+        text = ""
+    elif block["type"] == "tool_result":
+        text = "\n".join(texts_of(content, f"{path}.content"))
+    else:
+        text = server_result(content, f"{path}.content")
     if block.get("is_error"):
         text = f"Error: {text}" if text else "Error"
     return {"role": "tool", "tool_call_id": id, "name": names[id], "content": [text]}
@@ -164,33 +144,51 @@ def _add_text(chat: list[Message], role: str, texts: list[str]) -> None:
     chat[-1]["content"].append("\n".join(texts))
 
 
+class _Turn:
+    """Thinking, text and calls of the assistant, up to a result of a call that a server ran."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.thoughts: list[str] = []
+        self.calls: list[dict[str, Any]] = []
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.texts or self.thoughts or self.calls)
+
+    def add_to(self, chat: list[Message]) -> None:
+        """Add one message, or join it to the assistant's before it."""
+        if not chat or chat[-1]["role"] != "assistant":
+            chat.append({"role": "assistant", "content": []})
+        message = chat[-1]
+        message["content"] += filter(None, self.texts)
+        if any(self.thoughts):
+            message.setdefault("reasoning_content", []).extend(filter(None, self.thoughts))
+        if self.calls:
+            message.setdefault("tool_calls", []).extend(self.calls)
+
+
 def _add_assistant(
     chat: list[Message], blocks: list[Any], path: str, names: dict[str, str]
 ) -> None:
-    """Add the thinking, text and calls of one turn as one message, without redacted thinking, which
-    only the server that created it can read."""
-    texts: list[str] = []
-    thoughts: list[str] = []
-    calls: list[dict[str, Any]] = []
+    """Add the thinking, text and calls of one turn as one message, with the results of calls that
+    a server ran between."""
+    turn, results = _Turn(), 0
     for index, block in enumerate(blocks):
-        where = f"{path}[{index}]"
-        match block["type"]:
-            case "tool_use":
-                calls.append(_call(block, where, names))
-            case "thinking":
-                thoughts.append(_text(block, "thinking", where))
-            case "redacted_thinking":
-                continue
-            case _:
-                texts.append(_text(block, "text", where))
-    if not chat or chat[-1]["role"] != "assistant":
-        chat.append({"role": "assistant", "content": []})
-    message = chat[-1]
-    message["content"] += filter(None, texts)
-    if any(thoughts):
-        message.setdefault("reasoning_content", []).extend(filter(None, thoughts))
-    if calls:
-        message.setdefault("tool_calls", []).extend(calls)
+        where, kind = f"{path}[{index}]", block["type"]
+        if kind in ("tool_use", *SERVER_CALLS):
+            turn.calls.append(_call(block, where, names))
+        elif kind.endswith(RESULT):
+            if not turn.is_empty:
+                turn.add_to(chat)
+            chat.append(_result(block, where, names))
+            turn, results = _Turn(), results + 1
+        elif kind == "thinking":
+            turn.thoughts.append(text_of(block, "thinking", where))
+        elif (text := block_text(block, where)) is not None:
+            turn.texts.append(text)
+    if not turn.is_empty or not results:
+        turn.add_to(chat)
 
 
 def _call(block: Any, path: str, names: dict[str, str]) -> dict[str, Any]:

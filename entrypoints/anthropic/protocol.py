@@ -19,7 +19,7 @@ UNTHREADED = "thread_unsupported_request"
 """Error code after which Anthropic's SDK continues without a thread."""
 THINKING = {"enabled": True, "adaptive": True, "disabled": False}
 """`thinking.type` → value of the chat template's argument for thinking."""
-DISPLAYS = ("summarized", "omitted")
+DISPLAYS = ("summarized", "omitted", "updates")
 PASSED = (
     "temperature", "top_p", "top_k", "seed", "min_p", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids", "priority", "cache_salt",

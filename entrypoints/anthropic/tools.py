@@ -2,31 +2,76 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+import re
 from typing import Any
 
 from ...core.errors import InvalidRequest, shown
 
+logger = logging.getLogger("jackfield.server")
 Tools = list[dict[str, Any]]
+_TEXT, _NUMBER = {"type": "string"}, {"type": "integer"}
+_EDITS: dict[str, Any] = {
+    "path": _TEXT, "file_text": _TEXT, "old_str": _TEXT, "new_str": _TEXT, "insert_line": _NUMBER,
+    "insert_text": _TEXT, "view_range": {"type": "array", "items": _NUMBER},
+}  # fmt: skip
+
+
+def _command(*commands: str, **properties: Any) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": {"command": {"enum": list(commands)}, **properties},
+        "required": ["command"],
+    }
+
+
+CLIENT_TOOLS: dict[str, dict[str, Any]] = {
+    "bash": {
+        "description": "Runs a command in a shell that keeps its state; restart begins a new one.",
+        "input_schema": {
+            "type": "object",
+            "properties": {"command": _TEXT, "restart": {"type": "boolean"}},
+        },
+    },
+    "text_editor": {
+        "description": "Views, creates and edits files.",
+        "input_schema": _command("view", "create", "str_replace", "insert", **_EDITS),
+    },
+    "memory": {
+        "description": "Views, creates, edits and deletes files under /memories.",
+        "input_schema": _command(
+            "view", "create", "str_replace", "insert", "delete", "rename",
+            **_EDITS, old_path=_TEXT, new_path=_TEXT,
+        ),
+    },
+}  # fmt: skip
+"""Tools that Anthropic defines and the client runs, by their type without its date."""
 
 
 def chat_tools(tools: list[Any] | None) -> Tools | None:
-    """Return the client's own tools. Tools that Anthropic runs or defines are refused by their
-    type.
+    """Return the tools that the client runs, as a chat's. Those that Anthropic's servers run are
+    left out, with a log line.
 
     Raises InvalidRequest with the field's path.
     """
-    return [_function(tool, f"tools[{index}]") for index, tool in enumerate(tools or ())] or None
+    functions = [_function(tool, f"tools[{index}]") for index, tool in enumerate(tools or ())]
+    return [function for function in functions if function is not None] or None
 
 
-def _function(tool: Any, path: str) -> dict[str, Any]:
+def _function(tool: Any, path: str) -> dict[str, Any] | None:
     if not isinstance(tool, dict):
         raise InvalidRequest(f"{path}: must be an object", param=path)
-    if (kind := tool.get("type")) not in (None, "custom"):
-        raise InvalidRequest(
-            f"{path}.type: {shown(kind)} tools are not defined here; describe the tool by name, "
-            "description and input_schema",
-            param=f"{path}.type",
-        )
+    kind = tool.get("type")
+    if not isinstance(kind, str | None):
+        raise InvalidRequest(f"{path}.type: must be a text", param=f"{path}.type")
+    if kind not in (None, "custom"):
+        family = next((name for name in CLIENT_TOOLS if _is_version(kind, name)), None)
+        if family is not None:
+            tool = {**CLIENT_TOOLS[family], **tool}
+        elif "input_schema" not in tool:
+            log_left_out(shown(kind))
+            return None
     checks = (
         ("name", isinstance(tool.get("name"), str) and bool(tool["name"]), "a non-empty text"),
         ("description", isinstance(tool.get("description"), str | None), "a text"),
@@ -70,3 +115,13 @@ def chat_choice(
         f"tool_choice.type: must be auto, any, tool or none, got {shown(kind)}",
         param="tool_choice.type",
     )
+
+
+def _is_version(kind: str, name: str) -> bool:
+    return re.fullmatch(rf"{name}_[0-9]{{8}}", kind) is not None
+
+
+@functools.lru_cache(maxsize=64)
+def log_left_out(kind: str) -> None:
+    """Log it once per type."""
+    logger.warning("tools: those of type %s are run by Anthropic's servers: left out", kind)

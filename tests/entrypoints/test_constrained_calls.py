@@ -179,6 +179,19 @@ async def test_required_calls_follow_their_schemas(client: Any) -> None:
     assert sum(response["finish"] == "tool_calls" for response in results) >= 2
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "book"}}])
+async def test_a_forced_call_cut_off_anywhere_leaves_no_markup(client: Any, choice: Any) -> None:
+    """Its name begins a dozen tokens after its marks: each limit before cuts it off elsewhere."""
+    results = await asyncio.gather(
+        *(
+            both(client, tools=tools(strict=False), tool_choice=choice, max_tokens=limit, seed=1)
+            for limit in range(1, 14)
+        )
+    )
+    assert [response["content"] for response in results] == [""] * 13
+    assert not results[0]["calls"] and results[0]["finish"] == "length"
+
+
 async def test_a_named_tool_is_called_once(client: Any) -> None:
     choice = {"type": "function", "function": {"name": "book"}}
     response = await both(client, tools=tools(strict=False), tool_choice=choice, seed=1)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import time
+import typing
 from typing import Any
 
 import jiter
@@ -24,6 +26,7 @@ from jackfield.core.protocols.parsers import (
 from jackfield.entrypoints.anthropic.blocks import ContentBlocks, as_object, fold_events
 from jackfield.entrypoints.anthropic.conversation import BILLING, to_messages
 from jackfield.entrypoints.anthropic.protocol import MessagesRequest, in_own_terms
+from jackfield.entrypoints.anthropic.tools import chat_tools
 from jackfield.entrypoints.openai.common.protocol import decode
 
 TOOL: Any = {"name": "add", "description": "A sum", "input_schema": {"type": "object"}}
@@ -93,6 +96,99 @@ def test_a_conversation_is_a_chats(system: Any, messages: Any, chat: Any) -> Non
     assert to_messages(system, messages) == chat
 
 
+SEARCH: Any = {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "q"}}
+PAGE = {"type": "web_search_result", "title": "T", "url": "u", "encrypted_content": "???"}
+FOUND: Any = {"type": "web_search_tool_result", "tool_use_id": "s", "content": [PAGE]}
+BLOCKS: list[tuple[dict[str, Any], str]] = [
+    ({"type": "tool_reference", "tool_name": "add"}, "Tool that can be called now: add"),
+    ({"type": "search_result", "title": "T", "source": "u", "content": [text("a"), text("b")]},
+     "T\nu\na\nb"),
+    ({"type": "document", "title": "T", "source": {"type": "text", "data": "d"}}, "T\nd"),
+    ({"type": "document", "source": {"type": "content", "content": [text("d")]}}, "d"),
+    ({"type": "compaction", "content": "So far."}, "So far."),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("block", "words"), BLOCKS, ids=lambda value: str(value)[:30])
+def test_blocks_of_text_are_read_wherever_they_stand(block: dict[str, Any], words: str) -> None:
+    for messages, index in (
+        ([user(text("Hi"), block)], 0),
+        ([user(text("Hi")), assistant(USE), user(result([block]))], 2),
+        ([user(text("Hi")), assistant(block), user(text("So?"))], 1),
+        ([user(text("Hi")), {"role": "system", "content": [block]}], 1),
+    ):
+        assert to_messages(None, messages)[index]["content"].endswith(words)
+    assert to_messages([block], [user(text("Hi"))])[0]["content"] == words
+
+
+def test_calls_that_a_server_ran_are_calls_with_results() -> None:
+    mcp = {"type": "mcp_tool_use", "id": "m", "name": "f", "server_name": "x", "input": {}}
+    messages = [
+        user(text("Hi")),
+        assistant({"type": "thinking", "thinking": "Hm."}, text("Look."), SEARCH, FOUND, mcp,
+                  {"type": "mcp_tool_result", "tool_use_id": "m", "content": [text("3")]},
+                  {"type": "fallback", "to": {}}, text("Done."), USE),
+        user(result("4")),
+    ]  # fmt: skip
+    _, first, found, second, three, third, four = to_messages(None, messages)
+    assert (first["reasoning_content"], first["content"]) == ("Hm.", "Look.")
+    assert first["tool_calls"][0]["function"] == {"name": "web_search", "arguments": {"query": "q"}}
+    assert (found["role"], found["tool_call_id"], found["name"]) == ("tool", "s", "web_search")
+    assert json.loads(found["content"]) == [{"title": "T", "url": "u"}]
+    assert second["tool_calls"][0]["function"]["name"] == "f" and three["content"] == "3"
+    assert (third["content"], third["tool_calls"]) == ("Done.", [CALL])
+    assert four["content"] == "4"
+    assert len(to_messages(None, [user(text("Hi")), assistant(SEARCH, FOUND)])) == 3
+
+
+def types_of(union: Any) -> set[str]:
+    """The types that a union of the client library's has."""
+    found: set[str] = set()
+    for member in typing.get_args(union):
+        if isinstance(member, type):
+            found.update(re.findall("'([a-z0-9_]+)'", str(typing.get_type_hints(member)["type"])))
+    return found
+
+
+def test_every_type_of_block_is_read_or_refused_by_its_path() -> None:
+    from anthropic.types.beta import beta_content_block_param
+
+    fields = {
+        **FOUND, **USE, "tool_use_id": "s", "tool_name": "f", "title": "T", "text": "t",
+        "thinking": "t", "source": {"type": "text", "data": "d"}, "content": [text("d")],
+    }  # fmt: skip
+    refused = set()
+    kinds = types_of(beta_content_block_param.BetaContentBlockParam)
+    assert len(kinds) > 18
+    for kind in kinds:
+        block = {**fields, "type": kind}
+        if kind in ("search_result", "compaction"):
+            block["source"] = "u"
+        if kind == "compaction":
+            block["content"] = "c"
+        try:
+            to_messages(None, [user(text("Hi")), assistant(SEARCH, block), user(text("So?"))])
+        except InvalidRequest as error:
+            assert error.param == "messages[1].content[1]"
+            refused.add(kind)
+    assert refused == {"image", "container_upload", "tool_result"}
+
+
+def test_tools_of_every_type_are_offered_or_left_out() -> None:
+    from anthropic.types.beta import beta_tool_union_param
+
+    offered = set()
+    for kind in types_of(beta_tool_union_param.BetaToolUnionParam) | {"of_tomorrow"}:
+        tools = [{"type": kind, "name": "f"}]
+        if kind == "custom":
+            tools[0]["input_schema"] = {"type": "object"}  # type: ignore[assignment]
+        for function in chat_tools(tools) or ():
+            assert function["function"]["name"] == "f"
+            assert function["function"]["parameters"]["type"] == "object"
+            offered.add(kind.rpartition("_")[0] or kind)
+    assert offered == {"custom", "bash", "text_editor", "memory"}
+
+
 def test_turns_of_one_role_cost_time_linear_in_them() -> None:
     """Against a yardstick in the same run: writing and reading the same conversation as JSON."""
     messages = [user(text("x" * 4096)) for _ in range(3000)]
@@ -129,7 +225,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": [user(text("x")), assistant(USE)]}, "messages[1]"),
     ({"system": [IMAGE]}, "system[0]"),
     ({"system": 3}, "system"),
-    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
+    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}],
+      "tool_choice": {"type": "any"}}, "tool_choice"),
+    ({"tools": [{"type": 3}]}, "tools[0].type"),
     ({"tools": ["x"]}, "tools[0]"),
     ({"tools": [{**TOOL, "name": ""}]}, "tools[0].name"),
     ({"tools": [{"name": "x"}]}, "tools[0].input_schema"),

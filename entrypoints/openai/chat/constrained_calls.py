@@ -37,6 +37,8 @@ class ConstrainedCalls(msgspec.Struct, frozen=True):
     """Creates the `ToolParser` of one output."""
     named: bool = False
     """Whether `tool_choice` names a function: finish_reason is "stop" then, as in OpenAI's API."""
+    required: bool = False
+    """Whether the output is calls alone: any other text is the markup of one that was cut off."""
 
 
 def required_calls(
@@ -73,13 +75,17 @@ def required_calls(
         except ValueError:
             pass
         else:
-            return ConstrainedCalls(made("tools", "structural_tag", tag), parser, named)
+            params = made("tools", "structural_tag", tag)
+            return ConstrainedCalls(params, parser, named, required=True)
     if named:
         return ConstrainedCalls(
-            made("tools", "json", schemas[name]), functools.partial(NamedCall, name), named=True
+            made("tools", "json", schemas[name]),
+            functools.partial(NamedCall, name),
+            named=True,
+            required=True,
         )
     return ConstrainedCalls(
-        made("tools", "json", _list_schema(schemas, parallel=parallel)), CallList
+        made("tools", "json", _list_schema(schemas, parallel=parallel)), CallList, required=True
     )
 
 

@@ -20,7 +20,13 @@ from ....core.output_parsing.completion_parser import CompletionParser, TokenTex
 from ....core.output_parsing.output_parser import OutputParser, ParsedMessage, fold, hides_markers
 from ....core.output_parsing.reasoning_parser import is_thinking, make_parser
 from ....core.outputs import CompletionOutput, PositionLogprobs, RequestOutput
-from ....core.protocols.parsers import ParserEvent, ReasoningParser, ToolCallStart, ToolParser
+from ....core.protocols.parsers import (
+    Content,
+    ParserEvent,
+    ReasoningParser,
+    ToolCallStart,
+    ToolParser,
+)
 from ...http.context import check_model, check_priority, new_id, tokenizer_of, usage
 from ...http.options import ServerOptions
 from ..common.logprobs import chat_logprobs
@@ -34,12 +40,19 @@ class Choice:
     """One of the `n` completions of a request as it is parsed."""
 
     def __init__(
-        self, parser: OutputParser, new_call_id: Callable[[], str], *, one_call: bool = False
+        self,
+        parser: OutputParser,
+        new_call_id: Callable[[], str],
+        *,
+        one_call: bool = False,
+        only_calls: bool = False,
     ) -> None:
-        """one_call: keep only the first tool call."""
+        """one_call: keep only the first tool call. only_calls: the output has no content; what
+        looks like it is the markup of a call that was cut off before its name."""
         self.parser = CompletionParser(parser)
         self.new_call_id = new_call_id
         self.one_call = one_call
+        self.only_calls = only_calls
         self.has_calls = False
 
     def parse(self, output: CompletionOutput) -> list[ParserEvent]:
@@ -57,6 +70,8 @@ class Choice:
     def _checked(self, events: list[ParserEvent]) -> list[ParserEvent]:
         if self.one_call:
             events = first_call_only(events)
+        if self.only_calls:
+            events = [event for event in events if not isinstance(event, Content)]
         for event in events:
             if isinstance(event, ToolCallStart):
                 self.has_calls = True
@@ -161,7 +176,13 @@ class ChatCompletion:
         new_call_id = getattr(self.tool_parser, "new_id", _call_id)
         one_call = self.request.parallel_tool_calls is False
         parser = OutputParser(reasoning, tools, names=self._parser_names())
-        return Choice(parser, new_call_id, one_call=one_call)
+        calls = self.constrained_calls
+        return Choice(
+            parser,
+            new_call_id,
+            one_call=one_call,
+            only_calls=calls is not None and calls.required,
+        )
 
     def _parser_names(self) -> tuple[str, str]:
         """Return the names of the parsers for error messages."""

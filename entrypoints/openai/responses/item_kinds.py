@@ -132,7 +132,10 @@ def joined(content: Any) -> str:
 
 
 def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except RecursionError:
+        raise InvalidRequest("input: an item is nested too deep", param="input") from None
 
 
 def _own_call(arguments: Callable[[Item], str]) -> Callable[[Item], PromptCall]:

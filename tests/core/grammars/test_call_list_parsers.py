@@ -76,3 +76,22 @@ def test_an_answer_is_calls_or_all_content(text: str, called: bool, size: int) -
     message = fold([*events, *parser.finish()])
     assert [call.name for call in message.tool_calls] == (["f"] if called else [])
     assert (message.content or "") == ("" if called else text)
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        ('<tool_call>\n{"name": "f', ""),
+        ("<tool_call>", ""),
+        ('{"a', '{"a'),
+        ('[{"name": "f', '[{"name": "f'),
+    ],
+)
+def test_a_call_cut_off_before_its_name_is_no_content(text: str, content: str) -> None:
+    from jackfield.plugins.tools.hermes import HermesToolParser
+
+    opens = ["<tool_call>", "["]
+    for size in (1, 3, 99):
+        parser = CallsOrText.of(HermesToolParser, opens)(tools=())
+        events = [e for i in range(0, len(text), size) for e in parser.feed(text[i : i + size])]
+        assert fold([*events, *parser.finish()]).content == (content or None)
