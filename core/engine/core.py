@@ -408,11 +408,14 @@ class EngineCore:
             self.steps.fail(error)
 
     def _step_finished(self, plan: StepPlan, result: StepResult) -> None:
-        self.metrics.observe_step(
-            plan.total_tokens, result.device_seconds, result.launch_wait_seconds
-        )
-        if self.events.wants_steps:
-            self.events.step_finished(plan, result)
+        try:
+            self.metrics.observe_step(
+                plan.total_tokens, result.device_seconds, result.launch_wait_seconds
+            )
+            if self.events.wants_steps:
+                self.events.step_finished(plan, result)
+        except Exception:
+            logger.exception("step %d could not be counted", plan.step)
 
     def _die(self, error: BaseException) -> None:
         """End every request with an error after a step failed as a whole, and accept no more."""

@@ -16,7 +16,7 @@ from ..scheduling.scheduler import Scheduler
 from ..tenancy import unscoped_id
 from .plugin_events import PluginEvents
 from .pooling import Pooled, PoolingState
-from .request_state import Completion, RequestState
+from .request_state import Completion, RequestState, output_failure
 
 logger = logging.getLogger("jackfield.engine")
 State: TypeAlias = RequestState | PoolingState
@@ -131,42 +131,52 @@ class OutputProcessor:
         now = time.monotonic()
         gaps: dict[float, int] = {}
         """Seconds between tokens → number of tokens: streams in step share one entry."""
-        owners, notify = self._owners, self.requests.notify
+        owners = self._owners
         # Prompts are the last rows: their first tokens go out before other rows' next ones.
         for update in reversed(updates):
-            request = update.request
-            owner = owners.get(request.request_id)
+            owner = owners.get(update.request.request_id)
             if owner is None:
                 continue
-            state, index = owner
-            if isinstance(state, PoolingState):
-                self._publish_pooled(state, update)
-                continue
-            completion = state.completions[index]
-            if update.prompt_logprobs and index == 0:
-                state.add_prompt_logprobs(update.prompt_logprobs)
-            if update.new_token_ids:
-                count = len(update.new_token_ids)
-                before = state.mark_tokens(now)
-                if before is None:
-                    self.metrics.observe_first_token(now - state.timings.arrival)
-                else:
-                    gap = (now - before) / count
-                    gaps[gap] = gaps.get(gap, 0) + count
-                stop = completion.apply(update)
-                if stop is not None:
-                    self.scheduler.finish_request(request.request_id, "stop", stop)
-                    completion.set_finished("stop", stop)
-            if update.error is not None:
-                state.error, state.error_param = update.error, update.error_param
-            if update.finished:
-                assert request.finish_reason is not None
-                completion.set_finished(request.finish_reason, request.stop_reason)
-            notify(state)
-            if completion.finish_reason is not None:
-                self._completion_ended(state, request.request_id)
-        for gap, count in gaps.items():
-            self.metrics.observe_inter_token(gap, count)
+            try:
+                self._publish(*owner, update, now, gaps)
+            except Exception as error:
+                self._fail_request(owner[0], error)
+        try:
+            for gap, count in gaps.items():
+                self.metrics.observe_inter_token(gap, count)
+        except Exception:
+            logger.exception("the times between tokens could not be counted")
+
+    def _publish(
+        self, state: State, index: int, update: Update, now: float, gaps: dict[float, int]
+    ) -> None:
+        """Apply an update of a request's completion `index`. What it raises ends this request."""
+        if isinstance(state, PoolingState):
+            self._publish_pooled(state, update)
+            return
+        request, completion = update.request, state.completions[index]
+        if update.prompt_logprobs and index == 0:
+            state.add_prompt_logprobs(update.prompt_logprobs)
+        if update.new_token_ids:
+            count = len(update.new_token_ids)
+            before = state.mark_tokens(now)
+            if before is None:
+                self.metrics.observe_first_token(now - state.timings.arrival)
+            else:
+                gap = (now - before) / count
+                gaps[gap] = gaps.get(gap, 0) + count
+            stop = completion.apply(update)
+            if stop is not None:
+                self.scheduler.finish_request(request.request_id, "stop", stop)
+                completion.set_finished("stop", stop)
+        if update.error is not None:
+            state.error, state.error_param = update.error, update.error_param
+        if update.finished:
+            assert request.finish_reason is not None
+            completion.set_finished(request.finish_reason, request.stop_reason)
+        self.requests.notify(state)
+        if completion.finish_reason is not None:
+            self._completion_ended(state, request.request_id)
 
     def finish_completion(self, state: RequestState, index: int, stop: str) -> None:
         """End one completion at a stop string that was found outside."""
@@ -179,11 +189,20 @@ class OutputProcessor:
 
     def abort_request(self, state: State) -> None:
         """End what is left of a request; its blocks are free when this returns."""
+        self._end_request(state, "abort")
+
+    def _fail_request(self, state: State, error: Exception) -> None:
+        """End what is left of a request whose output could not be processed."""
+        logger.error("the output of request %s failed", state.request_id, exc_info=error)
+        state.error = state.error or output_failure(error)
+        self._end_request(state, "error")
+
+    def _end_request(self, state: State, reason: FinishReason) -> None:
         completions: Sequence[Completion | Pooled] = state.completions
         for request, completion in zip(state.requests, completions, strict=True):
-            if completion.finish_reason is None:
-                self.scheduler.finish_request(request.request_id, "abort")
-                completion.set_finished("abort", None)
+            if request.request_id in self._owners:
+                self.scheduler.finish_request(request.request_id, reason)
+                completion.set_finished(reason, None)
                 self._completion_ended(state, request.request_id)
         self.requests.notify(state)
 
@@ -203,6 +222,13 @@ class OutputProcessor:
             return
         self.requests.remove_state(state)
         state.mark_finished()
+        try:
+            self._observe_end(state)
+        except Exception:
+            logger.exception("the end of request %s could not be counted", state.request_id)
+
+    def _observe_end(self, state: State) -> None:
+        """Count a request that has ended, and announce it to plugins."""
         announced = self.events.wants_requests and state.announced
         if isinstance(state, PoolingState):
             self.metrics.observe_pooled(state.requests[0].num_prompt_tokens, state.timings)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,6 +25,8 @@ from ..sampling_params import OutputKind
 from ..step import TokenLogprobs
 from ..text.tokenizer import Tokenizer
 
+logger = logging.getLogger("jackfield.engine")
+
 
 class Completion:
     """One of the `n` completions, while it is generated."""
@@ -43,6 +46,8 @@ class Completion:
         self.cumulative_logprob = 0.0
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
+        self.failure: str | None = None
+        """Why it ended with "error", if its text could not be ended."""
         self._num_taken_tokens = 0
         self._finish_taken = False
 
@@ -83,11 +88,19 @@ class Completion:
         return None
 
     def set_finished(self, reason: FinishReason, stop_reason: int | str | None) -> None:
-        """Record why no more tokens come, once."""
-        if self.finish_reason is None:
-            self.finish_reason, self.stop_reason = reason, stop_reason
-            if self.text is not None:
-                self.text.finish(reason)
+        """Record why no more tokens come, once. Raises nothing: a text that cannot be ended makes
+        the reason "error"."""
+        if self.finish_reason is not None:
+            return
+        self.finish_reason, self.stop_reason = reason, stop_reason
+        if self.text is None:
+            return
+        try:
+            self.text.finish(reason)
+        except Exception as error:
+            logger.exception("the text of request %s failed", self.request.external_id)
+            self.finish_reason, self.stop_reason = "error", None
+            self.failure = output_failure(error)
 
     @property
     def has_new_output(self) -> bool:
@@ -236,7 +249,7 @@ class RequestState:
             finished=num_ended == len(self.completions),
             num_cached_tokens=request.num_cached_tokens,
             timings=self.timings,
-            error=self.error,
+            error=self.error or next((c.failure for c in self.completions if c.failure), None),
             error_param=self.error_param,
             # Both are known of completions that have ended.
             kv_transfer_params=self._kv_transfer_params() if num_ended else None,
@@ -254,6 +267,11 @@ class RequestState:
             if request.kv_transfer_params:
                 return request.kv_transfer_params
         return None
+
+
+def output_failure(error: Exception) -> str:
+    """Return the error of a request to whose output a step's tokens could not be applied."""
+    return f"its output could not be processed: {type(error).__name__}: {error}"
 
 
 def _position(position: TokenLogprobs, tokenizer: Tokenizer | None) -> PositionLogprobs:

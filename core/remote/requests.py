@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,11 +12,13 @@ from ..engine.core_client import S
 from ..engine.output_processor import RequestTracker, State
 from ..engine.plugin_events import PluginEvents
 from ..engine.pooling import PoolingState
-from ..engine.request_state import Completion, RequestState
+from ..engine.request_state import Completion, RequestState, output_failure
 from ..request import Request, RequestSpec, Update
 from .channel import Channel
 from .frames import Abort, AddRequest, Change, Stop, ToFront, Tokens
 from .pending_calls import PendingCalls
+
+logger = logging.getLogger("jackfield.remote")
 
 
 def _failed(reply: asyncio.Future[Any]) -> bool:
@@ -120,14 +123,18 @@ class RemoteRequests:
 
     def abort(self, state: State) -> None:
         """End what is left of a request at once, and notify the other end."""
-        first = self._numbers.get(state.request_id)
-        if first is None or state.finished:
+        if state.request_id not in self._numbers or state.finished:
             return
-        numbers = range(first, first + len(state.completions))
-        self._channel.send(Abort([number for number in numbers if number in self._open]))
+        self._abort_rest(state)
         for completion in state.completions:
             completion.set_finished("abort", None)
         self._end(state)
+
+    def _abort_rest(self, state: State) -> None:
+        """Make the other end abort the completions that have not ended."""
+        first = self._numbers[state.request_id]
+        numbers = range(first, first + len(state.completions))
+        self._channel.send(Abort([number for number in numbers if number in self._open]))
 
     def finish_completion(self, state: State, index: int, stop: str) -> None:
         """End one completion at a stop string that was found elsewhere."""
@@ -174,12 +181,19 @@ class RemoteRequests:
         """Finish a request whose completions have all ended."""
         self._forget(state)
         state.mark_finished()
+        try:
+            self._announce(state)
+        except Exception:
+            logger.exception("the end of request %s could not be announced", state.request_id)
+        self._tracker.notify(state)
+
+    def _announce(self, state: State) -> None:
+        """Announce the end of a request to plugins."""
         if self.events.wants_requests and state.announced:
             if isinstance(state, RequestState):
                 self.events.request_finished(state.peek_output())
             elif state.pooled.row is not None:
                 self.events.request_finished(state.output())
-        self._tracker.notify(state)
 
     # ------------------------------------------------------------ received frames
 
@@ -193,7 +207,11 @@ class RemoteRequests:
                 continue  # It has ended here, and the engine is being notified.
             state, completion = entry
             state.timings.last_token = now
-            stop = completion.apply_tokens((token_id,))
+            try:
+                stop = completion.apply_tokens((token_id,))
+            except Exception as error:
+                self._fail_output(state, error)
+                continue
             if stop is not None:
                 self._stop(number, stop)
             self._tracker.notify(state)
@@ -205,10 +223,20 @@ class RemoteRequests:
             self._silent.pop(state.request_id, None)
             if change.error is not None:
                 change.error = f"{self._where}{change.error}"
-            if isinstance(state, PoolingState):
-                self._take_pooled(state, change)
-            else:
-                self._change(state, completion, change, now)
+            try:
+                if isinstance(state, PoolingState):
+                    self._take_pooled(state, change)
+                else:
+                    self._change(state, completion, change, now)
+            except Exception as error:
+                self._fail_output(state, error)
+
+    def _fail_output(self, state: State, error: Exception) -> None:
+        """End a request whose output could not be processed, here and at the other end."""
+        logger.error("the output of request %s failed", state.request_id, exc_info=error)
+        if state.request_id in self._numbers:
+            self._abort_rest(state)
+            self.fail_request(state, output_failure(error))
 
     def _stop(self, number: int, stop: str) -> None:
         """Make the engine end a completion at a stop string."""

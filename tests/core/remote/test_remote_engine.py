@@ -30,6 +30,7 @@ from jackfield.core.errors import (
     InvalidRequest,
 )
 from jackfield.core.inputs import ChatMessage
+from jackfield.core.output_parsing.output_text import OutputText
 from jackfield.core.outputs import KVCompressionUsage
 from jackfield.core.registry import load_plugins
 from jackfield.core.remote import server as remote_server
@@ -444,6 +445,35 @@ async def test_a_draining_engine_refuses_and_finishes(tmp_path: Path) -> None:
         server.close_fronts()
         await asyncio.wait_for(there.core.closed.wait(), 300)
         assert there.dead_reason is None
+
+
+@pytest.mark.parametrize("params", [{}, {"logprobs": 1}])
+async def test_an_error_with_one_requests_output_ends_it_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, params: dict[str, Any]
+) -> None:
+    """At the front end, where the texts are made; the engine stops computing it."""
+    short = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, **params)
+    async with fronted(tmp_path) as (server, (there,)):
+        alone = (await final(there.generate("One", short))).outputs[0].text
+        real, calls = OutputText.push_token, 0
+
+        def failing(*args: Any) -> str | None:
+            nonlocal calls
+            calls += 1
+            if calls == 13:
+                raise ArithmeticError("no luck")
+            return real(*args)
+
+        monkeypatch.setattr(OutputText, "push_token", failing)
+        outputs = await asyncio.gather(*(final(there.generate("One", short)) for _ in range(3)))
+        (failed,) = [output for output in outputs if output.error is not None]
+        assert "ArithmeticError: no luck" in failed.error
+        for output in outputs:
+            if output is not failed:
+                assert output.outputs[0].text == alone
+        await becomes(lambda: idle(server.core))
+        there.core.remote.check_idle()  # type: ignore[attr-defined]
+        assert there.healthy
 
 
 async def test_a_dead_engine_ends_the_streams_of_its_front_ends(tmp_path: Path) -> None:
