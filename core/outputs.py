@@ -13,7 +13,7 @@ from .pooling_params import PoolingOutput
 FinishReason: TypeAlias = Literal["stop", "length", "abort", "error"]
 
 
-class Logprob(msgspec.Struct, frozen=True):
+class Logprob(msgspec.Struct, frozen=True, gc=False):
     """Log-probability of one token at one position."""
 
     logprob: float

@@ -194,7 +194,7 @@ class StepPlan(msgspec.Struct, frozen=True):
         return sum(self.num_tokens)
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True):
+class TokenLogprobs(msgspec.Struct, frozen=True, gc=False):
     """Log-probabilities at one position, from the model's raw logits (before any processing)."""
 
     token_id: int

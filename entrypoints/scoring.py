@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import msgspec
@@ -24,20 +24,33 @@ ScoredText: TypeAlias = str | tuple[int, ...]
 
 async def encode_all(
     engine: AsyncEngine,
-    prompts: Iterable[PoolingPrompt],
+    prompts: Sequence[PoolingPrompt],
     params: PoolingParams | None = None,
+    *,
+    max_values: int | None = None,
     **options: Any,
 ) -> list[PoolingRequestOutput]:
     """Encode many prompts at once; the first error aborts the others.
 
     `options`: as of `AsyncEngine.encode`, `request_id` being the start of each one's.
+    max_values: raise InvalidRequest once the outputs have more numbers than this.
     """
+    num_values = 0
     name = options.pop("request_id", None) or "pooled"
     unique = uuid.uuid4().hex  # So that no caller's name for another request is one of these.
 
     async def encode(prompt: PoolingPrompt, number: int) -> PoolingRequestOutput:
         request_id = f"{name}-{number}-{unique}"
-        return await engine.encode(prompt, params, request_id=request_id, **options)
+        output = await engine.encode(prompt, params, request_id=request_id, **options)
+        nonlocal num_values
+        num_values += output.outputs.data.size
+        if max_values is not None and num_values > max_values:
+            raise InvalidRequest(
+                f"prompt: the vectors of all {len(prompts)} have more than {max_values} numbers; "
+                "send fewer or shorter ones at once",
+                param="prompt",
+            )
+        return output
 
     tasks: list[asyncio.Task[PoolingRequestOutput]] = []
     try:

@@ -26,6 +26,15 @@ class OutputOptions(ParallelOptions, frozen=True, kw_only=True):
     max_logprobs: Annotated[
         int, doc("Largest logprobs that a request may have; -1: no limit.", ge=-1)
     ] = 20
+    max_logprobs_per_request: Annotated[
+        int,
+        doc(
+            "Log-probabilities that one request may get in all: n x max_tokens x (logprobs + 1) "
+            "and the prompts' tokens x (prompt_logprobs + 1); a request without max_tokens ends "
+            "there; -1: no limit.",
+            ge=-1,
+        ),
+    ] = 1 << 20
     logits_processors: Annotated[
         tuple[Name, ...] | None,
         doc(

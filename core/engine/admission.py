@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -108,6 +108,7 @@ class Admission:
         limits: RequestLimits,
         *,
         max_logprobs: int,
+        max_logprobs_per_request: int = -1,
         extra_args: ExtraArgs,
         compresses: bool = False,
     ) -> None:
@@ -116,6 +117,7 @@ class Admission:
         self.texts = texts
         self.limits = limits
         self.max_logprobs = max_logprobs
+        self.max_logprobs_per_request = max_logprobs_per_request
         self._longest = limits.longest_sequence()
         self._extra_args = extra_args
         self._compresses = compresses
@@ -247,7 +249,11 @@ class Admission:
             limits = limits.beside_source(len(prompt.source_token_ids))
             longest = limits.longest_sequence()
         room = max(longest - num_prompt, 1)
-        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        if params.max_tokens is None:
+            max_tokens = self._room_for_logprobs(params, num_prompt, room)
+        else:
+            max_tokens = min(params.max_tokens, room)
+            self.check_num_logprobs([num_prompt], params)
         check_limits(limits, num_prompt, max_tokens)
         if params.min_tokens > max_tokens:
             params = msgspec.structs.replace(params, min_tokens=max_tokens)
@@ -266,6 +272,62 @@ class Admission:
             cache_salt=cache_salt,
             source_token_ids=prompt.source_token_ids,
             data_parallel_rank=data_parallel_rank,
+        )
+
+    def check_num_logprobs(self, prompt_lengths: Sequence[int], params: SamplingParams) -> None:
+        """Raise InvalidRequest if prompts of these lengths would get too many log-probabilities
+        together: all of them are in memory until the response has been built."""
+        prompt_width, width = self._num_logprobs(params)
+        if self.max_logprobs_per_request == -1 or not (prompt_width or width):
+            return
+        longest = kept = self.model_config.max_model_len
+        if (num_kept := params.truncate_prompt_tokens) is not None and num_kept != -1:
+            kept = min(num_kept, longest)
+        lengths = [min(length, kept) for length in prompt_lengths]
+        most = longest if params.max_tokens is None else params.max_tokens
+        in_prompts = prompt_width * sum(lengths)
+        num_tokens = sum(min(most, max(longest - length, 1)) for length in lengths)
+        self._check_num_logprobs(params, in_prompts, width * params.n * num_tokens)
+
+    def _room_for_logprobs(self, params: SamplingParams, num_prompt: int, room: int) -> int:
+        """Return as many of `room` tokens as may have the log-probabilities of `params`. Raises
+        InvalidRequest if not one may."""
+        prompt_width, width = self._num_logprobs(params)
+        if self.max_logprobs_per_request == -1:
+            return room
+        in_prompt, per_token = prompt_width * num_prompt, width * params.n
+        self._check_num_logprobs(params, in_prompt, per_token)
+        if not per_token:
+            return room
+        return min(room, (self.max_logprobs_per_request - in_prompt) // per_token)
+
+    def _num_logprobs(self, params: SamplingParams) -> tuple[int, int]:
+        """Return how many log-probabilities a token of the prompt has, and one of the output."""
+        prompt, output = (
+            0 if count is None else 1 + (self.model_config.vocab_size if count == -1 else count)
+            for count in (params.prompt_logprobs, params.logprobs)
+        )
+        return prompt, output
+
+    def _check_num_logprobs(self, params: SamplingParams, in_prompts: int, in_outputs: int) -> None:
+        """Raise InvalidRequest for more log-probabilities than one request may get."""
+        limit = self.max_logprobs_per_request
+        if in_prompts + in_outputs <= limit:
+            return
+        counts = []
+        if in_prompts:
+            counts.append(f"prompt_logprobs={params.prompt_logprobs} of all prompts: {in_prompts}")
+        if in_outputs:
+            field = params.max_tokens_field or "max_tokens"
+            what = f"logprobs={params.logprobs} with n={params.n}"
+            if params.max_tokens is not None:
+                what += f" and {field}={params.max_tokens}"
+            counts.append(f"{what}: {in_outputs}")
+        param = "prompt_logprobs" if in_prompts > in_outputs else "logprobs"
+        raise InvalidRequest(
+            f"{param}: {in_prompts + in_outputs} log-probabilities in all "
+            f"({'; '.join(counts)}), at most max_logprobs_per_request={limit} allowed",
+            param=param,
         )
 
     def _truncate(self, token_ids: list[int], params: SamplingParams) -> list[int]:

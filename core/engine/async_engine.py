@@ -275,6 +275,11 @@ class AsyncEngine:
         """Return how much of the text of a prompt with these parameters is tokenized."""
         return self._started_entry().admission.token_limit(params, param)
 
+    def check_num_logprobs(self, prompt_lengths: Sequence[int], params: SamplingParams) -> None:
+        """Raise InvalidRequest if prompts with these numbers of tokens, which one caller sends
+        together, would get more log-probabilities than `max_logprobs_per_request`."""
+        self._started_entry().admission.check_num_logprobs(prompt_lengths, params)
+
     def tokenize_limit(self, param: str) -> TokenLimit:
         """Return how much of a text is tokenized without a request: more than the context holds."""
         context = self.model_config.max_model_len

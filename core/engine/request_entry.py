@@ -47,6 +47,7 @@ class RequestEntry:
             texts,
             limits,
             max_logprobs=config.max_logprobs,
+            max_logprobs_per_request=config.max_logprobs_per_request,
             extra_args=ExtraArgs(plugins, config),
             compresses=config.kv_compression is not None,
         )

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any
 
 from msgspec.structs import replace
@@ -276,14 +277,16 @@ def output_failure(error: Exception) -> str:
 
 def _position(position: TokenLogprobs, tokenizer: Tokenizer | None) -> PositionLogprobs:
     """Return the position's own token first, then the most likely ones."""
-
-    def text(token: int) -> str | None:
-        return tokenizer.token_text(token) if tokenizer is not None else None
-
-    table = {position.token_id: Logprob(position.logprob, position.rank, text(position.token_id))}
-    for rank, (token, value) in enumerate(
-        zip(position.top_ids, position.top_logprobs, strict=True), start=1
-    ):
-        if token not in table:
-            table[token] = Logprob(value, rank, text(token))
+    own, top_ids = position.token_id, position.top_ids
+    text: Callable[[int], str | None] = _no_text if tokenizer is None else tokenizer.token_text
+    entry = Logprob(position.logprob, position.rank, text(own))
+    table = {own: entry}
+    # A step may bring thousands of positions: no loop in Python.
+    entries = map(Logprob, position.top_logprobs, count(1), map(text, top_ids))
+    table.update(zip(top_ids, entries, strict=True))
+    table[own] = entry
     return table
+
+
+def _no_text(token: int) -> None:
+    """Return no text: there is no tokenizer."""

@@ -84,6 +84,7 @@ class Tokenizer:
         """Whether decoding puts spaces between tokens."""
         self._bytes: dict[int, bytes] = {}
         self._whole: dict[int, str] = {}
+        self._texts: dict[int, str] = {}
 
     # ------------------------------------------------------------ loading
 
@@ -352,7 +353,10 @@ class Tokenizer:
 
         Its leading space is kept. Empty for an id without a token (a padded vocabulary's).
         """
-        return self.token_bytes(id).decode("utf-8", "replace")
+        text = self._texts.get(id)
+        if text is None:
+            text = self._texts[id] = self.token_bytes(id).decode("utf-8", "replace")
+        return text
 
     def _id_of(self, token: str | None) -> int | None:
         return None if token is None else self.backend.token_to_id(token)

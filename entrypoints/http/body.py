@@ -124,12 +124,15 @@ def check_weight(body: bytes, limit: int) -> None:
     """
     if _weight(body) <= limit * VALUE:
         return
-    weight, end = 0, 0
-    for text in _STRING.finditer(body):
+    weight, end, number = 0, 0, 0
+    for number, text in enumerate(_STRING.finditer(body)):
         start, stop = text.span()
         weight += _weight(body[end:start]) + ESCAPE * body.count(b"\\", start, stop)
         end = stop
-    if weight + _weight(body[end:]) > limit * VALUE:
+        # Each text but the first has a comma or a colon before it, unless it is no JSON at all.
+        if weight > limit * VALUE or number > limit:
+            break
+    if max(weight + _weight(body[end:]), number * VALUE) > limit * VALUE:
         raise BodyTooLarge(
             f"the body has too many values for a server that takes {limit} (--max-json-values; "
             "an array or object counts as 8, a key as 24)"

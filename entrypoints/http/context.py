@@ -13,12 +13,15 @@ from ...core.engine.async_engine import AsyncEngine
 from ...core.errors import InvalidRequest, JackfieldError, ModelNotFound
 from ...core.outputs import KVCompressionUsage
 from ...core.text.tokenizer import Tokenizer
+from .large_responses import JsonParts, encoded_parts, whole_array
 from .options import ServerOptions
 
-encoder = msgspec.json.Encoder()
+encoder = msgspec.json.Encoder(enc_hook=whole_array)
 T = TypeVar("T")
 FEW_TOKENS = 2048
 """Up to this many tokens are converted to text on the event loop."""
+LARGE_BODY = 1 << 20
+"""Bytes of a response beyond which the transport is not given all of it at once."""
 
 
 ENGINE: web.AppKey[AsyncEngine] = web.AppKey("engine", AsyncEngine)
@@ -33,7 +36,13 @@ DOCUMENT: web.AppKey[dict[str, Any]] = web.AppKey("document", dict)
 
 def reply(data: Any, status: int = 200) -> web.Response:
     """Return a JSON response, encoded by msgspec."""
-    return web.Response(body=encoder.encode(data), status=status, content_type="application/json")
+    return json_response(encoded_parts(data), status)
+
+
+def json_response(parts: list[bytes], status: int = 200) -> web.Response:
+    """Return a JSON response that is encoded already; a large one is sent in parts."""
+    body = b"".join(parts) if sum(map(len, parts)) <= LARGE_BODY else JsonParts(parts)
+    return web.Response(body=body, status=status, content_type="application/json")
 
 
 def error_body(error: JackfieldError, status: int | None = None) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from ...core.engine.output_stream import OutputStream
 from ...core.errors import JackfieldError, RequestFailed
 from ...core.outputs import RequestOutput
 from .context import encoder, error_body
+from .large_responses import FEW_VALUES, off_loop
 
 logger = logging.getLogger("jackfield.server")
 HEADERS = {
@@ -36,6 +37,15 @@ def frame(data: Any) -> bytes:
 def named_frame(event: dict[str, Any]) -> bytes:
     """Return the frame of an event, named by its type."""
     return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), encoder.encode(event))
+
+
+def output_size(output: RequestOutput, first: bool) -> int:
+    """Return about how many log-probabilities the frames of an output have. first: it is the first
+    of a stream, whose frames have those of the prompt."""
+    lists = [completion.logprobs for completion in output.outputs]
+    if first:
+        lists.append(output.prompt_logprobs)  # type: ignore[arg-type]
+    return sum(len(positions) * len(positions[-1] or ()) for positions in lists if positions)
 
 
 class Protocol(NamedTuple):
@@ -79,7 +89,7 @@ async def stream_outputs(
     """
     try:
         output = await anext(outputs)
-        start = encode(output)
+        start = await off_loop(output_size(output, first=True), encode, output)
     except BaseException:
         await outputs.aclose()
         raise
@@ -123,6 +133,8 @@ class _Delivery:
         self._outputs = outputs
         self._encode = encode
         self._chunked: bool = getattr(writer, "chunked", False)
+        self._large: RequestOutput | None = None
+        """An output that is encoded on a thread; no other is taken meanwhile."""
         self._wake: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
     async def done(self) -> None:
@@ -131,12 +143,18 @@ class _Delivery:
         self._outputs.listen(self._push)
         self._push()
         while not await self._wake:
+            large, self._large = self._large, None
+            if large is not None:
+                self._write(await off_loop(output_size(large, first=False), self._encode, large))
+                if large.finished:
+                    return
             await self._writer.drain()
             self._wake = asyncio.get_running_loop().create_future()
             self._push()
 
     def _push(self) -> None:
-        """Write what is available; wake `done` at the end, or to wait until the client has read."""
+        """Write what is available; wake `done` at the end, for a large output, or to wait until the
+        client has read."""
         wake = self._wake
         if wake.done():
             return
@@ -147,16 +165,24 @@ class _Delivery:
             output = self._outputs.take_output()
             if output is None:
                 return
-            data = self._encode(output)
-            if data:
-                transport = self._protocol.transport
-                if transport is None or transport.is_closing():
-                    raise ConnectionResetError("the client has disconnected")
-                transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
+            if output_size(output, first=False) > FEW_VALUES:
+                self._large = output
+                wake.set_result(False)
+                return
+            self._write(self._encode(output))
             if output.finished:
                 wake.set_result(True)
         except Exception as error:
             wake.set_exception(error)
+
+    def _write(self, data: bytes) -> None:
+        """Raises ConnectionResetError if the client has disconnected."""
+        if not data:
+            return
+        transport = self._protocol.transport
+        if transport is None or transport.is_closing():
+            raise ConnectionResetError("the client has disconnected")
+        transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
 
 
 async def stream(

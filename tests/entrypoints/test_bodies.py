@@ -210,6 +210,24 @@ def test_more_values_than_can_be_decoded_in_a_moment_are_refused_undecoded(
     assert not any(len(item) == len(large) for item in decoded)
 
 
+@pytest.mark.parametrize("text", [b'"",', b'","', b'"":', b'["\\n"],'])
+def test_values_are_counted_up_to_the_limit_alone(
+    monkeypatch: pytest.MonkeyPatch, text: bytes
+) -> None:
+    calls = 0
+    weight = bodies._weight
+
+    def counted(part: bytes) -> int:
+        nonlocal calls
+        calls += 1
+        return weight(part)
+
+    monkeypatch.setattr(bodies, "_weight", counted)
+    with pytest.raises(BodyTooLarge):
+        bodies.check_weight(b"[" + text * 100_000 + b"]", 500)
+    assert calls < 600
+
+
 def test_text_counts_as_one_value_whatever_is_in_it() -> None:
     code = json.dumps({"prompt": json.dumps({str(i): [[]] for i in range(100_000)})})
     bodies.check_weight(code.encode(), 100_000)  # 400,000 escaped quotes, at eight a value.

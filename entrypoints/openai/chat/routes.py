@@ -13,8 +13,9 @@ from aiohttp import web
 from ....core.outputs import RequestOutput
 from ....core.text.token_limit import LONG_TEXT
 from ...http.context import ENGINE, OPTIONS, check_completions, reply
+from ...http.large_responses import off_loop
 from ...http.streaming import stream_outputs
-from ..common.logprobs import prompt_logprobs
+from ..common.logprobs import num_logprobs, prompt_logprobs
 from ..common.openapi import documented
 from ..common.protocol import ChatRequest
 from ..common.request_body import Call, decode_body
@@ -79,7 +80,9 @@ async def full_response(chat: ChatCompletion) -> dict[str, Any]:
         choice_body: dict[str, Any] = {
             "index": completion.index,
             "message": body,
-            "logprobs": chat.logprobs(completion.logprobs),
+            "logprobs": await off_loop(
+                num_logprobs(completion.logprobs), chat.logprobs, completion.logprobs
+            ),
             "finish_reason": chat.finish_reason(completion, choice),
             "stop_reason": completion.stop_reason,
         }
@@ -89,7 +92,10 @@ async def full_response(chat: ChatCompletion) -> dict[str, Any]:
     body = chat.envelope("chat.completion", bodies)
     body["usage"] = chat.usage(output, choices)
     if chat.request.prompt_logprobs is not None:
-        body["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+        positions = output.prompt_logprobs
+        body["prompt_logprobs"] = await off_loop(
+            num_logprobs(positions), prompt_logprobs, positions
+        )
     if chat.request.return_token_ids:
         body["prompt_token_ids"] = output.prompt_token_ids
     if output.kv_transfer_params is not None:

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
+
+import msgspec
 
 from ....core.outputs import Logprob, PositionLogprobs
 from ....core.text.tokenizer import Tokenizer
+from ...http.large_responses import Pieces, in_pieces
 
 LOWEST = -9999.0
 """OpenAI's value for minus infinity, which JSON does not have."""
+AT_ONCE = 128
+"""Positions that are encoded at once; the form of more is `Pieces`."""
+
+
+def num_logprobs(positions: Sequence[PositionLogprobs | None] | None) -> int:
+    """Return about how many log-probabilities these are."""
+    return 0 if not positions else len(positions) * len(positions[-1] or ())
 
 
 def chat_logprobs(
@@ -26,16 +37,15 @@ def chat_logprobs(
             "bytes": list(tokenizer.token_bytes(token)),
         }
 
-    content = []
-    for position in positions:
-        own = next(iter(position))
-        content.append(
-            {
-                **entry(own, position[own]),
-                "top_logprobs": [entry(t, p) for t, p in _ranked(position)[:count]],
-            }
-        )
-    return {"content": content}
+    def entries(positions: list[PositionLogprobs]) -> list[dict[str, Any]]:
+        content = []
+        for position in positions:
+            own = next(iter(position))
+            top = [entry(t, p) for t, p in _ranked(position)[:count]]
+            content.append({**entry(own, position[own]), "top_logprobs": top})
+        return content
+
+    return {"content": in_pieces(positions, AT_ONCE, entries)}
 
 
 def completion_logprobs(
@@ -51,6 +61,16 @@ def completion_logprobs(
     as_ids: write tokens as `token_id:N`. offset: of the first token. Returns (lists, offset of the
     next token).
     """
+    if len(token_ids) > AT_ONCE:
+        pieces: dict[str, list[bytes]] = {}
+        for at in range(0, len(token_ids), AT_ONCE):
+            end = at + AT_ONCE
+            piece, offset = completion_logprobs(
+                token_ids[at:end], positions[at:end], count, offset, tokenizer, as_ids
+            )
+            for name, values in piece.items():
+                pieces.setdefault(name, []).append(msgspec.json.encode(values))
+        return {name: Pieces(parts) for name, parts in pieces.items()}, offset
     fields: dict[str, list[Any]] = {
         "tokens": [],
         "token_logprobs": [],
@@ -58,11 +78,11 @@ def completion_logprobs(
         "text_offset": [],
     }
 
-    def name(token: int) -> str:
+    def shown(token: int) -> str:
         return f"token_id:{token}" if as_ids else _shown(token, tokenizer)
 
     for token, position in zip(token_ids, positions, strict=True):
-        fields["tokens"].append(name(token))
+        fields["tokens"].append(shown(token))
         fields["text_offset"].append(offset)
         # A character of several tokens counts at its first byte.
         offset += sum(byte & 0xC0 != 0x80 for byte in tokenizer.token_bytes(token))
@@ -75,7 +95,7 @@ def completion_logprobs(
         top: dict[str, float] = {}
         for other, entry in entries.items():
             # If several tokens have the same text, keep the likeliest.
-            text = name(other)
+            text = shown(other)
             top[text] = max(entry.logprob, top.get(text, LOWEST))
         fields["top_logprobs"].append(top)
     return fields, offset
@@ -92,11 +112,16 @@ def _shown(token: int, tokenizer: Tokenizer) -> str:
 
 def prompt_logprobs(
     positions: list[PositionLogprobs | None] | None,
-) -> list[dict[str, Any] | None] | None:
-    """Return vLLM's form: token id → log-probability, one entry per prompt position."""
+) -> Any:
+    """Return vLLM's form: token id → log-probability, one entry per prompt position; None without
+    positions."""
     if positions is None:
         return None
-    return [None if position is None else _prompt_position(position) for position in positions]
+
+    def entries(positions: list[PositionLogprobs | None]) -> list[dict[str, Any] | None]:
+        return [None if position is None else _prompt_position(position) for position in positions]
+
+    return in_pieces(positions, AT_ONCE, entries)
 
 
 def _prompt_position(position: PositionLogprobs) -> dict[str, Any]:

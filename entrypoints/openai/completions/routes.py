@@ -26,8 +26,9 @@ from ...http.context import (
     tokenizer_of,
     usage,
 )
-from ...http.streaming import Template, frame, stream, stream_outputs
-from ..common.logprobs import completion_logprobs, prompt_logprobs
+from ...http.large_responses import off_loop
+from ...http.streaming import Template, frame, output_size, stream, stream_outputs
+from ..common.logprobs import completion_logprobs, num_logprobs, prompt_logprobs
 from ..common.openapi import documented
 from ..common.protocol import CompletionRequest
 from ..common.request_body import Call, decode_body
@@ -121,6 +122,7 @@ class TextCompletion:
             )
         token_ids = iter(encoded_texts)
         self.token_ids = [next(token_ids) if isinstance(p, str) else p for p in self.prompts]
+        self.engine.check_num_logprobs([len(ids) for ids in self.token_ids], self.params)
 
     def streams(self) -> list[OutputStream]:
         """Submit each prompt to the engine."""
@@ -140,11 +142,13 @@ class TextCompletion:
     async def full_response(self) -> dict[str, Any]:
         """Return the full response."""
         outputs = await _all(self.streams())
-        choices = [
-            self._choice(number, output, completion)
-            for number, output in enumerate(outputs)
-            for completion in output.outputs
-        ]
+        choices = []
+        for number, output in enumerate(outputs):
+            in_prompt = num_logprobs(output.prompt_logprobs)
+            for completion in output.outputs:
+                size = in_prompt + num_logprobs(completion.logprobs)
+                choice = await off_loop(size, self._choice, number, output, completion)
+                choices.append(choice)
         generated = sum(len(c.token_ids) for o in outputs for c in o.outputs)
         body = self._body(choices)
         body["usage"] = usage(
@@ -162,7 +166,8 @@ class TextCompletion:
         """Yield the chunks of a stream."""
         stream = CompletionStream(self)
         async for number, output in merge(self.streams()):
-            for piece in stream.frames(output, number):
+            first = not stream.has_begun(number)
+            for piece in await off_loop(output_size(output, first), stream.frames, output, number):
                 yield piece
         if last := stream.final_chunk():
             yield last
@@ -261,6 +266,10 @@ class CompletionStream:
                 self._generated += len(completion.token_ids)
                 return self._template.frame(completion.text)
         return b"".join(self.frames(output, 0))
+
+    def has_begun(self, number: int) -> bool:
+        """Return whether there was an output of prompt `number`."""
+        return self._prompts[number] > 0
 
     def frames(self, output: RequestOutput, number: int) -> list[bytes]:
         """Return the chunks of an output of prompt `number` as a list."""

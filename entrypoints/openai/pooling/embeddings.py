@@ -11,7 +11,7 @@ from ..common.openapi import documented
 from ..common.request_body import Call, call_of, decode_body
 from ..common.response_schemas import EmbeddingResponse
 from .protocol import EmbeddingRequest
-from .routes import body, check_task, encoded, numbers, prompts_of
+from .routes import body, check_task, encoded, encoded_numbers, prompts_of
 
 
 @documented("vectors and scores", request=EmbeddingRequest, response=EmbeddingResponse)
@@ -28,12 +28,6 @@ async def embeddings_response(call: Call, params: EmbeddingRequest) -> dict[str,
     check_task(engine, "/v1/embeddings", "embed")
     name = new_id("embd", params.request_id)
     outputs = await encoded(engine, await prompts_of(engine, params), params, name)
-    data = [
-        {
-            "index": index,
-            "object": "embedding",
-            "embedding": numbers(output.outputs.data, params.encoding_format),
-        }
-        for index, output in enumerate(outputs)
-    ]
+    vectors = await encoded_numbers(outputs, params.encoding_format)
+    data = [{"index": i, "object": "embedding", "embedding": v} for i, v in enumerate(vectors)]
     return body(name, model, data, outputs)

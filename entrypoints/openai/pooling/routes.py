@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import math
 import time
 from collections.abc import Awaitable, Sequence
 from typing import Any, TypeVar
@@ -14,6 +15,7 @@ from ....core.engine.async_engine import AsyncEngine
 from ....core.errors import InvalidRequest
 from ....core.outputs import PoolingRequestOutput
 from ...http.context import ENGINE, check_model, new_id, reply
+from ...http.large_responses import in_pieces, off_loop
 from ...scoring import encode_all
 from ..common.openapi import documented
 from ..common.request_body import Call, call_of, decode_body
@@ -21,6 +23,12 @@ from ..common.response_schemas import ClassifyResponse, PoolingResponse
 from .protocol import ClassifyRequest, EmbeddingRequest, PoolingRequest, inputs
 
 T = TypeVar("T")
+MAX_VALUES = 1 << 23
+"""Limit of numbers in one response: 2048 vectors of 4096."""
+AT_ONCE = 512
+"""Numbers that are encoded at once."""
+BASE64_BYTES = 3 << 16
+"""The same as base64, which has four characters for three bytes."""
 
 
 @documented("vectors and scores", request=PoolingRequest, response=PoolingResponse)
@@ -37,10 +45,8 @@ async def pooling_response(call: Call, params: PoolingRequest) -> dict[str, Any]
     check_task(engine, "/pooling", *(t for t in engine.supported_tasks if t != "generate"))
     name = new_id("pool", params.request_id)
     outputs = await encoded(engine, await prompts_of(engine, params), params, name)
-    data = [
-        {"index": i, "object": "pooling", "data": numbers(o.outputs.data, params.encoding_format)}
-        for i, o in enumerate(outputs)
-    ]
+    vectors = await encoded_numbers(outputs, params.encoding_format)
+    data = [{"index": i, "object": "pooling", "data": v} for i, v in enumerate(vectors)]
     return body(name, model, data, outputs)
 
 
@@ -60,18 +66,16 @@ async def classify_response(call: Call, params: ClassifyRequest) -> dict[str, An
     outputs = await encoded(engine, inputs(params.input), params, name)
     settings = engine.model_config.pooling
     assert settings is not None
-    data = []
-    for index, output in enumerate(outputs):
-        probs = output.outputs.probs
-        likeliest = int(np.argmax(output.outputs.data))
-        data.append(
-            {
-                "index": index,
-                "label": settings.labels[likeliest],
-                "probs": probs,
-                "num_classes": len(probs),
-            }
-        )
+    probs = await encoded_numbers(outputs, "float")
+    data = [
+        {
+            "index": index,
+            "label": settings.labels[int(np.argmax(output.outputs.data))],
+            "probs": probs[index],
+            "num_classes": output.outputs.num_classes,
+        }
+        for index, output in enumerate(outputs)
+    ]
     return body(name, model, data, outputs)
 
 
@@ -104,7 +108,8 @@ async def encoded(
     engine: AsyncEngine, prompts: Sequence[Any], request: Any, name: str
 ) -> list[PoolingRequestOutput]:
     """Pool all prompts of a request, with its parameters."""
-    work = encode_all(engine, prompts, request.params(), **request.options(name))
+    options = {**request.options(name), "max_values": MAX_VALUES}
+    work = encode_all(engine, prompts, request.params(), **options)
     return await naming(work, "input" if getattr(request, "messages", None) is None else "messages")
 
 
@@ -118,11 +123,23 @@ async def naming(work: Awaitable[T], field: str) -> T:
         raise type(error)(error.message.replace("prompt:", f"{field}:", 1), param=field) from None
 
 
+async def encoded_numbers(
+    outputs: Sequence[PoolingRequestOutput], encoding_format: str
+) -> list[Any]:
+    """Return what `numbers` does for each output."""
+    arrays = [output.outputs.data for output in outputs]
+    size = sum(array.size for array in arrays)
+    return await off_loop(size, lambda: [numbers(array, encoding_format) for array in arrays])
+
+
 def numbers(data: np.ndarray, encoding_format: str) -> Any:
-    """Return a list, or OpenAI's base64 of little-endian float32."""
+    """Return a list, encoded already if it is long, or OpenAI's base64 of little-endian float32."""
     if encoding_format == "float":
-        return data.tolist()
-    return base64.b64encode(data.astype("<f4", copy=False).tobytes()).decode("ascii")
+        at_once = max(AT_ONCE // math.prod(data.shape[1:]), 1)
+        return in_pieces(data, at_once, np.ndarray.tolist)
+    view = memoryview(data.astype("<f4", copy=False).tobytes())
+    pieces = range(0, len(view), BASE64_BYTES)
+    return b"".join(base64.b64encode(view[at : at + BASE64_BYTES]) for at in pieces).decode("ascii")
 
 
 def body(

@@ -12,6 +12,7 @@ from ....core.output_parsing.completion_parser import TokenText
 from ....core.outputs import CompletionOutput
 from ....core.protocols.parsers import ParserEvent
 from ....core.text.tokenizer import Tokenizer
+from ...http.context import encoder
 from ..common.logprobs import chat_logprobs
 from .events import Event, OutputItems
 
@@ -54,7 +55,8 @@ class MessageLogprobs:
                 position = self._positions.popleft()
                 if token.text or self._positions or not stopped:  # A stop token has no text.
                     table = chat_logprobs([position], self._num_top, self._tokenizer)
-                    (entry,) = table["content"]
+                    # Encoded: a tenth of the memory, and it is sent up to five times.
+                    entry = msgspec.Raw(encoder.encode(table["content"][0]))
             self._in_token = token.token_id is not None and not token.complete
             self._pending.append(_Pending(token.text, entry))
             self._assign(self._items.add(events))

@@ -22,7 +22,9 @@ from ....core.protocols.parsers import ParserEvent, ToolCallEnd
 from ....core.text.text_threads import rough_size
 from ....core.text.token_limit import LONG_TEXT, TokenLimit
 from ...http.context import tokenizer_of
+from ...http.large_responses import off_loop
 from ..chat.request import ChatCompletion
+from ..common.logprobs import num_logprobs
 from .events import Event, OutputItems, call_id, no_logprobs
 from .input_items import to_messages, turns
 from .item_kinds import KINDS, Item
@@ -184,7 +186,8 @@ class ResponseCompletion(ChatCompletion):
         (completion,) = output.outputs
         self._output = output
         if len(completion.text) < LONG_TEXT:
-            events = self._items.add(self._parse(completion))
+            size = num_logprobs(completion.logprobs)
+            events = self._items.add(await off_loop(size, self._parse, completion))
         else:
             events = self._items.add(await asyncio.to_thread(self._parse, completion))
         if completion.finish_reason is not None:

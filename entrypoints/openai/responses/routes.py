@@ -11,7 +11,7 @@ from aiohttp import web
 from ....core.errors import InvalidRequest, JackfieldError
 from ...http.auth.tenants import tenant_of
 from ...http.auth.usage import USAGE
-from ...http.context import ENGINE, OPTIONS, reply
+from ...http.context import ENGINE, OPTIONS, json_response, reply
 from ...http.streaming import HEADERS
 from ..common.openapi import documented
 from ..common.request_body import Call, decode_body
@@ -98,9 +98,7 @@ async def retrieve(request: web.Request) -> web.StreamResponse:
     if request.query.get("stream", "false").lower() in ("true", "1"):
         after = _number(request, "starting_after", -1, least=0)
         return await _send(request, responses.follow(id, tenant_of(request).owner, after + 1))
-    return web.Response(
-        body=responses.body(id, tenant_of(request).owner), content_type="application/json"
-    )
+    return json_response([responses.body(id, tenant_of(request).owner)])
 
 
 @documented("Responses", response=dict[str, Any], errors=(404,))
@@ -113,7 +111,7 @@ async def delete(request: web.Request) -> web.Response:
 async def cancel(request: web.Request) -> web.Response:
     """POST /v1/responses/{response_id}/cancel"""
     body = await request.app[RESPONSES].cancel(*_named(request))
-    return web.Response(body=body, content_type="application/json")
+    return json_response([body])
 
 
 @documented("Responses", response=dict[str, Any], errors=(400, 404))
