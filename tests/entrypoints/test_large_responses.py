@@ -185,9 +185,11 @@ def chunks(text: str) -> list[Any]:
 
 
 def streamed(server: Server, route: str, **fields: Any) -> list[Any]:
-    """The log-probabilities of a stream, in order, of all its chunks together."""
+    """The log-probabilities of a stream, in order of its choices, of all chunks together."""
     found: list[Any] = []
-    for chunk in chunks(post(server, route, stream=True, **fields).text):
+    received = chunks(post(server, route, stream=True, **fields).text)
+    received.sort(key=lambda c: c["choices"][0]["index"] if c.get("choices") else 0)
+    for chunk in received:
         for choice in chunk.get("choices", ()):
             table = choice.get("logprobs") or {}
             found += table.get("content") or table.get("token_logprobs") or ()
