@@ -31,7 +31,10 @@ class ConnectionLimits:
     """None: the limit of descriptors, less about 256."""
     header_seconds: Annotated[
         float,
-        Meta(description="for a request's headers to come; 0: no limit"),
+        Meta(
+            description="for a request's headers to come, and before that for a TLS "
+            "handshake; 0: no limit"
+        ),
         Flag("--timeout-header", metavar="SECONDS"),
     ] = 30.0
     """Time from the connection, or from the first byte of a further request, to the end of the

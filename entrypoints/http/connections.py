@@ -1,8 +1,9 @@
 """Connections to clients: their number, their timeouts, and responses to malformed HTTP.
 
-aiohttp parses; a `Connection` adds limits to it. A connection without a request costs a client
-nothing and the server a descriptor. So if there are too many, the oldest connection without a
-request is closed for the newest one; if all have requests, the newest one is refused.
+aiohttp parses; a `Connection` adds limits to it, and with TLS a `Handshake` comes before it. A
+connection without a request costs a client nothing and the server a descriptor. So if there are too
+many, the oldest connection without a request is closed for the newest one; if all have requests,
+the newest one is refused.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ import functools
 import logging
 import os
 import resource
+import ssl
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from aiohttp import hdrs, web
 from aiohttp.http_exceptions import BadHttpMethod, HttpProcessingError
@@ -35,6 +37,10 @@ RESERVED = 256
 """Descriptors reserved for other uses: files, models, sockets of processes."""
 MOST_DESCRIPTORS = 65_536
 """The soft limit is raised to the hard one, but at most to this value."""
+SHUTDOWN_SECONDS = 5.0
+"""Time for a client to agree to the end of a TLS connection."""
+NO_LIMIT = 1e6
+"""Seconds that stand for none, where an event loop needs a number."""
 PROBE_SECONDS = 1.0
 """Seconds between two checks for free descriptors."""
 REPEAT_SECONDS = 10.0
@@ -61,19 +67,30 @@ class RepeatedWarning:
             self._next, self._count = now + REPEAT_SECONDS, 0
 
 
+class Counted(Protocol):
+    """What counts as a connection: a `Connection`, or a `Handshake` before it."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether it has no request, and may be closed for a newer one."""
+
+    def evict(self) -> None:
+        """Close it at once."""
+
+
 class Connections:
     """The open connections of one server, oldest first."""
 
     def __init__(self, limits: ConnectionLimits) -> None:
         self.limits = limits
         self.max = limits.max_connections or max_connections()
-        self._open: OrderedDict[Connection, None] = OrderedDict()
+        self._open: OrderedDict[Counted, None] = OrderedDict()
         self._warning = RepeatedWarning()
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def admit(self, connection: Connection) -> bool:
+    def admit(self, connection: Counted) -> bool:
         """Admit a connection, closing an older idle one if necessary; return False to refuse it."""
         if len(self._open) >= self.max and not self._make_room():
             self._warning.warn(
@@ -93,13 +110,98 @@ class Connections:
                     "(--max-connections)"
                 )
                 self.remove(oldest)
-                oldest.force_close()
+                oldest.evict()
                 return True
             self._open.move_to_end(oldest)  # So that the next search does not begin with it.
         return False
 
-    def remove(self, connection: Connection) -> None:
+    def remove(self, connection: Counted) -> None:
         self._open.pop(connection, None)
+
+
+class Handshake(asyncio.Protocol):
+    """A TLS connection before its handshake has ended, which counts as one without a request.
+
+    The event loop's own listener for TLS shows a connection only after its handshake: those that
+    never end would be bounded neither in number nor by `--timeout-header`.
+    """
+
+    idle = True
+
+    def __init__(
+        self,
+        tls: ssl.SSLContext,
+        open: Connections,
+        connection: Callable[[], Connection],
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        self._tls = tls
+        self._open = open
+        self._connection = connection
+        self._loop = loop
+        self._received: list[bytes] = []
+        """What came before `start_tls` had begun, then what was decrypted before it returned."""
+        self._has_begun = False
+        self._lost = False
+        self._transport: asyncio.Transport
+        self._task: asyncio.Task[None]
+
+    def evict(self) -> None:
+        self._transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        if not self._open.admit(self):
+            self._transport.abort()  # There is no way yet to say why.
+            return
+        self._task = self._loop.create_task(self._run())
+
+    def data_received(self, data: bytes) -> None:
+        self._received.append(data)
+        if not self._has_begun:  # uvloop reads before it runs the task.
+            self._transport.pause_reading()
+
+    def connection_lost(self, _: BaseException | None) -> None:
+        self._lost = True
+
+    def _hand_over(self, received: list[bytes]) -> None:
+        """Give what has come already to the protocol that `start_tls` has set, before it begins."""
+        protocol = cast(asyncio.BufferedProtocol, self._transport.get_protocol())
+        rest = b"".join(received)
+        while rest:
+            buffer = memoryview(protocol.get_buffer(len(rest)))
+            size = min(len(buffer), len(rest))
+            buffer[:size], rest = rest[:size], rest[size:]
+            protocol.buffer_updated(size)
+
+    async def _run(self) -> None:
+        if self._transport.is_closing():
+            return self._open.remove(self)
+        seconds = self._open.limits.header_seconds
+        self._has_begun = True
+        self._loop.call_soon(self._hand_over, self._received)
+        self._received = []
+        try:
+            transport = await self._loop.start_tls(
+                self._transport,
+                self,
+                self._tls,
+                server_side=True,
+                ssl_handshake_timeout=seconds or NO_LIMIT,
+                ssl_shutdown_timeout=SHUTDOWN_SECONDS,
+            )
+        except OSError as error:  # Those of ssl are, too.
+            logger.debug("a TLS handshake failed: %s", error)
+            return
+        finally:
+            self._open.remove(self)
+        if transport is None or transport.is_closing() or self._lost:
+            return  # It was lost, or evicted, meanwhile.
+        connection = self._connection()
+        transport.set_protocol(connection)
+        connection.connection_made(transport)
+        for data in self._received:
+            connection.data_received(data)
 
 
 class Connection(web.RequestHandler):
@@ -122,6 +224,13 @@ class Connection(web.RequestHandler):
         """Whether the headers of the next request are still incomplete."""
         waiting = self._waiter is not None and not self._waiter.done()
         return waiting or not self._request_count
+
+    def evict(self) -> None:
+        """Close an idle connection at once: a TLS client could delay an orderly end."""
+        transport = self.transport
+        self.force_close()
+        if transport is not None:
+            transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         if not self._open.admit(self):
@@ -304,7 +413,14 @@ def _without_odd_expectations(handler: Handler) -> Handler:
 class _Server(web.Server):
     """Creates `Connection`s."""
 
-    def __init__(self, app: web.Application, server: web.Server, open: Connections, **options: Any):
+    def __init__(
+        self,
+        app: web.Application,
+        server: web.Server,
+        open: Connections,
+        tls: ssl.SSLContext | None,
+        **options: Any,
+    ) -> None:
         factory = functools.partial(app._make_request, _cls=Request)
         super().__init__(
             _without_odd_expectations(server.request_handler),
@@ -312,28 +428,38 @@ class _Server(web.Server):
             handler_cancellation=server.handler_cancellation,
         )
         self._open = open
+        self._tls = tls
         self._options = options
 
-    def __call__(self) -> web.RequestHandler:
+    def __call__(self) -> Any:
+        """Return the protocol of a new connection."""
+        return self._connection() if self._tls is None else self._handshake(self._tls)
+
+    def _connection(self) -> Connection:
         return Connection(self, self._open, loop=self._loop, **self._options)
+
+    def _handshake(self, tls: ssl.SSLContext) -> Handshake:
+        return Handshake(tls, self._open, self._connection, self._loop)
 
 
 class Runner(web.AppRunner):
     """Runs an application over `Connection`s and `Request`s: a body stays compressed until a
-    handler reads it."""
+    handler reads it. With `tls`, its sites listen without: connections begin with a `Handshake`."""
 
-    __slots__ = ("_limits", "_options", "open")
+    __slots__ = ("_limits", "_options", "_tls", "open")
 
     def __init__(
         self,
         app: web.Application,
         limits: ConnectionLimits,
         *,
+        tls: ssl.SSLContext | None = None,
         shutdown_timeout: float,
         **options: Any,
     ) -> None:
         super().__init__(app, handler_cancellation=True, shutdown_timeout=shutdown_timeout)
         self._limits = limits
+        self._tls = tls
         self._options = options
 
     async def _make_server(self) -> web.Server:
@@ -342,6 +468,7 @@ class Runner(web.AppRunner):
             self.app,
             await super()._make_server(),
             self.open,
+            self._tls,
             keepalive_timeout=self._limits.idle_seconds,
             auto_decompress=False,
             **self._options,

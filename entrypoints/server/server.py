@@ -7,7 +7,6 @@ import contextlib
 import logging
 import signal
 import socket
-import ssl
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from typing import Any
@@ -70,6 +69,7 @@ async def listening(
     runner = Runner(
         app,
         options.connections,
+        tls=context,
         shutdown_timeout=CLOSE_SECONDS,
         logger=http_logger,
         **logs,
@@ -78,13 +78,11 @@ async def listening(
         await runner.setup()
         sites: list[web.BaseSite]
         if listen.sockets:
-            sites = [_BoundSite(runner, listener, context) for listener in listen.sockets]
+            sites = [_BoundSite(runner, listener) for listener in listen.sockets]
         elif listen.uds:
-            sites = [web.UnixSite(runner, listen.uds, backlog=BACKLOG, ssl_context=context)]
+            sites = [web.UnixSite(runner, listen.uds, backlog=BACKLOG)]
         else:
-            sites = [
-                web.TCPSite(runner, listen.host, listen.port, backlog=BACKLOG, ssl_context=context)
-            ]
+            sites = [web.TCPSite(runner, listen.host, listen.port, backlog=BACKLOG)]
         for site in sites:
             await site.start()
         async with contextlib.AsyncExitStack() as stack:
@@ -187,10 +185,8 @@ def address(listen: Listen, port: int) -> str:
 class _BoundSite(web.BaseSite):
     """A site on an already bound socket, TCP or Unix."""
 
-    def __init__(
-        self, runner: web.AppRunner, bound: socket.socket, context: ssl.SSLContext | None
-    ) -> None:
-        super().__init__(runner, ssl_context=context, backlog=BACKLOG)
+    def __init__(self, runner: web.AppRunner, bound: socket.socket) -> None:
+        super().__init__(runner, backlog=BACKLOG)
         self._bound = bound
 
     @property
@@ -205,6 +201,4 @@ class _BoundSite(web.BaseSite):
         assert self._runner.server is not None
         unix = self._bound.family == socket.AF_UNIX
         create: Any = loop.create_unix_server if unix else loop.create_server
-        self._server = await create(
-            self._runner.server, sock=self._bound, backlog=self._backlog, ssl=self._ssl_context
-        )
+        self._server = await create(self._runner.server, sock=self._bound, backlog=self._backlog)
