@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 
 from ...core.errors import InvalidRequest
+from ...core.private_files import FILE_MODE
 from .jsonl import Result, id_of
 
 
@@ -19,9 +20,12 @@ class ResultsFile:
     returns, the operating system has the line, so a killed process loses none.
     """
 
-    def __init__(self, path: Path, *, anew: bool = False) -> None:
-        """`anew`: discard existing content. Raises InvalidRequest if the file contains anything but
-        results, or if another run has it open."""
+    def __init__(self, path: Path, *, anew: bool = False, mode: int = FILE_MODE) -> None:
+        """`anew`: discard existing content. `mode`: of a new file, before the umask.
+
+        Raises InvalidRequest if the file contains anything but results, or if another run has it
+        open.
+        """
         self.path = path
         self.done: dict[str, int] = {}
         """Id of each result → line number of its request in the input."""
@@ -30,7 +34,7 @@ class ResultsFile:
         self._lock = threading.Lock()
         path.parent.mkdir(parents=True, exist_ok=True)
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-        self._file = os.fdopen(os.open(path, flags, 0o644), "r+b")
+        self._file = os.fdopen(os.open(path, flags, mode), "r+b")
         try:
             self._lock_out()
             self._size = 0 if anew else self._read()
@@ -94,6 +98,7 @@ class ResultsFile:
             for _, offset, length in sorted(self._places):
                 file.write(os.pread(self._file.fileno(), length, offset))
             file.flush()
+            os.fchmod(file.fileno(), os.fstat(self._file.fileno()).st_mode & 0o7777)
             os.fsync(file.fileno())
         other.replace(self.path)
 

@@ -11,6 +11,7 @@ from typing import Any
 from aiohttp import web
 
 from ...core.errors import InvalidRequest
+from ...core.private_files import private_opener
 from ..http.auth.tenants import tenant_of
 from ..http.context import reply
 from ..http.forms import FormReader
@@ -89,7 +90,7 @@ async def _content(form: FormReader, path: Any, limit: int) -> int:
     size = 0
     with storage("file"):
         # Unbuffered: on close, a buffer would write again what did not fit.
-        file = await asyncio.to_thread(path.open, "xb", 0)
+        file = await asyncio.to_thread(open, path, "xb", 0, opener=private_opener)
     try:
         while chunk := await form.read():
             size += len(chunk)

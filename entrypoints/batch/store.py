@@ -18,6 +18,12 @@ from typing import Any, BinaryIO, TypeVar
 import msgspec
 
 from ...core.errors import ConfigError, InvalidRequest
+from ...core.private_files import (
+    make_given_folder,
+    make_private_folder,
+    private_opener,
+    tighten,
+)
 from ...core.tenancy import ANYONE, Tenant
 from .schemas import FINAL, Batch, Conflict, FileObject, NotFound
 from .storage import FolderGone, StorageFailed, storage
@@ -76,11 +82,13 @@ class Store:
     def open(self) -> None:
         """Raises ConfigError if the folder cannot be used."""
         try:
+            make_given_folder(self.folder, "batch_dir")
             for name in ("files", "incoming", "results"):
-                (self.folder / name).mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._lock = (self.folder / "lock").open("wb")
+                make_private_folder(self.folder / name)
+            self._lock = self._private("lock").open("wb")
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._db = sqlite3.connect(self.folder / "batches.sqlite3", isolation_level=None)
+            # SQLite gives its other files the mode of this one.
+            self._db = sqlite3.connect(self._private("batches.sqlite3"), isolation_level=None)
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=NORMAL")
             (version,) = self._db.execute("PRAGMA user_version").fetchone()
@@ -99,6 +107,13 @@ class Store:
             )
         self._opened = _identity(self._lock.fileno())
         self._tidy()
+
+    def _private(self, name: str) -> Path:
+        """Return the path of a file in the folder, which is there and for its owner alone."""
+        path = self.folder / name
+        os.close(private_opener(str(path), os.O_RDWR | os.O_CREAT))
+        tighten(path)
+        return path
 
     def _find_folder(self) -> None:
         """Open the folder again if it was created again since. Raises FolderGone.

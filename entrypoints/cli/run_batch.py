@@ -104,7 +104,7 @@ async def _run(args: argparse.Namespace, config: EngineConfig, plugins: Plugins)
     from ..server.app import make_app
 
     source, output = Path(args.input_file), Path(args.output_file)
-    results = await asyncio.to_thread(ResultsFile, output, anew=args.overwrite)
+    results = await asyncio.to_thread(ResultsFile, output, anew=args.overwrite, mode=0o666)
     failed, start, before = 0, time.monotonic(), len(results.done)
     try:
         ids = await asyncio.to_thread(LineReader(source, (), args.max_body_bytes).ids)

@@ -15,6 +15,12 @@ import msgspec
 from msgspec import Meta
 
 from ...core.errors import ConfigError
+from ...core.private_files import (
+    FOLDER_MODE,
+    make_given_folder,
+    make_private_folder,
+    private_opener,
+)
 from ...core.protocols.kv import KVConnectorSetup
 from .options import read_options
 from .store import StoreConnector
@@ -39,7 +45,8 @@ class FileStoreOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 class FileStore:
-    """`path/FINGERPRINT/KE/KEY.safetensors`, written beside its place and renamed into it.
+    """`path/FINGERPRINT/KE/KEY.safetensors`, written beside its place and renamed into it, for the
+    user alone who runs the engine.
 
     A file's mtime is when it was last written or read. Each engine measures the folder by itself:
     several that write at once may exceed the limit by `SCAN_SHARE` each before one notices.
@@ -56,7 +63,8 @@ class FileStore:
         yet."""
         self._since_scan = 0
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            make_given_folder(self._root, "kv_connector_extra_config.path")
+            make_private_folder(self._folder)
         except OSError as error:
             raise ConfigError(
                 f"kv_connector_extra_config.path: {options.path!r} cannot be made: {error}",
@@ -87,10 +95,11 @@ class FileStore:
             return
         self._make_room(len(data))
         path = self._path(key)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True, mode=FOLDER_MODE)
         unfinished = path.parent / f"{uuid.uuid4().hex}{UNFINISHED}"
         try:
-            unfinished.write_bytes(data)
+            with open(unfinished, "xb", opener=private_opener) as file:
+                file.write(data)
             unfinished.replace(path)
         except BaseException:
             unfinished.unlink(missing_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
@@ -52,6 +53,42 @@ def batch(store: Store, status: str = "in_progress") -> Batch:
 def result(number: int) -> Result:
     name = f"batch_req_{number}_{number:016x}"
     return refused(Line(number, name, f"c{number}", "", {}, None), "some_code", "text")
+
+
+def modes(folder: Path) -> set[tuple[bool, int]]:
+    """(whether it is a folder, mode) of all in a folder."""
+    found = {(path.is_dir(), path.stat().st_mode & 0o777) for path in folder.rglob("*")}
+    return found | {(True, folder.stat().st_mode & 0o777)}
+
+
+@pytest.mark.parametrize("umask", [0, 0o022])
+def test_the_folder_is_for_its_owner_alone(tmp_path: Path, umask: int) -> None:
+    """Those that an earlier version made, too."""
+    before = os.umask(umask)
+    try:
+        store = opened(tmp_path / "new")
+        stored(store, b"x")
+        first = batch(store)
+        results = ResultsFile(store.results(first, "output"))
+        results.append(result(1))
+        results.put_in_order()
+        assert (tmp_path / "new" / "batches.sqlite3-wal").exists()
+        # `stored` writes its file itself; uploads are in tests/entrypoints/test_batches_api.py.
+        store.content("file-1").chmod(0o600)
+        assert modes(tmp_path / "new") == {(True, 0o700), (False, 0o600)}
+        results.close()
+        store.close()
+        for path in (tmp_path / "new").rglob("*"):
+            path.chmod(0o755 if path.is_dir() else 0o644)
+        opened(tmp_path / "new").close()
+        folder = tmp_path / "new"
+        for name, mode in (
+            ("files", 0o700), ("incoming", 0o700), ("results", 0o700), ("lock", 0o600),
+            ("batches.sqlite3", 0o600),
+        ):  # fmt: skip
+            assert (folder / name).stat().st_mode & 0o777 == mode
+    finally:
+        os.umask(before)
 
 
 def test_a_kill_while_finalizing_loses_no_result(tmp_path: Path) -> None:

@@ -139,6 +139,14 @@ def test_files_are_listed_in_pages(client: openai.OpenAI) -> None:
         client.files.list(after="file-none")
 
 
+def test_what_is_uploaded_and_answered_is_for_the_server_s_user_alone(
+    client: openai.OpenAI, folder: Path
+) -> None:
+    final = until(client, start(client, [line("a")]).id, "completed")
+    for file_id in (final.input_file_id, final.output_file_id):
+        assert (folder / "files" / file_id).stat().st_mode & 0o777 == 0o600
+
+
 def test_a_file_expires(client: openai.OpenAI, folder: Path) -> None:
     after: Any = {"anchor": "created_at", "seconds": 3600}
     file = upload(client, [line("a")], expires_after=after)

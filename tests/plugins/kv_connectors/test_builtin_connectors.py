@@ -197,6 +197,23 @@ def test_file_store_keeps_its_limit_and_drops_what_was_not_read_for_longest(
     assert store.get(key(11)) is None, "more than the limit leaves room for"
 
 
+def test_file_store_is_for_its_owner_alone(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        setup = setup_with(path=str(tmp_path / "store"))
+        FileStore(setup).put(key(1), b"x")
+        paths = [tmp_path / "store", *(tmp_path / "store").rglob("*")]
+        assert len(paths) == 4
+        for path in paths:
+            assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600), path
+        fingerprint = paths[1]
+        fingerprint.chmod(0o755)
+        assert FileStore(setup).get(key(1)) == b"x"
+        assert fingerprint.stat().st_mode & 0o777 == 0o700, "that of an earlier version"
+    finally:
+        os.umask(before)
+
+
 def test_file_store_counts_what_other_engines_have_written(tmp_path: Path) -> None:
     limit = 100_000 / (1 << 30)
     first, two = (FileStore(setup_with(path=str(tmp_path), max_gib=limit)) for _ in range(2))
