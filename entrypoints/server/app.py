@@ -12,8 +12,7 @@ from ...core.engine.async_engine import AsyncEngine
 from ...core.errors import InvalidRequest, JackfieldError, RequestFailed
 from ..anthropic.routes import add_messages
 from ..batch.app import add_batch_routes
-from ..http import cors, request_log
-from ..http import cross_site as sites
+from ..http import request_log
 from ..http.auth.tenants import TENANCY, Tenancy, authentication
 from ..http.auth.usage import USAGE, Usage, within_limits
 from ..http.concurrency_limit import limit_concurrency
@@ -26,6 +25,8 @@ from ..http.context import (
     OPTIONS,
     error_reply,
 )
+from ..http.cross_origin import cors
+from ..http.cross_origin import cross_site as sites
 from ..http.inflight import IN_FLIGHT, InFlightCounts, count_in_flight, server_load
 from ..http.options import ServerOptions
 from ..http.request_pacing import PACER, RequestPacer, pace_requests

@@ -28,7 +28,7 @@ from jackfield import EngineConfig
 from jackfield.core.errors import ConfigError
 from jackfield.core.tenancy import RequestHead
 from jackfield.entrypoints.http.auth.api_keys import KeyRing
-from jackfield.entrypoints.http.cors import origin_headers
+from jackfield.entrypoints.http.cross_origin.cors import origin_headers
 from jackfield.entrypoints.http.options import Cors, ServerOptions
 from jackfield.entrypoints.http.tls import Tls, refreshing
 from jackfield.entrypoints.server.serve_settings import listen, make_parser, server_options

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from serving import Server, engine_config, running, save_random
 
-from jackfield.entrypoints.http import cross_site as sites
+from jackfield.entrypoints.http.cross_origin import cross_site as sites
 from jackfield.entrypoints.http.options import Cors, ServerOptions
 
 ASK = {"prompt": "x", "max_tokens": 1}

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
-from .options import Cors
+from ..options import Cors
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 MAX_AGE = "600"

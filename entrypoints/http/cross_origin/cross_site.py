@@ -15,8 +15,8 @@ from collections.abc import Awaitable, Callable, Iterable
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from ...core.errors import Forbidden
-from .options import Cors
+from ....core.errors import Forbidden
+from ..options import Cors
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 LOOPBACK_HOSTS = ("localhost", "*.localhost")

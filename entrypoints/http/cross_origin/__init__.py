@@ -1,0 +1,1 @@
+"""Requests that a browser sends for pages of other sites."""
