@@ -35,7 +35,12 @@ class CollectivesSetup:
 class Collectives(Protocol):
     """A rank's end of a group (`core.parallel.ranks.LinkedGroup`). It takes all that it needs as
     arguments, so that a process can have several groups and never sets environment variables for
-    them. To test collectives: `jackfield.plugins.conformance.collectives`."""
+    them. To test collectives: `jackfield.plugins.conformance.collectives`.
+
+    Tensors may have been made in `torch.inference_mode`, in which the engine calls all methods but
+    `close`. That mode is a thread's own: a thread that the group starts must enter it before it
+    writes to them, or torch raises ("Inplace update to inference tensor outside InferenceMode").
+    """
 
     rank: int
     size: int
@@ -71,7 +76,7 @@ class Collectives(Protocol):
     def receive(self, into: torch.Tensor, source: int) -> Transfer:
         """Let the next tensor from a rank fill `into`, which is contiguous, of the same shape and
         type. Does not wait; the result's `wait` does, on a device with streams on the current
-        one. Never recorded."""
+        one, and raises what went wrong. Filled by a thread: see above. Never recorded."""
 
     def close(self) -> None:
         """Leave. Waits for no other rank; graphs that use the group are gone. Called once."""

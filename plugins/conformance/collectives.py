@@ -24,6 +24,8 @@ from ...core.protocols.collectives import CollectivesSetup
 from .kit import Kit
 from .rank_threads import run_ranks
 
+PATIENCE = 0.2
+"""Seconds for which what must not happen is waited for."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.int64)
 
 
@@ -43,22 +45,29 @@ class GroupKit(Kit):
             pytest.skip(f"not on a CPU ({reason}), and there are not {size} GPUs")
         return [torch.device("cuda", rank) for rank in range(size)]
 
+    def together(self, size: int, run: Callable[[int, Any], Any]) -> list[Any]:
+        """Return what `run`, which closes it, returns on each rank, given its end of a group."""
+        devices, listener = self.devices(size), listen()
+        address = listener.getsockname()[:2]
+
+        def join(rank: int) -> Any:
+            setup = self.setup(
+                rank=rank, size=size, address=address, listener=None if rank else listener,
+                device=devices[rank], timeout=self.seconds,
+            )  # fmt: skip
+            return run(rank, self.registered()(setup))
+
+        return run_ranks([functools.partial(join, rank) for rank in range(size)])
+
     def exchange(self, size: int, work: Callable[[Any, torch.device], Any]) -> list[Any]:
         """Return what `work` returns on each rank, given its end of the group and its device."""
         devices, together = self.devices(size), threading.Barrier(size)
-        listener = listen()
-        address = listener.getsockname()[:2]
 
-        def run(rank: int) -> Any:
-            group = self.registered()(
-                self.setup(
-                    rank=rank, size=size, address=address, listener=None if rank else listener,
-                    device=devices[rank], timeout=self.seconds,
-                )
-            )  # fmt: skip
+        def run(rank: int, group: Any) -> Any:
             try:
                 assert (group.rank, group.size) == (rank, size)
-                result = work(group, devices[rank])
+                with torch.inference_mode():  # As the engine's calls, and only in this thread.
+                    result = work(group, devices[rank])
                 result = result.cpu() if isinstance(result, torch.Tensor) else result
                 together.wait(self.seconds)
                 return result
@@ -68,7 +77,7 @@ class GroupKit(Kit):
             finally:
                 group.close()
 
-        return run_ranks([functools.partial(run, rank) for rank in range(size)])
+        return self.together(size, run)
 
     def setup(self, **facts: Any) -> CollectivesSetup:
         """Return what a rank is made from."""
@@ -212,6 +221,62 @@ class CollectivesKit(GroupKit):
             return float(into.sum())
 
         assert self.exchange(2, work) == [12.0, 6.0]
+
+    def test_what_was_sent_may_be_overwritten_before_it_is_received(self) -> None:
+        """More than a connection holds, and the other side begins to receive when it is gone."""
+        gone = threading.Event()
+
+        def work(group: Any, device: torch.device) -> Any:
+            connect(group, device, ((0, 1),))
+            x = torch.full((1 << 21,), 3.0 * (1 - group.rank), device=device)
+            if group.rank == 0:
+                group.send(x, 1)
+                x.fill_(-1.0)
+                gone.set()
+                return True
+            # A send that waits for the other side would be released when this wait has ended.
+            assert gone.wait(self.seconds / 2), "send waits for the other rank"
+            group.receive(x, 0).wait()
+            return bool((x == 3.0).all())
+
+        assert self.exchange(2, work) == [True, True]
+
+    def test_what_is_received_is_there_after_the_wait(self) -> None:
+        """And not before it was sent: the wait really waits, also in another thread than the one
+        that asked for it."""
+        waiting, waited = threading.Event(), threading.Event()
+
+        def work(group: Any, device: torch.device) -> Any:
+            connect(group, device, ((0, 1),))
+            x = torch.full((3, 5), 7.0 * (1 - group.rank), device=device)
+            if group.rank == 0:
+                assert waiting.wait(self.seconds)
+                # On a device with streams the host goes on.
+                assert device.type != "cpu" or not waited.wait(PATIENCE), "wait does not wait"
+                group.send(x, 1)
+                return True
+            transfer = group.receive(x, 0)
+            assert not x.any(), "it is filled before anything was sent"
+            waiting.set()
+            transfer.wait()
+            got = x.clone()
+            waited.set()
+            return bool((got == 7.0).all())
+
+        assert self.exchange(2, work) == [True, True]
+
+    def test_a_rank_may_leave_before_the_others(self) -> None:
+        """`close` waits for no other rank, which still uses its end or is gone."""
+        for first in (0, 1):
+            left = threading.Event()
+
+            def leave(rank: int, group: Any, first: int = first, left: Any = left) -> None:
+                if rank != first:
+                    assert left.wait(self.seconds / 2), "close waits for the other rank"
+                group.close()
+                left.set()
+
+            self.together(2, leave)
 
     def test_two_groups_of_one_process_do_not_meet(self) -> None:
         ended = threading.Event()

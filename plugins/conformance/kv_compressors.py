@@ -84,6 +84,24 @@ class KVCompressorKit(Kit):
         self.scores(compressor, spec, torch.ones(2, 20, 2, HEAD_DIM))
         assert torch.equal(self.scores(compressor, spec, cache), first), "others' tokens matter"
 
+    def test_requests_seen_before_do_not_matter(self) -> None:
+        """Scores "depend on nothing else": one compressor serves all requests and layers, and gives
+        each what one gives that has seen no other."""
+        compressor = self.make()
+        draw = torch.Generator().manual_seed(7)
+        # The first may be kept: longer ones, larger numbers and more heads follow, and then it.
+        sizes = [(24, 2, 1.0), (90, 2, 5.0), (24, 2, -0.2), (30, 3, 1.0), (24, 2, 1.0)]
+        for seed, (num_tokens, num_kv_heads, factor) in enumerate(sizes):
+            cache = torch.randn(2, num_tokens, num_kv_heads, HEAD_DIM, generator=draw) * factor
+            spec = self.spec(num_kv_heads)
+            alone = self.scores(self.make(), spec, cache, seed)
+            assert torch.equal(self.scores(compressor, spec, cache, seed), alone)
+            scores = alone.float()
+            for count in (1, 17):
+                chosen = scores.argsort(0, descending=True)[:count].sort(0)[0]
+                merged = compressor.merged_values(spec, *cache, chosen)
+                assert torch.equal(merged, self.make().merged_values(spec, *cache, chosen))
+
     @pytest.mark.parametrize("num_tokens", [17, 100])
     def test_scores_of_caches_are_those_of_copies(self, num_tokens: int) -> None:
         """If it reads caches itself; the blocks of others hold NaN."""

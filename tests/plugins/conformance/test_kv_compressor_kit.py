@@ -47,6 +47,7 @@ class Kit(KVCompressorKit):
 SCORES = "test_every_token_of_every_head_has_a_score"
 COPIES = "test_scores_of_caches_are_those_of_copies"
 UNCHANGED = "test_keys_and_values_are_read_and_not_changed"
+SEEN = "test_requests_seen_before_do_not_matter"
 MERGED = "test_merged_values_are_those_of_tokens_that_stay"
 ENGINE = "test_an_engine_serves_with_it"
 
@@ -90,6 +91,51 @@ class Remembers(KeyNorm):
         return super().scores(spec, keys, values) * self.calls
 
 
+class KeepsTheFirst(KeyNorm):
+    """Measures all keys from the mean of those that it saw first."""
+
+    mean: torch.Tensor | None = None
+
+    def scores(self, spec: Any, keys: Any, values: Any) -> torch.Tensor:
+        if self.mean is None:
+            self.mean = keys.float().mean()
+        return (keys.float() - self.mean).norm(dim=2)
+
+
+class KeepsEachLength(KeyNorm):
+    """Finds what it computed for as many tokens."""
+
+    def __init__(self) -> None:
+        self.known: dict[int, torch.Tensor] = {}
+
+    def scores(self, spec: Any, keys: Any, values: Any) -> torch.Tensor:
+        return self.known.setdefault(len(keys), super().scores(spec, keys, values))
+
+
+class KeepsTheLargest(KeyNorm):
+    """Relative to the largest key so far."""
+
+    def __init__(self) -> None:
+        self.largest = 0.0
+
+    def scores(self, spec: Any, keys: Any, values: Any) -> torch.Tensor:
+        scores = super().scores(spec, keys, values)
+        self.largest = max(self.largest, float(scores.max()) or 1.0)
+        return scores / self.largest
+
+
+def first_block_alone(
+    self: Any, spec: Any, caches: Any, blocks: Any, num_tokens: int, **more: Any
+) -> torch.Tensor:
+    """Reads the blocks where they are, not where the request has them."""
+    keys = torch.stack([cache[0, 1:].flatten(0, 1)[:num_tokens] for cache in caches])
+    return -keys.float().norm(dim=3).transpose(1, 2).contiguous()
+
+
+def mean_of_all(self: Any, spec: Any, keys: Any, values: Any, chosen: Any) -> torch.Tensor:
+    return KeyNorm.merged_values(self, spec, keys, values, chosen) * 0.5 + values.mean(0) * 0.5
+
+
 class NeedsArguments(KeyNorm):
     def __init__(self, ratio: float) -> None:
         self.ratio = ratio
@@ -112,18 +158,27 @@ def scored(scores: Any, *, reads_values: bool = True) -> type:
 
 
 MUTANTS = {
-    "one score for all heads": Mutant(scored(one_for_all_heads), (SCORES, MERGED, ENGINE)),
+    "one score for all heads": Mutant(scored(one_for_all_heads), (SCORES, SEEN, MERGED, ENGINE)),
     "divides by zero": Mutant(scored(of_directions), (SCORES,)),
-    "writes to the keys": Mutant(scored(in_place), (UNCHANGED, MERGED)),
-    "writes to the values": Mutant(scored(in_place_values), (UNCHANGED, MERGED)),
+    "writes to the keys": Mutant(scored(in_place), (UNCHANGED, SEEN, MERGED)),
+    "writes to the values": Mutant(scored(in_place_values), (UNCHANGED, SEEN, MERGED)),
     "reads values in secret": Mutant(
         scored(of_values, reads_values=False), (SCORES, MERGED, ENGINE)
     ),
-    "by chance": Mutant(scored(by_chance), (UNCHANGED,)),
-    "heads first": Mutant(scored(heads_first), (SCORES, MERGED, ENGINE)),
+    "by chance": Mutant(scored(by_chance), (UNCHANGED, SEEN)),
+    "heads first": Mutant(scored(heads_first), (SCORES, SEEN, MERGED, ENGINE)),
     "fails for long prompts": Mutant(scored(short_alone), (SCORES,)),
-    "remembers": Mutant(Remembers, (UNCHANGED,)),
-    "cannot be made": Mutant(NeedsArguments, (SCORES, COPIES, UNCHANGED, MERGED, ENGINE)),
+    "remembers": Mutant(Remembers, (UNCHANGED, SEEN)),
+    "keeps the first request": Mutant(KeepsTheFirst, (SEEN,)),
+    "keeps each length": Mutant(KeepsEachLength, (SEEN,)),
+    "keeps the largest": Mutant(KeepsTheLargest, (SEEN, SCORES, UNCHANGED)),
+    "blocks in another order": Mutant(
+        subclass(KeyNorm, cached_scores=first_block_alone), (COPIES,)
+    ),
+    "merges where nothing is dropped": Mutant(
+        subclass(KeyNorm, merged_values=mean_of_all), (MERGED,)
+    ),
+    "cannot be made": Mutant(NeedsArguments, (SCORES, COPIES, UNCHANGED, SEEN, MERGED, ENGINE)),
     "merges into all tokens": Mutant(subclass(KeyNorm, merged_values=all_values), (MERGED, ENGINE)),
     "values of other tokens": Mutant(subclass(KeyNorm, merged_values=dropped_alone), (MERGED,)),
 }
