@@ -6,13 +6,14 @@ from typing import Any
 
 import torch
 import transformers
-from mutants import Mutant, mutant_tests, plugin_of, subclass
+from mutants import Mutant, kit_of, mutant_tests, plugin_of, run_kit, subclass
 from torch import nn
 
 from jackfield.core.loading.weight_map import Shard, WeightMap
 from jackfield.plugins.conformance.models import TINY, ModelKit, tiny
 from jackfield.plugins.models.decoder import Block, Decoder, SelfAttention
 from jackfield.plugins.models.llama import LlamaForCausalLM
+from jackfield.plugins.models.mixtral import MixtralForCausalLM
 
 
 class Kit(ModelKit):
@@ -119,7 +120,43 @@ REACHES = "test_every_tensor_of_the_checkpoint_reaches_a_parameter"
 UNKNOWN = "test_a_tensor_that_nothing_uses_is_refused_by_name"
 WRONG = (LOGITS, DTYPES, GREEDY, PREFIX)
 
+
+class HeedsNoRange(transformers.LlamaForCausalLM):
+    """Of a family whose class has a size of its own for random weights."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                if parameter.dim() > 1:
+                    parameter.normal_(std=0.006)
+
+
+SMALL = {"reference": HeedsNoRange, "config": {"tie_word_embeddings": False}}
+
+
+def lost_in_half(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+    logits = LlamaForCausalLM.compute_logits(self, hidden)
+    return logits if logits.dtype == torch.float32 else logits * 1.05
+
+
+def one_bias(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+    logits = LlamaForCausalLM.compute_logits(self, hidden)
+    return torch.cat([logits[:, :-1], logits[:, -1:] + 0.01], -1)
+
+
 MUTANTS = {
+    "a window in a small model": Mutant(
+        with_attention(sliding_window=staticmethod(windowed)), WRONG, changes=SMALL
+    ),
+    "another scale in a small model": Mutant(
+        with_attention(spec=other_scale), WRONG, changes=SMALL
+    ),
+    "norms change places in a small model": Mutant(
+        with_decoder(block=SwappedNorms), WRONG, changes=SMALL
+    ),
+    "wrong in half precision alone": Mutant(planted(compute_logits=lost_in_half), (DTYPES,)),
+    "a bias of one token": Mutant(planted(compute_logits=one_bias), (LOGITS, DTYPES)),
     "another eps in the last norm": Mutant(planted(decoder=LastNorm), WRONG),
     "a layer is left out": Mutant(planted(decoder=OneLayerShort), WRONG),
     "norms change places": Mutant(with_decoder(block=SwappedNorms), WRONG),
@@ -143,6 +180,26 @@ MUTANTS = {
 }
 
 TestMutants = mutant_tests(Kit, MUTANTS)
+
+
+class Mixture(ModelKit):
+    """Of so many experts that float16 chooses another one for a token here and there."""
+
+    name = "SubjectForCausalLM"
+    reference = transformers.MixtralForCausalLM
+    config = {"num_local_experts": 32, "num_experts_per_tok": 4}
+    plugin = plugin_of("model", "SubjectForCausalLM", MixtralForCausalLM)
+
+
+def lost_in_a_half(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+    logits = MixtralForCausalLM.compute_logits(self, hidden)
+    return logits if logits.dtype == torch.float32 else logits * 1.05
+
+
+def test_a_right_mixture_passes_in_every_dtype_and_a_wrong_one_does_not() -> None:
+    assert not run_kit(type("TestRight", (Mixture,), {}), {DTYPES}).by_outcome["failed"]
+    wrong = subclass(MixtralForCausalLM, compute_logits=lost_in_a_half)
+    assert run_kit(kit_of(Mixture, wrong), {DTYPES}).by_outcome["failed"] == {DTYPES}
 
 
 def test_no_field_is_planted_into_a_family_that_has_not_got_it() -> None:
