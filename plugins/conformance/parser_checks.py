@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import json
@@ -63,6 +64,8 @@ def cut(text: str, places: Sequence[int]) -> list[str]:
     return [text[a:b] for a, b in itertools.pairwise(at)]
 
 
+LAG = 7
+"""Letters by which one parser is behind another."""
 LETTERS = 24
 """Letters fed one by one on each side of a place, where every place of a sample is tried."""
 
@@ -80,11 +83,14 @@ class ParserKit(Kit):
     """Texts that are marks for the parser, besides its class's `markers`."""
     examples: ClassVar[int] = 60
     """Random texts that each property is tried with."""
+    _tools: ClassVar[Sequence[Sequence[Mapping[str, Any]]]] = ()
+    """The samples' tools as they were before the first test."""
     seconds: ClassVar[float] = 3.0
     """Processor seconds per megabyte at most, for text in one piece, on an idle core."""
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """One test for each sample."""
+        """One test for each sample, whose tools are noted before any parser sees them."""
+        type(self)._tools = [copy.deepcopy(sample.tools) for sample in self.samples]
         if "sample" in metafunc.fixturenames:
             ids = [re.sub(r"\s+", " ", sample.text)[:40] for sample in self.samples]
             metafunc.parametrize("sample", self.samples, ids=ids)
@@ -130,10 +136,29 @@ class ParserKit(Kit):
         for text in ("{", "[", '{"a":', '[{"', "\n", " "):
             yield text, 1_000_000 // len(text)
 
+    def half_marks(self) -> Iterator[str]:
+        """Yield every beginning of a mark that is neither a word nor has another mark in it."""
+        marks = list(filter(None, self.marks()))
+        for half in (mark[:end] for mark in marks for end in range(1, len(mark))):
+            if not half.isalnum() and not any(mark in half for mark in marks):
+                yield half
+
+    def sequences(self) -> Iterator[str]:
+        """Yield marks, their beginnings and a few other texts in every order: two of all, three of
+        the marks."""
+        marks = list(dict.fromkeys(filter(None, self.marks())))[:5]
+        halves = [half for mark in marks for half in (mark[: len(mark) // 2], mark[:-1])]
+        texts = list(dict.fromkeys(filter(None, [*marks, *halves, *_BETWEEN])))
+        for pair in itertools.product(texts, repeat=2):
+            yield "".join(pair)
+        for triple in itertools.product(marks[:3], ("a", "\n"), marks[:3], ("", "b"), marks[:3]):
+            yield "".join(triple)
+
     def property(self, check: Callable[..., None], **strategies: Any) -> None:
-        """Try `check` with random arguments."""
+        """Try `check` with arguments drawn at random, the same in each run."""
         limits = settings(
             max_examples=self.examples,
+            derandomize=True,
             deadline=None,
             database=None,
             report_multiple_bugs=False,
@@ -209,6 +234,31 @@ class ParserKit(Kit):
         samples = st.sampled_from([None, *self.samples])
         self.property(check, text=self.texts(), places=places, sample=samples)
 
+    def test_marks_in_any_order_give_the_same_fold(self) -> None:
+        """Whole and letter by letter, whichever mark, or half of it, follows which."""
+        for text in self.sequences():
+            events = run(self.make(), [text])
+            self.check_events(events)
+            assert fold(run(self.make(), list(text))) == fold(events), repr(text)
+
+    def test_parsers_of_one_request_do_not_meet(self, sample: Sample) -> None:
+        """A request with several choices has a parser for each, fed in turn, and one set of tools,
+        which they only read."""
+        whole = fold(run(self.make(sample), [sample.text]))
+        parsers = [self.make(sample), self.make(sample)]
+        events: list[list[ParserEvent]] = [[], []]
+        # The second one is some letters behind.
+        for at in range(len(sample.text) + LAG):
+            for parser, own, place in zip(parsers, events, (at, at - LAG), strict=True):
+                if 0 <= place < len(sample.text):
+                    own += parser.feed(sample.text[place])
+        for parser, own in zip(parsers, events, strict=True):
+            own += parser.finish()
+            assert fold(own) == whole, "parsers share something"
+        written = [tools for each, tools in zip(self.samples, self._tools, strict=True)
+                   if each is sample]  # fmt: skip
+        assert written in ([sample.tools], []), "it changes the request's tools"
+
     def test_no_text_makes_it_raise(self) -> None:
         """Feed arbitrary characters."""
 
@@ -272,6 +322,8 @@ def strictly(text: str) -> Any:
     return json.loads(text, parse_constant=refuse)
 
 
+_BETWEEN = ("a", " ", "\n", ". =()|;")
+"""Texts between marks."""
 _PIECES = [*'{}[]()<>|=:,"\'\\/;', "\n", " ", "é🙂", '"name"', '"arguments"', '"parameters"',
            "true", "None", "-0.5e3", '"\\u00', "\\ud83d", "x" * 70, '{"name": "f", "arguments": {',
            '[{"name": "f", "arguments": {}}]', "</", "```", "json"]  # fmt: skip

@@ -147,6 +147,10 @@ class ToolParserKit(ParserKit, CallFormChecks):
         def check(text: str) -> None:
             assert fold(run(self.make(), [text])).content == (text or None), repr(text)
 
+        for text in ("a", " ", "\n", ".", " a ", "a  b", "a\n\nb\n", "🙂 é.", "Zaé.,\n " * 9):
+            check(text)
+        for half in self.half_marks():  # An output may end in one.
+            check(f"a{half}")
         self.property(check, text=st.text("aZé🙂 \n.,", max_size=40))
 
 
@@ -205,6 +209,7 @@ class ReasoningParserKit(ParserKit):
 
     def test_it_stays_ended_whatever_comes(self) -> None:
         """`reasoning_ended` stays true, also for garbage."""
+        samples = [sample.text for sample in self.samples]
 
         def check(text: str) -> None:
             parser = self.make()
@@ -213,7 +218,11 @@ class ReasoningParserKit(ParserKit):
                 parser.feed(char)
                 assert parser.reasoning_ended or not finished
                 finished = parser.reasoning_ended
+            parser.finish()
+            assert parser.reasoning_ended or not finished, repr(text)
 
+        for text in (*self.sequences(), *(a + b for a in samples for b in ("", *samples))):
+            check(text)
         self.property(check, text=self.texts())
 
     def test_words_are_lost_in_neither(self) -> None:
@@ -226,6 +235,11 @@ class ReasoningParserKit(ParserKit):
                 repr(text)
             )
 
+        whole = ("a", ".", "a.b,", "🙂é", "Zaé.," * 9)
+        # An output may end in half a mark.
+        halves = [before + half for half in self.half_marks() for before in ("a", "")]
+        for text, thinking in itertools.product((*whole, *halves), (True, False)):
+            check(text, thinking)
         self.property(check, text=st.text("aZé🙂.,", max_size=40), thinking=st.booleans())
 
     def unchanged(self, text: str) -> tuple[str, ...]:

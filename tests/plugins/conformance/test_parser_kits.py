@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from mutants import Mutant, mutant_tests, plugin_of, subclass
@@ -23,6 +23,7 @@ from jackfield.plugins.conformance.parsers import (
     ToolParserKit,
     spoiled,
     strictly,
+    tool,
 )
 from jackfield.plugins.reasoning.think_tags import ThinkTagsReasoning
 from jackfield.plugins.tools.hermes import HermesToolParser
@@ -206,9 +207,95 @@ STRICT, PLAIN = (
 )  # fmt: skip
 FORCED, ESCAPES = "test_forced_calls_are_read_back", "test_no_call_escapes_a_strict_grammar"
 
+ORDER, MEET = (
+    "test_marks_in_any_order_give_the_same_fold", "test_parsers_of_one_request_do_not_meet",
+)  # fmt: skip
+
+
+class Shares(HermesToolParser):
+    """Its text is the class's, emptied for each new parser."""
+
+    all_text: ClassVar[list[str]] = []
+
+    def __init__(self, *, tools: Any = ()) -> None:
+        super().__init__(tools=tools)
+        self.all_text.clear()
+
+    def feed(self, text: str, token_ids: Any = ()) -> Events:
+        self.all_text.append(text)
+        held = "".join(self.all_text)
+        self.all_text[:] = [held]
+        if held.endswith("<"):
+            return []
+        self.all_text.clear()
+        return super().feed(held, token_ids)
+
+    def finish(self) -> Events:
+        return [*super().feed("".join(self.all_text)), *super().finish()]
+
+
+class ChangesTools(HermesToolParser):
+    def __init__(self, *, tools: Any = ()) -> None:
+        super().__init__(tools=tools)
+        for each in tools:
+            each["function"].setdefault("strict", False)
+
+
+def drops_the_rest(self: Any) -> Events:
+    """What is held back, because it may become a mark, is lost at the end."""
+    return [event for event in HermesToolParser.finish(self) if not isinstance(event, Content)]
+
+
+class EndsTwice(HermesToolParser):
+    """Ends the last call once more when the output is over."""
+
+    calls = 0
+
+    def feed(self, text: str, token_ids: Any = ()) -> Events:
+        events = super().feed(text, token_ids)
+        self.calls += sum(isinstance(event, ToolCallEnd) for event in events)
+        return events
+
+    def finish(self) -> Events:
+        events = super().finish()
+        return [*events, ToolCallEnd(self.calls - 1)] if self.calls else events
+
+
+def raises_between_marks(self: Any, text: str) -> str:
+    """Two opening marks in one piece, which a model that stutters writes."""
+    if "<tool_call><tool_call>" in text:
+        raise IndexError("no call is open")
+    return text
+
+
+def upper_booleans(event: ParserEvent) -> Any:
+    """Rewrites what looks like Python's, in strings, too."""
+    if isinstance(event, ToolCallArguments):
+        return ToolCallArguments(event.index, event.fragment.replace("x", "X"))
+    return event
+
+
 TOOL_MUTANTS = {
+    "parsers share their text": Mutant(Shares, (MEET,)),
+    "the request's tools are changed": Mutant(
+        ChangesTools,
+        (MEET,),
+        changes={
+            "samples": [
+                Sample(CALL, calls=[("f", {"a": 1, "b": "x"})], tools=[tool("f", a="integer")])
+            ]
+        },
+    ),
+    "half a mark at the end is lost": Mutant(
+        subclass(HermesToolParser, finish=drops_the_rest), (PLAIN, MEANS)
+    ),
+    "the last call ends twice": Mutant(EndsTwice, (MEANS, ENDS, ANY, STRICT, FORCED)),
+    "two marks raise": Mutant(
+        fed(HermesToolParser, raises_between_marks), (ORDER, LINEAR), perhaps=(ANY,)
+    ),
+    "strings are rewritten": Mutant(changed(upper_booleans), (MEANS,)),
     "calls are numbered from one": Mutant(
-        changed(from_one), (MEANS, CUT, ENDS, ANY, STRICT, FORCED)
+        changed(from_one), (MEANS, CUT, ENDS, ANY, STRICT, FORCED, MEET)
     ),
     "content is lost": Mutant(
         changed(lambda event: None if isinstance(event, Content) else event), (MEANS, PLAIN)
@@ -227,11 +314,11 @@ TOOL_MUTANTS = {
     ),
     "events without text": Mutant(
         changed(lambda event: [event, Content("")] if isinstance(event, Content) else event),
-        (MEANS, ENDS, ANY, STRICT, ESCAPES, RAISES),
+        (MEANS, ENDS, ANY, STRICT, ESCAPES, RAISES, ORDER),
     ),
     "thought from a tool parser": Mutant(
         changed(lambda event: Reasoning(event.text) if isinstance(event, Content) else event),
-        (MEANS, ENDS, ANY, STRICT, ESCAPES, RAISES, PLAIN),
+        (MEANS, ENDS, ANY, STRICT, ESCAPES, RAISES, PLAIN, ORDER),
     ),
     "arguments after the end": Mutant(
         changed(
@@ -244,10 +331,13 @@ TOOL_MUTANTS = {
         (MEANS, ENDS, ANY, STRICT, FORCED),
     ),
     "a piece is lost": Mutant(
-        fed(HermesToolParser, nothing), (CUT, ENDS, MEANS, ANY, STRICT, FORCED, ESCAPES)
+        fed(HermesToolParser, nothing),
+        (CUT, ENDS, MEANS, ANY, STRICT, FORCED, ESCAPES, ORDER, MEET),
     ),
     "garbage raises": Mutant(
-        fed(HermesToolParser, raises_on_garbage), (RAISES, ESCAPES), perhaps=(ANY,)
+        fed(HermesToolParser, raises_on_garbage),
+        (RAISES, ESCAPES),
+        perhaps=(RAISES, ESCAPES, ORDER),
     ),
     "looks through all text for each piece": Mutant(
         fed(HermesToolParser, looks_through_all), (SAME,)
@@ -256,7 +346,8 @@ TOOL_MUTANTS = {
         fed(HermesToolParser, counts_each_letter), (TINY, SAME)
     ),
     "spaces are dropped": Mutant(
-        fed(HermesToolParser, unspaced), (PLAIN, CUT, ENDS, MEANS, ANY, STRICT, FORCED, ESCAPES)
+        fed(HermesToolParser, unspaced),
+        (PLAIN, CUT, ENDS, MEANS, ANY, STRICT, FORCED, ESCAPES, ORDER, MEET),
     ),
     "NaN passes": Mutant(Lax, (STRICT, FORCED, ESCAPES), changes={"samples": LaxKit.samples}),
     "raw control characters pass": Mutant(
@@ -337,7 +428,69 @@ THOUGHT = "test_thought_ends_where_its_mark_does"
 STAYS, WORDS = "test_it_stays_ended_whatever_comes", "test_words_are_lost_in_neither"
 CHAIN = "test_a_tool_parser_sees_the_answer_alone"
 
+
+def forgets_at_the_end(self: Any) -> Events:
+    ThinkTagsReasoning.finish(self)
+    return []
+
+
+class BeginsAgainAtTheEnd(ThinkTagsReasoning):
+    """Its state is put back for the next output."""
+
+    over = False
+
+    def finish(self) -> Events:
+        self.over = True
+        return super().finish()
+
+    def __getattribute__(self, name: str) -> Any:
+        value = object.__getattribute__(self, name)
+        return value and not self.over if name == "reasoning_ended" else value
+
+
+def raises_for_a_second_thought(self: Any, text: str) -> str:
+    """Thought that begins again raises, if both marks come in one piece."""
+    if "</think>" in text and "<think>" in text.partition("</think>")[2]:
+        raise ValueError("thought is over")
+    return text
+
+
+def splits_without_care(self: Any, text: str) -> str:
+    """A piece that begins with a newline loses it."""
+    return text[1:] if text.startswith("\n") and len(text) > 1 else text
+
+
+class SharesThought(ThinkTagsReasoning):
+    """What was thought is the class's, emptied for each new parser."""
+
+    seen: ClassVar[list[str]] = []
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.seen.clear()
+
+    def feed(self, text: str, token_ids: Any = ()) -> Events:
+        self.seen.append(text)
+        self.seen[:] = ["".join(self.seen)]
+        if self.seen[0].endswith("<"):
+            return []
+        whole = self.seen.pop()
+        return super().feed(whole, token_ids)
+
+    def finish(self) -> Events:
+        return [*super().feed("".join(self.seen)), *super().finish()]
+
+
 REASONING_MUTANTS = {
+    "what is held back is lost": Mutant(thinking(finish=forgets_at_the_end), (WORDS,)),
+    "thought begins again at the end": Mutant(BeginsAgainAtTheEnd, (STAYS,)),
+    "a second thought raises": Mutant(
+        fed(ThinkTagsReasoning, raises_for_a_second_thought), (ORDER,), perhaps=(ANY,)
+    ),
+    "newlines at the beginning of a piece": Mutant(
+        fed(ThinkTagsReasoning, splits_without_care), (ORDER,)
+    ),
+    "parsers share their thought": Mutant(SharesThought, (MEET,)),
     "thought ends with the answer": Mutant(EndsWithTheAnswer, (THOUGHT,)),
     "thought is over at once": Mutant(EndsAtOnce, (THOUGHT,)),
     "thought never ends": Mutant(NeverEnds, (THOUGHT,)),
@@ -348,19 +501,20 @@ REASONING_MUTANTS = {
         shown(lambda event: [] if isinstance(event, Content) else event), (MEANS, WORDS)
     ),
     "events without text": Mutant(
-        shown(lambda event: [event, Content("")]), (MEANS, ENDS, ANY, RAISES)
+        shown(lambda event: [event, Content("")]), (MEANS, ENDS, ANY, RAISES, ORDER)
     ),
     "calls from a reasoning parser": Mutant(
-        shown(lambda event: [event, ToolCallEnd(0)]), (MEANS, ENDS, ANY, RAISES)
+        shown(lambda event: [event, ToolCallEnd(0)]), (MEANS, ENDS, ANY, RAISES, ORDER)
     ),
     "a piece is lost": Mutant(
-        fed(ThinkTagsReasoning, nothing), (MEANS, CUT, ENDS, CHAIN, ANY, THOUGHT)
+        fed(ThinkTagsReasoning, nothing),
+        (MEANS, CUT, ENDS, CHAIN, ANY, THOUGHT, ORDER, MEET, WORDS),
     ),
     "dots are dropped": Mutant(
-        fed(ThinkTagsReasoning, without_dots), (WORDS, CUT, ENDS, MEANS, CHAIN, ANY)
+        fed(ThinkTagsReasoning, without_dots), (WORDS, CUT, ENDS, MEANS, CHAIN, ANY, ORDER, MEET)
     ),
     "garbage raises": Mutant(
-        fed(ThinkTagsReasoning, raises_on_garbage), (RAISES,), perhaps=(STAYS, ANY)
+        fed(ThinkTagsReasoning, raises_on_garbage), (RAISES, STAYS, ORDER), perhaps=(ANY,)
     ),
     "a cheap quadratic": Mutant(fed(ThinkTagsReasoning, looks_through_all), (SAME,)),
     "a dear quadratic": Mutant(fed(ThinkTagsReasoning, counts_each_letter), (TINY, SAME)),
