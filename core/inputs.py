@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NotRequired, TypeAlias, TypedDict
+
+from .errors import InvalidRequest, shown
+
+
+class TextPrompt(TypedDict):
+    """A prompt given as text."""
+
+    prompt: str
 
 
 class TokensPrompt(TypedDict):
     """A prompt given as token ids."""
 
     prompt_token_ids: list[int]
+    prompt: NotRequired[str | None]
+    """Its text, which outputs repeat."""
 
 
-SinglePrompt: TypeAlias = str | list[int] | TokensPrompt
+SinglePrompt: TypeAlias = str | list[int] | TextPrompt | TokensPrompt
 
 
 class EncoderDecoderPrompt(TypedDict):
@@ -26,3 +37,24 @@ class EncoderDecoderPrompt(TypedDict):
 
 Prompt: TypeAlias = SinglePrompt | EncoderDecoderPrompt
 ChatMessage: TypeAlias = dict[str, Any]
+
+
+def is_single(prompt: Any) -> bool:
+    """Return whether a dict is a TextPrompt or a TokensPrompt."""
+    return "prompt" in prompt or "prompt_token_ids" in prompt
+
+
+def text_and_tokens(prompt: Any, field: str = "prompt") -> tuple[str | None, Any]:
+    """Return the text and the token ids of a single prompt, None where it has none; neither is
+    validated. Raises InvalidRequest for other keys of a dict that ask for something."""
+    if isinstance(prompt, str):
+        return prompt, None
+    if not isinstance(prompt, Mapping):
+        return None, prompt
+    for key, value in prompt.items():
+        if key not in ("prompt", "prompt_token_ids") and value not in (None, {}, []):
+            raise InvalidRequest(f"{field}: {shown(key)} of a dict is not supported", param=field)
+    text = prompt.get("prompt")
+    if not isinstance(text, str | None):
+        raise InvalidRequest(f"{field}: prompt of a dict must be a text", param=field)
+    return text, prompt.get("prompt_token_ids")

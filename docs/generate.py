@@ -253,7 +253,7 @@ def _field_rows(route: dict[str, Any], whose: list[str]) -> list[list[str]]:
     (struct,) = {vars(place)[route["struct"]] for place in places if route["struct"] in vars(place)}
     own = {field.name for field in msgspec.structs.fields(struct)}
     refused = {name: why for name, why in protocol.UNSUPPORTED.items() if name not in own}
-    refused |= getattr(struct, "REFUSED", {})
+    refused |= getattr(struct, "REFUSED", {}) | getattr(struct, "UNSUPPORTED", {})
     theirs = {"OpenAI": route["openai"], "vLLM": route["vllm"]}
     rows = []
     for name in own.union(*theirs.values(), route["vllm_older"]):

@@ -15,7 +15,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -29,6 +29,9 @@ from ..core.outputs import PoolingRequestOutput, RequestOutput
 from ..core.pooling_params import PoolingParams, PoolingTask
 from ..core.sampling_params import OutputKind, SamplingParams
 from .scoring import score_all
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 T = TypeVar("T")
 
@@ -64,12 +67,28 @@ class LLM:
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Complete one prompt (text, token ids) or a list; return outputs in the same order."""
+        """Complete one prompt (text, token ids, or a dict with `prompt` or `prompt_token_ids`) or a
+        list; return outputs in the same order."""
 
         def start(prompt: Any, params: SamplingParams) -> OutputStream:
             return self.engine.generate(prompt, params)
 
         return self._all(_listed(prompts), params, start, use_tqdm)
+
+    def get_tokenizer(self) -> PreTrainedTokenizerFast:
+        """Return a copy of the model's tokenizer as a class of transformers, with its chat
+        template. Raises InvalidRequest without a tokenizer (`skip_tokenizer_init`)."""
+        tokenizer = self.engine.tokenizer
+        if tokenizer is None:
+            raise InvalidRequest("this engine has no tokenizer (skip_tokenizer_init)")
+        from tokenizers import Tokenizer as Backend
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast(
+            tokenizer_object=Backend.from_str(tokenizer.backend.to_str()),
+            chat_template=tokenizer.chat_templates or None,
+            **tokenizer.special_tokens,
+        )
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the sampling parameters used without `params`: the model's own defaults."""

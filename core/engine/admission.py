@@ -11,7 +11,7 @@ import msgspec
 
 from ..config import EngineConfig
 from ..errors import ContextLengthExceeded, InvalidRequest
-from ..inputs import Prompt
+from ..inputs import Prompt, is_single, text_and_tokens
 from ..loading.model_config import ModelConfig, SourceConfig
 from ..protocols.executors import ExecutorInfo
 from ..registration.extra_args import ExtraArgs
@@ -139,10 +139,12 @@ class Admission:
         Raises InvalidRequest, ContextLengthExceeded, EngineOverloaded.
         """
         source = self.model_config.source
-        if isinstance(prompt, Mapping) and "prompt_token_ids" not in prompt:
+        if isinstance(prompt, Mapping) and not is_single(prompt):
             if source is None or "encoder_prompt" not in prompt or set(prompt) - PROMPTS:
                 both = "" if source is None else ", or encoder_prompt and perhaps decoder_prompt"
-                raise InvalidRequest(f"prompt: a dict needs prompt_token_ids{both}", param="prompt")
+                raise InvalidRequest(
+                    f"prompt: a dict needs prompt or prompt_token_ids{both}", param="prompt"
+                )
             return await self._prepare_both(prompt, params, source)
         text, token_ids = await self._read(prompt, params, "prompt")
         return self.prepare_tokens(token_ids, params, text)
@@ -170,21 +172,20 @@ class Admission:
     ) -> tuple[str | None, list[int]]:
         """Return the text, if it is one, and the token ids of a caller's prompt; tokens that the
         caller gives are truncated, and are integers, if there are not too many."""
-        if isinstance(prompt, str):
+        text, given = text_and_tokens(prompt, field)
+        if text is not None and given is None:
             limit = self.token_limit(params, field)
             [token_ids] = await self.texts.tokenize(
-                [prompt], limit, add_special_tokens=add_special_tokens
+                [text], limit, add_special_tokens=add_special_tokens
             )
-            return prompt, token_ids
-        if isinstance(prompt, Mapping) and "prompt_token_ids" in prompt:
-            prompt = prompt["prompt_token_ids"]
-        if not isinstance(prompt, list | tuple):
+            return text, token_ids
+        if not isinstance(given, list | tuple):
             raise InvalidRequest(f"{field}: must be text or a list of token ids", param=field)
         # Truncated and counted before every item is checked: it may be very long.
-        tokens = self._truncate(list(prompt), params)
+        tokens = self._truncate(list(given), params)
         if len(tokens) <= self._longest_prompt and not all_ints(tokens):
             raise InvalidRequest(f"{field}: must be text or a list of token ids", param=field)
-        return None, tokens
+        return text, tokens
 
     def prepare_tokens(
         self, token_ids: list[int], params: SamplingParams, text: str | None = None

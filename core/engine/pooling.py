@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Generator, Mapping
 from typing import Any, TypeAlias
 
 from ..errors import ContextLengthExceeded, InvalidRequest, RequestFailed
-from ..inputs import SinglePrompt
+from ..inputs import SinglePrompt, is_single, text_and_tokens
 from ..loading.model_config import ModelConfig
 from ..loading.pooling_config import PoolingConfig
 from ..outputs import FinishReason, PoolingRequestOutput, RequestTimings
@@ -50,8 +50,9 @@ class PoolingAdmission:
         Raises InvalidRequest, ContextLengthExceeded, EngineOverloaded.
         """
         limit = self._limit(params)
-        if isinstance(prompt, Mapping) and "prompt_token_ids" in prompt:
-            prompt = prompt["prompt_token_ids"]  # type: ignore[typeddict-item]
+        if isinstance(prompt, Mapping) and is_single(prompt):
+            given, token_ids = text_and_tokens(prompt)
+            prompt = token_ids if token_ids is not None else given  # type: ignore[assignment]
         text: str | None = None
         pair: str | None = None
         types: tuple[int, ...] = ()
@@ -61,7 +62,8 @@ class PoolingAdmission:
             text, pair = prompt.get("text"), prompt.get("text_pair")  # type: ignore[assignment]
             if not isinstance(text, str) or not isinstance(pair, str):
                 raise InvalidRequest(
-                    "prompt: a dict needs prompt_token_ids, or text and text_pair", param="prompt"
+                    "prompt: a dict needs prompt, prompt_token_ids, or text and text_pair",
+                    param="prompt",
                 )
             if self.pooling.joins_pairs:
                 text, pair = text + pair, None  # Decoders are trained to compare texts like this.

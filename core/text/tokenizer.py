@@ -233,6 +233,12 @@ class Tokenizer:
         joined = self.backend.post_process(parts[0], second, add_special_tokens)
         return joined.ids, joined.type_ids
 
+    def first_tokens(self, text: str, count: int) -> str:
+        """Return the beginning of a text that has at most this many tokens, without special ones
+        around it."""
+        ids, _ = self.encode_texts(text, limit=count + 1, add_special_tokens=False)
+        return text if len(ids) <= count else self.decode(ids[:count], skip_special_tokens=False)
+
     def _check_fits(self, text: str, most: TokenLimit) -> None:
         """Raise for a text that is too long, without encoding all of it."""
         if len(text) > max(PIECE, 4 * most.tokens):

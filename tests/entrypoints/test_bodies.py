@@ -172,6 +172,22 @@ def test_a_body_that_is_not_called_json_is_a_415(
     assert "Content-Type: must be application/json" in response.json()["error"]["message"]
 
 
+def test_a_byte_order_mark_before_json_is_skipped(server: Server) -> None:
+    chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+    bodies: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/chat/completions", chat),
+        ("/v1/completions", {"prompt": "x", "max_tokens": 1}),
+        ("/v1/responses", {"input": "x", "max_output_tokens": 1}),
+        ("/v1/messages", chat),
+        ("/v1/messages/count_tokens", {"messages": chat["messages"]}),
+        ("/tokenize", {"prompt": "x"}),
+        ("/v1/completions", {"prompt": "x" * (1 << 17), "truncate_prompt_tokens": 2}),
+    ]
+    for path, body in bodies:
+        response = post(server, b"\xef\xbb\xbf" + json.dumps(body).encode(), path)
+        assert response.status_code == 200, response.text
+
+
 def test_a_charset_and_other_kinds_of_json_are_taken(server: Server) -> None:
     for content_type in (
         "application/json; charset=utf-8",

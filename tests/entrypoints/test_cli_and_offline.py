@@ -9,9 +9,11 @@ from typing import Any
 
 import forked
 import pytest
+import transformers
 
 from jackfield import LLM, SamplingParams
 from jackfield.core.errors import ConfigError, InvalidRequest, LoadError
+from jackfield.core.loading.model_config import EMBEDDED_MODEL
 from jackfield.entrypoints.cli.main import main
 from jackfield.entrypoints.flags.engine_flags import add_engine_options, engine_config
 from jackfield.entrypoints.flags.parser import Parser
@@ -92,6 +94,41 @@ def test_one_prompt_is_a_list_of_one(llm: LLM) -> None:
     (text,) = llm.generate("Hello", params, use_tqdm=False)
     (ids,) = llm.generate(text.prompt_token_ids, params, use_tqdm=False)
     assert text.outputs[0].token_ids == ids.outputs[0].token_ids
+
+
+def test_a_prompt_may_be_a_dict(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=6, temperature=0)
+    (text,) = llm.generate("Hello", params, use_tqdm=False)
+    ids = text.prompt_token_ids
+    outputs = llm.generate(
+        [{"prompt": "Hello"}, {"prompt_token_ids": ids}, {"prompt_token_ids": ids, "prompt": "Hi"},
+         {"prompt": "Hello", "multi_modal_data": None}],
+        params, use_tqdm=False,
+    )  # fmt: skip
+    assert [output.prompt_token_ids for output in outputs] == [ids] * 4
+    assert [output.outputs[0].text for output in outputs] == [text.outputs[0].text] * 4
+    assert [output.prompt for output in outputs] == ["Hello", None, "Hi", "Hello"]
+    (single,) = llm.generate({"prompt": "Hello"}, params, use_tqdm=False)
+    assert single.prompt == "Hello"
+    for wrong in ({"prompt": 3}, {"text": "Hello"}, {"prompt": "x", "multi_modal_data": {"a": 1}}):
+        with pytest.raises(InvalidRequest, match=r"^prompt: "):
+            llm.generate(wrong, params, use_tqdm=False)  # type: ignore[arg-type]
+
+
+def test_the_tokenizer_is_one_of_transformers(llm: LLM) -> None:
+    tokenizer = llm.get_tokenizer()
+    expected = transformers.AutoTokenizer.from_pretrained(EMBEDDED_MODEL)
+    text = "Hello there, wörld"
+    assert tokenizer.encode(text) == expected.encode(text)
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert (tokenizer.eos_token_id, len(tokenizer)) == (expected.eos_token_id, len(expected))
+    messages = [{"role": "user", "content": "Hi"}]
+    prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert prompt == expected.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True
+    )
+    tokenizer.add_tokens(["<|mine|>"])
+    assert "<|mine|>" not in str(llm.get_tokenizer().get_vocab())
 
 
 def test_chat(llm: LLM) -> None:

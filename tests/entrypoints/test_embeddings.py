@@ -13,6 +13,7 @@ import numpy as np
 import openai
 import pytest
 import torch.nn.functional as F
+import transformers
 from encoders import (
     minilm,
     reference_logits,
@@ -277,10 +278,49 @@ def test_bad_rerank_requests_name_the_field(scorer: Server) -> None:
         ({"documents": []}, "documents"),
         ({"documents": [{"title": "x"}]}, "documents"),
         ({"documents": ["x"], "top_n": -1}, "top_n"),
-        ({"documents": ["x"], "max_tokens_per_doc": 5}, "max_tokens_per_doc"),
+        ({"documents": ["x"], "max_tokens_per_doc": 0}, "max_tokens_per_doc"),
+        ({"documents": ["x"], "max_tokens_per_query": -1}, "max_tokens_per_query"),
+        ({"documents": ["x"], "rank_fields": ["a"]}, "rank_fields"),
+        ({"documents": ["x"], "instruction": "Be kind"}, "instruction"),
+        ({"documents": ["x"], "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
         ({}, "documents"),
     ]:
         assert refused(scorer, "/rerank", query=QUERY, **body)["param"] == param
+
+
+def test_texts_are_cut_after_the_tokens_that_are_asked_for(
+    scorer: Server, cross_encoder: Path
+) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(cross_encoder)
+
+    def cut(text: str, count: int) -> str:
+        return tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)[:count])
+
+    query, documents = QUERY + " " + DOCUMENTS[0], ["the dog " * 100, *DOCUMENTS]
+    limits = {"max_tokens_per_doc": 3, "max_tokens_per_query": 4}
+    target = [pair_score(cross_encoder, cut(query, 4), cut(text, 3)) for text in documents]
+    ranked = post(scorer, "/rerank", query=query, documents=documents, **limits)["results"]
+    assert {r["index"]: pytest.approx(r["relevance_score"], abs=1e-5) for r in ranked} == dict(
+        enumerate(target)
+    )
+    assert {r["document"]["text"] for r in ranked} == set(documents)
+    scores = post(scorer, "/score", text_1=query, text_2=documents, **limits)["data"]
+    np.testing.assert_allclose([item["score"] for item in scores], target, atol=1e-5)
+
+
+def test_scores_take_every_name_of_the_texts(scorer: Server) -> None:
+    first = post(scorer, "/score", text_1=QUERY, text_2=DOCUMENTS)["data"]
+    for names in (("queries", "documents"), ("queries", "items"), ("data_1", "data_2")):
+        body = dict(zip(names, (QUERY, DOCUMENTS), strict=True))
+        assert post(scorer, "/score", **body)["data"] == first
+        assert refused(scorer, "/score", **{names[0]: QUERY})["param"] in ("documents", "data_2")
+        many = {names[0]: [QUERY] * 3, names[1]: DOCUMENTS[:2]}
+        assert refused(scorer, "/score", **many)["param"] == names[1]
+    assert refused(scorer, "/score", text_1="a", queries="b", text_2="c")["param"] == "queries"
+    assert refused(scorer, "/score")["param"] == "text_1"
+    assert refused(scorer, "/score", text_1="a", text_2="b", instruction="c")["param"] == (
+        "instruction"
+    )
 
 
 def test_rerank_returns_logits_on_request(scorer: Server) -> None:

@@ -7,6 +7,7 @@ send are ignored with a log line.
 
 from __future__ import annotations
 
+import codecs
 import functools
 import logging
 from collections.abc import Mapping
@@ -46,9 +47,14 @@ UNSUPPORTED = {
     "return_prompt_text": "POST /tokenize renders a chat, POST /detokenize shows it",
     "return_token_offsets": "POST /tokenize gives each token's text: return_token_strs",
     "return_assistant_tokens_mask": "there is no route that renders a chat for training",
+    "logprob_token_ids": "log-probabilities are those of the most likely tokens: top_logprobs",
+    "stream_interval": "each step's tokens are sent at once",
+    "watermarking": "there is no watermark",
+    "return_weight_versions": "weights do not change while the server runs",
     "thinking_token_budget": "reasoning cannot be cut off; see max_tokens and reasoning_effort",
 }
-"""Field → why it is refused, or what to use instead."""
+"""Field → why it is refused, or what to use instead. A request's class adds its own to these, under
+the same name."""
 IGNORED = {
     "guided_decoding_backend": "the server chooses: --structured-outputs-config.backend",
     "guided_whitespace_pattern": "see --structured-outputs-config.disable-any-whitespace",
@@ -343,9 +349,9 @@ def decode(body: bytes, kind: type[T]) -> T:
 
 
 def parse(body: bytes) -> dict[str, Any]:
-    """Decode a JSON object. Raises InvalidRequest."""
+    """Decode a JSON object; a byte order mark before it is skipped. Raises InvalidRequest."""
     try:
-        raw = msgspec.json.decode(body)
+        raw = msgspec.json.decode(body.removeprefix(codecs.BOM_UTF8))
     except msgspec.ValidationError as error:  # A number out of range of any type.
         raise InvalidRequest(f"the body cannot be read: {error}") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -357,7 +363,7 @@ def parse(body: bytes) -> dict[str, Any]:
 
 def convert(raw: dict[str, Any], kind: type[T]) -> T:
     """Convert a decoded object, as `decode` does."""
-    for name, why in UNSUPPORTED.items():
+    for name, why in {**UNSUPPORTED, **getattr(kind, "UNSUPPORTED", {})}.items():
         is_set = name in raw and raw[name] not in (*EMPTY, *NOTHING.get(name, ()))
         if is_set and name not in kind.__struct_fields__:  # type: ignore[attr-defined]
             raise InvalidRequest(f"{name}: is not supported: {why}", param=name)

@@ -31,6 +31,12 @@ class PoolingFields(msgspec.Struct, kw_only=True, dict=True):
     origin: ClassVar[Origin] = Origin()
     """As in SamplingRequest."""
 
+    UNSUPPORTED: ClassVar = {
+        "instruction": "write it into the texts, in the form that the model was trained with",
+        "late_chunking_params": "each text is pooled by itself",
+    }
+    """Added to the module's of `common.protocol`."""
+
     def options(self, name: str) -> dict[str, Any]:
         """Return the arguments for `AsyncEngine.encode`."""
         return {
@@ -98,62 +104,108 @@ class ClassifyRequest(PoolingFields, kw_only=True):
         )
 
 
-class ScoreRequest(PoolingFields, kw_only=True):
-    """POST /score: one text with one, one with many, or pairs of two lists."""
+class PairFields(PoolingFields, kw_only=True):
+    """Fields of requests whose texts are compared."""
 
-    text_1: str | list[str]
-    text_2: str | list[str]
+    UNSUPPORTED: ClassVar = {
+        **PoolingFields.UNSUPPORTED,
+        "chat_template_kwargs": "pairs of texts are joined without a chat template",
+    }
+
     activation: bool | None = None
     use_activation: bool | None = None
-
-    def pairs(self) -> list[tuple[str, str]]:
-        """Return the pairs of texts. Raises InvalidRequest with the field's name."""
-        first = [self.text_1] if isinstance(self.text_1, str) else self.text_1
-        second = [self.text_2] if isinstance(self.text_2, str) else self.text_2
-        for name, texts in (("text_1", first), ("text_2", second)):
-            _check_count(name, len(texts))
-        if len(first) == 1:
-            first = first * len(second)
-        if len(first) != len(second):
-            raise InvalidRequest(
-                f"text_2: {len(second)} texts for {len(first)} in text_1; give as many, or one "
-                "text_1",
-                param="text_2",
-            )
-        return list(zip(first, second, strict=True))
+    max_tokens_per_query: int | None = None
+    max_tokens_per_doc: int | None = None
+    """Tokens of a text that are read; what follows them is cut off."""
 
     def params(self) -> PoolingParams:
+        """Return the pooling parameters. Raises InvalidRequest with the field's name."""
         return PoolingParams(
             activation=_either(self.activation, self.use_activation),
             truncate_prompt_tokens=self.truncate_prompt_tokens,
         )
 
+    def limits(self) -> tuple[int | None, int | None]:
+        """Return the limits of a query and of a document; None: there is none. Raises
+        InvalidRequest."""
+        for name in ("max_tokens_per_query", "max_tokens_per_doc"):
+            if (limit := getattr(self, name)) is not None and limit < 1:
+                raise InvalidRequest(f"{name}: must be at least 1, got {limit}", param=name)
+        return self.max_tokens_per_query, self.max_tokens_per_doc
 
-class RerankRequest(PoolingFields, kw_only=True):
+
+class ScoreRequest(PairFields, kw_only=True):
+    """POST /score: one text with one, one with many, or pairs of two lists."""
+
+    text_1: str | list[str] | None = None
+    text_2: str | list[str] | None = None
+    queries: str | list[str] | None = None
+    """vLLM's other name of text_1; of text_2 it is `documents` or `items`."""
+    documents: str | list[str] | None = None
+    items: str | list[str] | None = None
+    data_1: str | list[str] | None = None
+    data_2: str | list[str] | None = None
+
+    NAMES: ClassVar = (
+        ("text_1", "queries", "data_1"),
+        ("text_2", "documents", "items", "data_2"),
+    )
+    """Names of the first texts, and of the second ones."""
+
+    def names(self) -> tuple[str, str]:
+        """Return the names under which both texts came. Raises InvalidRequest if one is missing or
+        came under two names."""
+        found: list[str] = []
+        for names in self.NAMES:
+            given = [name for name in names if getattr(self, name) is not None]
+            if len(given) > 1:
+                raise InvalidRequest(
+                    f"{given[1]}: means the same as {given[0]}; give one of them", param=given[1]
+                )
+            if not given:
+                other = found[0] if found else "text_2"
+                name = {"queries": "documents", "data_1": "data_2"}.get(other, names[0])
+                raise InvalidRequest(f"{name}: is missing", param=name)
+            found += given
+        return found[0], found[1]
+
+    def pairs(self) -> list[tuple[str, str]]:
+        """Return the pairs of texts. Raises InvalidRequest with the field's name."""
+        names = self.names()
+        first, second = (
+            [value] if isinstance(value, str) else value
+            for value in (getattr(self, name) for name in names)
+        )
+        for name, texts in zip(names, (first, second), strict=True):
+            _check_count(name, len(texts))
+        if len(first) == 1:
+            first = first * len(second)
+        if len(first) != len(second):
+            raise InvalidRequest(
+                f"{names[1]}: {len(second)} texts for {len(first)} in {names[0]}; give as many, or "
+                f"one in {names[0]}",
+                param=names[1],
+            )
+        return list(zip(first, second, strict=True))
+
+
+class RerankRequest(PairFields, kw_only=True):
     """POST /rerank, in the form that Cohere and Jina share."""
 
-    REFUSED: ClassVar = dict.fromkeys(
-        ("max_tokens_per_doc", "max_chunks_per_doc", "rank_fields"),
-        "truncate_prompt_tokens cuts query and document together",
-    )
-    """Their fields for unsupported features → the text of the error."""
+    UNSUPPORTED: ClassVar = {
+        **PairFields.UNSUPPORTED,
+        "max_chunks_per_doc": "a document is read as a whole; see max_tokens_per_doc",
+        "rank_fields": "a document is its text",
+    }
 
     query: str
     documents: list[str | dict[str, Any]]
     """Texts, or objects with a `text`."""
     top_n: int | None = None
-    activation: bool | None = None
-    use_activation: bool | None = None
     return_documents: bool = True
-    max_tokens_per_doc: int | None = None
-    max_chunks_per_doc: int | None = None
-    rank_fields: list[str] | None = None
 
     def texts(self) -> list[str]:
         """Return the documents' texts. Raises InvalidRequest with the field's name."""
-        for name, why in self.REFUSED.items():
-            if getattr(self, name):
-                raise InvalidRequest(f"{name}: is not supported; {why}", param=name)
         if self.top_n is not None and self.top_n < 0:
             raise InvalidRequest(f"top_n: must be at least 0, got {self.top_n}", param="top_n")
         _check_count("documents", len(self.documents))
@@ -167,12 +219,6 @@ class RerankRequest(PoolingFields, kw_only=True):
                 )
             texts.append(text)
         return texts
-
-    def params(self) -> PoolingParams:
-        return PoolingParams(
-            activation=_either(self.activation, self.use_activation),
-            truncate_prompt_tokens=self.truncate_prompt_tokens,
-        )
 
 
 def inputs(value: str | list[Any] | None) -> list[str | list[int]]:

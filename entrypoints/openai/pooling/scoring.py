@@ -7,7 +7,8 @@ from typing import Any
 from aiohttp import web
 
 from ....core.engine.async_engine import AsyncEngine
-from ...http.context import ENGINE, check_model, new_id, reply
+from ....core.text.text_threads import rough_size
+from ...http.context import ENGINE, check_model, new_id, reply, tokenizer_of
 from ...scoring import score_all
 from ..common.openapi import documented
 from ..common.request_body import Call, call_of, decode_body
@@ -29,8 +30,9 @@ async def score_response(call: Call, params: ScoreRequest) -> dict[str, Any]:
     model = check_model(engine, params.model)
     _check_scores(engine, call.route)
     name = new_id("score", params.request_id)
-    work = score_all(engine, params.pairs(), params.params(), **params.options(name))
-    outputs = await naming(work, "text_2")
+    pairs = await _cut(engine, params.pairs(), *params.limits())
+    work = score_all(engine, pairs, params.params(), **params.options(name))
+    outputs = await naming(work, params.names()[1])
     data = [
         {"index": index, "object": "score", "score": output.outputs.score}
         for index, output in enumerate(outputs)
@@ -52,7 +54,7 @@ async def rerank_response(call: Call, params: RerankRequest) -> dict[str, Any]:
     _check_scores(engine, call.route)
     texts = params.texts()
     name = new_id("rerank", params.request_id)
-    pairs = [(params.query, text) for text in texts]
+    pairs = await _cut(engine, [(params.query, text) for text in texts], *params.limits())
     work = score_all(engine, pairs, params.params(), **params.options(name))
     outputs = await naming(work, "documents")
     scores = [output.outputs.score for output in outputs]
@@ -70,3 +72,24 @@ def _check_scores(engine: AsyncEngine, path: str) -> None:
     pooling = engine.model_config.pooling
     scores = pooling is not None and pooling.scores
     check_task(engine, path, *(engine.supported_tasks if scores else ("score",)))
+
+
+async def _cut(
+    engine: AsyncEngine,
+    pairs: list[tuple[str, str]],
+    query_tokens: int | None,
+    document_tokens: int | None,
+) -> list[tuple[str, str]]:
+    """Return the pairs with each text cut after this many tokens; None: it stays whole."""
+    for place, limit in enumerate((query_tokens, document_tokens)):
+        if limit is None:
+            continue
+        texts = list({pair[place] for pair in pairs})
+
+        def cut(texts: list[str] = texts, limit: int = limit) -> dict[str, str]:
+            tokenizer = tokenizer_of(engine)
+            return {text: tokenizer.first_tokens(text, limit) for text in texts}
+
+        short = await engine.in_text_threads(rough_size(texts), cut)
+        pairs = [(short[a], b) if place == 0 else (a, short[b]) for a, b in pairs]
+    return pairs
