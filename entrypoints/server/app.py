@@ -36,7 +36,7 @@ from ..openai.pooling.embeddings import embeddings
 from ..openai.pooling.routes import classify, pooling
 from ..openai.pooling.scoring import rerank, score
 from ..openai.responses.routes import add_responses
-from ..web.page import add_page
+from ..web.page import PLAYGROUND, TRY, add_page
 from . import docs_page
 from .admin import add_admin_routes
 from .frontends import stateful_proxy
@@ -110,10 +110,11 @@ def make_app(
     if options.batches is not None:
         add_batch_routes(app, options.batches, work_here=options.kept_at is None)
     if options.playground:
-        add_page(app)
+        add_page(app, PLAYGROUND)
     if options.docs:
         app.router.add_get("/openapi.json", docs_page.openapi_json)
         app.router.add_get("/docs", docs_page.docs)
+        add_page(app, TRY)
     _check_sites(app, host)
     app.on_response_prepare.append(_tell_server)
     if options.request_id_headers:

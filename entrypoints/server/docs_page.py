@@ -1,6 +1,7 @@
 """GET /openapi.json and GET /docs: the server's routes, for programs and for people.
 
-The page is plain HTML generated from the document, without scripts and without external resources.
+The page is plain HTML generated from the document, without scripts and without external resources;
+its buttons lead to /docs/try (`entrypoints/web/try.js`).
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ div.table { overflow-x: auto } table { border-collapse: collapse; width: 100% }
 th, td { text-align: left; vertical-align: top; padding: 0.3rem 0.6rem }
 th, td { border-bottom: 1px solid var(--line) } pre { white-space: pre-wrap }
 details td:first-child { width: 1%; white-space: nowrap }
+form { margin-top: 0.75rem }
 section:target { background: var(--soft) }
 """
 
@@ -113,7 +115,19 @@ def _operation(method: str, path: str, operation: dict[str, Any]) -> str:
         f"<span>{escape(operation.get('summary', ''))}</span></summary><div>"
         + (f"<pre>{escape(about)}</pre>" if about else "")
         + _table([], rows)
+        + _try(method, path, operation)
         + "</div></details>"
+    )
+
+
+def _try(method: str, path: str, operation: dict[str, Any]) -> str:
+    """Return a button that leads to where a route is tried; none for bodies that are not JSON."""
+    kinds = operation.get("requestBody", {}).get("content", {})
+    if kinds and "application/json" not in kinds:
+        return ""
+    return (
+        '<form action="docs/try"><button name="operation" '
+        f'value="{escape(f"{method} {path}")}">Try it</button></form>'
     )
 
 

@@ -1,4 +1,5 @@
-"""Serves the playground: three files that ship with the package, read once, and no others."""
+"""Serves the pages for people, the playground and the one that tries a route: files that ship with
+the package, read once, and no others."""
 
 from __future__ import annotations
 
@@ -23,16 +24,24 @@ HEADERS = {
     "Cache-Control": "no-cache",
 }
 """Nothing inline, nothing from other hosts. A browser may cache a file, but revalidates it."""
-TYPES = {
-    "index.html": "text/html",
-    "playground.css": "text/css",
-    "playground.js": "text/javascript",
+TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
+PLAYGROUND = {
+    "/": "index.html",
+    "/playground/playground.css": "playground.css",
+    "/playground/markdown.js": "markdown.js",
+    "/playground/playground.js": "playground.js",
 }
+TRY = {
+    "/docs/try": "try.html",
+    "/docs/try/try.css": "try.css",
+    "/docs/try/try.js": "try.js",
+}
+"""Path → file: the page, and those that it names, which lie in one folder."""
 
 
 @dataclass(frozen=True)
 class File:
-    """One file of the page."""
+    """One file of a page."""
 
     body: bytes
     content_type: str
@@ -40,21 +49,22 @@ class File:
     """The file's ETag, which depends on its content only."""
 
 
-FILES: web.AppKey[dict[str, File]] = web.AppKey("playground", dict)
+FILES: web.AppKey[dict[str, File]] = web.AppKey("pages", dict)
 
 
-def add_page(app: web.Application) -> None:
-    """Serve `/` and the two files that it names. They need no key; the routes that they call do."""
-    app[FILES] = {name: _read(name) for name in TYPES}
+def add_page(app: web.Application, files: dict[str, str]) -> None:
+    """Serve a page and the files that it names. They need no key; the routes that they call do."""
+    app.setdefault(FILES, {}).update({path: _read(name) for path, name in files.items()})
     app[OPEN_HANDLERS].add(page)
-    app.router.add_get("/", page)
-    app.router.add_get("/playground/{name}", page)
+    first, second, *_ = files
+    for path in (first, f"{second.rpartition('/')[0]}/{{name}}"):
+        app.router.add_get(path, page)
 
 
 @internal
 async def page(request: web.Request) -> web.Response:
-    """GET /, GET /playground/{name}"""
-    file = request.app[FILES].get(request.match_info.get("name", "index.html"))
+    """GET one of the files"""
+    file = request.app[FILES].get(request.path)
     if file is None:
         raise web.HTTPNotFound
     etags = request.if_none_match or ()
@@ -70,4 +80,5 @@ async def page(request: web.Request) -> web.Response:
 
 def _read(name: str) -> File:
     body = resources.files(__package__).joinpath(name).read_bytes()
-    return File(body, TYPES[name], hashlib.sha256(body).hexdigest()[:32])
+    content_type = TYPES[name.rpartition(".")[2]]
+    return File(body, content_type, hashlib.sha256(body).hexdigest()[:32])

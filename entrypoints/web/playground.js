@@ -1,4 +1,7 @@
-// The playground: a chat over the server's own HTTP API. What a model says becomes text nodes only.
+// The playground: a chat over the server's own HTTP API. What a model says becomes text nodes and
+// the elements of markdown.js, never HTML.
+
+import { Markdown } from "./markdown.js";
 
 const $ = (id) => document.getElementById(id);
 const NARROW = matchMedia("(max-width: 60rem)");
@@ -201,6 +204,7 @@ function checked() {
 // ---------------------------------------------------------------- the conversation
 
 const messages = [];
+const beside = new WeakMap(); // Message of a model → what is shown and not sent.
 let running = null; // The AbortController of the answer that is being written.
 let waiting = null; // The calls whose results the user may give.
 
@@ -222,6 +226,13 @@ function following(change) {
   const result = change();
   if (there) log.scrollTop = log.scrollHeight;
   return result;
+}
+
+/** Text as it is: what a model thought. */
+function plain(block) {
+  const node = document.createTextNode("");
+  block.append(node);
+  return { append: (text) => node.appendData(text), draw() {} };
 }
 
 /** One answer of the model, drawn as it comes. */
@@ -272,11 +283,20 @@ class Answer {
       const shown = text.trimStart();
       if (!shown) return;
       this.rest();
-      this.open = { kind, node: document.createTextNode(shown), began: now };
-      open(element("div", { className: "text last" }, this.open.node));
+      const block = element("div", { className: "text last" });
+      const view = kind === "text" ? new Markdown(block) : plain(block);
+      if (kind === "text") block.classList.add("markdown");
+      this.open = { kind, view, began: now };
+      view.append(shown);
+      open(block);
     } else {
-      this.open.node.appendData(text);
+      this.open.view.append(text);
     }
+  }
+
+  /** Draw what has been added: once a frame. */
+  draw(last = false) {
+    this.open?.view.draw(last);
   }
 
   think(text, now) {
@@ -295,6 +315,7 @@ class Answer {
 
   /** Close the open block. */
   rest() {
+    this.draw(true);
     this.turn.querySelector(".text.last")?.classList.remove("last");
     if (this.open?.kind === "thought") {
       const spent = this.thoughtUntil - this.open.began;
@@ -349,7 +370,13 @@ class Answer {
       }));
     }
     messages.push(message);
+    beside.set(message, {
+      model: this.turn.querySelector("h2").textContent,
+      thought: this.thought,
+      facts: Array.from(this.facts.children, (fact) => fact.textContent),
+    });
     if (calls.length) ask(this, calls);
+    keep();
   }
 }
 
@@ -392,17 +419,23 @@ function settle() {
   for (const { id, field, form } of waiting.calls) {
     const given = field.value.trim();
     messages.push({ role: "tool", tool_call_id: id, content: given });
-    form.replaceChildren(element("label", { textContent: given ? "Result" : "No result was given" }));
-    if (given) form.append(element("pre", { textContent: given }));
+    drawResult(form, given);
   }
   waiting.button.remove();
   waiting = null;
+  keep();
+}
+
+function drawResult(form, given) {
+  form.replaceChildren(element("label", { textContent: given ? "Result" : "No result was given" }));
+  if (given) form.append(element("pre", { textContent: given }));
 }
 
 function again(turn, start) {
   if (running) return;
   waiting = null;
   messages.length = start;
+  keep();
   while (turn.nextSibling) turn.nextSibling.remove();
   turn.remove();
   $("prompt").focus();
@@ -433,6 +466,7 @@ async function drawAll(response, answer) {
     frame = 0;
     following(() => {
       for (const [event, now] of come.splice(0)) answer.take(event, now);
+      answer.draw();
       if (answer.first !== undefined) answer.measure();
     });
   };
@@ -500,12 +534,79 @@ function send() {
   if (!text || running || !checked()) return;
   settle();
   messages.push({ role: "user", content: text });
+  keep();
   $("prompt").value = "";
   fit();
-  const { turn } = drawTurn("you", "You", element("div", { className: "text", textContent: text }));
+  const { turn } = drawQuestion(text);
   turn.scrollIntoView({ block: "end" });
   $("log").scrollTop = $("log").scrollHeight;
   respond();
+}
+
+function drawQuestion(text) {
+  return drawTurn("you", "You", element("div", { className: "text", textContent: text }));
+}
+
+/** Keep the conversation for the next time that this browser opens the page. */
+function keep() {
+  const entries = messages.map((message) => ({ message, ...beside.get(message) }));
+  const text = entries.length ? JSON.stringify(entries) : "";
+  inBrowser("conversation", "");
+  inBrowser("conversation", text); // Without room for it none is kept, rather than half of it.
+}
+
+/** Draw the conversation of the last time. */
+function restore() {
+  let entries = [];
+  try {
+    entries = JSON.parse(inBrowser("conversation") || "[]");
+    let answer = null;
+    for (const { message, ...more } of entries) {
+      if (message.role === "user") drawQuestion(message.content);
+      else if (message.role === "assistant") answer = restored(message, more);
+      else answer.results.push(message.content);
+      messages.push(message);
+      if (message.role === "assistant") beside.set(message, more);
+      if (answer?.calls.length && answer.results.length === answer.calls.length) {
+        settledBefore(answer);
+        answer = null;
+      }
+    }
+    if (!messages.length) return;
+    if (answer?.calls.length) return ask(answer, answer.calls);
+    answer = messages.at(-1).role === "assistant" ? answer : cutOff();
+    offerAgain(answer.turn, answer.start, answer.facts, "again");
+  } catch {
+    fresh(); // Something else was kept under this name.
+  }
+}
+
+function restored(message, { model, thought, facts }) {
+  const answer = new Answer(model);
+  if (thought) answer.think(thought, 0);
+  if (message.content) answer.write(message.content, 0);
+  for (const [index, one] of (message.tool_calls ?? []).entries()) answer.called({ index, ...one });
+  answer.rest();
+  answer.turn.removeAttribute("aria-busy");
+  answer.say(...facts);
+  answer.results = [];
+  return answer;
+}
+
+function settledBefore({ calls, results }) {
+  for (const [index, { card }] of calls.entries()) {
+    const form = element("div", { className: "answer" });
+    drawResult(form, results[index]);
+    card.append(form);
+  }
+}
+
+/** The place of an answer that a reload cut off. */
+function cutOff() {
+  const answer = new Answer("Model");
+  answer.turn.removeAttribute("aria-busy");
+  answer.say("no answer: the page was loaded again");
+  return answer;
 }
 
 function fresh() {
@@ -513,6 +614,7 @@ function fresh() {
   running = null;
   busy(false);
   messages.length = 0;
+  keep();
   waiting = null;
   $("turns").replaceChildren($("empty"));
   $("empty").hidden = false;
@@ -617,8 +719,9 @@ const kept = () => document.querySelectorAll(".panel :is(input, textarea, select
 const nameOf = (field) => field.id || field.dataset.field;
 
 for (const field of kept()) {
-  field.value = inTab(nameOf(field));
-  field.addEventListener("input", () => inTab(nameOf(field), field.value));
+  const area = field.id === "key" ? inTab : inBrowser; // A key is for this tab alone.
+  field.value = area(nameOf(field));
+  field.addEventListener("input", () => area(nameOf(field), field.value));
 }
 for (const [field, check] of [[$("tools"), tools], [$("extra"), extra]]) {
   field.addEventListener("change", () => {
@@ -668,5 +771,6 @@ document.addEventListener("visibilitychange", look);
 
 theme(THEMES[inBrowser("theme")] ? inBrowser("theme") : "");
 show(!NARROW.matches);
+restore();
 loadModels();
 look();

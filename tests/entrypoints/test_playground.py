@@ -70,6 +70,8 @@ def opened(browser: Browser, server: Server, ready: str) -> Iterator[Page]:
     try:
         first.shape(1280, 800)
         first.open(server.url)
+        first.value("localStorage.clear()")
+        first.open(server.url)
         first.until(ready)
         yield first
         elsewhere = [url for url in first.requests if not url.startswith((server.url, "data:"))]
@@ -230,6 +232,165 @@ def test_the_theme_follows_the_system_until_it_is_chosen(page: Page) -> None:
     assert paper() == light
 
 
+# ---------------------------------------------------------------- Markdown
+
+WRITTEN = """# A title
+
+Some **bold**, *slanted* and `code`, snake_case_name, 2 * 3 * 4.
+A second line.
+
+- one
+- two
+  1. inner
+  2. more
+
+3. third
+4. fourth
+
+| a | b |
+|---|:-:|
+| 1 | **2** |
+
+> quoted
+
+```python
+print("<b>&amp;</b>")
+
+# no title
+```
+
+[a page](https://example.com/x) [run](javascript:alert(1)) ![pixel](https://example.com/pixel.png)
+<img src=x onerror="alert(1)"><script>alert(2)</script> https://example.com/bare."""
+
+
+@pytest.fixture(scope="module")
+def writer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Its model writes Markdown, some of it hostile."""
+    checkpoint = save_scripted(tmp_path_factory.mktemp("writer"), [WRITTEN])
+    with running(engine_config(checkpoint)) as item:
+        yield item
+
+
+@pytest.fixture
+def written(browser: Browser, writer: Server) -> Iterator[Page]:
+    """The page with such an answer."""
+    ready = f"document.getElementById('model').value === '{MODEL}'"
+    for page in opened(browser, writer, ready):
+        say(page, "Write")
+        page.until(f"document.querySelector('.markdown') && {DONE}")
+        yield page
+        page.value("document.getElementById('fresh').click()")
+
+
+def test_markdown_is_drawn(written: Page) -> None:
+    page = written
+    assert texts(page, ".markdown > h3") == ["A title"]
+    assert texts(page, ".markdown strong") == ["bold", "2"]
+    assert texts(page, ".markdown em") == ["slanted"]
+    assert "snake_case_name, 2 * 3 * 4.\nA second line." in text(page, ".markdown > p")
+    assert texts(page, ".markdown ul > li > ol > li") == ["inner", "more"]
+    assert page.value("document.querySelector('.markdown > ol').start") == 3
+    assert texts(page, ".markdown th") == ["a", "b"] and texts(page, ".markdown td") == ["1", "2"]
+    assert texts(page, ".markdown blockquote") == ["quoted"]
+    assert texts(page, ".codeblock header span") == ["python"]
+    assert text(page, ".codeblock code") == 'print("<b>&amp;</b>")\n\n# no title'
+
+
+def test_a_hostile_answer_is_text(written: Page) -> None:
+    """`opened` sees to it that nothing is fetched from elsewhere, and that nothing complains."""
+    page = written
+    last = texts(page, ".markdown > p")[-1]
+    assert '<img src=x onerror="alert(1)"><script>alert(2)</script>' in last
+    assert page.value("document.querySelectorAll('.turn :is(img, script, b)').length") == 0
+    links = "Array.from(document.querySelectorAll('.turn a'), (a) => [a.innerText, a.href, a.rel])"
+    safe = "noopener noreferrer nofollow"
+    assert page.value(links) == [
+        ["a page", "https://example.com/x", safe],
+        ["pixel", "https://example.com/pixel.png", safe],
+        ["https://example.com/bare", "https://example.com/bare", safe],
+    ]
+
+
+def test_code_is_copied(written: Page) -> None:
+    page = written
+    page.value("document.querySelector('.copy').click()")
+    page.until("document.querySelector('.copy').innerText === 'Copied'")
+    page.value("document.getElementById('prompt').focus()")
+    page.send("Input.dispatchKeyEvent", type="keyDown", key="v", commands=["paste"])
+    pasted = page.value("document.getElementById('prompt').value")
+    assert pasted == 'print("<b>&amp;</b>")\n\n# no title'
+
+
+def test_markdown_that_grows_is_drawn_like_the_whole(page: Page) -> None:
+    draw = """(async () => {
+        const { Markdown } = await import("/playground/markdown.js");
+        const drawn = (pieces) => {
+            const root = document.createElement("div");
+            const view = new Markdown(root);
+            for (const piece of pieces) { view.append(piece); view.draw(true); }
+            return root.innerHTML;
+        };
+        return TEXTS.map((text) => [drawn([text]), drawn(text), drawn(text.match(/[^]{1,7}/g))]);
+    })()"""
+    others = ["* a\n\n  still a\n* b\nlazy\n\nafter", "```\nopen\n\nend", "**un closed\n\n`x"]
+    found = page.value(draw.replace("TEXTS", json.dumps([WRITTEN, *others])))
+    for whole, by_letter, by_seven in found:
+        assert whole == by_letter == by_seven
+
+
+# ---------------------------------------------------------------- a reload
+
+
+def test_a_reload_keeps_the_conversation_and_the_settings(page: Page, server: Server) -> None:
+    fill(page, "#system", "Be kind.")
+    fill(page, "[data-field=temperature]", "0")
+    fill(page, "#key", "sk-secret")
+    page.value("document.getElementById('example').click()")
+    say(page, "The weather?")
+    page.until("document.querySelector('.answers')")
+    shown = texts(page, ".turn")
+    page.open(server.url)
+    page.until("document.querySelector('.answers')")
+    assert texts(page, ".turn")[0] == shown[0]
+    for part in (".thought summary", ".markdown", ".call pre", ".facts"):
+        assert text(page, f".turn.model {part}") in shown[1]
+    assert page.value("document.getElementById('system').value") == "Be kind."
+    assert page.value("document.querySelector('[data-field=temperature]').value") == "0"
+    assert "sk-secret" not in page.value("JSON.stringify(localStorage)")
+    page.value("document.querySelector('.answer textarea').focus()")
+    page.type("sunny")
+    page.value("document.querySelector('.answers').click()")
+    page.until(f"document.querySelectorAll('.turn.model').length === 2 && {DONE}")
+    page.open(server.url)
+    page.until("document.querySelectorAll('.turn.model').length === 2")
+    assert text(page, ".answer pre") == "sunny"
+    kept = json.loads(page.value("localStorage.getItem('jackfield.conversation')"))
+    roles = [entry["message"]["role"] for entry in kept]
+    assert roles == ["user", "assistant", "tool", "assistant"]
+    page.value("document.getElementById('fresh').click()")
+    page.open(server.url)
+    assert page.value("document.querySelector('.turn')") is None
+
+
+def test_a_question_that_a_reload_cut_off_can_be_asked_again(page: Page, server: Server) -> None:
+    entry = [{"message": {"role": "user", "content": "Hello"}}]
+    page.value(f"localStorage.setItem('jackfield.conversation', '{json.dumps(entry)}')")
+    page.open(server.url)
+    page.until("document.querySelector('.facts .link')")
+    assert texts(page, ".turn > h2") == ["You", "Model"]
+    page.value("document.querySelector('.facts .link').click()")
+    page.until(f"document.querySelector('.turn.model .markdown') && {DONE}")
+    assert texts(page, ".turn > h2") == ["You", MODEL]
+
+
+def test_what_is_no_conversation_is_forgotten(page: Page, server: Server) -> None:
+    for nonsense in ("5", "{", '[{"message": 3}]', '[{"message": {"role": "tool"}}]'):
+        page.value(f"localStorage.setItem('jackfield.conversation', {nonsense!r})")
+        page.open(server.url)
+        page.until("localStorage.getItem('jackfield.conversation') === null")
+        assert page.value("document.querySelector('.turn')") is None
+
+
 def test_the_plots_show_what_the_metrics_say(page: Page) -> None:
     page.until("document.getElementById('running').textContent === '0'")
     page.until("document.querySelector('#kv .line').getAttribute('d')?.includes('L')")
@@ -283,3 +444,52 @@ def test_without_the_playground_there_is_no_page(tmp_path: Path) -> None:
         assert get(item.url + "/")[0] == 404
         assert get(item.url + "/playground/playground.js")[0] == 404
         assert get(item.url + "/v1/models")[0] == 200
+
+
+# ---------------------------------------------------------------- a route, tried
+
+
+def test_a_route_is_tried_from_its_documentation(browser: Browser, server: Server) -> None:
+    for page in opened(browser, server, "true"):
+        page.open(server.url + "/docs")
+        button = 'button[value="post /v1/chat/completions"]'
+        target = page.value(
+            f"((one) => `${{one.form.action}}?${{new URLSearchParams([[one.name, one.value]])}}`)"
+            f"(document.querySelector('{button}'))"
+        )
+        page.open(target)  # As a click does, which a test could not wait for.
+        page.until("document.getElementById('operation')?.value === 'post /v1/chat/completions'")
+        body = json.loads(page.value("document.getElementById('body').value"))
+        assert body["messages"][0]["role"] == "user" and body["model"] == MODEL
+        page.value("document.getElementById('send').click()")
+        page.until("document.getElementById('status').innerText.startsWith('HTTP 200, ')")
+        answer = json.loads(text(page, "#response"))
+        assert answer["choices"][0]["message"]["role"] == "assistant"
+        assert text(page, "#curl").startswith(f"curl -X POST '{server.url}/v1/chat/completions'")
+        fill(page, "#body", '{"messages": 5}')
+        page.value("document.getElementById('send').click()")
+        page.until("document.getElementById('status').innerText.startsWith('HTTP 400, ')")
+        assert "messages" in text(page, "#response")
+
+
+def test_a_route_with_a_key_and_parameters_is_tried(browser: Browser, guarded: Server) -> None:
+    for page in opened(browser, guarded, "true"):
+        page.open(guarded.url + "/docs/try?operation=get+/v1/models/{name}")
+        page.until("document.querySelector('#parameters input')")
+        fill(page, "#parameters input", MODEL)
+        page.value("document.getElementById('send').click()")
+        page.until("document.getElementById('status').innerText.startsWith('HTTP 401, ')")
+        fill(page, "#key", KEY)
+        page.value("document.getElementById('send').click()")
+        page.until("document.getElementById('status').innerText.startsWith('HTTP 200, ')")
+        assert json.loads(text(page, "#response"))["id"] == MODEL
+        assert KEY not in text(page, "#curl")
+
+
+def test_the_files_of_the_page_need_no_key_and_go_with_the_docs(
+    guarded: Server, tmp_path: Path
+) -> None:
+    paths = ("/docs/try", "/docs/try/try.js", "/docs/try/try.css")
+    assert [get(guarded.url + path)[0] for path in paths] == [200] * 3
+    with running(engine_config(save_random(tmp_path)), ServerOptions(docs=False)) as item:
+        assert [get(item.url + path)[0] for path in paths] == [404] * 3
