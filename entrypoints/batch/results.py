@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 
 from ...core.errors import InvalidRequest
-from ...core.private_files import FILE_MODE
+from ...core.recording.private_files import FILE_MODE
 from .jsonl import Result, id_of
 
 

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, TypeVar
 import msgspec
 
 from ...core.errors import ConfigError, InvalidRequest
-from ...core.private_files import (
+from ...core.recording.private_files import (
     make_given_folder,
     make_private_folder,
     private_opener,

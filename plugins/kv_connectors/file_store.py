@@ -15,13 +15,13 @@ import msgspec
 from msgspec import Meta
 
 from ...core.errors import ConfigError
-from ...core.private_files import (
+from ...core.protocols.kv import KVConnectorSetup
+from ...core.recording.private_files import (
     FOLDER_MODE,
     make_given_folder,
     make_private_folder,
     private_opener,
 )
-from ...core.protocols.kv import KVConnectorSetup
 from .options import read_options
 from .store import StoreConnector
 

@@ -9,7 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from jackfield.core.private_files import make_given_folder, make_private_folder, private_opener
+from jackfield.core.recording.private_files import (
+    make_given_folder,
+    make_private_folder,
+    private_opener,
+)
 
 
 @pytest.fixture(autouse=True)
