@@ -1,1 +1,1 @@
-"""Recordings of the steps of an engine, for `jackfield debug replay`, and files that are private."""
+"""Recordings of the steps of an engine, for `jackfield debug replay`; files that are private."""
