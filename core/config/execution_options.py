@@ -19,7 +19,9 @@ class ExecutionOptions(CacheOptions, frozen=True, kw_only=True):
             "speculator's own options beside them; default: none."
         ),
     ] = None
-    attention_backend: Annotated[str, doc("Attention backend by name, or auto.")] = "auto"
+    attention_backend: Annotated[
+        str, doc("Attention backend by name, here or in vLLM (TRITON_ATTN), or auto.")
+    ] = "auto"
     operations: Annotated[
         str, doc("Implementation of norms, products and activations by name, or auto.")
     ] = "auto"

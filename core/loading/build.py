@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 from collections.abc import Mapping
@@ -22,8 +23,11 @@ from ..registration.architecture import registered_name
 from ..registry import Plugins
 from .model_config import ModelConfig
 from .quantize import choose_method, place_layers
+from .tensors.tied_heads import OwnHead
 
 logger = logging.getLogger("jackfield.loading")
+HEAD = "lm_head."
+"""Start of the names of a head's tensors, which pooling has no use for."""
 
 
 def build_model(
@@ -48,8 +52,7 @@ def build_model(
         )  # fmt: skip
     choose_loader(plugins, config, model_config)  # Before the layers are made.
     method = choose_method(plugins, config, model_config, device)
-    model = construct_model(plugins, config, model_config, device, operations, ranks, method)
-    load_weights(plugins, config, model_config, model, device, ranks)
+    model = load_model(plugins, config, model_config, device, operations, ranks, method)
     with plugins["model"].calling(name, "after_loading"):
         for module in reversed(list(model.modules())):
             if hasattr(module, "after_loading"):
@@ -57,6 +60,35 @@ def build_model(
     model.eval()
     model.requires_grad_(False)
     logger.info("weights: %s in %.2f s", config.load_format, time.monotonic() - start)
+    return model
+
+
+def load_model(
+    plugins: Plugins,
+    config: EngineConfig,
+    model_config: ModelConfig,
+    device: torch.device,
+    operations: Operations,
+    ranks: Ranks,
+    method: QuantizationMethod | None,
+) -> nn.Module:
+    """Return the architecture, filled from the checkpoint. One with a head of its own, which the
+    configuration ties to the embeddings, is made and filled again, untied. Raises ConfigError,
+    LoadError."""
+    try:
+        model = construct_model(plugins, config, model_config, device, operations, ranks, method)
+        load_weights(plugins, config, model_config, model, device, ranks)
+        return model
+    except OwnHead as error:
+        logger.warning(
+            "model: %s. It is loaded as a head of its own, and the checkpoint is read twice",
+            error.message,
+        )
+    untied = copy.copy(model_config.hf_config)
+    untied.tie_word_embeddings = False
+    model_config = replace(model_config, hf_config=untied)
+    model = construct_model(plugins, config, model_config, device, operations, ranks, method)
+    load_weights(plugins, config, model_config, model, device, ranks)
     return model
 
 
@@ -96,9 +128,9 @@ def construct_model(
         )
     with registry.calling(name, "its constructor"):
         model: nn.Module = architecture(model_config, build)
-    if model_config.text_part_of is not None:
+    if changes := _changed_map(model, model_config):
         weight_map: Any = model.weight_map
-        model.weight_map = replace(weight_map, text_part=True)  # type: ignore[assignment]
+        model.weight_map = replace(weight_map, **changes)
     # A stage may have no layer with experts where others have some.
     whole = ranks.pipeline.size == 1
     has_experts = any(isinstance(module, Experts) for module in model.modules())
@@ -112,6 +144,18 @@ def construct_model(
         place_layers(model, model.weight_map, method, build)  # type: ignore[arg-type]
         model.kv_cache_dtype = getattr(method, "kv_cache_dtype", None)  # type: ignore[assignment]
     return model
+
+
+def _changed_map(model: nn.Module, model_config: ModelConfig) -> dict[str, Any]:
+    """Return what a checkpoint and its use change in the weight map of its model."""
+    changes: dict[str, Any] = {}
+    weight_map: Any = model.weight_map
+    if model_config.text_part_of is not None:
+        changes["text_part"] = True
+    pooling = model_config.pooling
+    if pooling is not None and pooling.tokens is None:
+        changes |= {"tied": {}, "ignored": (*weight_map.ignored, HEAD)}
+    return changes
 
 
 def choose_loader(

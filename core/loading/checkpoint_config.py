@@ -10,7 +10,7 @@ what is wrong with it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,8 @@ FREE = frozenset({
     "sbert_ce_default_activation_function", "sentence_transformers", "use_pad_token",
 })  # fmt: skip
 """Fields that any model type may have: kept unchanged if present."""
+READ = frozenset({"head_dim"})
+"""Fields that models of `transformers` read although some of their classes do not have them."""
 IGNORED = frozenset({"_name_or_path", "gradient_checkpointing", "output_past"})
 """Like `FREE`, in many a config.json, and read by nothing here."""
 SOMETIMES = frozenset({
@@ -166,6 +168,29 @@ def _whole(file: Path, raw: dict[str, Any]) -> Any:
         if getattr(part, "is_heterogeneous", False):
             part.allow_global_per_layer_attribute_access = True
     return config
+
+
+def drop_strays(config: Any, raw: dict[str, Any], names: Collection[str]) -> None:
+    """Remove those of some fields that the configuration's class in `transformers` does not have:
+    it stores them, as it stores everything, but no model there reads them."""
+    if type(config) is Configuration:  # It has none.
+        return
+    if raw.get("model_type") not in transformers_module().CONFIG_MAPPING:
+        return
+    text = config.get_text_config(decoder=True)
+    place = next((name for name, value in vars(config).items() if value is text), None)
+    fields = raw if place is None else raw.get(place)
+    strays = set(names).intersection(fields or (), vars(text)) - READ - FREE
+    if not strays:
+        return
+    try:
+        known = type(text)()
+    except Exception:  # A class that has no defaults does not say which fields it has.
+        return
+    known.allow_global_per_layer_attribute_access = True
+    for name in strays:
+        if not hasattr(known, name):
+            delattr(text, name)
 
 
 def _with_floats(value: Any) -> Any:

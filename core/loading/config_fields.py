@@ -51,6 +51,11 @@ SHARED: dict[str, FieldKind] = {
     ),
 }  # fmt: skip
 """A family that has one of these as another kind declares that."""
+ALIASES = frozenset({
+    "activation_function", "bias", "enable_bias", "ffn_dim", "ffn_hidden_size", "n_inner",
+    "n_routed_experts", "n_shared_experts", "norm_epsilon", "num_shared_experts", "use_bias",
+})  # fmt: skip
+"""Other names for what many families have."""
 ROPE: dict[str, FieldKind] = {
     **dict.fromkeys(
         (

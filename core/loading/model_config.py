@@ -15,11 +15,12 @@ import torch
 from ..config import EngineConfig
 from ..errors import CheckpointNotFound, ConfigError, LoadError, shown
 from ..protocols.field_kinds import LARGEST_SIZE, FieldKind, declared_fields
+from ..protocols.models import PlainConfig
 from ..registration.architecture import FALLBACK
 from ..registration.checkpoint_formats import AUTO, config_format
 from ..registry import Plugins
-from .checkpoint_config import checkpoint_config, plugin_config
-from .config_fields import SHARED, check_fields, check_sizes
+from .checkpoint_config import SOMETIMES, checkpoint_config, drop_strays, plugin_config
+from .config_fields import ALIASES, SHARED, check_fields, check_sizes
 from .dialects import NO_DIALECTS, Dialects, read_dialects
 from .generation_config import (
     NO_DEFAULTS,
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 
 EMBEDDED_MODEL = Path(__file__).resolve().parents[2] / "plugins" / "models" / "embedded"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+COMMON = SHARED.keys() | SOMETIMES | ALIASES
+"""Fields that code for many families reads, whether or not a family has them."""
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt"]
 
 
@@ -210,10 +213,16 @@ def _read_config(
         """architecture: of the model; None: the one that the content names."""
         own = _architecture(file, raw)
         model_type: str | None = raw.get("model_type")
-        check_fields(file, raw, _kinds_of_fields(plugins, architecture or own, model_type))
+        kinds = _kinds_of_fields(plugins, architecture or own, model_type)
+        check_fields(file, raw, kinds)
         if plugins is not None and model_type and model_type in plugins["config"]:
-            return plugin_config(file, raw, plugins["config"])
-        return checkpoint_config(file, raw)
+            config = plugin_config(file, raw, plugins["config"])
+            if not isinstance(plugins["config"].load(model_type), PlainConfig):
+                return config
+        else:
+            config = checkpoint_config(file, raw)
+        drop_strays(config, raw, COMMON - (kinds.keys() - SHARED.keys()))
+        return config
 
     whole = _architecture(file, raw)
     part = None if plugins is None or whole is None else plugins["model"].text_part(whole)

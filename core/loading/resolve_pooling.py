@@ -188,11 +188,10 @@ def _activation(hf: Any, num_labels: int) -> tuple[Activation, bool]:
                 param="model",
             )
         return ACTIVATIONS[name] or by_size, ACTIVATIONS[name] is not None
-    if num_labels > 1 and getattr(hf, "problem_type", None) == "multi_label_classification":
+    problem = getattr(hf, "problem_type", None)
+    if problem == "multi_label_classification":
         return "sigmoid", True
-    if num_labels > 1 and getattr(hf, "problem_type", None) == "regression":
-        return by_size, False
-    return by_size, True
+    return by_size, problem != "regression"
 
 
 def _num_token_types(model_config: ModelConfig) -> int:

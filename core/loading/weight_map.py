@@ -19,6 +19,7 @@ says how it comes apart into the same shards. Where its rows stand in another or
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -37,6 +38,7 @@ from ..parallel.sharding import Sharding
 from .multimodal.text_part import inner_name
 from .tensors.forms import RowOrder, Shard, Together
 from .tensors.staging import Staging
+from .tensors.tied_heads import TiedHeads
 
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 EXPERTS = "experts"
@@ -193,6 +195,7 @@ class ParameterFiller:
             for module in modules.values()
             if isinstance(module, QuantizedLinear)
         }
+        self.tied = TiedHeads(weight_map.tied, self.parameters, self.quantized)
         self.expert_shares = {
             name: module.expert_share
             for name, module in modules.items()
@@ -280,10 +283,15 @@ class ParameterFiller:
             return
         if self._stage(name, parameter_name, shard, tensor):
             return
+        if (embedding := self.tied.embedding(parameter_name)) is not None:
+            part = tensor
+            with contextlib.suppress(LoadError):  # A tensor of another form is the head's own.
+                part = self._own_part(embedding, None, name, tensor)
+            self.tied.add_head(name, parameter_name, tensor, part)
+            return
         parameter = self.parameters.get(parameter_name)
         if parameter is None:
-            tied = self.weight_map.tied.get(parameter_name)
-            if tied is not None or parameter_name.startswith(self.weight_map.ignored):
+            if parameter_name.startswith(self.weight_map.ignored):
                 return
             raise LoadError(f"unexpected tensor {name!r}: the model has no such parameter")
         into = parameter.data
@@ -292,11 +300,7 @@ class ParameterFiller:
             if part is None:
                 raise LoadError(f"unexpected tensor {name!r}: {parameter_name} has no such part")
             into = into[part]
-        if sharding := self.shardings.get(parameter_name):
-            try:
-                tensor = sharding.part(shard, tensor)
-            except LoadError as error:
-                raise LoadError(f"tensor {name!r} {error.message}") from error
+        whole, tensor = tensor, self._own_part(parameter_name, shard, name, tensor)
         if into.shape != tensor.shape:
             raise LoadError(
                 f"tensor {name!r} has shape {tuple(tensor.shape)}, the model's is "
@@ -304,8 +308,20 @@ class ParameterFiller:
             )
         if not tensor.is_floating_point():
             raise LoadError(f"tensor {name!r} holds {tensor.dtype}, and the model is not quantized")
+        self.tied.add_embedding(parameter_name, whole, tensor)
         into.copy_(tensor)
         self.missing.discard((parameter_name, shard))
+
+    def _own_part(
+        self, parameter_name: str, shard: str | None, name: str, tensor: torch.Tensor
+    ) -> torch.Tensor:
+        """Return this rank's part of a checkpoint's tensor. Raises LoadError."""
+        if (sharding := self.shardings.get(parameter_name)) is None:
+            return tensor
+        try:
+            return sharding.part(shard, tensor)
+        except LoadError as error:
+            raise LoadError(f"tensor {name!r} {error.message}") from error
 
     def _scale_cache(self, target: str, tensor: torch.Tensor) -> bool:
         """Set the scale of an attention layer's cache; False if there is no such layer.
@@ -338,6 +354,7 @@ class ParameterFiller:
         while prefix:
             if (layer := self.quantized.get(prefix)) is not None:
                 layer.add(name, leaf, shard, tensor)
+                self.tied.add_quantized(prefix, leaf, tensor)
                 return True
             prefix, _, part = prefix.rpartition(".")
             leaf = f"{part}.{leaf}"
@@ -350,8 +367,16 @@ class ParameterFiller:
             missing += [(f"{prefix}.{leaf}", shard or None) for shard, leaf in layer.missing]
         return list(dict.fromkeys(self.weight_map.source(*parameter) for parameter in missing))
 
+    def heads(self) -> list[str]:
+        """Return the names, in the checkpoint's terms, of heads that the model ties to its
+        embeddings: a checkpoint may have them."""
+        return [self.weight_map.source(name) for name in self.tied.names]
+
     def finish(self) -> None:
-        """Raise LoadError with the names of tensors that the checkpoint does not have."""
+        """Raise LoadError with the names of tensors that the checkpoint does not have, and OwnHead
+        where it has a head that differs from the embeddings in its place."""
+        self.tied.finish()
+        self.missing -= {(name, None) for name in self.tied.filled}
         for name in self.weight_map.zeros:
             if (name, None) in self.missing:
                 self.parameters[name].data.zero_()

@@ -24,6 +24,7 @@ def choose(
     if name != "auto":
         try:
             backend_class = registry.load(name)
+            name = registry.canonical(name)
             with registry.calling(name, "supports"):
                 reason = refusal(backend_class)
         except PluginError as error:

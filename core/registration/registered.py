@@ -90,8 +90,8 @@ class Registry(Generic[T]):
     ) -> None:
         """Register `reference` ("module:attribute", or the object) under `name`; `final`: it cannot
         be overridden; `marks`, `model_types`, `other_marks` and `declaration`: for parsers that
-        `auto` may choose (`Entry`); `aliases`: other names that the option of an executor or a
-        parser may have.
+        `auto` may choose (`Entry`); `aliases`: other names that an option may have
+        for an attention backend, an executor or a parser.
 
         Raises NameConflict if the name is taken and `override` is not set, PluginError if it is
         final or `reference` is text of another form.

@@ -24,12 +24,11 @@ from .control_tokens import ControlTokens
 from .token_bytes import BytePieces, byte_pieces
 from .token_limit import PIECE, TokenLimit, encode_text, encode_within
 from .tokenizer_files import (
-    add_from_config,
+    DeclaredTokens,
     chat_templates,
     format_templates,
     read_json,
     template_text,
-    token_strings,
 )
 
 _FILES = [
@@ -118,7 +117,8 @@ class Tokenizer:
                     raise TypeError(f"it returned {shown(tokenizer)}, which is no Tokenizer")
             return tokenizer
         config = read_json(folder / "tokenizer_config.json")
-        tokens = token_strings(config, read_json(folder / "special_tokens_map.json"))
+        declared = DeclaredTokens.read(folder, config)
+        tokens = declared.strings
         if chat_template is None:
             templates = chat_templates(folder, config)
         else:
@@ -130,7 +130,7 @@ class Tokenizer:
                 backend = Backend.from_file(str(file))
             except Exception as error:
                 raise LoadError(f"tokenizer: {file} cannot be read: {error}") from error
-            add_from_config(backend, config, tokens)
+            declared.add_to(backend)
         else:
             backend, found_tokens = _from_transformers(folder)
             tokens = {**found_tokens, **tokens}

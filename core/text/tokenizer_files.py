@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
@@ -14,6 +14,10 @@ from ..errors import ConfigError, LoadError, shown
 from ..registration.checkpoint_formats import AUTO, tokenizer_format
 from ..registration.registered import Registry
 
+NAMED = (
+    "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
+)  # fmt: skip
+"""Special tokens that any tokenizer may have, in the order in which new ones get ids."""
 _FLAGS = ("lstrip", "rstrip", "normalized", "single_word", "special")
 
 
@@ -27,19 +31,6 @@ def read_json(file: Path) -> dict[str, Any]:
     except (OSError, RecursionError, ValueError) as error:
         raise LoadError(f"tokenizer: {file} is not JSON: {error}") from error
     return value if isinstance(value, dict) else {}
-
-
-def token_strings(*files: dict[str, Any]) -> dict[str, str]:
-    """Read bos_token, eos_token …, each a string or {"content": …}; earlier files take
-    precedence."""
-    tokens: dict[str, str] = {}
-    for file in files:
-        for key, value in file.items():
-            if isinstance(value, dict):
-                value = value.get("content")
-            if key.endswith("_token") and isinstance(value, str):
-                tokens.setdefault(key, value)
-    return tokens
 
 
 def template_texts(
@@ -131,17 +122,97 @@ def template_text(template: str) -> str:
         ) from error
 
 
-def add_from_config(backend: Backend, config: dict[str, Any], tokens: dict[str, str]) -> None:
-    """Add tokens that tokenizer_config.json declares special and tokenizer.json does not."""
-    existing = backend.get_added_tokens_decoder()
-    special = [AddedToken(t, special=True, normalized=False) for t in tokens.values()]
-    for id, token in _declared(config.get("added_tokens_decoder")):
-        if id not in existing and backend.token_to_id(token.content) in (None, id):
-            backend.add_tokens([token])
-    contents = {t.content for t in existing.values()}
-    missing = [t for t in special if t.content not in contents and backend.token_to_id(t.content)]
-    if missing:
-        backend.add_special_tokens(missing)
+class DeclaredTokens(NamedTuple):
+    """Tokens that are declared beside tokenizer.json."""
+
+    added: list[AddedToken]
+    """By id. Ids are not kept: those of tokenizer.json and new ones, in this order, count."""
+    named: dict[str, AddedToken]
+    """bos_token, eos_token, … → token."""
+    extra: list[AddedToken]
+    """Special tokens without a name."""
+
+    @classmethod
+    def read(cls, folder: Path, config: dict[str, Any]) -> DeclaredTokens:
+        """Read what `transformers` reads: of tokenizer_config.json, and where that has no
+        `added_tokens_decoder`, special_tokens_map.json, which goes first, and added_tokens.json.
+        Raises LoadError."""
+        settings = dict(config)
+        settings["extra_special_tokens"] = _extra(config)
+        others = read_json(folder / "special_tokens_map.json")
+        legacy = "added_tokens_decoder" not in config
+        for key, value in others.items() if legacy else ():
+            joined = key == "extra_special_tokens" and isinstance(value, list)
+            settings[key] = [*_listed(settings[key]), *value] if joined else value
+        settings["extra_special_tokens"] = settings["extra_special_tokens"] or _extra(settings)
+        extra, named = settings["extra_special_tokens"], {}
+        own = extra if isinstance(extra, dict) else {}
+        roles = [*NAMED, *(key for key in settings if key.endswith("_token") and key not in NAMED)]
+        for role, value in ((role, settings.get(role)) for role in roles):
+            if (token := _token(value)) is not None:
+                named[role] = token
+        named |= {role: token for role, value in own.items() if (token := _token(value))}
+        extras = [token for value in _listed(extra) if (token := _token(value)) is not None]
+        if legacy:
+            special = {token.content for token in [*named.values(), *extras]}
+            added = dict(_legacy_tokens(read_json(folder / "added_tokens.json"), special))
+        else:
+            added = dict(_declared(config["added_tokens_decoder"]))
+            for role, value in others.items():  # Not read there: for a template's sake.
+                if role.endswith("_token") and role not in named and (token := _token(value)):
+                    named[role] = token
+        by_content = {token.content: token for token in added.values()}
+        named = {role: by_content.get(token.content, token) for role, token in named.items()}
+        return cls([added[id] for id in sorted(added)], named, extras)
+
+    @property
+    def strings(self) -> dict[str, str]:
+        """bos_token, eos_token, … → text."""
+        return {role: token.content for role, token in self.named.items()}
+
+    def add_to(self, backend: Backend) -> None:
+        """Add those that tokenizer.json does not have, or has in another way."""
+        existing = backend.get_added_tokens_decoder().values()
+        same = {repr(token) for token in existing}
+        tokens = [token for token in self.added if repr(token) not in same]
+        contents = {token.content for token in [*existing, *tokens]}
+        for token in [*self.named.values(), *self.extra]:
+            if token.content not in contents:
+                contents.add(token.content)
+                tokens.append(token)
+        names = set(self.strings.values())
+        for token in tokens:
+            token.special = token.special or token.content in names
+        if tokens:
+            backend.add_tokens(tokens)
+
+
+def _extra(settings: Mapping[str, Any]) -> Any:
+    return settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _token(value: Any) -> AddedToken | None:
+    """Return the special token of an entry, a text or {"content": …}; None for anything else."""
+    if isinstance(value, str):
+        return AddedToken(value, special=True, normalized=False)
+    if not isinstance(value, dict) or not isinstance(value.get("content"), str):
+        return None
+    flags = {name: bool(value[name]) for name in _FLAGS if name in value}
+    return AddedToken(value["content"], **{**flags, "special": True})
+
+
+def _legacy_tokens(
+    entries: dict[str, Any], special: Collection[str]
+) -> Iterator[tuple[int, AddedToken]]:
+    """Yield the entries of added_tokens.json that are tokens with an id."""
+    for content, id in entries.items():
+        if type(id) is int:
+            is_special = content in special
+            yield id, AddedToken(content, special=is_special, normalized=not is_special)
 
 
 def _declared(declared: Any) -> Iterator[tuple[int, AddedToken]]:

@@ -8,16 +8,39 @@ from typing import Any
 from ...core.hooks import hookimpl
 
 
+def also(*names: str) -> tuple[str, ...]:
+    """Return names of vLLM's for a backend of the same kind, in upper and in lower case."""
+    return (*names, *(name.lower() for name in names))
+
+
 @hookimpl
 def register_attention_backends(registry: Any) -> None:
     # Triton's interpreter runs kernels slowly on the CPU, so there it must be chosen by name.
     priority = 5 if os.environ.get("TRITON_INTERPRET") == "1" else 20
-    registry.add("triton", "jackfield.plugins.attention.triton:TritonAttention", priority=priority)
     registry.add(
-        "flashinfer", "jackfield.plugins.attention.flashinfer:FlashInferAttention", priority=15
+        "triton",
+        "jackfield.plugins.attention.triton:TritonAttention",
+        priority=priority,
+        aliases=also("TRITON", "TRITON_ATTN", "FLASH_ATTN"),
     )
-    registry.add("torch", "jackfield.plugins.attention.torch:TorchAttention", priority=10)
-    registry.add("flex", "jackfield.plugins.attention.flex:FlexAttention", priority=8)
+    registry.add(
+        "flashinfer",
+        "jackfield.plugins.attention.flashinfer:FlashInferAttention",
+        priority=15,
+        aliases=("FLASHINFER",),
+    )
+    registry.add(
+        "torch",
+        "jackfield.plugins.attention.torch:TorchAttention",
+        priority=10,
+        aliases=also("TORCH", "TORCH_SDPA", "CPU_ATTN"),
+    )
+    registry.add(
+        "flex",
+        "jackfield.plugins.attention.flex:FlexAttention",
+        priority=8,
+        aliases=also("FLEX", "FLEX_ATTENTION"),
+    )
 
 
 @hookimpl
@@ -27,7 +50,19 @@ def register_latent_attention_backends(registry: Any) -> None:
         "triton",
         "jackfield.plugins.attention.triton_latent:TritonLatentAttention",
         priority=priority,
+        aliases=also(
+            "TRITON",
+            "TRITON_ATTN",
+            "TRITON_MLA",
+            "FLASH_ATTN",
+            "FLASH_ATTN_MLA",
+            "FLASHMLA",
+            "CUTLASS_MLA",
+        ),
     )
     registry.add(
-        "torch", "jackfield.plugins.attention.torch_latent:TorchLatentAttention", priority=10
+        "torch",
+        "jackfield.plugins.attention.torch_latent:TorchLatentAttention",
+        priority=10,
+        aliases=also("TORCH", "TORCH_SDPA", "CPU_ATTN", "CPU_MLA"),
     )

@@ -73,11 +73,9 @@ class GgufLoader:
         stored = {tensor.name: tensor for tensor in reader.tensors}
         filler = ParameterFiller(model, model.weight_map)  # type: ignore[arg-type]
         kinds: Counter[str] = Counter()
-        tied = model.weight_map.tied  # type: ignore[union-attr]
         unused = {name for name in stored if not name.startswith(ROTATIONS)}
-        unused -= {_stored_name(names, name) for name in tied}  # type: ignore[union-attr]
         tensors = {
-            name: tensor for name in sorted(set(filler.wanted()))
+            name: tensor for name in sorted({*filler.wanted(), *filler.heads()})
             if (tensor := stored.get(_stored_name(names, name))) is not None
         }  # fmt: skip
         with Bar(sum(int(tensor.n_bytes) for tensor in tensors.values())) as bar:

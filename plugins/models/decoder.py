@@ -264,8 +264,6 @@ class HeadlessLM(nn.Module):
 class CausalLM(HeadlessLM):
     """A decoder and its head; the head is not used for pooling."""
 
-    head_bias: ClassVar[bool] = False
-    """Whether the head, which is then not tied, has a bias."""
     logits_factor: float = 1.0
     """Of the product with the head."""
     finishes: ClassVar[bool] = True
@@ -280,13 +278,29 @@ class CausalLM(HeadlessLM):
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__(config, build)
         self.model.unfinished = self.model.unfinished and self.finishes
-        if config.pooling is None and not config.hf_config.tie_word_embeddings:
+        if config.pooling is not None:
+            return
+        hf, last = config.hf_config, build.ranks.pipeline.last
+        bias = self.head_bias(hf)
+        if not hf.tie_word_embeddings:
             self.lm_head: Any = Elsewhere()
-            if build.ranks.pipeline.last:
+            if last:
                 self.lm_head = Embedding(
-                    config.vocab_size, config.hidden_size, build, bias=self.head_bias,
-                    shard="vocabulary",
-                )  # fmt: skip
+                    config.vocab_size, config.hidden_size, build, bias=bias, shard="vocabulary"
+                )
+        elif bias:
+            embeddings: Any = self.model.embed_tokens
+            if last:
+                embeddings.bias = nn.Parameter(build.empty(len(embeddings.weight)))
+            place, own = "model.embed_tokens.bias", self.weight_map
+            self.weight_map = replace(
+                own, prefixes={"lm_head.bias": place, **own.prefixes}, ignored=(*own.ignored, place)
+            )
+
+    @staticmethod
+    def head_bias(hf: Any) -> bool:
+        """Return whether the head has a bias, tied or not."""
+        return False
 
     @property
     def output_embeddings(self) -> Embedding:

@@ -4,6 +4,7 @@ in a part of each head, a head with a bias. CodeGen has queries, values and keys
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from ...core.loading.model_config import ModelConfig
 from ...core.loading.weight_map import RowOrder
@@ -29,9 +30,9 @@ class GPTJForCausalLM(CausalLM):
     tensor_parallel = True
     config_fields = {"n_head": INTEGER, "n_layer": INTEGER}
     decoder = GptjDecoder
-    head_bias = True
     weight_map = OldWeightMap(
         stacked=QKV_SHARDS,
+        tied=CausalLM.weight_map.tied,
         prefixes={"transformer.": "model."},
         names={
             "embed_tokens": "wte", "layers": "h", "norm": "ln_f", "input_layernorm": "ln_1",
@@ -46,6 +47,10 @@ class GPTJForCausalLM(CausalLM):
         return {"q_proj": halves, "k_proj": halves}
 
     mlp = staticmethod(plain_mlp)
+
+    @staticmethod
+    def head_bias(hf: Any) -> bool:
+        return True
 
 
 class CodeGenForCausalLM(GPTJForCausalLM):

@@ -52,11 +52,16 @@ class NemotronHBlock(MixerBlock):
             hf.hidden_size, hf.mamba_num_heads, hf.mamba_head_dim, hf.ssm_state_size, hf.n_groups,
             hf.conv_kernel,
         )  # fmt: skip
-        low, high = hf.time_step_limit
         return Mamba2Mixer(
             sizes, build, eps=float(hf.layer_norm_epsilon), bias=hf.use_bias, out_bias=hf.use_bias,
-            conv_bias=hf.use_conv_bias, dt_limit=(float(low), float(high)),
+            conv_bias=hf.use_conv_bias, dt_limit=self.step_limits(hf),
         )  # fmt: skip
+
+    @staticmethod
+    def step_limits(hf: Any) -> tuple[float, float]:
+        """Return the least and the largest step size: as in `transformers`, `time_step_limit` is
+        not read."""
+        return float(hf.time_step_min), float("inf")
 
     @staticmethod
     def own_config(config: ModelConfig, layer: int) -> ModelConfig:

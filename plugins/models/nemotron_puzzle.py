@@ -28,6 +28,11 @@ class PuzzleBlock(NemotronHBlock):
             setattr(hf, name, value)
         return dataclasses.replace(config, hf_config=hf)
 
+    @staticmethod
+    def step_limits(hf: Any) -> tuple[float, float]:
+        low, high = hf.time_step_limit
+        return float(low), float(high)
+
 
 class PuzzleDecoder(MixerDecoder):
     mixer_block = PuzzleBlock

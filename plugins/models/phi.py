@@ -3,7 +3,7 @@ rotated, norms of heads. Phi computes attention and MLP side by side, and its he
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ...core.loading.model_config import ModelConfig
 from ...core.loading.weight_map import RowOrder, WeightMap
@@ -39,13 +39,17 @@ class PhiForCausalLM(CausalLM):
     tensor_parallel = True
     attention: ClassVar[type[PhiAttention]] = PhiAttention
     decoder: ClassVar[type[Decoder]] = ParallelLayerNormDecoder
-    head_bias = True
     weight_map = WeightMap(
         stacked=QKV_SHARDS,
+        tied=CausalLM.weight_map.tied,
         names={"norm": "final_layernorm", "o_proj": "dense", "up_proj": "fc1", "down_proj": "fc2"},
     )
 
     mlp = staticmethod(plain_mlp)
+
+    @staticmethod
+    def head_bias(hf: Any) -> bool:
+        return True
 
 
 class PersimmonAttention(FusedAttention, PhiAttention):
@@ -56,7 +60,6 @@ class PersimmonForCausalLM(PhiForCausalLM):
     tensor_parallel = True
     attention = PersimmonAttention
     decoder = LayerNormDecoder
-    head_bias = False
     weight_map = WeightMap(
         tied={"lm_head.weight": "model.embed_tokens.weight"},
         names={
@@ -64,6 +67,10 @@ class PersimmonForCausalLM(PhiForCausalLM):
             "up_proj": "dense_h_to_4h", "down_proj": "dense_4h_to_h",
         },
     )  # fmt: skip
+
+    @staticmethod
+    def head_bias(hf: Any) -> bool:
+        return False
 
     @staticmethod
     def row_orders(config: ModelConfig) -> dict[str, RowOrder]:

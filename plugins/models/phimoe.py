@@ -3,7 +3,6 @@ weighted among those near it."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -77,14 +76,11 @@ class PhimoeForCausalLM(CausalLM):
     config_fields = EXPERTS
     attention = PhimoeAttention
     decoder = PhimoeDecoder
-    head_bias = True
-    weight_map = dataclasses.replace(MixtralForCausalLM.weight_map)
+    weight_map = MixtralForCausalLM.weight_map
 
-    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-        """Raises ConfigError for a head without a bias."""
-        if not config.hf_config.lm_head_bias:
-            raise ConfigError("lm_head_bias: false is not supported", param="lm_head_bias")
-        super().__init__(config, build)
+    @staticmethod
+    def head_bias(hf: Any) -> bool:
+        return bool(hf.lm_head_bias)
 
     @staticmethod
     def mlp(config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:

@@ -241,7 +241,7 @@ class T5ForConditionalGeneration(EncoderDecoderLM):
         # Later versions of transformers call the embeddings of all of them tied.
         tied = bool(read_object(config.path / "config.json").get("tie_word_embeddings", True))
         self.scale = hf.d_model**-0.5 if self.scales(hf, tied) else 1.0
-        if self.has_head(hf, tied):
+        if self.has_head(hf, tied) or not hf.tie_word_embeddings:
             self.lm_head = Embedding(hf.vocab_size, hf.d_model, build, shard="vocabulary")
 
     @classmethod

@@ -311,16 +311,19 @@ class ZayaForCausalLM(CausalLM):
     )  # fmt: skip
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-        """Raises ConfigError for biases, and convolutions of one token."""
+        """Raises ConfigError for biases of attention, and convolutions of one token."""
         hf: Any = config.hf_config
-        for field in ("attention_bias", "lm_head_bias"):
-            if getattr(hf, field):
-                raise ConfigError(f"{field}: only false is supported", param=field)
+        if hf.attention_bias:
+            raise ConfigError("attention_bias: only false is supported", param="attention_bias")
         for field, least in (("cca_time0", 2), ("cca_time1", 1), ("router_hidden_size", 1)):
             if getattr(hf, field) < least:
                 value = getattr(hf, field)
                 raise ConfigError(f"{field}: {value} is less than {least}", param=field)
         super().__init__(config, build)
+
+    @staticmethod
+    def head_bias(hf: Any) -> bool:
+        return bool(hf.lm_head_bias)
 
     @staticmethod
     def mlp(config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:

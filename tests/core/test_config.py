@@ -9,6 +9,7 @@ import pytest
 
 from jackfield import AsyncEngine, EngineConfig
 from jackfield.core.errors import ConfigError
+from jackfield.core.registry import load_plugins
 
 NONSENSE: dict[str, list[Any]] = {
     "int": ["many", 1.5],
@@ -126,6 +127,27 @@ async def test_the_name_of_no_plugin_is_refused_before_anything_runs(name: str) 
     assert caught.value.param == name
     remaining = {thread.name for thread in threading.enumerate()} - before
     assert not [thread for thread in remaining if "jackfield" in thread]
+
+
+@pytest.mark.parametrize(
+    ("name", "own"),
+    [
+        ("TRITON_ATTN", "triton"), ("FLASH_ATTN", "triton"), ("FLASHINFER", "flashinfer"),
+        ("TORCH_SDPA", "torch"), ("CPU_ATTN", "torch"), ("FLEX_ATTENTION", "flex"),
+        ("flex_attention", "flex"), ("torch", "torch"),
+    ],
+)  # fmt: skip
+def test_attention_backends_have_the_names_of_vllm(name: str, own: str) -> None:
+    assert load_plugins()["attention_backend"].canonical(name) == own
+
+
+async def test_an_engine_starts_with_another_name_of_its_backend() -> None:
+    config = EngineConfig(
+        device="cpu", dtype="float", attention_backend="CPU_ATTN", num_gpu_blocks_override=20
+    )
+    async with AsyncEngine(config) as engine:
+        assert engine.info.attention_backend == "torch"
+        assert engine.info.dtype == "float32"
 
 
 def test_lists_and_single_strings_become_tuples() -> None:

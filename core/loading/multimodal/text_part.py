@@ -56,8 +56,10 @@ def text_config(file: Path, raw: dict[str, Any], read: Read, architecture: str) 
     from transformers import CONFIG_MAPPING
 
     inner: Any = next((raw[name] for name in NESTED if isinstance(raw.get(name), dict)), {})
+    outer: Any = None
     if raw.get("model_type") in CONFIG_MAPPING:
-        config = copy.copy(read(raw, None).get_text_config(decoder=True))
+        outer = read(raw, None)
+        config = copy.copy(outer.get_text_config(decoder=True))
     elif inner:
         by_type = None if inner.get("architectures") else _of_type(inner.get("model_type"))
         config = read(dict(inner), architecture or by_type)
@@ -73,7 +75,8 @@ def text_config(file: Path, raw: dict[str, Any], read: Read, architecture: str) 
         architecture = _architecture(file, inner, config)
     config.architectures = [architecture]
     if (tied := raw.get("tie_word_embeddings")) is None:
-        tied = getattr(config, "tie_word_embeddings", None)
+        # A class of the whole may have a default of its own.
+        tied = any(getattr(part, "tie_word_embeddings", None) for part in (outer, config))
     config.tie_word_embeddings = bool(tied)
     for name in OF_THE_WHOLE:
         if raw.get(name) is not None:
@@ -108,7 +111,13 @@ def _as_type_of(architecture: str, config: Any, read: Read) -> Any:
     `transformers`; `config` itself where that has none."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    types = {name: kind for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()}
+    types: dict[str, str] = {}
+    for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+        types.setdefault(name, kind)  # Of a name with several types the first is its own.
     if architecture not in types:
         return config
-    return read(config.to_dict() | {"model_type": types[architecture]}, architecture)
+    fields = config.to_dict()
+    if fields.get("head_dim") is None:
+        # Which a class of the text part alone may have another default for.
+        fields["head_dim"] = config.hidden_size // config.num_attention_heads
+    return read(fields | {"model_type": types[architecture]}, architecture)

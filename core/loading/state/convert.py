@@ -15,7 +15,7 @@ from ...errors import ConfigError, PluginError
 from ...nn.operations import Operations
 from ...parallel.ranks import OneRank, Pipeline, Ranks
 from ...registry import Plugins
-from ..build import check_extra_config, construct_model, load_weights
+from ..build import check_extra_config, load_model
 from ..model_config import ModelConfig, resolve_model_config
 from ..quantize import choose_method
 from .rank_state import UnprocessedMethod, rank_state
@@ -106,9 +106,9 @@ def _state(
 ) -> dict[str, torch.Tensor]:
     method = choose_method(plugins, config, model_config, CPU)
     unprocessed: Any = None if method is None else UnprocessedMethod(method)
-    model = construct_model(plugins, config, model_config, CPU, Operations(), ranks, unprocessed)
-    load_weights(plugins, config, model_config, model, CPU, ranks)
-    return rank_state(model)
+    return rank_state(
+        load_model(plugins, config, model_config, CPU, Operations(), ranks, unprocessed)
+    )
 
 
 def _copy_others(source: Path, target: Path) -> None:

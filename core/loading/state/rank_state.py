@@ -12,6 +12,7 @@ Nothing here depends on a device's kernels, so a state written on one machine fi
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,6 +24,7 @@ from ...parallel.elsewhere import elsewhere
 from ...protocols.quantization import QuantizationMethod
 from ..quantize import quantized_layers
 from ..tensors.staging import Staging
+from ..tensors.tied_heads import OwnHead
 
 UNSCALED = (1.0, 1.0)
 
@@ -92,11 +94,16 @@ class StateFiller:
             for shard, leaf in layer.places
         }
         self._attention = _attention(model)
+        weight_map: Any = model.weight_map
+        self._ignored: tuple[str, ...] = weight_map.ignored
+        self._heads = tuple(f"{name.rpartition('.')[0]}." for name in weight_map.tied)
+        self._own_heads: set[str] = set()
+        """Tensors of heads that this model ties to its embeddings: equal ones are not written."""
         self._missing = set(self._parameters)
 
     def takes(self, name: str) -> bool:
-        """Return whether a tensor is of this stage."""
-        return not name.startswith(self._elsewhere)
+        """Return whether a tensor is of this stage, and of use."""
+        return not name.startswith(self._elsewhere + self._ignored)
 
     def fill(self, name: str, tensor: torch.Tensor) -> None:
         """Copy one tensor. Raises LoadError if it has no place, or another shape."""
@@ -105,6 +112,9 @@ class StateFiller:
             layer.add(name, leaf, shard, tensor, divided=True)
             return
         parameter = self._parameters.get(name)
+        if parameter is None and name.startswith(self._heads):
+            self._own_heads.add(name)
+            return
         if parameter is None:
             self._scale(name, tensor)
             return
@@ -130,7 +140,10 @@ class StateFiller:
         layer.cache_scales = (scale, value) if leaf == "k_scale" else (key, scale)
 
     def finish(self) -> None:
-        """Raise LoadError with the names of tensors that are missing."""
+        """Raise LoadError with the names of tensors that are missing, and OwnHead where there is a
+        head that this model ties to its embeddings."""
+        if self._own_heads:
+            raise OwnHead.of(self._own_heads)
         missing = sorted(self._missing)
         for layer in self._layers:
             missing += [_key(layer.module.spec.prefix, *place) for place in layer.missing]

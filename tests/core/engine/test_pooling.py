@@ -261,6 +261,28 @@ async def test_a_language_model_as_reranker(tied: bool, tmp_path: Path) -> None:
             await AsyncEngine(decoding(folder, hf_overrides={**overrides, **changes})).start()
 
 
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("Phi", {}),
+        ("GPTJ", {"n_head": 4, "rotary_dim": 8}),
+        ("CodeGen", {"n_head": 4, "rotary_dim": 8}),
+        ("Phimoe", {"num_local_experts": 4, "num_experts_per_tok": 2, "lm_head_bias": True}),
+        ("Qwen3", {}),
+    ],
+)
+async def test_a_head_is_left_out(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    """Its weight, and its bias; tied or not, and of whatever values."""
+    folder = save_decoder(tmp_path, family, "ForCausalLM", **changes)
+    [prompt] = prompts((40,), vocab=199)
+    expected = reference_states(folder, prompt)[-1]
+    for tied in (False, True):
+        edit_json(folder / "config.json", tie_word_embeddings=tied)
+        async with AsyncEngine(decoding(folder)) as engine:
+            output = await engine.encode(prompt, PoolingParams(normalize=False))
+        close(output.outputs.data, expected)
+
+
 async def test_names_that_leave_out_the_models_prefix(tmp_path: Path) -> None:
     """As published embedding models have them: a causal architecture, headless names."""
     folder = save_decoder(tmp_path, "Qwen3", "ForCausalLM")
@@ -674,6 +696,20 @@ async def test_a_classifiers_task_and_activation(tmp_path: Path) -> None:
     strange = {"sentence_transformers": {"activation_fn": "os.system"}}
     with pytest.raises(ConfigError, match=r"'os\.system', which is not supported"):
         await AsyncEngine(config(folder, hf_overrides=strange)).start()
+
+
+async def test_a_regression_has_no_activation(tmp_path: Path) -> None:
+    """As in transformers' pipeline, with one label, too."""
+    folder = save_encoder(
+        tmp_path, "Bert", "ForSequenceClassification", num_labels=1, problem_type="regression"
+    )
+    async with AsyncEngine(config(folder)) as engine:
+        close((await engine.encode([4, 5])).outputs.data, reference_logits(folder, [4, 5]))
+    own = {"sentence_transformers": {"activation_fn": "torch.nn.Sigmoid"}}
+    async with AsyncEngine(config(folder, hf_overrides=own)) as engine:
+        close(
+            (await engine.encode([4, 5])).outputs.data, reference_logits(folder, [4, 5]).sigmoid()
+        )
 
 
 async def test_roberta_positions_begin_behind_the_padding_id(tmp_path: Path) -> None:

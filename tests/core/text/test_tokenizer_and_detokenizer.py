@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -321,6 +322,84 @@ def test_loading_agrees_with_transformers(tmp_path: Path) -> None:
             assert ours.decode(ids, skip_special_tokens=skip) == theirs.decode(
                 ids, skip_special_tokens=skip
             )
+
+
+TOKEN = {"content": "<new>", "lstrip": False, "rstrip": False, "normalized": False,
+         "single_word": False, "special": True}  # fmt: skip
+MAP, ADDED = "special_tokens_map.json", "added_tokens.json"
+BESIDE: dict[str, dict[str, dict[str, Any]]] = {
+    "added_tokens.json": {ADDED: {"<b>": 403, "<a>": 402}},
+    "added_tokens.json, one of them an end": {
+        "tokenizer_config.json": {"eos_token": "<a>"}, ADDED: {"<a>": 402, "<b>": 403},
+    },
+    "added_tokens.json beside a list": {
+        "tokenizer_config.json": {"additional_special_tokens": ["<b>", "<c>"]},
+        ADDED: {"<a>": 402, "<b>": 403},
+    },
+    "additional_special_tokens": {
+        "tokenizer_config.json": {"additional_special_tokens": ["<|im_start|>", "<x>", "the"]},
+    },
+    "extra_special_tokens": {"tokenizer_config.json": {"extra_special_tokens": ["<x>", "<y>"]}},
+    "named extra_special_tokens": {
+        "tokenizer_config.json": {"extra_special_tokens": {"image_token": "<image>"}},
+    },
+    "both lists": {
+        "tokenizer_config.json": {
+            "extra_special_tokens": ["<x>"], "additional_special_tokens": ["<y>"],
+        },
+    },
+    "a new end": {"tokenizer_config.json": {"eos_token": "<|end|>", "pad_token": "<|pad|>"}},
+    "the token with id 0": {"tokenizer_config.json": {"eos_token": "!"}},
+    "a token of a name of its own": {"tokenizer_config.json": {"video_token": "<video>"}},
+    "special_tokens_map.json": {
+        "tokenizer_config.json": {"eos_token": "<one>"},
+        MAP: {
+            "eos_token": "<two>", "bos_token": {**TOKEN, "lstrip": True},
+            "additional_special_tokens": ["<x>"],
+        },
+    },
+    "special_tokens_map.json with another list": {
+        "tokenizer_config.json": {"additional_special_tokens": ["<x>"]},
+        MAP: {"extra_special_tokens": ["<y>", "<x>"]},
+    },
+    "added_tokens_decoder, before which the map counts for nothing": {
+        "tokenizer_config.json": {
+            "added_tokens_decoder": {"403": TOKEN, "402": {**TOKEN, "content": "<other>"}},
+            "additional_special_tokens": ["<x>"],
+        },
+        MAP: {"additional_special_tokens": ["<y>"]}, ADDED: {"<z>": 404},
+    },
+    "added_tokens_decoder with other flags": {
+        "tokenizer_config.json": {
+            "added_tokens_decoder": {
+                "1": {**TOKEN, "content": "<|im_start|>", "rstrip": True},
+                "402": {**TOKEN, "special": False, "normalized": True},
+            },
+            "eos_token": "<new>",
+        },
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BESIDE)
+def test_tokens_that_are_declared_beside_tokenizer_json(case: str, tmp_path: Path) -> None:
+    """Those that transformers adds, with their ids and flags, and no others."""
+    from transformers import AutoTokenizer
+
+    path = save(tmp_path, byte_level())
+    for name, content in BESIDE[case].items():
+        own = {"tokenizer_class": "PreTrainedTokenizerFast"} if "config" in name else {}
+        (tmp_path / name).write_text(json.dumps(content | own))
+    theirs, ours = AutoTokenizer.from_pretrained(path), Tokenizer.load(path)
+    added = {id: repr(token) for id, token in theirs.added_tokens_decoder.items()}
+    assert {id: repr(token) for id, token in ours.added_tokens.items()} == added
+    assert ours.eos_token == theirs.eos_token and ours.vocab_size == len(theirs)
+    text = "the" + " x ".join(token.content for token in ours.added_tokens.values()) + "! the"
+    ids = theirs.encode(text)
+    assert ours.encode(text) == ids
+    for skip in (True, False):
+        theirs_text = theirs.decode(ids, skip_special_tokens=skip)
+        assert ours.decode(ids, skip_special_tokens=skip) == theirs_text
 
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ MAMBA2 = {
 }  # fmt: skip
 HYBRID = {
     "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 12, "mamba_n_groups": GROUPS,
-    "mamba_chunk_size": 16,
+    "mamba_chunk_size": 16, "time_step_limit": (0.3, 2.0),
 }  # fmt: skip
 GRANITE = {
     **HYBRID, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
@@ -83,12 +83,10 @@ KIMI = {
     "head_dim": LEFT_OUT,
 }  # fmt: skip
 LING_3 = {**LATENT, "head_dim": 12, "n_group": 2}
-# transformers 5.23 raises step sizes of prompts, not of other tokens, to time_step_min: those that
-# trained Nemotron-H did not.
 NEMOTRON = {
     "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 12, "n_groups": 2,
-    "chunk_size": 16, "num_hidden_layers": LEFT_OUT, "time_step_min": 1e-9,
-    "time_step_floor": 0.1,
+    "chunk_size": 16, "num_hidden_layers": LEFT_OUT, "time_step_min": 0.5,
+    "time_step_floor": 0.1, "time_step_limit": (0.0, 0.6),
 }  # fmt: skip
 NEMOTRON_3 = {
     **NEMOTRON, "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
