@@ -12,13 +12,14 @@ import argparse
 import random
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import msgspec
 
 from jackfield.core.cache.groups import CacheGroup
 from jackfield.core.cache.reach import Reach
+from jackfield.core.outputs import EngineStats
 from jackfield.core.request import Request
 from jackfield.core.sampling_params import SamplingParams
 from jackfield.core.scheduling.scheduler import Scheduler
@@ -45,6 +46,7 @@ class Report(msgspec.Struct, kw_only=True):
     """What came out. Times are virtual seconds, except `wall_seconds`."""
 
     requests: int
+    refused: int
     steps: int
     virtual_seconds: float
     wall_seconds: float
@@ -96,8 +98,10 @@ def simulate(
     *,
     max_in_flight: int = 2,
     seed: int = 0,
+    admits: Callable[[EngineStats], bool] = lambda stats: True,
 ) -> Report:
-    """Serve the traffic to its end. Requests that cannot fit the scheduler are cut to fit."""
+    """Serve the traffic to its end. Requests that cannot fit the scheduler are cut to fit; one that
+    `admits` refuses, with what the engine does when it arrives, is gone."""
     started = time.perf_counter()
     step_time = step_time or StepTime()
     rng = random.Random(seed)
@@ -105,7 +109,7 @@ def simulate(
         _request(number, arrival, scheduler, rng)
         for number, arrival in enumerate(sorted(traffic, key=lambda a: a.arrival))
     )
-    num_requests = len(pending)
+    num_requests, num_refused = len(pending), 0
     waits: dict[str, float] = {}
     arrivals = {request.request_id: request.arrival for request in pending}
     in_flight: deque[tuple[StepPlan, float]] = deque()
@@ -113,7 +117,11 @@ def simulate(
 
     while pending or scheduler.has_work or in_flight:
         while pending and pending[0].arrival <= now:
-            scheduler.add_requests(pending.popleft())
+            request = pending.popleft()
+            if admits(scheduler.stats):
+                scheduler.add_requests(request)
+            else:
+                num_refused += 1
         plan = None
         if len(in_flight) < max_in_flight:
             clock = time.perf_counter()
@@ -143,6 +151,7 @@ def simulate(
     queueing = sorted(waits.values())
     return Report(
         requests=num_requests,
+        refused=num_refused,
         steps=stats.steps,
         virtual_seconds=now,
         wall_seconds=time.perf_counter() - started,

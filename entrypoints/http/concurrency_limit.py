@@ -1,4 +1,4 @@
-"""Limits the number of requests in flight."""
+"""Limits the number of requests in flight, and of those that wait for the engine."""
 
 from __future__ import annotations
 
@@ -8,9 +8,18 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from ...core.errors import EngineOverloaded
-from .context import OPEN
+from ...core.outputs import EngineStats
+from .context import ENGINE, OPEN
+from .inflight import is_inference_request
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+MIN_WAITING = 16
+"""Requests that may wait by default, however few run."""
+WAITING_SHARE = 4
+"""One request may wait by default for as many that run: so it waits for about a quarter of the time
+that a request takes, and those that arrive while all slots are in use still find work to do."""
+FULL_CACHE = 0.9
+"""Share of the KV cache in use beyond which more requests cannot run, free slots or not."""
 
 
 def limit_concurrency(count: int) -> Middleware:
@@ -33,5 +42,51 @@ def limit_concurrency(count: int) -> Middleware:
             return await handler(request)
         finally:
             running -= 1
+
+    return limited
+
+
+def num_runnable(stats: EngineStats) -> int:
+    """Return how many requests can run at once, given what the KV cache holds."""
+    full = stats.kv_cache_usage > FULL_CACHE
+    return stats.num_requests_running if full else stats.num_slots
+
+
+def waiting_limit(num_runnable: int) -> int:
+    """Return how many requests may wait by default."""
+    return max(MIN_WAITING, num_runnable // WAITING_SHARE)
+
+
+def limit_waiting(count: int | None, num_batched: int = 0) -> Middleware:
+    """Return a middleware that refuses inference requests while `count` others wait for the engine;
+    None: `waiting_limit`. num_batched: requests of batches, which may be there besides.
+
+    A request is taken or refused as a whole, whatever the number of its prompts. Without a limit
+    the queue grows for as long as more arrive than can be served, and all of them come too late: a
+    client that is refused at once can go elsewhere.
+    """
+    in_flight = 0
+
+    @web.middleware
+    async def limited(request: web.Request, handler: Handler) -> web.StreamResponse:
+        nonlocal in_flight
+        if not is_inference_request(request):
+            return await handler(request)
+        engine = request.app[ENGINE]
+        stats = engine.stats()
+        runnable, present = num_runnable(stats), in_flight
+        # A pooling request may be thousands of inputs that take no time: it counts as one.
+        if engine.supported_tasks == ("generate",):
+            in_engine = stats.num_requests_waiting + stats.num_requests_running
+            # The engine may not know yet of all that have arrived.
+            present = max(present, in_engine - num_batched)
+        most = waiting_limit(runnable) if count is None else count
+        if present - runnable >= most:
+            raise EngineOverloaded(f"{most} requests are waiting already; try again later")
+        in_flight += 1
+        try:
+            return await handler(request)
+        finally:
+            in_flight -= 1
 
     return limited

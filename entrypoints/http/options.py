@@ -205,6 +205,17 @@ class ServerOptions:
         Flag("--limit-concurrency", metavar="N"),
     ] = None
     """Open routes do not count."""
+    max_waiting: Annotated[
+        int | None,
+        Meta(
+            ge=0,
+            description="inference requests that may wait for the engine; further ones get a 503; "
+            "0: no limit (default: one for four of --max-num-seqs, or of those that fit in the KV "
+            "cache, and at least 16; no limit with --limit-concurrency or --max-waiting-requests)",
+        ),
+        Flag("--limit-waiting", metavar="N"),
+    ] = None
+    """Those of batches wait on their own side."""
     max_json_values: Annotated[
         int,
         Meta(

@@ -15,7 +15,7 @@ from ..batch.app import add_batch_routes
 from ..http import request_log
 from ..http.auth.tenants import TENANCY, Tenancy, authentication
 from ..http.auth.usage import USAGE, Usage, within_limits
-from ..http.concurrency_limit import limit_concurrency
+from ..http.concurrency_limit import limit_concurrency, limit_waiting
 from ..http.connections import SERVER_NAME, BodyTooSlow
 from ..http.context import (
     DOCUMENT,
@@ -123,6 +123,11 @@ def make_app(
     app.middlewares.append(within_limits)
     if options.max_concurrency is not None:
         app.middlewares.append(limit_concurrency(options.max_concurrency))
+    has_limit = options.max_concurrency or engine.config.max_waiting_requests
+    if options.max_waiting or (options.max_waiting is None and not has_limit):
+        batches, slots = options.batches, engine.config.max_num_seqs
+        num_batched = 0 if batches is None else batches.max_concurrency or slots // 2
+        app.middlewares.append(limit_waiting(options.max_waiting, num_batched))
     if options.log_requests:
         app.middlewares.append(request_log.log_bodies(options.max_log_len))
     if options.kept_at is not None:

@@ -34,6 +34,7 @@ def server_command(
     model_args = [model] if model else []
     if engine == "jackfield":
         module = "jackfield.entrypoints.cli.main"
+        common += ["--limit-waiting", "0"]  # A benchmark may send all of its requests at once.
         return [sys.executable, "-m", module, "serve", *model_args, *common, *flags]
     if dummy:
         common += ["--dtype", "bfloat16"]
