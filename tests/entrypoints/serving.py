@@ -104,21 +104,50 @@ def save_scripted(
     Attention and MLP add nothing; the embedding is the identity and the head a permutation.
     """
     tokenizer = save_tokenizer(folder, script, special)
-    size = tokenizer.get_vocab_size()
-    model = transformers.Qwen3ForCausalLM(_config(tokenizer, hidden_size=size, num_hidden_layers=1))
     last_of_prompt = tokenizer.encode(last, add_special_tokens=False).ids[-1]
-    token_ids = [tokenizer.token_to_id(text) for text in script]
-    chain = [last_of_prompt, *token_ids, tokenizer.token_to_id("<|im_end|>")]
+    _save_chains(folder, tokenizer, [[last_of_prompt, *map(tokenizer.token_to_id, script)]])
+    return folder
+
+
+def save_turns(folder: Path, turns: Sequence[str], context: int) -> Path:
+    """A model that says the first of `turns`, after the first result of a tool the second, and so
+    on; each is one token. `context`: its longest prompt."""
+    marks = [f"<|turn{index}|>" for index in range(len(turns))]
+    tokenizer = save_tokenizer(folder, [*marks, *turns], special=marks)
+    path = folder / "tokenizer_config.json"
+    facts = json.loads(path.read_text())
+    results = "messages | selectattr('role', 'eq', 'tool') | list | length"
+    number = f"[{results}, {len(turns) - 1}] | min"
+    generation = "<|im_start|>assistant\n"
+    facts["chat_template"] = TEMPLATE.replace(generation, f"{generation}<|turn{{{{ {number} }}}}|>")
+    path.write_text(json.dumps(facts))
+    chains = [
+        [tokenizer.token_to_id(mark), tokenizer.token_to_id(turn)]
+        for mark, turn in zip(marks, turns, strict=True)
+    ]
+    _save_chains(folder, tokenizer, chains, max_position_embeddings=context)
+    return folder
+
+
+def _save_chains(
+    folder: Path, tokenizer: tokenizers.Tokenizer, chains: list[list[int]], **changes: Any
+) -> None:
+    """A model after whose tokens the next of their chain comes, and after the last the end."""
+    size = tokenizer.get_vocab_size()
+    model = transformers.Qwen3ForCausalLM(
+        _config(tokenizer, hidden_size=size, num_hidden_layers=1, **changes)
+    )
+    end = tokenizer.token_to_id("<|im_end|>")
     with torch.no_grad():
         layer = model.model.layers[0]
         layer.self_attn.o_proj.weight.zero_()
         layer.mlp.down_proj.weight.zero_()
         model.model.embed_tokens.weight.copy_(torch.eye(size))
         model.lm_head.weight.zero_()
-        for token, follower in itertools.pairwise(chain):
-            model.lm_head.weight[follower, token] = 1.0
+        for chain in chains:
+            for token, follower in itertools.pairwise([*chain, end]):
+                model.lm_head.weight[follower, token] = 1.0
     model.save_pretrained(folder)
-    return folder
 
 
 def engine_config(checkpoint: Path, **options: Any) -> EngineConfig:

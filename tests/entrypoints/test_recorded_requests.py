@@ -2,7 +2,8 @@
 
 Each file has one library's requests at one version: instructor in each of its modes, openai-agents,
 the AI SDK, guidance, litellm, langchain, pydantic-ai, on the routes that each of them uses. They
-were recorded by running the library against a server that wrote down what came.
+were recorded by running the library against a server that wrote down what came. Those of the coding
+agents came from test_coding_agents.py; their long texts and some tools are cut off.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from typing import Any
 
 import httpx
 import pytest
-from serving import MODEL, Server, running
+from serving import MODEL, Server, engine_config, running, save_turns
 
 from jackfield import EngineConfig
 from jackfield.core.config import StructuredOutputsConfig
 
 FILES = sorted((Path(__file__).parent / "recorded").glob("*.json"))
 RECORDED = [
-    pytest.param(request, id=f"{path.stem}: {request['name']}")
+    pytest.param(path.stem, request, id=f"{path.stem}: {request['name']}")
     for path in FILES
     for request in json.loads(path.read_text())["requests"]
 ]
@@ -43,21 +44,42 @@ def server() -> Iterator[Server]:
         yield item
 
 
+AGENTS = ("claude-code", "codex")
+
+
+@pytest.fixture(scope="module")
+def roomy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A model whose context holds the tools of a coding agent."""
+    checkpoint = save_turns(tmp_path_factory.mktemp("roomy"), ["Hello."], 32768)
+    config = engine_config(
+        checkpoint,
+        tool_call_parser="hermes",
+        max_model_len=32768,
+        num_gpu_blocks_override=2100,
+        max_num_batched_tokens=8192,
+    )
+    with running(config) as item:
+        yield item
+
+
 def test_every_library_has_its_requests() -> None:
     names = {path.stem for path in FILES}
     assert names == {
-        "ai-sdk", "guidance", "instructor", "langchain", "langchain-anthropic", "litellm",
+        "ai-sdk", *AGENTS, "guidance", "instructor", "langchain", "langchain-anthropic", "litellm",
         "openai-agents", "pydantic-ai",
     }  # fmt: skip
-    routes = {param.values[0]["route"] for param in RECORDED}  # type: ignore[index, call-overload]
+    routes = {param.values[1]["route"] for param in RECORDED}  # type: ignore[index, call-overload]
     assert routes == {
         "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages",
         "/v1/messages/count_tokens",
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("recorded", RECORDED)
-def test_a_recorded_request_is_answered(server: Server, recorded: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("library", "recorded"), RECORDED)
+def test_a_recorded_request_is_answered(
+    request: pytest.FixtureRequest, library: str, recorded: dict[str, Any]
+) -> None:
+    server: Server = request.getfixturevalue("roomy" if library in AGENTS else "server")
     body = recorded["body"]
     response = httpx.post(server.url + recorded["route"], json=body, timeout=120)
     assert response.status_code == 200, response.text
