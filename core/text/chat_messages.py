@@ -1,5 +1,4 @@
-"""Validates the messages of a chat and puts them into the form that templates expect, with every
-user's text guarded."""
+"""Validates the messages, tools and documents of a chat, and guards every text in them."""
 
 from __future__ import annotations
 
@@ -9,9 +8,8 @@ from typing import Any
 
 from ..errors import InvalidRequest
 
-_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _MAX_DEPTH = 64
-REASONING_START, REASONING_END = "<think>", "</think>"
 RESERVED = frozenset(
     {
         "messages",
@@ -42,9 +40,15 @@ RESERVED = frozenset(
     }
 )
 """What a template is given by others than `chat_template_kwargs`."""
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+"""Names under which templates read an assistant's reasoning; the first given is the value of
+all."""
 
 Guard = Callable[[str], str]
 """Keeps what is typed in a text from becoming control tokens."""
+Message = dict[str, Any]
+"""A validated message: `content` is a text, a list of parts, or None beside calls of tools;
+`arguments` of calls are a text or an object, as the client sent them."""
 
 
 def check_kwargs(kwargs: Mapping[str, Any]) -> None:
@@ -114,101 +118,51 @@ def check_documents(documents: Any, guard: Guard) -> list[Any] | None:
     return [guarded(document, guard, f"documents[{i}]") for i, document in enumerate(documents)]
 
 
-def check_messages(
-    messages: Any, guard: Guard, *, guard_assistants: bool = True, split_reasoning: int = 0
-) -> list[dict[str, Any]]:
-    """Return the messages in the form that templates expect. Raises InvalidRequest with the field's
-    path.
-
-     split_reasoning: in this many of the first messages, reasoning at the beginning of an
-    assistant's content moves to its own field.
-    """
+def check_messages(messages: Any) -> list[Message]:
+    """Return the messages validated, without fields that are null. Raises InvalidRequest with the
+    field's path."""
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
         raise InvalidRequest("messages: must be a non-empty list", param="messages")
-    checked = []
-    for index, message in enumerate(messages):
-        path = f"messages[{index}]"
-        mine = guard
-        if isinstance(message, Mapping) and message.get("role") == "assistant":
-            if guard_assistants and index < split_reasoning:
-                message = _split_reasoning(message)
-            mine = guard if guard_assistants else _counting(guard)
-        checked.append(_check_message(message, path, mine))
-    return checked
+    return [_check_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
-def _counting(guard: Guard) -> Guard:
-    """Return a guard that changes nothing, but counts the text."""
-
-    def count(text: str) -> str:
-        guard(text)
-        return text
-
-    return count
-
-
-def _split_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Split content that begins with reasoning, as some clients send it back, as the template
-    would: once guarded, its marks mean nothing to the template."""
-    content = message.get("content")
-    if not isinstance(content, str) or REASONING_END not in content:
-        return message
-    if message.get("reasoning_content") or message.get("reasoning"):
-        return message
-    reasoning, _, rest = content.partition(REASONING_END)
-    reasoning = reasoning.rpartition(REASONING_START)[2].strip("\n")
-    return {**message, "reasoning_content": reasoning, "content": rest.lstrip("\n")}
-
-
-def _check_message(message: Any, path: str, guard: Guard) -> dict[str, Any]:
-    """Return a message in the form that templates expect: content a string, call arguments
-    objects."""
+def _check_message(message: Any, path: str) -> Message:
     if not isinstance(message, Mapping):
         raise InvalidRequest(f"{path}: must be an object", param=path)
     role = message.get("role")
-    if role not in _ROLES:
+    if role not in ROLES:
         raise InvalidRequest(
-            f"{path}.role: must be one of {', '.join(_ROLES)}, got {role!r}", param=f"{path}.role"
+            f"{path}.role: must be one of {', '.join(ROLES)}, got {role!r}", param=f"{path}.role"
         )
-    if role == "assistant":
-        message = _with_reasoning(message)
-    checked = {
-        key: guarded(value, guard, f"{path}.{key}")
-        for key, value in message.items()
-        if key not in ("role", "content", "tool_calls")
-    }
-    checked["role"] = role
-    calls = message.get("tool_calls")
+    checked = {key: value for key, value in message.items() if value is not None}
     content = _check_content(message.get("content"), f"{path}.content")
     if content is None and role != "assistant":
         raise InvalidRequest(f"{path}.content: is missing", param=f"{path}.content")
+    checked["content"] = content
+    calls = checked.pop("tool_calls", None)
     if calls:
         if role != "assistant":
             raise InvalidRequest(
                 f"{path}.tool_calls: only assistant messages have them", param=f"{path}.tool_calls"
             )
-        checked["tool_calls"] = _check_calls(calls, f"{path}.tool_calls", guard)
-    checked["content"] = guard(content) if content is not None else ""
+        checked["tool_calls"] = _check_calls(calls, f"{path}.tool_calls")
+    elif content is None:
+        checked["content"] = ""
+    if role == "assistant":
+        reasoning = next((checked[name] for name in REASONING_FIELDS if checked.get(name)), None)
+        if isinstance(reasoning, str):
+            checked.update(dict.fromkeys(REASONING_FIELDS, reasoning))
     return checked
 
 
-def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the message with its reasoning under both names: some templates read the one, some the
-    other."""
-    reasoning = message.get("reasoning_content") or message.get("reasoning")
-    if not isinstance(reasoning, str):
-        return message
-    return {**message, "reasoning_content": reasoning, "reasoning": reasoning}
-
-
-def _check_content(content: Any, path: str) -> str | None:
+def _check_content(content: Any, path: str) -> str | list[dict[str, str]] | None:
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list | tuple):
         raise InvalidRequest(
             f"{path}: must be a string or a list of parts, got {type(content).__name__}", param=path
         )
-    texts = []
+    parts = []
     for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind in ("text", "refusal") and not isinstance(part.get(kind), str):
@@ -221,35 +175,59 @@ def _check_content(content: Any, path: str) -> str | None:
                 f"{kind!r} parts are not supported",
                 param=f"{path}[{index}]",
             )
-        texts.append(part[kind])
-    return "\n".join(texts)
+        parts.append({"type": "text", "text": part[kind]})
+    return parts
 
 
-def _check_calls(calls: Any, path: str, guard: Guard) -> list[dict[str, Any]]:
-    """Return tool calls with their arguments as objects, as templates write them."""
+def _check_calls(calls: Any, path: str) -> list[dict[str, Any]]:
     if not isinstance(calls, list | tuple):
         raise InvalidRequest(f"{path}: must be a list", param=path)
-    checked = []
     for index, call in enumerate(calls):
         where = f"{path}[{index}].function"
+        kind = call.get("type", "function") if isinstance(call, Mapping) else "function"
+        if kind not in ("function", None):
+            raise InvalidRequest(
+                f'{path}[{index}].type: must be "function", got {kind!r}',
+                param=f"{path}[{index}].type",
+            )
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise InvalidRequest(f"{where}.name: must be a string", param=f"{where}.name")
-        arguments = function.get("arguments")
-        if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments) if arguments.strip() else {}
-            except (ValueError, RecursionError):
-                raise InvalidRequest(
-                    f"{where}.arguments: is not JSON", param=f"{where}.arguments"
-                ) from None
-        if arguments is None:
-            arguments = {}
-        if not isinstance(arguments, Mapping):
-            raise InvalidRequest(
-                f"{where}.arguments: must be a JSON object", param=f"{where}.arguments"
-            )
-        plain = guarded({**call, "function": None}, guard, path)
-        plain["function"] = guarded({**function, "arguments": arguments}, guard, where)
-        checked.append(plain)
-    return checked
+    return [dict(call) for call in calls]
+
+
+# ---------------------------------------------------------------- arguments of calls
+
+
+def arguments_text(arguments: Any) -> str:
+    """Return a call's arguments as text: the client's own, if it sent one."""
+    if isinstance(arguments, str):
+        return arguments or "{}"
+    return "{}" if arguments is None else json.dumps(arguments, ensure_ascii=False)
+
+
+def arguments_object(arguments: Any) -> dict[str, Any] | None:
+    """Return a call's arguments as an object, as templates write them; None if they are no object,
+    as those of a call that was cut off."""
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments) if arguments.strip() else {}
+        except (ValueError, RecursionError):
+            return None
+    if arguments is None:
+        return {}
+    return dict(arguments) if isinstance(arguments, Mapping) and not _too_deep(arguments) else None
+
+
+def _too_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(_MAX_DEPTH):
+        level = [
+            item
+            for value in level
+            for item in (value.values() if isinstance(value, Mapping) else value)
+            if isinstance(item, Mapping | list | tuple)
+        ]
+        if not level:
+            return False
+    return True

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import re
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jinja2 import Template, meta
+from jinja2 import Template, meta, nodes
 from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
 
 from ..errors import InvalidRequest
 from .chat_messages import (
-    REASONING_END,
     RESERVED,
     Guard,
+    Message,
+    arguments_object,
+    arguments_text,
     check_documents,
     check_kwargs,
     check_messages,
@@ -22,13 +25,20 @@ from .chat_messages import (
     guarded,
     same,
 )
-from .content_parts import reads_parts
 from .control_tokens import ControlTokens
-from .template_sandbox import TemplateEnvironment
+from .template_fallbacks import (
+    SYSTEM_MESSAGES,
+    SYSTEM_ROLES,
+    Chat,
+    Verbatim,
+    attempts,
+    joined_parts,
+)
+from .template_sandbox import Budget, TemplateEnvironment
+from .template_traits import TemplateTraits
 from .token_limit import TokenLimit, encode_within
 from .tokenizer import Tokenizer
 
-_SPLITS_THOUGHTS = re.compile(rf"(split|in)\b[^%}}]*{REASONING_END}|{REASONING_END}['\"] in\b")
 _END = "\ufdd2"
 """Marks the end of the final message's content while it is rendered to be continued."""
 
@@ -45,9 +55,58 @@ def _compiled(text: str) -> Template:
 
 
 @functools.lru_cache(maxsize=64)
+def _tree(text: str) -> nodes.Template:
+    """Return the syntax tree of a template, as it is written."""
+    return _environment().tree(text)
+
+
+@functools.lru_cache(maxsize=64)
 def _names_read(text: str) -> frozenset[str]:
     """Return the names that a template reads and does not set."""
-    return frozenset(meta.find_undeclared_variables(_environment().parse(text)))
+    return frozenset(meta.find_undeclared_variables(_tree(text)))
+
+
+class _Refused(Exception):
+    """The template does not render these messages."""
+
+
+class _Guards:
+    """Guards and counts the texts of one rendering, and remembers whether a control token was
+    typed."""
+
+    def __init__(
+        self,
+        guard: Guard = same,
+        assistant: Guard = same,
+        searched: Guard = same,
+        check_characters: Callable[[int], None] | None = None,
+    ) -> None:
+        """assistant: for the assistant's messages. searched: for those whose reasoning, if any, is
+        in the content, where the template searches for it."""
+        self.guard = self._checked(guard)
+        self._assistant = self._checked(assistant)
+        self._searched = self._checked(searched)
+        self._check_characters = check_characters
+        self.broken = False
+        """Whether a guard changed a text."""
+        self.num_characters = 0
+
+    def of(self, message: Message) -> Guard:
+        """Return the guard for a message."""
+        if message["role"] != "assistant":
+            return self.guard
+        return self._assistant if message.get("reasoning_content") else self._searched
+
+    def _checked(self, guard: Guard) -> Guard:
+        def checked(text: str) -> str:
+            self.num_characters += len(text)
+            if self._check_characters is not None:
+                self._check_characters(self.num_characters)
+            marked = guard(text)
+            self.broken = self.broken or marked is not text
+            return marked
+
+        return checked
 
 
 class ChatTemplate:
@@ -70,7 +129,7 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._guards_assistants = not assistant_control_tokens
         self._sources = sources
-        self._templates = {}
+        self._templates: dict[str, Template] = {}
         for name, text in sources.items():
             try:
                 self._templates[name] = _compiled(text)
@@ -80,6 +139,12 @@ class ChatTemplate:
                 ) from None
             except (RecursionError, ValueError, TemplateError) as error:
                 raise InvalidRequest(f"chat_template: {error}", param="chat_template") from None
+        self._traits = {
+            name: TemplateTraits(
+                functools.partial(_tree, text), functools.partial(self._tried, name)
+            )
+            for name, text in sources.items()
+        }
         self._tokens = {
             f"{name}": value
             for name, value in (tokenizer.special_tokens if tokenizer else {}).items()
@@ -106,23 +171,17 @@ class ChatTemplate:
         return any("developer" in text for text in self._sources.values())
 
     @functools.cached_property
-    def _splits_reasoning(self) -> bool:
-        """Whether the template itself removes reasoning in `<think>` marks from messages."""
-        return any(
-            REASONING_END in text and ("reasoning" in text or _SPLITS_THOUGHTS.search(text))
-            for text in self._sources.values()
-        )
-
-    @functools.cached_property
-    def _reads_parts(self) -> bool:
-        """Whether content has to be a list of parts for the template to write it."""
-        return any(reads_parts(_environment().parse(text)) for text in self._sources.values())
-
-    @functools.cached_property
     def _control(self) -> ControlTokens:
         if self._tokenizer is None:
             raise InvalidRequest("this model has no tokenizer; send prompt token ids")
         return self._tokenizer.control_tokens("\n".join(self._sources.values()))
+
+    @functools.cached_property
+    def _unsearched(self) -> ControlTokens:
+        """Control tokens but those at which a template takes an assistant's content apart: broken,
+        it would not find them."""
+        searched = frozenset().union(*(traits.searched for traits in self._traits.values()))
+        return self._control.without(searched)
 
     def render(
         self,
@@ -148,7 +207,7 @@ class ChatTemplate:
             continue_final_message,
             template_kwargs or {},
             documents,
-            same,
+            _Guards(),
         )
 
     def render_tokens(
@@ -181,18 +240,17 @@ class ChatTemplate:
         control = self._control
         tokenizer = self._tokenizer
         assert tokenizer is not None
-        broken = False
-        num_chars = 0
-
-        def guard(text: str) -> str:
-            nonlocal broken, num_chars
-            num_chars += len(text)
-            if limit is not None:
-                limit.check_characters(num_chars, lambda: tokenizer.characters_per_token)
-            marked = control.mark(text)
-            broken = broken or marked is not text
-            return marked
-
+        check_characters = None
+        if limit is not None:
+            check_characters = functools.partial(
+                limit.check_characters, characters_per_token=lambda: tokenizer.characters_per_token
+            )
+        guards = _Guards(
+            control.mark,
+            control.mark if self._guards_assistants else same,
+            self._unsearched.mark if self._guards_assistants else same,
+            check_characters,
+        )
         text = self._render(
             messages,
             tools,
@@ -200,9 +258,9 @@ class ChatTemplate:
             continue_final_message,
             template_kwargs or {},
             documents,
-            guard,
+            guards,
         )
-        if not broken:
+        if not guards.broken:
             return tokenizer.encode(text, add_special_tokens=add_special_tokens, limit=limit)
         return encode_within(
             text,
@@ -219,9 +277,9 @@ class ChatTemplate:
         continue_final_message: bool,
         template_kwargs: Mapping[str, Any],
         documents: Sequence[Mapping[str, Any]] | None,
-        guard: Guard,
+        guards: _Guards,
     ) -> str:
-        template = self._template(bool(tools))
+        name = self._template_name(bool(tools))
         check_kwargs(template_kwargs)
         if continue_final_message and add_generation_prompt:
             raise InvalidRequest(
@@ -233,49 +291,69 @@ class ChatTemplate:
                 "documents: this model's chat template takes none; put them into a message",
                 param="documents",
             )
-        chat = check_messages(
-            messages,
-            guard,
-            guard_assistants=self._guards_assistants,
-            # What is to be continued stays as it is.
-            split_reasoning=len(messages) - continue_final_message if self._splits_reasoning else 0,
-        )
+        chat = check_messages(messages)
         if not self._knows_developers:
             for message in chat:
                 if message["role"] == "developer":
                     message["role"] = "system"
         if continue_final_message:
-            final = chat[-1].get("content")
-            if not final:
-                raise InvalidRequest(
-                    "continue_final_message: the final message has no content to continue",
-                    param="continue_final_message",
-                )
-            chat[-1]["content"] = final.replace(_END, "\ufffd") + _END
-        if self._reads_parts:
-            for message in chat:
-                message["content"] = [{"type": "text", "text": message["content"]}]
+            _mark_end(chat[-1])
         variables = {
             **self._tokens,
-            **{key: guarded(value, guard, key) for key, value in template_kwargs.items()},
-            "messages": chat,
-            "tools": check_tools(tools, guard),
-            "documents": check_documents(documents, guard),
+            **{key: guarded(value, guards.guard, key) for key, value in template_kwargs.items()},
+            "tools": check_tools(tools, guards.guard),
+            "documents": check_documents(documents, guards.guard),
             "add_generation_prompt": add_generation_prompt,
         }
-        text = self._run(template, variables)
-        if continue_final_message:
-            end = text.rfind(_END)
-            if end < 0:
-                raise InvalidRequest(
-                    "continue_final_message: the chat template does not write the final message "
-                    "as it is",
-                    param="continue_final_message",
-                )
-            text = text[:end].replace(_END, "")
+        text = self._first_taken(name, chat, variables, guards)
+        return _cut_at_end(text) if continue_final_message else text
+
+    def _first_taken(
+        self, name: str, chat: Chat, variables: dict[str, Any], guards: _Guards
+    ) -> str:
+        """Return the rendering of the first form of the messages that the template takes.
+
+        Raises InvalidRequest with the template's refusal of the first form.
+        """
+        budget = Budget()
+        num_characters = guards.num_characters
+
+        def rendered(form: Chat) -> tuple[str, Chat]:
+            guards.num_characters = num_characters
+            shown = [
+                _as_read(message, self._traits[name], f"messages[{index}]", guards.of(message))
+                for index, message in enumerate(form)
+            ]
+            variables["messages"] = shown
+            return self._run(self._templates[name], variables, budget), shown
+
+        refusal: _Refused | None = None
+        for form in attempts(chat):
+            try:
+                text, shown = rendered(form)
+            except _Refused as error:
+                refusal = refusal or error
+            else:
+                break
+        else:
+            raise InvalidRequest(f"messages: the chat template {refusal}", param="messages")
+        system = _system_texts(shown)
+        if not _has_all(text, system):
+            for other in itertools.islice(attempts(form, (SYSTEM_MESSAGES,)), 1, None):
+                with contextlib.suppress(_Refused):
+                    better, _ = rendered(other)
+                    if _has_all(better, system):
+                        return better
         return text
 
-    def _template(self, with_tools: bool) -> Any:
+    def _tried(self, name: str, variables: dict[str, Any]) -> str | None:
+        """Return a rendering; None if the template refuses."""
+        try:
+            return self._run(self._templates[name], {**self._tokens, **variables}, Budget())
+        except (_Refused, InvalidRequest):
+            return None
+
+    def _template_name(self, with_tools: bool) -> str:
         name = "tool_use" if with_tools and "tool_use" in self._templates else "default"
         if name not in self._templates:
             raise InvalidRequest(
@@ -283,21 +361,99 @@ class ChatTemplate:
                 "prompt to /v1/completions",
                 param="messages",
             )
-        return self._templates[name]
+        return name
 
-    def _run(self, template: Any, variables: dict[str, Any]) -> str:
+    def _run(self, template: Template, variables: dict[str, Any], budget: Budget) -> str:
+        """Raises _Refused, and InvalidRequest past the limits."""
         try:
-            return _environment().render(template, variables)
+            return _environment().render(template, variables, budget)
         except SecurityError as error:
             raise InvalidRequest(
                 f"chat_template: stopped, because {error}", param="chat_template"
             ) from None
         except TemplateError as error:
-            raise InvalidRequest(
-                f"messages: the chat template refuses them: {error}", param="messages"
-            ) from None
+            raise _Refused(f"refuses them: {error}") from None
         except Exception as error:
-            raise InvalidRequest(
-                f"messages: the chat template cannot render them: {type(error).__name__}: {error}",
-                param="messages",
-            ) from None
+            raise _Refused(f"cannot render them: {type(error).__name__}: {error}") from None
+
+
+def _as_read(message: Message, traits: TemplateTraits, path: str, guard: Guard) -> Message:
+    """Return a message in the form that a template reads, guarded."""
+    role, content = message["role"], message["content"]
+    if content is None:
+        content = None if traits.takes_null else ""
+    if isinstance(content, list) and not traits.takes_parts(role):
+        content = joined_parts(content)
+    elif isinstance(content, str) and traits.needs_parts(role):
+        content = [{"type": "text", "text": content}]
+    shown: Message = {"role": role}
+    for key, value in message.items():
+        if key not in ("role", "content", "tool_calls"):
+            shown[key] = guarded(value, guard, f"{path}.{key}")
+    if "tool_calls" in message:
+        shown["tool_calls"] = [
+            guarded(_as_written(call), guard, f"{path}.tool_calls[{index}]")
+            for index, call in enumerate(message["tool_calls"])
+        ]
+    shown["content"] = guarded(content, guard, f"{path}.content")
+    return shown
+
+
+def _system_texts(shown: Chat) -> list[str]:
+    """Return the texts of system messages, if one of them is not first: some templates write the
+    first or the last alone, without a word about the others."""
+    system = [message for message in shown if message["role"] in SYSTEM_ROLES]
+    if system in ([], shown[:1]):
+        return []
+    texts = []
+    for message in system:
+        content = message["content"]
+        parts = [content] if isinstance(content, str) else [part["text"] for part in content]
+        texts += [part.strip() for part in parts]
+    return texts
+
+
+def _has_all(text: str, parts: list[str]) -> bool:
+    return all(part in text for part in parts)
+
+
+def _as_written(call: dict[str, Any]) -> dict[str, Any]:
+    """Return a call with its arguments as an object, as templates write them; as text if they are
+    none, or if they are to stay text."""
+    function = dict(call["function"])
+    given = function.get("arguments")
+    read = None if isinstance(given, Verbatim) else arguments_object(given)
+    function["arguments"] = str(arguments_text(given)) if read is None else read
+    return {**call, "function": function}
+
+
+def _mark_end(message: Message) -> None:
+    """Mark where the final message's content ends."""
+    content = message["content"]
+    if not content or (isinstance(content, list) and not joined_parts(content)):
+        raise InvalidRequest(
+            "continue_final_message: the final message has no content to continue",
+            param="continue_final_message",
+        )
+    if isinstance(content, list):
+        content[-1] = {**content[-1], "text": _ended(content[-1]["text"])}
+    else:
+        message["content"] = _ended(content)
+
+
+def _ended(text: str) -> str:
+    # The space shows whether the template trims the content.
+    return text.replace(_END, "\ufffd") + _END + " "
+
+
+def _cut_at_end(text: str) -> str:
+    """Return a rendering up to the mark. Where the template trimmed the content, the end of what is
+    continued is trimmed, too, as in transformers."""
+    end = text.rfind(_END)
+    if end < 0:
+        raise InvalidRequest(
+            "continue_final_message: the chat template does not write the final message as it is",
+            param="continue_final_message",
+        )
+    kept = text[:end].replace(_END, "")
+    return kept if text[end + 1 : end + 2] == " " else kept.rstrip()

@@ -44,6 +44,11 @@ class ControlTokens:
         self._typed = re.compile(f"(?={pattern})(.)", re.DOTALL)
         self._standing = re.compile(f"(?:{pattern})(?!{MARK})")
 
+    def without(self, texts: Iterable[str]) -> ControlTokens:
+        """Return the same but for the tokens that stand in one of these texts."""
+        kept = [token for token in self.contents if not any(token in text for text in texts)]
+        return self if len(kept) == len(self.contents) else ControlTokens(self._backend, kept)
+
     def mark(self, text: str) -> str:
         """Return `text` with each control token in it (or cut off at its end) broken by `MARK`."""
         if not self.contents:

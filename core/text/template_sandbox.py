@@ -137,6 +137,10 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         self.globals["strftime_now"] = _strftime_now
         self.globals.pop("lipsum", None)
 
+    def tree(self, source: str) -> nodes.Template:
+        """Return the syntax tree of a template as it is written, without metering."""
+        return super()._parse(source, None, None)
+
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = super()._parse(source, name, filename)
         tree = _Metering().visit(tree)
@@ -183,10 +187,12 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 
         return bounded
 
-    def render(self, template: Any, variables: dict[str, Any]) -> str:
-        """Render within the limits. Raises jinja2's TemplateError and whatever a template may
-        raise."""
-        token = _budget.set(Budget())
+    def render(self, template: Any, variables: dict[str, Any], budget: Budget) -> str:
+        """Render within the limits, from this budget.
+
+        Raises jinja2's TemplateError and whatever a template may raise.
+        """
+        token = _budget.set(budget)
         try:
             parts: list[str] = []
             size = 0

@@ -89,10 +89,26 @@ def to_messages(system: str | list[Any] | None, messages: list[Any]) -> list[Mes
 def _joined(message: Message) -> Message:
     """Return a message with its texts joined."""
     between = BETWEEN.get(message["role"], "")
-    return {
-        name: between.join(value) if name in ("content", "reasoning_content") else value
+    joined = {
+        name: _as_content(value, between) if name in ("content", "reasoning_content") else value
         for name, value in message.items()
     }
+    if joined["content"] == "" and "tool_calls" in joined:
+        joined["content"] = None  # As in OpenAI's messages: there is none beside the calls.
+    return joined
+
+
+def _as_content(turns: list[Any], between: str) -> Any:
+    """Return the texts of one turn as parts, as templates may read them, and those of more turns as
+    one text."""
+    if len(turns) == 1 and isinstance(turns[0], list):
+        return [{"type": "text", "text": text} for text in turns[0]]
+    return between.join("\n".join(turn) if isinstance(turn, list) else turn for turn in turns)
+
+
+def _as_turn(texts: list[str]) -> str | list[str]:
+    """Return the texts of a turn: as a list if there are more than one."""
+    return texts if len(texts) > 1 else "".join(texts)
 
 
 def _is_billing(text: str) -> bool:
@@ -128,20 +144,20 @@ def _result(block: Any, path: str, names: dict[str, str]) -> Message:
         )
     content = block.get("content")
     if content is None:
-        text = ""
+        texts = []
     elif block["type"] == "tool_result":
-        text = "\n".join(texts_of(content, f"{path}.content"))
+        texts = texts_of(content, f"{path}.content")
     else:
-        text = server_result(content, f"{path}.content")
+        texts = [server_result(content, f"{path}.content")]
     if block.get("is_error"):
-        text = f"Error: {text}" if text else "Error"
-    return {"role": "tool", "tool_call_id": id, "name": names[id], "content": [text]}
+        texts = [f"Error: {texts[0]}", *texts[1:]] if any(texts) else ["Error"]
+    return {"role": "tool", "tool_call_id": id, "name": names[id], "content": [_as_turn(texts)]}
 
 
 def _add_text(chat: list[Message], role: str, texts: list[str]) -> None:
     if not chat or chat[-1]["role"] != role:
         chat.append({"role": role, "content": []})
-    chat[-1]["content"].append("\n".join(texts))
+    chat[-1]["content"].append(_as_turn(texts))
 
 
 class _Turn:
@@ -161,7 +177,8 @@ class _Turn:
         if not chat or chat[-1]["role"] != "assistant":
             chat.append({"role": "assistant", "content": []})
         message = chat[-1]
-        message["content"] += filter(None, self.texts)
+        if any(self.texts):
+            message["content"].append(_as_turn([text for text in self.texts if text]))
         if any(self.thoughts):
             message.setdefault("reasoning_content", []).extend(filter(None, self.thoughts))
         if self.calls:
@@ -195,10 +212,10 @@ def _call(block: Any, path: str, names: dict[str, str]) -> dict[str, Any]:
     for field, right, what in (
         ("id", isinstance(block.get("id"), str) and block["id"], "a non-empty text"),
         ("name", isinstance(block.get("name"), str) and block["name"], "a non-empty text"),
-        ("input", isinstance(block.get("input"), dict), "an object"),
     ):
         if not right:
             raise InvalidRequest(f"{path}.{field}: must be {what}", param=f"{path}.{field}")
     names[block["id"]] = block["name"]
-    function = {"name": block["name"], "arguments": block["input"]}
+    # A client that joined the deltas of a call that was cut off may have a text.
+    function = {"name": block["name"], "arguments": block.get("input")}
     return {"id": block["id"], "type": "function", "function": function}

@@ -139,11 +139,21 @@ async def test_a_call_that_was_cut_off_breaks_no_chain(scripted: Server) -> None
         tool = {"type": "function", "name": "get_weather", "parameters": {"type": "object"}}
         options: Any = {"model": MODEL, "temperature": 0, "tools": [tool]}
         cut = await client.responses.create(input="Hi", max_output_tokens=9, **options)
-        assert cut.output[-1].type == "function_call" and cut.output[-1].status == "incomplete"
+        call = cut.output[-1]
+        assert call.type == "function_call" and call.status == "incomplete"
         after = await client.responses.create(input="Go on", previous_response_id=cut.id, **options)
         assert after.output[-1].type == "function_call" and after.status == "completed"
         items = (await client.responses.input_items.list(after.id, order="asc")).data
-        assert [item.type for item in items] == ["message", "reasoning", "message", "message"]
+        assert [item.type for item in items] == [
+            "message", "reasoning", "message", "function_call", "message",
+        ]  # fmt: skip
+        result = {"type": "function_call_output", "call_id": call.call_id, "output": "not run"}
+        ids = [cut.id, None]
+        for before, items in zip(ids, ([result], [*cut.output, result]), strict=True):
+            answer = await client.responses.create(
+                input=items, previous_response_id=before, **options
+            )
+            assert answer.output[-1].type == "function_call"
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from .item_kinds import (
     PromptCall,
     call_id,
     check_item,
-    joined,
+    shown_texts,
     text_field,
     texts_of,
 )
@@ -127,8 +127,8 @@ def to_messages(items: list[Item], instructions: str | None) -> list[dict[str, A
     call.
     """
     messages: list[dict[str, Any]] = []
-    """`content` is a list of texts at first: appending to a string would copy a long text each
-    time."""
+    """`content` is a list of texts or of lists of them at first: appending to a string would copy a
+    long text each time."""
     if instructions is not None:
         messages.append({"role": "system", "content": [instructions]})
     calls: dict[str, tuple[str, str]] = {}
@@ -136,7 +136,7 @@ def to_messages(items: list[Item], instructions: str | None) -> list[dict[str, A
     for item in items:
         match item["type"]:
             case "message" if item["role"] == "assistant":
-                _add_text(messages, joined(item["content"]))
+                _add_text(messages, shown_texts(item["content"]))
             case "message":
                 _add_told(messages, item)
             case "reasoning":
@@ -148,8 +148,16 @@ def to_messages(items: list[Item], instructions: str | None) -> list[dict[str, A
     for message in messages:
         separator = "\n\n" if message["role"] == "system" else ""
         if "content" in message or not message.get("tool_calls"):
-            message["content"] = separator.join(message.get("content", ()))
+            message["content"] = _as_content(message.get("content", []), separator)
     return messages
+
+
+def _as_content(items: list[str | list[str]], separator: str) -> str | list[Item]:
+    """Return the texts of one item as parts, as templates may read them, and those of more items as
+    one text."""
+    if len(items) == 1 and isinstance(items[0], list):
+        return [{"type": "text", "text": text} for text in items[0]]
+    return separator.join("\n".join(texts) if isinstance(texts, list) else texts for texts in items)
 
 
 def _add_other(
@@ -176,7 +184,7 @@ def _add_other(
 
 
 def _add_told(messages: list[dict[str, Any]], item: Item) -> None:
-    text = joined(item["content"])
+    text = shown_texts(item["content"])
     role = "system" if item["role"] == "developer" else item["role"]
     if role == "system" and messages and messages[-1]["role"] == "system":
         messages[-1]["content"].append(text)
@@ -184,7 +192,7 @@ def _add_told(messages: list[dict[str, Any]], item: Item) -> None:
         messages.append({"role": role, "content": [text]})
 
 
-def _add_text(messages: list[dict[str, Any]], text: str) -> None:
+def _add_text(messages: list[dict[str, Any]], text: str | list[str]) -> None:
     last = messages[-1] if messages else {}
     if last.get("role") == "assistant" and "content" not in last:
         last["content"] = [text]

@@ -35,8 +35,8 @@ class Kind(msgspec.Struct, frozen=True):
     """Raises InvalidRequest with the path of what is wrong in an item."""
     call: Callable[[Item], PromptCall | None] = lambda item: None
     """Returns the call that an item is."""
-    result: Callable[[Item], str | None] = lambda item: None
-    """Returns the text of the result that an item is or, of a call, has in it."""
+    result: Callable[[Item], str | list[str] | None] = lambda item: None
+    """Returns the text, or the texts, of the result that an item is or, of a call, has in it."""
     text: Callable[[Item], str | None] = lambda item: None
     """Returns what an item says to the model."""
     tools: bool = False
@@ -122,13 +122,17 @@ def _check_shell_output(item: Item, path: str) -> None:
 # ---------------------------------------------------------------- what they are
 
 
-def joined(content: Any) -> str:
-    """Return the text of a field that is a text or a list of parts of text."""
+def shown_texts(content: Any) -> str | list[str]:
+    """Return the text of a field that is a text or a list of parts; the parts' texts if there are
+    more than one."""
     if isinstance(content, str):
         return content
-    return "\n".join(
-        part["refusal" if part.get("type") == "refusal" else "text"] for part in content
-    )
+    texts = [part["refusal" if part.get("type") == "refusal" else "text"] for part in content]
+    return texts if len(texts) > 1 else "".join(texts)
+
+
+def _output(item: Item) -> str | list[str]:
+    return shown_texts(item["output"])
 
 
 def _json(value: Any) -> str:
@@ -202,8 +206,8 @@ KINDS: dict[str, Kind] = {
     "tool_search_call": Kind("tsc", call=_search),
     "program": Kind("prog", _texts("call_id"), _code_call("program")),
     # ---- results of calls
-    "function_call_output": Kind("fco", _check_output, result=lambda i: joined(i["output"])),
-    "custom_tool_call_output": Kind("ctco", _check_output, result=lambda i: joined(i["output"])),
+    "function_call_output": Kind("fco", _check_output, result=_output),
+    "custom_tool_call_output": Kind("ctco", _check_output, result=_output),
     "local_shell_call_output": Kind(
         "lsho", _texts(empty=("output",)), result=lambda i: str(i["output"])
     ),

@@ -44,14 +44,9 @@ class StoredResponse(msgspec.Struct, frozen=True):
         return items
 
     def conversation(self) -> list[Item]:
-        """Return input and output, which a following response continues, without incomplete calls,
-        because they cannot have results."""
-        messages = [
-            item
-            for item in self.response()["output"]
-            if item["type"] != "function_call" or item["status"] == "completed"
-        ]
-        return self.items() + messages
+        """Return input and output, which a following response continues."""
+        output: list[Item] = self.response()["output"]
+        return self.items() + output
 
 
 class ResponseStore:

@@ -1,0 +1,217 @@
+"""What is tried when a chat template refuses a conversation: other forms of the same messages.
+
+A template is given the messages as transformers would give them. Where it refuses those (raises,
+or fails on them), the forms below are tried: those with the fewest changes first, and of as many,
+in the order of `FALLBACKS`. Nothing is lost in any: texts move or are written differently. Where
+there are system messages after the first message, and the template leaves one out, their forms are
+tried, too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from .chat_messages import Message, arguments_object, arguments_text
+
+MAX_ATTEMPTS = 64
+"""Renderings of one conversation, refused ones included."""
+BETWEEN = "\n\n"
+"""Between the texts of messages that become one."""
+SYSTEM_ROLES = ("system", "developer")
+_LETTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+_ID_LENGTH = 9
+
+Chat = list[Message]
+Change = Callable[[Chat], Chat]
+
+
+class Fallback(NamedTuple):
+    """One trait of a conversation that templates refuse, and its other forms."""
+
+    trait: str
+    changes: tuple[Change, ...]
+    """In the order in which they are tried; each returns an equal chat where it has no use."""
+
+
+def attempts(chat: Chat, fallbacks: Sequence[Fallback] | None = None) -> Iterator[Chat]:
+    """Yield the chat as it is, then its other forms (by default of all `FALLBACKS`), the fewest
+    changes first. `chat` is not changed."""
+    fallbacks = FALLBACKS if fallbacks is None else fallbacks
+    yield chat
+    tried = [chat]
+    for number in range(1, len(fallbacks) + 1):
+        for chosen in itertools.combinations(fallbacks, number):
+            for changes in itertools.product(*(fallback.changes for fallback in chosen)):
+                changed = chat
+                for change in changes:
+                    before, changed = changed, change(changed)
+                    if changed == before:
+                        break
+                else:
+                    if changed not in tried:
+                        if len(tried) == MAX_ATTEMPTS:
+                            return
+                        tried.append(changed)
+                        yield changed
+
+
+# ---------------------------------------------------------------- system messages
+
+
+def adjacent_system_joined(chat: Chat) -> Chat:
+    """Join system and developer messages that follow each other, as a system message."""
+    return _joined(
+        chat, lambda a, b: a["role"] in SYSTEM_ROLES and b["role"] in SYSTEM_ROLES, "system"
+    )
+
+
+def system_first(chat: Chat) -> Chat:
+    """Join all system and developer messages, as the first message."""
+    system = [message for message in chat if message["role"] in SYSTEM_ROLES]
+    others = [message for message in chat if message["role"] not in SYSTEM_ROLES]
+    if not system or not others:
+        return chat
+    return adjacent_system_joined(system) + others
+
+
+def system_as_user(chat: Chat) -> Chat:
+    """Write system and developer messages as text of the user: of the user's message after it or
+    before it, if there is one."""
+    users: Chat = []
+    for message in chat:
+        is_system = message["role"] in SYSTEM_ROLES
+        users.append({**message, "role": "user", "": True} if is_system else message)
+    joined = _joined(users, lambda a, b: a["role"] == b["role"] == "user" and ("" in a or "" in b))
+    return [{key: value for key, value in message.items() if key} for message in joined]
+
+
+# ---------------------------------------------------------------- turns, calls
+
+
+def adjacent_turns_joined(chat: Chat) -> Chat:
+    """Join messages of the user, or of the assistant without calls, that follow each other."""
+    return _joined(
+        chat,
+        lambda a, b: (
+            a["role"] == b["role"]
+            and a["role"] in ("user", "assistant")
+            and not a.get("tool_calls")
+            and not b.get("tool_calls")
+        ),
+    )
+
+
+def short_ids(chat: Chat) -> Chat:
+    """Give calls ids of nine letters and digits, derived from their own."""
+    changed = []
+    for message in chat:
+        if message.get("tool_calls"):
+            calls = [{**call, "id": _short_id(call.get("id"))} for call in message["tool_calls"]]
+            message = {**message, "tool_calls": calls}
+        if message["role"] == "tool":
+            message = {**message, "tool_call_id": _short_id(message.get("tool_call_id"))}
+        changed.append(message)
+    return changed
+
+
+def _short_id(id: Any) -> str:
+    if isinstance(id, str) and len(id) == _ID_LENGTH and all(char in _LETTERS for char in id):
+        return id
+    number = int.from_bytes(hashlib.sha256(repr(id).encode("utf-8", "replace")).digest())
+    digits = []
+    for _ in range(_ID_LENGTH):
+        number, digit = divmod(number, len(_LETTERS))
+        digits.append(_LETTERS[digit])
+    return "".join(digits)
+
+
+def arguments_as_objects(chat: Chat) -> Chat:
+    """Hold arguments that are no object in one: `{"arguments": text}`."""
+
+    def hold(arguments: Any) -> Any:
+        if arguments_object(arguments) is not None:
+            return arguments
+        return {"arguments": arguments_text(arguments)}
+
+    return _with_arguments(chat, hold)
+
+
+def arguments_as_text(chat: Chat) -> Chat:
+    """Write all arguments as text, for templates that put them between other texts."""
+    return _with_arguments(chat, lambda arguments: Verbatim(arguments_text(arguments)))
+
+
+class Verbatim(str):
+    """Arguments that stay text, though they are an object's."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Verbatim) and str.__eq__(self, other)
+
+    __hash__ = str.__hash__
+
+
+def no_null_content(chat: Chat) -> Chat:
+    """Write content that is null as empty text."""
+    return [
+        {**message, "content": ""} if message.get("content") is None else message
+        for message in chat
+    ]
+
+
+def _with_arguments(chat: Chat, change: Callable[[Any], Any]) -> Chat:
+    changed = []
+    for message in chat:
+        if message.get("tool_calls"):
+            calls = []
+            for call in message["tool_calls"]:
+                function = call["function"]
+                arguments = change(function.get("arguments"))
+                calls.append({**call, "function": {**function, "arguments": arguments}})
+            message = {**message, "tool_calls": calls}
+        changed.append(message)
+    return changed
+
+
+SYSTEM_MESSAGES = Fallback(
+    "system messages", (adjacent_system_joined, system_first, system_as_user)
+)
+FALLBACKS = (
+    SYSTEM_MESSAGES,
+    Fallback("turns", (adjacent_turns_joined,)),
+    Fallback("ids of calls", (short_ids,)),
+    Fallback("arguments of calls", (arguments_as_objects, arguments_as_text)),
+    Fallback("content that is null", (no_null_content,)),
+)
+"""In this order; documented in docs/how-to/chat-and-completions.md."""
+
+
+def _joined(chat: Chat, belong: Callable[[Message, Message], bool], role: str = "") -> Chat:
+    """Join neighbours that belong together."""
+    result: Chat = []
+    parts: list[list[Any]] = []
+    """Contents of each message of `result`: they are joined once, at the end."""
+    for message in chat:
+        if result and belong(result[-1], message):
+            result[-1] = {**message, **result[-1], "role": role or message["role"]}
+            parts[-1].append(message["content"])
+        else:
+            result.append(message)
+            parts.append([message["content"]])
+    return [
+        message if len(contents) == 1 else {**message, "content": _joined_contents(contents)}
+        for message, contents in zip(result, parts, strict=True)
+    ]
+
+
+def _joined_contents(contents: list[Any]) -> str:
+    return BETWEEN.join(joined_parts(content) for content in contents if content)
+
+
+def joined_parts(content: Any) -> str:
+    """Return the text of content in parts, for templates that read text."""
+    if isinstance(content, list):
+        return "\n".join(part["text"] for part in content)
+    return content or ""

@@ -1,0 +1,135 @@
+"""What a chat template takes: content in parts, content that is null, marks that it looks for.
+
+Templates do not declare these. Some are seen in the syntax tree, others by rendering a small
+conversation in both forms: whether it comes out the same.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from jinja2 import nodes
+
+_WORD = "jackdaw"
+"""Stands for content in the small conversations."""
+_ID = "a1b2c3d4e"
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": _WORD,
+        "description": _WORD,
+        "parameters": {"type": "object", "properties": {}, "required": []},
+    },
+}
+_CALL = {"id": _ID, "type": "function", "function": {"name": _WORD, "arguments": {}}}
+_SEARCHES = frozenset({"split", "rsplit", "partition", "rpartition", "startswith", "endswith"})
+"""Methods of text by which templates take content apart."""
+
+Run = Callable[[dict[str, Any]], str | None]
+"""Renders with these variables; None where the template refuses."""
+
+
+class TemplateTraits:
+    """Traits of one template, each found when it is first asked for."""
+
+    def __init__(self, tree: Callable[[], nodes.Template], run: Run) -> None:
+        """tree: returns the template's syntax tree."""
+        self._tree = tree
+        self._run = run
+        self._parts: dict[str, tuple[bool, bool]] = {}
+
+    def takes_parts(self, role: str) -> bool:
+        """Whether content of this role may be a list of parts: the template writes their texts."""
+        return self._about_parts(role)[0]
+
+    def needs_parts(self, role: str) -> bool:
+        """Whether content of this role must be a list: the template writes no other."""
+        return self._about_parts(role)[1]
+
+    @functools.cached_property
+    def takes_null(self) -> bool:
+        """Whether content beside calls may be null: the template asks for that, and does not write
+        it."""
+        if not _asks_for_null(self._tree()):
+            return False
+        null = self._around({"role": "assistant", "content": None, "tool_calls": [_CALL]})
+        empty = self._around({"role": "assistant", "content": "", "tool_calls": [_CALL]})
+        return null is None or empty is None or null.count("None") <= empty.count("None")
+
+    @functools.cached_property
+    def searched(self) -> frozenset[str]:
+        """Texts at which the template takes content apart, such as `</think>`."""
+        texts = set()
+        for call in self._tree().find_all(nodes.Call):
+            if isinstance(call.node, nodes.Getattr) and call.node.attr in _SEARCHES:
+                texts |= {
+                    arg.value
+                    for arg in call.args
+                    if isinstance(arg, nodes.Const) and isinstance(arg.value, str)
+                }
+        return frozenset(texts)
+
+    def _about_parts(self, role: str) -> tuple[bool, bool]:
+        """Render content of this role as text, and in a part."""
+        if role not in self._parts:
+            message: dict[str, Any] = {"role": role}
+            if role in ("tool", "function"):
+                message.update(name=_WORD, tool_call_id=_ID)
+            text = self._around({**message, "content": _WORD * 2})
+            parts = self._around({**message, "content": [{"type": "text", "text": _WORD * 2}]})
+            reads = parts is not None and _WORD * 2 in parts and not _quotes_more(parts, text)
+            self._parts[role] = reads, reads and (text is None or _WORD * 2 not in text)
+        return self._parts[role]
+
+    def _around(self, message: dict[str, Any]) -> str | None:
+        """Render a message in the conversation that it needs."""
+        role = message["role"]
+        user: dict[str, Any] = {"role": "user", "content": _WORD}
+        reply: dict[str, Any] = {"role": "assistant", "content": _WORD}
+        calls: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
+        result = {"role": "tool", "name": _WORD, "tool_call_id": _ID, "content": _WORD}
+        tools = None
+        if role in ("tool", "function"):
+            tools, chat = [_TOOL], [user, calls, message]
+            if self.needs_parts("user"):
+                user["content"] = [{"type": "text", "text": _WORD}]
+        elif message.get("tool_calls"):
+            tools, chat = [_TOOL], [user, message, result]
+        elif role == "user":
+            chat = [message]
+        elif role == "assistant":
+            chat = [user, message, user]
+        else:
+            chat = [message, user, reply, user]
+        return self._run({"messages": chat, "tools": tools, "add_generation_prompt": False})
+
+
+def _quotes_more(parts: str, text: str | None) -> bool:
+    """Return whether a rendering shows a part itself, as JSON or as Python writes it."""
+    return any(parts.count(quoted) > (text or "").count(quoted) for quoted in ("'text'", '"text"'))
+
+
+def _asks_for_null(tree: nodes.Template) -> bool:
+    """Return whether a template tests content for none."""
+    for test in tree.find_all(nodes.Test):
+        if test.name == "none" and _is_content(test.node):
+            return True
+    for comparison in tree.find_all(nodes.Compare):
+        values = [comparison.expr, *(operand.expr for operand in comparison.ops)]
+        if any(isinstance(v, nodes.Const) and v.value is None for v in values):
+            if any(map(_is_content, values)):
+                return True
+    return False
+
+
+def _is_content(node: nodes.Node) -> bool:
+    """Return whether an expression is a message's content, or a variable named after it."""
+    if isinstance(node, nodes.Filter) and node.node is not None:
+        return _is_content(node.node)
+    if isinstance(node, nodes.Getattr):
+        return node.attr == "content"
+    if isinstance(node, nodes.Getitem):
+        return isinstance(node.arg, nodes.Const) and node.arg.value == "content"
+    return isinstance(node, nodes.Name) and "content" in node.name
