@@ -126,18 +126,17 @@ class Processors:
                     active.last_rows = served
                     active.processor.batch_changed(served)
                 part = logits.index_select(0, index)
+                shape = tuple(part.shape)  # Before the processor, which may resize it in place.
                 changed = active.processor.apply(part, processed_rows)
-                if not isinstance(changed, torch.Tensor) or changed.shape != part.shape:
-                    shape = (
+                if not isinstance(changed, torch.Tensor) or changed.shape != shape:
+                    what = (
                         tuple(changed.shape) if isinstance(changed, torch.Tensor) else type(changed)
                     )
-                    raise ValueError(f"apply gave {shape}, not logits of {tuple(part.shape)}")
-                changed = changed.to(torch.float32)
+                    raise ValueError(f"apply gave {what}, not logits of {shape}")
+                logits.index_copy_(0, index, changed.to(torch.float32))
             except Exception as error:
                 active.last_rows = ()
                 self._fail(active, served, error)
-            else:
-                logits.index_copy_(0, index, changed)
 
     def _fail(self, active: _Active, slots: tuple[int, ...], error: Exception) -> None:
         logger.error("%s failed", active.who, exc_info=error)

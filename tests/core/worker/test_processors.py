@@ -26,6 +26,27 @@ from helpers import make_checkpoint
 from sampling_bench import Bench
 
 
+def resized_in_place(logits: torch.Tensor) -> torch.Tensor:
+    return logits.resize_(logits.shape[0] + 1, logits.shape[1])
+
+
+def resized_aside(logits: torch.Tensor) -> torch.Tensor:
+    first = logits.clone()
+    logits.resize_(0)
+    return first[:, :-1]
+
+
+WRONG: dict[str, Any] = {
+    "resized": resized_in_place,
+    "resized aside": resized_aside,
+    "one row": lambda logits: logits[:1].repeat(1, 2),
+    "nothing": lambda logits: None,
+    "sparse": lambda logits: logits.to_sparse(),
+    "meta": lambda logits: logits.to("meta"),
+}
+"""What `apply` may not give."""
+
+
 class Only(LogitsProcessor):
     """Leaves the token `only`; "raise" fails when it is applied, "refuse" when it starts."""
 
@@ -64,6 +85,9 @@ class Only(LogitsProcessor):
         expected = [self.tokens[slot] for slot in rows.slots]
         if "raise" in expected:
             raise RuntimeError("boom")
+        for name in expected:
+            if name in WRONG:
+                return WRONG[name](logits)
         mask = torch.zeros_like(logits, dtype=torch.bool)
         mask[range(len(expected)), expected] = True
         return logits.masked_fill(~mask, -torch.inf)
@@ -151,6 +175,23 @@ async def test_an_error_costs_its_own_requests_and_names_the_distribution(
         assert after.outputs[0].token_ids == [9] * 6
         assert engine.stats().kv_blocks_used == 0
     assert Only.ended >= 3
+
+
+@pytest.mark.parametrize("name", WRONG)
+async def test_wrong_logits_cost_the_processors_own_requests_alone(
+    checkpoint: Path, name: str
+) -> None:
+    async with AsyncEngine(config(checkpoint), plugins=plugins()) as engine:
+        free = (await ask(engine, temperature=0.0)).outputs[0].token_ids
+        failed, spared, other = await asyncio.gather(
+            ask(engine, extra_args={"only": name}, temperature=0.0),
+            ask(engine, temperature=0.0),
+            ask(engine, extra_args={"bow": 1.0}, seed=1),
+        )
+        assert failed.outputs[0].finish_reason == "error" and "my-processors" in failed.error
+        assert spared.outputs[0].token_ids == free and len(other.outputs[0].token_ids) == 6
+        after = await ask(engine, extra_args={"only": 9}, temperature=0.0)
+        assert after.outputs[0].token_ids == [9] * 6
 
 
 async def test_what_nobody_reads_or_a_processor_refuses_is_named(checkpoint: Path) -> None:
