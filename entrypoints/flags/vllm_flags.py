@@ -23,7 +23,6 @@ NO_EFFECT: dict[str, tuple[int | str, str]] = {
     "--cuda-graph-sizes": ("+", "a graph is recorded for a number of rows when it is needed"),
     "--disable-custom-all-reduce": (0, "collectives are chosen by --collectives"),
     "--disable-frontend-multiprocessing": (0, "engine and worker share a process"),
-    "--disable-log-stats": (0, "nothing is logged of them; they are at /metrics"),
     "--enable-ep-weight-filter": (0, "a rank reads its own experts alone"),
     "--enable-prompt-tokens-details": (0, "usage always has them"),
     "--enable-reasoning": (0, "--reasoning-parser is enough"),

@@ -247,6 +247,15 @@ class ServerOptions:
         Meta(ge=0, description="most characters of a body to log (default: all)"),
         Flag(metavar="N"),
     ] = None
+    log_stats: Annotated[
+        bool,
+        Meta(
+            description="log no line every 10 seconds, while requests run, about throughput, "
+            "requests and the KV cache"
+        ),
+        Flag("--disable-log-stats", turns_off=True),
+    ] = True
+    """Not with a log level of error or critical."""
     response_role: Annotated[
         str,
         Meta(description="role of the responses (default: assistant)"),

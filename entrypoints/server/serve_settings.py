@@ -126,9 +126,12 @@ def settings(argv: list[str], *, remarks: bool = True) -> Settings:
         check_tool_parser(config)
     options = server_options(args)
     plugins = load_plugins(disable=config.disable_plugins)
+    from ...core.metrics import stats_log
     from ..http import request_log
 
     request_log.set_up(options.access_log, options.log_requests)
+    logs_stats = options.log_stats and serve.log_level not in ("error", "critical")
+    stats_log.logger.setLevel(logging.INFO if logs_stats else logging.ERROR)
     return Settings(config, plugins, listen(args), options, serve.api_server_count, argv)
 
 

@@ -16,6 +16,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from ...core.config import EngineConfig
 from ...core.engine.async_engine import AsyncEngine
+from ...core.metrics.stats_log import logging_stats
 from ...core.registry import Plugins
 from ...core.worker.serving_process import prepare_to_serve
 from ..http.auth.api_keys import KeyRing
@@ -124,7 +125,7 @@ async def serve(
     engine = AsyncEngine(config, plugins=plugins)
     await unless_stopped(engine.start(), signals)
     try:
-        async with listening(engine, listen, options) as where:
+        async with listening(engine, listen, options) as where, logging_stats(engine.stats):
             prepare_to_serve()
             announce(ready_line(engine, where, start))
             if await first_of(engine_end(engine), signals.get()) is DEAD:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from jackfield.entrypoints.server.serve_settings import (
     listen,
     make_parser,
     server_options,
+    settings,
 )
 
 
@@ -180,3 +182,24 @@ def test_metrics_are_shown_under_vllms_prefix() -> None:
     assert b'vllm:num_requests_running{model_name="jackfield:x"} 1.0\n' in renamed
     assert with_prefix(text, "both") == text + b"".join(renamed.splitlines(keepends=True)[:3])
     assert options("--metrics-prefix", "both").metrics_prefix == "both"
+
+
+@pytest.mark.parametrize(
+    ("flags", "logged"),
+    [
+        ([], True),
+        (["--log-level", "info"], True),
+        (["--disable-log-stats"], False),
+        (["--log-level", "error"], False),
+    ],
+)
+def test_the_engines_statistics_are_logged_unless_turned_off(
+    flags: list[str], logged: bool
+) -> None:
+    logger = logging.getLogger("jackfield.stats")
+    before = logger.level
+    try:
+        assert settings(flags).options.log_stats is ("--disable-log-stats" not in flags)
+        assert logger.isEnabledFor(logging.INFO) is logged
+    finally:
+        logger.setLevel(before)

@@ -44,7 +44,7 @@ def test_in_a_file_too(tmp_path: Path) -> None:
     args = parser.parse_args(["--config", str(file)])
     with pytest.raises(ConfigError, match="enable_lora: adapters"):
         with_config(parser, [], args)
-    file.write_text("swap-space: 4\ndisable-log-stats: true\n")
+    file.write_text("swap-space: 4\nenable-reasoning: true\n")
     argv = with_config(parser, ["model"], args)
     assert len(list(without_effect(parser.parse_args(argv)))) == 2
 

@@ -21,6 +21,7 @@ from ....core.engine.async_engine import AsyncEngine
 from ....core.engine.core_client import ServedCore
 from ....core.errors import JackfieldError
 from ....core.make_core import make_core
+from ....core.metrics.stats_log import logging_stats
 from ....core.remote.server import EngineServer
 from ....core.worker.serving_process import prepare_to_serve
 from ...stdout import announce
@@ -148,7 +149,7 @@ async def serve_fronts(settings: Settings) -> int:
         bound(settings.listen, settings.fronts) as sockets,
     ):
         fronts = fronted(engine, core, settings, folder, sockets, signals)
-        async with fronts as (server, failing):
+        async with fronts as (server, failing), logging_stats(engine.stats):
             prepare_to_serve()
             uds = settings.listen.uds
             where = uds or address(settings.listen, sockets[0][0].getsockname()[1])
