@@ -144,14 +144,17 @@ PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
         "jackfield.plugins.conformance.latent_attention": ("LatentAttentionBackendKit",),
         "jackfield.plugins.conformance.loaders": ("WeightLoaderKit",),
         "jackfield.plugins.conformance.logits_processors": ("LogitsProcessorKit",),
+        "jackfield.plugins.conformance.metrics": ("MetricsKit",),
         "jackfield.plugins.conformance.models": ("ModelKit",),
         "jackfield.plugins.conformance.operations": ("OperationsKit",),
         "jackfield.plugins.conformance.parsers": (
             "ReasoningParserKit", "Sample", "ToolParserKit", "tool",
         ),
         "jackfield.plugins.conformance.policies": ("SchedulePolicyKit",),
+        "jackfield.plugins.conformance.pooling_models": ("PoolingModelKit",),
         "jackfield.plugins.conformance.quantization": ("QuantizationKit",),
         "jackfield.plugins.conformance.speculators": ("SpeculatorKit",),
+        "jackfield.plugins.conformance.tenants": ("TenantKit",),
     },
 }  # fmt: skip
 """Topic → module → names."""

@@ -52,21 +52,14 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 WEIGHTS = "model.safetensors"
 
 
-class ModelKit(Kit):
-    """Subclass it in your tests, and set what is yours. `name` is the architecture as registered,
-    and as config.json's `architectures` says."""
+class ModelFolder(Kit):
+    """A random model of `transformers`, and its checkpoint: what kits of models share."""
 
     kind = "model"
     reference: ClassVar[Any] = None
-    """A `transformers` causal model's class; None: the one that transformers has under `name`."""
+    """A `transformers` model's class; None: the one that transformers has under `name`."""
     config: ClassVar[Mapping[str, Any]] = {}
     """Differences of the tiny configuration from `TINY`, and from an epsilon of `EPSILON`."""
-    tolerance: ClassVar[float] = 1e-3
-    """Allowed deviation of float32 log-probabilities from the reference's."""
-    invariance: ClassVar[float] = 2e-4
-    """Allowed difference of float32 log-probabilities between two ways to batch the same tokens."""
-
-    # -------------------------------------------------------------- what tests are made of
 
     @classmethod
     def make_reference(cls) -> Any:
@@ -77,8 +70,8 @@ class ModelKit(Kit):
 
         kind = cls.reference or getattr(transformers, cls.name, None)
         if kind is None:
-            pytest.skip(f"transformers has no {cls.name}: subclass ModelKit and set reference")
-        config = kind.config_class(**{**tiny(kind.config_class), **cls.config})
+            pytest.skip(f"transformers has no {cls.name}: subclass the kit and set reference")
+        config = cls.reference_config(kind)
         config._attn_implementation = "eager"
         torch.manual_seed(7)
         model = kind(config).float().eval()
@@ -91,6 +84,11 @@ class ModelKit(Kit):
                     parameter.mul_(size / own)
         return model
 
+    @classmethod
+    def reference_config(cls, kind: Any) -> Any:
+        """Create the tiny configuration of a `transformers` class."""
+        return kind.config_class(**{**tiny(kind.config_class), **cls.config})
+
     @pytest.fixture
     def reference_model(self) -> Any:
         """The reference model, one per class; tests change a copy."""
@@ -102,6 +100,24 @@ class ModelKit(Kit):
         """The checkpoint, as `transformers` writes it; one per class, so only to be read."""
         kit: Any = type(self)
         return Path(_checkpoint(kit).name)
+
+    def changed(self, folder: Path, into: Path, tensors: dict[str, torch.Tensor]) -> Path:
+        """Write the checkpoint with other tensors to a folder that is reused."""
+        (into / "config.json").write_bytes((folder / "config.json").read_bytes())
+        save_file(tensors, into / WEIGHTS, metadata={"format": "pt"})
+        return into
+
+
+class ModelKit(ModelFolder):
+    """Subclass it in your tests, and set what is yours. `name` is the architecture as registered,
+    and as config.json's `architectures` says."""
+
+    tolerance: ClassVar[float] = 1e-3
+    """Allowed deviation of float32 log-probabilities from the reference's."""
+    invariance: ClassVar[float] = 2e-4
+    """Allowed difference of float32 log-probabilities between two ways to batch the same tokens."""
+
+    # -------------------------------------------------------------- what tests are made of
 
     @pytest.fixture
     def expected(self, reference_model: Any) -> Callable[[Sequence[int]], torch.Tensor]:
@@ -276,10 +292,10 @@ class ModelKit(Kit):
         self, folder: Path, tmp_path: Path
     ) -> None:
         tensors = load_file(folder / WEIGHTS)
-        before = self.parameters(_changed(folder, tmp_path, tensors))
+        before = self.parameters(self.changed(folder, tmp_path, tensors))
         for name in _one_of_each_layer(tensors):
             changed = {**tensors, name: tensors[name] + 1.0}
-            after = self.parameters(_changed(folder, tmp_path, changed))
+            after = self.parameters(self.changed(folder, tmp_path, changed))
             moved = [key for key, value in after.items() if not torch.equal(value, before[key])]
             assert moved, f"{name} is read, and changes nothing"
 
@@ -288,7 +304,7 @@ class ModelKit(Kit):
         for name in _one_of_each_layer(tensors):
             left = {key: value for key, value in tensors.items() if key != name}
             with pytest.raises(LoadError) as caught:
-                self.parameters(_changed(folder, tmp_path, left))
+                self.parameters(self.changed(folder, tmp_path, left))
             assert name in str(caught.value)
 
     def test_a_tensor_that_nothing_uses_is_refused_by_name(
@@ -298,7 +314,7 @@ class ModelKit(Kit):
         layered = next(name for name in sorted(tensors) if re.search(r"\.0\.", name))
         for name in ("nobody.weight", re.sub(r"\.0\.", ".77.", layered, count=1)):
             with pytest.raises(LoadError) as caught:
-                self.parameters(_changed(folder, tmp_path, {**tensors, name: torch.ones(3)}))
+                self.parameters(self.changed(folder, tmp_path, {**tensors, name: torch.ones(3)}))
             assert name in str(caught.value)
 
 
@@ -347,10 +363,3 @@ def _one_of_each_layer(names: Iterable[str]) -> list[str]:
     for name in sorted(names):
         first.setdefault(re.sub(r"\d+", "#", name), name)
     return list(first.values())
-
-
-def _changed(folder: Path, into: Path, tensors: dict[str, torch.Tensor]) -> Path:
-    """Write the checkpoint with other tensors to a folder that is reused."""
-    (into / "config.json").write_bytes((folder / "config.json").read_bytes())
-    save_file(tensors, into / WEIGHTS, metadata={"format": "pt"})
-    return into
