@@ -32,6 +32,26 @@ chunks and prefixes from the cache.
 Encoders and decoders for vectors and labels: [Embed, classify, score and
 rerank](../how-to/embeddings.md). To add one: [write a plugin](../how-to/write-a-plugin.md).
 
+Weights run in bfloat16, float16 or float32, or [quantized](../how-to/quantize.md). Which models are
+there, by kind:
+
+- **Dense**: Llama, Qwen2, Qwen3, Gemma to Gemma 4, Mistral, Ministral 3, Phi-3, GLM-4 (Glm4),
+  Granite, OLMo to OLMo 3, Falcon, Cohere 2, EXAONE 4, SmolLM 3, StarCoder 2, Nemotron, InternLM 3,
+  MiniCPM, GPT-NeoX and dozens more.
+- **Mixtures of experts**: Mixtral, Qwen3-MoE, GPT-OSS, GLM-4.5 (Glm4Moe), Llama 4, MiniMax-M2,
+  Ernie 4.5 MoE, dots.llm1 (Dots1), DBRX and more.
+- **Latent attention**: DeepSeek V2, DeepSeek V3, R1 and Kimi K2 (DeepseekV3), DeepSeek V3.2, GLM-5
+  (GlmMoeDsa), Mistral Large 3, LongCat-Flash, MiniCPM 3.
+- **States of sequences**: Mamba, Mamba 2, Jamba, Bamba, Falcon-H1, Nemotron-H, Qwen3-Next, Qwen3.5,
+  Kimi Linear, LFM2, MiniMax-Text-01, Zamba 2.
+- **Encoder-decoders**: T5, BART, M2M100, Marian, Pegasus.
+- **For vectors and labels**: BERT, RoBERTa, XLM-RoBERTa: [embed, classify, score and
+  rerank](../how-to/embeddings.md).
+- **Others**: the text part of multimodal checkpoints; any other causal model of `transformers`
+  whose layers are attention alone, [on its own modules](#on-transformers-modules).
+
+In the table:
+
 - **family**: the module in `plugins/models/`.
 - **test**: a class of `tests/plugins/models/test_model_kit.py`, or a case of another file there.
 - **quantization**: *all*: every method, for stored weights and on loading. *on loading*: rows or

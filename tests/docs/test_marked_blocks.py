@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import html
 import json
 import os
 import re
@@ -198,6 +199,26 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.mark.parametrize("block", marked("runs"), ids=name_of)
 def test_a_block_does_what_the_page_shows(block: Block, server: str, tmp_path: Path) -> None:
     run_block(block, server, tmp_path)
+
+
+def picture() -> Block:
+    """README's picture of a terminal, as the console block that it shows."""
+    source = (ROOT / "docs/images/terminal.svg").read_text()
+    lines = [html.unescape(line) for line in re.findall(r"<text [^>]*>(.*)</text>", source)]
+    return Block("docs/images/terminal.svg", 1, "console", "\n".join(lines) + "\n", "runs", None)
+
+
+def test_the_picture_shows_what_the_commands_print(server: str, tmp_path: Path) -> None:
+    (serve, ready), *others = commands(picture())
+    assert serve == "jackfield serve" and len(others) == 2
+    (shown,) = [
+        lines for block in marked("serves") for command, lines in commands(block)
+        if (block.page, command) == ("docs/tutorials/first-server.md", serve)
+    ]  # fmt: skip
+    same = re.sub(NUMBERS, "0", shown)
+    assert re.fullmatch(pattern_of(re.sub(NUMBERS, "0", ready)), same)
+    for command, shown in others:
+        compare(command, run_command(here(command, server), tmp_path), shown)
 
 
 @pytest.fixture(scope="module")
