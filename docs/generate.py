@@ -36,6 +36,7 @@ from jackfield.entrypoints.openai.common import protocol
 from jackfield.entrypoints.openai.pooling import protocol as pooling_protocol
 from jackfield.entrypoints.openai.responses import protocol as responses_protocol
 from jackfield.entrypoints.server.frontends.metrics import FrontendMetrics
+from jackfield.entrypoints.server.http_metrics import HttpMetrics
 from jackfield.entrypoints.struct_fields import described, type_text
 
 DOCS = Path(__file__).resolve().parent
@@ -277,6 +278,9 @@ def metrics() -> str:
     engine_metrics = EngineMetrics("MODEL")
     engine_metrics.observe_cache_config(**dict.fromkeys(_cache_facts(), ""))
     engine_metrics.registry.register(FrontendMetrics(0, lambda: 0))
+    http_metrics = HttpMetrics()
+    http_metrics.count("ROUTE", "GET", 200)
+    engine_metrics.registry.register(http_metrics)
     engine_metrics.registry.register(
         RankMetrics("MODEL", lambda: [protocols.RankState(0, "HOST", 0, 0, 0)])
     )

@@ -7,9 +7,19 @@ fewer, larger outputs and costs no memory.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from typing import NamedTuple
 
 from ..outputs import RequestOutput
 from .request_state import RequestState
+
+
+class Progress(NamedTuple):
+    """How far a request has come."""
+
+    first_token: float | None
+    """When its first token came, by `time.monotonic`."""
+    num_tokens: int
+    """Of all its completions."""
 
 
 class OutputStream:
@@ -75,6 +85,14 @@ class OutputStream:
         if output is not None:
             self._closed = output.finished
         return output
+
+    @property
+    def progress(self) -> Progress | None:
+        """None before the request has begun; it stays after the end."""
+        if self._state is None:
+            return None
+        num_tokens = sum(len(completion.token_ids) for completion in self._state.completions)
+        return Progress(self._state.timings.first_token, num_tokens)
 
     async def aclose(self) -> None:
         """Abort the request if it is still running."""

@@ -6,30 +6,91 @@ import json
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
 
 from aiohttp import web
 from aiohttp.abc import AbstractAccessLogger
 from aiohttp.typedefs import Middleware
+
+from ...core.engine.output_stream import OutputStream
 
 access = logging.getLogger("jackfield.access")
 bodies = logging.getLogger("jackfield.requests")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class JsonLines(AbstractAccessLogger):
+CLIENT_LEFT = 499
+"""Status in the log of a request whose client left before the end of its response, as nginx's."""
+_STREAMS: ContextVar[list[OutputStream] | None] = ContextVar("streams", default=None)
+_SEEN: web.RequestKey[tuple[float, list[OutputStream]]] = web.RequestKey("seen", tuple)
+"""When a request came, by `time.monotonic`, and its streams."""
+_LEFT: web.RequestKey[bool] = web.RequestKey("left", bool)
+
+
+def watched(stream: OutputStream) -> OutputStream:
+    """Return a stream after it was added to those of the request that is being served, whose line
+    tells their tokens."""
+    if (streams := _STREAMS.get()) is not None:
+        streams.append(stream)
+    return stream
+
+
+def watch(request: web.Request) -> None:
+    """Begin to collect the streams of a request, in its own task."""
+    streams: list[OutputStream] = []
+    _STREAMS.set(streams)
+    request[_SEEN] = time.monotonic(), streams
+
+
+def mark_left(request: web.BaseRequest) -> None:
+    """Remember that the client has left before the end of its response."""
+    request[_LEFT] = True
+
+
+def has_been_left(request: web.BaseRequest) -> bool:
+    """Return whether `mark_left` was called."""
+    return bool(request.get(_LEFT))
+
+
+def client_has_left(request: web.BaseRequest) -> bool:
+    """Return whether a request that was cancelled has lost its client."""
+    transport = request.transport
+    return transport is None or transport.is_closing()
+
+
+class Lines(AbstractAccessLogger):
+    """Logs a line per request. aiohttp logs those whose response was sent to its end; of the
+    others it knows nothing: `log_left`."""
+
+    def log(self, request: web.BaseRequest, response: web.StreamResponse, time: float) -> None:
+        if not request.get(_LEFT):  # Else it was logged already.
+            request_id = response.headers.get("X-Request-Id")
+            self.write(_facts(request, response.status, response.body_length, time, request_id))
+
+    def log_left(self, request: web.BaseRequest, seconds: float) -> None:
+        """Log a request whose client has left."""
+        mark_left(request)
+        sent = request.writer.output_size
+        self.write(_facts(request, CLIENT_LEFT, sent, seconds, own_request_id(request)))
+
+    def write(self, facts: dict[str, object]) -> None:
+        raise NotImplementedError
+
+
+class JsonLines(Lines):
     """Formats one JSON object per request, without level and logger name."""
 
-    def log(self, request: web.BaseRequest, response: web.StreamResponse, time: float) -> None:
-        self.logger.info("%s", json.dumps(_facts(request, response, time), ensure_ascii=True))
+    def write(self, facts: dict[str, object]) -> None:
+        self.logger.info("%s", json.dumps(facts, ensure_ascii=True))
 
 
-class TextLines(AbstractAccessLogger):
+class TextLines(Lines):
     """Formats one line per request. Paths are quoted, so that a client cannot insert lines."""
 
-    def log(self, request: web.BaseRequest, response: web.StreamResponse, time: float) -> None:
-        facts = _facts(request, response, time)
+    def write(self, facts: dict[str, object]) -> None:
+        first = "-" if facts["ttft"] is None else f"{facts['ttft']:.3f} s"
         self.logger.info(
-            '%s "%s %s" %s %s bytes %.3f s %s',
+            '%s "%s %s" %s %s bytes %.3f s %s ttft %s tokens %s',
             facts["remote"] or "-",
             facts["method"],
             json.dumps(facts["path"])[1:-1],
@@ -37,25 +98,39 @@ class TextLines(AbstractAccessLogger):
             facts["bytes"],
             facts["seconds"],
             facts["request_id"] or "-",
+            first,
+            "-" if facts["tokens"] is None else facts["tokens"],
         )
 
 
-KINDS: dict[str, type[AbstractAccessLogger]] = {"text": TextLines, "json": JsonLines}
+KINDS: dict[str, type[Lines]] = {"text": TextLines, "json": JsonLines}
+
+
+def own_request_id(request: web.BaseRequest) -> str | None:
+    """Return the id that the client gave its request, if it is short and printable."""
+    request_id = request.headers.get("X-Request-Id", "")[:128]
+    usable = request_id.isascii() and request_id.isprintable()
+    return request_id if request_id and usable else None
 
 
 def _facts(
-    request: web.BaseRequest, response: web.StreamResponse, seconds: float
+    request: web.BaseRequest, status: int, sent: int, seconds: float, request_id: str | None
 ) -> dict[str, object]:
+    start, streams = request.get(_SEEN, (0.0, ()))
+    progress = [p for stream in streams if (p := stream.progress) is not None]
+    first = [p.first_token for p in progress if p.first_token is not None]
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "remote": request.remote,
         "method": request.method,
         "path": request.path,
-        "status": response.status,
-        "bytes": response.body_length,
+        "status": status,
+        "bytes": sent,
         "seconds": round(seconds, 6),
-        "request_id": response.headers.get("X-Request-Id"),
+        "request_id": request_id,
         "user_agent": request.headers.get("User-Agent"),
+        "ttft": round(min(first) - start, 6) if first else None,
+        "tokens": sum(p.num_tokens for p in progress) if progress else None,
     }
 
 

@@ -17,6 +17,7 @@ from ...core.errors import JackfieldError, RequestFailed
 from ...core.outputs import RequestOutput
 from .context import encoder, error_body
 from .large_responses import FEW_VALUES, off_loop
+from .request_log import mark_left
 
 logger = logging.getLogger("jackfield.server")
 HEADERS = {
@@ -112,7 +113,7 @@ async def stream_outputs(
             await response.write(protocol.failure(failure) + protocol.end)
         await response.write_eof()
     except ConnectionError:
-        pass  # The client has disconnected; leaving aborts its request.
+        mark_left(request)  # Leaving aborts its request.
     finally:
         await outputs.aclose()
     return response
@@ -182,7 +183,9 @@ class _Delivery:
         transport = self._protocol.transport
         if transport is None or transport.is_closing():
             raise ConnectionResetError("the client has disconnected")
-        transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
+        piece = b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data
+        transport.write(piece)
+        self._writer.output_size += len(piece)
 
 
 async def stream(
@@ -208,7 +211,7 @@ async def stream(
         await response.write(DONE)
         await response.write_eof()
     except ConnectionError:
-        pass  # The client has disconnected; leaving aborts its request.
+        mark_left(request)  # Leaving aborts its request.
     finally:
         with contextlib.suppress(Exception):
             await frames.aclose()  # type: ignore[attr-defined]

@@ -41,6 +41,7 @@ from . import docs_page
 from .admin import add_admin_routes
 from .frontends import stateful_proxy
 from .frontends.metrics import FrontendMetrics
+from .http_metrics import HttpMetrics, observe_requests
 from .info_routes import detokenize, health, metrics, model, models, plugins, tokenize, version
 from .plugin_routes import add_plugin_routes, owner
 from .route_hints import hint
@@ -137,6 +138,12 @@ def make_app(
     if options.cors.origins:
         cors.install(app, options.cors)
     add_plugin_routes(app, engine)
+    http_metrics = HttpMetrics()
+    app.cleanup_ctx.append(http_metrics.serve)
+    lines = request_log.KINDS.get(options.access_log)
+    app.middlewares.insert(
+        0, observe_requests(http_metrics, lines and lines(request_log.access, ""))
+    )
     return app
 
 
@@ -168,9 +175,7 @@ async def _tell_server(_: web.Request, response: web.StreamResponse) -> None:
 async def _tell_request_id(request: web.Request, response: web.StreamResponse) -> None:
     """Set the header with the caller's id or a new one on every response, streams and errors
     included."""
-    request_id = request.headers.get("X-Request-Id", "")[:128]
-    usable = request_id.isascii() and request_id.isprintable()
-    response.headers["X-Request-Id"] = request_id if request_id and usable else uuid.uuid4().hex
+    response.headers["X-Request-Id"] = request_log.own_request_id(request) or uuid.uuid4().hex
 
 
 @web.middleware

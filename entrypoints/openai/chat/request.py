@@ -29,6 +29,7 @@ from ....core.protocols.parsers import (
 )
 from ...http.context import check_model, check_priority, new_id, tokenizer_of, usage
 from ...http.options import ServerOptions
+from ...http.request_log import watched
 from ..common.logprobs import chat_logprobs
 from ..common.protocol import ChatRequest
 from .chat_template_kwargs import template_arguments
@@ -194,13 +195,15 @@ class ChatCompletion:
 
     def outputs(self) -> OutputStream:
         """Submit the request to the engine."""
-        return self.engine.chat(
-            self.request.messages,
-            self.params,
-            **self._rendering(),
-            **self.request.origin.engine_options(
-                self.id, self.request.priority, self.request.cache_salt
-            ),
+        return watched(
+            self.engine.chat(
+                self.request.messages,
+                self.params,
+                **self._rendering(),
+                **self.request.origin.engine_options(
+                    self.id, self.request.priority, self.request.cache_salt
+                ),
+            )
         )
 
     async def count_prompt(self) -> int:

@@ -27,6 +27,7 @@ from ...http.context import (
     usage,
 )
 from ...http.large_responses import off_loop
+from ...http.request_log import watched
 from ...http.streaming import Template, frame, output_size, stream, stream_outputs
 from ..common.logprobs import completion_logprobs, num_logprobs, prompt_logprobs
 from ..common.openapi import documented
@@ -127,14 +128,16 @@ class TextCompletion:
     def streams(self) -> list[OutputStream]:
         """Submit each prompt to the engine."""
         return [
-            self.engine.generate(
-                token_ids,
-                self.params,
-                **self.request.origin.engine_options(
-                    self.id if len(self.token_ids) == 1 else part_id(self.id, index),
-                    self.request.priority,
-                    self.request.cache_salt,
-                ),
+            watched(
+                self.engine.generate(
+                    token_ids,
+                    self.params,
+                    **self.request.origin.engine_options(
+                        self.id if len(self.token_ids) == 1 else part_id(self.id, index),
+                        self.request.priority,
+                        self.request.cache_salt,
+                    ),
+                )
             )
             for index, token_ids in enumerate(self.token_ids)
         ]

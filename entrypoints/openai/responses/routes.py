@@ -12,6 +12,7 @@ from ....core.errors import InvalidRequest, JackfieldError
 from ...http.auth.tenants import tenant_of
 from ...http.auth.usage import USAGE
 from ...http.context import ENGINE, OPTIONS, json_response, reply
+from ...http.request_log import mark_left
 from ...http.streaming import HEADERS
 from ..common.openapi import documented
 from ..common.request_body import Call, decode_body
@@ -172,7 +173,7 @@ async def _send(request: web.Request, frames: AsyncIterator[bytes]) -> web.Strea
             await response.write(piece)
         await response.write_eof()
     except ConnectionError:
-        pass  # The client has disconnected; leaving aborts a request in the foreground.
+        mark_left(request)  # Leaving aborts a request in the foreground.
     finally:
         with contextlib.suppress(Exception):
             await frames.aclose()  # type: ignore[attr-defined]

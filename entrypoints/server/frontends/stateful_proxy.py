@@ -20,6 +20,7 @@ from multidict import CIMultiDict
 from ....core.errors import EngineStopped
 from ...http.auth.tenants import HEADER, forwarded_tenant, tenant_header, tenant_of
 from ...http.context import OPTIONS
+from ...http.request_log import mark_left
 
 logger = logging.getLogger("jackfield.fronts")
 STATEFUL = ("/v1/responses", "/v1/files", "/v1/batches")
@@ -91,7 +92,7 @@ def forward_to(path: Path) -> Middleware:
             try:
                 response = await session.request(
                     request.method,
-                    yarl.URL(f"http://stateful{request.raw_path}", encoded=True),
+                    yarl.URL(f"http://stateful{_origin_form(request)}", encoded=True),
                     headers=headers,
                     data=body or None,
                     allow_redirects=False,
@@ -114,7 +115,7 @@ async def _pass_on(request: web.Request, upstream: aiohttp.ClientResponse) -> we
             await response.write(piece)
         await response.write_eof()
     except ConnectionError:
-        pass  # The client has disconnected; leaving ends the request at the first front end, too.
+        mark_left(request)  # Leaving ends the request at the first front end, too.
     except aiohttp.ClientError:
         logger.warning("%s breaks off: the first front end has ended", request.path)
         if request.transport is not None:
@@ -122,6 +123,15 @@ async def _pass_on(request: web.Request, upstream: aiohttp.ClientResponse) -> we
     finally:
         upstream.close()
     return response
+
+
+def _origin_form(request: web.Request) -> str:
+    """Return path and query of a request's target, which may be a whole URL (absolute-form)."""
+    target = request.raw_path
+    if target.startswith("/"):
+        return target
+    url = yarl.URL(target, encoded=True)
+    return url.raw_path_qs
 
 
 def _end_to_end(headers: Mapping[str, str]) -> CIMultiDict[str]:

@@ -1,0 +1,108 @@
+"""Requests by route and status, as prometheus-fastapi-instrumentator (vLLM's) counts them."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+
+from aiohttp import web
+from prometheus_client.core import CounterMetricFamily
+
+from ..http.auth.tenants import route_of
+from ..http.context import ENGINE
+from ..http.request_log import CLIENT_LEFT, Lines, client_has_left, has_been_left, watch
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
+UNKNOWN = "none"
+"""`handler` of all paths without a route, which are endless."""
+OTHER = "other"
+"""`method` of all methods that no route has."""
+
+
+class HttpMetrics:
+    """A `prometheus_client` collector of requests by route, method and class of status.
+
+    Labels are what the server knows, never what a client sends. Those of all routes are there from
+    the start, so that no first request is missed, and requests add none.
+    """
+
+    def __init__(self) -> None:
+        self._counts: Counter[tuple[str, str, str]] = Counter()
+
+    def add_routes(self, app: web.Application) -> None:
+        """Begin to show the routes of an application."""
+        for route in app.router.routes():
+            if route.resource is not None and route.method in METHODS:
+                for status in ("2xx", "4xx", "5xx"):
+                    self._counts[route.resource.canonical, route.method, status] += 0
+        for method in (*METHODS, OTHER):
+            self._counts[UNKNOWN, method, "4xx"] += 0
+
+    def count(self, route: str, method: str, status: int) -> None:
+        """Count a request that has ended. route: "" if none matched."""
+        method = method if method in METHODS else OTHER
+        self._counts[route or UNKNOWN, method, f"{status // 100}xx"] += 1
+
+    def describe(self) -> Iterable[CounterMetricFamily]:
+        """The metric family, without values."""
+        return [
+            CounterMetricFamily(
+                "http_requests",
+                "HTTP requests by route, method and class of status; 4xx are also those whose "
+                "client left.",
+                labels=["handler", "method", "status"],
+            )
+        ]
+
+    def collect(self) -> Iterable[CounterMetricFamily]:
+        """The metric family, with current values."""
+        (requests,) = self.describe()
+        for labels, count in self._counts.items():
+            requests.add_metric(labels, count)
+        return [requests]
+
+    async def serve(self, app: web.Application) -> AsyncIterator[None]:
+        """Show the metric among the engine's while the application runs; for
+        `Application.cleanup_ctx`."""
+        self.add_routes(app)
+        registry = app[ENGINE].metrics_registry
+        registry.register(self)
+        yield
+        registry.unregister(self)
+
+
+def observe_requests(
+    metrics: HttpMetrics, lines: Lines | None
+) -> Callable[..., Awaitable[web.StreamResponse]]:
+    """Return the middleware that counts every request, and logs those whose clients left; it is the
+    first one.
+
+    lines: the access log, if there is one.
+    """
+
+    @web.middleware
+    async def observed(request: web.Request, handler: Handler) -> web.StreamResponse:
+        start, status = time.monotonic(), 500
+        if lines is not None:
+            watch(request)
+        try:
+            response = await handler(request)
+            status = response.status
+            left = has_been_left(request)
+            return response
+        except web.HTTPException as response:
+            status, left = response.status, False
+            raise
+        except BaseException:
+            left = client_has_left(request)
+            raise
+        finally:
+            seconds = time.monotonic() - start
+            status = CLIENT_LEFT if left else status
+            metrics.count(route_of(request), request.method, status)
+            if left and lines is not None:
+                lines.log_left(request, seconds)
+
+    return observed
