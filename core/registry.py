@@ -43,6 +43,8 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 GIVEN = "(given by the caller)"
 """In place of the distribution of a plugin object that was not installed."""
+BUILTIN = "builtin"
+"""In a list of plugins: Jackfield's own, which are always loaded."""
 KINDS = {
     "model": "register_models",
     "config": "register_configs",
@@ -153,6 +155,9 @@ class Plugins:
             for kind, hook in KINDS.items():
                 registry = self.registries[kind]
                 registry._registering = provenance
+                registry._is_partial = kind != "model" and not any(
+                    entry.provenance == provenance for entry in self["model"].entries()
+                )
                 for impl in self.implementations(hook, name):
                     if inspect.iscoroutine(result := impl.function(registry)):
                         result.close()
@@ -326,15 +331,18 @@ def load_plugins(
     `disable`: entry points or distributions to leave out; a warning is logged for one that is not
     installed.
     `only`: when given (or the environment's JACKFIELD_PLUGINS is set), load just these third-party
-    ones, and fail if one cannot be loaded; Jackfield's own always load. `extra`: plugin objects of
-    the caller.
+    ones, and fail if one cannot be loaded; Jackfield's own always load, and `builtin` alone names
+    no others. `extra`: plugin objects of the caller.
 
-    Raises NameConflict when two plugins have one name, and PluginError when a plugin named in
-    `only` fails or is not installed, or one of Jackfield's own fails.
+    Raises NameConflict when two plugins have one name (Jackfield's own families give way), and
+    PluginError when a plugin named in `only` fails or is not installed, or one of Jackfield's own
+    fails.
     """
     plugins = Plugins()
     if only is None and os.environ.get("JACKFIELD_PLUGINS"):
         only = os.environ["JACKFIELD_PLUGINS"].split(",")
+    if only is not None:
+        only = [name for name in only if _normal(name) != BUILTIN]
     disabled = {_normal(name): name for name in disable if name.strip()}
     selected = None if only is None else {_normal(n): n.strip() for n in only if n.strip()}
     known_names: set[str] = set()

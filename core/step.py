@@ -7,7 +7,7 @@ Plain `msgspec.Struct`s without torch, so that a plan can be sent, recorded, rep
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -215,10 +215,21 @@ class KVReport(msgspec.Struct, frozen=True):
     """Transfers that have succeeded: their blocks are not read or written any more."""
     failed: dict[int, tuple[int, ...]] = {}
     """Transfers that have failed → the block ids that were not filled, of a load, or not stored, of
-    a save (none given: none was)."""
+    a save. None given: all of the transfer's; a block that is in doubt belongs to them."""
     payload: Any = None
     """Data of the connector's own for its scheduler half, of its `payload_type`; in a `StepResult`,
     that encoded: bytes."""
+
+    @staticmethod
+    def merged(parts: Iterable[tuple[int, ...] | None]) -> tuple[int, ...] | None:
+        """Return what parts of one transfer come to together, each None if it has succeeded, or its
+        value in `failed`."""
+        failed = [blocks for blocks in parts if blocks is not None]
+        if not failed:
+            return None
+        if not all(failed):
+            return ()
+        return tuple(sorted({block_id for blocks in failed for block_id in blocks}))
 
 
 class KVDetached(msgspec.Struct, frozen=True):

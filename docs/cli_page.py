@@ -89,7 +89,8 @@ def cli() -> str:
                 ["`JACKFIELD_URL`", "`chat`, `complete`: where the server is."],
                 ["`NO_COLOR`", "`chat`: reasoning is not dim."],
                 ["`JACKFIELD_PLUGINS`", "Load only these third-party plugins (entry points or "
-                 "distributions, separated by commas), and stop if one of them fails."],
+                 "distributions, separated by commas), and stop if one of them fails; `builtin`: "
+                 "none but Jackfield's own."],
             ],
         )
     )  # fmt: skip

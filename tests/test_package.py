@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import shutil
 import subprocess
 import sys
@@ -97,6 +98,29 @@ def test_finding_plugins_imports_no_torch() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300
     )
     assert completed.stdout.strip() == "False"
+
+
+def test_schemas_work_where_no_extra_is_installed() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = {re.split("[<>=;]", requirement)[0] for requirement in project["dependencies"]}
+    assert "llguidance" in needed and "xgrammar" not in needed
+    first = load_plugins()["structured_backend"].entries()[0]
+    assert first.name == "llguidance", "auto prefers the one that everyone has"
+    extra = {re.split("[<>=;]", name)[0] for name in project["optional-dependencies"]["structured"]}
+    assert extra == {"llguidance", "xgrammar"}
+
+
+def test_a_server_that_meets_no_grammar_imports_no_backend() -> None:
+    code = (
+        "import sys, jackfield, jackfield.entrypoints.server.app, jackfield.core.engine.grammars\n"
+        "plugins = jackfield.core.registry.load_plugins()\n"
+        "for name in plugins['structured_backend']: plugins['structured_backend'].load(name)\n"
+        "print({'llguidance', 'xgrammar'} & set(sys.modules))"
+    )
+    completed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300
+    )
+    assert completed.stdout.strip() == "set()"
 
 
 def test_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:

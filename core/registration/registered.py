@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
 from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
 
 import msgspec
 
 from ..errors import JackfieldError, PluginError
+from ..hooks import PROJECT
 from .contracts import completed, violation
 from .plugin_checks import near
 
 T = TypeVar("T")
+logger = logging.getLogger("jackfield.plugins")
 
 
 class Provenance(msgspec.Struct, frozen=True):
@@ -72,6 +75,8 @@ class Registry(Generic[T]):
         self._refusals: dict[str, str] = {}
         self._text_parts: dict[str, str] = {}
         self._registering = Provenance("unknown", "", "")
+        self._is_partial = False
+        """Whether what registers now has no model, and so is no family of a plugin's own."""
 
     def add(
         self,
@@ -93,8 +98,10 @@ class Registry(Generic[T]):
         `auto` may choose (`Entry`); `aliases`: other names that an option may have
         for an attention backend, an executor or a parser.
 
-        Raises NameConflict if the name is taken and `override` is not set, PluginError if it is
-        final or `reference` is text of another form.
+        The names of a plugin with a model go before Jackfield's own, with a warning if `override`
+        is not set: Jackfield may have adopted the family later than the plugin. Otherwise raises
+        NameConflict if the name is taken and `override` is not set, PluginError if it is final or
+        `reference` is text of another form.
         """
         if isinstance(reference, str) and reference.count(":") != 1:
             raise PluginError(f"{self.kind} {name!r}: {reference!r} is not 'module:attribute'")
@@ -104,18 +111,31 @@ class Registry(Generic[T]):
                 f"{self.kind} {name!r} is {present.provenance.distribution}'s own, and cannot be "
                 "replaced: give yours another name"
             )
+        if present is not None and not override and self._gives_way(present):
+            logger.warning(
+                "%s %r of plugin %s takes the place of Jackfield's own of that name; to use that "
+                "one, leave the plugin out (--no-plugin %s); its author confirms the choice with "
+                "override=True",
+                self.kind, name, self._registering, self._registering.entry_point,
+            )  # fmt: skip
+            override = True
         if present is not None and not override:
             raise NameConflict(
                 f"{self.kind} {name!r} is registered twice: by {present.provenance.distribution} "
                 f"({present.provenance.entry_point}) and by {self._registering.distribution} "
-                f"({self._registering.entry_point}); uninstall one, disable one, or register with "
-                "override=True"
+                f"({self._registering.entry_point}); uninstall one, leave one out (--no-plugin), "
+                "or register with override=True"
             )
         self._entries[name] = Entry(
             name, reference, self._registering, priority, help, final, override, marks,
             model_types, other_marks, aliases, declaration,
         )  # fmt: skip
         self._loaded.pop(name, None)
+
+    def _gives_way(self, present: Entry) -> bool:
+        """Whether an entry of Jackfield's own gives way to what registers now."""
+        own = present.provenance.distribution == PROJECT
+        return own and self._registering.distribution != PROJECT and not self._is_partial
 
     def refuse(self, name: str, reason: str) -> None:
         """Say in one clause why nothing is registered under a name, for the error of who asks for

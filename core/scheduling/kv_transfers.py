@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import logging
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from itertools import chain, count
 
@@ -281,8 +281,9 @@ class KVTransfers:
         Requests that ended meanwhile are left out.
         """
         ended = []
-        failed: tuple[int, ...]
-        for transfer, failed in [*((t, ()) for t in report.finished), *report.failed.items()]:
+        finished = dict.fromkeys(report.finished)
+        failed: tuple[int, ...] | None
+        for transfer, failed in [*finished.items(), *report.failed.items()]:
             block_ids = self._held.pop(transfer, None)
             if block_ids is None:
                 logger.error("the KV connector ended transfer %d, which is not pending", transfer)
@@ -290,20 +291,20 @@ class KVTransfers:
             self._unsent.discard(transfer)
             load = self._loads.pop(transfer, None)
             if load is not None:
-                complete = self._loaded(load, failed)
+                unfilled = () if failed is None else failed or load.block_ids
+                complete = self._loaded(load, unfilled)
                 if load.request.status is Status.LOADING:
                     ended.append((load.request, complete))
-            elif transfer in report.failed:
+            elif failed is not None:
                 for block_id in failed or block_ids:
                     self._stored.pop(block_id, None)
             self.kv.pool.release(block_ids)
         self.connector.update(report)
         return ended
 
-    def _loaded(self, load: _Load, failed: tuple[int, ...]) -> bool:
+    def _loaded(self, load: _Load, unfilled: Collection[int]) -> bool:
         """Register blocks up to the first unfilled one. Return whether all were filled."""
         self._pending_keys.difference_update(load.keys)
-        unfilled = set(failed)
         num_filled = 0
         for block_id, key in zip(load.block_ids, load.keys, strict=True):
             if block_id in unfilled:

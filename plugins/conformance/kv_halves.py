@@ -115,7 +115,10 @@ class Halves:
     async def load(self, keys: Sequence[bytes], block_ids: list[int]) -> tuple[int, ...]:
         """Load blocks, and return those that were not filled."""
         await self._ask_for(keys, block_ids)
-        return tuple((await self._ended()).failed.get(self._number, ()))
+        failed = (await self._ended()).failed
+        if self._number not in failed:
+            return ()
+        return tuple(failed[self._number]) or tuple(block_ids)
 
     async def begin_load(self, keys: Sequence[bytes], block_ids: list[int]) -> None:
         """Start a load without waiting for its end."""

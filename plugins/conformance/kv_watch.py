@@ -228,7 +228,9 @@ class WatchedWorker:
                     lost = block_ids[int(share * len(block_ids)) :]
                     for cache in self._caches:
                         cache[:, lost] = torch.finfo(cache.dtype).max
-                    failed[transfer] = (*failed.get(transfer, ()), *lost)
+                    parts = (failed.get(transfer), tuple(lost) or None)
+                    if (unfilled := KVReport.merged(parts)) is not None:
+                        failed[transfer] = unfilled
                 self._seen[transfer] = block_ids, self._content(block_ids)
             if transfer not in failed:
                 finished.append(transfer)

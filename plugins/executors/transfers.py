@@ -26,8 +26,9 @@ class RankTransfers:
         self._num_ranks = num_ranks
         self._news = news
         self._detach = detach
-        self._ends: dict[int, list[tuple[int, ...]]] = {}
-        """Transfer → the blocks that were not filled, of each rank where it has ended."""
+        self._ends: dict[int, list[tuple[int, ...] | None]] = {}
+        """Transfer → of each rank where it has ended, None if it has succeeded there, or its value
+        in `KVReport.failed`."""
         self._finished: list[int] = []
         self._failed: dict[int, tuple[int, ...]] = {}
         self._halves: dict[int, KVDetached] = {}
@@ -55,8 +56,8 @@ class RankTransfers:
         """Return whether there is something new to bring."""
         before = len(self._finished), len(self._failed), self._detached
         if report is not None:
-            unfilled = {**dict.fromkeys(report.finished, ()), **report.failed}
-            for transfer, blocks in unfilled.items():
+            ended: dict[int, tuple[int, ...] | None] = dict.fromkeys(report.finished)
+            for transfer, blocks in (ended | report.failed).items():
                 self._end(transfer, blocks)
         if detached is not None:
             self._note_detached(rank, detached)
@@ -74,14 +75,15 @@ class RankTransfers:
         self._detached = KVDetached(failure, closed=state)
         self._detach(failure)
 
-    def _end(self, transfer: int, blocks: tuple[int, ...]) -> None:
+    def _end(self, transfer: int, blocks: tuple[int, ...] | None) -> None:
         """Note that a transfer has ended on one more rank."""
         ends = self._ends.setdefault(transfer, [])
         ends.append(blocks)
         if len(ends) < self._num_ranks:
             return
         del self._ends[transfer]
-        if unfilled := {block for each in ends for block in each}:
-            self._failed[transfer] = tuple(sorted(unfilled))
-        else:
+        failed = KVReport.merged(ends)
+        if failed is None:
             self._finished.append(transfer)
+        else:
+            self._failed[transfer] = failed

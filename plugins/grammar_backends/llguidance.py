@@ -53,7 +53,10 @@ class LLGuidance:
     def unavailable(cls) -> str | None:
         """None when the package is installed."""
         if importlib.util.find_spec("llguidance") is None:
-            return "the package llguidance is not installed (pip install 'jackfield[structured]')"
+            return (
+                "the package llguidance, which Jackfield depends on, is not installed (pip install "
+                "llguidance; 'jackfield[structured]' has xgrammar, too)"
+            )
         return None
 
     @classmethod

@@ -75,7 +75,10 @@ class XGrammar:
     def unavailable(cls) -> str | None:
         """None when the package is installed."""
         if importlib.util.find_spec("xgrammar") is None:
-            return "the package xgrammar is not installed (pip install 'jackfield[structured]')"
+            return (
+                "the package xgrammar is not installed (pip install xgrammar, or with Jackfield: "
+                "'jackfield[structured]')"
+            )
         return None
 
     @classmethod

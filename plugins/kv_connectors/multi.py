@@ -210,16 +210,17 @@ class MultiWorker:
             if part is None:
                 continue
             for transfer, blocks in [*((t, None) for t in part.finished), *part.failed.items()]:
-                if blocks is not None:
-                    self._failed[transfer] = blocks
+                unmoved = KVReport.merged((self._failed.pop(transfer, None), blocks))
                 self._open[transfer] -= 1
                 if self._open[transfer]:
+                    if unmoved is not None:
+                        self._failed[transfer] = unmoved
                     continue
                 del self._open[transfer]
-                if transfer in self._failed:
-                    failed[transfer] = self._failed.pop(transfer)
-                else:
+                if unmoved is None:
                     finished.append(transfer)
+                else:
+                    failed[transfer] = unmoved
         payloads = tuple(
             None if part is None else codec.encode_report(part)
             for part, codec in zip(parts, self._codecs, strict=True)

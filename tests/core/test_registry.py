@@ -22,7 +22,7 @@ from jackfield.core.errors import PluginError
 from jackfield.core.hooks import API_VERSION
 from jackfield.core.protocols.logits_processors import LogitsProcessor
 from jackfield.core.registration.contracts import CONTRACTS
-from jackfield.core.registry import KINDS, Plugins, Provenance, load_plugins
+from jackfield.core.registry import KINDS, NameConflict, Plugins, Provenance, load_plugins
 
 GOOD = """
     @hookimpl
@@ -105,6 +105,65 @@ def test_only_the_named_plugins_load_and_an_absent_one_stops_the_start(
     monkeypatch.setenv("JACKFIELD_PLUGINS", "goods, absent")
     with pytest.raises(PluginError, match="no such plugin installed: absent"):
         load_plugins()
+
+
+@pytest.mark.parametrize("value", ["builtin", " Builtin ,", "builtin,goods"])
+def test_builtin_names_jackfields_own_plugins_alone(
+    install: Install, monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    install("goods", GOOD)
+    monkeypatch.setenv("JACKFIELD_PLUGINS", value)
+    plugins = load_plugins()
+    assert ("good" in plugins["tool_parser"]) is ("goods" in value)
+    assert "hermes" in plugins["tool_parser"]
+    monkeypatch.setenv("JACKFIELD_PLUGINS", "builtins")
+    with pytest.raises(PluginError, match="no such plugin installed: builtins"):
+        load_plugins()
+
+
+ADOPTED = """
+jackfield_api = 2
+@hookimpl
+def register_models(registry):
+    registry.add("Qwen3ForCausalLM", "mine:Model")
+@hookimpl
+def register_configs(registry):
+    registry.add("qwen3", "mine:Config")
+@hookimpl
+def register_tool_parsers(registry):
+    registry.add("hermes", "mine:Parser")
+@hookimpl
+def register_structured_backends(registry):
+    registry.add("xgrammar", "mine:Backend")
+"""
+
+
+def test_a_family_that_jackfield_has_adopted_stays_the_plugins(
+    install: Install, caplog: pytest.LogCaptureFixture
+) -> None:
+    install("older", ADOPTED)
+    names = {
+        "model": "Qwen3ForCausalLM", "config": "qwen3", "tool_parser": "hermes",
+        "structured_backend": "xgrammar",
+    }  # fmt: skip
+    plugins = load_plugins()
+    for kind, name in names.items():
+        assert plugins[kind].entry(name).provenance.distribution == "older"
+        (line,) = [m for m in caplog.messages if f"{kind} {name!r}" in m]
+        assert "older" in line and "--no-plugin" in line and "override=True" in line
+    caplog.clear()
+    own = load_plugins(disable=["older"])
+    assert {own[kind].entry(name).provenance.distribution for kind, name in names.items()} == {
+        "jackfield"
+    }
+    install("parser", ADOPTED.replace("register_models", "register_weight_loaders"))
+    with pytest.raises(NameConflict, match="--no-plugin"):
+        load_plugins(disable=["older"])
+    install("meant", ADOPTED.replace('")', '", override=True)'))
+    caplog.clear()
+    meant = load_plugins(disable=["older", "parser"])
+    assert meant["model"].entry("Qwen3ForCausalLM").provenance.distribution == "meant"
+    assert not [m for m in caplog.messages if "takes the place" in m]
 
 
 @pytest.mark.parametrize("name", ["goods", "goods-point", "GOODS_point"])

@@ -27,7 +27,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from serving import Server, running
 
 from jackfield import AsyncEngine, EngineConfig
+from jackfield.core.make_core import make_core
+from jackfield.core.remote.server import EngineServer
+from jackfield.entrypoints.server.frontends.launch_spec import engine_socket, stateful_socket
 from jackfield.entrypoints.server.frontends.sockets import bound
+from jackfield.entrypoints.server.frontends.stateful_proxy import ASK_SECONDS, first_is_serving
 from jackfield.entrypoints.server.frontends.supervisor import FrontEnds, FrontEndsFailed
 from jackfield.entrypoints.server.listen import Listen
 from jackfield.entrypoints.server.serve_settings import settings
@@ -623,3 +627,41 @@ def test_front_ends_take_the_flags_of_a_file_as_they_were(tmp_path: Path) -> Non
     assert (again.fronts, again.config.max_num_seqs, again.listen.port) == (3, 7, 9)
     assert again.options.api_keys[:2] == ("a b", "c")
     assert again.config == first.config
+
+
+async def test_the_other_front_ends_wait_until_the_first_serves_files(tmp_path: Path) -> None:
+    """A socket that a killed process has left is not one that is served."""
+    path = tmp_path / "stateful"
+    waiting = asyncio.create_task(first_is_serving(path))
+    _, pending = await asyncio.wait({waiting}, timeout=3 * ASK_SECONDS)
+    assert pending
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(path))
+    _, pending = await asyncio.wait({waiting}, timeout=3 * ASK_SECONDS)
+    assert pending and path.exists()
+    path.unlink()
+    async with await asyncio.start_unix_server(lambda reader, writer: writer.close(), path):
+        await asyncio.wait_for(waiting, 300)
+
+
+async def test_a_front_end_listens_after_the_first_does(tmp_path: Path) -> None:
+    options = settings(["--api-server-count", "2", *FLAGS])
+    core = make_core(options.config, options.plugins)
+    async with AsyncEngine(options.config, plugins=options.plugins, core=core) as engine:
+        server = EngineServer(core)
+        server.started()
+        folder = str(tmp_path)
+        with bound(Listen(port=0), 2) as sockets:
+            async with server.listening(engine_socket(folder)):
+                fronts = FrontEnds(engine, options, folder, sockets)
+                process = await fronts._start(1)
+                while not server.fronts:
+                    await asyncio.sleep(0.01)
+                listening = asyncio.create_task(server.all_listening(1))
+                _, pending = await asyncio.wait({listening}, timeout=3)
+                assert pending, "the first front end is not there"
+                path = stateful_socket(folder)
+                async with await asyncio.start_unix_server(lambda _, w: w.close(), path):
+                    await asyncio.wait_for(listening, 300)
+                server.close_fronts()
+                await process.wait()

@@ -181,6 +181,6 @@ def test_the_image_installs_what_is_there() -> None:
         "optional-dependencies"
     ]
     [given] = re.findall(r"pip install .*/src\[(.*?)\]", text)
-    assert {"gpu", "ray"} == set(given.split(",")) <= set(extras)
+    assert {"gpu", "quantization", "ray", "structured"} == set(given.split(",")) <= set(extras)
     [python] = re.findall(r"^FROM python:(\d+)\.(\d+)$", text, re.M)
     assert tuple(map(int, python)) >= (3, 11)

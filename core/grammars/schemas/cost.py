@@ -6,6 +6,7 @@ repetitions. `is_plain` and `is_tiny` bound both, far below the size of a thread
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -24,7 +25,7 @@ MAX_PLAIN_COUNT = 200
 MAX_PLAIN_PROPERTIES = 40
 """Properties of one object: backends lay out every way of leaving some away."""
 MAX_PLAIN_NUMBER = 10**15
-"""Largest bound of a number: backends write it digit by digit."""
+"""Largest number: backends write bounds digit by digit."""
 MAX_TINY_TEXT = 256
 """Characters of a tiny grammar."""
 MAX_TINY_PRODUCT = 10_000
@@ -49,7 +50,8 @@ def is_plain(spec: GrammarSpec) -> bool:
     if spec.kind != "json":
         return True
     schema = json.loads(spec.text)
-    if sum(1 for _ in _values(schema)) > MAX_PLAIN_NODES:
+    values = list(itertools.islice(_values(schema), MAX_PLAIN_NODES + 1))
+    if len(values) > MAX_PLAIN_NODES or not all(map(_is_plain_number, values)):
         return False
     return all(map(_is_plain_part, subschemas(schema)))
 
@@ -57,7 +59,7 @@ def is_plain(spec: GrammarSpec) -> bool:
 def is_tiny(spec: GrammarSpec) -> bool:
     """Return whether a backend with limits of its own compiles this quickly: a short text of any
     kind."""
-    if len(spec.text) > MAX_TINY_TEXT:
+    if len(spec.text) > MAX_TINY_TEXT or re.search("[0-9][eE]", spec.text):
         return False
     product = math.prod(max(1, int(number)) for number in re.findall(r"[0-9]+", spec.text))
     return product <= MAX_TINY_PRODUCT
@@ -74,13 +76,18 @@ def _is_plain_part(part: dict[str, Any]) -> bool:
         if not (isinstance(part[name], int) and 0 <= part[name] <= MAX_PLAIN_COUNT):
             return False
     for name in _BOUNDS & keywords:
-        bound = part[name]
-        if not (isinstance(bound, int | float) and abs(bound) <= MAX_PLAIN_NUMBER):
-            return False
-        if "e" in repr(bound):
+        if not isinstance(part[name], int | float):
             return False
     properties = part.get("properties")
     return not (isinstance(properties, dict) and len(properties) > MAX_PLAIN_PROPERTIES)
+
+
+def _is_plain_number(value: Any) -> bool:
+    """Whether a value, if it is a number, has few digits. Numbers that 64 bits do not hold have
+    crashed a backend."""
+    if not isinstance(value, int | float):
+        return True
+    return abs(value) <= MAX_PLAIN_NUMBER and "e" not in repr(value)
 
 
 def _values(value: Any) -> Iterator[Any]:

@@ -25,6 +25,7 @@ from ...flags.engine_flags import fail
 from ..event_loop import run_on_loop
 from ..serve_settings import Settings, settings
 from ..server import first_of, listening
+from . import stateful_proxy
 from .launch_spec import LaunchSpec, engine_socket, stateful_socket, usage_file
 
 logger = logging.getLogger("jackfield.fronts")
@@ -62,6 +63,9 @@ async def front(spec: LaunchSpec, base: Settings) -> int:
     )
     try:
         await engine.start()
+        if not first:
+            ends = core.closed.wait(), stop_requested.wait()
+            await first_of(stateful_proxy.first_is_serving(stateful_at), *ends)
         async with listening(engine, dataclasses.replace(base.listen, sockets=sockets), options):
             freeze()
             core.send_listening()

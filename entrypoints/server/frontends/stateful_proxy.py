@@ -7,6 +7,7 @@ front end receives it over a Unix socket in a private folder.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
@@ -25,6 +26,8 @@ from ...http.request_log import mark_left
 logger = logging.getLogger("jackfield.fronts")
 STATEFUL = ("/v1/responses", "/v1/files", "/v1/batches")
 """Prefixes of the stateful routes."""
+ASK_SECONDS = 0.02
+"""Between two questions whether the first front end is there yet."""
 HOP = frozenset(
     ("connection", "keep-alive", "transfer-encoding", "upgrade", "te", "trailer",
      "proxy-authenticate", "proxy-authorization", "authorization", "x-api-key", "date", "server",
@@ -67,6 +70,19 @@ def serve_stateful(
             await runner.cleanup()
 
     return context
+
+
+async def first_is_serving(path: Path) -> None:
+    """Wait until the first front end serves the stateful routes. The others accept no connection
+    before, so that who finds one ready finds all routes ready."""
+    while True:
+        try:
+            _, writer = await asyncio.open_unix_connection(path)
+        except OSError:
+            await asyncio.sleep(ASK_SECONDS)
+        else:
+            writer.close()
+            return
 
 
 def forward_to(path: Path) -> Middleware:

@@ -275,7 +275,7 @@ class KeeperScheduler(HandoverScheduler):
         if answer == "decline":
             return ()
         taken = block_ids[:1] if answer == "take one" else block_ids
-        self.held[transfer] = list(taken) if answer == "fail" else []
+        self.held[transfer] = {"fail": list(taken), "fail, unnamed": [-1]}.get(answer, [])
         return taken
 
 
@@ -293,7 +293,11 @@ class KeeperWorker:
         started, self.started = self.started, {}
         if not started:
             return None
-        failed = {transfer: tuple(blocks) for transfer, blocks in started.items() if blocks}
+        failed = {
+            transfer: tuple(block for block in blocks if block >= 0)
+            for transfer, blocks in started.items()
+            if blocks
+        }
         return KVReport(finished=tuple(started.keys() - failed.keys()), failed=failed)
 
     def close(self) -> None:
@@ -306,6 +310,7 @@ class KeeperWorker:
         (["take"], [[0, 1]]),
         (["decline", "take"], [[0, 1], [0, 1]]),
         (["fail", "take"], [[0, 1], [0, 1]]),
+        (["fail, unnamed", "take"], [[0, 1], [0, 1]]),
         (["take one", "take"], [[0, 1], [1]]),
     ],
 )
@@ -320,3 +325,43 @@ async def test_cached_blocks_that_were_never_saved_are_offered_again(
             await until(lambda: not engine.stats().kv_blocks_used)
         assert engine.stats().prefix_cache_hits == 3 * 8
     assert (shared.offered, shared.answers) == (offered, [])
+
+
+class Unreliable(Handover):
+    """Promises two blocks of every prompt, and fails to load them without saying which."""
+
+    payload_type = type(None)
+
+    def make_scheduler(self, setup: Any) -> Any:
+        return UnreliableScheduler(self)
+
+    def make_worker(self, setup: Any) -> Any:
+        return UnreliableWorker(self)
+
+
+class UnreliableScheduler(HandoverScheduler):
+    def num_external_tokens(self, request: Any, num_computed_tokens: int) -> int:
+        return 8 - num_computed_tokens
+
+    def start_load(
+        self, transfer: int, request: Any, keys: Sequence[bytes], block_ids: Sequence[int]
+    ) -> None:
+        self.held[transfer] = list(block_ids)
+
+
+class UnreliableWorker(KeeperWorker):
+    def poll(self) -> KVReport | None:
+        started, self.started = self.started, {}
+        return KVReport(failed=dict.fromkeys(started, ())) if started else None
+
+
+async def test_a_load_that_failed_without_naming_blocks_has_filled_none() -> None:
+    shared = Unreliable()
+    async with make_engine(shared) as engine:
+        first = await generate(engine, max_tokens=4)
+        assert first.num_cached_tokens == 0
+        assert engine.stats().num_kv_load_failures == 1
+        assert engine.stats().external_prefix_cache_hits == 0
+    async with AsyncEngine(EngineConfig(**CONFIG | {"kv_transfer_config": None})) as engine:
+        alone = await generate(engine, max_tokens=4)
+    assert first.outputs[0].token_ids == alone.outputs[0].token_ids

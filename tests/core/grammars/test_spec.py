@@ -123,6 +123,9 @@ def test_a_dict_becomes_params() -> None:
         ({"const": "x" * 20_000}, False),
         ({"type": "integer", "minimum": -4, "exclusiveMaximum": 1000}, True),
         ({"type": "number", "minimum": 1e300}, False),
+        ({"type": "integer", "const": -1e19}, False),
+        ({"enum": ["a", {"b": [10**30]}]}, False),
+        ({"type": "integer", "const": 10**15}, True),
         ({"anyOf": [{"type": "null"}, {"$ref": "#/$defs/a"}], "$defs": {"a": {}}}, True),
         ({"type": "object", "anyOf": [{}, {}]}, False),
         ({"$ref": "#/$defs/a", "minItems": 3, "$defs": {"a": {}}}, False),
@@ -170,6 +173,8 @@ def test_expressions_and_grammars_are_never_plain() -> None:
         (GrammarSpec("grammar", 'start: "a" | start "b"'), True),
         (GrammarSpec("json", '{"type":"string","maxLength":40}'), True),
         (GrammarSpec("json", '{"type":"string","maxLength":40000}'), False),
+        (GrammarSpec("json", '{"type":"integer","const":-1e19}'), False),
+        (GrammarSpec("json", '{"allOf":[{"type":"integer"},{"const":-1E19}]}'), False),
     ],
 )
 def test_only_short_texts_that_repeat_little_are_tiny(spec: GrammarSpec, tiny: bool) -> None:

@@ -134,6 +134,32 @@ async def test_a_wrong_grammar_is_not_kept() -> None:
     await grammars.close()
 
 
+async def test_a_number_that_crashes_a_backend_costs_its_grammar_alone() -> None:
+    """llguidance 1.9.1 recurses without end where it makes a range of such a number."""
+    grammars = store(options={"backend": "llguidance"})
+    for schema in ({"type": "integer", "const": -1e19}, {"type": "integer", "enum": [-1e300]}):
+        with pytest.raises(ValueError, match="crashes the backend"):
+            await grammars.compile(GrammarSpec("json", json.dumps(schema)))
+    await grammars.close()
+
+
+class Panicking(Counting):
+    """Fails as a panic of Rust does, with what is no `Exception`."""
+
+    class Panic(BaseException):
+        pass
+
+    def compile(self, spec: GrammarSpec) -> Any:
+        raise self.Panic("a panic")
+
+
+async def test_a_panic_of_a_backend_is_a_reason_like_others() -> None:
+    grammars = store(panicking=Panicking)
+    with pytest.raises(ValueError, match="Panic: a panic"):
+        await grammars.compile(PLAIN)
+    await grammars.close()
+
+
 @pytest.mark.parametrize(
     ("spec", "first", "reason"),
     [

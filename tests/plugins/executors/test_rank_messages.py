@@ -180,6 +180,17 @@ def test_a_transfer_ends_once_it_has_on_all_ranks() -> None:
     assert failures == ["rank 2: mine failed"]
 
 
+@pytest.mark.parametrize("unnamed", [0, 1])
+def test_a_transfer_that_failed_without_blocks_on_one_rank_has_failed_whole(unnamed: int) -> None:
+    transfers = RankTransfers(2, lambda: None, lambda _: None)
+    reports = [KVReport(failed={1: (), 2: ()}), KVReport(finished=(1,), failed={2: (7,)})]
+    if unnamed:
+        reports.reverse()
+    transfers.take(1, reports[1], None)
+    result = transfers.into(StepResult(0, [], [], kv_report=reports[0]))
+    assert result.kv_report == KVReport(failed={1: (), 2: ()})
+
+
 @pytest.mark.parametrize("last", [True, False])
 def test_no_block_is_used_once_the_halves_of_all_ranks_have_closed(last: bool) -> None:
     failures: list[str] = []

@@ -8,6 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -23,12 +24,14 @@ from jackfield.core.config import KVTransferConfig
 from jackfield.core.errors import ConfigError
 from jackfield.core.protocols.kv import KVConnectorSetup, KVLayout
 from jackfield.core.registry import load_plugins
+from jackfield.core.step import KVReport
 from jackfield.plugins.conformance.kv_halves import Halves, bits, random_cache
 from jackfield.plugins.kv_connectors import copying
 from jackfield.plugins.kv_connectors import store as store_module
 from jackfield.plugins.kv_connectors.block_file import BlockFormat
 from jackfield.plugins.kv_connectors.copying import BlockCopier
 from jackfield.plugins.kv_connectors.file_store import FileStore
+from jackfield.plugins.kv_connectors.multi import MultiMetadata, MultiWorker
 from jackfield.plugins.kv_connectors.reduced_blocks import ReducedType, ReducingCopier
 from jackfield.plugins.kv_connectors.store import StoreConnector
 
@@ -529,3 +532,36 @@ async def test_another_model_finds_nothing(tmp_path: Path) -> None:
             assert engine.info.kv_layout is not None
             fingerprints.add(engine.info.kv_layout.fingerprint)
     assert len(fingerprints) == 8
+
+
+class Ending:
+    """A worker half of which a test says what has ended."""
+
+    def __init__(self) -> None:
+        self.reports: list[KVReport] = []
+
+    def poll(self) -> KVReport | None:
+        return self.reports.pop(0) if self.reports else None
+
+    def start(self, metadata: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("failures", "together"),
+    [(((7,), (9, 7)), (7, 9)), (((), (7,)), ()), (((7,), ()), ()), ((None, ()), ())],
+)
+def test_multi_reports_what_any_connector_did_not_move(
+    failures: tuple[tuple[int, ...] | None, ...], together: tuple[int, ...]
+) -> None:
+    """None: it has succeeded; (): it failed, and moved nothing."""
+    halves = [Ending(), Ending()]
+    codec: Any = SimpleNamespace(encode_report=lambda report: b"")
+    worker = MultiWorker([(half, codec) for half in halves])  # type: ignore[misc]
+    worker.start(MultiMetadata(parts=(None, None), shares={3: 2}))
+    for half, failed in zip(halves, failures, strict=True):
+        half.reports.append(
+            KVReport(finished=(3,)) if failed is None else KVReport(failed={3: failed})
+        )
+    report = worker.poll()
+    assert report is not None and report.failed == {3: together} and report.finished == ()
