@@ -9,6 +9,8 @@ import sys
 import threading
 from collections.abc import Iterator
 
+from ...core.spelling import nearest
+
 BENCHMARKS = {
     "latency": "milliseconds per token at batch 1 (W1), and a decode step by batch",
     "throughput": "many requests at once, in process (W2, W3, W4, W7)",
@@ -43,7 +45,9 @@ def run(argv: list[str]) -> int:
         return 0
     name, rest = argv[0], argv[1:]
     if name not in BENCHMARKS:
-        print(f"jackfield bench: no such benchmark: {name}\n\n{_usage()}", file=sys.stderr)
+        near = nearest(name, BENCHMARKS)
+        hint = f"did you mean {near}?" if near else "`jackfield bench --help` lists them"
+        print(f"jackfield bench: no such benchmark: {name}; {hint}", file=sys.stderr)
         return 2
     module = importlib.import_module(f".{MODULES[name]}", __package__)
     with _ended_in_order():

@@ -18,7 +18,7 @@ from ..flags.engine_flags import add_engine_options, engine_config, fail
 from ..flags.parser import Parser
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> Parser:
     parser = Parser(
         prog="jackfield run-batch",
         description="Answer a file of requests in OpenAI's batch format, through the server's own "
@@ -52,6 +52,10 @@ def make_parser() -> argparse.ArgumentParser:
         help="least level that is logged",
     )
     add_engine_options(parser)
+    parser.common = (
+        "--model", "--input-file", "--output-file", "--max-concurrency", "--max-model-len",
+        "--tensor-parallel-size",
+    )  # fmt: skip
     return parser
 
 

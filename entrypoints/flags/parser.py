@@ -10,6 +10,9 @@ from typing import Any, NoReturn
 
 from ...core.spelling import nearest
 
+MANY = 60
+"""Options beyond which `--help` explains some of them and lists the groups."""
+
 
 class HelpFormatter(argparse.HelpFormatter):
     """Shows a flag's value once instead of after each of its names, and a short usage line."""
@@ -53,7 +56,7 @@ class Parser(argparse.ArgumentParser):
     """
 
     common: Sequence[str] = ()
-    """Flags that `--help` explains; of the others it lists the groups. Empty: it explains all."""
+    """Flags that `--help` explains where there are many; empty: those that are in no group."""
     missing: Mapping[str, str] = {}
     """Flags known from other servers → why they do not exist here, or what to use instead."""
     no_effect: Mapping[str, str] = {}
@@ -127,8 +130,8 @@ class Parser(argparse.ArgumentParser):
     # ---------------------------------------------------------------- help
 
     def format_help(self) -> str:
-        """Return the whole help text, or the short one if there are `common` flags."""
-        return self._format_short() if self.common else super().format_help()
+        """Return the whole help text, or a page where that would be several."""
+        return self._format_short() if len(self._actions) > MANY else super().format_help()
 
     def _format_short(self) -> str:
         formatter = super()._get_formatter()  # Without names, which are many.
@@ -136,9 +139,14 @@ class Parser(argparse.ArgumentParser):
         formatter.add_text(self.description)
         formatter.start_section("the first options to know")
         formatter.add_arguments(self._get_positional_actions())
-        formatter.add_arguments([self._option_string_actions[flag] for flag in self.common])
+        formatter.add_arguments(self._first_options())
         formatter.end_section()
         return formatter.format_help() + "\n" + self._listed_groups() + self._more_help()
+
+    def _first_options(self) -> list[argparse.Action]:
+        if self.common:
+            return [self._option_string_actions[flag] for flag in self.common]
+        return [action for action in _shown(self._optionals) if action.dest != "help"]
 
     def _listed_groups(self) -> str:
         formatter = super()._get_formatter()
@@ -152,7 +160,7 @@ class Parser(argparse.ArgumentParser):
 
     def _more_help(self) -> str:
         examples = {
-            f"--help={next(iter(self.common)).lstrip('-')}": "one option",
+            f"--help={self._first_options()[0].option_strings[-1].lstrip('-')}": "one option",
             f"--help={self._titled_groups()[0].title}": "a group, or options with this word",
             "--help=all": "every option",
         }
@@ -166,7 +174,7 @@ class Parser(argparse.ArgumentParser):
     def _show_topic(self, topic: str) -> NoReturn:
         """Print the help for a word, and exit."""
         word = topic.strip().lower().replace("_", "-")
-        if word in ("all", ""):
+        if word in ("all", "page", ""):
             text = super().format_help()
         elif word == "listgroup":
             text = self._listed_groups()

@@ -56,6 +56,9 @@ def output(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
          "unrecognized argument: --mesage; did you mean --message?"),
         (["keys", "new", "ann", "--fiel", "x"],
          "unrecognized argument: --fiel; `jackfield keys --help` lists the options"),
+        (["bench", "latncy"], "no such benchmark: latncy; did you mean latency?"),
+        (["bench", "serve", "--nope"],
+         "unrecognized argument: --nope; `jackfield bench serve --help` lists the options"),
         (["run-batch", "-i", "x"], "the following arguments are required: -o/--output-file"),
         (["bench", "latency", "--repeats", "x"], "argument --repeats: invalid int value: 'x'"),
     ],
@@ -67,7 +70,7 @@ def test_a_mistake_is_one_line_with_what_helps(
     captured = capsys.readouterr()
     assert captured.out == ""
     (error,) = captured.err.splitlines()
-    assert error.partition(": error: ")[2] == line
+    assert error.endswith(f": {line}")
 
 
 @pytest.mark.parametrize(
@@ -161,6 +164,19 @@ def test_the_whole_help_has_each_flag_and_choice_once(capsys: pytest.CaptureFixt
     for action in make_parser()._actions:
         if action.option_strings and action.help != argparse.SUPPRESS:
             assert f"\n  {action.option_strings[0]}" in whole
+
+
+@pytest.mark.parametrize(
+    ("command", "own"),
+    [(["run-batch"], "--input-file"), (["bench", "latency"], "--repeats"), (["serve"], "--port")],
+)
+def test_every_command_with_many_options_has_a_short_help(
+    command: list[str], own: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = output([*command, "--help"], capsys)
+    assert len(short.splitlines()) < 95 and own in short and "--help=all" in short
+    assert "--kv-compression-interval" not in short
+    assert "--kv-compression-interval" in output([*command, "--help=all"], capsys)
 
 
 @pytest.mark.parametrize("word", ["max-num-seqs", "max_num_seqs", "--max-num-seqs", "MAX-NUM-SEQS"])

@@ -88,3 +88,7 @@ def test_the_log_says_it_once(caplog: pytest.LogCaptureFixture) -> None:
         "-O has no effect", "--swap-space has no effect",
     ]  # fmt: skip
     assert options.config.enable_prefix_caching and options.config.tensor_parallel_size == 1
+
+
+def test_expert_parallelism_has_vllms_short_name() -> None:
+    assert make_parser().parse_args(["-ep"]).enable_expert_parallel is True
