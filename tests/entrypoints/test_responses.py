@@ -313,3 +313,21 @@ async def test_the_asynchronous_helper_streams(asynchronous: Any) -> None:
         )
         response = await stream.get_final_response()
     assert response.output_text == text and isinstance(response.output_parsed, Flags)
+
+
+async def test_reasoning_may_be_left_out_of_the_output(scripted: Server) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{scripted.url}/v1", api_key="none") as client:
+        tool: Any = {"type": "function", "name": "get_weather", "parameters": {"type": "object"}}
+        response = await both(
+            client, input="Hi", tools=[tool], temperature=0, include=LOGPROBS, top_logprobs=1,
+            extra_body={"include_reasoning": False},
+        )  # fmt: skip
+        assert [item.type for item in response.output] == ["message", "function_call"]
+        (part,) = response.output[0].content
+        assert [p.token for p in part.logprobs] == [part.text] == ["Let me look."]
+        assert response.usage.output_tokens_details.reasoning_tokens == 2
+        with pytest.raises(openai.BadRequestError) as refused:
+            await client.responses.create(
+                model=MODEL, input="Hi", extra_body={"vllm_xargs": {"nothing": 1}}
+            )
+        assert "nothing" in str(refused.value)

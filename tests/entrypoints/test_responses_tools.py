@@ -81,6 +81,13 @@ def test_a_tool_of_any_type_is_offered_or_left_out(server: Server, kind: str) ->
     assert response.json()["tools"][0]["type"] == kind
 
 
+def test_what_is_left_out_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    kind = "of_the_day_after"
+    for _ in range(2):
+        assert read_tools([("tools", [{"type": kind}])]).left_out == (kind,)
+    assert caplog.text.count(f"'{kind}'") == 1
+
+
 def test_what_runs_on_openais_servers_is_not_offered() -> None:
     tools = read_tools(
         [

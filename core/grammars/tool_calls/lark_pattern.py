@@ -135,7 +135,9 @@ class _Expander:
         """Return the expression of alternatives from a place on, and where they end."""
         if depth > MAX_DEPTH:
             raise ValueError(f"more than {MAX_DEPTH} groups and rules in each other")
-        ways, parts, length = [], [], 0
+        ways: list[str] = []
+        parts: list[str] = []
+        length = 0
         while place < len(tokens) and tokens[place] not in (("mark", ")"), ("mark", "]")):
             if tokens[place] == ("mark", "|"):
                 ways.append("".join(parts))

@@ -31,7 +31,7 @@ PASSED = (
     "logit_bias", "structured_outputs", "top_k", "min_p", "repetition_penalty", "min_tokens",
     "ignore_eos", "stop_token_ids", "include_stop_str_in_output", "skip_special_tokens",
     "bad_words", "allowed_token_ids", "priority", "cache_salt", "parallel_tool_calls",
-    "kv_transfer_params", "kv_compression",
+    "kv_transfer_params", "kv_compression", "spaces_between_special_tokens", "vllm_xargs",
 )  # fmt: skip
 """Fields with the same meaning in a response and in a chat."""
 RENAMED = {
@@ -123,11 +123,14 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, dict=True):
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
     bad_words: list[str] | None = None
     allowed_token_ids: list[int] | None = None
     priority: int = 0
     cache_salt: str | None = None
+    include_reasoning: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
+    vllm_xargs: dict[str, Any] | None = None
     kv_transfer_params: dict[str, Any] | None = None
     kv_compression: str | bool | dict[str, Any] | None = None
 

@@ -18,7 +18,7 @@ from ....core.errors import ContextLengthExceeded, InvalidRequest, JackfieldErro
 from ....core.output_parsing.events import merge_events
 from ....core.output_parsing.reasoning_parser import thinking_kwarg
 from ....core.outputs import CompletionOutput, RequestOutput
-from ....core.protocols.parsers import ParserEvent, ToolCallEnd
+from ....core.protocols.parsers import ParserEvent, Reasoning, ToolCallEnd
 from ....core.text.text_threads import rough_size
 from ....core.text.token_limit import LONG_TEXT, TokenLimit
 from ...http.context import tokenizer_of
@@ -200,9 +200,12 @@ class ResponseCompletion(ChatCompletion):
 
     def _parse(self, completion: CompletionOutput) -> list[ParserEvent]:
         if self._logprobs is None:
-            events = self._choice.parse(completion)
+            events = self._shown(self._choice.parse(completion))
         else:
-            tokens = list(self._choice.parse_tokens(completion))
+            tokens = [
+                (token, self._shown(events))
+                for token, events in self._choice.parse_tokens(completion)
+            ]
             self._logprobs.add(completion, tokens)
             events = merge_events([event for _, events in tokens for event in events])
         is_named = self.constrained_calls is not None and self.constrained_calls.named
@@ -210,6 +213,12 @@ class ResponseCompletion(ChatCompletion):
             # The parser of a named call ends the call where the output ends.
             events = [event for event in events if not isinstance(event, ToolCallEnd)]
         return events
+
+    def _shown(self, events: list[ParserEvent]) -> list[ParserEvent]:
+        """Return the events without those of reasoning, if it is not to be in the output."""
+        if self.body.include_reasoning:
+            return events
+        return [event for event in events if not isinstance(event, Reasoning)]
 
     def _fail(self, error: JackfieldError) -> None:
         self.status, self.failure = "failed", renamed(error)
