@@ -111,7 +111,11 @@ PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
             "NormedBlock", "ParallelBlock", "SelfAttention",
         ),
         "jackfield.plugins.attention.torch": ("TorchAttention",),
+        "jackfield.plugins.attention.torch_latent": ("TorchLatentAttention",),
+        "jackfield.plugins.collectives.all_to_all": ("AllToAll",),
+        "jackfield.plugins.collectives.builtin": ("Gloo",),
         "jackfield.plugins.executors.inprocess": ("InProcessExecutor",),
+        "jackfield.plugins.grammar_backends.llguidance": ("LLGuidance",),
     },
     "Store weights in another form": {
         "jackfield.core.loading.quantization_config": ("ConfigReader", "is_ignored"),

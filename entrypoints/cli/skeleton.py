@@ -61,6 +61,40 @@ KINDS = {
     "weight-loader": Kind(
         "register_weight_loaders", "jackfield serve CHECKPOINT --load-format $name", "Loader"
     ),
+    "latent-attention-backend": Kind(
+        "register_latent_attention_backends",
+        "jackfield serve CHECKPOINT --attention-backend $name",
+        "LatentAttention",
+    ),
+    "kv-compressor": Kind(
+        "register_kv_compressors",
+        "jackfield serve --kv-compression $name --kv-compression-ratio 0.5",
+        "Compressor",
+    ),
+    "speculator": Kind(
+        "register_speculators",
+        'jackfield serve --speculative-config \'{"method": "$name", "num_speculative_tokens": 4}\'',
+        "Speculator",
+    ),
+    "structured-backend": Kind(
+        "register_structured_backends",
+        "jackfield serve --structured-outputs-config.backend $name",
+        "Grammars",
+    ),
+    "logits-processor": Kind(
+        "register_logits_processors", "jackfield serve --logits-processors $name", "Processor"
+    ),
+    "collectives": Kind(
+        "register_collectives",
+        "jackfield serve CHECKPOINT --tensor-parallel-size 2 --collectives $name",
+        "Collectives",
+    ),
+    "all2all-backend": Kind(
+        "register_all2all_backends",
+        "jackfield serve CHECKPOINT --tensor-parallel-size 2 --enable-expert-parallel "
+        "--all2all-backend $name",
+        "All2All",
+    ),
     "operations": Kind("register_operations", "jackfield serve --operations $name", "Operations"),
     "executor": Kind("register_executors", "jackfield serve --executor $name", "Executor"),
     "command": Kind("register_commands", "jackfield $name", argument="commands"),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +14,7 @@ import forked
 import httpx
 import pytest
 from installing import Install
+from mutants import run_kit
 from serving import engine_config, running, save_random
 
 from jackfield import hookimpl
@@ -136,6 +139,44 @@ def test_every_kind_has_its_templates(kind: str, tmp_path: Path) -> None:
     for path in folder.rglob("*.py"):
         compile(path.read_text(), str(path), "exec")
     assert "jackfield_api = 2\n" in (folder / "src/jackfield_mine/__init__.py").read_text()
+
+
+def test_every_registered_kind_that_has_a_kit_has_a_skeleton() -> None:
+    from jackfield.plugins.conformance.options import KITS
+
+    kinds = {kind.replace("_", "-") for kind in KITS}
+    assert kinds - KINDS.keys() == {"checkpoint-format"}, "which is written from a file's format"
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "kv-compressor", "speculator", "collectives", "all2all-backend", "latent-attention-backend",
+        "structured-backend", "logits-processor", "schedule-policy",
+    ],
+)  # fmt: skip
+def test_a_skeleton_passes_its_kit_as_it_is(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Imported, not installed: that all kinds are installed and tested is nightly. The shortest
+    of each kit's tests."""
+    name = f"mine{kind.replace('-', '')}"
+    folder = write_skeleton(kind, name, tmp_path)
+    monkeypatch.syspath_prepend(str(folder / "src"))
+    plugin = importlib.import_module(f"jackfield_{name}")
+    path = folder / "tests" / f"test_{kind.replace('-', '_')}.py"
+    spec = importlib.util.spec_from_file_location(f"test_of_{name}", path)
+    assert spec is not None and spec.loader is not None
+    tests = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tests)
+    subject = type("TestSkeleton", (tests.TestConformance,), {"plugin": plugin, "seconds": 30.0})
+    functions = [n for n in dir(subject) if n.startswith("test_") and not LONG.search(n)]
+    outcomes = run_kit(subject, functions)
+    assert outcomes.by_outcome["passed"] and not outcomes.by_outcome["failed"], outcomes.reasons
+
+
+LONG = re.compile("engine|sandbox|nobody_leads|environment|heavy|costs|arrives|sums|any_shape")
+"""Tests of kits that take longest."""
 
 
 def test_the_route_exists_only_on_request(tmp_path: Path) -> None:
