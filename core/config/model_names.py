@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ..errors import ConfigError, shown
 
-HUB_HOSTS = ("huggingface.co", "www.huggingface.co", "hf.co")
+HUB_HOSTS = tuple(f"{name}.co" for name in ("huggingface", "www.huggingface", "hf"))
 PART = r"[A-Za-z0-9][\w.-]*"
 NAME = re.compile(rf"(?P<repo>{PART}/{PART})(?:@(?P<revision>[\w./-]+)|:(?P<variant>[\w.-]+))?")
 PAGE = re.compile(rf"(?P<repo>{PART}/{PART})(?:/tree/(?P<revision>[^/]+))?/?")

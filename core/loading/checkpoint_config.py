@@ -33,8 +33,6 @@ FREE = frozenset({
     "sbert_ce_default_activation_function", "sentence_transformers", "use_pad_token",
 })  # fmt: skip
 """Fields that any model type may have: kept unchanged if present."""
-READ = frozenset({"head_dim"})
-"""Fields that models of `transformers` read although some of their classes do not have them."""
 IGNORED = frozenset({"_name_or_path", "gradient_checkpointing", "output_past"})
 """Like `FREE`, in many a config.json, and read by nothing here."""
 SOMETIMES = frozenset({
@@ -178,9 +176,7 @@ def drop_strays(config: Any, raw: dict[str, Any], names: Collection[str]) -> Non
     if raw.get("model_type") not in transformers_module().CONFIG_MAPPING:
         return
     text = config.get_text_config(decoder=True)
-    place = next((name for name, value in vars(config).items() if value is text), None)
-    fields = raw if place is None else raw.get(place)
-    strays = set(names).intersection(fields or (), vars(text)) - READ - FREE
+    strays = set(names).intersection(vars(text)) - FREE
     if not strays:
         return
     try:

@@ -36,8 +36,9 @@ if TYPE_CHECKING:
 
 EMBEDDED_MODEL = Path(__file__).resolve().parents[2] / "plugins" / "models" / "embedded"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-COMMON = SHARED.keys() | SOMETIMES | ALIASES
-"""Fields that code for many families reads, whether or not a family has them."""
+COMMON = (SHARED.keys() | SOMETIMES | ALIASES) - {"head_dim"}
+"""Fields that code for many families reads, whether or not a family has them. Models of
+`transformers` read head_dim, too, but for those whose class here has it in `ignored_fields`."""
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt"]
 
 
@@ -221,7 +222,9 @@ def _read_config(
                 return config
         else:
             config = checkpoint_config(file, raw)
-        drop_strays(config, raw, COMMON - (kinds.keys() - SHARED.keys()))
+        model = None if plugins is None else _model_class(plugins, architecture or own)
+        ignored: frozenset[str] = getattr(model, "ignored_fields", frozenset())
+        drop_strays(config, raw, ignored | COMMON - (kinds.keys() - SHARED.keys()))
         return config
 
     whole = _architecture(file, raw)

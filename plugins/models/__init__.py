@@ -160,6 +160,7 @@ SAME = {
     "BaiChuanForCausalLM": "baichuan:BaichuanForCausalLM",
     "ChatGLMForConditionalGeneration": "chatglm:ChatGLMModel",
     "BertForMaskedLM": "bert:BertModel",
+    "Ernie4_5_ForCausalLM": "helium:Ernie4_5ForCausalLM",
     "ExaoneMoEForCausalLM": "exaone_moe:ExaoneMoeForCausalLM",
     **dict.fromkeys(
         ("MiniMaxM1ForCausalLM", "MiniMaxText01ForCausalLM"), "minimax:MiniMaxForCausalLM"
@@ -171,6 +172,7 @@ SAME = {
         ("Param2MoEForCausalLM", "SarvamMoEForCausalLM"), "bailing_moe:BailingMoeV2ForCausalLM"
     ),
     "PhiMoEForCausalLM": "phimoe:PhimoeForCausalLM",
+    "TeleChatForCausalLM": "telechat:TeleChat2ForCausalLM",
     "PLBartForConditionalGeneration": "bart:BartForConditionalGeneration",
     "RWForCausalLM": "falcon:FalconForCausalLM",
     "RobertaForMaskedLM": "roberta:RobertaModel",

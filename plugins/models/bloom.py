@@ -55,6 +55,7 @@ class BloomForCausalLM(CausalLM):
     """Checkpoints may lack the prefix `transformer.`"""
 
     tensor_parallel = True
+    ignored_fields = frozenset({"head_dim"})
     config_fields = {"n_head": INTEGER, "n_layer": INTEGER, "seq_length": INTEGER}
     attention = BloomAttention
     decoder = BloomDecoder

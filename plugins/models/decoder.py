@@ -218,6 +218,8 @@ class HeadlessLM(nn.Module):
 
     config_fields: ClassVar[Mapping[str, FieldKind]] = {}
     """Kinds of a family's own fields of config.json; its bases' count, too."""
+    ignored_fields: ClassVar[frozenset[str]] = frozenset()
+    """Fields that no model of this family's in `transformers` reads, if a file has them."""
 
     def __init_subclass__(cls) -> None:
         cls.pipeline_parallel = cls.forward is HeadlessLM.forward and cls.decoder.pipeline_parallel

@@ -43,6 +43,10 @@ class Ernie4_5_MoeForCausalLM(Ernie4_5ForCausalLM):
     )
 
     @staticmethod
+    def head_bias(hf: Any) -> bool:
+        return bool(hf.use_bias)
+
+    @staticmethod
     def row_orders(config: ModelConfig) -> dict[str, RowOrder]:
         return Ernie4_5ForCausalLM.row_orders(config)
 

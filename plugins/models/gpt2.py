@@ -44,6 +44,7 @@ class Gpt2Decoder(PositionDecoder):
 
 class GPT2LMHeadModel(CausalLM):
     tensor_parallel = True
+    ignored_fields = frozenset({"head_dim"})
     config_fields = {"n_head": INTEGER, "n_layer": INTEGER}
     attention: ClassVar[type[Gpt2Attention]] = Gpt2Attention
     decoder = Gpt2Decoder

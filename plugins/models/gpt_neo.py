@@ -29,6 +29,7 @@ class GptNeoAttention(SelfAttention):
 
 class GPTNeoForCausalLM(CausalLM):
     tensor_parallel = True
+    ignored_fields = frozenset({"head_dim"})
     attention = GptNeoAttention
     decoder = Gpt2Decoder
     weight_map = OldWeightMap(

@@ -28,6 +28,7 @@ class GptjDecoder(ParallelLayerNormDecoder):
 
 class GPTJForCausalLM(CausalLM):
     tensor_parallel = True
+    ignored_fields = frozenset({"head_dim"})
     config_fields = {"n_head": INTEGER, "n_layer": INTEGER}
     decoder = GptjDecoder
     weight_map = OldWeightMap(

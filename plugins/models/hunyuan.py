@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ...core.errors import ConfigError
 from ...core.loading.model_config import ModelConfig
 from ...core.loading.weight_map import WeightMap
 from ...core.nn.context import BuildContext
 from ...core.nn.norm import RMSNorm
 from ...core.nn.rotary import Rotary
+from ...core.protocols.field_kinds import FLAG
 from .decoder import CausalLM, Decoder, HeadlessLM
 from .parts import RotatedFirstAttention
 
@@ -34,6 +36,7 @@ class HunYuanDecoder(Decoder):
 
 class HunYuanDenseV1ForCausalLM(CausalLM):
     tensor_parallel = True
+    config_fields = {"use_cla": FLAG}
     attention = HunYuanAttention
     decoder = HunYuanDecoder
     weight_map = WeightMap(
@@ -41,3 +44,11 @@ class HunYuanDenseV1ForCausalLM(CausalLM):
         tied=HeadlessLM.weight_map.tied,
         names={"q_norm": "query_layernorm", "k_norm": "key_layernorm"},
     )
+
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        """Raises ConfigError for layers that read the keys and values of others."""
+        if getattr(config.hf_config, "use_cla", False):
+            raise ConfigError(
+                "use_cla: layers that share keys and values are not supported", param="use_cla"
+            )
+        super().__init__(config, build)

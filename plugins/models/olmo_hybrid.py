@@ -36,17 +36,17 @@ class OlmoDeltaNet(StateMixer):
 
     def __init__(self, hf: Any, build: BuildContext) -> None:
         """Raises ConfigError."""
-        heads = hf.linear_num_value_heads
-        if hf.linear_num_key_heads != heads:
+        heads, key_heads = hf.linear_num_value_heads, hf.linear_num_key_heads
+        if heads % key_heads:
             raise ConfigError(
-                f"linear_num_key_heads: {hf.linear_num_key_heads} is not supported beside "
-                f"{heads} heads of values",
-                param="linear_num_key_heads",
+                f"linear_num_value_heads: {heads} is no multiple of linear_num_key_heads "
+                f"{key_heads}",
+                param="linear_num_value_heads",
             )
-        own = HeadShare.of(heads, heads, build.ranks.tensor)
+        own = HeadShare.of(heads, key_heads, build.ranks.tensor)
         key, value = hf.linear_key_head_dim, hf.linear_value_head_dim
-        keys, values = own.rows(key)["q"], own.rows(value)["q"]
-        widths = {"q": heads * key, "k": heads * key, "v": heads * value}
+        keys, values = own.rows(key)["k"], own.rows(value)["q"]
+        widths = {"q": key_heads * key, "k": key_heads * key, "v": heads * value}
         shares = {"q": keys, "k": keys, "v": values}
         self.sizes = [share.stop - share.start for share in shares.values()]
         super().__init__(
@@ -55,6 +55,7 @@ class OlmoDeltaNet(StateMixer):
         )
         self.operations, self.ranks = build.operations, build.ranks
         self.num_heads, self.key_dim, self.value_dim = own.num_heads, key, value
+        self.num_key_heads = own.num_kv_heads
         self.strength = 2.0 if hf.linear_allow_neg_eigval else 1.0
         self.qkv_proj = MergedLinear(
             hf.hidden_size, {**widths, "g": heads * value, "b": heads, "a": heads}, build,
@@ -87,10 +88,10 @@ class OlmoDeltaNet(StateMixer):
         qkv = self.operations.causal_conv(
             qkv, self.conv1d.kernel, None, self.state("conv"), rows, silu=True
         )
-        keys = heads * self.key_dim
-        query, key, value = (
-            part.view(len(part), heads, -1) for part in qkv.tensor_split((keys, 2 * keys), dim=-1)
-        )
+        keys = self.num_key_heads * self.key_dim
+        query, key, value = qkv.tensor_split((keys, 2 * keys), dim=-1)
+        query, key = (self._of_values(part) for part in (query, key))
+        value = value.view(len(value), heads, -1)
         y = self.operations.channel_delta_rule(
             query, key, value, step[:, :, None].expand(-1, -1, self.key_dim).contiguous(), beta,
             self.weights, self.state("delta"), rows,
@@ -99,6 +100,13 @@ class OlmoDeltaNet(StateMixer):
             y, gate, self.o_norm.weight, NORM_EPS, group_size=self.value_dim, gate_first=False
         )
         return self.o_proj, y
+
+    def _of_values(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the queries or keys of each head of values: [T, num_key_heads * key_dim] → [T,
+        num_heads, key_dim]; a head of keys serves as many consecutive ones of values."""
+        x = x.view(len(x), self.num_key_heads, self.key_dim)
+        each = self.num_heads // self.num_key_heads
+        return x if each == 1 else x.repeat_interleave(each, dim=1)
 
 
 class OlmoHybridBlock(Block):

@@ -63,6 +63,7 @@ NAMES = {
 
 class OpenAIGPTLMHeadModel(GPT2LMHeadModel):
     tensor_parallel = True
+    ignored_fields = frozenset({"head_dim"})
     attention: ClassVar[type[Gpt2Attention]] = GptAttention
     decoder = GptDecoder
     weight_map = replace(

@@ -44,6 +44,7 @@ class OptDecoder(PositionDecoder):
 
 class OPTForCausalLM(CausalLM):
     tensor_parallel = True
+    ignored_fields = frozenset({"head_dim"})
     attention = OptAttention
     decoder: ClassVar[type[Decoder]] = OptDecoder
     weight_map = WeightMap(

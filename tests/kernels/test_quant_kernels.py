@@ -169,6 +169,19 @@ def test_quant_matmul_equals_its_reference(dtype: torch.dtype, weight: Any, spli
         close(quant_matmul(x[:3], weights), reference.small_m_matmul(x[:3], weights))
 
 
+@pytest.mark.parametrize("split_k", [1, 3])
+def test_rows_may_share_the_scale_of_one_group(split_k: int) -> None:
+    weights = quantized("fp8", 40, 96, 96, torch.float32)
+    scale = weights.scale[:, :3] * torch.tensor([1.0, 2.0, 0.5], device=DEVICE)
+    weights = weights._replace(scale=scale.contiguous(), scale_rows=16)
+    x = draw(19, 96, dtype=torch.float32)
+    expected = reference.small_m_matmul(x, weights)
+    dense = weights.values.float() * scale[0].repeat_interleave(16)[:40, None]
+    close(expected, x @ dense.T)
+    close(quant_matmul(x, weights, config=QuantMatmulConfig(16, 16, 16, split_k, 4, 2)), expected)
+    close(small_m_matmul(x, weights, config=SmallMConfig(32, 16, 32, 1, 4, 2)), expected)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_number_of_fp8_is_multiplied_as_it_is(dtype: torch.dtype) -> None:
     """The smallest ones and both zeros, too."""

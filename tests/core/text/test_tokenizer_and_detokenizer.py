@@ -111,6 +111,27 @@ def test_any_ids_streamed_equal_decoding_at_once(tokenizer: Tokenizer, data: st.
     assert "".join(pieces) == tokenizer.decode(ids, **options)
 
 
+def test_a_character_of_four_bytes_comes_whole_without_a_table_of_bytes() -> None:
+    backend = byte_fallback()
+    parts = [decoders.ByteFallback(), decoders.Fuse(), decoders.Replace("▁", " ")]
+    backend.decoder = decoders.Sequence(parts)
+    tokenizer = Tokenizer(backend)
+    assert tokenizer.pieces is None
+    ids = [tokenizer.backend.token_to_id(f"<0x{byte:02X}>") for byte in "🙂".encode()]
+    assert streamed(tokenizer, [], ids) == ["", "", "", "🙂", ""]
+    # A byte that begins nothing is not waited for longer than a character can be.
+    assert streamed(tokenizer, [], [ids[1]] * 5)[:4] == ["", "", "", "\ufffd" * 4]
+
+
+def test_hidden_tokens_are_no_context() -> None:
+    """After a prompt of special tokens alone, a text begins as it does without them."""
+    tokenizer = KINDS["byte_fallback"]
+    the, begin = (tokenizer.backend.token_to_id(token) for token in ("▁the", "<s>"))
+    assert streamed(tokenizer, [begin] * 5, [the]) == ["the", ""]
+    assert streamed(tokenizer, [begin] * 5, [the], skip_special_tokens=False) == [" the", ""]
+    assert streamed(tokenizer, [the, *[begin] * 5], [the]) == [" the", ""]
+
+
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_byte_level_decoding_equals_the_library_for_any_ids(data: st.DataObject) -> None:

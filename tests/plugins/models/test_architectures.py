@@ -29,6 +29,42 @@ LISTED = sorted({
     *MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.values(),
 })  # fmt: skip
 
+OF_VLLM = """
+    AfmoeForCausalLM ApertusForCausalLM AquilaForCausalLM AquilaModel ArceeForCausalLM
+    ArcticForCausalLM BaiChuanForCausalLM BaichuanForCausalLM BailingMoeForCausalLM
+    BailingMoeV2ForCausalLM BambaForCausalLM BloomForCausalLM ChatGLMForConditionalGeneration
+    ChatGLMModel Cohere2ForCausalLM CohereForCausalLM CwmForCausalLM DbrxForCausalLM
+    DeciLMForCausalLM DeepseekForCausalLM DeepseekV2ForCausalLM DeepseekV32ForCausalLM
+    DeepseekV3ForCausalLM Dots1ForCausalLM Ernie4_5ForCausalLM Ernie4_5_ForCausalLM
+    Ernie4_5_MoeForCausalLM Exaone4ForCausalLM ExaoneForCausalLM ExaoneMoEForCausalLM
+    Fairseq2LlamaForCausalLM FalconForCausalLM FalconH1ForCausalLM FalconMambaForCausalLM
+    FlexOlmoForCausalLM GPT2LMHeadModel GPTBigCodeForCausalLM GPTJForCausalLM
+    GPTNeoXForCausalLM Gemma2ForCausalLM Gemma3ForCausalLM Gemma3nForCausalLM GemmaForCausalLM
+    Glm4ForCausalLM Glm4MoeForCausalLM Glm4MoeLiteForCausalLM GlmForCausalLM
+    GlmMoeDsaForCausalLM GptOssForCausalLM GraniteForCausalLM GraniteMoeForCausalLM
+    GraniteMoeHybridForCausalLM GraniteMoeSharedForCausalLM GritLM HCXVisionForCausalLM
+    HunYuanDenseV1ForCausalLM HunYuanMoEV1ForCausalLM IQuestCoderForCausalLM
+    IQuestLoopCoderForCausalLM InternLM2ForCausalLM InternLM3ForCausalLM InternLMForCausalLM
+    Jais2ForCausalLM JambaForCausalLM KimiLinearForCausalLM LLaMAForCausalLM Lfm2ForCausalLM
+    Lfm2MoeForCausalLM Llama4ForCausalLM LlamaForCausalLM LongcatFlashForCausalLM
+    MPTForCausalLM Mamba2ForCausalLM MambaForCausalLM MiMoForCausalLM MiMoV2FlashForCausalLM
+    MiniCPM3ForCausalLM MiniCPMForCausalLM MiniMaxForCausalLM MiniMaxM1ForCausalLM
+    MiniMaxM2ForCausalLM MiniMaxText01ForCausalLM MistralForCausalLM MistralLarge3ForCausalLM
+    MixtralForCausalLM MptForCausalLM NemotronForCausalLM NemotronHForCausalLM
+    NemotronHPuzzleForCausalLM OPTForCausalLM Olmo2ForCausalLM Olmo3ForCausalLM
+    OlmoForCausalLM OlmoHybridForCausalLM OlmoeForCausalLM OrionForCausalLM OuroForCausalLM
+    PanguEmbeddedForCausalLM PanguProMoEV2ForCausalLM PanguUltraMoEForCausalLM
+    Param2MoEForCausalLM PersimmonForCausalLM Phi3ForCausalLM PhiForCausalLM PhiMoEForCausalLM
+    Plamo2ForCausalLM Plamo3ForCausalLM QWenLMHeadModel Qwen2ForCausalLM Qwen2MoeForCausalLM
+    Qwen3ForCausalLM Qwen3MoeForCausalLM Qwen3NextForCausalLM RWForCausalLM
+    SarvamMLAForCausalLM SarvamMoEForCausalLM SeedOssForCausalLM SolarForCausalLM
+    SolarOpenForCausalLM StableLMEpochForCausalLM StableLmForCausalLM Starcoder2ForCausalLM
+    Step1ForCausalLM Step3TextForCausalLM Step3p5ForCausalLM TeleChat2ForCausalLM
+    TeleChat3ForCausalLM TeleChatForCausalLM TeleFLMForCausalLM XverseForCausalLM
+    Zamba2ForCausalLM
+"""
+"""Names that vLLM's registry has for families that are served here, or refused."""
+
 
 def refusal_of(architecture: str) -> ConfigError:
     model_config = cast(Any, SimpleNamespace(architecture=architecture, hf_config=None))
@@ -50,6 +86,13 @@ def test_each_model_of_transformers_is_served_or_refused_with_a_reason() -> None
     if Version(transformers.__version__) >= Version("5.24"):  # Older ones lack some.
         assert set(refused) <= set(LISTED) | set(ELSEWHERE)
         assert set(ELSEWHERE) <= set(refused) - set(LISTED)
+
+
+def test_families_have_the_names_that_vllm_has() -> None:
+    registry = load_plugins()["model"]
+    for name in OF_VLLM.split():
+        served = name in registry or registry.text_part(name) is not None
+        assert served or registry.refusal(name) is not None, name
 
 
 @pytest.mark.parametrize("reason", REFUSED)

@@ -88,12 +88,13 @@ OLDER = tuple(map(int, transformers.__version__.split(".")[:2])) <= (5, 17)
 
 def folder_of(case: str, changes: dict[str, Any], folder: Path) -> tuple[Any, Path]:
     """Return a random model of transformers, and its checkpoint."""
-    if not hasattr(transformers, case):
-        pytest.skip(f"transformers {transformers.__version__} has no {case}")
-    kind = getattr(transformers, case).config_class
+    name = case.partition(":")[0]
+    if not hasattr(transformers, name):
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    kind = getattr(transformers, name).config_class
     known = {field.name for field in dataclasses.fields(kind)} | {"rope_parameters", "head_dim"}
     reference = make_reference(case, {k: v for k, v in changes.items() if k in known})
-    return reference, checkpoint(reference, case, folder)
+    return reference, checkpoint(reference, name, folder)
 
 
 WAITING = {

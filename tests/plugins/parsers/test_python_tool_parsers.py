@@ -159,6 +159,14 @@ class TestLfm2(Kit):
         Sample("[now()] is Python.", content="[now()] is Python."),
     ]
 
+    def test_the_first_character_of_a_list_is_looked_for_in_64(self) -> None:
+        """With the bracket, it decides whether the calls are JSON."""
+        for spaces in (0, 62, 63):
+            text = "<|tool_call_start|>" + " " * spaces + '[{"name": "now", "arguments": {}}]'
+            message = fold(run(self.make(), list(f"{text}<|tool_call_end|>")))
+            names = [call.name for call in message.tool_calls]
+            assert names == ([] if spaces == 63 else ["now"]), spaces
+
     def test_a_call_that_breaks_off_shows_no_mark(self) -> None:
         text = "<|tool_call_start|>[f(a='it's \\ \u00e9', b=[1, {'c': None}], d=-2)]"
         whole = fold(run(self.make(), [text])).tool_calls[0].arguments

@@ -12,6 +12,7 @@ from jackfield.core.errors import ConfigError, LoadError
 from jackfield.core.loading.quantize import quantized_layers
 from jackfield.plugins.conformance.quantization import QuantizationKit
 from jackfield.plugins.operations.triton import TritonOperations
+from jackfield.plugins.quantization.awq import Awq
 
 
 def round_asymmetric(weight: torch.Tensor, bits: int, group: int, symmetric: bool = False) -> Any:
@@ -244,6 +245,12 @@ class TestAwq(QuantizationKit):
             "scales": scales,
         }
         return tensors, dequantised
+
+
+def test_what_an_awq_checkpoint_does_not_say() -> None:
+    method = Awq.from_config({"quant_method": "awq", "bits": 4})
+    assert method.zeros and method.group_size == 128 and not method.ignored
+    assert not Awq.from_config({"bits": 4, "zero_point": False}).zeros
 
 
 def test_a_method_other_than_the_checkpoints_is_refused(tmp_path: Path) -> None:
