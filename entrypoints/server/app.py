@@ -42,7 +42,8 @@ from .admin import add_admin_routes
 from .frontends import stateful_proxy
 from .frontends.metrics import FrontendMetrics
 from .http_metrics import HttpMetrics, observe_requests
-from .info_routes import detokenize, health, metrics, model, models, plugins, tokenize, version
+from .info_routes import detokenize, health, metrics, model, models, tokenize, version
+from .plugin_list import add_plugin_list
 from .plugin_routes import add_plugin_routes, owner
 from .route_hints import hint
 
@@ -105,7 +106,7 @@ def make_app(
     )
     add_responses(app)
     if options.enable_plugins_route:
-        app.router.add_get("/v1/plugins", plugins)
+        add_plugin_list(app)
     if options.enable_admin:
         add_admin_routes(app)
     if options.batches is not None:

@@ -1,8 +1,7 @@
-"""The small routes: models, tokenize, detokenize, health, version, plugins, metrics."""
+"""The small routes: models, tokenize, detokenize, health, version, metrics."""
 
 from __future__ import annotations
 
-import asyncio
 import re
 from typing import Any
 
@@ -11,7 +10,6 @@ from aiohttp import web
 from ... import __version__
 from ...core.errors import InvalidRequest
 from ..http.context import ENGINE, OPTIONS, check_model, in_text_threads, reply, tokenizer_of
-from ..inventory import inventory
 from ..openai.common.openapi import documented
 from ..openai.common.protocol import DetokenizeRequest, TokenizeRequest
 from ..openai.common.request_body import decode_body
@@ -19,7 +17,6 @@ from ..openai.common.response_schemas import (
     DetokenizeResponse,
     ModelCard,
     ModelList,
-    PluginList,
     TokenizeResponse,
     VersionResponse,
 )
@@ -119,13 +116,6 @@ async def health(request: web.Request) -> web.Response:
 async def version(request: web.Request) -> web.Response:
     """GET /version: Jackfield's version."""
     return reply({"version": __version__})
-
-
-@documented("server", response=PluginList)
-async def plugins(request: web.Request) -> web.Response:
-    """GET /v1/plugins: what is plugged in, if the server was started with that option."""
-    rows = await asyncio.to_thread(inventory, request.app[ENGINE].plugins)
-    return reply({"object": "list", "data": rows})
 
 
 @documented("server", response=str, content_type="text/plain")

@@ -186,9 +186,13 @@ def test_the_route_exists_only_on_request(tmp_path: Path) -> None:
     options = ServerOptions(enable_plugins_route=True, api_keys=("key",))
     with running(config, options) as server:
         assert httpx.get(f"{server.url}/v1/plugins").status_code == 401
+        imported = set(sys.modules)
         response = httpx.get(
             f"{server.url}/v1/plugins", headers={"Authorization": "Bearer key"}, timeout=300
         ).json()
+        assert {
+            name for name in set(sys.modules) - imported if "jackfield.plugins" in name
+        } == set()
     assert response["object"] == "list"
     assert any(
         row.items() >= {**EXPECTED, "status": "works here"}.items() for row in response["data"]
