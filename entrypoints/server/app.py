@@ -41,8 +41,9 @@ from . import docs_page
 from .admin import add_admin_routes
 from .frontends import stateful_proxy
 from .frontends.metrics import FrontendMetrics
+from .health import add_health
 from .http_metrics import HttpMetrics, observe_requests
-from .info_routes import detokenize, health, metrics, model, models, tokenize, version
+from .info_routes import detokenize, metrics, model, models, tokenize, version
 from .plugin_list import add_plugin_list
 from .plugin_routes import add_plugin_routes, owner
 from .route_hints import hint
@@ -96,14 +97,12 @@ def make_app(
             web.post("/v2/rerank", rerank),
             web.post("/tokenize", tokenize),
             web.post("/detokenize", detokenize),
-            web.get("/health", health),
-            web.get("/ping", health),
-            web.post("/ping", health),
             web.get("/load", server_load),
             web.get("/version", version),
             web.get("/metrics", metrics),
         ]
     )
+    add_health(app)
     add_responses(app)
     if options.enable_plugins_route:
         add_plugin_list(app)

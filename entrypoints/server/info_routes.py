@@ -1,4 +1,4 @@
-"""The small routes: models, tokenize, detokenize, health, version, metrics."""
+"""The small routes: models, tokenize, detokenize, version, metrics."""
 
 from __future__ import annotations
 
@@ -102,14 +102,6 @@ async def detokenize(request: web.Request) -> web.Response:
         return reply({"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)})
 
     return await in_text_threads(engine, len(body.tokens), respond)
-
-
-@documented("server", errors=(503,))
-async def health(request: web.Request) -> web.Response:
-    """GET /health: 200 while the step loop and the worker respond. Of several engines, one is
-    enough, and the body names those that do not serve."""
-    failing = await request.app[ENGINE].check_health()
-    return reply({"failing": failing}) if failing else web.Response()
 
 
 @documented("server", response=VersionResponse)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from serving import MODEL, Server, engine_config, running, save_random
 from jackfield import AsyncEngine
 from jackfield.core.errors import EngineStopped
 from jackfield.entrypoints.http.options import ServerOptions
+from jackfield.entrypoints.server import health as health_route
 
 LONG = {"prompt": "x", "max_tokens": 1000, "ignore_eos": True, "stream": True, "n": 2}
 
@@ -158,6 +160,37 @@ def test_health_asks_the_worker(checkpoint: Path) -> None:
             asking = pool.submit(httpx.get, server.url + "/health", timeout=300)
             hold.set()
             assert asking.result(300).status_code == 200
+
+
+def test_health_answers_while_the_worker_is_silent(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At first how long it has been silent, then that it is at fault, until it replies."""
+    monkeypatch.setattr(health_route, "ANSWER_SECONDS", 0.01)
+    check = functools.partialmethod(AsyncEngine.check_health, 1.0)
+    monkeypatch.setattr(AsyncEngine, "check_health", check)
+    with running(engine_config(checkpoint, device="cpu")) as server, httpx.Client() as client:
+        hold, held = threading.Event(), threading.Event()
+
+        def hang() -> None:
+            held.set()
+            hold.wait(300)
+
+        server.call(lambda engine: engine.core.executor._thread.call(hang) and None)  # type: ignore[attr-defined]
+        assert held.wait(300)
+        url = server.url + "/health"
+        first = client.get(url, timeout=300)
+        assert first.status_code == 200 and first.json()["silent_seconds"] < 1
+        while (late := client.get(url, timeout=300)).status_code == 200:
+            assert "silent_seconds" in late.json()
+        for _ in range(5):  # While the next check runs, too.
+            assert client.get(url, timeout=300).status_code == 503
+        assert "has not answered for 1 seconds" in late.json()["error"]["message"]
+        hold.set()
+        while client.get(url, timeout=300).status_code == 503:
+            pass
+        while client.get(url, timeout=300).content:
+            pass
 
 
 def test_health_reports_that_the_step_loop_ended(checkpoint: Path) -> None:
