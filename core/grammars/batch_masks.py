@@ -81,5 +81,6 @@ def fill_masks(
             rows_by_ends.setdefault(id(constraint.ends), (constraint, []))[1].append(row)
     for constraint, same_ends in rows_by_ends.values():
         mask_ends(constraint.ends, bits, same_ends)
-    for row in np.flatnonzero(bits.view(np.uint32).max(axis=1) == 0):  # `any` is slower.
+    empty = bits.view(np.uint32).max(axis=1) == 0  # `any` is slower.
+    for row in np.flatnonzero(empty).tolist():
         constraints[row].fail_empty(bits[row])

@@ -35,7 +35,13 @@ _IGNORED = frozenset(
 )  # fmt: skip
 """Keywords that the package ignores, in whole or in part."""
 _FORMATS = frozenset(("date", "date-time", "email", "hostname", "ipv4", "ipv6", "time", "uuid"))
-_TYPED = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"))
+_TYPED = frozenset(
+    ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "minLength", "maxLength",
+     "pattern", "minProperties", "maxProperties", "required")
+)  # fmt: skip
+"""Keywords that are passed over where no type is given, and no `properties` make it an object."""
+_OF_OBJECTS = frozenset(("minProperties", "maxProperties", "required"))
+_RANGES = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"))
 _ALONE = ("$ref", "const", "enum", "anyOf", "oneOf")
 """Keywords of which the package reads one, the first of these, and passes over what is beside it,
 but for those that constrain nothing by themselves."""
@@ -299,15 +305,18 @@ def _unsupported(schema: Any) -> str | None:
         for pattern in (part.get("pattern"), *_names_in(part)):
             if reason := _misread(pattern):
                 return reason
-        if "type" not in part and (keys := sorted(_TYPED & keywords)):
+        untyped = _TYPED - (_OF_OBJECTS if "properties" in part else frozenset())
+        if "type" not in part and (keys := sorted(untyped & keywords)):
             return f"{keys[0]} without a type is not supported"
         if "multipleOf" in part and part.get("type") != "integer":
             return "multipleOf of another type than integer is not supported"
+        if "multipleOf" in part and (beside := sorted(_RANGES & keywords)):
+            return f"multipleOf together with {beside[0]} is not supported"
         for name in ("anyOf", "oneOf"):
             if part.get(name) == []:
                 return f"{name} without a schema allows nothing"
-        if forbidden := _forbidden(part):
-            return f"{forbidden[0]!r} is required, and additionalProperties forbids it"
+        if unwritten := _unwritten(part):
+            return f"{unwritten[0]!r} is required, and none of properties"
         reference = part.get("$ref", "#")
         if not isinstance(reference, str) or not reference.startswith("#"):
             return f"$ref {reference!r} is not one inside the schema"
@@ -317,11 +326,10 @@ def _unsupported(schema: Any) -> str | None:
     return None
 
 
-def _forbidden(part: dict[str, Any]) -> list[str]:
-    """Return names that an object must have and may not have."""
+def _unwritten(part: dict[str, Any]) -> list[str]:
+    """Return names that an object must have, and the package does not write."""
     names, required = part.get("properties", {}), part.get("required")
-    closed = part.get("additionalProperties") is False and not part.get("patternProperties")
-    if not closed or not isinstance(names, dict) or not isinstance(required, list):
+    if not isinstance(names, dict) or not isinstance(required, list):
         return []
     return [name for name in required if isinstance(name, str) and name not in names]
 

@@ -79,8 +79,11 @@ def weakened(pattern: str) -> tuple[str, str | None]:
                 return pattern, None
             open_groups.pop()
             text = f"{group.opening}{''.join(group.parts)})"
-            for key in filter(None, (group.name, group.number and str(group.number))):
-                copies[key] = f"(?:{text})?" if len(text) <= MAX_COPY else ANY_TEXT
+            copy = f"(?:{text})?" if len(text) <= MAX_COPY else ANY_TEXT
+            if group.number is not None:
+                copies[str(group.number)] = copy
+            if group.name is not None:
+                copies[group.name] = copy
             dropped = group.asserts
             if not dropped:
                 open_groups[-1].parts.append(text)
