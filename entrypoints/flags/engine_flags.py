@@ -10,7 +10,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import msgspec
@@ -71,6 +71,8 @@ def add_engine_options(parser: Parser, only: Collection[str] | None = None) -> N
     for kind in _option_classes():
         names = kind.__annotations__.keys() - {"model"}
         names = names if only is None else names & set(only)
+        if not names and kind is not EngineConfig:
+            continue
         group = parser.add_argument_group(_title(kind.__name__), _first_sentence(kind))
         if kind is EngineConfig:
             _add_plugin_options(group)
@@ -207,10 +209,9 @@ def fail(error: Exception) -> int:
 
 def with_flags(message: str) -> str:
     """Return an error message with the engine's options named as flags: max_num_seqs →
-    --max-num-seqs."""
-    message = re.sub(rf"^({_alternatives()}): ", _as_flag, message)
-    with_underscore = _alternatives(lambda name: "_" in name)
-    return re.sub(rf"(?<![\w./'\"-])({with_underscore})(?![\w./]\w|[/\w])", _as_flag, message)
+    --max-num-seqs. Of those that are a word of the language, only the one that it begins with."""
+    first, anywhere = _patterns()
+    return anywhere.sub(_as_flag, first.sub(_as_flag, message))
 
 
 def _as_flag(match: re.Match[str]) -> str:
@@ -218,12 +219,19 @@ def _as_flag(match: re.Match[str]) -> str:
 
 
 @functools.cache
-def _alternatives(wanted: Callable[[str], bool] = bool) -> str:
-    """Return a pattern of the options that have flags, the longest first."""
+def _patterns() -> tuple[re.Pattern[str], re.Pattern[str]]:
+    """Return what finds the option that a message begins with, and others in it."""
     parser = Parser(add_help=False)
     add_engine_options(parser)
     dests = {action.dest for action in parser._actions} - {"plugin_option", "no_plugin"}
-    return "|".join(map(re.escape, sorted(filter(wanted, dests), key=len, reverse=True)))
+    names = sorted(dests, key=len, reverse=True)  # The whole of a.b, before a.
+    every = "|".join(map(re.escape, names))
+    unmistakable = "|".join(re.escape(name) for name in names if "_" in name)
+    # Not within paths, quotes and longer names.
+    return (
+        re.compile(rf"^({every})(?=: )"),
+        re.compile(rf"(?<![\w./'\"-])({unmistakable})(?![\w./]\w|[/\w])"),
+    )
 
 
 def _unpack(hint: Any) -> tuple[Any, str]:

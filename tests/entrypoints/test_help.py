@@ -179,6 +179,12 @@ def test_every_command_with_many_options_has_a_short_help(
     assert "--kv-compression-interval" in output([*command, "--help=all"], capsys)
 
 
+def test_no_group_is_shown_empty(capsys: pytest.CaptureFixture[str]) -> None:
+    """`convert` takes some of the engine's options."""
+    lines = output(["convert", "--help"], capsys).splitlines()
+    assert "model:" in lines and "scheduling:" not in lines and "engine:" in lines
+
+
 @pytest.mark.parametrize("word", ["max-num-seqs", "max_num_seqs", "--max-num-seqs", "MAX-NUM-SEQS"])
 def test_help_for_one_flag(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = output(["serve", f"--help={word}"], capsys)
