@@ -283,3 +283,25 @@ async def test_stages_record_their_steps(tmp_path: Path) -> None:
     settings = staged(folder, 3, attention_backend="static")
     assert await tokens(settings, requests(), RecordingStages) == want
     assert min(Recording.replays.pop()) > 10
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+async def test_the_first_stage_gets_the_tokens_of_the_rows_that_sample(
+    recorded: bool, tmp_path: Path
+) -> None:
+    """Chunks of unfinished prompts are before them: prompts of up to 50 tokens, five in a step."""
+    folder = make_checkpoint("qwen3", tmp_path)
+    options = {"long_prefill_token_threshold": 5, "max_num_seqs": 6}
+    want = await tokens(config(folder, 1, **options), requests(8))
+    if recorded:
+        settings = staged(folder, 2, attention_backend="static", **options)
+        assert await tokens(settings, requests(8), TwoRecordingStages) == want
+        assert min(Recording.replays.pop()) > 10
+    else:
+        assert await tokens(staged(folder, 2, **options), requests(8)) == want
+
+
+class TwoRecordingStages(Recording):
+    """As `RecordingStages`, with two of them."""
+
+    delays = (0.0,) * 2

@@ -119,6 +119,26 @@ def test_equal_sources_are_encoded_once() -> None:
     planner.check_invariants()
 
 
+def test_without_prefix_caching_only_completions_of_one_request_share_a_source() -> None:
+    planner = scheduler(64, enable_prefix_caching=False)
+    spec = RequestSpec(
+        request_id="caller's", prompt_token_ids=[1, 2], params=SamplingParams(n=2), max_tokens=8,
+        source_token_ids=[3, 4, 5, 6, 7],
+    )  # fmt: skip
+    planner.add_requests(*spec.requests())
+    for _ in range(2):
+        planner.add_requests(request([3, 4, 5, 6, 7]))
+    encoded_tokens, blocks = [], []
+    while (plan := planner.schedule()) is not None:
+        encoded_tokens += encoded(plan)
+        blocks += [tuple(w.block_ids) for w in plan.table_writes if w.group == 1]
+        counts = [int(sampled) for sampled in plan.samples]
+        planner.update(plan, StepResult(plan.step, counts, [50] * sum(counts)))
+    assert encoded_tokens == [5, 5, 5]
+    assert len(set(blocks)) == 3 and len(blocks) == 4
+    planner.check_invariants()
+
+
 def test_a_request_waits_for_blocks_of_its_source() -> None:
     """7 blocks: the second request needs 4 and 1, of which 2 are there when the first has 4 and
     1."""

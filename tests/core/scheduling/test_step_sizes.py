@@ -107,6 +107,18 @@ def test_steps_are_short_while_a_request_decodes_and_few_tokens_wait() -> None:
     assert device.step() == [1, 1, 62, 55, 55, 55], "more than four short steps wait"
 
 
+@pytest.mark.parametrize(
+    ("prompt_len", "rows"), [(SHORT, [1, 10]), (SHORT + 1, [1, 10, 29])], ids=["whole", "in parts"]
+)
+def test_a_prompt_that_fits_in_a_short_step_is_not_split_behind_another(
+    prompt_len: int, rows: list[int]
+) -> None:
+    device = Device()
+    device.arrive(10)
+    device.arrive(prompt_len)
+    assert device.step() == rows
+
+
 def test_a_short_step_has_room_for_prompts_beside_many_decodes() -> None:
     device = Device(num_decodes=40, target=0.0)
     device.arrive(50)

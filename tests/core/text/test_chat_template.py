@@ -219,6 +219,16 @@ def test_the_final_message_can_be_continued() -> None:
         TEMPLATE.render(messages, continue_final_message=True)
 
 
+@pytest.mark.parametrize("typed", ["\ufdd2 b", "a \ufdd2 b", "a\ufdd2", "\ufdd2\ufdd2"])
+def test_a_noncharacter_typed_in_a_continued_message_does_not_end_it(typed: str) -> None:
+    kept = ChatTemplate("{% for m in messages %}[{{ m.content }}]{% endfor %}")
+    options = {"add_generation_prompt": False, "continue_final_message": True}
+    messages = [*user("Hi"), {"role": "assistant", "content": typed}]
+    assert kept.render(messages, **options) == "[Hi][" + typed.replace("\ufdd2", "\ufffd")
+    messages[1]["content"] = [{"type": "text", "text": typed}]
+    assert kept.render(messages, **options) == "[Hi][" + typed.replace("\ufdd2", "\ufffd")
+
+
 REFUSED: list[tuple[Any, str]] = [
     ([], "messages"),
     ("hello", "messages"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -87,6 +89,30 @@ def test_only_what_may_become_a_stop_string_is_held_back() -> None:
         assert output.push(ids(token), number) is None
         seen.append(output.take_delta())
     assert seen == ["c", "", "", "abcb", "c"]
+
+
+@pytest.mark.parametrize(
+    "stops", [("ab",), ("ab", "ba"), ("aba", "b"), ("abab", "ab"), ("aab", "ba", "bb")]
+)
+def test_all_that_cannot_become_a_stop_string_is_shown_at_once(stops: tuple[str, ...]) -> None:
+    """Before `min_tokens`, so that completed ones do not end the text. What is held is the longest
+    end of the text that begins a stop string and is not all of it."""
+    for letters in itertools.product("ab", repeat=6):
+        output = OutputText(TOKENIZER, [], SamplingParams(stop=stops, min_tokens=100))
+        text = ""
+        for number, letter in enumerate(letters, 1):
+            text += letter
+            assert output.push(ids(letter), number) is None
+            held = max(
+                (
+                    size
+                    for size in range(1, number + 1)
+                    if any(len(s) > size and s.startswith(text[-size:]) for s in stops)
+                ),
+                default=0,
+            )
+            assert output.text == text[: number - held], (stops, text)
+        output.finish()
 
 
 def test_a_stop_string_across_tokens_names_the_token_that_completed_it() -> None:
