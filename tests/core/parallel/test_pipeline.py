@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from encoders import save_decoder
-from rank_executor import Plugin
+from rank_executor import Plugin, RankThreads
 from test_worker_ranks import Recording, config, requests, tokens
 
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
@@ -19,10 +20,11 @@ from jackfield.core.parallel.join import exchange, join, leave, listen
 from jackfield.core.parallel.ranks import Pipeline, Ranks
 from jackfield.core.registry import load_plugins
 from jackfield.core.step import StepPlan
+from jackfield.core.worker.pipeline_stage import PipelineStage
 from jackfield.plugins.conformance.paged_model import PagedModel
 from jackfield.plugins.conformance.rank_threads import run_ranks, thread_groups, thread_ranks
 
-from helpers import make_checkpoint
+from helpers import interpreted, make_checkpoint
 
 
 def staged(folder: Path, num_stages: int, size: int = 1, **options: Any) -> EngineConfig:
@@ -285,23 +287,59 @@ async def test_stages_record_their_steps(tmp_path: Path) -> None:
     assert min(Recording.replays.pop()) > 10
 
 
-@pytest.mark.parametrize("recorded", [False, True])
-async def test_the_first_stage_gets_the_tokens_of_the_rows_that_sample(
-    recorded: bool, tmp_path: Path
-) -> None:
-    """Chunks of unfinished prompts are before them: prompts of up to 50 tokens, five in a step."""
-    folder = make_checkpoint("qwen3", tmp_path)
-    options = {"long_prefill_token_threshold": 5, "max_num_seqs": 6}
-    want = await tokens(config(folder, 1, **options), requests(8))
-    if recorded:
-        settings = staged(folder, 2, attention_backend="static", **options)
-        assert await tokens(settings, requests(8), TwoRecordingStages) == want
-        assert min(Recording.replays.pop()) > 10
-    else:
-        assert await tokens(staged(folder, 2, **options), requests(8)) == want
-
-
 class TwoRecordingStages(Recording):
     """As `RecordingStages`, with two of them."""
 
     delays = (0.0,) * 2
+
+
+@interpreted
+async def test_the_first_stage_gets_the_tokens_of_the_rows_that_sample(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of recorded steps, whose rows that do not sample are between them."""
+    from triton.runtime.interpreter import GridExecutor
+
+    lock, launch = threading.RLock(), GridExecutor.__call__
+
+    def launch_alone(executor: Any, *args: Any, **kwargs: Any) -> Any:
+        with lock:  # The interpreter has one grid at a time.
+            return launch(executor, *args, **kwargs)
+
+    monkeypatch.setattr(GridExecutor, "__call__", launch_alone)
+    sent: list[tuple[list[int], int]] = []
+    send = PipelineStage.send_tokens
+
+    def watched(stage: PipelineStage, chosen: torch.Tensor, rows: Any) -> None:
+        sent.append((list(rows), len(chosen)))
+        send(stage, chosen, rows)
+
+    monkeypatch.setattr(PipelineStage, "send_tokens", watched)
+    folder = make_checkpoint("qwen3", tmp_path)
+    options = {
+        "long_prefill_token_threshold": 5, "max_model_len": 64, "attention_backend": "triton",
+        "operations": "torch",
+    }  # fmt: skip
+    params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True, detokenize=False)
+
+    async def rounds(settings: EngineConfig, executor: type) -> list[list[int]]:
+        """Long prompts first, then short ones. Steps of the first round are recorded after it."""
+        plugins = load_plugins(extra=[Plugin(executor)])
+        async with AsyncEngine(settings, plugins=plugins) as engine:
+
+            async def one(prompt: list[int]) -> list[int]:
+                async for output in engine.generate(prompt, params):
+                    last = output
+                return list(last.outputs[0].token_ids)
+
+            return [
+                chosen
+                for first in (3, 30, 60)
+                for chosen in await asyncio.gather(
+                    *(one([first + n] * (14 if n < 2 else 3)) for n in range(4))
+                )
+            ]
+
+    want = await rounds(config(folder, 1, **options), RankThreads)
+    assert await rounds(staged(folder, 2, **options), TwoRecordingStages) == want
+    assert any(rows != list(range(len(rows))) and count > len(rows) for rows, count in sent), sent
