@@ -71,7 +71,11 @@ class LLM:
         list; return outputs in the same order."""
 
         def start(prompt: Any, params: SamplingParams) -> OutputStream:
-            return self.engine.generate(prompt, params)
+            cache_salt = None
+            if isinstance(prompt, Mapping) and "cache_salt" in prompt:  # Beside vLLM's prompts.
+                prompt = dict(prompt)
+                cache_salt = prompt.pop("cache_salt")
+            return self.engine.generate(prompt, params, cache_salt=cache_salt)
 
         return self._all(_listed(prompts), params, start, use_tqdm)
 
@@ -81,14 +85,16 @@ class LLM:
         tokenizer = self.engine.tokenizer
         if tokenizer is None:
             raise InvalidRequest("this engine has no tokenizer (skip_tokenizer_init)")
+        import transformers
         from tokenizers import Tokenizer as Backend
-        from transformers import PreTrainedTokenizerFast
 
-        return PreTrainedTokenizerFast(
+        create: Any = transformers.PreTrainedTokenizerFast  # Untyped.
+        wrapped: PreTrainedTokenizerFast = create(
             tokenizer_object=Backend.from_str(tokenizer.backend.to_str()),
             chat_template=tokenizer.chat_templates or None,
             **tokenizer.special_tokens,
         )
+        return wrapped
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the sampling parameters used without `params`: the model's own defaults."""

@@ -108,8 +108,12 @@ def test_a_prompt_may_be_a_dict(llm: LLM) -> None:
     assert [output.prompt_token_ids for output in outputs] == [ids] * 4
     assert [output.outputs[0].text for output in outputs] == [text.outputs[0].text] * 4
     assert [output.prompt for output in outputs] == ["Hello", None, "Hi", "Hello"]
-    (single,) = llm.generate({"prompt": "Hello"}, params, use_tqdm=False)
-    assert single.prompt == "Hello"
+    long: Any = {"prompt": "Hello " * 60, "cache_salt": "mine"}
+    first, again, other = (
+        llm.generate({**long, **salt}, params, use_tqdm=False)[0].num_cached_tokens
+        for salt in ({}, {}, {"cache_salt": "other"})
+    )
+    assert first == other == 0 < again
     for wrong in ({"prompt": 3}, {"text": "Hello"}, {"prompt": "x", "multi_modal_data": {"a": 1}}):
         with pytest.raises(InvalidRequest, match=r"^prompt: "):
             llm.generate(wrong, params, use_tqdm=False)  # type: ignore[arg-type]

@@ -19,7 +19,8 @@ from ...http.context import encoder
 from ...http.options import ServerOptions
 from ...http.streaming import named_frame
 from .events import Event
-from .input_items import Item, check_count, read_items
+from .input_items import check_count, read_items
+from .item_kinds import Item
 from .protocol import ResponsesRequest
 from .request import ResponseCompletion
 from .store import ResponseStore, StoredResponse

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from ...http.context import encoder
-from .input_items import Item
+from .item_kinds import Item
 
 
 class StoredResponse(msgspec.Struct, frozen=True):
