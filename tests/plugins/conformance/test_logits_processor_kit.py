@@ -169,6 +169,24 @@ class SaysItKeepsTheArgmax(Avoid):
         return logits.masked_fill(logits > logits.amax(dim=1, keepdim=True) - amounts * 1e-4, 0.0)
 
 
+class SharedAmount(Avoid):
+    """The last request's amount is everyone's."""
+
+    def apply(self, logits: torch.Tensor, rows: ProcessedRows) -> torch.Tensor:
+        amounts = self.amounts.max().expand(len(rows.slots))
+        last = self.setup.history[rows.device_slots, rows.lengths - 1].long()
+        return logits.scatter_add(1, last.unsqueeze(1), -amounts.unsqueeze(1))
+
+
+class Sharpens(Avoid):
+    """Infinity for a token of its choice."""
+
+    def apply(self, logits: torch.Tensor, rows: ProcessedRows) -> torch.Tensor:
+        made = super().apply(logits, rows)
+        made[:, 0] = torch.inf
+        return made
+
+
 class HasRoomForFew(Avoid):
     def apply(self, logits: torch.Tensor, rows: ProcessedRows) -> torch.Tensor:
         logits_out = logits.clone()

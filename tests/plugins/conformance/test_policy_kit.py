@@ -98,6 +98,16 @@ MUTANTS = {
     ),
     "changes the priority": Mutant(keyed(bumps), (UNCHANGED,)),
     "looks through all earlier requests": Mutant(LooksThroughAll, (COST,)),
+    "no number for a request without a leader": Mutant(
+        keyed(lambda self, r: (None if r.leader is None else 0, r.arrival)),
+        (ORDER,),
+        perhaps=(MEANT, ENDS, ENGINE),
+    ),
+    "ordered by sets": Mutant(
+        keyed(lambda self, r: (frozenset(r.prompt_token_ids), r.arrival)),
+        (ORDER,),
+        perhaps=(MEANT, ENDS, ENGINE),
+    ),
     "longest first": Mutant(keyed(lambda self, r: (-r.num_prompt_tokens, r.arrival)), (MEANT,)),
     "cannot be made": Mutant(NeedsArguments, EVERY),
 }

@@ -99,7 +99,28 @@ def unbounded(self: Any, tokens: Any) -> Drafts:
     return Drafts(torch.full(shape, 39), torch.full(shape[:1], 9))
 
 
+class KeepsTheFirst(Ngram):
+    """Proposes for all what it proposed for the first step's rows."""
+
+    first: Drafts | None = None
+
+    def propose(self, tokens: Any) -> Drafts:
+        drafts = super().propose(tokens)
+        if self.first is None:
+            self.first = Drafts(drafts.token_ids.clone(), drafts.counts.clone())
+        alike = self.first.token_ids.shape == drafts.token_ids.shape
+        return self.first if alike else drafts
+
+
+def rows_for_slots(self: Any, tokens: Any) -> Drafts:
+    """Its rows are read where the row is, not where the slot is."""
+    rows = torch.arange(len(tokens.slots))
+    return Ngram.propose(self, tokens._replace(slots=rows))
+
+
 MUTANTS = {
+    "keeps the first rows": Mutant(KeepsTheFirst, (ALONE,)),
+    "rows for slots": Mutant(subclass(Ngram, propose=rows_for_slots), (ALONE,)),
     "a count above the number of drafts": Mutant(subclass(Ngram, propose=unbounded), (VOCABULARY,)),
     "counts the newest token": Mutant(subclass(Ngram, propose=one_more), (VOCABULARY, ALONE)),
     "ids outside the vocabulary": Mutant(subclass(Ngram, propose=beyond), (VOCABULARY,)),

@@ -47,12 +47,28 @@ def unnamed(folder: Path) -> dict[str, Any]:
     return MistralFormat.read_config(folder)
 
 
+def stripped(folder: Path, chat_templates: Any) -> Tokenizer:
+    """White space around a text is lost."""
+    tokenizer = MistralFormat.read_tokenizer(folder, chat_templates)
+    decode = tokenizer.decode
+    tokenizer.decode = lambda ids, **more: decode(ids, **more).strip()  # type: ignore[method-assign]
+    return tokenizer
+
+
 AUTO = "test_auto_knows_the_files"
 CONFIG = "test_the_configuration_is_that_of_a_config_json"
 LOADER, TEXTS = "test_the_weight_loader_is_registered", "test_texts_come_back"
 CHATS, READ = "test_chat_templates_are_rendered", "test_a_checkpoint_is_only_read"
 DAMAGED = "test_damaged_files_are_named"
 MUTANTS = {
+    "texts are stripped": Mutant(
+        subclass(MistralFormat, read_tokenizer=staticmethod(stripped)), (TEXTS,)
+    ),
+    "heads that are not there": Mutant(
+        subclass(MistralFormat, read_config=changed(num_attention_heads=0)),
+        (CONFIG,),
+        perhaps=(LOADER, TEXTS, READ),
+    ),
     "an unknown loader": Mutant(subclass(MistralFormat, load_format="mine"), (LOADER,)),
     "another file": Mutant(
         subclass(MistralFormat, config_file="other.json"),
