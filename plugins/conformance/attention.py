@@ -37,11 +37,11 @@ from .attention_cases import (
     write,
 )
 from .attention_graphs import GraphChecks
-from .kit import Kit
 from .paged import Batch, Row, Sizes, dense_attention, make_batch
+from .paged_backends import DRAFT_SIZES, PagedBackendKit, with_bounds
 
 
-class AttentionBackendKit(CacheChecks, GraphChecks, Kit):
+class AttentionBackendKit(CacheChecks, GraphChecks, PagedBackendKit):
     """Subclass it in your tests, and set the class variables."""
 
     kind = "attention_backend"
@@ -58,41 +58,13 @@ class AttentionBackendKit(CacheChecks, GraphChecks, Kit):
 
     # -------------------------------------------------------------- what tests are made of
 
-    @property
-    def backend_class(self) -> type[AttentionBackend]:
-        """The class registered under `name`."""
-        backend: type[AttentionBackend] = self.registered()
-        return backend
+    def plain_spec(self) -> AttentionSpec:
+        """Return the spec of a layer without features."""
+        return make_spec()
 
-    @property
-    def device(self) -> torch.device:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-    @pytest.fixture(params=["float32", "half"])
-    def dtype(self, request: pytest.FixtureRequest) -> torch.dtype:
-        """float32, and bfloat16 or, if that is refused, float16."""
-        if request.param == "float32":
-            return torch.float32
-        reason = attention_refusal(self.backend_class, make_spec(), self.device, torch.bfloat16)
-        return torch.bfloat16 if reason is None else torch.float16
-
-    def make(self, spec: AttentionSpec, dtype: torch.dtype, block_size: int) -> AttentionBackend:
-        """Create an instance that serves `spec`; the test is skipped if it is refused."""
-        reason = attention_refusal(self.backend_class, spec, self.device, dtype)
-        if reason is not None:
-            assert reason.strip(), "a refusal says why"
-            name = str(dtype).removeprefix("torch.")
-            if self.promised and name in self.promised and spec.features <= self.promised:
-                pytest.fail(f"{self.name} promises this, and refuses it: {reason}")
-            pytest.skip(f"{self.name}: {reason}")
-        return self.backend_class(
-            device=self.device,
-            dtype=dtype,
-            block_size=block_size,
-            max_num_seqs=16,
-            max_num_batched_tokens=512,
-            max_model_len=MAX_MODEL_LEN,
-        )
+    def is_promised(self, spec: AttentionSpec, dtype: torch.dtype) -> bool:
+        """Return whether it must serve a layer in a type, features included."""
+        return super().is_promised(spec, dtype) and spec.features <= self.promised
 
     def sinks(self, spec: AttentionSpec) -> torch.Tensor | None:
         """[num_heads] Sinks of significant size, if the layer has them."""
@@ -234,20 +206,14 @@ class AttentionBackendKit(CacheChecks, GraphChecks, Kit):
     def test_lengths_that_only_the_device_knows(self, features: dict[str, Any]) -> None:
         """If it claims `bounded_lengths`: the host has upper bounds of them, block tables are as
         wide, and rows of a few tokens are drafts."""
-        sizes = [(90, 1), (200, 6), (33, 1), (17, 4), (64, 2), (40, 40)]
         spec = make_spec(**features)
         backend = self.make(spec, torch.float32, 8)
         if not backend.bounded_lengths:
             pytest.skip(f"{self.name} does not claim bounded_lengths")
         batch = make_batch(
-            sizes, spec, 8, self.device, torch.float32, released=backend.cache_groups
+            DRAFT_SIZES, spec, 8, self.device, torch.float32, released=backend.cache_groups
         )
-        bounds = batch.layout.seq_lens_cpu + np.array([12, 6, 0, 9, 3, 0], dtype=np.int32)
-        table = torch.nn.functional.pad(batch.layout.block_table, (0, 2))
-        layout = replace(
-            batch.layout, seq_lens_cpu=bounds, max_seq_len=int(bounds.max()), block_table=table,
-            bounded=True,
-        )  # fmt: skip
+        layout = with_bounds(batch.layout)
         actual = self.attend(backend, spec, replace(batch, layout=layout))
         self.assert_near(actual, dense_attention(spec, batch.rows), torch.float32)
 

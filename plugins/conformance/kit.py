@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ...core.registry import Plugins, load_plugins
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Kit:
@@ -28,6 +31,16 @@ class Kit:
     def registered(cls) -> Any:
         """Return the object registered under `name`. Raises PluginError."""
         return cls.plugins()[cls.kind].load(cls.name)
+
+
+class DeviceKit(Kit):
+    """A kit that runs on a GPU where there is one."""
+
+    @property
+    def device(self) -> torch.device:
+        import torch
+
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @functools.cache

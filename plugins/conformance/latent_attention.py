@@ -27,8 +27,8 @@ from ...core.protocols.latent_attention import (
 )
 from ...core.worker.selection import attention_refusal
 from .attention_cases import BATCHES, MAX_MODEL_LEN
-from .kit import Kit
 from .paged import Sizes, make_layout
+from .paged_backends import DRAFT_SIZES, PagedBackendKit, with_bounds
 
 
 class FutureLatentSpec(LatentAttentionSpec, frozen=True, kw_only=True):
@@ -158,7 +158,7 @@ def expanded_attention(
     return torch.cat(outputs)
 
 
-class LatentAttentionBackendKit(Kit):
+class LatentAttentionBackendKit(PagedBackendKit):
     """Subclass it in your tests, and set the class variables."""
 
     kind = "latent_attention_backend"
@@ -172,38 +172,9 @@ class LatentAttentionBackendKit(Kit):
     """Absolute and relative tolerance: queries and results that heads are absorbed into are
     rounded, too."""
 
-    @property
-    def backend_class(self) -> type[LatentAttentionBackend]:
-        """The class registered under `name`."""
-        backend: type[LatentAttentionBackend] = self.registered()
-        return backend
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-    @pytest.fixture(params=["float32", "half"])
-    def dtype(self, request: pytest.FixtureRequest) -> torch.dtype:
-        """float32, and bfloat16 or, if that is refused, float16."""
-        if request.param == "float32":
-            return torch.float32
-        reason = attention_refusal(self.backend_class, latent_spec(), self.device, torch.bfloat16)
-        return torch.bfloat16 if reason is None else torch.float16
-
-    def make(
-        self, spec: LatentAttentionSpec, dtype: torch.dtype, block_size: int = 16
-    ) -> LatentAttentionBackend:
-        """Create an instance that serves `spec`; the test is skipped if it is refused."""
-        reason = attention_refusal(self.backend_class, spec, self.device, dtype)
-        if reason is not None:
-            assert reason.strip(), "a refusal says why"
-            if str(dtype).removeprefix("torch.") in self.promised:
-                pytest.fail(f"{self.name} promises this, and refuses it: {reason}")
-            pytest.skip(f"{self.name}: {reason}")
-        return self.backend_class(
-            device=self.device, dtype=dtype, block_size=block_size, max_num_seqs=16,
-            max_num_batched_tokens=512, max_model_len=MAX_MODEL_LEN,
-        )  # fmt: skip
+    def plain_spec(self) -> LatentAttentionSpec:
+        """Return the spec of a layer without features."""
+        return latent_spec()
 
     def check(
         self, backend: LatentAttentionBackend, spec: LatentAttentionSpec, batch: LatentBatch
@@ -250,15 +221,8 @@ class LatentAttentionBackendKit(Kit):
         backend = self.make(spec, torch.float32)
         if not backend.bounded_lengths:
             pytest.skip(f"{self.name} does not claim bounded_lengths")
-        sizes = [(90, 1), (200, 6), (33, 1), (17, 4), (64, 2), (40, 40)]
-        batch = latent_batch(sizes, spec, 16, self.device, torch.float32)
-        bounds = batch.layout.seq_lens_cpu + np.array([12, 6, 0, 9, 3, 0], dtype=np.int32)
-        table = torch.nn.functional.pad(batch.layout.block_table, (0, 2))
-        layout = replace(
-            batch.layout, seq_lens_cpu=bounds, max_seq_len=int(bounds.max()), block_table=table,
-            bounded=True,
-        )  # fmt: skip
-        self.check(backend, spec, batch._replace(layout=layout))
+        batch = latent_batch(DRAFT_SIZES, spec, 16, self.device, torch.float32)
+        self.check(backend, spec, batch._replace(layout=with_bounds(batch.layout)))
 
     @pytest.mark.parametrize("shape", SPECS)
     def test_chosen_tokens_alone_are_read(self, shape: str, dtype: torch.dtype) -> None:

@@ -37,7 +37,7 @@ from ...core.nn.packed import (
 from .batch_operations import BatchChecks
 from .expert_operations import ExpertChecks
 from .head_operations import HeadChecks
-from .kit import Kit
+from .kit import DeviceKit
 from .operation_arguments import REFERENCE, SIZE, TOKENS, copied, copied_all, tensors, wide
 from .quantized_caches import QuantizedCacheChecks
 from .states import StateChecks
@@ -47,7 +47,9 @@ GREATEST = 3.0
 """No result of a case is far beyond this, so tolerances are absolute."""
 
 
-class OperationsKit(HeadChecks, ExpertChecks, BatchChecks, QuantizedCacheChecks, StateChecks, Kit):
+class OperationsKit(
+    HeadChecks, ExpertChecks, BatchChecks, QuantizedCacheChecks, StateChecks, DeviceKit
+):
     """Subclass it in your tests, and set the class variables."""
 
     kind = "operations"
@@ -72,10 +74,6 @@ class OperationsKit(HeadChecks, ExpertChecks, BatchChecks, QuantizedCacheChecks,
         if "dtype" in metafunc.fixturenames:
             kinds = [getattr(torch, name) for name in self.dtypes]
             metafunc.parametrize("dtype", kinds, ids=self.dtypes)
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     def make(self, dtype: torch.dtype) -> Operations:
         """Create an instance; the test is skipped if it is refused."""

@@ -254,9 +254,9 @@ MUTANTS = {
     "an eps of its own": Mutant(planted(rms_norm=small_eps), (*NORMS, *NORMED, INTEGERS)),
     "squares in float16": Mutant(
         planted(rms_norm=narrow_squares),
-        ("test_large_numbers_before_a_norm_stay_finite", *NORMS),
-        # A product adds up the rounding errors of its norm, in another order on a GPU.
-        perhaps=NORMED,
+        ("test_large_numbers_before_a_norm_stay_finite", *NORMS, *NORMED[:-1]),
+        # Near the tolerance: it fails on a CPU, and not on a GPU, which adds in another order.
+        perhaps=NORMED[-1:],
     ),
     "the residual is left out": Mutant(
         planted(add_rms_norm=lambda self, x, norm, residual: self.rms_norm(x, norm)),
