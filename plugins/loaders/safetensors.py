@@ -14,6 +14,8 @@ from ...core.loading.model_config import ModelConfig
 from ...core.loading.weight_map import ParameterFiller
 from .files import Bar, Layout, files_of
 
+OTHERS = {"*.gguf": "gguf", "*.tensors": "tensorizer", "*.bin": "pt", "*.pt": "pt", "*.pth": "pt"}
+"""Files of other formats → the loader that reads them."""
 LAYOUT = Layout("model.safetensors", "model.safetensors.index.json", ("*.safetensors",))
 
 
@@ -45,4 +47,9 @@ class SafetensorsLoader:
 def checkpoint_files(folder: Path) -> list[Path]:
     """Return the files of a checkpoint. Raises LoadError when there are none, or one lies
     elsewhere."""
-    return files_of(folder, LAYOUT, "convert the checkpoint, or use load_format=dummy")
+    other = next((name for pattern, name in OTHERS.items() if any(folder.glob(pattern))), None)
+    return files_of(
+        folder, LAYOUT,
+        "convert the checkpoint, or use load_format=dummy" if other is None
+        else f"load_format={other} reads what is there",
+    )  # fmt: skip

@@ -166,6 +166,45 @@ def test_a_text_part_equals_the_whole_without_images(architecture: str, tmp_path
 
 
 @torch.no_grad()
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        "Glm4vForConditionalGeneration", "Glm4vMoeForConditionalGeneration",
+        "Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration",
+    ],
+)  # fmt: skip
+def test_heads_share_the_hidden_size_where_nothing_says_more(
+    architecture: str, tmp_path: Path
+) -> None:
+    """Classes of the text part alone have other defaults."""
+    model = save(architecture, tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    raw["text_config"].pop("head_dim", None)
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    want = model(torch.tensor([PROMPT]), use_cache=False).logits[0]
+    got = PagedModel(tmp_path, "float32").run({0: PROMPT})[0]
+    torch.testing.assert_close(got.cpu(), want, atol=1e-3, rtol=0)
+
+
+@torch.no_grad()
+def test_a_whole_may_tie_what_its_text_part_does_not(tmp_path: Path) -> None:
+    """InternVL's class ties by default, and Qwen 2's does not: a file need not say so."""
+    kind = transformers.InternVLForConditionalGeneration
+    torch.manual_seed(5)
+    parts = {"text_config": TEXT | {"model_type": "qwen2"}, "vision_config": VISION}
+    model = kind(kind.config_class(**parts)).float().eval()
+    model.save_pretrained(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    for part in (raw, raw["text_config"]):
+        part.pop("tie_word_embeddings", None)
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert not [name for name in load_file(tmp_path / "model.safetensors") if "lm_head" in name]
+    want = model(torch.tensor([PROMPT]), use_cache=False).logits[0]
+    got = PagedModel(tmp_path, "float32").run({0: PROMPT})[0]
+    torch.testing.assert_close(got.cpu(), want, atol=1e-3, rtol=0)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("architecture", HYPERCLOVA)
 def test_a_text_part_of_a_type_that_transformers_lacks(architecture: str, tmp_path: Path) -> None:
     if not hasattr(transformers, "HyperCLOVAXForCausalLM"):
