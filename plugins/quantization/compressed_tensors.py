@@ -3,8 +3,8 @@
 Each of `config_groups` names its layers (`targets`: module names, "re:" patterns, or the class
 "Linear") and says how their weights and inputs are rounded. Served are fp8 and int8 weights per
 tensor, per channel and (fp8) per block of 128 x 128, with inputs left wide or rounded per token or
-statically; int4 and int8 weights packed into words, by group or channel; and NVFP4. Source: the
-layout that the `compressed_tensors` package writes.
+statically; int4 and int8 weights packed into words, by group or channel; NVFP4 and MXFP4. Source:
+the layout that the `compressed_tensors` package writes.
 """
 
 from __future__ import annotations
@@ -22,12 +22,15 @@ from ...core.nn.quantized import Axis, LinearSpec, PackedLinear, QuantizedLinear
 from .fp8 import BLOCK, Fp8Linear
 from .grouped import Grouped, join, own_groups, unpack_along
 from .int8 import Int8Linear
+from .mxfp4 import GROUP as MXFP4_GROUP
+from .mxfp4 import PackedMxfp4Linear
 from .nvfp4 import GROUP, Nvfp4Linear, Nvfp4Tensors
 from .rtn import read_group_size
 
 CLASS = "Linear"
 FORMATS = (
     "float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized",
 )  # fmt: skip
 NVFP4 = Nvfp4Tensors("weight_packed", "weight_global_scale", "input_global_scale", inverse=True)
 
@@ -37,7 +40,7 @@ class Scheme:
     """Storage of the layers of one group."""
 
     targets: tuple[str, ...]
-    kind: Literal["fp8", "int8", "packed", "nvfp4"]
+    kind: Literal["fp8", "int8", "packed", "nvfp4", "mxfp4"]
     bits: int
     group_size: int
     """Of packed weights; -1: the whole row."""
@@ -50,8 +53,8 @@ class Scheme:
     @property
     def unit(self) -> int:
         """Features that are stored together."""
-        if self.kind == "nvfp4":
-            return GROUP
+        if self.kind in ("nvfp4", "mxfp4"):
+            return self.group_size
         if self.kind == "packed":
             return max(self.group_size, WORD_BITS // self.bits)
         return BLOCK if self.blocks else 1
@@ -123,6 +126,8 @@ class CompressedTensors:
             return Int8Linear(spec, static=static, wide=wide, rounds=False)
         if scheme.kind == "nvfp4":
             return Nvfp4Linear(spec, NVFP4)
+        if scheme.kind == "mxfp4":
+            return PackedMxfp4Linear(spec)
         return PackQuantizedLinear(spec, scheme)
 
     def _find(self, source: str) -> Scheme | None:
@@ -145,7 +150,9 @@ def _scheme(group: ConfigReader, layout: str | None) -> Scheme | None:
         return None
     layout = group.choice("format", FORMATS, layout)
     if layout == "nvfp4-pack-quantized":
-        return _nvfp4(group, weights)
+        return _floats_of_4(group, weights, "nvfp4", "tensor_group", GROUP)
+    if layout == "mxfp4-pack-quantized":
+        return _floats_of_4(group, weights, "mxfp4", "group", MXFP4_GROUP)
     kind: Literal["fp8", "int8", "packed"]
     if weights.choice("type", ("int", "float"), "int") == "float":
         kind = "fp8"
@@ -183,13 +190,19 @@ def _scheme(group: ConfigReader, layout: str | None) -> Scheme | None:
     )
 
 
-def _nvfp4(group: ConfigReader, weights: ConfigReader) -> Scheme:
+def _floats_of_4(
+    group: ConfigReader,
+    weights: ConfigReader,
+    kind: Literal["nvfp4", "mxfp4"],
+    strategy: str,
+    size: int,
+) -> Scheme:
     """Return the scheme of 4-bit floats, whose inputs stay wide however they were rounded."""
     for field, known in (
-        ("type", "float"), ("num_bits", 4), ("strategy", "tensor_group"), ("group_size", GROUP),
+        ("type", "float"), ("num_bits", 4), ("strategy", strategy), ("group_size", size),
     ):  # fmt: skip
         weights.choice(field, (known,), known)
-    return Scheme(group.names("targets"), "nvfp4", 4, GROUP, True, False, "wide")
+    return Scheme(group.names("targets"), kind, 4, size, True, False, "wide")
 
 
 def _inputs(

@@ -71,6 +71,9 @@ def _pattern(name: str) -> str:
 class Mxfp4Linear(PackedLinear):
     """blocks: [out_features, groups, 16] uint8; scales: [out_features, groups] uint8."""
 
+    numbers: ClassVar[str] = "blocks"
+    scales: ClassVar[str] = "scales"
+
     def tensors(self, out_features: int) -> Mapping[str, TensorSpec]:
         """Numbers and scales."""
         groups = self.spec.in_features // GROUP
@@ -88,12 +91,43 @@ class Mxfp4Linear(PackedLinear):
         start = 0
         for shard, rows in spec.shards.items():
             place = slice(start, start + rows)
-            scale[:, place] = _powers(shards[shard]["scales"].to(spec.device)).t()
+            scale[:, place] = _powers(shards[shard][self.scales].to(spec.device)).t()
             start += rows
         if not scale.isfinite().all():
-            raise LoadError("scales: 255 among them, which stands for no number")
-        numbers = [shards[shard]["blocks"].flatten(1) for shard in spec.shards]
+            raise LoadError(f"{self.scales}: 255 among them, which stands for no number")
+        numbers = [shards[shard][self.numbers].flatten(1) for shard in spec.shards]
         return pack_floats(spec.prefix, numbers, scale, GROUP)
+
+
+class PackedMxfp4Linear(Mxfp4Linear):
+    """weight_packed: [out_features, in_features / 2] uint8; weight_scale: [out_features, groups]
+    uint8, as compressed-tensors calls them."""
+
+    numbers = "weight_packed"
+    scales = "weight_scale"
+
+    def __init__(self, spec: LinearSpec) -> None:
+        """Raises ConfigError if rows are not whole groups."""
+        super().__init__(spec)
+        if spec.in_features % GROUP:
+            raise ConfigError(
+                f"quantization_config: MXFP4 has groups of {GROUP} columns, and {spec.prefix} has "
+                f"{spec.in_features}",
+                param="quantization_config",
+            )
+
+    def tensors(self, out_features: int) -> Mapping[str, TensorSpec]:
+        """Numbers and scales."""
+        size = self.spec.in_features
+        return {
+            self.numbers: TensorSpec(
+                (out_features, size // 2), (torch.uint8,), axes=(("out", 1), ("in", 2))
+            ),
+            self.scales: TensorSpec(
+                (out_features, size // GROUP), (torch.uint8,), dummy=120,
+                axes=(("out", 1), ("in", GROUP)),
+            ),
+        }  # fmt: skip
 
 
 def _powers(scales: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from jackfield.plugins.conformance.quantization import QuantizationKit
 pytest.importorskip("compressed_tensors")
 
 from compressed_tensors.compressors import BaseCompressor
-from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
+from compressed_tensors.compressors.nvfp4.helpers import pack_fp4_to_uint8, unpack_fp4_from_uint8
 from compressed_tensors.quantization import QuantizationScheme
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 
@@ -68,6 +68,7 @@ class PackageKit(QuantizationKit):
 FP8 = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
 INT8 = {**FP8, "type": "int"}
 NVFP4 = {**FP8, "num_bits": 4, "strategy": "tensor_group", "group_size": 16}
+MXFP4 = {**FP8, "num_bits": 4, "strategy": "group", "group_size": 32}
 TOKEN = {"num_bits": 8, "symmetric": True, "dynamic": True, "strategy": "token"}
 
 
@@ -139,6 +140,31 @@ class TestNvfp4(PackageKit):
         numbers = unpack_fp4_from_uint8(stored["weight_packed"], *weight.shape, torch.float32)
         step = stored["weight_scale"].float().repeat_interleave(16, dim=1) / whole
         return stored, numbers * step
+
+
+class TestMxfp4(PackageKit):
+    """Numbers as in NVFP4, and scales that are powers of two, by their exponents."""
+
+    layout = "mxfp4-pack-quantized"
+    config = config_of({"weights": MXFP4, "input_activations": MXFP4 | {"dynamic": True}}, layout)
+    inert = frozenset({
+        f"config_groups.group_0.input_activations.{field}" for field in ("num_bits", "group_size")
+    })  # fmt: skip
+
+    def quantize(self, weight: torch.Tensor) -> Any:
+        largest = weight.unflatten(1, (-1, 32)).abs().amax(2)
+        exponent = (largest / 6.0).log2().ceil().clamp(-127, 127)
+        step = (2.0**exponent).repeat_interleave(32, dim=1)
+        packed = pack_fp4_to_uint8(nearest(weight / step))
+        stored = {"weight_packed": packed, "weight_scale": (exponent + 127).to(torch.uint8)}
+        return stored, unpack_fp4_from_uint8(packed, *weight.shape, torch.float32) * step
+
+
+def nearest(x: torch.Tensor) -> torch.Tensor:
+    """Round to what four bits hold."""
+    positive = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    values = torch.cat([-positive, positive])
+    return values[(x[..., None] - values).abs().argmin(-1)]
 
 
 class TestInt8(PackageKit):
