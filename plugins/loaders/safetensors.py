@@ -48,8 +48,5 @@ def checkpoint_files(folder: Path) -> list[Path]:
     """Return the files of a checkpoint. Raises LoadError when there are none, or one lies
     elsewhere."""
     other = next((name for pattern, name in OTHERS.items() if any(folder.glob(pattern))), None)
-    return files_of(
-        folder, LAYOUT,
-        "convert the checkpoint, or use load_format=dummy" if other is None
-        else f"load_format={other} reads what is there",
-    )  # fmt: skip
+    own = "" if other is None else f"use load_format={other}, which reads what is there, "
+    return files_of(folder, LAYOUT, f"{own}convert the checkpoint, or use load_format=dummy")

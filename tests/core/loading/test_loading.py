@@ -227,7 +227,9 @@ def test_integer_tensors_are_refused(checkpoint: Callable[..., Path]) -> None:
 def test_no_weights_at_all(checkpoint: Callable[..., Path]) -> None:
     folder = checkpoint()
     (folder / WEIGHTS).rename(folder / "pytorch_model.bin")
-    refused(folder, "no *.safetensors", "load_format=dummy")
+    refused(folder, "no *.safetensors", "load_format=pt", "load_format=dummy")
+    (folder / "pytorch_model.bin").rename(folder / "model.gguf")
+    refused(folder, "no *.safetensors", "load_format=gguf", "load_format=dummy")
 
 
 def test_missing_shard_is_named(checkpoint: Callable[..., Path]) -> None:
