@@ -13,11 +13,11 @@ from .context import ENGINE, OPEN
 from .inflight import is_inference_request
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-MIN_WAITING = 16
+MIN_WAITING = 128
 """Requests that may wait by default, however few run."""
-WAITING_SHARE = 4
-"""One request may wait by default for as many that run: so it waits for about a quarter of the time
-that a request takes, and those that arrive while all slots are in use still find work to do."""
+WAITING_SHARE = 2
+"""One request may wait by default for as many that run: so it waits for about half of the time that
+a request takes, and a slot that becomes free finds one at once."""
 FULL_CACHE = 0.9
 """Share of the KV cache in use beyond which more requests cannot run, free slots or not."""
 

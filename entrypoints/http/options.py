@@ -210,8 +210,8 @@ class ServerOptions:
         Meta(
             ge=0,
             description="inference requests that may wait for the engine; further ones get a 503; "
-            "0: no limit (default: one for four of --max-num-seqs, or of those that fit in the KV "
-            "cache, and at least 16; no limit with --limit-concurrency or --max-waiting-requests)",
+            "0: no limit (default: one for two of --max-num-seqs, or of those that fit in the KV "
+            "cache, and at least 128; no limit with --limit-concurrency or --max-waiting-requests)",
         ),
         Flag("--limit-waiting", metavar="N"),
     ] = None
