@@ -284,10 +284,10 @@ class ParameterFiller:
         if self._stage(name, parameter_name, shard, tensor):
             return
         if (embedding := self.tied.embedding(parameter_name)) is not None:
-            part = tensor
+            own = tensor
             with contextlib.suppress(LoadError):  # A tensor of another form is the head's own.
-                part = self._own_part(embedding, None, name, tensor)
-            self.tied.add_head(name, parameter_name, tensor, part)
+                own = self._own_part(embedding, None, name, tensor)
+            self.tied.add_head(name, parameter_name, tensor, own)
             return
         parameter = self.parameters.get(parameter_name)
         if parameter is None:

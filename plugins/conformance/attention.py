@@ -188,8 +188,9 @@ class AttentionBackendKit(CacheChecks, GraphChecks, PagedBackendKit):
     @pytest.mark.parametrize("reach", ["sliding_window", "attention_chunk_size"])
     def test_prompts_about_as_long_as_the_reach(self, reach: str, dtype: torch.dtype) -> None:
         """Whole prompts, the longest of which is one token longer than a token sees."""
-        self.check([(23, 23), (24, 24), (25, 25)], make_spec(**{reach: 24}), dtype, 16)
-        self.check([(25, 25)], make_spec(**{reach: 24}), dtype, 16)
+        features: dict[str, Any] = {reach: 24}
+        self.check([(23, 23), (24, 24), (25, 25)], make_spec(**features), dtype, 16)
+        self.check([(25, 25)], make_spec(**features), dtype, 16)
 
     @pytest.mark.parametrize("features", REACHES, ids="+".join)
     def test_nothing_is_read_out_of_reach(
