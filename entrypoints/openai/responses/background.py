@@ -14,6 +14,7 @@ from ....core.engine.async_engine import AsyncEngine
 from ....core.errors import EngineOverloaded, InvalidRequest, NotFound
 from ....core.tenancy import Tenant
 from ....core.text.text_threads import rough_size
+from ....core.text.token_limit import LONG_TEXT
 from ...http.auth.usage import Usage
 from ...http.context import encoder
 from ...http.options import ServerOptions
@@ -22,8 +23,9 @@ from .events import Event
 from .input_items import check_count, read_items
 from .item_kinds import Item
 from .protocol import ResponsesRequest
-from .request import ResponseCompletion
+from .request import ResponseCompletion, tools_of
 from .store import ResponseStore, StoredResponse
+from .tools import Tools
 
 FEW_ITEMS = 256
 """Inputs of up to this many items are read on the event loop."""
@@ -115,15 +117,17 @@ class Responses:
         num_given = len(body.input) if isinstance(body.input, list) else 1
         check_count(len(earlier) + num_given)
 
-        def read() -> list[Item]:
+        def read() -> tuple[list[Item], Tools]:
             find_item = self.store.finder(owner)
-            return read_items(body.input, lambda id: by_id.get(id) or find_item(id))
+            own = read_items(body.input, lambda id: by_id.get(id) or find_item(id))
+            return own, tools_of(body, earlier + own)
 
-        if num_given < FEW_ITEMS:
-            own = read()
+        size = rough_size(body.tools, [item for item in body.input or () if _has_tools(item)])
+        if num_given < FEW_ITEMS and size < LONG_TEXT:
+            own, tools = read()
         else:
-            own = await engine.in_text_threads(rough_size(body.input), read)
-        completion = ResponseCompletion(engine, body, earlier, own, stored=store)
+            own, tools = await engine.in_text_threads(size + rough_size(body.input), read)
+        completion = ResponseCompletion(engine, body, earlier, own, tools, stored=store)
         await completion.truncate()
         return completion
 
@@ -261,6 +265,10 @@ class Responses:
         await running.completion.engine.abort(running.completion.id)
         assert running.task is not None
         await asyncio.wait([running.task])
+
+
+def _has_tools(item: Any) -> bool:
+    return isinstance(item, dict) and "tools" in item
 
 
 async def _replay(events: bytes, first: int) -> AsyncIterator[bytes]:

@@ -53,22 +53,24 @@ class ResponseCompletion(ChatCompletion):
         body: ResponsesRequest,
         earlier: list[Item],
         own: list[Item],
+        tools: Tools,
         *,
         stored: bool,
     ) -> None:
-        """earlier: items of the responses that this one continues; own: items of its input.
+        """earlier: items of the responses that this one continues; own: items of its input; tools:
+        those of `tools_of`.
 
         stored: whether the response will be stored. Raises InvalidRequest with the field's name.
         """
         self.body = body
         self.own = own
         self.input = earlier + own
+        self.tools = tools
         self.stored = stored
         kwarg: tuple[str, bool] | None = None
         if (name := engine.config.reasoning_parser) is not None:
             kwarg = thinking_kwarg(engine.plugins["reasoning_parser"].load(name))
         try:
-            self.tools = tools_of(body, self.input)
             messages = to_messages(self.input, body.instructions)
             super().__init__(engine, body.chat(messages, self.tools, kwarg))
         except JackfieldError as error:
