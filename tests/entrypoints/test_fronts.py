@@ -365,6 +365,18 @@ def test_responses_are_one_store_whichever_front_end_answers(server: Fronted) ->
         assert refused.value.code == "previous_response_not_found"
 
 
+def test_a_target_that_is_a_whole_url_reaches_either_front_end(server: Fronted) -> None:
+    """As proxies send it (absolute-form): stored responses are with the first one."""
+    with server.one_of_each() as clients:
+        created = clients[0].post("/v1/responses", json={"input": "x", "max_output_tokens": 2})
+        path = f"/v1/responses/{created.json()['id']}/input_items?limit=1"
+        for client in clients:
+            for target in (f"http://localhost{path}", path):
+                response = client.get(path, extensions={"target": target.encode()})
+                assert response.status_code == 200, target
+                assert len(response.json()["data"]) == 1
+
+
 def test_leaving_a_forwarded_stream_aborts_its_request(server: Fronted) -> None:
     with server.one_of_each() as clients:
         body = {"input": "x", "max_output_tokens": 300, "ignore_eos": True, "stream": True}
