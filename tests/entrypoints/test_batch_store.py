@@ -91,6 +91,14 @@ def test_the_folder_is_for_its_owner_alone(tmp_path: Path, umask: int) -> None:
         os.umask(before)
 
 
+def test_files_fill_the_store_to_its_last_byte(tmp_path: Path) -> None:
+    store = opened(tmp_path, max_bytes=1000)
+    stored(store, b"x" * 999)
+    stored(store, b"x", "file-2")
+    with pytest.raises(InvalidRequest, match="keeps 1000 bytes at most"):
+        stored(store, b"x", "file-3")
+
+
 def test_a_kill_while_finalizing_loses_no_result(tmp_path: Path) -> None:
     store = opened(tmp_path)
     stored(store, b"x")

@@ -11,7 +11,8 @@ import pytest
 from serving import SCRIPT, Server, engine_config, running, save_scripted
 
 from jackfield.core.loading.model_config import EMBEDDED_MODEL
-from jackfield.entrypoints.http.options import ServerOptions
+from jackfield.entrypoints.batch import manager
+from jackfield.entrypoints.http.options import BatchOptions, ServerOptions
 from jackfield.entrypoints.openai.responses.store import ResponseStore
 
 CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
@@ -21,8 +22,9 @@ WEATHER = {"type": "function", "function": {"name": "get_weather", "parameters":
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    options = ServerOptions(max_stored_responses=2)
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    batches = BatchOptions(tmp_path_factory.mktemp("batches"))
+    options = ServerOptions(max_stored_responses=2, batches=batches)
     with running(engine_config(EMBEDDED_MODEL), options) as running_server:
         yield running_server
 
@@ -134,6 +136,29 @@ def test_as_many_responses_run_in_the_background_as_are_stored(server: Server) -
         for response in created[:2]:
             client.post(f"/v1/responses/{response.json()['id']}/cancel")
         assert client.post("/v1/responses", json=body).status_code == 200
+
+
+@pytest.mark.parametrize("body", [{"prompt": 5}, {"prompt": "x", "max_tokens": 1}])
+def test_a_request_that_has_ended_is_no_load(server: Server, body: dict[str, Any]) -> None:
+    httpx.post(server.url + COMPLETE, json=body, timeout=60)
+    assert server.becomes(lambda engine: not engine.core.requests.states)
+    assert httpx.get(server.url + "/load").json() == {"server_load": 0}
+
+
+def test_as_many_batches_are_unfinished_as_the_limit_says(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manager, "MAX_UNFINISHED", 2)
+    line = {"custom_id": "a", "method": "POST", "url": COMPLETE,
+            "body": {"prompt": "x", "max_tokens": 450, "ignore_eos": True, "n": 8}}  # fmt: skip
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        files = {"file": ("in.jsonl", json.dumps(line).encode())}
+        file = client.post("/v1/files", data={"purpose": "batch"}, files=files).json()
+        body = {"input_file_id": file["id"], "endpoint": COMPLETE, "completion_window": "24h"}
+        created = [client.post("/v1/batches", json=body) for _ in range(3)]
+        assert [response.status_code for response in created] == [200, 200, 503]
+        for response in created[:2]:
+            client.post(f"/v1/batches/{response.json()['id']}/cancel")
 
 
 def message(id: str) -> dict[str, Any]:
