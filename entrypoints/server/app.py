@@ -140,10 +140,9 @@ def make_app(
     add_plugin_routes(app, engine)
     http_metrics = HttpMetrics()
     app.cleanup_ctx.append(http_metrics.serve)
-    lines = request_log.KINDS.get(options.access_log)
-    app.middlewares.insert(
-        0, observe_requests(http_metrics, lines and lines(request_log.access, ""))
-    )
+    kind = request_log.KINDS.get(options.access_log)
+    lines = None if kind is None else kind(request_log.access, "")
+    app.middlewares.insert(0, observe_requests(http_metrics, lines))
     return app
 
 
