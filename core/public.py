@@ -28,7 +28,7 @@ PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
         "jackfield.entrypoints.cli.main": ("main",),
     },
     "Write a plugin": {
-        "jackfield.core.registry": ("Plugins", "Registry", "load_plugins"),
+        "jackfield.core.registry": ("ParserMarks", "Plugins", "Registry", "load_plugins"),
         "jackfield.core.protocols": (
             "All2All", "All2AllSetup", "ArgumentForm", "AttentionBackend", "AttentionSpec",
             "CallForm", "CallText", "CheckpointConfig", "CheckpointFormat", "ChosenTokens",

@@ -32,11 +32,11 @@ from .registration.plugin_checks import (
     stated_api,
 )
 from .registration.plugin_options import FIELD, typed_options
-from .registration.registered import Entry, NameConflict, Provenance, Registry
+from .registration.registered import Entry, NameConflict, ParserMarks, Provenance, Registry
 
 __all__ = [
-    "KINDS", "Entry", "FailedPlugin", "LoadedPlugin", "NameConflict", "Plugins", "Provenance",
-    "Registry", "load_plugins",
+    "KINDS", "Entry", "FailedPlugin", "LoadedPlugin", "NameConflict", "ParserMarks", "Plugins",
+    "Provenance", "Registry", "load_plugins",
 ]  # fmt: skip
 logger = logging.getLogger("jackfield.plugins")
 S = TypeVar("S", bound=msgspec.Struct)

@@ -113,12 +113,20 @@ def parsers() -> str:
             summary = inspect.cleandoc(plugins[kind].load(entry.name).__doc__ or "").split("\n\n")[
                 0
             ]
-            known = " and ".join(f"`{mark}`" for mark in entry.marks) or "not chosen"
-            if entry.declaration:
-                known = f"a {entry.declaration.replace('_', ' ')}, if no marks are known"
-            only = f" ({', '.join(entry.model_types)})" if entry.model_types else ""
-            if entry.other_marks:
-                only += "; or " + " and ".join(f"`{mark}`" for mark in entry.other_marks)
+            known = " and ".join(f"`{mark}`" for mark in entry.parser_marks.marks) or "not chosen"
+            if entry.parser_marks.declaration:
+                known = (
+                    f"a {entry.parser_marks.declaration.replace('_', ' ')}, if no marks are known"
+                )
+            only = (
+                f" ({', '.join(entry.parser_marks.model_types)})"
+                if entry.parser_marks.model_types
+                else ""
+            )
+            if entry.parser_marks.other_marks:
+                only += "; or " + " and ".join(
+                    f"`{mark}`" for mark in entry.parser_marks.other_marks
+                )
             others = ", ".join(f"`{name}`" for name in entry.aliases)
             name = f"`{entry.name}`" + (f" (also {others})" if others else "")
             rows.append([name, entry.help, " ".join(summary.split()), f"{known}{only}"])

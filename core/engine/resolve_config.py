@@ -278,7 +278,7 @@ def _by_declaration(
         chosen[option] = name
         logger.info(
             "%s: auto chose %r: the checkpoint has a %s",
-            option, name, registry.entry(name).declaration,
+            option, name, registry.entry(name).parser_marks.declaration,
         )  # fmt: skip
     return chosen
 

@@ -46,7 +46,11 @@ def recognized(registry: Registry[Any], model_type: str | None, template: str) -
     Of several, one for this model type counts most, then the one with the longest marks.
     """
     fitting = [
-        (bool(entry.model_types) and marks == entry.marks, sum(map(len, marks)), entry.name)
+        (
+            bool(entry.parser_marks.model_types) and marks == entry.parser_marks.marks,
+            sum(map(len, marks)),
+            entry.name,
+        )
         for entry in registry.entries()
         if (marks := marks_in(entry, model_type, template))
     ]
@@ -55,8 +59,11 @@ def recognized(registry: Registry[Any], model_type: str | None, template: str) -
 
 def marks_in(entry: Entry, model_type: str | None, template: str) -> tuple[str, ...]:
     """Return the marks of a parser by which it knows a chat template; () if it does not."""
-    of_type = not entry.model_types or model_type in entry.model_types
-    for marks, counts in ((entry.marks, of_type), (entry.other_marks, True)):
+    of_type = not entry.parser_marks.model_types or model_type in entry.parser_marks.model_types
+    for marks, counts in (
+        (entry.parser_marks.marks, of_type),
+        (entry.parser_marks.other_marks, True),
+    ):
         if marks and counts and all(mark in template for mark in marks):
             return marks
     return ()
@@ -65,6 +72,9 @@ def marks_in(entry: Entry, model_type: str | None, template: str) -> tuple[str, 
 def declared_parser(registry: Registry[Any], tokenizer_config: Mapping[str, Any]) -> str | None:
     """Return the parser that goes by what this tokenizer_config.json declares; None: none does."""
     for entry in registry.entries():
-        if entry.declaration and tokenizer_config.get(entry.declaration) is not None:
+        if (
+            entry.parser_marks.declaration
+            and tokenizer_config.get(entry.parser_marks.declaration) is not None
+        ):
             return entry.name
     return None

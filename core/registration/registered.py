@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
+import warnings
 from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
 
@@ -35,6 +36,28 @@ class Provenance(msgspec.Struct, frozen=True):
         return " ".join(filter(None, (self.entry_point, "of", self.distribution, self.version)))
 
 
+class ParserMarks(msgspec.Struct, frozen=True, kw_only=True):
+    """What `auto` knows a parser's dialect by, in a checkpoint."""
+
+    marks: tuple[str, ...] = ()
+    """Texts that a chat template has whose model writes what the parser reads."""
+    model_types: tuple[str, ...] = ()
+    """The only model types whose templates are recognized by `marks`; (): any."""
+    other_marks: tuple[str, ...] = ()
+    """Texts that another template of such models has, whatever their type."""
+    declaration: str = ""
+    """The field of tokenizer_config.json in which a checkpoint declares what it writes, if the
+    parser goes by that."""
+
+
+NO_MARKS = ParserMarks()
+EXTRAS: dict[str, type[msgspec.Struct]] = {
+    "reasoning_parser": ParserMarks,
+    "tool_parser": ParserMarks,
+}
+"""Kind → what an entry of it may have besides (`Entry.extra`)."""
+
+
 class Entry(msgspec.Struct, frozen=True):
     """One registered name."""
 
@@ -48,17 +71,15 @@ class Entry(msgspec.Struct, frozen=True):
     """Whether overriding it is refused."""
     override: bool = False
     """Whether it was registered to replace an existing entry of the same name."""
-    marks: tuple[str, ...] = ()
-    """Of a parser: texts that a chat template has whose model writes what it reads."""
-    model_types: tuple[str, ...] = ()
-    """Of a parser: the only model types whose templates are recognized by `marks`; (): any."""
-    other_marks: tuple[str, ...] = ()
-    """Of a parser: texts that another template of such models has, whatever their type."""
     aliases: tuple[str, ...] = ()
     """Other names, of executors and parsers, that options may have."""
-    declaration: str = ""
-    """Of a parser: the field of tokenizer_config.json in which a checkpoint declares what it
-    writes, if the parser goes by that."""
+    extra: Any = None
+    """What entries of this kind alone have (`EXTRAS`); None: nothing."""
+
+    @property
+    def parser_marks(self) -> ParserMarks:
+        """Of a parser: what `auto` knows its dialect by."""
+        return self.extra if isinstance(self.extra, ParserMarks) else NO_MARKS
 
 
 class NameConflict(PluginError):
@@ -87,16 +108,14 @@ class Registry(Generic[T]):
         priority: int = 0,
         help: str = "",
         final: bool = False,
-        marks: tuple[str, ...] = (),
-        model_types: tuple[str, ...] = (),
-        other_marks: tuple[str, ...] = (),
         aliases: tuple[str, ...] = (),
-        declaration: str = "",
+        extra: msgspec.Struct | None = None,
+        **older: Any,
     ) -> None:
         """Register `reference` ("module:attribute", or the object) under `name`; `final`: it cannot
-        be overridden; `marks`, `model_types`, `other_marks` and `declaration`: for parsers that
-        `auto` may choose (`Entry`); `aliases`: other names that an option may have
-        for an attention backend, an executor or a parser.
+        be overridden; `aliases`: other names that an option may have for an attention backend,
+        an executor or a parser; `extra`: what this kind alone has, such as `ParserMarks`; `older`:
+        fields of it, as older plugins have them.
 
         The names of a plugin with a model go before Jackfield's own, with a warning if `override`
         is not set: Jackfield may have adopted the family later than the plugin. Otherwise raises
@@ -105,6 +124,7 @@ class Registry(Generic[T]):
         """
         if isinstance(reference, str) and reference.count(":") != 1:
             raise PluginError(f"{self.kind} {name!r}: {reference!r} is not 'module:attribute'")
+        extra = self._extra(name, extra, older)
         present = self._entries.get(name)
         if present is not None and present.final:
             raise PluginError(
@@ -127,10 +147,32 @@ class Registry(Generic[T]):
                 "or register with override=True"
             )
         self._entries[name] = Entry(
-            name, reference, self._registering, priority, help, final, override, marks,
-            model_types, other_marks, aliases, declaration,
-        )  # fmt: skip
+            name, reference, self._registering, priority, help, final, override, aliases, extra
+        )
         self._loaded.pop(name, None)
+
+    def _extra(
+        self, name: str, extra: msgspec.Struct | None, older: dict[str, Any]
+    ) -> msgspec.Struct | None:
+        """Return an entry's `extra`, made of older arguments where those are used."""
+        kind = EXTRAS.get(self.kind)
+        if older:
+            unknown = older.keys() - (set(kind.__struct_fields__) if kind else set())
+            if unknown or extra is not None or kind is None:
+                wrong = ", ".join(sorted(unknown or older))
+                raise TypeError(f"{self.kind} {name!r}: add() takes no argument {wrong} here")
+            extra = kind(**older)
+            warnings.warn(
+                f"{self.kind} {name!r}: {', '.join(older)} belong into extra={kind.__name__}(…); "
+                "as arguments of their own they go with the next API version",
+                DeprecationWarning, stacklevel=3,
+            )  # fmt: skip
+        if extra is not None and (kind is None or not isinstance(extra, kind)):
+            raise PluginError(
+                f"{self.kind} {name!r}: extra is {type(extra).__name__}, and takes "
+                f"{kind.__name__ if kind else 'nothing'}"
+            )
+        return extra
 
     def _gives_way(self, present: Entry) -> bool:
         """Whether an entry of Jackfield's own gives way to what registers now."""

@@ -99,8 +99,10 @@ class KVCompressorKit(Kit):
             scores = alone.float()
             for count in (1, 17):
                 chosen = scores.argsort(0, descending=True)[:count].sort(0)[0]
-                merged = compressor.merged_values(spec, *cache, chosen)
-                assert torch.equal(merged, self.make().merged_values(spec, *cache, chosen))
+                merged = compressor.merged_values(spec, cache[0], cache[1], chosen)
+                assert torch.equal(
+                    merged, self.make().merged_values(spec, cache[0], cache[1], chosen)
+                )
 
     @pytest.mark.parametrize("num_tokens", [17, 100])
     def test_scores_of_caches_are_those_of_copies(self, num_tokens: int) -> None:

@@ -227,16 +227,16 @@ class ModelKit(ModelFolder):
         prompt = example_prompts()[4]
         want = expected(prompt)
 
-        def error(scores: torch.Tensor) -> float:
+        def deviation(scores: torch.Tensor) -> float:
             by_token = (scores - want).abs().amax(-1)
             assert by_token.isfinite().all()
             return float(by_token.quantile(0.25) if routed else by_token.max())
 
         own_error = 0.0
         if dtype != "float32":
-            own_error = error(_score(copy.deepcopy(reference_model).to(DTYPES[dtype]), prompt))
+            own_error = deviation(_score(copy.deepcopy(reference_model).to(DTYPES[dtype]), prompt))
         got = model.run({0: prompt})[0].log_softmax(-1).cpu()
-        assert error(got) <= self.tolerance + 3 * own_error
+        assert deviation(got) <= self.tolerance + 3 * own_error
 
     # -------------------------------------------------------------- the whole engine
 

@@ -5,179 +5,281 @@ from __future__ import annotations
 from typing import Any
 
 from ...core.hooks import hookimpl
+from ..parsing.dialect import Dialect
 
 _HERE = "jackfield.plugins.tools"
-_PARSERS = {
-    "apertus": ("json_families:ApertusToolParser", "Apertus"),
-    "apertus2509": ("json_families:ApertusToolParser", "Apertus 2509"),
-    "beam": ("harmony:BeamToolParser", "Beam"),
-    "cohere_command3": ("json_families:CohereToolParser", "Command A"),
-    "cohere_command4": ("json_families:CohereToolParser", "Cohere's models after Command A"),
-    "deepseek_v3": ("named_families:DeepSeekV3ToolParser", "DeepSeek-V3-0324, DeepSeek-R1-0528"),
-    "deepseek_v31": ("named_families:DeepSeekV31ToolParser", "DeepSeek-V3.1"),
-    "deepseek_v32": ("dsml_families:DeepSeekV32ToolParser", "DeepSeek-V3.2"),
-    "deepseek_v4": ("dsml_families:DeepSeekV4ToolParser", "DeepSeek-V4"),
-    "deepseek_v41": ("dsml_families:DeepSeekV41ToolParser", "DeepSeek-V4.1"),
-    "dots": ("block_families:DotsToolParser", "dots"),
-    "ernie45": ("hermes:HermesToolParser", "ERNIE 4.5 Thinking"),
-    "functiongemma": ("object_families:FunctionGemmaToolParser", "FunctionGemma"),
-    "gemma4": ("object_families:Gemma4ToolParser", "Gemma 4"),
-    "gigachat3": ("json_families:GigaChat3ToolParser", "GigaChat 3"),
-    "gigachat35": ("dsml_families:GigaChat35ToolParser", "GigaChat 3.5"),
-    "glm45": ("tagged_families:Glm45ToolParser", "GLM-4.5, GLM-4.6"),
-    "glm47": ("tagged_families:Glm47ToolParser", "GLM-4.7, GLM-5"),
-    "granite": ("json_families:GraniteToolParser", "Granite 3"),
-    "granite-20b-fc": ("json_families:Granite20bFcToolParser", "Granite 20B Function Calling"),
-    "granite4": ("hermes:HermesToolParser", "Granite 4.0"),
-    "hermes": ("hermes:HermesToolParser", "Hermes 2 Pro, Hermes 3, Qwen2.5, Qwen3, QwQ"),
-    "hf": ("hf:HfToolParser", "models with a response template"),
-    "hunyuan_a13b": ("json_families:HunyuanA13bToolParser", "Hunyuan-A13B"),
-    "hy_v3": ("tagged_families:Hy3ToolParser", "Hunyuan 3"),
-    "hy_v4": ("tagged_families:Hy4ToolParser", "Hunyuan 4"),
-    "inkling": ("message_families:InklingToolParser", "Inkling"),
-    "internlm": ("json_families:InternLmToolParser", "InternLM2.5"),
-    "iquest_q1": ("tagged_families:IQuestQ1ToolParser", "IQuest-Q1"),
-    "jamba": ("json_families:JambaToolParser", "Jamba 1.5"),
-    "k2_horizon": ("block_families:K2HorizonToolParser", "K2-V3"),
-    "kimi_k2": ("named_families:KimiK2ToolParser", "Kimi K2"),
-    "kimi_k3": ("kimi_k3:KimiK3ToolParser", "Kimi K3"),
-    "lfm2": ("python_families:Lfm2ToolParser", "LFM2, LFM2.5"),
-    "ling3": ("tagged_families:Glm47ToolParser", "Ling 3"),
-    "llama3_json": ("json_families:Llama3JsonToolParser", "Llama 3.1, Llama 3.2"),
-    "llama4_json": ("json_families:Llama3JsonToolParser", "Llama 4"),
-    "llama4_pythonic": ("python_families:Llama4PythonicToolParser", "Llama 4"),
-    "longcat": ("hermes:LongCatToolParser", "LongCat-Flash"),
-    "mimo": ("tagged_families:MiMoToolParser", "MiMo-V2"),
-    "minicpm5": ("block_families:MiniCpm5ToolParser", "MiniCPM5"),
-    "minimax": ("json_families:MiniMaxToolParser", "MiniMax-M1"),
-    "minimax_m2": ("tagged_families:MiniMaxM2ToolParser", "MiniMax-M2"),
-    "minimax_m3": ("block_families:MiniMaxM3ToolParser", "MiniMax-M3"),
-    "mistral": ("named_families:MistralToolParser", "Mistral 7B v0.3 and later, Magistral"),
-    "muse": ("message_families:MuseToolParser", "Muse"),
-    "muse_glimmer": ("message_families:MuseGlimmerToolParser", "Muse Glimmer"),
-    "musespark1x": ("message_families:MuseToolParser", "Muse Spark"),
-    "nemotron_json": ("json_families:NemotronJsonToolParser", "Nemotron Nano 2, Llama Nemotron"),
-    "olmo3": ("python_families:Olmo3ToolParser", "OLMo 3"),
-    "openai": ("harmony:HarmonyToolParser", "gpt-oss"),
-    "phi4_mini_json": ("json_families:Phi4MiniJsonToolParser", "Phi-4-mini"),
-    "plamo3": ("named_families:Plamo3ToolParser", "PLaMo 3"),
-    "poolside_v1": ("tagged_families:PoolsideToolParser", "Laguna"),
-    "pythonic": ("python_families:PythonicToolParser", "Llama 3.2, ToolACE"),
-    "qwen3_coder": ("tagged_families:Qwen3CoderToolParser", "Qwen3-Coder"),
-    "qwen3_json": ("hermes:HermesToolParser", "Qwen3"),
-    "qwen3_xml": ("tagged_families:Qwen3CoderToolParser", "Qwen3-Coder"),
-    "seed_oss": ("tagged_families:SeedOssToolParser", "Seed-OSS"),
-    "spark25": ("block_families:Spark25ToolParser", "Spark X2.5"),
-    "step3": ("tagged_families:Step3ToolParser", "Step-3"),
-    "step3p5": ("tagged_families:Qwen3CoderToolParser", "Step-3.5"),
-    "step5": ("tagged_families:Qwen3CoderToolParser", "Step-5"),
-    "trinity": ("hermes:TrinityToolParser", "Trinity"),
-    "xlam": ("json_families:XlamToolParser", "xLAM 2"),
+_PARSERS: dict[str, Dialect] = {
+    "apertus": Dialect("json_families:ApertusToolParser", "Apertus", marks=("<|tools_prefix|>",)),
+    "apertus2509": Dialect("json_families:ApertusToolParser", "Apertus 2509"),
+    "beam": Dialect(
+        "harmony:BeamToolParser",
+        "Beam",
+        marks=("<|channel|>", "<|constrain|>xml", "<rfl:parameter"),
+    ),
+    "cohere_command3": Dialect(
+        "json_families:CohereToolParser",
+        "Command A",
+        marks=("<|START_ACTION|>", "<|START_RESPONSE|>"),
+    ),
+    "cohere_command4": Dialect(
+        "json_families:CohereToolParser",
+        "Cohere's models after Command A",
+        marks=("<|START_ACTION|>", "<|START_TEXT|>"),
+    ),
+    "deepseek_v3": Dialect(
+        "named_families:DeepSeekV3ToolParser",
+        "DeepSeek-V3-0324, DeepSeek-R1-0528",
+        marks=("<｜tool▁call▁begin｜>", "```json"),
+        aliases=("deepseekv3",),
+    ),
+    "deepseek_v31": Dialect(
+        "named_families:DeepSeekV31ToolParser",
+        "DeepSeek-V3.1",
+        marks=("<｜tool▁call▁begin｜>",),
+        aliases=("deepseekv31",),
+    ),
+    "deepseek_v32": Dialect(
+        "dsml_families:DeepSeekV32ToolParser",
+        "DeepSeek-V3.2",
+        marks=("<｜DSML｜function_calls>",),
+        aliases=("deepseekv32",),
+    ),
+    "deepseek_v4": Dialect(
+        "dsml_families:DeepSeekV4ToolParser",
+        "DeepSeek-V4",
+        marks=("<｜DSML｜tool_calls>",),
+        aliases=("deepseekv4",),
+    ),
+    "deepseek_v41": Dialect(
+        "dsml_families:DeepSeekV41ToolParser",
+        "DeepSeek-V4.1",
+        marks=("<｜DSML｜ calls>",),
+        aliases=("deepseekv41",),
+    ),
+    "dots": Dialect("block_families:DotsToolParser", "dots", marks=("<dots_function_call>",)),
+    "ernie45": Dialect(
+        "hermes:HermesToolParser",
+        "ERNIE 4.5 Thinking",
+        marks=("<tool_call>",),
+        model_types=("ernie4_5", "ernie4_5_moe"),
+    ),
+    "functiongemma": Dialect(
+        "object_families:FunctionGemmaToolParser",
+        "FunctionGemma",
+        marks=("<start_function_call>", "<escape>"),
+    ),
+    "gemma4": Dialect(
+        "object_families:Gemma4ToolParser", "Gemma 4", marks=("<|tool_call>", '<|"|>')
+    ),
+    "gigachat3": Dialect(
+        "json_families:GigaChat3ToolParser",
+        "GigaChat 3",
+        marks=("'role': 'function call'", "<|role_sep|>"),
+        other_marks=("function call<|role_sep|>",),
+    ),
+    "gigachat35": Dialect(
+        "dsml_families:GigaChat35ToolParser",
+        "GigaChat 3.5",
+        marks=("<｜GCML｜tool_calls>", "<｜GCML｜invoke name="),
+    ),
+    "glm45": Dialect(
+        "tagged_families:Glm45ToolParser",
+        "GLM-4.5, GLM-4.6",
+        marks=("<tool_call>", "<arg_key>"),
+        aliases=("glm",),
+    ),
+    "glm47": Dialect(
+        "tagged_families:Glm47ToolParser",
+        "GLM-4.7, GLM-5",
+        marks=("<tool_call>{function-name}<arg_key>",),
+    ),
+    "granite": Dialect(
+        "json_families:GraniteToolParser",
+        "Granite 3",
+        marks=("<|tool_call|>",),
+        model_types=("granite", "granitemoe", "granitemoehybrid", "granitemoeshared"),
+    ),
+    "granite-20b-fc": Dialect(
+        "json_families:Granite20bFcToolParser", "Granite 20B Function Calling"
+    ),
+    "granite4": Dialect(
+        "hermes:HermesToolParser",
+        "Granite 4.0",
+        marks=("<tool_call>",),
+        model_types=("granite", "granitemoe", "granitemoehybrid", "granitemoeshared"),
+    ),
+    "hermes": Dialect(
+        "hermes:HermesToolParser",
+        "Hermes 2 Pro, Hermes 3, Qwen2.5, Qwen3, QwQ",
+        marks=("<tool_call>",),
+        aliases=("qwen", "qwen25"),
+    ),
+    "hf": Dialect(
+        "hf:HfToolParser",
+        "models with a response template",
+        declaration="response_template",
+        aliases=("response_template",),
+    ),
+    "hunyuan_a13b": Dialect(
+        "json_families:HunyuanA13bToolParser",
+        "Hunyuan-A13B",
+        marks=("<tool_calls>",),
+        model_types=("hunyuan", "hunyuan_v1_dense", "hunyuan_v1_moe"),
+    ),
+    "hy_v3": Dialect(
+        "tagged_families:Hy3ToolParser",
+        "Hunyuan 3",
+        marks=("<tool_call", "tool_sep", "arg_key"),
+        aliases=("hunyuan",),
+    ),
+    "hy_v4": Dialect("tagged_families:Hy4ToolParser", "Hunyuan 4"),
+    "inkling": Dialect(
+        "message_families:InklingToolParser", "Inkling", marks=("<|content_invoke_tool_json|>",)
+    ),
+    "internlm": Dialect(
+        "json_families:InternLmToolParser",
+        "InternLM2.5",
+        marks=("<|action_start|>",),
+        aliases=("interns1",),
+    ),
+    "iquest_q1": Dialect(
+        "tagged_families:IQuestQ1ToolParser", "IQuest-Q1", marks=("<iquest_tool_call>",)
+    ),
+    "jamba": Dialect(
+        "json_families:JambaToolParser",
+        "Jamba 1.5",
+        marks=("<tool_calls>",),
+        model_types=("jamba",),
+        other_marks=("<tool_calls>[",),
+    ),
+    "k2_horizon": Dialect(
+        "block_families:K2HorizonToolParser", "K2-V3", marks=("<ifm|tool_calls>",)
+    ),
+    "kimi_k2": Dialect(
+        "named_families:KimiK2ToolParser",
+        "Kimi K2",
+        marks=("<|tool_call_begin|>", "<|tool_call_argument_begin|>"),
+    ),
+    "kimi_k3": Dialect(
+        "kimi_k3:KimiK3ToolParser", "Kimi K3", marks=("<|open|>", "<|close|>", "<|sep|>")
+    ),
+    "lfm2": Dialect(
+        "python_families:Lfm2ToolParser",
+        "LFM2, LFM2.5",
+        marks=("<|tool_call_start|>",),
+        other_marks=("<|tool_list_start|>",),
+    ),
+    "ling3": Dialect(
+        "tagged_families:Glm47ToolParser",
+        "Ling 3",
+        marks=("<tool_call>", "<arg_key>"),
+        model_types=("bailing_hybrid", "bailing_moe_v3"),
+    ),
+    "llama3_json": Dialect(
+        "json_families:Llama3JsonToolParser",
+        "Llama 3.1, Llama 3.2",
+        marks=("<|python_tag|>",),
+        other_marks=('{"name": function name, "parameters":',),
+        aliases=("llama3",),
+    ),
+    "llama4_json": Dialect("json_families:Llama3JsonToolParser", "Llama 4"),
+    "llama4_pythonic": Dialect(
+        "python_families:Llama4PythonicToolParser", "Llama 4", marks=("<|python_start|>",)
+    ),
+    "longcat": Dialect("hermes:LongCatToolParser", "LongCat-Flash", marks=("<longcat_tool_call>",)),
+    "mimo": Dialect(
+        "tagged_families:MiMoToolParser",
+        "MiMo-V2",
+        marks=("<tool_call>", "<function="),
+        model_types=("mimo_v2", "mimo_v2_flash"),
+    ),
+    "minicpm5": Dialect(
+        "block_families:MiniCpm5ToolParser", "MiniCPM5", marks=("<function name=", "<param name=")
+    ),
+    "minimax": Dialect("json_families:MiniMaxToolParser", "MiniMax-M1"),
+    "minimax_m2": Dialect(
+        "tagged_families:MiniMaxM2ToolParser",
+        "MiniMax-M2",
+        marks=("<minimax:tool_call>",),
+        aliases=("minimax-m2",),
+    ),
+    "minimax_m3": Dialect(
+        "block_families:MiniMaxM3ToolParser",
+        "MiniMax-M3",
+        marks=("]<]minimax[>[",),
+        aliases=("minimax-m3",),
+    ),
+    "mistral": Dialect(
+        "named_families:MistralToolParser",
+        "Mistral 7B v0.3 and later, Magistral",
+        marks=("[TOOL_CALLS]",),
+    ),
+    "muse": Dialect("message_families:MuseToolParser", "Muse", marks=("<atem:function_calls>",)),
+    "muse_glimmer": Dialect(
+        "message_families:MuseGlimmerToolParser",
+        "Muse Glimmer",
+        marks=("<atem:function_calls>", "MuseGlimmer"),
+    ),
+    "musespark1x": Dialect("message_families:MuseToolParser", "Muse Spark"),
+    "nemotron_json": Dialect(
+        "json_families:NemotronJsonToolParser",
+        "Nemotron Nano 2, Llama Nemotron",
+        marks=("<TOOLCALL>",),
+    ),
+    "olmo3": Dialect(
+        "python_families:Olmo3ToolParser",
+        "OLMo 3",
+        marks=("<function_calls>",),
+        model_types=("olmo3",),
+    ),
+    "openai": Dialect(
+        "harmony:HarmonyToolParser",
+        "gpt-oss",
+        marks=("<|channel|>", "<|message|>"),
+        aliases=("gpt-oss",),
+    ),
+    "phi4_mini_json": Dialect(
+        "json_families:Phi4MiniJsonToolParser",
+        "Phi-4-mini",
+        marks=("<|tool_call|>",),
+        model_types=("phi3",),
+    ),
+    "plamo3": Dialect(
+        "named_families:Plamo3ToolParser", "PLaMo 3", marks=("<|plamo:begin_tool_request",)
+    ),
+    "poolside_v1": Dialect(
+        "tagged_families:PoolsideToolParser",
+        "Laguna",
+        marks=("<tool_call>", "<arg_key>"),
+        model_types=("laguna",),
+    ),
+    "pythonic": Dialect("python_families:PythonicToolParser", "Llama 3.2, ToolACE"),
+    "qwen3_coder": Dialect(
+        "tagged_families:Qwen3CoderToolParser",
+        "Qwen3-Coder",
+        marks=("<tool_call>", "<function="),
+        aliases=("nanbeige",),
+    ),
+    "qwen3_json": Dialect("hermes:HermesToolParser", "Qwen3"),
+    "qwen3_xml": Dialect("tagged_families:Qwen3CoderToolParser", "Qwen3-Coder"),
+    "seed_oss": Dialect(
+        "tagged_families:SeedOssToolParser", "Seed-OSS", marks=("<seed:tool_call>",)
+    ),
+    "spark25": Dialect("block_families:Spark25ToolParser", "Spark X2.5"),
+    "step3": Dialect("tagged_families:Step3ToolParser", "Step-3", marks=("<steptml:invoke",)),
+    "step3p5": Dialect(
+        "tagged_families:Qwen3CoderToolParser",
+        "Step-3.5",
+        marks=("<tool_call>", "<function="),
+        model_types=("step3p5", "step3p7"),
+    ),
+    "step5": Dialect("tagged_families:Qwen3CoderToolParser", "Step-5"),
+    "trinity": Dialect("hermes:TrinityToolParser", "Trinity"),
+    "xlam": Dialect("json_families:XlamToolParser", "xLAM 2"),
 }
-"""name → (module and class, model family)"""
-_MARKS = {
-    "apertus": ("<|tools_prefix|>",),
-    "beam": ("<|channel|>", "<|constrain|>xml", "<rfl:parameter"),
-    "cohere_command3": ("<|START_ACTION|>", "<|START_RESPONSE|>"),
-    "cohere_command4": ("<|START_ACTION|>", "<|START_TEXT|>"),
-    "deepseek_v3": ("<｜tool▁call▁begin｜>", "```json"),
-    "deepseek_v31": ("<｜tool▁call▁begin｜>",),
-    "deepseek_v32": ("<｜DSML｜function_calls>",),
-    "deepseek_v4": ("<｜DSML｜tool_calls>",),
-    "deepseek_v41": ("<｜DSML｜ calls>",),
-    "dots": ("<dots_function_call>",),
-    "ernie45": ("<tool_call>",),
-    "functiongemma": ("<start_function_call>", "<escape>"),
-    "gemma4": ("<|tool_call>", '<|"|>'),
-    "gigachat3": ("'role': 'function call'", "<|role_sep|>"),
-    "gigachat35": ("<｜GCML｜tool_calls>", "<｜GCML｜invoke name="),
-    "glm45": ("<tool_call>", "<arg_key>"),
-    "glm47": ("<tool_call>{function-name}<arg_key>",),
-    "granite": ("<|tool_call|>",),
-    "granite4": ("<tool_call>",),
-    "hermes": ("<tool_call>",),
-    "hunyuan_a13b": ("<tool_calls>",),
-    "hy_v3": ("<tool_call", "tool_sep", "arg_key"),
-    "inkling": ("<|content_invoke_tool_json|>",),
-    "internlm": ("<|action_start|>",),
-    "iquest_q1": ("<iquest_tool_call>",),
-    "jamba": ("<tool_calls>",),
-    "k2_horizon": ("<ifm|tool_calls>",),
-    "kimi_k2": ("<|tool_call_begin|>", "<|tool_call_argument_begin|>"),
-    "kimi_k3": ("<|open|>", "<|close|>", "<|sep|>"),
-    "lfm2": ("<|tool_call_start|>",),
-    "ling3": ("<tool_call>", "<arg_key>"),
-    "llama3_json": ("<|python_tag|>",),
-    "llama4_pythonic": ("<|python_start|>",),
-    "longcat": ("<longcat_tool_call>",),
-    "mimo": ("<tool_call>", "<function="),
-    "minicpm5": ("<function name=", "<param name="),
-    "minimax_m2": ("<minimax:tool_call>",),
-    "minimax_m3": ("]<]minimax[>[",),
-    "mistral": ("[TOOL_CALLS]",),
-    "muse": ("<atem:function_calls>",),
-    "muse_glimmer": ("<atem:function_calls>", "MuseGlimmer"),
-    "nemotron_json": ("<TOOLCALL>",),
-    "olmo3": ("<function_calls>",),
-    "openai": ("<|channel|>", "<|message|>"),
-    "phi4_mini_json": ("<|tool_call|>",),
-    "plamo3": ("<|plamo:begin_tool_request",),
-    "poolside_v1": ("<tool_call>", "<arg_key>"),
-    "qwen3_coder": ("<tool_call>", "<function="),
-    "seed_oss": ("<seed:tool_call>",),
-    "step3": ("<steptml:invoke",),
-    "step3p5": ("<tool_call>", "<function="),
-}
-"""name → what `auto` knows a model's chat template by"""
-_MODEL_TYPES = {
-    "ernie45": ("ernie4_5", "ernie4_5_moe"),
-    "granite": ("granite", "granitemoe", "granitemoehybrid", "granitemoeshared"),
-    "granite4": ("granite", "granitemoe", "granitemoehybrid", "granitemoeshared"),
-    "hunyuan_a13b": ("hunyuan", "hunyuan_v1_dense", "hunyuan_v1_moe"),
-    "jamba": ("jamba",),
-    "ling3": ("bailing_hybrid", "bailing_moe_v3"),
-    "mimo": ("mimo_v2", "mimo_v2_flash"),
-    "olmo3": ("olmo3",),
-    "phi4_mini_json": ("phi3",),
-    "poolside_v1": ("laguna",),
-    "step3p5": ("step3p5", "step3p7"),
-}
-"""name → model types that share those marks with no others"""
-_OTHER_MARKS = {
-    "gigachat3": ("function call<|role_sep|>",),
-    "jamba": ("<tool_calls>[",),
-    "lfm2": ("<|tool_list_start|>",),
-    "llama3_json": ('{"name": function name, "parameters":',),
-}
-"""name → what `auto` knows another chat template of such models by"""
-_DECLARATIONS = {"hf": "response_template"}
-"""name → field of tokenizer_config.json in which a checkpoint declares what the parser reads"""
-_ALIASES = {
-    "deepseek_v3": ("deepseekv3",),
-    "deepseek_v31": ("deepseekv31",),
-    "deepseek_v32": ("deepseekv32",),
-    "deepseek_v4": ("deepseekv4",),
-    "deepseek_v41": ("deepseekv41",),
-    "glm45": ("glm",),
-    "hermes": ("qwen", "qwen25"),
-    "hf": ("response_template",),
-    "hy_v3": ("hunyuan",),
-    "internlm": ("interns1",),
-    "llama3_json": ("llama3",),
-    "minimax_m2": ("minimax-m2",),
-    "minimax_m3": ("minimax-m3",),
-    "openai": ("gpt-oss",),
-    "qwen3_coder": ("nanbeige",),
-}
-"""name → what SGLang calls it"""
 
 
 @hookimpl
 def register_tool_parsers(registry: Any) -> None:
-    for name, (place, models) in _PARSERS.items():
-        registry.add(
-            name, f"{_HERE}.{place}", help=models, marks=_MARKS.get(name, ()),
-            model_types=_MODEL_TYPES.get(name, ()), other_marks=_OTHER_MARKS.get(name, ()),
-            aliases=_ALIASES.get(name, ()),
-            declaration=_DECLARATIONS.get(name, ""),
-        )  # fmt: skip
+    for name, dialect in _PARSERS.items():
+        dialect.register(registry, name, _HERE)

@@ -22,7 +22,15 @@ from jackfield.core.errors import PluginError
 from jackfield.core.hooks import API_VERSION
 from jackfield.core.protocols.logits_processors import LogitsProcessor
 from jackfield.core.registration.contracts import CONTRACTS
-from jackfield.core.registry import KINDS, NameConflict, Plugins, Provenance, load_plugins
+from jackfield.core.registry import (
+    KINDS,
+    NameConflict,
+    ParserMarks,
+    Plugins,
+    Provenance,
+    Registry,
+    load_plugins,
+)
 
 GOOD = """
     @hookimpl
@@ -587,3 +595,23 @@ async def test_a_listener_that_fails_is_logged_and_the_next_one_is_called(
     await plugins.emit("engine_started", engine=None)
     assert sorted(called) == ["bad", "good"]
     assert "bang" in caplog.text
+
+
+def test_older_arguments_of_a_parser_become_its_marks() -> None:
+    """For one version, with a warning; what is no field of them is refused, and so is `extra` of
+    another kind."""
+    registry: Registry[Any] = Registry("tool_parser")
+    with pytest.warns(DeprecationWarning, match="marks, declaration belong into extra="):
+        registry.add("old", "mine:Parser", marks=("<call>",), declaration="template")
+    registry.add("new", "mine:Parser",
+                 extra=ParserMarks(marks=("<call>",), declaration="template"))  # fmt: skip
+    assert registry.entry("old").parser_marks == registry.entry("new").parser_marks
+    assert registry.entry("new").parser_marks.marks == ("<call>",)
+    with pytest.raises(TypeError, match="takes no argument mark "):
+        registry.add("typo", "mine:Parser", mark=("<call>",))
+    with pytest.raises(TypeError, match="takes no argument marks "):
+        registry.add("both", "mine:Parser", marks=("<call>",), extra=ParserMarks())
+    with pytest.raises(TypeError, match="takes no argument marks "):
+        Registry("model").add("other", "mine:Model", marks=("<call>",))
+    with pytest.raises(PluginError, match="extra is ParserMarks, and takes nothing"):
+        Registry("model").add("other", "mine:Model", extra=ParserMarks())

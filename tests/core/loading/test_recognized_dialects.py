@@ -15,7 +15,7 @@ from jackfield.core.errors import ConfigError
 from jackfield.core.loading.dialects import declared_parser, recognized
 from jackfield.core.loading.model_config import EMBEDDED_MODEL, resolve_model_config
 from jackfield.core.protocols.executors import ExecutorInfo
-from jackfield.core.registry import Registry, load_plugins
+from jackfield.core.registry import ParserMarks, Registry, load_plugins
 
 HERMES = 'return <tool_call>\n{"name": <function-name>}\n</tool_call> within'
 CODER = "<tool_call>\n<function=example>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
@@ -121,7 +121,7 @@ def test_each_parser_with_marks_is_chosen_for_some_template() -> None:
     cases = test_marks_of_a_template_name_its_parsers.pytestmark[0].args[1]
     for kind, column in (("tool_parser", 2), ("reasoning_parser", 3)):
         entries = load_plugins()[kind].entries()
-        with_marks = {entry.name for entry in entries if entry.marks}
+        with_marks = {entry.name for entry in entries if entry.parser_marks.marks}
         assert with_marks <= {case[column] for case in cases}
 
 
@@ -322,7 +322,7 @@ def test_a_parser_says_which_field_declares_what_it_reads() -> None:
     """Whatever its name: nothing else chooses it by a field."""
     registry: Registry[Any] = Registry("tool_parser")
     registry.add("plain", "some.module:Parser")
-    registry.add("spoken", "some.module:Parser", declaration="spoken_calls")
+    registry.add("spoken", "some.module:Parser", extra=ParserMarks(declaration="spoken_calls"))
     assert declared_parser(registry, {"spoken_calls": {}}) == "spoken"
     assert declared_parser(registry, {"spoken_calls": None, "": "no field"}) is None
     assert declared_parser(registry, {"response_template": {}}) is None
