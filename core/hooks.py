@@ -154,6 +154,9 @@ def register_attention_backends(registry: Registry[type[AttentionBackend]]) -> N
 
     Used by the worker at start; `auto` takes the highest priority that supports the model here and
     logs why. Contract: `protocols.AttentionBackend`, a `protocols.PagedBackend`.
+
+    `registry.refuse(name, reason)` says why there is none of a name that users may know, and which
+    to take; so in registries of every kind.
     """
 
 

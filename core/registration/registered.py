@@ -219,10 +219,13 @@ class Registry(Generic[T]):
             return self._loaded[name]
         entry = self._entries.get(name)
         if entry is None:
+            names = ", ".join(sorted(self._entries)) or "none"
+            reason = self.refusal(name)
             raise PluginError(
-                f"no {self.kind.replace('_', ' ')} named {name!r}{near(name, self._entries)} "
-                f"(there are: {', '.join(sorted(self._entries)) or 'none'})"
-            )
+                f"no {self.kind.replace('_', ' ')} named {name!r}"
+                + (f"{near(name, self._entries)} (there are: {names})" if reason is None
+                   else f": {reason}")
+            )  # fmt: skip
         reference = entry.reference
         if isinstance(reference, str):
             module, _, attribute = reference.partition(":")

@@ -35,12 +35,8 @@ def register_attention_backends(registry: Any) -> None:
         priority=10,
         aliases=also("TORCH", "TORCH_SDPA", "CPU_ATTN"),
     )
-    registry.add(
-        "flex",
-        "jackfield.plugins.attention.flex:FlexAttention",
-        priority=8,
-        aliases=also("FLEX", "FLEX_ATTENTION"),
-    )
+    for name in ("flex", *also("FLEX_ATTENTION")):
+        registry.refuse(name, "torch and triton compute what it did; name one of them, or auto")
 
 
 @hookimpl

@@ -133,12 +133,17 @@ async def test_the_name_of_no_plugin_is_refused_before_anything_runs(name: str) 
     ("name", "own"),
     [
         ("TRITON_ATTN", "triton"), ("FLASH_ATTN", "triton"), ("FLASHINFER", "flashinfer"),
-        ("TORCH_SDPA", "torch"), ("CPU_ATTN", "torch"), ("FLEX_ATTENTION", "flex"),
-        ("flex_attention", "flex"), ("torch", "torch"),
+        ("TORCH_SDPA", "torch"), ("CPU_ATTN", "torch"), ("torch", "torch"),
     ],
 )  # fmt: skip
 def test_attention_backends_have_the_names_of_vllm(name: str, own: str) -> None:
     assert load_plugins()["attention_backend"].canonical(name) == own
+
+
+@pytest.mark.parametrize("name", ["flex", "FLEX_ATTENTION"])
+async def test_an_attention_backend_that_is_gone_names_what_to_take(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"^attention_backend: .*'{name}': torch and triton"):
+        await AsyncEngine(EngineConfig(device="cpu", attention_backend=name)).start()
 
 
 async def test_an_engine_starts_with_another_name_of_its_backend() -> None:

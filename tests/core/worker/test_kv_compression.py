@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from bare_attention import Bare
 from rounded_cache import RoundedCache
 from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
@@ -428,7 +429,7 @@ def test_policies_keep_first_and_last_tokens() -> None:
           "kv_compression_on_pressure": True}, "kv_compression_prompt_interval: .*run out"),
         ({"kv_compression": "window", "kv_compression_prompt_interval": 8,
           "enable_chunked_prefill": False}, "kv_compression_prompt_interval: .*in one step"),
-        ({"kv_compression": "window", "attention_backend": "flex"}, "reads no compacted cache"),
+        ({"kv_compression": "window", "attention_backend": "bare"}, "reads no compacted cache"),
         ({"kv_compression": "window", "runner": "pooling"}, "kv_compression: .* is pooled"),
     ],
 )  # fmt: skip
@@ -436,7 +437,7 @@ async def test_what_does_not_go_together_is_refused(
     folder: Path, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        await outputs(folder, [prompt(5)], **options)
+        await outputs(folder, [prompt(5)], plugins=load_plugins(extra=[Bare()]), **options)
 
 
 @pytest.mark.parametrize("name", ["mistral-window", "llama4"])

@@ -14,6 +14,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from bare_attention import Bare
 from rounded_cache import RoundedCache
 
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
@@ -268,7 +269,7 @@ class Outside:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kv_cache_dtype": "int8", "attention_backend": "flex"}, "flex.* no int8 cache"),
+        ({"kv_cache_dtype": "int8", "attention_backend": "bare"}, "bare.* no int8 cache"),
         ({"kv_cache_dtype": "int4", "operations": "own_writes"}, "write_cache.quantized"),
         ({"kv_cache_dtype": "int8", "calculate_kv_scales": True}, "calculate_kv_scales"),
         ({"kv_cache_dtype_skip_layers": "0"}, "kv_cache_dtype_skip_layers"),
@@ -281,7 +282,7 @@ async def test_what_does_not_go_together_is_refused(
     folder: Path, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        await output(folder, plugins=load_plugins(extra=[Outside()]), **options)
+        await output(folder, plugins=load_plugins(extra=[Outside(), Bare()]), **options)
 
 
 async def test_heads_of_an_odd_size_have_no_4_bits(folder: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from bare_attention import Bare
 
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.errors import ConfigError
@@ -499,9 +500,9 @@ async def test_bad_options_are_refused_by_name(config: Any, field: str) -> None:
 
 
 async def test_an_attention_backend_that_needs_exact_lengths_is_refused(folders: Any) -> None:
-    config = config_of(folders("qwen3"), speculative_config=NGRAM, attention_backend="flex")
+    config = config_of(folders("qwen3"), speculative_config=NGRAM, attention_backend="bare")
     with pytest.raises(ConfigError, match="lengths that only the device knows"):
-        await AsyncEngine(config).start()
+        await AsyncEngine(config, plugins=load_plugins(extra=[Bare()])).start()
 
 
 async def test_a_model_with_states_is_refused(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from jackfield.plugins.conformance.attention import AttentionBackendKit
@@ -24,23 +23,6 @@ class TestTorch(AttentionBackendKit):
 class TestTriton(AttentionBackendKit):
     name = "triton"
     promised = EVERYTHING | {"distance_bias", "float32"} | ON_A_GPU
-
-
-class TestFlex(AttentionBackendKit):
-    """In one dtype: flex_attention takes a second, or many, for each new shape."""
-
-    name = "flex"
-    promised = EVERYTHING | {"float32", "bfloat16"}
-
-    @pytest.fixture
-    def dtype(self) -> torch.dtype:
-        return torch.bfloat16 if torch.cuda.is_available() else torch.float32
-
-
-@pytest.mark.slow
-class TestFlexInAllDtypes(AttentionBackendKit):
-    name = "flex"
-    promised = EVERYTHING | {"float32", "float16", "bfloat16"}
 
 
 class TestFlashInfer(AttentionBackendKit):

@@ -57,7 +57,7 @@ async def test_a_backend_of_latents_is_chosen(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "param", "words"),
     [
-        ({"attention_backend": "flex"}, "attention_backend", "no latent attention backend"),
+        ({"attention_backend": "flashinfer"}, "attention_backend", "no latent attention backend"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype", "caches latents"),
         ({"calculate_kv_scales": True}, "calculate_kv_scales", "caches latents"),
         (

@@ -184,7 +184,7 @@ def test_all_stands_for_every_registered_name(installed: Path, tmp_path: Path) -
     arguments = ("--pyargs", PACKAGE, "--attention-backend", "all", "--co", "-q", "-k", "refusals")
     status, printed = run_pytest(*arguments, folder=tmp_path, PYTHONPATH=str(installed))
     assert status == 0, printed
-    for name in ("torch", "triton", "flex", "flashinfer", "mine", "forgetful"):
+    for name in ("torch", "triton", "flashinfer", "mine", "forgetful"):
         assert f"::TestAttentionBackend_{name}::" in printed
 
 

@@ -198,11 +198,10 @@ async def test_two_ranks_compute_what_one_does(case: str, tmp_path: Path) -> Non
     assert max(sizes) < 0.75 * sum(p.numel() for p in model.parameters())
 
 
-@pytest.mark.parametrize("options", [{"quantization": "int8"}, {"attention_backend": "flex"}])
-async def test_what_goes_with_sources(options: dict[str, Any], bart: Any) -> None:
+async def test_quantized_weights_go_with_sources(bart: Any) -> None:
     """The most likely token, within the rounding of weights to 8 bits."""
     model, folder = bart
-    async with AsyncEngine(config(folder, **options)) as engine:
+    async with AsyncEngine(config(folder, quantization="int8")) as engine:
         output = await answer(engine, SOURCES[2])
     begin, tokens = output.prompt_token_ids, output.outputs[0].token_ids
     wanted = scores(model, SOURCES[2], begin + tokens)[len(begin) - 1 : -1]
