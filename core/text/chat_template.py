@@ -42,6 +42,9 @@ from .tokenizer import Tokenizer
 _END = "\ufdd2"
 """Marks the end of the final message's content while it is rendered to be continued."""
 
+_TRIAL_STEPS = 20_000
+"""Of a rendering of a small conversation, to see what a template takes."""
+
 
 @functools.cache
 def _environment() -> TemplateEnvironment:
@@ -349,7 +352,8 @@ class ChatTemplate:
     def _tried(self, name: str, variables: dict[str, Any]) -> str | None:
         """Return a rendering; None if the template refuses."""
         try:
-            return self._run(self._templates[name], {**self._tokens, **variables}, Budget())
+            budget = Budget(_TRIAL_STEPS)
+            return self._run(self._templates[name], {**self._tokens, **variables}, budget)
         except (_Refused, InvalidRequest):
             return None
 
@@ -384,7 +388,7 @@ def _as_read(message: Message, traits: TemplateTraits, path: str, guard: Guard) 
         content = None if traits.takes_null else ""
     if isinstance(content, list) and not traits.takes_parts(role):
         content = joined_parts(content)
-    elif isinstance(content, str) and traits.needs_parts(role):
+    if isinstance(content, str) and traits.needs_parts(role):
         content = [{"type": "text", "text": content}]
     shown: Message = {"role": role}
     for key, value in message.items():

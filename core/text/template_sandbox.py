@@ -1,7 +1,9 @@
 """A Jinja environment for chat templates: the usual extensions, and limits on a template's cost.
 
-Templates are data from a checkpoint: they run sandboxed, and every loop turn, call, repetition and
-concatenation counts against the budget of the rendering it belongs to.
+Templates are data from a checkpoint: they run sandboxed, and whatever can take time or memory
+spends steps of the budget of the rendering it belongs to: loop turns, calls, filters, tests,
+comparisons, operators, slices, outputs. What one operation takes in is bounded before it runs,
+because a call into C cannot be stopped.
 """
 
 from __future__ import annotations
@@ -9,57 +11,147 @@ from __future__ import annotations
 import contextvars
 import datetime
 import json
+import operator
+import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, MappingView
 from typing import Any, NoReturn
 
-from jinja2 import nodes
+from jinja2 import nodes, pass_environment
 from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.ext import Extension
+from jinja2.filters import make_attrgetter
 from jinja2.parser import Parser
+from jinja2.runtime import LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 from .control_tokens import MARK
 
 MAX_OUTPUT = 16 * 2**20
-"""Characters of a rendered chat, and of every string a template builds on the way."""
+"""Characters of a rendered chat, of every string a template builds on the way, and of all strings
+in a value that an operation takes in, counted as often as they stand in it."""
 MAX_STEPS = 1_000_000
+"""A loop turn, a call, an operation; 256 bytes of text built; 1,024 characters or 4 values looked
+at."""
 MAX_SECONDS = 5.0
 _MAX_PADDING = 10_000
 _MAX_ITEMS = 100_000
-_COSTLY_FILTERS = (
-    "batch",
-    "center",
-    "format",
-    "indent",
-    "join",
-    "replace",
-    "round",
-    "slice",
-    "string",
+_MAX_SLOW = 1 << 16
+_SHALLOW_FILTERS = frozenset(
+    {
+        "attr",
+        "batch",
+        "count",
+        "d",
+        "default",
+        "first",
+        "items",
+        "last",
+        "length",
+        "list",
+        "map",
+        "reject",
+        "rejectattr",
+        "reverse",
+        "select",
+        "selectattr",
+        "slice",
+    }
 )
-"""What a short argument can make long."""
+"""What does not look into the items of its value; the tests and filters that some of these apply to
+each item spend steps of their own."""
+_SLOW_FILTERS = frozenset(
+    {
+        "e",
+        "escape",
+        "forceescape",
+        "pprint",
+        "striptags",
+        "title",
+        "truncate",
+        "urlencode",
+        "wordcount",
+        "wordwrap",
+        "xmlattr",
+    }
+)
+"""What takes at most `_MAX_SLOW` characters: regular expressions, and loops over slices."""
+_DEEP_TESTS = frozenset(
+    {
+        "!=", "<", "<=", "==", ">", ">=", "eq", "equalto", "ge", "greaterthan", "gt", "in", "le",
+        "lessthan", "lower", "lt", "ne", "upper",
+    }
+)  # fmt: skip
+"""Tests that look into their values."""
 _PADDING_METHODS = frozenset({"ljust", "rjust", "center", "zfill", "expandtabs"})
+_COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
+    "eq": operator.eq,
+    "ne": operator.ne,
+    "lt": operator.lt,
+    "lteq": operator.le,
+    "gt": operator.gt,
+    "gteq": operator.ge,
+    "in": lambda left, right: left in right,
+    "notin": lambda left, right: left not in right,
+}
 
 
 class Budget:
     """The remaining budget of one rendering."""
 
-    def __init__(self) -> None:
-        self._steps = MAX_STEPS
+    def __init__(self, steps: int | None = None) -> None:
+        """steps: MAX_STEPS if they are not given."""
+        self._steps = MAX_STEPS if steps is None else steps
         self._deadline = time.monotonic() + MAX_SECONDS
 
-    def spend(self) -> None:
-        """Count one step. Raises SecurityError past the limits."""
-        self._steps -= 1
+    def spend(self, steps: int = 1) -> None:
+        """Count steps. Raises SecurityError past the limits."""
+        before = self._steps
+        self._steps -= steps
         if self._steps < 0:
             raise SecurityError(f"it takes more than {MAX_STEPS} steps")
-        if not self._steps & 63 and time.monotonic() > self._deadline:
+        if before >> 6 != self._steps >> 6 and time.monotonic() > self._deadline:
             raise SecurityError(f"it takes more than {MAX_SECONDS:g} seconds")
 
 
 _budget: contextvars.ContextVar[Budget] = contextvars.ContextVar("template_budget")
+
+
+def _built(value: Any) -> Any:
+    """Count a value that an operation built, and return it."""
+    if isinstance(value, str | bytes):
+        _check_size(len(value))
+        _budget.get().spend(sys.getsizeof(value) >> 8)
+    elif isinstance(value, list | tuple | dict):
+        _budget.get().spend(len(value) >> 3)
+    return value
+
+
+def _looked_at(*values: Any) -> int:
+    """Count all that is in values, as often as it stands in them: a list may contain one long text,
+    or one long list, many times. Return the characters."""
+    budget = _budget.get()
+    size = seen = 0
+    waiting = list(values)
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, str):
+            size += len(item)
+        elif isinstance(item, Mapping):
+            waiting += [*item.keys(), *item.values()]
+        elif isinstance(item, list | tuple | MappingView):
+            waiting += item  # type: ignore[arg-type]
+        elif isinstance(item, Namespace):
+            waiting.append(item._Namespace__attrs)  # type: ignore[attr-defined]
+        seen += 1
+        if not seen & 3:
+            budget.spend()
+        if size + seen > MAX_OUTPUT or len(waiting) > MAX_OUTPUT:
+            _check_size(MAX_OUTPUT + 1)
+    budget.spend(size >> 10)
+    return size
 
 
 class _Meter(Extension):
@@ -67,24 +159,60 @@ class _Meter(Extension):
 
     identifier = "jackfield.meter"
 
-    def step(self) -> str:
+    def step(self, steps: int) -> str:
         """Count one loop iteration or macro call."""
-        _budget.get().spend()
+        _budget.get().spend(steps)
         return ""
+
+    def turn(self) -> bool:
+        """Count one item of a loop with a condition."""
+        _budget.get().spend()
+        return True
 
     def concat(self, *values: Any) -> str:
         """Evaluate the `~` operator."""
         _budget.get().spend()
-        texts = [str(_check_value(value)) for value in values]
-        _check_size(sum(map(len, texts)))
-        return "".join(texts)
+        _check_size(_looked_at(*values))
+        return str(_built("".join(map(str, values))))
+
+    def compare(self, name: str, left: Any, right: Any) -> Any:
+        """Evaluate a comparison."""
+        budget = _budget.get()
+        budget.spend()
+        if name in ("in", "notin"):
+            if isinstance(right, str):
+                budget.spend(len(right) >> 10)
+            elif isinstance(left, list | tuple | dict) or _is_long(left):
+                _looked_at(left, () if isinstance(right, Mapping) else right)
+            elif isinstance(right, list | tuple):
+                budget.spend(len(right) >> 4)
+        elif isinstance(left, list | tuple | dict) and isinstance(right, list | tuple | dict):
+            _looked_at(left, right)
+        elif isinstance(left, str):
+            budget.spend(len(left) >> 10)
+        return _COMPARISONS[name](left, right)
+
+    def slice(self, value: Any, start: Any, stop: Any, step: Any) -> Any:
+        """Evaluate `value[start:stop:step]`."""
+        _budget.get().spend()
+        return _built(value[start:stop:step])
+
+    def key(self, value: Any) -> Any:
+        """Return what becomes a key of a dict: tuples are hashed to their ends."""
+        if isinstance(value, tuple):
+            _looked_at(value)
+        return value
 
 
 class _Metering(NodeTransformer):
-    """Inserts a metering call at the head of every loop and macro body, and in place of `~`."""
+    """Inserts a metering call at the head of every loop and macro body, and in place of `~`,
+    comparisons, slices, and computed keys."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
-        return self._metered(node)
+        self._metered(node)
+        if node.test is not None:
+            node.test = nodes.And(_meter_call("turn", []), node.test)
+        return node
 
     def visit_Macro(self, node: nodes.Macro) -> nodes.Node:
         return self._metered(node)
@@ -96,10 +224,41 @@ class _Metering(NodeTransformer):
         self.generic_visit(node)
         return _meter_call("concat", node.nodes)
 
-    def _metered(self, node: Any) -> nodes.Node:
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
         self.generic_visit(node)
-        node.body.insert(0, nodes.Output([_meter_call("step", [])]))
+        result: nodes.Expr | None = None
+        left = node.expr
+        for operand in node.ops:
+            compared = _meter_call("compare", [nodes.Const(operand.op), left, operand.expr])
+            result = compared if result is None else nodes.And(result, compared)
+            left = operand.expr
+        assert result is not None
+        return result
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
+        self.generic_visit(node)
+        if not isinstance(node.arg, nodes.Slice):
+            return node
+        bounds = (node.arg.start, node.arg.stop, node.arg.step)
+        return _meter_call("slice", [node.node, *(bound or nodes.Const(None) for bound in bounds)])
+
+    def visit_Pair(self, node: nodes.Pair) -> nodes.Node:
+        self.generic_visit(node)
+        if not isinstance(node.key, nodes.Const):
+            node.key = _meter_call("key", [node.key])
         return node
+
+    def _metered(self, node: Any) -> nodes.Node:
+        # What stands in a body costs, too: lists of many items, long texts.
+        size = sum(1 for _ in node.find_all(nodes.Node)) >> 6
+        size += sum(len(data.data) for data in node.find_all(nodes.TemplateData)) >> 8
+        self.generic_visit(node)
+        node.body.insert(0, nodes.Output([_meter_call("step", [nodes.Const(1 + size)])]))
+        return node
+
+
+def _is_long(value: Any) -> bool:
+    return isinstance(value, str) and len(value) > 1024
 
 
 def _meter_call(name: str, arguments: list[nodes.Expr]) -> nodes.Call:
@@ -125,14 +284,15 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
-            finalize=_check_value,
+            finalize=_shown,
             extensions=["jinja2.ext.loopcontrols", _Generation, _Meter],
         )
         self.filters["tojson"] = _tojson
         self.filters["json_or_text"] = _json_or_text
-        for name in _COSTLY_FILTERS:
-            self.filters[name] = _limited(self.filters[name])
+        self.filters["sum"] = _sum
         self.filters.pop("urlize", None)  # Regular expressions over text from outside.
+        self.filters = {name: _limited(name, call) for name, call in self.filters.items()}
+        self.tests = {name: _counted(name, call) for name, call in self.tests.items()}
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = _strftime_now
         self.globals.pop("lipsum", None)
@@ -150,6 +310,11 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
                 node.lineno = 1
         return tree
 
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        if isinstance(argument, tuple):
+            _looked_at(argument)
+        return super().getitem(obj, argument)
+
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         _budget.get().spend()
         if operator == "+" and _sized(left) and _sized(right):
@@ -166,14 +331,23 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             _check_bits(left.bit_length() * abs(right))
         elif operator == "%" and isinstance(left, str):
             _refuse_wide_format(left)
-        return super().call_binop(context, operator, left, right)
+            _check_size(len(left) + _looked_at(right) * left.count("%"))
+        return _built(super().call_binop(context, operator, left, right))
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        _budget.get().spend()
         owner = getattr(__obj, "__self__", None)
+        if isinstance(owner, _Meter):
+            return __obj(*args)
+        _budget.get().spend()
         if isinstance(owner, str):
+            args = tuple(_in_full(arg) for arg in args)
+            _looked_at(owner, *args, *kwargs.values())
             _check_method(owner, getattr(__obj, "__name__", ""), args, kwargs)
-        return super().call(__context, __obj, *args, **kwargs)
+        elif not isinstance(__obj, Macro | LoopContext):
+            _looked_at(*args, *kwargs.values())
+            if isinstance(owner, list | tuple):
+                _looked_at(owner)
+        return _built(super().call(__context, __obj, *args, **kwargs))
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         wrapped = super().wrap_str_format(value)
@@ -214,24 +388,26 @@ def _check_size(size: int) -> None:
         raise SecurityError(f"it writes more than {MAX_OUTPUT} characters")
 
 
-def _check_value(value: Any) -> Any:
-    """Return `value` if its text stays within bounds: lists may contain one long text many
-    times."""
-    if isinstance(value, list | tuple | dict):
-        size = 0
-        waiting = [value]
-        while waiting:
-            item = waiting.pop()
-            if isinstance(item, str):
-                size += len(item)
-            elif isinstance(item, dict):
-                waiting += [*item.keys(), *item.values()]
-            elif isinstance(item, list | tuple):
-                waiting += item
-            size += 1
-            if size > MAX_OUTPUT or len(waiting) > MAX_OUTPUT:
-                _check_size(MAX_OUTPUT + 1)
+def _shown(value: Any) -> Any:
+    """Count a value that is written. Constants are looked at while a template is compiled, too,
+    where nothing is counted."""
+    if _budget.get(None) is not None:
+        if isinstance(value, str):
+            return _built(value)
+        _looked_at(value)
     return value
+
+
+def _in_full(value: Any) -> Any:
+    """Return the items of an iterator as a list, so that they can be counted before they are
+    used."""
+    if not isinstance(value, Iterator | MappingView):
+        return value
+    items: list[Any] = []
+    for item in value:  # type: ignore[union-attr]
+        _budget.get().spend()
+        items.append(item)
+    return items
 
 
 def _check_bits(bits: int) -> None:
@@ -248,6 +424,11 @@ def _check_method(owner: str, name: str, args: tuple[Any, ...], kwargs: dict[str
         _check_size(len(owner) * (max(numbers, default=8) if name == "expandtabs" else 1))
     elif name == "replace" and len(args) >= 2:
         _check_replace(owner, args[0], args[1])
+    elif name == "translate" and args:
+        values = args[0].values() if isinstance(args[0], Mapping) else args[0]
+        _check_size(len(owner) * max((len(v) for v in values if _sized(v)), default=1))
+    elif name in ("format", "format_map"):
+        _check_size(len(owner) + owner.count("{") * _looked_at(*args, *kwargs.values()))
     elif name == "join" and args and _sized(args[0]):
         _check_size(len(owner) * len(args[0]) + sum(len(v) for v in args[0] if _sized(v)))
 
@@ -268,38 +449,82 @@ def _refuse_wide_format(text: str) -> None:
         raise SecurityError("it formats to a computed width")
 
 
-def _limited(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a filter so that its result is bounded before it is built."""
+def _limited(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a filter so that it counts what it takes in and builds, and its result is bounded before
+    it is built."""
 
     def limited(*args: Any, **kwargs: Any) -> Any:
+        budget = _budget.get()
+        budget.spend()
+        if name in _SHALLOW_FILTERS:
+            budget.spend(sum(len(arg) for arg in args if _sized(arg)) >> 4)
+        else:
+            args = tuple(_in_full(arg) for arg in args)
+            kwargs = {key: _in_full(value) for key, value in kwargs.items()}
+            if _looked_at(*args, *kwargs.values()) > _MAX_SLOW and name in _SLOW_FILTERS:
+                raise SecurityError(f"{name} takes at most {_MAX_SLOW} characters")
+        _check_filter(name, args, kwargs)
+        result = original(*args, **kwargs)
+        return result if any(result is arg for arg in args) else _built(result)
+
+    return _with_marks(limited, original)
+
+
+def _check_filter(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Refuse what a short argument would make too long."""
+    values = [*args, *kwargs.values()]
+    texts = [value for value in values if isinstance(value, str)]
+    numbers = [abs(value) for value in values if isinstance(value, int)]
+    if name == "replace" and len(texts) >= 3:
+        _check_replace(texts[0], texts[1], texts[2])
+    elif name == "join":
+        items: Any = next((v for v in args if isinstance(v, list | tuple | dict)), ())
+        _check_size(len(items) * max((len(text) for text in texts), default=0))
+    elif name == "format" and texts:
+        _refuse_wide_format(texts[0])
+        _check_size(len(texts[0]) + sum(map(len, texts[1:])) * texts[0].count("%"))
+    elif name in ("slice", "batch", "round") and max(numbers, default=0) > _MAX_PADDING:
+        raise SecurityError(f"it cuts or rounds to more than {_MAX_PADDING}")
+    elif name in ("center", "indent"):
+        if max(numbers, default=0) > _MAX_PADDING:
+            raise SecurityError(f"it pads to more than {_MAX_PADDING} characters")
+        width = max([4, *numbers, *(len(text) for text in texts[1:])])
+        if texts:
+            _check_size(len(texts[0]) + (texts[0].count("\n") + 1) * width)
+    elif name == "wordwrap" and texts:
+        _check_size(len(texts[0]) * max(map(len, texts)))
+
+
+def _counted(name: str, original: Any) -> Callable[..., Any]:
+    """Wrap a test so that it counts, and what it looks into."""
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
         _budget.get().spend()
-        values = [_check_value(value) for value in (*args, *kwargs.values())]
-        texts = [value for value in values if isinstance(value, str)]
-        if name == "do_replace" and len(texts) >= 3:
-            _check_replace(texts[0], texts[1], texts[2])
-        elif name == "sync_do_join" or name == "do_join":
-            items = next((v for v in args if isinstance(v, list | tuple)), [])
-            _check_size(sum(len(i) for i in items if _sized(i)))
-            _check_size(len(items) * max((len(t) for t in texts), default=0))
-        elif name == "do_format" and texts:
-            _refuse_wide_format(texts[0])
-        elif name in ("sync_do_slice", "do_slice", "do_batch", "do_round"):
-            if any(isinstance(v, int) and abs(v) > _MAX_PADDING for v in values[1:]):
-                raise SecurityError(f"it cuts or rounds to more than {_MAX_PADDING}")
-        elif name in ("do_center", "do_indent"):
-            if any(isinstance(v, int) and v > _MAX_PADDING for v in values):
-                raise SecurityError(f"it pads to more than {_MAX_PADDING} characters")
-            widths = [v for v in values if isinstance(v, int)] or [4]
-            width = max([*widths, *(len(text) for text in texts[1:])])
-            if texts:
-                _check_size(len(texts[0]) + (texts[0].count("\n") + 1) * width)
+        if name in _DEEP_TESTS:
+            _looked_at(*args, *kwargs.values())
         return original(*args, **kwargs)
 
-    name = original.__name__
+    return _with_marks(counted, original)
+
+
+def _with_marks(wrapper: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    """Copy what tells Jinja which arguments a function has before its own."""
     for attribute in ("jinja_pass_arg", "jinja_async_variant"):
         if hasattr(original, attribute):
-            setattr(limited, attribute, getattr(original, attribute))
-    return limited
+            setattr(wrapper, attribute, getattr(original, attribute))
+    return wrapper
+
+
+@pass_environment
+def _sum(
+    environment: TemplateEnvironment, value: Any, attribute: Any = None, start: Any = 0
+) -> Any:
+    """Return the sum of items. Python's own holds the interpreter to its end, and copies a list for
+    each that it adds."""
+    get = (lambda item: item) if attribute is None else make_attrgetter(environment, attribute)
+    for item in value:
+        start = environment.call_binop(None, "+", start, get(item))
+    return start
 
 
 def _tojson(
@@ -310,15 +535,26 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     """Return JSON without HTML escapes, as transformers writes it in templates."""
-    if isinstance(indent, int) and indent > 100:
+    width = len(indent) if isinstance(indent, str) else indent or 0
+    marks = None if separators is None else tuple(map(str, separators))
+    longest = max(map(len, marks or ()), default=0)
+    if width > 100 or longest > 100:
         raise SecurityError("it indents by more than 100")
-    text = json.dumps(
-        _check_value(value),
+    encoder = json.JSONEncoder(
         ensure_ascii=ensure_ascii,
         indent=indent,
-        separators=None if separators is None else tuple(separators),  # type: ignore[arg-type]
+        separators=marks,  # type: ignore[arg-type]
         sort_keys=sort_keys,
     )
+    if indent is None and longest < 4:
+        text = encoder.encode(value)
+    else:
+        pieces, size = [], 0
+        for piece in encoder.iterencode(value):
+            size += len(piece)
+            _check_size(size)
+            pieces.append(piece)
+        text = "".join(pieces)
     return text.replace(json.dumps(MARK)[1:-1], MARK) if ensure_ascii else text
 
 
@@ -326,7 +562,9 @@ def _json_or_text(text: str) -> Any:
     """Return the value of a JSON text; of any other text, the text itself. For checkpoint formats,
     whose templates are not those of transformers: tool results may be either."""
     try:
-        return _check_value(json.loads(text))
+        value = json.loads(text)
+        _looked_at(value)
+        return value
     except (ValueError, RecursionError):
         return text
 

@@ -23,6 +23,7 @@ _TOOL = {
         "parameters": {"type": "object", "properties": {}, "required": []},
     },
 }
+_OF_TOOL = {"name": _WORD, "tool_call_id": _ID}
 _CALL = {"id": _ID, "type": "function", "function": {"name": _WORD, "arguments": {}}}
 _SEARCHES = frozenset({"split", "rsplit", "partition", "rpartition", "startswith", "endswith"})
 """Methods of text by which templates take content apart."""
@@ -41,7 +42,8 @@ class TemplateTraits:
         self._parts: dict[str, tuple[bool, bool]] = {}
 
     def takes_parts(self, role: str) -> bool:
-        """Whether content of this role may be a list of parts: the template writes their texts."""
+        """Whether content of this role may be a list of parts: the template writes all their
+        texts."""
         return self._about_parts(role)[0]
 
     def needs_parts(self, role: str) -> bool:
@@ -74,36 +76,41 @@ class TemplateTraits:
     def _about_parts(self, role: str) -> tuple[bool, bool]:
         """Render content of this role as text, and in a part."""
         if role not in self._parts:
-            message: dict[str, Any] = {"role": role}
-            if role in ("tool", "function"):
-                message.update(name=_WORD, tool_call_id=_ID)
-            text = self._around({**message, "content": _WORD * 2})
-            parts = self._around({**message, "content": [{"type": "text", "text": _WORD * 2}]})
-            reads = parts is not None and _WORD * 2 in parts and not _quotes_more(parts, text)
-            self._parts[role] = reads, reads and (text is None or _WORD * 2 not in text)
+            message = {"role": role, **(_OF_TOOL if role in ("tool", "function") else {})}
+            first, second = _WORD * 2, _WORD[::-1] * 2
+            text = self._around({**message, "content": first})
+            one = self._around({**message, "content": _parts(first)})
+            two = self._around({**message, "content": _parts(first, second)})
+            # Some write the first part alone, some show parts as JSON or Python does.
+            reads_one = one is not None and first in one and not _quotes_more(one, text)
+            reads_two = two is not None and first in two and second in two
+            writes_text = text is not None and first in text
+            self._parts[role] = reads_one and reads_two, reads_one and not writes_text
         return self._parts[role]
 
     def _around(self, message: dict[str, Any]) -> str | None:
         """Render a message in the conversation that it needs."""
-        role = message["role"]
-        user: dict[str, Any] = {"role": "user", "content": _WORD}
-        reply: dict[str, Any] = {"role": "assistant", "content": _WORD}
-        calls: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
-        result = {"role": "tool", "name": _WORD, "tool_call_id": _ID, "content": _WORD}
-        tools = None
-        if role in ("tool", "function"):
-            tools, chat = [_TOOL], [user, calls, message]
-            if self.needs_parts("user"):
-                user["content"] = [{"type": "text", "text": _WORD}]
-        elif message.get("tool_calls"):
-            tools, chat = [_TOOL], [user, message, result]
-        elif role == "user":
+        role, tools = message["role"], None
+        if role == "user":
             chat = [message]
+        elif message.get("tool_calls"):
+            tools, chat = [_TOOL], [self._plain("user"), message, self._plain("tool")]
         elif role == "assistant":
-            chat = [user, message, user]
+            chat = [self._plain("user"), message, self._plain("user")]
+        elif role in ("tool", "function"):
+            calls = {**self._plain("assistant"), "tool_calls": [_CALL]}
+            tools, chat = [_TOOL], [self._plain("user"), calls, message]
         else:
-            chat = [message, user, reply, user]
+            chat = [message, *map(self._plain, ("user", "assistant", "user"))]
         return self._run({"messages": chat, "tools": tools, "add_generation_prompt": False})
+
+    def _plain(self, role: str) -> dict[str, Any]:
+        content = _parts(_WORD) if self.needs_parts(role) else _WORD
+        return {"role": role, "content": content, **(_OF_TOOL if role == "tool" else {})}
+
+
+def _parts(*texts: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text} for text in texts]
 
 
 def _quotes_more(parts: str, text: str | None) -> bool:

@@ -11,6 +11,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from jackfield.core.errors import InvalidRequest
+from jackfield.core.text import template_sandbox
 from jackfield.core.text.chat_template import ChatTemplate
 from jackfield.core.text.tokenizer import Tokenizer
 from jackfield.plugins.conformance.clock import growth
@@ -327,6 +328,64 @@ COSTLY = [
     "{{ ('a' * 9999) | replace('a', 'b' * 9999) }}",
     "{% set n = namespace(s='aa') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
     "{% set n = namespace(s='aa') %}{% for i in range(60) %}{% set n.s = n.s + n.s %}{% endfor %}",
+    "{{ 'a\"' " + "| tojson" * 40 + " }}",
+    "{{ ([['a']] * 100000) | sum(start=[]) }}",
+    "{{ (['a' * 10000] * 100000) | sum(start='') }}",
+    "{{ ('a' * 999).translate({97: 'b' * 99999}) }}",
+    "{{ '%s%s' | format('a' * 9999999, 'a' * 9999999) }}",
+    "{{ ['a' * 9999999] * 999 | map('string') | join }}",
+    "{{ (['a' * 9999999] * 999) | map('string') | join }}",
+    "{{ dict(a='a' * 9999999, b='b' * 9999999).values() | join }}",
+    "{{ ('<!---->' * 99999) | striptags }}",
+    "{{ (['a' * 9999999, 'a' * 9999998 + 'b'] * 9999) | sort }}",
+    "{{ ['a' * 9999999 + 'c'] * 9999 == ['a' * 9999999 + 'b'] * 9999 }}",
+    "{{ ('a' * 9999999 + 'c') in ['a' * 9999999 + 'b'] * 9999 }}",
+    "{{ ('a' * 9999999 + 'c') is in (['a' * 9999999 + 'b'] * 9999) }}",
+    "{{ ([[1]] * 99999) | tojson(indent=100, separators=(',' * 99, ':')) }}",
+]
+# Values that hold themselves many times, and all that looks into values.
+GROWN = "{% set n = namespace(a=[], b=[]) %}{% for i in range(60) %}{% set n.a = [n.a, n.a] %}"
+GROWN += "{% set n.b = [n.b, n.b] %}{% endfor %}"
+DEEP = [
+    GROWN + what
+    for what in (
+        "{{ n.a == n.b }}",
+        "{{ n.a < n.b }}",
+        "{{ n.a is eq(n.b) }}",
+        "{{ [n.a] is in([n.b]) }}",
+        "{{ n.a in [n.b] }}",
+        "{{ [n.a, n.b] | sort }}",
+        "{{ [[n.a], [n.b]] | max }}",
+        "{{ n.a | tojson }}",
+        "{{ n.a | pprint }}",
+        "{{ n.a | upper }}",
+        "{{ n.a is upper }}",
+        "{{ n.a }}",
+        "{{ n }}",
+        "{{ n.a ~ '' }}",
+        "{{ '%s' % n.a }}",
+        "{{ '{}'.format(n.a) }}",
+        "{{ [n.a].count(n.b) }}",
+        "{% for i in [n.a, n.b] %}{{ loop.changed(i) }}{% endfor %}",
+        "{{ dict(x=n.a).values() }}",
+    )
+]
+TUPLES = (
+    "{% set n = namespace(a=()) %}{% for i in range(60) %}{% set n.a = (n.a, n.a) %}{% endfor %}"
+)
+DEEP += [
+    "{% for i in range(99999) if false %}{% endfor %}",
+    "{{ range(99999) | select('odd') | list | length }}",
+    "{% for i in range(999) %}{{ range(99) | map('string') | join }}{% endfor %}",
+]
+DEEP += [
+    TUPLES + what
+    for what in (
+        "{{ {n.a: 1} }}",
+        "{{ {1: 2}[n.a] }}",
+        "{{ n.a in {1: 2} }}",
+        "{{ [n.a] | unique | list }}",
+    )
 ]
 
 
@@ -342,6 +401,44 @@ def test_costly_templates_are_stopped(source: str) -> None:
             ChatTemplate(source).render(user("x"))
 
     assert growth(loop, render, bar=400) < 400
+
+
+@pytest.mark.parametrize("source", DEEP)
+def test_what_looks_into_values_counts_all_that_it_meets(
+    source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(template_sandbox, "MAX_STEPS", 2_000)
+    with pytest.raises(InvalidRequest, match="more than 2000 steps"):
+        ChatTemplate(source).render(user("x"))
+
+
+@pytest.mark.parametrize(
+    "build",
+    ["'a' * 9999", "s[1:]", "s | upper", "s.title()", "s + 'b'", "s ~ 'b'", "f()", "s.split('a')"],
+)
+def test_what_is_built_is_counted_by_bytes(build: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However little of it is kept: 100 times 10,000 bytes are more than 2,000 times 256."""
+    monkeypatch.setattr(template_sandbox, "MAX_STEPS", 2_000)
+    source = (
+        "{% set s = 'a' * 9999 %}{% macro f() %}{{ s }}{% endmacro %}"
+        f"{{% for i in range(100) %}}{{% set x = {build} %}}{{% endfor %}}"
+    )
+    with pytest.raises(InvalidRequest, match="more than 2000 steps"):
+        ChatTemplate(source).render(user("x"))
+
+
+def test_no_filter_and_no_test_goes_uncounted() -> None:
+    environment = template_sandbox.TemplateEnvironment()
+    for call in (*environment.filters.values(), *environment.tests.values()):
+        with pytest.raises(LookupError, match="template_budget"):
+            call("a", "b")
+
+
+def test_a_chained_comparison_is_what_it_is_in_python() -> None:
+    source = (
+        "{{ 1 < 2 < 3 }}{{ 1 < 3 < 2 }}{{ 'a' not in 'b' }}{{ [1] == [1] != [2] }}{{ 'abc'[1:] }}"
+    )
+    assert ChatTemplate(source).render(user("x")) == "TrueFalseTrueTruebc"
 
 
 # ---------------------------------------------------------------- typed control tokens
