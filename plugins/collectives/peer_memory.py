@@ -31,7 +31,7 @@ WAYS: dict[int, tuple[tuple[int, Way], ...]] = {
     8: ((64 << 10, "words"), (256 << 10, "one_shot"), (16 << 20, "two_shot")),
 }
 """By the largest number of ranks: the largest terms in bytes, and how they are added. What is
-larger goes through NCCL. Two ranks: as measured on H200 (examples/benchmarks/peer_sum.py); the
+larger goes through NCCL. Two ranks: as measured on H200 (`peer_sum.py` in git's history); the
 others follow from the bytes that each way sends."""
 
 

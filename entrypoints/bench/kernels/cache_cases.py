@@ -4,29 +4,24 @@ kernel_cases.py."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 
 from ....core.cache.formats import QUANTIZED_FORMATS
 from ....core.nn.kv_cache.quantized_cache import QuantizedCache
-from ....kernels.attention.decode_splits import (
-    DecodeConfig,
-    choose_num_splits,
-    workspace_elements,
-)
+from ....kernels.attention.decode_splits import choose_num_splits, workspace_elements
 from ....kernels.attention.fused_decode_attention import fused_decode_attention
 from ....kernels.attention.paged_attention_decode import paged_attention_decode
-from ....kernels.attention.paged_attention_prefill import PrefillConfig, paged_attention_prefill
+from ....kernels.attention.paged_attention_prefill import paged_attention_prefill
 from ....kernels.attention.qk_norm_rope_cache import qk_norm_rope_cache
 from ....kernels.attention.quantized_tiles import Quantized
+from .case import BLOCK_SIZE, Case, Maker, Work
 
-Work = Callable[[], object]
 Cache = torch.Tensor | Quantized
 FORMATS = ("auto", "fp8", *QUANTIZED_FORMATS)
 """As `EngineConfig.kv_cache_dtype`."""
-BLOCK_SIZE = 16
 WORD = 0x3C003D00
 """A zero of 0.0078 and a scale of 0.031."""
 
@@ -43,35 +38,14 @@ class CacheShapes(NamedTuple):
     """Tokens of a prompt, whose writes are measured, too."""
 
 
-QWEN3_06B_CACHE = CacheShapes(16, 8, 128, ((256, 2048),), ((8, 4096),), 8192)
 QWEN3_8B_CACHE = CacheShapes(32, 8, 128, ((256, 2048), (32, 32768)), ((8, 4096), (8, 32768)), 8192)
 TINY_CACHE = CacheShapes(4, 2, 16, ((2, 33),), ((2, 20),), 17)
 
 
-class Division(NamedTuple):
-    """How a decode kernel divides its work."""
-
-    num_splits: int
-    """Programs of a row and KV head."""
-    config: DecodeConfig
-
-
-class CacheCase(NamedTuple):
-    """The fields of `kernel_cases.Case`, by position."""
-
-    kernel: str
-    shape: str
-    bytes: float
-    make: Callable[[], Work]
-    flops: float = 0.0
-
-
-def cache_cases(
-    shapes: CacheShapes, device: torch.device, dtype: torch.dtype
-) -> Iterator[CacheCase]:
+def cache_cases(shapes: CacheShapes, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     """Yield each attention kernel over each format. dtype: the model's."""
     for name in FORMATS:
-        maker = CacheCases(shapes, device, dtype, name)
+        maker = _Maker(shapes, device, dtype, name)
         for rows, context in shapes.decode:
             yield maker.decode(rows, context)
         for rows, context in shapes.fused:
@@ -80,16 +54,14 @@ def cache_cases(
         yield maker.write()
 
 
-class CacheCases:
+class _Maker(Maker):
     """Makes cases of one format."""
 
     def __init__(
         self, shapes: CacheShapes, device: torch.device, dtype: torch.dtype, name: str
     ) -> None:
-        self.shapes, self.device, self.dtype, self.name = shapes, device, dtype, name
-        self.num_sms = 8
-        if device.type == "cuda":
-            self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+        super().__init__(device, dtype)
+        self.shapes, self.name = shapes, name
         self.label = str(dtype).removeprefix("torch.") if name == "auto" else name
         self.scale = 1 / math.sqrt(shapes.head_dim)
 
@@ -125,15 +97,11 @@ class CacheCases:
                 parts[spec.name] = torch.randint(low, high, sizes, dtype=kind, device=self.device)
         return QuantizedCache.of(parts)
 
-    def random(self, *shape: int) -> torch.Tensor:
-        return torch.randn(shape, device=self.device, dtype=self.dtype)
-
     def paged(self, rows: int, context: int) -> tuple[Cache, torch.Tensor, torch.Tensor]:
         """Return cache, block tables (with blocks in random order) and lengths."""
-        blocks = -(-context // BLOCK_SIZE)
-        order = torch.randperm(rows * blocks, device=self.device, dtype=torch.int32)
+        table = self.block_table(rows, context)
         lengths = torch.full((rows,), context, dtype=torch.int32, device=self.device)
-        return self.cache(rows * blocks), order.view(rows, blocks), lengths
+        return self.cache(table.numel()), table, lengths
 
     def num_splits(self, rows: int, context: int) -> int:
         """Return the number that the backend chooses."""
@@ -149,33 +117,31 @@ class CacheCases:
         floats = workspace_elements(rows, s.num_heads, s.head_dim, num_splits)
         return torch.empty(floats, device=self.device)
 
-    def decode(self, rows: int, context: int, division: Division | None = None) -> CacheCase:
-        """division: None: as the backend divides."""
+    def decode(self, rows: int, context: int) -> Case:
         s = self.shapes
 
         def make() -> Work:
             cache, table, lengths = self.paged(rows, context)
             query = self.random(rows, s.num_heads, s.head_dim)
-            splits, config = division or (self.num_splits(rows, context), None)
+            splits = self.num_splits(rows, context)
             workspace = self.workspace(rows, splits)
             return lambda: paged_attention_decode(
                 query, cache, table, lengths, scale=self.scale, num_splits=splits,
-                workspace=workspace, config=config,
+                workspace=workspace,
             )  # fmt: skip
 
         moved = 2 * s.num_heads * s.head_dim * self.dtype.itemsize + context * self.token_bytes
         shape = f"{rows} rows of {context}, {self.label}"
-        return CacheCase("paged_attention_decode", shape, rows * moved, make)
+        return Case("paged_attention_decode", shape, rows * moved, make)
 
-    def fused_decode(self, rows: int, context: int, division: Division | None = None) -> CacheCase:
-        """division: None: as the backend divides."""
+    def fused_decode(self, rows: int, context: int) -> Case:
         s = self.shapes
         width = (s.num_heads + 2 * s.num_kv_heads) * s.head_dim
 
         def make() -> Work:
             cache, table, lengths = self.paged(rows, context)
             qkv = self.random(rows, width)
-            splits, config = division or (self.num_splits(rows, context), None)
+            splits = self.num_splits(rows, context)
             workspace = self.workspace(rows, splits)
             counters = torch.zeros(rows * s.num_kv_heads, dtype=torch.int32, device=self.device)
             last = table[:, (context - 1) // BLOCK_SIZE].long()
@@ -184,17 +150,15 @@ class CacheCases:
             return lambda: fused_decode_attention(
                 qkv, s.num_heads, s.num_kv_heads, cache, table, lengths, slots, scale=self.scale,
                 counters=counters, workspace=workspace, num_splits=splits, cos_sin=cos_sin,
-                config=config,
             )  # fmt: skip
 
         moved = (width + s.num_heads * s.head_dim) * self.dtype.itemsize
         shape = f"{rows} rows of {context}, {self.label}"
-        return CacheCase(
+        return Case(
             "fused_decode_attention", shape, rows * (moved + context * self.token_bytes), make
         )
 
-    def prefill(self, rows: int, prompt: int, config: PrefillConfig | None = None) -> CacheCase:
-        """config: None: as the backend chooses."""
+    def prefill(self, rows: int, prompt: int) -> Case:
         s = self.shapes
 
         def make() -> Work:
@@ -203,15 +167,14 @@ class CacheCases:
             starts = torch.arange(rows + 1, dtype=torch.int32, device=self.device) * prompt
             return lambda: paged_attention_prefill(
                 query, cache, table, starts, lengths, scale=self.scale, max_query_len=prompt,
-                config=config,
             )  # fmt: skip
 
         moved = prompt * (self.token_bytes + 2 * s.num_heads * s.head_dim * self.dtype.itemsize)
         flops = 2.0 * s.num_heads * s.head_dim * prompt * (prompt + 1)
         shape = f"{rows} row{'s' if rows > 1 else ''} of {prompt}, {self.label}"
-        return CacheCase("paged_attention_prefill", shape, rows * moved, make, rows * flops)
+        return Case("paged_attention_prefill", shape, rows * moved, make, rows * flops)
 
-    def write(self) -> CacheCase:
+    def write(self) -> Case:
         s, tokens = self.shapes, self.shapes.prompt
         width = (s.num_heads + 2 * s.num_kv_heads) * s.head_dim
 
@@ -227,4 +190,4 @@ class CacheCases:
 
         heads = (s.num_heads + s.num_kv_heads) * s.head_dim
         moved = tokens * ((width + heads) * self.dtype.itemsize + s.head_dim * 4 + self.token_bytes)
-        return CacheCase("qk_norm_rope_cache", f"{tokens} x {width}, {self.label}", moved, make)
+        return Case("qk_norm_rope_cache", f"{tokens} x {width}, {self.label}", moved, make)

@@ -24,7 +24,7 @@ from ..roofline import Ceilings, given_ceilings, measure_ceilings
 from ..types import rounded
 
 if TYPE_CHECKING:
-    from .kernel_cases import Case
+    from .case import Case
 
 CACHE_TIMES = 3
 """Memory that the calls of a graph use, in sizes of the L2 cache."""

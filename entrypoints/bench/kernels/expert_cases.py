@@ -3,7 +3,7 @@ kernel_cases.py."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -15,8 +15,7 @@ from ....kernels.moe.expert_matmul import expert_matmul
 from ....kernels.moe.sort_tokens import sort_tokens
 from ....kernels.moe.topk_experts import topk_experts
 from ....plugins.operations.experts import experts_product, few_slots
-
-Work = Callable[[], object]
+from .case import Case, Work
 
 
 class Mixture(NamedTuple):
@@ -33,19 +32,7 @@ QWEN3_30B_A3B = Mixture(128, 8, 2048, 768, (1, 16, 64, 256, 8192))
 TINY_MIXTURE = Mixture(6, 2, 32, 16, (1, 9))
 
 
-class ExpertCase(NamedTuple):
-    """The fields of `kernel_cases.Case`, by position."""
-
-    kernel: str
-    shape: str
-    bytes: float
-    make: Callable[[], Work]
-    flops: float
-
-
-def expert_cases(
-    mixture: Mixture, device: torch.device, dtype: torch.dtype
-) -> Iterator[ExpertCase]:
+def expert_cases(mixture: Mixture, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     """Yield, for each number of tokens, the whole layer and then each of its kernels."""
     for num_tokens in mixture.tokens:
         yield from _cases(mixture, num_tokens, device, dtype)
@@ -53,7 +40,7 @@ def expert_cases(
 
 def _cases(
     mixture: Mixture, num_tokens: int, device: torch.device, dtype: torch.dtype
-) -> Iterator[ExpertCase]:
+) -> Iterator[Case]:
     num_experts, top_k, hidden, inner, _ = mixture
     num_slots, item = num_tokens * top_k, dtype.itemsize
     generator = torch.Generator().manual_seed(num_tokens)
@@ -115,18 +102,18 @@ def _cases(
     shape = f"{num_tokens} x {top_k} of {num_experts}"
     weight, rows = read * hidden * inner * item, num_tokens * hidden * item
     flops = 2.0 * num_slots * hidden * inner
-    yield ExpertCase("experts", shape, 3 * weight + 3 * rows, layer, 3 * flops)
-    yield ExpertCase(
+    yield Case("experts", shape, 3 * weight + 3 * rows, layer, 3 * flops)
+    yield Case(
         product, f"gate and up, {shape}", 2 * weight + rows + num_slots * inner * item,
         first_product, 2 * flops,
     )  # fmt: skip
     num_rows = 2 * rows if few else rows * top_k
-    yield ExpertCase(
+    yield Case(
         product, f"down, {shape}", weight + num_slots * inner * item + num_rows,
         second_product, flops,
     )  # fmt: skip
     ids = num_tokens * num_experts * item + num_slots * 8
-    yield ExpertCase("topk_experts", shape, ids, choice, 0.0)
+    yield Case("topk_experts", shape, ids, choice, 0.0)
     if not few:
-        yield ExpertCase("sort_tokens", shape, num_slots * 8 + num_experts * 4, lists, 0.0)
-        yield ExpertCase("combine", shape, (top_k + 2) * rows, sums, 0.0)
+        yield Case("sort_tokens", shape, num_slots * 8 + num_experts * 4, lists, 0.0)
+        yield Case("combine", shape, (top_k + 2) * rows, sums, 0.0)

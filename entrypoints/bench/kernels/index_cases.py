@@ -16,9 +16,7 @@ from ....kernels.attention.latent.latent_decode import (
 from ....kernels.indexer.index_choice import PARTS, divides_rows, index_choice
 from ....kernels.indexer.index_inputs import index_inputs
 from ....kernels.indexer.index_scores import index_scores
-
-Work = Callable[[], object]
-BLOCK_SIZE = 16
+from .case import BLOCK_SIZE, Case, Maker, Work
 
 
 class Indexed(NamedTuple):
@@ -47,19 +45,9 @@ TINY_INDEXED = (Indexed("tiny", 3, 24, 8, 3, 24, 8, ((2, 1, 33), (1, 9, 25))),)
 MEASURED = (V32,)
 
 
-class IndexCase(NamedTuple):
-    """The fields of `kernel_cases.Case`, by position."""
-
-    kernel: str
-    shape: str
-    bytes: float
-    make: Callable[[], Work]
-    flops: float = 0.0
-
-
 def index_cases(
     layers: tuple[Indexed, ...], device: torch.device, dtype: torch.dtype
-) -> Iterator[IndexCase]:
+) -> Iterator[Case]:
     """Yield the cases of each layer."""
     for layer in layers:
         for rows, tokens, length in layer.batches:
@@ -70,7 +58,7 @@ def index_cases(
             yield maker.attention()
 
 
-class _Maker:
+class _Maker(Maker):
     def __init__(
         self,
         layer: Indexed,
@@ -80,33 +68,23 @@ class _Maker:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
+        super().__init__(device, dtype)
         self.layer, self.rows, self.tokens, self.length = layer, rows, tokens, length
         self.total = rows * tokens
-        self.device, self.dtype, self.item = device, dtype, dtype.itemsize
-        self.num_sms = 8
-        if device.type == "cuda":
-            self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         self.pairs = rows * sum(range(length - tokens + 1, length + 1))
         """Of a query and a token that it sees."""
 
-    def random(self, *shape: int) -> torch.Tensor:
-        return torch.randn(shape, device=self.device, dtype=self.dtype)
-
     def paged(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return block tables (with blocks in random order), starts of rows and positions."""
-        blocks = -(-self.length // BLOCK_SIZE)
-        order = torch.randperm(self.rows * blocks, device=self.device, dtype=torch.int32)
         starts = torch.arange(self.rows + 1, dtype=torch.int32, device=self.device) * self.tokens
         own = torch.arange(self.length - self.tokens, self.length, device=self.device)
-        return order.view(self.rows, blocks), starts, own.repeat(self.rows)
+        return self.block_table(self.rows, self.length), starts, own.repeat(self.rows)
 
-    def case(
-        self, kernel: str, moved: float, make: Callable[[], Work], flops: float = 0.0
-    ) -> IndexCase:
+    def case(self, kernel: str, moved: float, make: Callable[[], Work], flops: float = 0.0) -> Case:
         layer, batch = self.layer, f"{self.rows} rows of {self.tokens} up to {self.length}"
-        return IndexCase(kernel, f"{layer.name}: {batch}, {layer.topk} chosen", moved, make, flops)
+        return Case(kernel, f"{layer.name}: {batch}, {layer.topk} chosen", moved, make, flops)
 
-    def inputs(self) -> IndexCase:
+    def inputs(self) -> Case:
         layer, total = self.layer, self.total
 
         def make() -> Work:
@@ -123,7 +101,7 @@ class _Maker:
         moved = total * 2 * (layer.index_dim + layer.index_heads * layer.rope_dim) * self.item
         return self.case("index_inputs", moved, make)
 
-    def scores(self) -> IndexCase:
+    def scores(self) -> Case:
         layer = self.layer
 
         def make() -> Work:
@@ -142,7 +120,7 @@ class _Maker:
         flops = 2.0 * self.pairs * layer.index_heads * layer.index_dim
         return self.case("index_scores", moved, make, flops)
 
-    def choice(self) -> IndexCase:
+    def choice(self) -> Case:
         layer = self.layer
 
         def make() -> Work:
@@ -160,7 +138,7 @@ class _Maker:
 
         return self.case("index_choice", self.pairs * 4 + self.total * layer.topk * 4, make)
 
-    def attention(self) -> IndexCase:
+    def attention(self) -> Case:
         layer, total, heads = self.layer, self.total, self.layer.num_heads
 
         def make() -> Work:

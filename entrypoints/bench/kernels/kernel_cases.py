@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import msgspec
 import torch
@@ -33,6 +34,7 @@ from ....kernels.sampling.sample_gumbel import sample_gumbel
 from ....kernels.step.decode_inputs import decode_inputs
 from ....kernels.tuning import Product, small_m_config, small_m_rule
 from .cache_cases import QWEN3_8B_CACHE, TINY_CACHE, cache_cases
+from .case import BLOCK_SIZE, EPS, Case, Maker, Work
 from .expert_cases import QWEN3_30B_A3B, TINY_MIXTURE, expert_cases
 from .index_cases import MEASURED as MEASURED_INDEXED
 from .index_cases import TINY_INDEXED, index_cases
@@ -40,9 +42,6 @@ from .latent_cases import MEASURED, TINY_LATENTS, latent_cases
 from .quant_cases import quant_cases
 from .state_cases import PUBLISHED, TINY_STATES, state_cases
 
-Work = Callable[[], object]
-EPS = 1e-6
-BLOCK_SIZE = 16
 SMALL_M_ROWS = (8, 32)
 
 
@@ -89,17 +88,14 @@ TINY = Sizes(
 )  # fmt: skip
 
 
-class Case(msgspec.Struct, frozen=True, kw_only=True):
-    """One kernel at one shape."""
-
-    kernel: str
-    shape: str
-    bytes: float
-    """Bytes that have to be read or written, each once."""
-    make: Callable[[], Work]
-    """Allocates new tensors; returns the call on them."""
-    flops: float = 0.0
-    """Operations of matrix products; 0 if only bytes count."""
+PARTS: tuple[tuple[Callable[..., Iterator[Case]], Any, Any], ...] = (
+    (expert_cases, QWEN3_30B_A3B, TINY_MIXTURE),
+    (cache_cases, QWEN3_8B_CACHE, TINY_CACHE),
+    (latent_cases, MEASURED, TINY_LATENTS),
+    (index_cases, MEASURED_INDEXED, TINY_INDEXED),
+    (state_cases, PUBLISHED, TINY_STATES),
+)
+"""What makes the cases of other files, at published shapes, and at small ones."""
 
 
 def cases(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
@@ -128,37 +124,15 @@ def cases(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Iterator[Ca
         yield maker.decode_inputs(rows)
     for rows in sizes.rows:
         yield maker.sample_gumbel(rows)
-    for kernel, shape, moved, make in quant_cases(
-        sizes.hidden, sizes.intermediate, sizes.tokens, device, dtype
-    ):
-        yield Case(kernel=kernel, shape=shape, bytes=moved, make=make)
-    mixture = QWEN3_30B_A3B if sizes == QWEN3_8B else TINY_MIXTURE
-    for kernel, shape, moved, make, flops in expert_cases(mixture, device, dtype):
-        yield Case(kernel=kernel, shape=shape, bytes=moved, make=make, flops=flops)
-    caches = QWEN3_8B_CACHE if sizes == QWEN3_8B else TINY_CACHE
-    for kernel, shape, moved, make, flops in cache_cases(caches, device, dtype):
-        yield Case(kernel=kernel, shape=shape, bytes=moved, make=make, flops=flops)
-    layers = MEASURED if sizes == QWEN3_8B else TINY_LATENTS
-    for kernel, shape, moved, make, flops in latent_cases(layers, device, dtype):
-        yield Case(kernel=kernel, shape=shape, bytes=moved, make=make, flops=flops)
-    indexed = MEASURED_INDEXED if sizes == QWEN3_8B else TINY_INDEXED
-    for kernel, shape, moved, make, flops in index_cases(indexed, device, dtype):
-        yield Case(kernel=kernel, shape=shape, bytes=moved, make=make, flops=flops)
-    states = PUBLISHED if sizes == QWEN3_8B else TINY_STATES
-    for kernel, shape, moved, make, flops in state_cases(states, device, dtype):
-        yield Case(kernel=kernel, shape=shape, bytes=moved, make=make, flops=flops)
+    yield from quant_cases(sizes.hidden, sizes.intermediate, sizes.tokens, device, dtype)
+    for more, published, tiny in PARTS:
+        yield from more(published if sizes == QWEN3_8B else tiny, device, dtype)
 
 
-class _Maker:
+class _Maker(Maker):
     def __init__(self, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> None:
-        self.sizes, self.device, self.dtype = sizes, device, dtype
-        self.item = dtype.itemsize
-        self.num_sms = 8
-        if device.type == "cuda":
-            self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-
-    def random(self, *shape: int) -> torch.Tensor:
-        return torch.randn(shape, device=self.device, dtype=self.dtype)
+        super().__init__(device, dtype)
+        self.sizes = sizes
 
     def gemvs(self) -> Iterator[Case]:
         s = self.sizes
@@ -288,11 +262,9 @@ class _Maker:
 
     def paged(self, rows: int, context: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return cache, block tables (with blocks in random order) and lengths."""
-        blocks = -(-context // BLOCK_SIZE)
-        cache = self.cache(rows * blocks)
-        order = torch.randperm(rows * blocks, device=self.device, dtype=torch.int32)
+        table = self.block_table(rows, context)
         lengths = torch.full((rows,), context, dtype=torch.int32, device=self.device)
-        return cache, order.view(rows, blocks), lengths
+        return self.cache(table.numel()), table, lengths
 
     def splits(self, rows: int, context: int) -> tuple[int, int]:
         """Return (splits, floats of workspace)."""

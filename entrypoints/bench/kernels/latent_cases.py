@@ -17,9 +17,7 @@ from ....kernels.attention.latent.latent_decode import (
 )
 from ....kernels.attention.latent.latent_inputs import latent_inputs
 from ....kernels.attention.latent.latent_prefill import latent_context, latent_prompt
-
-Work = Callable[[], object]
-BLOCK_SIZE = 16
+from .case import BLOCK_SIZE, Case, Maker, Work
 
 
 class Latents(NamedTuple):
@@ -50,19 +48,9 @@ TINY_LATENTS = (Latents("tiny", 3, 24, 8, 12, 10, ((2, 33),), ((2, 9, 16),)),)
 MEASURED = (LITE, V3)
 
 
-class LatentCase(NamedTuple):
-    """The fields of `kernel_cases.Case`, by position."""
-
-    kernel: str
-    shape: str
-    bytes: float
-    make: Callable[[], Work]
-    flops: float = 0.0
-
-
 def latent_cases(
     layers: tuple[Latents, ...], device: torch.device, dtype: torch.dtype
-) -> Iterator[LatentCase]:
+) -> Iterator[Case]:
     """Yield the cases of each layer."""
     for layer in layers:
         maker = _Maker(layer, device, dtype)
@@ -76,32 +64,25 @@ def latent_cases(
             yield maker.prompt(rows, tokens)
 
 
-class _Maker:
+class _Maker(Maker):
     def __init__(self, layer: Latents, device: torch.device, dtype: torch.dtype) -> None:
-        self.layer, self.device, self.dtype = layer, device, dtype
-        self.item = dtype.itemsize
-        self.num_sms = 8
-        if device.type == "cuda":
-            self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+        super().__init__(device, dtype)
+        self.layer = layer
         self.scale = 1 / math.sqrt(layer.nope_dim + layer.rope_dim)
-
-    def random(self, *shape: int) -> torch.Tensor:
-        return torch.randn(shape, device=self.device, dtype=self.dtype)
 
     def paged(self, rows: int, length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return cache, block tables (with blocks in random order) and lengths."""
-        blocks = -(-length // BLOCK_SIZE)
-        cache = self.random(rows * blocks, BLOCK_SIZE, self.layer.cache_dim)
-        order = torch.randperm(rows * blocks, device=self.device, dtype=torch.int32)
+        table = self.block_table(rows, length)
+        cache = self.random(table.numel(), BLOCK_SIZE, self.layer.cache_dim)
         lengths = torch.full((rows,), length, dtype=torch.int32, device=self.device)
-        return cache, order.view(rows, blocks), lengths
+        return cache, table, lengths
 
     def case(
         self, kernel: str, shape: str, elements: float, make: Callable[[], Work], flops: float = 0.0
-    ) -> LatentCase:
-        return LatentCase(kernel, f"{self.layer.name}: {shape}", elements * self.item, make, flops)
+    ) -> Case:
+        return Case(kernel, f"{self.layer.name}: {shape}", elements * self.item, make, flops)
 
-    def inputs(self, rows: int) -> LatentCase:
+    def inputs(self, rows: int) -> Case:
         layer = self.layer
         key_dim = layer.nope_dim + layer.rope_dim
 
@@ -118,7 +99,7 @@ class _Maker:
         moved = rows * (3 * layer.cache_dim + 2 * layer.num_heads * layer.rope_dim)
         return self.case("latent_inputs", f"{rows} tokens", moved, make)
 
-    def products(self, rows: int) -> Iterator[LatentCase]:
+    def products(self, rows: int) -> Iterator[Case]:
         layer, heads = self.layer, self.layer.num_heads
         nope, value, latent = layer.nope_dim, layer.value_dim, layer.latent_dim
 
@@ -135,7 +116,7 @@ class _Maker:
             flops = 2.0 * rows * heads * latent * size
             yield self.case("head_matmul", f"{name}, {rows} tokens", moved, make, flops)
 
-    def decode(self, rows: int, context: int) -> LatentCase:
+    def decode(self, rows: int, context: int) -> Case:
         layer, heads = self.layer, self.layer.num_heads
 
         def make() -> Work:
@@ -156,7 +137,7 @@ class _Maker:
         flops = 2.0 * rows * heads * context * (layer.cache_dim + layer.latent_dim)
         return self.case("latent_decode", f"{rows} rows of {context}", moved, make, flops)
 
-    def context(self, rows: int, tokens: int, context: int) -> LatentCase:
+    def context(self, rows: int, tokens: int, context: int) -> Case:
         layer, heads = self.layer, self.layer.num_heads
         total = rows * tokens
 
@@ -177,7 +158,7 @@ class _Maker:
         shape = f"{rows} rows of {tokens} after {context}"
         return self.case("latent_context", shape, moved, make, flops)
 
-    def prompt(self, rows: int, tokens: int) -> LatentCase:
+    def prompt(self, rows: int, tokens: int) -> Case:
         layer, heads = self.layer, self.layer.num_heads
         key_dim = layer.nope_dim + layer.rope_dim
         total = rows * tokens

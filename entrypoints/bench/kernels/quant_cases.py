@@ -4,7 +4,6 @@ kernel_cases.py."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 import torch
 
@@ -27,22 +26,12 @@ from ....kernels.tuning import (
     int4_gemv_config,
     int4_small_m_config,
 )
+from .case import EPS, Case, Work
 
-Work = Callable[[], object]
 GROUP = 128
 FP8 = torch.float8_e4m3fn
-EPS = 1e-6
 INT4_ROWS = (8, 16, 64)
 """Number of tokens per call of the 4-bit kernels."""
-
-
-class QuantCase(NamedTuple):
-    """The fields of `kernel_cases.Case`, by position."""
-
-    kernel: str
-    shape: str
-    bytes: float
-    make: Callable[[], Work]
 
 
 def quant_cases(
@@ -51,7 +40,7 @@ def quant_cases(
     tokens: tuple[int, int, int],
     device: torch.device,
     dtype: torch.dtype,
-) -> Iterator[QuantCase]:
+) -> Iterator[Case]:
     """Yield both projections of the MLP in fp8 and in 4 bits, for one token and for several; the
     other kernels once."""
     up, down = (2 * intermediate, hidden), (hidden, intermediate)
@@ -113,24 +102,22 @@ def quant_cases(
 
     for (rows, size), gated in ((up, True), (down, False)):
         shape, number = f"fp8 {rows} x {size}", moved(8, rows, size)
-        yield QuantCase("gemv", shape, number, one_row(8, rows, size, gated))
+        yield Case("gemv", shape, number, one_row(8, rows, size, gated))
         count = min(tokens[1], 16)
         make = fp8_rows(count, rows, size)
-        yield QuantCase("quant_matmul", f"{count} rows, {shape}", number, make)
+        yield Case("quant_matmul", f"{count} rows, {shape}", number, make)
         shape, number = f"int4 {rows} x {size}", moved(4, rows, size)
-        yield QuantCase("int4_gemv", shape, number, one_row(4, rows, size, gated))
+        yield Case("int4_gemv", shape, number, one_row(4, rows, size, gated))
         for count in INT4_ROWS:
             make = int4_rows(count, rows, size, gated)
-            yield QuantCase("small_m_matmul", f"{count} rows, {shape}", number, make)
+            yield Case("small_m_matmul", f"{count} rows, {shape}", number, make)
 
     def dense_weight() -> Work:
         quantized = weight(4, *up)
         return lambda: dequantize_weight(quantized, dtype)
 
     dense = up[0] * up[1] * dtype.itemsize
-    yield QuantCase(
-        "dequantize_weight", f"int4 {up[0]} x {up[1]}", moved(4, *up) + dense, dense_weight
-    )
+    yield Case("dequantize_weight", f"int4 {up[0]} x {up[1]}", moved(4, *up) + dense, dense_weight)
     for count in tokens:
 
         def quantize(count: int = count) -> Work:
@@ -138,4 +125,4 @@ def quant_cases(
             return lambda: quantize_rows(x, FP8, norm=norm)
 
         number = count * (hidden * (dtype.itemsize + 1) + 4)
-        yield QuantCase("quantize_rows", f"{count} x {hidden}", number, quantize)
+        yield Case("quantize_rows", f"{count} x {hidden}", number, quantize)

@@ -20,8 +20,8 @@ from ....kernels.state.mamba2_step import mamba2_step
 from ....kernels.state.rows import Rows
 from ....kernels.state.selective_scan import selective_scan
 from ....kernels.state.ssd_scan import ssd_scan
+from .case import Case, Work
 
-Work = Callable[[], object]
 CHUNK = 64
 TAPS = 4
 ANY_STEP = (0.0, float("inf"))
@@ -70,17 +70,7 @@ TINY_STATES = StateSizes(
 )
 
 
-class StateCase(NamedTuple):
-    """The fields of `kernel_cases.Case`, by position."""
-
-    kernel: str
-    shape: str
-    bytes: float
-    make: Callable[[], Work]
-    flops: float = 0.0
-
-
-def state_cases(sizes: StateSizes, device: torch.device, dtype: torch.dtype) -> Iterator[StateCase]:
+def state_cases(sizes: StateSizes, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     """Yield a case of each layer and batch."""
     for rows, tokens in sizes.batches:
         maker = _Maker(rows, tokens, device, dtype)
@@ -115,13 +105,13 @@ class _Maker:
 
     def case(
         self, kernel: str, state: int, elements: int, make: Callable[[], Work], flops: float
-    ) -> StateCase:
+    ) -> Case:
         """state: numbers in a row's state; elements: those that a token has in and out."""
         times = 2 if self.tokens == 1 else 1
         moved = self.total * elements * self.dtype.itemsize + 4 * times * self.num_rows * state
-        return StateCase(kernel, self.shape, moved, make, flops * self.total)
+        return Case(kernel, self.shape, moved, make, flops * self.total)
 
-    def delta(self, layer: Delta) -> StateCase:
+    def delta(self, layer: Delta) -> Case:
         heads, groups, keys, values = layer
 
         def make() -> Work:
@@ -141,7 +131,7 @@ class _Maker:
         elements = 2 * groups * keys + 2 * heads * values + 2 * heads
         return self.case("delta_rule", heads * keys * values, elements, make, flops)
 
-    def mamba(self, layer: Mamba) -> StateCase:
+    def mamba(self, layer: Mamba) -> Case:
         channels, states = layer
 
         def make() -> Work:
@@ -159,7 +149,7 @@ class _Maker:
         elements = 4 * channels + 2 * states
         return self.case("selective_scan", channels * states, elements, make, 0.0)
 
-    def mamba2(self, layer: Mamba2) -> StateCase:
+    def mamba2(self, layer: Mamba2) -> Case:
         heads, groups, width, states = layer
 
         def make() -> Work:
@@ -175,7 +165,7 @@ class _Maker:
         elements = 2 * heads * width + 2 * groups * states + heads
         return self.case("ssd_scan", heads * width * states, elements, make, flops)
 
-    def delta_net_step(self, layer: Delta) -> StateCase:
+    def delta_net_step(self, layer: Delta) -> Case:
         heads, groups, keys, values = layer
         channels = 2 * groups * keys + heads * values
 
@@ -195,7 +185,7 @@ class _Maker:
         elements = (2 * TAPS - 1) * channels + 2 * heads * values + 2 * heads
         return self.case("delta_net_step", heads * keys * values, elements, make, 0.0)
 
-    def mamba2_step(self, layer: Mamba2) -> StateCase:
+    def mamba2_step(self, layer: Mamba2) -> Case:
         heads, groups, width, states = layer
         channels = heads * width + 2 * groups * states
 
