@@ -10,7 +10,7 @@ group `jackfield`:
     # my_package/plugin.py
     from jackfield import hookimpl
 
-    jackfield_api = 2
+    jackfield_api = 3
 
     @hookimpl
     def register_tool_parsers(registry):
@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from .protocols.logits_processors import LogitsProcessor
     from .protocols.models import CheckpointConfig, Model, PlainConfig, PoolingModel
     from .protocols.parsers import ReasoningParser, ToolParser
+    from .protocols.parts import StepPart
     from .protocols.quantization import QuantizationMethod
     from .protocols.speculators import Speculator
     from .registry import Registry
@@ -64,7 +65,7 @@ if TYPE_CHECKING:
     from .tenancy import ReceivedRequest, RequestHead, Tenant
 
 PROJECT = "jackfield"
-API_VERSION = 2
+API_VERSION = 3
 """The hook API version, which plugins state as `jackfield_api`."""
 CHANGED_HOOKS: dict[int, tuple[str, ...]] = {
     2: (
@@ -74,6 +75,7 @@ CHANGED_HOOKS: dict[int, tuple[str, ...]] = {
         "register_kv_connectors",
         "step_finished",
     ),
+    3: ("register_executors", "step_finished"),
 }
 """Version → the hooks that it has changed, themselves or the contract of what they register."""
 
@@ -253,6 +255,17 @@ def register_speculators(registry: Registry[type[Speculator]]) -> None:
     Used by the worker at start (`EngineConfig.speculative_config`). Contract:
     `protocols.Speculator`, made from a `protocols.SpeculatorSetup`; it gets `protocols.KnownTokens`
     and returns `protocols.Drafts`.
+    """
+
+
+@hookspec
+def register_parts(registry: Registry[type[StepPart]]) -> None:
+    """Capabilities of a step: parts, each with a half in the scheduler and one on the device.
+
+        registry.add("my_part", "my_package.part:MyPart")
+
+    Used by the engine and by each worker at start (`EngineConfig.parts`). Contract:
+    `protocols.StepPart`, whose halves are a `SchedulerPart` and a `WorkerPart`.
     """
 
 

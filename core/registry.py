@@ -61,6 +61,7 @@ KINDS = {
     "speculator": "register_speculators",
     "structured_backend": "register_structured_backends",
     "logits_processor": "register_logits_processors",
+    "part": "register_parts",
     "weight_loader": "register_weight_loaders",
     "executor": "register_executors",
     "collectives": "register_collectives",

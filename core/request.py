@@ -15,9 +15,13 @@ from typing import Any
 import msgspec
 
 from .outputs import FinishReason, KVCompressionUsage
+from .parts import encoder_decoder
 from .pooling_params import PooledRow, PoolingParams
 from .sampling_params import SamplingParams
 from .step import CompiledGrammar, TokenLogprobs
+
+NEVER = sys.maxsize
+"""A number of tokens that no sequence has."""
 
 
 class Status(enum.Enum):
@@ -25,7 +29,7 @@ class Status(enum.Enum):
 
     WAITING = "waiting"
     LOADING = "loading"
-    """Waits for a KV connector; its place in the queue is kept."""
+    """Waits for a part, such as a load of a KV connector; its place in the queue is kept."""
     RUNNING = "running"
     PREEMPTED = "preempted"
     FINISHED = "finished"
@@ -59,11 +63,12 @@ class Request:
     """[num_prompt_tokens] or empty; see `SlotStart`."""
     reads_cache: bool = True
     """False: every position must be computed here, so prefix hits are not used."""
-    source_token_ids: list[int] = field(default_factory=list)
-    """What the encoder of an encoder-decoder model reads; `cache_extra` has its digest."""
     arrival: float = field(default_factory=time.monotonic)
     leader: Request | None = None
     """Wait until this sibling's prompt is computed, then share its blocks."""
+
+    parts: dict[str, Any] = field(default_factory=dict)
+    """Name of a part → what it must know of the request, or keeps of it."""
 
     status: Status = Status.WAITING
     order: tuple[Any, ...] = ()
@@ -77,17 +82,11 @@ class Request:
     num_unverified_tokens: int = 0
     """Drafts in steps in flight: counted in `num_tokens` and `num_computed_tokens`, which are upper
     bounds by as much."""
-    num_proposed: int = 0
-    """Drafts that the speculator had after the last step with a result."""
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache at first admission."""
     epoch: int = 0
     """Rises with each preemption, and at the end: results of an older epoch are dropped."""
     slot: int = -1
-    lane: int = -1
-    """With stages: which decode steps it is in (`core.scheduling.pipeline`); -1: none yet."""
-    last_step: int = -1
-    """With stages: number of the last step that samples for it; -1: none has."""
     tables: list[list[int]] = field(default_factory=list)
     """Block ids per group of layers: one block per column, the null block where the block was given
     back. Empty while the request holds no blocks."""
@@ -97,13 +96,8 @@ class Request:
     """Chained hash of each full block of known tokens, made as needed."""
     num_registered_blocks: int = 0
     """Columns of `tables` that prefix hits can find."""
-    state_boundary: int = 0
-    """Tokens of a prefix that others have computed, but whose states are not there: this request
-    keeps them when it comes to them."""
-    compact_at: int = sys.maxsize
-    """Computed tokens with which its cache is compacted; without KV compression, never."""
-    num_compactions: int = 0
-    """How often its cache was compacted, those before a preemption included."""
+    look_at: int = NEVER
+    """Computed tokens from which parts are asked about its rows (`SchedulerPart.look_at`)."""
     compacted: bool = False
     """Whether its cache was compacted: neither its blocks nor later ones, which were computed from
     them, are what their tokens' hashes stand for."""
@@ -111,13 +105,8 @@ class Request:
     """What compactions have left of its cache, set at its end; None: it was not compacted."""
     num_dropped_tokens: int = 0
     """Computed tokens that the cache does not hold any more."""
-    external_end: int | None = None
-    """Number of leading tokens whose blocks a KV connector has; 0: it has none, None: not known
-    yet."""
     num_loaded_tokens: int = 0
     """Tokens that a KV connector loaded."""
-    num_offered_blocks: int = 0
-    """Columns of `tables` that were offered to a KV connector for saving, or need no saving."""
     kv_transfer_params: dict[str, Any] | None = None
     """Parameters that the KV connector returned at the end; the caller's are in `params`."""
     private_salt: str | None = None
@@ -268,6 +257,10 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
     reads_cache: bool = True
     source_token_ids: list[int] = []
     """Of an encoder-decoder model, whose prompt is the decoder's."""
+    cache_extra: tuple[str | int, ...] = ()
+    """See `Request`."""
+    parts: dict[str, Any] = {}
+    """Name of a part → what it must know of the request."""
     data_parallel_rank: int | None = None
     """The member that the caller has chosen; None: any."""
     drawn_seed: int | None = None
@@ -279,7 +272,11 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
         Their ids are drawn here: none that a caller may choose can equal one of them.
         """
         eos = self.eos_token_ids if grammar is None else frozenset(grammar.start.eos_token_ids)
-        extra = () if not self.source_token_ids else (source_digest(self.source_token_ids),)
+        extra: tuple[str | int, ...] = self.cache_extra
+        parts = dict(self.parts)
+        if self.source_token_ids:
+            extra = (*extra, source_digest(self.source_token_ids))
+            parts[encoder_decoder.NAME] = encoder_decoder.Source(self.source_token_ids)
         name, count = new_scheduler_id(), self.params.n
         requests: list[Request] = []
         for index in range(count):
@@ -299,8 +296,8 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
                     pooling=self.pooling,
                     token_type_ids=self.token_type_ids,
                     reads_cache=self.reads_cache,
-                    source_token_ids=self.source_token_ids,
                     cache_extra=extra,
+                    parts=dict(parts),
                     leader=requests[0] if requests else None,
                 )
             )

@@ -7,7 +7,7 @@ Plain `msgspec.Struct`s without torch, so that a plan can be sent, recorded, rep
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -63,8 +63,9 @@ class SlotStart(msgspec.Struct, frozen=True):
     tokens."""
     token_type_ids: tuple[int, ...] = ()
     """[len(token_ids)] Which of two texts each token belongs to, for encoders; empty: all 0."""
-    num_source_tokens: int = 0
-    """Tokens of the source, of an encoder-decoder model; its blocks are in `table_writes`."""
+    parts: dict[str, Any] = {}
+    """Name of a part (`core.protocols.parts`) → what it sends of this request, a struct of its
+    `start_type`."""
 
 
 class CompiledGrammar(NamedTuple):
@@ -99,61 +100,28 @@ class TableWrite(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     slot: int
     group: int
-    """Group of layers (`core.cache.groups`); a slot has one table per group, and one more for its
-    source in an encoder-decoder model."""
+    """Group of layers (`core.cache.groups`); a slot has one table per group, then one for each part
+    that has blocks of its own."""
     column: int
     """Column of the first block; block c of a table holds the tokens from c * block_size on."""
     block_ids: tuple[int, ...]
 
 
-class Compaction(msgspec.Struct, frozen=True):
-    """A slot's cache moves to other blocks, and loses tokens on the way.
+class PartPlan(msgspec.Struct, frozen=True):
+    """What the scheduler half of a part sends its worker half with a plan: base of `plan_type`."""
 
-    The plan says how many tokens stay; the device chooses which, as many in each layer and KV head,
-    by the KV compressor (`EngineConfig.kv_compression`). Positions do not change: the slot's length
-    and that of its cache differ from then on. The source blocks are only read, unless `block_ids`
-    has them, in the order that they had: then the cache is compacted in place. Rows of the same
-    plan may already write to them, since compactions run before any row.
-    """
-
-    slot: int
-    num_tokens: int
-    """Tokens in the slot's cache until now."""
-    kept: int
-    """Tokens that stay, 1 .. num_tokens, in the order that they had."""
-    block_ids: tuple[int, ...]
-    """[ceil(kept / block_size)] The slot's table from then on, of its only group of layers."""
-
-
-class EncodeItem(msgspec.Struct, frozen=True, gc=False):
-    """A source to encode: its keys and values go to blocks that slots have from this plan on."""
-
-    token_ids: tuple[int, ...]
-    block_ids: tuple[int, ...]
-    """[ceil(len(token_ids) / block_size)]"""
-
-
-class StateCopy(msgspec.Struct, frozen=True, gc=False):
-    """A slot's state is copied from a snapshot, or to one."""
-
-    slot: int
-    snapshot: int
-
-
-class Rejection(msgspec.Struct, frozen=True, gc=False):
-    """Drafts of earlier plans that were not accepted: the slot has so many tokens less than these
-    plans say. The device knows already; the host's bound of the slot's length falls."""
-
-    slot: int
-    num_tokens: int
+    @property
+    def num_more_tokens(self) -> int:
+        """Tokens that the step computes besides those of its rows."""
+        return 0
 
 
 class StepPlan(msgspec.Struct, frozen=True):
     """One step of work: the whole contract between the event loop and the worker.
 
     It carries differences: a slot's tokens, blocks and parameters travel once. Applied in order:
-    `released`, `rejections`, `compactions`, `starts`, `table_writes`, `state_loads`, `encode`; then
-    rows run as given by `slots`/`num_tokens`; then `state_saves`.
+    `released`, `starts`, `table_writes`; then rows run as given by `slots`/`num_tokens`. When the
+    worker half of a part applies what it finds in `parts` is said by its struct.
     """
 
     step: int
@@ -170,28 +138,19 @@ class StepPlan(msgspec.Struct, frozen=True):
     starts: tuple[SlotStart, ...] = ()
     table_writes: tuple[TableWrite, ...] = ()
     """Tables of the slots that start, and new blocks of the others."""
-    compactions: tuple[Compaction, ...] = ()
-    """In any order, or all at once: none writes a block that another one reads."""
-    state_loads: tuple[StateCopy, ...] = ()
-    """Snapshots that slots start from: before any row."""
-    state_saves: tuple[StateCopy, ...] = ()
-    """Snapshots of what the step's rows leave: after all rows."""
-    encode: tuple[EncodeItem, ...] = ()
-    """Sources of rows of this plan or later ones: before any row."""
-    num_drafts: tuple[int, ...] = ()
-    """[num_rows] The last so many of a row's tokens are drafts, which the device has behind the
-    slot's known tokens: the row samples at each of them and before the first, and keeps its tokens
-    up to the first that is not the draft. Empty: no row has any."""
-    rejections: tuple[Rejection, ...] = ()
-    """What earlier plans counted too much."""
-    kv_metadata: bytes | None = None
-    """Data from the KV connector's scheduler half to its worker half, encoded as the connector's
-    `metadata_type`. A plan may have only this."""
+    parts: dict[str, Any] = {}
+    """Name of a part → what its scheduler half sends its worker half, a struct of its `plan_type`.
+    A plan may have nothing else."""
 
     @property
     def total_tokens(self) -> int:
-        """Tokens computed in this step, without those of sources."""
+        """Tokens computed in this step's rows."""
         return sum(self.num_tokens)
+
+    @property
+    def num_more_tokens(self) -> int:
+        """Tokens that parts compute besides them."""
+        return sum(part.num_more_tokens for part in self.parts.values())
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, gc=False):
@@ -206,41 +165,6 @@ class TokenLogprobs(msgspec.Struct, frozen=True, gc=False):
     """[k], most likely first."""
     top_logprobs: list[float]
     """[k]"""
-
-
-class KVReport(msgspec.Struct, frozen=True):
-    """Report on KV transfers, from a connector's worker half to the scheduler."""
-
-    finished: tuple[int, ...] = ()
-    """Transfers that have succeeded: their blocks are not read or written any more."""
-    failed: dict[int, tuple[int, ...]] = {}
-    """Transfers that have failed → the block ids that were not filled, of a load, or not stored, of
-    a save. None given: all of the transfer's; a block that is in doubt belongs to them."""
-    payload: Any = None
-    """Data of the connector's own for its scheduler half, of its `payload_type`; in a `StepResult`,
-    that encoded: bytes."""
-
-    @staticmethod
-    def merged(parts: Iterable[tuple[int, ...] | None]) -> tuple[int, ...] | None:
-        """Return what parts of one transfer come to together, each None if it has succeeded, or its
-        value in `failed`."""
-        failed = [blocks for blocks in parts if blocks is not None]
-        if not failed:
-            return None
-        if not all(failed):
-            return ()
-        return tuple(sorted({block_id for blocks in failed for block_id in blocks}))
-
-
-class KVDetached(msgspec.Struct, frozen=True):
-    """Reports that a KV connector's worker half has raised: only its `close` is called from then
-    on."""
-
-    failure: str
-    """The exception, where it was raised, and the connector's provenance."""
-    closed: bool | None = None
-    """Whether it has closed, so that it reads and writes no block any more. None: it is still
-    closing; False: `close` raised, and it may use blocks at any later time."""
 
 
 class StepResult(msgspec.Struct, frozen=True):
@@ -265,21 +189,10 @@ class StepResult(msgspec.Struct, frozen=True):
     """Row → the result of a pooling request whose prompt is computed."""
     device_seconds: float = 0.0
     """Launch to result, as the worker saw it."""
-    kv_report: KVReport | None = None
-    """KV transfers that have ended since the previous result."""
-    proposed: list[int] = []
-    """[num_rows] Drafts that the speculator had for the row's next tokens, once these were
-    sampled. Empty without a speculator, or where no row may have any."""
-    verified: list[int] = []
-    """[num_rows] Of the row's drafts in this step, those that the speculator had proposed; others
-    are padding. Empty: no row had any."""
-    kv_detached: KVDetached | None = None
-    """Set in every result after the KV connector's worker half has raised, once its last report was
-    delivered."""
+    parts: dict[str, Any] = {}
+    """Name of a part → what its worker half reports, a struct of its `result_type`."""
     late_preparations: int = 0
     """Kernels compiled or loaded, and graphs recorded, while this step was launched."""
-    compaction_seconds: float = 0.0
-    """Time that the step's compactions took on the device."""
     launch_wait_seconds: float = 0.0
     """Seconds of the launch in which the thread could not run, mostly waiting for the interpreter
     lock."""
@@ -311,7 +224,7 @@ class Recover(msgspec.Struct, frozen=True, tag="recover"):
 
     Raises if the device is lost. From a step's failure until this job, queued steps fail without
     running, because their inputs may be missing. Communication of KV connectors continues: the
-    worker half gets the `kv_metadata` of every plan, also of those that fail or are not run, and a
+    worker half gets the metadata of every plan, also of those that fail or are not run, and a
     report that a failed step did not deliver comes with the next result.
     """
 

@@ -1,21 +1,21 @@
 """Public names of the types that travel between event loop and worker; see `core/step.py`."""
 
+from .parts.encoder_decoder import EncodeItem, EncodePlan
+from .parts.kv_compression import Compaction, CompactionPlan
+from .parts.kv_transfer import KVDetached, KVReport, TransferPlan, TransferResult
+from .parts.speculation import DraftPlan, DraftResult, Rejection
+from .parts.states import StateCopy, StatePlan
 from .step import (
-    Compaction,
     CompiledGrammar,
-    EncodeItem,
     GrammarStart,
     InProcess,
-    KVDetached,
-    KVReport,
     ModelFingerprint,
+    PartPlan,
     Ping,
     PrepareAhead,
     ReasoningGate,
     Recover,
-    Rejection,
     SlotStart,
-    StateCopy,
     StepPlan,
     StepResult,
     TableWrite,
@@ -25,13 +25,18 @@ from .step import (
 
 __all__ = [
     "Compaction",
+    "CompactionPlan",
     "CompiledGrammar",
+    "DraftPlan",
+    "DraftResult",
     "EncodeItem",
+    "EncodePlan",
     "GrammarStart",
     "InProcess",
     "KVDetached",
     "KVReport",
     "ModelFingerprint",
+    "PartPlan",
     "Ping",
     "PrepareAhead",
     "ReasoningGate",
@@ -39,9 +44,12 @@ __all__ = [
     "Rejection",
     "SlotStart",
     "StateCopy",
+    "StatePlan",
     "StepPlan",
     "StepResult",
     "TableWrite",
     "TokenLogprobs",
+    "TransferPlan",
+    "TransferResult",
     "WorkerJob",
 ]

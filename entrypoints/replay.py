@@ -13,9 +13,11 @@ from ..core.engine.grammars import Grammars
 from ..core.engine.resolve_config import bind_parsers, check_names, resolve_config, resolve_runner
 from ..core.errors import ConfigError
 from ..core.loading.model_config import ModelConfig, resolve_model_config
+from ..core.parts.part_types import PartTypes
 from ..core.protocols.executors import Executor, ExecutorInfo
 from ..core.recording.recorder import model_fingerprint, prepare_all, versions
 from ..core.recording.recording import FailureEntry, JobEntry, PlanEntry, Recording, ResultEntry
+from ..core.registration.step_parts import part_types
 from ..core.registry import Plugins
 from ..core.step import NOTHING_IN_PROCESS, InProcess, StepPlan, StepResult
 from ..core.text.tokenizer import Tokenizer
@@ -71,7 +73,8 @@ async def replay(recording: Recording, config: EngineConfig, plugins: Plugins) -
         for name in ("num_blocks", "cache_groups"):
             if (here := getattr(info, name)) != (there := getattr(header.info, name)):
                 raise Difference(f"{name} is {here!r} here, and {there!r} in the recording")
-        num_steps, num_tokens = await _Replay(executor, grammars).run(recording)
+        types = part_types(plugins, resolved)
+        num_steps, num_tokens = await _Replay(executor, grammars, types).run(recording)
     finally:
         await grammars.close()
         await executor.stop()
@@ -109,8 +112,10 @@ async def _check_model(executor: Executor, recorded: bytes | None) -> None:
 class _Replay:
     """The plans and jobs of a recording, in its order."""
 
-    def __init__(self, executor: Executor, grammars: Grammars) -> None:
+    def __init__(self, executor: Executor, grammars: Grammars, types: PartTypes) -> None:
+        """types: of what parts have sent."""
         self._executor = executor
+        self._types = types
         self._grammars = grammars
         self._flying: InFlight = deque()
         self._requests: dict[int, str] = {}
@@ -120,7 +125,7 @@ class _Replay:
         """Return the number of steps and of tokens that are equal."""
         num_steps = num_tokens = 0
         try:
-            for entry in recording.entries():
+            for entry in recording.entries(self._types):
                 if isinstance(entry, PlanEntry):
                     await self._submit(entry.plan)
                 elif isinstance(entry, JobEntry):

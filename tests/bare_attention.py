@@ -21,7 +21,7 @@ class BareAttention(TorchAttention):
 class Bare:
     """The plugin that registers it."""
 
-    jackfield_api = 2
+    jackfield_api = 3
 
     @hookimpl
     def register_attention_backends(self, registry: Any) -> None:

@@ -87,7 +87,7 @@ class RankThreads:
 class Plugin:
     """Registers it."""
 
-    jackfield_api = 2
+    jackfield_api = 3
 
     def __init__(self, executor: type = RankThreads) -> None:
         self.executor = executor

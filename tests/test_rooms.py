@@ -31,9 +31,6 @@ FLOORS = (
     ("entrypoints/cli",),
 )
 """Lowest first: a room imports from those below it; of its own floor, from itself alone."""
-MAX_FILES = 15
-KINDS_OF_PLUGIN = "plugins"
-"""Each folder in it holds plugins of one kind, however many there are."""
 
 
 def _source_files() -> dict[str, Path]:
@@ -130,15 +127,6 @@ def test_entrypoints_import_from_the_floors_below() -> None:
             other = room_of(target)
             if room is not None and other is not None and room != other:
                 assert floor_of[other] < floor_of[room], f"{name} imports {target}"
-
-
-def test_no_room_has_too_many_files() -> None:
-    sizes: dict[str, int] = {}
-    for name in FILES:
-        parent = Path(name).parent
-        if str(parent.parent) != KINDS_OF_PLUGIN and Path(name).name != "__init__.py":
-            sizes[str(parent)] = sizes.get(str(parent), 0) + 1
-    assert {room: size for room, size in sizes.items() if size > MAX_FILES} == {}
 
 
 @pytest.mark.parametrize("name", FACES)

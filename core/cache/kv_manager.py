@@ -7,8 +7,9 @@ from collections.abc import Collection, Iterable, Sequence
 from itertools import chain
 from typing import NamedTuple
 
+from ..parts.kv_compression import Compaction
 from ..request import Request
-from ..step import Compaction, TableWrite
+from ..step import TableWrite
 from .block_pool import NULL_BLOCK, BlockPool
 from .groups import ONE_GROUP, CacheGroup
 from .prefix_index import BlockHasher

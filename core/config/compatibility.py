@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError
+from ..parts import exclusions, kv_compression, kv_transfer, speculation
+from ..parts.exclusions import check_exclusions
 from .parallel_options import IN_PLACE
 
 if TYPE_CHECKING:
@@ -20,10 +22,28 @@ def check_compatible(config: EngineConfig) -> None:
             param="trust_remote_code",
         )
     _check_parallel(config)
+    check_exclusions(active_capabilities(config))
     _check_kv_transfer(config)
-    _check_speculative(config)
     _check_compression(config)
     _check_prompt_length(config)
+
+
+def active_capabilities(config: EngineConfig) -> list[str]:
+    """Return the capabilities and modes that a configuration turns on, by the names in
+    `core.parts.exclusions`."""
+    active = {
+        speculation.NAME: config.speculative_config is not None,
+        kv_compression.NAME: config.kv_compression is not None,
+        kv_transfer.NAME: config.kv_transfer_config is not None,
+        exclusions.TENSOR_PARALLEL: config.tensor_parallel_size > 1,
+        exclusions.PIPELINE: config.pipeline_parallel_size > 1,
+        exclusions.DATA_PARALLEL: config.data_parallel_size > 1,
+        exclusions.EXPERT_BALANCE: config.enable_eplb,
+        exclusions.RECORDING: config.record_steps is not None,
+        exclusions.CALCULATED_SCALES: config.calculate_kv_scales,
+        **dict.fromkeys(config.parts, True),
+    }
+    return [name for name, is_on in active.items() if is_on]
 
 
 def _check_parallel(config: EngineConfig) -> None:
@@ -53,11 +73,6 @@ def _check_parallel(config: EngineConfig) -> None:
             "enable_expert_parallel and a tensor_parallel_size above 1",
             param="enable_eplb",
         )
-    if config.enable_eplb and stages > 1:
-        raise ConfigError(
-            "enable_eplb: experts of stages (pipeline_parallel_size) do not move yet",
-            param="enable_eplb",
-        )
     if config.eplb_config.num_redundant_experts and not config.enable_eplb:
         raise ConfigError(
             "eplb_config.num_redundant_experts: copies are placed by load; set enable_eplb",
@@ -73,37 +88,6 @@ def _check_kv_transfer(config: EngineConfig) -> None:
             "kv_transfer_config: what a connector loads becomes part of the prefix cache, "
             "which enable_prefix_caching turns off",
             param="kv_transfer_config",
-        )
-    if config.record_steps is not None:
-        raise ConfigError(
-            "record_steps: what a KV connector loads (kv_transfer_config) is not in a "
-            "recording, so it could not be replayed",
-            param="record_steps",
-        )
-    if config.calculate_kv_scales:
-        raise ConfigError(
-            "calculate_kv_scales: keys and values from elsewhere (kv_transfer_config) were "
-            "cached with other scales",
-            param="calculate_kv_scales",
-        )
-
-
-def _check_speculative(config: EngineConfig) -> None:
-    if config.speculative_config is None:
-        return
-    reason = None
-    if config.kv_compression is not None:
-        reason = "caches with drafts are not compacted (kv_compression)"
-    elif config.kv_transfer_config is not None:
-        reason = "KV connectors (kv_transfer_config) would save drafts"
-    elif config.num_ranks > 1:
-        reason = (
-            "drafts are verified by one rank alone (tensor_parallel_size 1, "
-            "pipeline_parallel_size 1)"
-        )
-    if reason is not None:
-        raise ConfigError(
-            f"speculative_config: {reason}; leave one of them out", param="speculative_config"
         )
 
 

@@ -42,6 +42,13 @@ class OutputOptions(ParallelOptions, frozen=True, kw_only=True):
             "are applied; default: all that are registered."
         ),
     ] = None
+    parts: Annotated[
+        dict[str, dict[str, Any]],
+        doc(
+            "Capabilities of a step from plugins (register_parts), each with its options: "
+            '{"my_part": {}}; they are called in this order.'
+        ),
+    ] = {}
     reasoning_parser: Annotated[
         str | None,
         doc(

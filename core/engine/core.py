@@ -15,7 +15,7 @@ import prometheus_client as prometheus
 
 from ..cache.groups import sequence_blocks
 from ..config import EngineConfig
-from ..errors import ConfigError, EngineOverloaded, EngineStopped, InvalidRequest, PluginError
+from ..errors import EngineOverloaded, EngineStopped, InvalidRequest, PluginError
 from ..loading.generation_config import NO_DEFAULTS
 from ..loading.model_config import ModelConfig, resolve_model_config
 from ..metrics.merge import Family, families
@@ -27,8 +27,8 @@ from ..recording.recorder import RecordingExecutor
 from ..recording.recording import Writer
 from ..registry import Plugins
 from ..request import Request, RequestSpec, draw_seed
-from ..scheduling.compression import CompressionRule
-from ..scheduling.guarded_connector import GuardedConnector
+from ..scheduling.parts.guarded_connector import GuardedConnector
+from ..scheduling.parts.kv_transfer import KVTransfer
 from ..scheduling.scheduler import Scheduler
 from ..step import CompiledGrammar, Ping, StepPlan, StepResult
 from .admission import check_limits, request_limits
@@ -45,6 +45,7 @@ from .resolve_config import (
     resolve_parsers,
     resolve_runner,
 )
+from .scheduler_parts import scheduler_parts
 from .step_loop import BalanceTimes, StepLoop
 from .text_processor import TextProcessor
 
@@ -189,17 +190,7 @@ class EngineCore:
         if self.info.steps_in_flight < 1:
             name = self.plugins["executor"].described(config.executor)
             raise PluginError(f"{name}: its steps_in_flight must be at least 1")
-        if config.kv_compression is not None and not self.info.kv_compression:
-            raise ConfigError(
-                f"kv_compression: executor {config.executor!r} does not compact caches",
-                param="kv_compression",
-            )
-        if config.speculative_config is not None and not self.info.num_drafts:
-            raise ConfigError(
-                f"speculative_config: executor {config.executor!r} verifies no drafts",
-                param="speculative_config",
-            )
-        if self.info.keeps_states and config.enable_prefix_caching:
+        if self.info.num_snapshots is not None and config.enable_prefix_caching:
             logger.info("prefix caching: room for %d states", self.info.num_snapshots)
         limits = request_limits(config, model_config, self.info)
         self.events = events
@@ -232,15 +223,12 @@ class EngineCore:
             long_prefill_token_threshold=config.long_prefill_token_threshold,
             policy=self._policy(),
             policy_name=self.plugins["schedule_policy"].described(config.scheduling_policy),
-            connector=self._connector,
-            transfer=config.kv_transfer_config,
             hash_key=None if self.info.kv_layout is None else self.info.kv_layout.fingerprint,
             groups=self.info.cache_groups,
-            num_snapshots=self.info.num_snapshots if self.info.keeps_states else None,
-            max_source_tokens=self.info.max_source_tokens,
-            kv_compression=_compression_rule(config),
-            num_drafts=self.info.num_drafts,
-            num_stages=self.info.num_stages,
+            num_snapshots=self.info.num_snapshots,
+            parts=scheduler_parts(
+                config, self.info, limits.max_model_len, self._connector, self.plugins
+            ),
             ttft_target=config.ttft_target_ms / 1000,
         )
         self._limits = self.scheduler.limits
@@ -398,8 +386,8 @@ class EngineCore:
 
     def _expect_transfer_report(self) -> None:
         """Plan a step to fetch the report of the KV connector's worker half."""
-        if self.steps is not None and self.scheduler.transfers is not None:
-            self.scheduler.transfers.expect_report()
+        if self.steps is not None and (transfers := self.scheduler.part(KVTransfer)) is not None:
+            transfers.expect_report()
             self.steps.wake()
 
     def _executor_failed(self, error: Exception) -> None:
@@ -424,16 +412,3 @@ class EngineCore:
         self.requests.accepting = False
         logger.error("the engine died", exc_info=error)
         self.outputs.publish(self.scheduler.fail_all(f"the engine died: {reason}"))
-
-
-def _compression_rule(config: EngineConfig) -> CompressionRule | None:
-    """Return how much of caches stays, and when; None: they stay whole."""
-    if config.kv_compression is None:
-        return None
-    return CompressionRule(
-        ratio=config.kv_compression_ratio,
-        budget=config.kv_compression_budget,
-        interval=config.kv_compression_interval,
-        prompt_interval=config.kv_compression_prompt_interval,
-        on_pressure=config.kv_compression_on_pressure,
-    )

@@ -17,7 +17,7 @@ from ..protocols.kv import (
 )
 from ..registration.failing_plugin import failing_plugin
 from ..registry import Plugins
-from ..scheduling.guarded_connector import GuardedConnector
+from ..scheduling.parts.guarded_connector import GuardedConnector
 
 
 def watch_transfers(executor: Executor, callback: Callable[[], None]) -> None:

@@ -21,6 +21,8 @@ from ..outputs import (
     RequestOutput,
     RequestTimings,
 )
+from ..parts import encoder_decoder
+from ..parts.encoder_decoder import Source
 from ..request import Request, Update
 from ..sampling_params import OutputKind
 from ..step import TokenLogprobs
@@ -239,13 +241,14 @@ class RequestState:
             num_ended += completion.finish_reason is not None
         if not num_ended and self._unfinished is not None:
             return replace(self._unfinished, outputs=outputs)
+        source: Source | None = request.parts.get(encoder_decoder.NAME)
         output = RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=request.prompt_token_ids,
             prompt_logprobs=self.prompt_logprobs,
             encoder_prompt=self.source,
-            encoder_prompt_token_ids=request.source_token_ids or None,
+            encoder_prompt_token_ids=None if source is None else source.token_ids,
             outputs=outputs,
             finished=num_ended == len(self.completions),
             num_cached_tokens=request.num_cached_tokens,

@@ -11,6 +11,7 @@ import msgspec
 import torch
 
 from ..config import EngineConfig
+from ..config.compatibility import active_capabilities
 from ..config.parallel_options import IN_PLACE
 from ..errors import ConfigError, PluginError
 from ..grammars.store import check_backend
@@ -19,6 +20,8 @@ from ..loading.generation_config import read_generation_config
 from ..loading.json_file import object_if_there
 from ..loading.model_config import ModelConfig, SourceConfig, resolve_model_config
 from ..loading.resolve_pooling import resolve_pooling
+from ..parts import encoder_decoder
+from ..parts.exclusions import check_exclusions
 from ..protocols.executors import ExecutorInfo
 from ..protocols.kv import check_serves_ranks
 from ..registration.architecture import registered_name
@@ -41,13 +44,6 @@ AUTO = "auto"
 """The parser name that means the checkpoint's, by what it names, or by its chat template."""
 PARSERS = ("reasoning_parser", "tool_call_parser")
 TOKEN_BUDGET = {"cuda": 8192, "cpu": 2048}
-
-
-NOT_WITH_SOURCES = {
-    "kv_transfer_config": "KV connectors move the decoder's blocks alone",
-    "kv_compression": "only the decoder's keys and values are compacted",
-}
-"""Options that serve decoders alone → why."""
 
 
 def resolve_device(config: EngineConfig) -> str:
@@ -147,12 +143,7 @@ def resolve_source(config: EngineConfig, model_config: ModelConfig, model: Any) 
     if not hasattr(model, "encode") or model_config.pooling is not None:
         return model_config
     name = model_config.architecture
-    for option, reason in NOT_WITH_SOURCES.items():
-        if getattr(config, option) is not None:
-            raise ConfigError(
-                f"{option}: {name} is an encoder-decoder model, and {reason}; leave it out",
-                param=option,
-            )
+    check_exclusions([*active_capabilities(config), encoder_decoder.NAME])
     if config.kv_cache_dtype not in ("auto", "bfloat16", "float16", "float32"):
         raise ConfigError(
             f"kv_cache_dtype: {name} is an encoder-decoder model, and the keys and values of its "

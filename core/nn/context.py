@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ import torch
 from ..parallel.expert_share import ExpertShare
 from ..parallel.ranks import Ranks
 from ..parallel.sharding import even_slice
+from ..parts import encoder_decoder, kv_compression
 from ..protocols.attention import AttentionBackend, PagedBackend
 from .operations import Operations
 from .ragged import RaggedRows
@@ -237,13 +238,24 @@ class ForwardContext:
     """Kernels are only compiled: a layer with an earlier one's launches may be skipped."""
     more_groups: tuple[GroupContext, ...] = ()
     """Contexts of the cache groups after the first."""
-    query_places: QueryPlaces | None = None
-    """Where the step's queries are kept; None: nowhere."""
-    source: SourceContext | None = None
-    """Set for an encoder-decoder model."""
-    incoming: torch.Tensor | None = None
-    """[num_tokens, incoming_size] What layers of the stage before have computed, which takes the
-    place of embeddings and may be overwritten; None: this is the first stage."""
+    parts: Mapping[str, Any] = field(default_factory=dict)
+    """Name of a part → what its worker half says of the step (`WorkerPart.context`)."""
+
+    @property
+    def query_places(self) -> QueryPlaces | None:
+        """Where the step's queries are kept, for KV compression; None: nowhere."""
+        return self.parts.get(kv_compression.NAME)
+
+    @property
+    def source(self) -> SourceContext | None:
+        """Set for an encoder-decoder model."""
+        return self.parts.get(encoder_decoder.NAME)
+
+    @property
+    def incoming(self) -> torch.Tensor | None:
+        """[num_tokens, incoming_size] What layers of the stage before have computed, which takes
+        the place of embeddings and may be overwritten; None: this is the first stage."""
+        return self.parts.get("pipeline")
 
     @classmethod
     def of(
@@ -254,9 +266,7 @@ class ForwardContext:
         token_type_ids: torch.Tensor | None = None,
         *,
         precompiling: bool = False,
-        query_places: QueryPlaces | None = None,
-        source: SourceContext | None = None,
-        incoming: torch.Tensor | None = None,
+        parts: Mapping[str, Any] | None = None,
     ) -> ForwardContext:
         """Create the context of a step, from one layout per cache group."""
         first, *more = (
@@ -271,10 +281,12 @@ class ForwardContext:
             token_type_ids,
             precompiling=precompiling,
             more_groups=tuple(more),
-            query_places=query_places,
-            source=source,
-            incoming=incoming,
+            parts=parts or {},
         )
+
+    def with_incoming(self, states: torch.Tensor) -> ForwardContext:
+        """Return the context with these states in place of embeddings."""
+        return replace(self, parts={**self.parts, "pipeline": states})
 
     def of_group(self, number: int) -> GroupContext:
         """Return the data that the layers of a cache group read."""

@@ -38,6 +38,7 @@ from .parsers import (
     ToolCallStart,
     ToolParser,
 )
+from .parts import PartSetup, StepPart
 from .quantization import QuantizationMethod
 from .speculators import Drafts, KnownTokens, Speculator, SpeculatorSetup
 
@@ -80,6 +81,7 @@ __all__ = [
     "Model",
     "PagedBackend",
     "ParserEvent",
+    "PartSetup",
     "PlainConfig",
     "PlainText",
     "PoolingModel",
@@ -91,6 +93,7 @@ __all__ = [
     "SchedulePolicy",
     "Speculator",
     "SpeculatorSetup",
+    "StepPart",
     "ToolCallArguments",
     "ToolCallEnd",
     "ToolCallStart",

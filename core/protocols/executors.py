@@ -163,23 +163,15 @@ class ExecutorInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Set if a KV connector is configured."""
     cache_groups: tuple[CacheGroup, ...] = ONE_GROUP
     """Layers that share a block table."""
-    kv_compression: bool = False
-    """Whether it does `StepPlan.compactions`: otherwise `EngineConfig.kv_compression` is
+    parts: tuple[str, ...] = ()
+    """Names of the parts (`core.worker.parts`) that its worker has: an option that needs another is
     refused."""
-    num_drafts: int = 0
-    """Most drafts of a row that it verifies (`StepPlan.num_drafts`); 0: none, so that
-    `EngineConfig.speculative_config` is refused."""
-    keeps_states: bool = False
-    """Whether layers keep states of sequences, so that blocks alone do not hold a prefix."""
-    num_snapshots: int = 0
-    """Snapshots of states that there is room for (`StepPlan.state_saves`); 0: prefixes of models
-    with states are not shared."""
+    num_snapshots: int | None = None
+    """Snapshots of states that there is room for; 0: prefixes of models with states are not shared.
+    None: layers keep no states, so that blocks alone hold a prefix."""
     max_model_len: int | None = None
     """Tokens of the longest sequence that fits in the cache, where `EngineConfig.max_model_len` is
     auto; None: the model's context."""
-    max_source_tokens: int = 0
-    """Longest source of an encoder-decoder model (`StepPlan.encode`); 0: the model has no
-    encoder."""
     num_ranks: int = 1
     """Ranks that compute the model together; bytes are those of one."""
     num_stages: int = 1

@@ -10,7 +10,7 @@ import msgspec
 
 from ..cache.groups import CachePart
 from ..errors import ConfigError
-from ..step import KVReport
+from ..parts.kv_transfer import KVReport
 
 if TYPE_CHECKING:
     import torch

@@ -16,10 +16,11 @@ import msgspec
 
 from ..config import EngineConfig
 from ..errors import ConfigError
+from ..parts.part_types import PartTypes
 from ..protocols.executors import ExecutorInfo
 from ..step import StepPlan, StepResult, WorkerJob
 
-FORMAT = "jackfield steps 2"
+FORMAT = "jackfield steps 3"
 """Increased if the meaning of a recording changes."""
 HEAD = struct.Struct(">BI")
 """MessagePack's `bin 32`: its mark and the number of bytes."""
@@ -141,10 +142,17 @@ class Recording:
             )
         self.header: Header = self._decode(data, 0, _HEADERS)
 
-    def entries(self) -> Iterator[Entry]:
-        """Return the entries. Raises ConfigError for one that is damaged."""
+    def entries(self, types: PartTypes | None = None) -> Iterator[Entry]:
+        """Return the entries. types: of what parts have sent. Raises ConfigError for one that is
+        damaged."""
+        types = types or PartTypes()
         for number, data in enumerate(self._objects, 1):
-            yield self._decode(data, number, _ENTRIES)
+            entry = self._decode(data, number, _ENTRIES)
+            if isinstance(entry, PlanEntry):
+                entry = PlanEntry(types.plan(entry.plan))
+            elif isinstance(entry, ResultEntry):
+                entry = ResultEntry(types.result(entry.result))
+            yield entry
 
     def _decode(self, data: bytes, number: int, decoder: msgspec.msgpack.Decoder[T]) -> T:
         try:

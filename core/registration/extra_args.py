@@ -1,12 +1,16 @@
-"""Parameters of plugged-in logits processors: which processor reads them, and their validation."""
+"""`SamplingParams.extra_args`: which plugin reads each of them, and their validation."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from ..config import EngineConfig
 from ..errors import ConfigError, InvalidRequest
 from ..protocols.logits_processors import LogitsProcessor
-from ..registry import Plugins
+from ..protocols.parts import StepPart
+from ..registry import Plugins, Registry
 from ..sampling_params import SamplingParams
+from . import step_parts
 
 KIND = "logits_processor"
 
@@ -30,24 +34,27 @@ class ExtraArgs:
     """Checks `SamplingParams.extra_args`, on the event loop."""
 
     def __init__(self, plugins: Plugins, config: EngineConfig) -> None:
-        self._registry = plugins[KIND]
-        self._active: dict[str, type[LogitsProcessor]] = {
-            name: self._registry.load(name) for name in active_processors(plugins, config)
-        }
+        processors, parts = plugins[KIND], plugins[step_parts.KIND]
+        readers: list[tuple[Registry[Any], str, type[LogitsProcessor] | type[StepPart]]] = [
+            (processors, name, processors.load(name)) for name in active_processors(plugins, config)
+        ]
+        for name, (part_class, _) in step_parts.active_parts(plugins, config).items():
+            readers.append((parts, name, part_class))
+        self._readers = readers
 
     def check(self, params: SamplingParams) -> None:
         """Raises InvalidRequest; PluginError if a processor fails."""
         if not params.extra_args:
             return
-        names = frozenset[str]().union(*(p.parameters for p in self._active.values()))
+        names = frozenset[str]().union(*(reader.parameters for _, _, reader in self._readers))
         for key in params.extra_args:
             if key not in names:
                 raise InvalidRequest(
-                    f"extra_args (vllm_xargs): no active logits processor reads {key!r} "
+                    f"extra_args (vllm_xargs): no active logits processor or part reads {key!r} "
                     f"(there are: {', '.join(sorted(names)) or 'none'})",
                     param="extra_args",
                 )
-        for name, processor in self._active.items():
-            if not processor.parameters.isdisjoint(params.extra_args):
-                with self._registry.calling(name, "check"):
-                    processor.check(params)
+        for registry, name, reader in self._readers:
+            if not reader.parameters.isdisjoint(params.extra_args):
+                with registry.calling(name, "check"):
+                    reader.check(params)

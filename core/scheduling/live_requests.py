@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
 from itertools import count
 from typing import Any
 
 from ..cache.kv_manager import KVCacheManager
-from ..outputs import EngineStats, FinishReason, KVCompressionUsage
-from ..request import Request, Status, Update
-from .allowances import Allowance
-from .compression import CacheCompression
-from .drafts import DraftBooks
-from .kv_transfers import KVTransfers
-from .pipeline.lanes import Lanes
+from ..outputs import EngineStats, FinishReason
+from ..request import NEVER, Request, Status, Update
+from .parts.part_set import PartSet
 from .queues.decode_rows import DecodeRows
 from .queues.queue import RequestQueue
 
@@ -27,30 +22,18 @@ class LiveRequests:
         num_slots: int,
         kv: KVCacheManager,
         stats: EngineStats,
-        *,
-        transfers: KVTransfers | None,
-        compression: CacheCompression | None,
-        allowances: Sequence[Allowance] = (),
-        drafts: DraftBooks | None = None,
-        lanes: Lanes | None = None,
-        decoding: DecodeRows | None = None,
+        parts: PartSet,
     ) -> None:
-        """allowances: what a request has while it runs, besides slot and blocks. lanes: with
-        stages. decoding: where a decoding request gets one token with every plan."""
         self.by_id: dict[str, Request] = {}
         self.running = RequestQueue()
         self.waiting = RequestQueue()
         self.loading = RequestQueue()
-        """Requests that wait for a load of the KV connector."""
+        """Requests that wait for a part, such as a load of a KV connector."""
         self._num_slots = num_slots
         self._kv = kv
         self._stats = stats
-        self._transfers = transfers
-        self._compression = compression
-        self._allowances = allowances
-        self._drafts = drafts
-        self._lanes = lanes
-        self._decoding = decoding
+        self._parts = parts
+        self._decoding: DecodeRows | None = None
         self._arrivals = count()
         self._free_slots = list(range(num_slots))
         self._released: list[int] = []
@@ -58,6 +41,10 @@ class LiveRequests:
     @property
     def has_free_slot(self) -> bool:
         return bool(self._free_slots)
+
+    def follow(self, decoding: DecodeRows) -> None:
+        """Let `decoding` know of each request that begins or ceases to run, from now on."""
+        self._decoding = decoding
 
     # ------------------------------------------------------------ transitions
 
@@ -78,10 +65,7 @@ class LiveRequests:
     def preempt(self, request: Request) -> None:
         """Return a running request to the queue, to be computed again; drop results in flight."""
         self._leave_slot(request)
-        if self._transfers is not None:
-            self._transfers.let_prompt_go(request)
         self._kv.free(request)
-        request.external_end = None
         request.status = Status.PREEMPTED
         request.epoch += 1
         request.num_preempted_tokens = min(request.num_computed_tokens, request.num_known_tokens)
@@ -98,8 +82,14 @@ class LiveRequests:
         self._stats.preempted_tokens_recomputed += request.num_preempted_tokens - num_restored
         request.num_preempted_tokens = 0
 
+    def wait_for_part(self, request: Request) -> None:
+        """Let a waiting request wait for a part, which calls `wait_again`. The caller removes it
+        from `waiting`."""
+        request.status = Status.LOADING
+        self.loading.add(request)
+
     def wait_again(self, request: Request) -> None:
-        """Return a request to the queue whose load has ended."""
+        """Return a request to the queue that waits for its part no longer."""
         self.loading.remove(request)
         request.status = Status.PREEMPTED if request.num_preemptions else Status.WAITING
         self.waiting.add(request)
@@ -116,12 +106,8 @@ class LiveRequests:
             self.waiting.remove(request)
         request.finish_reason = reason
         request.stop_reason = stop_reason
-        if request.compacted:
-            request.compression_usage = KVCompressionUsage(
-                request.num_kv_tokens, request.num_dropped_tokens, request.num_compactions
-            )
-        if self._transfers is not None:
-            self._transfers.finish_request(request)
+        for ended in self._parts.ended:
+            ended(request)
         self._kv.free(request)
         request.status = Status.FINISHED
         request.epoch += 1
@@ -133,8 +119,8 @@ class LiveRequests:
         param: the field of the request that is at fault; None: it is not the request's.
         """
         self._kv.invalidate(request)
-        for allowance in self._allowances:
-            allowance.invalidate(request)
+        for invalidate in self._parts.invalidate:
+            invalidate(request)
         self.end(request, "error")
         return Update(request, [], finished=True, error=error, error_param=param)
 
@@ -142,14 +128,9 @@ class LiveRequests:
         self.running.remove(request)
         if self._decoding is not None:
             self._decoding.remove(request)
-        if self._compression is not None:
-            self._compression.withdraw(request.slot)
-        for allowance in self._allowances:
-            allowance.give_back(request)
-        if self._drafts is not None:
-            self._drafts.withdraw(request)
-        if self._lanes is not None:
-            self._lanes.leave(request)
+        for leave in self._parts.leave:
+            leave(request)
+        request.look_at = NEVER
         heapq.heappush(self._free_slots, request.slot)
         self._released.append(request.slot)
         request.slot = -1
@@ -195,10 +176,5 @@ class LiveRequests:
                 f"{r.request_id} waits, but counts computed tokens"
             )
             assert r.num_unverified_tokens == 0, f"{r.request_id} waits, but counts drafts"
-        if self._lanes is not None:
-            self._lanes.check(running)
-        blocks = [block for each in self._allowances for block in each.held_blocks(running)]
-        if self._transfers is not None:
-            self._transfers.check({r.request_id for r in loading})
-            blocks += self._transfers.held_blocks
+        blocks = [block for held in self._parts.held_blocks for block in held(running)]
         self._kv.check(running, blocks)

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, TypeAlias
 
 from ..request import Request
-from ..step import (
-    Compaction,
-    EncodeItem,
-    Rejection,
-    SlotStart,
-    StateCopy,
-    StepPlan,
-    TableWrite,
-)
+from ..step import PartPlan, SlotStart, StepPlan, TableWrite
 from .queues.decode_rows import DecodeColumns
+
+NamedCalls: TypeAlias = tuple[tuple[str, Callable[..., Any]], ...]
+"""A method of each part that has it, with the part's name."""
 
 
 @dataclass(slots=True)
@@ -27,8 +24,6 @@ class PlannedStep:
     """[num_rows] Epoch of each request; a later one means that it ended or was preempted."""
     first_positions: dict[int, int]
     """Row → first position computed, for requests with prompt logprobs."""
-    ends: list[int]
-    """[num_rows] tokens computed with this step; empty without a KV connector."""
 
 
 @dataclass(slots=True)
@@ -52,9 +47,11 @@ class PlanBuilder:
     """[len(prefills)] tokens of each prefill row"""
     starts: list[SlotStart] = field(default_factory=list)
     table_writes: list[TableWrite] = field(default_factory=list)
-    state_loads: list[StateCopy] = field(default_factory=list)
-    state_saves: list[StateCopy] = field(default_factory=list)
-    encode: list[EncodeItem] = field(default_factory=list)
+
+    @property
+    def rows(self) -> Iterable[Request]:
+        """The requests of all rows, in the order of the plan."""
+        return chain(self.decodes, self.drafted, self.prefills)
 
     @property
     def has_rows(self) -> bool:
@@ -71,12 +68,13 @@ class PlanBuilder:
         self.prefills.append(request)
         self.chunks.append(chunk)
 
-    def start(self, request: Request) -> None:
-        """Tell the worker of a request that takes its slot with this step."""
-        self.starts.append(_slot_start(request))
+    def start(self, request: Request, start_part: NamedCalls) -> None:
+        """Tell the worker of a request that takes its slot with this step. start_part: of parts."""
+        parts = {name: part for name, call in start_part if (part := call(request)) is not None}
+        self.starts.append(_slot_start(request, parts))
 
-    def planned(self, *, with_ends: bool) -> PlannedStep:
-        """Return what the result will be read by. with_ends: a KV connector needs them."""
+    def planned(self) -> PlannedStep:
+        """Return what the result will be read by."""
         columns, others = self.columns, self.drafted + self.prefills
         rows = self.decodes
         epochs = [r.epoch for r in rows] if columns is None else columns.epochs
@@ -89,8 +87,7 @@ class PlanBuilder:
             for i, request in enumerate(self.prefills)
             if request.params.prompt_logprobs is not None
         }
-        ends = [r.num_computed_tokens for r in rows] if with_ends else []
-        return PlannedStep(rows, epochs, first_positions, ends)
+        return PlannedStep(rows, epochs, first_positions)
 
     def plan(
         self,
@@ -98,12 +95,10 @@ class PlanBuilder:
         planned: PlannedStep,
         *,
         released: Iterable[int],
-        compactions: tuple[Compaction, ...],
-        rejections: tuple[Rejection, ...],
-        kv_metadata: bytes | None,
+        parts: dict[str, PartPlan],
     ) -> StepPlan:
         """Return the plan of step number `step`. released: slots that requests left since the last
-        plan. kv_metadata: the KV connector's, encoded."""
+        plan. parts: what parts send with it."""
         num_decodes = len(self.decodes)
         drafts = tuple(self.drafts)
         columns = self.columns
@@ -125,17 +120,11 @@ class PlanBuilder:
             released=tuple(released),
             starts=tuple(self.starts),
             table_writes=tuple(self.table_writes),
-            compactions=compactions,
-            state_loads=tuple(self.state_loads),
-            state_saves=tuple(self.state_saves),
-            encode=tuple(self.encode),
-            num_drafts=(0,) * num_decodes + drafts + (0,) * len(self.chunks) if drafts else (),
-            rejections=rejections,
-            kv_metadata=kv_metadata,
+            parts=parts,
         )
 
 
-def _slot_start(request: Request) -> SlotStart:
+def _slot_start(request: Request, parts: dict[str, Any]) -> SlotStart:
     return SlotStart(
         slot=request.slot,
         request_id=request.request_id,
@@ -149,5 +138,5 @@ def _slot_start(request: Request) -> SlotStart:
         grammar=None if request.grammar is None else request.grammar.start,
         pooling=request.pooling,
         token_type_ids=request.token_type_ids,
-        num_source_tokens=len(request.source_token_ids),
+        parts=parts,
     )

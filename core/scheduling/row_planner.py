@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 
 from ..cache.kv_manager import KVCacheManager, PrefixHits
 from ..request import Request
-from ..step import StateCopy
-from .allowances import Allowance
-from .compression import CacheCompression
-from .drafts import DraftBooks
-from .kv_transfers import KVTransfers, LoadDecision
 from .live_requests import LiveRequests
-from .pipeline.lanes import Lanes
+from .parts.part import Readiness
+from .parts.part_set import PartSet
 from .plan_builder import PlanBuilder
 from .prefill_chunks import PrefillChunks
 from .queues.decode_rows import DecodeRows, has_prompt_left
@@ -30,31 +25,18 @@ class RowPlanner:
         *,
         max_num_batched_tokens: int,
         admission_reserve: int,
-        transfers: KVTransfers | None,
-        compression: CacheCompression | None,
-        allowances: Sequence[Allowance] = (),
-        drafts: DraftBooks | None = None,
-        lanes: Lanes | None = None,
-        decoding: DecodeRows | None = None,
+        parts: PartSet,
+        decoding: DecodeRows | None,
     ) -> None:
         """admission_reserve: blocks that stay free for running requests when another is
-        admitted. allowances: what a request must have, besides slot and blocks. lanes: with
-        stages. decoding: where a decoding request gets one token with every plan."""
+        admitted. decoding: where a decoding request gets one token with every plan."""
         self._requests = requests
         self._kv = kv
         self._chunks = chunks
         self._max_num_batched_tokens = max_num_batched_tokens
         self._admission_reserve = admission_reserve
-        self._transfers = transfers
-        self._compression = compression
-        self._allowances = allowances
-        self._drafts = drafts
-        self._lanes = lanes
+        self._parts = parts
         self._decoding = decoding
-        self._blocks_wanted = 0
-        """Blocks that the first waiting request lacked when the last plan was made."""
-        self._promised: int | None = None
-        """Blocks that running requests are likely to take, once a plan has asked for them."""
 
     def schedule_running(self, builder: PlanBuilder) -> bool:
         """Schedule tokens for running requests. Return False if one had to be preempted."""
@@ -111,12 +93,6 @@ class RowPlanner:
         budget = builder.budget
         spare = budget - len(self._requests.running)
         """Tokens for drafts: each running request may have one without."""
-        if self._blocks_wanted:
-            assert self._compression is not None, "set with KV compression"
-            self._compression.relieve_admission(
-                self._requests.running.requests, self._blocks_wanted
-            )
-            self._blocks_wanted = 0
         for request in requests:
             if budget <= 0 or request.slot < 0:
                 break  # Preempted, as are all that follow.
@@ -125,14 +101,17 @@ class RowPlanner:
             if num_tokens - computed == 1:
                 if num_tokens >= request.max_total_tokens:
                     continue  # its last token is in flight
-                if self._lanes is not None and not self._lanes.takes(request):
-                    continue
-                if request.num_proposed and (drafts := self._add_drafts(request, spare, builder)):
-                    spare -= drafts
-                    budget -= 1 + drafts
-                    continue
-                if computed >= request.compact_at:
-                    self._compress(request)
+                if computed >= request.look_at:
+                    count = 1
+                    for decode_tokens in self._parts.decode_tokens:
+                        count = decode_tokens(request, count, spare)
+                    self._parts.look_again(request)
+                    if not count:
+                        continue
+                    if count > 1 and self._add_drafts(request, count - 1, builder):
+                        spare -= count - 1
+                        budget -= count
+                        continue
                 in_cache = computed - request.num_dropped_tokens
                 if in_cache % block_size == 0 and not self._extend_blocks(request, 1, builder):
                     break
@@ -141,9 +120,9 @@ class RowPlanner:
                 decodes.append(request)
                 budget -= 1
             else:
-                if computed >= request.compact_at:
-                    self._compress(request)
-                chunk = self._chunks.length(request, computed, budget)
+                chunk = self._chunk(request, computed, budget)
+                if not chunk:
+                    continue
                 if not self._extend_blocks(request, chunk, builder):
                     break
                 self._add_prefill(builder, request, chunk)
@@ -151,24 +130,29 @@ class RowPlanner:
                 spare -= chunk - 1
         builder.budget = budget
 
-    def _add_drafts(self, request: Request, spare: int, builder: PlanBuilder) -> int:
-        """Plan a row with drafts, and return their number; 0, with nothing done: the request gets
-        none, or there are no blocks for them."""
-        assert self._drafts is not None, "proposed by a speculator"
-        num_drafts = self._drafts.wanted(request, spare)
-        if not num_drafts:
-            return 0
+    def _chunk(self, request: Request, computed: int, budget: int) -> int:
+        """Return the length of the chunk that follows the first `computed` tokens of a prompt."""
+        chunk = self._chunks.length(request, computed, budget)
+        if computed + chunk > request.look_at:
+            for chunk_tokens in self._parts.chunk_tokens:
+                chunk = chunk_tokens(request, chunk)
+            self._parts.look_again(request)
+        return chunk
+
+    def _add_drafts(self, request: Request, num_drafts: int, builder: PlanBuilder) -> bool:
+        """Plan a row with drafts. Return False, with nothing done, if there are no blocks for
+        them."""
         self._kv.register(request)
         writes = self._kv.allocate(request, 1 + num_drafts)
         if writes is None:
-            return 0
+            return False
         builder.table_writes += writes
         builder.drafted.append(request)
         builder.drafts.append(num_drafts)
         request.num_computed_tokens += 1 + num_drafts
         request.num_tokens += 1 + num_drafts
         request.num_unverified_tokens += num_drafts
-        return num_drafts
+        return True
 
     def _extend_blocks(self, request: Request, num_new_tokens: int, builder: PlanBuilder) -> bool:
         """Allocate blocks for a request's next tokens, preempting the last requests if needed.
@@ -186,47 +170,57 @@ class RowPlanner:
         builder.table_writes += writes
         return True
 
-    def _compress(self, request: Request) -> None:
-        """Compact a request's cache, which is due, before its row is planned."""
-        assert self._compression is not None, "no request is due"
-        self._compression.compact_due(request)
-
     def _relieve(self, request: Request) -> bool:
-        """Compact one cache because blocks have run out for this request's tokens. Return False if
-        none can be."""
-        if self._compression is None:
+        """Let parts give blocks back, as none are free for this request's tokens. Return whether
+        one did."""
+        if not self._parts.relieve:
             return False
         running = self._requests.running.requests
-        return self._compression.relieve(running[running.index(request) :])
+        rest = running[running.index(request) :]
+        return any(relieve(rest) for relieve in self._parts.relieve)
 
     def admit_waiting(self, builder: PlanBuilder) -> None:
         """Admit waiting requests in order, until one finds no budget, slot or blocks."""
         admitted = []
-        for allowance in self._allowances:
-            allowance.begin_plan()
-        self._promised = None
         for request in self._requests.waiting.requests:
             if builder.budget <= 0 or not self._requests.has_free_slot:
                 break
             if _waits_for_leader(request):
                 continue
             hits = self._kv.find_hits(request)
-            if self._transfers is not None:
-                reserve = self._admission_reserve if len(self._requests.running) else 0
-                decision = self._transfers.try_load(request, hits, reserve)
-                if decision is LoadDecision.NO_ROOM:
-                    self._want_blocks(request, hits, reserve)
+            if self._parts.readiness:
+                readiness = self._readiness(request, hits)
+                if readiness is Readiness.NO_ROOM:
                     break
-                if decision is LoadDecision.STARTED:
-                    self._requests.loading.add(request)
+                if readiness is Readiness.LOADING:
+                    self._requests.wait_for_part(request)
                     admitted.append(request)
-                if decision is not LoadDecision.NOTHING:
+                if readiness is not Readiness.READY:
                     continue
             if not self._admit(request, hits, builder):
                 break
             admitted.append(request)
         for request in admitted:
             self._requests.waiting.remove(request)
+
+    def _readiness(self, request: Request, hits: PrefixHits) -> Readiness:
+        """Return what the first part says that a request must wait for; READY: none does."""
+        reserve = self._reserve
+        for readiness in self._parts.readiness:
+            answer: Readiness = readiness(request, hits, reserve)
+            if answer is Readiness.NO_ROOM:
+                self._no_room(request, hits, reserve)
+            if answer is not Readiness.READY:
+                return answer
+        return Readiness.READY
+
+    @property
+    def _reserve(self) -> int:
+        return self._admission_reserve if len(self._requests.running) else 0
+
+    def _no_room(self, request: Request, hits: PrefixHits, reserve: int) -> None:
+        for no_room in self._parts.no_room:
+            no_room(request, hits, reserve)
 
     def _admit(self, request: Request, hits: PrefixHits, builder: PlanBuilder) -> bool:
         num_left = request.num_tokens - hits.num_blocks * self._kv.block_size
@@ -240,46 +234,32 @@ class RowPlanner:
             return False
         # Room for all its tokens, though only a chunk's blocks are taken now, and a reserve for
         # running requests: admitting a request that is soon preempted wastes work.
-        reserve = self._admission_reserve if len(self._requests.running) else 0
-        for allowance in self._allowances:
-            if (cost := allowance.cost(request)) is None:
+        reserve = self._reserve
+        for cost in self._parts.cost:
+            if (num_blocks := cost(request, hits)) is None:
                 return False
-            reserve += cost
-        num_computed, most = request.num_tokens - num_left, request.num_tokens
-        if self._compression is not None:
-            most = self._compression.most_tokens(request, hits.num_blocks)
-            if self._promised is None:
-                self._promised = self._compression.promised(self._requests.running.requests)
-            reserve += self._promised
-            self._compression.admit(request, num_computed)
-        if not self._kv.can_hold(most, hits, reserve):
-            self._want_blocks(request, hits, reserve)
+            reserve += num_blocks
+        if not self._kv.can_hold(request.num_tokens, hits, reserve):
+            self._no_room(request, hits, reserve)
             return False
-        snapshots = self._kv.snapshots
-        if snapshots is not None:
-            request.state_boundary = hits.num_seen * self._kv.block_size
-        chunk = self._chunks.length(request, num_computed, builder.budget)
         self._requests.run(request)
-        self._kv.allocate(request, chunk, hits)
-        if self._promised is not None:
-            self._promised += self._kv.blocks_for(most) - len(request.tables[0])
+        self._kv.allocate(request, 0, hits)
+        for enter in self._parts.enter:
+            enter(request, hits)
+        self._parts.look_again(request)
+        chunk = self._chunk(request, request.num_computed_tokens, builder.budget)
+        self._kv.allocate(request, chunk)
         builder.table_writes += self._kv.whole_tables(request)
         self._requests.count_restart(request)
-        for allowance in self._allowances:
-            granted = allowance.take(request)
-            builder.table_writes += granted.table_writes
-            builder.encode += granted.encode
-        if self._transfers is not None:
-            request.num_offered_blocks = self._transfers.num_stored(request, hits.num_blocks)
         if request.first_scheduled is None:
             request.first_scheduled = time.monotonic()
             request.num_cached_tokens = request.num_computed_tokens
             self._kv.count_lookup(
                 request, max(0, request.num_cached_tokens - request.num_loaded_tokens)
             )
-        builder.start(request)
-        if snapshots is not None and hits.state is not None:
-            builder.state_loads.append(StateCopy(request.slot, snapshots.use(hits.state)))
+        for admit in self._parts.admit:
+            admit(request, hits, builder)
+        builder.start(request, self._parts.start_part)
         self._add_prefill(builder, request, chunk)
         builder.budget -= chunk
         return True
@@ -290,20 +270,12 @@ class RowPlanner:
             return 0
         return request.num_tokens - self._kv.find_hits(request).num_blocks * self._kv.block_size
 
-    def _want_blocks(self, request: Request, hits: PrefixHits, reserve: int) -> None:
-        """Let caches be compacted for the first waiting request before the next plan's rows."""
-        if self._compression is not None:
-            missing = self._kv.blocks_for(request.num_tokens) - hits.num_blocks
-            self._blocks_wanted = missing + reserve
-
     def _add_prefill(self, builder: PlanBuilder, request: Request, chunk: int) -> None:
         builder.add_prefill(request, chunk)
         request.num_computed_tokens += chunk
         self._kv.register(request)
-        if self._kv.snapshots is not None and self._chunks.ends_at_boundary(request):
-            row = self._kv.snapshot(request)
-            if row is not None:
-                builder.state_saves.append(StateCopy(request.slot, row))
+        for chunk_planned in self._parts.chunk_planned:
+            chunk_planned(request)
         if request.num_computed_tokens == request.num_tokens:
             request.num_tokens += 1
 

@@ -5,32 +5,29 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 from itertools import count
+from typing import TypeVar
 
 import msgspec
 
 from ..cache.groups import ONE_GROUP, CacheGroup
 from ..cache.kv_manager import KVCacheManager, NoKVCache
-from ..config import KVTransferConfig
 from ..outputs import EngineStats, FinishReason
 from ..protocols.executors import SchedulePolicy
 from ..request import Request, Update
 from ..step import NOTHING_IN_PROCESS, InProcess, StepPlan, StepResult
-from .allowances import Allowance
-from .compression import CacheCompression, CompressionRule
-from .drafts import DraftBooks
-from .guarded_connector import GuardedConnector
-from .kv_transfers import KVTransfers
 from .limits import RequestLimits
 from .live_requests import LiveRequests
 from .pacing.plan_timing import StepPace
 from .pacing.step_sizes import StepSizes
-from .pipeline.lanes import Lanes
+from .parts.part import PartMaker, PartServices, SchedulerPart
+from .parts.part_set import PartSet
 from .plan_builder import PlanBuilder, PlannedStep
 from .policy_keys import PolicyKeys
 from .prefill_chunks import PrefillChunks
 from .queues.decode_rows import DecodeRows
 from .row_planner import RowPlanner
-from .source_allowance import SourceAllowance
+
+P = TypeVar("P", bound=SchedulerPart)
 
 
 class Scheduler:
@@ -58,39 +55,20 @@ class Scheduler:
         policy: SchedulePolicy,
         policy_name: str = "the schedule policy",
         long_prefill_token_threshold: int = 0,
-        connector: GuardedConnector | None = None,
-        transfer: KVTransferConfig | None = None,
         hash_key: bytes | None = None,
         groups: Sequence[CacheGroup] = ONE_GROUP,
-        kv_compression: CompressionRule | None = None,
         num_snapshots: int | None = None,
-        max_source_tokens: int = 0,
-        num_drafts: int = 0,
-        num_stages: int = 1,
         ttft_target: float = 0.0,
+        parts: Sequence[PartMaker] = (),
     ) -> None:
-        """transfer: the role of `connector`. hash_key: see `BlockHasher`. groups: layers that share
-        a block table. kv_compression: None: caches stay whole. Not None only with one group
-        that keeps all tokens. num_snapshots: of states, if layers keep them; None: they keep none.
-        max_source_tokens: of an encoder-decoder model, without a connector and KV compression; 0:
-        the model has no encoder. num_drafts: of a row, at most; not 0 only without a connector, KV
-        compression, states and an encoder. num_stages: that a step passes through; not 1 only
-        without drafts and a connector. ttft_target: see `StepSizes`; without effect with drafts,
-        stages or a connector."""
+        """hash_key: see `BlockHasher`. groups: layers that share a block table. num_snapshots: of
+        states, if layers keep them; None: they keep none. ttft_target: see `StepSizes`; without
+        effect where a part does not allow it. parts: what makes the parts, in the order in which
+        they are called."""
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self._keys = PolicyKeys(policy, policy_name)
-        chunks = PrefillChunks(
-            chunked=enable_chunked_prefill,
-            longest=long_prefill_token_threshold,
-            block_size=block_size,
-            ends_at_states=bool(num_blocks and num_snapshots),
-        )
-        self.sizes = StepSizes(
-            max_num_batched_tokens,
-            chunked=enable_chunked_prefill,
-            ttft_target=ttft_target if num_stages == 1 and connector is None else 0.0,
-        )
+        chunks = PrefillChunks(chunked=enable_chunked_prefill, longest=long_prefill_token_threshold)
         max_chunk = chunks.most(max_num_batched_tokens)
         self.kv = (
             KVCacheManager(
@@ -115,55 +93,40 @@ class Scheduler:
             max_chunk=max_chunk,
         )
         """Limits that admission has checked for every request. They shrink if blocks are lost."""
-        self.transfers: KVTransfers | None = None
-        self._fail_on_load = False
-        if connector is not None:
-            transfer = transfer or KVTransferConfig(kv_connector="")
-            self._fail_on_load = transfer.kv_load_failure_policy == "fail"
-            self.transfers = KVTransfers(
-                connector,
-                self.kv,
-                loads=transfer.kv_role != "kv_producer",
-                saves=transfer.kv_role != "kv_consumer",
-            )
         self._failures: list[Update] = []
         self._stats = EngineStats(num_slots=max_num_seqs, kv_blocks_total=self.kv.num_usable_blocks)
-        self._compression: CacheCompression | None = None
-        if kv_compression is not None:
-            self._compression = CacheCompression(
-                kv_compression, self.kv, self._stats, self.transfers
-            )
-        allowances: list[Allowance] = []
-        if max_source_tokens:
-            most = max(max_source_tokens, max_num_batched_tokens)
-            allowances.append(SourceAllowance(self.kv, len(groups), most))
-        self._drafts = DraftBooks(num_drafts, self.kv) if num_drafts else None
-        self._lanes = Lanes(num_stages) if num_stages > 1 else None
-        steady = num_blocks and not (num_drafts or kv_compression or self._lanes)
-        # A connector may look at the requests with each result.
-        decoding = DecodeRows(block_size, counts_late=connector is None) if steady else None
-        self.requests = LiveRequests(
-            max_num_seqs,
-            self.kv,
-            self._stats,
-            transfers=self.transfers,
-            compression=self._compression,
-            allowances=allowances,
-            drafts=self._drafts,
-            lanes=self._lanes,
-            decoding=decoding,
+        self._parts = PartSet()
+        self.requests = LiveRequests(max_num_seqs, self.kv, self._stats, self._parts)
+        services = PartServices(
+            kv=self.kv,
+            requests=self.requests,
+            parts=self._parts,
+            stats=self._stats,
+            max_num_batched_tokens=max_num_batched_tokens,
+            chunked=enable_chunked_prefill,
+            publish=self._failures.append,
+            lose_blocks=self._shrink_limits,
         )
+        self._parts.make(parts, services)
+        self._short_steps = all(part.short_steps for part in self._parts)
+        pauses = all(part.pauses_decodes for part in self._parts)
+        self.sizes = StepSizes(
+            max_num_batched_tokens,
+            chunked=enable_chunked_prefill,
+            ttft_target=ttft_target if pauses else 0.0,
+        )
+        decoding: DecodeRows | None = None
+        if num_blocks and not self._parts.decode_tokens:
+            counts_late = all(part.counts_late for part in self._parts)
+            decoding = DecodeRows(block_size, counts_late=counts_late)
+            self.requests.follow(decoding)
         self._rows = RowPlanner(
             self.requests,
             self.kv,
             chunks,
             max_num_batched_tokens=max_num_batched_tokens,
             admission_reserve=num_blocks // 100,
-            transfers=self.transfers,
-            compression=self._compression,
-            allowances=allowances,
-            drafts=self._drafts,
-            lanes=self._lanes,
+            parts=self._parts,
             decoding=decoding,
         )
         self._steps = count()
@@ -203,21 +166,20 @@ class Scheduler:
 
     def fail_all(self, error: str) -> list[Update]:
         """End every request after the device failed; drop steps in flight and cached content."""
-        updates = self.take_failures()
-        self._forget_steps()
+        self._in_flight.clear()
         for request in list(self.requests.by_id.values()):
-            updates.append(self.requests.fail(request, error))
-        if self.transfers is not None:
-            self.transfers.abandon()
+            self._failures.append(self.requests.fail(request, error))
+        for abandon in self._parts.abandon:
+            abandon()
         self.kv.reset_prefix_cache()
-        return updates
+        return self.take_failures()
 
     def not_taken(self, plan: StepPlan) -> None:
         """Note that the executor raised instead of taking this plan, the last one: none of it has
         arrived. `fail_step` follows."""
-        if plan.kv_metadata is not None:
-            assert self.transfers is not None, "metadata without a KV connector"
-            self.transfers.send_again(plan.kv_metadata)
+        for name, part in plan.parts.items():
+            if (not_taken := self._parts.not_taken.get(name)) is not None:
+                not_taken(part)
 
     def fail_step(
         self, plan: StepPlan, error: str, dropped: Iterable[StepResult] = ()
@@ -226,36 +188,26 @@ class Scheduler:
 
         The worker has forgotten all slots. Running requests that were not in the step start again
         as preempted ones do, and the prefix cache is cleared: steps that were planned after the
-        failed one may have registered blocks that were never filled.
-
-        KV transfers continue: the worker half has been notified of those in the plans that were not
-        run, and a report that the step should have brought comes with the next. Of `dropped`,
-        results of steps that succeeded after it, only the reports of transfers are used.
+        failed one may have registered blocks that were never filled. Of `dropped`, results of steps
+        that succeeded after it, only what parts report is used.
         """
         step = self._in_flight[plan.step]
-        self._forget_steps()
-        updates = self.take_failures()
+        self._in_flight.clear()
         for request, epoch in zip(step.rows, step.epochs, strict=True):
             if request.epoch == epoch:
-                updates.append(self.requests.fail(request, error))
+                self._failures.append(self.requests.fail(request, error))
         for request in reversed(self.requests.running.requests[:]):
             self.requests.preempt(request)
         self.requests.take_released()  # The worker has forgotten them.
         self.kv.forget_all()
-        if self.transfers is not None:
-            for result in dropped:
-                self._take_transfers(result, updates)
-            self.transfers.expect_report()
-        return updates
-
-    def _forget_steps(self) -> None:
-        self._in_flight.clear()
-        if self._lanes is not None:
-            self._lanes.forget_steps()
+        for step_failed in self._parts.step_failed:
+            step_failed(dropped)
+        return self.take_failures()
 
     def take_failures(self) -> list[Update]:
         """Return updates that belong to no step, as `update` also does."""
-        failures, self._failures = self._failures, []
+        failures = self._failures[:]
+        self._failures.clear()
         return failures
 
     # ------------------------------------------------------------ planning
@@ -267,18 +219,18 @@ class Scheduler:
         have up to max_num_batched_tokens.
         """
         self.kv.register_pending()
-        if self._lanes is None:
+        if not self._parts.turns:
             return self._schedule(pace)
         requests = self.requests
         admits = requests.has_free_slot and bool(requests.waiting.requests)
-        for _ in self._lanes.turns(requests.running.requests, admits):
+        for _ in self._parts.turns[0](requests.running.requests, admits):
             if (plan := self._schedule(pace)) is not None:
                 return plan
         return None
 
     def _schedule(self, pace: StepPace | None) -> StepPlan | None:
-        """Plan a step; with stages, of the lane whose turn it is."""
-        pace = pace if self._drafts is None else None
+        """Plan a step; where a part deals out turns, in this turn."""
+        pace = pace if self._short_steps else None
         size = self.sizes.next_size(
             pace,
             len(self.requests.running),
@@ -287,7 +239,8 @@ class Scheduler:
             self._rows.num_left,
         )
         builder = PlanBuilder(*size)
-        self._detach_connector()
+        for begin_plan in self._parts.begin_plan:
+            begin_plan(builder)
         if self._rows.schedule_running(builder):
             self._rows.admit_waiting(builder)
         if builder.prompts_alone and not builder.has_rows:
@@ -295,36 +248,24 @@ class Scheduler:
             self.sizes.end_pause()
             builder.prompts_alone = False
             self._rows.schedule_running(builder)
-        metadata = None
-        if self.transfers is not None:
-            metadata = self.transfers.metadata()
-            if self._detach_connector():
-                # The connector failed while this step was planned: requests need not wait for it.
+        for rows_chosen in self._parts.rows_chosen:
+            if rows_chosen(builder):
                 self._rows.admit_waiting(builder)
-            report_pending = self.transfers.take_pending_report()
-            if metadata is not None or report_pending:
-                return self._build_plan(builder, metadata)
-        if not builder.has_rows:
-            return None
-        return self._build_plan(builder, metadata)
+        needed = [needs_plan() for needs_plan in self._parts.needs_plan]
+        if builder.has_rows or any(needed):
+            return self._build_plan(builder)
+        return None
 
-    def _build_plan(self, builder: PlanBuilder, metadata: bytes | None = None) -> StepPlan:
+    def _build_plan(self, builder: PlanBuilder) -> StepPlan:
         step = next(self._steps)
-        planned = builder.planned(with_ends=self.transfers is not None)
-        self._in_flight[step] = planned
-        if self.kv.snapshots is not None:
-            self.kv.snapshots.commit()
-        if self._lanes is not None:
-            prompts = [request for request in builder.prefills if request.num_pending_tokens]
-            self._lanes.planned(step, builder.decodes, [*builder.decodes, *prompts])
-        return builder.plan(
-            step,
-            planned,
-            released=self.requests.take_released(),
-            compactions=() if self._compression is None else self._compression.take(),
-            rejections=() if self._drafts is None else self._drafts.take_rejections(),
-            kv_metadata=metadata,
-        )
+        planned = self._in_flight[step] = builder.planned()
+        parts = {
+            name: part
+            for name, plan_part in self._parts.plan_part
+            if (part := plan_part(step, builder)) is not None
+        }
+        released = self.requests.take_released()
+        return builder.plan(step, planned, released=released, parts=parts)
 
     def submitted(self) -> None:
         """Do what can wait until the plan is on its way, while the device computes. Without this
@@ -348,12 +289,11 @@ class Scheduler:
         so are a row's tokens after one that ends its request.
         """
         step = self._in_flight.pop(plan.step)
-        if self._lanes is not None:
-            self._lanes.ended(plan.step)
+        for begin_result in self._parts.begin_result:
+            begin_result(plan, result)
         updates = self.take_failures()
-        self._take_transfers(result, updates)
         logprobs, failed, first_positions = result.logprobs, result.failed, step.first_positions
-        transfers, drafts = self.transfers, self._drafts
+        settle_parts, kept_by_parts = self._parts.settle, self._parts.kept
         num_new = 0
         rows = zip(step.rows, step.epochs, result.rows(), strict=True)
         for row, (request, epoch, new) in enumerate(rows):
@@ -365,10 +305,8 @@ class Scheduler:
                 )
                 continue
             num_tokens = len(new)
-            if drafts is not None:
-                drafts.settle(request, row, plan, result, num_tokens)
-            if transfers is not None:
-                transfers.offer_save(request, step.ends[row])
+            for settle in settle_parts:
+                settle(request, row, plan, result)
             if request.pooling is not None:
                 if plan.samples[row]:
                     self.requests.end(request, "stop")
@@ -394,8 +332,11 @@ class Scheduler:
                     if stop is not None:
                         self.requests.end(request, *stop)
                         update.finished = True
-                if drafts is not None:
-                    drafts.count(row, result, min(num_tokens - 1, len(new)))
+                for kept in kept_by_parts:
+                    reason = kept(request, row, result, new)
+                    if reason is not None and not update.finished:
+                        self.requests.end(request, reason)
+                        update.finished = True
                 if logprobs and row in logprobs:
                     update.logprobs = logprobs[row][: len(new)]
             elif plan.samples[row]:
@@ -408,37 +349,10 @@ class Scheduler:
         self._stats.generation_tokens += num_new
         self._stats.late_preparations += result.late_preparations
         self._stats.graph_recording_failures += result.graph_recording_failures
-        self._stats.kv_compaction_seconds += result.compaction_seconds
         return updates
 
-    def _detach_connector(self) -> bool:
-        """Queue requests again whose load will never begin, if the KV connector has failed.
-
-        Return whether it has failed since the last call.
-        """
-        if self.transfers is None or not self.transfers.take_failure():
-            return False
-        for request in self.transfers.withdraw():
-            self._load_ended(request, complete=False, updates=self._failures)
-        return True
-
-    def _take_transfers(self, result: StepResult, updates: list[Update]) -> None:
-        """Process a result's report of KV transfers: requests whose load has ended queue again, as
-        the loaded blocks are now cached."""
-        if result.kv_report is not None:
-            assert self.transfers is not None, "a report without a KV connector"
-            for request, complete in self.transfers.take_report(result.kv_report):
-                self._load_ended(request, complete, updates)
-        if result.kv_detached is not None:
-            assert self.transfers is not None, "a failure without a KV connector"
-            num_lost = self.transfers.num_lost_blocks
-            for request in self.transfers.detach(result.kv_detached):
-                self._load_ended(request, complete=False, updates=updates)
-            if self.transfers.num_lost_blocks != num_lost:
-                self._shrink_limits(self.transfers.num_lost_blocks, updates)
-
-    def _shrink_limits(self, num_lost_blocks: int, updates: list[Update]) -> None:
-        """Fail the requests that can never finish, now that blocks were lost."""
+    def _shrink_limits(self, num_lost_blocks: int) -> None:
+        """Fail the requests that can never finish, now that so many blocks are lost."""
         num_blocks = self.kv.num_usable_blocks - num_lost_blocks
         self.limits = dataclasses.replace(self.limits, num_blocks=num_blocks)
         for request in list(self.requests.by_id.values()):
@@ -446,17 +360,13 @@ class Scheduler:
                 request.num_prompt_tokens, request.max_total_tokens
             )
             if reason is not None:
-                updates.append(self.requests.fail(request, reason))
-
-    def _load_ended(self, request: Request, complete: bool, updates: list[Update]) -> None:
-        if not complete and self._fail_on_load:
-            failure = None if self.transfers is None else self.transfers.failure
-            because = f": {failure}" if failure else ""
-            updates.append(self.requests.fail(request, f"its KV could not be loaded{because}"))
-            return
-        self.requests.wait_again(request)
+                self._failures.append(self.requests.fail(request, reason))
 
     # ------------------------------------------------------------ looking in
+
+    def part(self, kind: type[P]) -> P | None:
+        """Return the part of a class; None: there is none."""
+        return self._parts.find(kind)
 
     @property
     def num_running(self) -> int:
@@ -493,8 +403,7 @@ class Scheduler:
             kv_cache_usage=self.kv.usage,
             prefix_cache_queries=self.kv.num_queried_tokens,
             prefix_cache_hits=self.kv.num_hit_tokens,
-            **({} if self.transfers is None else self.transfers.counts),
-            **({} if self._drafts is None else self._drafts.counts),
+            **self._parts.counts,
         )
 
     def reset_prefix_cache(self) -> bool:

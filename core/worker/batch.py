@@ -157,9 +157,10 @@ class PersistentBatch:
         has_sources: bool = False,
         num_drafts: int = 0,
         steps_in_flight: int = STEPS_IN_FLIGHT,
+        max_tokens: int = 0,
     ) -> None:
-        """`num_groups`: groups of layers; each has a block table in every slot. `compacts`: plans
-        may have compactions. `has_sources`: requests have a source, which layers attend to.
+        """`max_tokens`: of a step. `num_groups`: groups of layers; each has a block table in every
+        slot. `compacts`: caches lose tokens. `has_sources`: layers attend to sources, too.
         `num_drafts`: of a row, at most. `steps_in_flight`: launched before the result of the first
         one is there."""
         self.device = device
@@ -170,6 +171,7 @@ class PersistentBatch:
         self.num_groups = num_groups
         self.has_sources = has_sources
         self.num_drafts = num_drafts
+        self.max_tokens = max_tokens
         self.table = SlotTable(
             num_slots=max_num_seqs,
             max_model_len=max_model_len,
@@ -195,7 +197,10 @@ class PersistentBatch:
 
     def write(self, plan: StepPlan) -> None:
         """Bring the slots up to date with a plan, without its rows."""
-        writes = self.table.writes(plan)
+        self.send_writes(self.table.writes(plan))
+
+    def send_writes(self, writes: np.ndarray) -> None:
+        """Write numbers to the slot table: [N, 2] int32, a place in its storage and the number."""
         if len(writes):
             count, device_writes = self.upload(
                 [np.asarray([len(writes)], np.int32), writes.reshape(-1)]

@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 import msgspec
 import torch
 
+from ..parts.kv_transfer import NAME, KVDetached, KVReport, TransferResult
 from ..protocols.kv import KVCodec, KVConnectorWorker
-from ..step import KVDetached, KVReport, StepPlan, StepResult
+from ..step import StepPlan, StepResult
 from .threads import PendingStep
 
 logger = logging.getLogger("jackfield.worker")
@@ -160,7 +161,8 @@ class TransferringStep:
         report, detached = self._half.news()
         if report is None and detached is None:
             return result
-        return msgspec.structs.replace(result, kv_report=report, kv_detached=detached)
+        parts = {**result.parts, NAME: TransferResult(report, detached)}
+        return msgspec.structs.replace(result, parts=parts)
 
 
 class EmptyStep:

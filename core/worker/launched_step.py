@@ -5,13 +5,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from ..step import StepPlan, StepResult, TokenLogprobs
 from .graphs.written_tokens import TokenPlace
-from .speculation.drafting import DraftCounts
+
+
+class DraftCounts(NamedTuple):
+    """The S sampling rows of a step with drafts, on the host."""
+
+    rows: list[int]
+    """[S] The plan's row of each."""
+    counts: list[int]
+    """[S] Drafts of each; its positions are one more, and follow those of the row before."""
+
 
 LOGPROB_FIELDS = ("top_ids", "top_logprobs", "logprob", "rank")
 """As `sampling.logprobs.Logprobs` has them."""
@@ -65,11 +75,13 @@ class LaunchedStep:
     failed_params: dict[int, str] = field(default_factory=dict)
     """As in `StepResult`."""
     drafted: DraftCounts | None = None
-    """Set if rows have drafts; `output` then has what `Drafting.verify` returned as "verdicts"."""
-    proposal_rows: Sequence[int] = ()
-    """Rows of the plan that got drafts; `output` has their numbers as "proposed"."""
-    compaction_seconds: Callable[[], float] | None = None
-    """Returns the time that compactions took, once the step is done; None: there were none."""
+    """Set if rows have drafts; `output` then has `verdicts` [S, 2]: accepted drafts of each row,
+    and those that the speculator had proposed."""
+    verified: list[int] = field(default_factory=list)
+    """[num_rows] Drafts of each row that the speculator had proposed, once the step is done; [] if
+    no row had any."""
+    reports: dict[str, Callable[[], msgspec.Struct | None]] = field(default_factory=dict)
+    """Name of a part → what it reports, once the step is done."""
     late_preparations: int = 0
     """As in `StepResult`, as `launch_wait_seconds` is."""
     graph_recording_failures: int = 0
@@ -100,9 +112,8 @@ class LaunchedStep:
         chosen = self._sampled() if self.sample_rows else []
         rows: Sequence[int] = self.sample_rows
         places: Sequence[int] = range(len(chosen))
-        verified: list[int] = []
         if self.drafted is not None:
-            places, verified = self._kept(self.drafted)
+            places, self.verified = self._kept(self.drafted)
             rows, chosen = [rows[at] for at in places], [chosen[at] for at in places]
         if chosen and min(chosen) < 0:
             for row, token in zip(rows, chosen, strict=True):
@@ -138,12 +149,8 @@ class LaunchedStep:
             prompt_logprobs=prompts,
             failed=failed,
             failed_params=self.failed_params,
-            proposed=self._proposed(),
-            verified=verified,
+            parts=self._reported(),
             device_seconds=time.monotonic() - self.launched,
-            compaction_seconds=0.0
-            if self.compaction_seconds is None
-            else self.compaction_seconds(),
             late_preparations=self.late_preparations,
             graph_recording_failures=self.graph_recording_failures,
             launch_wait_seconds=self.launch_wait_seconds,
@@ -162,13 +169,9 @@ class LaunchedStep:
             first += count + 1
         return kept, verified
 
-    def _proposed(self) -> list[int]:
-        proposed = [0] * len(self.plan.slots) if self.proposal_rows else []
-        if self.proposal_rows:
-            numbers = self.output["proposed"].tolist()
-            for row, number in zip(self.proposal_rows, numbers, strict=True):
-                proposed[row] = number
-        return proposed
+    def _reported(self) -> dict[str, msgspec.Struct]:
+        reported = ((name, report()) for name, report in self.reports.items())
+        return {name: struct for name, struct in reported if struct is not None}
 
 
 def _position(tables: dict[str, Any], index: int, token_id: int, k: int) -> TokenLogprobs:

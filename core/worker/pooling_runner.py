@@ -22,7 +22,7 @@ from ..pooling_params import PooledRow, PoolingParams
 from ..protocols.attention import PagedBackend
 from ..step import NOTHING_IN_PROCESS, InProcess, SlotStart, StepPlan, StepResult
 from .batch import PersistentBatch, StepInputs, releasing_all
-from .parts import PerSlot, update_parts
+from .per_slot import PerSlot, update_slots
 
 
 @dataclass
@@ -62,9 +62,6 @@ class LaunchedPooling:
 
 class PoolingRunner(PerSlot):
     """Turns plans into launches: batch, forward, pooling, copies back."""
-
-    graphs = None
-    """No steps are recorded, because their shapes differ."""
 
     def __init__(
         self,
@@ -108,9 +105,18 @@ class PoolingRunner(PerSlot):
         """Run the costliest pooling on a step's states, to measure its memory."""
         return self._states(hidden).float()
 
+    def move(self, plan: StepPlan) -> StepPlan:
+        """Return the plan: pooled rows have no cache that moves."""
+        return plan
+
+    def write(self, plan: StepPlan, in_process: InProcess) -> None:
+        """Apply a plan without rows."""
+        self.update_slots(plan, in_process)
+        self.batch.write(plan)
+
     def update_slots(self, plan: StepPlan, in_process: InProcess = NOTHING_IN_PROCESS) -> None:
         """Update what is remembered of the slots that the plan releases and starts."""
-        update_parts((self,), plan, in_process)
+        update_slots((self,), plan, in_process)
 
     def forget_slots(self) -> None:
         """Reset the state of all slots. Called between steps."""

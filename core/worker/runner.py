@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import compress
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
-from msgspec.structs import replace as replace_fields
 from torch import nn
 
 from ..nn.context import ForwardContext
@@ -20,58 +16,23 @@ from ..parallel.ranks import ONE_RANK, Ranks
 from ..protocols.attention import PagedBackend
 from ..protocols.models import HiddenStates
 from ..step import NOTHING_IN_PROCESS, InProcess, StepPlan
-from .batch import LogitRows, PersistentBatch, StepInputs, StepRows, releasing_all
-from .graphs.decode_graphs import DecodeGraphs
-from .graphs.draft_graphs import DraftGraphs
+from .batch import PersistentBatch, StepInputs, releasing_all
 from .graphs.endings import Ending
-from .graphs.mixed_graphs import MixedGraphs
 from .graphs.recorder import NotRecorded
-from .graphs.written_tokens import TokenPlace, WrittenTokens
-from .hidden_states import take
-from .kv_cache.planned_compactions import PlannedCompactions
-from .kv_cache.query_ring import QueryRing
-from .kv_cache.sources import Sources
-from .kv_cache.states import States
-from .launched_step import LOGPROB_FIELDS, LaunchedStep, PromptScores
+from .graphs.written_tokens import WrittenTokens
+from .launched_step import LOGPROB_FIELDS, DraftCounts, LaunchedStep, PromptScores
 from .packing import to_host
-from .parts import PerSlot, update_parts
-from .pipeline_stage import PipelineStage
+from .parts.part import Route, WorkerPart
+from .parts.part_set import WorkerParts
+from .parts.pipeline import PipelineStage
+from .per_slot import PerSlot, update_slots
+from .routes import DecodeGraphRoute, MixedGraphLaunch, RowsRoute
+from .sampled import Sampled, SamplingRows
 from .sampling.logprobs import Logprobs
 from .sampling.masks import GrammarMasks, TokenMask
 from .sampling.prompt_logprobs import PromptLogprobs
 from .sampling.sampler import Sampler
 from .sampling.sampling_state import SamplingState
-from .speculation.drafting import DraftCounts, DraftedRows, Drafting
-
-logger = logging.getLogger("jackfield.worker")
-
-
-class SamplingRows(NamedTuple):
-    """The positions of a step that are sampled by torch operations, outside a recorded step. S of
-    them: several of a row that has drafts."""
-
-    rows: list[int]
-    """[S] The plan's row."""
-    slots_host: list[int]
-    """[S]"""
-    slots: torch.Tensor
-    """[S] int64, on the device"""
-    lengths: torch.Tensor
-    """[S] int64: tokens before the one that is sampled"""
-
-
-class Sampled(NamedTuple):
-    """What a step has sampled."""
-
-    rows: Sequence[int]
-    """The plan's row of each position."""
-    tensors: dict[str, torch.Tensor]
-    """For the host, on the device: `chosen` [positions or more], and LOGPROB_FIELDS if a row has
-    log-probabilities."""
-    logprob_rows: dict[int, int]
-    """Row of the plan → k, for rows with log-probabilities."""
-    place: TokenPlace | None = None
-    """Where the step itself writes `chosen` for the host."""
 
 
 class ModelRunner:
@@ -89,7 +50,9 @@ class ModelRunner:
         device: torch.device,
         masks: GrammarMasks,
         ranks: Ranks = ONE_RANK,
+        parts: Sequence[WorkerPart] = (),
     ) -> None:
+        """parts: in the order in which they are called."""
         self.model = model
         self.backend = backend
         self.batch = batch
@@ -99,39 +62,23 @@ class ModelRunner:
         self.device = device
         self.masks = masks
         self.prompt_logprobs = PromptLogprobs(batch.table, sampler, self.logits, vocab_size)
-        self.parts: tuple[PerSlot, ...] = (sampler, masks, self.prompt_logprobs)
-        """All that the runner remembers of slots."""
-        self.graphs: DecodeGraphs | None = None
-        self.mixed_graphs: MixedGraphs | None = None
-        self.draft_graphs: DraftGraphs | None = None
-        self.written: WrittenTokens | None = None
-        """Tokens of recorded steps, where these write them to the host."""
-        self.compactions: PlannedCompactions | None = None
-        """Set with KV compression."""
         sampler.divide(model, ranks)
-        self.divided = ranks.size > 1
-        """Whether other ranks compute parts of the model."""
         self.record_errors = RuntimeError if ranks.tensor.size == 1 else NotRecorded
         """What a failed recording raises. Another error may be that of one rank alone, while the
         others wait for it."""
-        self.query_ring: QueryRing | None = None
-        """Set with a KV compressor that needs queries."""
-        self.states: States | None = None
-        """Set if layers keep states."""
-        self.sources: Sources | None = None
-        """Set if layers attend to sources."""
-        self.drafting: Drafting | None = None
-        """Set with speculative decoding."""
-        self.stage: PipelineStage | None = None
-        """Set if other ranks have some of the layers."""
+        self.parts = WorkerParts(parts)
+        self.stage = self.parts.find(PipelineStage)
+        """The part that exchanges states with other stages; None: there is one stage."""
+        samplers: tuple[PerSlot, ...] = (sampler, masks, self.prompt_logprobs)
+        self._per_slot = (*(samplers if self.samples else ()), *self.parts.per_slot)
+        self.decode, self.mixed = DecodeGraphRoute(self), MixedGraphLaunch(self)
+        self.written: WrittenTokens | None = None
+        """Tokens of recorded steps, where these write them to the host."""
+        own = [route for part in parts for route in part.routes(self)]
+        self.routes: tuple[Route, ...] = (*own, self.decode, RowsRoute(self, self.mixed))
+        """Ways to launch a step; the first that serves it does."""
         self.precompiling = False
         """Whether kernels are only compiled, not run."""
-
-    def divide_by_layers(self, stage: PipelineStage) -> None:
-        """Compute one stage of the model's. Only the last samples."""
-        self.stage = stage
-        if not stage.pipeline.last:
-            self.parts = ()
 
     @property
     def samples(self) -> bool:
@@ -143,188 +90,34 @@ class ModelRunner:
         """Queue one step on the device and return at once."""
         launched = time.monotonic()
         self.update_slots(plan, in_process)
-        # Layers that keep states may all be on other stages.
-        assert self.states is not None or self.stage is not None or not plan.state_loads
-        if self.states is not None:
-            self.states.load(plan.state_loads)
-        if plan.encode:
-            assert self.sources is not None, "a source to encode, without an encoder"
-            self.sources.encode(plan.encode)
-        assert not plan.compactions, "compact() comes first"
-        step = self._launch(plan)
+        self.parts.before(plan)
+        launches = (route.launch(plan) for route in self.routes)
+        step = next(step for step in launches if step is not None)
         step.launched = launched
-        if self.states is not None:
-            self.states.save(plan.state_saves)
-        if self.compactions is not None:
-            self.compactions.report(step)
+        self.parts.after(plan, step)
         return step
 
     @torch.inference_mode()
-    def compact(self, plan: StepPlan) -> StepPlan:
-        """Queue a plan's compactions. Return the plan without them, for `launch`."""
-        if not plan.compactions:
-            return plan
-        assert self.compactions is not None, "a compaction, without KV compression"
-        # Apart from the other writes of the plan, so that its rows may be replayed as any others.
-        shortened = replace_fields(plan, starts=(), table_writes=())
-        self.compactions.run(plan.compactions, lambda: self.batch.write(shortened))
-        return replace_fields(plan, compactions=())
+    def move(self, plan: StepPlan) -> StepPlan:
+        """Queue what moves in the cache before all else of a plan. Return the plan without it."""
+        return self.parts.move(plan)
 
-    def _launch(self, plan: StepPlan) -> LaunchedStep:
-        """Queue the rows of a step."""
-        if plan.num_drafts:
-            return self._launch_drafts(plan)
-        if self.stage is not None:
-            self.stage.begin(plan)
-        if self.graphs is not None and self.graphs.is_decode_step(plan):
-            step = self._replay(plan, self.graphs)
-            if step is not None:
-                return step
-        writes = self.batch.table.writes(plan)
-        rows = self.batch.rows(plan)
-        if self.mixed_graphs is not None:
-            step = self._replay_mixed(plan, rows, writes, self.mixed_graphs)
-            if step is not None:
-                return step
-        inputs = self.batch.lay_out(rows, LogitRows.sampled(rows, plan.samples), writes)
-        self._upload()
-        hidden = self.forward(inputs)
-        if not self.samples:
-            return self._send_states(plan, hidden)
-        if not inputs.logit_rows:
-            scores = self.prompt_logprobs.score(rows, hidden)
-            return self._copy_back(plan, scores)
-        scores = self.prompt_logprobs.score(rows, hidden)
-        rows_host = [plan.slots[row] for row in inputs.logit_rows]
-        slots, lengths = inputs.sample_slots, inputs.sample_lengths
-        if self.sampler.shard is not None and self._ending(rows_host) is Ending.PLAIN:
-            logits = self.logits(take(hidden, inputs.logit_tokens), Ending.PLAIN)
-            out = self.sampler.outputs.first(len(rows_host))
-            self.sampler.shard.sample_plain(logits, slots, lengths, out)
-            sampled = Sampled(inputs.logit_rows, {"chosen": out.chosen}, {})
-            return self._copy_back(plan, scores, sampled)
-        logits = self.logits(take(hidden, inputs.logit_tokens))
-        sampling = SamplingRows(inputs.logit_rows, rows_host, slots, lengths)
-        return self._sample(plan, logits, sampling, scores)
+    @torch.inference_mode()
+    def write(self, plan: StepPlan, in_process: InProcess) -> None:
+        """Apply a plan without rows."""
+        self.update_slots(plan, in_process)
+        self.parts.before(plan)
+        self.batch.write(plan)
 
-    def _launch_drafts(self, plan: StepPlan) -> LaunchedStep:
-        """Queue a step whose rows have drafts: the forward pass from a recorded graph where one
-        serves it, as of prompts."""
-        assert self.drafting is not None, "drafts, without speculative decoding"
-        step = self._replay_drafts(plan)
-        if step is not None:
-            return step
-        writes = self.batch.table.writes(plan)
-        rows = self.batch.rows(plan)
-        if self._launch_mixed(rows, writes):
-            assert self.mixed_graphs is not None, "it was just used"
-            hidden = self.mixed_graphs.states
-        else:
-            logits = LogitRows.sampled(rows, plan.samples)
-            hidden = self.forward(self.batch.lay_out(rows, logits, writes))
-        self._upload()
-        scores = self.prompt_logprobs.score(rows, hidden)
-        drafted = self.drafting.rows(plan, rows)
-        slots_host = [plan.slots[row] for row in drafted.logit_rows]
-        sampling = SamplingRows(drafted.logit_rows, slots_host, drafted.slots, drafted.lengths)
-        drafted_logits = self.logits(take(hidden, drafted.logit_tokens))
-        return self._sample(plan, drafted_logits, sampling, scores, drafted)
-
-    def _replay_drafts(self, plan: StepPlan) -> LaunchedStep | None:
-        """Run a step from a graph of rows with drafts; None if none serves it."""
-        graphs, rows_host = self.draft_graphs, list(plan.slots)
-        if graphs is None or (ending := self._ending(rows_host)) is Ending.LOGITS:
-            return None
-        self._upload()
-        if not graphs.launch(plan, ending):
-            return None
-        rows = list(range(len(rows_host)))
-        positions = [row for row in rows for _ in range(graphs.width)]
-        slots = [rows_host[row] for row in positions]
-        outputs = graphs.outputs.first(len(positions))
-        sampled = self._recorded(outputs, positions, slots)
-        sampled.tensors["verdicts"] = graphs.verdicts[: len(rows)]
-        drafted = DraftCounts(rows, [graphs.width - 1] * len(rows))
-        return self._copy_back(plan, sampled=sampled, drafted=drafted)
-
-    def _launch_mixed(self, rows: StepRows, writes: np.ndarray) -> bool:
-        """Queue the forward pass of a step from a recorded graph; False, with nothing done, if none
-        serves it."""
-        if self.mixed_graphs is None:
-            return False
-        try:
-            return self.mixed_graphs.launch(rows, writes)
-        except self.record_errors:
-            logger.exception("a step with prompts cannot be recorded; such steps are launched")
-            self.mixed_graphs = None
-            return False
-
-    def _replay_mixed(
-        self,
-        plan: StepPlan,
-        rows: StepRows,
-        writes: np.ndarray,
-        graphs: MixedGraphs,
-    ) -> LaunchedStep | None:
-        """Launch a step with prompts from recorded graphs; None, with nothing done, if none serves
-        it."""
-        if not self._launch_mixed(rows, writes):
-            return None
-        if not self.samples:
-            return self._send_states(plan, graphs.states)
-        # Runs while the device computes.
-        self._upload()
-        scores = self.prompt_logprobs.score(rows, graphs.states)
-        sample_rows = list(compress(range(len(plan.samples)), plan.samples))
-        if not sample_rows:
-            return self._copy_back(plan, scores)
-        rows_host = list(compress(plan.slots, plan.samples))
-        ending = self._ending(rows_host)
-        # Rows that do not sample are padding there.
-        num_rows = sample_rows[-1] + 1
-        graphs.finish(num_rows, ending)
-        if ending is not Ending.LOGITS:
-            sampled = self._recorded(graphs.outputs, sample_rows, rows_host, self.written)
-            return self._copy_back(plan, scores, sampled)
-        slots, lengths = graphs.sampling_inputs(num_rows)
-        logits = graphs.logits[:num_rows]
-        if len(sample_rows) < num_rows:
-            index = torch.tensor(sample_rows, pin_memory=True).to(self.device, non_blocking=True)
-            slots, lengths, logits = slots[index], lengths[index], logits[index]
-        sampling = SamplingRows(sample_rows, rows_host, slots, lengths)
-        return self._sample(plan, logits, sampling, scores)
-
-    def _replay(self, plan: StepPlan, graphs: DecodeGraphs) -> LaunchedStep | None:
-        """Run the step from a recorded graph; None if it is not a plain decode step."""
-        rows, rows_host = list(range(len(plan.slots))), list(plan.slots)
-        ending = self._ending(rows_host)
-        self._upload()
-        try:
-            if not graphs.launch(plan, ending):
-                return None
-        except self.record_errors:
-            logger.exception("a decode graph cannot be recorded; going on without graphs")
-            self.graphs = None
-            return None
-        if not self.samples:
-            return self._send_states(plan, graphs.logits)
-        if ending is not Ending.LOGITS:
-            sampled = self._recorded(graphs.outputs, rows, rows_host, self.written)
-            return self._copy_back(plan, sampled=sampled)
-        slots, lengths = graphs.sampling_inputs(len(rows))
-        logits = graphs.logits[: len(rows)]
-        sampling = SamplingRows(rows, rows_host, slots, lengths)
-        return self._sample(plan, logits, sampling)
-
-    def _send_states(self, plan: StepPlan, hidden: HiddenStates) -> LaunchedStep:
+    def send_states(self, plan: StepPlan, hidden: HiddenStates) -> LaunchedStep:
         """Let the next stage go on with a step. hidden: [plan.total_tokens or more,
         hidden_size]"""
         assert self.stage is not None, "there is a next stage"
         assert isinstance(hidden, torch.Tensor), "the last stage alone leaves layers unfinished"
         self.stage.send_states(plan, hidden)
-        return self._copy_back(plan)
+        return self.copy_back(plan)
 
-    def _ending(self, rows_host: list[int]) -> Ending:
+    def ending(self, rows_host: list[int]) -> Ending:
         """Return the recorded ending that serves all that these slots request."""
         if not self.samples:
             return Ending.STATES
@@ -334,7 +127,7 @@ class ModelRunner:
             return Ending.PLAIN
         return Ending.FULL if self.sampler.recordable(rows_host) else Ending.LOGITS
 
-    def _recorded(
+    def recorded(
         self,
         out: SampleOutputs,
         rows: list[int],
@@ -362,15 +155,19 @@ class ModelRunner:
             tensors |= {name: getattr(logprobs, name) for name in LOGPROB_FIELDS}
         return Sampled(rows, tensors, logprob_rows)
 
-    def _sample(
+    def sample(
         self,
         plan: StepPlan,
         logits: torch.Tensor,
         sampling: SamplingRows,
         scores: Sequence[PromptScores] = (),
-        drafted: DraftedRows | None = None,
+        *,
+        drafted: DraftCounts | None = None,
+        verify: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> LaunchedStep:
         """Sample from the preceding forward pass, and start the copies to the host.
+
+        drafted, verify: of rows with drafts; the latter makes verdicts of the tokens.
 
         Rows with a grammar wait here for their last tokens, while the forward pass runs.
         """
@@ -378,13 +175,9 @@ class ModelRunner:
         structured = self.masks.rows(slots_host)
         mask = self.masks.fill(structured, len(rows)) if structured else None
         sampled = self._choose(logits, sampling, mask)
-        counts = None
-        if drafted is not None:
-            assert self.drafting is not None, "drafts, without speculative decoding"
-            tensors = sampled.tensors
-            tensors["verdicts"] = self.drafting.verify(drafted, tensors["chosen"])
-            counts = drafted.host
-        step = self._copy_back(plan, scores, sampled, counts)
+        if verify is not None:
+            sampled.tensors["verdicts"] = verify(sampled.tensors["chosen"])
+        step = self.copy_back(plan, scores, sampled, drafted)
         if structured:
             self.masks.sampled(step, structured)
         failures = self.sampler.processors.failures(slots_host) | self.masks.failures(structured)
@@ -410,12 +203,9 @@ class ModelRunner:
 
     def forward(self, inputs: StepInputs) -> HiddenStates:
         """→ hidden states of all tokens"""
-        places = None if self.query_ring is None else self.query_ring.places(inputs)
         context = ForwardContext.of(
             self.backend, inputs.layouts, inputs.positions, precompiling=self.precompiling,
-            query_places=places,
-            source=None if self.sources is None else self.sources.context(inputs),
-            incoming=None if self.stage is None else self.stage.states_in(inputs.input_ids),
+            parts=self.parts.context(inputs),
         )  # fmt: skip
         hidden: HiddenStates = self.model(inputs.input_ids, context)
         return hidden
@@ -434,13 +224,10 @@ class ModelRunner:
 
     def update_slots(self, plan: StepPlan, in_process: InProcess = NOTHING_IN_PROCESS) -> None:
         """Update what is remembered of the slots that the plan releases and starts."""
-        if self.compactions is not None:
-            self.compactions.forget(plan.released)
-        self.batch.table.shorten(plan.rejections)
-        update_parts(self.parts, plan, in_process)
+        update_slots(self._per_slot, plan, in_process)
 
-    def _upload(self) -> None:
-        for part in self.parts:
+    def upload(self) -> None:
+        for part in self._per_slot:
             part.upload()
 
     def forget_slots(self) -> None:
@@ -449,26 +236,16 @@ class ModelRunner:
         self.masks.forget_steps()
         self.batch.table.forget_rows()
 
-    def _copy_back(
+    def copy_back(
         self,
         plan: StepPlan,
         scores: Sequence[PromptScores] = (),
         sampled: Sampled | None = None,
         drafted: DraftCounts | None = None,
     ) -> LaunchedStep:
-        """Propose drafts, and start the copies to the host; no synchronisation."""
+        """Start the copies to the host; no synchronisation."""
         rows, output, logprob_rows, place = sampled or Sampled([], {}, {})
-        proposal_rows: list[int] = []
-        if self.drafting is not None:
-            proposal_rows = self.drafting.proposal_rows(plan)
-            if proposal_rows:
-                proposed = self.drafting.propose([plan.slots[row] for row in proposal_rows])
-                if proposed is None:
-                    proposal_rows = []
-                else:
-                    output["proposed"] = proposed
-        if self.stage is not None and rows:
-            self.stage.send_tokens(output["chosen"], rows)
+        self.parts.sampled(plan, output, rows)
         keep: list[Any] = [output, scores]
         event = None
         if len(output) > 1:
@@ -481,5 +258,5 @@ class ModelRunner:
             event.record()
         return LaunchedStep(
             plan, rows, logprob_rows, copies, scores, event, place=place, keep=keep,
-            drafted=drafted, proposal_rows=proposal_rows,
+            drafted=drafted,
         )  # fmt: skip

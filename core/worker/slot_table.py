@@ -13,7 +13,9 @@ from struct import pack
 import numpy as np
 import torch
 
-from ..step import Rejection, StepPlan, TableWrite
+from ..parts.kv_compression import Compaction
+from ..parts.speculation import Rejection
+from ..step import StepPlan, TableWrite
 
 ALIGNMENT = 4
 """int32 numbers in 16 bytes."""
@@ -72,7 +74,8 @@ class SlotTable:
         self.source_lengths = self.storage[self._source_start : size] if has_sources else None
         """[num_slots + 1] int32: tokens of each slot's source; None: there are no sources."""
         self.num_source = np.zeros(rows, dtype=np.int32)
-        """[num_slots + 1] The same on the host."""
+        """[num_slots + 1] The same on the host, set before `writes` sends those of slots that
+        start."""
         self.num_dropped = np.zeros(rows, dtype=np.int32)
         """[num_slots + 1] The same on the host, where it is always known."""
         history = self.storage[self._history_start : self._history_start + rows * positions]
@@ -122,7 +125,7 @@ class SlotTable:
 
         Updates the host's counters of the slots that start.
         """
-        if not plan.starts and not plan.table_writes and not plan.compactions:
+        if not plan.starts and not plan.table_writes:
             return NO_WRITES
         pieces: list[tuple[int, Sequence[int]]] = []
         positions = self.token_history.shape[1]
@@ -134,22 +137,26 @@ class SlotTable:
             pieces.append((slot, (start.num_computed_tokens,)))
             pieces.append((self._history_start + slot * positions, start.token_ids))
             if self.source_lengths is not None:
-                self.num_source[slot] = start.num_source_tokens
-                pieces.append((self._source_start + slot, (start.num_source_tokens,)))
+                pieces.append((self._source_start + slot, (int(self.num_source[slot]),)))
             if self.dropped is not None:
                 self.num_dropped[slot] = 0
                 pieces.append((self._dropped_start + slot, (0,)))
-        for compaction in plan.compactions:
+        for write in plan.table_writes:
+            self._leave_row(write.slot)
+            pieces.append((self._place(self._table_start, write.slot, write), write.block_ids))
+        return _scattered(pieces)
+
+    def compacted(self, compactions: Sequence[Compaction]) -> np.ndarray:
+        """Return what compactions change in the slots, likewise, and count their dropped tokens."""
+        assert self.dropped is not None, "a compaction, without KV compression"
+        pieces: list[tuple[int, Sequence[int]]] = []
+        for compaction in compactions:
             slot = compaction.slot
-            assert self.dropped is not None, "a compaction, without KV compression"
             self._leave_row(slot)
             self.num_dropped[slot] += compaction.num_tokens - compaction.kept
             pieces.append((self._dropped_start + slot, (int(self.num_dropped[slot]),)))
             whole = TableWrite(slot, 0, 0, compaction.block_ids)
             pieces.append((self._place(self._table_start, slot, whole), whole.block_ids))
-        for write in plan.table_writes:
-            self._leave_row(write.slot)
-            pieces.append((self._place(self._table_start, write.slot, write), write.block_ids))
         return _scattered(pieces)
 
     def shorten(self, rejections: Sequence[Rejection]) -> None:

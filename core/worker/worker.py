@@ -18,6 +18,8 @@ from ..loading.model_config import ModelConfig
 from ..nn.attention import Attention
 from ..parallel.join import rank_device
 from ..parallel.ranks import ONE_RANK, Ranks
+from ..parts import kv_transfer
+from ..parts.kv_transfer import TransferPlan
 from ..protocols.executors import ExecutorInfo
 from ..registration.failing_plugin import plugin_failure
 from ..registry import Plugins
@@ -190,10 +192,8 @@ class Worker:
     ) -> PendingStep:
         try:
             try:
-                # First, as the plan's loads may write to blocks that its compactions read.
-                if plan.compactions:
-                    assert isinstance(runner, ModelRunner), "pooled rows have no cache afterwards"
-                    plan = runner.compact(plan)
+                # First, as the plan's loads may write to blocks that parts read.
+                plan = runner.move(plan)
             finally:
                 self._start_transfers(plan)
             if self._unscaled and plan.slots:
@@ -207,7 +207,8 @@ class Worker:
     def _start_transfers(self, plan: StepPlan) -> None:
         """Pass a plan's metadata on to the KV connector."""
         if self.connector is not None:
-            self.connector.start(plan.kv_metadata)
+            part: TransferPlan | None = plan.parts.get(kv_transfer.NAME)
+            self.connector.start(None if part is None else part.metadata)
 
     @torch.inference_mode()
     def _first_step(
@@ -226,8 +227,7 @@ class Worker:
         self, plan: StepPlan, in_process: InProcess, runner: ModelRunner | PoolingRunner
     ) -> EmptyStep:
         """Apply a plan that computes nothing: it changes slots, or is for the KV connector."""
-        runner.update_slots(plan, in_process)
-        runner.batch.write(plan)
+        runner.write(plan, in_process)
         return EmptyStep(plan)
 
     @torch.inference_mode()
@@ -235,7 +235,9 @@ class Worker:
         """Prepare for later steps while idle: compile for short prompts, record graphs. Returns
         False if nothing is left."""
         runner = self.runner
-        if self._started is None or runner is None or runner.graphs is None:
+        if self._started is None or not isinstance(runner, ModelRunner):
+            return False
+        if runner.decode.graphs is None:
             return False
         if self._started.graphs is not None and self._started.graphs.record_next():
             return True

@@ -304,9 +304,9 @@ class NoDevice(InProcessExecutor):
         @torch.inference_mode()
         def record() -> None:
             runner: Any = self._worker.runner
-            while runner.graphs.missing():
-                runner.graphs.record(*runner.graphs.missing()[0])
-            while runner.mixed_graphs.record_next():
+            while runner.decode.graphs.missing():
+                runner.decode.graphs.record(*runner.decode.graphs.missing()[0])
+            while runner.mixed.graphs.record_next():
                 pass
             ids = torch.arange(len(runner.sampler.outputs.chosen), dtype=torch.int32)
             for part in runner.sampler.outputs:
@@ -343,7 +343,7 @@ class NoDevice(InProcessExecutor):
 class Plugin:
     """Registers what computes nothing."""
 
-    jackfield_api = 2
+    jackfield_api = 3
 
     @hookimpl
     def register_executors(self, registry: Any) -> None:

@@ -43,11 +43,11 @@ from jackfield.core.errors import JackfieldError
 from jackfield.core.nn.attention import Attention
 from jackfield.core.nn.context import BuildContext
 from jackfield.core.nn.operations import Operations
+from jackfield.core.parts.kv_compression import Compaction
 from jackfield.core.protocols.attention import AttentionSpec
 from jackfield.core.registry import load_plugins
-from jackfield.core.step import Compaction
-from jackfield.core.worker.kv_cache.compaction import Compactor
-from jackfield.core.worker.kv_cache.query_ring import QueryRing
+from jackfield.core.worker.parts.compaction import Compactor
+from jackfield.core.worker.parts.query_ring import QueryRing
 from jackfield.core.worker.slot_table import SlotTable
 from jackfield.entrypoints.bench.report import (
     Emitter,

@@ -10,11 +10,11 @@ import torch
 
 from ...core.cache.groups import CachePart
 from ...core.config import KVTransferConfig
+from ...core.parts.kv_transfer import KVReport
 from ...core.protocols.kv import KVCodec, KVConnectorSetup, KVLayout
 from ...core.registry import Plugins
 from ...core.request import Request
 from ...core.sampling_params import SamplingParams
-from ...core.step import KVReport
 
 BLOCK = 4
 SECONDS = 120.0

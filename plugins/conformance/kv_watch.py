@@ -12,6 +12,7 @@ import torch
 
 from ...core.config import KVTransferConfig
 from ...core.hooks import API_VERSION, hookimpl
+from ...core.parts.kv_transfer import KVReport
 from ...core.protocols.kv import (
     KVCodec,
     KVConnectorScheduler,
@@ -19,7 +20,6 @@ from ...core.protocols.kv import (
     KVConnectorWorker,
 )
 from ...core.request import Request
-from ...core.step import KVReport
 
 NAME = "conformance_watch"
 

@@ -275,7 +275,7 @@ class ModelKit(ModelFolder):
         async def ask() -> list[Any]:
             async with self.engine(folder, block_size=4) as engine:
                 answers = [await _answer(engine, p) for p in (first, second, first)]
-                return [*answers, engine.core.info.keeps_states]
+                return [*answers, engine.core.info.num_snapshots is not None]
 
         fresh, shared, again, keeps_states = asyncio.run(ask())
         assert fresh.num_cached_tokens == 0

@@ -19,8 +19,9 @@ from ...core.registration.choice import choose
 from ...core.registry import Plugins
 from ...core.worker.hidden_states import each
 from ...core.worker.kv_cache.memory import allocate_cache
-from ...core.worker.kv_cache.states import NoAttention, make_states
+from ...core.worker.parts.states import make_states, state_layers
 from ...core.worker.selection import attention_refusal, backend_kind, cache_layers
+from ...core.worker.start.attention import NoAttention
 from .kit import Kit
 from .paged import make_layout
 
@@ -89,7 +90,9 @@ class PagedModel:
         for layer in layers:
             spec, num_blocks = layer.cache_spec(kind), 1 + 8 * self.blocks_per_row
             layer.bind(allocate_cache(spec, num_blocks, BLOCK, device))
-        self.keeps_states = make_states(self.model, config, device) is not None
+        self.keeps_states = bool(state_layers(self.model))
+        if self.keeps_states:
+            make_states(self.model, config, device)
         self.computed = [0] * 8
 
     def run(self, rows: Mapping[int, Sequence[int]]) -> dict[int, torch.Tensor]:
@@ -128,8 +131,9 @@ class PagedModel:
             metadata=self.backend.build_metadata(layout),
             layout=layout,
             positions=torch.cat(positions).to(self.device),
-            incoming=None if incoming is None else incoming.clone(),
         )
+        if incoming is not None:
+            context = context.with_incoming(incoming.clone())
         tokens = torch.tensor([t for s in slots for t in rows[s]], device=self.device)
         for slot, (length, _) in zip(slots, sizes, strict=True):
             self.computed[slot] = length

@@ -50,10 +50,9 @@ class AwaitedCalls:
 
     @property
     def most_tokens(self) -> int:
-        """Tokens of the longest step that is awaited, those of sources included."""
+        """Tokens of the longest step that is awaited, those that parts compute included."""
         plans = [awaited.plan for awaited in self._calls.values() if awaited.plan is not None]
-        sources = [sum(len(item.token_ids) for item in plan.encode) for plan in plans]
-        return max((p.total_tokens + n for p, n in zip(plans, sources, strict=True)), default=0)
+        return max((plan.total_tokens + plan.num_more_tokens for plan in plans), default=0)
 
     def add_call(
         self, number: int, plan: StepPlan | None, waits_for: set[int]

@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from ...core.parts import kv_transfer
+from ...core.parts.kv_transfer import TransferResult
 from ...core.remote.frames import encode
 from ...core.remote.processes import follow_parent
 from ...core.worker.serving_process import freeze
@@ -44,7 +46,8 @@ from .messages import (
 from .progress import BEAT_SECONDS, Progress
 
 if TYPE_CHECKING:
-    from ...core.step import KVDetached, StepResult
+    from ...core.parts.kv_transfer import KVDetached
+    from ...core.step import StepResult
     from ...core.worker.threads import PendingStep
     from .rank import RankWorker
 
@@ -89,6 +92,7 @@ class Follower:
 
     def run(self) -> int:
         """Start, run what comes until the end, and return the exit status."""
+        from ...core.registration.step_parts import part_types
         from .rank import start_rank  # Torch, while the first message is on its way.
 
         setup = self._inbox.take()
@@ -111,6 +115,7 @@ class Follower:
             self._wait_for_end()
             return 1
         joined.worker.transfer_news = self._has_report
+        self._rows = PlanRows(part_types(joined.worker.plugins, joined.worker.config))
         self._flying = info.steps_in_flight
         self._free.release(self._flying)
         threading.Thread(target=self._complete, daemon=True).start()
@@ -169,7 +174,8 @@ class Follower:
 
     def _report(self, result: StepResult) -> None:
         """Send what a KV connector's worker half reports."""
-        report, detached = result.kv_report, result.kv_detached
+        sent: TransferResult = result.parts.get(kv_transfer.NAME, TransferResult())
+        report, detached = sent.report, sent.detached
         if report is None and detached == self._detached:
             return
         self._detached = detached

@@ -13,9 +13,11 @@ import msgspec
 
 from ...core.config import EngineConfig
 from ...core.errors import JackfieldError, error_named
+from ...core.parts.kv_transfer import KVDetached, KVReport
+from ...core.parts.part_types import PartTypes
 from ...core.protocols.executors import ExecutorInfo
 from ...core.remote.frames import FrameReader, encode
-from ...core.step import KVDetached, KVReport, StepPlan, WorkerJob
+from ...core.step import StepPlan, WorkerJob
 
 PART = 1 << 16
 """Bytes read at once."""
@@ -151,7 +153,9 @@ ToLeader: TypeAlias = Joining | Ready | Done | Transferred | HasReport | Failed 
 class PlanRows:
     """The rows of the last plan that was sent, or received: the next one may repeat them."""
 
-    def __init__(self) -> None:
+    def __init__(self, types: PartTypes | None = None) -> None:
+        """types: of what plans carry of parts."""
+        self._types = types or PartTypes()
         self._last: tuple[object, ...] = ((),) * len(ROWS)
 
     def encode_step(self, number: int, plan: StepPlan) -> bytes:
@@ -168,7 +172,7 @@ class PlanRows:
 
     def plan_of(self, step: Step) -> StepPlan:
         """Return the plan of a step that was received, with its rows."""
-        plan = step.plan
+        plan = self._types.plan(step.plan)
         if step.repeats_rows:
             return msgspec.structs.replace(plan, **dict(zip(ROWS, self._last, strict=True)))
         self._last = plan.slots, plan.num_tokens, plan.samples

@@ -7,7 +7,9 @@ from typing import Any
 
 import msgspec
 
-from ...core.step import KVDetached, KVReport, StepResult
+from ...core.parts import kv_transfer
+from ...core.parts.kv_transfer import KVDetached, KVReport, TransferResult
+from ...core.step import StepResult
 
 
 class RankTransfers:
@@ -43,14 +45,18 @@ class RankTransfers:
 
     def into(self, result: StepResult) -> StepResult:
         """Return rank 0's result with what has ended on all ranks, in place of its own report."""
-        own = result.kv_report
-        self._note(0, own, result.kv_detached)
+        sent: TransferResult = result.parts.get(kv_transfer.NAME, TransferResult())
+        own = sent.report
+        self._note(0, own, sent.detached)
         payload: Any = None if own is None else own.payload
         report = None
         if self._finished or self._failed or payload is not None:
             report = KVReport(tuple(self._finished), self._failed, payload)
             self._finished, self._failed = [], {}
-        return msgspec.structs.replace(result, kv_report=report, kv_detached=self._detached)
+        parts = {name: part for name, part in result.parts.items() if name != kv_transfer.NAME}
+        if report is not None or self._detached is not None:
+            parts[kv_transfer.NAME] = TransferResult(report, self._detached)
+        return msgspec.structs.replace(result, parts=parts)
 
     def _note(self, rank: int, report: KVReport | None, detached: KVDetached | None) -> bool:
         """Return whether there is something new to bring."""

@@ -14,9 +14,9 @@ import torch
 from msgspec import Meta
 
 from ...core.errors import ConfigError, OutOfMemory
+from ...core.parts.kv_transfer import KVReport
 from ...core.protocols.kv import KVConnectorSetup
 from ...core.request import Request
-from ...core.step import KVReport
 from .copying import BlockCopier, cuda
 from .options import read_options
 from .reduced_blocks import ReducedType, ReducingCopier, reduced_bytes

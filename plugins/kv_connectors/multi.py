@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from ...core.config import KVTransferConfig
 from ...core.errors import ConfigError, PluginError
+from ...core.parts.kv_transfer import KVReport
 from ...core.protocols.kv import (
     KVCodec,
     KVConnector,
@@ -22,7 +23,6 @@ from ...core.protocols.kv import (
     check_serves_compacted,
 )
 from ...core.request import Request
-from ...core.step import KVReport
 from .options import read_options
 
 

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, ClassVar, Protocol
 
+from ...core.parts.kv_transfer import KVReport
 from ...core.protocols.kv import KVConnectorSetup
 from ...core.request import Request
-from ...core.step import KVReport
 from .block_file import BlockFormat
 from .copying import BlockCopier
 from .threads import Job, JobList, Jobs, ThreadedWorker

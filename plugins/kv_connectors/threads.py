@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 import torch
 
+from ...core.parts.kv_transfer import KVReport
 from ...core.protocols.kv import KVConnectorSetup
-from ...core.step import KVReport
 from .copying import BlockCopier, cuda
 
 logger = logging.getLogger("jackfield.kv")

@@ -174,7 +174,7 @@ class LongcatNgramDecoder(LongcatDecoder):
         own = self.embed(input_ids, context.positions)
         total = own.float() + self.ngram(input_ids, context).float()
         mean = (total / (1 + self.ngram.num_tables)).to(own.dtype)
-        return super().forward(input_ids, dataclasses.replace(context, incoming=mean))
+        return super().forward(input_ids, context.with_incoming(mean))
 
 
 PARTS = {"embedders": "tables", "post_projs": "projections"}

@@ -130,7 +130,7 @@ def test_builtin_names_jackfields_own_plugins_alone(
 
 
 ADOPTED = """
-jackfield_api = 2
+jackfield_api = 3
 @hookimpl
 def register_models(registry):
     registry.add("Qwen3ForCausalLM", "mine:Model")
@@ -262,7 +262,7 @@ def test_a_plugin_for_the_first_hook_api_runs_where_nothing_that_it_uses_has_cha
     assert "good" in plugins["tool_parser"] and "mine" not in plugins["executor"]
     assert [(failed.provenance.distribution, failed.error) for failed in plugins.failed] == [(
         "executors",
-        f"{built} this Jackfield has {API_VERSION}, which changed register_executors (in 2): {do}",
+        f"{built} this Jackfield has {API_VERSION}, which changed register_executors (in 3): {do}",
     )]  # fmt: skip
 
 

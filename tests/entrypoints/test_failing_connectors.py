@@ -14,7 +14,7 @@ from serving import engine_config, save_random
 
 from jackfield import AsyncEngine, SamplingParams
 from jackfield.core.config import KVTransferConfig
-from jackfield.core.step import KVReport
+from jackfield.core.parts.kv_transfer import KVReport
 from jackfield.plugins.kv_connectors.cpu_offload import CpuOffloadConnector
 
 CONNECTOR_METHODS = (

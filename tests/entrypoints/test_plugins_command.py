@@ -138,7 +138,7 @@ def test_every_kind_has_its_templates(kind: str, tmp_path: Path) -> None:
     }
     for path in folder.rglob("*.py"):
         compile(path.read_text(), str(path), "exec")
-    assert "jackfield_api = 2\n" in (folder / "src/jackfield_mine/__init__.py").read_text()
+    assert "jackfield_api = 3\n" in (folder / "src/jackfield_mine/__init__.py").read_text()
 
 
 def test_every_registered_kind_that_has_a_kit_has_a_skeleton() -> None:

@@ -22,7 +22,7 @@ from jackfield import hookimpl
 from jackfield.core.errors import AuthenticationFailed, InvalidRequest, RateLimited
 from jackfield.core.tenancy import Tenant, TenantLimits
 
-jackfield_api = 2
+jackfield_api = 3
 seen = {}
 
 

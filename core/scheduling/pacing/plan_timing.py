@@ -62,9 +62,8 @@ class StepDurations:
         """Of steps with prompts of some length; 0: none is known."""
 
     def add(self, plan: StepPlan, seconds: float) -> None:
-        """Record the duration of one step; not of one that encodes sources, whose size is more than
-        its tokens."""
-        if plan.encode:
+        """Record the duration of one step; not of one whose size is more than its tokens."""
+        if plan.parts and plan.num_more_tokens:
             return
         tokens = plan.total_tokens
         if tokens >= SHORT_STEP_TOKENS > len(plan.slots):

@@ -3,7 +3,7 @@ sampling and verification in one replay."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -13,7 +13,6 @@ from ...protocols.models import HiddenStates
 from ...step import StepPlan
 from ..batch import PersistentBatch, StepInputs
 from ..sampling.sampler import Sampler
-from ..speculation.drafting import Drafting
 from .endings import Ending, row_counts, sample_rows, sampling_endings
 from .recorder import Recorder, Replay
 from .static_numbers import StaticNumbers
@@ -34,14 +33,14 @@ class DraftGraphs:
         logits: Callable[[HiddenStates, Ending], torch.Tensor],
         batch: PersistentBatch,
         sampler: Sampler,
-        drafting: Drafting,
+        verified: Callable[..., torch.Tensor],
         record: Recorder,
         max_tokens: int,
     ) -> None:
         """`forward`, `logits`: as for `DecodeGraphs`, over all tokens; `max_tokens`: of any
         step."""
         self._forward, self._logits = forward, logits
-        self._batch, self._sampler, self._drafting = batch, sampler, drafting
+        self._batch, self._sampler, self._verified = batch, sampler, verified
         self._record = record
         width = self.width = 1 + batch.num_drafts
         """Tokens of each row."""
@@ -61,7 +60,7 @@ class DraftGraphs:
         self.outputs = sampler.outputs
         """Tokens of the step launched last, `width` of each row."""
         self.verdicts = torch.zeros((max_rows, 2), dtype=torch.int32, device=device)
-        """What `Drafting.verify` says of the step launched last."""
+        """What `verified` says of the step launched last."""
         self.num_recorded = 0
         """Number of graphs recorded so far."""
 
@@ -70,13 +69,13 @@ class DraftGraphs:
         kinds = [(n, ending) for ending in sampling_endings(self._sampler) for n in self._counts]
         return [kind for kind in kinds if kind not in self._replays]
 
-    def launch(self, plan: StepPlan, ending: Ending) -> bool:
+    def launch(self, plan: StepPlan, num_drafts: Sequence[int], ending: Ending) -> bool:
         """Replay a step. Returns False, with nothing done, if a row has fewer drafts, or no graph
         serves it."""
         num_rows = len(plan.slots)
         able = (n for n in self._counts if n >= num_rows and (n, ending) in self._replays)
         rows = next(able, None)
-        alike = set(plan.num_drafts) == {self.width - 1} and not plan.starts
+        alike = set(num_drafts) == {self.width - 1} and not plan.starts
         num_writes = sum(len(write.block_ids) for write in plan.table_writes)
         if rows is None or not alike or num_writes > self._most_writes:
             return False
@@ -139,7 +138,7 @@ class DraftGraphs:
         drafts = batch.table.token_history[sample_slots, lengths]
         sample_rows(self._sampler, ending, self._logits(hidden, ending), sample_slots, lengths)
         chosen = self.outputs.first(num_tokens).chosen
-        verdicts = self._drafting.verified(chosen, drafts, starts, long_slots)
+        verdicts = self._verified(chosen, drafts, starts, long_slots)
         self.verdicts[:rows].copy_(verdicts)
         # Padding was verified, too.
         batch.table.lengths[batch.scratch_slot].fill_(0)

@@ -23,7 +23,7 @@ from ...grammars.batch_masks import advance_all, batch_method, fill_masks
 from ...grammars.constraint import Constraint
 from ...parallel.ranks import Group
 from ...step import NOTHING_IN_PROCESS, InProcess, SlotStart
-from ..parts import PerSlot
+from ..per_slot import PerSlot
 
 FILL_THREADS = max(0, min(8, (os.cpu_count() or 1) // 2) - 1)
 """Threads that help to fill masks. Backends fill outside the interpreter lock."""

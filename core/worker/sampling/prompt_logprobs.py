@@ -17,7 +17,7 @@ from ..batch import LogitRows, StepRows
 from ..hidden_states import parts, take
 from ..launched_step import LOGPROB_FIELDS, PromptScores
 from ..packing import PackedUpload
-from ..parts import PerSlot
+from ..per_slot import PerSlot
 from ..slot_table import SlotTable
 from .sampler import SCORED_ROWS, Sampler
 

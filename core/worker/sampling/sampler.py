@@ -14,7 +14,7 @@ from ...nn.operations import Operations
 from ...nn.step_operations.sampling import GrammarBits, SampleOutputs, SlotTables
 from ...parallel.ranks import Ranks
 from ...step import NOTHING_IN_PROCESS, InProcess, SlotStart
-from ..parts import PerSlot
+from ..per_slot import PerSlot
 from .logprobs import Logprobs, row_logprobs, token_logprobs
 from .masks import TokenMask
 from .processors import Processors

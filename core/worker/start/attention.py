@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from ...config import EngineConfig
-from ...protocols.attention import AttentionBackend, LayerSpec, PagedBackend
+from ...nn.context import BatchLayout
+from ...protocols.attention import AttentionBackend, AttentionSpec, LayerSpec, PagedBackend
 from ...registration.choice import choose
 from ...registry import Plugins
 from ..kv_cache.formats import CacheFormats
-from ..kv_cache.states import NoAttention
+from ..parts.part import PartNeeds
 from ..selection import attention_refusal
 
 
@@ -24,6 +25,28 @@ class ChosenBackend(NamedTuple):
     name: str
     backend_class: type[PagedBackend]
     reason: str
+
+
+class NoAttention(AttentionBackend):
+    """The backend of a model none of whose layers attends."""
+
+    name = "none"
+    graph_safe = mixed_graph_safe = cache_groups = True
+
+    @classmethod
+    def supports(cls, spec: AttentionSpec, device: torch.device, dtype: torch.dtype) -> str:
+        """Return why: it computes nothing."""
+        return "it serves models without attention"
+
+    def __init__(self, **sizes: Any) -> None:
+        """Sizes are those of every backend, and not used."""
+
+    def build_metadata(self, layout: BatchLayout) -> None:
+        """Do nothing."""
+
+    def forward(self, *arguments: Any, **more: Any) -> torch.Tensor:
+        """Never called."""
+        raise NotImplementedError("a layer attends, in a model chosen to have none that does")
 
 
 NO_ATTENTION = ChosenBackend("attention_backend", NoAttention.name, NoAttention, "no layer attends")
@@ -39,23 +62,20 @@ def choose_attention(
     dtype: torch.dtype,
     *,
     formats: CacheFormats,
-    compacts: bool,
-    drafts: bool,
+    needs: Sequence[PartNeeds] = (),
 ) -> ChosenBackend:
     """Return the backend that the configuration names, or the first that serves all layers.
 
-    kind: the registry; specs: [num_layers]; compacts: with KV compression; drafts: with speculative
-    decoding. Raises ConfigError if none can.
+    kind: the registry; specs: [num_layers]; needs: of parts. Raises ConfigError if none can.
     """
     if not specs:
         return NO_ATTENTION
 
     def refusal(backend: type[PagedBackend]) -> str | None:
-        if drafts and not getattr(backend, "bounded_lengths", False):
-            return "it needs lengths that only the device knows (speculative_config)"
+        for need in needs:
+            if need.refuses is not None and (reason := need.refuses(backend)) is not None:
+                return reason
         if isinstance(backend, type) and issubclass(backend, AttentionBackend):
-            if compacts and not (backend.compacted_cache and backend.standard_cache):
-                return "it reads no compacted cache (kv_compression)"
             if formats.fp8_cache and not backend.fp8_cache:
                 return "it reads no fp8 cache (kv_cache_dtype)"
             if formats.quantized and formats.quantized not in backend.cache_formats:

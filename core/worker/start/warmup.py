@@ -15,12 +15,12 @@ from ...sampling_params import SamplingParams
 from ...step import SlotStart
 from ..batch import LogitRows, StepRows
 from ..graphs.endings import Ending, row_counts
-from ..graphs.step_graphs import StepGraphs
 from ..hidden_states import take
 from ..pooling_runner import PoolingRunner
 from ..runner import ModelRunner
 from ..sampling.masks import TokenMask
 from ..sampling.sampler import sample_outputs
+from .step_graphs import StepGraphs
 
 logger = logging.getLogger("jackfield.worker")
 
@@ -108,8 +108,7 @@ class Warmup:
 
     def warm_up(self) -> None:
         """Run one prefill and one decode step on the null block, so that kernels are compiled."""
-        if isinstance(self._runner, ModelRunner) and self._runner.sources is not None:
-            self._runner.sources.warm_up(self._long_prompt(), self._max_model_len)
+        self._run_parts(self._long_prompt())
         for num_tokens in (self._long_prompt(), 1):
             self._alone(num_tokens)
 
@@ -132,10 +131,13 @@ class Warmup:
         if end:
             lengths.append(end)
             slots.append(self._config.max_num_seqs)
-        if isinstance(self._runner, ModelRunner) and self._runner.sources is not None:
-            most = max(self._budget, self._max_model_len)
-            self._runner.sources.warm_up(most, self._max_model_len)
+        self._run_parts(max(self._budget, self._max_model_len))
         self.run(lengths, slots, context=self._max_model_len if end else 0)
+
+    def _run_parts(self, num_tokens: int) -> None:
+        if isinstance(self._runner, ModelRunner):
+            for part in self._runner.parts:
+                part.run_scratch(num_tokens)
 
     def _alone(self, num_tokens: int, *, context: int = 0) -> None:
         """Run one prompt in the scratch slot; context: as `run` has it."""

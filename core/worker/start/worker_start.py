@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,30 +20,21 @@ from ...nn.attention import Attention
 from ...nn.operations import Operations
 from ...nn.rotary import Rotary
 from ...parallel.ranks import Ranks
-from ...protocols.attention import AttentionBackend, LayerSpec, PagedBackend
+from ...protocols.attention import LayerSpec, PagedBackend
 from ...protocols.executors import ExecutorInfo
-from ...protocols.kv_compressors import KVCompressor
 from ...protocols.logits_processors import LogitsProcessorSetup
 from ...registration.choice import choose
 from ...registry import Plugins
 from ..batch import STEPS_IN_FLIGHT, PersistentBatch
 from ..graphs.recorder import Recorder
-from ..graphs.step_graphs import StepGraphs
 from ..guarded_half import GuardedHalf
-from ..kv_cache.allocation import (
-    bind_cache,
-    form_cache_groups,
-)
-from ..kv_cache.compaction import Compactor, load_compressor
+from ..kv_cache.allocation import bind_cache, form_cache_groups
 from ..kv_cache.formats import QUANTIZED_WRITES, choose_formats
 from ..kv_cache.layout import kv_layout
 from ..kv_cache.memory import CacheDemand, bytes_per_block, num_kv_blocks
-from ..kv_cache.planned_compactions import PlannedCompactions
-from ..kv_cache.query_ring import QueryRing
 from ..kv_cache.scales import to_be_scaled, unscaled
-from ..kv_cache.sources import Sources, bind_sources, source_layers
-from ..kv_cache.states import States, make_states
-from ..pipeline_stage import PipelineStage
+from ..parts.part import PartNeeds, PartSite, PartStart, StartContext, WorkerPart
+from ..parts.states import StatesStart
 from ..pooling_runner import PoolingRunner
 from ..runner import ModelRunner
 from ..sampling.masks import grammar_masks
@@ -50,15 +42,13 @@ from ..sampling.processors import Processors
 from ..sampling.sampler import Sampler
 from ..sampling.sampling_state import SamplingState
 from ..selection import backend_kind, cache_layers, keys_and_values
-from ..speculation.load import load_drafting
-from .attention import choose_attention
+from .attention import ChosenBackend, choose_attention
 from .cache_room import CacheRoom
 from .connector import connect_half
+from .parts import start_parts
 from .stages import AllStages, StageFacts
+from .step_graphs import StepGraphs
 from .warmup import Warmup
-
-COMPACTED_INPUTS = frozenset({"decode_inputs.dropped", "step_inputs.dropped"})
-"""Options of `Operations` that rows with compacted caches need."""
 
 
 @dataclass
@@ -167,52 +157,42 @@ class WorkerStart:
         weight_bytes = _weight_bytes(model)
         layers = cache_layers(model)
         with_keys = keys_and_values(layers, config)
-        states = make_states(model, config, device, self.ranks)
         wish = getattr(model, "kv_cache_dtype", None) if with_keys else None
         formats = choose_formats(with_keys, config, wish, self.model_config.dtype)
         kv_dtype = formats.dtype
-        if formats.quantized and (lacking := QUANTIZED_WRITES - operations.features):
-            raise ConfigError(
-                f"kv_cache_dtype: operations {operations_name!r} do not support "
-                f"{', '.join(sorted(lacking))}",
-                param="kv_cache_dtype",
+        if formats.quantized:
+            _check_features(
+                operations, operations_name, PartNeeds(QUANTIZED_WRITES), "kv_cache_dtype"
             )
         first_scaled = unscaled(formats.fp8_layers, config, formats.fp8_cache)
-        compressor = load_compressor(self.plugins, config, with_keys, kv_dtype)
-        compacts = compressor is not None
-        if compacts and (lacking := COMPACTED_INPUTS - operations.features):
-            raise ConfigError(
-                f"kv_compression: operations {operations_name!r} do not support "
-                f"{', '.join(sorted(lacking))}",
-                param="kv_compression",
+        starts = start_parts(
+            StartContext(
+                config=config, model_config=self.model_config, plugins=self.plugins,
+                ranks=self.ranks, device=device, model=model, operations=operations,
+                layers=layers, key_values=with_keys, kv_dtype=kv_dtype,
             )
+        )  # fmt: skip
+        for start in starts:
+            _check_features(operations, operations_name, start.needs, start.option)
+        needs = [start.needs for start in starts]
         specs: list[LayerSpec] = [
             to_be_scaled(layer.spec)
             if isinstance(layer, Attention) and layer in first_scaled
             else layer.spec
             for layer in layers
         ]
-        sources = source_layers(model, layers, kv_dtype)
-        speculative = config.speculative_config
-        num_drafts = 0 if speculative is None else speculative.num_speculative_tokens
-        if num_drafts and sources:
-            raise ConfigError(
-                "speculative_config: drafts of encoder-decoder models are not verified yet",
-                param="speculative_config",
-            )
         chosen = choose_attention(
             self.plugins,
             config,
             backend_kind(layers),
-            [*specs, *(layer.spec for layer in sources)],
+            [*specs, *(spec for need in needs for spec in need.specs)],
             device,
             self.model_config.dtype,
             formats=formats,
-            compacts=compacts,
-            drafts=num_drafts > 0,
+            needs=needs,
         )
-        max_model_len = self.model_config.max_model_len
         cache_specs = [layer.cache_spec(kv_dtype) for layer in layers]
+        states = next((start.states for start in starts if isinstance(start, StatesStart)), None)
         facts = StageFacts(
             specs=tuple(cache_specs),
             num_snapshots=None if states is None else states.num_snapshots,
@@ -220,74 +200,48 @@ class WorkerStart:
         )
         stages = AllStages(self.ranks.pipeline, facts, device)
         refusal = None if stages.cache_groups else f"attention backend {chosen.name} reads them"
+        max_model_len = self.model_config.max_model_len
         all_groups = form_cache_groups(stages.specs, refusal, config, max_model_len)
         groups = stages.own(all_groups)
-        state_bytes = 0 if states is None else states.nbytes
+        held_bytes = sum(need.nbytes for need in needs)
         demand = CacheDemand(
-            # A source, of at most the same length, has a table like one more group's.
-            groups=(*all_groups, CacheGroup()) if sources else all_groups,
+            groups=(*all_groups, *[CacheGroup()] * sum(need.extra_tables for need in needs)),
             block_bytes=bytes_per_block(cache_specs, groups, config.block_size),
             block_size=config.block_size,
             max_model_len=max_model_len,
             max_chunk=self._max_num_batched_tokens,
         )
-        length = room.length_of_tables(demand, state_bytes)
+        length = room.length_of_tables(demand, held_bytes)
         for module in model.modules():
             if isinstance(module, Rotary):
                 module.fill(length)
-        with self.plugins[chosen.kind].calling(chosen.name, "its constructor"):
-            backend = chosen.backend_class(
-                device=device,
-                dtype=self.model_config.dtype,
-                block_size=config.block_size,
-                max_num_seqs=config.max_num_seqs,
-                max_num_batched_tokens=self._max_num_batched_tokens,
-                max_model_len=length,
-            )
-            source_backend = None
-            if sources:
-                # Its rows are all tokens of a step.
-                source_backend = chosen.backend_class(
-                    device=device,
-                    dtype=self.model_config.dtype,
-                    block_size=config.block_size,
-                    max_num_seqs=self._max_num_batched_tokens,
-                    max_num_batched_tokens=self._max_num_batched_tokens,
-                    max_model_len=length,
-                )
-        batch = self._batch(
-            operations, length, num_groups=len(groups), compacts=compacts,
-            has_sources=bool(sources), num_drafts=num_drafts,
-        )  # fmt: skip
+        backend = self._backend(chosen, length, config.max_num_seqs)
+        sizes = {name: size for need in needs for name, size in need.batch.items()}
+        batch = self._batch(operations, length, num_groups=len(groups), **sizes)
         runner: ModelRunner | PoolingRunner
         if self.model_config.pooling is not None:
             runner = self._pooling_runner(model, backend, batch)
         else:
-            runner = self._model_runner(model, backend, batch, states)
-            if self.ranks.pipeline.size > 1:
-                runner.divide_by_layers(self._stage(model, batch))
-            if isinstance(source_backend, AttentionBackend):
-                runner.sources = Sources(model, source_backend, batch)
-            if compressor is not None:
-                self._compress(runner, compressor, with_keys, operations)
+            runner = self._model_runner(
+                model, backend, batch, starts, lambda rows: self._backend(chosen, length, rows)
+            )
         graphs = self._graphs(runner)
         warmup = self._warmup(runner)
-        bind_sources(sources, bind_cache(layers, groups, 2, config.block_size, kv_dtype, device))
+        self._bind(starts, bind_cache(layers, groups, 2, config.block_size, kv_dtype, device))
         with self.ranks.pause():
             # How much there is to compile depends on this host's files.
             warmup.precompile(operations, graphs)
-        num_blocks = num_kv_blocks(config, demand, room.available(warmup, state_bytes))
+        num_blocks = num_kv_blocks(config, demand, room.available(warmup, held_bytes))
         num_blocks = self.ranks.minimum_of_stages(num_blocks, device)
         fitting = None
         if config.max_model_len == "auto":
             fitting = min(length, demand.longest_of(num_blocks))
         caches = bind_cache(layers, groups, num_blocks, config.block_size, kv_dtype, device)
-        bind_sources(sources, caches)
+        self._bind(starts, caches)
         warmup.warm_up()
-        if isinstance(runner, ModelRunner) and runner.compactions is not None:
-            runner.compactions.warm_up()
-        if isinstance(runner, ModelRunner) and runner.drafting is not None:
-            runner.drafting.warm_up()
+        if isinstance(runner, ModelRunner):
+            for part in runner.parts:
+                part.warm_up()
         if graphs is not None and not first_scaled:
             graphs.record_first(device)
         load_seconds = time.monotonic() - self._began
@@ -303,7 +257,7 @@ class WorkerStart:
                 caches,
                 device,
                 self._notify,
-                compacts=compacts,
+                compacts=config.kv_compression is not None,
             )
         info = ExecutorInfo(
             num_blocks=num_blocks,
@@ -312,20 +266,35 @@ class WorkerStart:
             attention_backend=chosen.name,
             attention_reason=chosen.reason,
             weight_bytes=weight_bytes,
-            kv_cache_bytes=num_blocks * demand.block_bytes + state_bytes,
+            kv_cache_bytes=num_blocks * demand.block_bytes + held_bytes,
             load_seconds=load_seconds,
             num_stages=self.ranks.pipeline.size,
             steps_in_flight=self._steps_in_flight,
             kv_layout=layout,
             cache_groups=all_groups,
-            kv_compression=compacts,
-            num_drafts=num_drafts,
-            keeps_states=stages.num_snapshots is not None,
-            num_snapshots=stages.num_snapshots or 0,
+            num_snapshots=stages.num_snapshots,
             max_model_len=fitting,
-            max_source_tokens=(fitting or max_model_len) if sources else 0,
+            parts=tuple(part.name for part in runner.parts)
+            if isinstance(runner, ModelRunner)
+            else (),
         )
         return StartedWorker(info, runner, operations, warmup, graphs, first_scaled, connector)
+
+    def _backend(self, chosen: ChosenBackend, max_model_len: int, num_rows: int) -> PagedBackend:
+        with self.plugins[chosen.kind].calling(chosen.name, "its constructor"):
+            return chosen.backend_class(
+                device=self.device,
+                dtype=self.model_config.dtype,
+                block_size=self.config.block_size,
+                max_num_seqs=num_rows,
+                max_num_batched_tokens=self._max_num_batched_tokens,
+                max_model_len=max_model_len,
+            )
+
+    @staticmethod
+    def _bind(starts: Sequence[PartStart], caches: Sequence[Mapping[str, torch.Tensor]]) -> None:
+        for start in starts:
+            start.bind(caches)
 
     # ------------------------------------------------------------ parts
 
@@ -334,26 +303,11 @@ class WorkerStart:
         """One for each stage, and one that waits at the first."""
         return max(STEPS_IN_FLIGHT, self.ranks.pipeline.size + 1)
 
-    def _stage(self, model: nn.Module, batch: PersistentBatch) -> PipelineStage:
-        return PipelineStage(
-            self.ranks.pipeline,
-            batch.table,
-            # Steps that are only compiled have decode rows beside the longest prompt.
-            max_tokens=self._max_num_batched_tokens + self.config.max_num_seqs,
-            incoming_size=getattr(model, "incoming_size", self.model_config.hidden_size),
-            dtype=self.model_config.dtype,
-            device=self.device,
-        )
-
     def _batch(
         self,
         operations: Operations,
         max_model_len: int,
-        *,
-        num_groups: int = 1,
-        compacts: bool = False,
-        has_sources: bool = False,
-        num_drafts: int = 0,
+        **sizes: Any,
     ) -> PersistentBatch:
         return PersistentBatch(
             max_num_seqs=self.config.max_num_seqs,
@@ -361,11 +315,9 @@ class WorkerStart:
             block_size=self.config.block_size,
             device=self.device,
             operations=operations,
-            num_groups=num_groups,
-            compacts=compacts,
-            has_sources=has_sources,
-            num_drafts=num_drafts,
             steps_in_flight=self._steps_in_flight,
+            max_tokens=self._max_num_batched_tokens,
+            **sizes,
         )
 
     def _pooling_runner(
@@ -382,7 +334,8 @@ class WorkerStart:
         model: nn.Module,
         backend: PagedBackend,
         batch: PersistentBatch,
-        states: States | None,
+        starts: Sequence[PartStart],
+        make_backend: Callable[[int], PagedBackend],
     ) -> ModelRunner:
         config, vocab_size, device = self.config, self.model_config.vocab_size, self.device
         history = batch.table.token_history
@@ -398,7 +351,9 @@ class WorkerStart:
             config.max_num_seqs + 1, vocab_size, device, history, kernels=operations.samples
         )
         processors = Processors.load(self.plugins, config, setup)
-        runner = ModelRunner(
+        site = PartSite(batch, sampling, make_backend)
+        parts: list[WorkerPart] = [start.make(site) for start in starts]
+        return ModelRunner(
             model=model,
             backend=backend,
             batch=batch,
@@ -408,36 +363,8 @@ class WorkerStart:
             device=device,
             masks=grammar_masks(self.ranks.tensor, config, vocab_size, device),
             ranks=self.ranks,
+            parts=parts,
         )
-        runner.states = states
-        runner.drafting = load_drafting(
-            self.plugins, config.speculative_config, batch.table, sampling, operations,
-            batch.max_model_len,
-        )  # fmt: skip
-        return runner
-
-    def _compress(
-        self,
-        runner: ModelRunner,
-        compressor: KVCompressor,
-        layers: Sequence[Attention],
-        operations: Operations,
-    ) -> None:
-        """Let plans compact caches, and keep the queries that the compressor needs."""
-        config, ring = self.config, None
-        described = self.plugins["kv_compressor"].described(config.kv_compression or "")
-        if compressor.num_queries:
-            ring = QueryRing(
-                layers, config.max_num_seqs, compressor.num_queries, self.device,
-                self.model_config.dtype,
-            )  # fmt: skip
-            runner.query_ring = ring
-            runner.parts = (*runner.parts, ring)
-        compactor = Compactor(
-            compressor, described, layers, runner.batch.table, config.block_size, operations,
-            self.model_config.dtype, ring,
-        )  # fmt: skip
-        runner.compactions = PlannedCompactions(compactor, self.device, divided=runner.divided)
 
     def _graphs(self, runner: ModelRunner | PoolingRunner) -> StepGraphs | None:
         """Return what records the runner's steps; None: they are not recorded."""
@@ -453,6 +380,15 @@ class WorkerStart:
 
     def _warmup(self, runner: ModelRunner | PoolingRunner) -> Warmup:
         return Warmup(runner, self.config, runner.batch.max_model_len, self.device)
+
+
+def _check_features(operations: Operations, name: str, needs: PartNeeds, option: str) -> None:
+    """Raises ConfigError, with the option's name, if operations lack a feature."""
+    if lacking := needs.operations - operations.features:
+        raise ConfigError(
+            f"{option}: operations {name!r} do not support {', '.join(sorted(lacking))}",
+            param=option,
+        )
 
 
 def _weight_bytes(model: nn.Module) -> int:

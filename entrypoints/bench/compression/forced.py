@@ -75,7 +75,7 @@ class RandomCompressor(KVCompressor):
 class Plugin:
     """Registers both."""
 
-    jackfield_api = 2
+    jackfield_api = 3
 
     @hookimpl
     def register_logits_processors(self, registry: Any) -> None:

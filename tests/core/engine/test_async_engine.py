@@ -297,7 +297,7 @@ async def test_event_hooks_are_called(checkpoint: Path) -> None:
         def request_finished(self, output: Any) -> None:
             self.seen.append(f"finished {output.outputs[0].finish_reason}")
 
-        jackfield_api = 2
+        jackfield_api = 3
 
         @hookimpl
         def step_finished(self, plan: Any, result: Any) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from jackfield import AsyncEngine, EngineConfig, PoolingParams, SamplingParams
 from jackfield.core.hooks import hookimpl
+from jackfield.core.parts.part_types import PartTypes
 from jackfield.core.protocols import LogitsProcessor, LogitsProcessorSetup, ProcessedRows
 from jackfield.core.registry import Plugins, load_plugins
 from jackfield.core.sampling_params import OutputKind, StructuredOutputsParams
@@ -29,7 +30,7 @@ class EncodingExecutor(InProcessExecutor):
     plans: list[StepPlan] = []
 
     def submit(self, plan: StepPlan, in_process: InProcess) -> asyncio.Future[StepResult]:
-        sent = PLANS.decode(msgspec.msgpack.encode(plan))
+        sent = PartTypes().plan(PLANS.decode(msgspec.msgpack.encode(plan)))
         assert sent == plan
         self.plans.append(sent)
         held = {start.slot for start in plan.starts if start.grammar is not None}
@@ -38,7 +39,7 @@ class EncodingExecutor(InProcessExecutor):
 
     async def _received(self, future: asyncio.Future[StepResult]) -> StepResult:
         result = await future
-        received = RESULTS.decode(msgspec.msgpack.encode(result))
+        received = PartTypes().result(RESULTS.decode(msgspec.msgpack.encode(result)))
         assert received == result
         return received
 
@@ -65,7 +66,7 @@ class Only(LogitsProcessor):
 
 
 class Plugin:
-    jackfield_api = 2
+    jackfield_api = 3
 
     @hookimpl
     def register_executors(self, registry: Any) -> None:
@@ -141,7 +142,7 @@ async def test_so_does_one_with_a_kv_connector(tmp_path: Path) -> None:
     transfer = {"kv_connector": "multi", "kv_connector_extra_config": {"connectors": parts}}
     EncodingExecutor.plans.clear()
     sent = await served("encoding", kv_transfer_config=transfer)
-    assert any(plan.kv_metadata is not None for plan in EncodingExecutor.plans)
+    assert any("kv_transfer" in plan.parts for plan in EncodingExecutor.plans)
     assert [[tokens for tokens, _ in one] for one in sent[0]] == [
         [tokens for tokens, _ in one] for one in (await served("inprocess"))[0]
     ]
@@ -167,7 +168,7 @@ class Untyped:
 
     metadata_type = dict[int, int]
 
-    jackfield_api = 2
+    jackfield_api = 3
 
     @hookimpl
     def register_kv_connectors(self, registry: Any) -> None:

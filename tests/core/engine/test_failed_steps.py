@@ -244,11 +244,13 @@ def prompts_of(count: int) -> list[list[int]]:
 
 
 def has_transfers(plan: StepPlan) -> bool:
-    return plan.kv_metadata is not None
+    return "kv_transfer" in plan.parts
 
 
 def has_loads(plan: StepPlan) -> bool:
-    return has_transfers(plan) and bool(msgspec.msgpack.decode(plan.kv_metadata, type=Jobs).loads)
+    if not has_transfers(plan):
+        return False
+    return bool(msgspec.msgpack.decode(plan.parts["kv_transfer"].metadata, type=Jobs).loads)
 
 
 @pytest.mark.parametrize("selection", [has_poison, has_transfers, has_loads])

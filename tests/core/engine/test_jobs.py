@@ -54,7 +54,7 @@ class NotingExecutor(InProcessExecutor):
 
 def engine_of(**attributes: Any) -> AsyncEngine:
     class Plugin:
-        jackfield_api = 2
+        jackfield_api = 3
 
         @hookimpl
         def register_executors(self, registry: Any) -> None:

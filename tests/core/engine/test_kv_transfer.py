@@ -11,9 +11,9 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from jackfield import AsyncEngine, EngineConfig, OutputKind, SamplingParams, hookimpl
 from jackfield.core.errors import ConfigError, InvalidRequest
+from jackfield.core.parts.kv_transfer import KVReport
 from jackfield.core.protocols import Executor
 from jackfield.core.registry import load_plugins
-from jackfield.core.step import KVReport
 from jackfield.entrypoints.server.app import make_app
 from jackfield.plugins.executors.inprocess import InProcessExecutor
 
@@ -30,7 +30,7 @@ class Handover:
         self.started: list[dict[int, list[int]]] = []
         self.events: list[str] = []
 
-    jackfield_api = 2
+    jackfield_api = 3
 
     @hookimpl
     def register_kv_connectors(self, registry: Any) -> None:
@@ -212,7 +212,7 @@ async def test_an_executor_that_knows_no_connectors_is_refused() -> None:
         watch_transfers = Executor.watch_transfers
 
     class Plugin:
-        jackfield_api = 2
+        jackfield_api = 3
 
         @hookimpl
         def register_executors(self, registry: Any) -> None:

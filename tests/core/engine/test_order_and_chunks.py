@@ -70,7 +70,7 @@ async def test_priorities_order_those_that_wait(
 class StepRows:
     """Counts each step's rows and tokens."""
 
-    jackfield_api = 2
+    jackfield_api = 3
 
     def __init__(self) -> None:
         self.rows: list[tuple[int, ...]] = []

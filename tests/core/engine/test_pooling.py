@@ -511,7 +511,7 @@ class WordVectors(nn.Module):
 
 async def test_a_plugins_model_is_pooled(bert: Path) -> None:
     class Plugin:
-        jackfield_api = 2
+        jackfield_api = 3
 
         @hookimpl
         def register_models(self, registry: Any) -> None:
@@ -540,7 +540,7 @@ async def test_a_step_that_fails_ends_its_requests_and_no_others(bert: Path) -> 
             return super().forward(input_ids, context)
 
     class Plugin:
-        jackfield_api = 2
+        jackfield_api = 3
 
         @hookimpl
         def register_models(self, registry: Any) -> None:

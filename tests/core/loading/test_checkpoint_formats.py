@@ -41,7 +41,7 @@ def plugins_with(**changes: Any) -> Plugins:
     changed = type("Changed", (Embedded,), changes)
 
     class Plugin:
-        jackfield_api = 2
+        jackfield_api = 3
 
         @hookimpl
         def register_checkpoint_formats(self, registry: Any) -> None:

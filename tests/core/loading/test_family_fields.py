@@ -74,7 +74,7 @@ class LoopedConfig:
 
 
 class Family:
-    jackfield_api = 2
+    jackfield_api = 3
 
     @hookimpl
     def register_models(self, registry: Any) -> None:
@@ -167,7 +167,7 @@ def test_a_declaration_of_something_else_is_refused(llama: dict[str, Any], tmp_p
         config_fields: ClassVar[Any] = {"num_loops": int}
 
     class Plugin:
-        jackfield_api = 2
+        jackfield_api = 3
 
         @hookimpl
         def register_models(self, registry: Any) -> None:
@@ -184,7 +184,7 @@ def test_the_context_length_is_what_the_class_says(llama: dict[str, Any], tmp_pa
             return getattr(hf_config, "longest_text", None)
 
     class Plugin:
-        jackfield_api = 2
+        jackfield_api = 3
 
         @hookimpl
         def register_models(self, registry: Any) -> None:
@@ -205,7 +205,7 @@ def test_the_vocabulary_is_what_the_class_says(llama: dict[str, Any], tmp_path: 
             return int(hf_config.known_tokens)
 
     class Plugin:
-        jackfield_api = 2
+        jackfield_api = 3
 
         @hookimpl
         def register_models(self, registry: Any) -> None:

@@ -470,7 +470,7 @@ def test_unknown_model_type_is_refused_with_the_known_architectures(
 
 
 class Zebra:
-    jackfield_api = 2
+    jackfield_api = 3
 
     @hookimpl
     def register_models(self, registry: Any) -> None:

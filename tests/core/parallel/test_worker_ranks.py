@@ -207,7 +207,7 @@ class StaticAttention(TorchAttention):
 
 
 class Static:
-    jackfield_api = 2
+    jackfield_api = 3
 
     @hookimpl
     def register_attention_backends(self, registry: Any) -> None:

@@ -241,7 +241,7 @@ def test_files_that_are_no_recordings_are_refused(recording: Path, tmp_path: Pat
         (b"", "is not a recording of steps"),
         (b"not one", "byte 0 begins no object"),
         (data[:40], "is not a recording of steps"),
-        (data.replace(b"jackfield steps 2", b"jackfield steps 9"), "'jackfield steps 9', and this"),
+        (data.replace(b"jackfield steps 3", b"jackfield steps 9"), "'jackfield steps 9', and this"),
         (data[:size] + b"x" * 9, f"byte {size} begins no object"),
         (data[:size] + HEAD.pack(0xC6, 3) + b"\x81\xa1x", "object 1 is damaged"),
     ):

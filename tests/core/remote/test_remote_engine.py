@@ -499,7 +499,7 @@ class Giver:
 
     metadata_type = None
 
-    jackfield_api = 2
+    jackfield_api = 3
 
     @hookimpl
     def register_kv_connectors(self, registry: Any) -> None:

@@ -2,8 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from jackfield.core.parts.encoder_decoder import EncodeItem
+from jackfield.core.parts.kv_compression import Compaction
+from jackfield.core.parts.speculation import DraftPlan, DraftResult
 from jackfield.core.request import Request, Update
 from jackfield.core.sampling_params import SamplingParams
+from jackfield.core.scheduling.parts.encoder_decoder import EncoderDecoder
+from jackfield.core.scheduling.parts.guarded_connector import GuardedConnector
+from jackfield.core.scheduling.parts.kv_compression import CompressionRule, KVCompression
+from jackfield.core.scheduling.parts.kv_transfer import KVTransfer
+from jackfield.core.scheduling.parts.part import PartMaker
+from jackfield.core.scheduling.parts.pipeline import Pipeline
+from jackfield.core.scheduling.parts.speculation import Speculation
+from jackfield.core.scheduling.parts.states import States
 from jackfield.core.scheduling.scheduler import Scheduler
 from jackfield.core.step import StepPlan, StepResult
 from jackfield.plugins.policies.builtin import FirstComeFirstServed
@@ -12,7 +25,36 @@ EOS = 2
 _numbers = iter(range(10**9))
 
 
+def parts_for(
+    *,
+    connector: GuardedConnector | None = None,
+    num_stages: int = 1,
+    num_drafts: int = 0,
+    kv_compression: CompressionRule | None = None,
+    num_snapshots: int | None = None,
+    max_source_tokens: int = 0,
+) -> list[PartMaker]:
+    """The parts of these capabilities, in an engine's order."""
+    parts: list[PartMaker] = []
+    if connector is not None:
+        parts.append(KVTransfer.maker(connector))
+    if num_stages > 1:
+        parts.append(Pipeline.maker(num_stages))
+    if num_drafts:
+        parts.append(Speculation.maker(num_drafts))
+    if kv_compression is not None:
+        parts.append(KVCompression.maker(kv_compression))
+    if num_snapshots:
+        parts.append(States)
+    if max_source_tokens:
+        parts.append(EncoderDecoder.maker(max_source_tokens))
+    return parts
+
+
 def make_scheduler(**changes) -> Scheduler:
+    capabilities = {
+        name: changes.pop(name) for name in parts_for.__kwdefaults__ or {} if name in changes
+    }
     options = {
         "max_num_seqs": 16,
         "max_num_batched_tokens": 1024,
@@ -23,7 +65,35 @@ def make_scheduler(**changes) -> Scheduler:
         "enable_chunked_prefill": True,
         "policy": FirstComeFirstServed(),
     }
-    return Scheduler(**{**options, **changes})
+    if "num_snapshots" in capabilities:
+        options["num_snapshots"] = capabilities["num_snapshots"]
+    return Scheduler(**{**options, **changes}, parts=parts_for(**capabilities))
+
+
+def drafts_of(plan: StepPlan) -> DraftPlan:
+    """What a plan says of drafts."""
+    return plan.parts.get("speculation") or DraftPlan()
+
+
+def compactions_of(plan: StepPlan) -> tuple[Compaction, ...]:
+    part = plan.parts.get("kv_compression")
+    return () if part is None else part.compactions
+
+
+def encoded_by(plan: StepPlan) -> tuple[EncodeItem, ...]:
+    part = plan.parts.get("encoder_decoder")
+    return () if part is None else part.items
+
+
+def metadata_of(plan: StepPlan) -> Any:
+    """What goes to the worker half of a KV connector."""
+    part = plan.parts.get("kv_transfer")
+    return None if part is None else part.metadata
+
+
+def drafted(**fields: list[int]) -> dict[str, Any]:
+    """What a result says of drafts."""
+    return {"speculation": DraftResult(**fields)}
 
 
 def make_request(prompt_len: int = 10, *, max_tokens: int = 16, token: int | None = None, **more):

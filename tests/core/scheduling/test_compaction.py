@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from scheduled import add, drain, make_request, make_scheduler, run
+from scheduled import add, compactions_of, drain, make_request, make_scheduler, run
 
-from jackfield.core.request import Status
+from jackfield.core.request import NEVER, Status
 from jackfield.core.sampling_params import SamplingParams
-from jackfield.core.scheduling.compression import NEVER, CompressionRule
+from jackfield.core.scheduling.parts.kv_compression import CompressionRule
 from jackfield.core.scheduling.scheduler import Scheduler
 
 
@@ -18,7 +18,7 @@ def test_a_compaction_frees_its_blocks_in_the_plan_that_carries_it():
     run(scheduler, scheduler.schedule())
     used, old = scheduler.kv.num_used_blocks, request.block_ids
     plan = scheduler.schedule()
-    (compaction,) = plan.compactions
+    (compaction,) = compactions_of(plan)
     assert (compaction.slot, compaction.num_tokens, compaction.kept) == (0, 160, 40)
     assert compaction.block_ids == tuple(request.block_ids) and len(request.block_ids) == 3
     assert not set(old) & set(request.block_ids)
@@ -34,11 +34,11 @@ def test_a_compaction_frees_its_blocks_in_the_plan_that_carries_it():
 def test_what_others_hold_is_not_counted_as_freed():
     """Their prompt is shared but for its last block, and a compaction would only take more."""
     scheduler = make_scheduler(kv_compression=CompressionRule(ratio=0.5))
-    first, second = make_request(161, token=7), make_request(161, token=7)
+    whole = SamplingParams(max_tokens=16, kv_compression="off")  # type: ignore[arg-type]
+    first, second = make_request(161, token=7, params=whole), make_request(161, token=7)
     add(scheduler, first)
     run(scheduler, scheduler.schedule())
     add(scheduler, second)
-    first.compact_at = NEVER
     drain(scheduler)
     assert second.num_cached_tokens == 160
     assert scheduler.stats.kv_compactions == 0
@@ -65,7 +65,7 @@ def test_a_failed_request_takes_its_names_back_though_its_blocks_are_released():
     add(scheduler, request)
     run(scheduler, scheduler.schedule())
     plan = scheduler.schedule()
-    assert plan.compactions
+    assert compactions_of(plan)
     run(scheduler, plan, failed={0: "on purpose"})
     assert not scheduler.kv.find_hits(make_request(160, token=9)).num_blocks
 
@@ -87,8 +87,10 @@ def test_a_budget_and_an_interval_bound_a_long_generation():
     assert len(request.output_token_ids) == 300 and most <= 5
     stats = scheduler.stats
     # 20 prompt tokens and 300 generated, of which the last is not computed.
-    assert stats.kv_tokens_dropped == request.num_compactions * 32 - (32 - 20)
-    assert stats.kv_compactions == request.num_compactions >= 8
+    assert request.compression_usage is not None
+    num_compactions = request.compression_usage.compactions
+    assert stats.kv_tokens_dropped == num_compactions * 32 - (32 - 20)
+    assert stats.kv_compactions == num_compactions >= 8
 
 
 def test_a_prompt_is_compacted_while_it_is_computed():
@@ -99,7 +101,7 @@ def test_a_prompt_is_compacted_while_it_is_computed():
     places, most = [], 0
     while scheduler.has_work:
         plan = scheduler.schedule()
-        places += [(each.num_tokens, each.kept) for each in plan.compactions if each.slot == 0]
+        places += [(each.num_tokens, each.kept) for each in compactions_of(plan) if each.slot == 0]
         run(scheduler, plan)
         scheduler.check_invariants()
         most = max(most, scheduler.num_running)
@@ -121,7 +123,7 @@ def test_a_preempted_request_is_compacted_where_it_was_before(prompt_interval):
             scheduler.requests.preempt(request)
             places.append([])
         plan = scheduler.schedule()
-        for each in plan.compactions:
+        for each in compactions_of(plan):
             places[-1].append((request.num_dropped_tokens + each.kept, each.kept))
         run(scheduler, plan)
         scheduler.check_invariants()
@@ -159,7 +161,7 @@ def test_a_request_may_have_a_rule_of_its_own():
         request = make_request(160, params=sampling)
         add(scheduler, request)
         run(scheduler, scheduler.schedule())
-        kept += [each.kept for each in scheduler.schedule().compactions] or [160]
+        kept += [each.kept for each in compactions_of(scheduler.schedule())] or [160]
     assert kept == [40, 48, 160, 80]
 
 
@@ -188,9 +190,9 @@ def test_under_pressure_caches_are_compacted_to_admit_a_request():
     add(scheduler, second)
     plans = [scheduler.schedule()]
     run(scheduler, plans[0])
-    assert second.status is Status.WAITING and not plans[0].compactions
+    assert second.status is Status.WAITING and not compactions_of(plans[0])
     plan = scheduler.schedule()
-    assert [each.slot for each in plan.compactions] == [first.slot]
+    assert [each.slot for each in compactions_of(plan)] == [first.slot]
     assert [start.request_id for start in plan.starts] == [second.request_id]
     run(scheduler, plan)
     drain(scheduler)
@@ -205,7 +207,7 @@ def test_a_starved_pool_compacts_in_place_and_takes_the_names():
     assert scheduler.kv.pool.num_free == 0
     old = request.block_ids[:]
     plan = scheduler.schedule()
-    (compaction,) = plan.compactions
+    (compaction,) = compactions_of(plan)
     assert compaction.block_ids == tuple(old[:3]) and scheduler.kv.num_used_blocks == 3
     assert not scheduler.kv.find_hits(make_request(130, token=3)).num_blocks
     run(scheduler, plan)
@@ -221,8 +223,8 @@ def test_no_compaction_writes_what_another_of_its_plan_reads():
     run(scheduler, scheduler.schedule())
     old = [request.block_ids[:] for request in requests]
     plan = scheduler.schedule()
-    assert len(plan.compactions) == 2
-    for number, compaction in enumerate(plan.compactions):
+    assert len(compactions_of(plan)) == 2
+    for number, compaction in enumerate(compactions_of(plan)):
         assert not set(compaction.block_ids) & set(old[1 - number])
     run(scheduler, plan)
     scheduler.check_invariants()

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
+from scheduled import compactions_of, metadata_of
 from test_scheduler_state_machine import ConnectorPriorityMachine, PriorityMachine
 
 from jackfield.core.sampling_params import SamplingParams
-from jackfield.core.scheduling.compression import CompressionRule
+from jackfield.core.scheduling.parts.kv_compression import CompressionRule
 
 NIGHTLY_STEPS = 20_000
 STEPS = 50
@@ -71,13 +72,13 @@ def test_a_load_gets_blocks_that_a_compaction_of_the_same_plan_reads() -> None:
     machine.connector.known[str(len(machine.all))] = True  # Its lookup is answered at once.
     machine.add_one([i % 7 for i in range(22)], SamplingParams(max_tokens=4))
     plan = None
-    while plan is None or not plan.compactions:
+    while plan is None or not compactions_of(plan):
         machine.schedule()
         plan, _ = machine.flying[-1]
         machine.end_a_transfer(0, 1.0)
         machine.update()
-    loads, _, _ = plan.kv_metadata
-    read = set(range(1, 13)) - set(plan.compactions[0].block_ids)
+    loads, _, _ = metadata_of(plan)
+    read = set(range(1, 13)) - set(compactions_of(plan)[0].block_ids)
     assert read & set(loads[0].block_ids)
     machine.teardown()
 

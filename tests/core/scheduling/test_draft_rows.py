@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from scheduled import EOS, add, drain, make_request, make_scheduler, run
+from scheduled import EOS, add, drafted, drafts_of, drain, make_request, make_scheduler, run
 
 from jackfield.core.cache.groups import CacheGroup
 from jackfield.core.cache.reach import Reach
-from jackfield.core.step import Rejection, StepResult, TokenLogprobs
+from jackfield.core.parts.speculation import Rejection
+from jackfield.core.step import StepResult, TokenLogprobs
 from jackfield.plugins.policies.builtin import Priority
 
 
@@ -14,11 +15,11 @@ def test_rows_with_drafts_bring_several_tokens_and_those_after_a_stop_are_droppe
     scheduler = make_scheduler(block_size=4, num_drafts=3)
     stops, ends, rejects, plain = (make_request(4, max_tokens=m) for m in (9, 4, 9, 9))
     add(scheduler, stops, ends, rejects, plain)
-    run(scheduler, scheduler.schedule(), proposed=[3, 2, 1, 0])
+    run(scheduler, scheduler.schedule(), parts=drafted(proposed=[3, 2, 1, 0]))
     plan = scheduler.schedule()
     assert plan.slots == (plain.slot, stops.slot, ends.slot, rejects.slot)
     # A request's last token is sampled, and never computed.
-    assert plan.num_drafts == (0, 3, 2, 3) and plan.num_tokens == (1, 4, 3, 4)
+    assert drafts_of(plan).num_drafts == (0, 3, 2, 3) and plan.num_tokens == (1, 4, 3, 4)
     assert [len(r.tables[0]) for r in (plain, stops, ends, rejects)] == [2, 2, 2, 2]
     assert (rejects.num_computed_tokens, rejects.num_tokens) == (8, 9)
     ahead = scheduler.schedule()
@@ -27,7 +28,7 @@ def test_rows_with_drafts_bring_several_tokens_and_those_after_a_stop_are_droppe
     entries = [TokenLogprobs(token, -1.0, 1, [], []) for token in (5, EOS, 8)]
     result = StepResult(
         plan.step, [1, 3, 3, 1], [6, 5, EOS, 8, 6, 7, 8, 7], logprobs={1: entries},
-        proposed=[0, 3, 3, 3], verified=[0, 3, 2, 1],
+        parts=drafted(proposed=[0, 3, 3, 3], verified=[0, 3, 2, 1]),
     )  # fmt: skip
     updates = scheduler.update(plan, result)
     assert [u.new_token_ids for u in updates] == [[6], [5, EOS], [6, 7, 8], [7]]
@@ -41,12 +42,12 @@ def test_rows_with_drafts_bring_several_tokens_and_those_after_a_stop_are_droppe
     assert stats.generation_tokens == 4 + 7
     assert stats.spec_decode_num_drafts == 3 and stats.spec_decode_num_draft_tokens == 6
     assert stats.spec_decode_num_accepted_tokens_per_pos == {0: 2, 1: 2, 2: 0}
-    run(scheduler, ahead, proposed=[0, 3, 0])
+    run(scheduler, ahead, parts=drafted(proposed=[0, 3, 0]))
     assert (rejects.num_computed_tokens, rejects.num_tokens) == (6, 7)
     assert len(rejects.tables[0]) == 2, "blocks for rejected drafts are taken back"
     plan = scheduler.schedule()
-    assert plan.rejections == (Rejection(rejects.slot, 6),)
-    assert plan.num_drafts == (), "nothing was proposed"
+    assert drafts_of(plan).rejections == (Rejection(rejects.slot, 6),)
+    assert drafts_of(plan).num_drafts == (), "nothing was proposed"
     run(scheduler, plan)
     drain(scheduler)
     assert rejects.finish_reason == plain.finish_reason == "length"
@@ -57,9 +58,9 @@ def test_each_running_request_gets_a_token_before_any_gets_drafts():
     scheduler = make_scheduler(num_drafts=8, max_num_batched_tokens=12)
     requests = [make_request(3, max_tokens=30) for _ in range(4)]
     add(scheduler, *requests)
-    run(scheduler, scheduler.schedule(), proposed=[8] * 4)
+    run(scheduler, scheduler.schedule(), parts=drafted(proposed=[8] * 4))
     plan = scheduler.schedule()
-    assert plan.total_tokens == 12 and sorted(plan.num_drafts) == [0, 0, 0, 8]
+    assert plan.total_tokens == 12 and sorted(drafts_of(plan).num_drafts) == [0, 0, 0, 8]
 
 
 def test_a_prompt_that_comes_first_leaves_drafts_what_is_left():
@@ -67,12 +68,12 @@ def test_a_prompt_that_comes_first_leaves_drafts_what_is_left():
     scheduler = make_scheduler(num_drafts=5, max_num_batched_tokens=9, policy=Priority())
     later, first = make_request(1, max_tokens=8, priority=1), make_request(7, priority=0)
     add(scheduler, later)
-    run(scheduler, scheduler.schedule(), proposed=[5])
+    run(scheduler, scheduler.schedule(), parts=drafted(proposed=[5]))
     add(scheduler, first)
-    run(scheduler, scheduler.schedule(), proposed=[5, 5])
+    run(scheduler, scheduler.schedule(), parts=drafted(proposed=[5, 5]))
     plan = scheduler.schedule()
     assert plan.total_tokens == 9 and sorted(plan.num_tokens) == [4, 5]
-    assert sorted(plan.num_drafts) == [0, 4]
+    assert sorted(drafts_of(plan).num_drafts) == [0, 4]
 
 
 def test_drafts_in_flight_count_as_part_of_a_windows_chunk():
@@ -84,22 +85,22 @@ def test_drafts_in_flight_count_as_part_of_a_windows_chunk():
     )
     request = make_request(5, max_tokens=40)
     add(scheduler, request)
-    run(scheduler, scheduler.schedule(), proposed=[4])
+    run(scheduler, scheduler.schedule(), parts=drafted(proposed=[4]))
     first, second = scheduler.schedule(), scheduler.schedule()
-    assert (first.num_drafts, second.num_drafts) == ((4,), (1,))
+    assert (drafts_of(first).num_drafts, drafts_of(second).num_drafts) == ((4,), (1,))
     most = window[0].most_blocks(request.num_computed_tokens, 1, 6)
     assert sum(map(bool, request.tables[0])) <= most
-    run(scheduler, first, proposed=[4])
-    assert scheduler.schedule().num_drafts == (4,), "the others were rejected"
+    run(scheduler, first, parts=drafted(proposed=[4]))
+    assert drafts_of(scheduler.schedule()).num_drafts == (4,), "the others were rejected"
 
 
 def test_without_blocks_for_them_a_row_gets_no_drafts():
     scheduler = make_scheduler(block_size=4, num_blocks=4, num_drafts=4)
     first, second = make_request(4, max_tokens=8), make_request(2, max_tokens=8)
     add(scheduler, first, second)
-    run(scheduler, scheduler.schedule(), proposed=[4, 4])
+    run(scheduler, scheduler.schedule(), parts=drafted(proposed=[4, 4]))
     plan = scheduler.schedule()
-    assert plan.num_tokens == (1, 1) and plan.num_drafts == ()
+    assert plan.num_tokens == (1, 1) and drafts_of(plan).num_drafts == ()
     assert first.num_preemptions == second.num_preemptions == 0
 
 

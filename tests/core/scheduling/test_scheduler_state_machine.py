@@ -11,16 +11,22 @@ import msgspec
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from scheduled import compactions_of, drafted, drafts_of, metadata_of, parts_for
 
 from jackfield.core.cache.groups import ONE_GROUP, CacheGroup
 from jackfield.core.cache.reach import Reach
+from jackfield.core.parts.encoder_decoder import Source
+from jackfield.core.parts.kv_compression import Compaction
+from jackfield.core.parts.kv_transfer import KVDetached, KVReport, TransferResult
+from jackfield.core.parts.part_types import PartTypes
 from jackfield.core.request import Request, Status, source_digest
 from jackfield.core.sampling_params import SamplingParams
-from jackfield.core.scheduling.compression import CompressionRule
-from jackfield.core.scheduling.guarded_connector import GuardedConnector
 from jackfield.core.scheduling.pacing.step_sizes import StepSize, StepSizes
+from jackfield.core.scheduling.parts.guarded_connector import GuardedConnector
+from jackfield.core.scheduling.parts.kv_compression import CompressionRule
+from jackfield.core.scheduling.parts.kv_transfer import KVTransfer
 from jackfield.core.scheduling.scheduler import Scheduler
-from jackfield.core.step import Compaction, KVDetached, KVReport, StepPlan, StepResult
+from jackfield.core.step import StepPlan, StepResult
 from jackfield.plugins.policies.builtin import FirstComeFirstServed, Priority
 
 EOS = 9
@@ -136,7 +142,7 @@ class ReplayingWorker:
         for slot in plan.released:
             for state in self._states:
                 state.pop(slot, None)
-        for rejection in plan.rejections:
+        for rejection in drafts_of(plan).rejections:
             assert rejection.num_tokens > 0
             self.bounds[rejection.slot] -= rejection.num_tokens
         for start in plan.starts:
@@ -153,14 +159,14 @@ class ReplayingWorker:
             self.tables[write.slot][write.group].update(zip(columns, write.block_ids, strict=True))
 
         if not look:
-            assert plan.slots or plan.kv_metadata is not None or report is not None
-        if plan.kv_metadata is None:  # Jobs of this process stand for the bytes here.
-            assert PLANS.decode(msgspec.msgpack.encode(plan)) == plan
+            assert plan.slots or metadata_of(plan) is not None or report is not None
+        if metadata_of(plan) is None:  # Jobs of this process stand for the bytes here.
+            assert PartTypes().plan(PLANS.decode(msgspec.msgpack.encode(plan))) == plan
         assert len(set(plan.slots)) == len(plan.slots)
         assert len(plan.slots) == len(plan.num_tokens) == len(plan.samples)
         assert plan.total_tokens <= self.budget
         started = {start.slot for start in plan.starts}
-        num_drafts = plan.num_drafts or (0,) * len(plan.slots)
+        num_drafts = drafts_of(plan).num_drafts or (0,) * len(plan.slots)
         assert len(num_drafts) == len(plan.slots)
         kinds = [
             1 if drafts else 2 * (not (count == 1 and sampled and slot not in started))
@@ -228,8 +234,10 @@ class ReplayingWorker:
                     self.tokens[slot], self.salts[slot], self.num_drafts
                 )
             proposed.append(len(self.drafts.get(slot, [])))
-        more = {"proposed": proposed, "verified": verified} if self.num_drafts else {}
-        return StepResult(plan.step, counts, sampled_ids, kv_report=report, **more)
+        parts = drafted(proposed=proposed, verified=verified) if self.num_drafts else {}
+        if report is not None:
+            parts["kv_transfer"] = TransferResult(report)
+        return StepResult(plan.step, counts, sampled_ids, parts=parts)
 
     def _place(self, slot: int, group: int, position: int) -> tuple[int, int]:
         block = self.tables[slot][group][position // self.block_size]
@@ -301,15 +309,17 @@ class SchedulerMachine(RuleBasedStateMachine):
             enable_prefix_caching=self.enable_prefix_caching,
             enable_chunked_prefill=self.enable_chunked_prefill,
             policy=self.policy(),
-            connector=None
-            if self.connector is None
-            else GuardedConnector(self.connector, AsTheyAre()),
             hash_key=b"the same for all",
             groups=self.groups,
-            kv_compression=self.kv_compression,
-            num_drafts=self.num_drafts,
-            max_source_tokens=self.max_source_tokens,
-            num_stages=self.num_stages,
+            parts=parts_for(
+                connector=None
+                if self.connector is None
+                else GuardedConnector(self.connector, AsTheyAre()),
+                kv_compression=self.kv_compression,
+                num_drafts=self.num_drafts,
+                max_source_tokens=self.max_source_tokens,
+                num_stages=self.num_stages,
+            ),
         )
         if self.enable_chunked_prefill:
             self.scheduler.sizes = self.sizes
@@ -399,7 +409,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 eos_token_ids=frozenset({EOS}),
                 priority=priority,
                 cache_salt=salt,
-                source_token_ids=source,
+                parts={"encoder_decoder": Source(source)} if source else {},
                 cache_extra=(source_digest(source),) if source else (),
                 arrival=float(len(self.all)),
                 leader=leader,
@@ -433,7 +443,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 for start in plan.starts:
                     self.slots[start.slot] = start.request_id
                 self.owners[plan.step] = dict(self.slots)
-                self.worker.compact(plan.compactions)
+                self.worker.compact(compactions_of(plan))
                 report = self.transfer(plan)
                 result = self.worker.run(plan, self.salts, report, look=self.detached is not None)
                 self.flying.append((plan, self.with_news(result)))
@@ -526,12 +536,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.scheduler.reset_prefix_cache() == unused
 
     @property
+    def transfers(self) -> KVTransfer | None:
+        return self.scheduler.part(KVTransfer)
+
+    @property
     def num_transfers(self) -> int:
-        return 0 if self.scheduler.transfers is None else len(self.scheduler.transfers)
+        return 0 if self.transfers is None else len(self.transfers)
 
     @property
     def num_lost_blocks(self) -> int:
-        return 0 if self.scheduler.transfers is None else self.scheduler.transfers.num_lost_blocks
+        return 0 if self.transfers is None else self.transfers.num_lost_blocks
 
     @invariant()
     def books_balance(self):
@@ -694,7 +708,7 @@ class ConnectorMachine(SchedulerMachine):
         self.lose_all_cached_blocks()
 
     def transfer(self, plan: StepPlan) -> KVReport | None:
-        loads, saves, holds = plan.kv_metadata or ([], [], [])
+        loads, saves, holds = metadata_of(plan) or ([], [], [])
         for job in [*loads, *saves, *holds]:
             self.begin("load" if job in loads else "save" if job.keys else "hold", job)
         was_asked, self.asked = self.asked, False
@@ -722,7 +736,7 @@ class ConnectorMachine(SchedulerMachine):
 
     def blocks_of_transfers(self) -> set[int]:
         """But not the hits before a load, which a failed step may have been to fill."""
-        transfers = self.scheduler.transfers
+        transfers = self.transfers
         assert transfers is not None
         kept: set[int] = set()
         for transfer, block_ids in transfers._held.items():
@@ -733,16 +747,17 @@ class ConnectorMachine(SchedulerMachine):
     def bring_later(self, *results: StepResult) -> None:
         self.asked = True
         for result in results:
-            if result.kv_report is not None:
-                self.finished += result.kv_report.finished
-                self.failures |= result.kv_report.failed
+            sent = result.parts.get("kv_transfer")
+            if sent is not None and sent.report is not None:
+                self.finished += sent.report.finished
+                self.failures |= sent.report.failed
 
     @rule(number=st.integers(0, 100), share=st.sampled_from([1.0, 1.0, 1.0, 0.5, 0.0]))
     def end_a_transfer(self, number, share):
         """The far side is through with one, or fails in the middle."""
         if not self.open or self.detached is not None:
             return
-        assert self.connector is not None and self.scheduler.transfers is not None
+        assert self.connector is not None and self.transfers is not None
         kind, job = self.open.pop(number % len(self.open))
         kv, size = self.worker.kv, self.block_size
         filled = int(share * len(job.block_ids))
@@ -759,7 +774,7 @@ class ConnectorMachine(SchedulerMachine):
         else:
             unnamed = filled == 0 and job.transfer % 2 == 0  # which means all of them
             self.failures[job.transfer] = () if unnamed else tuple(job.block_ids[filled:])
-        self.scheduler.transfers.expect_report()
+        self.transfers.expect_report()
 
     @rule()
     def answer(self):
@@ -780,8 +795,8 @@ class ConnectorMachine(SchedulerMachine):
 
     @invariant()
     def the_connector_fails_on_purpose_alone(self):
-        assert self.connector is not None and self.scheduler.transfers is not None
-        failure = self.scheduler.transfers.failure
+        assert self.connector is not None and self.transfers is not None
+        failure = self.transfers.failure
         assert failure is None or "on purpose" in failure, failure
 
     def progress(self):
@@ -829,12 +844,12 @@ class FailingConnectorMachine(ConnectorMachine):
         assert self.connector is not None
         try:
             if self.detached is None:
-                if plan.kv_metadata is not None:
+                if metadata_of(plan) is not None:
                     self.connector.fail_in("start")
                 self.connector.fail_in("poll")
         except RuntimeError:
             self.detached = KVDetached(f"raised in {self.connector.broken} on purpose")
-            jobs = plan.kv_metadata or ([], [], [])
+            jobs = metadata_of(plan) or ([], [], [])
             if self.connector.broken == "poll":
                 super().transfer(plan)
             elif jobs[0]:
@@ -849,17 +864,19 @@ class FailingConnectorMachine(ConnectorMachine):
         return None
 
     def with_news(self, result: StepResult) -> StepResult:
-        return msgspec.structs.replace(result, kv_detached=self.detached)
+        sent = result.parts.get("kv_transfer") or TransferResult()
+        sent = msgspec.structs.replace(sent, detached=self.detached)
+        return msgspec.structs.replace(result, parts={**result.parts, "kv_transfer": sent})
 
     @rule()
     def close_the_worker_half(self):
         if self.detached is None or self.detached.closed is not None:
             return
-        assert self.scheduler.transfers is not None
+        assert self.transfers is not None
         self.detached = msgspec.structs.replace(self.detached, closed=self.closes)
         if self.closes:
             self.open.clear()
-        self.scheduler.transfers.expect_report()
+        self.transfers.expect_report()
 
     def progress(self):
         super().progress()
@@ -873,7 +890,7 @@ class FailingConnectorMachine(ConnectorMachine):
 
     def teardown(self):
         super().teardown()
-        transfers = self.scheduler.transfers
+        transfers = self.transfers
         assert transfers is not None
         assert transfers.failure is None or not transfers._unsent
         assert self.closes or self.num_lost_blocks or not len(transfers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from scheduled import encoded_by, parts_for
 from test_compression_state_machine import NIGHTLY_STEPS, run_machine
 from test_scheduler_state_machine import PriorityMachine, ReplayingWorker
 
@@ -32,8 +33,8 @@ class SourceWorker(ReplayingWorker):
         last = len(self.groups)
         tables = {w.block_ids: w.slot for w in plan.table_writes if w.group == last}
         names = {start.slot: start.request_id for start in plan.starts}
-        assert sum(len(item.token_ids) for item in plan.encode) <= 17
-        for item in plan.encode:
+        assert sum(len(item.token_ids) for item in encoded_by(plan)) <= 17
+        for item in encoded_by(plan):
             self.num_encoded += 1
             salt = salts[names[tables[item.block_ids]]]
             assert len(item.block_ids) == -(-len(item.token_ids) // self.block_size)
@@ -43,7 +44,7 @@ class SourceWorker(ReplayingWorker):
                 self.kv[block, place % self.block_size] = what
         result = super().run(plan, salts, *args, **more)
         for start in plan.starts:
-            assert start.num_source_tokens == len(source_of(start.token_ids))
+            assert start.parts["encoder_decoder"].num_tokens == len(source_of(start.token_ids))
         for slot in plan.slots:
             source = source_of(tuple(self.tokens[slot]))
             for place in range(len(source)):
@@ -83,9 +84,9 @@ def scheduler(num_blocks: int, **options: Any) -> Scheduler:
     settings: dict[str, Any] = {
         "max_num_seqs": 4, "max_num_batched_tokens": 8, "max_model_len": 32, "block_size": 4,
         "enable_prefix_caching": True, "enable_chunked_prefill": True,
-        "policy": FirstComeFirstServed(), "max_source_tokens": 16, **options,
+        "policy": FirstComeFirstServed(), **options,
     }  # fmt: skip
-    return Scheduler(num_blocks=num_blocks, **settings)
+    return Scheduler(num_blocks=num_blocks, **settings, parts=parts_for(max_source_tokens=16))
 
 
 def request(source: list[int], max_tokens: int = 8) -> Request:
@@ -98,7 +99,7 @@ def request(source: list[int], max_tokens: int = 8) -> Request:
 
 def encoded(plan: StepPlan | None) -> list[int]:
     assert plan is not None
-    return [len(item.token_ids) for item in plan.encode]
+    return [len(item.token_ids) for item in encoded_by(plan)]
 
 
 def test_a_plan_encodes_up_to_its_budget_and_others_wait() -> None:
@@ -114,7 +115,7 @@ def test_equal_sources_are_encoded_once() -> None:
     plan = planner.schedule()
     assert encoded(plan) == [5, 4]
     first, second, third = (w.block_ids for w in plan.table_writes if w.group == 1)
-    assert first == second == plan.encode[0].block_ids
+    assert first == second == encoded_by(plan)[0].block_ids
     assert not set(first) & set(third)
     planner.check_invariants()
 

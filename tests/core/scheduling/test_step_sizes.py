@@ -6,6 +6,7 @@ The device here computes a prompt token in a second, and the target is 100 secon
 from __future__ import annotations
 
 import pytest
+from scheduled import make_scheduler
 
 from jackfield.core.request import Request
 from jackfield.core.sampling_params import SamplingParams
@@ -19,7 +20,6 @@ from jackfield.core.scheduling.pacing.step_sizes import (
     QUEUE_SHARE,
     TOKENS_PER_DECODE_ROW,
 )
-from jackfield.core.scheduling.scheduler import Scheduler
 from jackfield.core.step import StepPlan, StepResult
 from jackfield.plugins.policies.builtin import FirstComeFirstServed
 
@@ -32,7 +32,7 @@ class Device:
     """Plans steps, which take a second for each token, one after another."""
 
     def __init__(self, *, num_decodes: int = 1, target: float = TARGET, **options) -> None:
-        self.scheduler = Scheduler(
+        self.scheduler = make_scheduler(
             **{
                 "max_num_seqs": 64,
                 "max_num_batched_tokens": 640,

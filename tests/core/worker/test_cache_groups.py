@@ -118,7 +118,7 @@ class Plugin:
         registry.add("whole", WholeTorch)
         registry.add("static", StaticTorch)
 
-    jackfield_api = 2
+    jackfield_api = 3
 
     @hookimpl
     def register_executors(self, registry: Any) -> None:
@@ -301,7 +301,7 @@ async def test_a_recorded_step_of_one_group_launches_nothing_more(
     )  # fmt: skip
     async with AsyncEngine(config, plugins=plugins()) as engine:
         executor: Any = engine.core.executor
-        graphs = executor._worker.runner.graphs
+        graphs = executor._worker.runner.decode.graphs
 
         @torch.inference_mode()
         def step() -> dict[str, int]:

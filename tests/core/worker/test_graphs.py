@@ -18,7 +18,7 @@ from jackfield.core.nn.operations import Operations
 from jackfield.core.registry import Provenance, load_plugins
 from jackfield.core.step import Ping
 from jackfield.core.worker.graphs.endings import Ending, row_counts
-from jackfield.core.worker.runner import Sampled
+from jackfield.core.worker.sampled import Sampled
 from jackfield.core.worker.worker import Worker
 from jackfield.plugins.attention.torch import TorchAttention
 from jackfield.plugins.executors.inprocess import InProcessExecutor
@@ -84,7 +84,7 @@ class StaticExecutor(InProcessExecutor):
 
 
 class Plugin:
-    jackfield_api = 2
+    jackfield_api = 3
 
     @hookimpl
     def register_executors(self, registry: Any) -> None:
@@ -315,7 +315,7 @@ async def test_work_in_spare_time_leaves_requests_alone(checkpoint: Path) -> Non
                 if between:
                     await executor._thread.call(executor._worker.prepare_ahead)
             if between:
-                assert not executor._worker.runner.graphs.missing()
+                assert not executor._worker.runner.decode.graphs.missing()
         return list(last.outputs[0].token_ids)
 
     assert await tokens(True) == await tokens(False)
@@ -331,7 +331,7 @@ async def test_larger_graphs_serve_and_nothing_is_recorded_in_a_step(checkpoint:
     )  # fmt: skip
     async with AsyncEngine(config, plugins=plugins) as engine:
         executor: Any = engine.core.executor
-        graphs = executor._worker.runner.graphs
+        graphs = executor._worker.runner.decode.graphs
         engine.core.steps._prepares = False
         await executor.ask(Ping())
         plain, replay = Ending.PLAIN, lambda: None
@@ -360,5 +360,5 @@ async def test_what_a_step_chose_is_not_changed_by_the_next(checkpoint: Path) ->
             for token in (7, 9):
                 token_ids[:] = token
                 sampled = Sampled([0], {"chosen": token_ids}, {})
-                steps.append(runner._copy_back(None, sampled=sampled))
+                steps.append(runner.copy_back(None, sampled=sampled))
         assert [step.chosen_tokens() for step in steps] == [[7], [9]]

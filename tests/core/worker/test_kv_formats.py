@@ -259,7 +259,7 @@ class OwnWrites(Operations):
 
 
 class Outside:
-    jackfield_api = 2
+    jackfield_api = 3
 
     @hookimpl
     def register_operations(self, registry: Any) -> None:

@@ -17,7 +17,7 @@ from jackfield.core.errors import ConfigError
 from jackfield.core.outputs import EngineStats
 from jackfield.core.registry import load_plugins
 from jackfield.core.worker.guarded_half import GuardedHalf
-from jackfield.core.worker.kv_cache.compaction import Compactor
+from jackfield.core.worker.parts.compaction import Compactor
 from jackfield.core.worker.worker import Worker
 from jackfield.plugins.kv_connectors.cpu_offload import CpuOffloadConnector
 
@@ -161,7 +161,7 @@ class Older(CpuOffloadConnector):
 
 
 class Plugin:
-    jackfield_api = 2
+    jackfield_api = 3
 
     @hookimpl
     def register_kv_connectors(self, registry: Any) -> None:

@@ -21,7 +21,7 @@ pytest.importorskip("triton")
 
 
 class Plugin:
-    jackfield_api = 2
+    jackfield_api = 3
 
     @hookimpl
     def register_executors(self, registry: Any) -> None:

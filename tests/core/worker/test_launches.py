@@ -14,7 +14,7 @@ from jackfield.core.nn.operations import Operations
 from jackfield.core.step import StepPlan, TableWrite
 from jackfield.core.worker.graphs.decode_graphs import DecodeInputs
 from jackfield.core.worker.graphs.endings import Ending
-from jackfield.core.worker.graphs.step_graphs import StepGraphs
+from jackfield.core.worker.start.step_graphs import StepGraphs
 from jackfield.core.worker.start.warmup import Warmup
 
 from helpers import edit_json, interpreted, make_checkpoint

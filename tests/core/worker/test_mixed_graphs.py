@@ -60,7 +60,7 @@ class RecordingExecutor(InProcessExecutor):
 
     async def start(self) -> Any:
         info = await super().start()
-        graphs: Any = self._worker.runner.mixed_graphs  # type: ignore[union-attr]
+        graphs: Any = self._worker.runner.mixed.graphs  # type: ignore[union-attr]
 
         @torch.inference_mode()
         def record() -> None:
@@ -81,7 +81,7 @@ class RecordingExecutor(InProcessExecutor):
 
 
 class Plugin:
-    jackfield_api = 2
+    jackfield_api = 3
 
     @hookimpl
     def register_executors(self, registry: Any) -> None:
@@ -213,7 +213,7 @@ class FirstGraphsExecutor(RecordingExecutor):
 
     async def start(self) -> Any:
         info = await InProcessExecutor.start(self)
-        graphs: Any = self._worker.runner.mixed_graphs  # type: ignore[union-attr]
+        graphs: Any = self._worker.runner.mixed.graphs  # type: ignore[union-attr]
         FirstGraphsExecutor.graphs = graphs
 
         @torch.inference_mode()
@@ -234,7 +234,7 @@ async def test_a_graph_that_steps_go_without_is_recorded_in_traffic(
     """Once enough was lost: not at the first such step, and not by stages of a pipeline."""
 
     class Plugin:
-        jackfield_api = 2
+        jackfield_api = 3
 
         @hookimpl
         def register_executors(self, registry: Any) -> None:

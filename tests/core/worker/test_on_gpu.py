@@ -53,7 +53,7 @@ async def tokens(folder: Path, *, late: bool, **options: Any) -> tuple[list[list
             while await executor._thread.call(worker.prepare_ahead):
                 pass
             runner = worker.runner
-            assert runner.graphs.num_recorded and runner.mixed_graphs.num_recorded
+            assert runner.decode.graphs.num_recorded and runner.mixed.graphs.num_recorded
         answers = await asyncio.gather(*(run_one(number) for number in range(REQUESTS)))
         stats = engine.stats()
         engine.core.scheduler.check_invariants()

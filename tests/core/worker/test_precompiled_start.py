@@ -80,7 +80,7 @@ class Executor(InProcessExecutor):
 
 
 class Plugin:
-    jackfield_api = 2
+    jackfield_api = 3
 
     @hookimpl
     def register_executors(self, registry: Any) -> None:
@@ -161,7 +161,7 @@ def test_operations_get_ready_beside_the_device(
                 devices.append(device)
 
     class WaitingPlugin:
-        jackfield_api = 2
+        jackfield_api = 3
 
         @hookimpl
         def register_operations(self, registry: Any) -> None:

@@ -16,7 +16,7 @@ from jackfield.core.step import NOTHING_IN_PROCESS, InProcess, SlotStart, StepPl
 from jackfield.core.worker.batch import PersistentBatch
 from jackfield.core.worker.graphs.decode_graphs import DecodeInputs
 from jackfield.core.worker.graphs.mixed_inputs import MixedInputs, MixedKey, shape_of
-from jackfield.core.worker.parts import PerSlot, update_parts
+from jackfield.core.worker.per_slot import PerSlot, update_slots
 
 SLOTS, LENGTH, BLOCK = 5, 48, 4
 
@@ -208,7 +208,7 @@ def test_every_part_hears_of_released_slots_before_those_that_start() -> None:
         step=0, slots=(), num_tokens=(), samples=(), released=(2, 1),
         starts=(start(1, [5], 0), start(0, [6], 0)),
     )  # fmt: skip
-    update_parts((Part("a"), Part("b")), plan, beside)
+    update_slots((Part("a"), Part("b")), plan, beside)
     assert heard == [
         (name, kind, slot)
         for kind, slot in (("release", 2), ("release", 1), ("start", 1), ("start", 0))

@@ -10,7 +10,7 @@ from torch import nn
 from jackfield.core.config import EngineConfig
 from jackfield.core.nn.state.layer import StateLayer
 from jackfield.core.parallel.ranks import Ranks
-from jackfield.core.worker.kv_cache.states import make_states
+from jackfield.core.worker.parts.states import make_states
 from jackfield.plugins.conformance.rank_threads import run_ranks, thread_ranks
 
 SLOTS = 3

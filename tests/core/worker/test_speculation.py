@@ -18,13 +18,15 @@ from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.errors import ConfigError
 from jackfield.core.hooks import hookimpl
 from jackfield.core.outputs import EngineStats
+from jackfield.core.parts.speculation import DraftPlan
 from jackfield.core.protocols import Drafts, KnownTokens, Speculator
 from jackfield.core.registry import Provenance, load_plugins
 from jackfield.core.step import SlotStart, StepPlan
 from jackfield.core.worker.batch import PersistentBatch
+from jackfield.core.worker.parts.drafted_route import DraftedRoute
+from jackfield.core.worker.parts.speculation import Speculation
 from jackfield.core.worker.sampling.sampler import Sampler
 from jackfield.core.worker.sampling.sampling_state import SamplingState
-from jackfield.core.worker.speculation.drafting import Drafting
 
 from helpers import VOCAB, interpreted, make_checkpoint
 
@@ -265,7 +267,7 @@ class Planned(Speculator):
 
 def plugins_with(mode: str) -> Any:
     class Plugin:
-        jackfield_api = 2
+        jackfield_api = 3
 
         @hookimpl
         def register_speculators(self, registry: Any) -> None:
@@ -309,7 +311,8 @@ async def test_recorded_forward_passes_and_kernels_give_the_same(
     class DraftingExecutor(RecordingExecutor):
         async def start(self) -> Any:
             info = await super().start()
-            graphs: Any = self._worker.runner.draft_graphs  # type: ignore[union-attr]
+            routes = self._worker.runner.routes  # type: ignore[union-attr]
+            graphs: Any = next(r.graphs for r in routes if isinstance(r, DraftedRoute))
             if graphs is None:
                 return info
 
@@ -324,8 +327,8 @@ async def test_recorded_forward_passes_and_kernels_give_the_same(
             await self._thread.call(record)
             plain = graphs.launch
 
-            def launch(plan: Any, ending: Any) -> bool:
-                served = bool(plain(plan, ending))
+            def launch(plan: Any, num_drafts: Any, ending: Any) -> bool:
+                served = bool(plain(plan, num_drafts, ending))
                 replayed[len(plan.slots)] += served
                 return served
 
@@ -333,7 +336,7 @@ async def test_recorded_forward_passes_and_kernels_give_the_same(
             return info
 
     class Plugin:
-        jackfield_api = 2
+        jackfield_api = 3
 
         @hookimpl
         def register_executors(self, registry: Any) -> None:
@@ -411,7 +414,7 @@ def test_drafts_leave_the_distribution_as_it_is() -> None:
             def propose(self, tokens: KnownTokens, proposals: torch.Tensor = proposals) -> Drafts:
                 return Drafts(proposals, torch.full((len(proposals),), 2))
 
-        drafting = Drafting(
+        drafting = Speculation(
             Fixed(), "fixed", table=batch.table, sampling=state, operations=batch.operations,
             num_drafts=2,
         )  # fmt: skip
@@ -430,10 +433,10 @@ def test_drafts_leave_the_distribution_as_it_is() -> None:
         sampler.upload()
         drafting.propose(rows_host)
 
-        def step(num_drafts: int, drafting: Drafting = drafting) -> tuple[Any, Any, Any]:
+        def step(num_drafts: int, drafting: Speculation = drafting) -> tuple[Any, Any, Any]:
             plan = StepPlan(
                 0, tuple(range(slots)), (1 + num_drafts,) * slots, (True,) * slots,
-                num_drafts=(num_drafts,) * slots,
+                parts={"speculation": DraftPlan((num_drafts,) * slots)},
             )  # fmt: skip
             rows = batch.rows(plan)
             lengths = batch.table.lengths[:slots].long()

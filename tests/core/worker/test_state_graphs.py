@@ -53,7 +53,7 @@ class Recording(InProcessExecutor):
 
         @torch.inference_mode()
         def record() -> None:
-            while runner.mixed_graphs.record_next():
+            while runner.mixed.graphs.record_next():
                 pass
 
         assert self._thread is not None
@@ -62,7 +62,7 @@ class Recording(InProcessExecutor):
 
 
 class Plugin:
-    jackfield_api = 2
+    jackfield_api = 3
 
     @hookimpl
     def register_executors(self, registry: Any) -> None:

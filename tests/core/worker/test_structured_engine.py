@@ -109,7 +109,7 @@ async def test_recorded_steps_give_what_launched_ones_give() -> None:
         replayed = await asyncio.gather(*(ask(engine, params) for params in MIXED))
         assert StaticExecutor.recorders[0].replays > 50
         executor: Any = engine.core.executor
-        graphs = executor._worker.runner.graphs
+        graphs = executor._worker.runner.decode.graphs
         while await executor.ask(PrepareAhead()):
             pass
         assert not graphs.missing() and (8, Ending.LOGITS) in graphs._replays

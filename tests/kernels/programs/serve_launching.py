@@ -50,7 +50,7 @@ class Executor(InProcessExecutor):
 
 
 class Plugin:
-    jackfield_api = 2
+    jackfield_api = 3
 
     @hookimpl
     def register_executors(self, registry):

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from mutants import Mutant, mutant_tests, plugin_of, subclass
 
+from jackfield.core.parts.kv_transfer import KVReport
 from jackfield.core.protocols.kv import KVConnectorSetup
-from jackfield.core.step import KVReport
 from jackfield.plugins.conformance.kv_connectors import KVConnectorKit
 from jackfield.plugins.kv_connectors.file_store import FileStore
 from jackfield.plugins.kv_connectors.store import StoreConnector, StoreScheduler, StoreWorker

@@ -24,6 +24,7 @@ import pytest
 
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.errors import EngineStopped, RankFailed
+from jackfield.core.parts.kv_transfer import TransferPlan
 from jackfield.core.remote import processes
 from jackfield.core.remote.frames import FrameReader, encode
 from jackfield.plugins.executors import spawn
@@ -307,8 +308,10 @@ async def test_blocks_of_transfers_return_once_the_connector_has_closed_on_all_r
 
         def send_broken(frame: bytes) -> None:
             message = next(FrameReader[Any](ToFollower).read_frames(frame))
-            if isinstance(message, Step) and message.plan.kv_metadata is not None:
-                plan = msgspec.structs.replace(message.plan, kv_metadata=b"nothing of it")
+            if isinstance(message, Step) and "kv_transfer" in message.plan.parts:
+                plan = msgspec.structs.replace(
+                    message.plan, parts={"kv_transfer": TransferPlan(b"nothing of it")}
+                )
                 frame = encode(msgspec.structs.replace(message, plan=plan))
             send(frame)
 

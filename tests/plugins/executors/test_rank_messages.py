@@ -8,15 +8,13 @@ import socket
 import threading
 from typing import Any
 
-import msgspec
 import pytest
 
 from jackfield.core.errors import ConfigError, OutOfMemory
+from jackfield.core.parts.kv_transfer import KVDetached, KVReport, TransferPlan, TransferResult
 from jackfield.core.remote.frames import FrameReader, encode
 from jackfield.core.sampling_params import SamplingParams
 from jackfield.core.step import (
-    KVDetached,
-    KVReport,
     PrepareAhead,
     SlotStart,
     StepPlan,
@@ -81,7 +79,7 @@ def test_rows_that_repeat_are_sent_once() -> None:
         StepPlan(3, **{**rows, "slots": (3, 4, 8)}),
         StepPlan(4, (), (), (), released=(3,)),
         StepPlan(5, **rows),
-        StepPlan(6, **rows, kv_metadata=b"more"),
+        StepPlan(6, **rows, parts={"kv_transfer": TransferPlan(b"more")}),
     ]
     own, other = PlanRows(), PlanRows()
     reader: FrameReader[ToFollower] = FrameReader(ToFollower)
@@ -155,6 +153,15 @@ def test_an_inbox_ends_with_its_connection() -> None:
     own.close()
 
 
+def into(transfers: RankTransfers, step: int, own: KVReport | None) -> KVReport | None:
+    """The report of all ranks in rank 0's result."""
+    result = StepResult(
+        step, [], [], parts={} if own is None else {"kv_transfer": TransferResult(own)}
+    )
+    sent = transfers.into(result).parts.get("kv_transfer")
+    return None if sent is None else sent.report
+
+
 def test_a_transfer_ends_once_it_has_on_all_ranks() -> None:
     """With the blocks that any rank did not fill."""
     news: list[int] = []
@@ -162,21 +169,18 @@ def test_a_transfer_ends_once_it_has_on_all_ranks() -> None:
     transfers = RankTransfers(3, lambda: news.append(1), failures.append)
     done = KVReport(finished=(1, 2))
     transfers.take(1, done, None)
-    assert transfers.into(StepResult(0, [], [], kv_report=done)).kv_report is None and not news
+    assert into(transfers, 0, done) is None and not news
     transfers.take(2, KVReport(finished=(1,), failed={2: (7, 5)}), None)
     transfers.take(1, KVReport(failed={3: (9,)}), None)
     assert len(news) == 1
     own = KVReport(failed={3: (8,)}, payload=b"own")
-    assert transfers.into(StepResult(1, [], [], kv_report=own)).kv_report == KVReport(
-        (1,), {2: (5, 7)}, b"own"
-    )
+    assert into(transfers, 1, own) == KVReport((1,), {2: (5, 7)}, b"own")
     transfers.take(2, KVReport(finished=(3,)), KVDetached("mine failed"))
-    result = transfers.into(StepResult(2, [], []))
-    assert result.kv_report == KVReport(failed={3: (8, 9)}) and len(news) == 2
-    assert result.kv_detached == KVDetached("rank 2: mine failed", closed=None)
-    assert transfers.into(StepResult(3, [], [])) == StepResult(
-        3, [], [], kv_detached=result.kv_detached
-    )
+    sent = transfers.into(StepResult(2, [], [])).parts["kv_transfer"]
+    assert sent.report == KVReport(failed={3: (8, 9)}) and len(news) == 2
+    assert sent.detached == KVDetached("rank 2: mine failed", closed=None)
+    assert into(transfers, 3, None) is None
+    assert transfers.into(StepResult(4, [], [])).parts["kv_transfer"].detached == sent.detached
     assert failures == ["rank 2: mine failed"]
 
 
@@ -187,21 +191,29 @@ def test_a_transfer_that_failed_without_blocks_on_one_rank_has_failed_whole(unna
     if unnamed:
         reports.reverse()
     transfers.take(1, reports[1], None)
-    result = transfers.into(StepResult(0, [], [], kv_report=reports[0]))
-    assert result.kv_report == KVReport(failed={1: (), 2: ()})
+    assert into(transfers, 0, reports[0]) == KVReport(failed={1: (), 2: ()})
 
 
 @pytest.mark.parametrize("last", [True, False])
 def test_no_block_is_used_once_the_halves_of_all_ranks_have_closed(last: bool) -> None:
     failures: list[str] = []
     transfers = RankTransfers(2, lambda: None, failures.append)
-    own = StepResult(0, [], [], kv_detached=KVDetached("mine failed"))
-    assert transfers.into(own).kv_detached == KVDetached("rank 0: mine failed")
+    own = StepResult(
+        0, [], [], parts={"kv_transfer": TransferResult(detached=KVDetached("mine failed"))}
+    )
+    assert transfers.into(own).parts["kv_transfer"].detached == KVDetached("rank 0: mine failed")
     transfers.take(1, None, KVDetached("rank 0: mine failed"))
     transfers.take(1, None, KVDetached("rank 0: mine failed", closed=True))
-    assert transfers.into(own).kv_detached == KVDetached("rank 0: mine failed")
-    own = msgspec.structs.replace(own, kv_detached=KVDetached("mine failed", closed=last))
-    assert transfers.into(own).kv_detached == KVDetached("rank 0: mine failed", closed=last)
+    assert transfers.into(own).parts["kv_transfer"].detached == KVDetached("rank 0: mine failed")
+    own = StepResult(
+        1,
+        [],
+        [],
+        parts={"kv_transfer": TransferResult(detached=KVDetached("mine failed", closed=last))},
+    )
+    assert transfers.into(own).parts["kv_transfer"].detached == KVDetached(
+        "rank 0: mine failed", closed=last
+    )
     assert failures == ["rank 0: mine failed"]
 
 

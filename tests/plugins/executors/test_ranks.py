@@ -353,7 +353,7 @@ BALANCED = {"tensor_parallel_size": 2, "enable_expert_parallel": True, "enable_e
 class Larger:
     """An executor of many ranks that leaves out all that is optional, and subclasses nothing."""
 
-    jackfield_api = 2
+    jackfield_api = 3
     tensor_parallel = True
     start = submit = ask = stop = None
 

@@ -91,7 +91,7 @@ def start(**options: Any) -> None:
 
 def test_without_the_package_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ConfigError, match=r"pip install 'jackfield\[ray\]'") as refusal:
+    with pytest.raises(ConfigError, match=r"pip install ray") as refusal:
         start()
     assert refusal.value.param == "executor"
 

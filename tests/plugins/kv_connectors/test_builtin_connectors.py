@@ -22,9 +22,9 @@ from jackfield import AsyncEngine, EngineConfig, OutputKind, SamplingParams, hoo
 from jackfield.core.cache.groups import CachePart
 from jackfield.core.config import KVTransferConfig
 from jackfield.core.errors import ConfigError
+from jackfield.core.parts.kv_transfer import KVReport
 from jackfield.core.protocols.kv import KVConnectorSetup, KVLayout
 from jackfield.core.registry import load_plugins
-from jackfield.core.step import KVReport
 from jackfield.plugins.conformance.kv_halves import Halves, bits, random_cache
 from jackfield.plugins.kv_connectors import copying
 from jackfield.plugins.kv_connectors import store as store_module
@@ -300,7 +300,7 @@ class Shelf:
     def close(self) -> None:
         pass
 
-    jackfield_api = 2
+    jackfield_api = 3
 
     @hookimpl
     def register_kv_connectors(self, registry: Any) -> None:

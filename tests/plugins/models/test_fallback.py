@@ -217,7 +217,7 @@ class StaticAttention(TorchAttention):
 class Recorded:
     """A plugin whose executor records decode steps: a replay calls the function again."""
 
-    jackfield_api = 2
+    jackfield_api = 3
     replays = 0
 
     @hookimpl

@@ -251,7 +251,7 @@ async def test_a_family_equals_transformers(case: str, tmp_path: Path) -> None:
 class Kernels:
     """Registers the kernels over states beside torch for all else: the interpreter is slow."""
 
-    jackfield_api = 2
+    jackfield_api = 3
 
     @hookimpl
     def register_operations(self, registry: Any) -> None:

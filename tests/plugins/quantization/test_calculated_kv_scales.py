@@ -181,7 +181,7 @@ class Recording(InProcessExecutor):
 
 
 class Plugin:
-    jackfield_api = 2
+    jackfield_api = 3
 
     @hookimpl
     def register_executors(self, registry: Any) -> None:
@@ -203,7 +203,7 @@ async def test_decode_steps_are_recorded_with_the_final_scales_only(checkpoint: 
         assert not Recording.recorded
         await answer(engine, PROMPTS[0])
         executor: Any = engine.core.executor
-        assert isinstance(executor._worker.runner.graphs, DecodeGraphs)
+        assert isinstance(executor._worker.runner.decode.graphs, DecodeGraphs)
         final = layers(engine)[0].spec.key_scale
     assert final != 1.0 and set(Recording.recorded) == {final}
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from jackfield import hookimpl
 
-jackfield_api = 2
+jackfield_api = 3
 
 
 @hookimpl

@@ -15,30 +15,74 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from ...config.speculative_config import FIELD
 from ...nn.operations import Operations
 from ...nn.step_operations.drafts import DraftTables
-from ...protocols.speculators import Drafts, KnownTokens, Speculator
-from ...step import StepPlan
+from ...parts.speculation import NAME, DraftPlan, DraftResult
+from ...protocols.attention import PagedBackend
+from ...protocols.speculators import Drafts, KnownTokens, Speculator, SpeculatorSetup
+from ...registration.plugin_options import typed_options
+from ...step import PartPlan, StepPlan
 from ..batch import LogitRows, StepRows
+from ..launched_step import DraftCounts, LaunchedStep
 from ..packing import PackedUpload
 from ..sampling.sampling_state import SamplingState
 from ..slot_table import SlotTable
+from .drafted_route import DraftedRoute
+from .part import PartNeeds, PartSite, PartStart, Report, Route, StartContext, WorkerPart
+
+if TYPE_CHECKING:
+    from ..runner import ModelRunner
 
 logger = logging.getLogger("jackfield.worker")
 
 
-class DraftCounts(NamedTuple):
-    """The S sampling rows of a step with drafts, on the host."""
+class SpeculationStart(PartStart):
+    """Loads the configured speculator."""
 
-    rows: list[int]
-    """[S] The plan's row of each."""
-    counts: list[int]
-    """[S] Drafts of each; its positions are one more, and follow those of the row before."""
+    option = "speculative_config"
+
+    def __init__(self, start: StartContext) -> None:
+        config = start.config.speculative_config
+        assert config is not None, "no speculator is configured"
+        self._start, self._config = start, config
+        self.needs = PartNeeds(
+            refuses=_refusal, batch={"num_drafts": config.num_speculative_tokens}
+        )
+
+    def make(self, site: PartSite) -> Speculation:
+        """Make the speculator."""
+        config, table, registry = self._config, site.batch.table, self._start.plugins["speculator"]
+        speculator_class = registry.load(config.method)
+        setup = SpeculatorSetup(
+            num_drafts=config.num_speculative_tokens,
+            options=typed_options("", speculator_class.options, config.options, field=FIELD),
+            vocab_size=site.sampling.vocab_size,
+            max_model_len=site.batch.max_model_len,
+            num_slots=table.num_slots,
+            device=table.storage.device,
+        )
+        with registry.calling(config.method, "its constructor"):
+            speculator: Speculator = speculator_class(setup)
+        return Speculation(
+            speculator,
+            registry.described(config.method),
+            table=table,
+            sampling=site.sampling,
+            operations=self._start.operations,
+            num_drafts=setup.num_drafts,
+        )
+
+
+def _refusal(backend: type[PagedBackend]) -> str | None:
+    if not getattr(backend, "bounded_lengths", False):
+        return "it needs lengths that only the device knows (speculative_config)"
+    return None
 
 
 @dataclass(frozen=True)
@@ -63,8 +107,10 @@ class DraftedRows:
     """[S] int64"""
 
 
-class Drafting:
+class Speculation(WorkerPart):
     """The speculator of an engine, and what became of its drafts. Used by the launch thread."""
+
+    name = NAME
 
     def __init__(
         self,
@@ -83,18 +129,47 @@ class Drafting:
         self._sampling = sampling
         self._num_drafts = num_drafts
         self._device = table.storage.device
+        self._proposal_rows: list[int] = []
+        """Rows of the plan that is being launched that got drafts."""
         self._operations = operations
         num_proposed = torch.zeros(table.num_slots + 1, dtype=torch.int32, device=self._device)
         self._tables = DraftTables(table.token_history, table.lengths, num_proposed)
+
+    # ------------------------------------------------------------ steps
+
+    def before(self, part: PartPlan | None, plan: StepPlan) -> None:
+        """Take back drafts that were counted in the bounds of lengths, and not accepted."""
+        if isinstance(part, DraftPlan):
+            self._table.shorten(part.rejections)
+
+    def sampled(self, plan: StepPlan, output: dict[str, torch.Tensor], rows: Sequence[int]) -> None:
+        """Propose drafts for the plan's rows."""
+        self._proposal_rows = self.proposal_rows(plan)
+        if self._proposal_rows:
+            proposed = self.propose([plan.slots[row] for row in self._proposal_rows])
+            if proposed is None:
+                self._proposal_rows = []
+            else:
+                output["proposed"] = proposed
+
+    def after(self, part: PartPlan | None, step: LaunchedStep) -> Report:
+        """Report what was verified and proposed."""
+        rows, self._proposal_rows = self._proposal_rows, []
+        return lambda: DraftResult(_numbers(step, rows), step.verified)
+
+    def routes(self, runner: ModelRunner) -> list[Route]:
+        """Return the launch of steps with drafts."""
+        return [DraftedRoute(runner, self)]
 
     # ------------------------------------------------------------ verification
 
     def rows(self, plan: StepPlan, rows: StepRows) -> DraftedRows:
         """Return where a step with drafts samples. Call behind the forward pass, and before the
         tokens are sampled, which take the drafts' places."""
-        logits = LogitRows.verifying(rows, plan.samples, plan.num_drafts)
+        num_drafts = plan.parts[NAME].num_drafts
+        logits = LogitRows.verifying(rows, plan.samples, num_drafts)
         sampling, firsts = np.unique(logits.rows, return_index=True)
-        counts = np.asarray(plan.num_drafts, dtype=np.int32)[sampling]
+        counts = np.asarray(num_drafts, dtype=np.int32)[sampling]
         back = firsts.repeat(counts + 1) + counts.repeat(counts + 1) - np.arange(len(logits.rows))
         starts = np.append(firsts, len(logits.rows)).astype(np.int32)
         upload = PackedUpload(self._device)
@@ -191,3 +266,12 @@ class Drafting:
         self._operations.verify_drafts(
             chosen, chosen, starts, slots, self._tables, self._num_drafts
         )
+
+
+def _numbers(step: LaunchedStep, rows: Sequence[int]) -> list[int]:
+    """Return how many drafts each row of the plan got; [] if none could get any."""
+    proposed = [0] * len(step.plan.slots) if rows else []
+    if rows:
+        for row, number in zip(rows, step.output["proposed"].tolist(), strict=True):
+            proposed[row] = number
+    return proposed

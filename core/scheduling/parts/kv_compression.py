@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import msgspec
 
-from ..cache.kv_manager import KVCacheManager
-from ..outputs import EngineStats
-from ..request import Request
-from ..sampling_params import KVCompressionParams
-from ..step import Compaction
-from .kv_transfers import KVTransfers
+from ...cache.kv_manager import NO_HITS, PrefixHits
+from ...outputs import KVCompressionUsage
+from ...parts.kv_compression import NAME, Compaction, CompactionPlan, CompactionResult
+from ...request import NEVER, Request
+from ...sampling_params import KVCompressionParams
+from ...step import StepPlan, StepResult
+from ..plan_builder import PlanBuilder
+from .kv_transfer import KVTransfer
+from .part import PartServices, SchedulerPart
 
 MIN_KEPT = 16
 """Fewest tokens that stay: below this, even the first and the last tokens would be dropped."""
 GROWTH = 16
 """A request is admitted beside others whose caches may grow by one part in so many."""
-NEVER = sys.maxsize
 WORTH = 8
 """A cache is compacted for the sake of a waiting request if one in so many of its blocks comes
 back."""
@@ -86,36 +87,56 @@ class CompressionRule(msgspec.Struct, frozen=True):
         return self
 
 
-class CacheCompression:
+class KVCompression(SchedulerPart):
     """The compactions of each plan."""
+
+    name = NAME
 
     min_gain = 1
     """Blocks that must come back for a cache to be compacted."""
 
-    def __init__(
-        self,
-        rule: CompressionRule,
-        kv: KVCacheManager,
-        stats: EngineStats,
-        transfers: KVTransfers | None = None,
-    ) -> None:
+    def __init__(self, services: PartServices, rule: CompressionRule) -> None:
         self._rule = rule
-        self._transfers = transfers
-        self._kv = kv
-        self._stats = stats
+        self._kv = services.kv
+        self._requests = services.requests
+        self._stats = services.stats
+        self._transfers = services.parts.find(KVTransfer)
+        self._places: dict[Request, int] = {}
+        """Running request → computed tokens with which its cache is compacted next."""
         self._read: set[int] = set()
         """Blocks that the compactions of this plan read: none of them may write there."""
         self._planned: dict[int, tuple[Request, Compaction, int]] = {}
         """Slot → request, compaction and blocks that come back, in the plan that is being built."""
+        self._counts: dict[Request, int] = {}
+        """Unfinished request → how often its cache was compacted, those before a preemption
+        included."""
+        self._wanted = 0
+        """Blocks that the first waiting request lacked when the last plan was made."""
+        self._promised: int | None = None
+        """Blocks that running requests are likely to take, once a plan has asked for them."""
         self._pause = 0
 
-    def take(self) -> tuple[Compaction, ...]:
+    @classmethod
+    def maker(cls, rule: CompressionRule) -> Callable[[PartServices], KVCompression]:
+        """Return what makes the part."""
+        return lambda services: cls(services, rule)
+
+    # ------------------------------------------------------------ plans
+
+    def begin_plan(self, builder: PlanBuilder) -> None:
+        """Compact caches for the first waiting request, if it found too few blocks."""
+        self._promised = None
+        if self._wanted:
+            self._relieve_admission(self._requests.running.requests, self._wanted)
+            self._wanted = 0
+
+    def plan_part(self, step: int, builder: PlanBuilder) -> CompactionPlan | None:
         """Return the compactions of the plan, and begin the next one."""
         if not self._planned:
-            return ()
+            return None
         stats = self._stats
         for request, compaction, gain in self._planned.values():
-            request.num_compactions += 1
+            self._counts[request] = self._counts.get(request, 0) + 1
             stats.kv_compactions += 1
             stats.kv_blocks_returned += gain
             stats.kv_tokens_compacted += compaction.num_tokens
@@ -123,50 +144,103 @@ class CacheCompression:
         compactions = tuple(compaction for _, compaction, _ in self._planned.values())
         self._planned.clear()
         self._read.clear()
-        return compactions
+        return CompactionPlan(compactions)
+
+    def begin_result(self, plan: StepPlan, result: StepResult) -> None:
+        """Count the time that compactions took."""
+        cost: CompactionResult | None = result.parts.get(NAME)
+        if cost is not None:
+            self._stats.kv_compaction_seconds += cost.seconds
 
     # ------------------------------------------------------------ requests
 
-    def admit(self, request: Request, num_computed: int) -> None:
-        """Set when the cache of a request that begins with so many computed tokens is first
-        compacted."""
-        rule = self._rule.of(request.params.kv_compression)
-        request.compact_at = NEVER
-        if rule is not None and not rule.on_pressure:
-            prompt = request.num_prompt_tokens
-            request.compact_at = min(prompt, rule.next_place(num_computed, prompt))
+    def cost(self, request: Request, hits: PrefixHits) -> int:
+        """Return the blocks that running requests are likely to take, less those that this one will
+        not need, because its cache is compacted in time."""
+        if self._promised is None:
+            self._promised = self._likely(self._requests.running.requests)
+        saved = self._kv.blocks_for(request.num_tokens) - self._most_blocks(request, hits)
+        return self._promised - saved
 
-    def most_tokens(self, request: Request, num_hits: int) -> int:
-        """Return how many tokens the request's cache holds at most until all are computed, with
-        `num_hits` cached blocks, which others may hold, too: then it may stay whole."""
-        rule = self._rule.of(request.params.kv_compression)
-        if rule is None or num_hits:
-            return request.num_tokens
-        return rule.most_tokens(request.num_prompt_tokens, request.num_tokens)
+    def no_room(self, request: Request, hits: PrefixHits, reserve: int) -> None:
+        """Let caches be compacted for the first waiting request before the next plan's rows."""
+        missing = self._kv.blocks_for(request.num_tokens) - hits.num_blocks
+        self._wanted = missing + reserve
 
-    def promised(self, requests: Iterable[Request]) -> int:
+    def enter(self, request: Request, hits: PrefixHits) -> None:
+        """Set when the cache of a request is first compacted."""
+        rule = self._rule.of(request.params.kv_compression)
+        if rule is None or rule.on_pressure:
+            return
+        prompt = request.num_prompt_tokens
+        num_computed = hits.num_blocks * self._kv.block_size
+        self._places[request] = min(prompt, rule.next_place(num_computed, prompt))
+
+    def admit(self, request: Request, hits: PrefixHits, builder: PlanBuilder) -> None:
+        """Count the blocks that the request is likely to take besides those that it has."""
+        if self._promised is not None:
+            self._promised += self._most_blocks(request, hits) - len(request.tables[0])
+
+    def look_at(self, request: Request) -> int | None:
+        """Look at the row with which a cache is due."""
+        return self._places.get(request)
+
+    def decode_tokens(self, request: Request, count: int, spare: int) -> int:
+        """Compact a cache that is due, before its row is planned."""
+        return self.chunk_tokens(request, count)
+
+    def chunk_tokens(self, request: Request, count: int) -> int:
+        """Likewise, and end a chunk where the next compaction is."""
+        computed = request.num_computed_tokens
+        place = self._places.get(request, NEVER)
+        if count and computed >= place:
+            self._compact_due(request)
+            place = self._places[request]
+        return place - computed if computed < place < computed + count else count
+
+    def leave(self, request: Request) -> None:
+        """Leave a slot out of the plan, as its request leaves it."""
+        self._planned.pop(request.slot, None)
+        self._places.pop(request, None)
+
+    def ended(self, request: Request) -> None:
+        """Say what is left of the request's cache."""
+        count = self._counts.pop(request, 0)
+        if request.compacted:
+            request.compression_usage = KVCompressionUsage(
+                request.num_kv_tokens, request.num_dropped_tokens, count
+            )
+
+    def _most_blocks(self, request: Request, hits: PrefixHits) -> int:
+        """Return how many blocks the request holds at most until all of its tokens are computed,
+        with cached blocks, which others may hold, too: then it may stay whole."""
+        rule = self._rule.of(request.params.kv_compression)
+        most = request.num_tokens
+        if rule is not None and not hits.num_blocks:
+            most = rule.most_tokens(request.num_prompt_tokens, request.num_tokens)
+        return self._kv.blocks_for(most)
+
+    def _likely(self, requests: Iterable[Request]) -> int:
         """Return how many more blocks running requests are likely to take: until their prompts are
         computed, or, for what they generate, another `GROWTH`th of what they have.
 
         To preempt a request whose cache was compacted costs more than the blocks that come back
         are worth: its whole prompt is computed again.
         """
-        blocks_for, promised = self._kv.blocks_for, 0
+        blocks_for, likely = self._kv.blocks_for, 0
         for request in requests:
             num_blocks = len(request.tables[0])
             if request.num_tokens - request.num_computed_tokens > 1:
-                promised += max(0, blocks_for(self.most_tokens(request, 0)) - num_blocks)
+                likely += max(0, self._most_blocks(request, NO_HITS) - num_blocks)
             else:
                 left = request.max_total_tokens - request.num_tokens
-                promised += min(num_blocks // GROWTH, blocks_for(left))
-        return promised
+                likely += min(num_blocks // GROWTH, blocks_for(left))
+        return likely
 
-    def withdraw(self, slot: int) -> None:
-        """Leave a slot out of the plan, as its request leaves it."""
-        self._planned.pop(slot, None)
+    # ------------------------------------------------------------ compactions
 
-    def compact_due(self, request: Request) -> None:
-        """Compact the cache of a request whose `compact_at` is reached, if blocks come back by it.
+    def _compact_due(self, request: Request) -> None:
+        """Compact the cache of a request that is due, if blocks come back by it.
 
         If no blocks are free for the tokens that stay, and its own cannot be written, it is tried
         again with the next token. With a KV connector, the prompt's blocks stay until they are
@@ -174,18 +248,18 @@ class CacheCompression:
         """
         rule, transfers = self._rule.of(request.params.kv_compression), self._transfers
         assert rule is not None, "no compaction is due"
-        gain, kept = self._gain(request, rule, () if transfers is None else transfers.held_blocks)
-        if gain < self.min_gain or self._compact_due(request, kept, gain):
-            request.compact_at = rule.next_place(
+        gain, kept = self._gain(request, rule, () if transfers is None else transfers.held)
+        if gain < self.min_gain or self._compact_held(request, kept, gain):
+            self._places[request] = rule.next_place(
                 request.num_computed_tokens, request.num_prompt_tokens
             )
 
-    def relieve(self, requests: Iterable[Request], *, worth: int | None = None) -> bool:
-        """Compact the cache, of those that wait for pressure, from which most blocks come back.
+    def relieve(self, requests: list[Request]) -> bool:
+        """Compact the cache, of those that wait for pressure, from which most blocks come back."""
+        return self._relieve(requests)
 
-        requests: running ones that have no row in this plan yet. worth: leave a cache out unless
-        one in so many of its blocks comes back. Return False if none of them can give one back.
-        """
+    def _relieve(self, requests: Iterable[Request], *, worth: int | None = None) -> bool:
+        """worth: leave a cache out unless one in so many of its blocks comes back."""
         if not self._rule.on_pressure:
             return False
         best: tuple[int, int, Request] | None = None
@@ -204,13 +278,13 @@ class CacheCompression:
                 best = gain, kept, request
         return best is not None and self._compact(best[2], best[1], best[0])
 
-    def relieve_admission(self, requests: Iterable[Request], num_blocks: int) -> None:
+    def _relieve_admission(self, requests: Iterable[Request], num_blocks: int) -> None:
         """Compact caches until `num_blocks` are free, before any row of the plan."""
         if self._pause:
             self._pause -= 1
             return
         while self._kv.pool.num_free < num_blocks:
-            if not self.relieve(requests, worth=WORTH):
+            if not self._relieve(requests, worth=WORTH):
                 if not self._transfers:  # None, or without blocks that soon come back.
                     self._pause = PAUSE
                 break
@@ -225,7 +299,7 @@ class CacheCompression:
         kept = min(rule.kept_tokens(request.num_computed_tokens), request.num_kv_tokens)
         return self._kv.compaction_gain(request, kept, transfers), kept
 
-    def _compact_due(self, request: Request, kept: int, gain: int) -> bool:
+    def _compact_held(self, request: Request, kept: int, gain: int) -> bool:
         if self._transfers is not None:
             self._transfers.hold_prompt(request)
         if self._compact(request, kept, gain):

@@ -12,6 +12,7 @@ from scheduled import add, make_request, make_scheduler, run
 
 from jackfield.core.request import Request
 from jackfield.core.sampling_params import SamplingParams
+from jackfield.core.scheduling.parts.pipeline import Pipeline
 from jackfield.core.scheduling.scheduler import Scheduler
 from jackfield.core.step import StepPlan
 
@@ -35,6 +36,11 @@ class Stages:
         """Ticks that the first stage has waited for each step, since it was done with the last."""
         self.at_submit: list[int] = []
         """Steps in flight, each new one included."""
+
+    def micro_batch(self, request: Request) -> int | None:
+        part = self.scheduler.part(Pipeline)
+        assert part is not None
+        return part.micro_batch(request)
 
     def fill(self) -> None:
         while len(self.in_flight) <= self.count and (plan := self.scheduler.schedule()) is not None:
@@ -96,7 +102,8 @@ def test_no_stage_waits_in_steady_decode(num_stages: int, count: int) -> None:
     assert len(stages.idle) - begun >= 44 * num_stages
     assert set(stages.idle[begun:]) == {0.0}
     assert set(stages.at_submit[begun:]) == {num_stages + 1}
-    assert [r.lane for r in requests].count(0) in (count // num_stages, -(-count // num_stages))
+    first = [stages.micro_batch(r) for r in requests].count(0)
+    assert first in (count // num_stages, -(-count // num_stages))
 
 
 @pytest.mark.parametrize(("num_stages", "count"), [(2, 1), (3, 1), (4, 3)])
@@ -111,12 +118,12 @@ def test_fewer_requests_than_stages_are_never_in_a_step_twice_or_forgotten(
     assert stages.free[-1] <= 20 * num_stages + count
 
 
-def test_lanes_are_made_even_when_requests_end() -> None:
-    """Three of four end while they are in one lane, and two lanes have work all the same."""
+def test_micro_batches_are_made_even_when_requests_end() -> None:
+    """Three of four end while they are in one micro-batch, and two have work all the same."""
     stages, requests = decoding(6, 2, tokens=90)
     while len(requests[-1].output_token_ids) < 5:
         stages.step()
-    for request in [r for r in requests if r.lane == 1]:
+    for request in [r for r in requests if stages.micro_batch(r) == 1]:
         stages.scheduler.finish_request(request.request_id, "abort")
     left = [r for r in requests if r.finish_reason is None]
     known = len(left[0].output_token_ids)
@@ -125,7 +132,7 @@ def test_lanes_are_made_even_when_requests_end() -> None:
     begun = len(stages.idle)
     while len(left[0].output_token_ids) < 80:
         stages.step()
-    assert {r.lane for r in left} == {0, 1} and set(stages.idle[begun:]) == {0.0}
+    assert {stages.micro_batch(r) for r in left} == {0, 1} and set(stages.idle[begun:]) == {0.0}
 
 
 def test_chunks_of_a_prompt_go_into_every_step() -> None:

@@ -9,9 +9,34 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ..parallel.ranks import Pipeline, Transfer
-from ..step import StepPlan
-from .slot_table import SlotTable
+from ...parallel.ranks import Pipeline, Transfer
+from ...step import PartPlan, StepPlan
+from ..batch import StepInputs
+from ..slot_table import SlotTable
+from .part import PartNeeds, PartSite, PartStart, StartContext, WorkerPart
+
+
+class PipelineStart(PartStart):
+    """Computes one stage of a model's."""
+
+    option = "pipeline_parallel_size"
+
+    def __init__(self, start: StartContext) -> None:
+        self._start = start
+        self.needs = PartNeeds()
+
+    def make(self, site: PartSite) -> PipelineStage:
+        """Make room for the states of the largest step."""
+        start, dtype = self._start, self._start.model_config.dtype
+        return PipelineStage(
+            start.ranks.pipeline,
+            site.batch.table,
+            # Steps that are only compiled have decode rows beside the longest prompt.
+            max_tokens=site.batch.max_tokens + start.config.max_num_seqs,
+            incoming_size=getattr(start.model, "incoming_size", start.model_config.hidden_size),
+            dtype=dtype,
+            device=start.device,
+        )
 
 
 class Awaited(NamedTuple):
@@ -26,12 +51,14 @@ class Awaited(NamedTuple):
     transfer: Transfer
 
 
-class PipelineStage:
+class PipelineStage(WorkerPart):
     """The exchange of one stage with the others, step by step as plans say.
 
     Every stage runs every plan in order, so a tensor needs no header: its size, and whether there
     is one, follow from the plan. Nothing is sent in a step that was not launched as a plan.
     """
+
+    name = "pipeline"
 
     def __init__(
         self,
@@ -58,9 +85,11 @@ class PipelineStage:
         self._awaited: collections.deque[Awaited] = collections.deque()
         """On the first stage: tokens that are not in the table yet, by step."""
 
-    def begin(self, plan: StepPlan) -> None:
+    def before(self, part: PartPlan | None, plan: StepPlan) -> None:
         """Wait for what a plan's rows need, before any of its writes; on a device with streams, the
         current stream waits."""
+        if not plan.slots:
+            return
         if self.incoming is None:
             self._take_tokens(plan)
             return
@@ -71,10 +100,15 @@ class PipelineStage:
         self._num_arrived = count
         self.pipeline.receive_hidden(self.incoming[:count]).wait()
 
-    def states_in(self, input_ids: torch.Tensor) -> torch.Tensor | None:
-        """Return what the stage before has sent for these tokens, [num_tokens, incoming_size];
-        None: this is the first."""
-        return None if self.incoming is None else self.incoming[: len(input_ids)]
+    def context(self, inputs: StepInputs) -> torch.Tensor | None:
+        """Return what the stage before has sent, [num_tokens, incoming_size]; None: this is the
+        first."""
+        return None if self.incoming is None else self.incoming[: len(inputs.input_ids)]
+
+    def sampled(self, plan: StepPlan, output: dict[str, torch.Tensor], rows: Sequence[int]) -> None:
+        """Send what was sampled to the first stage."""
+        if rows:
+            self.send_tokens(output["chosen"], rows)
 
     def send_states(self, plan: StepPlan, hidden: torch.Tensor) -> None:
         """Send a plan's states to the next stage: [plan.total_tokens or more, its incoming_size].

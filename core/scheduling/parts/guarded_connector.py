@@ -7,9 +7,9 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from ..protocols.kv import KVCodec, KVConnectorScheduler
-from ..request import Request
-from ..step import KVReport
+from ...parts.kv_transfer import KVReport
+from ...protocols.kv import KVCodec, KVConnectorScheduler
+from ...request import Request
 
 logger = logging.getLogger("jackfield.engine")
 T = TypeVar("T")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import msgspec
 import torch
@@ -13,12 +12,13 @@ from torch import nn
 from ...cache.groups import CachePart
 from ...config import EngineConfig
 from ...errors import ConfigError, OutOfMemory
-from ...nn.context import BatchLayout
 from ...nn.state.layer import StateLayer
 from ...parallel.ranks import ONE_RANK, Ranks
-from ...protocols.attention import AttentionBackend, AttentionSpec
-from ...step import StateCopy
-from .memory import GIB, zeros
+from ...parts.states import NAME, StatePlan
+from ...step import PartPlan, StepPlan
+from ..kv_cache.memory import GIB, zeros
+from ..launched_step import LaunchedStep
+from .part import PartNeeds, PartSite, PartStart, StartContext, WorkerPart
 
 SNAPSHOT_SHARE = 1 / 10
 """Share that snapshots get of the memory that is free beside the slots' states."""
@@ -27,8 +27,10 @@ CONVOLUTION = "conv"
 """The part of a layer's state that holds inputs of its convolution."""
 
 
-class States:
+class States(WorkerPart):
     """The states of all layers; rows: one for each slot, one for padding, then snapshots."""
+
+    name = NAME
 
     def __init__(
         self,
@@ -78,15 +80,17 @@ class States:
         for layer, states in bound.items():
             layer.bind(states)
 
-    def load(self, copies: Sequence[StateCopy]) -> None:
+    def before(self, part: PartPlan | None, plan: StepPlan) -> None:
         """Copy snapshots to slots."""
-        for copy in copies:
-            self._copy(self._first_snapshot + copy.snapshot, copy.slot)
+        if isinstance(part, StatePlan):
+            for copy in part.loads:
+                self._copy(self._first_snapshot + copy.snapshot, copy.slot)
 
-    def save(self, copies: Sequence[StateCopy]) -> None:
+    def after(self, part: PartPlan | None, step: LaunchedStep) -> None:
         """Copy slots to snapshots."""
-        for copy in copies:
-            self._copy(copy.slot, self._first_snapshot + copy.snapshot)
+        if isinstance(part, StatePlan):
+            for copy in part.saves:
+                self._copy(copy.slot, self._first_snapshot + copy.snapshot)
 
     def _copy(self, source: int, target: int) -> None:
         """Copy all layers' states of a row, one row at a time: a row may have 100 MB and more."""
@@ -104,41 +108,29 @@ def stored_parts(layer: StateLayer, config: EngineConfig) -> tuple[CachePart, ..
     return tuple(parts)
 
 
+class StatesStart(PartStart):
+    """Allocates the states of a model's layers."""
+
+    option = "model"
+
+    def __init__(self, start: StartContext) -> None:
+        """Raises OutOfMemory."""
+        config, device = start.config, start.device
+        self.states = make_states(start.model, config, device, start.ranks)
+        self.needs = PartNeeds(nbytes=self.states.nbytes)
+
+    def make(self, site: PartSite) -> States:
+        """Return the states."""
+        return self.states
+
+
 def make_states(
     model: nn.Module, config: EngineConfig, device: torch.device, ranks: Ranks = ONE_RANK
-) -> States | None:
-    """Return the states of a model's layers; None: it has none. Ranks of a stage have as many
-    snapshots as the one with the least memory has room for.
+) -> States:
+    """Return the states of a model's layers. Raises OutOfMemory.
 
-    Raises ConfigError for an option that such a model cannot be served with, and OutOfMemory.
+    Ranks of a stage have as many snapshots as the one with the least memory has room for.
     """
-    layers = [module for module in model.modules() if isinstance(module, StateLayer)]
-    if not layers:
-        wishes = {
-            "mamba_cache_dtype": config.mamba_cache_dtype,
-            "mamba_ssm_cache_dtype": config.mamba_ssm_cache_dtype,
-        }
-        for name, wish in wishes.items():
-            if wish != "auto":
-                raise ConfigError(
-                    f"{name}: this model keeps no states of sequences (kv_cache_dtype is the type "
-                    "of keys and values)",
-                    param=name,
-                )
-        return None
-    refused = {
-        "kv_transfer_config": (config.kv_transfer_config, "KV connectors move blocks alone"),
-        "kv_compression": (config.kv_compression, "only keys and values are compacted"),
-        "speculative_config": (
-            config.speculative_config,
-            "a state does not go back behind a rejected draft",
-        ),
-    }
-    for name, (value, reason) in refused.items():
-        if value is not None:
-            raise ConfigError(
-                f"{name}: this model keeps states of sequences, and {reason}", param=name
-            )
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         budget = int(total * config.gpu_memory_utilization) - torch.cuda.memory_allocated(device)
@@ -146,29 +138,27 @@ def make_states(
     else:
         available = int(config.cpu_kvcache_space * GIB)
     available = ranks.minimum(available, device)
-    stored = {layer: stored_parts(layer, config) for layer in layers}
+    stored = {layer: stored_parts(layer, config) for layer in state_layers(model)}
     return States(
         stored, config.max_num_seqs, device, available, shares=config.enable_prefix_caching
     )
 
 
-class NoAttention(AttentionBackend):
-    """The backend of a model none of whose layers attends."""
+def state_layers(model: nn.Module) -> list[StateLayer]:
+    """Return the layers that keep states."""
+    return [module for module in model.modules() if isinstance(module, StateLayer)]
 
-    name = "none"
-    graph_safe = mixed_graph_safe = cache_groups = True
 
-    @classmethod
-    def supports(cls, spec: AttentionSpec, device: torch.device, dtype: torch.dtype) -> str:
-        """Return why: it computes nothing."""
-        return "it serves models without attention"
-
-    def __init__(self, **sizes: Any) -> None:
-        """Sizes are those of every backend, and not used."""
-
-    def build_metadata(self, layout: BatchLayout) -> None:
-        """Do nothing."""
-
-    def forward(self, *arguments: Any, **more: Any) -> torch.Tensor:
-        """Never called."""
-        raise NotImplementedError("a layer attends, in a model chosen to have none that does")
+def check_state_options(config: EngineConfig) -> None:
+    """Raises ConfigError for an option of states; called for a model that keeps none."""
+    wishes = {
+        "mamba_cache_dtype": config.mamba_cache_dtype,
+        "mamba_ssm_cache_dtype": config.mamba_ssm_cache_dtype,
+    }
+    for name, wish in wishes.items():
+        if wish != "auto":
+            raise ConfigError(
+                f"{name}: this model keeps no states of sequences (kv_cache_dtype is the type "
+                "of keys and values)",
+                param=name,
+            )

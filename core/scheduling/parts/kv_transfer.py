@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import enum
 import logging
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, count
 
-from ..cache.kv_manager import KVCacheManager, PrefixHits
-from ..request import Request, Status
-from ..step import KVDetached, KVReport
+from ...cache.kv_manager import PrefixHits
+from ...config import KVTransferConfig
+from ...parts.kv_transfer import NAME, KVDetached, KVReport, TransferPlan, TransferResult
+from ...request import Request, Status
+from ...step import StepPlan, StepResult
+from ..plan_builder import PlanBuilder
 from .guarded_connector import GuardedConnector
+from .part import PartServices, Readiness, SchedulerPart
 
 logger = logging.getLogger("jackfield.engine")
-
-
-class LoadDecision(enum.Enum):
-    """Outcome of `KVTransfers.try_load` for a waiting request."""
-
-    NOTHING = enum.auto()
-    """Nothing to load: admit it as usual."""
-    LATER = enum.auto()
-    """Not known yet, or another request loads the same blocks: skip it for now."""
-    NO_ROOM = enum.auto()
-    STARTED = enum.auto()
 
 
 @dataclass(slots=True)
@@ -38,7 +30,18 @@ class _Load:
     """[len(block_ids)]"""
 
 
-class KVTransfers:
+@dataclass(slots=True)
+class _Progress:
+    """What is known of a request's blocks outside of this cache."""
+
+    external_end: int | None = None
+    """Number of leading tokens whose blocks the connector has; 0: it has none, None: not known
+    yet."""
+    num_offered_blocks: int = 0
+    """Columns of the block table that were offered for saving, or need no saving."""
+
+
+class KVTransfer(SchedulerPart):
     """Starts transfers, and holds their blocks until their end is reported.
 
     A load fills blocks that no prefix hit can find. When it has ended, the filled blocks are
@@ -51,15 +54,29 @@ class KVTransfers:
     and write them. If it cannot close, they are lost.
     """
 
+    name = NAME
+    pauses_decodes = False
+    counts_late = False
+
     def __init__(
-        self, connector: GuardedConnector, kv: KVCacheManager, *, loads: bool, saves: bool
+        self, services: PartServices, connector: GuardedConnector, transfer: KVTransferConfig
     ) -> None:
+        """transfer: the role of `connector`."""
+        kv = services.kv
         if len(kv.groups) > 1 or kv.groups[0].reach is not None:
             raise ValueError("KV transfers are for caches of one group that keeps all tokens")
         self.connector = connector
         self.kv = kv
-        self._loading = loads
-        self._saving = saves
+        self._services = services
+        self._loading = transfer.kv_role != "kv_producer"
+        self._saving = transfer.kv_role != "kv_consumer"
+        self._fail_on_load = transfer.kv_load_failure_policy == "fail"
+        self._progress: dict[Request, _Progress] = {}
+        """Of unfinished requests."""
+        self._ends: dict[int, list[int]] = {}
+        """Step in flight → [num_rows] tokens computed with it."""
+        self._row_ends: list[int] = []
+        """The same of the step whose result is processed."""
         self._numbers = count()
         self._held: dict[int, list[int]] = {}
         """Transfer → held blocks, one reference each."""
@@ -80,42 +97,55 @@ class KVTransfers:
         self._loads: dict[int, _Load] = {}
         self._pending_keys: set[bytes] = set()
         self._report_pending = False
-        self.counts = {
+        self._metadata: bytes | None = None
+        """What the plan that is being made carries."""
+        self._counts = {
             "external_prefix_cache_queries": 0,
             "external_prefix_cache_hits": 0,
             "num_kv_load_failures": 0,
         }
-        """For `EngineStats`."""
+
+    @classmethod
+    def maker(
+        cls, connector: GuardedConnector, transfer: KVTransferConfig | None = None
+    ) -> Callable[[PartServices], KVTransfer]:
+        """Return what makes the part; by default, it loads and saves."""
+        role = transfer or KVTransferConfig(kv_connector="")
+        return lambda services: cls(services, connector, role)
+
+    def _of(self, request: Request) -> _Progress:
+        return self._progress.setdefault(request, _Progress())
 
     # ------------------------------------------------------------ loads
 
-    def try_load(self, request: Request, hits: PrefixHits, reserve: int) -> LoadDecision:
+    def readiness(self, request: Request, hits: PrefixHits, reserve: int) -> Readiness:
         """Load what the connector has past `hits`, if it has any."""
-        if not self._loading or self.failure is not None or request.external_end == 0:
-            return LoadDecision.NOTHING
+        progress = self._of(request)
+        if not self._loading or self.failure is not None or progress.external_end == 0:
+            return Readiness.READY
         if request.params.prompt_logprobs is not None:
-            return LoadDecision.NOTHING
+            return Readiness.READY
         kv = self.kv
         block_size = kv.block_size
         computed = hits.num_blocks * block_size
         # Look up only with room for the blocks, so that the load follows the lookup soon.
         if not kv.can_hold(request.num_tokens, hits, reserve):
-            return LoadDecision.NO_ROOM
-        if request.external_end is None:
+            return Readiness.NO_ROOM
+        if progress.external_end is None:
             limit = (request.num_known_tokens - 1) // block_size * block_size
             num_external: int | None = 0
             if limit > computed:
                 num_external = self.connector.num_external_tokens(request, computed)
             if num_external is None:
-                return LoadDecision.LATER
-            self.counts["external_prefix_cache_queries"] += limit - computed
+                return Readiness.LATER
+            self._counts["external_prefix_cache_queries"] += limit - computed
             end = min(computed + num_external, limit) // block_size * block_size
-            request.external_end = end if end > computed else 0
-        if request.external_end <= computed:
-            return LoadDecision.NOTHING
-        keys = kv.block_keys(request, request.external_end // block_size)[hits.num_blocks :]
+            progress.external_end = end if end > computed else 0
+        if progress.external_end <= computed:
+            return Readiness.READY
+        keys = kv.block_keys(request, progress.external_end // block_size)[hits.num_blocks :]
         if not self._pending_keys.isdisjoint(keys):
-            return LoadDecision.LATER
+            return Readiness.LATER
         kv.pool.hold(hits.block_ids)
         blocks = kv.pool.allocate(len(keys))
         transfer = next(self._numbers)
@@ -124,9 +154,13 @@ class KVTransfers:
         self._loads[transfer] = _Load(request, hits.num_blocks, blocks, keys)
         self._pending_keys.update(keys)
         request.status = Status.LOADING
-        request.external_end = 0
+        progress.external_end = 0
         self.connector.start_load(transfer, request, keys, blocks)
-        return LoadDecision.STARTED
+        return Readiness.LOADING
+
+    def admit(self, request: Request, hits: PrefixHits, builder: PlanBuilder) -> None:
+        """Note which cached blocks need not be offered."""
+        self._of(request).num_offered_blocks = self.num_stored(request, hits.num_blocks)
 
     # ------------------------------------------------------------ saves
 
@@ -144,10 +178,11 @@ class KVTransfers:
                     return number
         return num_hits
 
-    def offer_save(self, request: Request, num_computed: int) -> None:
-        """Offer the connector the full blocks that are new among the first `num_computed` tokens,
-        whose results have arrived."""
-        first, full = request.num_offered_blocks, num_computed // self.kv.block_size
+    def settle(self, request: Request, row: int, plan: StepPlan, result: StepResult) -> None:
+        """Offer the connector the full blocks that are new among the tokens whose results have
+        arrived."""
+        progress = self._of(request)
+        first, full = progress.num_offered_blocks, self._row_ends[row] // self.kv.block_size
         if full <= first or not self._saving:
             return
         if not request.compacted:
@@ -159,7 +194,7 @@ class KVTransfers:
             full = first + len(blocks)
         else:
             return
-        request.num_offered_blocks = full
+        progress.num_offered_blocks = full
         keys = self.kv.block_keys(request, full)[first:]
         self._save(request, keys, blocks)
         self.let_prompt_go(request)
@@ -178,7 +213,7 @@ class KVTransfers:
         """Hold the full blocks of a request's prompt that were not offered yet, as its cache is
         about to be compacted: `offer_save` offers them when their results have arrived."""
         computed = min(request.num_prompt_tokens, request.num_computed_tokens)
-        first, full = request.num_offered_blocks, computed // self.kv.block_size
+        first, full = self._of(request).num_offered_blocks, computed // self.kv.block_size
         if full <= first or not self._saving or request.compacted or self.failure is not None:
             return
         blocks = request.block_ids[first:full]
@@ -190,9 +225,15 @@ class KVTransfers:
         _, blocks = self._unoffered.pop(request.request_id, (0, []))
         self.kv.pool.release(blocks)
 
-    def finish_request(self, request: Request) -> None:
-        """Notify the connector that a request has ended; the request still has its blocks."""
+    def leave(self, request: Request) -> None:
+        """Look up again what the connector has, if the request was preempted."""
         self.let_prompt_go(request)
+        self._of(request).external_end = None
+
+    def ended(self, request: Request) -> None:
+        """Notify the connector that a request has ended."""
+        self.let_prompt_go(request)
+        self._progress.pop(request, None)
         transfer = next(self._numbers)
         is_retained, request.kv_transfer_params = self.connector.request_finished(transfer, request)
         if is_retained and request.block_ids and not request.compacted:
@@ -209,13 +250,6 @@ class KVTransfers:
     def failure(self) -> str | None:
         """Why the connector is not called any more; None: it works."""
         return self.connector.failure
-
-    def take_failure(self) -> bool:
-        """Return whether the connector has failed since the last call."""
-        if self.failure is None or self._failure_seen:
-            return False
-        self._failure_seen = True
-        return True
 
     def withdraw(self) -> list[Request]:
         """Release the transfers that the worker half does not know of.
@@ -260,19 +294,96 @@ class KVTransfers:
     def _give_up(self, load: _Load) -> list[Request]:
         """Count a load as failed. Return its request, if that still waits."""
         self._pending_keys.difference_update(load.keys)
-        self.counts["num_kv_load_failures"] += 1
+        self._counts["num_kv_load_failures"] += 1
         return [load.request] if load.request.status is Status.LOADING else []
 
-    # ------------------------------------------------------------ steps
+    # ------------------------------------------------------------ plans
+
+    def begin_plan(self, builder: PlanBuilder) -> None:
+        """Queue requests again whose load will never begin, if the connector has failed."""
+        self._withdraw_if_failed()
+
+    def rows_chosen(self, builder: PlanBuilder) -> bool:
+        """Ask the connector for what goes with the plan. If it fails, requests need not wait for
+        it."""
+        self._metadata = self._next_metadata()
+        return self._withdraw_if_failed()
+
+    def needs_plan(self) -> bool:
+        """Return whether there is something to send, or to fetch."""
+        pending, self._report_pending = self._report_pending, False
+        return pending or self._metadata is not None
+
+    def plan_part(self, step: int, builder: PlanBuilder) -> TransferPlan | None:
+        """Return the connector's metadata."""
+        self._ends[step] = [request.num_computed_tokens for request in builder.rows]
+        metadata, self._metadata = self._metadata, None
+        return None if metadata is None else TransferPlan(metadata)
+
+    def _next_metadata(self) -> bytes | None:
+        if self._not_taken:
+            return self._not_taken.popleft()
+        metadata = self.connector.build_metadata()
+        if metadata is not None:
+            self._unsent.clear()
+        return metadata
+
+    def not_taken(self, part: TransferPlan) -> None:  # type: ignore[override]
+        """Keep metadata to send it again."""
+        self._not_taken.append(part.metadata)
+
+    def _withdraw_if_failed(self) -> bool:
+        """Return whether the connector has failed since the last call."""
+        if self.failure is None or self._failure_seen:
+            return False
+        self._failure_seen = True
+        for request in self.withdraw():
+            self._load_ended(request, complete=False)
+        return True
+
+    # ------------------------------------------------------------ results
 
     def expect_report(self) -> None:
         """Record that a step is needed to fetch a report of the worker half."""
         self._report_pending = True
 
-    def take_pending_report(self) -> bool:
-        """Return whether a step is needed for its report alone, and reset it."""
-        pending, self._report_pending = self._report_pending, False
-        return pending
+    def begin_result(self, plan: StepPlan, result: StepResult) -> None:
+        """Process the report of a step."""
+        self._row_ends = self._ends.pop(plan.step)
+        self._take(result)
+
+    def step_failed(self, dropped: Iterable[StepResult]) -> None:
+        """Go on: the worker half has been notified of transfers in plans that were not run, and a
+        report that the failed step should have brought comes with the next."""
+        self._ends.clear()
+        for result in dropped:
+            self._take(result)
+        self.expect_report()
+
+    def _take(self, result: StepResult) -> None:
+        """Process a result's report: requests whose load has ended queue again, as the loaded
+        blocks are now cached."""
+        taken: TransferResult | None = result.parts.get(NAME)
+        if taken is None:
+            return
+        if taken.report is not None:
+            for request, complete in self.take_report(taken.report):
+                self._load_ended(request, complete)
+        if taken.detached is not None:
+            num_lost = self.num_lost_blocks
+            for request in self.detach(taken.detached):
+                self._load_ended(request, complete=False)
+            if self.num_lost_blocks != num_lost:
+                self._services.lose_blocks(self.num_lost_blocks)
+
+    def _load_ended(self, request: Request, complete: bool) -> None:
+        requests = self._services.requests
+        if complete or not self._fail_on_load:
+            requests.wait_again(request)
+            return
+        because = f": {self.failure}" if self.failure else ""
+        error = f"its KV could not be loaded{because}"
+        self._services.publish(requests.fail(request, error))
 
     def take_report(self, report: KVReport) -> list[tuple[Request, bool]]:
         """Release the transfers that have ended.
@@ -313,9 +424,9 @@ class KVTransfers:
             self._stored[block_id] = key
             num_filled += 1
         load.request.num_loaded_tokens = num_filled * self.kv.block_size
-        self.counts["external_prefix_cache_hits"] += num_filled * self.kv.block_size
+        self._counts["external_prefix_cache_hits"] += num_filled * self.kv.block_size
         if num_filled < len(load.keys):
-            self.counts["num_kv_load_failures"] += 1
+            self._counts["num_kv_load_failures"] += 1
             return False
         return True
 
@@ -325,6 +436,7 @@ class KVTransfers:
         self._unsent.clear()
         self._loads.clear()
         self._pending_keys.clear()
+        self._ends.clear()
 
     def _release_all(self) -> None:
         for block_ids in self._held.values():
@@ -337,26 +449,20 @@ class KVTransfers:
         return len(self._held)
 
     @property
-    def held_blocks(self) -> Iterator[int]:
+    def counts(self) -> dict[str, int]:
+        """Lookups, hits and failures of loads."""
+        return dict(self._counts)
+
+    @property
+    def held(self) -> Iterator[int]:
         """Held block ids, one entry per reference."""
         unoffered = (blocks for _, blocks in self._unoffered.values())
         return chain.from_iterable(chain(self._held.values(), unoffered))
 
-    def metadata(self) -> bytes | None:
-        """Return the metadata that the step being planned sends to the worker half, encoded."""
-        if self._not_taken:
-            return self._not_taken.popleft()
-        metadata = self.connector.build_metadata()
-        if metadata is not None:
-            self._unsent.clear()
-        return metadata
-
-    def send_again(self, metadata: bytes) -> None:
-        """Keep metadata to send again, after the executor did not take its plan."""
-        self._not_taken.append(metadata)
-
-    def check(self, loading: set[str]) -> None:
-        """Raise AssertionError unless exactly these requests wait for a load."""
+    def held_blocks(self, running: list[Request]) -> Iterator[int]:
+        """Return `held`. Raises AssertionError unless exactly the loading requests wait for a
+        load."""
+        loading = {request.request_id for request in self._services.requests.loading}
         waited = {
             load.request.request_id
             for load in self._loads.values()
@@ -370,3 +476,4 @@ class KVTransfers:
                 assert self.kv.pool.lookup(key) not in load.block_ids, (
                     "a hit could find a block that is being filled"
                 )
+        return self.held

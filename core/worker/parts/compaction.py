@@ -20,9 +20,9 @@ from ...nn.kv_cache.quantized_cache import (
 )
 from ...nn.operations import Operations
 from ...nn.step_operations.compaction import CacheMoves
+from ...parts.kv_compression import Compaction
 from ...protocols.kv_compressors import KVCompressor
 from ...registry import Plugins
-from ...step import Compaction
 from ..slot_table import SlotTable
 from .query_ring import QueryRing
 
@@ -233,14 +233,13 @@ class Compactor:
 
 def load_compressor(
     plugins: Plugins, config: EngineConfig, layers: Sequence[Attention], cache_dtype: torch.dtype
-) -> KVCompressor | None:
-    """Return the compressor that the configuration names; None: it names none.
+) -> KVCompressor:
+    """Return the compressor that the configuration names.
 
     Raises ConfigError if a layer's cache cannot be compacted, or not by this one.
     """
     name = config.kv_compression
-    if name is None:
-        return None
+    assert name is not None, "no KV compressor is configured"
     registry = plugins["kv_compressor"]
     compressor_class = registry.load(name)
     for layer in layers:

@@ -8,12 +8,11 @@ import torch
 
 from ...nn.attention import Attention
 from ...nn.context import QueryPlaces
-from ...step import NOTHING_IN_PROCESS, InProcess, SlotStart
+from ...step import SlotStart
 from ..batch import StepInputs
-from ..parts import PerSlot
 
 
-class QueryRing(PerSlot):
+class QueryRing:
     """A ring of queries per slot and layer: that of position p is at p modulo its size."""
 
     def __init__(
@@ -35,12 +34,9 @@ class QueryRing(PerSlot):
             layer.query_ring = torch.zeros(shape, dtype=dtype, device=device)
             self._rings.append(layer.query_ring)
 
-    def start(self, start: SlotStart, in_process: InProcess = NOTHING_IN_PROCESS) -> None:
+    def start(self, start: SlotStart) -> None:
         """Forget the queries of the request before."""
         self._first_positions[start.slot] = start.num_computed_tokens
-
-    def release(self, slot: int) -> None:
-        """Nothing: the next request's queries replace them."""
 
     def places(self, inputs: StepInputs) -> QueryPlaces:
         """Return where the step's queries go; the sizes depend on its sizes alone."""

@@ -8,13 +8,16 @@ import time
 import torch
 
 from ...parallel.ranks import Ranks
+from ..graphs.decode_graphs import DecodeGraphs
+from ..graphs.draft_graphs import DraftGraphs
+from ..graphs.endings import recorded_endings
+from ..graphs.mixed_graphs import MixedGraphs
+from ..graphs.recorder import CountedRecorder, Recorder
+from ..graphs.written_tokens import written_tokens
+from ..parts.drafted_route import DraftedRoute
+from ..parts.speculation import Speculation
+from ..parts.states import States
 from ..runner import ModelRunner
-from .decode_graphs import DecodeGraphs
-from .draft_graphs import DraftGraphs
-from .endings import recorded_endings
-from .mixed_graphs import MixedGraphs
-from .recorder import CountedRecorder, Recorder
-from .written_tokens import written_tokens
 
 logger = logging.getLogger("jackfield.worker")
 
@@ -53,7 +56,7 @@ class StepGraphs:
         self.mixed: MixedGraphs | None = None
         """None: the attention backend, or layers that keep states, do not support recording steps
         with prompts."""
-        mixes_states = operations.mixed_states or runner.states is None
+        mixes_states = operations.mixed_states or runner.parts.find(States) is None
         if runner.backend.mixed_graph_safe and mixes_states:
             self.mixed = MixedGraphs(
                 forward=runner.forward,
@@ -70,15 +73,18 @@ class StepGraphs:
                 written=written,
             )
 
+        routes = (route for route in runner.routes if isinstance(route, DraftedRoute))
+        self._drafted = next(routes, None)
         self.drafts: DraftGraphs | None = None
         """None: rows have no drafts, or steps with prompts are not recorded either."""
-        if runner.drafting is not None and self.mixed is not None:
+        speculation = runner.parts.find(Speculation)
+        if speculation is not None and self.mixed is not None:
             self.drafts = DraftGraphs(
                 forward=runner.forward,
                 logits=runner.logits,
                 batch=batch,
                 sampler=runner.sampler,
-                drafting=runner.drafting,
+                verified=speculation.verified,
                 record=self._record,
                 max_tokens=max_tokens,
             )
@@ -101,13 +107,14 @@ class StepGraphs:
         runner = self._runner
         try:
             self.decode.record(1, self._endings[0])
-            runner.graphs, runner.written = self.decode, self._written
+            runner.decode.graphs, runner.written = self.decode, self._written
             if self.mixed is not None:
                 self.mixed.record_for(FIRST_PROMPT)
                 if runner.batch.num_drafts:
                     self.mixed.record_for(1 + runner.batch.num_drafts)
-                runner.mixed_graphs = self.mixed
-            runner.draft_graphs = self.drafts
+                runner.mixed.graphs = self.mixed
+            if self._drafted is not None:
+                self._drafted.graphs = self.drafts
             self._record_drafts()
             end = time.monotonic() + RECORDING_SECONDS
             while self._ranks.all(time.monotonic() < end, device):
@@ -118,7 +125,7 @@ class StepGraphs:
 
     def _record_drafts(self) -> bool:
         """Record one more step with drafts; return whether more are left."""
-        drafts = self._runner.draft_graphs
+        drafts = None if self._drafted is None else self._drafted.graphs
         missing = [] if drafts is None else drafts.missing()
         if drafts is not None and missing:
             drafts.record(*missing[0])
@@ -126,7 +133,7 @@ class StepGraphs:
 
     def record_next(self) -> bool:
         """Record one more of each kind of step that the runner uses; False: nothing is left."""
-        decode, mixed = self._runner.graphs, self._runner.mixed_graphs
+        decode, mixed = self._runner.decode.graphs, self._runner.mixed.graphs
         if decode is None:
             return False
         missing = decode.missing()

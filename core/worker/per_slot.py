@@ -1,4 +1,4 @@
-"""What the worker remembers of the requests in its slots, part by part."""
+"""What the worker remembers of the requests in its slots."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class PerSlot(ABC):
         """Send to the device what changed; called once per step, before its tokens are sampled."""
 
 
-def update_parts(
-    parts: Sequence[PerSlot], plan: StepPlan, in_process: InProcess = NOTHING_IN_PROCESS
+def update_slots(
+    tables: Sequence[PerSlot], plan: StepPlan, in_process: InProcess = NOTHING_IN_PROCESS
 ) -> None:
-    """Tell all parts which slots the plan releases, then which it starts."""
+    """Release the slots that the plan releases, then start those that it starts, in all tables."""
     for slot in plan.released:
-        for part in parts:
-            part.release(slot)
+        for table in tables:
+            table.release(slot)
     for start in plan.starts:
-        for part in parts:
-            part.start(start, in_process)
+        for table in tables:
+            table.start(start, in_process)

@@ -1,0 +1,85 @@
+"""Which parts an engine's scheduler has: those that its configuration and its worker ask for."""
+
+from __future__ import annotations
+
+from ..config import EngineConfig
+from ..config.compatibility import active_capabilities
+from ..errors import ConfigError, PluginError
+from ..parts import encoder_decoder, kv_compression, speculation
+from ..parts.exclusions import check_exclusions
+from ..protocols.executors import ExecutorInfo
+from ..protocols.parts import PartSetup, StepPart
+from ..registration.step_parts import KIND, active_parts, excluded_by
+from ..registry import Plugins
+from ..scheduling.parts.encoder_decoder import EncoderDecoder
+from ..scheduling.parts.guarded_connector import GuardedConnector
+from ..scheduling.parts.kv_compression import CompressionRule, KVCompression
+from ..scheduling.parts.kv_transfer import KVTransfer
+from ..scheduling.parts.part import PartMaker, PartServices, SchedulerPart
+from ..scheduling.parts.pipeline import Pipeline
+from ..scheduling.parts.speculation import Speculation
+from ..scheduling.parts.states import States
+
+
+def scheduler_parts(
+    config: EngineConfig,
+    info: ExecutorInfo,
+    max_model_len: int,
+    connector: GuardedConnector | None,
+    plugins: Plugins,
+) -> list[PartMaker]:
+    """Return what makes the parts, in the order in which they are called. Raises ConfigError for an
+    option whose part the worker lacks."""
+    parts: list[PartMaker] = []
+    if connector is not None:
+        parts.append(KVTransfer.maker(connector, config.kv_transfer_config))
+    if info.num_stages > 1:
+        parts.append(Pipeline.maker(info.num_stages))
+    if config.speculative_config is not None:
+        _check(config, info, speculation.NAME, "speculative_config", "verifies no drafts")
+        parts.append(Speculation.maker(config.speculative_config.num_speculative_tokens))
+    if config.kv_compression is not None:
+        _check(config, info, kv_compression.NAME, "kv_compression", "does not compact caches")
+        parts.append(KVCompression.maker(_compression_rule(config)))
+    if info.num_snapshots and info.num_blocks:
+        parts.append(States)
+    if encoder_decoder.NAME in info.parts:
+        parts.append(EncoderDecoder.maker(max_model_len))
+    check_exclusions(active_capabilities(config), excluded_by(plugins, config))
+    for name, (part_class, setup) in active_parts(plugins, config).items():
+        if _has_scheduler_half(part_class):
+            parts.append(_maker(plugins, name, part_class, setup))
+    return parts
+
+
+def _has_scheduler_half(part_class: type[StepPart]) -> bool:
+    return part_class.scheduler_part.__func__ is not StepPart.scheduler_part.__func__  # type: ignore[attr-defined]
+
+
+def _maker(plugins: Plugins, name: str, part_class: type[StepPart], setup: PartSetup) -> PartMaker:
+    def make(services: PartServices) -> SchedulerPart:
+        with plugins[KIND].calling(name, "scheduler_part"):
+            part = part_class.scheduler_part(setup, services)
+        if part.name != name:
+            raise PluginError(
+                f"{plugins[KIND].described(name)}: its scheduler half is named {part.name!r}"
+            )
+        return part
+
+    return make
+
+
+def _check(config: EngineConfig, info: ExecutorInfo, name: str, option: str, lack: str) -> None:
+    if name not in info.parts:
+        raise ConfigError(f"{option}: executor {config.executor!r} {lack}", param=option)
+
+
+def _compression_rule(config: EngineConfig) -> CompressionRule:
+    """Return how much of caches stays, and when."""
+    return CompressionRule(
+        ratio=config.kv_compression_ratio,
+        budget=config.kv_compression_budget,
+        interval=config.kv_compression_interval,
+        prompt_interval=config.kv_compression_prompt_interval,
+        on_pressure=config.kv_compression_on_pressure,
+    )

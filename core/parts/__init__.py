@@ -1,0 +1,1 @@
+"""What the two halves of each capability of a step send each other."""

@@ -1,0 +1,99 @@
+"""Which capabilities of a step do not go together, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from itertools import combinations
+
+from ..errors import ConfigError
+from . import encoder_decoder, kv_compression, kv_transfer, speculation, states
+
+TENSOR_PARALLEL = "tensor_parallel"
+PIPELINE = "pipeline"
+DATA_PARALLEL = "data_parallel"
+EXPERT_BALANCE = "expert_balance"
+RECORDING = "recording"
+CALCULATED_SCALES = "calculated_scales"
+
+OPTIONS: Mapping[str, str] = {
+    speculation.NAME: "speculative_config",
+    kv_compression.NAME: "kv_compression",
+    kv_transfer.NAME: "kv_transfer_config",
+    TENSOR_PARALLEL: "tensor_parallel_size",
+    PIPELINE: "pipeline_parallel_size",
+    DATA_PARALLEL: "data_parallel_size",
+    EXPERT_BALANCE: "enable_eplb",
+    RECORDING: "record_steps",
+    CALCULATED_SCALES: "calculate_kv_scales",
+}
+"""Capability or mode → the option that turns it on."""
+MODELS: Mapping[str, str] = {
+    states.NAME: "keeps states of sequences",
+    encoder_decoder.NAME: "has an encoder",
+}
+"""Capability that a model brings → what such a model does."""
+EXCLUDES: Mapping[str, Mapping[str, str]] = {
+    speculation.NAME: {
+        kv_compression.NAME: "caches with drafts are not compacted",
+        kv_transfer.NAME: "KV connectors would save drafts",
+        TENSOR_PARALLEL: "drafts are verified by one rank alone",
+        PIPELINE: "drafts are verified by one rank alone",
+        states.NAME: "a state does not go back behind a rejected draft",
+        encoder_decoder.NAME: "drafts of such models are not verified yet",
+    },
+    kv_transfer.NAME: {
+        states.NAME: "KV connectors move blocks alone",
+        encoder_decoder.NAME: "KV connectors move the decoder's blocks alone",
+    },
+    kv_compression.NAME: {
+        states.NAME: "only keys and values are compacted",
+        encoder_decoder.NAME: "only the decoder's keys and values are compacted",
+    },
+    EXPERT_BALANCE: {PIPELINE: "experts of stages do not move yet"},
+    RECORDING: {
+        kv_transfer.NAME: "what a KV connector loads is not in a recording, so it could not be "
+        "replayed",
+    },
+    CALCULATED_SCALES: {
+        kv_transfer.NAME: "keys and values from elsewhere were cached with other scales",
+    },
+}
+"""Capability → another one, or a mode → the reason, in a clause. Each pair stands once."""
+
+
+def reason_against(
+    one: str, other: str, more: Mapping[str, Mapping[str, str]] | None = None
+) -> str | None:
+    """Return why two capabilities or modes do not go together; None: they do. more: exclusions of
+    parts from outside."""
+    found = _exclusion(one, other, more or {})
+    return None if found is None else found[2]
+
+
+def _exclusion(
+    one: str, other: str, more: Mapping[str, Mapping[str, str]]
+) -> tuple[str, str, str] | None:
+    """Return which of two excludes which, and why."""
+    for table in (EXCLUDES, more):
+        for first, second in ((one, other), (other, one)):
+            if (reason := table.get(first, {}).get(second)) is not None:
+                return first, second, reason
+    return None
+
+
+def check_exclusions(
+    active: Collection[str], more: Mapping[str, Mapping[str, str]] | None = None
+) -> None:
+    """Raises ConfigError, with the name of an option, if two of these do not go together."""
+    for one, other in combinations(active, 2):
+        if (found := _exclusion(one, other, more or {})) is None:
+            continue
+        first, second, reason = found
+        if first in MODELS:
+            first, second = second, first
+        option = OPTIONS.get(first, f"parts.{first}")
+        if second in MODELS:
+            message = f"{option}: this model {MODELS[second]}, and {reason}"
+        else:
+            message = f"{option}: {reason} ({OPTIONS.get(second, second)}); leave one of them out"
+        raise ConfigError(message, param=option)

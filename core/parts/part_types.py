@@ -1,0 +1,75 @@
+"""What parts send, made structs again after it came as bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+from ..step import StepPlan, StepResult
+from . import encoder_decoder, kv_compression, kv_transfer, speculation, states
+
+
+class SentTypes(NamedTuple):
+    """The structs that one part sends; None: nothing."""
+
+    plan: type[msgspec.Struct] | None = None
+    """In `StepPlan.parts`."""
+    result: type[msgspec.Struct] | None = None
+    """In `StepResult.parts`."""
+    start: type[msgspec.Struct] | None = None
+    """In `SlotStart.parts`."""
+
+
+BUILTIN: dict[str, SentTypes] = {
+    encoder_decoder.NAME: SentTypes(
+        plan=encoder_decoder.EncodePlan, start=encoder_decoder.SourceStart
+    ),
+    kv_compression.NAME: SentTypes(
+        plan=kv_compression.CompactionPlan, result=kv_compression.CompactionResult
+    ),
+    kv_transfer.NAME: SentTypes(plan=kv_transfer.TransferPlan, result=kv_transfer.TransferResult),
+    speculation.NAME: SentTypes(plan=speculation.DraftPlan, result=speculation.DraftResult),
+    states.NAME: SentTypes(plan=states.StatePlan),
+}
+
+
+class PartTypes:
+    """The structs of all parts of an engine. Decoding a plan or result leaves dictionaries where
+    parts sent structs: which structs they were is not known before the plugins are."""
+
+    def __init__(self, others: Mapping[str, SentTypes] | None = None) -> None:
+        """others: name → types, of parts from outside."""
+        self._types = {**BUILTIN, **(others or {})}
+
+    def plan(self, decoded: StepPlan) -> StepPlan:
+        """Return a plan that was decoded, with the structs that it was encoded from. Raises
+        msgspec.ValidationError if they do not fit, or no part has a name."""
+        starts = decoded.starts
+        if any(start.parts for start in starts):
+            starts = tuple(
+                msgspec.structs.replace(start, parts=self._restored(start.parts, "start"))
+                if start.parts
+                else start
+                for start in starts
+            )
+        if starts is decoded.starts and not decoded.parts:
+            return decoded
+        parts = self._restored(decoded.parts, "plan")
+        return msgspec.structs.replace(decoded, starts=starts, parts=parts)
+
+    def result(self, decoded: StepResult) -> StepResult:
+        """Return a result that was decoded, likewise."""
+        if not decoded.parts:
+            return decoded
+        return msgspec.structs.replace(decoded, parts=self._restored(decoded.parts, "result"))
+
+    def _restored(self, parts: Mapping[str, Any], what: str) -> dict[str, Any]:
+        restored = {}
+        for name, value in parts.items():
+            kind = getattr(self._types.get(name, SentTypes()), what)
+            if kind is None:
+                raise msgspec.ValidationError(f"no part {name!r} sends a {what}")
+            restored[name] = msgspec.convert(value, kind)
+        return restored

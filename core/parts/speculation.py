@@ -1,0 +1,39 @@
+"""Speculative decoding: drafts in plans, and what became of them."""
+
+from __future__ import annotations
+
+import msgspec
+
+from ..step import PartPlan
+
+NAME = "speculation"
+
+
+class Rejection(msgspec.Struct, frozen=True, gc=False):
+    """Drafts of earlier plans that were not accepted: the slot has so many tokens less than these
+    plans say. The device knows already; the host's bound of the slot's length falls."""
+
+    slot: int
+    num_tokens: int
+
+
+class DraftPlan(PartPlan, frozen=True):
+    """Drafts of a plan's rows."""
+
+    num_drafts: tuple[int, ...] = ()
+    """[num_rows] The last so many of a row's tokens are drafts, which the device has after the
+    slot's known tokens: the row samples at each of them and before the first, and keeps its tokens
+    up to the first that is not the draft. Empty: no row has any."""
+    rejections: tuple[Rejection, ...] = ()
+    """What earlier plans counted too much; applied before the slots that start."""
+
+
+class DraftResult(msgspec.Struct, frozen=True):
+    """What a step has verified and proposed."""
+
+    proposed: list[int] = []
+    """[num_rows] Drafts that the speculator had for the row's next tokens, once these were
+    sampled. Empty where no row may have any."""
+    verified: list[int] = []
+    """[num_rows] Of the row's drafts in this step, those that the speculator had proposed; others
+    are padding. Empty: no row had any."""

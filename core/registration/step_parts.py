@@ -1,0 +1,49 @@
+"""The parts from plugins that an engine has, made from their options."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..config import EngineConfig
+from ..errors import ConfigError
+from ..parts.part_types import PartTypes, SentTypes
+from ..protocols.parts import PartSetup, StepPart
+from ..registry import Plugins
+from .plugin_options import typed_options
+
+KIND = "part"
+FIELD = "parts"
+
+
+def active_parts(
+    plugins: Plugins, config: EngineConfig
+) -> dict[str, tuple[type[StepPart], PartSetup]]:
+    """Return name → part and what its halves are made from, in the order of `config.parts`. Raises
+    ConfigError for a name that is not registered, or options that a part does not have."""
+    registry = plugins[KIND]
+    active = {}
+    for name, options in config.parts.items():
+        if name not in registry:
+            raise ConfigError(
+                f"parts: none is registered as {name!r} "
+                f"(there are: {', '.join(sorted(registry)) or 'none'})",
+                param=FIELD,
+            )
+        part_class: type[StepPart] = registry.load(name)
+        typed = typed_options(name, part_class.options, options, field=FIELD)
+        active[name] = part_class, PartSetup(name, typed, config)
+    return active
+
+
+def excluded_by(plugins: Plugins, config: EngineConfig) -> Mapping[str, Mapping[str, str]]:
+    """Return what the active parts exclude."""
+    parts = active_parts(plugins, config)
+    return {name: part_class.excludes for name, (part_class, _) in parts.items()}
+
+
+def part_types(plugins: Plugins, config: EngineConfig) -> PartTypes:
+    """Return the structs that the parts of an engine send."""
+    return PartTypes({
+        name: SentTypes(part.plan_type, part.result_type, part.start_type)
+        for name, (part, _) in active_parts(plugins, config).items()
+    })  # fmt: skip

@@ -1,0 +1,1 @@
+"""The scheduler halves of a step's capabilities; no torch."""

@@ -1,0 +1,111 @@
+"""Sources of encoder-decoder models: blocks for their keys and values, and time to encode them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ...cache.kv_manager import PrefixHits
+from ...parts.encoder_decoder import NAME, EncodeItem, EncodePlan, Source, SourceStart
+from ...request import Request
+from ...step import TableWrite
+from ..plan_builder import PlanBuilder
+from .part import PartServices, SchedulerPart
+
+
+class EncoderDecoder(SchedulerPart):
+    """Blocks of the KV cache's pool for the keys and values of sources, found again by content.
+
+    Requests with equal sources (and salts) share blocks: completions of one call, and a preempted
+    request whose blocks were not reused meanwhile. Others are encoded again, whole sources at a
+    time, up to a number of tokens per plan.
+    """
+
+    name = NAME
+
+    def __init__(self, services: PartServices, max_source_tokens: int) -> None:
+        """max_source_tokens: of a source, at most."""
+        self._kv, self._pool = services.kv, services.kv.pool
+        self._table = len(services.kv.groups)
+        """Number of the sources' block tables, after those of groups of layers."""
+        self._max_tokens = max(max_source_tokens, services.max_num_batched_tokens)
+        """Tokens of sources that a step encodes at most; no source is longer."""
+        self._budget = self._max_tokens
+        self._encode: list[EncodeItem] = []
+        self._blocks: dict[str, list[int]] = {}
+        """Request id → its blocks."""
+
+    @classmethod
+    def maker(cls, max_source_tokens: int) -> Callable[[PartServices], EncoderDecoder]:
+        """Return what makes the part."""
+        return lambda services: cls(services, max_source_tokens)
+
+    def begin_plan(self, builder: PlanBuilder) -> None:
+        """Open the tokens that one step encodes."""
+        self._budget = self._max_tokens
+
+    def cost(self, request: Request, hits: PrefixHits) -> int | None:
+        """Return the blocks of the source, 0 if other running requests have them."""
+        blocks = self._find(request)
+        # Blocks that no request holds may be reused before `admit`.
+        if blocks and not any(map(self._pool.is_free, blocks)):
+            return 0
+        if len(_source(request)) > self._budget:
+            return None
+        return self._num_blocks(request)
+
+    def admit(self, request: Request, hits: PrefixHits, builder: PlanBuilder) -> None:
+        """Hold the blocks of the source, new ones if it must be encoded."""
+        blocks = self._find(request)
+        if blocks:
+            self._pool.hold(blocks)
+        else:
+            token_ids = tuple(_source(request))
+            self._budget -= len(token_ids)
+            blocks = self._pool.allocate(self._num_blocks(request))
+            self._encode.append(EncodeItem(token_ids, tuple(blocks)))
+            # Known from now on: steps run in the order of their plans.
+            keys = self._kv.source_keys(request, len(blocks))
+            for block_id, key in zip(blocks if keys else (), keys, strict=True):
+                self._pool.register(block_id, key)
+        self._blocks[request.request_id] = blocks
+        builder.table_writes.append(TableWrite(request.slot, self._table, 0, tuple(blocks)))
+
+    def start_part(self, request: Request) -> SourceStart:
+        """Return the length of the source."""
+        return SourceStart(len(_source(request)))
+
+    def plan_part(self, step: int, builder: PlanBuilder) -> EncodePlan | None:
+        """Return the sources that the plan encodes."""
+        if not self._encode:
+            return None
+        items, self._encode = self._encode, []
+        return EncodePlan(tuple(items))
+
+    def leave(self, request: Request) -> None:
+        """Release the blocks; their content is found until they are reused."""
+        self._pool.release(self._blocks.pop(request.request_id))
+
+    def invalidate(self, request: Request) -> None:
+        """Remove the blocks' names."""
+        for block_id in self._blocks.get(request.request_id, ()):
+            self._pool.forget(block_id)
+
+    def held_blocks(self, running: list[Request]) -> list[int]:
+        """Return the blocks of all sources."""
+        ids = {request.request_id for request in running}
+        assert ids == set(self._blocks), f"sources without a request: {ids ^ set(self._blocks)}"
+        return [block_id for blocks in self._blocks.values() for block_id in blocks]
+
+    def _num_blocks(self, request: Request) -> int:
+        return self._kv.blocks_for(len(_source(request)))
+
+    def _find(self, request: Request) -> list[int]:
+        """Return the blocks that have the source, all of them or []."""
+        keys = self._kv.source_keys(request, self._num_blocks(request))
+        blocks = [self._pool.lookup(key) for key in keys]
+        return [] if None in blocks else [block_id for block_id in blocks if block_id is not None]
+
+
+def _source(request: Request) -> list[int]:
+    source: Source = request.parts[NAME]
+    return source.token_ids

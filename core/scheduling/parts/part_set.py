@@ -1,0 +1,86 @@
+"""The parts of a scheduler, and for each of their methods the parts that have it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeAlias, TypeVar
+
+from ...request import NEVER, Request
+from .part import PartMaker, PartServices, SchedulerPart
+
+P = TypeVar("P", bound=SchedulerPart)
+Calls: TypeAlias = tuple[Callable[..., Any], ...]
+
+
+class PartSet:
+    """All parts of a scheduler. An attribute with the name of a method of `SchedulerPart` has that
+    method of each part that overrides it, in the order in which the parts were made."""
+
+    def __init__(self) -> None:
+        self._parts: tuple[SchedulerPart, ...] = ()
+        self._index()
+
+    def make(self, makers: Iterable[PartMaker], services: PartServices) -> None:
+        """Make the parts, once. Raises ValueError if two have the same name."""
+        for maker in makers:
+            part = maker(services)
+            if any(part.name == other.name for other in self._parts):
+                raise ValueError(f"two parts are named {part.name!r}")
+            self._parts += (part,)
+        self._index()
+
+    def _index(self) -> None:
+        self.turns = self._having("turns")
+        self.begin_plan = self._having("begin_plan")
+        self.readiness = self._having("readiness")
+        self.cost = self._having("cost")
+        self.no_room = self._having("no_room")
+        self.enter = self._having("enter")
+        self.admit = self._having("admit")
+        self.look_at = self._having("look_at")
+        self.decode_tokens = self._having("decode_tokens")
+        self.chunk_tokens = self._having("chunk_tokens")
+        self.chunk_planned = self._having("chunk_planned")
+        self.relieve = self._having("relieve")
+        self.rows_chosen = self._having("rows_chosen")
+        self.needs_plan = self._having("needs_plan")
+        self.begin_result = self._having("begin_result")
+        self.settle = self._having("settle")
+        self.kept = self._having("kept")
+        self.leave = self._having("leave")
+        self.invalidate = self._having("invalidate")
+        self.ended = self._having("ended")
+        self.step_failed = self._having("step_failed")
+        self.abandon = self._having("abandon")
+        self.held_blocks = self._having("held_blocks")
+        self.start_part = self._by_name("start_part")
+        self.plan_part = self._by_name("plan_part")
+        self.not_taken = dict(self._by_name("not_taken"))
+
+    def _having(self, method: str) -> Calls:
+        return tuple(call for _, call in self._by_name(method))
+
+    def _by_name(self, method: str) -> tuple[tuple[str, Callable[..., Any]], ...]:
+        default = getattr(SchedulerPart, method)
+        return tuple(
+            (part.name, getattr(part, method))
+            for part in self._parts
+            if getattr(type(part), method) is not default
+        )
+
+    def __iter__(self) -> Iterator[SchedulerPart]:
+        return iter(self._parts)
+
+    def find(self, kind: type[P]) -> P | None:
+        """Return the part of a class; None: there is none."""
+        return next((part for part in self._parts if isinstance(part, kind)), None)
+
+    def look_again(self, request: Request) -> None:
+        """Ask the parts from when on they want to see the rows of a request."""
+        places = [place for look in self.look_at if (place := look(request)) is not None]
+        request.look_at = min(places, default=NEVER)
+
+    @property
+    def counts(self) -> dict[str, Any]:
+        """Fields of `EngineStats` that parts count."""
+        return {name: value for part in self._parts for name, value in part.counts.items()}

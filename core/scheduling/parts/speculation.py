@@ -1,0 +1,125 @@
+"""How many drafts rows get, and what results make of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ...parts.speculation import NAME, DraftPlan, DraftResult, Rejection
+from ...request import Request
+from ...step import StepPlan, StepResult
+from ..plan_builder import PlanBuilder
+from .part import PartServices, SchedulerPart
+
+
+class Speculation(SchedulerPart):
+    """Plans rows with drafts, and takes back what was counted for rejected ones.
+
+    A planned row counts as if all of its drafts were accepted: its tokens and blocks are upper
+    bounds until its result is there, and so is all that is planned upon it.
+    """
+
+    name = NAME
+    short_steps = False
+
+    def __init__(self, services: PartServices, num_drafts: int) -> None:
+        """num_drafts: of a row, at most."""
+        self._num_drafts = num_drafts
+        self._kv = kv = services.kv
+        self._most_spread: int | None = None
+        """Tokens between the bounds of a length, at most: blocks out of reach are given back by
+        the lower bound, and taken by the upper one, so that this many count as one chunk."""
+        if any(group.reach is not None for group in kv.groups):
+            self._most_spread = kv.max_chunk
+        self._num_proposed: dict[Request, int] = {}
+        """Running request → drafts that the speculator had for it after the last step with a
+        result; without those for which it had none."""
+        self._rejected: dict[int, int] = {}
+        """Slot → rejected drafts that the worker still counts."""
+        self._num_rows = self._num_verified = self._num_accepted = 0
+        self._accepted_at = [0] * num_drafts
+
+    @classmethod
+    def maker(cls, num_drafts: int) -> Callable[[PartServices], Speculation]:
+        """Return what makes the part."""
+        return lambda services: cls(services, num_drafts)
+
+    # ------------------------------------------------------------ plans
+
+    def look_at(self, request: Request) -> int | None:
+        """Look at each row of a request that drafts were proposed for."""
+        return 0 if request in self._num_proposed else None
+
+    def decode_tokens(self, request: Request, count: int, spare: int) -> int:
+        """Add drafts to the row of a decoding request."""
+        if not count or request not in self._num_proposed:
+            return count
+        # The last token of a request is sampled, but never computed.
+        left = request.max_total_tokens - request.num_tokens - 1
+        most = min(self._num_drafts, left, spare)
+        if self._most_spread is not None:
+            most = min(most, self._most_spread - 1 - request.num_unverified_tokens)
+        return count + max(0, most)
+
+    def plan_part(self, step: int, builder: PlanBuilder) -> DraftPlan | None:
+        """Return the drafts of the plan's rows, and what the worker must take back before."""
+        rejected, self._rejected = self._rejected, {}
+        if not rejected and not builder.drafts:
+            return None
+        num_drafts: tuple[int, ...] = ()
+        if builder.drafts:
+            num_drafts = (0,) * len(builder.decodes) + tuple(builder.drafts)
+            num_drafts += (0,) * len(builder.chunks)
+        rejections = [Rejection(slot, count) for slot, count in rejected.items()]
+        return DraftPlan(num_drafts, tuple(rejections))
+
+    # ------------------------------------------------------------ results
+
+    def settle(self, request: Request, row: int, plan: StepPlan, result: StepResult) -> None:
+        """Make a request's counters exact for one row."""
+        drafted: DraftResult | None = result.parts.get(NAME)
+        if drafted is not None and drafted.proposed and plan.samples[row]:
+            if num_proposed := drafted.proposed[row]:
+                self._num_proposed[request] = num_proposed
+                request.look_at = 0
+            else:
+                self._num_proposed.pop(request, None)
+        planned: DraftPlan | None = plan.parts.get(NAME)
+        if planned is None or not planned.num_drafts or not planned.num_drafts[row]:
+            return
+        num_drafts = planned.num_drafts[row]
+        rejected = num_drafts - max(0, result.counts[row] - 1)
+        request.num_unverified_tokens -= num_drafts
+        if rejected:
+            request.num_tokens -= rejected
+            request.num_computed_tokens -= rejected
+            self._kv.trim(request)
+            self._rejected[request.slot] = self._rejected.get(request.slot, 0) + rejected
+
+    def kept(self, request: Request, row: int, result: StepResult, tokens: list[int]) -> None:
+        """Count a verified row for the metrics."""
+        drafted: DraftResult | None = result.parts.get(NAME)
+        if drafted is None or not drafted.verified or not drafted.verified[row]:
+            return
+        num_accepted = min(result.counts[row] - 1, len(tokens))
+        self._num_rows += 1
+        self._num_verified += drafted.verified[row]
+        self._num_accepted += num_accepted
+        for place in range(num_accepted):
+            self._accepted_at[place] += 1
+
+    def leave(self, request: Request) -> None:
+        """Forget a request's drafts."""
+        self._rejected.pop(request.slot, None)
+        self._num_proposed.pop(request, None)
+        request.num_unverified_tokens = 0
+
+    @property
+    def counts(self) -> dict[str, Any]:
+        """Return what `kept` has counted."""
+        return {
+            "spec_decode_num_drafts": self._num_rows,
+            "spec_decode_num_draft_tokens": self._num_verified,
+            "spec_decode_num_accepted_tokens": self._num_accepted,
+            "spec_decode_num_accepted_tokens_per_pos": dict(enumerate(self._accepted_at)),
+        }

@@ -1,1 +1,0 @@
-"""Steps of a model in stages: which requests are in which."""

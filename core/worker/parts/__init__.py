@@ -1,0 +1,1 @@
+"""The worker halves of a step's capabilities."""

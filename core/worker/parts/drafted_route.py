@@ -1,0 +1,77 @@
+"""The launch of steps whose rows have drafts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...parts.speculation import NAME, DraftPlan
+from ...step import StepPlan
+from ..batch import LogitRows
+from ..graphs.draft_graphs import DraftGraphs
+from ..graphs.endings import Ending
+from ..hidden_states import take
+from ..launched_step import DraftCounts, LaunchedStep
+from ..sampled import SamplingRows
+
+if TYPE_CHECKING:
+    from ..runner import ModelRunner
+    from .speculation import Speculation
+
+
+class DraftedRoute:
+    """Forward pass, sampling and verification from one recorded graph, where all rows have as many
+    drafts as rows may have; otherwise the forward pass alone from one, as of prompts."""
+
+    def __init__(self, runner: ModelRunner, speculation: Speculation) -> None:
+        self._runner = runner
+        self._speculation = speculation
+        self.graphs: DraftGraphs | None = None
+        """Set once steps are recorded."""
+
+    def launch(self, plan: StepPlan) -> LaunchedStep | None:
+        """Queue a step with drafts."""
+        part: DraftPlan | None = plan.parts.get(NAME)
+        if part is None or not part.num_drafts:
+            return None
+        return self._replay(plan, part) or self._launch(plan)
+
+    def _launch(self, plan: StepPlan) -> LaunchedStep:
+        runner, speculation = self._runner, self._speculation
+        batch = runner.batch
+        writes = batch.table.writes(plan)
+        rows = batch.rows(plan)
+        hidden = runner.mixed.forward(rows, writes)
+        if hidden is None:
+            hidden = runner.forward(
+                batch.lay_out(rows, LogitRows.sampled(rows, plan.samples), writes)
+            )
+        runner.upload()
+        scores = runner.prompt_logprobs.score(rows, hidden)
+        drafted = speculation.rows(plan, rows)
+        slots_host = [plan.slots[row] for row in drafted.logit_rows]
+        sampling = SamplingRows(drafted.logit_rows, slots_host, drafted.slots, drafted.lengths)
+        logits = runner.logits(take(hidden, drafted.logit_tokens))
+        return runner.sample(
+            plan, logits, sampling, scores,
+            drafted=drafted.host,
+            verify=lambda chosen: speculation.verify(drafted, chosen),
+        )  # fmt: skip
+
+    def _replay(self, plan: StepPlan, part: DraftPlan) -> LaunchedStep | None:
+        """Run a step from a graph of rows with drafts; None if none serves it."""
+        runner, graphs, rows_host = self._runner, self.graphs, list(plan.slots)
+        if graphs is None or not runner.parts.recordable(plan):
+            return None
+        if (ending := runner.ending(rows_host)) is Ending.LOGITS:
+            return None
+        runner.upload()
+        if not graphs.launch(plan, part.num_drafts, ending):
+            return None
+        rows = list(range(len(rows_host)))
+        positions = [row for row in rows for _ in range(graphs.width)]
+        slots = [rows_host[row] for row in positions]
+        outputs = graphs.outputs.first(len(positions))
+        sampled = runner.recorded(outputs, positions, slots)
+        sampled.tensors["verdicts"] = graphs.verdicts[: len(rows)]
+        drafted = DraftCounts(rows, [graphs.width - 1] * len(rows))
+        return runner.copy_back(plan, sampled=sampled, drafted=drafted)

@@ -1,0 +1,136 @@
+"""Sources of an encoder-decoder model: encoding them, and what layers need to attend to them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ...errors import ConfigError
+from ...nn.context import EncodeContext, SourceContext
+from ...nn.encoder import SourceAttention
+from ...nn.ragged import RaggedRows
+from ...parts.encoder_decoder import NAME, EncodeItem, EncodePlan, SourceStart
+from ...protocols.attention import AttentionBackend
+from ...step import NOTHING_IN_PROCESS, InProcess, PartPlan, SlotStart, StepPlan
+from ..batch import PersistentBatch, StepInputs
+from .part import PartNeeds, PartSite, PartStart, StartContext, WorkerPart
+
+
+class EncoderDecoderStart(PartStart):
+    """Finds the layers of a decoder that attend to a source."""
+
+    option = "model"
+
+    def __init__(self, start: StartContext) -> None:
+        """Raises ConfigError if these layers and the decoder's own attention differ in size: each
+        shares its memory with one of those."""
+        self._start = start
+        self._layers = source_attention(start.model)
+        own = [layer.cache_spec(start.kv_dtype).parts for layer in start.layers]
+        sizes = [layer.cache_spec(start.kv_dtype).parts for layer in self._layers]
+        if sizes != own[: len(sizes)]:
+            raise ConfigError(
+                "model: the layers that attend to the encoder have other sizes than the decoder's "
+                "own attention, and their blocks cannot share memory",
+                param="model",
+            )
+        self.needs = PartNeeds(
+            specs=[layer.spec for layer in self._layers],
+            extra_tables=1,
+            batch={"has_sources": True},
+        )
+
+    def make(self, site: PartSite) -> EncoderDecoder:
+        """Make a backend whose rows are all tokens of a step."""
+        backend = site.make_backend(site.batch.max_tokens)
+        assert isinstance(backend, AttentionBackend), "sources have keys and values"
+        return EncoderDecoder(self._start.model, backend, site.batch, site.batch.max_model_len)
+
+    def bind(self, caches: Sequence[Mapping[str, torch.Tensor]]) -> None:
+        """Share the memory of layers that attend to the sequence."""
+        for layer, parts in zip(self._layers, caches, strict=False):
+            layer.bind(parts)
+
+
+def source_attention(model: nn.Module) -> list[SourceAttention]:
+    """Return the layers that attend to a source."""
+    return [module for module in model.modules() if isinstance(module, SourceAttention)]
+
+
+class EncoderDecoder(WorkerPart):
+    """Encodes the sources of plans."""
+
+    name = NAME
+
+    def __init__(
+        self, model: nn.Module, backend: AttentionBackend, batch: PersistentBatch, longest: int
+    ) -> None:
+        """backend: for layouts whose rows are tokens of a step. longest: tokens of a source, at
+        most."""
+        self._longest = longest
+        self._model = model
+        self._backend = backend
+        self._batch = batch
+
+    def context(self, inputs: StepInputs) -> SourceContext:
+        """Return what the layers of a step need."""
+        assert inputs.source is not None, "the batch has sources"
+        return SourceContext(self._backend, self._backend.build_metadata(inputs.source))
+
+    def start(self, start: SlotStart, in_process: InProcess = NOTHING_IN_PROCESS) -> None:
+        """Note the length of a slot's source."""
+        source: SourceStart = start.parts[NAME]
+        self._batch.table.num_source[start.slot] = source.num_tokens
+
+    def before(self, part: PartPlan | None, plan: StepPlan) -> None:
+        """Encode the plan's sources."""
+        if isinstance(part, EncodePlan):
+            self.encode(part.items)
+
+    def encode(self, items: Sequence[EncodeItem]) -> None:
+        """Encode sources, all together, and write their keys and values to their blocks."""
+        lengths = np.asarray([len(item.token_ids) for item in items], dtype=np.int32)
+        starts = np.zeros(len(items) + 1, dtype=np.int32)
+        np.cumsum(lengths, out=starts[1:])
+        positions = np.arange(starts[-1], dtype=np.int32) - np.repeat(starts[:-1], lengths)
+        size = self._batch.block_size
+        places = []
+        for item, length in zip(items, lengths, strict=True):
+            blocks = np.asarray(item.block_ids, dtype=np.int64)
+            offsets = np.arange(length, dtype=np.int64)
+            places.append(blocks[offsets // size] * size + offsets % size)
+        token_ids, device_positions = self._batch.upload([
+            np.concatenate([np.asarray(item.token_ids, dtype=np.int32) for item in items]),
+            positions,
+        ])  # fmt: skip
+        slot_mapping = torch.from_numpy(np.concatenate(places))
+        self._run(
+            token_ids.long(), device_positions.long(), starts,
+            slot_mapping.to(self._batch.device, non_blocking=True),
+        )  # fmt: skip
+
+    def run_scratch(self, num_tokens: int) -> None:
+        """Encode sources of `num_tokens` in all to the null block, so that kernels are compiled, or
+        the memory of so many is measured."""
+        longest = self._longest
+        lengths = [longest] * (num_tokens // longest)
+        if rest := num_tokens % longest:
+            lengths.append(rest)
+        starts = np.cumsum([0, *lengths], dtype=np.int32)
+        zeros = torch.zeros(num_tokens, dtype=torch.int64, device=self._batch.device)
+        self._run(zeros, zeros, starts, zeros)
+
+    def _run(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        starts: np.ndarray,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        rows = RaggedRows.of(starts, self._batch.device)
+        encode: Any = self._model.encode
+        encode(token_ids, EncodeContext(positions, rows, slot_mapping))

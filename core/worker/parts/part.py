@@ -1,0 +1,164 @@
+"""The worker half of a part: what a capability of a step does on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
+
+import msgspec
+import torch
+from torch import nn
+
+from ...config import EngineConfig
+from ...loading.model_config import ModelConfig
+from ...nn.attention import Attention
+from ...nn.operations import Operations
+from ...parallel.ranks import Ranks
+from ...protocols.attention import LayerSpec, PagedBackend
+from ...registry import Plugins
+from ...step import NOTHING_IN_PROCESS, InProcess, PartPlan, SlotStart, StepPlan
+from ..launched_step import LaunchedStep
+from ..per_slot import PerSlot
+from ..selection import CacheLayer
+
+if TYPE_CHECKING:
+    from ..batch import PersistentBatch, StepInputs
+    from ..runner import ModelRunner
+    from ..sampling.sampling_state import SamplingState
+
+Report: TypeAlias = Callable[[], msgspec.Struct | None]
+"""Returns what a part reports with a step, once the step is done; called on another thread."""
+
+
+class Route(Protocol):
+    """One way to launch the rows of a step."""
+
+    def launch(self, plan: StepPlan) -> LaunchedStep | None:
+        """Queue the rows of a step; None, with nothing done: this way does not serve it."""
+
+
+class WorkerPart(PerSlot):
+    """Does one capability's work on the launch thread.
+
+    Every method has a default that does nothing, and one that a class does not override is never
+    called. Nothing may wait for the device. Calls of a step: `move`; `release` and `start` of
+    slots; `before`; within the forward pass `context`, also while a step is recorded as a graph;
+    `upload`, before tokens are sampled; `sampled`; `after`.
+    """
+
+    name: ClassVar[str]
+    """That of the scheduler half."""
+
+    def start(self, start: SlotStart, in_process: InProcess = NOTHING_IN_PROCESS) -> None:
+        """Remember the request that takes a slot, and nothing of the one before."""
+
+    def release(self, slot: int) -> None:
+        """Forget the request of a slot. Safe to call twice, and for a slot that was never taken."""
+
+    def move(self, part: PartPlan, plan: StepPlan) -> None:
+        """Rearrange what is cached, before all else: KV transfers of the plan may write to blocks
+        that this reads. Called if the plan has a struct of this part, which `before` does not get
+        then."""
+
+    def before(self, part: PartPlan | None, plan: StepPlan) -> None:
+        """Queue what must precede the forward pass; slots are up to date but for what the plan
+        writes to tables. part: what the scheduler half sent; None: nothing."""
+
+    def context(self, inputs: StepInputs) -> object | None:
+        """Return what layers find as `ForwardContext.parts[name]`; None: nothing. While a step is
+        recorded, it may depend on addresses of `inputs`, not on numbers."""
+        return None
+
+    def recordable(self, plan: StepPlan) -> bool:
+        """Return whether a recorded graph may serve the step."""
+        return True
+
+    def sampled(self, plan: StepPlan, output: dict[str, torch.Tensor], rows: Sequence[int]) -> None:
+        """Queue what must follow sampling. output: tensors that are about to be copied to the host;
+        the part may add its own, and finds them in `step.output` when it reports. `chosen` [N]
+        int32 has the tokens, rows [N] the plan's row of each; a recorded step may have more, and
+        without rows there are none."""
+
+    def after(self, part: PartPlan | None, step: LaunchedStep) -> Report | None:
+        """Queue what must follow the step; `step.failed` may get rows. Return what the result will
+        say; None: nothing."""
+        return None
+
+    def routes(self, runner: ModelRunner) -> Sequence[Route]:
+        """Return ways to launch steps, which are tried before those of all steps."""
+        return ()
+
+    def run_scratch(self, num_tokens: int) -> None:
+        """Do what `before` does for as many tokens, without a request, on the null block: so that
+        kernels are compiled, and the memory of a step is measured."""
+
+    def warm_up(self) -> None:
+        """Launch what is launched outside of the forward pass, so that it is compiled."""
+
+
+@dataclass(frozen=True)
+class PartNeeds:
+    """What a worker must have for a part."""
+
+    operations: frozenset[str] = frozenset()
+    """Features of `Operations`."""
+    refuses: Callable[[type[PagedBackend]], str | None] | None = None
+    """Attention backend → why it does not serve with the part, in a clause; None: it does."""
+    specs: Sequence[LayerSpec] = ()
+    """Of layers that attend to something else than the sequence."""
+    nbytes: int = 0
+    """Bytes of device memory that it holds besides blocks."""
+    extra_tables: int = 0
+    """Block tables of a slot besides those of groups of layers, for sequences of the same length at
+    most."""
+    batch: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of `PersistentBatch`."""
+
+
+@dataclass(frozen=True)
+class StartContext:
+    """What is known when parts begin to start."""
+
+    config: EngineConfig
+    model_config: ModelConfig
+    plugins: Plugins
+    ranks: Ranks
+    device: torch.device
+    model: nn.Module
+    operations: Operations
+    layers: Sequence[CacheLayer]
+    """Those with a paged cache."""
+    key_values: Sequence[Attention]
+    """Those of `layers` that cache keys and values."""
+    kv_dtype: torch.dtype
+
+
+class PartStart:
+    """Starts a part: says what it needs, then makes it.
+
+    Raises ConfigError in its constructor for what the part cannot serve, with the option's name.
+    """
+
+    option: ClassVar[str]
+    """The option that turns the part on, for messages."""
+    needs: PartNeeds = PartNeeds()
+
+    def make(self, site: PartSite) -> WorkerPart:
+        """Return the part."""
+        raise NotImplementedError
+
+    def bind(self, caches: Sequence[Mapping[str, torch.Tensor]]) -> None:
+        """Use memory of the cache: [layers that share no memory], parts by name. Called again when
+        the cache has its size."""
+
+
+@dataclass(frozen=True)
+class PartSite:
+    """What a part is made for."""
+
+    batch: PersistentBatch
+    """Made by what parts need."""
+    sampling: SamplingState
+    make_backend: Callable[[int], PagedBackend]
+    """Number of rows → an attention backend for that many, of the chosen class."""

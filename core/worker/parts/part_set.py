@@ -1,0 +1,82 @@
+"""The worker's parts, and for each of their methods the parts that have it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+import torch
+
+from ...step import StepPlan
+from .part import WorkerPart
+
+if TYPE_CHECKING:
+    from ..batch import StepInputs
+    from ..launched_step import LaunchedStep
+
+P = TypeVar("P", bound=WorkerPart)
+
+
+class WorkerParts:
+    """Calls parts in their order, and none for what it does not do."""
+
+    def __init__(self, parts: Sequence[WorkerPart] = ()) -> None:
+        self._parts = tuple(parts)
+        self.per_slot = tuple(
+            part for part in parts if _overrides(part, "start", "release", "upload")
+        )
+        """Those that remember something of slots."""
+        self._moving = {part.name: part for part in parts if _overrides(part, "move")}
+        self._before = [part for part in parts if _overrides(part, "before")]
+        self._context = [part for part in parts if _overrides(part, "context")]
+        self._recordable = [part for part in parts if _overrides(part, "recordable")]
+        self._sampled = [part for part in parts if _overrides(part, "sampled")]
+        self._after = [part for part in parts if _overrides(part, "after")]
+
+    def __iter__(self) -> Iterator[WorkerPart]:
+        return iter(self._parts)
+
+    def find(self, kind: type[P]) -> P | None:
+        """Return the part of a class; None: there is none."""
+        return next((part for part in self._parts if isinstance(part, kind)), None)
+
+    def move(self, plan: StepPlan) -> StepPlan:
+        """Let parts rearrange what is cached. Return the plan without what they have done."""
+        done = [name for name in plan.parts if name in self._moving]
+        for name in done:
+            self._moving[name].move(plan.parts[name], plan)
+        if not done:
+            return plan
+        rest = {name: part for name, part in plan.parts.items() if name not in done}
+        return msgspec.structs.replace(plan, parts=rest)
+
+    def before(self, plan: StepPlan) -> None:
+        """Let parts queue what precedes the forward pass."""
+        for part in self._before:
+            part.before(plan.parts.get(part.name), plan)
+
+    def context(self, inputs: StepInputs) -> dict[str, Any]:
+        """Return what layers find of parts."""
+        found = {part.name: part.context(inputs) for part in self._context}
+        return {name: value for name, value in found.items() if value is not None}
+
+    def recordable(self, plan: StepPlan) -> bool:
+        """Return whether a recorded graph may serve the step."""
+        return all(part.recordable(plan) for part in self._recordable)
+
+    def sampled(self, plan: StepPlan, output: dict[str, torch.Tensor], rows: Sequence[int]) -> None:
+        """Let parts queue what follows sampling, and add to what the host gets."""
+        for part in self._sampled:
+            part.sampled(plan, output, rows)
+
+    def after(self, plan: StepPlan, step: LaunchedStep) -> None:
+        """Let parts queue what follows the step, and note what they report."""
+        for part in self._after:
+            report = part.after(plan.parts.get(part.name), step)
+            if report is not None:
+                step.reports[part.name] = report
+
+
+def _overrides(part: WorkerPart, *methods: str) -> bool:
+    return any(getattr(type(part), name) is not getattr(WorkerPart, name) for name in methods)

@@ -1,0 +1,149 @@
+"""The ways to launch a step's rows: from recorded graphs, and launch by launch."""
+
+from __future__ import annotations
+
+import logging
+from itertools import compress
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from ..protocols.models import HiddenStates
+from ..step import StepPlan
+from .batch import LogitRows, StepRows
+from .graphs.decode_graphs import DecodeGraphs
+from .graphs.endings import Ending
+from .graphs.mixed_graphs import MixedGraphs
+from .hidden_states import take
+from .launched_step import LaunchedStep
+from .sampled import Sampled, SamplingRows
+
+if TYPE_CHECKING:
+    from .runner import ModelRunner
+
+logger = logging.getLogger("jackfield.worker")
+
+
+class DecodeGraphRoute:
+    """Steps in which every row computes one token and samples, each from one recorded graph."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self.graphs: DecodeGraphs | None = None
+        """None until steps are recorded, and once one could not be."""
+
+    def launch(self, plan: StepPlan) -> LaunchedStep | None:
+        """Queue a decode step."""
+        runner, graphs = self._runner, self.graphs
+        if graphs is None or not graphs.is_decode_step(plan) or not runner.parts.recordable(plan):
+            return None
+        rows, rows_host = list(range(len(plan.slots))), list(plan.slots)
+        ending = runner.ending(rows_host)
+        runner.upload()
+        try:
+            if not graphs.launch(plan, ending):
+                return None
+        except runner.record_errors:
+            logger.exception("a decode graph cannot be recorded; going on without graphs")
+            self.graphs = None
+            return None
+        if not runner.samples:
+            return runner.send_states(plan, graphs.logits)
+        if ending is not Ending.LOGITS:
+            sampled = runner.recorded(graphs.outputs, rows, rows_host, runner.written)
+            return runner.copy_back(plan, sampled=sampled)
+        slots, lengths = graphs.sampling_inputs(len(rows))
+        logits = graphs.logits[: len(rows)]
+        return runner.sample(plan, logits, SamplingRows(rows, rows_host, slots, lengths))
+
+
+class MixedGraphLaunch:
+    """The launch of a step with prompts: its forward pass from one recorded graph, sampling from
+    another."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self.graphs: MixedGraphs | None = None
+        """None until steps are recorded, and once one could not be."""
+
+    def forward(self, rows: StepRows, writes: np.ndarray) -> HiddenStates | None:
+        """Queue the forward pass of a step; None, with nothing done, if no graph serves it."""
+        if self.graphs is None:
+            return None
+        try:
+            return self.graphs.states if self.graphs.launch(rows, writes) else None
+        except self._runner.record_errors:
+            logger.exception("a step with prompts cannot be recorded; such steps are launched")
+            self.graphs = None
+            return None
+
+    def launch(self, plan: StepPlan, rows: StepRows, writes: np.ndarray) -> LaunchedStep | None:
+        """Queue a step, of which slots and rows are known."""
+        runner, graphs = self._runner, self.graphs
+        if graphs is None or not runner.parts.recordable(plan):
+            return None
+        if self.forward(rows, writes) is None:
+            return None
+        if not runner.samples:
+            return runner.send_states(plan, graphs.states)
+        # Runs while the device computes.
+        runner.upload()
+        scores = runner.prompt_logprobs.score(rows, graphs.states)
+        sample_rows = list(compress(range(len(plan.samples)), plan.samples))
+        if not sample_rows:
+            return runner.copy_back(plan, scores)
+        rows_host = list(compress(plan.slots, plan.samples))
+        ending = runner.ending(rows_host)
+        # Rows that do not sample are padding there.
+        num_rows = sample_rows[-1] + 1
+        graphs.finish(num_rows, ending)
+        if ending is not Ending.LOGITS:
+            sampled = runner.recorded(graphs.outputs, sample_rows, rows_host, runner.written)
+            return runner.copy_back(plan, scores, sampled)
+        slots, lengths = graphs.sampling_inputs(num_rows)
+        logits = graphs.logits[:num_rows]
+        if len(sample_rows) < num_rows:
+            index = torch.tensor(sample_rows, pin_memory=True)
+            index = index.to(runner.device, non_blocking=True)
+            slots, lengths, logits = slots[index], lengths[index], logits[index]
+        return runner.sample(
+            plan, logits, SamplingRows(sample_rows, rows_host, slots, lengths), scores
+        )
+
+
+class RowsRoute:
+    """Any step: from recorded graphs where they serve it, otherwise launch by launch."""
+
+    def __init__(self, runner: ModelRunner, mixed: MixedGraphLaunch) -> None:
+        self._runner, self._mixed = runner, mixed
+
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Queue a step."""
+        runner = self._runner
+        batch = runner.batch
+        writes = batch.table.writes(plan)
+        rows = batch.rows(plan)
+        step = self._mixed.launch(plan, rows, writes)
+        if step is not None:
+            return step
+        inputs = batch.lay_out(rows, LogitRows.sampled(rows, plan.samples), writes)
+        runner.upload()
+        hidden = runner.forward(inputs)
+        if not runner.samples:
+            return runner.send_states(plan, hidden)
+        scores = runner.prompt_logprobs.score(rows, hidden)
+        if not inputs.logit_rows:
+            return runner.copy_back(plan, scores)
+        rows_host = [plan.slots[row] for row in inputs.logit_rows]
+        slots, lengths = inputs.sample_slots, inputs.sample_lengths
+        shard = runner.sampler.shard
+        if shard is not None and runner.ending(rows_host) is Ending.PLAIN:
+            logits = runner.logits(take(hidden, inputs.logit_tokens), Ending.PLAIN)
+            out = runner.sampler.outputs.first(len(rows_host))
+            shard.sample_plain(logits, slots, lengths, out)
+            sampled = Sampled(inputs.logit_rows, {"chosen": out.chosen}, {})
+            return runner.copy_back(plan, scores, sampled)
+        logits = runner.logits(take(hidden, inputs.logit_tokens))
+        sampling = SamplingRows(inputs.logit_rows, rows_host, slots, lengths)
+        return runner.sample(plan, logits, sampling, scores)

@@ -1,1 +1,0 @@
-"""Speculative decoding in the worker: drafts are verified, and proposed."""

@@ -1,0 +1,45 @@
+"""Which parts a worker has: those that its model or configuration asks for."""
+
+from __future__ import annotations
+
+from ...config.compatibility import active_capabilities
+from ...parts import encoder_decoder, states
+from ...parts.exclusions import check_exclusions
+from ...registration.step_parts import KIND, active_parts, excluded_by
+from ..parts.encoder_decoder import EncoderDecoderStart, source_attention
+from ..parts.kv_compression import KVCompressionStart
+from ..parts.part import PartStart, StartContext
+from ..parts.pipeline import PipelineStart
+from ..parts.speculation import SpeculationStart
+from ..parts.states import StatesStart, check_state_options, state_layers
+
+
+def start_parts(start: StartContext) -> list[PartStart]:
+    """Begin to start the parts, in the order in which they are called. Raises ConfigError, with an
+    option's name, for what does not go together or a part cannot serve."""
+    config = start.config
+    brought = {
+        states.NAME: bool(state_layers(start.model)),
+        encoder_decoder.NAME: bool(source_attention(start.model)),
+    }
+    by_model = [name for name, has in brought.items() if has]
+    check_exclusions([*active_capabilities(config), *by_model], excluded_by(start.plugins, config))
+    parts: list[PartStart] = []
+    if brought[states.NAME]:
+        parts.append(StatesStart(start))
+    else:
+        check_state_options(config)
+    if config.kv_compression is not None:
+        parts.append(KVCompressionStart(start))
+    if brought[encoder_decoder.NAME]:
+        parts.append(EncoderDecoderStart(start))
+    if config.speculative_config is not None:
+        parts.append(SpeculationStart(start))
+    if start.ranks.pipeline.size > 1:
+        parts.append(PipelineStart(start))
+    for name, (part_class, setup) in active_parts(start.plugins, config).items():
+        with start.plugins[KIND].calling(name, "worker_part"):
+            part = part_class.worker_part(setup, start)
+        if part is not None:
+            parts.append(part)
+    return parts
