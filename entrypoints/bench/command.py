@@ -17,11 +17,8 @@ BENCHMARKS = {
     "serve": "load on any OpenAI-style server, or on one started here (W5, W7)",
     "startup": "process start to ready to first token, cold and warm (W6)",
     "kernels": "each kernel against what its bytes and products cost",
-    "frontend": "what a streamed token costs the server, without a model",
-    "kv-compression": "what each KV compressor costs in recall, by the share that it keeps",
     "tune": "the best tiles for products of few tokens here, written where engines read them",
-    "compare": "the same workloads through every engine that is installed",
-    "run": "any in-process workloads, with any engine",
+    "run": "any in-process workloads",
 }
 MODULES = {
     "latency": "engine.latency",
@@ -29,10 +26,7 @@ MODULES = {
     "serve": "serve.command",
     "startup": "engine.startup",
     "kernels": "kernels.command",
-    "frontend": "frontend.command",
-    "kv-compression": "compression.command",
     "tune": "kernels.tune",
-    "compare": "engine.compare",
     "run": "engine.session",
 }
 """Benchmark → module with its `run`."""

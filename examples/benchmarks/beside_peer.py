@@ -7,7 +7,7 @@
         --random-input-len 512 --random-output-len 128 --num-prompts 400 --max-model-len 8192 \\
         --ours "--ttft-target-ms 50" --ours "--ttft-target-ms 0" --output beside.jsonl
 
-`run` is `jackfield bench run`, `serve` is `jackfield bench serve`; options that `--help` does not
+`run` is that of engines.py, `serve` is `jackfield bench serve`; options that `--help` does not
 list go to it as they are. A peer takes about 70 s to start, so those of several models start side
 by side, while each of our engines is started once, to compile its kernels. Once all are ready, they
 are measured one after the other, each alone: peers wait for their lock files (`--lock-file`), and
@@ -33,12 +33,12 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
-from jackfield.entrypoints.bench.engine.session import ENGINES
 from jackfield.entrypoints.bench.gpu_state import gpu_state, throttled
 from jackfield.entrypoints.bench.process_tree import adopt_orphans, end_descendants
 from jackfield.entrypoints.bench.report import Emitter, environment, say, table
 from jackfield.entrypoints.bench.serve.servers import SERVERS
 from jackfield.entrypoints.bench.workloads import WORKLOADS
+from jackfield.examples.benchmarks.engines import ENGINES
 
 BOUNDED = ["--gpu-memory-utilization", "0.4"]
 """Of our engines, beside peers that hold theirs."""
@@ -50,6 +50,11 @@ STATE_BYTES = {
 """That vLLM takes for a request's states in bfloat16, in blocks of one size in all layers."""
 STARTED = ("start", "server start")
 """What `jackfield bench` calls the record that an engine is ready."""
+PROGRAMS = {
+    "run": ("jackfield.examples.benchmarks.engines", "run"),
+    "serve": ("jackfield", "bench", "serve"),
+}
+"""Of each mode: a module, and the words before its options."""
 SERVE_NUMBERS = (
     "requests_per_second", "ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms",
 )  # fmt: skip
@@ -246,7 +251,7 @@ class BesidePeer:
         self, label: str, model: str, name: str, flags: list[str], before: Iterable[str] = ()
     ) -> Engine:
         """Return an engine that has not begun."""
-        command = [sys.executable, "-m", "jackfield", "bench", self.args.mode, *self.args.workloads]
+        command = [sys.executable, "-m", *PROGRAMS[self.args.mode], *self.args.workloads]
         command += ["--model", model, "--engine", name, *before, *self.rest, *flags]
         if self.args.batch_sizes:
             command += ["--batch-sizes", *map(str, self.args.batch_sizes)]
@@ -362,8 +367,8 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
         add("--workloads", nargs="+", default=[], help=f"of jackfield bench {mode}")
         add("--peer", choices=peers, default="vllm")
         if mode == "run":
-            add("--batch-sizes", type=int, nargs="+", help="as jackfield bench run has it")
-            add("--requests", type=int, help="as jackfield bench run has it")
+            add("--batch-sizes", type=int, nargs="+", help="as engines.py has it")
+            add("--requests", type=int, help="as engines.py has it")
         add("--ours", action="append", default=[], metavar="FLAGS",
             help="of our engine; each further --ours is another engine")  # fmt: skip
         add("--peer-flags", metavar="FLAGS", help="instead of what vLLM needs here")
@@ -373,7 +378,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
         add("--deadline", type=float, default=600.0, metavar="SECONDS", help="end everything then")
         add("--start-timeout", type=float, default=200.0, metavar="SECONDS", help="of an engine")
         add("--measure-timeout", type=float, default=200.0, metavar="SECONDS", help="of an engine")
-        add("--ceilings", default="measure", help="as jackfield bench run has it, for our engine")
+        add("--ceilings", default="measure", help="as engines.py has it, for our engine")
         add("--commit", help="what to record as the commit")
         add("--output", help="as jackfield bench has it")
     parser.set_defaults(batch_sizes=None, requests=None)

@@ -3,7 +3,7 @@
     python examples/benchmarks/ranks.py --gpus 2 --output docs/benchmarks/ranks.jsonl
     python examples/benchmarks/ranks.py --gpus 4 --engines jackfield --skip-tests
 
-Each case is `jackfield bench compare` with the same options for each engine that is installed:
+Each case is `compare` of engines.py with the same options for each engine that is installed:
 Qwen3-8B on one GPU, divided in each layer (tensor parallelism) and by its layers (pipeline
 parallelism), in copies (data parallelism; vLLM's Python API has none for such a model), and
 Qwen3-30B-A3B with its experts divided whole. Weights are made up. With `--print`, the commands
@@ -29,6 +29,7 @@ TESTS = (
     "tests/plugins/executors/test_ray_gpus.py",
 )
 KITS = ("tests/plugins/conformance/test_collectives_kit.py", "-k", "Nccl or PeerMemory")
+ENGINES = "jackfield.examples.benchmarks.engines"
 STEPS = ("--batch-sizes", "64", "256")
 WORKLOADS = ("W1", "decode", "W2")
 
@@ -55,7 +56,7 @@ class Case(NamedTuple):
         ]
         chosen = engines if self.peers else ["jackfield"]
         return [
-            sys.executable, "-m", "jackfield", "bench", "compare", *self.workloads,
+            sys.executable, "-m", ENGINES, "compare", *self.workloads,
             "--engines", *chosen, "--budget-s", str(budget), "--model", self.model, *STEPS,
             "--requests", str(self.requests), *flags, "--peer-options", json.dumps(self.options),
             *(["--output", output] if output else []),
@@ -82,7 +83,7 @@ def cases(gpus: int) -> list[Case]:
 
 def installed() -> list[str]:
     """Return the engines to compare."""
-    from jackfield.entrypoints.bench.engine.compare import installed
+    from jackfield.examples.benchmarks.engines import installed
 
     return [name for name in installed() if name in ("jackfield", "vllm")]
 

@@ -27,7 +27,6 @@ from jackfield import AsyncEngine, EngineConfig
 from jackfield.core.registry import Plugins, load_plugins
 from jackfield.entrypoints.anthropic import protocol as messages_protocol
 from jackfield.entrypoints.bench.engine.session import IN_PROCESS, make_parser
-from jackfield.entrypoints.bench.frontend import command as frontend
 from jackfield.entrypoints.bench.serve import serve_options
 from jackfield.entrypoints.cli.main import COMMANDS
 from jackfield.entrypoints.flags import vllm_flags
@@ -186,9 +185,8 @@ def known_flags() -> set[str]:
     flags |= {
         option for kit in KITS.values() for option in (kit.option, f"--jackfield{kit.option[1:]}")
     }
-    flags |= set(frontend.flags()._option_string_actions)
     flags |= set(serve_options.make_parser()._option_string_actions)
-    for program in (ROOT / "examples/benchmarks").glob("*.py"):
+    for program in (ROOT / "examples/benchmarks").rglob("*.py"):
         flags |= set(re.findall(r'"(--[\w-]+)"', program.read_text()))
     return flags | set(bench._option_string_actions)
 

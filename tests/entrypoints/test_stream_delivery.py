@@ -1,6 +1,6 @@
 """Streams as they are delivered: templates, slow readers, failures in the middle.
 
-Over the scripted executor of `jackfield bench frontend`: the real server, scheduler and parsers.
+Over the scripted executor of `examples/benchmarks/frontend`: the real server and parsers.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import msgspec
 import pytest
 
 from jackfield.core.errors import RequestFailed
-from jackfield.entrypoints.bench.frontend.command import CASES, Case, serving
 from jackfield.entrypoints.http.streaming import Template, frame
 from jackfield.entrypoints.openai.chat.request import ChatCompletion
 from jackfield.entrypoints.openai.chat.stream import ChatStream
 from jackfield.entrypoints.openai.common.protocol import ChatRequest, CompletionRequest, decode
 from jackfield.entrypoints.openai.completions import routes as completions
+from jackfield.examples.benchmarks.frontend.command import CASES, Case, serving
 
 TEXTS = ["", "a", '"', "\\", "\n\t\x00\x1f\x7f", "é€🙂", "\u2028", '"content":""', "</script>"]
 

@@ -88,7 +88,7 @@ def test_one_engine_fails_and_the_others_are_measured(tmp_path: Path) -> None:
     engines = [(engine, "embedded") for engine in ("jackfield (peer)", "jackfield")]
     expected = [(*engine, workload) for engine in engines for workload in ("start", "W1")]
     assert ended.measured() == expected
-    reason = "ended with status 1 while starting"
+    reason = "ended with status 2 while starting"
     labels = ("jackfield (peer)", "jackfield")
     assert ended.failures() == {(label, missing): reason for label in labels}
     for line in (each for each in ended.lines if "error" in each):

@@ -1,4 +1,4 @@
-"""The table of several GPUs: its commands are ones that `jackfield bench` takes."""
+"""The table of several GPUs: its commands are ones that engines.py takes."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from jackfield import EngineConfig
 from jackfield.entrypoints.bench.engine.session import IN_PROCESS, make_parser
 from jackfield.entrypoints.bench.workloads import ARCHITECTURES
 from jackfield.entrypoints.flags.engine_flags import engine_options
+from jackfield.examples.benchmarks.engines import PEERS
 
 ROOT = Path(jackfield.__file__).resolve().parent
 
@@ -24,11 +25,11 @@ def script() -> Any:
 
 @pytest.mark.parametrize("gpus", [2, 4])
 def test_cases_are_options_that_engines_take(script: Any, gpus: int) -> None:
-    parser = make_parser("run", IN_PROCESS, ("W1",))
+    parser = make_parser("run", IN_PROCESS, ("W1",), PEERS)
     parser.add_argument("--engines", nargs="+")
     parser.add_argument("--budget-s", type=float)
     for case in script.cases(gpus):
-        args = parser.parse_args(case.command(["jackfield"], None, 1.0)[5:])
+        args = parser.parse_args(case.command(["jackfield"], None, 1.0)[4:])
         options = engine_options(args)
         assert options == args.peer_options == case.options
         config = EngineConfig(**options)

@@ -1,14 +1,8 @@
-"""Adapters that run a list of requests in this process, one for each engine that can be compared.
-
-Other engines are imported only when chosen. Each takes token ids, ignores EOS and detokenizes
-nothing.
-"""
+"""Runs a list of requests in this process: token ids in and out, EOS ignored."""
 
 from __future__ import annotations
 
 import asyncio
-import gc
-import importlib.metadata
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
@@ -87,7 +81,7 @@ class JackfieldBackend:
             if output.error is not None:
                 raise RuntimeError(output.error)
         tokens = [output.outputs[0].token_ids for output in outputs]
-        _check(requests, tokens)
+        check_lengths(requests, tokens)
         return Outcome(seconds, tokens, sum(output.num_cached_tokens for output in outputs))
 
     def forget(self) -> None:
@@ -98,125 +92,7 @@ class JackfieldBackend:
         self._loop.close()
 
 
-class VLLMBackend:
-    """vLLM's Python API, with its defaults."""
-
-    def __init__(self, model: str, *, max_model_len: int, dummy: bool, options: dict[str, Any]):
-        import vllm
-
-        self.version = vllm.__version__
-        arguments: dict[str, Any] = {
-            "model": model, "skip_tokenizer_init": True, "max_model_len": max_model_len,
-            "gpu_memory_utilization": 0.9, **options,
-        }  # fmt: skip
-        if dummy:
-            arguments |= {"load_format": "dummy", "dtype": "bfloat16"}
-        self._vllm = vllm
-        self._llm = vllm.LLM(**arguments)
-        self.details: dict[str, Any] = {}
-
-    def run(self, requests: Sequence[BenchRequest]) -> Outcome:
-        prompts = [{"prompt_token_ids": request.prompt} for request in requests]
-        params = [
-            self._vllm.SamplingParams(
-                max_tokens=request.output,
-                temperature=request.temperature,
-                ignore_eos=True,
-                detokenize=False,
-            )
-            for request in requests
-        ]
-        start = time.perf_counter()
-        outputs = self._llm.generate(prompts, params, use_tqdm=False)
-        seconds = time.perf_counter() - start
-        tokens = [list(output.outputs[0].token_ids) for output in outputs]
-        _check(requests, tokens)
-        cached = sum(getattr(output, "num_cached_tokens", None) or 0 for output in outputs)
-        return Outcome(seconds, tokens, cached)
-
-    def forget(self) -> None:
-        self._llm.reset_prefix_cache()
-
-    def close(self) -> None:
-        del self._llm
-        gc.collect()
-
-
-class TransformersBackend:
-    """`transformers`' own `generate`, in static batches of similar output lengths.
-
-    A batch generates as many tokens as its longest request; tokens beyond a request's own length
-    are dropped and not counted, but their time is.
-    """
-
-    BATCH = 32
-
-    def __init__(self, model: str, *, dummy: bool, device: str, dtype: str) -> None:
-        import torch
-        import transformers
-
-        self.version = importlib.metadata.version("transformers")
-        self._torch = torch
-        self._device = torch.device(device)
-        torch_dtype = getattr(torch, dtype)
-        if dummy:
-            config = transformers.AutoConfig.from_pretrained(model)
-            with self._device:
-                loaded_model = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                    config, dtype=torch_dtype
-                )
-        else:
-            loaded_model = transformers.AutoModelForCausalLM.from_pretrained(
-                model, dtype=torch_dtype
-            )
-        self._model = loaded_model.to(self._device).eval()
-        self.details = {"attention": self._model.config._attn_implementation, "dtype": dtype}
-
-    def run(self, requests: Sequence[BenchRequest]) -> Outcome:
-        tokens: list[list[int]] = [[] for _ in requests]
-        order = sorted(range(len(requests)), key=lambda index: requests[index].output)
-        start = time.perf_counter()
-        for first in range(0, len(order), self.BATCH):
-            indices = order[first : first + self.BATCH]
-            rows = self._generate([requests[index] for index in indices])
-            for index, row in zip(indices, rows, strict=True):
-                tokens[index] = row[: requests[index].output]
-        seconds = time.perf_counter() - start
-        _check(requests, tokens)
-        return Outcome(seconds, tokens, 0)
-
-    def _generate(self, requests: list[BenchRequest]) -> list[list[int]]:
-        torch = self._torch
-        width, longest = max(len(a.prompt) for a in requests), max(a.output for a in requests)
-        ids = torch.zeros(len(requests), width, dtype=torch.int64)
-        mask = torch.zeros_like(ids)
-        for row, request in enumerate(requests):
-            ids[row, width - len(request.prompt) :] = torch.tensor(request.prompt)
-            mask[row, width - len(request.prompt) :] = 1
-        sampling: dict[str, Any] = {"do_sample": False}
-        if requests[0].temperature > 0:
-            sampling = {"do_sample": True, "temperature": requests[0].temperature, "top_k": 0}
-        out = self._model.generate(
-            input_ids=ids.to(self._device),
-            attention_mask=mask.to(self._device),
-            max_new_tokens=longest,
-            min_new_tokens=longest,
-            eos_token_id=None,
-            pad_token_id=0,
-            **sampling,
-        )
-        rows: list[list[int]] = out[:, width:].tolist()
-        return rows
-
-    def forget(self) -> None:
-        """Do nothing: no cache outlives a call."""
-
-    def close(self) -> None:
-        del self._model
-        gc.collect()
-
-
-def _check(requests: Sequence[BenchRequest], tokens: Sequence[Sequence[int]]) -> None:
+def check_lengths(requests: Sequence[BenchRequest], tokens: Sequence[Sequence[int]]) -> None:
     """Raise if a request has fewer tokens than it should, because its throughput would not
     count."""
     expected, lengths = [request.output for request in requests], [len(row) for row in tokens]

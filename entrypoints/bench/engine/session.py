@@ -1,8 +1,8 @@
 """One process with one engine and one model that runs a list of workloads; each result is printed
 at once.
 
-`jackfield bench latency`, `throughput` and `run` use it with different defaults; `startup` and
-`compare` start such processes.
+`jackfield bench latency`, `throughput` and `run` use it with different defaults; `startup` starts
+such processes. Other engines run the same workloads where a program gives them as peers.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -39,10 +40,9 @@ from ..workloads import (
     model_config_dict,
     write_model,
 )
-from .backends import Backend, JackfieldBackend, TransformersBackend, VLLMBackend
+from .backends import Backend, JackfieldBackend
 
 BEGAN = time.time()
-ENGINES = ("jackfield", "vllm", "transformers")
 IN_PROCESS: tuple[Kind, ...] = (
     "latency", "decode", "batch", "prefill", "context", "chats", "first", "minute",
 )  # fmt: skip
@@ -57,6 +57,30 @@ MEASUREMENTS: dict[Kind, tuple[str, str]] = {
     "chats": ("throughput", "measure_chats"),
 }
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+class Start(NamedTuple):
+    """What an engine is started with."""
+
+    model: str
+    dummy: bool
+    """Whether its weights are made up."""
+    max_model_len: int
+    device: str
+    dtype: str
+    peer_options: dict[str, Any]
+    """Of that engine alone."""
+
+
+class Peer(NamedTuple):
+    """Another engine."""
+
+    start: Callable[[Start], Backend]
+    owns_device: bool = False
+    """Whether it runs on a GPU that this process has to leave alone: the card is not measured."""
+
+
+NO_PEERS: Mapping[str, Peer] = MappingProxyType({})
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -75,7 +99,12 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def make_parser(name: str, kinds: Sequence[Kind], default: Sequence[str]) -> Parser:
+def make_parser(
+    name: str,
+    kinds: Sequence[Kind],
+    default: Sequence[str],
+    peers: Mapping[str, Peer] = NO_PEERS,
+) -> Parser:
     """Return the parser of one benchmark of an engine in this process."""
     parser = Parser(
         prog=f"jackfield bench {name}", description="Run workloads in process, and time them."
@@ -85,7 +114,12 @@ def make_parser(name: str, kinds: Sequence[Kind], default: Sequence[str]) -> Par
         help=f"of {', '.join(_ids(kinds))} (default: {' '.join(default)})",
     )  # fmt: skip
     add_model_options(parser)
-    parser.add_argument("--engine", choices=ENGINES, default="jackfield")
+    if peers:
+        parser.add_argument("--engine", choices=("jackfield", *peers), default="jackfield")
+        parser.add_argument("--peer-options", type=json.loads, default={}, metavar="JSON",
+                            help="more arguments of vllm.LLM")  # fmt: skip
+    else:
+        parser.set_defaults(engine="jackfield", peer_options={})
     parser.add_argument("--repeats", type=int, help="timed runs, instead of the workload's own")
     parser.add_argument("--warmup", type=int, help="untimed runs before, instead of its own")
     parser.add_argument(
@@ -97,7 +131,7 @@ def make_parser(name: str, kinds: Sequence[Kind], default: Sequence[str]) -> Par
     parser.add_argument(
         "--ceilings", default=None,
         help="what the card can do: measure, none, or the JSON that an earlier run measured "
-        "(default: measure, but for vllm none: its process should own the device from the start)",
+        "(default: measure)",
     )  # fmt: skip
     parser.add_argument(
         "--deadline", type=float, help="start no workload after so many seconds of this process"
@@ -106,8 +140,6 @@ def make_parser(name: str, kinds: Sequence[Kind], default: Sequence[str]) -> Par
         "--keep-partial", action="store_true", help="write medians so far after each repeat, too"
     )
     parser.add_argument("--lock-file", metavar="FILE", help=LOCK_HELP)
-    parser.add_argument("--peer-options", type=json.loads, default={}, metavar="JSON",
-                        help="more arguments of vllm.LLM")  # fmt: skip
     parser.add_argument("--began", type=float, default=BEGAN, help=argparse.SUPPRESS)
     add_output_options(parser)
     add_engine_options(parser)
@@ -121,11 +153,16 @@ def _ids(kinds: Sequence[Kind]) -> list[str]:
 
 
 def run_workloads(
-    name: str, argv: list[str], *, kinds: Sequence[Kind], default: Sequence[str]
+    name: str,
+    argv: list[str],
+    *,
+    kinds: Sequence[Kind],
+    default: Sequence[str],
+    peers: Mapping[str, Peer] = NO_PEERS,
 ) -> int:
     """Parse flags, start the engine, measure, print. Return the exit status, 1 if a workload
     failed."""
-    parser = make_parser(name, kinds, default)
+    parser = make_parser(name, kinds, default, peers)
     args = parser.parse_args(argv)
     try:
         workloads = [each.scaled(args.scale) for each in choose(args.workloads, kinds)]
@@ -141,14 +178,14 @@ def run_workloads(
             for each in workloads
         ]
     try:
-        return Session(args, workloads).run()
+        return Session(args, workloads, peers).run()
     except JackfieldError as error:
         return fail(error)
 
 
-def run(argv: list[str]) -> int:
-    """`jackfield bench run`: any in-process workloads, on any engine. Returns the exit status."""
-    return run_workloads("run", argv, kinds=IN_PROCESS, default=("W1",))
+def run(argv: list[str], peers: Mapping[str, Peer] = NO_PEERS) -> int:
+    """`jackfield bench run`: any in-process workloads. Returns the exit status."""
+    return run_workloads("run", argv, kinds=IN_PROCESS, default=("W1",), peers=peers)
 
 
 @contextlib.contextmanager
@@ -166,8 +203,14 @@ def checkpoint(model: str, *, tokenizer: bool = False) -> Iterator[tuple[str, bo
 class Session:
     """Runs the workloads of one process."""
 
-    def __init__(self, args: argparse.Namespace, workloads: Sequence[Workload]) -> None:
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        workloads: Sequence[Workload],
+        peers: Mapping[str, Peer] = NO_PEERS,
+    ) -> None:
         self.args = args
+        self.peer = peers.get(args.engine)
         self.workloads = workloads
         self.options = engine_options(args)
         self.device = self._device()
@@ -233,14 +276,15 @@ class Session:
         device = str(self.options.get("device", "auto"))
         if device != "auto":
             return device
-        if self.args.engine == "vllm":
+        if self.peer is not None and self.peer.owns_device:
             return "cuda"
         import torch
 
         return "cuda" if torch.cuda.is_available() else "cpu"
 
     def _ceilings(self) -> Ceilings | None:
-        source = self.args.ceilings or ("none" if self.args.engine == "vllm" else "measure")
+        apart = self.peer is not None and self.peer.owns_device
+        source = self.args.ceilings or ("none" if apart else "measure")
         if source == "none":
             return None
         if source != "measure":
@@ -253,15 +297,10 @@ class Session:
             each.max_model_len for each in self.workloads
         )
         say(f"starting {self.args.engine} with {self.args.model or 'the embedded model'}")
-        if self.args.engine == "vllm":
-            return VLLMBackend(
-                model, max_model_len=length, dummy=dummy, options=self.args.peer_options
-            )
-        if self.args.engine == "transformers":
-            return TransformersBackend(
-                str(_folder(model)), dummy=dummy, device=self.device, dtype=self.dtype
-            )
-        options: dict[str, Any] = {
+        if self.peer is not None:
+            options = self.args.peer_options
+            return self.peer.start(Start(model, dummy, length, self.device, self.dtype, options))
+        options = {
             "model": model, "max_model_len": length, "skip_tokenizer_init": True,
             "load_format": "dummy" if dummy else "auto",
         }  # fmt: skip
@@ -297,15 +336,6 @@ def _measurement(workload: Workload) -> Measurement:
     module, function = MEASUREMENTS[workload.kind]
     measurement: Measurement = getattr(importlib.import_module(f".{module}", __package__), function)
     return measurement
-
-
-def main() -> None:
-    """Run as a module, so that a new process needs no installed script."""
-    raise SystemExit(run(sys.argv[1:]))
-
-
-if __name__ == "__main__":
-    main()
 
 
 __all__ = ["Record", "Session", "add_model_options", "checkpoint", "run", "run_workloads"]

@@ -8,18 +8,19 @@ benchmark twice and take the second result.
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 
 from ...flags.parser import Parser
 from ..report import Emitter, add_output_options, summary
-from .subprocess_run import run_process
+from .subprocess_run import COMMAND, run_process
 
 
-def run(argv: list[str]) -> int:
-    """Return the exit status."""
+def run(argv: list[str], command: Sequence[str] = COMMAND) -> int:
+    """Return the exit status. command: what starts an engine in a process of its own."""
     parser = Parser(
         prog="jackfield bench startup",
         description="Start an engine in fresh processes: to ready, to the first token (W6).",
-        epilog="Other options go to `jackfield bench run` as they are (--model, --engine, …).",
+        epilog="Other options go to `jackfield bench run` as they are (--model, --dtype, …).",
     )
     parser.add_argument("--repeats", type=int, default=1, help="warm starts")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for one start")
@@ -30,6 +31,7 @@ def run(argv: list[str]) -> int:
         for number in range(1 + args.repeats):
             records, status = run_process(
                 ["W1", "--ceilings", "none", "--deadline", "0.001", *rest],
+                command=command,
                 environment={"TRITON_CACHE_DIR": cache},
                 timeout=args.timeout,
             )

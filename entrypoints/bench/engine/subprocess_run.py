@@ -13,11 +13,16 @@ from pathlib import Path
 
 from ..report import Record, say
 
-MODULE = "jackfield.entrypoints.bench.engine.session"
+COMMAND = ("jackfield", "bench", "run")
+"""A module, and the words before its options."""
 
 
 def run_process(
-    arguments: Sequence[str], *, environment: Mapping[str, str] | None = None, timeout: float | None
+    arguments: Sequence[str],
+    *,
+    command: Sequence[str] = COMMAND,
+    environment: Mapping[str, str] | None = None,
+    timeout: float | None,
 ) -> tuple[list[Record], int]:
     """Return the child's records and its exit status (-1: it ran out of time).
 
@@ -25,11 +30,11 @@ def run_process(
     """
     with tempfile.TemporaryDirectory(prefix="jackfield-bench-") as folder:
         output = Path(folder) / "records.jsonl"
-        command = [sys.executable, "-m", MODULE, *arguments]
-        command += ["--output", str(output), "--began", repr(time.time())]
+        words = [sys.executable, "-m", *command, *arguments]
+        words += ["--output", str(output), "--began", repr(time.time())]
         try:
             done = subprocess.run(
-                command,
+                words,
                 env={**os.environ, **(environment or {})},
                 timeout=timeout,
                 stdout=subprocess.DEVNULL,

@@ -102,26 +102,6 @@ def test_startup_is_timed_in_fresh_processes(tmp_path: Path) -> None:
         assert 0.5 < line["measured"]["ready_s"] < line["measured"]["first_token_s"] < 120
 
 
-@pytest.mark.slow
-def test_engines_are_compared_in_fresh_processes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "results.jsonl"
-    status = run(
-        ["compare", "W1", "--engines", "jackfield", "transformers", "--scale", "0.02",
-         "--repeats", "1", "--device", "cpu", "--output", str(out)]
-    )  # fmt: skip
-    assert status == 0
-    lines = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [(line["engine"], line["workload"]) for line in lines] == [
-        ("jackfield", "start"), ("jackfield", "W1"),
-        ("transformers", "start"), ("transformers", "W1"),
-    ]  # fmt: skip
-    own, peer = lines[1]["measured"]["ms_per_token"], lines[3]["measured"]["ms_per_token"]
-    output = capsys.readouterr().out
-    assert "ours/transformers" in output and f"{own / peer:.4g}" in output
-
-
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 def test_kernels_are_timed_beside_their_floors(tmp_path: Path) -> None:
     out = tmp_path / "results.jsonl"
@@ -245,50 +225,6 @@ def test_the_floor_of_a_mixture_with_latents(tmp_path: Path) -> None:
     assert shape.step_weight_bytes(1e9) == pytest.approx(2 * 15.5e9, rel=0.01)
     assert shape.kv_bytes_per_token == 27 * 576 * 2
     assert shape.attention_flops(1) == 2 * 27 * 16 * (192 + 128)
-
-
-def test_the_front_end_is_timed_without_a_model(tmp_path: Path) -> None:
-    out = tmp_path / "results.jsonl"
-    status = run(
-        ["frontend", "chat", "parsers", "--parts", "--streams", "4", "--tokens", "120",
-         "--repeats", "1", "--output", str(out)]
-    )  # fmt: skip
-    assert status == 0
-    chat, parts, parsers, _ = [json.loads(line) for line in out.read_text().splitlines()]
-    assert chat["at"]["case"] == "chat" and chat["at"]["streams"] == 4
-    # Roles, usage and ends have frames of their own; a character of several tokens has one, and so
-    # have the tokens that a client on a busy machine did not read in time.
-    assert 0.2 < chat["measured"]["frames_per_token"] < 1.1
-    assert parts["workload"] == "frontend-parts" and parts["measured"]["detokenize"] > 0
-    for line in (chat, parsers):
-        assert line["workload"] == "frontend"
-        # Processor time comes in ticks: little of it may be none.
-        assert all(value >= 0 for value in line["measured"].values())
-        assert any(value > 0 for value in line["measured"].values())
-
-
-@pytest.mark.slow
-def test_front_ends_in_processes_of_their_own_are_timed_apart(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "results.jsonl"
-    flags = ["frontend", "chat", "--api-server-count", "2"]
-    status = run(
-        [*flags, "--step-ms", "2", "--streams", "8", "--tokens", "400", "--repeats", "1",
-         "--output", str(out)]
-    )  # fmt: skip
-    assert status == 0
-    (record,) = [json.loads(line) for line in out.read_text().splitlines()]
-    assert record["at"]["api_server_count"] == 2 and record["at"]["step_ms"] == 2
-    measured = record["measured"]
-    assert measured["cpu_us_per_token"] == pytest.approx(
-        measured["engine_cpu_us_per_token"] + measured["fronts_cpu_us_per_token"], rel=1e-3
-    )
-    assert 0.5 <= measured["busiest_front_share"] <= 1
-    for wrong in (flags, ["frontend", "--api-server-count", "0"], [*flags, "--parts"]):
-        with pytest.raises(SystemExit):
-            run(wrong)
-    assert "needs --step-ms" in capsys.readouterr().err
 
 
 def test_a_copy_names_the_commit_that_it_is_of(monkeypatch: pytest.MonkeyPatch) -> None:

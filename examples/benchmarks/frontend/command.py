@@ -1,4 +1,6 @@
-"""`jackfield bench frontend`: the cost per streamed token in this process, without a model.
+"""The cost per streamed token in this process, without a model.
+
+    python -m jackfield.examples.benchmarks.frontend chat --parts
 
 Runs the real server, scheduler, detokenizer, parsers and sockets over an executor that returns at
 once (`fake_executor.py`), with a client in a process of its own (`sink_client.py`). Processor time
@@ -15,21 +17,30 @@ import statistics
 import sys
 import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
+from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 
-from ....core.config import EngineConfig
-from ....core.engine.async_engine import AsyncEngine
-from ....core.registry import load_plugins
-from ....core.text.tokenizer import Tokenizer
-from ....core.worker.serving_process import freeze
-from ...flags.parser import Parser
-from ...server.listen import Listen
-from ...server.server import listening
-from ..engine.backends import event_loop
-from ..report import Emitter, Record, add_output_options, environment, say, summary
-from ..types import rounded
+from jackfield.core.config import EngineConfig
+from jackfield.core.engine.async_engine import AsyncEngine
+from jackfield.core.registry import load_plugins
+from jackfield.core.text.tokenizer import Tokenizer
+from jackfield.core.worker.serving_process import freeze
+from jackfield.entrypoints.bench.engine.backends import event_loop
+from jackfield.entrypoints.bench.report import (
+    Emitter,
+    Record,
+    add_output_options,
+    environment,
+    say,
+    summary,
+)
+from jackfield.entrypoints.bench.types import rounded
+from jackfield.entrypoints.flags.parser import Parser
+from jackfield.entrypoints.server.listen import Listen
+from jackfield.entrypoints.server.server import listening
+
 from .fake_executor import ScriptedExecutor
 from .frontend_parts import STEP_PARTS, time_alone, watch_steps
 from .frontend_processes import serving_fronts
@@ -51,6 +62,7 @@ ANSWER = (
 CALL = (
     '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Lisbon", "days": 3}}\n</tool_call>'
 )
+SINK = Path(__file__).with_name("sink_client.py")
 TOOL = {
     "type": "function",
     "function": {
@@ -121,7 +133,7 @@ CASES = {
 def flags() -> Parser:
     """Return this benchmark's parser."""
     parser = Parser(
-        prog="jackfield bench frontend",
+        prog="frontend",
         description="Stream chats without a model, and tell the processor time a token.",
     )
     parser.add_argument(
@@ -290,7 +302,7 @@ async def trial(
     body = msgspec.json.encode(case.body(tokens)).decode()
     order = Drain(host=host, port=int(port), path=case.path, body=body, streams=streams)
     client = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "jackfield.entrypoints.bench.frontend.sink_client",
+        sys.executable, str(SINK),
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
     )  # fmt: skip
     before = loop_nanoseconds()

@@ -13,11 +13,11 @@ from typing import Any
 
 import msgspec
 
-from ....core.config import EngineConfig
-from ....core.loading.model_config import ModelConfig
-from ....core.protocols.executors import Executor, ExecutorInfo
-from ....core.registry import Plugins
-from ....core.step import InProcess, StepPlan, StepResult, WorkerJob
+from jackfield.core.config import EngineConfig
+from jackfield.core.loading.model_config import ModelConfig
+from jackfield.core.protocols.executors import Executor, ExecutorInfo
+from jackfield.core.registry import Plugins
+from jackfield.core.step import InProcess, StepPlan, StepResult, WorkerJob
 
 NUM_BLOCKS = 1 << 16
 LOOK = 16

@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from ....core.config import EngineConfig, KVCacheDType
-from ....core.engine.async_engine import AsyncEngine
-from ....core.registry import load_plugins
-from ....core.sampling_params import OutputKind, SamplingParams
+from jackfield.core.config import EngineConfig, KVCacheDType
+from jackfield.core.engine.async_engine import AsyncEngine
+from jackfield.core.registry import load_plugins
+from jackfield.core.sampling_params import OutputKind, SamplingParams
+
 from .forced import FREE, Plugin
 from .tasks import Sample, copy, recall
 from .train import POSITIONS

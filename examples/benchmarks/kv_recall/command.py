@@ -1,4 +1,6 @@
-"""`jackfield bench kv-compression`: what each KV compressor costs in recall, by the share it keeps.
+"""What each KV compressor costs in recall, by the share of the tokens that it keeps.
+
+    python -m jackfield.examples.benchmarks.kv_recall --policies snap_kv --output kv.jsonl
 
 A tiny model, which was trained for it (`train.py`) and finds what a prompt says without error, is
 asked through the whole engine, before and after its cache is compacted. A curve shows what a policy
@@ -14,16 +16,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ....core.errors import ConfigError
-from ....core.registry import load_plugins
-from ...flags.parser import Parser
-from ..report import Emitter, add_output_options, environment, say, table
+from jackfield.core.errors import ConfigError
+from jackfield.core.registry import load_plugins
+from jackfield.entrypoints.bench.report import Emitter, add_output_options, environment, say, table
+from jackfield.entrypoints.flags.parser import Parser
+
 from .evaluate import TASKS, WHOLE, draw, evaluate
 from .tasks import COPIED
 from .train import POSITIONS, train
 
 MODEL = Path(__file__).parent / "model"
-"""The weights that come with the package: `--train` with seed 0 makes the like."""
+"""The weights that are in the source tree: `--train` with seed 0 makes the like."""
 BY_CHANCE = "by_chance"
 """The compressor that the benchmark adds."""
 RATIOS = (0.5, 0.2, 0.1, 0.05)
@@ -34,7 +37,7 @@ ROOM = 64
 
 def parser() -> argparse.ArgumentParser:
     """Return the options."""
-    options = Parser(prog="jackfield bench kv-compression", description=__doc__)
+    options = Parser(prog="kv_recall", description=(__doc__ or "").splitlines()[0])
     options.add_argument(
         "--policies", nargs="+", metavar="NAME", help="KV compressors (default: all registered)"
     )
@@ -60,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     options.add_argument(
         "--model", type=Path, default=MODEL, metavar="FOLDER",
-        help="a checkpoint that --train has written (default: the one in the package)",
+        help="a checkpoint that --train has written (default: the one beside this program)",
     )  # fmt: skip
     options.add_argument(
         "--train", type=int, metavar="SEED",

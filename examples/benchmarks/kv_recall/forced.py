@@ -6,15 +6,16 @@ from typing import Any, ClassVar
 
 import torch
 
-from ....core.hooks import hookimpl
-from ....core.protocols.attention import AttentionSpec
-from ....core.protocols.kv_compressors import KVCompressor
-from ....core.protocols.logits_processors import (
+from jackfield.core.hooks import hookimpl
+from jackfield.core.protocols.attention import AttentionSpec
+from jackfield.core.protocols.kv_compressors import KVCompressor
+from jackfield.core.protocols.logits_processors import (
     LogitsProcessor,
     LogitsProcessorSetup,
     ProcessedRows,
 )
-from ....core.step import SlotStart
+from jackfield.core.step import SlotStart
+
 from .tasks import KEYS, VALUES
 
 FREE = -1

@@ -1,4 +1,4 @@
-"""`jackfield bench kv-compression`: the tiny model finds what is asked, and policies lose it."""
+"""The tiny model finds what is asked, and policies lose it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from jackfield.core.errors import ConfigError
-from jackfield.entrypoints.bench.compression.command import MODEL, run
-from jackfield.entrypoints.bench.compression.evaluate import TASKS, WHOLE, draw, evaluate
-from jackfield.entrypoints.bench.compression.tasks import ASK, KEYS, VALUES, copy, recall
-from jackfield.entrypoints.bench.compression.train import Stage, make_batch, train
+from jackfield.examples.benchmarks.kv_recall.command import MODEL, run
+from jackfield.examples.benchmarks.kv_recall.evaluate import TASKS, WHOLE, draw, evaluate
+from jackfield.examples.benchmarks.kv_recall.tasks import ASK, KEYS, VALUES, copy, recall
+from jackfield.examples.benchmarks.kv_recall.train import Stage, make_batch, train
 
 LENGTH = 256
 

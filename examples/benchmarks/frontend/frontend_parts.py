@@ -10,15 +10,16 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ....core.engine.async_engine import AsyncEngine
-from ....core.engine.core import EngineCore
-from ....core.output_parsing.output_text import OutputText
-from ....core.outputs import CompletionOutput, RequestOutput, RequestTimings
-from ....core.text.detokenizer import IncrementalDetokenizer
-from ...http.context import tokenizer_of
-from ...openai.chat.request import ChatCompletion
-from ...openai.chat.stream import ChatStream
-from ...openai.common.protocol import ChatRequest, decode
+from jackfield.core.engine.async_engine import AsyncEngine
+from jackfield.core.engine.core import EngineCore
+from jackfield.core.output_parsing.output_text import OutputText
+from jackfield.core.outputs import CompletionOutput, RequestOutput, RequestTimings
+from jackfield.core.text.detokenizer import IncrementalDetokenizer
+from jackfield.entrypoints.http.context import tokenizer_of
+from jackfield.entrypoints.openai.chat.request import ChatCompletion
+from jackfield.entrypoints.openai.chat.stream import ChatStream
+from jackfield.entrypoints.openai.common.protocol import ChatRequest, decode
+
 from .fake_executor import ScriptedExecutor
 
 STEP_PARTS = ("executor", "schedule", "update", "publish", "metrics", "deliver")

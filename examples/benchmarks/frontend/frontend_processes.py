@@ -1,4 +1,4 @@
-"""`jackfield bench frontend --api-server-count N`: a fake engine with front ends in processes of
+"""`--api-server-count N`: a fake engine with front ends in processes of
 their own, and the processor time of each process."""
 
 from __future__ import annotations
@@ -8,12 +8,13 @@ import contextlib
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 
-from ....core.engine.async_engine import AsyncEngine
-from ....core.engine.core import EngineCore
-from ...server.frontends.sockets import bound
-from ...server.frontends.supervisor import fronted
-from ...server.serve_settings import settings
-from ...server.server import address
+from jackfield.core.engine.async_engine import AsyncEngine
+from jackfield.core.engine.core import EngineCore
+from jackfield.entrypoints.server.frontends.sockets import bound
+from jackfield.entrypoints.server.frontends.supervisor import fronted
+from jackfield.entrypoints.server.serve_settings import settings
+from jackfield.entrypoints.server.server import address
+
 from .fake_executor import ScriptedExecutor
 
 

@@ -1,2 +1,0 @@
-"""`jackfield bench frontend`: the cost per streamed token in the server process, without a
-model."""

@@ -1,0 +1,1 @@
+"""The cost per streamed token in the server process, without a model."""
