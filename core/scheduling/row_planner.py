@@ -88,7 +88,7 @@ class RowPlanner:
         A victim of preemption is taken from the end of the running requests. So it is never in this
         plan already; if it is in the list that is being walked, it is in the rest of it.
         """
-        block_size = self._kv.block_size
+        block_size, parts = self._kv.block_size, self._parts
         decodes = builder.decodes
         budget = builder.budget
         spare = budget - len(self._requests.running)
@@ -103,9 +103,10 @@ class RowPlanner:
                     continue  # its last token is in flight
                 if computed >= request.look_at:
                     count = 1
-                    for decode_tokens in self._parts.decode_tokens:
+                    for decode_tokens in parts.decode_tokens:
                         count = decode_tokens(request, count, spare)
-                    self._parts.look_again(request)
+                    if not parts.sees_every_row:
+                        parts.look_again(request)
                     if not count:
                         continue
                     if count > 1 and self._add_drafts(request, count - 1, builder):

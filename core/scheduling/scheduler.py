@@ -305,8 +305,9 @@ class Scheduler:
                 )
                 continue
             num_tokens = len(new)
-            for settle in settle_parts:
-                settle(request, row, plan, result)
+            if settle_parts:
+                for settle in settle_parts:
+                    settle(request, row, plan, result)
             if request.pooling is not None:
                 if plan.samples[row]:
                     self.requests.end(request, "stop")
@@ -332,11 +333,12 @@ class Scheduler:
                     if stop is not None:
                         self.requests.end(request, *stop)
                         update.finished = True
-                for kept in kept_by_parts:
-                    reason = kept(request, row, result, new)
-                    if reason is not None and not update.finished:
-                        self.requests.end(request, reason)
-                        update.finished = True
+                if kept_by_parts:
+                    for kept in kept_by_parts:
+                        reason = kept(request, row, result, new)
+                        if reason is not None and not update.finished:
+                            self.requests.end(request, reason)
+                            update.finished = True
                 if logprobs and row in logprobs:
                     update.logprobs = logprobs[row][: len(new)]
             elif plan.samples[row]:

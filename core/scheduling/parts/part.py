@@ -68,6 +68,8 @@ class SchedulerPart:
 
     name: ClassVar[str]
     """Under which it stands in plans, results and requests."""
+    sees_every_row: ClassVar[bool] = False
+    """True: `look_at` is not asked, and every row of a running request is seen."""
     short_steps: ClassVar[bool] = True
     """False: steps with prompts are not kept short (`StepSizes`)."""
     pauses_decodes: ClassVar[bool] = True

@@ -30,6 +30,7 @@ class PartSet:
         self._index()
 
     def _index(self) -> None:
+        self.sees_every_row = any(part.sees_every_row for part in self._parts)
         self.turns = self._having("turns")
         self.begin_plan = self._having("begin_plan")
         self.readiness = self._having("readiness")
@@ -77,6 +78,9 @@ class PartSet:
 
     def look_again(self, request: Request) -> None:
         """Ask the parts from when on they want to see the rows of a request."""
+        if self.sees_every_row:
+            request.look_at = 0
+            return
         places = [place for look in self.look_at if (place := look(request)) is not None]
         request.look_at = min(places, default=NEVER)
 

@@ -27,6 +27,7 @@ class Pipeline(SchedulerPart):
     """
 
     name = "pipeline"
+    sees_every_row = True
     pauses_decodes = False
 
     def __init__(self, num_stages: int) -> None:
@@ -41,8 +42,10 @@ class Pipeline(SchedulerPart):
         self._next = 0
         self._step = 0
         """Number of that plan's step."""
-        self._distance = 1
-        """Steps until the first stage can have a token without waiting for it."""
+        self._open = 0
+        """The same, if it may have another step in flight; else -1."""
+        self._early: set[int] = set()
+        """Steps in flight whose tokens the first stage would have to wait for."""
         self._steps: dict[int, int] = {}
         """Steps in flight → micro-batch of their decode rows; -1: they have none."""
         self._flying = [0] * num_stages
@@ -61,31 +64,27 @@ class Pipeline(SchedulerPart):
         # Prompts fill the steps between a micro-batch's turns, if there are any.
         prompts = admits or any(r.num_tokens - r.num_computed_tokens > 1 for r in running)
         used = sum(size > 0 for size in self._sizes)
-        self._distance = self._count if prompts else max(1, used)
+        distance = self._count if prompts else max(1, used)
+        self._early = {step for step in self._steps if self._step - step < distance}
         first = self._next
         for turn in range(self._count):
-            self._batch = (first + turn) % self._count
+            batch = self._batch = (first + turn) % self._count
+            self._open = batch if self._flying[batch] < STEPS_OF_BATCH else -1
             yield
-
-    def look_at(self, request: Request) -> int:
-        """Look at every row."""
-        return 0
 
     def decode_tokens(self, request: Request, count: int, spare: int) -> int:
         """Leave a decoding request out of plans that are not its micro-batch's."""
-        return count if self._takes(request) else 0
+        batch = self._batch_of.get(request)
+        if batch is None:
+            batch = self._join_smallest(request)
+        if batch != self._open or (self._early and self._last_step.get(request) in self._early):
+            return 0
+        return count
 
-    def _takes(self, request: Request) -> bool:
-        if request not in self._batch_of:
-            self._join_smallest(request)
-        if self._batch_of[request] != self._batch or self._flying[self._batch] >= STEPS_OF_BATCH:
-            return False
-        last = self._last_step.get(request)
-        return last not in self._steps or self._step - last >= self._distance
-
-    def _join_smallest(self, request: Request) -> None:
+    def _join_smallest(self, request: Request) -> int:
         batch = self._batch_of[request] = self._sizes.index(min(self._sizes))
         self._sizes[batch] += 1
+        return batch
 
     def plan_part(self, step: int, builder: PlanBuilder) -> None:
         """Note the plan of a step."""
