@@ -37,6 +37,30 @@ def float_tile(
 
 
 @triton.jit
+def soft_capped(scores, SOFT_CAP: tl.constexpr):
+    """Return SOFT_CAP tanh(scores / SOFT_CAP), or the scores if it is 0."""
+    if SOFT_CAP > 0.0:
+        # tanh, by the exponential that every target has.
+        scores = SOFT_CAP * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * scores / SOFT_CAP)))
+    return scores
+
+
+@triton.jit
+def softmax_step(scores, m, total):
+    """Return the weights of a tile's scores, [N] or [M, N] in units of log2; the running maximum
+    and sum of weights with them; and what earlier weights are to be multiplied by.
+
+    m, total: of earlier tiles, scalars or [M]. The new maximum is finite: the newest token is in m,
+    or the tile holds a visible position.
+    """
+    AXIS: tl.constexpr = len(scores.shape) - 1
+    m_new = tl.maximum(m, tl.max(scores, axis=AXIS))
+    weights = tl.exp2(scores - (m_new[:, None] if AXIS == 1 else m_new))
+    decay = tl.exp2(m - m_new)
+    return weights, m_new, total * decay + tl.sum(weights, axis=AXIS), decay
+
+
+@triton.jit
 def attend_floats(
     acc,
     m,
@@ -59,32 +83,22 @@ def attend_floats(
     if query.shape[0] == 1:
         # A head alone needs no matrix unit, whose operands come through shared memory.
         scores = tl.sum(query.to(tl.float32) * key.to(tl.float32), axis=1) * scale
-        if SOFT_CAP > 0.0:
-            scores = SOFT_CAP * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * scores / SOFT_CAP)))
+        scores = soft_capped(scores, SOFT_CAP)
         if ALIBI:
             scores += tl.sum(slope, axis=0) * distance
         scores = tl.where(valid, scores * LOG2E, -float("inf"))
-        # m_new is finite: the newest token is in m, or the tile holds a visible position.
-        before = tl.sum(m, axis=0)
-        m_new = tl.maximum(before, tl.max(scores, axis=0))
-        weights = tl.exp2(scores - m_new)
-        decay = tl.exp2(before - m_new)
-        total = total * decay + tl.sum(weights, axis=0)
+        weights, m_new, total, decay = softmax_step(scores, tl.sum(m, axis=0), total)
         more = tl.sum(weights[:, None] * value.to(tl.float32), axis=0)
         return acc * decay + more[None, :], tl.zeros_like(m) + m_new, total
     else:
         scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
-        if SOFT_CAP > 0.0:
-            scores = SOFT_CAP * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * scores / SOFT_CAP)))
+        scores = soft_capped(scores, SOFT_CAP)
         if ALIBI:
             scores += slope[:, None] * distance[None, :]
         scores = tl.where(valid[None, :], scores * LOG2E, -float("inf"))
-        m_new = tl.maximum(m, tl.max(scores, axis=1))
-        weights = tl.exp2(scores - m_new[:, None])
-        decay = tl.exp2(m - m_new)
-        total = total * decay + tl.sum(weights, axis=1)
+        weights, m, total, decay = softmax_step(scores, m, total)
         acc = acc * decay[:, None] + tl.dot(weights.to(query.dtype), value, input_precision="ieee")
-        return acc, m_new, total
+        return acc, m, total
 
 
 @triton.jit
