@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from ..pdl import gdc_launch_dependents, gdc_wait
+from ..tiles import ask_l2_for
 from .reach import last_hidden
 
 MAX_SPLITS = 64
@@ -224,3 +225,134 @@ def _join(
     out = acc / tl.where(in_group, total, 1.0)[:, None]
     target = out_ptr + head[:, None] * HEAD_DIM + dim[None, :]
     tl.store(target, out.to(dtype), mask=in_group[:, None] & in_head[None, :])
+
+
+@triton.jit
+def cached_tiles(
+    lower,
+    seq_len,
+    num_splits,
+    BLOCK_N: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+    NEW_TOKEN_PROGRAM: tl.constexpr,
+):
+    """Return (first tile, end tile, tiles per split) of a row in a fused decode step, visible from
+    position `lower` on; with NEW_TOKEN_PROGRAM those before the newest token, in one split less."""
+    if NEW_TOKEN_PROGRAM:
+        newest = seq_len - 1
+        first, end, per_split = _tiles_between(lower, newest, num_splits - 1, BLOCK_N, MIN_TILES)
+        end = tl.where(lower < newest, end, first)
+    else:
+        first, end, per_split = _tiles_between(lower, seq_len, num_splits, BLOCK_N, MIN_TILES)
+    return first, end, per_split
+
+
+@triton.jit
+def prefetch_weights(
+    first_weight_ptr, first_bytes, second_weight_ptr, second_bytes, program, num_programs, kv_head,
+    is_short, NUM_KV_HEADS: tl.constexpr,
+):  # fmt: skip
+    """Prefetch weights to the L2 cache where splits are as short as they get (`is_short`): memory
+    is idle while these wait for the projection, each other and the join. program: of
+    `num_programs` for each kv head"""
+    if is_short:
+        gdc_wait()
+        number = program * NUM_KV_HEADS + kv_head
+        count = num_programs * NUM_KV_HEADS
+        ask_l2_for(first_weight_ptr, first_bytes, number, count)
+        ask_l2_for(second_weight_ptr, second_bytes, number, count)
+
+
+@triton.jit
+def program_tiles(split, first, end, per_split, seq_len, NEW_TOKEN_PROGRAM: tl.constexpr):
+    """Return of a fused decode step's program: the number of its split, its first tile and its
+    end, how many splits of cached tokens the row has, whether the program attends to the new token,
+    and whether it has nothing to do.
+
+    split: the program's place in its row. With NEW_TOKEN_PROGRAM the first program has the new
+    token alone, as split -1, unless there is one split, or none: then split 0 attends to it.
+    """
+    active = tl.cdiv(end - first, per_split)
+    if NEW_TOKEN_PROGRAM:
+        split -= 1
+        attends_new = (split < 0) == (active > 1)
+        begin = tl.where(split < 0, end, first + split * per_split)
+        idle = (split < 0) & (active <= 1) | (split > 0) & (begin >= end)
+        idle = idle | (split == 0) & (seq_len <= 0)
+        attends_new = attends_new & (split <= 0)
+    else:
+        begin = first + split * per_split
+        idle = begin >= end
+        attends_new = begin + per_split >= end
+    return split, begin, tl.minimum(begin + per_split, end), active, attends_new, idle
+
+
+@triton.jit
+def store_or_join(
+    out_ptr,
+    partial_ptr,
+    lse_ptr,
+    counter_ptr,
+    acc,
+    acc_high,
+    m,
+    total,
+    value_scale,
+    row,
+    kv_head,
+    split,
+    active,
+    num_splits,
+    stride_out,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HALVES: tl.constexpr,
+    NEW_TOKEN_PROGRAM: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Store the sums of a group's split, [BLOCK_M, BLOCK_V] with WIDTH channels of values, and with
+    HALVES as many of the upper half: to `out_ptr` if it is the row's only one. Otherwise the
+    program that finishes the row's last split joins all of them.
+
+    split, active: of `program_tiles`; m: [BLOCK_M], in units of log2; total: [BLOCK_M]
+    """
+    GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
+    HALF: tl.constexpr = HEAD_DIM // 2
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    row64 = row.to(tl.int64)
+    offs_m = tl.arange(0, acc.shape[0])
+    dim = tl.arange(0, acc.shape[1])
+    head = kv_head * GROUP + offs_m
+    joined = active
+    if NEW_TOKEN_PROGRAM:
+        joined = tl.where(active > 1, active + 1, 1)
+    factor = (value_scale / total)[:, None]
+    acc = acc * factor
+    mask_out = (offs_m < GROUP)[:, None] & (dim < WIDTH)[None, :]
+    if joined == 1:
+        target = out_ptr + row64 * stride_out + head[:, None] * HEAD_DIM + dim[None, :]
+        tl.store(target, acc.to(dtype), mask=mask_out)
+        if HALVES:
+            tl.store(target + HALF, (acc_high * factor).to(dtype), mask=mask_out)
+        return
+    if NEW_TOKEN_PROGRAM:
+        split = tl.where(split < 0, active, split)
+    at = (row64 * NUM_HEADS + head) * num_splits + split
+    tl.store(lse_ptr + at, m + tl.log2(total), mask=offs_m < GROUP)
+    partial = partial_ptr + at[:, None] * HEAD_DIM + dim[None, :]
+    tl.store(partial, acc, mask=mask_out)
+    if HALVES:
+        tl.store(partial + HALF, acc_high * factor, mask=mask_out)
+    tl.debug_barrier()
+    counter = counter_ptr + row * NUM_KV_HEADS + kv_head
+    if tl.atomic_add(counter, 1, sem="acq_rel") != joined - 1:
+        return
+    tl.store(counter, 0)
+    _join(
+        out_ptr + row64 * stride_out, partial_ptr, lse_ptr, row64, kv_head, joined, num_splits,
+        NUM_HEADS, GROUP, HEAD_DIM, BLOCK_G, BLOCK_S, BLOCK_D, dtype,
+    )  # fmt: skip

@@ -62,6 +62,37 @@ def norm_weights(
 
 
 @triton.jit
+def rotation_angles(
+    cos_sin_ptr,
+    positions_ptr,
+    row,
+    newest,
+    stride_cos_sin,
+    dim,
+    in_head,
+    HALVES: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    POSITIONS: tl.constexpr,
+):
+    """Return cosines and sines of channels `dim` as `turned_heads` takes them, [BLOCK] float32; of
+    the row's position in positions_ptr, or without POSITIONS of `newest`."""
+    cos = tl.zeros(dim.shape, tl.float32)
+    sin = tl.zeros(dim.shape, tl.float32)
+    if ROTARY_DIM:
+        TURN: tl.constexpr = ROTARY_DIM // 2
+        turn = newest.to(tl.int64)
+        if POSITIONS:
+            turn = tl.load(positions_ptr + row)
+        angles = cos_sin_ptr + turn * stride_cos_sin + dim % TURN
+        turns = in_head & (dim < ROTARY_DIM)
+        cos = tl.load(angles, mask=turns, other=1.0)
+        sin = tl.load(angles + TURN, mask=turns, other=0.0)
+        if not HALVES:
+            sin = tl.where(dim < TURN, -sin, sin)
+    return cos, sin
+
+
+@triton.jit
 def turned_heads(
     x,
     y,

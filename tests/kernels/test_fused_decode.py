@@ -131,7 +131,9 @@ def test_it_equals_its_parts(dtype, splits, sizes, monkeypatch):
         (fused.PRELOAD_BYTES, 0), enumerate(variants)
     ):
         monkeypatch.setattr(fused, "PRELOAD_BYTES", most)
-        monkeypatch.setattr(fused, "OWN_ROWS", 0 if (number % 2 == 0) == (most > 0) else rows)
+        monkeypatch.setattr(
+            fused, "NEW_TOKEN_PROGRAM_ROWS", 0 if (number % 2 == 0) == (most > 0) else rows
+        )
         expected, want_cache = case.expected(cos_sin, norms, **options)
         cache = case.cache.clone()
         query_norm, key_norm = case.norms if norms else (None, None)

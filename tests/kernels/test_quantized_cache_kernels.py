@@ -242,7 +242,7 @@ def test_fused_decode(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyP
             query.float(), expected_cache, case.table, case.seq_lens, **more
         )
         for splits, own_rows in ((1, 0), (3, 0), (3, 4)):
-            monkeypatch.setattr(fused, "OWN_ROWS", own_rows)
+            monkeypatch.setattr(fused, "NEW_TOKEN_PROGRAM_ROWS", own_rows)
             cache = QuantizedCache(*(part.clone() for part in case.cache))
             ring = torch.zeros(4, HEADS, dim, dtype=dtype, device=DEVICE)
             out = fused_decode_attention(

@@ -17,6 +17,7 @@ from uniform_registers import unwritten_reads
 from jackfield.kernels.attention import (
     decode_splits,
     fused_decode_attention,
+    fused_decode_codes,
     paged_attention_decode,
     paged_attention_prefill,
 )
@@ -30,10 +31,10 @@ HEADS = {
 }  # fmt: skip
 DECODE = {"MIN_TILES": 2, "BLOCK_M": 16, "BLOCK_D": HEAD_DIM, "SPLIT": True, "PDL": True}
 FUSED = {
-    "ROTARY_DIM": HEAD_DIM, "NORM_LAST": False, "POSITIONS": True, "RING": False,
-    "NORM_QUERY": True, "NORM_KEY": True, "BLOCK_G": GROUP, "EARLY": True, "PRELOAD": False,
-    "AHEAD": False,
-    "ring_ptr": None, "places_ptr": None, "slopes_ptr": None,
+    "ROTARY_DIM": HEAD_DIM, "NORM_LAST": False, "POSITIONS": True, "KEEP_QUERIES": False,
+    "NORM_QUERY": True, "NORM_KEY": True, "BLOCK_G": GROUP, "EARLY_LAUNCH": True,
+    "PRELOAD_KV": False, "NEW_TOKEN_PROGRAM": False, "PREFETCH": False,
+    "kept_queries_ptr": None, "kept_places_ptr": None, "slopes_ptr": None,
     "BLOCK_S": fused_decode_attention.JOIN_ELEMENTS // (GROUP * HEAD_DIM),
 }  # fmt: skip
 NO_WORDS = {"key_words_ptr": None, "value_words_ptr": None}
@@ -113,9 +114,10 @@ for name, (key_bits, value_bits, caches, most_spilled) in FORMATS.items():
     block_n, *launch = decode_splits.decode_config(HEAD_DIM, torch.bfloat16, 2)
     decode = {**constants, **DECODE, "BLOCK_N": block_n, "BLOCK_V": value_width}
     compile_kernel(paged_attention_decode._decode_kernel, decode, types, *launch, 0)
-    compile_kernel(
-        fused_decode_attention._fused_decode_kernel, {**decode, **FUSED}, types, *launch, 0
-    )
+    fused = fused_decode_attention._fused_decode_kernel
+    if key_bits < 16:
+        fused = fused_decode_codes.fused_decode_codes_kernel
+    compile_kernel(fused, {**decode, **FUSED}, types, *launch, 0)
     for queries in (2, 4, 100):
         config = paged_attention_prefill.prefill_config(
             queries, GROUP, HEAD_DIM, torch.bfloat16, False, key_bits < 16

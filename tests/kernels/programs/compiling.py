@@ -33,6 +33,7 @@ TYPES = {
     "cos_sin_ptr": "*fp32",
     "dropped_ptr": "*i32",
     "places_ptr": "*i64",
+    "kept_places_ptr": "*i64",
     "bits_ptr": "*i32",
     "token_ptr": "*i32",
     "settings_ptr": "*i32",
