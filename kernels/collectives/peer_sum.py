@@ -73,6 +73,24 @@ def _pack(first, second, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def _add_words(first, second, word, DTYPE: tl.constexpr):
+    """Return float32 sums of the first and second values of words, with `word`'s."""
+    one, two = _unpack(word, DTYPE)
+    return first + one, second + two
+
+
+@triton.jit
+def _rounded_sum(
+    first, second, residual_ptr, at, mask, DTYPE: tl.constexpr, RESIDUAL: tl.constexpr
+):
+    """Return words of the sums, with the residual's."""
+    if RESIDUAL:
+        residual = tl.load(residual_ptr.to(tl.pointer_type(tl.int32)) + at, mask=mask, other=0)
+        first, second = _add_words(first, second, residual, DTYPE)
+    return _pack(first, second, DTYPE)
+
+
+@triton.jit
 def _give_up(stop_ptr, spins, SPINS: tl.constexpr):
     """Return whether the waiting has been ended from outside; looks once in SPINS calls."""
     stop = 0
@@ -132,15 +150,9 @@ def _words_kernel(
                 if _give_up(stop_ptr, spins, SPINS):
                     missing = 0
             word = got.to(tl.int32)
-        one, two = _unpack(word, DTYPE)
-        first += one
-        second += two
-    if RESIDUAL:
-        residual = tl.load(residual_ptr.to(tl.pointer_type(tl.int32)) + at, mask=mask, other=0)
-        one, two = _unpack(residual, DTYPE)
-        first += one
-        second += two
-    tl.store(out_ptr.to(tl.pointer_type(tl.int32)) + at, _pack(first, second, DTYPE), mask=mask)
+        first, second = _add_words(first, second, word, DTYPE)
+    total = _rounded_sum(first, second, residual_ptr, at, mask, DTYPE, RESIDUAL)
+    tl.store(out_ptr.to(tl.pointer_type(tl.int32)) + at, total, mask=mask)
     tl.store(rounds_ptr + program, number)
 
 
@@ -165,70 +177,41 @@ def _await_flag(ptr, number, stop_ptr, SPINS: tl.constexpr):
 
 
 @triton.jit
-def _one_shot_kernel(
-    out_ptr,
-    x_ptr,
-    residual_ptr,
-    mailboxes_ptr,
-    flags_ptr,
-    rounds_ptr,
-    stop_ptr,
-    num_words,
-    DTYPE: tl.constexpr,
-    RANK: tl.constexpr,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PLACE: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    SPINS: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    program = tl.program_id(0)
-    offsets = tl.arange(0, BLOCK)
-    own = tl.load(mailboxes_ptr + RANK).to(tl.pointer_type(tl.int32))
-    flags = tl.load(flags_ptr + RANK).to(tl.pointer_type(tl.int32))
-    if PDL:
-        gdc_wait()
-    number = tl.load(rounds_ptr + program)
-    tile = program
-    while tile * BLOCK < num_words:
-        number += 1
-        at = tile * BLOCK + offsets
-        mask = at < num_words
-        term = tl.load(x_ptr.to(tl.pointer_type(tl.int32)) + at, mask=mask, other=0)
-        place = ((number & 1) * PROGRAMS + program) * SIZE * PLACE
-        for step in tl.static_range(1, SIZE):
-            peer = tl.load(mailboxes_ptr + (RANK + step) % SIZE).to(tl.pointer_type(tl.int32))
-            tl.store(peer + place + RANK * PLACE + offsets, term, mask=mask)
-        for step in tl.static_range(1, SIZE):
-            there = tl.load(flags_ptr + (RANK + step) % SIZE).to(tl.pointer_type(tl.int32))
-            _raise_flag(there + program * SIZE + RANK, number)
-        first = tl.zeros([BLOCK], dtype=tl.float32)
-        second = tl.zeros([BLOCK], dtype=tl.float32)
-        for source in tl.static_range(SIZE):
-            word = term
-            if source != RANK:
-                _await_flag(flags + program * SIZE + source, number, stop_ptr, SPINS)
-                ptrs = own + place + source * PLACE + offsets
-                word = tl.load(ptrs, mask=mask, other=0, cache_modifier=".cg")
-            one, two = _unpack(word, DTYPE)
-            first += one
-            second += two
-        if RESIDUAL:
-            residual = tl.load(residual_ptr.to(tl.pointer_type(tl.int32)) + at, mask=mask, other=0)
-            one, two = _unpack(residual, DTYPE)
-            first += one
-            second += two
-        tl.store(out_ptr.to(tl.pointer_type(tl.int32)) + at, _pack(first, second, DTYPE), mask=mask)
-        tile += tl.num_programs(0)
-    if PDL:
-        gdc_launch_dependents()
-    tl.store(rounds_ptr + program, number)
+def _place_of(number, SIZE: tl.constexpr, PLACE: tl.constexpr, PROGRAMS: tl.constexpr):
+    """Return where this program's places of round `number` begin in each mailbox."""
+    return ((number & 1) * PROGRAMS + tl.program_id(0)) * SIZE * PLACE
 
 
 @triton.jit
-def _two_shot_kernel(
+def _send(
+    mailboxes_ptr, peer, place, offsets, words, mask, RANK: tl.constexpr, PLACE: tl.constexpr
+):
+    """Store words in this rank's place of the mailbox of `peer`."""
+    mailbox = tl.load(mailboxes_ptr + peer).to(tl.pointer_type(tl.int32))
+    tl.store(mailbox + place + RANK * PLACE + offsets, words, mask=mask)
+
+
+@triton.jit
+def _raise_flags(flags_ptr, number, RANK: tl.constexpr, SIZE: tl.constexpr):
+    """Tell all other ranks that this program has sent round `number`."""
+    for step in tl.static_range(1, SIZE):
+        there = tl.load(flags_ptr + (RANK + step) % SIZE).to(tl.pointer_type(tl.int32))
+        _raise_flag(there + tl.program_id(0) * SIZE + RANK, number)
+
+
+@triton.jit
+def _received(
+    own, flags, source, number, place, offsets, mask, stop_ptr,
+    SIZE: tl.constexpr, PLACE: tl.constexpr, SPINS: tl.constexpr,
+):  # fmt: skip
+    """Return the words that rank `source` has sent in round `number`."""
+    _await_flag(flags + tl.program_id(0) * SIZE + source, number, stop_ptr, SPINS)
+    ptrs = own + place + source * PLACE + offsets
+    return tl.load(ptrs, mask=mask, other=0, cache_modifier=".cg")
+
+
+@triton.jit
+def _tiles_kernel(
     out_ptr,
     x_ptr,
     residual_ptr,
@@ -245,10 +228,12 @@ def _two_shot_kernel(
     PROGRAMS: tl.constexpr,
     SPINS: tl.constexpr,
     RESIDUAL: tl.constexpr,
+    TWO_SHOT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A tile has SIZE shares of BLOCK words; a round has two messages: the terms of a share to the
-    rank that adds it, and its sum to all."""
+    """The ways with flags, tile by tile. With TWO_SHOT a tile has SIZE shares of BLOCK words, and a
+    round two messages: the terms of a share to the rank that adds it, and its sum to all."""
+    SHARES: tl.constexpr = SIZE if TWO_SHOT else 1
     program = tl.program_id(0)
     offsets = tl.arange(0, BLOCK)
     own = tl.load(mailboxes_ptr + RANK).to(tl.pointer_type(tl.int32))
@@ -259,55 +244,52 @@ def _two_shot_kernel(
     x = x_ptr.to(tl.pointer_type(tl.int32))
     out = out_ptr.to(tl.pointer_type(tl.int32))
     tile = program
-    while tile * SIZE * BLOCK < num_words:
-        base = tile * SIZE * BLOCK
+    while tile * SHARES * BLOCK < num_words:
+        base = tile * SHARES * BLOCK
         number += 1
-        place = ((number & 1) * PROGRAMS + program) * SIZE * PLACE
+        place = _place_of(number, SIZE, PLACE, PROGRAMS)
+        at = base + (RANK * BLOCK if TWO_SHOT else 0) + offsets
+        mask = at < num_words
+        if not TWO_SHOT:
+            term = tl.load(x + at, mask=mask, other=0)
         for step in tl.static_range(1, SIZE):
             owner = (RANK + step) % SIZE
-            at = base + owner * BLOCK + offsets
-            term = tl.load(x + at, mask=at < num_words, other=0)
-            peer = tl.load(mailboxes_ptr + owner).to(tl.pointer_type(tl.int32))
-            tl.store(peer + place + RANK * PLACE + offsets, term, mask=at < num_words)
-        for step in tl.static_range(1, SIZE):
-            there = tl.load(flags_ptr + (RANK + step) % SIZE).to(tl.pointer_type(tl.int32))
-            _raise_flag(there + program * SIZE + RANK, number)
-        at = base + RANK * BLOCK + offsets
-        mask = at < num_words
+            if TWO_SHOT:
+                sent_at = base + owner * BLOCK + offsets
+                sent = tl.load(x + sent_at, mask=sent_at < num_words, other=0)
+                _send(mailboxes_ptr, owner, place, offsets, sent, sent_at < num_words, RANK, PLACE)
+            else:
+                _send(mailboxes_ptr, owner, place, offsets, term, mask, RANK, PLACE)
+        _raise_flags(flags_ptr, number, RANK, SIZE)
         first = tl.zeros([BLOCK], dtype=tl.float32)
         second = tl.zeros([BLOCK], dtype=tl.float32)
         for source in tl.static_range(SIZE):
-            if source == RANK:
+            if source != RANK:
+                word = _received(
+                    own, flags, source, number, place, offsets, mask, stop_ptr, SIZE, PLACE, SPINS
+                )
+            elif TWO_SHOT:
                 word = tl.load(x + at, mask=mask, other=0)
             else:
-                _await_flag(flags + program * SIZE + source, number, stop_ptr, SPINS)
-                ptrs = own + place + source * PLACE + offsets
-                word = tl.load(ptrs, mask=mask, other=0, cache_modifier=".cg")
-            one, two = _unpack(word, DTYPE)
-            first += one
-            second += two
-        if RESIDUAL:
-            residual = tl.load(residual_ptr.to(tl.pointer_type(tl.int32)) + at, mask=mask, other=0)
-            one, two = _unpack(residual, DTYPE)
-            first += one
-            second += two
-        total = _pack(first, second, DTYPE)
-        number += 1
-        place = ((number & 1) * PROGRAMS + program) * SIZE * PLACE
-        for step in tl.static_range(1, SIZE):
-            peer = tl.load(mailboxes_ptr + (RANK + step) % SIZE).to(tl.pointer_type(tl.int32))
-            tl.store(peer + place + RANK * PLACE + offsets, total, mask=mask)
-        for step in tl.static_range(1, SIZE):
-            there = tl.load(flags_ptr + (RANK + step) % SIZE).to(tl.pointer_type(tl.int32))
-            _raise_flag(there + program * SIZE + RANK, number)
+                word = term
+            first, second = _add_words(first, second, word, DTYPE)
+        total = _rounded_sum(first, second, residual_ptr, at, mask, DTYPE, RESIDUAL)
+        if TWO_SHOT:
+            number += 1
+            place = _place_of(number, SIZE, PLACE, PROGRAMS)
+            for step in tl.static_range(1, SIZE):
+                _send(mailboxes_ptr, (RANK + step) % SIZE, place, offsets, total, mask, RANK, PLACE)
+            _raise_flags(flags_ptr, number, RANK, SIZE)
         tl.store(out + at, total, mask=mask)
-        for step in tl.static_range(1, SIZE):
-            source = (RANK + step) % SIZE
-            _await_flag(flags + program * SIZE + source, number, stop_ptr, SPINS)
-            at = base + source * BLOCK + offsets
-            ptrs = own + place + source * PLACE + offsets
-            word = tl.load(ptrs, mask=at < num_words, other=0, cache_modifier=".cg")
-            tl.store(out + at, word, mask=at < num_words)
+        if TWO_SHOT:
+            for step in tl.static_range(1, SIZE):
+                source = (RANK + step) % SIZE
+                at = base + source * BLOCK + offsets
+                word = _received(
+                    own, flags, source, number, place, offsets, at < num_words, stop_ptr, SIZE,
+                    PLACE, SPINS,
+                )  # fmt: skip
+                tl.store(out + at, word, mask=at < num_words)
         tile += tl.num_programs(0)
     if PDL:
         gdc_launch_dependents()
@@ -412,12 +394,10 @@ def peer_sum(
             **common,
         )
         return out
-    kernel, shares = (
-        (_one_shot_kernel, 1) if way == "one_shot" else (_two_shot_kernel, mailboxes.size)
-    )
+    shares = mailboxes.size if way == "two_shot" else 1
     share = triton.next_power_of_2(triton.cdiv(num_words, TILE_PROGRAMS * shares))
     block = min(TILE, max(SMALLEST_TILE, share))
-    launch(kernel, (min(triton.cdiv(num_words, block * shares), TILE_PROGRAMS),))(
+    launch(_tiles_kernel, (min(triton.cdiv(num_words, block * shares), TILE_PROGRAMS),))(
         out,
         x,
         residual,
@@ -429,6 +409,7 @@ def peer_sum(
         BLOCK=block,
         PLACE=TILE,
         PROGRAMS=TILE_PROGRAMS,
+        TWO_SHOT=way == "two_shot",
         num_warps=max(2, min(8, block // 256)),
         **common,
     )

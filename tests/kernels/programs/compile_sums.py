@@ -16,8 +16,8 @@ POINTERS = {
 KERNELS = [
     (peer_sum._words_kernel, {**WORDS, "DTYPE": tl.bfloat16, "SIZE": 2}, 8),
     (peer_sum._words_kernel, {**WORDS, "DTYPE": tl.float32, "SIZE": 4}, 8),
-    (peer_sum._one_shot_kernel, {**TILES, "DTYPE": tl.bfloat16, "SIZE": 2}, 8),
-    (peer_sum._two_shot_kernel, {**TILES, "DTYPE": tl.bfloat16, "SIZE": 4}, 8),
+    (peer_sum._tiles_kernel, {**TILES, "DTYPE": tl.bfloat16, "SIZE": 2, "TWO_SHOT": False}, 8),
+    (peer_sum._tiles_kernel, {**TILES, "DTYPE": tl.bfloat16, "SIZE": 4, "TWO_SHOT": True}, 8),
 ]
 for kernel, constants, warps in KERNELS:
     names = kernel.arg_names
