@@ -28,6 +28,7 @@ from .decode_codes import (
     whole_halves,
     zero_parts,
 )
+from .decode_floats import soft_capped
 from .decode_splits import (
     MIN_SPLIT_TILES,
     DecodeConfig,
@@ -181,8 +182,7 @@ def _decode_kernel(
                 VALUE_WIDTH, BLOCK_N, BLOCK_K // 2, BLOCK_V // 2,
             )  # fmt: skip
             scores = code_scores(query, low, high, query_sum, key, key_words, factor, KEY_BITS)
-        if SOFT_CAP > 0.0:
-            scores = SOFT_CAP * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * scores / SOFT_CAP)))
+        scores = soft_capped(scores, SOFT_CAP)
         if ALIBI:
             scores += slope[:, None] * (position - seq_len + 1)[None, :]
         if DISTANCES > 0:

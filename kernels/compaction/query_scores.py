@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..attention.decode_floats import soft_capped
 from ..launch import launch
 from ..widen import widen_tile
 from .cached_tokens import CachedTokens, head_pointers, token_tile
@@ -44,21 +45,11 @@ def _query_columns(
 
 
 @triton.jit
-def _scaled(products, scale, SOFT_CAP: tl.constexpr):
-    """Return logits."""
-    logits = products * scale
-    if SOFT_CAP > 0.0:
-        # tanh, by the exponential that every target has.
-        logits = SOFT_CAP * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * logits / SOFT_CAP)))
-    return logits
-
-
-@triton.jit
 def _attended(
     key, query, number, exists, place, num_tokens, num_queries, scale, SOFT_CAP: tl.constexpr
 ):
     """Return the logits of the last queries, [N, columns], -inf where a query does not see."""
-    logits = _scaled(tl.dot(key, query, input_precision="ieee"), scale, SOFT_CAP)
+    logits = soft_capped(tl.dot(key, query, input_precision="ieee") * scale, SOFT_CAP)
     last = num_tokens - num_queries + number
     seen = (place[:, None] <= last[None, :]) & exists[None, :] & (place < num_tokens)[:, None]
     return tl.where(seen, logits, -float("inf"))
@@ -71,7 +62,7 @@ def _expected(
 ):  # fmt: skip
     """Return the logarithms of the expected exponentials of logits, [N, BLOCK_G]: mean + variance
     / 2 over the queries; -inf beyond the tokens."""
-    logits = _scaled(tl.dot(key, query, input_precision="ieee"), scale, SOFT_CAP)
+    logits = soft_capped(tl.dot(key, query, input_precision="ieee") * scale, SOFT_CAP)
     logits = tl.reshape(logits, (BLOCK_N, BLOCK_G, BLOCK_Q))
     mean = tl.sum(logits, axis=2) / num_queries
     apart = logits - mean[:, :, None]
@@ -84,81 +75,7 @@ def _expected(
 @triton.jit(
     do_not_specialize=["num_tokens", "num_queries"], do_not_specialize_on_alignment=["blocks_ptr"]
 )
-def _sums_kernel(
-    out_ptr,
-    queries_ptr,
-    addresses_ptr,
-    like_key_ptr,
-    like_value_ptr,
-    blocks_ptr,
-    num_tokens,
-    stride_block,
-    stride_slot,
-    stride_head,
-    stride_value_block,
-    stride_value_slot,
-    stride_value_head,
-    num_queries,
-    scale,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    KEY_BITS: tl.constexpr,
-    VALUE_BITS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    EXPECTED: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    NUM_TILES: tl.constexpr,
-):
-    """Write the logarithm of a part's sum of exponentials, for each query, or, if EXPECTED, for
-    each query head. One program per (kv head, part, layer)."""
-    COLUMNS: tl.constexpr = BLOCK_G if EXPECTED else BLOCK_G * BLOCK_Q
-    head = tl.program_id(0)
-    part = tl.program_id(1)
-    layer = tl.program_id(2).to(tl.int64)
-    keys, key_words = head_pointers(
-        addresses_ptr, like_key_ptr, layer, head, stride_head, KEY_BITS, ALIGNED, False
-    )
-    query, number, exists = _query_columns(
-        queries_ptr, layer, head, num_queries,
-        NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_G, BLOCK_Q, BLOCK_D,
-    )  # fmt: skip
-    m = tl.full([COLUMNS], -float("inf"), tl.float32)
-    total = tl.zeros([COLUMNS], tl.float32)
-    for tile in range(part * NUM_TILES, (part + 1) * NUM_TILES):
-        place = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        key = token_tile(
-            keys, key_words, blocks_ptr, head, place, num_tokens, stride_block, stride_slot,
-            NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_D, KEY_BITS,
-        )  # fmt: skip
-        key = widen_tile(key, query.dtype)
-        if EXPECTED:
-            logits = _expected(
-                key, query, number, place, num_tokens, num_queries, scale, SOFT_CAP,
-                BLOCK_N, BLOCK_G, BLOCK_Q,
-            )  # fmt: skip
-        else:
-            logits = _attended(
-                key, query, number, exists, place, num_tokens, num_queries, scale, SOFT_CAP
-            )
-        m_new = tl.maximum(m, tl.max(logits, axis=0))
-        pivot = tl.where(m_new == -float("inf"), 0.0, m_new)
-        total = total * tl.exp(m - pivot) + tl.sum(tl.exp(logits - pivot[None, :]), axis=0)
-        m = m_new
-    out = out_ptr + ((layer * NUM_KV_HEADS + head) * tl.num_programs(1) + part) * COLUMNS
-    log_sum = tl.where(total > 0.0, m + tl.log(tl.where(total > 0.0, total, 1.0)), -float("inf"))
-    tl.store(out + tl.arange(0, COLUMNS), log_sum)
-
-
-@triton.jit(
-    do_not_specialize=["num_tokens", "num_queries"], do_not_specialize_on_alignment=["blocks_ptr"]
-)
-def _weights_kernel(
+def _query_scores_kernel(
     out_ptr,
     log_sums_ptr,
     queries_ptr,
@@ -189,18 +106,20 @@ def _weights_kernel(
     EXPECTED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     NUM_TILES: tl.constexpr,
+    WEIGHTS: tl.constexpr,
 ):
-    """Write each token's mean probability: over the queries that see it; or, if EXPECTED, over
-    query heads, times the norm of its value. One program per (kv head, part, layer)."""
+    """Write the logarithm of a part's sum of exponentials, for each query, or, if EXPECTED, for
+    each query head. With WEIGHTS, and those sums over all parts in log_sums_ptr, each token's mean
+    probability: over the queries that see it; or, if EXPECTED, over query heads, times the norm of
+    its value. One program per (kv head, part, layer)."""
     COLUMNS: tl.constexpr = BLOCK_G if EXPECTED else BLOCK_G * BLOCK_Q
     head = tl.program_id(0)
+    part = tl.program_id(1)
     layer = tl.program_id(2).to(tl.int64)
     keys, key_words = head_pointers(
         addresses_ptr, like_key_ptr, layer, head, stride_head, KEY_BITS, ALIGNED, False
     )
-    values = keys
-    value_words = keys
-    if EXPECTED:
+    if WEIGHTS and EXPECTED:
         values, value_words = head_pointers(
             addresses_ptr, like_value_ptr, layer, head, stride_value_head, VALUE_BITS, ALIGNED, True
         )
@@ -210,12 +129,15 @@ def _weights_kernel(
         NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_G, BLOCK_Q, BLOCK_D,
     )  # fmt: skip
     column = tl.arange(0, COLUMNS)
-    log_sum = tl.load(log_sums_ptr + row * COLUMNS + column)
-    if not EXPECTED:
-        # Columns of no query have no sum.
-        log_sum = tl.where(exists, log_sum, 0.0)
-    first = tl.program_id(1) * NUM_TILES
-    for tile in range(first, first + NUM_TILES):
+    if WEIGHTS:
+        log_sum = tl.load(log_sums_ptr + row * COLUMNS + column)
+        if not EXPECTED:
+            # Columns of no query have no sum.
+            log_sum = tl.where(exists, log_sum, 0.0)
+    else:
+        m = tl.full([COLUMNS], -float("inf"), tl.float32)
+        total = tl.zeros([COLUMNS], tl.float32)
+    for tile in range(part * NUM_TILES, (part + 1) * NUM_TILES):
         place = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         key = token_tile(
             keys, key_words, blocks_ptr, head, place, num_tokens, stride_block, stride_slot,
@@ -227,20 +149,32 @@ def _weights_kernel(
                 key, query, number, place, num_tokens, num_queries, scale, SOFT_CAP,
                 BLOCK_N, BLOCK_G, BLOCK_Q,
             )  # fmt: skip
-            weights = tl.where((column < GROUP)[None, :], tl.exp(logits - log_sum[None, :]), 0.0)
-            value = token_tile(
-                values, value_words, blocks_ptr, head, place, num_tokens, stride_value_block,
-                stride_value_slot, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_D, VALUE_BITS,
-            ).to(tl.float32)  # fmt: skip
-            score = tl.sum(weights, axis=1) / GROUP * tl.sqrt(tl.sum(value * value, axis=1))
         else:
             logits = _attended(
                 key, query, number, exists, place, num_tokens, num_queries, scale, SOFT_CAP
             )
+        if not WEIGHTS:
+            m_new = tl.maximum(m, tl.max(logits, axis=0))
+            pivot = tl.where(m_new == -float("inf"), 0.0, m_new)
+            total = total * tl.exp(m - pivot) + tl.sum(tl.exp(logits - pivot[None, :]), axis=0)
+            m = m_new
+        else:
             weights = tl.exp(logits - log_sum[None, :])
-            seeing = tl.maximum(tl.minimum(num_tokens - place, num_queries), 1)
-            score = tl.sum(weights, axis=1) / (GROUP * seeing)
-        tl.store(out_ptr + row * num_tokens + place, score, mask=place < num_tokens)
+            if EXPECTED:
+                weights = tl.where((column < GROUP)[None, :], weights, 0.0)
+                value = token_tile(
+                    values, value_words, blocks_ptr, head, place, num_tokens, stride_value_block,
+                    stride_value_slot, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_D, VALUE_BITS,
+                ).to(tl.float32)  # fmt: skip
+                score = tl.sum(weights, axis=1) / GROUP * tl.sqrt(tl.sum(value * value, axis=1))
+            else:
+                seeing = tl.maximum(tl.minimum(num_tokens - place, num_queries), 1)
+                score = tl.sum(weights, axis=1) / (GROUP * seeing)
+            tl.store(out_ptr + row * num_tokens + place, score, mask=place < num_tokens)
+    if not WEIGHTS:
+        log_sum = m + tl.log(tl.where(total > 0.0, total, 1.0))
+        log_sum = tl.where(total > 0.0, log_sum, -float("inf"))
+        tl.store(out_ptr + (row * tl.num_programs(1) + part) * COLUMNS + column, log_sum)
 
 
 def _columns(group: int, most_queries: int) -> tuple[int, int]:
@@ -287,13 +221,14 @@ def _scores(
     parts = triton.cdiv(num_tokens, TILE * TILES)
     shape = num_layers, num_kv_heads, parts, columns
     sums = torch.empty(shape, dtype=torch.float32, device=queries.device)
-    launch(_sums_kernel, (num_kv_heads, parts, num_layers))(
-        sums, queries, *arguments, num_queries, scale, **constants
+    grid = num_kv_heads, parts, num_layers
+    launch(_query_scores_kernel, grid)(
+        sums, None, queries, *arguments, num_queries, scale, **constants, WEIGHTS=False
     )
     log_sums = sums.logsumexp(2)
     out = torch.empty(tokens.shape, dtype=torch.float32, device=queries.device)
-    launch(_weights_kernel, (num_kv_heads, parts, num_layers))(
-        out, log_sums, queries, *arguments, num_queries, scale, **constants
+    launch(_query_scores_kernel, grid)(
+        out, log_sums, queries, *arguments, num_queries, scale, **constants, WEIGHTS=True
     )
     return out
 

@@ -60,12 +60,30 @@ KERNELS = [
     ),
     (key_pairs._newest_kernel, {**PAIRS, "CHUNK": 8}, 8, {**LENGTHS, "out_ptr": "*i32"}),
     (key_pairs._nearest_kernel, PAIRS, 8, LENGTHS),
-    (key_scores._norms_kernel, CACHED, 4, ADDRESSES),
-    (key_scores._directions_kernel, {**CACHED, "NUM_TILES": 16}, 4, ADDRESSES),
-    (key_scores._differences_kernel, CACHED, 4, ADDRESSES),
     *(
-        (kernel, {**CACHED, **QUERIES, "EXPECTED": expected}, 4, ADDRESSES)
-        for kernel in (query_scores._sums_kernel, query_scores._weights_kernel)
+        (
+            key_scores._key_scores_kernel,
+            {**CACHED, "mean_ptr": mean, "NUM_TILES": tiles, "SCORE": score},
+            4,
+            ADDRESSES,
+        )
+        for score, mean, tiles in (("norm", None, 1), ("direction", None, 16))
+    ),
+    (
+        key_scores._key_scores_kernel,
+        {**CACHED, "NUM_TILES": 1, "SCORE": "difference"},
+        4,
+        ADDRESSES,
+    ),
+    *(
+        (
+            query_scores._query_scores_kernel,
+            {**CACHED, **QUERIES, "EXPECTED": expected, "WEIGHTS": weights}
+            | ({} if weights else {"log_sums_ptr": None}),
+            4,
+            ADDRESSES,
+        )
+        for weights in (False, True)
         for expected in (False, True)
     ),
 ]
