@@ -15,21 +15,18 @@ still reads its own: the experts are known before the first product begins.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from ..activations import GatedActivation, gate_constants, squared_relu
 from ..launch import launch
-from ..pdl import gdc_launch_dependents, gdc_wait, pdl_options
+from ..pdl import gdc_launch_dependents, gdc_wait
 from ..quant.dequant_tile import dequant_tile, load_scale, load_zero, part_column
-from ..quant.quantized_weight import Weight, even_tile, values_of, weight_arguments
-from ..tiles import apply_bias_and_gate, load_tile, prefetch_l2
-
-PREFETCH_BYTES = 32 << 20
-"""Most bytes of weights prefetched before their kernel runs: half of an H200's L2 cache."""
+from ..quant.quantized_weight import Weight, even_tile, values_of
+from ..tiles import load_tile, prefetch_l2
+from .slots import slots_product, store_slots
 
 
 @triton.jit
@@ -183,50 +180,6 @@ def _expert_gemv_kernel(
     )  # fmt: skip
 
 
-@triton.jit
-def store_slots(
-    sums,
-    up_sums,
-    out_ptr,
-    bias_ptr,
-    factor_ptr,
-    residual_ptr,
-    stride_out,
-    stride_residual,
-    target,
-    tile_n,
-    slot,
-    rows,
-    in_r,
-    N: tl.constexpr,
-    GATED: tl.constexpr,
-    BIAS: tl.constexpr,
-    ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr,
-    SQUARED: tl.constexpr,
-    FACTOR: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    BLOCK_COUNT: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Store the sums of a target's slots, [BLOCK_COUNT * BLOCK_N]: with bias, gate or activation,
-    times a slot's factor, added up, and with the residual. slot, rows, in_r: the slot of each sum,
-    its row of the weight, and whether it counts."""
-    sums = apply_bias_and_gate(sums, up_sums, bias_ptr, rows, in_r, N, GATED, BIAS, ALPHA, LIMIT)
-    if SQUARED:
-        sums = squared_relu(sums)
-    if FACTOR:
-        sums *= tl.load(factor_ptr + slot, mask=in_r, other=0.0)
-    out = tl.sum(tl.reshape(sums, [BLOCK_COUNT, BLOCK_N]), axis=0)
-    offs_n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    in_n = offs_n < N
-    if RESIDUAL:
-        residual_ptrs = residual_ptr + target.to(tl.int64) * stride_residual + offs_n
-        out += tl.load(residual_ptrs, mask=in_n, other=0.0).to(tl.float32)
-    out_ptrs = out_ptr + target.to(tl.int64) * stride_out + offs_n
-    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=in_n)
-
-
 class ExpertGemvConfig(NamedTuple):
     """Tiles of a product slot by slot."""
 
@@ -277,84 +230,36 @@ def expert_gemv(
     weight: Weight,
     num_experts: int,
     *,
-    factor: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    activation: GatedActivation | None = None,
-    gated: bool = True,
     config: ExpertGemvConfig | None = None,
     known: bool = False,
-    foreign: bool = False,
+    **options: Any,
 ) -> torch.Tensor:
-    """Without `factor`, compute gate and up of each slot: x [num_tokens, K] → [num_tokens * top_k,
-    N / 2] of x's type. With it, compute down and the sum: x [num_tokens * top_k, K] and factor
-    [num_tokens, top_k] float32 → residual + sum, [num_tokens, N].
+    """Multiply slot by slot: arguments and options as of `slots_product`.
 
-    experts: [num_tokens, top_k] int32, contiguous; weight: [num_experts * N, K]; last strides 1;
-    `out` may be the residual; bias: [num_experts * N], contiguous; `activation`: in place of
-    silu(g) * u; without `gated`: relu(u)² of u alone, [num_tokens * top_k, N], in their place.
     `known`: experts were written before the last kernel on the stream began.
-    `foreign`: experts below 0 or from num_experts on are another rank's; they add nothing to the
-    sum, and nothing is written to their slots.
     """
-    num_tokens, top_k = experts.shape
-    first = factor is None
-    gated = gated and first
+    product = slots_product(x, experts, weight, num_experts, **options)
+    if product.targets == 0:
+        return product.out
+    config = config or expert_gemv_config(weight, product.summed)
     values = values_of(weight)
-    rows = values.shape[0] // num_experts
-    outputs = rows // 2 if gated else rows
-    count, targets = (1, num_tokens * top_k) if first else (top_k, num_tokens)
-    if out is None:
-        out = torch.empty((targets, outputs), dtype=x.dtype, device=x.device)
-    if num_tokens == 0:
-        return out
-    config = config or expert_gemv_config(weight, count)
-    arguments = weight_arguments(weight)
-    item, width = values.element_size(), arguments.format.width
+    item, width = values.element_size(), product.width
     tiles = triton.cdiv(width, config.block_k)
     unroll = max(n for n in range(1, config.unroll + 1) if tiles % n == 0)
-    options = pdl_options(x.device)
-    block_count = triton.next_power_of_2(count)
-    chunks = max(32 * config.num_warps // (block_count * config.block_n), 1)
-    aligned = not (width * item % (16 * chunks) or arguments.strides[0] * item % 16)
+    chunks = max(32 * config.num_warps // (product.block_count * config.block_n), 1)
+    aligned = not (width * item % (16 * chunks) or product.strides[0] * item % 16)
     aligned = aligned and values.data_ptr() % 16 == 0
-    even = outputs % config.block_n == 0 and width % chunks == 0
-    # More would evict the first prefetched weights.
-    fits = targets * count * outputs * width * item <= PREFETCH_BYTES
-    prefetch = known and not first and aligned and even and fits and bool(options)
-    launch(_expert_gemv_kernel, (targets, triton.cdiv(outputs, config.block_n)))(
-        out,
-        x,
-        experts,
-        factor,
-        residual,
-        *arguments.tensors,
-        bias,
-        out.stride(0),
-        x.stride(0),
-        0 if residual is None else residual.stride(0),
-        *arguments.strides,
-        E=num_experts,
-        N=outputs,
-        FORMAT=arguments.format,
-        COUNT=count,
-        DIVIDE=top_k if first else 1,
-        GATED=gated,
-        FACTOR=not first,
-        RESIDUAL=residual is not None,
-        BIAS=bias is not None,
-        **gate_constants(activation),
-        SQUARED=first and not gated,
-        FOREIGN=foreign,
+    even = product.outputs % config.block_n == 0 and width % chunks == 0
+    prefetch = known and aligned and even and product.prefetches(width * item)
+    launch(_expert_gemv_kernel, (product.targets, triton.cdiv(product.outputs, config.block_n)))(
+        *product.tensors,
+        *product.strides,
+        **product.constants,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
         UNROLL=unroll,
         PREFETCH=str(width * item // chunks) if prefetch else None,
         CHUNKS=chunks,
-        BLOCK_COUNT=block_count,
-        PDL=bool(options),
         num_warps=config.num_warps,
-        **options,
     )
-    return out
+    return product.out

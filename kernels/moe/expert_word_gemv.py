@@ -11,20 +11,19 @@ slot; x from the L2 cache once per program. Instructions: about 2 per integer, 3
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 import triton
 import triton.language as tl
 
-from ..activations import GatedActivation, gate_constants
 from ..launch import launch
-from ..pdl import gdc_launch_dependents, gdc_wait, pdl_options
+from ..pdl import gdc_launch_dependents, gdc_wait
 from ..quant.diagonal_sums import diagonal_sums
 from ..quant.int4_unpack import int4_base, int4_tile
-from ..quant.quantized_weight import QuantizedWeight, Weight, weight_arguments
+from ..quant.quantized_weight import QuantizedWeight, Weight
 from ..tiles import prefetch_l2
-from .expert_gemv import PREFETCH_BYTES, store_slots
+from .slots import slots_product, store_slots
 
 BLOCK_N = tl.constexpr(16)
 """Outputs per program: the tensor core's long side."""
@@ -220,66 +219,26 @@ def expert_word_gemv(
     weight: QuantizedWeight,
     num_experts: int,
     *,
-    factor: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    activation: GatedActivation | None = None,
-    gated: bool = True,
     config: ExpertWordConfig | None = None,
     known: bool = False,
-    foreign: bool = False,
+    **options: Any,
 ) -> torch.Tensor:
     """As `expert_gemv`, for what `takes_words` says."""
-    num_tokens, top_k = experts.shape
-    first = factor is None
-    gated = gated and first
-    rows = weight.values.shape[0] // num_experts
-    outputs = rows // 2 if gated else rows
-    count, targets = (1, num_tokens * top_k) if first else (top_k, num_tokens)
-    if out is None:
-        out = torch.empty((targets, outputs), dtype=x.dtype, device=x.device)
-    if num_tokens == 0:
-        return out
-    config = config or expert_word_config(count)
-    block_k = _tile(weight, config.block_k)
-    arguments = weight_arguments(weight)
-    block_count = triton.next_power_of_2(count)
-    options = pdl_options(x.device)
-    row_bytes = 4 * arguments.format.width
-    fits = targets * count * outputs * row_bytes <= PREFETCH_BYTES and row_bytes % 16 == 0
-    prefetch = known and not first and fits and bool(options)
-    launch(_expert_word_gemv_kernel, (targets, triton.cdiv(outputs, BLOCK_N.value)))(
-        out,
-        x,
-        experts,
-        factor,
-        residual,
-        *arguments.tensors,
-        bias,
-        out.stride(0),
-        x.stride(0),
-        0 if residual is None else residual.stride(0),
-        *arguments.strides[1:],
-        E=num_experts,
-        N=outputs,
-        FORMAT=arguments.format,
-        COUNT=count,
-        DIVIDE=top_k if first else 1,
-        GATED=gated,
-        FACTOR=not first,
-        RESIDUAL=residual is not None,
-        BIAS=bias is not None,
-        **gate_constants(activation),
-        SQUARED=first and not gated,
-        FOREIGN=foreign,
-        BLOCK_COUNT=block_count,
+    product = slots_product(x, experts, weight, num_experts, **options)
+    if product.targets == 0:
+        return product.out
+    config = config or expert_word_config(product.summed)
+    row_bytes = 4 * product.width
+    prefetch = known and row_bytes % 16 == 0 and product.prefetches(row_bytes)
+    grid = product.targets, triton.cdiv(product.outputs, BLOCK_N.value)
+    launch(_expert_word_gemv_kernel, grid)(
+        *product.tensors,
+        *product.strides[1:],
+        **product.constants,
         SPLIT=config.split,
-        BLOCK_K=block_k,
+        BLOCK_K=_tile(weight, config.block_k),
         STAGES=config.num_stages,
         PREFETCH=str(row_bytes) if prefetch else None,
-        PDL=bool(options),
-        num_warps=block_count * config.split,
-        **options,
+        num_warps=product.block_count * config.split,
     )
-    return out
+    return product.out
