@@ -21,8 +21,8 @@ import triton.language as tl
 
 from ..launch import launch
 from ..pdl import gdc_launch_dependents, gdc_wait, pdl_options
-from ..quant.diagonal_sums import diagonal_sums
-from ..quant.int4_unpack import int4_base, int4_tile
+from ..quant.diagonal_sums import scaled_sums, word_constants
+from ..quant.int4_unpack import int4_tile
 from ..quant.quantized_weight import QuantizedWeight
 from ..tiles import load_pair, row_epilogue
 
@@ -75,11 +75,8 @@ def _int4_gemv_kernel(
     SLICE: tl.constexpr = BLOCK_K if FLOATS else WIDTH
     STEP: tl.constexpr = 8 if FLOATS else 1
     offs_x = tl.arange(0, 8)[None, :, None] * SLICE + warp * (BLOCK_K * STEP) + offs_k
-    dtype = x_ptr.dtype.element_ty
-    BASE: tl.constexpr = int4_base(dtype)
-    # Without zeros: base and offset together; with zeros: the base, which is a power of two.
-    SUBTRACT: tl.constexpr = BASE if ZERO else BASE + 8
-    constants = tl.full([WARPS, BLOCK_N, BLOCK_K], -SUBTRACT, dtype)
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    constants = word_constants(dtype, ZERO, 8, WARPS, BLOCK_N, BLOCK_K)
     acc = tl.zeros([WARPS, BLOCK_N, 8], tl.float32)
     up_acc = tl.zeros([WARPS, BLOCK_N, 8], tl.float32)
     squares = tl.zeros([WARPS, 8, BLOCK_K], tl.float32)
@@ -101,17 +98,16 @@ def _int4_gemv_kernel(
         x = tl.permute(x, (0, 2, 1))
         if not FLOATS:
             correction = tl.dot(constants, x, input_precision="ieee")
-        sums = diagonal_sums(words, x, offs_part, correction, FLOATS)
+        zero_ptrs = zero_ptr
         if ZERO:
-            zero = tl.load(zero_ptr + group * stride_zero + rows, mask=in_n, other=0)
-            sums += zero.to(tl.float32) * (correction * (1.0 / BASE))
-        acc += sums * scale.to(tl.float32)
+            zero_ptrs = zero_ptr + group * stride_zero + rows
+        acc += scaled_sums(words, x, scale, zero_ptrs, in_n, offs_part, correction, FLOATS, ZERO)
         if GATED:
-            sums = diagonal_sums(up_words, x, offs_part, correction, FLOATS)
             if ZERO:
-                zero = tl.load(zero_ptr + group * stride_zero + N + rows, mask=in_n, other=0)
-                sums += zero.to(tl.float32) * (correction * (1.0 / BASE))
-            up_acc += sums * up_scale.to(tl.float32)
+                zero_ptrs += N
+            up_acc += scaled_sums(
+                up_words, x, up_scale, zero_ptrs, in_n, offs_part, correction, FLOATS, ZERO
+            )
     out = tl.sum(tl.sum(acc, axis=2), axis=0)
     up_out = out
     if GATED:

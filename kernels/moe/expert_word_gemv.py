@@ -19,8 +19,8 @@ import triton.language as tl
 
 from ..launch import launch
 from ..pdl import gdc_launch_dependents, gdc_wait
-from ..quant.diagonal_sums import diagonal_sums
-from ..quant.int4_unpack import int4_base, int4_tile
+from ..quant.diagonal_sums import scaled_sums, word_constants
+from ..quant.int4_unpack import int4_tile
 from ..quant.quantized_weight import QuantizedWeight, Weight
 from ..tiles import prefetch_l2
 from .slots import slots_product, store_slots
@@ -71,6 +71,8 @@ def _expert_word_gemv_kernel(
     """One program: BLOCK_N outputs (and as many gates) of COUNT slots, which are added up; SPLIT
     warps share a slot. FOREIGN: as of `_expert_gemv_kernel`."""
     WIDTH: tl.constexpr = FORMAT.width
+    FLOATS: tl.constexpr = FORMAT.run is not None
+    ZERO: tl.constexpr = FORMAT.has_zero
     WARPS: tl.constexpr = BLOCK_COUNT * SPLIT
     ROWS: tl.constexpr = N * 2 if GATED else N
     target = tl.program_id(0)
@@ -116,14 +118,11 @@ def _expert_word_gemv_kernel(
     x_ptrs = x_ptr + ((slot // DIVIDE).to(tl.int64) * stride_x)[:, None, None] + offs_k
     scale_ptrs = scale_ptr + rows[:, :, None]
     zero_ptrs = zero_ptr
-    if FORMAT.has_zero:
+    if ZERO:
         zero_ptrs = zero_ptr + rows[:, :, None]
     acc = tl.zeros([WARPS, BLOCK_N, PARTS], tl.float32)
     up_acc = acc
-    BASE: tl.constexpr = int4_base(dtype)
-    # Of integers without zeros: base and offset together; with zeros: the base, a power of two.
-    SUBTRACT: tl.constexpr = BASE if FORMAT.has_zero else BASE + FORMAT.offset
-    constants = tl.full([WARPS, BLOCK_N, BLOCK_K], -SUBTRACT, dtype)
+    constants = word_constants(dtype, ZERO, FORMAT.offset, WARPS, BLOCK_N, BLOCK_K)
     correction = tl.zeros([WARPS, BLOCK_N, PARTS], tl.float32)
     for start in tl.range(0, WIDTH, SPLIT * BLOCK_K, num_stages=STAGES):
         first = start + begin
@@ -147,19 +146,18 @@ def _expert_word_gemv_kernel(
                 eviction_policy="evict_first",
             )  # fmt: skip
             up_scale = tl.load(scale_ptrs + N + group * stride_scale, mask=scaled, other=0.0)
-        if FORMAT.run is None:
+        if not FLOATS:
             correction = tl.dot(constants, x, input_precision="ieee")
-        sums = diagonal_sums(words, x, parts, correction, FORMAT.run is not None)
-        if FORMAT.has_zero:
-            zero = tl.load(zero_ptrs + group * stride_zero, mask=scaled, other=0)
-            sums += zero.to(tl.float32) * (correction * (1.0 / BASE))
-        acc += sums * scale.to(tl.float32)
+        zeros = zero_ptrs
+        if ZERO:
+            zeros = zero_ptrs + group * stride_zero
+        acc += scaled_sums(words, x, scale, zeros, scaled, parts, correction, FLOATS, ZERO)
         if GATED:
-            sums = diagonal_sums(up_words, x, parts, correction, FORMAT.run is not None)
-            if FORMAT.has_zero:
-                zero = tl.load(zero_ptrs + N + group * stride_zero, mask=scaled, other=0)
-                sums += zero.to(tl.float32) * (correction * (1.0 / BASE))
-            up_acc += sums * up_scale.to(tl.float32)
+            if ZERO:
+                zeros += N
+            up_acc += scaled_sums(
+                up_words, x, up_scale, zeros, scaled, parts, correction, FLOATS, ZERO
+            )
     sums = _slot_sums(acc, BLOCK_COUNT, SPLIT)
     up_sums = _slot_sums(up_acc, BLOCK_COUNT, SPLIT) if GATED else sums
     expert = tl.load(experts_ptr + slot_r)

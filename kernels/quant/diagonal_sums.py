@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from .e2m1 import e2m1_unit, split_e2m1, unpack_e2m1
-from .int4_unpack import multiply_pairs, unpack_int4
+from .int4_unpack import int4_base, multiply_pairs, unpack_int4
 
 
 @triton.jit
@@ -32,3 +32,31 @@ def diagonal_sums(words, x, offs_part, correction, FLOATS: tl.constexpr):
         part_sums = tl.dot(value, x, correction, input_precision="ieee")
         sums = part_sums if part == 0 else tl.where(offs_part == part, part_sums, sums)
     return sums
+
+
+@triton.jit
+def word_constants(
+    dtype: tl.constexpr, ZERO: tl.constexpr, OFFSET: tl.constexpr, WARPS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Return a tile whose product with x is the `correction` of `diagonal_sums`, [WARPS, BLOCK_N,
+    BLOCK_K]: without zeros of base and offset together, with them of the base alone."""
+    SUBTRACT: tl.constexpr = int4_base(dtype) if ZERO else int4_base(dtype) + OFFSET
+    return tl.full([WARPS, BLOCK_N, BLOCK_K], -SUBTRACT, dtype)
+
+
+@triton.jit
+def scaled_sums(
+    words, x, scale, zero_ptrs, in_scale, offs_part, correction, FLOATS: tl.constexpr,
+    ZERO: tl.constexpr,
+):  # fmt: skip
+    """Return `diagonal_sums` less the zeros, of integers with ZERO, times the scales, as
+    `correction`. scale: of each part; zero_ptrs, in_scale: where their zeros are, and which
+    exist"""
+    sums = diagonal_sums(words, x, offs_part, correction, FLOATS)
+    if ZERO:
+        # The base is a power of two.
+        BASE: tl.constexpr = int4_base(x.dtype)
+        zero = tl.load(zero_ptrs, mask=in_scale, other=0)
+        sums += zero.to(tl.float32) * (correction * (1.0 / BASE))
+    return sums * scale.to(tl.float32)
