@@ -26,8 +26,8 @@ import triton
 import triton.language as tl
 
 from ..launch import launch
-from .delta_chunks import inverse_of
-from .rows import PLACES, Rows, longer_row, softplus
+from .delta_chunks import inverse_of, store_own
+from .rows import PLACES, Rows, log_decay, longer_row
 
 LEAST = tl.constexpr(-9.0)
 """Logarithm of a decay within a block: 8 of them, and a key, fit float32."""
@@ -140,10 +140,7 @@ def _channel_chunk_kernel(
         step = tl.load(steps + line * stride_step + key[None, :], mask=in_k, other=0.0)
         bias = tl.load(bias_ptr + head * K + key, mask=key < K, other=0.0)
         step = step.to(tl.float32) + bias[None, :]
-        if BOUND is None:
-            decay = rate * softplus(step)
-        else:
-            decay = BOUND / (1.0 + tl.exp(rate * step))
+        decay = log_decay(step, rate, BOUND)
         # Tokens behind the row's end neither add nor decay.
         decay = tl.where(in_k, decay, 0.0)
         q *= unit_q[:, None]
@@ -195,14 +192,9 @@ def _channel_chunk_kernel(
         k = tl.load(seen_ptr + numbers, mask=in_k, other=0.0)
         seen = tl.dot(weights, k, input_precision=PRECISION)
         tl.store(seen_ptr + numbers, seen.to(narrow), mask=in_k)
-    for low in tl.static_range(0, V, BLOCK_V):
-        value = low + tl.arange(0, BLOCK_V)
-        in_v = inside[:, None] & (value < V)[None, :]
-        values = v_ptr + begin * stride_v + head * V + line * stride_v + value[None, :]
-        v = tl.load(values, mask=in_v, other=0.0)
-        own = tl.dot(weights, v, input_precision=PRECISION)
-        owns = own_ptr + place * V + line * (HEADS * V) + value[None, :]
-        tl.store(owns, own.to(narrow), mask=in_v)
+    store_own(
+        own_ptr, v_ptr, weights, begin, head, at, inside, stride_v, HEADS, V, BLOCK_V, PRECISION
+    )
 
 
 def channel_delta_chunks(

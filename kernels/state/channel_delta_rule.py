@@ -20,12 +20,11 @@ from typing import NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 
 from ..launch import launch
 from .channel_delta_chunks import channel_delta_chunks
-from .delta_rule import delta_walk_kernel
-from .rows import MOST_ROWS, PLACES, Rows, row_of, softplus
+from .delta_rule import delta_step_kernel, delta_walk_kernel
+from .rows import MOST_ROWS, Rows
 
 VALUES = 16
 """Values per program that walks over tokens."""
@@ -48,72 +47,6 @@ class ChannelTiles(NamedTuple):
 
 
 TILES = ChannelTiles()
-
-
-@triton.jit(do_not_specialize_on_alignment=PLACES)
-def _channel_delta_rule_kernel(
-    out_ptr,
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    step_ptr,
-    beta_ptr,
-    rate_ptr,
-    bias_ptr,
-    state_ptr,
-    query_start_ptr,
-    seq_lens_ptr,
-    slots_ptr,
-    stride_q,
-    stride_k,
-    stride_v,
-    stride_step,
-    stride_beta,
-    scale,
-    strength,
-    HEADS: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BOUND: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    VALUES: tl.constexpr,
-    LONG: tl.constexpr,
-):
-    """One program: VALUES values of one head of one row of at most LONG tokens."""
-    head = tl.program_id(1)
-    start, count, slot, begins = row_of(tl.program_id(0), query_start_ptr, seq_lens_ptr, slots_ptr)
-    if (count == 0) | (count > LONG):
-        return
-    key = tl.arange(0, BLOCK_K)
-    value = tl.program_id(2) * VALUES + tl.arange(0, VALUES)
-    in_k, in_v = key < K, value < V
-    inside = in_k[:, None] & in_v[None, :]
-    states = state_ptr + ((slot * HEADS + head) * K + key[:, None]) * V + value[None, :]
-    state = tl.load(states, mask=inside & (begins == 0), other=0.0).to(tl.float32)
-    rate = tl.load(rate_ptr + head)
-    bias = tl.load(bias_ptr + head * K + key, mask=in_k, other=0.0)
-    for at in range(0, count):
-        token = start + at
-        q = tl.load(q_ptr + token * stride_q + head * K + key, mask=in_k, other=0.0)
-        k = tl.load(k_ptr + token * stride_k + head * K + key, mask=in_k, other=0.0)
-        v = tl.load(v_ptr + token * stride_v + head * V + value, mask=in_v, other=0.0)
-        step = tl.load(step_ptr + token * stride_step + head * K + key, mask=in_k, other=0.0)
-        beta = tl.load(beta_ptr + token * stride_beta + head).to(tl.float32)
-        q, k, v = q.to(tl.float32), k.to(tl.float32), v.to(tl.float32)
-        q *= tl.rsqrt(tl.sum(q * q, axis=0) + 1e-6) * scale
-        k *= tl.rsqrt(tl.sum(k * k, axis=0) + 1e-6)
-        step = step.to(tl.float32) + bias
-        if BOUND is None:
-            decay = rate * softplus(step)
-        else:
-            decay = BOUND / (1.0 + tl.exp(rate * step))
-        state *= tl.exp(decay)[:, None]
-        missing = v - tl.sum(state * k[:, None], axis=0)
-        state += k[:, None] * (missing * (strength / (1.0 + tl.exp(-beta))))[None, :]
-        y = tl.sum(state * q[:, None], axis=0)
-        place = (token * HEADS + head) * V + value
-        tl.store(out_ptr + place, y.to(out_ptr.dtype.element_ty), mask=in_v)
-    tl.store(states, state.to(state_ptr.dtype.element_ty), mask=inside)
 
 
 def channel_delta_rule(
@@ -147,11 +80,12 @@ def channel_delta_rule(
         chunked = CHUNKED
     chunked &= not rows.single and v.dtype != torch.float32
     num_rows = rows.slots.shape[0]
-    launch(_channel_delta_rule_kernel, (num_rows, heads, triton.cdiv(width, VALUES)))(
+    launch(delta_step_kernel, (num_rows, heads, triton.cdiv(width, VALUES)))(
         out, q, k, v, step, beta, rate, dt_bias, state, *places,
         q.stride(0), k.stride(0), v.stride(0), step.stride(0), beta.stride(0), size**-0.5,
-        strength, HEADS=heads, K=size, V=width, BOUND=bound, BLOCK_K=triton.next_power_of_2(size),
-        VALUES=VALUES, LONG=1 if chunked else ANY_LENGTH, num_warps=2,
+        strength, HEADS=heads, GROUPS=heads, K=size, V=width, BOUND=bound,
+        BLOCK_K=triton.next_power_of_2(size), VALUES=VALUES, LONG=1 if chunked else ANY_LENGTH,
+        CHANNELS=True, PDL=False, num_warps=2,
     )  # fmt: skip
     if not chunked:
         return out

@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 
 from ..launch import launch
-from .rows import PLACES, Rows, longer_row, softplus
+from .rows import PLACES, Rows, log_decay, longer_row
 
 NUM_FACTORS = 3
 
@@ -67,6 +67,24 @@ def inverse_of(lower, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
         inverse -= tl.dot(part, inverse, input_precision=PRECISION)
         size *= 2
     return inverse
+
+
+@triton.jit
+def store_own(
+    own_ptr, v_ptr, weights, begin, head, at, inside, stride_v, HEADS: tl.constexpr,
+    V: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Store what a chunk's tokens add if the state before it is zero: weights, [CHUNK, CHUNK] of
+    own_ptr's type, times their values. at, inside: numbers of the tokens, and which exist"""
+    line = at[:, None]
+    for low in tl.static_range(0, V, BLOCK_V):
+        value = low + tl.arange(0, BLOCK_V)
+        in_v = inside[:, None] & (value < V)[None, :]
+        values = v_ptr + begin * stride_v + head * V + line * stride_v + value[None, :]
+        v = tl.load(values, mask=in_v, other=0.0)
+        own = tl.dot(weights, v, input_precision=PRECISION)
+        owns = own_ptr + (begin * HEADS + head) * V + line * (HEADS * V) + value[None, :]
+        tl.store(owns, own.to(own_ptr.dtype.element_ty), mask=in_v)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"], do_not_specialize_on_alignment=PLACES)
@@ -127,7 +145,7 @@ def _delta_chunk_kernel(
     betas = beta_ptr + begin * stride_beta + head
     beta = tl.load(betas + at * stride_beta, mask=inside, other=0.0).to(tl.float32)
     beta = tl.where(inside, 1.0 / (1.0 + tl.exp(-beta)), 0.0)
-    decay = tl.load(rate_ptr + head) * softplus(step + tl.load(bias_ptr + head))
+    decay = log_decay(step + tl.load(bias_ptr + head), tl.load(rate_ptr + head), None)
     # Tokens behind the row's end neither add nor decay.
     decay = tl.where(inside, decay, 0.0)
     total = tl.cumsum(decay, axis=0)
@@ -157,14 +175,9 @@ def _delta_chunk_kernel(
     seens = seen_ptr + place * K + line * (HEADS * K) + key[None, :]
     tl.store(seens, seen.to(narrow), mask=in_k)
     weights = (inverse * beta[None, :]).to(narrow)
-    for low in tl.static_range(0, V, BLOCK_V):
-        value = low + tl.arange(0, BLOCK_V)
-        in_v = inside[:, None] & (value < V)[None, :]
-        values = v_ptr + begin * stride_v + head * V + line * stride_v + value[None, :]
-        v = tl.load(values, mask=in_v, other=0.0)
-        own = tl.dot(weights, v, input_precision=PRECISION)
-        owns = own_ptr + place * V + line * (HEADS * V) + value[None, :]
-        tl.store(owns, own.to(narrow), mask=in_v)
+    store_own(
+        own_ptr, v_ptr, weights, begin, head, at, inside, stride_v, HEADS, V, BLOCK_V, PRECISION
+    )
 
 
 def delta_chunks(

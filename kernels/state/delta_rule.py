@@ -26,7 +26,7 @@ import triton.language as tl
 from ..launch import launch
 from ..pdl import gdc_launch_dependents, gdc_wait, pdl_options
 from .delta_chunks import delta_chunks
-from .rows import MOST_ROWS, PLACES, Rows, long_row, row_of, softplus
+from .rows import MOST_ROWS, PLACES, Rows, log_decay, long_row, row_of
 
 
 class _Tiles(NamedTuple):
@@ -50,8 +50,64 @@ SINGLE_VALUES = 16
 """Values per program for rows of one token."""
 
 
+@triton.jit
+def _delta_token(
+    state,
+    token,
+    head,
+    key,
+    value,
+    rate,
+    bias,
+    out_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    step_ptr,
+    beta_ptr,
+    stride_q,
+    stride_k,
+    stride_v,
+    stride_step,
+    stride_beta,
+    scale,
+    strength,
+    HEADS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BOUND: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    """Store a token's output, and return the state after it, [BLOCK_K, VALUES] float32."""
+    group = head // (HEADS // GROUPS)
+    in_k, in_v = key < K, value < V
+    q = tl.load(q_ptr + token * stride_q + group * K + key, mask=in_k, other=0.0).to(tl.float32)
+    k = tl.load(k_ptr + token * stride_k + group * K + key, mask=in_k, other=0.0).to(tl.float32)
+    v = tl.load(v_ptr + token * stride_v + head * V + value, mask=in_v, other=0.0).to(tl.float32)
+    if CHANNELS:
+        step = tl.load(step_ptr + token * stride_step + head * K + key, mask=in_k, other=0.0)
+    else:
+        step = tl.load(step_ptr + token * stride_step + head)
+    beta = tl.load(beta_ptr + token * stride_beta + head).to(tl.float32)
+    q *= tl.rsqrt(tl.sum(q * q, axis=0) + 1e-6) * scale
+    k *= tl.rsqrt(tl.sum(k * k, axis=0) + 1e-6)
+    left = tl.exp(log_decay(step.to(tl.float32) + bias, rate, BOUND))
+    state *= left[:, None] if CHANNELS else left
+    missing = v - tl.sum(state * k[:, None], axis=0)
+    if strength is None:
+        added = missing / (1.0 + tl.exp(-beta))
+    else:
+        added = missing * (strength / (1.0 + tl.exp(-beta)))
+    state += k[:, None] * added[None, :]
+    y = tl.sum(state * q[:, None], axis=0)
+    place = (token * HEADS + head) * V + value
+    tl.store(out_ptr + place, y.to(out_ptr.dtype.element_ty), mask=in_v)
+    return state
+
+
 @triton.jit(do_not_specialize_on_alignment=PLACES)
-def _delta_step_kernel(
+def delta_step_kernel(
     out_ptr,
     q_ptr,
     k_ptr,
@@ -70,20 +126,27 @@ def _delta_step_kernel(
     stride_step,
     stride_beta,
     scale,
+    strength,
     HEADS: tl.constexpr,
     GROUPS: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
+    BOUND: tl.constexpr,
     BLOCK_K: tl.constexpr,
     VALUES: tl.constexpr,
+    LONG: tl.constexpr,
+    CHANNELS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program: VALUES values of one head of one row, if it has one token."""
+    """One program: VALUES values of one head of one row of at most LONG tokens, one after another.
+
+    CHANNELS: each channel of keys has a decay; strength: of what is added, None: 1; BOUND: see
+    `log_decay`.
+    """
     head = tl.program_id(1)
     start, count, slot, begins = row_of(tl.program_id(0), query_start_ptr, seq_lens_ptr, slots_ptr)
-    if count != 1:
+    if (count == 0) | (count > LONG):
         return
-    group = head // (HEADS // GROUPS)
     key = tl.arange(0, BLOCK_K)
     value = tl.program_id(2) * VALUES + tl.arange(0, VALUES)
     in_k, in_v = key < K, value < V
@@ -91,24 +154,27 @@ def _delta_step_kernel(
     states = state_ptr + ((slot * HEADS + head) * K + key[:, None]) * V + value[None, :]
     state = tl.load(states, mask=inside & (begins == 0), other=0.0).to(tl.float32)
     rate = tl.load(rate_ptr + head)
-    bias = tl.load(bias_ptr + head)
+    if CHANNELS:
+        bias = tl.load(bias_ptr + head * K + key, mask=in_k, other=0.0)
+    else:
+        bias = tl.load(bias_ptr + head)
     if PDL:
         # In a step of rows of one token nothing else writes their states.
         gdc_launch_dependents()
         gdc_wait()
-    q = tl.load(q_ptr + start * stride_q + group * K + key, mask=in_k, other=0.0).to(tl.float32)
-    k = tl.load(k_ptr + start * stride_k + group * K + key, mask=in_k, other=0.0).to(tl.float32)
-    v = tl.load(v_ptr + start * stride_v + head * V + value, mask=in_v, other=0.0).to(tl.float32)
-    q *= tl.rsqrt(tl.sum(q * q, axis=0) + 1e-6) * scale
-    k *= tl.rsqrt(tl.sum(k * k, axis=0) + 1e-6)
-    step = tl.load(step_ptr + start * stride_step + head).to(tl.float32)
-    beta = tl.load(beta_ptr + start * stride_beta + head).to(tl.float32)
-    state *= tl.exp(rate * softplus(step + bias))
-    missing = v - tl.sum(state * k[:, None], axis=0)
-    state += k[:, None] * (missing / (1.0 + tl.exp(-beta)))[None, :]
-    y = tl.sum(state * q[:, None], axis=0)
-    place = (start * HEADS + head) * V + value
-    tl.store(out_ptr + place, y.to(out_ptr.dtype.element_ty), mask=in_v)
+    if LONG == 1:
+        state = _delta_token(
+            state, start, head, key, value, rate, bias, out_ptr, q_ptr, k_ptr, v_ptr, step_ptr,
+            beta_ptr, stride_q, stride_k, stride_v, stride_step, stride_beta, scale, strength,
+            HEADS, GROUPS, K, V, BOUND, CHANNELS,
+        )  # fmt: skip
+    else:
+        for at in range(0, count):
+            state = _delta_token(
+                state, start + at, head, key, value, rate, bias, out_ptr, q_ptr, k_ptr, v_ptr,
+                step_ptr, beta_ptr, stride_q, stride_k, stride_v, stride_step, stride_beta, scale,
+                strength, HEADS, GROUPS, K, V, BOUND, CHANNELS,
+            )  # fmt: skip
     tl.store(states, state.to(state_ptr.dtype.element_ty), mask=inside)
 
 
@@ -229,11 +295,11 @@ def delta_rule(
     places = (rows.query_start, rows.seq_lens, rows.slots)
     block_k = max(16, triton.next_power_of_2(size))
     options = pdl_options(v.device) if rows.single else {}
-    launch(_delta_step_kernel, (num_rows, heads, triton.cdiv(width, SINGLE_VALUES)))(
+    launch(delta_step_kernel, (num_rows, heads, triton.cdiv(width, SINGLE_VALUES)))(
         out, *inputs, state, *places,
         q.stride(0), k.stride(0), v.stride(0), step.stride(0), beta.stride(0), size**-0.5,
-        HEADS=heads, GROUPS=groups, K=size, V=width, BLOCK_K=block_k, VALUES=SINGLE_VALUES,
-        PDL=bool(options), num_warps=2, **options,
+        None, HEADS=heads, GROUPS=groups, K=size, V=width, BOUND=None, BLOCK_K=block_k,
+        VALUES=SINGLE_VALUES, LONG=1, CHANNELS=False, PDL=bool(options), num_warps=2, **options,
     )  # fmt: skip
     if rows.single:
         return out

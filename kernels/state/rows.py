@@ -92,3 +92,13 @@ def long_row(index, query_start_ptr, num_rows, CHUNK: tl.constexpr, LONG: tl.con
 def softplus(x):
     """Return log(1 + exp(x)), float32; x where that is all that is left of it."""
     return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(x)))
+
+
+@triton.jit
+def log_decay(step, rate, BOUND: tl.constexpr):
+    """Return the logarithm of a state's decay, float32: rate softplus(step), or with a BOUND of at
+    most 0, BOUND sigmoid(-rate step)."""
+    if BOUND is None:
+        return rate * softplus(step)
+    else:
+        return BOUND / (1.0 + tl.exp(rate * step))

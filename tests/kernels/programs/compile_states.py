@@ -11,7 +11,6 @@ from uniform_registers import unwritten_reads
 from jackfield.kernels.state import (
     causal_conv,
     channel_delta_chunks,
-    channel_delta_rule,
     delta_chunks,
     delta_net_step,
     delta_rule,
@@ -39,7 +38,8 @@ DELTA = {
     "CHUNK": 64, "PRECISION": "tf32", "CHANNELS": False,
 }  # fmt: skip
 DELTA_SMALL = {**DELTA, "K": 12, "V": 10, "BLOCK_K": 16, "BLOCK_V": 16}
-DELTA_STEP = {**DELTA, "VALUES": 16, "LONG": 1, "PDL": True}
+DELTA_STEP = {**DELTA, "VALUES": 16, "LONG": 1, "BOUND": None, "PDL": True}
+CHANNEL_STEP = {**DELTA_STEP, "GROUPS": 32, "CHANNELS": True, "PDL": False}
 # Kimi Linear.
 CHANNEL_DELTA = {**DELTA, "BLOCK_K": 64, "LEVELS": 2, "BOUND": None}
 DELTA_NET = {
@@ -79,13 +79,13 @@ KERNELS = [
     (delta_chunks._delta_chunk_kernel, DELTA, 4),
     (delta_chunks._delta_chunk_kernel, DELTA_SMALL, 4),
     (delta_chunks._delta_chunk_kernel, DELTA_WIDE, 4),
-    (channel_delta_rule._channel_delta_rule_kernel, {**DELTA_STEP, "BOUND": None}, 2),
-    (channel_delta_rule._channel_delta_rule_kernel, {**DELTA_STEP, "BOUND": -5.0}, 2),
+    (delta_rule.delta_step_kernel, CHANNEL_STEP, 2),
+    (delta_rule.delta_step_kernel, {**CHANNEL_STEP, "BOUND": -5.0, "LONG": 1 << 30}, 2),
     (channel_delta_chunks._channel_chunk_kernel, CHANNEL_DELTA, 8),
     (channel_delta_chunks._channel_chunk_kernel, {**CHANNEL_DELTA, "BOUND": -5.0}, 8),
     (delta_rule.delta_walk_kernel, DELTA, 4, 3),
     (delta_rule.delta_walk_kernel, {**DELTA, "GROUPS": 32, "CHANNELS": True}, 4, 3),
-    (delta_rule._delta_step_kernel, DELTA_STEP, 2),
+    (delta_rule.delta_step_kernel, {**DELTA_STEP, "strength": None}, 2),
     (delta_rule.delta_walk_kernel, DELTA_WIDE, 8),
     (delta_net_step._delta_net_step_kernel, DELTA_NET, 2),
     (delta_net_step._delta_net_step_kernel, MANY_DELTA_NETS, 4),
