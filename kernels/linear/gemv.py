@@ -133,7 +133,7 @@ def _gemv_kernel(
     UNROLL: tl.constexpr,
     BLOCK_X: tl.constexpr,
     PDL: tl.constexpr,
-    EARLY: tl.constexpr,
+    EARLY_LAUNCH: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
     """One program: BLOCK_N outputs (and as many gates)."""
@@ -158,7 +158,7 @@ def _gemv_kernel(
     mean = tl.full([], 0.0, tl.float32)
     norm_scale = tl.full([], 1.0, tl.float32)
     residual = tl.zeros([BLOCK_N], tl.float32)
-    if PDL and EARLY:
+    if PDL and EARLY_LAUNCH:
         gdc_launch_dependents()
     # What comes after the product is loaded before it, so that nothing waits for it at the end.
     bias, up_bias = load_pair(bias_ptr, offs_n, in_n, N, GATED, BIAS)
@@ -222,7 +222,7 @@ def _gemv_kernel(
                         stride_zero, part, FORMAT, SCALED,
                     )  # fmt: skip
                     up_acc += value * x[None, :]
-    if PDL and not EARLY:
+    if PDL and not EARLY_LAUNCH:
         gdc_launch_dependents()
     if RESIDUAL and not ONE_PASS:
         residual = tl.load(residual_ptr + offs_n, mask=in_n, other=0.0).to(tl.float32)
@@ -403,7 +403,7 @@ def gemv(
         UNROLL=_unroll(weight, triton.cdiv(width, block_k)),
         BLOCK_X=triton.next_power_of_2(x.shape[1]) if layer_norm and sums is None else 1,
         PDL=bool(options),
-        EARLY=starts_next_early(config, values.nbytes),
+        EARLY_LAUNCH=starts_next_early(config, values.nbytes),
         AHEAD=config.ahead > 0 and bool(options) and _in_one_piece(weight, config.block_n),
         num_warps=config.num_warps,
         **options,

@@ -75,7 +75,7 @@ def _small_m_matmul_kernel(
     STAGES: tl.constexpr,
     PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
-    EARLY: tl.constexpr,
+    EARLY_LAUNCH: tl.constexpr,
 ):
     """One program: BLOCK_N outputs (and as many gates) of BLOCK_M rows, over 1 / SPLIT_K of K."""
     WIDTH: tl.constexpr = FORMAT.width
@@ -102,7 +102,7 @@ def _small_m_matmul_kernel(
             prefetch_l2(row_ptrs + up_offset, PREFETCH)
     if PDL:
         gdc_wait()
-        if EARLY:
+        if EARLY_LAUNCH:
             gdc_launch_dependents()
     weight_ptrs = row_ptrs[:, None] + offs_k[None, :]
     x_ptrs = x_ptr + offs_m.to(tl.int64)[:, None] * stride_x + begin + offs_k[None, :]
@@ -165,7 +165,7 @@ def _small_m_matmul_kernel(
             scales = next_scales
             if GATED:
                 up_scales = next_up_scales
-    if PDL and not EARLY:
+    if PDL and not EARLY_LAUNCH:
         gdc_launch_dependents()
     if FORMAT.quantized and not FORMAT.grouped:
         scale = tl.load(scale_ptr + offs_n // FORMAT.scale_rows, mask=in_n, other=0.0)
@@ -296,7 +296,7 @@ def small_m_matmul(
         STAGES=config.num_stages,
         PREFETCH=str(prefetch) if prefetch and dependent else None,
         PDL=dependent,
-        EARLY=config.early,
+        EARLY_LAUNCH=config.early,
         num_warps=config.num_warps,
         **options,
     )

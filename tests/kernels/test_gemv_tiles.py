@@ -158,7 +158,7 @@ def test_tiles_say_whether_the_next_kernel_starts_at_once(
     weight = torch.empty(EARLY_BYTES // 2 // width if large else 8, width, dtype=torch.bfloat16)
     x = torch.empty(1, width, dtype=torch.bfloat16)
     gemv(x, weight, config=GemvConfig(4, 64, 1, early))
-    assert [options["EARLY"] for options in launched] == [large if early is None else early]
+    assert [options["EARLY_LAUNCH"] for options in launched] == [large if early is None else early]
 
 
 @pytest.mark.parametrize(

@@ -29,10 +29,10 @@ GEMV = {
     "NORM": True,
     "GATED": False,
     "PDL": True,
-    "EARLY": True,
+    "EARLY_LAUNCH": True,
     "BLOCK_N": 4,
 }
-SMALL_M = {"GATED": False, "STAGES": 3, "PDL": True, "EARLY": True, "PREFETCH": None}
+SMALL_M = {"GATED": False, "STAGES": 3, "PDL": True, "EARLY_LAUNCH": True, "PREFETCH": None}
 KERNELS = [
     (
         split_k_sum._split_k_sum_kernel,
@@ -127,7 +127,7 @@ KERNELS = [
             "BLOCK_K": 1024,
             "UNROLL": 4,
             "PDL": True,
-            "EARLY": False,
+            "EARLY_LAUNCH": False,
         },
         4,
     ),
@@ -145,7 +145,7 @@ KERNELS = [
             "BLOCK_K": 1024,
             "UNROLL": 1,
             "PDL": True,
-            "EARLY": True,
+            "EARLY_LAUNCH": True,
             "AHEAD": True,
         },
         4,
@@ -170,7 +170,7 @@ KERNELS = [
                 "UNROLL": 5,
                 "BLOCK_X": 1 if summed else 8192,
                 "PDL": True,
-                "EARLY": True,
+                "EARLY_LAUNCH": True,
                 "AHEAD": summed,
             },
             4,
@@ -193,7 +193,7 @@ KERNELS = [
             "BLOCK_K": 1024,
             "UNROLL": 3,
             "PDL": True,
-            "EARLY": False,
+            "EARLY_LAUNCH": False,
         },
         4,
         {"norm_ptr": "*fp32"},
@@ -228,7 +228,7 @@ KERNELS = [
             "BLOCK_M": 16,
             "BLOCK_N": 64,
             "BLOCK_K": 64,
-            "EARLY": False,
+            "EARLY_LAUNCH": False,
         },
         4,
     ),
