@@ -6,7 +6,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 RUNS := $(VENV)/.runs
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-gpu test-nightly lint clean
+.PHONY: demo test test-gpu test-nightly mutants lint clean
 
 # What a demo needs; what tests need comes on top of it. Each is installed again when its versions change.
 # torch comes first and pinned to its CPU build here, so that nothing pulls gigabytes of CUDA.
@@ -45,6 +45,11 @@ test-nightly: $(READY)
 
 test-gpu:
 	$(PYTHON) -m pytest -m 'gpu or not slow'
+
+# Small slips in a copy of the package, one at a time: do the tests notice? Hours; goes on where it stopped.
+COUNT ?= 300
+mutants: $(READY)
+	$(BIN)/python tests/mutation/run.py --count $(COUNT) $(if $(ROOMS),--rooms $(ROOMS)) $(if $(AGAIN),--again)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

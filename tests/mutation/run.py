@@ -1,0 +1,157 @@
+"""Makes small slips in a copy of the package, one at a time, and notes which the tests notice."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import venv
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from choice import Chooser, planned
+from slips import Slip
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "docs/benchmarks/mutants.jsonl"
+SLIP_SECONDS = 90.0
+"""For the tests of one slip, the likeliest first; what has not run by then does not run."""
+TEST_SECONDS = 45
+"""A test that takes longer has failed: the slip made it wait for ever."""
+
+
+class Copy:
+    """A copy of the package with an interpreter that imports it, and pytest sessions in it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.root = folder / "jackfield"
+        if self.root.exists():
+            shutil.rmtree(self.root)
+        for name in filter(None, git("ls-files", "-z", "-co", "--exclude-standard").split("\0")):
+            if (ROOT / name).is_file():
+                (self.root / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / name, self.root / name)
+        # Its packages are this interpreter's, but `jackfield` is found in the copy first.
+        venv.create(folder / "venv", symlinks=True, with_pip=False, clear=True)
+        (packages,) = (folder / "venv/lib").glob("python*/site-packages")
+        paths = [str(folder), *(path for path in sys.path if path.endswith("site-packages"))]
+        (packages / "copy.pth").write_text("\n".join(paths) + "\n")
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        environment |= {"TRITON_INTERPRET": "1", "HF_HUB_OFFLINE": "1"}
+        environment |= {"TOKENIZERS_PARALLELISM": "false", "VIRTUAL_ENV": str(folder / "venv")}
+        self._sessions = subprocess.Popen(
+            [str(folder / "venv/bin/python"), str(self.root / "tests/mutation/session.py")],
+            cwd=self.root, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            text=True,
+        )  # fmt: skip
+
+    def run(self, *arguments: str, seconds: float) -> dict[str, Any]:
+        """One pytest session, as `session.run`."""
+        assert self._sessions.stdin is not None and self._sessions.stdout is not None
+        options = ["-p", "no:cacheprovider", "-p", "no:xdist", f"--timeout={TEST_SECONDS}"]
+        request = {"arguments": [*options, *arguments], "seconds": seconds}
+        print(json.dumps(request), file=self._sessions.stdin, flush=True)
+        return json.loads(self._sessions.stdout.readline())  # type: ignore[no-any-return]
+
+    def write(self, file: str, source: bytes) -> None:
+        """Each time with another time of change, or Python would read the bytecode of the last."""
+        changed = (self.root / file).stat().st_mtime + 2
+        (self.root / file).write_bytes(source)
+        os.utime(self.root / file, (changed, changed))
+
+
+def tried(copy: Copy, chooser: Chooser, slip: Slip, spared: set[str]) -> dict[str, Any]:
+    """What the tests say of one slip.
+
+    A test counts only if it passes without the slip; others are added to `spared`, and not run.
+    """
+    source = (copy.root / slip.file).read_bytes()
+    files = chooser.of(slip)
+    while True:
+        copy.write(slip.file, slip.applied(source))
+        try:
+            deselected = [f"--deselect={name}" for name in sorted(spared)]
+            outcome = copy.run("-x", *files, *deselected, seconds=SLIP_SECONDS)
+        finally:
+            copy.write(slip.file, source)
+        by = next(iter(outcome["failed"]), None)
+        if by is None or copy.run(by, seconds=SLIP_SECONDS)["status"] == 0:
+            break
+        if not outcome["collected"]:
+            files.remove(by)
+        spared.add(by)
+    ran = [name.partition("::")[0] for name in [*outcome["passed"], *outcome["failed"]]]
+    result = "survived"
+    if by is not None:
+        result = "killed" if outcome["collected"] else "killed at import"
+    elif outcome["status"] not in (None, 0):  # The session itself broke.
+        result = "killed at import"
+    return {
+        "tests": list(dict.fromkeys(ran)), "num_tests": len(outcome["passed"]), "result": result,
+        "by": by, "seconds": outcome["seconds"],
+    }  # fmt: skip
+
+
+def known_results(path: Path) -> dict[str, dict[str, Any]]:
+    """The last line of each slip, by its key."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {record["key"]: record for record in map(json.loads, lines)}
+
+
+def summary(results: dict[str, dict[str, Any]], planned: int) -> str:
+    counts = Counter(record["result"] for record in results.values())
+    equivalent = sum("equivalent" in record for record in results.values())
+    killed = counts.total() - counts["survived"]
+    return (
+        f"{counts.total()} slips of {planned}: {killed} killed,"
+        f" {counts['killed at import']} of them at import, {counts['survived']} survived,"
+        f" {equivalent} of them equivalent:"
+        f" {killed / max(1, counts.total() - equivalent):.1%} of the others killed"
+    )
+
+
+def git(*arguments: str) -> str:
+    return subprocess.run(
+        ["git", *arguments], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True
+    ).stdout
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--count", type=int, default=300, help="how many slips of the plan")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--rooms", nargs="*", default=[], help="only these directories")
+    parser.add_argument("--again", action="store_true", help="the survivors without a reason too")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    copy = Copy(Path(os.environ.get("MUTANTS_COPY", Path(tempfile.gettempdir()) / "mutants")))
+    chooser = Chooser(copy.root)
+    slips = planned(copy.root, options.seed, options.rooms)
+    results = known_results(options.results)
+    spared: set[str] = set()
+    for slip in slips[: options.count]:
+        known = results.get(slip.key)
+        survivor = known and known["result"] == "survived" and "equivalent" not in known
+        if known and not (options.again and survivor):
+            continue
+        record = {
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "commit": git("rev-parse", "--short", "HEAD").strip(),
+            "key": slip.key, "file": slip.file, "line": slip.line, "kind": slip.kind,
+            "before": slip.before, "after": slip.after, **tried(copy, chooser, slip, spared),
+        }  # fmt: skip
+        results[slip.key] = record
+        with options.results.open("a") as file:
+            print(json.dumps(record), file=file)
+        print(f"{slip.file}:{slip.line}: {slip.kind}: {record['result']}", flush=True)
+    print(summary(results, len(slips)))
+
+
+if __name__ == "__main__":
+    main()
