@@ -126,10 +126,10 @@ PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "Store weights in another form": {
         "jackfield.core.loading.quantization_config": ("ConfigReader", "is_ignored"),
-        "jackfield.core.nn.packed": ("PackedWeight",),
         "jackfield.core.nn.quantized": (
-            "PRODUCTS", "LinearSpec", "PackedLinear", "QuantizedLinear", "TensorSpec",
+            "PRODUCTS", "LinearSpec", "QuantizedLinear", "QuantizedWeightLinear", "TensorSpec",
         ),
+        "jackfield.core.nn.quantized_weight": ("QuantizedWeight",),
     },
     "Move KV blocks": {
         "jackfield.plugins.kv_connectors.options": ("read_options",),

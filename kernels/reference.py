@@ -280,7 +280,7 @@ def gemv(
 
     x: [M, K], any number of rows; weight: [N, K], the gate's rows first when gated.
     """
-    if isinstance(weight, QuantizedWeight):
+    if not isinstance(weight, torch.Tensor):
         weight = dequantize_weight(weight, torch.float32)
     wide = x.float()
     if norm is not None:

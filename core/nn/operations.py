@@ -14,11 +14,12 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 import torch
 import torch.nn.functional as F
 
+from ..old_names import RenamedMethod, adopt_overrides
 from .activations import ACTIVATIONS, ExpertActivation
 from .kv_cache.quantized_cache import QuantizedCache, write_blocks
 from .latent.index_operations import IndexOperations
 from .latent.operations import LatentOperations
-from .packed import PackedWeight, dequantize
+from .quantized_weight import QuantizedWeight, dequantize
 from .ragged import RaggedRows
 from .routing import Routing, RoutingRule, choose_experts
 from .state.operations import StateOperations
@@ -95,7 +96,7 @@ class DenseRows(NamedTuple):
     """Indices [num_rows] int64 → those rows, dequantised, [num_rows, in_features]"""
 
 
-ExpertWeight: TypeAlias = torch.Tensor | PackedWeight | DenseRows
+ExpertWeight: TypeAlias = torch.Tensor | QuantizedWeight | DenseRows
 """One linear layer of E experts, stacked: a weight of [E * out_features, in_features]."""
 
 
@@ -139,6 +140,7 @@ class Operations(
 
     def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)
+        adopt_overrides(cls)
         if "features" not in vars(cls):
             cls.features = frozenset(
                 name for name in cls.features if name.partition(".")[0] not in vars(cls)
@@ -301,10 +303,10 @@ class Operations(
         low = torch.expm1(torch.minimum(wide, eps)) - wide
         return (beta * wide + torch.where(wide > 0, above * wide * wide, below * low)).to(x.dtype)
 
-    def packed_linear(
+    def quantized_linear(
         self,
         x: torch.Tensor,
-        weight: PackedWeight,
+        weight: QuantizedWeight,
         bias: torch.Tensor | None = None,
         *,
         norm: Norm | None = None,
@@ -320,6 +322,8 @@ class Operations(
             assert residual is None, "a gate has no residual"
             return self.gated_linear(x, dense, bias, norm=norm)
         return self.linear(x, dense, bias, norm=norm, residual=residual)
+
+    packed_linear = RenamedMethod("quantized_linear")
 
     def route(self, logits: torch.Tensor, rule: RoutingRule) -> Routing:
         """Choose each token's experts. logits: [T, num_experts]; of equal scores, the lower number

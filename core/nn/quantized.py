@@ -14,11 +14,12 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import nn
 
+from ..old_names import module_getattr
 from ..parallel.expert_share import ExpertShare
 from ..parallel.sharding import Features, Sharding
 from .norm import before_product
 from .operations import DenseRows, ExpertWeight, Operations, PositionRows, with_positions
-from .packed import PackedWeight, dequantize
+from .quantized_weight import QuantizedWeight, dequantize
 
 Axis: TypeAlias = tuple[Features, int]
 """Features that a dimension of a tensor runs over, and how many an element is for."""
@@ -36,7 +37,7 @@ class LinearSpec:
     role: Role
     """"linear": a product. "head": the product that computes logits. "embedding": rows are looked
     up, and with tied embeddings it also computes the logits. "experts": one linear layer of all
-    experts of a mixture, as shards; its replacement is a `PackedLinear`, or has `rows`."""
+    experts of a mixture, as shards; its replacement is a `QuantizedWeightLinear`, or has `rows`."""
     in_features: int
     shards: Mapping[str, int]
     """Shard name → its rows; the layer's weight stacks them in this order. A plain layer has one,
@@ -176,27 +177,27 @@ class QuantizedLinear(nn.Module):
     @property
     def bank(self) -> ExpertWeight:
         """Return the weight of experts that the operations multiply by. Kernels read a
-        `PackedWeight`; for other weights the operations call `rows` for one expert at a time,
+        `QuantizedWeight`; for other weights the operations call `rows` for one expert at a time,
         chosen or not."""
         return DenseRows(self.spec.out_features, self.rows)
 
 
-class PackedLinear(QuantizedLinear):
-    """A layer of one `PackedWeight`, which `pack` makes from the checkpoint's tensors."""
+class QuantizedWeightLinear(QuantizedLinear):
+    """A layer of one `QuantizedWeight`, which `pack` makes from the checkpoint's tensors."""
 
-    weight: PackedWeight
+    weight: QuantizedWeight
 
-    def pack(self, shards: Mapping[str, Mapping[str, torch.Tensor]]) -> PackedWeight:
+    def pack(self, shards: Mapping[str, Mapping[str, torch.Tensor]]) -> QuantizedWeight:
         """Return the layer's weight. Arguments and errors as for `process`."""
         raise NotImplementedError
 
     def process(self, shards: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """Keep the packed weight's tensors."""
-        packed = self.pack(shards)
-        packed_tensors: dict[str, Any] = {
-            name: self.keep(name, part) for name, part in packed.tensors().items()
+        """Keep the tensors of the weight that `pack` returns."""
+        weight = self.pack(shards)
+        kept: dict[str, Any] = {
+            name: self.keep(name, tensor) for name, tensor in weight.tensors().items()
         }
-        self.weight = packed._replace(**packed_tensors)
+        self.weight = weight._replace(**kept)
 
     def forward(
         self,
@@ -207,7 +208,7 @@ class PackedLinear(QuantizedLinear):
     ) -> torch.Tensor:
         """[num_tokens, in_features] → [num_tokens, out_features]; `residual` may be overwritten."""
         x, fused = before_product(x, norm)
-        return self.spec.operations.packed_linear(
+        return self.spec.operations.quantized_linear(
             x,
             self.weight,
             self.bias,
@@ -252,3 +253,8 @@ class QuantizedEmbedding(nn.Module):
     ) -> torch.Tensor:
         """[num_rows, hidden_size] → [num_rows, vocab_size]"""
         return self.layer.logits(hidden, norm=norm, factor=factor)
+
+
+__getattr__ = module_getattr(
+    __name__, {"PackedLinear": "jackfield.core.nn.quantized.QuantizedWeightLinear"}
+)

@@ -15,11 +15,11 @@ class QuantizationMethod(Protocol):
     """A method of storing and applying weights: a checkpoint format, or rounding at load.
 
     One instance serves a model. It chooses the replacement of each layer: `core.nn.quantized` has
-    the base classes of such layers, `core.nn.packed` the layouts that the operations multiply by; a
-    method that repacks into one of these needs no kernel of its own. One linear layer of all
-    experts of a mixture (`core.nn.experts`) is a merged layer of the role "experts"; return None
-    for an unknown role. Scales of an fp8 cache need no method: the checkpoint's `k_scale` and
-    `v_scale` go to the attention layers.
+    the base classes of such layers, `core.nn.quantized_weight` the layouts that the operations
+    multiply by; a method that repacks into one of these needs no kernel of its own. One linear
+    layer of all experts of a mixture (`core.nn.experts`) is a merged layer of the role "experts";
+    return None for an unknown role. Scales of an fp8 cache need no method: the checkpoint's
+    `k_scale` and `v_scale` go to the attention layers.
     """
 
     name: ClassVar[str]

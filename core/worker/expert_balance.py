@@ -13,7 +13,7 @@ from ..errors import ConfigError
 from ..nn.expert_balance.placement import Placement, balanced, rank_loads
 from ..nn.expert_balance.places import ExpertBalance
 from ..nn.experts import ExpertLinear, Experts
-from ..nn.quantized import PackedLinear
+from ..nn.quantized import QuantizedWeightLinear
 from ..parallel.ranks import Group
 
 logger = logging.getLogger("jackfield.worker")
@@ -131,7 +131,7 @@ def _by_place(name: str, layer: Any, num_places: int) -> list[torch.Tensor]:
     """Return views of a layer's tensors, by place in their first dimension. Raises ConfigError."""
     if isinstance(layer, ExpertLinear):
         views = [layer.weight.data.unflatten(0, (num_places, -1))]
-    elif isinstance(layer, PackedLinear) and layer.weight.input_scale is None:
+    elif isinstance(layer, QuantizedWeightLinear) and layer.weight.input_scale is None:
         weight = layer.weight
         views = [weight.values.data.unflatten(0, (num_places, -1))]
         for part in (weight.scale, weight.zero):

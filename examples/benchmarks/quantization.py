@@ -72,22 +72,19 @@ class Report:
 
 def packed(name: str, rows: int, size: int) -> Any:
     """A random weight of [rows, size] in a format, as the operations take it."""
-    from jackfield.core.nn.packed import PackedWeight, round_to_fp8, round_to_int8, round_to_words
+    from jackfield.core.nn.quantized_weight import (
+        QuantizedWeight,
+        round_to_fp8,
+        round_to_int8,
+        round_to_words,
+    )
 
     dense = torch.randn(rows, size, device="cuda", dtype=BF16) / size**0.5
     if name == "int4":
         words, scale = round_to_words(dense, 4, 128)
-        return PackedWeight(words, scale, 128, bits=4)
+        return QuantizedWeight(words, scale, 128, bits=4)
     values, row_scale = (round_to_fp8 if name == "fp8" else round_to_int8)(dense)
-    return PackedWeight(values, row_scale[None], size, inputs="quantized")
-
-
-def for_kernels(weight: Any) -> Any:
-    from jackfield.kernels.quant.quantized_weight import QuantizedWeight
-
-    return QuantizedWeight(
-        weight.values, weight.scale, weight.zero, weight.group_size, weight.scale_rows, weight.bits
-    )
+    return QuantizedWeight(values, row_scale[None], size, inputs="quantized")
 
 
 # ---------------------------------------------------------------- check
@@ -132,17 +129,15 @@ def check(report: Report) -> bool:
         FORMATS[1:], PROJECTIONS.items()
     ):
         weight = packed(name, rows, size)
-        dense = reference.dequantize_weight(for_kernels(weight), torch.float32)
-        compare(
-            f"unpack {name} {projection}", dequantize_weight(for_kernels(weight), BF16), dense, 4e-3
-        )
+        dense = reference.dequantize_weight(weight, torch.float32)
+        compare(f"unpack {name} {projection}", dequantize_weight(weight, BF16), dense, 4e-3)
         for tokens in (1, 2, 16, 17, 64, 128, 256, 300):
             x = torch.randn(tokens, size, device="cuda", dtype=BF16)
             scale = Norm(torch.rand(size, device="cuda", dtype=BF16) + 0.5, 1e-6)
             bias = torch.randn(rows, device="cuda", dtype=BF16) / 10
             residual = None if gated else torch.randn(tokens, rows, device="cuda", dtype=BF16)
             residual_before = None if residual is None else residual.clone()
-            output = triton.packed_linear(
+            output = triton.quantized_linear(
                 x, weight, bias, norm=scale, residual=residual, gated=gated
             )
             wide = Norm(scale.weight.float(), scale.eps)
@@ -163,13 +158,13 @@ def graph_check(triton: Any, compare: Callable[..., None]) -> None:
     for name, tokens in itertools.product(FORMATS[1:], (1, 16, 64)):
         weight = packed(name, 4096, 4096)
         x = torch.randn(tokens, 4096, device="cuda", dtype=BF16)
-        triton.packed_linear(x, weight)
+        triton.quantized_linear(x, weight)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            out = triton.packed_linear(x, weight)
+            out = triton.quantized_linear(x, weight)
         x.copy_(torch.randn_like(x))
         graph.replay()
-        compare(f"recorded {name} x{tokens}", out, triton.packed_linear(x, weight), 0.0)
+        compare(f"recorded {name} x{tokens}", out, triton.quantized_linear(x, weight), 0.0)
 
 
 # ---------------------------------------------------------------- kernels
@@ -213,14 +208,14 @@ def product(name: str, rows: int, size: int, gated: bool, tokens: int, config: A
             return lambda: call(x, dense, norm=norm)
         weight = packed(name, rows, size)
         if config is not None and tokens == 1:
-            return lambda: gemv(x, for_kernels(weight), norm=norm, gated=gated, config=config)
+            return lambda: gemv(x, weight, norm=norm, gated=gated, config=config)
         if config is not None:
             room = SplitKWorkspace(
                 torch.empty(tokens * rows * config.split_k, device="cuda"),
                 torch.zeros(MAX_TILES, device="cuda", dtype=torch.int32),
             )
-            return lambda: small_m_matmul(x, for_kernels(weight), config=config, workspace=room)
-        return lambda: operations.packed_linear(x, weight, norm=norm, gated=gated)
+            return lambda: small_m_matmul(x, weight, config=config, workspace=room)
+        return lambda: operations.quantized_linear(x, weight, norm=norm, gated=gated)
 
     return make
 

@@ -30,7 +30,6 @@ from ..launch import launch
 from ..pdl import gdc_launch_dependents, gdc_wait, pdl_options
 from ..quant.dequant_tile import dequant_tile, load_scale, load_zero, part_column
 from ..quant.quantized_weight import (
-    QuantizedWeight,
     Weight,
     largest_tile,
     values_of,
@@ -291,7 +290,7 @@ def gemv_config(weight: Weight, gated: bool) -> GemvConfig:
     if values.device.type == "cpu":
         # Triton's interpreter takes milliseconds per program, whatever its size.
         return GemvConfig(32, 2048, 4)
-    if not isinstance(weight, QuantizedWeight):
+    if isinstance(weight, torch.Tensor):
         whole = width > 2560 and outputs > 65536
         if 2048 < width <= 4096 and (whole or (gated and width % 1024)):
             return GemvConfig(2, 4096, 4)
@@ -322,7 +321,7 @@ def gemv_config(weight: Weight, gated: bool) -> GemvConfig:
 
 def _unroll(weight: Weight, tiles: int) -> int:
     """Return the tiles per loop iteration: all, unless a program would be megabytes of code."""
-    if not isinstance(weight, QuantizedWeight) or (weight.pack_factor == 1 and tiles <= 16):
+    if isinstance(weight, torch.Tensor) or (weight.pack_factor == 1 and tiles <= 16):
         return tiles
     return next(count for count in (4, 3, 2, 1) if tiles % count == 0)
 

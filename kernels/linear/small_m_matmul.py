@@ -31,7 +31,6 @@ from ..launch import launch
 from ..pdl import gdc_launch_dependents, gdc_wait, pdl_options
 from ..quant.dequant_tile import dot_part, load_part_scales, unpack_tile
 from ..quant.quantized_weight import (
-    QuantizedWeight,
     Weight,
     even_tile,
     values_of,
@@ -244,7 +243,7 @@ def small_m_matmul(
     if residual is not None and gated:
         raise ValueError("a gated product takes no residual")
     block_k, split_k = config.block_k, config.split_k
-    if isinstance(weight, QuantizedWeight):
+    if not isinstance(weight, torch.Tensor):
         if weight.e2m1_run is not None:
             raise ValueError("4-bit floats are for quant_matmul")
         block_k = even_tile(weight, block_k)

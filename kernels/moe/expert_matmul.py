@@ -30,7 +30,6 @@ from ..launch import launch
 from ..pdl import gdc_launch_dependents, gdc_wait, pdl_options
 from ..quant.dequant_tile import dot_part, load_part_scales, part_column, unpack_tile
 from ..quant.quantized_weight import (
-    QuantizedWeight,
     Weight,
     even_tile,
     values_of,
@@ -217,7 +216,7 @@ def expert_matmul_config(
     elif values.dtype == torch.int32:
         # Gates go with small tiles, as both products' sums and numbers share the registers.
         block_m = block_m if gated else min(block_m, 64)
-        floats = isinstance(weight, QuantizedWeight) and weight.e2m1_run is not None
+        floats = not isinstance(weight, torch.Tensor) and weight.e2m1_run is not None
         rows, block_k, num_warps, num_stages = {
             16: (128, 32, 4, 3),
             32: (128 if gated else 64, 32, 4, 2),
@@ -291,7 +290,7 @@ def expert_matmul(
         num_slots, num_experts, weight, gated, in_8_bits=in_8_bits
     )
     block_k = even_tile(weight, config.block_k)
-    if not (isinstance(weight, QuantizedWeight) and weight.grouped):
+    if isinstance(weight, torch.Tensor) or not weight.grouped:
         block_k = max(block_k, SMALLEST_TILE_IN_8_BITS if in_8_bits else SMALLEST_TILE)
     elif block_k < SMALLEST_TILE:
         raise ValueError(f"groups of {weight.group_size} leave tiles of {block_k} columns")
@@ -331,6 +330,6 @@ def expert_matmul(
 
 def expert_matmul_supports(weight: Weight) -> bool:
     """Return whether the weight's groups are wide enough for the tensor core."""
-    if not isinstance(weight, QuantizedWeight) or not weight.grouped:
+    if isinstance(weight, torch.Tensor) or not weight.grouped:
         return True
     return even_tile(weight, SMALLEST_TILE) >= SMALLEST_TILE

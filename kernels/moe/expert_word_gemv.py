@@ -204,7 +204,7 @@ def takes_words(weight: Weight, x: torch.Tensor) -> TypeGuard[QuantizedWeight]:
     """Return whether the tensor core can take the weight's 4-bit numbers as x's type."""
     if x.dtype not in (torch.bfloat16, torch.float16):
         return False
-    if not isinstance(weight, QuantizedWeight) or not _tile(weight, SMALLEST_TILE):
+    if isinstance(weight, torch.Tensor) or not _tile(weight, SMALLEST_TILE):
         return False
     if not weight.values.is_contiguous():
         return False

@@ -63,7 +63,7 @@ def _dequantize_weight_kernel(
 def dequantize_weight(weight: QuantizedWeight, dtype: torch.dtype) -> torch.Tensor:
     """Return the weight as [N, K] of `dtype`, contiguous; computed in float32, rounded once."""
     rows, width = weight.values.shape
-    out = torch.empty((rows, weight.size), dtype=dtype, device=weight.values.device)
+    out = torch.empty((rows, weight.in_features), dtype=dtype, device=weight.values.device)
     arguments = weight_arguments(weight)
     launch(_dequantize_weight_kernel, (triton.cdiv(rows, BLOCK_N), triton.cdiv(width, BLOCK_K)))(
         out,

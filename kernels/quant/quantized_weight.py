@@ -12,45 +12,54 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 import triton
 
-WORD_BITS = 32
 
+class QuantizedWeight(Protocol):
+    """A quantized weight of [N, K]: what kernels read of `core.nn.quantized_weight`'s, which they
+    do not import. The order of its columns is left to the caller."""
 
-class QuantizedWeight(NamedTuple):
-    """A quantized weight of [N, K]."""
+    @property
+    def values(self) -> torch.Tensor:
+        """[N, K] float8_e4m3fn or int8, or [N, K * bits / 32] int32; last stride 1, of 4-bit floats
+        contiguous"""
 
-    values: torch.Tensor
-    """[N, K] float8_e4m3fn or int8, or [N, K * bits / 32] int32; last stride 1, of 4-bit floats
-    contiguous"""
-    scale: torch.Tensor
-    """[groups, ceil(N / scale_rows)], last stride 1"""
-    zero: torch.Tensor | None
-    """[groups, N] uint8, last stride 1; None: 0, and for words 2 ** (bits - 1)"""
-    group_size: int
-    scale_rows: int
-    bits: int
-    e2m1_run: int | None = None
-    """Of words with 4-bit floats: how many are side by side; only the last run may be shorter, and
-    each part is in one group. None: integers."""
+    @property
+    def scale(self) -> torch.Tensor:
+        """[groups, ceil(N / scale_rows)], last stride 1"""
+
+    @property
+    def zero(self) -> torch.Tensor | None:
+        """[groups, N] uint8, last stride 1; None: 0, and for words 2 ** (bits - 1)"""
+
+    @property
+    def group_size(self) -> int: ...
+
+    @property
+    def scale_rows(self) -> int: ...
+
+    @property
+    def bits(self) -> int: ...
+
+    @property
+    def e2m1_run(self) -> int | None:
+        """Of words with 4-bit floats: how many are side by side; only the last run may be shorter,
+        and each part is in one group. None: integers."""
 
     @property
     def pack_factor(self) -> int:
         """Columns per element of `values`."""
-        return WORD_BITS // self.bits if self.values.dtype == torch.int32 else 1
 
     @property
-    def size(self) -> int:
+    def in_features(self) -> int:
         """K, the number of columns."""
-        return int(self.values.shape[1]) * self.pack_factor
 
     @property
     def grouped(self) -> bool:
         """Whether a row has several scales."""
-        return self.group_size < self.size
 
 
 Weight: TypeAlias = torch.Tensor | QuantizedWeight
@@ -88,7 +97,7 @@ class WeightArguments(NamedTuple):
 
 
 def weight_arguments(weight: Weight) -> WeightArguments:
-    if not isinstance(weight, QuantizedWeight):
+    if isinstance(weight, torch.Tensor):
         width = int(weight.shape[1])
         dense = TileFormat(False, width, 1, 8, width, 1, False, False, 0)
         return WeightArguments((weight, None, None), (weight.stride(0), 0, 0), dense)
@@ -115,7 +124,7 @@ def weight_arguments(weight: Weight) -> WeightArguments:
 
 def values_of(weight: Weight) -> torch.Tensor:
     """Return the [N, width] elements or words of a weight."""
-    return weight.values if isinstance(weight, QuantizedWeight) else weight
+    return weight if isinstance(weight, torch.Tensor) else weight.values
 
 
 def largest_tile(weight: Weight, limit: int) -> int:
@@ -124,7 +133,7 @@ def largest_tile(weight: Weight, limit: int) -> int:
     With several scales per row, a tile's columns share one scale per part.
     """
     width = int(values_of(weight).shape[1])
-    if isinstance(weight, QuantizedWeight) and weight.grouped:
+    if not isinstance(weight, torch.Tensor) and weight.grouped:
         common = weight.e2m1_run or math.gcd(width, weight.group_size)
         return int(min(limit, common & -common))
     return int(min(limit, triton.next_power_of_2(width)))
@@ -133,7 +142,7 @@ def largest_tile(weight: Weight, limit: int) -> int:
 def even_tile(weight: Weight, limit: int) -> int:
     """Return `largest_tile`, or a smaller one, down to a quarter of `limit`, that divides a row."""
     width = int(values_of(weight).shape[1])
-    if isinstance(weight, QuantizedWeight) and weight.grouped:
+    if not isinstance(weight, torch.Tensor) and weight.grouped:
         return largest_tile(weight, limit)
     even = min(width & -width, limit)
     return even if 4 * even >= limit else largest_tile(weight, limit)

@@ -9,7 +9,7 @@ import torch
 
 from ...core.nn.activations import ClampedSwiGLU, LimitedSwiGLU
 from ...core.nn.operations import DenseRows
-from ...core.nn.packed import PackedWeight, pack_e2m1, round_to_words
+from ...core.nn.quantized_weight import QuantizedWeight, pack_e2m1, round_to_words
 from ...core.nn.routing import Routing, RoutingRule
 from .operation_arguments import REFERENCE, SIZE, TOKENS, wide
 
@@ -95,7 +95,7 @@ class ExpertChecks:
             draw = torch.Generator().manual_seed(5)
             words = pack_e2m1(torch.randint(0, 16, (number * SIZE, inner), generator=draw), 32)
             scale = (torch.rand(inner // 32, number * SIZE, generator=draw) + 0.5) / 3 / inner**0.5
-            down: Any = PackedWeight(
+            down: Any = QuantizedWeight(
                 words.to(self.device), scale.to(self.device, dtype), 32, bits=4, e2m1_run=32
             )
         elif kind in ("4 bits", "fp8"):
@@ -103,7 +103,7 @@ class ExpertChecks:
             words, scale = round_to_words(
                 self.draw(number * SIZE, inner, dtype=dtype, seed=5, scale=inner**-0.5), 4, 32
             )
-            down = PackedWeight(words, scale, 32, bits=4)
+            down = QuantizedWeight(words, scale, 32, bits=4)
         else:
             gate_up = self.draw(number * 2 * inner, SIZE, dtype=dtype, seed=6, scale=SIZE**-0.5)
             down = self.draw(number * SIZE, inner, dtype=dtype, seed=5, scale=inner**-0.5)

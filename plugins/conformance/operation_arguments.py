@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ...core.nn.operations import CenteredNorm, Norm, Operations
-from ...core.nn.packed import PackedWeight
+from ...core.nn.quantized_weight import QuantizedWeight
 
 REFERENCE = Operations()
 TOKENS = (1, 2, 5, 33)
@@ -18,7 +18,7 @@ SIZE = 256
 
 def wide(value: Any) -> Any:
     """Convert to float32; objects without numbers are returned unchanged."""
-    if isinstance(value, PackedWeight):
+    if isinstance(value, QuantizedWeight):
         return value._replace(scale=value.scale.float())
     if isinstance(value, torch.Tensor):
         return value.float() if value.is_floating_point() and value.dtype.itemsize > 1 else value
@@ -37,7 +37,7 @@ def copied(value: Any) -> Any:
         return Norm(value.weight.clone(), value.eps)
     if isinstance(value, CenteredNorm):
         return value._replace(weight=copied(value.weight), bias=copied(value.bias))
-    if isinstance(value, PackedWeight):
+    if isinstance(value, QuantizedWeight):
         parts: dict[str, Any] = {name: part.clone() for name, part in value.tensors().items()}
         return value._replace(**parts)
     return value
@@ -47,7 +47,7 @@ def tensors(value: Any) -> list[torch.Tensor]:
     """Return the tensors in an argument."""
     if isinstance(value, torch.Tensor):
         return [value]
-    if isinstance(value, PackedWeight):
+    if isinstance(value, QuantizedWeight):
         return list(value.tensors().values())
     return [value.weight] if isinstance(value, Norm) else []
 

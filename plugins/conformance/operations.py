@@ -25,8 +25,8 @@ from ...core.nn.operations import (
     Operations,
     PositionRows,
 )
-from ...core.nn.packed import (
-    PackedWeight,
+from ...core.nn.quantized_weight import (
+    QuantizedWeight,
     e2m1_run,
     pack_e2m1,
     pack_words,
@@ -207,7 +207,7 @@ class OperationsKit(
         self,
         dtype: torch.dtype,
         rows: int,
-        name: str = "packed_linear",
+        name: str = "quantized_linear",
         weight: torch.Tensor | None = None,
     ) -> list[dict[str, Any]]:
         """Return the arguments of a method besides x and the weight, a dense one where it is
@@ -273,39 +273,39 @@ class OperationsKit(
             got, want = (getattr(operations, name)(one, weight, norm=norm) for one in (other, x))
             assert torch.equal(got[0], want[0])
 
-    def packed(self, kind: str, rows: int, dtype: torch.dtype) -> PackedWeight:
+    def packed(self, kind: str, rows: int, dtype: torch.dtype) -> QuantizedWeight:
         """Create a weight of `rows` rows in one of the layouts."""
         dense = self.draw(rows, SIZE, dtype=torch.float32, seed=6, scale=SIZE**-0.5)
         draw = torch.Generator().manual_seed(9)
         if kind in ("fp8", "int8", "quantized inputs"):
             values, scale = (round_to_int8 if kind == "int8" else round_to_fp8)(dense)
             inputs = "quantized" if kind == "quantized inputs" else "wide"
-            return PackedWeight(values, scale[None], SIZE, inputs=inputs)  # type: ignore[arg-type]
+            return QuantizedWeight(values, scale[None], SIZE, inputs=inputs)  # type: ignore[arg-type]
         if kind == "fp8 blocks":
             values, _ = round_to_fp8(dense * SIZE**0.5 * 100, dim=None)
             scale = torch.rand(SIZE // 128, -(-rows // 32), generator=draw) + 0.5
             scale = (scale * SIZE**-0.5 / 300).to(self.device)
-            return PackedWeight(values, scale, 128, scale_rows=32)
+            return QuantizedWeight(values, scale, 128, scale_rows=32)
         if kind == "4-bit floats":
             run = e2m1_run(SIZE, 32)
             assert run is not None
             words = pack_e2m1(torch.randint(0, 16, (rows, SIZE), generator=draw), run)
             scale = (torch.rand(SIZE // 32, rows, generator=draw) + 0.5) / 3 / SIZE**0.5
             scale = scale.to(self.device, dtype)
-            return PackedWeight(words.to(self.device), scale, 32, bits=4, e2m1_run=run)
+            return QuantizedWeight(words.to(self.device), scale, 32, bits=4, e2m1_run=run)
         bits = 8 if kind == "8 bits" else 4
         group = {"narrow groups": 8, "whole rows": SIZE}.get(kind, 32)
         if kind == "zeros":
             numbers = torch.randint(0, 1 << bits, (rows, SIZE), generator=draw)
             zero = torch.randint(0, 1 << bits, (SIZE // group, rows), generator=draw)
             scale = (torch.rand(SIZE // group, rows, generator=draw) + 0.5) / 6 / SIZE**0.5
-            return PackedWeight(
+            return QuantizedWeight(
                 pack_words(numbers, bits).to(self.device), scale.to(self.device, dtype), group,
                 zero.to(torch.uint8).to(self.device), bits=bits,
             )  # fmt: skip
         words, scale = round_to_words(dense.to(dtype), bits, group)
         order = torch.randperm(SIZE, generator=draw).to(self.device) if kind == "order" else None
-        return PackedWeight(words, scale, group, bits=bits, order=order)
+        return QuantizedWeight(words, scale, group, bits=bits, order=order)
 
     @pytest.mark.parametrize("tokens", TOKENS)
     @pytest.mark.parametrize(
@@ -315,7 +315,7 @@ class OperationsKit(
             "narrow groups", "zeros", "order", "4-bit floats",
         ],
     )  # fmt: skip
-    def test_packed_linear(self, kind: str, tokens: int, dtype: torch.dtype) -> None:
+    def test_quantized_linear(self, kind: str, tokens: int, dtype: torch.dtype) -> None:
         """Check every layout of a quantized weight; plain, gated, between a norm and a residual."""
         x = self.draw(tokens, SIZE, dtype=dtype)
         weight, both = (self.packed(kind, rows, dtype) for rows in (OUTPUTS, 2 * OUTPUTS))
@@ -326,12 +326,12 @@ class OperationsKit(
             times = max(times, self.quantized_inputs / self.tolerance[dtype])
         every = {**cases[1], **cases[2], "residual": residual}
         for case in (*cases, {"residual": residual}, every):
-            self.compare("packed_linear", dtype, x, weight, times=times, **case)
+            self.compare("quantized_linear", dtype, x, weight, times=times, **case)
         if kind == "quantized inputs":
             # Both factors have such an error.
             times *= 2
         for case in (gated[0], {**gated[1], **gated[2]}):
-            self.compare("packed_linear", dtype, x, both, times=times, gated=True, **case)
+            self.compare("quantized_linear", dtype, x, both, times=times, gated=True, **case)
 
     # -------------------------------------------------------------- refusals
 

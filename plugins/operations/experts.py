@@ -8,7 +8,7 @@ import torch
 
 from ...core.nn.activations import ClampedSwiGLU, ExpertActivation, LimitedSwiGLU
 from ...core.nn.operations import DenseRows, ExpertWeight
-from ...core.nn.packed import PackedWeight
+from ...core.nn.quantized_weight import QuantizedWeight
 from ...core.nn.routing import Routing
 from ...kernels.activations import Clamp, GatedActivation, Limit
 from ...kernels.moe.combine import combine
@@ -22,7 +22,7 @@ from ...kernels.moe.expert_word_gemv import expert_word_gemv, takes_words
 from ...kernels.moe.sort_tokens import sort_tokens
 from ...kernels.quant.quantize_rows import quantize_rows
 from ...kernels.quant.quantized_weight import Weight, values_of
-from .packed import kernel_weight, multiplies_8_bits
+from .quantized import multiplies_8_bits
 
 
 def few_slots(num_tokens: int, top_k: int, num_experts: int) -> bool:
@@ -103,10 +103,10 @@ def _slots_product(
     **options: Any,
 ) -> torch.Tensor:
     """Multiply slot by slot; arguments as of `expert_gemv`."""
-    x, bank = _ordered(x, weight), _kernel_weight(weight)
-    if takes_words(bank, x):
-        return expert_word_gemv(x, experts, bank, num_experts, **options)
-    return expert_gemv(x, experts, bank, num_experts, **options)
+    x, read = _ordered(x, weight), _kernel_weight(weight)
+    if takes_words(read, x):
+        return expert_word_gemv(x, experts, read, num_experts, **options)
+    return expert_gemv(x, experts, read, num_experts, **options)
 
 
 def _product(
@@ -125,7 +125,7 @@ def _product(
     number of experts that share the slots."""
     dtype, scale = x.dtype, None
     x = _ordered(x, weight)
-    if isinstance(weight, PackedWeight) and multiplies_8_bits(weight):
+    if isinstance(weight, QuantizedWeight) and multiplies_8_bits(weight):
         x, scale = quantize_rows(x, weight.values.dtype, scale=weight.input_scale)
     config = expert_matmul_config(
         lists[0].shape[1] * top_k, total, _kernel_weight(weight), gated, in_8_bits=scale is not None
@@ -138,13 +138,11 @@ def _product(
 
 def _kernel_weight(weight: ExpertWeight) -> Weight:
     assert not isinstance(weight, DenseRows), "only its layer can read it"
-    if not isinstance(weight, PackedWeight):
-        return weight
-    return kernel_weight(weight)
+    return weight
 
 
 def _ordered(x: torch.Tensor, weight: ExpertWeight) -> torch.Tensor:
     """Return inputs in the order of the weight's columns."""
-    if not isinstance(weight, PackedWeight) or weight.order is None:
+    if not isinstance(weight, QuantizedWeight) or weight.order is None:
         return x
     return x.index_select(1, weight.order)

@@ -21,7 +21,7 @@ from ...core.nn.operations import (
     PositionRows,
     split_heads,
 )
-from ...core.nn.packed import PackedWeight
+from ...core.nn.quantized_weight import QuantizedWeight
 from ...core.nn.routing import Routing, RoutingRule
 from ...core.nn.state.operations import StateOperations
 
@@ -46,7 +46,7 @@ try:
     from .experts import experts_product, experts_serve
     from .indexing import TritonIndexing
     from .latents import TritonLatents
-    from .packed import packed_product
+    from .quantized import quantized_product
     from .states import TritonStates
     from .steps import TritonSteps
 
@@ -222,10 +222,10 @@ class TritonOperations(TritonStates, TritonLatents, TritonIndexing, TritonSteps,
             )
         return self._workspaces[device]
 
-    def packed_linear(
+    def quantized_linear(
         self,
         x: torch.Tensor,
-        weight: PackedWeight,
+        weight: QuantizedWeight,
         bias: torch.Tensor | None = None,
         *,
         norm: Norm | None = None,
@@ -233,7 +233,7 @@ class TritonOperations(TritonStates, TritonLatents, TritonIndexing, TritonSteps,
         gated: bool = False,
     ) -> torch.Tensor:
         """`linear` or `gated_linear` by a quantized weight, which is read as it is."""
-        return packed_product(
+        return quantized_product(
             self, x, weight, bias, norm=norm, residual=residual, gated=gated,
             workspace=self._workspace,
         )  # fmt: skip

@@ -13,8 +13,8 @@ import torch
 
 from ...core.errors import ConfigError
 from ...core.loading.quantization_config import ConfigReader, is_ignored
-from ...core.nn.packed import PackedWeight
-from ...core.nn.quantized import PRODUCTS, Axis, LinearSpec, PackedLinear, TensorSpec
+from ...core.nn.quantized import PRODUCTS, Axis, LinearSpec, QuantizedWeightLinear, TensorSpec
+from ...core.nn.quantized_weight import QuantizedWeight
 from .grouped import Grouped, join, unpack_along
 from .rtn import read_group_size
 
@@ -65,7 +65,7 @@ class Awq:
         return AwqLinear(spec, self.group_size, self.zeros)
 
 
-class AwqLinear(PackedLinear):
+class AwqLinear(QuantizedWeightLinear):
     """A product by an AWQ weight."""
 
     def __init__(self, spec: LinearSpec, group_size: int, zeros: bool) -> None:
@@ -99,7 +99,7 @@ class AwqLinear(PackedLinear):
             ),
         }  # fmt: skip
 
-    def pack(self, shards: Mapping[str, Mapping[str, torch.Tensor]]) -> PackedWeight:
+    def pack(self, shards: Mapping[str, Mapping[str, torch.Tensor]]) -> QuantizedWeight:
         """Unpack, and repack all shards as one."""
         parts = []
         for shard in self.spec.shards:

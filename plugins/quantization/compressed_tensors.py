@@ -17,8 +17,14 @@ import torch
 
 from ...core.errors import ConfigError, LoadError, listed
 from ...core.loading.quantization_config import ConfigReader, is_ignored, name_matches
-from ...core.nn.packed import WORD_BITS, PackedWeight
-from ...core.nn.quantized import Axis, LinearSpec, PackedLinear, QuantizedLinear, TensorSpec
+from ...core.nn.quantized import (
+    Axis,
+    LinearSpec,
+    QuantizedLinear,
+    QuantizedWeightLinear,
+    TensorSpec,
+)
+from ...core.nn.quantized_weight import WORD_BITS, QuantizedWeight
 from .fp8 import BLOCK, Fp8Linear
 from .grouped import Grouped, join, own_groups, unpack_along
 from .int8 import Int8Linear
@@ -220,7 +226,7 @@ def _inputs(
     return "static"
 
 
-class PackQuantizedLinear(PackedLinear):
+class PackQuantizedLinear(QuantizedWeightLinear):
     """A product by a "pack-quantized" weight."""
 
     def __init__(self, spec: LinearSpec, scheme: Scheme) -> None:
@@ -260,7 +266,7 @@ class PackQuantizedLinear(PackedLinear):
             )  # fmt: skip
         return specs
 
-    def pack(self, shards: Mapping[str, Mapping[str, torch.Tensor]]) -> PackedWeight:
+    def pack(self, shards: Mapping[str, Mapping[str, torch.Tensor]]) -> QuantizedWeight:
         """Unpack, and repack all shards as one."""
         parts = []
         for shard, rows in self.spec.shards.items():

@@ -12,7 +12,13 @@ from collections.abc import Sequence
 
 import torch
 
-from ...core.nn.packed import E2M1, E2M1_LARGEST_SCALE, PackedWeight, e2m1_run, pack_e2m1
+from ...core.nn.quantized_weight import (
+    E2M1,
+    E2M1_LARGEST_SCALE,
+    QuantizedWeight,
+    e2m1_run,
+    pack_e2m1,
+)
 
 logger = logging.getLogger("jackfield.loading")
 CHUNK = 1 << 26
@@ -21,7 +27,7 @@ CHUNK = 1 << 26
 
 def pack_floats(
     layer: str, shards: Sequence[torch.Tensor], scale: torch.Tensor, group_size: int
-) -> PackedWeight:
+) -> QuantizedWeight:
     """Stack shards, each [rows, K / 2] uint8, wherever they are, on the scales' device.
 
     layer: its name, for the log; scale: [K / group_size, N] float, of all rows.
@@ -44,8 +50,8 @@ def pack_floats(
             place.copy_(wide[codes.int()] if run is None else pack_e2m1(codes, run))
             start += len(codes)
     if run is None:
-        return PackedWeight(values.view(torch.float8_e4m3fn), scale, group_size)
-    return PackedWeight(values, scale, group_size, bits=4, e2m1_run=run)
+        return QuantizedWeight(values.view(torch.float8_e4m3fn), scale, group_size)
+    return QuantizedWeight(values, scale, group_size, bits=4, e2m1_run=run)
 
 
 def _codes(numbers: torch.Tensor) -> torch.Tensor:

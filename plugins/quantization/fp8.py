@@ -15,8 +15,8 @@ import torch
 
 from ...core.errors import LoadError
 from ...core.loading.quantization_config import ConfigReader, is_ignored
-from ...core.nn.packed import PackedWeight, round_to_fp8
-from ...core.nn.quantized import PRODUCTS, LinearSpec, PackedLinear, TensorSpec
+from ...core.nn.quantized import PRODUCTS, LinearSpec, QuantizedWeightLinear, TensorSpec
+from ...core.nn.quantized_weight import QuantizedWeight, round_to_fp8
 from ...core.parallel.sharding import FEATURES
 
 FP8 = torch.float8_e4m3fn
@@ -76,7 +76,7 @@ class Fp8:
         return Fp8Linear(spec, static=self.static, blocks=self.blocks)
 
 
-class Fp8Linear(PackedLinear):
+class Fp8Linear(QuantizedWeightLinear):
     """A product by a float8 weight. `static`: inputs are rounded with the checkpoint's scale;
     `wide`: they are never rounded; `rounds`: a weight in a wider type is rounded at load."""
 
@@ -121,7 +121,7 @@ class Fp8Linear(PackedLinear):
         scaled = _first(tensors, SCALE_NAMES) is not None
         return scaled and (not self.static or _first(tensors, INPUT_SCALE_NAMES) is not None)
 
-    def pack(self, shards: Mapping[str, Mapping[str, torch.Tensor]]) -> PackedWeight:
+    def pack(self, shards: Mapping[str, Mapping[str, torch.Tensor]]) -> QuantizedWeight:
         """Stack the shards; each keeps its own scales."""
         values, scales, input_scales = [], [], []
         for shard in self.spec.shards:
@@ -148,7 +148,7 @@ class Fp8Linear(PackedLinear):
             values.append(weight.view(torch.uint8))
             scales.append(scale)
         size = self.spec.in_features
-        return PackedWeight(
+        return QuantizedWeight(
             values=torch.cat(values).view(FP8),
             scale=torch.cat(scales, dim=1).contiguous(),
             group_size=BLOCK if self.blocks else size,

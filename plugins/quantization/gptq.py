@@ -15,8 +15,8 @@ import torch
 
 from ...core.errors import ConfigError, LoadError, listed
 from ...core.loading.quantization_config import ConfigReader, is_ignored, name_matches
-from ...core.nn.packed import WORD_BITS, PackedWeight
-from ...core.nn.quantized import Axis, LinearSpec, PackedLinear, TensorSpec
+from ...core.nn.quantized import Axis, LinearSpec, QuantizedWeightLinear, TensorSpec
+from ...core.nn.quantized_weight import WORD_BITS, QuantizedWeight
 from .grouped import Grouped, join, own_groups, unpack_along
 from .rtn import read_group_size
 
@@ -108,7 +108,7 @@ def _rules(read: ConfigReader) -> list[tuple[str, ConfigReader | None]]:
     return rules
 
 
-class GptqLinear(PackedLinear):
+class GptqLinear(QuantizedWeightLinear):
     """A product by a GPTQ weight."""
 
     def __init__(
@@ -154,7 +154,7 @@ class GptqLinear(PackedLinear):
             ),
         }  # fmt: skip
 
-    def pack(self, shards: Mapping[str, Mapping[str, torch.Tensor]]) -> PackedWeight:
+    def pack(self, shards: Mapping[str, Mapping[str, torch.Tensor]]) -> QuantizedWeight:
         """Unpack, and repack all shards as one."""
         mask = (1 << self.bits) - 1
         parts = []

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from ...core.errors import LoadError
-from ...core.nn.packed import WORD_BITS, PackedWeight, pack_words
+from ...core.nn.quantized_weight import WORD_BITS, QuantizedWeight, pack_words
 from ...core.parallel.sharding import FEATURES, Sharding
 
 
@@ -45,7 +45,7 @@ def own_groups(groups: torch.Tensor | None, sharding: Sharding | None) -> torch.
     return groups - groups.min()
 
 
-def join(shards: list[Grouped], bits: int, group_size: int) -> PackedWeight:
+def join(shards: list[Grouped], bits: int, group_size: int) -> QuantizedWeight:
     """Stack shards and repack. Raises LoadError if they cannot form one product."""
     size = shards[0].values.shape[1]
     order = _common_order(shards, group_size)
@@ -60,7 +60,7 @@ def join(shards: list[Grouped], bits: int, group_size: int) -> PackedWeight:
         else:
             zeros.append(shard.zeros.to(torch.uint8))
     zero = torch.cat(zeros, dim=1)
-    return PackedWeight(
+    return QuantizedWeight(
         values=torch.cat(words),
         scale=torch.cat(scales, dim=1).contiguous(),
         # Equal zeros need no tensor.

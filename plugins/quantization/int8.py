@@ -9,8 +9,8 @@ import torch
 
 from ...core.errors import LoadError
 from ...core.loading.quantization_config import ConfigReader, is_ignored
-from ...core.nn.packed import PackedWeight, round_to_int8
-from ...core.nn.quantized import PRODUCTS, LinearSpec, PackedLinear, TensorSpec
+from ...core.nn.quantized import PRODUCTS, LinearSpec, QuantizedWeightLinear, TensorSpec
+from ...core.nn.quantized_weight import QuantizedWeight, round_to_int8
 
 
 class Int8:
@@ -44,7 +44,7 @@ class Int8:
         return Int8Linear(spec)
 
 
-class Int8Linear(PackedLinear):
+class Int8Linear(QuantizedWeightLinear):
     """A product by an int8 weight. `static`: inputs are rounded with the checkpoint's scale;
     `wide`: they are never rounded; `rounds`: a weight in a wider type is rounded at load."""
 
@@ -85,7 +85,7 @@ class Int8Linear(PackedLinear):
                     return False
         return True
 
-    def pack(self, shards: Mapping[str, Mapping[str, torch.Tensor]]) -> PackedWeight:
+    def pack(self, shards: Mapping[str, Mapping[str, torch.Tensor]]) -> QuantizedWeight:
         """Stack the shards; each keeps its own scales."""
         values, scales, input_scales = [], [], []
         for shard, rows in self.spec.shards.items():
@@ -105,7 +105,7 @@ class Int8Linear(PackedLinear):
                 weight, scale = round_to_int8(weight)
             values.append(weight)
             scales.append(scale.expand(rows))
-        return PackedWeight(
+        return QuantizedWeight(
             values=torch.cat(values),
             scale=torch.cat(scales)[None].contiguous(),
             group_size=self.spec.in_features,

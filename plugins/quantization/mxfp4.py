@@ -14,8 +14,8 @@ import torch
 
 from ...core.errors import ConfigError, LoadError
 from ...core.loading.quantization_config import ConfigReader, is_ignored
-from ...core.nn.packed import PackedWeight
-from ...core.nn.quantized import Axis, LinearSpec, PackedLinear, TensorSpec
+from ...core.nn.quantized import Axis, LinearSpec, QuantizedWeightLinear, TensorSpec
+from ...core.nn.quantized_weight import QuantizedWeight
 from .e2m1 import pack_floats
 
 GROUP = 32
@@ -68,7 +68,7 @@ def _pattern(name: str) -> str:
     return "re:" + re.escape(name).replace(r"\*", r"[^.]*") + r"(\.|$)"
 
 
-class Mxfp4Linear(PackedLinear):
+class Mxfp4Linear(QuantizedWeightLinear):
     """blocks: [out_features, groups, 16] uint8; scales: [out_features, groups] uint8."""
 
     numbers: ClassVar[str] = "blocks"
@@ -83,7 +83,7 @@ class Mxfp4Linear(PackedLinear):
             "scales": TensorSpec((out_features, groups), (torch.uint8,), dummy=120, axes=axes),
         }
 
-    def pack(self, shards: Mapping[str, Mapping[str, torch.Tensor]]) -> PackedWeight:
+    def pack(self, shards: Mapping[str, Mapping[str, torch.Tensor]]) -> QuantizedWeight:
         """Copy a part of a shard at a time: together they are most of a model."""
         spec = self.spec
         size, total = spec.in_features, spec.out_features

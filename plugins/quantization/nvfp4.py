@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 
 from ...core.errors import ConfigError, LoadError
-from ...core.nn.packed import PackedWeight
-from ...core.nn.quantized import Axis, LinearSpec, PackedLinear, TensorSpec
+from ...core.nn.quantized import Axis, LinearSpec, QuantizedWeightLinear, TensorSpec
+from ...core.nn.quantized_weight import QuantizedWeight
 from .e2m1 import pack_floats
 
 GROUP = 16
@@ -32,7 +32,7 @@ class Nvfp4Tensors(NamedTuple):
     """The tensor's scale is what numbers were multiplied by, not what they are to be."""
 
 
-class Nvfp4Linear(PackedLinear):
+class Nvfp4Linear(QuantizedWeightLinear):
     """numbers: [out_features, in_features / 2] uint8; weight_scale: [out_features, groups] e4m3."""
 
     def __init__(self, spec: LinearSpec, names: Nvfp4Tensors) -> None:
@@ -63,7 +63,7 @@ class Nvfp4Linear(PackedLinear):
             self.names.inputs: TensorSpec((), optional=True, axes=()),
         }
 
-    def pack(self, shards: Mapping[str, Mapping[str, torch.Tensor]]) -> PackedWeight:
+    def pack(self, shards: Mapping[str, Mapping[str, torch.Tensor]]) -> QuantizedWeight:
         """Copy a part of a shard at a time: together they are most of a model."""
         spec = self.spec
         size, total = spec.in_features, spec.out_features

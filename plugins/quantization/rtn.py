@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import torch
 
 from ...core.loading.quantization_config import ConfigReader, is_ignored
-from ...core.nn.packed import WORD_BITS, PackedWeight, round_to_words
-from ...core.nn.quantized import PRODUCTS, LinearSpec, PackedLinear, TensorSpec
+from ...core.nn.quantized import PRODUCTS, LinearSpec, QuantizedWeightLinear, TensorSpec
+from ...core.nn.quantized_weight import WORD_BITS, QuantizedWeight, round_to_words
 
 
 class Rtn:
@@ -63,7 +63,7 @@ def read_group_size(read: ConfigReader, default: int, field: str = "group_size")
     return size
 
 
-class RtnLinear(PackedLinear):
+class RtnLinear(QuantizedWeightLinear):
     """A product by a weight that is rounded at load."""
 
     def __init__(self, spec: LinearSpec, bits: int, group_size: int) -> None:
@@ -76,14 +76,14 @@ class RtnLinear(PackedLinear):
         size = self.spec.in_features
         return {"weight": TensorSpec((out_features, size), axes=(("out", 1), ("in", 1)))}
 
-    def pack(self, shards: Mapping[str, Mapping[str, torch.Tensor]]) -> PackedWeight:
+    def pack(self, shards: Mapping[str, Mapping[str, torch.Tensor]]) -> QuantizedWeight:
         """Round each shard."""
         group = min(self.group_size, self.spec.in_features)
         parts = [
             round_to_words(shards[shard]["weight"].to(self.spec.dtype), self.bits, group)
             for shard in self.spec.shards
         ]
-        return PackedWeight(
+        return QuantizedWeight(
             values=torch.cat([words for words, _ in parts]),
             scale=torch.cat([scale for _, scale in parts], dim=1).contiguous(),
             group_size=group,

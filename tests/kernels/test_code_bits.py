@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from jackfield.core.nn.packed import E2M1, pack_e2m1
+from jackfield.core.nn.quantized_weight import E2M1, pack_e2m1
 from jackfield.kernels.attention import decode_codes, quantized_tiles
 from jackfield.kernels.quant import e2m1
 

@@ -21,13 +21,18 @@ from hypothesis import strategies as st
 
 from jackfield.core.nn.activations import ClampedSwiGLU, ExpertActivation, LimitedSwiGLU
 from jackfield.core.nn.operations import ExpertWeight, Operations
-from jackfield.core.nn.packed import PackedWeight, dequantize, e2m1_run, pack_e2m1, pack_words
+from jackfield.core.nn.quantized_weight import (
+    QuantizedWeight,
+    dequantize,
+    e2m1_run,
+    pack_e2m1,
+    pack_words,
+)
 from jackfield.core.nn.routing import Routing, RoutingRule
 from jackfield.kernels.moe.combine import combine
 from jackfield.kernels.moe.expert_matmul import expert_matmul, most_tiles
 from jackfield.kernels.moe.sort_tokens import sort_tokens
 from jackfield.kernels.quant.quantize_rows import quantize_rows
-from jackfield.kernels.quant.quantized_weight import QuantizedWeight
 from jackfield.plugins.operations.experts import experts_serve, few_slots
 from jackfield.plugins.operations.triton import TritonOperations
 
@@ -53,7 +58,7 @@ def dense(num_experts: int, rows: int, size: int, dtype: torch.dtype) -> torch.T
     return (draw(num_experts * rows, size, seed=rows) / size**0.5).to(dtype)
 
 
-def packed(kind: str, total: int, size: int, group: int, dtype: torch.dtype) -> PackedWeight:
+def packed(kind: str, total: int, size: int, group: int, dtype: torch.dtype) -> QuantizedWeight:
     """A random bank of about unit rows."""
     generator = torch.Generator().manual_seed(total + size)
     groups, bits, zero, run = -(-size // group), 8, None, None
@@ -75,7 +80,7 @@ def packed(kind: str, total: int, size: int, group: int, dtype: torch.dtype) -> 
             most = (1 << bits) - bits // 8
             zero = torch.randint(0, most + 1, (groups, total), generator=generator).to(torch.uint8)
     scale = torch.rand(groups, -(-total // scale_rows), generator=generator) + 0.5
-    weight = PackedWeight(
+    weight = QuantizedWeight(
         values, (scale / spread / size**0.5).to(dtype), group, zero, scale_rows, bits,
         e2m1_run=run,
     )  # fmt: skip
@@ -387,7 +392,7 @@ def check_in_8_bits(kind: str, num_tokens: int, top_k: int, rows: int, size: int
         values, scales = quantize_rows(x, bank.values.dtype)
         bias = draw(num_experts * rows, dtype=x.dtype, seed=8) if gated else None
         actual = expert_matmul(
-            values, *lists, QuantizedWeight(bank.values, bank.scale, None, size, 1, 8),
+            values, *lists, QuantizedWeight(bank.values, bank.scale, size),
             top_k=top_k, gated=gated, x_scale=scales, bias=bias, dtype=x.dtype,
         )  # fmt: skip
         rounded = (values.float() * scales[:, None]).repeat_interleave(each, dim=0)
@@ -473,7 +478,7 @@ def test_experts_of_a_real_size_equal_their_twin(num_tokens: int) -> None:
 @pytest.mark.parametrize("kind", ["fp8", "fp8 blocks", "fp8 narrow", "words4", "zeros4", "e2m1"])
 @pytest.mark.parametrize("num_tokens", [1, 64, 700])
 def test_packed_experts_of_a_real_size_equal_their_twin(num_tokens: int, kind: str) -> None:
-    def bank(total: int, size: int) -> PackedWeight:
+    def bank(total: int, size: int) -> QuantizedWeight:
         group = {"fp8": size, "fp8 narrow": 32, "e2m1": 32}.get(kind, 128)
         return packed(kind.split()[0], total, size, group, torch.float32)
 
@@ -519,7 +524,7 @@ def test_experts_of_gpt_oss_equal_their_twin(num_tokens: int, mxfp4: bool) -> No
     banks: list[ExpertWeight] = [gate_up, down]
     if mxfp4:
         banks = [
-            PackedWeight(
+            QuantizedWeight(
                 (bank * 54).to(FP8), torch.full((size // 32, len(bank)), 1 / 54, device=DEVICE), 32
             )
             for bank in (gate_up, down)

@@ -12,9 +12,10 @@ import torch
 
 pytest.importorskip("triton")
 
+from jackfield.core.nn.quantized_weight import QuantizedWeight
 from jackfield.kernels.moe.expert_matmul import expert_matmul
 from jackfield.kernels.moe.sort_tokens import sort_tokens
-from jackfield.kernels.quant.quantized_weight import QuantizedWeight, Weight
+from jackfield.kernels.quant.quantized_weight import Weight
 
 pytestmark = [
     pytest.mark.gpu,
@@ -50,7 +51,7 @@ def random_weight(kind: str, group: int, scale_rows: int, scale_dtype: torch.dty
         zero = torch.randint(0, 16, (groups, rows), device="cuda", dtype=torch.uint8)
     scale = (torch.rand(groups, rows // scale_rows, device="cuda") + 0.5) / 64 / SIZE**0.5
     run = group if kind == "e2m1" else None
-    return QuantizedWeight(values, scale.to(scale_dtype), zero, group, scale_rows, bits, run)
+    return QuantizedWeight(values, scale.to(scale_dtype), group, zero, scale_rows, bits, run)
 
 
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])

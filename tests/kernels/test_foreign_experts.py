@@ -30,7 +30,7 @@ from test_expert_kernels import (
 )
 
 from jackfield.core.nn.operations import ExpertWeight
-from jackfield.core.nn.packed import PackedWeight
+from jackfield.core.nn.quantized_weight import QuantizedWeight
 from jackfield.core.nn.routing import Routing
 from jackfield.core.parallel.expert_share import ExpertShare
 from jackfield.plugins.operations.experts import few_slots
@@ -57,7 +57,7 @@ def own(weight: ExpertWeight, share: ExpertShare) -> Any:
     if isinstance(weight, torch.Tensor):
         rows = len(weight) // share.num_experts
         return weight[share.own[0] * rows : (share.own[-1] + 1) * rows].clone()
-    assert isinstance(weight, PackedWeight)
+    assert isinstance(weight, QuantizedWeight)
     rows = weight.out_features // share.num_experts
     return weight.rows(
         torch.arange(share.own[0] * rows, (share.own[-1] + 1) * rows, device=DEVICE)
@@ -73,7 +73,7 @@ def sum_of_ranks(
         share: Any = ExpertShare.of(NUM_EXPERTS, OfSize(rank, size))  # type: ignore[arg-type]
         local = Routing(route.weights, route.experts - share.first, NUM_EXPERTS)
         held = {
-            name: own(value, share) if isinstance(value, torch.Tensor | PackedWeight) else value
+            name: own(value, share) if isinstance(value, torch.Tensor | QuantizedWeight) else value
             for name, value in weights.items()
             if name != "activation"
         }

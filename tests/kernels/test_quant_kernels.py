@@ -13,7 +13,7 @@ if not torch.cuda.is_available():
 
 pytest.importorskip("triton")
 
-from jackfield.core.nn.packed import e2m1_run, pack_e2m1, pack_words
+from jackfield.core.nn.quantized_weight import QuantizedWeight, e2m1_run, pack_e2m1, pack_words
 from jackfield.kernels import reference
 from jackfield.kernels.linear.gemv import GemvConfig, gemv
 from jackfield.kernels.linear.int4_gemv import Int4GemvConfig, int4_gemv
@@ -31,7 +31,6 @@ from jackfield.kernels.linear.split_k_sum import split_k_sum
 from jackfield.kernels.quant.dequantize import dequantize_weight
 from jackfield.kernels.quant.int4_unpack import int4_tile
 from jackfield.kernels.quant.quantize_rows import quantize_rows
-from jackfield.kernels.quant.quantized_weight import QuantizedWeight
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FP8 = torch.float8_e4m3fn
@@ -83,8 +82,8 @@ def quantized(
         scale_rows = 16
     scale = torch.rand(groups, -(-rows // scale_rows), generator=generator) + 0.5
     scale = (scale / spread / size**0.5).to(scale_dtype)
-    parts = (values.to(DEVICE), scale.to(DEVICE), None if zero is None else zero.to(DEVICE))
-    return QuantizedWeight(*parts, group, scale_rows, bits, run)
+    zero = None if zero is None else zero.to(DEVICE)
+    return QuantizedWeight(values.to(DEVICE), scale.to(DEVICE), group, zero, scale_rows, bits, run)
 
 
 WEIGHTS = [
@@ -99,7 +98,7 @@ FLOATS = [("e2m1", 24, 320, 32), ("e2m1", 20, 160, 32), ("e2m1", 20, 144, 16)]
 @pytest.mark.parametrize("weight", [*WEIGHTS, *FLOATS], ids=lambda w: f"{w[0]}-{w[2]}-{w[3]}")
 def test_unpacked_weights_equal_their_references(dtype: torch.dtype, weight: Any) -> None:
     weights = quantized(*weight, dtype)
-    assert weights.size == weight[2]
+    assert weights.in_features == weight[2]
     close(dequantize_weight(weights, dtype), reference.dequantize_weight(weights, dtype))
 
 
@@ -108,7 +107,7 @@ def test_unpacked_weights_equal_their_references(dtype: torch.dtype, weight: Any
 @pytest.mark.parametrize("after", ["gated", "residual", "nothing"])
 def test_quantized_gemv_equals_its_reference(dtype: torch.dtype, weight: Any, after: str) -> None:
     weights = quantized(*weight, torch.float32)
-    rows, size = weights.values.shape[0], weights.size
+    rows, size = weights.values.shape[0], weights.in_features
     if after == "gated" and rows % 2:
         pytest.skip("a gate needs two halves")
     x = draw(1, size, dtype=dtype)
@@ -137,7 +136,7 @@ def test_few_rows_by_quantized_weights_equal_their_reference(
     dtype: torch.dtype, weight: Any, split_k: int
 ) -> None:
     weights = quantized(*weight, torch.float32)
-    x = draw(19, weights.size, dtype=dtype)
+    x = draw(19, weights.in_features, dtype=dtype)
     options = {
         "bias": draw(weights.values.shape[0], dtype=dtype),
         "residual": draw(19, weights.values.shape[0], dtype=dtype, seed=2),
@@ -157,7 +156,7 @@ def test_few_rows_by_quantized_weights_equal_their_reference(
 @pytest.mark.parametrize("split_k", [1, 3])
 def test_quant_matmul_equals_its_reference(dtype: torch.dtype, weight: Any, split_k: int) -> None:
     weights = quantized(*weight, torch.float32)
-    x = draw(19, weights.size, dtype=dtype)
+    x = draw(19, weights.in_features, dtype=dtype)
     options = {
         "bias": draw(weights.values.shape[0], dtype=dtype),
         "residual": draw(19, weights.values.shape[0], dtype=dtype, seed=2),
@@ -188,7 +187,7 @@ def test_every_number_of_fp8_is_multiplied_as_it_is(dtype: torch.dtype) -> None:
     numbers = torch.arange(256, dtype=torch.uint8)
     numbers[127] = numbers[255] = 0  # NaN
     values = numbers.view(16, 16).repeat(1, 2).view(FP8).to(DEVICE)
-    weights = QuantizedWeight(values, torch.ones(1, 16, device=DEVICE), None, 32, 1, 8)
+    weights = QuantizedWeight(values, torch.ones(1, 16, device=DEVICE), 32)
     x = torch.eye(32, dtype=dtype, device=DEVICE)[:16]
     outputs = small_m_matmul(x, weights, config=SmallMConfig(16, 16, 32, 1, 4, 2))
     assert torch.equal(outputs.T.float(), values[:, :16].float())
@@ -223,7 +222,7 @@ SIXTEEN_BITS = [torch.float16] + [torch.bfloat16] * torch.cuda.is_available()
 @pytest.mark.parametrize("after", ["gated", "residual", "nothing"])
 def test_int4_gemv_equals_its_reference(dtype: torch.dtype, weight: Any, after: str) -> None:
     weights = quantized(*weight, torch.float32)
-    rows, size = weights.values.shape[0], weights.size
+    rows, size = weights.values.shape[0], weights.in_features
     x = draw(1, size, dtype=dtype)
     of_norm = torch.float32 if after == "gated" else dtype
     options = {
@@ -246,7 +245,7 @@ def test_few_rows_by_4_bits_equal_their_reference(
 ) -> None:
     weights = quantized(*weight, dtype)
     rows = weights.values.shape[0]
-    x = draw(19, weights.size, dtype=dtype)
+    x = draw(19, weights.in_features, dtype=dtype)
     options = {
         "bias": draw(rows, dtype=dtype),
         "residual": None if gated else draw(19, rows, dtype=dtype, seed=2),

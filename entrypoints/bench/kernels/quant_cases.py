@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from ....core.nn.packed import PackedWeight, round_to_fp8, round_to_words
+from ....core.nn.quantized_weight import QuantizedWeight, round_to_fp8, round_to_words
 from ....kernels.linear.gemv import gemv
 from ....kernels.linear.int4_gemv import int4_gemv
 from ....kernels.linear.quant_matmul import quant_matmul
@@ -20,7 +20,6 @@ from ....kernels.linear.small_m_matmul import (
 )
 from ....kernels.quant.dequantize import dequantize_weight
 from ....kernels.quant.quantize_rows import quantize_rows
-from ....kernels.quant.quantized_weight import QuantizedWeight
 from ....kernels.tuning import (
     Product,
     int4_gemv_config,
@@ -52,11 +51,9 @@ def quant_cases(
         if bits == 4:
             group = min(GROUP, size)
             words, scale = round_to_words(random(rows, size), 4, group)
-            packed = PackedWeight(words, scale, group, bits=4)
-        else:
-            values, scales = round_to_fp8(random(rows, size))
-            packed = PackedWeight(values, scales[None], size)
-        return QuantizedWeight(packed.values, packed.scale, None, packed.group_size, 1, packed.bits)
+            return QuantizedWeight(words, scale, group, bits=4)
+        values, scales = round_to_fp8(random(rows, size))
+        return QuantizedWeight(values, scales[None], size)
 
     def moved(bits: int, rows: int, size: int) -> float:
         scales = rows * -(-size // GROUP) * dtype.itemsize if bits == 4 else rows * 4

@@ -50,8 +50,8 @@ class Int4Product:
     def __init__(self, product: tuple[int, int, bool], rows: int, copies: int) -> None:
         import torch
 
+        from ....core.nn.quantized_weight import QuantizedWeight
         from ....kernels.linear.small_m_matmul import MAX_TILES, SplitKWorkspace
-        from ....kernels.quant.quantized_weight import QuantizedWeight
 
         self.outputs, self.inputs, self.gated = product
         stacked = self.outputs * (2 if self.gated else 1)
@@ -64,7 +64,7 @@ class Int4Product:
                 -(2**31), 2**31, (stacked, self.inputs // 8), device="cuda", dtype=torch.int32
             )
             scale = (random(-(-self.inputs // GROUP), stacked).abs() + 0.5) * 0.004
-            return QuantizedWeight(words, scale, None, GROUP, 1, 4)
+            return QuantizedWeight(words, scale, GROUP, bits=4)
 
         self.x = random(rows, self.inputs)
         self.weights = [weight() for _ in range(copies)]

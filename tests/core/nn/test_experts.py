@@ -23,7 +23,12 @@ from jackfield.core.nn.activations import ClampedSwiGLU
 from jackfield.core.nn.context import BuildContext
 from jackfield.core.nn.experts import SparseMLP
 from jackfield.core.nn.operations import ExpertWeight, Operations
-from jackfield.core.nn.packed import PackedWeight, dequantize, round_to_fp8, round_to_words
+from jackfield.core.nn.quantized_weight import (
+    QuantizedWeight,
+    dequantize,
+    round_to_fp8,
+    round_to_words,
+)
 from jackfield.core.nn.routing import Routing, RoutingRule
 from jackfield.core.registry import load_plugins
 from jackfield.plugins.models.gpt_oss import GptOssForCausalLM
@@ -131,7 +136,7 @@ def test_the_reference_sums_what_each_expert_says(packed: bool, tokens: int) -> 
     ]
     if packed:
         rounded = [round_to_fp8(bank) for bank in banks]
-        banks = [PackedWeight(values, scale[None], values.shape[1]) for values, scale in rounded]
+        banks = [QuantizedWeight(values, scale[None], values.shape[1]) for values, scale in rounded]
     dense = [dequantize(bank, x.dtype) if packed else bank for bank in banks]
     actual = OPERATIONS.experts(x, routing, *banks, residual=residual.clone())
     expected = residual + by_hand(
@@ -272,7 +277,7 @@ def test_experts_in_one_tensor_can_be_rounded_at_load(tmp_path: Path) -> None:
     plain = tensors[name].transpose(1, 2)
     rows = torch.cat([plain[:, 0::2], plain[:, 1::2]], dim=1).flatten(0, 1)
     words, scale = round_to_words(rows, 8, 64)
-    expected = dequantize(PackedWeight(words, scale, 64), torch.float32)
+    expected = dequantize(QuantizedWeight(words, scale, 64), torch.float32)
     assert torch.equal(dequantize(layer.bank, torch.float32), expected)
     bias = tensors[f"{name}_bias"]
     assert torch.equal(layer.bias, torch.cat([bias[:, 0::2], bias[:, 1::2]], dim=1).flatten())
@@ -286,7 +291,7 @@ def test_experts_of_a_list_of_layers_to_leave_alone(tmp_path: Path) -> None:
     edit_json(folder / "config.json", quantization_config=rtn)
     layers = dict(build(folder).named_modules())
     assert isinstance(layers[f"{spared}.gate_up_proj"].bank, torch.Tensor)
-    assert isinstance(layers["model.layers.2.mlp.experts.gate_up_proj"].bank, PackedWeight)
+    assert isinstance(layers["model.layers.2.mlp.experts.gate_up_proj"].bank, QuantizedWeight)
     rtn["modules_to_not_convert"] = [f"{spared}.3.down_proj"]
     edit_json(folder / "config.json", quantization_config=rtn)
     with pytest.raises(ConfigError, match=r"experts\.3\.down_proj but not .* and 2 more") as caught:

@@ -108,13 +108,13 @@ def test_moved_experts_of_packed_formats_compute_the_same(method: str, tmp_path:
 
 
 def test_weights_that_share_scales_are_refused(tmp_path: Path) -> None:
-    from jackfield.core.nn.packed import PackedWeight
+    from jackfield.core.nn.quantized_weight import QuantizedWeight
 
     models, _ = two_ranks(make_checkpoint("gpt-oss", tmp_path), 0, quantization="fp8")
     ranks = thread_ranks(2)
     experts: Any = next(m for m in models[0].model.modules() if isinstance(m, Experts))
     layer = experts.down_proj
-    layer.weight = PackedWeight(
+    layer.weight = QuantizedWeight(
         layer.weight.values, layer.weight.scale[:, :1], layer.weight.group_size,
         scale_rows=len(layer.weight.values),
     )  # fmt: skip

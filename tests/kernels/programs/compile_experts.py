@@ -11,7 +11,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from jackfield.core.nn.activations import ClampedSwiGLU, LimitedSwiGLU
-from jackfield.core.nn.packed import PackedWeight, e2m1_run
+from jackfield.core.nn.quantized_weight import QuantizedWeight, e2m1_run
 from jackfield.core.nn.routing import RoutingRule
 from jackfield.kernels.compile import Precompiler
 from jackfield.plugins.operations.triton import TritonOperations
@@ -67,16 +67,16 @@ def bank(kind, rows, size):
         return torch.empty(rows, size, dtype=torch.bfloat16)
     if kind == "fp8 groups":
         values = torch.empty(rows, size, dtype=torch.float8_e4m3fn)
-        return PackedWeight(values, torch.empty(size // 32, rows, dtype=torch.bfloat16), 32)
+        return QuantizedWeight(values, torch.empty(size // 32, rows, dtype=torch.bfloat16), 32)
     if kind == "fp8":
         values, scale = torch.empty(rows, size, dtype=torch.float8_e4m3fn), torch.empty(1, rows)
-        return PackedWeight(values, scale, size)
+        return QuantizedWeight(values, scale, size)
     words = torch.empty(rows, size // 8, dtype=torch.int32)
     if kind == "e2m1":
         scale = torch.empty(size // 32, rows, dtype=torch.bfloat16)
-        return PackedWeight(words, scale, 32, bits=4, e2m1_run=e2m1_run(size, 32))
+        return QuantizedWeight(words, scale, 32, bits=4, e2m1_run=e2m1_run(size, 32))
     scale = torch.empty(size // 128, rows, dtype=torch.bfloat16)
-    return PackedWeight(words, scale, 128, bits=4)
+    return QuantizedWeight(words, scale, 128, bits=4)
 
 
 def usage(kernel):

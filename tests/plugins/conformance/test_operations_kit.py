@@ -36,14 +36,14 @@ class TestTriton(OperationsKit):
     name = "triton"
     dtypes = ("float32", "float16", "bfloat16") if CUDA else ("float16",)
     promised = frozenset(dtypes)
-    test_packed_linear = OperationsKit.test_packed_linear if CUDA else None
+    test_quantized_linear = OperationsKit.test_quantized_linear if CUDA else None
     test_experts = OperationsKit.test_experts if CUDA else None
     test_an_fp8_cache_is_cut_off_at_its_largest = getattr(OperationsKit, CUT_OFF) if CUDA else None
 
 
 @pytest.mark.slow
 class TestTritonWholly(TestTriton):
-    test_packed_linear = OperationsKit.test_packed_linear
+    test_quantized_linear = OperationsKit.test_quantized_linear
     test_experts = OperationsKit.test_experts
 
 
@@ -121,7 +121,7 @@ def unscaled(self: Any, *args: Any) -> Any:
 
 
 def ignores_order(self: Any, x: Any, weight: Any, *args: Any, **more: Any) -> Any:
-    return Operations.packed_linear(self, x, weight._replace(order=None), *args, **more)
+    return Operations.quantized_linear(self, x, weight._replace(order=None), *args, **more)
 
 
 def scales_positions(self: Any, token_ids: Any, weight: Any, **more: Any) -> Any:
@@ -246,10 +246,10 @@ def gates_by_silu(self: Any, *args: Any, sigmoid: bool = False, **more: Any) -> 
 
 NORMS = ("test_rms_norm", "test_rms_norm_of_part_of_a_tensor")
 NORMED = ("test_add_rms_norm", "test_linear", "test_activated_linear", "test_gated_linear",
-          "test_packed_linear", "test_heads", "test_cached_heads")  # fmt: skip
-BIASED = ("test_linear", "test_activated_linear", "test_gated_linear", "test_packed_linear",
+          "test_quantized_linear", "test_heads", "test_cached_heads")  # fmt: skip
+BIASED = ("test_linear", "test_activated_linear", "test_gated_linear", "test_quantized_linear",
           "test_experts")  # fmt: skip
-GATED = ("test_gated_activations", "test_gated_linear", "test_packed_linear", "test_experts")
+GATED = ("test_gated_activations", "test_gated_linear", "test_quantized_linear", "test_experts")
 MUTANTS = {
     "an eps of its own": Mutant(planted(rms_norm=small_eps), (*NORMS, *NORMED, INTEGERS)),
     "squares in float16": Mutant(
@@ -278,7 +278,7 @@ MUTANTS = {
         planted(cached_heads=unscaled), ("test_cached_heads_in_fp8", CUT_OFF)
     ),
     "columns in another order": Mutant(
-        planted(packed_linear=ignores_order), ("test_packed_linear",)
+        planted(quantized_linear=ignores_order), ("test_quantized_linear",)
     ),
     "rows of a step see each other": Mutant(
         planted(bidirectional_attention=sees_later_rows), ("test_bidirectional_attention",)

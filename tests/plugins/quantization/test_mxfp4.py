@@ -25,7 +25,7 @@ from jackfield.core.loading.model_config import resolve_model_config
 from jackfield.core.loading.quantize import quantized_layers
 from jackfield.core.nn.activations import ClampedSwiGLU
 from jackfield.core.nn.operations import Operations
-from jackfield.core.nn.packed import PackedWeight, dequantize
+from jackfield.core.nn.quantized_weight import QuantizedWeight, dequantize
 from jackfield.core.nn.routing import RoutingRule
 from jackfield.core.registry import load_plugins
 from jackfield.plugins.conformance.divided_models import check_ranks
@@ -203,7 +203,7 @@ def test_kernels_read_the_bank(checkpoint: Any, num_tokens: int) -> None:
         # Moved as parameters, the bank's tensors are the module's.
         parts = {name: getattr(layer, name) for name in layer.weight.tensors()}
         banks.append(layer.weight._replace(**parts))
-    assert all(isinstance(bank, PackedWeight) for bank in banks) and experts_serve(*banks)
+    assert all(isinstance(bank, QuantizedWeight) for bank in banks) and experts_serve(*banks)
     more = {
         "gate_up_bias": experts.gate_up_proj.bias,
         "down_bias": experts.down_proj.bias,

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 
 from ...core.nn.operations import Norm, Operations
-from ...core.nn.packed import PackedWeight
+from ...core.nn.quantized_weight import QuantizedWeight
 from ...kernels.linear.gemv import gemv
 from ...kernels.linear.int4_gemv import int4_gemv
 from ...kernels.linear.quant_matmul import quant_matmul, quant_matmul_supports
@@ -26,7 +26,6 @@ from ...kernels.linear.split_k_sum import split_k_sum
 from ...kernels.quant.dequantize import dequantize_weight
 from ...kernels.quant.int4_unpack import int4_tile
 from ...kernels.quant.quantize_rows import quantize_rows
-from ...kernels.quant.quantized_weight import QuantizedWeight
 from ...kernels.tuning import (
     Product,
     int4_gemv_config,
@@ -41,10 +40,10 @@ FEW_TOKENS_WIDE = 256
 """The same if inputs are never rounded: beyond, dequantising the weight costs less."""
 
 
-def packed_product(
+def quantized_product(
     operations: Operations,
     x: torch.Tensor,
-    weight: PackedWeight,
+    weight: QuantizedWeight,
     bias: torch.Tensor | None,
     *,
     norm: Norm | None,
@@ -59,35 +58,26 @@ def packed_product(
     if weight.order is not None:
         x = (x if norm is None else operations.rms_norm(x, norm)).index_select(1, weight.order)
         norm = None
-    quantized = kernel_weight(weight)
     num_tokens = x.shape[0]
-    integers = quantized.e2m1_run is None
-    if num_tokens and (integers or num_tokens == 1) and _takes_int4(x, quantized):
+    integers = weight.e2m1_run is None
+    if num_tokens and (integers or num_tokens == 1) and _takes_int4(x, weight):
         return _int4_product(
-            operations, x, quantized, bias, norm, residual, gated, workspace(x.device)
+            operations, x, weight, bias, norm, residual, gated, workspace(x.device)
         )
     if num_tokens == 1:
-        return gemv(x, quantized, bias, norm=norm, residual=residual, gated=gated)
+        return gemv(x, weight, bias, norm=norm, residual=residual, gated=gated)
     in_8_bits = num_tokens > FEW_TOKENS and multiplies_8_bits(weight)
     few = FEW_TOKENS if in_8_bits else FEW_TOKENS_WIDE
     if in_8_bits:
         out = _product_in_8_bits(x, weight, bias, norm, residual)
-    elif num_tokens <= few and quant_matmul_supports(quantized):
+    elif num_tokens <= few and quant_matmul_supports(weight):
         if norm is not None:
             x = operations.rms_norm(x, norm)
-        out = quant_matmul(x, quantized, bias, residual=residual, num_sms=_num_sms(x.device))
+        out = quant_matmul(x, weight, bias, residual=residual, num_sms=_num_sms(x.device))
     else:
-        dense = dequantize_weight(quantized, x.dtype)
+        dense = dequantize_weight(weight, x.dtype)
         out = operations.linear(x, dense, bias, norm=norm, residual=residual)
     return operations.silu_mul(out) if gated else out
-
-
-def kernel_weight(weight: PackedWeight) -> QuantizedWeight:
-    """Return the weight as kernels take it; the order of its columns is left to the caller."""
-    return QuantizedWeight(
-        weight.values, weight.scale, weight.zero, weight.group_size, weight.scale_rows, weight.bits,
-        weight.e2m1_run,
-    )  # fmt: skip
 
 
 def _takes_int4(x: torch.Tensor, weight: QuantizedWeight) -> bool:
@@ -110,7 +100,7 @@ def _int4_product(
     """With few tokens one kernel, and one for the norm unless it is one token."""
     num_tokens = x.shape[0]
     outputs = weight.values.shape[0] // (2 if gated else 1)
-    product = Product(outputs, weight.size, gated)
+    product = Product(outputs, weight.in_features, gated)
     if norm is not None and (num_tokens > 1 or x.dtype == torch.float16):
         # Before it is divided by its size, x times the norm's weight may be too large.
         x, norm = operations.rms_norm(x, norm), None
@@ -132,7 +122,7 @@ def _int4_product(
 
 def _product_in_8_bits(
     x: torch.Tensor,
-    weight: PackedWeight,
+    weight: QuantizedWeight,
     bias: torch.Tensor | None,
     norm: Norm | None,
     residual: torch.Tensor | None,
@@ -160,7 +150,7 @@ def _product_in_8_bits(
     return split_k_sum(out[None], into, bias, residual=residual)
 
 
-def multiplies_8_bits(weight: PackedWeight) -> bool:
+def multiplies_8_bits(weight: QuantizedWeight) -> bool:
     """Return whether inputs may be rounded to the weight's type and the device multiplies the two,
     with a scale for each row of both."""
     rows, size = weight.values.shape

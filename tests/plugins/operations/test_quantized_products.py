@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from jackfield.core.nn.operations import Norm, Operations
-from jackfield.core.nn.packed import PackedWeight, round_to_words
+from jackfield.core.nn.quantized_weight import QuantizedWeight, round_to_words
 from jackfield.plugins.operations.triton import TritonOperations
 
 pytest.importorskip("triton")
@@ -29,14 +29,16 @@ def draw(*shape: int, seed: int = 0) -> torch.Tensor:
 def test_products_by_4_bits_equal_plain_ones(tokens: int, after: str, group: int) -> None:
     words, scale = round_to_words(draw(96, SIZE) / SIZE**0.5, 4, group)
     order = torch.randperm(SIZE, generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    weight = PackedWeight(words, scale, group, bits=4, order=order if after == "sorted" else None)
+    weight = QuantizedWeight(
+        words, scale, group, bits=4, order=order if after == "sorted" else None
+    )
     x, bias = draw(tokens, SIZE, seed=2), draw(96, seed=3)
     norm = Norm(draw(SIZE, seed=4) / 4 + 1, 1e-6)
     stream = draw(tokens, 96, seed=5)
     results = []
     for operations in (Operations(), TritonOperations()):
         results.append(
-            operations.packed_linear(
+            operations.quantized_linear(
                 x, weight, bias, norm=norm, gated=after == "gated",
                 residual=stream.clone() if after == "residual" else None,
             )
@@ -49,9 +51,9 @@ def test_products_by_4_bits_equal_plain_ones(tokens: int, after: str, group: int
 
 def test_what_is_large_before_its_norm_stays_finite_in_float16() -> None:
     words, scale = round_to_words(draw(32, SIZE).half() / SIZE**0.5, 4, 64)
-    weight = PackedWeight(words, scale, 64, bits=4)
+    weight = QuantizedWeight(words, scale, 64, bits=4)
     x = (draw(1, SIZE, seed=2) * 1000).half()
     norm = Norm(torch.full((SIZE,), 100.0, device=DEVICE, dtype=torch.float16), 1e-6)
-    expected = Operations().packed_linear(x, weight, norm=norm)
-    actual = TritonOperations().packed_linear(x, weight, norm=norm)
+    expected = Operations().quantized_linear(x, weight, norm=norm)
+    actual = TritonOperations().quantized_linear(x, weight, norm=norm)
     torch.testing.assert_close(actual, expected, atol=0.5, rtol=1e-2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from jackfield.core.nn.packed import E2M1_SIGNS, e2m1_run, pack_e2m1, unpack_e2m1
+from jackfield.core.nn.quantized_weight import E2M1_SIGNS, e2m1_run, pack_e2m1, unpack_e2m1
 
 
 @pytest.mark.parametrize(
