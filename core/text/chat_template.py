@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -27,8 +25,6 @@ from .chat_messages import (
 )
 from .control_tokens import ControlTokens
 from .template_fallbacks import (
-    SYSTEM_MESSAGES,
-    SYSTEM_ROLES,
     Chat,
     Verbatim,
     attempts,
@@ -321,33 +317,22 @@ class ChatTemplate:
         budget = Budget()
         num_characters = guards.num_characters
 
-        def rendered(form: Chat) -> tuple[str, Chat]:
+        def rendered(form: Chat) -> str:
             guards.num_characters = num_characters
             shown = [
                 _as_read(message, self._traits[name], f"messages[{index}]", guards.of(message))
                 for index, message in enumerate(form)
             ]
             variables["messages"] = shown
-            return self._run(self._templates[name], variables, budget), shown
+            return self._run(self._templates[name], variables, budget)
 
         refusal: _Refused | None = None
         for form in attempts(chat):
             try:
-                text, shown = rendered(form)
+                return rendered(form)
             except _Refused as error:
                 refusal = refusal or error
-            else:
-                break
-        else:
-            raise InvalidRequest(f"messages: the chat template {refusal}", param="messages")
-        system = _system_texts(shown)
-        if not _has_all(text, system):
-            for other in itertools.islice(attempts(form, (SYSTEM_MESSAGES,)), 1, None):
-                with contextlib.suppress(_Refused):
-                    better, _ = rendered(other)
-                    if _has_all(better, system):
-                        return better
-        return text
+        raise InvalidRequest(f"messages: the chat template {refusal}", param="messages")
 
     def _tried(self, name: str, variables: dict[str, Any]) -> str | None:
         """Return a rendering; None if the template refuses."""
@@ -401,24 +386,6 @@ def _as_read(message: Message, traits: TemplateTraits, path: str, guard: Guard) 
         ]
     shown["content"] = guarded(content, guard, f"{path}.content")
     return shown
-
-
-def _system_texts(shown: Chat) -> list[str]:
-    """Return the texts of system messages, if one of them is not first: some templates write the
-    first or the last alone, without a word about the others."""
-    system = [message for message in shown if message["role"] in SYSTEM_ROLES]
-    if system in ([], shown[:1]):
-        return []
-    texts = []
-    for message in system:
-        content = message["content"]
-        parts = [content] if isinstance(content, str) else [part["text"] for part in content]
-        texts += [part.strip() for part in parts]
-    return texts
-
-
-def _has_all(text: str, parts: list[str]) -> bool:
-    return all(part in text for part in parts)
 
 
 def _as_written(call: dict[str, Any]) -> dict[str, Any]:

@@ -2,16 +2,15 @@
 
 A template is given the messages as transformers would give them. Where it refuses those (raises,
 or fails on them), the forms below are tried: those with the fewest changes first, and of as many,
-in the order of `FALLBACKS`. Nothing is lost in any: texts move or are written differently. Where
-there are system messages after the first message, and the template leaves one out, their forms are
-tried, too.
+in the order of `FALLBACKS`. Nothing is lost in any: texts move or are written differently. What a
+template takes, it gets as transformers gives it, also where it then leaves something out.
 """
 
 from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from .chat_messages import Message, arguments_object, arguments_text
@@ -36,14 +35,13 @@ class Fallback(NamedTuple):
     """In the order in which they are tried; each returns an equal chat where it has no use."""
 
 
-def attempts(chat: Chat, fallbacks: Sequence[Fallback] | None = None) -> Iterator[Chat]:
-    """Yield the chat as it is, then its other forms (by default of all `FALLBACKS`), the fewest
-    changes first. `chat` is not changed."""
-    fallbacks = FALLBACKS if fallbacks is None else fallbacks
+def attempts(chat: Chat) -> Iterator[Chat]:
+    """Yield the chat as it is, then its other forms, the fewest changes first. `chat` is not
+    changed."""
     yield chat
     tried = [chat]
-    for number in range(1, len(fallbacks) + 1):
-        for chosen in itertools.combinations(fallbacks, number):
+    for number in range(1, len(FALLBACKS) + 1):
+        for chosen in itertools.combinations(FALLBACKS, number):
             for changes in itertools.product(*(fallback.changes for fallback in chosen)):
                 changed = chat
                 for change in changes:
@@ -175,11 +173,8 @@ def _with_arguments(chat: Chat, change: Callable[[Any], Any]) -> Chat:
     return changed
 
 
-SYSTEM_MESSAGES = Fallback(
-    "system messages", (adjacent_system_joined, system_first, system_as_user)
-)
 FALLBACKS = (
-    SYSTEM_MESSAGES,
+    Fallback("system messages", (adjacent_system_joined, system_first, system_as_user)),
     Fallback("turns", (adjacent_turns_joined,)),
     Fallback("ids of calls", (short_ids,)),
     Fallback("arguments of calls", (arguments_as_objects, arguments_as_text)),

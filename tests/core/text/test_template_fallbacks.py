@@ -57,9 +57,9 @@ def chat(*turns: str) -> list[dict[str, Any]]:
          "[user:u1\n\nu2][assistant:a1\n\na2][user:u3]"),
         (ALTERNATING, ["s1", "u1", "a1", "u2", "u3"],
          "[user:s1\n\nu1][assistant:a1][user:u2\n\nu3]"),
-        (LEAVES_OUT, ["s1", "u1", "a1", "s2", "u2"],
-         "[S:s1\n\ns2][user:u1][assistant:a1][user:u2]"),
-        (LAST_WINS, ["s1", "s2", "u1"], "s1\n\ns2|[user:u1]"),
+        # What a template takes, it gets as it is, also where it leaves something out.
+        (LEAVES_OUT, ["s1", "u1", "a1", "s2", "u2"], "[S:s1][user:u1][assistant:a1][user:u2]"),
+        (LAST_WINS, ["s1", "s2", "u1"], "s2|[user:u1]"),
     ],
 )  # fmt: skip
 def test_system_messages_and_turns_take_the_first_form_that_is_taken(
