@@ -185,26 +185,21 @@ def test_the_readmes_counts_are_those_of_the_registries() -> None:
     assert generator().readme() == (ROOT / "README.md").read_text(), "run: python docs/generate.py"
 
 
-def row_of(title: str) -> str:
-    """A row of the README's table of what there is, as letters and digits alone."""
-    text = (ROOT / "README.md").read_text()
-    (row,) = re.findall(rf"^\| {title} \|(.*)\|$", text, re.M)
-    return plain(row)
-
-
 def plain(text: str) -> str:
+    """Letters and digits alone."""
     return re.sub(r"[^a-z0-9]", "", text.lower())
 
 
-def test_the_families_that_the_readme_names_are_there() -> None:
-    """Items of its lists; what is in brackets is the name in config.json."""
-    text = (ROOT / "README.md").read_text()
-    (row,) = re.findall(r"^\| models \|(.*)\|$", text, re.M)
+def test_the_families_that_the_models_page_names_are_there() -> None:
+    """Items of its lists by kind; what is in brackets is the name in config.json."""
+    text = (ROOT / "docs/reference/models.md").read_text().partition("In the table:")[0]
+    lists = re.findall(r"^- \*\*(.+?)\*\*: (.*?)(?=^- |\Z)", text, re.M | re.S)
     names = {plain(entry.name) for entry in load_plugins()["model"].entries()}
     items = [
-        re.sub(r".*\((\w+)\)", r"\1", item)
-        for sentence in re.findall(r": (.*?)(?:\.(?= )|$)", row)
-        for item in re.split(r", | to | and (?:more|dozens more)", sentence)
+        re.sub(r".*\((\w+)\)", r"\1", item.strip())
+        for kind, items in lists
+        if kind != "Others"
+        for item in re.split(r",\s+| to | and (?:more|dozens more)", " ".join(items.split()))
     ]
     families = [plain(item) for item in items if plain(item)]
     assert len(families) > 50
@@ -212,22 +207,18 @@ def test_the_families_that_the_readme_names_are_there() -> None:
         assert any(name.startswith(family) for name in names), family
 
 
-SAID = {"rtn": "roundtonearest"}
-"""What the README calls a module."""
-
-
 @pytest.mark.parametrize(
-    ("title", "kind"),
+    ("page", "kind"),
     [
-        ("attention", "attention_backend"),
-        ("quantization", "quantization"),
-        ("structured output", "structured_backend"),
+        ("docs/how-to/quantize.md", "quantization"),
+        ("docs/how-to/structured-outputs.md", "structured_backend"),
+        ("docs/how-to/kv-connectors.md", "kv_connector"),
     ],
 )
-def test_the_readme_names_what_is_in_the_box(title: str, kind: str) -> None:
+def test_the_page_of_a_kind_names_what_is_in_the_box(page: str, kind: str) -> None:
     """Each module: several names may stand for one."""
-    row = row_of(title)
+    text = plain((ROOT / page).read_text())
     for entry in load_plugins()[kind].entries():
         if entry.provenance.distribution == "jackfield":
             module = entry.reference.partition(":")[0].rpartition(".")[2]
-            assert SAID.get(module, plain(module)) in row, module
+            assert plain(module) in text, module
