@@ -10,11 +10,11 @@ from torch import nn
 
 from ..cache.formats import QuantizedFormat
 from ..cache.groups import CachePart, TokenCache
-from ..protocols.attention import AttentionBackend, AttentionSpec
+from ..protocols.attention import AttentionBackend, AttentionSpec, Projection
 from .context import BatchLayout, BuildContext, ForwardContext
 from .kv_cache.quantized_cache import KVCache, QuantizedCache
 from .norm import RMSNorm
-from .operations import HeadLayout, rotate
+from .operations import HeadLayout, Norm, rotate
 from .rotary import Rotary
 
 
@@ -35,9 +35,12 @@ class Attention(nn.Module):
     """The checkpoint's scales of keys and values. With an fp8 cache, `spec` has these or calculated
     ones."""
 
-    def __init__(self, spec: AttentionSpec, build: BuildContext) -> None:
+    def __init__(
+        self, spec: AttentionSpec, build: BuildContext, *, norm_last: bool = False
+    ) -> None:
+        """`norm_last`: heads are rotated, then normed; otherwise normed, then rotated."""
         super().__init__()
-        self.spec = spec
+        self.spec, self.norm_last = spec, norm_last
         self.layout = HeadLayout(spec.num_heads, spec.num_kv_heads, spec.head_dim)
         self.operations = build.operations
         self.kv_cache = None
@@ -47,6 +50,8 @@ class Attention(nn.Module):
         self.cache_scales = (1.0, 1.0)
         self.next_weights: tuple[torch.Tensor, ...] = ()
         """Weights that are read after this layer, for backends that read ahead."""
+        self._projections: dict[AttentionBackend, Projection | None] = {}
+        """What each backend has planned for this layer."""
 
     def cache_spec(self, dtype: torch.dtype) -> TokenCache:
         """Return the layer's cache contents, for a cache of this type; its own format precedes."""
@@ -73,41 +78,62 @@ class Attention(nn.Module):
         key_norm: RMSNorm | None = None,
         sinks: torch.Tensor | None = None,
         distance_bias: torch.Tensor | None = None,
-        norm_last: bool = False,
     ) -> torch.Tensor:
         """qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], may be overwritten
         → [num_tokens, num_heads * head_dim]
 
-        Queries and keys are normed over each head, then rotated, if norms and rotation are given,
-        or with `norm_last` rotated, then normed.
+        Queries and keys are normed over each head and rotated, if norms and rotation are given.
         sinks: [num_heads], if the spec has them; distance_bias: as `AttentionBackend.forward` has
         it, if the spec does.
         """
-        backend, layout, metadata, kv_cache = self._bound(context)
         cos_sin = rotary.cos_sin if rotary else None
         norms = (query_norm.norm if query_norm else None, key_norm.norm if key_norm else None)
-        more = self._kept_queries(backend, context)
-        if norm_last and more is not None:
-            more = {**more, "norm_last": True} if backend.norms_rotated else None
-        if backend.reads_ahead and self.next_weights and more is not None:
-            more = {**more, "next_weights": self.next_weights}
-        if sinks is None and distance_bias is None and more is not None:
-            out = backend.forward_projection(
-                self.spec, qkv, cos_sin, *norms, kv_cache, metadata, **more
-            )
-            if out is not None:
-                return out.reshape(out.shape[0], -1)
-        if norm_last and cos_sin is not None:
+        out = self._project(qkv, cos_sin, *norms, context)
+        if out is not None:
+            return out.reshape(out.shape[0], -1)
+        heads = self._heads(qkv, cos_sin, *norms, context)
+        return self.attend(*heads, context, sinks=sinks, distance_bias=distance_bias, cached=True)
+
+    def _project(
+        self,
+        qkv: torch.Tensor,
+        cos_sin: torch.Tensor | None,
+        query_norm: Norm | None,
+        key_norm: Norm | None,
+        context: ForwardContext,
+    ) -> torch.Tensor | None:
+        """Compute all of the layer as the backend has planned; None: it computes no such step."""
+        backend, _, metadata, _ = self._bound(context)
+        if backend not in self._projections:
+            learned = self.spec.sinks or self.spec.distance_bias
+            self._projections[backend] = None if learned else backend.plan_projection(self)
+        project = self._projections[backend]
+        kept = None if self.query_ring is None else context.query_places
+        if project is None or (kept is not None and kept.tokens is not None):
+            return None
+        places = None if kept is None else kept.places
+        return project(self, qkv, cos_sin, query_norm, key_norm, metadata, places)
+
+    def _heads(
+        self,
+        qkv: torch.Tensor,
+        cos_sin: torch.Tensor | None,
+        query_norm: Norm | None,
+        key_norm: Norm | None,
+        context: ForwardContext,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Split into heads, norm, rotate, and write keys and values to a standard cache: → query,
+        key, value, as `attend` has them."""
+        backend, layout, _, kv_cache = self._bound(context)
+        if self.norm_last and cos_sin is not None:
             self._rotate(qkv, cos_sin[context.positions])
             cos_sin = None
-        cut = (qkv, self.layout, context.positions, cos_sin, *norms)
+        arguments = (qkv, self.layout, context.positions, cos_sin, query_norm, key_norm)
         if not backend.standard_cache:
-            heads = self.operations.heads(*cut)
-        else:
-            heads = self.operations.cached_heads(
-                *cut, kv_cache, layout.slot_mapping, self._cache_scales
-            )
-        return self.attend(*heads, context, sinks=sinks, distance_bias=distance_bias, cached=True)
+            return self.operations.heads(*arguments)
+        return self.operations.cached_heads(
+            *arguments, kv_cache, layout.slot_mapping, self._cache_scales
+        )
 
     def attend(
         self,
@@ -134,28 +160,17 @@ class Attention(nn.Module):
         if self.query_ring is not None and context.query_places is not None:
             tokens, places = context.query_places
             self.query_ring.index_copy_(0, places, query if tokens is None else query[tokens])
+        # A backend without a feature has no such argument.
         learned = {"sinks": sinks, "distance_bias": distance_bias}
-        more = {name: values for name, values in learned.items() if values is not None}
-        out = backend.forward(self.spec, query, key, value, kv_cache, metadata, **more)
+        given = {name: values for name, values in learned.items() if values is not None}
+        out = backend.forward(self.spec, query, key, value, kv_cache, metadata, **given)
         return out.reshape(out.shape[0], -1)
 
-    def _rotate(self, qkv: torch.Tensor, turn: torch.Tensor) -> None:
-        """Rotate queries and keys in place; turn: [num_tokens, rotary_dim]."""
+    def _rotate(self, qkv: torch.Tensor, cos_sin: torch.Tensor) -> None:
+        """Rotate queries and keys in place; cos_sin: [num_tokens, rotary_dim]."""
         count = self.layout.num_heads + self.layout.num_kv_heads
         heads = qkv[:, : count * self.layout.head_dim].view(-1, count, self.layout.head_dim)
-        heads.copy_(rotate(heads, turn[:, None].to(qkv.dtype)))
-
-    def _kept_queries(
-        self, backend: AttentionBackend, context: ForwardContext
-    ) -> dict[str, Any] | None:
-        """Return the option of `forward_projection` that keeps the step's queries; None: it cannot
-        keep them."""
-        kept = context.query_places
-        if self.query_ring is None or kept is None:
-            return {}
-        if not backend.keeps_queries or kept.tokens is not None:
-            return None
-        return {"query_ring": (self.query_ring, kept.places)}
+        heads.copy_(rotate(heads, cos_sin[:, None].to(qkv.dtype)))
 
     @property
     def _cache_scales(self) -> tuple[float, float]:

@@ -19,11 +19,8 @@ from torch import nn
 
 from ..parallel.sharding import Features, Sharding, even_slice, length
 from .context import BuildContext
-from .norm import LayerNorm, before_product
-from .operations import AnyNorm, CenteredNorm, NormSums
-
-SUMMED_ROWS = 4096
-"""Of a weight that are float32 at once while it is summed."""
+from .norm import NO_SUMS, LayerNorm, before_product
+from .operations import NormSums
 
 
 class Linear(nn.Module):
@@ -31,7 +28,7 @@ class Linear(nn.Module):
 
     gated: ClassVar[bool] = False
     """The result is silu(first half) * second half of the product."""
-    norm_sums: tuple[LayerNorm, NormSums] | None = None
+    norm_sums: Mapping[nn.Module, NormSums] = NO_SUMS
     """Of the norm before it, if it is a LayerNorm: see `expect`."""
     shardings: dict[str, Sharding]
     """Parameter → the part of it that this rank holds; without those that it holds whole."""
@@ -88,30 +85,14 @@ class Linear(nn.Module):
         residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """[num_tokens, in_features] → [num_tokens, out_features]; `residual` may be overwritten."""
-        x, fused = self._before(x, norm, "linear")
+        x, fused = before_product(x, norm, self.operations, "linear", self.norm_sums)
         return self.operations.linear(x, self.weight, self.bias, norm=fused, residual=residual)
 
     @torch.no_grad()
     def expect(self, norm: nn.Module | None) -> None:
         """Prepare for the norm that comes before this product, once both are loaded."""
         if isinstance(norm, LayerNorm) and "linear.norm_sums" in self.operations.features:
-            parameters = norm.norm
-            offsets = None if self.bias is None else self.bias.float()
-            if parameters.bias is not None:
-                sums = _times(self.weight, parameters.bias)
-                offsets = sums if offsets is None else sums + offsets
-            self.norm_sums = norm, NormSums(_times(self.weight, parameters.weight), offsets)
-
-    def _before(
-        self, x: torch.Tensor, norm: nn.Module | None, method: str
-    ) -> tuple[torch.Tensor, AnyNorm | None]:
-        """Return what the operation `method` multiplies, and the norm that it applies itself."""
-        x, fused = before_product(x, norm, self.operations, method)
-        if self.norm_sums is not None and isinstance(fused, CenteredNorm):
-            expected, sums = self.norm_sums
-            if expected is norm:
-                fused = fused._replace(sums=sums)
-        return x, fused
+            self.norm_sums = {norm: norm.sums(self.weight, self.bias)}
 
     def add_scaled(self, residual: torch.Tensor, x: torch.Tensor, factor: float) -> torch.Tensor:
         """residual + factor * (x Wᵀ + b), where one rank has the whole weight; `residual` may be
@@ -124,16 +105,10 @@ class Linear(nn.Module):
         self, x: torch.Tensor, activation: str, *, norm: nn.Module | None = None
     ) -> torch.Tensor:
         """activation(norm(x) Wᵀ + b): [num_tokens, in_features] → [num_tokens, out_features]"""
-        x, fused = self._before(x, norm, "activated_linear")
+        x, fused = before_product(x, norm, self.operations, "activated_linear", self.norm_sums)
         return self.operations.activated_linear(
             x, self.weight, self.bias, activation=activation, norm=fused
         )
-
-
-def _times(weight: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
-    """[out_features, in_features], [in_features] → [out_features] float32"""
-    wide = vector.float()
-    return torch.cat([part.float() @ wide for part in weight.split(SUMMED_ROWS)])
 
 
 class MergedLinear(Linear):
@@ -225,5 +200,5 @@ class GatedLinear(MergedLinear):
     ) -> torch.Tensor:
         """[num_tokens, in_features] → [num_tokens, out_features]"""
         assert residual is None, "a gate has no residual"
-        x, fused = self._before(x, norm, "gated_linear")
+        x, fused = before_product(x, norm, self.operations, "gated_linear", self.norm_sums)
         return self.operations.gated_linear(x, self.weight, self.bias, norm=fused)

@@ -7,6 +7,8 @@ before it (`before_product`).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,7 +17,11 @@ from torch import nn
 from ..errors import ConfigError
 from ..parallel.sharding import Sharding
 from .context import BuildContext
-from .operations import CenteredNorm, Norm, Operations
+from .operations import CenteredNorm, Norm, NormSums, Operations
+
+SUMMED_ROWS = 4096
+"""Of a weight that are float32 at once while it is summed."""
+NO_SUMS: Mapping[nn.Module, NormSums] = MappingProxyType({})
 
 
 class RMSNorm(nn.Module):
@@ -123,6 +129,15 @@ class LayerNorm(nn.Module):
         """Return the parameters, for operations that apply the norm themselves."""
         return CenteredNorm(self.weight, self.bias, self.eps)
 
+    def sums(self, weight: torch.Tensor, bias: torch.Tensor | None) -> NormSums:
+        """Return what the norm's parameters come to after a product with `weight`, [out_features,
+        in_features], whose bias is `bias`, [out_features]."""
+        offsets = None if bias is None else bias.float()
+        if self.bias is not None:
+            offset = _product(weight, self.bias)
+            offsets = offset if offsets is None else offset + offsets
+        return NormSums(_product(weight, self.weight), offsets)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., size] → [..., size]"""
         return self.operations.layer_norm(x, self.weight, self.bias, self.eps)
@@ -130,6 +145,12 @@ class LayerNorm(nn.Module):
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """residual + norm(x): [num_tokens, size] → the same shape"""
         return residual + self.operations.layer_norm(x, self.weight, self.bias, self.eps)
+
+
+def _product(weight: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
+    """[out_features, in_features], [in_features] → [out_features] float32"""
+    wide = vector.float()
+    return torch.cat([part.float() @ wide for part in weight.split(SUMMED_ROWS)])
 
 
 class BiaslessLayerNorm(LayerNorm):
@@ -144,11 +165,13 @@ def before_product(
     norm: nn.Module | None,
     operations: Operations | None = None,
     method: str = "linear",
+    sums: Mapping[nn.Module, NormSums] = NO_SUMS,
 ) -> tuple[torch.Tensor, Any]:
     """Return a product's input, and the norm that the operation has to apply to it: an `AnyNorm`,
     or where no `operations` are given, a `Norm`.
 
-    x: [num_tokens, size] → the same shape; method: that of `operations` that will get the norm.
+    x: [num_tokens, size] → the same shape; method: that of `operations` that will get the norm;
+    sums: of LayerNorms that this product expects.
     """
     if norm is None:
         return x, None
@@ -156,7 +179,7 @@ def before_product(
         return x, norm.norm
     takes = operations is not None and f"{method}.layer_norm" in operations.features
     if takes and isinstance(norm, LayerNorm):
-        return x, norm.norm
+        return x, norm.norm._replace(sums=sums.get(norm))
     return norm(x), None
 
 

@@ -7,7 +7,14 @@ docstrings name shapes, units and errors.
 from __future__ import annotations
 
 from .all2all import All2All, All2AllSetup, Dispatched
-from .attention import AttentionBackend, AttentionSpec, LayerSpec, PagedBackend
+from .attention import (
+    AttentionBackend,
+    AttentionSpec,
+    LayerSpec,
+    PagedBackend,
+    ProjectedLayer,
+    Projection,
+)
 from .collectives import Collectives, CollectivesSetup
 from .executors import (
     EngineHosts,
@@ -86,6 +93,8 @@ __all__ = [
     "PlainText",
     "PoolingModel",
     "ProcessedRows",
+    "ProjectedLayer",
+    "Projection",
     "QuantizationMethod",
     "RankState",
     "Reasoning",

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import msgspec
 
 from ..cache.reach import Reach
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import numpy as np
     import torch
 
@@ -151,6 +149,43 @@ class PagedBackend(ABC):
         return False
 
 
+class ProjectedLayer(Protocol):
+    """What `AttentionBackend.plan_projection` gets of a layer (`core.nn.attention.Attention`). Read
+    its attributes at each step: scales and caches may be set later."""
+
+    spec: AttentionSpec
+    kv_cache: Any
+    """As `AttentionBackend.forward` gets it."""
+    norm_last: bool
+    """Heads are rotated, then normed; otherwise normed, then rotated."""
+    query_ring: torch.Tensor | None
+    """[places, num_heads, head_dim] Where queries are kept, for KV compressors that need them."""
+    next_weights: tuple[torch.Tensor, ...]
+    """Weights that products read after this layer, in this order, which may be brought to a cache
+    of the device meanwhile."""
+
+
+class Projection(Protocol):
+    """Computes a layer from its fused projection: split into heads, norm, rotate, write, attend."""
+
+    def __call__(
+        self,
+        layer: ProjectedLayer,
+        qkv: torch.Tensor,
+        cos_sin: torch.Tensor | None,
+        query_norm: Norm | None,
+        key_norm: Norm | None,
+        metadata: Any,
+        query_places: torch.Tensor | None,
+        /,
+    ) -> torch.Tensor | None:
+        """qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]; cos_sin and norms as for
+        `Operations.heads`; query_places: [num_tokens] int64, of a step whose queries are kept:
+        write each, normed and rotated, to this place of the layer's `query_ring` → as
+        `AttentionBackend.forward`, or None, with nothing done: the step is then computed by the
+        operations and `forward`."""
+
+
 class AttentionBackend(PagedBackend):
     """Causal attention over a paged KV cache, prefill and decode rows in one batch. Subclass it.
 
@@ -170,16 +205,8 @@ class AttentionBackend(PagedBackend):
     compacted_cache: ClassVar[bool] = False
     """Whether `forward` serves rows whose cache was compacted (`EngineConfig.kv_compression`): it
     has fewer tokens than the sequence, chosen anew for each KV head. Such a row computes one token,
-    which attends to all that `seq_lens` counts. Needs `standard_cache`. `forward_projection` then
+    which attends to all that `seq_lens` counts. Needs `standard_cache`. A planned projection then
     takes positions from `BatchLayout.positions`, as they do not follow from lengths."""
-
-    keeps_queries: ClassVar[bool] = False
-    """Whether `forward_projection` can write the queries of its rows to a ring, for KV compressors
-    that need them. Otherwise it is not called for layers whose queries are kept."""
-    norms_rotated: ClassVar[bool] = False
-    """Whether `forward_projection` takes `norm_last`."""
-    reads_ahead: ClassVar[bool] = False
-    """Whether `forward_projection` takes `next_weights`."""
 
     @classmethod
     @abstractmethod
@@ -214,30 +241,11 @@ class AttentionBackend(PagedBackend):
         → [num_tokens, num_heads, head_dim]
         """
 
-    def forward_projection(
-        self,
-        spec: AttentionSpec,
-        qkv: torch.Tensor,
-        cos_sin: torch.Tensor | None,
-        query_norm: Norm | None,
-        key_norm: Norm | None,
-        kv_cache: Any,
-        metadata: Any,
-        *,
-        query_ring: tuple[torch.Tensor, torch.Tensor] | None = None,
-        norm_last: bool = False,
-        next_weights: Sequence[torch.Tensor] = (),
-    ) -> torch.Tensor | None:
-        """Compute the layer from its fused projection: split into heads, norm, rotate, write,
-        attend.
+    def plan_projection(self, layer: ProjectedLayer) -> Projection | None:
+        """Return what computes this layer from its fused projection; None (the default): all its
+        steps are computed by the operations and `forward`.
 
-        qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]; the rest as for
-        `Operations.heads`. → as `forward`, or None, with nothing done (the default): the step is
-        then computed by the operations and `forward`. Not called for layers with sinks. query_ring:
-        given if `keeps_queries`, for a layer and step whose queries are kept: write each token's,
-        normed and rotated, to [places, num_heads, head_dim] at its place, [num_tokens] int64.
-        norm_last: given if `norms_rotated`, for layers whose norms come after the rotation.
-        next_weights: given if `reads_ahead`: weights that products read after this layer, in this
-        order, which may be brought to a cache of the device meanwhile.
+        Called once for each layer, after loading; not for layers with sinks or biases by distance.
+        The layer keeps what is returned, which gets the layer at each step and does not keep it.
         """
         return None

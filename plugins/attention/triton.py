@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -23,7 +23,12 @@ from ...core.cache.formats import QUANTIZED_FORMATS
 from ...core.nn.context import BatchLayout, MixedRows
 from ...core.nn.kv_cache.quantized_cache import KVCache, QuantizedCache
 from ...core.nn.operations import Norm
-from ...core.protocols.attention import AttentionBackend, AttentionSpec
+from ...core.protocols.attention import (
+    AttentionBackend,
+    AttentionSpec,
+    ProjectedLayer,
+    Projection,
+)
 
 try:
     from ...kernels.attention.decode_splits import choose_num_splits, workspace_elements
@@ -116,9 +121,6 @@ class TritonAttention(AttentionBackend):
     cache_groups: ClassVar[bool] = True
     compacted_cache: ClassVar[bool] = True
     bounded_lengths: ClassVar[bool] = True
-    keeps_queries: ClassVar[bool] = True
-    norms_rotated: ClassVar[bool] = True
-    reads_ahead: ClassVar[bool] = True
 
     @classmethod
     def supports(cls, spec: AttentionSpec, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -332,36 +334,36 @@ class TritonAttention(AttentionBackend):
             yield
         stream.wait_stream(self._side_stream)
 
-    def forward_projection(
+    def plan_projection(self, layer: ProjectedLayer) -> Projection | None:
+        """Decode steps of few rows, in one launch each."""
+        return None if layer.spec.head_dim % 2 else self._fused_decode
+
+    def _fused_decode(
         self,
-        spec: AttentionSpec,
+        layer: ProjectedLayer,
         qkv: torch.Tensor,
         cos_sin: torch.Tensor | None,
         query_norm: Norm | None,
         key_norm: Norm | None,
-        kv_cache: KVCache,
         metadata: TritonMetadata,
-        *,
-        query_ring: tuple[torch.Tensor, torch.Tensor] | None = None,
-        norm_last: bool = False,
-        next_weights: Sequence[torch.Tensor] = (),
+        query_places: torch.Tensor | None,
     ) -> torch.Tensor | None:
-        """Run a decode step of few rows in one launch; None for others, and for partial rotations
-        over quantized caches."""
-        layout = metadata.layout
+        """Return None for other steps, and for partial rotations over quantized caches."""
+        spec, kv_cache, layout = layer.spec, layer.kv_cache, metadata.layout
         rows = layout.num_rows
-        if layout.mixed is not None:
+        if layout.mixed is not None or metadata.num_decode_rows != layout.num_tokens:
             return None
-        turns_all = cos_sin is None or cos_sin.shape[1] == spec.head_dim
-        if isinstance(kv_cache, QuantizedCache) and not turns_all:
+        rotates_all = cos_sin is None or cos_sin.shape[1] == spec.head_dim
+        if isinstance(kv_cache, QuantizedCache) and not rotates_all:
             return None
-        if metadata.num_decode_rows != layout.num_tokens or spec.head_dim % 2:
-            return None
-        group = spec.num_heads // spec.num_kv_heads
         if rows * spec.num_kv_heads > FUSED_PROGRAMS:
             return None
-        if not fits_registers(group, spec.head_dim, qkv.dtype):
+        if not fits_registers(spec.num_heads // spec.num_kv_heads, spec.head_dim, qkv.dtype):
             return None
+        query_ring = None
+        if query_places is not None:
+            assert layer.query_ring is not None, "queries are kept in a ring"
+            query_ring = layer.query_ring, query_places
         workspace = self._workspace(spec, qkv.dtype)
         return fused_decode_attention(
             qkv,
@@ -381,8 +383,8 @@ class TritonAttention(AttentionBackend):
             alibi_slopes=None if spec.alibi_slopes is None else self._slopes(spec.alibi_slopes),
             positions=layout.positions,
             query_ring=query_ring,
-            norm_last=norm_last,
-            next_weights=next_weights,
+            norm_last=layer.norm_last,
+            next_weights=layer.next_weights,
         )
 
     def _slopes(self, slopes: tuple[float, ...]) -> torch.Tensor:

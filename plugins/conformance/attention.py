@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from ...core.nn.context import ForwardContext
-from ...core.nn.operations import HeadLayout, Norm, Operations
+from ...core.nn.operations import Norm
 from ...core.protocols.attention import AttentionBackend, AttentionSpec
 from ...core.worker.selection import attention_refusal
 from .attention_caches import CacheChecks
@@ -32,6 +32,7 @@ from .attention_cases import (
     FutureSpec,
     assert_same,
     bound_layer,
+    expected_heads,
     make_spec,
     run_layer,
     write,
@@ -256,23 +257,24 @@ class AttentionBackendKit(CacheChecks, GraphChecks, PagedBackendKit):
     # -------------------------------------------------------------- as layers use it
 
     @pytest.mark.parametrize("batch", BATCHES)
-    @pytest.mark.parametrize("turned", [False, True], ids=["plain", "normed-and-rotated"])
-    def test_through_a_layer(self, batch: str, turned: bool, dtype: torch.dtype) -> None:
-        """Attend from a fused projection, whose parts are not contiguous, by `forward_projection`
-        if the backend has it and takes the step."""
+    @pytest.mark.parametrize("heads", ["plain", "normed-and-rotated", "rotated-and-normed"])
+    def test_through_a_layer(self, batch: str, heads: str, dtype: torch.dtype) -> None:
+        """Attend from a fused projection, whose parts are not contiguous, by what the backend has
+        planned if it takes the step."""
         spec = make_spec((4, 2, 64, 16))
         backend = self.make(spec, dtype, 16)
         paged = make_batch(BATCHES[batch], spec, 16, self.device, dtype)
         qkv = torch.cat([paged.joined(p).flatten(1) for p in ("query", "key", "value")], dim=1)
         cos_sin = None
         norms: tuple[Norm | None, Norm | None] = (None, None)
-        if turned:
+        if heads != "plain":
             angles = torch.arange(MAX_MODEL_LEN)[:, None] * 10000.0 ** -torch.linspace(0, 1, 32)
             cos_sin = torch.cat([angles.cos(), angles.sin()], dim=-1).to(self.device)
             weight = torch.linspace(0.5, 1.5, 64, device=self.device, dtype=dtype)
             norms = (Norm(weight, 1e-6), Norm(weight.flip(0), 1e-6))
-        wide = tuple(n and Norm(n.weight.float(), n.eps) for n in norms)
-        cut = Operations().heads(qkv.float(), HeadLayout(4, 2, 64), paged.positions, cos_sin, *wide)
+        norm_last = heads == "rotated-and-normed"
+        expected = expected_heads(qkv, paged.positions, cos_sin, norms, norm_last)
+        ring = qkv.new_zeros(len(qkv), 4, 64)
         before = paged.cache.clone()
         rows, first = [], 0
         for row in paged.rows:
@@ -280,15 +282,18 @@ class AttentionBackendKit(CacheChecks, GraphChecks, PagedBackendKit):
             earlier = len(row.key) - len(row.query)
             keys, values = (
                 torch.cat([old[:earlier].float(), new[tokens]])
-                for old, new in ((row.key, cut[1]), (row.value, cut[2]))
+                for old, new in ((row.key, expected[1]), (row.value, expected[2]))
             )
-            rows.append(Row(cut[0][tokens], keys, values))
+            rows.append(Row(expected[0][tokens], keys, values))
             first = tokens.stop
-        actual = run_layer(backend, spec, paged, qkv, cos_sin, norms)
+        actual = run_layer(
+            backend, spec, paged, qkv, cos_sin, norms, norm_last=norm_last, query_ring=ring
+        )
+        self.assert_near(ring.flip(0), expected[0], dtype, times=2)
         self.assert_near(actual, dense_attention(spec, rows).flatten(1), dtype, times=2)
         if backend.standard_cache:
             written = paged.cache.flatten(1, 2)[:, paged.layout.slot_mapping]
-            self.assert_near(written, torch.stack(cut[1:]), dtype, times=2)
+            self.assert_near(written, torch.stack(expected[1:]), dtype, times=2)
             write(before, paged.layout, *written)
             assert_same(paged.cache, before)
 

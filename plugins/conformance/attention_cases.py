@@ -9,7 +9,7 @@ import torch
 
 from ...core.cache.formats import QUANTIZED_FORMATS
 from ...core.nn.attention import Attention
-from ...core.nn.context import BatchLayout, BuildContext, ForwardContext
+from ...core.nn.context import BatchLayout, BuildContext, ForwardContext, QueryPlaces
 from ...core.nn.kv_cache.quantized_cache import (
     QuantizedCache,
     dequantize,
@@ -17,7 +17,8 @@ from ...core.nn.kv_cache.quantized_cache import (
     token_parts,
     write_blocks,
 )
-from ...core.nn.operations import Norm, Operations
+from ...core.nn.operations import HeadLayout, Norm, Operations
+from ...core.parts import kv_compression
 from ...core.protocols.attention import AttentionBackend, AttentionSpec
 from .paged import Batch, Row, Sizes
 
@@ -84,21 +85,49 @@ def run_layer(
     cos_sin: torch.Tensor | None,
     norms: tuple[Norm | None, Norm | None],
     sinks: torch.Tensor | None = None,
+    *,
+    norm_last: bool = False,
+    query_ring: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`Attention.forward` over the batch's cache, before weights that a backend may read ahead:
-    [num_tokens, num_heads * head_dim]."""
+    [num_tokens, num_heads * head_dim]. query_ring: [num_tokens, num_heads, head_dim], for the
+    queries, the last token's first."""
     layer = bound_layer(spec, batch, qkv.dtype)
+    layer.norm_last, layer.query_ring = norm_last, query_ring
     layer.next_weights = tuple(qkv.new_zeros(rows, 100) for rows in (7, 3000, 3000))
     metadata = backend.build_metadata(batch.layout)
-    context = ForwardContext(backend, metadata, batch.layout, batch.positions)
+    places = torch.arange(len(qkv), device=qkv.device).flip(0)
+    parts = {kv_compression.NAME: QueryPlaces(None, places)}
+    context = ForwardContext(backend, metadata, batch.layout, batch.positions, parts=parts)
     query_norm, key_norm = (None if norm is None else SimpleNamespace(norm=norm) for norm in norms)
     rotary: Any = None if cos_sin is None else SimpleNamespace(cos_sin=cos_sin)
-    parts: dict[str, Any] = {"query_norm": query_norm, "key_norm": key_norm}
-    out: torch.Tensor = layer(qkv, context, rotary=rotary, sinks=sinks, **parts)
+    head_norms: dict[str, Any] = {"query_norm": query_norm, "key_norm": key_norm}
+    out: torch.Tensor = layer(qkv, context, rotary=rotary, sinks=sinks, **head_norms)
     # A recording cannot ask the device; the same step ran before it.
     if not (qkv.is_cuda and torch.cuda.is_current_stream_capturing()):
         assert not any(weight.any() for weight in layer.next_weights), "weights are read alone"
     return out
+
+
+def expected_heads(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor | None,
+    norms: tuple[Norm | None, Norm | None],
+    norm_last: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Split a projection of 4 heads over 2 into query, key and value, in float32: normed and
+    rotated, or with `norm_last` rotated and normed."""
+    operations, layout = Operations(), HeadLayout(4, 2, 64)
+    wide = [norm and Norm(norm.weight.float(), norm.eps) for norm in norms]
+    first = (None, None) if norm_last else wide
+    query, key, value = operations.heads(qkv.float(), layout, positions, cos_sin, *first)
+    if norm_last:
+        query, key = (
+            part if norm is None else operations.rms_norm(part, norm)
+            for part, norm in zip((query, key), wide, strict=True)
+        )
+    return query, key, value
 
 
 NAN_WORD = 0x7FC07FC0

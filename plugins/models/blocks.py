@@ -51,7 +51,7 @@ class SelfAttention(nn.Module):
         )  # fmt: skip
         bias = self.output_bias(hf)
         self.o_proj = Linear(sizes["q"], hf.hidden_size, build, bias=bias, shard="in")
-        self.attention = Attention(self.spec(hf, layer), build)
+        self.attention = Attention(self.spec(hf, layer), build, norm_last=self.norm_last)
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
         self.sinks: nn.Parameter | None = None
@@ -128,7 +128,7 @@ class SelfAttention(nn.Module):
         may be overwritten → [num_tokens, num_heads * head_dim]"""
         out: torch.Tensor = self.attention(
             qkv, context, rotary=rotary, query_norm=self.q_norm, key_norm=self.k_norm,
-            sinks=self.sinks, norm_last=self.norm_last,
+            sinks=self.sinks,
         )  # fmt: skip
         return out
 

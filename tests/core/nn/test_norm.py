@@ -89,4 +89,4 @@ def test_products_sum_nothing_for_operations_without_the_feature() -> None:
     build = BuildContext(torch.device("cpu"), torch.float32, Operations())
     linear = Linear(8, 5, build)
     linear.expect(LayerNorm(8, 1e-5, build))
-    assert linear.norm_sums is None
+    assert not linear.norm_sums

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import forked
@@ -19,6 +20,7 @@ from jackfield.core.protocols.attention import AttentionBackend, AttentionSpec
 from jackfield.plugins.attention import torch as torch_backend
 from jackfield.plugins.attention.torch import TorchAttention
 from jackfield.plugins.attention.triton import TritonAttention
+from jackfield.plugins.conformance.attention_cases import bound_layer
 from jackfield.plugins.conformance.paged import Batch, Sizes, dense_attention, make_batch
 
 CUDA = torch.cuda.is_available()
@@ -72,7 +74,10 @@ def test_triton_decodes_few_rows_from_the_projection_and_leaves_the_rest(rows: i
         qkv = torch.cat([part.flatten(1) for part in parts], dim=1)
         metadata = backend.build_metadata(batch.layout)
         cache = batch.cache.clone()
-        fused = backend.forward_projection(spec, qkv, None, None, None, cache, metadata)
+        layer = bound_layer(spec, replace(batch, cache=cache), dtype)
+        project = backend.plan_projection(layer)
+        assert project is not None
+        fused = project(layer, qkv, None, None, None, metadata, None)
         assert (fused is not None) == num_fused
         plain = attend(backend, spec, batch)
         if fused is not None:

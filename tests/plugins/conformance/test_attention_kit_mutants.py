@@ -163,14 +163,14 @@ def no_zeros(self: Any, spec: Any, query: Any, key: Any, value: Any, cache: Any,
     return TorchAttention.forward(self, spec, query, key, value, cache, *args, **more)
 
 
-def takes_no_weights(self: Any, spec: Any, qkv: Any, cos_sin: Any, query_norm: Any, key_norm: Any,
-                     cache: Any, metadata: Any) -> None:  # fmt: skip
-    return None
-
-
-def writes_weights(self: Any, *args: Any, next_weights: Any = ()) -> None:
-    for weight in next_weights:
+def writes_weights(self: Any, layer: Any) -> None:
+    for weight in layer.next_weights:
         weight.fill_(1.0)
+
+
+def takes_steps(self: Any, layer: Any) -> Any:
+    """Computes no step, and says that it did."""
+    return lambda layer, qkv, *arguments: torch.zeros(len(qkv), 4, 64, dtype=qkv.dtype)
 
 
 DENSE, RANDOM = "test_equals_dense_attention", "test_equals_dense_attention_on_random_layouts"
@@ -245,11 +245,9 @@ MUTANTS: dict[str, Mutant] = {
         planted(build_metadata=keeps_the_last_metadata, forward=reads_the_last_metadata), (GROUPS,)
     ),
     "a chunk one token short": Mutant(planted(build_metadata=sees_ahead), DOWN_THE_LINE),
-    "takes no weights": Mutant(
-        planted(reads_ahead=True, forward_projection=takes_no_weights), (LAYER, LAYER_FEATURES, FP8)
-    ),
+    "projects to zeros": Mutant(planted(plan_projection=takes_steps), (LAYER, LAYER_FEATURES, FP8)),
     "writes to weights": Mutant(
-        planted(reads_ahead=True, forward_projection=writes_weights), (LAYER, LAYER_FEATURES, FP8)
+        planted(plan_projection=writes_weights), (LAYER, LAYER_FEATURES, FP8)
     ),
     "serves 3 heads over 2": Mutant(planted(supports=classmethod(serves_anything)), (REFUSALS,)),
     "serves int8 queries": Mutant(planted(supports=classmethod(integers_too)), (REFUSALS,)),
