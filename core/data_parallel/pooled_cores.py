@@ -204,10 +204,9 @@ class PooledCores:
 
     # ------------------------------------------------------------ requests
 
-    def check_open(self, request_id: str) -> None:
-        """Raise unless a request of this id may begin here. Members check their own limits."""
+    def check_open(self) -> None:
+        """Raise unless a request may begin here. Members check their own limits."""
         self.requests.check_accepting()
-        self.requests.check_free(request_id)
         if not any(member.serves for member in self.members):
             raise EngineStopped(f"no member serves now: {self._failures()}")
 
@@ -219,7 +218,8 @@ class PooledCores:
         refused: dict[int, JackfieldError] = {}
         moved = False
         while True:
-            self.check_open(spec.request_id)
+            self.check_open()
+            self.requests.check_free(spec.request_id)  # Whose placement is a live request's own.
             candidates = self._candidates(spec, refused)
             if not candidates:
                 raise list(refused.values())[-1]

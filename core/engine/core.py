@@ -282,13 +282,12 @@ class EngineCore:
 
     # ------------------------------------------------------------ requests
 
-    def check_open(self, request_id: str) -> None:
-        """Raise unless a request of this id may begin now."""
+    def check_open(self) -> None:
+        """Raise unless a request may begin now."""
         self.requests.check_accepting()
         limit = self.config.max_waiting_requests
         if limit is not None and self.scheduler.num_waiting >= limit:
             raise EngineOverloaded(f"{limit} requests are waiting already; try again later")
-        self.requests.check_free(request_id)
 
     async def add_request(self, spec: RequestSpec, make_state: Callable[[list[Request]], S]) -> S:
         """Compile the request's grammar, and hand the request to the scheduler."""
@@ -301,7 +300,7 @@ class EngineCore:
             )
         if self.info.num_ranks > 1:
             _check_encodable(spec, grammar)
-        self.check_open(spec.request_id)
+        self.check_open()
         if self.scheduler.limits != self._limits:  # Blocks were lost since admission's were made.
             check_limits(self.scheduler.limits, len(spec.prompt_token_ids), spec.max_tokens)
         seed = spec.params.seed if spec.drawn_seed is None else spec.drawn_seed

@@ -56,18 +56,15 @@ class CoreClient(Protocol):
     async def stop(self) -> None:
         """Stop the core, or disconnect from it. Safe to call twice, and before `start`."""
 
-    def check_open(self, request_id: str) -> None:
-        """Raise unless a request of this id may begin now.
-
-        EngineStopped, EngineOverloaded, InvalidRequest (the id is in use).
-        """
+    def check_open(self) -> None:
+        """Raise EngineStopped or EngineOverloaded unless a request may begin now."""
 
     async def add_request(self, spec: RequestSpec, make_state: Callable[[list[Request]], S]) -> S:
         """Schedule an accepted request. Return its state, which `make_state` creates from the
         scheduler's requests.
 
-        Raises as `check_open` does, InvalidRequest for a grammar that does not compile, and
-        RequestFailed if the schedule policy fails on it.
+        Raises as `check_open` does, InvalidRequest for a grammar that does not compile or if the
+        request's id is in use, and RequestFailed if the schedule policy fails on it.
         """
 
     def abort_request(self, state: State) -> None:

@@ -114,13 +114,16 @@ class OutputProcessor:
         """Scheduler request id → its state and completion index."""
 
     def enter_request(self, state: State) -> None:
-        """Hand a request to the scheduler. Nothing is left of it if this raises.
+        """Register a request and hand it to the scheduler. Nothing is left of it if this raises.
 
         Raises InvalidRequest if its id is in use, and RequestFailed if the schedule policy fails.
         """
-        self.requests.check_free(state.request_id)
-        self.scheduler.add_requests(*state.requests)
         self.requests.add_state(state)
+        try:
+            self.scheduler.add_requests(*state.requests)
+        except BaseException:
+            self.requests.remove_state(state)
+            raise
         for index, request in enumerate(state.requests):
             self._owners[request.request_id] = (state, index)
 

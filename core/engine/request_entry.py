@@ -118,7 +118,8 @@ class RequestEntry:
         )
 
     def _open(self, envelope: Envelope) -> Envelope:
-        """Fill in the request's id. Raises as `CoreClient.check_open`, and for bad names.
+        """Fill in the request's id. Raises as `CoreClient.check_open`, for bad names, and while a
+        live request has this id.
 
         Checked before anything is tokenized; the core checks again when the request is added.
         """
@@ -126,7 +127,8 @@ class RequestEntry:
         check_name("request_id", envelope.request_id)
         check_name("cache_salt", envelope.cache_salt or "")
         _check_rank(envelope.data_parallel_rank, self.core.config.data_parallel_size)
-        self.core.check_open(envelope.request_id)
+        self.core.check_open()
+        self.core.requests.check_free(envelope.request_id)
         return envelope
 
     def _sampling(self, params: SamplingParams | None) -> SamplingParams:

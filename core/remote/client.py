@@ -159,17 +159,16 @@ class RemoteCore:
 
     # ------------------------------------------------------------ requests
 
-    def check_open(self, request_id: str) -> None:
-        """Raise unless a request of this id may begin here.
+    def check_open(self) -> None:
+        """Raise unless a request may begin here.
 
         The engine checks its limits, and the ids of the other front ends.
         """
         self.requests.check_accepting()
-        self.requests.check_free(request_id)
 
     async def add_request(self, spec: RequestSpec, make_state: Callable[[list[Request]], S]) -> S:
         """Send a request, and wait until it is scheduled."""
-        self.check_open(spec.request_id)
+        self.check_open()
         return await self.remote.add(spec, make_state)
 
     def abort_request(self, state: State) -> None:

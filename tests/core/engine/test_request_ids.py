@@ -16,6 +16,7 @@ from jackfield.core.errors import InvalidRequest, PluginError, RequestFailed
 from jackfield.core.hooks import hookimpl
 from jackfield.core.registry import Provenance, load_plugins
 from jackfield.core.request import Request
+from jackfield.core.sampling_params import StructuredOutputsParams
 
 from helpers import make_checkpoint
 
@@ -66,6 +67,27 @@ async def test_a_caller_may_name_what_a_completion_of_many_might_be_called(
             assert len(output.outputs[0].token_ids) == 40
         assert [len(c.token_ids) for c in outputs[-1].outputs] == [9, 9, 9]
         assert engine.core.requests.idle.is_set()
+
+
+async def test_one_of_two_requests_that_begin_at_once_under_one_id_is_refused() -> None:
+    """Both are open by the time that their grammars compile."""
+    embedded = EngineConfig(
+        attention_backend="torch", max_model_len=128, num_gpu_blocks_override=60
+    )
+    async with AsyncEngine(embedded) as engine:
+        params = [
+            SamplingParams(structured_outputs=StructuredOutputsParams(regex=f"{letter}{{3}}"))
+            for letter in "ab"
+        ]
+        results = await asyncio.gather(
+            *(final(engine.generate("x", each, request_id="same")) for each in params),
+            return_exceptions=True,
+        )
+        (refused,) = (result for result in results if isinstance(result, BaseException))
+        assert isinstance(refused, InvalidRequest) and refused.param == "request_id"
+        (output,) = (result for result in results if result is not refused)
+        assert output.outputs[0].text == "ab"[results.index(output)] * 3
+        engine.core.outputs.check_idle()
 
 
 def test_any_traffic_under_colliding_names_ends_and_leaves_nothing_in_use(
