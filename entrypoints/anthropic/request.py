@@ -14,11 +14,9 @@ from ...core.errors import RequestFailed
 from ...core.outputs import CompletionOutput, RequestOutput
 from ...core.text.text_threads import rough_size
 from ...core.text.token_limit import LONG_TEXT
-from ..http.options import ServerOptions
 from ..http.streaming import Protocol, named_frame
 from ..openai.chat.chat_template_kwargs import thinking_switch
-from ..openai.chat.request import ChatCompletion
-from ..openai.common.protocol import ChatRequest
+from ..openai.chat.job import ChatJob, check_completion, new_job
 from .blocks import ContentBlocks, Event, fold_events, tool_use_id
 from .errors import error_body
 from .protocol import CountTokensRequest, in_own_terms
@@ -31,40 +29,29 @@ PROTOCOL = Protocol(
 """How a stream reports errors; no frame follows message_stop."""
 
 
-class MessageCompletion(ChatCompletion):
+async def new_message_job(engine: AsyncEngine, body: CountTokensRequest) -> ChatJob:
+    """Validate a request for a message. Raises InvalidRequest with the field's name, and
+    EngineOverloaded if too many texts wait."""
+    body.check()
+    read = functools.partial(body.chat, thinking_switch(engine))
+    size = rough_size(body.messages, body.system)
+    if size < LONG_TEXT:
+        chat = read()
+    else:
+        chat = await engine.in_text_threads(size, read)
+    job = new_job(engine, chat, f"msg_{uuid.uuid4().hex}")
+    # If the context has no room for max_tokens, the output ends at the end of the context.
+    params = msgspec.structs.replace(job.params, max_tokens_field=None)
+    return msgspec.structs.replace(job, params=params)
+
+
+class MessageCompletion:
     """A validated request for a message, and the message as it grows."""
 
-    @classmethod
-    async def of(
-        cls, engine: AsyncEngine, body: CountTokensRequest, options: ServerOptions
-    ) -> MessageCompletion:
-        """Validate a request. Raises InvalidRequest with the field's name, and EngineOverloaded
-        if too many texts wait."""
-        body.check()
-        read = functools.partial(body.chat, thinking_switch(engine))
-        size = rough_size(body.messages, body.system)
-        if size < LONG_TEXT:
-            chat = read()
-        else:
-            chat = await engine.in_text_threads(size, read)
-        return cls(engine, body, chat, options)
-
-    def __init__(
-        self,
-        engine: AsyncEngine,
-        body: CountTokensRequest,
-        chat: ChatRequest,
-        options: ServerOptions,
-    ) -> None:
-        """chat: the same request in OpenAI's form. Raises InvalidRequest with the field's name."""
-        super().__init__(engine, chat, options)
-        self.id = f"msg_{uuid.uuid4().hex}"
-        # If the context has no room for max_tokens, the output ends at the end of the context.
-        self.params = msgspec.structs.replace(self.params, max_tokens_field=None)
-        self._choice = self.new_choice()
-        self._blocks = ContentBlocks(
-            getattr(self.tool_parser, "new_id", tool_use_id), show_thinking=body.shows_thinking
-        )
+    def __init__(self, job: ChatJob, *, shows_thinking: bool) -> None:
+        self.job = job
+        self._choice = job.new_choice(tool_use_id)
+        self._blocks = ContentBlocks(self._choice.new_call_id, show_thinking=shows_thinking)
         self._started = False
 
     def encode(self, output: RequestOutput) -> bytes:
@@ -74,7 +61,7 @@ class MessageCompletion(ChatCompletion):
     async def full_response(self) -> dict[str, Any]:
         """Return the complete message: the fold of its events. Raises RequestFailed."""
         output: RequestOutput | None = None
-        async for output in self.outputs():  # noqa: B007
+        async for output in self.job.outputs():  # noqa: B007
             pass
         assert output is not None
         if len(output.outputs[0].text) < LONG_TEXT:
@@ -84,7 +71,9 @@ class MessageCompletion(ChatCompletion):
     def events(self, output: RequestOutput) -> list[Event]:
         """Return the events of an output. Raises RequestFailed if the request failed."""
         (completion,) = output.outputs
-        self.check(output, completion)
+        check_completion(output, completion)
+        if completion.finish_reason == "abort":  # The protocol has no stop_reason for it.
+            raise RequestFailed("the request was aborted")
         parsed = self._choice.parse(completion)
         events: list[Event] = []
         if not self._started:
@@ -103,17 +92,12 @@ class MessageCompletion(ChatCompletion):
             events.append({"type": "message_stop"})
         return events
 
-    def check(self, output: RequestOutput, completion: CompletionOutput) -> None:
-        super().check(output, completion)
-        if completion.finish_reason == "abort":  # The protocol has no stop_reason for it.
-            raise RequestFailed("the request was aborted")
-
     def _empty(self, output: RequestOutput) -> dict[str, Any]:
         return {
-            "id": self.id,
+            "id": self.job.id,
             "type": "message",
             "role": "assistant",
-            "model": self.model,
+            "model": self.job.model,
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
@@ -122,7 +106,7 @@ class MessageCompletion(ChatCompletion):
 
     def _ending(self, completion: CompletionOutput) -> dict[str, Any]:
         sequence = completion.stop_reason if isinstance(completion.stop_reason, str) else None
-        limit = self.params.max_tokens
+        limit = self.job.params.max_tokens
         if sequence is not None:
             reason = "stop_sequence"
         elif completion.finish_reason == "length":
@@ -141,7 +125,7 @@ class MessageCompletion(ChatCompletion):
             "cache_read_input_tokens": cached,
             "output_tokens": self._choice.parser.num_tokens,
         }
-        if self.reasoning_parser is not None:
+        if self.job.parsers.reasoning is not None:
             usage["output_tokens_details"] = {
                 "thinking_tokens": self._choice.parser.num_reasoning_tokens
             }

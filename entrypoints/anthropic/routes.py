@@ -5,13 +5,13 @@ from __future__ import annotations
 from aiohttp import web
 
 from ...core.errors import JackfieldError
-from ..http.context import ENGINE, OPTIONS, reply
+from ..http.context import ENGINE, reply
 from ..http.streaming import stream_outputs
 from ..openai.common.openapi import documented
 from ..openai.common.request_body import decode_body
 from .errors import ROOT, errors, repeat_request_id
 from .protocol import CountTokensRequest, MessagesRequest, in_own_terms
-from .request import PROTOCOL, MessageCompletion
+from .request import PROTOCOL, MessageCompletion, new_message_job
 from .response_schemas import MessageError, MessageEvent, MessageResponse, TokensResponse
 
 
@@ -34,10 +34,11 @@ async def messages(request: web.Request) -> web.StreamResponse:
     """POST /v1/messages: respond to a conversation, in Anthropic's protocol."""
     try:
         body = await decode_body(request, MessagesRequest)
-        message = await MessageCompletion.of(request.app[ENGINE], body, request.app[OPTIONS])
+        job = await new_message_job(request.app[ENGINE], body)
+        message = MessageCompletion(job, shows_thinking=body.shows_thinking)
         if body.stream:
             return await stream_outputs(
-                request, message.outputs(), message.encode, lambda: b"", protocol=PROTOCOL
+                request, job.outputs(), message.encode, lambda: b"", protocol=PROTOCOL
             )
         return reply(await message.full_response())
     except JackfieldError as error:
@@ -49,7 +50,7 @@ async def count_tokens(request: web.Request) -> web.Response:
     """POST /v1/messages/count_tokens: count the tokens of such a message's prompt."""
     try:
         body = await decode_body(request, CountTokensRequest)
-        message = await MessageCompletion.of(request.app[ENGINE], body, request.app[OPTIONS])
-        return reply({"input_tokens": await message.count_prompt()})
+        job = await new_message_job(request.app[ENGINE], body)
+        return reply({"input_tokens": await job.count_prompt()})
     except JackfieldError as error:
         raise in_own_terms(error) from None

@@ -20,6 +20,7 @@ from serving import MODEL, Server, engine_config, running, save_scripted
 from jackfield.core.engine.request_state import RequestState
 from jackfield.core.loading.model_config import EMBEDDED_MODEL
 from jackfield.entrypoints.http.options import ServerOptions
+from jackfield.entrypoints.openai.chat.job import ChatJob
 from jackfield.entrypoints.openai.responses.request import ResponseCompletion
 
 LONG: Any = {"model": MODEL, "input": "Hello", "extra_body": {"ignore_eos": True}}
@@ -243,7 +244,7 @@ async def test_a_kept_response_holds_no_job_and_no_engine_request(
 ) -> None:
     def jobs(_: Any) -> int:
         gc.collect()
-        kinds = (ResponseCompletion, RequestState)
+        kinds = (ResponseCompletion, ChatJob, RequestState)
         return sum(type(item) in kinds for item in gc.get_objects())
 
     assert server.becomes(lambda engine: engine.stats().num_requests_running == 0)

@@ -15,7 +15,9 @@ import msgspec
 import pytest
 
 from jackfield.core.errors import RequestFailed
+from jackfield.entrypoints.http.context import new_id
 from jackfield.entrypoints.http.streaming import Template, frame
+from jackfield.entrypoints.openai.chat.job import ChatJob, new_job
 from jackfield.entrypoints.openai.chat.request import ChatCompletion
 from jackfield.entrypoints.openai.chat.stream import ChatStream
 from jackfield.entrypoints.openai.common.protocol import ChatRequest, CompletionRequest, decode
@@ -33,12 +35,16 @@ def test_a_template_makes_the_bytes_that_encoding_makes(text: str) -> None:
     assert Template(make).frame(text) == make(text)
 
 
+def job_of(engine: Any, body: bytes) -> ChatJob:
+    return new_job(engine, decode(body, ChatRequest), new_id("chatcmpl"))
+
+
 def pieces_of(case: Case, engine: Any, tokens: int) -> tuple[Any, Any, Any]:
     """(outputs, pieces as the server makes them, pieces that encode every frame whole)"""
     body = msgspec.json.encode(case.body(tokens))
     if case.path.endswith("/chat/completions"):
-        job = ChatCompletion(engine, decode(body, ChatRequest))
-        streams = [ChatStream(job) for _ in range(2)]
+        job = job_of(engine, body)
+        streams = [ChatStream(ChatCompletion(job)) for _ in range(2)]
         for item in streams:
             item._choices[0].new_call_id = lambda: "call-1"
         outputs = job.outputs()
@@ -141,7 +147,7 @@ async def test_a_listener_that_fails_harms_no_other() -> None:
     case = CASES["chat"]
     async with serving(case, 2, 100) as (_, _, engine):
         body = msgspec.json.encode(case.body(100))
-        streams = [ChatCompletion(engine, decode(body, ChatRequest)).outputs() for _ in range(2)]
+        streams = [job_of(engine, body).outputs() for _ in range(2)]
         tokens = [len((await anext(stream)).outputs[0].token_ids) for stream in streams]
         ended = asyncio.Event()
         calls = 0
@@ -172,9 +178,7 @@ async def test_a_first_token_goes_out_before_the_next_ones_of_its_step() -> None
     case = CASES["chat"]
     async with serving(case, 2, 100) as (_, _, engine):
         body = msgspec.json.encode(case.body(100))
-        decoding, starting = (
-            ChatCompletion(engine, decode(body, ChatRequest)).outputs() for _ in range(2)
-        )
+        decoding, starting = (job_of(engine, body).outputs() for _ in range(2))
         await anext(decoding)
         told: list[str] = []
         steps = engine.core.steps

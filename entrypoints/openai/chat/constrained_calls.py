@@ -25,6 +25,7 @@ from ....core.grammars.tool_calls.call_format import (
 from ....core.output_parsing.constrained_calls import CallList, CallsOrText, NamedCall
 from ....core.sampling_params import StructuredOutputsParams
 from ..common.response_format import made
+from .tools import ChatTools
 
 logger = logging.getLogger("jackfield.server")
 
@@ -41,8 +42,31 @@ class ConstrainedCalls(msgspec.Struct, frozen=True):
     """Whether the output is calls alone: any other text is the markup of one that was cut off."""
 
 
-def required_calls(
-    request: Any, parser: Any, config: StructuredOutputsConfig
+def constrained_calls(
+    tools: ChatTools,
+    parser: Any,
+    config: StructuredOutputsConfig,
+    format: StructuredOutputsParams | None,
+) -> ConstrainedCalls | None:
+    """Return the grammar of the tool calls, if they need one; it replaces `format`, the grammar of
+    the output, of which it contains a schema.
+
+    parser: the class of the model's tool parser. Raises InvalidRequest.
+    """
+    if (calls := _required_calls(tools, parser, config)) is not None:
+        return calls
+    if not tools.offered:
+        return None
+    if parser is None:
+        raise InvalidRequest(
+            "tools: this server has no tool-call parser; start it with --tool-call-parser",
+            param="tools",
+        )
+    return _voluntary_calls(tools, parser, config, format)
+
+
+def _required_calls(
+    tools: ChatTools, parser: Any, config: StructuredOutputsConfig
 ) -> ConstrainedCalls | None:
     """Return the grammar for `tool_choice` "required" or a named function, else None.
 
@@ -50,11 +74,11 @@ def required_calls(
     (None), if the form cannot express these tools, or if a backend was named, which may not support
     the form. Raises InvalidRequest.
     """
-    choice = request.tool_choice
+    choice = tools.choice
     if choice in (None, "auto", "none"):
         return None
-    _check(request.tools, config)
-    functions = _functions(request)
+    _check(tools, config)
+    functions = _functions(tools)
     named = choice != "required"
     if named:
         name = _chosen_name(choice)
@@ -66,12 +90,12 @@ def required_calls(
         functions = {name: functions[name]}
     elif not functions:
         raise InvalidRequest("tool_choice: required needs tools", param="tool_choice")
-    parallel = not named and request.parallel_tool_calls is not False
+    parallel = not named and tools.parallel
     schemas = _schemas(functions)
     if config.backend == "auto" and (forms := forms_of(parser)):
-        tools = [CallableTool(name, schema) for name, schema in schemas.items()]
+        callables = [CallableTool(name, schema) for name, schema in schemas.items()]
         try:
-            tag = required_tag(forms, tools, parallel=parallel)
+            tag = required_tag(forms, callables, parallel=parallel)
         except ValueError:
             pass
         else:
@@ -89,8 +113,8 @@ def required_calls(
     )
 
 
-def voluntary_calls(
-    request: Any,
+def _voluntary_calls(
+    tools: ChatTools,
     parser: Any,
     config: StructuredOutputsConfig,
     format: StructuredOutputsParams | None,
@@ -100,29 +124,28 @@ def voluntary_calls(
 
     Raises InvalidRequest if a tool is strict and `parser` (a class) has no form for it.
     """
-    functions = _functions(request)
+    functions = _functions(tools)
     wanted = [name for name, function in functions.items() if function.get("strict")]
-    strict = [name for name in functions if name in wanted or name in request.enforced_parameters]
+    strict = [name for name in functions if name in wanted or name in tools.schemas]
     schema = _schema_of(format)
     if format is not None and schema is None:
         return None
     if (schema is None and not strict) or (schema is not None and config.backend != "auto"):
         return None  # If a backend was named, it may not support the form.
-    _check(request.tools, config)
+    _check(tools, config)
     if format is not None:
         check_bounds(msgspec.json.encode(schema).decode(), "response_format", config)
         schema = _adapted(schema, "response_format", strict=bool(format.strict))
     forms = forms_of(parser)
     schemas = _schemas({name: functions[name] for name in strict})
-    tools = [CallableTool(name, schemas.get(name, {}), name in strict) for name in functions]
-    parallel = request.parallel_tool_calls is not False
+    callables = [CallableTool(name, schemas.get(name, {}), name in strict) for name in functions]
     try:
         if not forms:
             raise ValueError("its tool parser does not say how calls are written (call_form)")
         if schema is None:
-            tag = optional_tag(forms, tools, parallel=parallel)
+            tag = optional_tag(forms, callables, parallel=tools.parallel)
             return ConstrainedCalls(made("tools", "structural_tag", tag), parser)
-        tag = calls_or_schema_tag(forms, tools, schema, parallel=parallel)
+        tag = calls_or_schema_tag(forms, callables, schema, parallel=tools.parallel)
     except ValueError as error:
         if schema is not None:
             return None
@@ -149,13 +172,13 @@ def _schema_of(format: StructuredOutputsParams | None) -> Any:
     return format.json
 
 
-def _check(tools: Any, config: StructuredOutputsConfig) -> None:
-    check_bounds(msgspec.json.encode(tools).decode(), "tools", config)
+def _check(tools: ChatTools, config: StructuredOutputsConfig) -> None:
+    check_bounds(msgspec.json.encode(tools.definitions).decode(), "tools", config)
 
 
-def _functions(request: Any) -> dict[str, dict[str, Any]]:
+def _functions(tools: ChatTools) -> dict[str, dict[str, Any]]:
     functions: dict[str, dict[str, Any]] = {}
-    for index, tool in enumerate(request.tools or ()):
+    for index, tool in enumerate(tools.definitions):
         function = tool.get("function")
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             field = f"tools[{index}].function"
@@ -163,7 +186,7 @@ def _functions(request: Any) -> dict[str, dict[str, Any]]:
         if not isinstance(function.get("parameters"), dict | None):
             field = f"tools[{index}].function.parameters"
             raise InvalidRequest(f"{field}: must be a JSON schema", param=field)
-        if (enforced := request.enforced_parameters.get(function["name"])) is not None:
+        if (enforced := tools.schemas.get(function["name"])) is not None:
             function = {**function, "parameters": enforced}
         functions[function["name"]] = function
     return functions

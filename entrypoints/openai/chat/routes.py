@@ -12,7 +12,7 @@ from aiohttp import web
 
 from ....core.outputs import RequestOutput
 from ....core.text.token_limit import LONG_TEXT
-from ...http.context import ENGINE, OPTIONS, check_completions, reply
+from ...http.context import ENGINE, OPTIONS, check_completions, new_id, reply
 from ...http.large_responses import off_loop
 from ...http.streaming import stream_outputs
 from ..common.logprobs import num_logprobs, prompt_logprobs
@@ -20,6 +20,7 @@ from ..common.openapi import documented
 from ..common.protocol import ChatRequest
 from ..common.request_body import Call, decode_body
 from ..common.response_schemas import ChatChunk, ChatResponse
+from .job import check_completion, new_job
 from .request import ChatCompletion
 from .stream import ChatStream
 
@@ -30,8 +31,8 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     params = await decode_body(request, ChatRequest)
     chat = _completion(request.app, params)
     if params.stream:
-        stream = ChatStream(chat)
-        return await stream_outputs(request, chat.outputs(), stream.encode, stream.final_chunk)
+        stream, outputs = ChatStream(chat), chat.job.outputs()
+        return await stream_outputs(request, outputs, stream.encode, stream.final_chunk)
     return reply(await full_response(chat))
 
 
@@ -41,21 +42,24 @@ async def chat_response(call: Call, params: ChatRequest) -> dict[str, Any]:
 
 
 def _completion(app: web.Application, params: ChatRequest) -> ChatCompletion:
-    chat = ChatCompletion(app[ENGINE], params, app[OPTIONS])
-    check_completions(1, chat.params.n, app[OPTIONS])
-    return chat
+    options = app[OPTIONS]
+    id = new_id("chatcmpl", params.request_id)
+    trusted = options.trust_request_chat_template
+    job = new_job(app[ENGINE], params, id, trust_template=trusted)
+    check_completions(1, job.params.n, options)
+    return ChatCompletion(job, options.response_role)
 
 
 async def full_response(chat: ChatCompletion) -> dict[str, Any]:
     """Return the full response: the fold of its events."""
     output: RequestOutput | None = None
-    async for output in chat.outputs():  # noqa: B007
+    async for output in chat.job.outputs():  # noqa: B007
         pass
     assert output is not None
     bodies, choices = [], []
     for completion in output.outputs:
-        chat.check(output, completion)
-        choice = chat.new_choice()
+        check_completion(output, completion)
+        choice = chat.job.new_choice()
         if len(completion.text) < LONG_TEXT:
             message = choice.parse_message(completion)
         else:

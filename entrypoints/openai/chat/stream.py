@@ -16,7 +16,9 @@ from ....core.protocols.parsers import (
 )
 from ...http.streaming import Template, frame
 from ..common.logprobs import prompt_logprobs
-from .request import ChatCompletion, Choice
+from .job import check_completion
+from .parsers import Choice
+from .request import ChatCompletion
 
 _TEXTS = (Content, Reasoning, ToolCallArguments)
 """Kinds of events that contain only a text."""
@@ -27,7 +29,7 @@ class ChatStream:
 
     def __init__(self, chat: ChatCompletion) -> None:
         self._chat = chat
-        self._choices = [chat.new_choice() for _ in range(chat.params.n)]
+        self._choices = [chat.job.new_choice() for _ in range(chat.job.params.n)]
         request = chat.request
         self._plain = not (request.logprobs or request.continuous_usage or request.return_token_ids)
         """Whether chunks have no fields besides their text."""
@@ -68,7 +70,7 @@ class ChatStream:
         self._output = output
         parsed: list[list[ParserEvent]] = []
         for completion in output.outputs:
-            chat.check(output, completion)
+            check_completion(output, completion)
             parsed.append(choices[completion.index].parse(completion))
         running = chat.usage(output, choices) if chat.request.continuous_usage else None
         frames: list[bytes] = []
@@ -119,7 +121,7 @@ class ChatStream:
         if chat.request.return_token_ids:
             prompt["prompt_token_ids"] = output.prompt_token_ids
         frames = []
-        for index in range(chat.params.n):
+        for index in range(chat.job.params.n):
             delta = {"role": chat.role, "content": ""}
             frames.append(self._frame(index, delta, running, body=prompt if index == 0 else None))
             if chat.echoed:

@@ -1,24 +1,60 @@
-"""Restrictions on tools: OpenAI's `allowed_tools`, and at most one call."""
+"""The tools of a chat request, and restrictions on its calls."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
+
+import msgspec
 
 from ....core.errors import InvalidRequest
 from ....core.protocols.parsers import ParserEvent, ToolCallArguments, ToolCallEnd, ToolCallStart
 from ..common.protocol import ChatRequest
 
 
-def apply_allowed_tools(request: ChatRequest) -> None:
-    """Replace `{"type": "allowed_tools", …}` by the tools that it allows and a plain `tool_choice`.
+class ChatTools(msgspec.Struct, frozen=True):
+    """The functions that the model may call, of any protocol's request, and how it may."""
 
-    Raises InvalidRequest with the field's name.
+    definitions: list[dict[str, Any]]
+    """Functions in OpenAI's form, which the chat template and the tool parser read."""
+    choice: str | dict[str, Any] | None
+    """none, auto (also None), required, or a function in OpenAI's form."""
+    parallel: bool
+    """Whether one output may have several calls."""
+    schemas: Mapping[str, Any]
+    """Name of a function → the schema that its calls are constrained to, where that says more than
+    its parameters, which the model reads."""
+
+    @property
+    def offered(self) -> bool:
+        """Whether the model may call one."""
+        return bool(self.definitions) and self.choice != "none"
+
+
+def read_tools(request: ChatRequest, schemas: Mapping[str, Any]) -> ChatTools:
+    """Return the tools of a request; of `{"type": "allowed_tools", …}` those that it allows.
+
+    Raises InvalidRequest with the field's name for tools that are not functions, and for a wrong
+    `tool_choice`.
     """
-    choice = request.tool_choice
-    if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
-        return
+    definitions, choice = request.tools or [], request.tool_choice
+    for index, tool in enumerate(definitions):
+        if tool.get("type", "function") != "function":
+            field = f"tools[{index}].type"
+            raise InvalidRequest(f"{field}: must be function, got {tool['type']!r}", param=field)
+    if isinstance(choice, str) and choice not in ("none", "auto", "required"):
+        raise InvalidRequest(
+            f"tool_choice: must be none, auto, required or a function, got {choice!r}",
+            param="tool_choice",
+        )
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        definitions, choice = _allowed(definitions, choice.get("allowed_tools"))
+    return ChatTools(definitions, choice, request.parallel_tool_calls is not False, schemas)
+
+
+def _allowed(definitions: list[dict[str, Any]], subset: Any) -> tuple[list[dict[str, Any]], str]:
+    """Return the tools that `allowed_tools` allows, and its mode as a plain `tool_choice`."""
     field = "tool_choice.allowed_tools"
-    subset: Any = choice.get("allowed_tools")
     tools = subset.get("tools") if isinstance(subset, dict) else None
     if not isinstance(tools, list) or not tools:
         raise InvalidRequest(f"{field}: needs mode and tools", param=field)
@@ -27,7 +63,7 @@ def apply_allowed_tools(request: ChatRequest) -> None:
         raise InvalidRequest(
             f"{field}.mode: must be auto or required, got {mode!r}", param=f"{field}.mode"
         )
-    defined = {_name(tool) for tool in request.tools or ()}
+    defined = {_name(tool) for tool in definitions}
     names = {_name(tool) for tool in tools}
     for name in names - defined:
         raise InvalidRequest(
@@ -35,22 +71,7 @@ def apply_allowed_tools(request: ChatRequest) -> None:
             f"({', '.join(sorted(filter(None, defined))) or 'there are none'})",
             param=f"{field}.tools",
         )
-    request.tools = [tool for tool in request.tools or () if _name(tool) in names]
-    request.tool_choice = mode
-
-
-def check_tools(request: ChatRequest) -> None:
-    """Raise InvalidRequest for tools that are not functions, and an unknown `tool_choice`."""
-    for index, tool in enumerate(request.tools or ()):
-        if tool.get("type", "function") != "function":
-            field = f"tools[{index}].type"
-            raise InvalidRequest(f"{field}: must be function, got {tool['type']!r}", param=field)
-    choice = request.tool_choice
-    if isinstance(choice, str) and choice not in ("none", "auto", "required"):
-        raise InvalidRequest(
-            f"tool_choice: must be none, auto, required or a function, got {choice!r}",
-            param="tool_choice",
-        )
+    return [tool for tool in definitions if _name(tool) in names], mode
 
 
 def first_call_only(events: list[ParserEvent]) -> list[ParserEvent]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import codecs
 import functools
 import logging
-from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, TypeVar
 
 import msgspec
@@ -227,10 +226,6 @@ class CompletionRequest(SamplingRequest, kw_only=True):
 class ChatRequest(SamplingRequest, kw_only=True):
     """POST /v1/chat/completions"""
 
-    enforced_parameters: ClassVar[Mapping[str, Any]] = {}
-    """Name of a function → the schema that its calls are constrained to, where that says more than
-    its parameters, which the model reads; not a field of the request."""
-
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -296,6 +291,11 @@ class ChatRequest(SamplingRequest, kw_only=True):
         if self.top_logprobs is not None and -1 < limit < self.top_logprobs:
             _refuse("top_logprobs", f"at most max_logprobs={limit}", self.top_logprobs)
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def begins_message(self) -> bool:
+        """Whether the output is a new message, whose beginning ends the prompt."""
+        return self.add_generation_prompt and not self.continue_final_message
 
     @property
     def token_limit(self) -> int | None:

@@ -23,9 +23,10 @@ from .events import Event
 from .input_items import check_count, read_items
 from .item_kinds import Item
 from .protocol import ResponsesRequest
-from .request import ResponseCompletion, tools_of
+from .request import ResponseCompletion, new_response_job, tools_of
 from .store import ResponseStore, StoredResponse
 from .tools import Tools
+from .truncation import truncated
 
 FEW_ITEMS = 256
 """Inputs of up to this many items are read on the event loop."""
@@ -127,9 +128,10 @@ class Responses:
             own, tools = read()
         else:
             own, tools = await engine.in_text_threads(size + rough_size(body.input), read)
-        completion = ResponseCompletion(engine, body, earlier, own, tools, stored=store)
-        await completion.truncate()
-        return completion
+        job = new_response_job(engine, body, earlier + own, tools)
+        if body.truncation == "auto":
+            job = await truncated(job, body, earlier + own)
+        return ResponseCompletion(job, body, earlier, own, tools, stored=store)
 
     def _earlier(self, id: str | None, owner: str) -> list[Item]:
         if id is None:
@@ -177,7 +179,7 @@ class Responses:
         events = completion.events()
         running = Running(completion, owner)
         running.take(await anext(events))
-        self.running[completion.id] = running
+        self.running[completion.job.id] = running
         running.task = asyncio.create_task(self._run(running, events))
         return running
 
@@ -187,7 +189,7 @@ class Responses:
             async for event in events:
                 running.take(event)
         finally:
-            del self.running[completion.id]
+            del self.running[completion.job.id]
             try:
                 await events.aclose()  # type: ignore[attr-defined]
                 if running.kept and completion.ended:
@@ -262,7 +264,7 @@ class Responses:
         return {"id": id, "object": "response", "deleted": True}
 
     async def _abort(self, running: Running) -> None:
-        await running.completion.engine.abort(running.completion.id)
+        await running.completion.job.abort()
         assert running.task is not None
         await asyncio.wait([running.task])
 

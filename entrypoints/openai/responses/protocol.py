@@ -171,12 +171,12 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, dict=True):
         self,
         messages: list[dict[str, Any]],
         tools: Tools,
-        thinking_kwarg: tuple[str, bool] | None,
+        switch: str | None,
     ) -> ChatRequest:
         """Return the same request as a chat request.
 
-        tools: its tools, those in items included. thinking_kwarg: the reasoning parser's template
-        variable that turns reasoning on or off.
+        tools: its tools, those in items included. switch: the template's argument that turns
+        reasoning on or off, if the model has one.
         Raises InvalidRequest with the field's name.
         """
         tools, choice = chosen(tools, self.tool_choice)
@@ -194,13 +194,10 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, dict=True):
             tool_choice=choice,
             response_format=self._format(),
             verbosity=self.text.verbosity if self.text is not None else None,
-            chat_template_kwargs=self._template_kwargs(thinking_kwarg),
+            chat_template_kwargs=self._template_kwargs(switch),
             **{name: getattr(self, name) for name in PASSED},
         )
         chat.origin = self.origin  # type: ignore[misc]
-        chat.enforced_parameters = {  # type: ignore[misc]
-            name: tool.schema for name, tool in tools.offered.items() if tool.schema is not None
-        }
         return chat
 
     def _format(self) -> dict[str, Any] | None:
@@ -218,14 +215,12 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, dict=True):
                     param="text.format.type",
                 )
 
-    def _template_kwargs(self, thinking_kwarg: tuple[str, bool] | None) -> dict[str, Any] | None:
+    def _template_kwargs(self, switch: str | None) -> dict[str, Any] | None:
         """Return the effort as template arguments; the request's own arguments take precedence."""
         effort = self.reasoning.effort if self.reasoning is not None else None
         kwargs: dict[str, Any] = {}
         if effort is not None:
-            kwargs[thinking_kwarg[0] if thinking_kwarg is not None else "enable_thinking"] = (
-                effort != "none"
-            )
+            kwargs[switch or "enable_thinking"] = effort != "none"
         if effort in EFFORTS:
             kwargs["reasoning_effort"] = EFFORTS[effort]
         kwargs.update(self.chat_template_kwargs or {})

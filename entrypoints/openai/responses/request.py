@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import time
 import uuid
-from bisect import bisect_left
 from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
 
 from ....core.engine.async_engine import AsyncEngine
-from ....core.errors import ContextLengthExceeded, InvalidRequest, JackfieldError, RequestFailed
+from ....core.errors import InvalidRequest, JackfieldError, RequestFailed
 from ....core.output_parsing.events import merge_events
-from ....core.output_parsing.reasoning_parser import thinking_kwarg
 from ....core.outputs import CompletionOutput, RequestOutput
 from ....core.protocols.parsers import ParserEvent, Reasoning, ToolCallEnd
-from ....core.text.text_threads import rough_size
-from ....core.text.token_limit import LONG_TEXT, TokenLimit
+from ....core.text.token_limit import LONG_TEXT
 from ...http.context import tokenizer_of
 from ...http.large_responses import off_loop
-from ..chat.request import ChatCompletion
+from ..chat.chat_template_kwargs import thinking_switch
+from ..chat.job import ChatJob, new_job
 from ..common.logprobs import num_logprobs
 from .events import Event, OutputItems, call_id, no_logprobs
-from .input_items import to_messages, turns
+from .input_items import to_messages
 from .item_kinds import KINDS, Item
 from .logprobs import MessageLogprobs
 from .protocol import ResponsesRequest, renamed
@@ -44,12 +41,28 @@ TERMINAL = {
 """Status → the last event. OpenAI has none for a cancelled response."""
 
 
-class ResponseCompletion(ChatCompletion):
+def new_response_job(
+    engine: AsyncEngine, body: ResponsesRequest, items: list[Item], tools: Tools
+) -> ChatJob:
+    """Validate a request for a response. Raises InvalidRequest with the field's name.
+
+    items: those of the responses that this one continues, and those of its input. tools: those of
+    `tools_of`.
+    """
+    try:
+        messages = to_messages(items, body.instructions)
+        chat = body.chat(messages, tools, thinking_switch(engine))
+        return new_job(engine, chat, f"resp_{uuid.uuid4().hex}", schemas=tools.schemas)
+    except JackfieldError as error:
+        raise renamed(error) from None
+
+
+class ResponseCompletion:
     """A validated request for a response, and the response as it grows."""
 
     def __init__(
         self,
-        engine: AsyncEngine,
+        job: ChatJob,
         body: ResponsesRequest,
         earlier: list[Item],
         own: list[Item],
@@ -57,85 +70,32 @@ class ResponseCompletion(ChatCompletion):
         *,
         stored: bool,
     ) -> None:
-        """earlier: items of the responses that this one continues; own: items of its input; tools:
-        those of `tools_of`.
+        """job: that of `new_response_job`; earlier: items of the responses that this one continues;
+        own: items of its input; tools: those of `tools_of`.
 
-        stored: whether the response will be stored. Raises InvalidRequest with the field's name.
+        stored: whether the response will be stored.
         """
+        self.job = job
         self.body = body
         self.own = own
         self.input = earlier + own
-        self.tools = tools
         self.stored = stored
-        kwarg: tuple[str, bool] | None = None
-        if (name := engine.config.reasoning_parser) is not None:
-            kwarg = thinking_kwarg(engine.plugins["reasoning_parser"].load(name))
-        try:
-            messages = to_messages(self.input, body.instructions)
-            super().__init__(engine, body.chat(messages, self.tools, kwarg))
-        except JackfieldError as error:
-            raise renamed(error) from None
-        self.id = f"resp_{uuid.uuid4().hex}"
+        self.created = int(time.time())
         self.status = "queued" if body.background else "in_progress"
         self.failure: JackfieldError | None = None
         self.completed_at: int | None = None
         self._output: RequestOutput | None = None
         """The latest output."""
         self._sequence = 0
-        self._choice = self.new_choice()
+        self._choice = job.new_choice(call_id)
         self._logprobs: MessageLogprobs | None = None
         if body.wants_logprobs:
-            self._logprobs = MessageLogprobs(tokenizer_of(engine), body.top_logprobs or 0)
+            self._logprobs = MessageLogprobs(tokenizer_of(job.engine), body.top_logprobs or 0)
         self._items = OutputItems(
-            getattr(self.tool_parser, "new_id", call_id),
+            self._choice.new_call_id,
             no_logprobs if self._logprobs is None else self._logprobs.entries,
-            self.tools,
+            tools,
         )
-
-    async def truncate(self) -> None:
-        """With `truncation: auto`, drop the oldest turns until the prompt fits together with
-        `max_output_tokens`, of which at most half of the context counts."""
-        if self.body.truncation != "auto":
-            return
-        context = self.engine.model_config.max_model_len
-        room = context - min(self.body.max_output_tokens or 1, context // 2)
-        num_instructions, starts = turns(self.input)
-        # Each item has at least one token, so a prompt with more items than `room` cannot fit.
-        least = bisect_left(starts, len(self.input) + num_instructions - room)
-        begins = [num_instructions, *starts[1:]][min(least, max(len(starts) - 1, 0)) :]
-        first, last = 0, len(begins) - 1
-        while first < last:
-            middle = (first + last) // 2
-            if await self._fits(num_instructions, begins[middle], room):
-                last = middle
-            else:
-                first = middle + 1
-        self.request.messages = self._messages(num_instructions, begins[first])
-
-    def _messages(self, num_instructions: int, begin: int) -> list[dict[str, Any]]:
-        """Return the leading instructions, and the conversation from an item on."""
-        items = self.input[:num_instructions] + self.input[begin:]
-        return to_messages(items, self.body.instructions)
-
-    async def _fits(self, num_instructions: int, begin: int, room: int) -> bool:
-        context = self.engine.model_config.max_model_len
-        limit = TokenLimit(tokens=room, context=context, param="messages")
-
-        def fits() -> bool:
-            messages = self._messages(num_instructions, begin)
-            return len(self.engine.render_chat(messages, **self._rendering(), limit=limit)) <= room
-
-        try:
-            return await self.engine.in_text_threads(self._size, fits)
-        except ContextLengthExceeded:
-            return False
-        except JackfieldError as error:
-            raise renamed(error) from None
-
-    @functools.cached_property
-    def _size(self) -> int:
-        """The approximate number of characters of the input."""
-        return rough_size(self.input)
 
     @property
     def ended(self) -> bool:
@@ -144,7 +104,7 @@ class ResponseCompletion(ChatCompletion):
     async def events(self) -> AsyncIterator[Event]:
         """Yield the events in order. The first step raises if the request is invalid; later
         failures are events, and the last event is always a terminal one."""
-        outputs = self.outputs()
+        outputs = self.job.outputs()
         try:
             try:
                 await outputs.admit()
@@ -165,7 +125,7 @@ class ResponseCompletion(ChatCompletion):
             except JackfieldError as error:
                 self._fail(error)
             except Exception:
-                logger.exception("response %s failed", self.id)
+                logger.exception("response %s failed", self.job.id)
                 self._fail(RequestFailed("the request failed"))
             for event in self._items.close(
                 "completed" if self.status == "completed" else "incomplete"
@@ -210,8 +170,7 @@ class ResponseCompletion(ChatCompletion):
             ]
             self._logprobs.add(completion, tokens)
             events = merge_events([event for _, events in tokens for event in events])
-        is_named = self.constrained_calls is not None and self.constrained_calls.named
-        if is_named and completion.finish_reason != "stop":
+        if self.job.names_call and completion.finish_reason != "stop":
             # The parser of a named call ends the call where the output ends.
             events = [event for event in events if not isinstance(event, ToolCallEnd)]
         return events
@@ -259,7 +218,7 @@ class ResponseCompletion(ChatCompletion):
         reasoning = body.reasoning
         text = body.text
         response = {
-            "id": self.id,
+            "id": self.job.id,
             "object": "response",
             "created_at": self.created,
             "status": self.status,
@@ -273,7 +232,7 @@ class ResponseCompletion(ChatCompletion):
             "max_output_tokens": body.max_output_tokens,
             "max_tool_calls": body.max_tool_calls,
             "metadata": body.metadata or {},
-            "model": self.model,
+            "model": self.job.model,
             "output": self._items.snapshot(),
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,
@@ -285,7 +244,7 @@ class ResponseCompletion(ChatCompletion):
             "safety_identifier": body.safety_identifier,
             "service_tier": "default",
             "store": self.stored,
-            "temperature": self.params.temperature,
+            "temperature": self.job.params.temperature,
             "text": {
                 "format": (text.format if text is not None else None) or {"type": "text"},
                 "verbosity": (text.verbosity if text is not None else None) or "medium",
@@ -293,7 +252,7 @@ class ResponseCompletion(ChatCompletion):
             "tool_choice": body.tool_choice or "auto",
             "tools": [_shown_tool(tool) for tool in body.tools or ()],
             "top_logprobs": body.top_logprobs or 0,
-            "top_p": self.params.top_p,
+            "top_p": self.job.params.top_p,
             "truncation": body.truncation or "disabled",
             "usage": self._usage(),
             "user": body.user,

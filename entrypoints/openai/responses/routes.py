@@ -86,7 +86,7 @@ async def input_tokens(request: web.Request) -> web.Response:
         request.app[ENGINE], body, tenant_of(request).owner
     )
     try:
-        count = await completion.count_prompt()
+        count = await completion.job.count_prompt()
     except JackfieldError as error:
         raise renamed(error) from None
     return reply({"object": "response.input_tokens", "input_tokens": count})

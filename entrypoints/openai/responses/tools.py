@@ -42,6 +42,12 @@ class Tools(msgspec.Struct, frozen=True):
     left_out: tuple[str, ...] = ()
     """Types of the tools that run on OpenAI's servers alone."""
 
+    @property
+    def schemas(self) -> dict[str, Any]:
+        """Name of a function → the schema to enforce in its calls (`OfferedTool.schema`)."""
+        tools = self.offered.items()
+        return {name: tool.schema for name, tool in tools if tool.schema is not None}
+
     def find(self, name: str) -> OfferedTool:
         """Return the tool of a call."""
         tool = self.offered.get(name)

@@ -16,6 +16,7 @@ from jackfield.core.output_parsing.output_text import OutputText
 from jackfield.core.outputs import CompletionOutput, RequestOutput, RequestTimings
 from jackfield.core.text.detokenizer import IncrementalDetokenizer
 from jackfield.entrypoints.http.context import tokenizer_of
+from jackfield.entrypoints.openai.chat.job import new_job
 from jackfield.entrypoints.openai.chat.request import ChatCompletion
 from jackfield.entrypoints.openai.chat.stream import ChatStream
 from jackfield.entrypoints.openai.common.protocol import ChatRequest, decode
@@ -56,8 +57,8 @@ def time_alone(
 ) -> dict[str, float]:
     """Return the microseconds per token of each per-token part of a chat, over all streams."""
     request = decode(body, ChatRequest)
-    jobs = [ChatCompletion(engine, request) for _ in range(streams)]
-    params = jobs[0].params
+    chats = [ChatCompletion(new_job(engine, request, str(index))) for index in range(streams)]
+    params = chats[0].job.params
     tokens = [(token,) for token in script]
 
     def detokenizer() -> Callable[[int], object]:
@@ -88,8 +89,8 @@ def time_alone(
             )
         )  # fmt: skip
 
-    def parser(job: ChatCompletion) -> Callable[[int], object]:
-        choice = job.new_choice()
+    def parser(chat: ChatCompletion) -> Callable[[int], object]:
+        choice = chat.job.new_choice()
 
         def parse(at: int) -> None:
             completion = outputs[at].outputs[0]
@@ -100,16 +101,16 @@ def time_alone(
 
         return parse
 
-    def encoder(job: ChatCompletion) -> Callable[[int], object]:
-        pieces = ChatStream(job)
+    def encoder(chat: ChatCompletion) -> Callable[[int], object]:
+        pieces = ChatStream(chat)
         return lambda at: pieces.encode(outputs[at])
 
     steps = len(script)
     nothing = _microseconds([lambda at: None for _ in range(streams)], steps)
     detokenize = _microseconds([detokenizer() for _ in range(streams)], steps) - nothing
     push = _microseconds([text() for _ in range(streams)], steps) - nothing
-    parse = _microseconds([parser(job) for job in jobs], steps) - nothing
-    encode = _microseconds([encoder(job) for job in jobs], steps) - nothing
+    parse = _microseconds([parser(chat) for chat in chats], steps) - nothing
+    encode = _microseconds([encoder(chat) for chat in chats], steps) - nothing
     return {
         "detokenize": detokenize,
         "stop strings": max(0.0, push - detokenize),

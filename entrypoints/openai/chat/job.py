@@ -1,0 +1,159 @@
+"""A validated chat request: what is requested of the engine, and how its output is parsed.
+
+A chat completion (request.py), a response (../responses/request.py) and a message of Anthropic's
+protocol each hold one.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from ....core.engine.async_engine import AsyncEngine
+from ....core.engine.output_stream import OutputStream
+from ....core.engine.text_processor import ChatOptions
+from ....core.output_parsing.output_parser import hides_markers
+from ....core.outputs import CompletionOutput, RequestOutput
+from ....core.sampling_params import SamplingParams
+from ...http.auth.origin import EngineOptions
+from ...http.context import check_model, check_priority, tokenizer_of
+from ...http.request_log import watched
+from ..common.protocol import ChatRequest
+from .chat_template_kwargs import template_arguments
+from .constrained_calls import ConstrainedCalls, constrained_calls
+from .parsers import Choice, Parsers, choose_parsers
+from .tools import ChatTools, read_tools
+
+
+def _call_id() -> str:
+    return f"chatcmpl-tool-{uuid.uuid4().hex}"
+
+
+class ChatJob(msgspec.Struct, frozen=True):
+    """The results of a request's validation."""
+
+    engine: AsyncEngine
+    id: str
+    model: str
+    """Its name for the response."""
+    request: ChatRequest
+    messages: list[dict[str, Any]]
+    rendering: ChatOptions
+    """How the messages become the prompt."""
+    params: SamplingParams
+    tools: ChatTools
+    parsers: Parsers
+    calls: ConstrainedCalls | None
+    """The grammar of the tool calls, if they have one."""
+
+    @property
+    def names_call(self) -> bool:
+        """Whether `tool_choice` names the one function to call."""
+        return self.calls is not None and self.calls.named
+
+    def new_choice(self, default_id: Callable[[], str] = _call_id) -> Choice:
+        """Create the parsers of one of the `n` completions.
+
+        default_id: creates the ids of tool calls where the model's family has no ids of its own.
+        """
+        return Choice(
+            self.parsers.new_parser(self.tools),
+            self.parsers.call_ids(default_id),
+            one_call=not self.tools.parallel,
+            only_calls=self.calls is not None and self.calls.required,
+        )
+
+    def outputs(self) -> OutputStream:
+        """Submit the request to the engine."""
+        options = self._engine_options()
+        return watched(self.engine.chat(self.messages, self.params, **self.rendering, **options))
+
+    async def abort(self) -> None:
+        """End the request, if the engine has it."""
+        await self.engine.abort(self._engine_options()["request_id"])
+
+    def _engine_options(self) -> EngineOptions:
+        request = self.request
+        return request.origin.engine_options(self.id, request.priority, request.cache_salt)
+
+    async def count_prompt(self) -> int:
+        """Return the number of prompt tokens. Raises InvalidRequest."""
+        return len(await self.engine.tokenize_chat(self.messages, **self.rendering))
+
+
+def new_job(
+    engine: AsyncEngine,
+    request: ChatRequest,
+    id: str,
+    *,
+    trust_template: bool = False,
+    schemas: Mapping[str, Any] | None = None,
+) -> ChatJob:
+    """Validate a request. Raises InvalidRequest with the field's name.
+
+    trust_template: the request may have a chat template of its own. schemas: see `ChatTools`.
+    """
+    request.check()
+    tools = read_tools(request, schemas or {})
+    model = check_model(engine, request.model)
+    check_priority(engine, request.priority)
+    arguments = template_arguments(engine, request, trust_template)
+    logprobs = request.shown_logprobs(engine.config.max_logprobs)
+    params = request.sampling(request.token_limit, logprobs, engine.model_config.sampling)
+    parsers = choose_parsers(engine, request, tools, arguments, params)
+    calls = constrained_calls(
+        tools, parsers.tools, engine.config.structured_outputs_config, params.structured_outputs
+    )
+    if calls is not None:
+        parsers = msgspec.structs.replace(parsers, tools=calls.parser)
+    return ChatJob(
+        engine,
+        id,
+        model,
+        request,
+        request.messages,
+        _rendering(request, tools, arguments),
+        _constrained(engine, params, parsers, calls),
+        tools,
+        parsers,
+        calls,
+    )
+
+
+def _rendering(
+    request: ChatRequest, tools: ChatTools, template_arguments: Mapping[str, Any]
+) -> ChatOptions:
+    return {
+        "tools": tools.definitions if tools.offered else None,
+        "chat_template_kwargs": template_arguments,
+        "add_generation_prompt": request.begins_message,
+        "continue_final_message": request.continue_final_message,
+        "documents": request.documents,
+        "chat_template": request.chat_template,
+        "add_special_tokens": request.add_special_tokens,
+    }
+
+
+def _constrained(
+    engine: AsyncEngine,
+    params: SamplingParams,
+    parsers: Parsers,
+    calls: ConstrainedCalls | None,
+) -> SamplingParams:
+    """Return the parameters with the grammar of the calls, and with the special tokens that the
+    parsers look for in the text."""
+    changes: dict[str, Any] = {}
+    if calls is not None:
+        changes["structured_outputs"] = calls.params
+    if parsers.classes and hides_markers(tokenizer_of(engine), parsers.classes):
+        changes["skip_special_tokens"] = False
+    return msgspec.structs.replace(params, **changes) if changes else params
+
+
+def check_completion(output: RequestOutput, completion: CompletionOutput) -> None:
+    """Raise an error if the engine aborted the completion because of an error."""
+    if completion.finish_reason == "error":
+        raise output.failure()
