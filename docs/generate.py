@@ -35,7 +35,7 @@ from jackfield.core.registry import KINDS, load_plugins
 from jackfield.entrypoints.openai.common import protocol
 from jackfield.entrypoints.openai.pooling import protocol as pooling_protocol
 from jackfield.entrypoints.openai.responses import protocol as responses_protocol
-from jackfield.entrypoints.server.frontends.metrics import FrontendMetrics
+from jackfield.entrypoints.server.frontend_metrics import FrontendMetrics
 from jackfield.entrypoints.server.http_metrics import HttpMetrics
 from jackfield.entrypoints.struct_fields import described, type_text
 
@@ -304,7 +304,7 @@ def metrics() -> str:
         "Source: [core/metrics/metrics.py](../../core/metrics/metrics.py), "
         "[core/metrics/rank_metrics.py](../../core/metrics/rank_metrics.py), "
         "[core/data_parallel/metrics.py](../../core/data_parallel/metrics.py), "
-        "[entrypoints/server/frontends/metrics.py](../../entrypoints/server/frontends/metrics.py).\n\n"
+        "[entrypoints/server/frontend_metrics.py](../../entrypoints/server/frontend_metrics.py).\n\n"
         + table(["name", "type", "labels", "meaning"], sorted(rows))
     )
 

@@ -12,11 +12,11 @@ from ..config import StructuredOutputsConfig
 from ..errors import ConfigError, EngineStopped, PluginError
 from ..protocols.grammars import Grammar, GrammarBackend, GrammarSpec, Vocabulary
 from ..registry import Registry
+from .reference_depth import check_chains
 from .sandbox.compile_sandbox import CompileSandbox
 from .sandbox.probe import check_mask_time, probe
 from .sandbox.stacks import ENGINE_STACK, call_with_stack
 from .schemas.cost import is_plain, is_tiny
-from .schemas.reference_depth import check_chains
 
 logger = logging.getLogger("jackfield.structured")
 

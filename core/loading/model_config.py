@@ -29,7 +29,7 @@ from .generation_config import (
     sampling_defaults,
 )
 from .json_file import read_object, with_texts
-from .multimodal.text_part import inner_name, text_config
+from .text_part import inner_name, text_config
 
 if TYPE_CHECKING:
     from .pooling_config import PoolingConfig

@@ -35,10 +35,10 @@ from ..nn.quantized import QuantizedLinear
 from ..parallel.elsewhere import elsewhere
 from ..parallel.expert_share import ExpertShare
 from ..parallel.sharding import Sharding
-from .multimodal.text_part import inner_name
 from .tensors.forms import RowOrder, Shard, Together
 from .tensors.staging import Staging
 from .tensors.tied_heads import TiedHeads
+from .text_part import inner_name
 
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 EXPERTS = "experts"
@@ -70,7 +70,7 @@ class WeightMap:
     ignored: tuple[str, ...] = ()
     """Starts of names (after `prefixes`) that may be left over where the model has no place."""
     text_part: bool = False
-    """Whether checkpoints have other parts besides the model (`multimodal.text_part`)."""
+    """Whether checkpoints have other parts besides the model (`text_part`)."""
 
     def own(self, name: str) -> str | None:
         """Return a checkpoint name as the other methods take it; None if it is of another part."""

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..config import EngineConfig
 from ..errors import ConfigError, InvalidRequest
 from ..protocols.logits_processors import LogitsProcessor
 from ..protocols.parts import StepPart
-from ..registry import Plugins, Registry
 from ..sampling_params import SamplingParams
 from . import step_parts
+from .registered import Registry
+
+if TYPE_CHECKING:
+    from ..registry import Plugins
 
 KIND = "logits_processor"
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterator
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from ..errors import JackfieldError, PluginError
 from ..hooks import PROJECT
-from ..registry import Entry, Plugins
+from .registered import Entry
+
+if TYPE_CHECKING:
+    from ..registry import Plugins
 
 
 class _Suspect(msgspec.Struct, frozen=True):

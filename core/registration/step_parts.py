@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from ..config import EngineConfig
 from ..errors import ConfigError
 from ..parts.part_types import PartTypes, SentTypes
 from ..protocols.parts import PartSetup, StepPart
-from ..registry import Plugins
 from .plugin_options import typed_options
+
+if TYPE_CHECKING:
+    from ..registry import Plugins
 
 KIND = "part"
 FIELD = "parts"

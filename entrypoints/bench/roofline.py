@@ -42,7 +42,7 @@ def measure_ceilings(device_name: str = "cuda", dtype_name: str = "bfloat16") ->
     """Measure on this device: 1 GiB copied and summed, 8192³ multiplied (less on a CPU)."""
     import torch
 
-    from .kernels.timing import median_seconds
+    from .timing import median_seconds
 
     device, dtype = torch.device(device_name), getattr(torch, dtype_name)
     big = device.type == "cuda"

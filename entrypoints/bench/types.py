@@ -3,15 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import msgspec
 
-from .engine.backends import Backend
 from .roofline import Ceilings, Extent, ModelShape
 from .workloads import BenchRequest, Workload
 
 Record: TypeAlias = dict[str, Any]
+
+
+class Outcome(NamedTuple):
+    """Outcome of a list of requests."""
+
+    seconds: float
+    token_ids: list[list[int]]
+    """Generated token ids, per request."""
+    cached_tokens: int
+    """Number of prompt tokens found in a prefix cache."""
+
+
+class Backend(Protocol):
+    """A started engine."""
+
+    version: str
+    details: dict[str, Any]
+    """Facts about the engine: device, attention backend, KV blocks."""
+
+    def run(self, requests: Sequence[BenchRequest]) -> Outcome:
+        """Run all requests at once, to their end."""
+
+    def forget(self) -> None:
+        """Clear the prefix cache."""
+
+    def close(self) -> None:
+        """Free the device."""
 
 
 class Bench(msgspec.Struct, kw_only=True):

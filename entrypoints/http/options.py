@@ -264,7 +264,7 @@ class ServerOptions:
 
     keeps_at: Path | None = None
     """Unix socket at which to serve stateful routes to other front ends
-    (`server/frontends/stateful_proxy.py`)."""
+    (`server/stateful_proxy.py`)."""
     kept_at: Path | None = None
     """Unix socket of the front end that serves stateful routes, if it is not this one."""
     num_fronts: int = 1

@@ -37,10 +37,9 @@ from ..openai.pooling.routes import classify, pooling
 from ..openai.pooling.scoring import rerank, score
 from ..openai.responses.routes import add_responses
 from ..web.page import PLAYGROUND, TRY, add_page
-from . import docs_page
+from . import docs_page, stateful_proxy
 from .admin import add_admin_routes
-from .frontends import stateful_proxy
-from .frontends.metrics import FrontendMetrics
+from .frontend_metrics import FrontendMetrics
 from .health import add_health
 from .http_metrics import HttpMetrics, observe_requests
 from .info_routes import detokenize, metrics, model, models, tokenize, version

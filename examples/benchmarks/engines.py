@@ -23,10 +23,11 @@ from typing import Any
 
 from jackfield.core.loading.model_config import checkpoint_folder
 from jackfield.entrypoints.bench.engine import session, startup
-from jackfield.entrypoints.bench.engine.backends import Outcome, check_lengths
+from jackfield.entrypoints.bench.engine.backends import check_lengths
 from jackfield.entrypoints.bench.engine.session import Peer, Start
 from jackfield.entrypoints.bench.engine.subprocess_run import run_process
 from jackfield.entrypoints.bench.report import Emitter, Record, add_output_options, say, table
+from jackfield.entrypoints.bench.types import Outcome
 from jackfield.entrypoints.bench.workloads import WORKLOADS, BenchRequest
 from jackfield.entrypoints.flags.parser import Parser
 

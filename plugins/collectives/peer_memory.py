@@ -1,7 +1,7 @@
 """Collectives of GPUs of one host that write into each other's memory; NCCL for what is large.
 
 A layer's sum is small in decode: 8 kB per token of an 8B model, where a library's call is mostly
-waiting. `kernels/collectives/peer_sum.py` adds such terms, and the residual, in one launch.
+waiting. `kernels/peer_sum.py` adds such terms, and the residual, in one launch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from ...core.errors import ConfigError
 from ...core.protocols.collectives import CollectivesSetup
-from ...kernels.collectives.peer_sum import DTYPES, Mailboxes, Way, mailbox_words, peer_sum
+from ...kernels.peer_sum import DTYPES, Mailboxes, Way, mailbox_words, peer_sum
 from .builtin import Nccl
 from .shared_memory import SharedMemory
 

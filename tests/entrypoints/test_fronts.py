@@ -31,10 +31,10 @@ from jackfield.core.make_core import make_core
 from jackfield.core.remote.server import EngineServer
 from jackfield.entrypoints.server.frontends.launch_spec import engine_socket, stateful_socket
 from jackfield.entrypoints.server.frontends.sockets import bound
-from jackfield.entrypoints.server.frontends.stateful_proxy import ASK_SECONDS, first_is_serving
 from jackfield.entrypoints.server.frontends.supervisor import FrontEnds, FrontEndsFailed
 from jackfield.entrypoints.server.listen import Listen
 from jackfield.entrypoints.server.serve_settings import settings
+from jackfield.entrypoints.server.stateful_proxy import ASK_SECONDS, first_is_serving
 
 MODEL = "jackfield-tiny"
 FLAGS = (

@@ -5,38 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 from ....core.config import EngineConfig
 from ....core.worker.serving_process import prepare_to_serve
+from ..types import Outcome
 from ..workloads import BenchRequest
-
-
-class Outcome(NamedTuple):
-    """Outcome of a list of requests."""
-
-    seconds: float
-    token_ids: list[list[int]]
-    """Generated token ids, per request."""
-    cached_tokens: int
-    """Number of prompt tokens found in a prefix cache."""
-
-
-class Backend(Protocol):
-    """A started engine."""
-
-    version: str
-    details: dict[str, Any]
-    """Facts about the engine: device, attention backend, KV blocks."""
-
-    def run(self, requests: Sequence[BenchRequest]) -> Outcome:
-        """Run all requests at once, to their end."""
-
-    def forget(self) -> None:
-        """Clear the prefix cache."""
-
-    def close(self) -> None:
-        """Free the device."""
 
 
 class JackfieldBackend:

@@ -30,7 +30,7 @@ from ..measuring_lock import HELP as LOCK_HELP
 from ..measuring_lock import held
 from ..report import Emitter, add_output_options, environment, say, summary
 from ..roofline import Ceilings, ModelShape, given_ceilings, measure_ceilings
-from ..types import Bench, Measurement, Record
+from ..types import Backend, Bench, Measurement, Record
 from ..workloads import (
     ARCHITECTURES,
     BenchRequest,
@@ -40,7 +40,7 @@ from ..workloads import (
     model_config_dict,
     write_model,
 )
-from .backends import Backend, JackfieldBackend
+from .backends import JackfieldBackend
 
 BEGAN = time.time()
 IN_PROCESS: tuple[Kind, ...] = (

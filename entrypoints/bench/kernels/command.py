@@ -108,7 +108,7 @@ def measure(case: Case, ceilings: Ceilings, device: object, repeats: int) -> Rec
     """Return a record with the kernel's time, rates, and share of its floor."""
     import torch
 
-    from .timing import graph_seconds, median_seconds
+    from ..timing import graph_seconds, median_seconds
 
     assert isinstance(device, torch.device)
     if device.type == "cuda":

@@ -170,7 +170,7 @@ class TokenLayer:
         """Return the time of one layer. options: as of `run`."""
         import torch
 
-        from .timing import graph_seconds
+        from ..timing import graph_seconds
 
         work = [lambda: self.run(configs, **options)]
         device = torch.device("cuda", torch.cuda.current_device())

@@ -290,7 +290,7 @@ def best(
     import torch
 
     from ....kernels.tuning import CONFIGS
-    from .timing import graph_seconds
+    from ..timing import graph_seconds
 
     outputs, inputs, gated = product
     size = outputs * inputs * (2 if gated else 1) * (4 if kernel == "small_m_matmul" else 1) // 2

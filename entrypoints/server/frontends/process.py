@@ -22,10 +22,10 @@ from ....core.errors import EngineStopped, JackfieldError
 from ....core.remote.client import remote_engine
 from ....core.worker.serving_process import freeze
 from ...flags.engine_flags import fail
+from .. import stateful_proxy
 from ..event_loop import run_on_loop
 from ..serve_settings import Settings, settings
 from ..server import first_of, listening
-from . import stateful_proxy
 from .launch_spec import LaunchSpec, engine_socket, stateful_socket, usage_file
 
 logger = logging.getLogger("jackfield.fronts")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from jackfield.core.grammars.schemas.reference_depth import check_chains
+from jackfield.core.grammars.reference_depth import check_chains
 from jackfield.core.protocols.grammars import GrammarSpec
 
 

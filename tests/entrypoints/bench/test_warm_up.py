@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from jackfield.entrypoints.bench.engine.backends import Outcome
 from jackfield.entrypoints.bench.engine.session import IN_PROCESS, _measurement
 from jackfield.entrypoints.bench.roofline import ModelShape
-from jackfield.entrypoints.bench.types import Bench
+from jackfield.entrypoints.bench.types import Bench, Outcome
 from jackfield.entrypoints.bench.workloads import (
     ARCHITECTURES,
     WORKLOADS,

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from jackfield import EngineConfig
 from jackfield.core.errors import ConfigError
 from jackfield.core.loading.model_config import resolve_model_config
-from jackfield.core.loading.multimodal.text_part import inner_name
+from jackfield.core.loading.text_part import inner_name
 from jackfield.core.registry import load_plugins
 from jackfield.plugins.conformance.paged_model import PagedModel
 from jackfield.plugins.models.text_parts import TEXT_PARTS

@@ -18,10 +18,10 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 from multidict import CIMultiDict
 
-from ....core.errors import EngineStopped
-from ...http.auth.tenants import HEADER, forwarded_tenant, tenant_header, tenant_of
-from ...http.context import OPTIONS
-from ...http.request_log import mark_left
+from ...core.errors import EngineStopped
+from ..http.auth.tenants import HEADER, forwarded_tenant, tenant_header, tenant_of
+from ..http.context import OPTIONS
+from ..http.request_log import mark_left
 
 logger = logging.getLogger("jackfield.fronts")
 STATEFUL = ("/v1/responses", "/v1/files", "/v1/batches")

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from ...errors import ConfigError
-from ..json_file import with_texts
+from ..errors import ConfigError
+from .json_file import with_texts
 
 Read: TypeAlias = Callable[[dict[str, Any], str | None], Any]
 """(a config.json's content, architecture; None: the one that the content names) → configuration"""

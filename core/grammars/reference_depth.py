@@ -8,10 +8,10 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from ...protocols.grammars import GrammarSpec
-from ..spec import tag_schemas
-from .keywords import DATA, NAMED
-from .quoting import GBNF_QUOTES, LARK_QUOTES, split_quoted
+from ..protocols.grammars import GrammarSpec
+from .schemas.keywords import DATA, NAMED
+from .schemas.quoting import GBNF_QUOTES, LARK_QUOTES, split_quoted
+from .spec import tag_schemas
 
 MAX_VISITED = 500_000
 """Values of a schema that are looked at: those inside several targets count for each."""

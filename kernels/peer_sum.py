@@ -30,8 +30,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..launch import launch
-from ..pdl import gdc_launch_dependents, gdc_wait, pdl_options
+from .launch import launch
+from .pdl import gdc_launch_dependents, gdc_wait, pdl_options
 
 Way = Literal["words", "one_shot", "two_shot"]
 

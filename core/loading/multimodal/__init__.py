@@ -1,1 +1,0 @@
-"""Checkpoints of models that take images or sound, of which the text part is served."""

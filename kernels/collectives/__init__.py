@@ -1,1 +1,0 @@
-"""Sums over several GPUs that write into each other's memory."""
