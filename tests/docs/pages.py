@@ -25,9 +25,16 @@ from typing import NamedTuple
 import jackfield
 
 ROOT = Path(jackfield.__file__).resolve().parent
+ROOM_PAGES = sorted(
+    page
+    for folder in ("core", "plugins", "kernels", "entrypoints")
+    for page in (ROOT / folder).rglob("*.md")
+)
+"""Pages in the directories that they describe, for whoever edits these."""
 PAGES = sorted(
     [ROOT / "README.md", ROOT / "CHANGELOG.md"]
     + [page for folder in ("docs", "examples") for page in (ROOT / folder).rglob("*.md")]
+    + ROOM_PAGES
 )
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 MARK = re.compile(r"<!-- ([^>]*) -->\n+\Z")

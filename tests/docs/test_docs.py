@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from pages import BLOCKS, FENCE, PAGES, ROOT, name_of
+from pages import BLOCKS, FENCE, PAGES, ROOM_PAGES, ROOT, name_of
 
 from jackfield import AsyncEngine, EngineConfig
 from jackfield.core.registry import Plugins, load_plugins
@@ -154,23 +154,49 @@ def test_every_name_on_the_page_exists(page: Path, names: Names) -> None:
             assert first in names.words, f"nothing is called {first}"
 
 
-def test_the_walk_names_what_is_in_each_file(names: Names) -> None:
-    """Rows `| n | file | runs | …`: what runs is defined in that file."""
-    rows = re.findall(
-        r"^\| \d+ \| `([^`]+)` \| ([^|]+) \|", prose(ROOT / "docs/architecture.md"), re.M
-    )
-    assert len(rows) > 50
-    for file, runs in rows:
-        for name in CODE.findall(runs):
-            assert name in names.of_file[file], f"{file} does not define {name}"
+WALKS = [ROOT / "docs/architecture.md", *ROOM_PAGES]
+"""Pages with rows `| n | file | runs | …` that follow something through the code."""
 
 
-def test_every_room_has_its_line() -> None:
+def walk(page: Path) -> list[tuple[str, str]]:
+    """A page's rows: files, and what runs in them."""
+    return re.findall(r"^\| \d+ \| (`[^|]+`) \| ([^|]+) \|", prose(page), re.M)
+
+
+@pytest.mark.parametrize("page", WALKS, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_walk_names_what_is_in_each_file(page: Path, names: Names) -> None:
+    """What runs is defined in one of the files."""
+    for files, runs in walk(page):
+        defined = {name for file in CODE.findall(files) for name in names.of_file.get(file, ())}
+        for name in CODE.findall(runs) if defined else ():
+            assert name in defined, f"{files} does not define {name}"
+
+
+def test_the_walks_are_found() -> None:
+    assert len(walk(ROOT / "docs/architecture.md")) > 40
+    assert sum(len(walk(page)) for page in ROOM_PAGES) > 100
+
+
+@pytest.mark.parametrize("page", WALKS, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_for_who_edits_the_code_is_short_enough_to_be_read(page: Path) -> None:
+    limit = 10 if page.name == "README.md" else 25
+    assert page.stat().st_size <= limit * 1024
+
+
+@pytest.mark.parametrize("page", ROOM_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_room_page_is_linked_from_the_architecture(page: Path) -> None:
     text = (ROOT / "docs/architecture.md").read_text()
+    assert f"](../{page.relative_to(ROOT).as_posix()})" in text
+
+
+@pytest.mark.parametrize("page", ["docs/architecture.md", "docs/structure.md"])
+def test_every_room_has_its_line(page: str) -> None:
+    text = (ROOT / page).read_text()
     rooms = [p for p in (ROOT / "core").iterdir() if (p / "__init__.py").is_file()]
     assert len(rooms) > 6
+    table = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
     for room in rooms:
-        assert f"| `core/{room.name}/` |" in text
+        assert any(f"`core/{room.name}/`" in cell for cell in table), room.name
 
 
 def known_flags() -> set[str]:
