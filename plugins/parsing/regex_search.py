@@ -1,9 +1,12 @@
-"""Searches text that arrives in pieces for several patterns at once, in linear time.
+r"""Searches text that arrives in pieces for several patterns at once, in linear time.
 
 The match is that of Python's `re` for each pattern; of several patterns, the one that begins first
 counts, then the longest, then the first one of the list. It depends on the text alone, not on its
 pieces. All threads of a simulated automaton advance together, so no pattern makes the search
 backtrack; steps are looked up once they are known.
+
+`google-re2` would not do: its `\w`, `\d` and `\s` are ASCII where Python's are Unicode, counts end
+at 1,000, and it cannot say where a match may still begin or grow, so how much text to hold back.
 """
 
 from __future__ import annotations
