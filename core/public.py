@@ -31,9 +31,9 @@ PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
         "jackfield.core.registry": ("ParserMarks", "Plugins", "Registry", "load_plugins"),
         "jackfield.core.protocols": (
             "All2All", "All2AllSetup", "ArgumentForm", "AttentionBackend", "AttentionSpec",
-            "CallForm", "CallText", "CheckpointConfig", "CheckpointFormat", "ChosenTokens",
-            "Collectives", "CollectivesSetup", "Content", "Dispatched", "Drafts", "EngineHosts",
-            "EngineProcess", "Executor", "ExecutorInfo", "Grammar", "GrammarBackend",
+            "BackendSetup", "CallForm", "CallText", "CheckpointConfig", "CheckpointFormat",
+            "ChosenTokens", "Collectives", "CollectivesSetup", "Content", "Dispatched", "Drafts",
+            "EngineHosts", "EngineProcess", "Executor", "ExecutorInfo", "Grammar", "GrammarBackend",
             "GrammarMatcher", "GrammarSpec", "KVCompressor", "KVConnector", "KVConnectorScheduler",
             "KVConnectorSetup", "KVConnectorWorker", "KVLayout", "KnownTokens",
             "LatentAttentionBackend", "LatentAttentionSpec", "LayerSpec", "LogitsProcessor",

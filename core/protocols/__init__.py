@@ -10,6 +10,7 @@ from .all2all import All2All, All2AllSetup, Dispatched
 from .attention import (
     AttentionBackend,
     AttentionSpec,
+    BackendSetup,
     LayerSpec,
     PagedBackend,
     ProjectedLayer,
@@ -55,6 +56,7 @@ __all__ = [
     "ArgumentForm",
     "AttentionBackend",
     "AttentionSpec",
+    "BackendSetup",
     "CallForm",
     "CallText",
     "CheckpointConfig",

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import inspect
+import warnings
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 import msgspec
 
@@ -89,6 +93,37 @@ class AttentionSpec(LayerSpec, frozen=True, kw_only=True):
         return None if self.sliding_window is None else Reach(self.sliding_window)
 
 
+@dataclass(frozen=True)
+class BackendSetup:
+    """What an attention backend knows of its engine when it is created."""
+
+    device: torch.device
+    dtype: torch.dtype
+    """Type of queries."""
+    block_size: int
+    max_num_seqs: int
+    """Most rows of a step."""
+    max_num_batched_tokens: int
+    """Most tokens of a step."""
+    max_model_len: int
+
+
+@functools.cache
+def _takes_setup(backend: type[PagedBackend]) -> bool:
+    """Whether a constructor takes a `BackendSetup`; warn, once for each class, if it does not."""
+    of_setup = {field.name for field in dataclasses.fields(BackendSetup)}
+    for name, parameter in inspect.signature(backend).parameters.items():
+        if name in of_setup or parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            warnings.warn(
+                f"attention backend {backend.name!r} ({backend.__module__}): its constructor takes "
+                "the fields of BackendSetup as keywords; the next API version calls it with one "
+                "BackendSetup",
+                DeprecationWarning, stacklevel=3,
+            )  # fmt: skip
+            return False
+    return True
+
+
 class PagedBackend(ABC):
     """What attention backends of all kinds of caches share.
 
@@ -126,16 +161,15 @@ class PagedBackend(ABC):
         """
 
     @abstractmethod
-    def __init__(
-        self,
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-        block_size: int,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        max_model_len: int,
-    ) -> None: ...
+    def __init__(self, setup: BackendSetup) -> None: ...
+
+    @classmethod
+    def create(cls, setup: BackendSetup) -> Self:
+        """Return an instance. A constructor as in version 2 of the hooks, which has the fields of
+        the setup as keywords, gets those; a warning says so."""
+        if _takes_setup(cls):
+            return cls(setup)
+        return cls(**vars(setup))
 
     @abstractmethod
     def build_metadata(self, layout: BatchLayout) -> Any:

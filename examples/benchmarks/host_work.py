@@ -117,7 +117,7 @@ class NoAttention(AttentionBackend):
         """Everything."""
         return None
 
-    def __init__(self, **sizes: Any) -> None:
+    def __init__(self, setup: Any) -> None:
         pass
 
     def build_metadata(self, layout: Any) -> Any:

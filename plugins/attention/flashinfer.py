@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from ...core.nn.context import BatchLayout
-from ...core.protocols.attention import AttentionBackend, AttentionSpec
+from ...core.protocols.attention import AttentionBackend, AttentionSpec, BackendSetup
 
 PACKAGE = "flashinfer"
 HEAD_DIMS = (64, 128, 256)
@@ -93,19 +93,10 @@ class FlashInferAttention(AttentionBackend):
             return f"head_dim {spec.head_dim} is none of {', '.join(map(str, HEAD_DIMS))}"
         return None
 
-    def __init__(
-        self,
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-        block_size: int,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        max_model_len: int,
-    ) -> None:
-        self.device = device
-        self.dtype = dtype
-        self.block_size = block_size
+    def __init__(self, setup: BackendSetup) -> None:
+        device = self.device = setup.device
+        self.dtype = setup.dtype
+        self.block_size = setup.block_size
         self._package = importlib.import_module(PACKAGE)
         # One workspace for all wrappers: work on one stream does not overlap.
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)

@@ -18,7 +18,7 @@ from ...core.cache.formats import QUANTIZED_FORMATS
 from ...core.cache.reach import Reach
 from ...core.nn.context import BatchLayout
 from ...core.nn.kv_cache.quantized_cache import KVCache, read_keys, read_values
-from ...core.protocols.attention import AttentionBackend, AttentionSpec
+from ...core.protocols.attention import AttentionBackend, AttentionSpec, BackendSetup
 
 GATHER_ELEMENTS = 1 << 24
 """Cached keys gathered at once (elements), which bounds the memory of a decode step."""
@@ -127,18 +127,9 @@ class TorchAttention(AttentionBackend):
             return f"dtype {dtype} is not float32, float16 or bfloat16"
         return None
 
-    def __init__(
-        self,
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-        block_size: int,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        max_model_len: int,
-    ) -> None:
-        self.device = device
-        self.block_size = block_size
+    def __init__(self, setup: BackendSetup) -> None:
+        self.device = setup.device
+        self.block_size = setup.block_size
 
     def build_metadata(self, layout: BatchLayout) -> TorchMetadata:
         """Build the layout as Python numbers, once per step. Waits for the device if only that

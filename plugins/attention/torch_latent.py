@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from ...core.nn.context import BatchLayout
+from ...core.protocols.attention import BackendSetup
 from ...core.protocols.latent_attention import (
     ChosenTokens,
     LatentAttentionBackend,
@@ -53,17 +54,8 @@ class TorchLatentAttention(LatentAttentionBackend):
             return f"dtype {dtype} is not float32, float16 or bfloat16"
         return None
 
-    def __init__(
-        self,
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-        block_size: int,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        max_model_len: int,
-    ) -> None:
-        self.block_size = block_size
+    def __init__(self, setup: BackendSetup) -> None:
+        self.block_size = setup.block_size
 
     def build_metadata(self, layout: BatchLayout) -> LatentMetadata:
         """Build the layout as Python numbers, once per step. Waits for the device if only that

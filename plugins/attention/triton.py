@@ -26,6 +26,7 @@ from ...core.nn.operations import Norm
 from ...core.protocols.attention import (
     AttentionBackend,
     AttentionSpec,
+    BackendSetup,
     ProjectedLayer,
     Projection,
 )
@@ -147,19 +148,10 @@ class TritonAttention(AttentionBackend):
             return f"more than {MAX_WIDE_GROUP} heads of {spec.head_dim} channels share a key head"
         return None
 
-    def __init__(
-        self,
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-        block_size: int,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        max_model_len: int,
-    ) -> None:
-        self.device = device
-        self.max_num_seqs = max_num_seqs
-        self.max_model_len = max_model_len
+    def __init__(self, setup: BackendSetup) -> None:
+        device = self.device = setup.device
+        self.max_num_seqs = setup.max_num_seqs
+        self.max_model_len = setup.max_model_len
         self.num_sms = INTERPRETER_SMS
         if device.type == "cuda":
             self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count
@@ -168,7 +160,7 @@ class TritonAttention(AttentionBackend):
         self._side_stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._side_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._dense = device.type == "cuda" and dtype != torch.float32
+        self._dense = device.type == "cuda" and setup.dtype != torch.float32
 
     def build_metadata(self, layout: BatchLayout) -> TritonMetadata:
         """Count the leading one-token rows and sort the others, from the layout's numpy twins."""

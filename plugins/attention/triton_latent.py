@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from ...core.nn.context import BatchLayout
+from ...core.protocols.attention import BackendSetup
 from ...core.protocols.latent_attention import (
     ChosenTokens,
     LatentAttentionBackend,
@@ -95,20 +96,11 @@ class TritonLatentAttention(LatentAttentionBackend):
             return f"a part of a head has over {MAX_HEAD} channels"
         return None
 
-    def __init__(
-        self,
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-        block_size: int,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        max_model_len: int,
-    ) -> None:
-        self.device = device
-        self.max_num_seqs = max_num_seqs
-        self.max_num_tokens = max(max_num_seqs, max_num_batched_tokens)
-        self.max_model_len = max_model_len
+    def __init__(self, setup: BackendSetup) -> None:
+        device = self.device = setup.device
+        self.max_num_seqs = setup.max_num_seqs
+        self.max_num_tokens = max(setup.max_num_seqs, setup.max_num_batched_tokens)
+        self.max_model_len = setup.max_model_len
         self.num_sms = INTERPRETER_SMS
         if device.type == "cuda":
             self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count

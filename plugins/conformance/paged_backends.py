@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from ...core.nn.context import BatchLayout
+from ...core.protocols.attention import BackendSetup
 from ...core.worker.selection import attention_refusal
 from .attention_cases import MAX_MODEL_LEN
 from .kit import DeviceKit
@@ -58,10 +59,11 @@ class PagedBackendKit(DeviceKit):
             if self.is_promised(spec, dtype):
                 pytest.fail(f"{self.name} promises this, and refuses it: {reason}")
             pytest.skip(f"{self.name}: {reason}")
-        return self.backend_class(
+        setup = BackendSetup(
             device=self.device, dtype=dtype, block_size=block_size, max_num_seqs=16,
             max_num_batched_tokens=512, max_model_len=MAX_MODEL_LEN,
         )  # fmt: skip
+        return self.backend_class.create(setup)
 
 
 def with_bounds(layout: BatchLayout) -> BatchLayout:

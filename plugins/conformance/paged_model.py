@@ -14,6 +14,7 @@ from ...core.loading.build import build_model
 from ...core.loading.model_config import resolve_model_config
 from ...core.nn.context import ForwardContext
 from ...core.parallel.ranks import ONE_RANK, Ranks
+from ...core.protocols.attention import BackendSetup
 from ...core.protocols.models import HiddenStates
 from ...core.registration.choice import choose
 from ...core.registry import Plugins
@@ -82,10 +83,11 @@ class PagedModel:
         if layers:
             registry = plugins[backend_kind(layers)]
             _, backend, _ = choose(registry, "attention_backend", kernels, refusal)
-        self.backend = backend(
+        setup = BackendSetup(
             device=device, dtype=kind, block_size=BLOCK, max_num_seqs=8,
             max_num_batched_tokens=512, max_model_len=LONGEST,
         )  # fmt: skip
+        self.backend = backend.create(setup)
         self.blocks_per_row = -(-LONGEST // BLOCK)
         for layer in layers:
             spec, num_blocks = layer.cache_spec(kind), 1 + 8 * self.blocks_per_row

@@ -1,6 +1,21 @@
 """Blocks of Llama-like decoders: attention and MLP behind norms, one after the other or together.
 
 A family overrides the small methods of `SelfAttention`, or names the norms of another block.
+What `Block` computes with Qwen3's attention and a `GatedMLP`, for x of [num_tokens, hidden_size]:
+
+    y = input_layernorm(x)                      # x / rms(x) * weight
+    q, k, v = split(qkv_proj(y))                # [num_tokens, heads, head_dim]; fewer k and v heads
+    q, k = rope(q_norm(q)), rope(k_norm(k))     # norms over each head; rope turns by the position
+    cache[slot_mapping] = k, v
+    a = softmax(q @ cache.k.T * head_dim**-0.5) @ cache.v   # over tokens up to the query's own
+    x = x + o_proj(a)
+
+    y = post_attention_layernorm(x)
+    gate, up = split(gate_up_proj(y))
+    x = x + down_proj(silu(gate) * up)
+
+It is written in other cuts: products take the norm before them and the residual after them as
+arguments (`Linear.forward`), and the lines from q_norm to a are one call (`Attention.forward`).
 """
 
 from __future__ import annotations

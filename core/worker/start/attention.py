@@ -9,7 +9,13 @@ import torch
 
 from ...config import EngineConfig
 from ...nn.context import BatchLayout
-from ...protocols.attention import AttentionBackend, AttentionSpec, LayerSpec, PagedBackend
+from ...protocols.attention import (
+    AttentionBackend,
+    AttentionSpec,
+    BackendSetup,
+    LayerSpec,
+    PagedBackend,
+)
 from ...registration.choice import choose
 from ...registry import Plugins
 from ..kv_cache.formats import CacheFormats
@@ -38,8 +44,8 @@ class NoAttention(AttentionBackend):
         """Return why: it computes nothing."""
         return "it serves models without attention"
 
-    def __init__(self, **sizes: Any) -> None:
-        """Sizes are those of every backend, and not used."""
+    def __init__(self, setup: BackendSetup) -> None:
+        """The setup is not used."""
 
     def build_metadata(self, layout: BatchLayout) -> None:
         """Do nothing."""

@@ -20,7 +20,7 @@ from ...nn.attention import Attention
 from ...nn.operations import Operations
 from ...nn.rotary import Rotary
 from ...parallel.ranks import Ranks
-from ...protocols.attention import LayerSpec, PagedBackend
+from ...protocols.attention import BackendSetup, LayerSpec, PagedBackend
 from ...protocols.executors import ExecutorInfo
 from ...protocols.logits_processors import LogitsProcessorSetup
 from ...registration.choice import choose
@@ -282,7 +282,7 @@ class WorkerStart:
 
     def _backend(self, chosen: ChosenBackend, max_model_len: int, num_rows: int) -> PagedBackend:
         with self.plugins[chosen.kind].calling(chosen.name, "its constructor"):
-            return chosen.backend_class(
+            setup = BackendSetup(
                 device=self.device,
                 dtype=self.model_config.dtype,
                 block_size=self.config.block_size,
@@ -290,6 +290,7 @@ class WorkerStart:
                 max_num_batched_tokens=self._max_num_batched_tokens,
                 max_model_len=max_model_len,
             )
+            return chosen.backend_class.create(setup)
 
     @staticmethod
     def _bind(starts: Sequence[PartStart], caches: Sequence[Mapping[str, torch.Tensor]]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from jackfield.core.protocols.attention import AttentionBackend, AttentionSpec
+from jackfield.core.protocols.attention import AttentionBackend, AttentionSpec, BackendSetup
 from jackfield.plugins.attention import torch as torch_backend
 from jackfield.plugins.attention.torch import TorchAttention
 from jackfield.plugins.attention.triton import TritonAttention
@@ -30,7 +31,7 @@ DEVICES = [torch.device("cpu"), *([torch.device("cuda")] if CUDA else [])]
 def make_backend(
     cls: type[AttentionBackend], device: torch.device, dtype: torch.dtype, block_size: int
 ) -> AttentionBackend:
-    return cls(
+    setup = BackendSetup(
         device=device,
         dtype=dtype,
         block_size=block_size,
@@ -38,6 +39,7 @@ def make_backend(
         max_num_batched_tokens=512,
         max_model_len=1024,
     )
+    return cls.create(setup)
 
 
 def attend(backend: AttentionBackend, spec: AttentionSpec, batch: Batch) -> torch.Tensor:
@@ -60,6 +62,28 @@ def check(
     actual = attend(make_backend(cls, device, dtype, block_size), spec, batch)
     expected = dense_attention(spec, batch.rows)
     torch.testing.assert_close(actual.float(), expected, atol=tolerance, rtol=tolerance)
+
+
+class KeywordAttention(TorchAttention):
+    """Written for version 2 of the hooks."""
+
+    def __init__(self, *, block_size: int, max_model_len: int, **sizes: Any) -> None:
+        self.block_size, self.device = block_size, sizes["device"]
+        self.others = {"max_model_len": max_model_len, **sizes}
+
+
+def test_a_constructor_with_keywords_gets_the_fields_of_the_setup() -> None:
+    device = torch.device("cpu")
+    with pytest.warns(DeprecationWarning, match=f"{__name__}.*BackendSetup"):
+        backend: Any = make_backend(KeywordAttention, device, torch.float32, 8)
+    assert backend.block_size == 8
+    assert backend.others == {
+        "device": device, "dtype": torch.float32, "max_num_seqs": 16,
+        "max_num_batched_tokens": 512, "max_model_len": 1024,
+    }  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make_backend(TorchAttention, device, torch.float32, 8)
 
 
 @pytest.mark.parametrize("rows", [2, 70])

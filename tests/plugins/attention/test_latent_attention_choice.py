@@ -14,6 +14,7 @@ from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.errors import ConfigError, PluginError
 from jackfield.core.hooks import API_VERSION, hookimpl
+from jackfield.core.protocols.attention import BackendSetup
 from jackfield.core.registry import Provenance, load_plugins
 from jackfield.plugins.attention.torch_latent import TorchLatentAttention
 
@@ -112,15 +113,16 @@ def test_large_steps_of_whole_prompts_are_launched(
     query_lens: list[int], seq_lens: list[int], launched: bool
 ) -> None:
     pytest.importorskip("triton")
-    backend = load_plugins()["latent_attention_backend"].load("triton")(
+    setup = BackendSetup(
         device=torch.device("cpu"), dtype=torch.float32, block_size=16, max_num_seqs=4,
         max_num_batched_tokens=8192, max_model_len=8192,
     )  # fmt: skip
+    backend = load_plugins()["latent_attention_backend"].load("triton").create(setup)
     assert backend.prefers_launch(np.array(query_lens), np.array(seq_lens)) == launched
 
 
 class BadLatentAttention(TorchLatentAttention):
-    def __init__(self, **sizes: Any) -> None:
+    def __init__(self, setup: BackendSetup) -> None:
         raise RuntimeError("bang")
 
 

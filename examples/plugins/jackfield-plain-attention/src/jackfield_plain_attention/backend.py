@@ -5,12 +5,12 @@ Slow, and easy to compare with: nothing here is clever.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 
 from jackfield.core.nn.context import BatchLayout
-from jackfield.core.protocols import AttentionBackend, AttentionSpec
+from jackfield.core.protocols import AttentionBackend, AttentionSpec, BackendSetup
 
 
 class Row(NamedTuple):
@@ -41,9 +41,9 @@ class PlainAttention(AttentionBackend):
             return f"{spec.num_kv_heads} key heads cannot be shared out to {spec.num_heads} heads"
         return None if dtype.is_floating_point else f"dtype {dtype} is no floating point"
 
-    def __init__(self, *, block_size: int, **sizes: Any) -> None:
-        """Of what the protocol gives, the size of a block is all that is needed."""
-        self.block_size = block_size
+    def __init__(self, setup: BackendSetup) -> None:
+        """The size of a block is all that is needed."""
+        self.block_size = setup.block_size
 
     def build_metadata(self, layout: BatchLayout) -> list[Row]:
         """The step's rows; the numpy twins are read, so that no device is waited for."""
