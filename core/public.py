@@ -137,8 +137,8 @@ PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "Parse outputs": {
         "jackfield.plugins.parsing.cursor": ("SPACES", "Marks", "Read"),
-        "jackfield.plugins.parsing.json_calls": ("JsonCallsParser", "glance"),
-        "jackfield.plugins.parsing.thought": ("ThoughtParser",),
+        "jackfield.plugins.parsing.json_calls": ("JsonCallsParser", "peek_after_space"),
+        "jackfield.plugins.parsing.tagged_reasoning": ("TaggedReasoningParser",),
         "jackfield.plugins.parsing.tool_machine": ("ToolMachine",),
     },
     "Test a plugin": {

@@ -127,7 +127,7 @@ class Constraint:
         for token_id in self._encode(text):
             assert self.matcher is not None
             if not self.matcher.accept([token_id]):
-                raise ValueError(f"the thought ended with {text!r}, which the grammar forbids")
+                raise ValueError(f"the reasoning ended with {text!r}, which the grammar forbids")
 
     def _accept(self, token_id: int) -> None:
         assert self.matcher is not None

@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 import pytest
 from hypothesis import strategies as st
 
+from ...core.old_names import warn
 from ...core.output_parsing.output_parser import OutputParser, ParsedMessage, fold
 from ...core.protocols.parsers import (
     Content,
@@ -89,7 +90,7 @@ class ToolParserKit(ParserKit, CallFormChecks):
                     inside = False
                     assert isinstance(strictly(arguments), dict), arguments
                 case Reasoning():
-                    raise AssertionError("a tool parser knows no thought")
+                    raise AssertionError("a tool parser knows no reasoning")
 
     def opening(self) -> str:
         """Return the beginning of a sample's call, up to its arguments; "" without samples."""
@@ -158,9 +159,15 @@ class ReasoningParserKit(ParserKit):
     """Checks a plugin of `register_reasoning_parsers`."""
 
     kind = "reasoning_parser"
-    thought_end: ClassVar[str] = ""
+    reasoning_end: ClassVar[str] = ""
     """The text that ends the reasoning of a sample, if there is any: the reasoning has ended
     exactly when this text has been fed."""
+
+    def __init_subclass__(cls, **more: Any) -> None:
+        super().__init_subclass__(**more)
+        if "thought_end" in vars(cls):
+            warn(f"{cls.__qualname__}.thought_end", "reasoning_end", stacklevel=3)
+            cls.reasoning_end = vars(cls)["thought_end"]
 
     def make(self, sample: Sample | None = None) -> Any:
         """Create a parser for the request of a sample."""
@@ -174,7 +181,7 @@ class ReasoningParserKit(ParserKit):
 
     def marks(self) -> list[str]:
         """Return the texts that are marks for the parser."""
-        return [*super().marks(), *([self.thought_end] if self.thought_end else [])]
+        return [*super().marks(), *([self.reasoning_end] if self.reasoning_end else [])]
 
     def hostile(self) -> Iterator[tuple[str, int]]:
         """Yield (text, how often it is repeated in a megabyte)."""
@@ -188,22 +195,22 @@ class ReasoningParserKit(ParserKit):
             yield sample.text, size // len(sample.text)
             yield sample.text[: len(sample.text) // 2] + "\n" * size, 1
 
-    def test_thought_ends_where_its_mark_does(self, sample: Sample) -> None:
+    def test_reasoning_ends_where_its_mark_does(self, sample: Sample) -> None:
         """`reasoning_ended` is true after the mark, so that a grammar may begin."""
         parser = self.make(sample)
         before = bool(parser.reasoning_ended)
         if not sample.thinking:
-            assert before, "no thought is to come"
+            assert before, "no reasoning is to come"
         changed = None
         for place, char in enumerate(sample.text):
             parser.feed(char)
-            assert parser.reasoning_ended or not before, "thought that has ended stays ended"
+            assert parser.reasoning_ended or not before, "reasoning that has ended stays ended"
             if parser.reasoning_ended and not before:
                 changed, before = place + 1, True
-        if self.thought_end and sample.reasoning is not None and sample.thinking:
-            at = sample.text.find(self.thought_end)
+        if self.reasoning_end and sample.reasoning is not None and sample.thinking:
+            at = sample.text.find(self.reasoning_end)
             if at >= 0:
-                assert changed == at + len(self.thought_end)
+                assert changed == at + len(self.reasoning_end)
             elif sample.content is None:
                 assert changed is None, "there is no answer yet"
 

@@ -42,7 +42,7 @@ class BlockCallsParser(ToolMachine):
     def read(self) -> Read[None]:
         """Read content and blocks in turn."""
         text, answer = self.text, self.answer
-        mark = yield from text.until(self._open, answer.say)
+        mark = yield from text.until(self._open, answer.emit)
         while mark:
             block: list[str] = []
             end = yield from text.until(self._in_block, block.append)
@@ -54,7 +54,7 @@ class BlockCallsParser(ToolMachine):
             if end == self.close or self.reads_unfinished:
                 calls = self.calls("".join(block))
             if not calls:
-                answer.say("".join([mark, *block, end if end == self.close else ""]))
+                answer.emit("".join([mark, *block, end if end == self.close else ""]))
             for name, arguments in calls or ():
                 answer.start(name)
                 answer.arguments(arguments)
@@ -63,7 +63,7 @@ class BlockCallsParser(ToolMachine):
                 mark = end
                 continue
             dropped = self.ends_turn and answer.calls
-            mark = yield from text.until(self._open, _drop if dropped else answer.say)
+            mark = yield from text.until(self._open, _drop if dropped else answer.emit)
 
     def types(self, name: str, key: str) -> frozenset[str]:
         """Return the types of an argument by the tool's schema; empty if that has none."""

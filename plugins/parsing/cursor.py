@@ -14,7 +14,7 @@ from .json_scanner import JsonScanner, Status
 T = TypeVar("T")
 Read: TypeAlias = Generator[None, None, T]
 """Runs until it has read a T; yields if it needs more text, or the end of the text."""
-Say: TypeAlias = Callable[[str], object]
+EmitText: TypeAlias = Callable[[str], object]
 
 SPACE = " \t\r\n"
 SPACES = re.compile(f"[{SPACE}]+")
@@ -81,9 +81,9 @@ class Cursor:
         """Pattern → position in the text from which it was searched, and the match."""
         self.over = False
         """Whether the text is complete: nothing follows."""
-        self.passing: tuple[re.Pattern[str], Say] | None = None
+        self.passing: tuple[re.Pattern[str], EmitText] | None = None
         """While `until` waits with all text handed on: a piece without a match of the pattern may
-        go to `say` unchanged."""
+        go to `emit` unchanged."""
 
     def add(self, text: str) -> None:
         """Append the next piece of text."""
@@ -95,8 +95,8 @@ class Cursor:
         """Mark the text as complete."""
         self.over = True
 
-    def until(self, marks: Marks, say: Say) -> Read[str]:
-        """Pass text to `say` up to the first mark; consume and return that, or "" at the end."""
+    def until(self, marks: Marks, emit: EmitText) -> Read[str]:
+        """Pass text to `emit` up to the first mark; consume and return that, or "" at the end."""
         while True:
             match = marks.pattern.search(self._text, self._at)
             # No tail is as long as a mark, so none begins before one that stands far enough in.
@@ -104,14 +104,14 @@ class Cursor:
             is_final = self.over or far_in
             safe_end = len(self._text) if is_final else marks.tail(self._text, self._at)
             if match is not None and match.start() < safe_end:
-                self._hand_on(match.start(), say)
+                self._hand_on(match.start(), emit)
                 self._at = match.end()
                 return match[0]
-            self._hand_on(safe_end, say)
+            self._hand_on(safe_end, emit)
             if self.over:
                 return ""
             if safe_end == len(self._text):
-                self.passing = marks.first, say
+                self.passing = marks.first, emit
             yield
             self.passing = None
 
@@ -184,13 +184,13 @@ class Cursor:
             yield
 
     def json(
-        self, say: Say, say_mended: Say | None = None, ends: Marks | None = None
+        self, emit: EmitText, emit_mended: EmitText | None = None, ends: Marks | None = None
     ) -> Read[Status]:
         """Consume the JSON value at the position, up to its end ("done"), to where it is invalid
         ("bad"), or to the end of the text ("more"). A mark of `ends` is invalid too, also inside a
         string, unless the string goes on to its end after it.
 
-        Its source goes to `say`. `say_mended` gets it with raw control characters inside strings,
+        Its source goes to `emit`. `emit_mended` gets it with raw control characters inside strings,
         which models write, escaped.
         """
         scanner = JsonScanner()
@@ -199,13 +199,13 @@ class Cursor:
             stop = len(self._text) if mark is None else mark.start()
             if ends and mark is None and not self.over:
                 stop = ends.tail(self._text, self._at)
-            status = self._json(scanner, say, say_mended, stop)
+            status = self._json(scanner, emit, emit_mended, stop)
             if status != "more":
                 return status
             if ends and mark:
                 if not scanner.in_string or not (yield from self.string_goes_on(len(mark[0]))):
                     return "bad"
-                self._json(scanner, say, say_mended, self._at + len(mark[0]))
+                self._json(scanner, emit, emit_mended, self._at + len(mark[0]))
             elif self.over:
                 return status
             else:
@@ -226,11 +226,13 @@ class Cursor:
                 return False
             yield
 
-    def _json(self, scanner: JsonScanner, say: Say, say_mended: Say | None, limit: int) -> Status:
+    def _json(
+        self, scanner: JsonScanner, emit: EmitText, emit_mended: EmitText | None, limit: int
+    ) -> Status:
         status: Status = "more"
         while status == "more" and self._at < limit:
             begin = self._at
-            controls = self._next(_CONTROLS, begin) if say_mended else None
+            controls = self._next(_CONTROLS, begin) if emit_mended else None
             if controls is not None and controls.start() >= limit:
                 controls = None
             stop = limit if controls is None else controls.start()
@@ -239,11 +241,11 @@ class Cursor:
             if status == "more" and controls is not None:
                 escape = scanner.in_string
                 status, self._at = scanner.scan(self._text, stop, min(controls.end(), limit))
-            say(self._text[begin : self._at])
-            if say_mended:
-                say_mended(self._text[begin : stop if escape else self._at])
+            emit(self._text[begin : self._at])
+            if emit_mended:
+                emit_mended(self._text[begin : stop if escape else self._at])
                 if escape and controls is not None:
-                    say_mended(json.dumps(self._text[stop : self._at])[1:-1])
+                    emit_mended(json.dumps(self._text[stop : self._at])[1:-1])
         return status
 
     def _next(self, pattern: re.Pattern[str], position: int) -> re.Match[str] | None:
@@ -254,9 +256,9 @@ class Cursor:
             self._found[pattern] = position, match
         return match
 
-    def _hand_on(self, end: int, say: Say) -> None:
+    def _hand_on(self, end: int, emit: EmitText) -> None:
         if end > self._at:
-            say(self._text[self._at : end])
+            emit(self._text[self._at : end])
             self._at = end
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from .cursor import Say
+from .cursor import EmitText
 
 _NEWLINES = {"\\r\\n": "\n", "\\n": "\n", "\\r": "\r"}
 _OPAQUE = {
@@ -26,8 +26,8 @@ class NewlineEscapes:
     """Passes text on with real newlines for `\\n`, `\\r` and `\\r\\n`; not in code, formulas and
     calls, nor after a doubled backslash. Control tokens of MiniCPM-V are dropped."""
 
-    def __init__(self, say: Say) -> None:
-        self._say = say
+    def __init__(self, emit: EmitText) -> None:
+        self._emit = emit
         self._held = ""
         self._closes = ""
         """What ends the opaque text that has begun; "" outside of it."""
@@ -44,7 +44,7 @@ class NewlineEscapes:
                 break
             position = end
         if parts:
-            self._say("".join(parts))
+            self._emit("".join(parts))
 
     def finish(self) -> None:
         """Pass on what is held back: nothing follows."""

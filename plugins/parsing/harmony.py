@@ -10,7 +10,7 @@ import re
 
 import msgspec
 
-from .cursor import Cursor, Marks, Read, Say
+from .cursor import Cursor, EmitText, Marks, Read
 
 MARKERS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|return|>",
            "<|call|>")  # fmt: skip
@@ -41,18 +41,18 @@ class Header(msgspec.Struct):
 class Messages:
     """Joins the messages of one kind into one text, with a newline between two."""
 
-    def __init__(self, say: Say) -> None:
-        self._say = say
+    def __init__(self, emit: EmitText) -> None:
+        self._emit = emit
         self._said = self._between = False
 
     def begin(self) -> None:
         """Start another message."""
         self._between = self._said
 
-    def say(self, text: str) -> None:
+    def emit(self, text: str) -> None:
         """Pass on text of a message."""
         if text:
-            self._say("\n" + text if self._between else text)
+            self._emit("\n" + text if self._between else text)
             self._said, self._between = True, False
 
 

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, MutableSequence, Sequence
 from typing import Any, ClassVar
 
+from ...core.old_names import module_getattr
 from .cursor import SPACE, SPACES, Cursor, Marks, Read, run_through, whole_characters
 from .tool_machine import ToolMachine, closing, rest_of_call
 
@@ -63,11 +64,11 @@ class JsonCallsParser(ToolMachine):
 
     def read(self) -> Read[None]:
         """Read content and sections in turn."""
-        text, say = self.text, self.answer.say
+        text, emit = self.text, self.answer.emit
         yield from self._bare_section()
         while mark := (yield from self.until_call(self._open)):
             if mark in self.bare_after:
-                say(mark)
+                emit(mark)
                 yield from self._bare_section()
             elif mark in self.inline:
                 text.back(mark)
@@ -78,14 +79,14 @@ class JsonCallsParser(ToolMachine):
     def _bare_section(self) -> Read[None]:
         gap = yield from self.text.run(SPACES)
         if not self.bare:
-            self.answer.say(gap)
+            self.answer.emit(gap)
         elif mark := (yield from self.text.accept(self._open)):
-            self.answer.say(gap)
+            self.answer.emit(gap)
             self.text.back(mark)
         elif (yield from self.text.peek()) in tuple(self.bare):
             yield from self.section([gap], weak=True)
         else:
-            self.answer.say(gap)
+            self.answer.emit(gap)
 
     def section(self, source: list[str], *, weak: bool) -> Read[None]:
         """Read calls. source: what was consumed; content if no call follows."""
@@ -98,16 +99,16 @@ class JsonCallsParser(ToolMachine):
             call = JsonCall(self, source, weak=weak)
             done = yield from (call.read_keyed() if self.keyed else call.read())
             if not done:
-                answer.say("".join(source))
+                answer.emit("".join(source))
                 if call.started and (self.ends_turn or (marked and self.close)):
                     yield from rest_of_call(text, self.close, self.close_or_open)
                 if call.started or not self.recovers:
                     return
             source, gap = [], ""
             if self.recovers:
-                mark = yield from text.until(self._close_or_call, answer.say)
+                mark = yield from text.until(self._close_or_call, answer.emit)
                 if mark != "{":
-                    answer.say(mark if answer.calls == calls else "")
+                    answer.emit(mark if answer.calls == calls else "")
                     return
                 text.back(mark)
             elif listed:
@@ -118,7 +119,7 @@ class JsonCallsParser(ToolMachine):
                 for separator in ";,":
                     if (yield from sign(text, source, separator)):
                         break
-                if (yield from glance(text, source)) != "{":
+                if (yield from peek_after_space(text, source)) != "{":
                     gap = "".join(source)
                     break
         yield from closing(text, answer, self.close, self.close_or_open, gap)
@@ -161,7 +162,7 @@ class JsonCall:
                     self._start(name)
                     answer.arguments("".join(arguments))
             elif key in self._argument_keys and not self.started and arguments is None:
-                begin = yield from glance(text, self._source)
+                begin = yield from peek_after_space(text, self._source)
                 if begin == '"':
                     quoted, done = yield from _quoted_object(text, self._source)
                     if not quoted:
@@ -186,13 +187,13 @@ class JsonCall:
             elif (
                 key in self._id_keys
                 and not self.started
-                and (yield from glance(text, self._source)) == '"'
+                and (yield from peek_after_space(text, self._source)) == '"'
             ):
                 self._id = yield from string(text, self._source)
                 if not self._id:
                     return False
             else:
-                yield from glance(text, self._source)
+                yield from peek_after_space(text, self._source)
                 if (yield from text.json(self._source.append)) != "done":
                     return False
         if not name or (self._weak and arguments is None):
@@ -212,7 +213,7 @@ class JsonCall:
         name = yield from string(text, source)
         if not name or not self._known(name) or not (yield from sign(text, source, ":")):
             return False
-        if (yield from glance(text, source)) != "{":
+        if (yield from peek_after_space(text, source)) != "{":
             return False
         self._start(name)
         if (yield from text.json(_discard, self._answer.arguments, self._ends)) != "done":
@@ -222,7 +223,7 @@ class JsonCall:
             key = (yield from sign(text, rest, ",")) and (yield from string(text, rest))
             if not key or not (yield from sign(text, rest, ":")):
                 return False
-            yield from glance(text, rest)
+            yield from peek_after_space(text, rest)
             if (yield from text.json(_discard, None, self._ends)) != "done":
                 return False
         self._answer.end()
@@ -235,7 +236,7 @@ class JsonCall:
         self._answer.start(name, self._id)
 
 
-def glance(text: Cursor, source: MutableSequence[str]) -> Read[str]:
+def peek_after_space(text: Cursor, source: MutableSequence[str]) -> Read[str]:
     """Return the next character after whitespace without consuming it; "" at the end."""
     source.append((yield from text.run(SPACES)))
     return (yield from text.peek())
@@ -243,7 +244,7 @@ def glance(text: Cursor, source: MutableSequence[str]) -> Read[str]:
 
 def sign(text: Cursor, source: MutableSequence[str], char: str) -> Read[bool]:
     """Consume `char` if it is next after whitespace; return whether it was."""
-    if (yield from glance(text, source)) != char:
+    if (yield from peek_after_space(text, source)) != char:
         return False
     text.skip(1)
     source.append(char)
@@ -252,7 +253,7 @@ def sign(text: Cursor, source: MutableSequence[str], char: str) -> Read[bool]:
 
 def string(text: Cursor, source: MutableSequence[str]) -> Read[str]:
     """Return the value of the JSON string that is next after whitespace; "" if there is none."""
-    if (yield from glance(text, source)) != '"':
+    if (yield from peek_after_space(text, source)) != '"':
         return ""
     parts: list[str] = []
     if (yield from text.json(source.append, parts.append)) != "done":
@@ -289,3 +290,8 @@ def _quoted_object(text: Cursor, source: MutableSequence[str]) -> Read[tuple[str
 
 def _discard(text: str) -> None:
     """Drop the text."""
+
+
+__getattr__ = module_getattr(
+    __name__, {"glance": "jackfield.plugins.parsing.json_calls.peek_after_space"}
+)

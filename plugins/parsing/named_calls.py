@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from .cursor import SPACES, Marks, Read, Say
+from .cursor import SPACES, EmitText, Marks, Read
 from .tool_machine import ToolMachine, closing, rest_of_call
 
 _MAX_HEADER = 256
@@ -64,12 +64,12 @@ class NamedCallsParser(ToolMachine):
 
     def read(self) -> Read[None]:
         """Read content and calls in turn."""
-        say: Say = self.answer.say
-        while mark := (yield from self.text.until(self._marks, say)):
+        emit: EmitText = self.answer.emit
+        while mark := (yield from self.text.until(self._marks, emit)):
             if mark not in self.around:
                 yield from named_call(self, self.form, [mark])
             elif mark == self.last and self.answer.calls:
-                say = _discard
+                emit = _discard
 
 
 def named_call(parser: ToolMachine, form: NamedForm, source: list[str]) -> Read[None]:
@@ -89,7 +89,7 @@ def named_call(parser: ToolMachine, form: NamedForm, source: list[str]) -> Read[
     if not name or any(char.isspace() for char in name) or (alone and not parser.known(name)):
         if alone:
             text.back(source.pop())
-        answer.say("".join(source))
+        answer.emit("".join(source))
         return
     if alone:
         text.back(source.pop())

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from .cursor import SPACES, Marks, Read, Say
+from .cursor import SPACES, EmitText, Marks, Read
 from .schema_values import json_of, parameter_types
 from .tool_machine import ToolMachine, closing, rest_of_call
 
@@ -46,7 +46,7 @@ class ObjectCallsParser(ToolMachine):
 
     def read(self) -> Read[None]:
         """Read content and calls in turn."""
-        while mark := (yield from self.text.until(self._open, self.answer.say)):
+        while mark := (yield from self.text.until(self._open, self.answer.emit)):
             yield from self._call(mark)
 
     def _call(self, mark: str) -> Read[None]:
@@ -56,7 +56,7 @@ class ObjectCallsParser(ToolMachine):
         if header is None or match is None or header[1] not in _CLOSERS:
             if header is not None:
                 text.back("".join(header))
-            answer.say(mark)
+            answer.emit(mark)
             return
         answer.start(match[1])
         if (yield from self._object(self.schemas.get(match[1]), _CLOSERS[header[1]])):
@@ -67,9 +67,9 @@ class ObjectCallsParser(ToolMachine):
 
     def _object(self, schema: Any, closer: str) -> Read[bool]:
         """Read the arguments after their opening bracket; return whether they are complete."""
-        text, say = self.text, self.answer.arguments
+        text, emit = self.text, self.answer.arguments
         stack, empty = [closer], True
-        say("{")
+        emit("{")
         while stack:
             char = yield from self._solid()
             if char == "," and not empty:
@@ -77,12 +77,12 @@ class ObjectCallsParser(ToolMachine):
                 char = yield from self._solid()
                 empty = char != stack[-1]
                 if empty:
-                    say(", ")
+                    emit(", ")
             elif char != stack[-1] and not empty:
                 return False
             if char == stack[-1]:
                 text.skip(1)
-                say("]" if stack.pop() == "]" else "}")
+                emit("]" if stack.pop() == "]" else "}")
                 empty = False
                 continue
             types: frozenset[str] = frozenset()
@@ -90,16 +90,16 @@ class ObjectCallsParser(ToolMachine):
                 key = yield from self._key()
                 if not key:
                     return False
-                say(f"{json.dumps(key, ensure_ascii=False)}: ")
+                emit(f"{json.dumps(key, ensure_ascii=False)}: ")
                 types = parameter_types(schema, key) if len(stack) == 1 else types
                 char = yield from self._solid()
             if char and char in "{[":
                 text.skip(1)
-                say(char)
+                emit(char)
                 stack.append(_CLOSERS[char])
                 empty = True
                 continue
-            if not (yield from self._scalar(char, types, say, self._bare_end[closer])):
+            if not (yield from self._scalar(char, types, emit, self._bare_end[closer])):
                 return False
             empty = False
         return True
@@ -119,11 +119,11 @@ class ObjectCallsParser(ToolMachine):
             key = key[1:-1]
         return key if _KEY.fullmatch(key) else ""
 
-    def _scalar(self, char: str, types: frozenset[str], say: Say, ends: Marks) -> Read[bool]:
+    def _scalar(self, char: str, types: frozenset[str], emit: EmitText, ends: Marks) -> Read[bool]:
         """Read a value that begins with `char`; return whether it is complete."""
         text = self.text
         if char == '"':  # As in JSON.
-            return (yield from text.json(_drop, say, self._close_or_open)) == "done"
+            return (yield from text.json(_drop, emit, self._close_or_open)) == "done"
         parts: list[str] = []
         if not (yield from text.accept(self._quote)):
             mark = yield from text.until(ends, parts.append)
@@ -131,24 +131,24 @@ class ObjectCallsParser(ToolMachine):
             word = "".join(parts).strip()
             if not mark or not word:
                 return False
-            say(json_of(word, types))
+            emit(json_of(word, types))
             return True
         types = types or self.quoted
         streams = types == _STRING or bool(types & self.quoted)
 
         def add(part: str) -> None:
             if streams:
-                say(json.dumps(part, ensure_ascii=False)[1:-1])
+                emit(json.dumps(part, ensure_ascii=False)[1:-1])
             else:
                 parts.append(part)
 
         if streams:
-            say('"')
+            emit('"')
         end = yield from text.until(self._string_end, add)
         if end != self.quote:
             text.back(end)
             return False
-        say('"' if streams else json_of("".join(parts), types))
+        emit('"' if streams else json_of("".join(parts), types))
         return True
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from .cursor import SPACES, Marks, Read
-from .json_calls import glance, sign
+from .json_calls import peek_after_space, sign
 from .python_values import STRICT, Strings, read_value
 from .tool_machine import ToolMachine, closing, rest_of_call
 
@@ -46,8 +46,8 @@ class PythonCallsParser(ToolMachine):
         if self.bare and (yield from self.text.peek()) == "[":
             yield from self.section([gap], bare=True)
         else:
-            self.answer.say(gap)
-        while mark := (yield from self.text.until(self._open, self.answer.say)):
+            self.answer.emit(gap)
+        while mark := (yield from self.text.until(self._open, self.answer.emit)):
             calls = self.answer.calls
             yield from self.section([mark], bare=False)
             if self.echoes and self.answer.calls > calls:
@@ -58,19 +58,19 @@ class PythonCallsParser(ToolMachine):
         text, mark = self.text, self.close[0]
         while mark in self.close:
             source: list[str] = []
-            if (yield from glance(text, source)) not in ("[", "<"):
-                self.answer.say("".join(source))
+            if (yield from peek_after_space(text, source)) not in ("[", "<"):
+                self.answer.emit("".join(source))
                 return
             mark = yield from text.until(self._close_or_open, source.append)
         text.back(mark)
-        self.answer.say("".join(source))
+        self.answer.emit("".join(source))
 
     def section(self, source: list[str], *, bare: bool) -> Read[None]:
         """Read calls. source: what was consumed; content if no call follows."""
         text, answer = self.text, self.answer
         listed = yield from sign(text, source, "[")
         if not listed and not self.lines:
-            answer.say("".join(source))
+            answer.emit("".join(source))
             return
         while True:
             calls = answer.calls
@@ -79,12 +79,12 @@ class PythonCallsParser(ToolMachine):
                 yield from rest_of_call(text, self.close, self._close_or_open)
                 return
             if not done:
-                answer.say("".join(source))
+                answer.emit("".join(source))
                 return
             source.clear()
             yield from sign(text, source, ",")
             source.clear()
-            following = yield from glance(text, source)
+            following = yield from peek_after_space(text, source)
             if listed and following == "]":
                 text.skip(1)
                 break
@@ -97,7 +97,7 @@ class PythonCallsParser(ToolMachine):
         """Read a call; return whether it is complete. `source` gets what is consumed before it
         starts."""
         text, answer = self.text, self.answer
-        yield from glance(text, source)
+        yield from peek_after_space(text, source)
         name = yield from text.run(_NAME)
         source.append(name)
         if not name or name[0] in "0123456789-." or len(name) > _MAX_NAME:
@@ -105,7 +105,7 @@ class PythonCallsParser(ToolMachine):
         if (bare and not self.known(name)) or not (yield from sign(text, source, "(")):
             return False
         started = False
-        while (yield from glance(text, source)) != ")" or not (yield from text.peek()):
+        while (yield from peek_after_space(text, source)) != ")" or not (yield from text.peek()):
             key = yield from text.run(_NAME)
             source.append(key)
             if not key or not (yield from sign(text, source, "=")):

@@ -7,7 +7,7 @@ import json
 import re
 from typing import NamedTuple
 
-from .cursor import SPACE, SPACES, Cursor, Marks, Read, Say
+from .cursor import SPACE, SPACES, Cursor, EmitText, Marks, Read
 
 _WORD = re.compile(r"[\w.+\-]+")
 _MAX_NUMBER = 64
@@ -46,7 +46,7 @@ class Strings(NamedTuple):
 STRICT = Strings()
 
 
-def read_value(text: Cursor, say: Say, strings: Strings = STRICT) -> Read[str | None]:
+def read_value(text: Cursor, emit: EmitText, strings: Strings = STRICT) -> Read[str | None]:
     """Consume a literal and pass it on as JSON: lists and tuples as arrays, dictionaries as
     objects.
 
@@ -60,21 +60,21 @@ def read_value(text: Cursor, say: Say, strings: Strings = STRICT) -> Read[str | 
             char = yield from _solid(text)
         if char == "{":
             text.skip(1)
-            say("{")
+            emit("{")
             stack.append("}")
             if (yield from _solid(text)) != "}":
-                slip = yield from _key(text, say, strings)
+                slip = yield from _key(text, emit, strings)
                 if slip is not None:
                     return slip
                 continue
         elif char and char in _CLOSERS:
             opened = yield from text.run(_LISTS)
-            say("[" * len(opened))
+            emit("[" * len(opened))
             stack.extend(_CLOSERS[bracket] for bracket in opened)
             if (yield from _solid(text)) != stack[-1]:
                 continue
         else:
-            slip = yield from _scalar(text, say, strings)
+            slip = yield from _scalar(text, emit, strings)
             if slip is not None:
                 return slip
         while stack:
@@ -85,12 +85,12 @@ def read_value(text: Cursor, say: Say, strings: Strings = STRICT) -> Read[str | 
                 char = yield from _solid(text)
             if char == stack[-1]:
                 text.skip(1)
-                say("}" if stack.pop() == "}" else "]")
+                emit("}" if stack.pop() == "}" else "]")
                 continue
             if not comma or not char:
                 return ""
-            say(", ")
-            slip = (yield from _key(text, say, strings)) if stack[-1] == "}" else None
+            emit(", ")
+            slip = (yield from _key(text, emit, strings)) if stack[-1] == "}" else None
             if slip is not None:
                 return slip
             break
@@ -117,32 +117,32 @@ def python_value(text: str) -> str | None:
     return None
 
 
-def _key(text: Cursor, say: Say, strings: Strings) -> Read[str | None]:
+def _key(text: Cursor, emit: EmitText, strings: Strings) -> Read[str | None]:
     """Read a dictionary's key, as a string, and its colon."""
     if (yield from text.peek()) in ('"', "'"):
-        slip = yield from _string(text, say, strings)
+        slip = yield from _string(text, emit, strings)
     else:
         parts: list[str] = []
         slip = yield from _scalar(text, parts.append, strings)
         if slip is None:
-            say(json.dumps("".join(parts)))
+            emit(json.dumps("".join(parts)))
     if slip is not None:
         return slip
     if (yield from _solid(text)) != ":":
         return ""
     text.skip(1)
-    say(": ")
+    emit(": ")
     return None
 
 
-def _scalar(text: Cursor, say: Say, strings: Strings) -> Read[str | None]:
+def _scalar(text: Cursor, emit: EmitText, strings: Strings) -> Read[str | None]:
     if (yield from text.peek()) in ('"', "'"):
-        return (yield from _string(text, say, strings))
+        return (yield from _string(text, emit, strings))
     word = yield from text.run(_WORD)
     json_text = _CONSTANTS.get(word) or _number(word)
     if not json_text:
         return word
-    say(json_text)
+    emit(json_text)
     return None
 
 
@@ -168,16 +168,16 @@ def _string_marks(quote: str, ends: tuple[str, ...]) -> Marks:
     return Marks(quote, "\\", *ends)
 
 
-def _string(text: Cursor, say: Say, strings: Strings) -> Read[str | None]:
+def _string(text: Cursor, emit: EmitText, strings: Strings) -> Read[str | None]:
     """Read a quoted string."""
 
     def escaped(part: str) -> None:
-        say(json.dumps(part, ensure_ascii=False)[1:-1])
+        emit(json.dumps(part, ensure_ascii=False)[1:-1])
 
     quote = yield from text.accept(_TRIPLE)
     if not quote:
         quote = yield from text.accept(_SINGLE)
-    say('"')
+    emit('"')
     marks = _string_marks(quote, strings.ends)
     while True:
         mark = yield from text.until(marks, escaped)
@@ -214,12 +214,12 @@ def _string(text: Cursor, say: Say, strings: Strings) -> Read[str | None]:
             digits = yield from _digits(text, _HEX, size)
             if len(digits) == size and int(digits, 16) <= 0x10FFFF:
                 code = int(digits, 16)
-                say(json.dumps(chr(code), ensure_ascii=0xD800 <= code < 0xE000)[1:-1])
+                emit(json.dumps(chr(code), ensure_ascii=0xD800 <= code < 0xE000)[1:-1])
             else:
                 escaped("\\" + char + digits)
         elif char in _OCTAL:
             escaped(chr(int(char + (yield from _digits(text, _OCTAL, 2)), 8)))
-    say('"')
+    emit('"')
     return None
 
 

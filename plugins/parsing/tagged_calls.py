@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from .cursor import SPACES, Marks, Read, Say, whole_characters
+from .cursor import SPACES, EmitText, Marks, Read, whole_characters
 from .schema_values import json_of, parameter_types
 from .tool_machine import ToolMachine
 
@@ -87,7 +87,7 @@ class TaggedCallsParser(ToolMachine):
             return
         mark = (yield from text.accept(self._next)) if _is_name(name) else ""
         if not mark:
-            answer.say("".join(source))
+            answer.emit("".join(source))
             return
         answer.start(name)
         answer.arguments("{")
@@ -101,16 +101,16 @@ class TaggedCallsParser(ToolMachine):
                 mark = key[1]
                 continue
             argument, types = self.argument(name, key[0])
-            say: Say = answer.arguments
+            emit: EmitText = answer.arguments
             wrapped: list[str] = []
             wraps = not keys and argument in self.wrappers
             if self.first_counts and argument in keys:
-                say = _drop
+                emit = _drop
             elif wraps:
-                say = wrapped.append
-            say(f"{', ' if keys else ''}{json.dumps(argument)}: ")
+                emit = wrapped.append
+            emit(f"{', ' if keys else ''}{json.dumps(argument)}: ")
             keys.add(argument)
-            finished = yield from self._value(types, say, opened=key[1] != self.key_end)
+            finished = yield from self._value(types, emit, opened=key[1] != self.key_end)
             if finished:
                 mark = yield from text.until(self._next_or_over, _drop)
             if wraps:
@@ -165,7 +165,7 @@ class TaggedCallsParser(ToolMachine):
         key = _unquoted(header)
         return key, parameter_types(self.schemas.get(name), key) or self.untyped
 
-    def _value(self, types: frozenset[str], say: Say, *, opened: bool) -> Read[bool]:
+    def _value(self, types: frozenset[str], emit: EmitText, *, opened: bool) -> Read[bool]:
         """Read a value; return whether it is complete. opened: after its opening mark."""
         text = self.text
         if self.value_open and not opened:
@@ -175,15 +175,15 @@ class TaggedCallsParser(ToolMachine):
             yield from text.accept(_NEWLINE)
         value = TrailingNewlineFilter(self.newlines)
         if types == _STRING:
-            say('"')
-            value.say = lambda part: say(json.dumps(part, ensure_ascii=False)[1:-1])
+            emit('"')
+            value.emit = lambda part: emit(json.dumps(part, ensure_ascii=False)[1:-1])
         end = yield from text.until(self._value_end, value.add)
         if not end:
             return False
         if types == _STRING:
-            say('"')
+            emit('"')
         else:
-            say(json_of("".join(value.parts), types))
+            emit(json_of("".join(value.parts), types))
         if end.lstrip("\n") in self._next_or_over.texts:
             text.back(end.lstrip("\n"))
         return True
@@ -203,7 +203,7 @@ class TrailingNewlineFilter:
 
     def __init__(self, enabled: bool) -> None:
         self.parts: list[str] = []
-        self.say: Say = self.parts.append
+        self.emit: EmitText = self.parts.append
         self._enabled = enabled
         self._pending = ""
 
@@ -213,7 +213,7 @@ class TrailingNewlineFilter:
         self._pending = "\n" if self._enabled and part.endswith("\n") else ""
         part = part[: len(part) - len(self._pending)]
         if part:
-            self.say(part)
+            self.emit(part)
 
 
 def _unquoted(name: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
+from ...core.old_names import RenamedMethod
 from ...core.protocols.parsers import (
     Content,
     ParserEvent,
@@ -53,11 +54,11 @@ class ToolMachine(StreamingParser):
         """Hand content on up to the first mark outside of opaque text; consume and return that, or
         "" at the end. `marks` has the one that opens opaque text in it.
         """
-        while mark := (yield from self.text.until(marks, self.answer.say)):
+        while mark := (yield from self.text.until(marks, self.answer.emit)):
             if self.opaque is None or mark != self.opaque[0]:
                 return mark
-            self.answer.say(mark)
-            self.answer.say((yield from self.text.until(Marks(self.opaque[1]), self.answer.say)))
+            self.answer.emit(mark)
+            self.answer.emit((yield from self.text.until(Marks(self.opaque[1]), self.answer.emit)))
         return ""
 
 
@@ -73,7 +74,9 @@ class Answer:
         self._spaces: list[str] = []
         """Whitespace that may yet stand between contents."""
 
-    def say(self, text: str) -> None:
+    say = RenamedMethod("emit")
+
+    def emit(self, text: str) -> None:
         """Pass on content; whitespace next to calls only once it stands between content."""
         if not text:
             return
@@ -137,7 +140,7 @@ def closing(
             if match[1] in close:
                 return
             text.back("".join(match))
-    answer.say(gap)
+    answer.emit(gap)
 
 
 def rest_of_call(text: Cursor, close: Collection[str], close_or_open: Marks) -> Read[None]:

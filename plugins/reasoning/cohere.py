@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from typing import ClassVar
 
-from ..parsing.cursor import Marks, Read, Say
-from ..parsing.thought import ThoughtParser
+from ..parsing.cursor import EmitText, Marks, Read
+from ..parsing.tagged_reasoning import TaggedReasoningParser
 
 _CITATION = re.compile(r"<co>|</co:[^<>]{0,256}>")
 _BEGINNING = re.compile(r"<(c|co|/|/c|/co|/co:[^<>]{0,256})?\Z")
 
 
-class CohereCommand3Reasoning(ThoughtParser):
+class CohereCommand3Reasoning(TaggedReasoningParser):
     """`<|START_THINKING|>…<|END_THINKING|>`, then `<|START_RESPONSE|>…<|END_RESPONSE|>`. Marks of
     citations, `<co>…</co: 0:[1]>`, are taken out. Calls end the reasoning, too.
     """
@@ -26,14 +26,14 @@ class CohereCommand3Reasoning(ThoughtParser):
     trailing = " \t\r"
     thinking_switch = ("reasoning", True)
 
-    def until(self, close: Marks, say: Say) -> Read[str]:
-        """Pass text to `say` up to a closing mark, without citations; calls as they are."""
-        citations = CitationFilter(say)
+    def until(self, close: Marks, emit: EmitText) -> Read[str]:
+        """Pass text to `emit` up to a closing mark, without citations; calls as they are."""
+        citations = CitationFilter(emit)
         mark = yield from super().until(Marks(*close.texts, *self.call), citations.add)
         citations.finish()
         if mark in self.call and mark not in close.texts:
-            say(mark)
-            mark = yield from super().until(close, say)
+            emit(mark)
+            mark = yield from super().until(close, emit)
         return mark
 
 
@@ -52,8 +52,8 @@ class CohereCommand4Reasoning(CohereCommand3Reasoning):
 class CitationFilter:
     """Passes text on without the marks of citations."""
 
-    def __init__(self, say: Say) -> None:
-        self._say = say
+    def __init__(self, emit: EmitText) -> None:
+        self._emit = emit
         self._pending = ""
 
     def add(self, text: str) -> None:
@@ -75,4 +75,4 @@ class CitationFilter:
 
     def _pass_on(self, text: str) -> None:
         if text:
-            self._say(text)
+            self._emit(text)

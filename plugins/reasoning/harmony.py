@@ -31,13 +31,13 @@ class HarmonyReasoning(StreamingParser):
 
     def read(self) -> Read[None]:
         """Read messages in turn."""
-        text, answer, reasoning = self.text, Messages(self._say), Messages(self._think)
+        text, answer, reasoning = self.text, Messages(self._emit), Messages(self._think)
         lead = (yield from first_recipient(text)) if self.recipient_first else ""
-        while mark := (yield from text.until(BEGIN, answer.say)):
+        while mark := (yield from text.until(BEGIN, answer.emit)):
             mark, lead = lead + mark, ""
             message = yield from header(text, mark)
             if message is None:
-                answer.say(mark)
+                answer.emit(mark)
                 continue
             if message.recipient:
                 self._pass_on(message.source)
@@ -49,7 +49,7 @@ class HarmonyReasoning(StreamingParser):
                 messages.begin()
                 self.reasoning_ended = self.reasoning_ended or message.channel == "final"
                 self._in_message = True
-                end = yield from text.until(END, messages.say)
+                end = yield from text.until(END, messages.emit)
                 self._in_message = False
             if end == "<|start|>":
                 text.back(end)
@@ -57,7 +57,7 @@ class HarmonyReasoning(StreamingParser):
     def _think(self, text: str) -> None:
         self.events.append(Reasoning(text))
 
-    def _say(self, text: str) -> None:
+    def _emit(self, text: str) -> None:
         self.events.append(PlainText(text) if self._in_message else Content(text))
 
     def _pass_on(self, text: str) -> None:

@@ -65,7 +65,7 @@ class HfReasoning:
     def finish(self) -> list[ParserEvent]:
         """End the text; return the events of what was held back."""
         self._reader.finish()
-        self._say("".join(self._lead or ()))
+        self._emit("".join(self._lead or ()))
         return self._take_events()
 
     def open_region(self, field: Field, mark: str, groups: Mapping[str, str]) -> None:
@@ -107,7 +107,7 @@ class HfReasoning:
                 return
             text, self._lead, self._shows_rest = "".join(self._lead), None, True
         if self._shows_rest:
-            self._say(text)
+            self._emit(text)
 
     def _think(self, text: str) -> None:
         self._events.append(Reasoning(text))
@@ -116,7 +116,7 @@ class HfReasoning:
         self.reasoning_ended = True
         self._events.append(PlainText(text))
 
-    def _say(self, text: str) -> None:
+    def _emit(self, text: str) -> None:
         if text:
             self.reasoning_ended = True
             self._events.append(Content(text))
@@ -134,8 +134,8 @@ class HfReasoning:
 class _TextWriter:
     """Passes on the text of a field."""
 
-    def __init__(self, field: Field, say: Callable[[str], None]) -> None:
-        self._strip, self._join, self._say = field.strip, field.join, say
+    def __init__(self, field: Field, emit: Callable[[str], None]) -> None:
+        self._strip, self._join, self._emit = field.strip, field.join, emit
         self._written = self._inside = False
         """Whether there was text, and whether there was any in this region."""
         self._space: list[str] = []
@@ -154,7 +154,7 @@ class _TextWriter:
             self._space += [after] if after else []
         if not text:
             return
-        self._say(self._join + text if self._written and not self._inside else text)
+        self._emit(self._join + text if self._written and not self._inside else text)
         self._written = self._inside = True
 
     def end(self) -> None:

@@ -35,14 +35,14 @@ class KimiK3Reasoning(StreamingParser):
     def read(self) -> Read[None]:
         """Read one channel after another."""
         text = self.text
-        while mark := (yield from text.until(_MARKS, self._say)):
+        while mark := (yield from text.until(_MARKS, self._emit)):
             self._inside = mark == xtml.THINK
             self.reasoning_ended = self.reasoning_ended or not self._inside
             if mark == xtml.TOOLS:
                 self._pass_on(mark)
                 self._pass_on((yield from text.until(Marks(xtml.TOOLS_END), self._pass_on)))
 
-    def _say(self, text: str) -> None:
+    def _emit(self, text: str) -> None:
         if text:
             self.events.append(Reasoning(text) if self._inside else Content(text))
 

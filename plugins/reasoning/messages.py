@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from ...core.protocols.parsers import CallText, Content, PlainText, Reasoning
 from ..parsing import recipients
-from ..parsing.cursor import Marks, Read, Say, StreamingParser
+from ..parsing.cursor import EmitText, Marks, Read, StreamingParser
 from ..parsing.harmony import MARKERS as HARMONY_MARKERS
 from .harmony import HarmonyReasoning
 
@@ -21,12 +21,12 @@ class MessagesReasoning(StreamingParser):
         """Whether the content has begun, or a call. Once true, it stays true."""
         super().__init__()
 
-    def think(self, text: str) -> None:
+    def emit_reasoning(self, text: str) -> None:
         """Pass on reasoning."""
         if text:
             self.events.append(Reasoning(text))
 
-    def say(self, text: str) -> None:
+    def emit(self, text: str) -> None:
         """Pass on content."""
         if text:
             self.events.append(Content(text))
@@ -65,39 +65,41 @@ class MuseReasoning(MessagesReasoning):
         to = yield from recipients.recipient(text)
         while True:
             if to is None:
-                self.say(mark)
-            say, bare = self._speaker(to), None
-            end = yield from text.until(_MESSAGE_END, say)
+                self.emit(mark)
+            emit, bare = self._speaker(to), None
+            end = yield from text.until(_MESSAGE_END, emit)
             while end in recipients.BARE.texts:
                 bare, source = yield from recipients.bare_recipient(text)
                 if bare is not None:
                     break
-                say(end + source)
-                end = yield from text.until(_MESSAGE_END, say)
+                emit(end + source)
+                end = yield from text.until(_MESSAGE_END, emit)
             if bare is not None:
                 mark, to = "", bare
                 continue
             mark, to = end, None
             if end and end != recipients.START:
                 to = yield from recipients.recipient(text)
-                mark = "" if to is not None else (yield from text.until(recipients.BEGIN, self.say))
+                mark = (
+                    "" if to is not None else (yield from text.until(recipients.BEGIN, self.emit))
+                )
             if mark:
                 to = yield from recipients.recipient(text)
             elif to is None:
                 return
 
-    def _speaker(self, to: str | None) -> Say:
+    def _speaker(self, to: str | None) -> EmitText:
         """Return what gets the text of a message to a recipient; of text that is no message for
         None."""
         to = self.silent if to == "" else to
         if to == "self":
-            return self.think
+            return self.emit_reasoning
         self.reasoning_ended = True
         if to in self.to_none:
             return _drop
         if to in self.to_user:
             return self.answer
-        return self.say if to is None else self.pass_on
+        return self.emit if to is None else self.pass_on
 
 
 class MuseGlimmerReasoning(MuseReasoning):
@@ -143,20 +145,20 @@ class InklingReasoning(MessagesReasoning):
                 header = yield from text.until_within(types, _MAX_HEADER)
                 framed = header is not None
                 kind = header[1] if header is not None else _TEXT
-            say: Say = self.answer if framed else self.say
+            emit: EmitText = self.answer if framed else self.emit
             if kind == _THINKING:
-                say = self.think
+                emit = self.emit_reasoning
             self.reasoning_ended = self.reasoning_ended or kind != _THINKING
             end = kind
             if kind in _TYPES:
                 if kind == _CALL:
-                    say = self.pass_on
-                    say(kind)
-                end = yield from text.until(ends, say)
+                    emit = self.pass_on
+                    emit(kind)
+                end = yield from text.until(ends, emit)
                 if kind == _CALL and end:
-                    say(_END)
+                    emit(_END)
             while end in (_END, _OVER):
-                end = yield from text.until(between, self.say)
+                end = yield from text.until(between, self.emit)
             if not end:
                 return
             kind = ""

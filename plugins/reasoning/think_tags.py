@@ -6,10 +6,10 @@ import re
 
 from ..parsing.cursor import Marks, Read
 from ..parsing.escapes import NewlineEscapes
-from ..parsing.thought import ThoughtParser
+from ..parsing.tagged_reasoning import TaggedReasoningParser
 
 
-class Qwen3Reasoning(ThoughtParser):
+class Qwen3Reasoning(TaggedReasoningParser):
     """`<think>…</think>`, opened by the model or the template.
 
     Without reasoning (the template closed it), the text is content, unless the model still begins
@@ -23,7 +23,7 @@ class Qwen3Reasoning(ThoughtParser):
     )
 
 
-class ThinkTagsReasoning(ThoughtParser):
+class ThinkTagsReasoning(TaggedReasoningParser):
     """`<think>…</think>`: text is reasoning only after the opening mark."""
 
     markers = ("<think>", "</think>")
@@ -31,28 +31,28 @@ class ThinkTagsReasoning(ThoughtParser):
     always = True
 
 
-class DeepSeekR1Reasoning(ThoughtParser):
+class DeepSeekR1Reasoning(TaggedReasoningParser):
     """`<think>…</think>`, always; the template may have opened it."""
 
     markers = ("<think>", "</think>")
     always = True
 
 
-class DeepSeekV3Reasoning(ThoughtParser):
+class DeepSeekV3Reasoning(TaggedReasoningParser):
     """`…</think>`: the template opens or closes the reasoning."""
 
     markers = ("<think>", "</think>")
     thinking_switch = ("thinking", False)
 
 
-class Glm45Reasoning(ThoughtParser):
+class Glm45Reasoning(TaggedReasoningParser):
     """`<think>…</think>`: the template or the model opens the reasoning, or there is none."""
 
     markers = ("<think>", "</think>")
     begins_inside = False
 
 
-class Glm47Reasoning(ThoughtParser):
+class Glm47Reasoning(TaggedReasoningParser):
     """`…</think>`: the template or the model opens the reasoning. A call ends it, too."""
 
     markers = ("<think>", "</think>")
@@ -77,35 +77,35 @@ class NemotronReasoning(Glm47Reasoning):
         """Read the reasoning, then the content."""
         yield from super().read()
         if self.force_nonempty_content and not self._has_content:
-            super().say("".join(self._kept))
+            super().emit("".join(self._kept))
 
-    def think(self, text: str) -> None:
+    def emit_reasoning(self, text: str) -> None:
         """Pass on reasoning."""
-        super().think(text)
+        super().emit_reasoning(text)
         if self.force_nonempty_content:
             self._kept.append(text)
 
-    def say(self, text: str) -> None:
+    def emit(self, text: str) -> None:
         """Pass on content."""
-        super().say(text)
+        super().emit(text)
         self._has_content = self._has_content or bool(text.strip())
 
 
-class GigaChat35Reasoning(ThoughtParser):
+class GigaChat35Reasoning(TaggedReasoningParser):
     """`…</think>`: the template opens the reasoning, if the request turns it on."""
 
     markers = ("<think>", "</think>")
     thinking_switch = ("reasoning", False)
 
 
-class Holo2Reasoning(ThoughtParser):
+class Holo2Reasoning(TaggedReasoningParser):
     """`…</think>`: the template opens or closes the reasoning."""
 
     markers = ("<think>", "</think>")
     thinking_switch = ("thinking", True)
 
 
-class KimiK2Reasoning(ThoughtParser):
+class KimiK2Reasoning(TaggedReasoningParser):
     """`…</think>`: the template or the model opens the reasoning. Calls end it, too."""
 
     call = ("<|tool_calls_section_begin|>",)
@@ -113,7 +113,7 @@ class KimiK2Reasoning(ThoughtParser):
     thinking_switch = ("thinking", True)
 
 
-class DeepSeekV4Reasoning(ThoughtParser):
+class DeepSeekV4Reasoning(TaggedReasoningParser):
     """`…</think>`: the template opens or closes the reasoning. Calls end it, too."""
 
     call = (
@@ -123,7 +123,7 @@ class DeepSeekV4Reasoning(ThoughtParser):
     thinking_switch = ("thinking", True)
 
 
-class Step3p5Reasoning(ThoughtParser):
+class Step3p5Reasoning(TaggedReasoningParser):
     """`…</think>`: the template has opened the reasoning. A call ends it, too."""
 
     call = ("<tool_call>",)
@@ -131,14 +131,14 @@ class Step3p5Reasoning(ThoughtParser):
     always = True
 
 
-class IQuestQ1Reasoning(ThoughtParser):
+class IQuestQ1Reasoning(TaggedReasoningParser):
     """`…</think>`: the template opens or closes the reasoning. A call ends it, too."""
 
     call = ("<iquest_tool_call>",)
     markers = ("<think>", "</think>", *call)
 
 
-class PoolsideReasoning(ThoughtParser):
+class PoolsideReasoning(TaggedReasoningParser):
     """`<think>…</think>`, opened by the model, if the request turns reasoning on."""
 
     markers = ("<think>", "</think>")
@@ -146,7 +146,7 @@ class PoolsideReasoning(ThoughtParser):
     thinking_switch = ("enable_thinking", False)
 
 
-class Plamo3Reasoning(ThoughtParser):
+class Plamo3Reasoning(TaggedReasoningParser):
     """`…<|plamo:end_think:plamo|>`: the template opens or closes the reasoning. Calls end it,
     too."""
 
@@ -155,7 +155,7 @@ class Plamo3Reasoning(ThoughtParser):
     markers = ("<|plamo:begin_", "<|plamo:end_", ":plamo|>")
 
 
-class KimiReasoning(ThoughtParser):
+class KimiReasoning(TaggedReasoningParser):
     """`◁think▷…◁/think▷`, in plain text."""
 
     open, close = ("◁think▷",), ("◁/think▷",)
@@ -163,7 +163,7 @@ class KimiReasoning(ThoughtParser):
     always = True
 
 
-class Ernie45Reasoning(ThoughtParser):
+class Ernie45Reasoning(TaggedReasoningParser):
     """`…</think>`, then `<response>…</response>` or bare content."""
 
     markers = ("<think>", "</think>", "<response>", "</response>")
@@ -171,14 +171,14 @@ class Ernie45Reasoning(ThoughtParser):
     answer_open, answer_close = ("<response>",), ("</response>",)
 
 
-class MiniMaxM2Reasoning(ThoughtParser):
+class MiniMaxM2Reasoning(TaggedReasoningParser):
     """`…</think>`: the template has opened the reasoning."""
 
     markers = ("<think>", "</think>")
     always = True
 
 
-class MiniMaxM2AppendThinkReasoning(ThoughtParser):
+class MiniMaxM2AppendThinkReasoning(TaggedReasoningParser):
     """Leaves the reasoning in the content, after the template's `<think>`, for clients that send
     the text back as it is."""
 
@@ -190,26 +190,26 @@ class MiniMaxM2AppendThinkReasoning(ThoughtParser):
         if not (yield from self.text.peek()):
             return
         yield from self.text.accept(Marks("<think>"))
-        self.say("<think>")
-        self.say((yield from self.text.until(Marks("</think>"), self.say)))
+        self.emit("<think>")
+        self.emit((yield from self.text.until(Marks("</think>"), self.emit)))
         self.reasoning_ended = True
-        yield from self.text.until(Marks(), self.say)
+        yield from self.text.until(Marks(), self.emit)
 
 
-class Step3Reasoning(ThoughtParser):
+class Step3Reasoning(TaggedReasoningParser):
     """`…</think>`: the template has opened the reasoning."""
 
     markers = ("<think>", "</think>")
     always = True
 
 
-class Olmo3Reasoning(ThoughtParser):
+class Olmo3Reasoning(TaggedReasoningParser):
     """`…</think>`: the template has opened the reasoning; the tags are plain text."""
 
     always = True
 
 
-class SeedOssReasoning(ThoughtParser):
+class SeedOssReasoning(TaggedReasoningParser):
     """`<seed:think>…</seed:think>`, which the model opens. Calls inside it are reasoning."""
 
     open, close = ("<seed:think>",), ("</seed:think>",)
@@ -217,7 +217,7 @@ class SeedOssReasoning(ThoughtParser):
     begins_inside = False
 
 
-class MistralReasoning(ThoughtParser):
+class MistralReasoning(TaggedReasoningParser):
     """`[THINK]…[/THINK]` anywhere, if the system prompt has the model reason."""
 
     open, close = ("[THINK]",), ("[/THINK]",)
@@ -227,7 +227,7 @@ class MistralReasoning(ThoughtParser):
     anywhere = True
 
 
-class MiniMaxM3Reasoning(ThoughtParser):
+class MiniMaxM3Reasoning(TaggedReasoningParser):
     """`<mm:think>…</mm:think>` anywhere, unless the template opens or closes the reasoning."""
 
     open, close = ("<mm:think>",), ("</mm:think>",)
@@ -237,7 +237,7 @@ class MiniMaxM3Reasoning(ThoughtParser):
     anywhere = True
 
 
-class Gemma4Reasoning(ThoughtParser):
+class Gemma4Reasoning(TaggedReasoningParser):
     """`<|channel>thought`, a newline, `…<channel|>`, opened by the model, also after content. A
     call ends it, too."""
 
@@ -250,7 +250,7 @@ class Gemma4Reasoning(ThoughtParser):
     thinking_switch = ("enable_thinking", False)
 
 
-class ApertusReasoning(ThoughtParser):
+class ApertusReasoning(TaggedReasoningParser):
     """`<|inner_prefix|>…<|inner_suffix|>` anywhere, without the calls inside, which the tool parser
     gets."""
 
@@ -268,19 +268,19 @@ class ApertusReasoning(ThoughtParser):
         ends = Marks(*self.close, *self.call)
         while True:
             if mark in self.open:
-                while (end := (yield from text.until(ends, self.think))) in self.call:
+                while (end := (yield from text.until(ends, self.emit_reasoning))) in self.call:
                     self.reasoning_ended = True
-                    self.say(end)
-                    self.say((yield from text.until(Marks(self.call_end), self.say)))
+                    self.emit(end)
+                    self.emit((yield from text.until(Marks(self.call_end), self.emit)))
                 if not end:
                     return
             self.reasoning_ended = True
-            mark = yield from text.until(begin, self.say)
+            mark = yield from text.until(begin, self.emit)
             if not mark:
                 return
 
 
-class MiniCpmVReasoning(ThoughtParser):
+class MiniCpmVReasoning(TaggedReasoningParser):
     """`…</think>`, with newlines written as escapes: the template or the model opens the reasoning,
     or there is none. A call ends it, too."""
 
@@ -288,8 +288,8 @@ class MiniCpmVReasoning(ThoughtParser):
     markers = ("<think>", "</think>", "<|im_end|>")
 
     def __init__(self, *, thinking: bool = True) -> None:
-        self._reasoning = NewlineEscapes(super().think)
-        self._content = NewlineEscapes(super().say)
+        self._reasoning = NewlineEscapes(super().emit_reasoning)
+        self._content = NewlineEscapes(super().emit)
         super().__init__(thinking=thinking)
 
     def read(self) -> Read[None]:
@@ -298,17 +298,17 @@ class MiniCpmVReasoning(ThoughtParser):
         self._reasoning.finish()
         self._content.finish()
 
-    def think(self, text: str) -> None:
+    def emit_reasoning(self, text: str) -> None:
         """Pass on reasoning."""
         self._reasoning.add(text)
 
-    def say(self, text: str) -> None:
+    def emit(self, text: str) -> None:
         """Pass on content."""
         self._reasoning.finish()
         self._content.add(text)
 
 
-class Hy3Reasoning(ThoughtParser):
+class Hy3Reasoning(TaggedReasoningParser):
     """`…</think>`: the template opens or closes the reasoning. Calls end it, too. Every tag may
     have the same suffix, as in `<think:opensource>`, which is that of the prompt's last tag."""
 
@@ -331,7 +331,7 @@ _LAST_TAG = re.compile(r"</?think((?::[\w.\-]{1,32})?)>\s*$")
 _LONGEST_TAG = 64
 
 
-class K2HorizonReasoning(ThoughtParser):
+class K2HorizonReasoning(TaggedReasoningParser):
     """`…</ifm|think>`, `…</ifm|think_fast>` or `…</ifm|think_faster>`: the template opens the
     reasoning, by the effort. Calls end it, too."""
 
@@ -350,7 +350,7 @@ class K2HorizonReasoning(ThoughtParser):
         super().see_prompt_end(text)
 
 
-class GraniteReasoning(ThoughtParser):
+class GraniteReasoning(TaggedReasoningParser):
     """`Here is my thought process: … Here is my response: …`."""
 
     open = ("Here is my thought process:", "Here's my thought process:")
@@ -360,14 +360,14 @@ class GraniteReasoning(ThoughtParser):
     thinking_switch = ("thinking", False)
 
 
-class HunyuanA13bReasoning(ThoughtParser):
+class HunyuanA13bReasoning(TaggedReasoningParser):
     """`<think>…</think>`, then `<answer>…</answer>`, in plain text."""
 
     begins_inside = False
     answer_open, answer_close = ("<answer>",), ("</answer>",)
 
 
-class IdentityReasoning(ThoughtParser):
+class IdentityReasoning(TaggedReasoningParser):
     """No reasoning: all text is content."""
 
     def __init__(self, *, thinking: bool = True) -> None:
@@ -378,4 +378,4 @@ class IdentityReasoning(ThoughtParser):
 
     def read(self) -> Read[None]:
         """Read all text as content."""
-        yield from self.text.until(Marks(), self.say)
+        yield from self.text.until(Marks(), self.emit)

@@ -27,20 +27,20 @@ class HarmonyToolParser(ToolMachine):
 
     def read(self) -> Read[None]:
         """Read messages in turn."""
-        text, messages = self.text, Messages(self.answer.say)
+        text, messages = self.text, Messages(self.answer.emit)
         lead = (yield from first_recipient(text)) if self.recipient_first else ""
-        while mark := (yield from text.until(BEGIN, messages.say)):
+        while mark := (yield from text.until(BEGIN, messages.emit)):
             mark, lead = lead + mark, ""
             message = yield from header(text, mark)
             if message is None:
-                messages.say(mark)
+                messages.emit(mark)
                 continue
             if message.recipient:
                 yield from self.call(message)
                 end = yield from text.until(END, _drop)
             else:
                 messages.begin()
-                end = yield from text.until(END, messages.say)
+                end = yield from text.until(END, messages.emit)
             if end == "<|start|>":
                 text.back(end)
 

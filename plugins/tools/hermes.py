@@ -9,7 +9,7 @@ import msgspec
 
 from ...core.protocols.parsers import CallForm
 from ..parsing.cursor import Read
-from ..parsing.json_calls import JsonCallsParser, glance
+from ..parsing.json_calls import JsonCallsParser, peek_after_space
 from ..parsing.tagged_calls import TaggedCallsParser
 
 
@@ -63,7 +63,7 @@ class LongCatToolParser(HermesToolParser):
 
     def section(self, source: list[str], *, weak: bool) -> Read[None]:
         """Read calls. source: what was consumed; content if no call follows."""
-        if (yield from glance(self.text, source)) in ("{", "[", ""):
+        if (yield from peek_after_space(self.text, source)) in ("{", "[", ""):
             yield from super().section(source, weak=weak)
         else:
             yield from self._tagged.call(source)

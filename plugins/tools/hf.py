@@ -68,7 +68,7 @@ class HfToolParser:
     def add_text(self, field: Field | None, text: str) -> None:
         """Hold text of a region, pass on other text."""
         if field is None:
-            self._answer.say(text)
+            self._answer.emit(text)
             return
         self._source.append(text)
         if self._body is not None:
@@ -90,7 +90,7 @@ class HfToolParser:
             except ValueError:
                 calls = []
         if not calls:
-            self._answer.say("".join(self._source))
+            self._answer.emit("".join(self._source))
         for name, arguments in calls:
             self._answer.start(name)
             self._answer.arguments(arguments)

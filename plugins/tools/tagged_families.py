@@ -225,8 +225,8 @@ class Hy3ToolParser(ToolMachine):
 
     def read(self) -> Read[None]:
         """Read content up to a block, then its calls."""
-        text, say = self.text, self.answer.say
-        while mark := (yield from text.until(_BEGIN, say)):
+        text, emit = self.text, self.answer.emit
+        while mark := (yield from text.until(_BEGIN, emit)):
             suffix = yield from text.until_within(_END, _MAX_SUFFIX)
             if suffix is not None and _SUFFIX.fullmatch(suffix[0]):
                 block = _suffixed(suffix[0])()
@@ -235,7 +235,7 @@ class Hy3ToolParser(ToolMachine):
                 return
             if suffix is not None:
                 text.back("".join(suffix))
-            say(mark)
+            emit(mark)
 
 
 class Hy4ToolParser(Hy3ToolParser):

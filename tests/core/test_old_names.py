@@ -10,11 +10,21 @@ import torch
 
 from jackfield.core.nn.operations import Operations
 from jackfield.core.nn.quantized_weight import QuantizedWeight, round_to_int8
+from jackfield.core.protocols.parsers import Content, Reasoning
+from jackfield.plugins.conformance.parsers import ReasoningParserKit
+from jackfield.plugins.parsing.tagged_reasoning import TaggedReasoningParser
+from jackfield.plugins.parsing.tool_machine import Answer
 
 OLD = {
     "jackfield.core.nn.packed.PackedWeight": "jackfield.core.nn.quantized_weight.QuantizedWeight",
     "jackfield.core.nn.quantized.PackedLinear": (
         "jackfield.core.nn.quantized.QuantizedWeightLinear"
+    ),
+    "jackfield.plugins.parsing.json_calls.glance": (
+        "jackfield.plugins.parsing.json_calls.peek_after_space"
+    ),
+    "jackfield.plugins.parsing.thought.ThoughtParser": (
+        "jackfield.plugins.parsing.tagged_reasoning.TaggedReasoningParser"
     ),
 }
 
@@ -68,3 +78,31 @@ def test_an_override_by_the_old_name_serves_and_reaches_the_one_that_it_override
     with pytest.warns(DeprecationWarning):
         assert torch.equal(Doubling().quantized_linear(x, weight()), 2 * x)
         assert torch.equal(Fourfold().quantized_linear(x, weight()), 4 * x)
+
+
+def test_parsers_may_emit_by_the_old_names() -> None:
+    with pytest.warns(DeprecationWarning, match="say is now emit"):
+
+        class Shouting(TaggedReasoningParser):
+            def say(self, text: str) -> None:
+                super().say(text.upper())
+
+    parser = Shouting(thinking=False)
+    with pytest.warns(DeprecationWarning, match="say is now emit"):
+        events = [*parser.feed("b"), *parser.finish()]
+    assert events == [Content("B")]
+    with pytest.warns(DeprecationWarning, match="think is now emit_reasoning"):
+        parser.think("c")
+    assert parser.events[-1] == Reasoning("c")
+    with pytest.warns(DeprecationWarning, match="say is now emit"):
+        Answer(events).say("c")
+    assert events[-1] == Content("c")
+
+
+def test_a_kit_takes_the_end_of_reasoning_by_its_old_name() -> None:
+    with pytest.warns(DeprecationWarning, match="thought_end is now reasoning_end"):
+
+        class Bracketed(ReasoningParserKit):
+            thought_end = "</think>"
+
+    assert Bracketed.reasoning_end == "</think>"

@@ -1,4 +1,4 @@
-"""One output on its way: what a backend or a thought may do to it, without a model."""
+"""One output on its way: what a backend or a reasoning parser may do to it, without a model."""
 
 from __future__ import annotations
 
@@ -205,7 +205,9 @@ def test_a_call_that_the_grammar_forbids_cannot_end_reasoning() -> None:
     BYTES[12] = b"\n<function="
     for token in (10, 12):
         row_constraint.advance(token)
-    assert row_constraint.failure is not None and "the thought ended with" in row_constraint.failure
+    assert (
+        row_constraint.failure is not None and "the reasoning ended with" in row_constraint.failure
+    )
 
 
 def test_a_model_that_thinks_when_it_likes_may_where_any_text_may_come() -> None:

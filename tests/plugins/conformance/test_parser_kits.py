@@ -359,7 +359,7 @@ TOOL_MUTANTS = {
 class ThinkKit(Short, ReasoningParserKit):
     name = "subject"
     plugin = plugin_of("reasoning_parser", "subject", ThinkTagsReasoning)
-    thought_end = "</think>"
+    reasoning_end = "</think>"
     samples = [
         Sample("<think>\nWe add.\n</think>\n\nIt is 4.", content="It is 4.", reasoning="We add."),
         Sample("<think>\nLet me", reasoning="Let me"),
@@ -424,7 +424,7 @@ class EndsAndBegins(ThinkTagsReasoning):
         return value and self.pieces % 7 != 6 if name == "reasoning_ended" else value
 
 
-THOUGHT = "test_thought_ends_where_its_mark_does"
+THOUGHT = "test_reasoning_ends_where_its_mark_does"
 STAYS, WORDS = "test_it_stays_ended_whatever_comes", "test_words_are_lost_in_neither"
 CHAIN = "test_a_tool_parser_sees_the_answer_alone"
 

@@ -273,7 +273,7 @@ class TestLines(Tools):
 
 
 class TestThoughtBeforeTheRest(Thoughts):
-    name, template, thought_end = "hf", TAGS, "</think>"
+    name, template, reasoning_end = "hf", TAGS, "</think>"
     samples = [
         Sample("<think>\nWe add.\n</think>\n\nIt is 4.", content="It is 4.", reasoning="We add."),
         Sample("<think></think>\nIt is 4.", content="It is 4."),

@@ -22,7 +22,7 @@ TO = "<|start|>assistant to={}<|message|>{}"
 
 
 class TestMuse(Kit):
-    name, thought_end = "muse", "<|eom|><|start|>assistant to=user<|message|>"
+    name, reasoning_end = "muse", "<|eom|><|start|>assistant to=user<|message|>"
     samples = [
         Sample(" to=self<|message|>We add." + "<|eom|>" + TO.format("user", "It is 4.") + "<|eot|>",
                reasoning="We add.", content="It is 4."),
@@ -57,7 +57,7 @@ class TestMuse(Kit):
 
 
 class TestMuseGlimmer(Kit):
-    name, thought_end = "muse_glimmer", "<|eom|><|start|>assistant to=user<|message|>"
+    name, reasoning_end = "muse_glimmer", "<|eom|><|start|>assistant to=user<|message|>"
     examples = 5
     samples = TestMuse.samples[:2]
 
@@ -71,7 +71,7 @@ class TestMuseSpark(TestMuse):
 
 
 class TestInkling(Kit):
-    name, thought_end = "inkling", "<|end_message|><|message_model|>user<|content_text|>"
+    name, reasoning_end = "inkling", "<|end_message|><|message_model|>user<|content_text|>"
     samples = [
         Sample(
             "<|content_thinking|>We add.<|end_message|><|message_model|>user<|content_text|>"
@@ -104,7 +104,7 @@ BEAM_CALL = (
 
 class TestBeam(Kit):
     name = "beam"
-    thought_end = "<|end|><|start|>assistant<|channel|>final<|message|>"
+    reasoning_end = "<|end|><|start|>assistant<|channel|>final<|message|>"
     samples = [
         Sample(
             "<|channel|>analysis<|message|>We add.<|end|><|start|>assistant"
@@ -119,7 +119,7 @@ class TestBeam(Kit):
 
 
 class TestHy3(Kit):
-    name, thought_end = "hy_v3", "</think>"
+    name, reasoning_end = "hy_v3", "</think>"
     samples = [
         Sample("<think>We add.</think>It is 4.", content="It is 4.", reasoning="We add."),
         Sample("<think>We<tool_calls>", content="<tool_calls>", reasoning="We"),
@@ -143,7 +143,7 @@ class TestHy4(TestHy3):
 
 
 class TestK2Horizon(Kit):
-    name, thought_end = "k2_horizon", "</ifm|think>"
+    name, reasoning_end = "k2_horizon", "</ifm|think>"
     samples = [
         Sample("We add.\n</ifm|think>\nIt is 4.", content="It is 4.", reasoning="We add."),
         Sample("Hm<ifm|tool_calls>", content="<ifm|tool_calls>", reasoning="Hm"),
@@ -160,7 +160,7 @@ class TestK2Horizon(Kit):
 
 
 class TestMiniCpmV(Kit):
-    name, thought_end = "minicpmv", "</think>"
+    name, reasoning_end = "minicpmv", "</think>"
     samples = [
         Sample("one\\ntwo</think>see `a\\nb`\\nend", reasoning="one\ntwo",
                content="see `a\\nb`\nend"),

@@ -31,12 +31,12 @@ TAGGED = [
 
 
 class TestDeepSeekR1(Kit):
-    name, thought_end = "deepseek_r1", "</think>"
+    name, reasoning_end = "deepseek_r1", "</think>"
     samples = OPENED
 
 
 class TestDeepSeekV3(Kit):
-    name, thought_end = "deepseek_v3", "</think>"
+    name, reasoning_end = "deepseek_v3", "</think>"
     samples = [*OPENED, Sample("It is 4.", content="It is 4.", thinking=False)]
 
     def test_it_is_off_by_default(self) -> None:
@@ -44,7 +44,7 @@ class TestDeepSeekV3(Kit):
 
 
 class TestQwen3(Kit):
-    name, thought_end = "qwen3", "</think>"
+    name, reasoning_end = "qwen3", "</think>"
     samples = [
         *OPENED,
         Sample(
@@ -63,12 +63,12 @@ class TestQwen3(Kit):
 
 
 class TestThinkTags(Kit):
-    name, thought_end = "think_tags", "</think>"
+    name, reasoning_end = "think_tags", "</think>"
     samples = TAGGED
 
 
 class TestGlm45(Kit):
-    name, thought_end = "glm45", "</think>"
+    name, reasoning_end = "glm45", "</think>"
     samples = [
         *TAGGED,
         Sample(
@@ -83,7 +83,7 @@ class TestGlm45(Kit):
 
 
 class TestGlm47(Kit):
-    name, thought_end = "glm47", "</think>"
+    name, reasoning_end = "glm47", "</think>"
     samples = [
         *OPENED,
         Sample(
@@ -133,7 +133,7 @@ class TestLing3(TestGlm47):
 
 
 class TestIQuestQ1(Kit):
-    name, thought_end = "iquest_q1", "</think>"
+    name, reasoning_end = "iquest_q1", "</think>"
     samples = [
         *OPENED,
         Sample(
@@ -156,7 +156,7 @@ class TestInternS1(TestQwen3):
 
 
 class TestGigaChat35(Kit):
-    name, thought_end = "gigachat35", "</think>"
+    name, reasoning_end = "gigachat35", "</think>"
     samples = [*OPENED, Sample("It is 4.", content="It is 4.", thinking=False)]
 
     def test_it_is_off_by_default(self) -> None:
@@ -164,7 +164,7 @@ class TestGigaChat35(Kit):
 
 
 class TestHolo2(Kit):
-    name, thought_end = "holo2", "</think>"
+    name, reasoning_end = "holo2", "</think>"
     samples = [*OPENED, Sample("It is 4.", content="It is 4.", thinking=False)]
 
 
@@ -174,7 +174,7 @@ class TestStep5(TestDeepSeekR1):
 
 
 class TestKimi(Kit):
-    name, thought_end = "kimi", "◁/think▷"
+    name, reasoning_end = "kimi", "◁/think▷"
     samples = [
         Sample("◁think▷We add.◁/think▷It is 4.", content="It is 4.", reasoning="We add."),
         Sample("It is 4. ◁", content="It is 4. ◁"),
@@ -183,7 +183,7 @@ class TestKimi(Kit):
 
 
 class TestErnie45(Kit):
-    name, thought_end = "ernie45", "</think>"
+    name, reasoning_end = "ernie45", "</think>"
     samples = [
         *OPENED[:3],
         Sample(
@@ -193,12 +193,12 @@ class TestErnie45(Kit):
 
 
 class TestMiniMaxM2(Kit):
-    name, thought_end = "minimax_m2", "</think>"
+    name, reasoning_end = "minimax_m2", "</think>"
     samples = OPENED
 
 
 class TestMiniMaxM2AppendThink(Kit):
-    name, thought_end = "minimax_m2_append_think", "</think>"
+    name, reasoning_end = "minimax_m2_append_think", "</think>"
     samples = [
         Sample("We add.\n</think>\n\nIt is 4.", content="<think>We add.\n</think>\n\nIt is 4."),
         Sample("<think>Hm</think>4", content="<think>Hm</think>4"),
@@ -211,17 +211,17 @@ class TestMiniMaxM2AppendThink(Kit):
 
 
 class TestStep3(Kit):
-    name, thought_end = "step3", "</think>"
+    name, reasoning_end = "step3", "</think>"
     samples = OPENED
 
 
 class TestOlmo3(Kit):
-    name, thought_end = "olmo3", "</think>"
+    name, reasoning_end = "olmo3", "</think>"
     samples = OPENED
 
 
 class TestMistral(Kit):
-    name, thought_end = "mistral", "[/THINK]"
+    name, reasoning_end = "mistral", "[/THINK]"
     samples = [
         Sample(
             "[THINK]Let x = [1, 2].[/THINK]\n\nIt is 2.",
@@ -246,7 +246,7 @@ class TestMistralAnywhere(Kit):
 
 
 class TestSeedOss(Kit):
-    name, thought_end = "seed_oss", "</seed:think>"
+    name, reasoning_end = "seed_oss", "</seed:think>"
     samples = [
         Sample(
             "<seed:think>Or <seed:tool_call>?</seed:think>It is 4.",
@@ -260,7 +260,7 @@ class TestSeedOss(Kit):
 
 
 class TestKimiK2(Kit):
-    name, thought_end = "kimi_k2", "</think>"
+    name, reasoning_end = "kimi_k2", "</think>"
     samples = [
         *OPENED,
         Sample(
@@ -272,7 +272,7 @@ class TestKimiK2(Kit):
 
 
 class TestKimiK3(Kit):
-    name, thought_end = "kimi_k3", "<|close|>think<|sep|>"
+    name, reasoning_end = "kimi_k3", "<|close|>think<|sep|>"
     samples = [
         Sample(
             "We add.<|close|>think<|sep|><|open|>response<|sep|>It is 4.<|close|>response<|sep|>"
@@ -295,7 +295,7 @@ class TestKimiK3(Kit):
 
 
 class TestDeepSeekV4(Kit):
-    name, thought_end = "deepseek_v4", "</think>"
+    name, reasoning_end = "deepseek_v4", "</think>"
     samples = [
         *OPENED,
         Sample(
@@ -313,7 +313,7 @@ class TestDeepSeekV41(TestDeepSeekV4):
 
 
 class TestStep3p5(Kit):
-    name, thought_end = "step3p5", "</think>"
+    name, reasoning_end = "step3p5", "</think>"
     samples = [
         *OPENED,
         Sample("I call it.\n<tool_call>", reasoning="I call it.", content="<tool_call>"),
@@ -321,7 +321,7 @@ class TestStep3p5(Kit):
 
 
 class TestPoolsideV1(Kit):
-    name, thought_end = "poolside_v1", "</think>"
+    name, reasoning_end = "poolside_v1", "</think>"
     samples = [*TAGGED, Sample("It is 4.", content="It is 4.", thinking=False)]
 
     def test_it_is_off_by_default(self) -> None:
@@ -329,7 +329,7 @@ class TestPoolsideV1(Kit):
 
 
 class TestPlamo3(Kit):
-    name, thought_end = "plamo3", "<|plamo:end_think:plamo|>"
+    name, reasoning_end = "plamo3", "<|plamo:end_think:plamo|>"
     samples = [
         Sample(
             "<|plamo:begin_think:plamo|>We add.\n<|plamo:end_think:plamo|>\nIt is 4.",
@@ -346,7 +346,7 @@ class TestPlamo3(Kit):
 
 
 class TestGemma4(Kit):
-    name, thought_end = "gemma4", "<channel|>"
+    name, reasoning_end = "gemma4", "<channel|>"
     samples = [
         Sample(
             "<|channel>thought\nWe add.\n<channel|>It is 4.",
@@ -381,7 +381,7 @@ class TestGemma4(Kit):
 
 
 class TestMiniMaxM3(Kit):
-    name, thought_end = "minimax_m3", "</mm:think>"
+    name, reasoning_end = "minimax_m3", "</mm:think>"
     samples = [
         Sample("<mm:think>We add.</mm:think>4", content="4", reasoning="We add."),
         Sample("It is 4.", content="It is 4."),
@@ -395,7 +395,7 @@ class TestMiniMaxM3(Kit):
 
 
 class TestApertus2509(Kit):
-    name, thought_end = "apertus2509", "<|inner_suffix|>"
+    name, reasoning_end = "apertus2509", "<|inner_suffix|>"
     samples = [
         Sample(
             "<|inner_prefix|>A<|inner_suffix|>B<|inner_prefix|>C<|inner_suffix|>"
@@ -417,7 +417,7 @@ class TestApertus2509(Kit):
 
 
 class TestCohereCommand3(Kit):
-    name, thought_end = "cohere_command3", "<|END_THINKING|>"
+    name, reasoning_end = "cohere_command3", "<|END_THINKING|>"
     samples = [
         Sample(
             "<|START_THINKING|>We <co>add</co: 0:[1,2],1:[0]>.<|END_THINKING|>"
@@ -436,7 +436,7 @@ class TestCohereCommand3(Kit):
 
 
 class TestCohereCommand4(Kit):
-    name, thought_end = "cohere_command4", "<|END_THINKING|>"
+    name, reasoning_end = "cohere_command4", "<|END_THINKING|>"
     samples = [
         Sample(
             "Plan <|END_THINKING|><|START_TEXT|>At <co>noon</co: 0:[0]>.<|END_TEXT|>",
@@ -453,7 +453,7 @@ class TestCohereCommand4(Kit):
 
 
 class TestGranite(Kit):
-    name, thought_end = "granite", "Here is my response:"
+    name, reasoning_end = "granite", "Here is my response:"
     samples = [
         Sample(
             "Here is my thought process: We add.\n\nHere is my response: It is 4.",
@@ -472,7 +472,7 @@ class TestGranite(Kit):
 
 
 class TestHunyuanA13b(Kit):
-    name, thought_end = "hunyuan_a13b", "</think>"
+    name, reasoning_end = "hunyuan_a13b", "</think>"
     samples = [
         Sample(
             "<think>\nWe add.\n</think>\n<answer>\nIt is 4.\n</answer>",
@@ -515,7 +515,7 @@ HARMONY = [
 
 
 class TestGptoss(Kit):
-    name, thought_end = "gptoss", "final<|message|>"
+    name, reasoning_end = "gptoss", "final<|message|>"
     samples = HARMONY
 
 

@@ -44,7 +44,7 @@ class TestTools(ToolParserKit):
 
 class TestReasoning(ReasoningParserKit):
     name = "brackets"
-    thought_end = "[[/thinking]]"
+    reasoning_end = "[[/thinking]]"
     samples = [
         Sample(
             "[[thinking]]\nIs it [[warm]]?\n[[/thinking]]\nIt is warm.",

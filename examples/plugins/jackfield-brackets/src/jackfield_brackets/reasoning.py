@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from jackfield.plugins.parsing.thought import ThoughtParser
+from jackfield.plugins.parsing.tagged_reasoning import TaggedReasoningParser
 
 
-class BracketsReasoningParser(ThoughtParser):
+class BracketsReasoningParser(TaggedReasoningParser):
     """The model thinks when it likes: text that begins without the mark is the answer."""
 
     open = ("[[thinking]]",)

@@ -35,7 +35,7 @@ class BracketsToolParser(ToolMachine):
 
     def read(self) -> Read[None]:
         """Content and calls in turn."""
-        while mark := (yield from self.text.until(OPEN, self.answer.say)):
+        while mark := (yield from self.text.until(OPEN, self.answer.emit)):
             yield from self._call(mark)
 
     def _call(self, mark: str) -> Read[None]:
@@ -66,4 +66,4 @@ class BracketsToolParser(ToolMachine):
             source.clear()
             if (yield from text.json(lambda part: None, answer.arguments)) != "done":
                 return
-        answer.say("".join(source))
+        answer.emit("".join(source))
