@@ -1,7 +1,7 @@
 """Products with several tokens and a weight of 8 bits, or of words whose numbers need float32.
 
 Separate from small_m_matmul.py, whose kernel supports these formats, too: with tokens on the tensor
-core's long side, a wide fp8 weight takes less time (docs/explanation/performance.md). Numbers are
+core's long side, a wide fp8 weight takes less time (docs/benchmarks/journal.md). Numbers are
 converted to x's type exactly; a group's scale is applied to the tile's float32 product. If few
 tokens give few programs, K is split into partial sums, which split_k_sum.py adds up.
 

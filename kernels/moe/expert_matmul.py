@@ -234,7 +234,7 @@ def expert_matmul_config(
             32: (128 if gated else 64, 64, 4, 3),
             64: (128, 64, 4, 3),
             # Not eight warps: Triton 3.6 overwrites registers that the tensor core still reads
-            # (docs/explanation/performance.md, tests/kernels/test_expert_repeats.py).
+            # (docs/benchmarks/journal.md, tests/kernels/test_expert_repeats.py).
             128: (128, 64, 4, 3),
         }[block_m]
     else:

@@ -2,7 +2,7 @@
 
 Triton 3.6 lets the tensor core read a loop iteration's numbers from registers while the next
 iteration writes them. Eight warps of fp8 in groups showed it in most of 60 runs; no tiles in use
-do. See docs/explanation/performance.md.
+do. See docs/benchmarks/journal.md.
 """
 
 from __future__ import annotations
