@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -11,12 +12,12 @@ from failing_plugins import bang, registering, texts, with_field
 from installing import Install
 from serving import engine_config, save_random
 
-from jackfield import AsyncEngine
+from jackfield import AsyncEngine, hookimpl
 from jackfield.core.hooks import API_VERSION
 from jackfield.core.nn.operations import Operations
 from jackfield.core.nn.quantized import PRODUCTS
 from jackfield.core.registration.failing_plugin import failing_plugin
-from jackfield.core.registry import load_plugins
+from jackfield.core.registry import Provenance, load_plugins
 from jackfield.plugins.attention.torch import TorchAttention
 from jackfield.plugins.models.qwen3 import Qwen3ForCausalLM
 from jackfield.plugins.quantization.fp8 import Fp8, Fp8Linear
@@ -153,3 +154,32 @@ def test_the_plugin_that_was_called_last_is_named(install: Install) -> None:
     assert named(both) == "attention backend 'two' of two 1.0"
     assert named(lambda: one_plugin.call(bang)) == "model 'one' of one 1.0"
     assert named(bang) is None
+
+
+def test_of_two_names_of_one_plugin_the_one_whose_module_failed_is_named() -> None:
+    suite, attention, operations = map(ModuleType, ("suite", "suite.attention", "suite.operations"))
+    for module in (attention, operations):
+        exec("class Kind: ...\n\ndef call(inner): inner()", vars(module))
+
+    def add_attention(registry: Any) -> None:
+        registry.add("one", attention.Kind)
+
+    def add_operations(registry: Any) -> None:
+        registry.add("two", operations.Kind)
+
+    suite.__dict__.update(
+        jackfield_api=API_VERSION,
+        register_attention_backends=hookimpl(add_attention),
+        register_operations=hookimpl(add_operations),
+    )
+    plugins = load_plugins()
+    plugins.add_plugin(suite, Provenance("suite", "1.0", "suite"))
+    for kind, name in (("attention_backend", "one"), ("operations", "two")):
+        plugins[kind]._loaded[name] = plugins[kind].entry(name).reference
+    for module, expected in (
+        (attention, "attention backend 'one'"),
+        (operations, "operations 'two'"),
+    ):
+        with pytest.raises(RuntimeError) as raised:
+            module.call(bang)
+        assert failing_plugin(plugins, raised.value) == f"{expected} of suite 1.0"
