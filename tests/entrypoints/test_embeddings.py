@@ -190,6 +190,7 @@ def test_pooling_route_gives_a_vector_a_token(embedder: Server) -> None:
 def test_a_decoder_embeds_over_chunks_and_conversations(tmp_path: Path) -> None:
     folder = save_decoder(tmp_path, "Qwen3", "ForCausalLM")
     template = "{% for m in messages %}{{ m.content }} {% endfor %}"
+    template += "{% if add_generation_prompt %}sat {% endif %}"
     options = {
         "runner": "pooling", "attention_backend": "torch", "max_num_batched_tokens": 16,
         "num_gpu_blocks_override": 60, "max_model_len": 300, "chat_template": template,
@@ -200,10 +201,10 @@ def test_a_decoder_embeds_over_chunks_and_conversations(tmp_path: Path) -> None:
         ids = Tokenizer.load(str(folder)).encode(text)
         target = F.normalize(reference_states(folder, ids)[-1], dim=0)
         np.testing.assert_allclose(response.data[0].embedding, target, atol=1e-4)
-        embedding_response = post(
-            server, "/v1/embeddings", messages=[{"role": "user", "content": "the cat"}]
-        )
-        assert embedding_response["usage"]["prompt_tokens"] == 2
+        messages = [{"role": "user", "content": "the cat"}]
+        for body, count in (({}, 2), ({"add_generation_prompt": True}, 3)):
+            embedded = post(server, "/v1/embeddings", messages=messages, **body)
+            assert embedded["usage"]["prompt_tokens"] == count
         with pytest.raises(openai.APITimeoutError):
             client(server).with_options(timeout=0.05).embeddings.create(
                 model=MODEL, input=[[5 + i % 100] * 250 for i in range(200)]
@@ -297,6 +298,10 @@ def test_texts_are_cut_after_the_tokens_that_are_asked_for(
         return tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)[:count])
 
     query, documents = QUERY + " " + DOCUMENTS[0], ["the dog " * 100, *DOCUMENTS]
+    shortest = {"max_tokens_per_doc": 1, "max_tokens_per_query": 1}
+    (score,) = post(scorer, "/score", text_1=query, text_2=documents[0], **shortest)["data"]
+    least = pair_score(cross_encoder, cut(query, 1), cut(documents[0], 1))
+    assert score["score"] == pytest.approx(least, abs=1e-5)
     limits = {"max_tokens_per_doc": 3, "max_tokens_per_query": 4}
     target = [pair_score(cross_encoder, cut(query, 4), cut(text, 3)) for text in documents]
     ranked = post(scorer, "/rerank", query=query, documents=documents, **limits)["results"]

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import json
+from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
+from serving import save_tokenizer
 
+from jackfield.core.output_parsing.completion_parser import TokenText
+from jackfield.core.outputs import CompletionOutput, Logprob
 from jackfield.core.protocols.parsers import (
     Content,
     ParserEvent,
@@ -17,8 +22,10 @@ from jackfield.core.protocols.parsers import (
     ToolCallEnd,
     ToolCallStart,
 )
+from jackfield.core.text.tokenizer import Tokenizer
 from jackfield.entrypoints.openai.responses.events import OutputItems
 from jackfield.entrypoints.openai.responses.input_items import to_messages, turns
+from jackfield.entrypoints.openai.responses.logprobs import MessageLogprobs
 from jackfield.entrypoints.openai.responses.store import ResponseStore
 
 TEXT = st.text("ab \n", min_size=1, max_size=6)
@@ -164,3 +171,34 @@ def test_a_store_without_room_keeps_nothing(limits: tuple[int, int]) -> None:
     assert not store.enabled
     store.put({"id": "resp_1", "output": []}, [], [])
     assert len(store) == 0 and store.get("resp_1", "") is None
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        # The second of two equal marks is held while the first is shown.
+        ([("<", ""), ("<", "<"), ("b", "<b")], [[], [0], [1, 2]]),
+        # A token counts once, with the text in which it begins.
+        ([("a<", "a"), ("b", "<b")], [[0], [1]]),
+        # A token that ends a mark belongs to the text that it begins.
+        ([("<t", ""), (">a", "a"), ("b", "b")], [[], [1], [2]]),
+        # Marks before a text have no place in it.
+        ([("<t>", ""), ("a", "a")], [[], [1]]),
+    ],
+)
+def test_a_token_s_log_probability_comes_with_its_text(
+    tmp_path: Path, steps: list[tuple[str, str]], expected: list[list[int]]
+) -> None:
+    """steps: text of a token, and what a parser shows after it."""
+    save_tokenizer(tmp_path)
+    logprobs = MessageLogprobs(Tokenizer.load(str(tmp_path)), 0)
+    sent = []
+    for number, (text, shown) in enumerate(steps):
+        output = CompletionOutput(index=0, logprobs=[{number: Logprob(-float(number))}])
+        events: list[ParserEvent] = [Content(shown)] if shown else []
+        logprobs.add(output, [(TokenText(text, number, True), events)])
+        sent.append(
+            [-json.loads(bytes(entry))["logprob"] for entry in logprobs.entries(0, only_new=True)]
+        )
+    assert sent == expected
+    assert len(logprobs.entries(0, only_new=False)) == sum(map(len, expected))

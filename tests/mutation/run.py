@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import venv
 from collections import Counter
 from pathlib import Path
@@ -73,16 +74,19 @@ def tried(copy: Copy, chooser: Chooser, slip: Slip, spared: set[str]) -> dict[st
     """
     source = (copy.root / slip.file).read_bytes()
     files = chooser.of(slip)
+    ends = time.monotonic() + SLIP_SECONDS
     while True:
         copy.write(slip.file, slip.applied(source))
         try:
             deselected = [f"--deselect={name}" for name in sorted(spared)]
-            outcome = copy.run("-x", *files, *deselected, seconds=SLIP_SECONDS)
+            seconds = max(ends - time.monotonic(), 1.0)
+            outcome = copy.run("-x", *files, *deselected, seconds=seconds)
         finally:
             copy.write(slip.file, source)
         by = next(iter(outcome["failed"]), None)
         if by is None or copy.run(by, seconds=SLIP_SECONDS)["status"] == 0:
             break
+        print(f"fails without a slip, too: {by}", flush=True)
         if not outcome["collected"]:
             files.remove(by)
         spared.add(by)
