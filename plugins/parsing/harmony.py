@@ -24,6 +24,7 @@ ENDS = Marks(*END.texts, *BEGIN.texts)
 _MESSAGE = Marks("<|message|>")
 _MAX_HEADER = 256
 _CHANNEL_MARK = Marks("<|channel|>")
+_TO = Marks(" to=", "to=")
 _FIRST = re.compile(r"\s*to=[^\s<]+\s*")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
@@ -59,6 +60,10 @@ class Messages:
 def first_recipient(text: Cursor) -> Read[str]:
     """Consume and return ` to=f` at the beginning of an output, in front of `<|channel|>`; "" if it
     begins otherwise."""
+    mark = yield from text.accept(_TO)
+    if not mark:
+        return ""
+    text.back(mark)
     match = yield from text.until_within(_CHANNEL_MARK, _MAX_HEADER)
     if match is None:
         return ""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from ...core.protocols.parsers import CallText, Content, PlainText, Reasoning
 from ..parsing.cursor import Read, StreamingParser
 from ..parsing.harmony import BEGIN, END, MARKERS, Messages, first_recipient, header
@@ -19,8 +17,6 @@ class HarmonyReasoning(StreamingParser):
     """
 
     markers = MARKERS
-    recipient_first: ClassVar[bool] = False
-    """Whether an output may begin with the recipient of a call, in front of its channel."""
 
     def __init__(self, *, thinking: bool = True) -> None:
         self._in_message = False
@@ -32,7 +28,7 @@ class HarmonyReasoning(StreamingParser):
     def read(self) -> Read[None]:
         """Read messages in turn."""
         text, answer, reasoning = self.text, Messages(self._emit), Messages(self._think)
-        lead = (yield from first_recipient(text)) if self.recipient_first else ""
+        lead = yield from first_recipient(text)
         while mark := (yield from text.until(BEGIN, answer.emit)):
             mark, lead = lead + mark, ""
             message = yield from header(text, mark)

@@ -170,7 +170,6 @@ class BeamReasoning(HarmonyReasoning):
     """
 
     markers = HARMONY_MARKERS
-    recipient_first = True
 
 
 def _drop(text: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import ClassVar
 
 from ..parsing.block_calls import objects, value_of
 from ..parsing.cursor import SPACES, Read
@@ -22,13 +21,11 @@ class HarmonyToolParser(ToolMachine):
     """
 
     markers = MARKERS
-    recipient_first: ClassVar[bool] = False
-    """As of the reasoning parser."""
 
     def read(self) -> Read[None]:
         """Read messages in turn."""
         text, messages = self.text, Messages(self.answer.emit)
-        lead = (yield from first_recipient(text)) if self.recipient_first else ""
+        lead = yield from first_recipient(text)
         while mark := (yield from text.until(BEGIN, messages.emit)):
             mark, lead = lead + mark, ""
             message = yield from header(text, mark)
@@ -72,8 +69,6 @@ class BeamToolParser(HarmonyToolParser):
 
     Use it with the reasoning parser `beam`, which removes the reasoning.
     """
-
-    recipient_first = True
 
     def call(self, message: Header) -> Read[None]:
         """Read a call, held until it ends, without what follows it. One that is wrong or cut off is

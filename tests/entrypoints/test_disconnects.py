@@ -6,7 +6,7 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import aiohttp
@@ -14,6 +14,7 @@ import pytest
 from serving import MODEL, Server, engine_config, running
 
 from jackfield.core.loading.model_config import EMBEDDED_MODEL
+from jackfield.entrypoints.openai.completions.routes import merge
 
 CLIENTS = 200
 
@@ -90,3 +91,20 @@ async def test_two_hundred_clients_that_vanish(server: Server) -> None:
         body = {"model": MODEL, "prompt": "a", "max_tokens": 3, "ignore_eos": True}
         async with session.post(f"{url}/completions", json=body) as response:
             assert (await response.json())["usage"]["completion_tokens"] == 3
+
+
+async def test_streams_of_several_prompts_end_at_once_when_nobody_reads_them() -> None:
+    ended = []
+
+    async def outputs(number: int) -> AsyncIterator[int]:
+        try:
+            yield number
+            await asyncio.Event().wait()  # The model is at work.
+        finally:
+            ended.append(number)
+
+    merged = merge([outputs(number) for number in range(3)])
+    assert sorted([await anext(merged) for _ in range(3)]) == [(0, 0), (1, 1), (2, 2)]
+    async with asyncio.timeout(300):
+        await merged.aclose()
+    assert sorted(ended) == [0, 1, 2]

@@ -187,6 +187,16 @@ async def test_a_new_certificate_is_used_without_a_restart(tmp_path: Path) -> No
                 await asyncio.sleep(0.01)
 
 
+async def test_certificates_are_not_watched_once_the_server_has_ended(certificates: Path) -> None:
+    options = Tls(str(certificates / "server.pem"), str(certificates / "server.key"))
+    before = asyncio.all_tasks()
+    with pytest.raises(RuntimeError):
+        async with refreshing(options, options.context()):
+            assert len(asyncio.all_tasks() - before) == 1
+            raise RuntimeError("the server failed")
+    assert asyncio.all_tasks() == before
+
+
 async def test_clients_without_a_trusted_certificate_are_refused(certificates: Path) -> None:
     server, other = str(certificates / "server.pem"), str(certificates / "other.pem")
     options = listen(

@@ -127,3 +127,20 @@ def test_harmony_comes_apart_through_the_chain() -> None:
     )
     for pieces in ([text], list(text)):
         assert fold(run(OutputParser(HarmonyReasoning(), HarmonyToolParser()), pieces)) == expected
+
+
+@pytest.mark.parametrize("start", [" to=functions.f", "to=functions.f ", " to=functions.f "])
+def test_a_call_of_harmony_may_begin_with_its_recipient(start: str) -> None:
+    """As the chat template of gpt-oss writes earlier calls, of which a prompt ends with
+    `<|start|>assistant`."""
+    text = start + '<|channel|>commentary json<|message|>{"a": 1}<|call|>'
+    expected = ParsedMessage(None, None, [ParsedToolCall("f", '{"a": 1}')])
+    for pieces in ([text], list(text)):
+        assert fold(run(OutputParser(HarmonyReasoning(), HarmonyToolParser()), pieces)) == expected
+        assert fold(run(OutputParser(None, HarmonyToolParser()), pieces)) == expected
+
+
+def test_text_without_messages_of_harmony_is_shown_as_it_comes() -> None:
+    parser = OutputParser(HarmonyReasoning(), HarmonyToolParser())
+    assert fold(parser.feed(" told you")).content == " told you"
+    assert fold([*parser.feed(""), *parser.finish()]).content in (None, "")
