@@ -76,7 +76,7 @@ PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
             "SIZE_OR_SIZES", "SIZE_OR_ZERO", "TEXT", "TEXTS",
         ),
         "jackfield.core.loading.weight_map": (
-            "ParameterFiller", "RowOrder", "Shard", "Together", "WeightMap",
+            "ParameterFiller", "RowOrder", "Shard", "StackedExperts", "WeightMap",
         ),
         "jackfield.core.nn.attention": ("Attention",),
         "jackfield.core.nn.context": (

@@ -50,7 +50,7 @@ def prefetch_l2(ptrs, BYTES: tl.constexpr):
 
 
 @triton.jit
-def ask_l2_for(weight_ptr, num_bytes, number, count):
+def prefetch_weight_l2(weight_ptr, num_bytes, number, count):
     """Start copying the first bytes of a weight to the L2 cache, as program `number` of `count`."""
     weight_ptr = weight_ptr.to(tl.pointer_type(tl.int8))
     lanes = tl.arange(0, 128) * 1024
@@ -75,7 +75,7 @@ def _once(ptrs, mask, INSTRUCTION: tl.constexpr):
 
 
 @triton.jit
-def ask_l2_for_vector(ptr, SIZE: tl.constexpr):
+def prefetch_l2_vector(ptr, SIZE: tl.constexpr):
     """Start copying a small vector to the L2 cache."""
     BYTES: tl.constexpr = SIZE * (ptr.dtype.element_ty.primitive_bitwidth // 8)
     lanes = tl.arange(0, 32) * 128

@@ -32,10 +32,11 @@ from ..errors import LoadError, listed
 from ..nn.attention import Attention
 from ..nn.experts import ExpertLinear
 from ..nn.quantized import QuantizedLinear
-from ..parallel.elsewhere import elsewhere
+from ..old_names import module_getattr
 from ..parallel.expert_share import ExpertShare
+from ..parallel.missing_layer import missing_prefixes
 from ..parallel.sharding import Sharding
-from .tensors.forms import RowOrder, Shard, Together
+from .tensors.forms import RowOrder, Shard, StackedExperts
 from .tensors.staging import Staging
 from .tensors.tied_heads import TiedHeads
 from .text_part import inner_name
@@ -60,7 +61,7 @@ class WeightMap:
     """Dotted parts anywhere in a checkpoint name → theirs here; one after the other."""
     names: Mapping[str, str] = field(default_factory=dict)
     """One part of a name here, or two → what checkpoints call it, where that is one to one."""
-    together: Mapping[str, Together] = field(default_factory=dict)
+    together: Mapping[str, StackedExperts] = field(default_factory=dict)
     """Last part of a checkpoint name below `experts` → how that tensor comes apart."""
     rows: Mapping[str, RowOrder] = field(default_factory=dict)
     """Dotted part of a checkpoint name, as `renamed` gives it → how the rows of its tensors are put
@@ -89,7 +90,7 @@ class WeightMap:
             name = name.replace(f".{old}.", f".{new}.")
         return name[1:-1]
 
-    def together_at(self, name: str) -> tuple[str, Together] | None:
+    def together_at(self, name: str) -> tuple[str, StackedExperts] | None:
         """Return the parameter that a checkpoint's tensor of all experts fills, and how; None: it
         is not one."""
         prefix, _, last = self.renamed(name).rpartition(".")
@@ -181,7 +182,7 @@ class ParameterFiller:
     def __init__(self, model: nn.Module, weight_map: WeightMap) -> None:
         self.model = model
         self.weight_map = weight_map
-        self._elsewhere = elsewhere(model)
+        self._elsewhere = missing_prefixes(model)
         self.parameters = dict(model.named_parameters())
         modules = dict(model.named_modules())
         self.attention = {
@@ -388,4 +389,8 @@ class ParameterFiller:
             layer.finish()
 
 
-__all__ = ["ParameterFiller", "RowOrder", "Shard", "TensorFile", "Together", "WeightMap"]
+__all__ = ["ParameterFiller", "RowOrder", "Shard", "StackedExperts", "TensorFile", "WeightMap"]
+
+__getattr__ = module_getattr(
+    __name__, {"Together": "jackfield.core.loading.weight_map.StackedExperts"}
+)

@@ -103,7 +103,7 @@ class ExpertLinear(MergedLinear):
         self.expert_share = experts
 
     @property
-    def bank(self) -> ExpertWeight:
+    def expert_weight(self) -> ExpertWeight:
         """Return the weight that the operations multiply by."""
         return self.weight
 
@@ -278,7 +278,9 @@ class SparseMLP(nn.Module):
         ) -> torch.Tensor:
             chosen = routing._replace(experts=experts, weights=weights)
             into = torch.zeros_like(x) if into is None else into
-            return self.operations.experts(x, chosen, first.bank, down.bank, residual=into, **more)
+            return self.operations.experts(
+                x, chosen, first.expert_weight, down.expert_weight, residual=into, **more
+            )
 
         x = self.inputs(x)
         exchange = None if self.ranks.paused else self.experts.exchange

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import nn
 
-from ..old_names import module_getattr
+from ..old_names import module_getattr, warn
 from ..parallel.expert_share import ExpertShare
 from ..parallel.sharding import Features, Sharding
 from .norm import before_product
@@ -175,11 +175,17 @@ class QuantizedLinear(nn.Module):
         return self.product(unit).t().contiguous()
 
     @property
-    def bank(self) -> ExpertWeight:
+    def expert_weight(self) -> ExpertWeight:
         """Return the weight of experts that the operations multiply by. Kernels read a
         `QuantizedWeight`; for other weights the operations call `rows` for one expert at a time,
         chosen or not."""
         return DenseRows(self.spec.out_features, self.rows)
+
+    @property
+    def bank(self) -> ExpertWeight:
+        """The old name of `expert_weight`."""
+        warn("QuantizedLinear.bank", "expert_weight", stacklevel=3)
+        return self.expert_weight
 
 
 class QuantizedWeightLinear(QuantizedLinear):
@@ -222,7 +228,7 @@ class QuantizedWeightLinear(QuantizedLinear):
         return dequantize(self.weight, self.spec.dtype)
 
     @property
-    def bank(self) -> ExpertWeight:
+    def expert_weight(self) -> ExpertWeight:
         """Return the weight, for experts."""
         return self.weight
 

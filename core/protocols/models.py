@@ -35,7 +35,7 @@ class Model(Protocol):
     (`core.loading.weight_map`). A class with `tensor_parallel = True` (which is not inherited) can
     be divided among the ranks of `build.ranks`: its layers say what ranks divide, and sums are
     added over ranks (`Ranks.add`). One with `pipeline_parallel` true has the layers of
-    `build.ranks.pipeline` alone and `Elsewhere` in the place of other modules, and begins with
+    `build.ranks.pipeline` alone and `MissingLayer` in the place of other modules, and begins with
     `context.incoming`, if that is there, instead of token ids: what `forward` returned on the stage
     before, of this stage's `incoming_size` (an attribute; without it, the hidden size).
     """

@@ -83,9 +83,9 @@ class LaunchedStep:
     reports: dict[str, Callable[[], msgspec.Struct | None]] = field(default_factory=dict)
     """Name of a part → what it reports, once the step is done."""
     late_preparations: int = 0
-    """As in `StepResult`, as `launch_wait_seconds` is."""
     graph_recording_failures: int = 0
     launch_wait_seconds: float = 0.0
+    """These three as in `StepResult`."""
 
     def chosen_tokens(self) -> list[int]:
         """Block until the tokens are on the host: [num sampling rows], -1 where none could be

@@ -211,9 +211,9 @@ class ModelRunner:
         return hidden
 
     def logits(self, hidden: HiddenStates, ending: Ending = Ending.LOGITS) -> torch.Tensor:
-        """Hidden states of some rows, may be overwritten → [num_rows, vocab_size], or the part of
-        it that this rank samples plain rows from; of a stage that does not sample, the states
-        themselves."""
+        """Return the logits of these rows' hidden states, which may be overwritten: [num_rows,
+        vocab_size]. Where ranks share the sampling of plain rows, the columns of this rank; in a
+        stage that does not sample, the states unchanged."""
         if ending is Ending.STATES:
             assert isinstance(hidden, torch.Tensor), "the last stage alone leaves layers unfinished"
             return hidden

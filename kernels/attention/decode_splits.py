@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from ..pdl import gdc_launch_dependents, gdc_wait
-from ..tiles import ask_l2_for
+from ..tiles import prefetch_weight_l2
 from .reach import last_hidden
 
 MAX_SPLITS = 64
@@ -259,8 +259,8 @@ def prefetch_weights(
         gdc_wait()
         number = program * NUM_KV_HEADS + kv_head
         count = num_programs * NUM_KV_HEADS
-        ask_l2_for(first_weight_ptr, first_bytes, number, count)
-        ask_l2_for(second_weight_ptr, second_bytes, number, count)
+        prefetch_weight_l2(first_weight_ptr, first_bytes, number, count)
+        prefetch_weight_l2(second_weight_ptr, second_bytes, number, count)
 
 
 @triton.jit

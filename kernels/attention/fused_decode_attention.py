@@ -35,7 +35,7 @@ from .decode_splits import (
 )
 from .fused_decode_codes import fused_decode_codes_kernel
 from .new_token import cached_new_token
-from .projected_heads import norm_weights, raw_heads, rotation_angles, turned_heads
+from .projected_heads import norm_weights, normed_rotated_heads, raw_heads, rotation_angles
 from .quantized_tiles import (
     FLOATS,
     Quantized,
@@ -205,7 +205,7 @@ def _fused_decode_kernel(
     slope = 0.0
     if ALIBI:
         slope = tl.load(slopes_ptr + head, mask=offs_m < GROUP, other=0.0)
-    query, _query_high = turned_heads(
+    query, _query_high = normed_rotated_heads(
         query_x, query_y, query_weight, query_weight_too, query_eps, cos, sin, NORM_QUERY, False,
         ROTARY_DIM, NORM_LAST, HEAD_DIM,
     )  # fmt: skip
@@ -220,7 +220,7 @@ def _fused_decode_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     if attends_new:
         # The new token is written to the cache, and attended to from registers.
-        raw_key, _key_high = turned_heads(
+        raw_key, _key_high = normed_rotated_heads(
             key_x, key_y, key_weight, key_weight_too, key_eps, cos, sin, NORM_KEY, False,
             ROTARY_DIM, NORM_LAST, HEAD_DIM,
         )  # fmt: skip

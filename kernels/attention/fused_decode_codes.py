@@ -30,7 +30,7 @@ from .decode_splits import (
     store_or_join,
 )
 from .new_token import quantized_new_token
-from .projected_heads import norm_weights, raw_heads, rotation_angles, turned_heads
+from .projected_heads import norm_weights, normed_rotated_heads, raw_heads, rotation_angles
 from .quantized_tiles import product_dtype, product_query
 
 
@@ -170,7 +170,7 @@ def fused_decode_codes_kernel(
         raw_value_high = tl.load(new + HALF + dim_v[None, :], mask=mask_value, other=0.0)
     if ALIBI:
         slope = tl.load(slopes_ptr + head, mask=offs_m < GROUP, other=0.0)
-    query, query_high = turned_heads(
+    query, query_high = normed_rotated_heads(
         query_x, query_y, query_weight, query_weight_too, query_eps, cos, sin, NORM_QUERY, HALVES,
         ROTARY_DIM, NORM_LAST, HEAD_DIM,
     )  # fmt: skip
@@ -189,7 +189,7 @@ def fused_decode_codes_kernel(
     missing = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if attends_new:
         # The new token is written to the cache, and attended to from registers.
-        raw_key, raw_key_high = turned_heads(
+        raw_key, raw_key_high = normed_rotated_heads(
             key_x, key_y, key_weight, key_weight_too, key_eps, cos, sin, NORM_KEY, HALVES,
             ROTARY_DIM, NORM_LAST, HEAD_DIM,
         )  # fmt: skip

@@ -74,8 +74,8 @@ def rotation_angles(
     ROTARY_DIM: tl.constexpr,
     POSITIONS: tl.constexpr,
 ):
-    """Return cosines and sines of channels `dim` as `turned_heads` takes them, [BLOCK] float32; of
-    the row's position in positions_ptr, or without POSITIONS of `newest`."""
+    """Return cosines and sines of channels `dim` as `normed_rotated_heads` takes them, [BLOCK]
+    float32; of the row's position in positions_ptr, or without POSITIONS of `newest`."""
     cos = tl.zeros(dim.shape, tl.float32)
     sin = tl.zeros(dim.shape, tl.float32)
     if ROTARY_DIM:
@@ -93,7 +93,7 @@ def rotation_angles(
 
 
 @triton.jit
-def turned_heads(
+def normed_rotated_heads(
     x,
     y,
     weight_x,

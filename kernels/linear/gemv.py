@@ -38,9 +38,9 @@ from ..quant.quantized_weight import (
 from ..tiles import (
     ASKED_BYTES,
     ask_for_later_rows,
-    ask_l2_for_vector,
     load_pair,
     load_tile,
+    prefetch_l2_vector,
     row_epilogue,
 )
 
@@ -181,9 +181,9 @@ def _gemv_kernel(
                         if NORM:
                             # Of another layer than before, so it is in no cache.
                             if tl.program_id(0) == 0:
-                                ask_l2_for_vector(norm_ptr, WIDTH * PACK_FACTOR)
+                                prefetch_l2_vector(norm_ptr, WIDTH * PACK_FACTOR)
                                 if NORM_BIAS and not SUMMED:
-                                    ask_l2_for_vector(norm_bias_ptr, WIDTH * PACK_FACTOR)
+                                    prefetch_l2_vector(norm_bias_ptr, WIDTH * PACK_FACTOR)
                         gdc_wait()
                     if CENTERED and not SUMMED:
                         mean, norm_scale = _moments(x_ptr, eps, WIDTH * PACK_FACTOR, BLOCK_X)

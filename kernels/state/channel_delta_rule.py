@@ -23,7 +23,7 @@ import triton
 
 from ..launch import launch
 from .channel_delta_chunks import channel_delta_chunks
-from .delta_rule import delta_step_kernel, delta_walk_kernel
+from .delta_rule import delta_recurrence_kernel, delta_step_kernel
 from .rows import MOST_ROWS, Rows
 
 VALUES = 16
@@ -94,7 +94,7 @@ def channel_delta_rule(
         chunk=tiles.chunk, block_k=tiles.block_k, num_warps=tiles.chunk_warps,
     )  # fmt: skip
     grid = (min(num_rows, MOST_ROWS), heads, triton.cdiv(width, tiles.values))
-    launch(delta_walk_kernel, grid)(
+    launch(delta_recurrence_kernel, grid)(
         out, chunks.own, chunks.seen, chunks.scores, chunks.decay, chunks.q, chunks.k, state,
         *places, num_rows, num_tokens, chunks.q.stride(0), chunks.k.stride(0),
         HEADS=heads, GROUPS=heads, K=size, V=width, BLOCK_K=max(16, triton.next_power_of_2(size)),

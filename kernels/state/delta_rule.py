@@ -179,7 +179,7 @@ def delta_step_kernel(
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"], do_not_specialize_on_alignment=PLACES)
-def delta_walk_kernel(
+def delta_recurrence_kernel(
     out_ptr,
     own_ptr,
     seen_ptr,
@@ -308,7 +308,7 @@ def delta_rule(
         *inputs, rows, chunk=tiles.chunk, precision=tiles.precision, num_warps=tiles.chunk_warps
     )
     grid = (min(num_rows, MOST_ROWS), heads, triton.cdiv(width, tiles.values))
-    launch(delta_walk_kernel, grid)(
+    launch(delta_recurrence_kernel, grid)(
         out, *chunks, q, k, state, *places, num_rows, num_tokens, q.stride(0), k.stride(0),
         HEADS=heads, GROUPS=groups, K=size, V=width, BLOCK_K=block_k, VALUES=tiles.values,
         CHUNK=tiles.chunk, PRECISION=tiles.precision, CHANNELS=False, num_warps=tiles.num_warps,

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from ...core.loading.model_config import ModelConfig
 from ...core.nn.context import BuildContext
 from ...core.nn.rotary import Rotary
-from ...core.parallel.elsewhere import Elsewhere
+from ...core.parallel.missing_layer import MissingLayer
 from ...core.protocols.attention import AttentionSpec
 from .decoder import CausalLM, Decoder, HeadlessLM
 from .parts import FusedAttention, alibi_slopes
@@ -52,6 +52,6 @@ class BaichuanForCausalLM(CausalLM):
         self.unit_rows = config.vocab_size == VOCAB_OF_2
 
     def after_loading(self) -> None:
-        if self.unit_rows and not isinstance(self.lm_head, Elsewhere):
+        if self.unit_rows and not isinstance(self.lm_head, MissingLayer):
             weight = self.lm_head.weight
             weight.data.copy_(F.normalize(weight.data))

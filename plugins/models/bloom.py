@@ -14,7 +14,7 @@ from ...core.loading.model_config import ModelConfig
 from ...core.loading.weight_map import RowOrder
 from ...core.nn.context import BuildContext
 from ...core.nn.mlp import PlainMLP
-from ...core.parallel.elsewhere import Elsewhere
+from ...core.parallel.missing_layer import MissingLayer
 from ...core.protocols.attention import AttentionSpec
 from ...core.protocols.field_kinds import INTEGER
 from .blocks import MakeMLP, SelfAttention
@@ -42,7 +42,7 @@ class BloomDecoder(UnrotatedDecoder):
         mlp: MakeMLP,
     ) -> None:
         super().__init__(config, build, attention, mlp)
-        self.word_embeddings_layernorm: nn.Module = Elsewhere()
+        self.word_embeddings_layernorm: nn.Module = MissingLayer()
         if build.ranks.pipeline.first:
             self.word_embeddings_layernorm = self.block.make_norm(config.hf_config, build)
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from ...core.errors import ConfigError
 from ...core.loading.model_config import ModelConfig
-from ...core.loading.weight_map import Together, WeightMap
+from ...core.loading.weight_map import StackedExperts, WeightMap
 from ...core.nn.context import BuildContext
 from ...core.nn.experts import SparseMLP
 from ...core.nn.norm import BiaslessLayerNorm
@@ -84,9 +84,9 @@ class DbrxForCausalLM(CausalLM):
             "mlp": "ffn", "gate": "router.layer",
         },
         together={
-            "all_gate": Together("gate_up_proj.weight", ("gate",)),
-            "all_up": Together("gate_up_proj.weight", ("up",)),
-            "all_down": Together("down_proj.weight", transposed=True),
+            "all_gate": StackedExperts("gate_up_proj.weight", ("gate",)),
+            "all_up": StackedExperts("gate_up_proj.weight", ("up",)),
+            "all_down": StackedExperts("down_proj.weight", transposed=True),
         },
     )  # fmt: skip
 

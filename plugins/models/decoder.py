@@ -25,7 +25,7 @@ from ...core.nn.linear import Linear
 from ...core.nn.mlp import GatedMLP
 from ...core.nn.operations import PositionRows
 from ...core.nn.rotary import Rotary
-from ...core.parallel.elsewhere import Elsewhere
+from ...core.parallel.missing_layer import MissingLayer
 from ...core.protocols.field_kinds import FieldKind
 from ...core.protocols.models import HiddenStates
 from ...core.text.tokenizer import Tokenizer
@@ -77,7 +77,7 @@ class Decoder(nn.Module):
         super().__init__()
         hf, pipeline = config.hf_config, build.ranks.pipeline
         ties = config.pooling is None and bool(getattr(hf, "tie_word_embeddings", False))
-        self.embed_tokens: Any = Elsewhere()
+        self.embed_tokens: Any = MissingLayer()
         if pipeline.first or (pipeline.last and ties):
             self.embed_tokens = Embedding(
                 config.vocab_size, hf.hidden_size, build, shard="vocabulary"
@@ -89,10 +89,10 @@ class Decoder(nn.Module):
         own = self.own_layers = pipeline.layers(count)
         """Numbers of the layers that this stage has."""
         self.layers = nn.ModuleList(
-            block(config, layer, build, attention, mlp) if layer in own else Elsewhere()
+            block(config, layer, build, attention, mlp) if layer in own else MissingLayer()
             for layer in range(count)
         )
-        self.norm: Any = block.make_norm(hf, build) if pipeline.last else Elsewhere()
+        self.norm: Any = block.make_norm(hf, build) if pipeline.last else MissingLayer()
         self.incoming_size = config.hidden_size
         """Width of what the stage before sends, `ForwardContext.incoming`."""
         if pipeline.last and config.pooling is None and type(self).forward is Decoder.forward:
@@ -285,7 +285,7 @@ class CausalLM(HeadlessLM):
         hf, last = config.hf_config, build.ranks.pipeline.last
         bias = self.head_bias(hf)
         if not hf.tie_word_embeddings:
-            self.lm_head: Any = Elsewhere()
+            self.lm_head: Any = MissingLayer()
             if last:
                 self.lm_head = Embedding(
                     config.vocab_size, config.hidden_size, build, bias=bias, shard="vocabulary"

@@ -20,7 +20,7 @@ from ...core.nn.linear import Linear
 from ...core.nn.mlp import GatedMLP
 from ...core.nn.norm import RMSNorm
 from ...core.nn.rotary import Rotary
-from ...core.parallel.elsewhere import Elsewhere
+from ...core.parallel.missing_layer import MissingLayer
 from .blocks import MakeMLP, NormedBlock, SelfAttention
 from .decoder import CausalLM
 from .gemma4 import (
@@ -164,8 +164,8 @@ class Gemma3nDecoder(Gemma4Decoder):
             return nn.ModuleList(Linear(hf.hidden_size, hf.hidden_size, build) for _ in others)
 
         pipeline = build.ranks.pipeline
-        self.altup_projections: Any = products() if pipeline.first else Elsewhere()
-        self.altup_unembed_projections: Any = products() if pipeline.last else Elsewhere()
+        self.altup_projections: Any = products() if pipeline.first else MissingLayer()
+        self.altup_unembed_projections: Any = products() if pipeline.last else MissingLayer()
 
     @staticmethod
     def count_streams(hf: Any) -> int:

@@ -14,7 +14,7 @@ from torch import nn
 
 from ...core.errors import ConfigError
 from ...core.loading.model_config import ModelConfig
-from ...core.loading.weight_map import Together, WeightMap
+from ...core.loading.weight_map import StackedExperts, WeightMap
 from ...core.nn.attention import Attention
 from ...core.nn.context import BuildContext, ForwardContext
 from ...core.nn.experts import SparseMLP
@@ -24,7 +24,7 @@ from ...core.nn.norm import RMSNorm, ScaledRMSNorm
 from ...core.nn.operations import rotate
 from ...core.nn.rotary import Rotary
 from ...core.nn.routing import Routing, RoutingRule
-from ...core.parallel.elsewhere import Elsewhere
+from ...core.parallel.missing_layer import MissingLayer
 from ...core.parallel.ranks import Pipeline
 from ...core.protocols.attention import AttentionSpec
 from .blocks import MakeMLP, NormedBlock, SelfAttention
@@ -239,7 +239,7 @@ class Gemma4Decoder(GemmaDecoder):
         self.per_layer_inputs: Any = None
         if self.input_size:
             first = pipeline.first
-            self.per_layer_inputs = PerLayerInputs(config, build) if first else Elsewhere()
+            self.per_layer_inputs = PerLayerInputs(config, build) if first else MissingLayer()
         num_layers = config.num_layers - self.own_layers.start
         self.incoming_size = self.states_size + num_layers * self.input_size
 
@@ -331,8 +331,8 @@ class Gemma4ForCausalLM(Gemma2ForCausalLM):
             "mixture": "router",
         },
         "together": {
-            "gate_up_proj": Together("gate_up_proj.weight", ("gate", "up"), joined=True),
-            "down_proj": Together("down_proj.weight"),
+            "gate_up_proj": StackedExperts("gate_up_proj.weight", ("gate", "up"), joined=True),
+            "down_proj": StackedExperts("down_proj.weight"),
         },
     })  # fmt: skip
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from ...core.errors import ConfigError
 from ...core.loading.model_config import ModelConfig
-from ...core.loading.weight_map import Together
+from ...core.loading.weight_map import StackedExperts
 from ...core.nn.activations import ClampedSwiGLU
 from ...core.nn.context import BuildContext
 from ...core.protocols.field_kinds import NUMBER
@@ -32,10 +32,10 @@ class GptOssForCausalLM(CausalLM):
         },
         names={"gate": "router"},
         together={
-            "gate_up_proj": Together("gate_up_proj.weight", GATE_UP, transposed=True),
-            "down_proj": Together("down_proj.weight", transposed=True),
+            "gate_up_proj": StackedExperts("gate_up_proj.weight", GATE_UP, transposed=True),
+            "down_proj": StackedExperts("down_proj.weight", transposed=True),
             **{
-                f"{layer}_{stored}": Together(f"{layer}.{tensor}", names)
+                f"{layer}_{stored}": StackedExperts(f"{layer}.{tensor}", names)
                 for layer, names in (("gate_up_proj", GATE_UP), ("down_proj", ("",)))
                 # The last two are those of published checkpoints, in mxfp4.
                 for stored, tensor in (("bias", "bias"), ("blocks", "blocks"), ("scales", "scales"))

@@ -6,7 +6,7 @@ from __future__ import annotations
 from torch import nn
 
 from ...core.loading.model_config import ModelConfig
-from ...core.loading.weight_map import Together, WeightMap
+from ...core.loading.weight_map import StackedExperts, WeightMap
 from ...core.nn.context import BuildContext
 from ...core.nn.mlp import GatedMLP
 from .decoder import QKV_SHARDS, CausalLM
@@ -22,8 +22,8 @@ STORED_EXPERTS = {
 }
 """`WeightMap.names` of a mixture: one tensor each has all experts."""
 STORED_TOGETHER = {
-    "all_gate_up": Together("gate_up_proj.weight", ("gate", "up"), joined=True),
-    "all_down": Together("down_proj.weight"),
+    "all_gate_up": StackedExperts("gate_up_proj.weight", ("gate", "up"), joined=True),
+    "all_down": StackedExperts("down_proj.weight"),
 }
 """`WeightMap.together` of these tensors."""
 
@@ -70,7 +70,7 @@ class GraniteMoeSWAForCausalLM(GraniteMoeForCausalLM):
         tied=CausalLM.weight_map.tied,
         names={"gate": "router", "mlp": "block_sparse_moe"},
         together={
-            "gate_up_proj": Together("gate_up_proj.weight", ("gate", "up"), joined=True),
-            "down_proj": Together("down_proj.weight"),
+            "gate_up_proj": StackedExperts("gate_up_proj.weight", ("gate", "up"), joined=True),
+            "down_proj": StackedExperts("down_proj.weight"),
         },
     )

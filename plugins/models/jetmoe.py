@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ...core.loading.model_config import ModelConfig
-from ...core.loading.weight_map import RowOrder, Shard, Together, WeightMap
+from ...core.loading.weight_map import RowOrder, Shard, StackedExperts, WeightMap
 from ...core.nn.attention import Attention
 from ...core.nn.context import BuildContext, ForwardContext
 from ...core.nn.experts import Router, SparseMLP
@@ -152,8 +152,8 @@ class JetMoeForCausalLM(CausalLM):
             "gate": "router.layer",
         },
         together={
-            "all_gate_up": Together("gate_up_proj.weight", ("gate", "up"), joined=True),
-            "all_down": Together("down_proj.weight"),
+            "all_gate_up": StackedExperts("gate_up_proj.weight", ("gate", "up"), joined=True),
+            "all_down": StackedExperts("down_proj.weight"),
         },
     )  # fmt: skip
 

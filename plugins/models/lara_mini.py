@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from ...core.loading.model_config import ModelConfig
-from ...core.loading.weight_map import Together
+from ...core.loading.weight_map import StackedExperts
 from ...core.nn.context import BuildContext
 from ...core.nn.experts import SparseMLP
 from ...core.nn.mlp import GatedMLP
@@ -51,8 +51,8 @@ class LaraMiniForCausalLM(CausalLM):
         CausalLM.weight_map,
         names={"shared_experts": "shared_expert", "linear_attn.norm": "linear_attn.out_norm"},
         together={
-            "gate_up_proj": Together("gate_up_proj.weight", ("gate", "up"), joined=True),
-            "down_proj": Together("down_proj.weight"),
+            "gate_up_proj": StackedExperts("gate_up_proj.weight", ("gate", "up"), joined=True),
+            "down_proj": StackedExperts("down_proj.weight"),
         },
     )
 

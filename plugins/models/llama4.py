@@ -12,7 +12,7 @@ from torch import nn
 
 from ...core.errors import ConfigError
 from ...core.loading.model_config import ModelConfig
-from ...core.loading.weight_map import RowOrder, Together
+from ...core.loading.weight_map import RowOrder, StackedExperts
 from ...core.nn.context import BuildContext, ForwardContext
 from ...core.nn.experts import SparseMLP
 from ...core.nn.mlp import GatedMLP
@@ -62,7 +62,8 @@ class ScaledInputMLP(SparseMLP):
         scaled = x * weight.to(x.dtype)
         residual = torch.zeros_like(x) if residual is None else residual
         return self.operations.experts(
-            scaled, routing, self.experts.gate_up_proj.bank, self.experts.down_proj.bank,
+            scaled, routing, self.experts.gate_up_proj.expert_weight,
+            self.experts.down_proj.expert_weight,
             residual=residual,
         )  # fmt: skip
 
@@ -76,10 +77,10 @@ class Llama4ForCausalLM(CausalLM):
         CausalLM.weight_map,
         names={"shared_experts": "shared_expert", "mlp": "feed_forward", "gate": "router"},
         together={
-            "gate_up_proj": Together(
+            "gate_up_proj": StackedExperts(
                 "gate_up_proj.weight", ("gate", "up"), transposed=True, joined=True
             ),
-            "down_proj": Together("down_proj.weight", transposed=True),
+            "down_proj": StackedExperts("down_proj.weight", transposed=True),
         },
     )
 

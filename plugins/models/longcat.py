@@ -88,7 +88,8 @@ class IdentityMixture(SparseMLP):
 
         def product(x: torch.Tensor, *, residual: torch.Tensor | None = None) -> torch.Tensor:
             return self.operations.experts(
-                x, routing, self.experts.gate_up_proj.bank, self.experts.down_proj.bank,
+                x, routing, self.experts.gate_up_proj.expert_weight,
+                self.experts.down_proj.expert_weight,
                 residual=torch.zeros_like(x) if residual is None else residual,
             )  # fmt: skip
 

@@ -12,7 +12,7 @@ import torch
 
 from ...core.errors import ConfigError
 from ...core.loading.model_config import ModelConfig
-from ...core.loading.weight_map import Together, WeightMap
+from ...core.loading.weight_map import StackedExperts, WeightMap
 from ...core.nn.context import BuildContext, ForwardContext
 from ...core.nn.rotary import Rotary
 from ...core.nn.routing import RoutingRule
@@ -46,8 +46,8 @@ class Mistral4ForCausalLM(DeepseekV3ForCausalLM):
     weight_map: WeightMap = dataclasses.replace(
         LATENT_MAP,
         together={
-            "gate_up_proj": Together("gate_up_proj.weight", ("gate", "up"), joined=True),
-            "down_proj": Together("down_proj.weight"),
+            "gate_up_proj": StackedExperts("gate_up_proj.weight", ("gate", "up"), joined=True),
+            "down_proj": StackedExperts("down_proj.weight"),
         },
     )
 

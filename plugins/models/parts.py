@@ -23,7 +23,7 @@ from ...core.nn.norm import LayerNorm, RMSNorm
 from ...core.nn.operations import CenteredNorm, PositionRows
 from ...core.nn.rotary import Rotary
 from ...core.nn.routing import RoutingRule
-from ...core.parallel.elsewhere import Elsewhere
+from ...core.parallel.missing_layer import MissingLayer
 from ...core.parallel.sharding import Sharding
 from .blocks import Block, MakeMLP, ParallelBlock, SelfAttention
 from .decoder import Decoder
@@ -116,7 +116,7 @@ class PositionDecoder(UnrotatedDecoder):
     ) -> None:
         super().__init__(config, build, attention, mlp)
         rows = config.hf_config.max_position_embeddings + self.offset
-        self.embed_positions: Any = Elsewhere()
+        self.embed_positions: Any = MissingLayer()
         if build.ranks.pipeline.first:
             self.embed_positions = Embedding(rows, config.hidden_size, build)
 

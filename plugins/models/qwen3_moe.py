@@ -9,7 +9,7 @@ from torch import nn
 
 from ...core.errors import ConfigError
 from ...core.loading.model_config import ModelConfig
-from ...core.loading.weight_map import Together
+from ...core.loading.weight_map import StackedExperts
 from ...core.nn.context import BuildContext
 from ...core.nn.experts import SparseMLP
 from ...core.nn.routing import RoutingRule
@@ -60,9 +60,9 @@ class Qwen3VLMoeTextForCausalLM(Qwen3MoeForCausalLM):
         hf = config.hf_config
         up, down = hf.hidden_size, hf.moe_intermediate_size
         self.weight_map = replace(self.weight_map, together={
-            "gate_up_proj": Together("gate_up_proj.weight", ("gate", "up"), columns=up,
+            "gate_up_proj": StackedExperts("gate_up_proj.weight", ("gate", "up"), columns=up,
                                      joined=True),
-            "down_proj": Together("down_proj.weight", columns=down),
+            "down_proj": StackedExperts("down_proj.weight", columns=down),
         })  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from ...core.errors import ConfigError
 from ...core.loading.model_config import ModelConfig
-from ...core.loading.weight_map import Together, WeightMap
+from ...core.loading.weight_map import StackedExperts, WeightMap
 from ...core.nn.activations import LimitedSwiGLU
 from ...core.nn.context import BuildContext, ForwardContext
 from ...core.nn.experts import SparseMLP
@@ -111,7 +111,7 @@ class Step3p5ForCausalLM(CausalLM):
             "gate.e_score_correction_bias": "router_bias",
         },
         together={
-            f"{part}_{leaf}": Together(f"{layer}.{leaf}", (shard,))
+            f"{part}_{leaf}": StackedExperts(f"{layer}.{leaf}", (shard,))
             for part, layer, shard in (
                 ("gate", "gate_up_proj", "gate"), ("up", "gate_up_proj", "up"),
                 ("down", "down_proj", ""),

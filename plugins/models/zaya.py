@@ -12,7 +12,7 @@ from torch import nn
 
 from ...core.errors import ConfigError
 from ...core.loading.model_config import ModelConfig
-from ...core.loading.weight_map import Shard, Together
+from ...core.loading.weight_map import Shard, StackedExperts
 from ...core.nn.context import BuildContext, ForwardContext
 from ...core.nn.experts import Router, SparseMLP, check_features
 from ...core.nn.linear import MergedLinear
@@ -209,7 +209,8 @@ class ZayaMixture(SparseMLP):
         logits, states = self.gate(x, states)
         routing = self.experts.local(self.route(logits)._replace(num_experts=logits.shape[1]))
         return self.operations.experts(
-            x, routing, self.experts.gate_up_proj.bank, self.experts.down_proj.bank,
+            x, routing, self.experts.gate_up_proj.expert_weight,
+            self.experts.down_proj.expert_weight,
             residual=torch.zeros_like(x),
         ), states  # fmt: skip
 
@@ -305,8 +306,8 @@ class ZayaForCausalLM(CausalLM):
         },
         names={"temp": "qk_norm.temp", "e_score_correction_bias": "balancing_biases"},
         together={
-            "gate_up_proj": Together("gate_up_proj.weight", ("gate", "up"), joined=True),
-            "down_proj": Together("down_proj.weight"),
+            "gate_up_proj": StackedExperts("gate_up_proj.weight", ("gate", "up"), joined=True),
+            "down_proj": StackedExperts("down_proj.weight"),
         },
     )  # fmt: skip
 

@@ -16,6 +16,9 @@ from jackfield.plugins.parsing.tagged_reasoning import TaggedReasoningParser
 from jackfield.plugins.parsing.tool_machine import Answer
 
 OLD = {
+    "jackfield.core.loading.weight_map.Together": (
+        "jackfield.core.loading.weight_map.StackedExperts"
+    ),
     "jackfield.core.nn.packed.PackedWeight": "jackfield.core.nn.quantized_weight.QuantizedWeight",
     "jackfield.core.nn.quantized.PackedLinear": (
         "jackfield.core.nn.quantized.QuantizedWeightLinear"

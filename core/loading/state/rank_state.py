@@ -20,7 +20,7 @@ from torch import nn
 from ...errors import LoadError, listed
 from ...nn.attention import Attention
 from ...nn.quantized import LinearSpec, QuantizedLinear, TensorSpec
-from ...parallel.elsewhere import elsewhere
+from ...parallel.missing_layer import missing_prefixes
 from ...protocols.quantization import QuantizationMethod
 from ..quantize import quantized_layers
 from ..tensors.staging import Staging
@@ -85,7 +85,7 @@ class StateFiller:
     """Fills a rank's model from the tensors of `rank_state`, and tracks which are missing."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._elsewhere = elsewhere(model)
+        self._elsewhere = missing_prefixes(model)
         self._parameters = dict(model.named_parameters())
         self._layers = [Staging(layer) for layer in quantized_layers(model).values()]
         self._places: dict[str, tuple[Staging, str, str]] = {

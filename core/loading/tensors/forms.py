@@ -23,7 +23,7 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Together:
+class StackedExperts:
     """A checkpoint tensor that contains a tensor for every expert: [num_experts, ...]."""
 
     parameter: str
@@ -66,8 +66,8 @@ class RowOrder:
     """
 
     order: tuple[int, ...]
-    """Of every so many rows, each block of them alike: the checkpoint's row that comes first here,
-    second, …"""
+    """Rows are permuted in blocks of len(order), all blocks alike: row i of a block is the
+    checkpoint's row order[i] of it."""
 
     def __post_init__(self) -> None:
         if sorted(self.order) != list(range(len(self.order))) or not self.order:

@@ -56,7 +56,7 @@ class Sampler(PerSlot):
         self._state = state
         self._operations = operations or Operations()
         if self._operations.samples != state.kernels:
-            raise ValueError("the state keeps its books in torch, or for kernels: as it was made")
+            raise ValueError("operations and sampling state must both be for kernels, or neither")
         self._outputs: SampleOutputs | None = None
         self._scoring: torch.Tensor | None = None
         self.processors = processors or Processors((), state.device)

@@ -27,9 +27,9 @@ from .weights import ModuleWeightMap
 logger = logging.getLogger("jackfield.loading")
 
 BY_PLACE = frozenset({"Llama4ForCausalLM", "PhimoeForCausalLM"})
-"""Models that `after_loading` does not find: only long texts show it."""
+"""Models that only long texts show to be unsupported, which `after_loading` does not compute."""
 MEETING = 0.05
-"""Relative difference of states by which tokens are said to meet outside attention."""
+"""Relative difference of states above which tokens must have met outside attention."""
 
 
 class TransformersLM(nn.Module):

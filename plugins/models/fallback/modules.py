@@ -72,8 +72,8 @@ class RoutedExperts(Experts):
             return torch.empty_like(hidden)
         routing = Routing(weights.float().contiguous(), experts.to(torch.int32).contiguous())
         out = self.operations.experts(
-            hidden.contiguous(), self.local(routing), self.gate_up_proj.bank, self.down_proj.bank,
-            residual=torch.zeros_like(hidden),
+            hidden.contiguous(), self.local(routing), self.gate_up_proj.expert_weight,
+            self.down_proj.expert_weight, residual=torch.zeros_like(hidden),
         )  # fmt: skip
         return self.ranks.tensor.all_reduce(out)
 

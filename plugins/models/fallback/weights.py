@@ -11,7 +11,7 @@ import torch
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming
 
-from ....core.loading.weight_map import Together, WeightMap
+from ....core.loading.weight_map import StackedExperts, WeightMap
 from .attention import refused
 
 ROOT = "hf"
@@ -69,12 +69,12 @@ class ModuleWeightMap(WeightMap):
             name, _ = renaming.rename_source_key(name)
         return name
 
-    def together_at(self, name: str) -> tuple[str, Together] | None:
+    def together_at(self, name: str) -> tuple[str, StackedExperts] | None:
         module, _, last = self.renamed(name).rpartition(".")
         if module not in self.experts or last not in INNER:
             return None
         parameter = f"{last}.weight"
-        return f"{ROOT}.{module}.{parameter}", Together(parameter, INNER[last], joined=True)
+        return f"{ROOT}.{module}.{parameter}", StackedExperts(parameter, INNER[last], joined=True)
 
     def pieces(
         self, name: str, tensor: torch.Tensor

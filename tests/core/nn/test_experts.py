@@ -130,15 +130,17 @@ def test_the_reference_sums_what_each_expert_says(packed: bool, tokens: int) -> 
     experts, hidden, inner, top_k = 5, 16, 24, 3
     x, residual = torch.randn(tokens, hidden), torch.randn(tokens, hidden)
     routing = OPERATIONS.route(torch.randn(tokens, experts), RoutingRule(top_k, renormalize=False))
-    banks: list[Any] = [
+    weights: list[Any] = [
         torch.randn(experts * 2 * inner, hidden),
         torch.randn(experts * hidden, inner),
     ]
     if packed:
-        rounded = [round_to_fp8(bank) for bank in banks]
-        banks = [QuantizedWeight(values, scale[None], values.shape[1]) for values, scale in rounded]
-    dense = [dequantize(bank, x.dtype) if packed else bank for bank in banks]
-    actual = OPERATIONS.experts(x, routing, *banks, residual=residual.clone())
+        rounded = [round_to_fp8(weight) for weight in weights]
+        weights = [
+            QuantizedWeight(values, scale[None], values.shape[1]) for values, scale in rounded
+        ]
+    dense = [dequantize(weight, x.dtype) if packed else weight for weight in weights]
+    actual = OPERATIONS.experts(x, routing, *weights, residual=residual.clone())
     expected = residual + by_hand(
         x, routing, dense[0].view(experts, -1, hidden), dense[1].view(experts, hidden, inner)
     )
@@ -278,7 +280,7 @@ def test_experts_in_one_tensor_can_be_rounded_at_load(tmp_path: Path) -> None:
     rows = torch.cat([plain[:, 0::2], plain[:, 1::2]], dim=1).flatten(0, 1)
     words, scale = round_to_words(rows, 8, 64)
     expected = dequantize(QuantizedWeight(words, scale, 64), torch.float32)
-    assert torch.equal(dequantize(layer.bank, torch.float32), expected)
+    assert torch.equal(dequantize(layer.expert_weight, torch.float32), expected)
     bias = tensors[f"{name}_bias"]
     assert torch.equal(layer.bias, torch.cat([bias[:, 0::2], bias[:, 1::2]], dim=1).flatten())
 
@@ -290,8 +292,10 @@ def test_experts_of_a_list_of_layers_to_leave_alone(tmp_path: Path) -> None:
     rtn = {"quant_method": "rtn", "bits": 8, "modules_to_not_convert": [spared]}
     edit_json(folder / "config.json", quantization_config=rtn)
     layers = dict(build(folder).named_modules())
-    assert isinstance(layers[f"{spared}.gate_up_proj"].bank, torch.Tensor)
-    assert isinstance(layers["model.layers.2.mlp.experts.gate_up_proj"].bank, QuantizedWeight)
+    assert isinstance(layers[f"{spared}.gate_up_proj"].expert_weight, torch.Tensor)
+    assert isinstance(
+        layers["model.layers.2.mlp.experts.gate_up_proj"].expert_weight, QuantizedWeight
+    )
     rtn["modules_to_not_convert"] = [f"{spared}.3.down_proj"]
     edit_json(folder / "config.json", quantization_config=rtn)
     with pytest.raises(ConfigError, match=r"experts\.3\.down_proj but not .* and 2 more") as caught:

@@ -42,7 +42,7 @@ MODELS = {
     "qwen3": (QWEN3, {"_prefill_kernel", "_fused_decode_kernel"}, {"_decode_kernel"}),
     "qwen3_5": (
         QWEN3_5,
-        {"_delta_chunk_kernel", "delta_walk_kernel", "delta_step_kernel"},
+        {"_delta_chunk_kernel", "delta_recurrence_kernel", "delta_step_kernel"},
         {"_decode_kernel"},
     ),
     "glm_moe_dsa": (

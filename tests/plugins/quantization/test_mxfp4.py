@@ -136,10 +136,13 @@ def test_what_is_read_is_what_the_layout_says(
             expected = decode(tensors[f"{name}_blocks"], tensors[f"{name}_scales"])
             if part == "gate_up_proj":
                 expected = torch.cat([expected[:, 0::2], expected[:, 1::2]], dim=1)
-            actual = dequantize(layers[name].bank, torch.float32)
+            actual = dequantize(layers[name].expert_weight, torch.float32)
             assert torch.equal(actual.double(), expected.flatten(0, 1))
     assert len(layers) == 6, "only experts are taken"
-    bits = {name.removeprefix("model.layers."): layer.bank.bits for name, layer in layers.items()}
+    bits = {
+        name.removeprefix("model.layers."): layer.expert_weight.bits
+        for name, layer in layers.items()
+    }
     # In 4 bits, unless a scale is above 2, or a row's groups do not fit the words (96 columns).
     four = ["0.mlp.experts.gate_up_proj", "1.mlp.experts.gate_up_proj"]
     assert [name for name, count in bits.items() if count == 4] == four
@@ -154,10 +157,10 @@ def test_transformers_reads_the_same(checkpoint: Any) -> None:
 
     folder, _ = checkpoint
     tensors = load_file(folder / "model.safetensors")
-    bank = quantized_layers(build(folder))[BLOCKS.removesuffix("_blocks")].bank
+    weight = quantized_layers(build(folder))[BLOCKS.removesuffix("_blocks")].expert_weight
     scales = tensors[BLOCKS.replace("blocks", "scales")]
     expected = convert_moe_packed_tensors(tensors[BLOCKS], scales, dtype=torch.float32)
-    assert torch.equal(dequantize(bank, torch.float32), expected.transpose(1, 2).flatten(0, 1))
+    assert torch.equal(dequantize(weight, torch.float32), expected.transpose(1, 2).flatten(0, 1))
 
 
 async def test_engine_gives_the_dequantised_models_log_probabilities(checkpoint: Any) -> None:
@@ -187,7 +190,7 @@ async def test_engine_gives_the_dequantised_models_log_probabilities(checkpoint:
 
 
 @pytest.mark.parametrize("num_tokens", [1, 7, 40])
-def test_kernels_read_the_bank(checkpoint: Any, num_tokens: int) -> None:
+def test_kernels_read_the_weights(checkpoint: Any, num_tokens: int) -> None:
     pytest.importorskip("triton")
     from jackfield.plugins.operations.experts import experts_serve
     from jackfield.plugins.operations.triton import TritonOperations
@@ -198,20 +201,22 @@ def test_kernels_read_the_bank(checkpoint: Any, num_tokens: int) -> None:
     x = torch.randn(num_tokens, HIDDEN, generator=generator).to(device, torch.float16)
     logits = torch.randn(num_tokens, EXPERTS, generator=generator).to(device)
     routing = Operations().route(logits, RoutingRule(3, renormalize=True))
-    banks = []
+    weights = []
     for layer in (experts.gate_up_proj, experts.down_proj):
-        # Moved as parameters, the bank's tensors are the module's.
+        # Moved as parameters, the weight's tensors are the module's.
         parts = {name: getattr(layer, name) for name in layer.weight.tensors()}
-        banks.append(layer.weight._replace(**parts))
-    assert all(isinstance(bank, QuantizedWeight) for bank in banks) and experts_serve(*banks)
+        weights.append(layer.weight._replace(**parts))
+    assert all(isinstance(weight, QuantizedWeight) for weight in weights) and experts_serve(
+        *weights
+    )
     more = {
         "gate_up_bias": experts.gate_up_proj.bias,
         "down_bias": experts.down_proj.bias,
         "activation": ClampedSwiGLU(1.702, 0.75),
     }
     wide = {k: v.float() if isinstance(v, torch.Tensor) else v for k, v in more.items()}
-    expected = Operations().experts(x.float(), routing, *banks, residual=x.float(), **wide)
-    actual = TritonOperations().experts(x, routing, *banks, residual=x.clone(), **more)
+    expected = Operations().experts(x.float(), routing, *weights, residual=x.float(), **wide)
+    actual = TritonOperations().experts(x, routing, *weights, residual=x.clone(), **more)
     torch.testing.assert_close(actual.float(), expected, atol=4e-3, rtol=4e-3)
 
 
@@ -284,7 +289,7 @@ def test_dummy_weights_can_be_made(checkpoint: Any) -> None:
     layers = quantized_layers(build(checkpoint[0], load_format="dummy")).values()
     assert layers
     for layer in layers:
-        weights = dequantize(layer.bank, torch.float32)
+        weights = dequantize(layer.expert_weight, torch.float32)
         assert weights.isfinite().all() and 0.001 < weights.std() < 1.0
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from torch import nn
 
 
-class Elsewhere(nn.Module):
+class MissingLayer(nn.Module):
     """Stands in the place of a module that this stage does not have, under its name: the tensors
     that a checkpoint has for it are not loaded."""
 
 
-def elsewhere(model: nn.Module) -> tuple[str, ...]:
+def missing_prefixes(model: nn.Module) -> tuple[str, ...]:
     """Return the starts of the names of parameters that this stage does not have."""
     modules = model.named_modules()
-    return tuple(f"{name}." for name, module in modules if isinstance(module, Elsewhere))
+    return tuple(f"{name}." for name, module in modules if isinstance(module, MissingLayer))
