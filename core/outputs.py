@@ -211,3 +211,5 @@ class EngineStats(msgspec.Struct, kw_only=True):
     steps: int = 0
     requests_finished: dict[str, int] = {}
     """finish_reason → count, since the start."""
+    part_counts: dict[str, float] = {}
+    """What parts from plugins count (`SchedulerPart.counts`), since the start: `NAME.count`."""

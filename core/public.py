@@ -161,6 +161,7 @@ PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
         "jackfield.plugins.conformance.parsers": (
             "ReasoningParserKit", "Sample", "ToolParserKit", "tool",
         ),
+        "jackfield.plugins.conformance.parts": ("PartKit",),
         "jackfield.plugins.conformance.policies": ("SchedulePolicyKit",),
         "jackfield.plugins.conformance.pooling_models": ("PoolingModelKit",),
         "jackfield.plugins.conformance.quantization": ("QuantizationKit",),

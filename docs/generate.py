@@ -43,6 +43,7 @@ DOCS = Path(__file__).resolve().parent
 sys.path.insert(0, str(DOCS))
 from api_page import public_api  # noqa: E402
 from cli_page import cli  # noqa: E402
+from combinations_page import combinations  # noqa: E402
 from markdown_table import table  # noqa: E402
 from models_page import models  # noqa: E402
 from parsers_page import parsers  # noqa: E402
@@ -397,6 +398,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "reference/engine-config.md": engine_config,
     "reference/sampling-params.md": sampling_params,
     "reference/cli.md": cli,
+    "reference/combinations.md": combinations,
     "reference/hooks.md": hook_page,
     "reference/fields.md": fields,
     "reference/metrics.md": metrics,

@@ -15,7 +15,7 @@ import prometheus_client as prometheus
 
 from ..cache.groups import sequence_blocks
 from ..config import EngineConfig
-from ..errors import EngineOverloaded, EngineStopped, InvalidRequest, PluginError
+from ..errors import EngineOverloaded, EngineStopped, InvalidRequest, JackfieldError, PluginError
 from ..loading.generation_config import NO_DEFAULTS
 from ..loading.model_config import ModelConfig, resolve_model_config
 from ..metrics.merge import Family, families
@@ -25,6 +25,7 @@ from ..outputs import EngineStats
 from ..protocols.executors import Executor, ExecutorInfo, SchedulePolicy
 from ..recording.recorder import RecordingExecutor
 from ..recording.recording import Writer
+from ..registration.failing_plugin import plugin_failure
 from ..registry import Plugins
 from ..request import Request, RequestSpec, draw_seed
 from ..scheduling.parts.guarded_connector import GuardedConnector
@@ -230,6 +231,7 @@ class EngineCore:
                 config, self.info, limits.max_model_len, self._connector, self.plugins
             ),
             ttft_target=config.ttft_target_ms / 1000,
+            describe=self._described,
         )
         self._limits = self.scheduler.limits
         self.outputs = OutputProcessor(self.requests, self.scheduler, self.metrics, events)
@@ -307,19 +309,35 @@ class EngineCore:
         if seed is None:
             seed = draw_seed(self._seeds)
         state = make_state(spec.requests(seed=seed, grammar=grammar))
-        self.outputs.enter_request(state)
+        with self._dying_of_errors():
+            self.outputs.enter_request(state)
         if self.steps is not None:
             self.steps.arrived()
         return state
 
+    @contextlib.contextmanager
+    def _dying_of_errors(self) -> Iterator[None]:
+        """End the engine with an error that is not about a request: its queues, or what a part has
+        noted, may contradict each other."""
+        try:
+            yield
+        except JackfieldError:
+            raise
+        except Exception as error:
+            if self.steps is not None:
+                self.steps.fail(error)
+            raise
+
     def abort_request(self, state: State) -> None:
         """End what is left of a request; its blocks are free when this returns."""
-        self.outputs.abort_request(state)
+        with self._dying_of_errors():
+            self.outputs.abort_request(state)
         self._wake()
 
     def finish_completion(self, state: RequestState, index: int, stop: str) -> None:
         """End one completion at a stop string that a front end found."""
-        self.outputs.finish_completion(state, index, stop)
+        with self._dying_of_errors():
+            self.outputs.finish_completion(state, index, stop)
         self._wake()
 
     # ------------------------------------------------------------ state
@@ -404,9 +422,14 @@ class EngineCore:
         except Exception:
             logger.exception("step %d could not be counted", plan.step)
 
+    def _described(self, error: BaseException) -> str:
+        """Return an error for messages, with the plugin whose code raised it."""
+        failure = plugin_failure(self.plugins, error, "the scheduler")
+        return str(failure) if failure is not None else f"{type(error).__name__}: {error}"
+
     def _die(self, error: BaseException) -> None:
         """End every request with an error after a step failed as a whole, and accept no more."""
-        reason = f"{type(error).__name__}: {error}"
+        reason = self._described(error)
         self.requests.dead_reason = reason
         self.requests.accepting = False
         logger.error("the engine died", exc_info=error)

@@ -108,6 +108,12 @@ class EngineMetrics:
             ["model_name", "finished_reason"],
             registry=self.registry,
         )
+        self._part_counts = prometheus.Counter(
+            "jackfield:part_count",
+            "What parts from plugins count, by the part's name and the count's.",
+            ["model_name", "count"],
+            registry=self.registry,
+        )
         self._iteration = histogram("iteration_tokens_total", "Tokens per step.", TOKENS)
         self._step_seconds = histogram("iteration_seconds", "Seconds a step took.", ITL_SECONDS)
         self._launch_wait = histogram(
@@ -155,6 +161,9 @@ class EngineMetrics:
             increase = count - self._seen.requests_finished.get(reason, 0)
             if increase:
                 self._success.labels(self._model, reason).inc(increase)
+        for name, number in stats.part_counts.items():
+            increase = number - self._seen.part_counts.get(name, 0)
+            self._part_counts.labels(self._model, name).inc(increase)
         self._seen = stats
 
     def observe_cache_config(self, **facts: object) -> None:

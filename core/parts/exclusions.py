@@ -56,18 +56,24 @@ EXCLUDES: Mapping[str, Mapping[str, str]] = {
     },
     CALCULATED_SCALES: {
         kv_transfer.NAME: "keys and values from elsewhere were cached with other scales",
+        encoder_decoder.NAME: "keys and values of sources are kept in the model's type",
     },
 }
 """Capability → another one, or a mode → the reason, in a clause. Each pair stands once."""
+NEEDS: Mapping[str, str] = {EXPERT_BALANCE: TENSOR_PARALLEL}
+"""Mode → another one, without which it is not there."""
 
 
 def reason_against(
     one: str, other: str, more: Mapping[str, Mapping[str, str]] | None = None
 ) -> str | None:
-    """Return why two capabilities or modes do not go together; None: they do. more: exclusions of
+    """Return why two capabilities or modes, or what they need, do not go together; None: they do.
+    more: exclusions of
     parts from outside."""
-    found = _exclusion(one, other, more or {})
-    return None if found is None else found[2]
+    for first, second in ((one, other), (NEEDS.get(one, one), NEEDS.get(other, other))):
+        if (found := _exclusion(first, second, more or {})) is not None:
+            return found[2]
+    return None
 
 
 def _exclusion(

@@ -42,8 +42,9 @@ class StepPart:
 
     An engine has the parts that `EngineConfig.parts` names. Requests address a part by
     `SamplingParams.extra_args` (over HTTP: `vllm_xargs`). A part that raises ends the engine, with
-    its name: it decides about all requests at once. To test a part:
-    `jackfield.plugins.conformance.parts`.
+    its name: it decides about all requests at once. Errors of `SchedulerPart.settle` and `kept`,
+    which are about one request, and of the worker half in a step, end the requests of that row or
+    step. To test a part: `jackfield.plugins.conformance.parts`.
     """
 
     options: ClassVar[type[msgspec.Struct]] = NoPartOptions

@@ -53,6 +53,8 @@ class LiveRequests:
         request.order = (*key, next(self._arrivals))
         self.by_id[request.request_id] = request
         self.waiting.add(request)
+        for added in self._parts.added:
+            added(request)
 
     def run(self, request: Request) -> None:
         """Give a request a free slot. The caller removes it from `waiting`."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+import logging
+from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from typing import TypeVar
 
@@ -11,6 +12,7 @@ import msgspec
 
 from ..cache.groups import ONE_GROUP, CacheGroup
 from ..cache.kv_manager import KVCacheManager, NoKVCache
+from ..errors import RequestFailed
 from ..outputs import EngineStats, FinishReason
 from ..protocols.executors import SchedulePolicy
 from ..request import Request, Update
@@ -28,6 +30,12 @@ from .queues.decode_rows import DecodeRows
 from .row_planner import RowPlanner
 
 P = TypeVar("P", bound=SchedulerPart)
+logger = logging.getLogger("jackfield.engine")
+
+
+def described(error: Exception) -> str:
+    """Return an error for messages."""
+    return f"{type(error).__name__}: {error}"
 
 
 class Scheduler:
@@ -60,11 +68,12 @@ class Scheduler:
         num_snapshots: int | None = None,
         ttft_target: float = 0.0,
         parts: Sequence[PartMaker] = (),
+        describe: Callable[[Exception], str] = described,
     ) -> None:
         """hash_key: see `BlockHasher`. groups: layers that share a block table. num_snapshots: of
         states, if layers keep them; None: they keep none. ttft_target: see `StepSizes`; without
         effect where a part does not allow it. parts: what makes the parts, in the order in which
-        they are called."""
+        they are called. describe: an error in the result of a row → what its request is told."""
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self._keys = PolicyKeys(policy, policy_name)
@@ -93,6 +102,7 @@ class Scheduler:
             max_chunk=max_chunk,
         )
         """Limits that admission has checked for every request. They shrink if blocks are lost."""
+        self._describe = describe
         self._failures: list[Update] = []
         self._stats = EngineStats(num_slots=max_num_seqs, kv_blocks_total=self.kv.num_usable_blocks)
         self._parts = PartSet()
@@ -168,10 +178,19 @@ class Scheduler:
         """End every request after the device failed; drop steps in flight and cached content."""
         self._in_flight.clear()
         for request in list(self.requests.by_id.values()):
-            self._failures.append(self.requests.fail(request, error))
-        for abandon in self._parts.abandon:
-            abandon()
-        self.kv.reset_prefix_cache()
+            try:
+                self._failures.append(self.requests.fail(request, error))
+            except Exception:
+                # What ended the engine may raise again; its caller hears of the end all the same.
+                logger.exception("request %s: its end failed", request.external_id)
+                request.finish_reason = "error"
+                self._failures.append(Update(request, [], finished=True, error=error))
+        try:
+            for abandon in self._parts.abandon:
+                abandon()
+            self.kv.reset_prefix_cache()
+        except Exception:
+            logger.exception("parts could not be told of the engine's end")
         return self.take_failures()
 
     def not_taken(self, plan: StepPlan) -> None:
@@ -304,54 +323,75 @@ class Scheduler:
                     self.requests.fail(request, failed[row], result.failed_params.get(row))
                 )
                 continue
-            num_tokens = len(new)
-            if settle_parts:
-                for settle in settle_parts:
-                    settle(request, row, plan, result)
-            if request.pooling is not None:
-                if plan.samples[row]:
-                    self.requests.end(request, "stop")
-                    updates.append(Update(request, [], pooled=result.pooled[row], finished=True))
-                continue
-            update = Update(request, new)
-            if first_positions and row in first_positions:
-                update.prompt_logprobs = request.new_prompt_logprobs(
-                    first_positions[row], result.prompt_logprobs.get(row)
-                )
-            if num_tokens:
-                outputs = request.output_token_ids
-                if num_tokens == 1:
-                    token_id = new[0]
-                    num_new += 1
-                else:
-                    token_id = request.append_all_but_last(new)
-                    num_new += len(new)
-                outputs.append(token_id)
-                # Cheap conditions first: few tokens can be the last.
-                if token_id in request.stop_ids or len(outputs) >= request.max_tokens:
-                    stop = request.stop_on(token_id)
-                    if stop is not None:
-                        self.requests.end(request, *stop)
-                        update.finished = True
-                if kept_by_parts:
-                    for kept in kept_by_parts:
-                        reason = kept(request, row, result, new)
-                        if reason is not None and not update.finished:
-                            self.requests.end(request, reason)
+            try:
+                num_tokens = len(new)
+                if settle_parts:
+                    for settle in settle_parts:
+                        settle(request, row, plan, result)
+                if request.pooling is not None:
+                    if plan.samples[row]:
+                        self.requests.end(request, "stop")
+                        updates.append(
+                            Update(request, [], pooled=result.pooled[row], finished=True)
+                        )
+                    continue
+                update = Update(request, new)
+                if first_positions and row in first_positions:
+                    update.prompt_logprobs = request.new_prompt_logprobs(
+                        first_positions[row], result.prompt_logprobs.get(row)
+                    )
+                if num_tokens:
+                    outputs = request.output_token_ids
+                    if num_tokens == 1:
+                        token_id = new[0]
+                        num_new += 1
+                    else:
+                        token_id = request.append_all_but_last(new)
+                        num_new += len(new)
+                    outputs.append(token_id)
+                    # Cheap conditions first: few tokens can be the last.
+                    if token_id in request.stop_ids or len(outputs) >= request.max_tokens:
+                        stop = request.stop_on(token_id)
+                        if stop is not None:
+                            self.requests.end(request, *stop)
                             update.finished = True
-                if logprobs and row in logprobs:
-                    update.logprobs = logprobs[row][: len(new)]
-            elif plan.samples[row]:
-                updates.append(self.requests.fail(request, "the step brought no token for it"))
-                continue
-            elif update.prompt_logprobs is None:
-                continue
-            updates.append(update)
+                    if kept_by_parts:
+                        for kept in kept_by_parts:
+                            reason = kept(request, row, result, new)
+                            if reason is not None and not update.finished:
+                                self.requests.end(request, reason)
+                                update.finished = True
+                    if logprobs and row in logprobs:
+                        update.logprobs = logprobs[row][: len(new)]
+                elif plan.samples[row]:
+                    updates.append(self.requests.fail(request, "the step brought no token for it"))
+                    continue
+                elif update.prompt_logprobs is None:
+                    continue
+                updates.append(update)
+            except Exception as error:
+                updates.append(self._fail_row(request, error))
         self._stats.steps += 1
         self._stats.generation_tokens += num_new
         self._stats.late_preparations += result.late_preparations
         self._stats.graph_recording_failures += result.graph_recording_failures
         return updates
+
+    def _fail_row(self, request: Request, error: Exception) -> Update:
+        """End a request that a step's result could not be applied to. Raises the error if the
+        request cannot be ended either."""
+        if isinstance(error, RequestFailed):
+            reason = str(error)
+        else:
+            reason = f"a step's result could not be applied: {self._describe(error)}"
+            logger.error("request %s: %s", request.external_id, reason, exc_info=error)
+        if request.finished:
+            request.finish_reason = "error"
+            return Update(request, [], finished=True, error=reason)
+        try:
+            return self.requests.fail(request, reason)
+        except Exception:
+            raise error from None
 
     def _shrink_limits(self, num_lost_blocks: int) -> None:
         """Fail the requests that can never finish, now that so many blocks are lost."""

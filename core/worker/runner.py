@@ -208,6 +208,8 @@ class ModelRunner:
             parts=self.parts.context(inputs),
         )  # fmt: skip
         hidden: HiddenStates = self.model(inputs.input_ids, context)
+        if self.samples:
+            self.parts.computed(inputs, hidden)
         return hidden
 
     def logits(self, hidden: HiddenStates, ending: Ending = Ending.LOGITS) -> torch.Tensor:

@@ -71,6 +71,7 @@ KINDS = {
         "jackfield serve --kv-compression $name --kv-compression-ratio 0.5",
         "Compressor",
     ),
+    "part": Kind("register_parts", "jackfield serve --parts '{\"$name\": {}}'", "Part"),
     "speculator": Kind(
         "register_speculators",
         'jackfield serve --speculative-config \'{"method": "$name", "num_speculative_tokens": 4}\'',

@@ -47,6 +47,7 @@ KITS = {
     "executor": Kit("--executor", "executors", "ExecutorKit"),
     "operations": Kit("--operations", "operations", "OperationsKit"),
     "schedule_policy": Kit("--schedule-policy", "policies", "SchedulePolicyKit"),
+    "part": Kit("--part", "parts", "PartKit"),
     "speculator": Kit("--speculator", "speculators", "SpeculatorKit"),
     "weight_loader": Kit("--weight-loader", "loaders", "WeightLoaderKit"),
 }

@@ -51,6 +51,11 @@ class PartServices:
     lose_blocks: Callable[[int], None]
     """Says how many blocks are lost for good, so that requests which can never finish fail."""
 
+    def end(self, request: Request, reason: FinishReason) -> None:
+        """End an unfinished request without a token, such as in `SchedulerPart.begin_plan`."""
+        self.requests.end(request, reason)
+        self.publish(Update(request, [], finished=True))
+
 
 class SchedulerPart:
     """Decides about one capability: what requests need for it, and what plans carry of it.
@@ -59,6 +64,9 @@ class SchedulerPart:
     called: a part costs what it uses. All run on the event loop; none may block. What a part
     remembers of a request is its own (`Request.parts[name]`, or a mapping), and ends with `leave`
     or `ended`.
+
+    One that raises ends the engine, with an error that names the part's plugin; but an error of
+    `settle` or `kept` ends the row's request alone, a `RequestFailed` with its text.
 
     Calls of a plan: `turns`, `begin_plan`; for rows of running requests `decode_tokens` or
     `chunk_tokens`; for waiting requests `readiness`, `cost`, then `no_room`, or `enter`,
@@ -78,6 +86,9 @@ class SchedulerPart:
     """False: the counters of requests must be exact whenever a result arrives."""
 
     # ------------------------------------------------------------ requests that wait
+
+    def added(self, request: Request) -> None:
+        """Note a new request, which waits. Its end is always noted, too (`ended`)."""
 
     def readiness(self, request: Request, hits: PrefixHits, reserve: int) -> Readiness:
         """Return whether a waiting request may be admitted now, and begin what makes it ready.
@@ -198,7 +209,9 @@ class SchedulerPart:
 
     @property
     def counts(self) -> dict[str, Any]:
-        """Fields of `EngineStats` that are counted here."""
+        """Return what is counted here, since the start: fields of `EngineStats`, or names of the
+        part's own, which are in `EngineStats.part_counts` and in the metric
+        `jackfield:part_count_total`."""
         return {}
 
     def held_blocks(self, running: list[Request]) -> Iterable[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias, TypeVar
 
+from ...outputs import EngineStats
 from ...request import NEVER, Request
 from .part import PartMaker, PartServices, SchedulerPart
 
@@ -31,6 +32,7 @@ class PartSet:
 
     def _index(self) -> None:
         self.sees_every_row = any(part.sees_every_row for part in self._parts)
+        self.added = self._having("added")
         self.turns = self._having("turns")
         self.begin_plan = self._having("begin_plan")
         self.readiness = self._having("readiness")
@@ -87,4 +89,12 @@ class PartSet:
     @property
     def counts(self) -> dict[str, Any]:
         """Fields of `EngineStats` that parts count."""
-        return {name: value for part in self._parts for name, value in part.counts.items()}
+        fields: dict[str, Any] = {}
+        others: dict[str, float] = {}
+        for part in self._parts:
+            for name, value in part.counts.items():
+                if name in EngineStats.__struct_fields__:
+                    fields[name] = value
+                else:
+                    others[f"{part.name}.{name}"] = value
+        return {**fields, "part_counts": others} if others else fields

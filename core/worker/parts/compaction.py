@@ -243,7 +243,7 @@ def load_compressor(
     registry = plugins["kv_compressor"]
     compressor_class = registry.load(name)
     for layer in layers:
-        reason = _refusal(layer, cache_dtype)
+        reason = layer_refusal(layer, cache_dtype)
         if reason is None:
             with registry.calling(name, "refusal"):
                 reason = compressor_class.refusal(layer.spec)
@@ -257,7 +257,7 @@ def load_compressor(
     return compressor
 
 
-def _refusal(layer: Attention, cache_dtype: torch.dtype) -> str | None:
+def layer_refusal(layer: Attention, cache_dtype: torch.dtype) -> str | None:
     """Return why a layer's cache cannot be compacted; None if it can."""
     if layer.spec.reach is not None:
         return "a layer has a sliding window or chunks, which count the tokens in the cache"

@@ -31,7 +31,9 @@ class KVCompressionStart(PartStart):
         self._compressor = load_compressor(
             start.plugins, start.config, start.key_values, start.kv_dtype
         )
-        self.needs = PartNeeds(operations=OPERATIONS, refuses=_refusal, batch={"compacts": True})
+        self.needs = PartNeeds(
+            operations=OPERATIONS, refuses=backend_refusal, batch={"compacts": True}
+        )
 
     def make(self, site: PartSite) -> KVCompression:
         """Keep the queries that the compressor needs."""
@@ -50,7 +52,8 @@ class KVCompressionStart(PartStart):
         return KVCompression(compactor, ring, site.batch, divided=start.ranks.size > 1)
 
 
-def _refusal(backend: type[PagedBackend]) -> str | None:
+def backend_refusal(backend: type[PagedBackend]) -> str | None:
+    """Return why an attention backend does not serve with the part; None: it does."""
     if issubclass(backend, AttentionBackend):
         if not (backend.compacted_cache and backend.standard_cache):
             return "it reads no compacted cache (kv_compression)"

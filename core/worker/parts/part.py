@@ -16,6 +16,7 @@ from ...nn.attention import Attention
 from ...nn.operations import Operations
 from ...parallel.ranks import Ranks
 from ...protocols.attention import LayerSpec, PagedBackend
+from ...protocols.models import HiddenStates
 from ...registry import Plugins
 from ...step import NOTHING_IN_PROCESS, InProcess, PartPlan, SlotStart, StepPlan
 from ..launched_step import LaunchedStep
@@ -43,8 +44,8 @@ class WorkerPart(PerSlot):
 
     Every method has a default that does nothing, and one that a class does not override is never
     called. Nothing may wait for the device. Calls of a step: `move`; `release` and `start` of
-    slots; `before`; within the forward pass `context`, also while a step is recorded as a graph;
-    `upload`, before tokens are sampled; `sampled`; `after`.
+    slots; `before`; within the forward pass `context` and `computed`, also while a step is recorded
+    as a graph; `upload`, before tokens are sampled; `sampled`; `after`.
     """
 
     name: ClassVar[str]
@@ -69,6 +70,11 @@ class WorkerPart(PerSlot):
         """Return what layers find as `ForwardContext.parts[name]`; None: nothing. While a step is
         recorded, it may depend on addresses of `inputs`, not on numbers."""
         return None
+
+    def computed(self, inputs: StepInputs, hidden: HiddenStates) -> None:
+        """Queue what reads the states of all tokens, which logits are computed from: rows in the
+        plan's order, then padding. In a pipeline, only the last stage has them. While a step is
+        recorded, it may depend on addresses, not on numbers, and write to memory that stays."""
 
     def recordable(self, plan: StepPlan) -> bool:
         """Return whether a recorded graph may serve the step."""

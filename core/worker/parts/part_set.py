@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 import torch
 
+from ...protocols.models import HiddenStates
 from ...step import StepPlan
 from .part import WorkerPart
 
@@ -30,6 +31,7 @@ class WorkerParts:
         self._moving = {part.name: part for part in parts if _overrides(part, "move")}
         self._before = [part for part in parts if _overrides(part, "before")]
         self._context = [part for part in parts if _overrides(part, "context")]
+        self._computed = [part for part in parts if _overrides(part, "computed")]
         self._recordable = [part for part in parts if _overrides(part, "recordable")]
         self._sampled = [part for part in parts if _overrides(part, "sampled")]
         self._after = [part for part in parts if _overrides(part, "after")]
@@ -60,6 +62,11 @@ class WorkerParts:
         """Return what layers find of parts."""
         found = {part.name: part.context(inputs) for part in self._context}
         return {name: value for name, value in found.items() if value is not None}
+
+    def computed(self, inputs: StepInputs, hidden: HiddenStates) -> None:
+        """Let parts queue what reads the states of a forward pass."""
+        for part in self._computed:
+            part.computed(inputs, hidden)
 
     def recordable(self, plan: StepPlan) -> bool:
         """Return whether a recorded graph may serve the step."""

@@ -52,7 +52,7 @@ class SpeculationStart(PartStart):
         assert config is not None, "no speculator is configured"
         self._start, self._config = start, config
         self.needs = PartNeeds(
-            refuses=_refusal, batch={"num_drafts": config.num_speculative_tokens}
+            refuses=backend_refusal, batch={"num_drafts": config.num_speculative_tokens}
         )
 
     def make(self, site: PartSite) -> Speculation:
@@ -79,7 +79,8 @@ class SpeculationStart(PartStart):
         )
 
 
-def _refusal(backend: type[PagedBackend]) -> str | None:
+def backend_refusal(backend: type[PagedBackend]) -> str | None:
+    """Return why an attention backend does not serve with the part; None: it does."""
     if not getattr(backend, "bounded_lengths", False):
         return "it needs lengths that only the device knows (speculative_config)"
     return None

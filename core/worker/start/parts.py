@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 from ...config.compatibility import active_capabilities
-from ...parts import encoder_decoder, states
+from ...parts import encoder_decoder, kv_compression, speculation, states
 from ...parts.exclusions import check_exclusions
+from ...protocols.attention import PagedBackend
 from ...registration.step_parts import KIND, active_parts, excluded_by
 from ..parts.encoder_decoder import EncoderDecoderStart, source_attention
 from ..parts.kv_compression import KVCompressionStart
+from ..parts.kv_compression import backend_refusal as compression_refusal
 from ..parts.part import PartStart, StartContext
 from ..parts.pipeline import PipelineStart
 from ..parts.speculation import SpeculationStart
+from ..parts.speculation import backend_refusal as speculation_refusal
 from ..parts.states import StatesStart, check_state_options, state_layers
+
+BACKEND_REFUSALS: Mapping[str, Callable[[type[PagedBackend]], str | None]] = {
+    speculation.NAME: speculation_refusal,
+    kv_compression.NAME: compression_refusal,
+}
+"""Part that does not go with every attention backend → why one does not serve; None: it does."""
 
 
 def start_parts(start: StartContext) -> list[PartStart]:

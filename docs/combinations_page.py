@@ -1,0 +1,157 @@
+"""docs/reference/combinations.md: which capabilities, modes and attention backends go together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from markdown_table import table
+
+from jackfield.core.parts import encoder_decoder, kv_compression, kv_transfer, speculation, states
+from jackfield.core.parts.exclusions import (
+    CALCULATED_SCALES,
+    DATA_PARALLEL,
+    EXPERT_BALANCE,
+    MODELS,
+    OPTIONS,
+    PIPELINE,
+    RECORDING,
+    TENSOR_PARALLEL,
+    reason_against,
+)
+from jackfield.core.protocols.attention import AttentionSpec
+from jackfield.core.registry import load_plugins
+from jackfield.core.worker.parts.compaction import layer_refusal
+from jackfield.core.worker.start.parts import BACKEND_REFUSALS
+
+CAPABILITIES = {
+    speculation.NAME: "speculative decoding",
+    kv_compression.NAME: "KV compression",
+    kv_transfer.NAME: "KV connectors",
+    states.NAME: "models with states",
+    encoder_decoder.NAME: "encoder-decoder models",
+    RECORDING: "recorded plans",
+    CALCULATED_SCALES: "calculated KV scales",
+}
+MODES = {
+    TENSOR_PARALLEL: "tensor parallel",
+    PIPELINE: "pipeline parallel",
+    DATA_PARALLEL: "data parallel",
+    EXPERT_BALANCE: "experts placed by load",
+}
+ALL = {**CAPABILITIES, **MODES}
+EXECUTOR_FLAGS = {
+    TENSOR_PARALLEL: "tensor_parallel",
+    PIPELINE: "pipeline_parallel",
+    DATA_PARALLEL: "data_parallel",
+    EXPERT_BALANCE: "moves_experts",
+}
+WINDOW = AttentionSpec(num_heads=1, num_kv_heads=1, head_dim=8, scale=1.0, sliding_window=4)
+SLOPES = AttentionSpec(num_heads=1, num_kv_heads=1, head_dim=8, scale=1.0, alibi_slopes=(0.5,))
+
+
+class Notes:
+    """Numbered reasons, each once."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+
+    def cell(self, reason: str | None) -> str:
+        """What a cell shows: yes, or no with the number of its reason."""
+        if reason is None:
+            return "yes"
+        return f"no ({self._numbers.setdefault(reason, len(self._numbers) + 1)})"
+
+    @property
+    def text(self) -> str:
+        """The list of reasons."""
+        return "".join(f"{number}. {reason}\n" for reason, number in self._numbers.items())
+
+
+def combinations() -> str:
+    """The page."""
+    notes = Notes()
+    rows = [
+        [f"**{label}**", *(_cell(notes, one, other) for other in ALL)] for one, label in ALL.items()
+    ]
+    turned_on = [
+        [label, f"`{OPTIONS[name]}`" if name in OPTIONS else f"the model: it {MODELS[name]}"]
+        for name, label in ALL.items()
+    ]
+    return (
+        "# What goes with what\n\n"
+        "Which capabilities, parallel modes and attention backends an engine can have at once. "
+        "What does not go together is refused at the start, with the option's name. Source: "
+        "[core/parts/exclusions.py](../../core/parts/exclusions.py). A test starts an engine with "
+        "each pair (`tests/core/engine/test_combinations.py`). Parts from plugins say in "
+        "`StepPart.excludes` what they do not go with; what is not listed there is allowed.\n\n"
+        "## Capabilities and modes\n\n"
+        + table(["", *ALL.values()], rows)
+        + f"\n{notes.text}\n"
+        + table(["capability or mode", "turned on by"], turned_on)
+        + "\n## Attention backends\n\n"
+        "With `attention_backend` auto, one that serves is taken. Where a layer has a feature (a "
+        "window, sinks, ALiBi slopes), the backend must have it, too.\n\n"
+        + _backends()
+        + "\n## Executors\n\n"
+        + _executors()
+        + "\n## What depends on the model\n\n"
+        + _by_model()
+    )
+
+
+def _cell(notes: Notes, one: str, other: str) -> str:
+    if one == other or {one, other} <= set(MODELS):
+        return ""
+    return notes.cell(reason_against(one, other))
+
+
+def _backends() -> str:
+    notes, rows = Notes(), []
+    plugins = load_plugins()
+    for kind, label in (("attention_backend", ""), ("latent_attention_backend", " (latents)")):
+        for name in sorted(plugins[kind]):
+            backend: Any = plugins[kind].load(name)
+            cells = [notes.cell(refuses(backend)) for refuses in BACKEND_REFUSALS.values()]
+            fp8 = None if backend.fp8_cache else "it reads no fp8 cache (kv_cache_dtype)"
+            if label:
+                cells = [
+                    notes.cell("latents are not compacted") if part == kv_compression.NAME else cell
+                    for part, cell in zip(BACKEND_REFUSALS, cells, strict=True)
+                ]
+            rows.append([f"`{name}`{label}", *cells, notes.cell(fp8)])
+    heads = [CAPABILITIES[name] for name in BACKEND_REFUSALS]
+    return table(["backend", *heads, CAPABILITIES[CALCULATED_SCALES]], rows) + f"\n{notes.text}"
+
+
+def _executors() -> str:
+    registry = load_plugins()["executor"]
+    rows = []
+    for name in sorted(registry):
+        executor: Any = registry.load(name)
+        flags = [
+            "yes" if getattr(executor, flag, False) else "no" for flag in EXECUTOR_FLAGS.values()
+        ]
+        rows.append([f"`{name}`", *flags])
+    return table(["executor", *(MODES[mode] for mode in EXECUTOR_FLAGS)], rows)
+
+
+def _by_model() -> str:
+    refused: Mapping[str, AttentionSpec] = {"window": WINDOW, "slopes": SLOPES}
+    compaction = []
+    for spec in refused.values():
+        reason = layer_refusal(SimpleNamespace(spec=spec), torch.float32)  # type: ignore[arg-type]
+        assert reason is not None
+        compaction.append(reason)
+    return (
+        f"- KV compression: {'; '.join(compaction)}. A compressor may refuse more "
+        "(`KVCompressor.refusal`). Models that cache latents are refused, too.\n"
+        "- KV connectors move blocks of one group of layers: prefix caching must be on.\n"
+        "- Tensor and pipeline parallel: the architecture's class says whether it can be divided "
+        "([models](models.md)); models whose states are pooled run in one stage.\n"
+        "- Experts placed by load need `enable_expert_parallel`, tensor parallel, and a mixture of "
+        "experts.\n"
+        "- Encoders without a cache, whose states are pooled, have none of these capabilities.\n"
+    )

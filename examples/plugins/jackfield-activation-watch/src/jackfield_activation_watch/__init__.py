@@ -1,0 +1,14 @@
+"""What this package plugs into Jackfield. Keep this module light: it is imported at every start."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jackfield import hookimpl
+
+jackfield_api = 3
+
+
+@hookimpl
+def register_parts(registry: Any) -> None:
+    registry.add("activation_watch", "jackfield_activation_watch.part:ActivationWatch")

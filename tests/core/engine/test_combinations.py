@@ -1,0 +1,167 @@
+"""Each pair of capabilities and modes starts and serves, or is refused with an option's name, as
+`core/parts/exclusions.py` and docs/reference/combinations.md have it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import forked
+import pytest
+
+from jackfield import AsyncEngine, EngineConfig, SamplingParams
+from jackfield.core.errors import ConfigError
+from jackfield.core.parts import encoder_decoder, kv_compression, kv_transfer, speculation, states
+from jackfield.core.parts.exclusions import (
+    CALCULATED_SCALES,
+    DATA_PARALLEL,
+    EXCLUDES,
+    EXPERT_BALANCE,
+    MODELS,
+    OPTIONS,
+    PIPELINE,
+    RECORDING,
+    TENSOR_PARALLEL,
+    reason_against,
+)
+from jackfield.core.remote import processes as remote_processes
+
+HERE: dict[str, dict[str, Any]] = {
+    speculation.NAME: {
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 2},
+    },
+    kv_compression.NAME: {"kv_compression": "key_norm"},
+    kv_transfer.NAME: {
+        "kv_transfer_config": {
+            "kv_connector": "cpu_offload",
+            "kv_connector_extra_config": {"kv_offloading_size": 0.01},
+        },
+    },
+    states.NAME: {},
+    encoder_decoder.NAME: {},
+    RECORDING: {"record_steps": "plans"},
+    CALCULATED_SCALES: {"calculate_kv_scales": True, "kv_cache_dtype": "fp8"},
+}
+"""Capability → options that turn it on, within one process."""
+PROCESSES: dict[str, dict[str, Any]] = {
+    TENSOR_PARALLEL: {"tensor_parallel_size": 2},
+    PIPELINE: {"pipeline_parallel_size": 2},
+    DATA_PARALLEL: {"data_parallel_size": 2},
+    EXPERT_BALANCE: {
+        "tensor_parallel_size": 2,
+        "enable_expert_parallel": True,
+        "enable_eplb": True,
+    },
+}
+ALL = {**HERE, **PROCESSES}
+SIZES: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "max_position_embeddings": 128, "rms_norm_eps": 1e-6, "eos_token_id": 2, "bos_token_id": 1,
+    "pad_token_id": 0,
+}  # fmt: skip
+CONFIGS: dict[str, dict[str, Any]] = {
+    "plain": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", **SIZES},
+    EXPERT_BALANCE: {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True,
+        "decoder_sparse_step": 1, "mlp_only_layers": [], **SIZES,
+    },
+    states.NAME: {
+        "architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "conv_L_cache": 3,
+        "layer_types": ["conv", "full_attention"], "block_ff_dim": 32, "conv_bias": False,
+        "block_auto_adjust_ff_dim": False, "norm_eps": 1e-5, **SIZES,
+    },
+    encoder_decoder.NAME: {
+        "architectures": ["BartForConditionalGeneration"], "model_type": "bart", "vocab_size": 64,
+        "d_model": 32, "encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32,
+        "max_position_embeddings": 64, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2,
+        "decoder_start_token_id": 2, "is_encoder_decoder": True, "activation_function": "gelu",
+    },
+}  # fmt: skip
+"""What has a model of its own → its configuration; weights are dummies."""
+
+
+def pairs(*, processes: bool, allowed: bool) -> list[tuple[str, str]]:
+    """Those that are refused need no processes."""
+    found = []
+    for pair in combinations(ALL, 2):
+        if set(pair) <= set(MODELS):
+            continue  # No model has both.
+        if (reason_against(*pair) is None) is allowed:
+            if not allowed or bool(set(pair) & set(PROCESSES)) is processes:
+                found.append(pair)
+    return found
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("models")
+    for name, config in CONFIGS.items():
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(config))
+    return {name: str(folder / name) for name in CONFIGS}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forked_ranks() -> Iterator[None]:
+    with forked.processes_of(remote_processes):
+        yield
+
+
+def config_of(pair: tuple[str, str], models: dict[str, str], folder: Path) -> EngineConfig:
+    options = {**ALL[pair[0]], **ALL[pair[1]]}
+    if "record_steps" in options:
+        options["record_steps"] = str(folder / "plans")
+    model = next((models[name] for name in pair if name in models), models["plain"])
+    return EngineConfig(
+        model=model, load_format="dummy", skip_tokenizer_init=True, device="cpu", dtype="float32",
+        attention_backend="torch", block_size=4, max_model_len=48, max_num_seqs=4,
+        num_gpu_blocks_override=60, **options,
+    )  # fmt: skip
+
+
+async def start_and_serve(config: EngineConfig) -> None:
+    """Two requests at once, one of which is long enough to be compacted."""
+    params = SamplingParams(max_tokens=5, ignore_eos=True, temperature=0)
+    async with AsyncEngine(config) as engine:
+        for prompt in ([5, 6, 7], list(range(10, 34))):
+            outputs = [output async for output in engine.generate(prompt, params)]
+            assert outputs[-1].error is None
+            assert sum(len(output.outputs[0].token_ids) for output in outputs[-1:]) == 5
+        assert engine.healthy
+
+
+def test_every_capability_is_in_a_pair() -> None:
+    assert set(ALL) == {*OPTIONS, *MODELS} and set(EXCLUDES) <= set(ALL)
+
+
+@pytest.mark.parametrize("pair", pairs(processes=False, allowed=True), ids=" and ".join)
+async def test_what_goes_together_serves(
+    pair: tuple[str, str], models: dict[str, str], tmp_path: Path
+) -> None:
+    await start_and_serve(config_of(pair, models, tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", pairs(processes=True, allowed=True), ids=" and ".join)
+async def test_what_goes_together_serves_in_processes(
+    pair: tuple[str, str], models: dict[str, str], tmp_path: Path
+) -> None:
+    await start_and_serve(config_of(pair, models, tmp_path))
+
+
+@pytest.mark.parametrize("pair", pairs(processes=False, allowed=False), ids=" and ".join)
+async def test_what_does_not_go_together_is_refused_by_name(
+    pair: tuple[str, str], models: dict[str, str], tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        await AsyncEngine(config_of(pair, models, tmp_path)).start()
+    reason = reason_against(*pair)
+    assert reason is not None and reason in str(refused.value)
+    assert refused.value.param in {OPTIONS.get(name) for name in pair}
+    assert str(refused.value).startswith(f"{refused.value.param}: ")
