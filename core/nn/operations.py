@@ -424,8 +424,8 @@ class Operations(
         if key_norm is not None:
             key = self.rms_norm(key, key_norm)
         if cos_sin is not None:
-            turn = cos_sin[positions][:, None].to(qkv.dtype)
-            query, key = rotate(query, turn), rotate(key, turn)
+            rotation = cos_sin[positions][:, None].to(qkv.dtype)
+            query, key = rotate(query, rotation), rotate(key, rotation)
         return query, key, value
 
     def cached_heads(

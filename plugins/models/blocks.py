@@ -271,13 +271,13 @@ class NormedBlock(Block):
         """As `Block`."""
         return self._pairs(self.norms[0], self.norms[2])
 
-    def _add_both(self, hidden: torch.Tensor, answer: torch.Tensor) -> torch.Tensor:
-        """answer: attention's, not normed."""
+    def _add_both(self, hidden: torch.Tensor, attn_output: torch.Tensor) -> torch.Tensor:
+        """attn_output: the output of attention, not normed."""
         norms: list[Any] = [getattr(self, name, None) for name in self.norms]
-        _, behind, before_mlp, behind_mlp = norms
-        hidden = behind.add(answer, hidden)
-        answer = self.mlp(hidden, before_mlp, add=False)
-        out: torch.Tensor = behind_mlp.add(answer, hidden)
+        _, post_attn_norm, pre_mlp_norm, post_mlp_norm = norms
+        hidden = post_attn_norm.add(attn_output, hidden)
+        mlp_output = self.mlp(hidden, pre_mlp_norm, add=False)
+        out: torch.Tensor = post_mlp_norm.add(mlp_output, hidden)
         return out
 
 

@@ -113,7 +113,7 @@ class DoryMLP(nn.Module):
 
 
 class DoryBlock(Block):
-    """The state goes a part of the way to attention's answer, and then to the MLP's."""
+    """The state goes a part of the way to attention's output, and then to the MLP's."""
 
     norms = ("unit",)
     unit: UnitNorm
@@ -148,8 +148,8 @@ class DoryBlock(Block):
         """[num_tokens, hidden_size] → the same shape"""
         assert rotary is not None, "all layers rotate"
         hidden = self.unit(hidden)
-        answer = self.self_attn.looped(hidden, rotary, context, loop)
-        hidden = self.unit(torch.lerp(hidden, self.unit(answer), self.lambda_1))
+        attn_output = self.self_attn.looped(hidden, rotary, context, loop)
+        hidden = self.unit(torch.lerp(hidden, self.unit(attn_output), self.lambda_1))
         return torch.lerp(hidden, self.unit(self.mlp(hidden)), self.lambda_2)
 
 

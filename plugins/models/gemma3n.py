@@ -129,15 +129,16 @@ class Gemma3nBlock(NormedBlock):
     ) -> torch.Tensor:
         """[num_streams, num_tokens, hidden_size] → the same shape. inputs: this layer's,
         [num_tokens, size]."""
-        before, behind, before_mlp, behind_mlp = (getattr(self, name) for name in self.norms)
+        norms = [getattr(self, name) for name in self.norms]
+        pre_attn_norm, post_attn_norm, pre_mlp_norm, post_mlp_norm = norms
         altup = self.altup
         predictions = altup.predict(streams)
         active = predictions[altup.active].contiguous()
-        normed = before(active)
+        normed = pre_attn_norm(active)
         heads = self.self_attn.shared_inner(normed, None, rotary, context, shared)
-        hidden = active + behind(self.self_attn.project(heads))
+        hidden = active + post_attn_norm(self.self_attn.project(heads))
         hidden = (hidden + self.laurel(normed)) / math.sqrt(2)
-        hidden = behind_mlp.add(self.mlp(hidden, before_mlp, add=False), hidden)
+        hidden = post_mlp_norm.add(self.mlp(hidden, pre_mlp_norm, add=False), hidden)
         streams = altup.correct(predictions, hidden)
         first = streams[altup.active].contiguous()
         if altup.scales:

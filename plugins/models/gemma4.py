@@ -206,14 +206,15 @@ class Gemma4Block(NormedBlock):
     ) -> torch.Tensor:
         """`forward`, with what layers share. inputs: this layer's, [num_tokens, size], if layers
         have inputs of their own."""
-        before, behind, before_mlp, behind_mlp = (getattr(self, name) for name in self.norms)
-        heads = self.self_attn.shared_inner(hidden, before, rotary, context, shared)
-        hidden = behind.add(self.self_attn.project(heads), hidden)
-        out = self.mlp(hidden, before_mlp, add=False)
+        norms = [getattr(self, name) for name in self.norms]
+        pre_attn_norm, post_attn_norm, pre_mlp_norm, post_mlp_norm = norms
+        heads = self.self_attn.shared_inner(hidden, pre_attn_norm, rotary, context, shared)
+        hidden = post_attn_norm.add(self.self_attn.project(heads), hidden)
+        out = self.mlp(hidden, pre_mlp_norm, add=False)
         if self.mixture is not None:
             mixed = self.post_feedforward_layernorm_2(self.mixture(hidden, None, add=False))
             out = self.post_feedforward_layernorm_1(out) + mixed
-        hidden = behind_mlp.add(out, hidden)
+        hidden = post_mlp_norm.add(out, hidden)
         if self.per_layer_input is not None:
             hidden = self.per_layer_input(hidden, inputs, residual=hidden)
         return hidden * self.layer_scalar

@@ -77,9 +77,10 @@ class NormedLfm3Block(Lfm3Block):
     ) -> torch.Tensor:
         """[num_tokens, hidden_size] → the same shape; `hidden` may be overwritten."""
         norms: list[Any] = [getattr(self, name) for name in self.norms]
-        before, behind, before_mlp, behind_mlp = norms
-        hidden = behind.add(self.mixer(hidden, before, rotary, context, add=False), hidden)
-        out: torch.Tensor = behind_mlp.add(self.mlp(hidden, before_mlp, add=False), hidden)
+        pre_attn_norm, post_attn_norm, pre_mlp_norm, post_mlp_norm = norms
+        mixed = self.mixer(hidden, pre_attn_norm, rotary, context, add=False)
+        hidden = post_attn_norm.add(mixed, hidden)
+        out: torch.Tensor = post_mlp_norm.add(self.mlp(hidden, pre_mlp_norm, add=False), hidden)
         return out
 
 

@@ -26,8 +26,8 @@ from .qwen3_next import DELTA_NETS
 
 NORM_EPS = 1e-5
 """Of the gated norm, whatever `rms_norm_eps` says."""
-BEFORE = ("input_layernorm", "post_attention_layernorm")
-BEHIND = ("post_attention_layernorm", "post_feedforward_layernorm")
+PRE_NORMS = ("input_layernorm", "post_attention_layernorm")
+POST_NORMS = ("post_attention_layernorm", "post_feedforward_layernorm")
 
 
 class OlmoDeltaNet(StateMixer):
@@ -123,7 +123,7 @@ class OlmoHybridBlock(Block):
         nn.Module.__init__(self)
         hf = config.hf_config
         self.attends = hf.layer_types[layer] == "full_attention"
-        for name in BEHIND if self.attends else BEFORE:
+        for name in POST_NORMS if self.attends else PRE_NORMS:
             setattr(self, name, self.make_norm(hf, build))
         if self.attends:
             self.self_attn = attention(config, layer, build)
@@ -139,9 +139,10 @@ class OlmoHybridBlock(Block):
             hidden = self.linear_attn(hidden, self.input_layernorm, rotary, context)
             out = self.mlp(hidden, self.post_attention_layernorm)
             return out
-        behind, behind_mlp = (getattr(self, name) for name in BEHIND)
-        hidden = behind.add(self.self_attn(hidden, None, rotary, context, add=False), hidden)
-        out = behind_mlp.add(self.mlp(hidden, None, add=False), hidden)
+        post_attn_norm, post_mlp_norm = (getattr(self, name) for name in POST_NORMS)
+        attn_output = self.self_attn(hidden, None, rotary, context, add=False)
+        hidden = post_attn_norm.add(attn_output, hidden)
+        out = post_mlp_norm.add(self.mlp(hidden, None, add=False), hidden)
         return out
 
 

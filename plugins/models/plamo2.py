@@ -145,11 +145,12 @@ class Plamo2Block(HybridBlock):
     def forward(
         self, hidden: torch.Tensor, rotary: Rotary | None, context: ForwardContext
     ) -> torch.Tensor:
-        before, behind, before_mlp, behind_mlp = (getattr(self, name) for name in OFFSETS)
-        answer = self.mixer(hidden, before, rotary, context, add=False)
-        hidden = behind.add(answer, hidden)
-        answer = self.mlp(hidden, before_mlp, add=False)
-        out: torch.Tensor = behind_mlp.add(answer, hidden)
+        norms = [getattr(self, name) for name in OFFSETS]
+        pre_attn_norm, post_attn_norm, pre_mlp_norm, post_mlp_norm = norms
+        mixed = self.mixer(hidden, pre_attn_norm, rotary, context, add=False)
+        hidden = post_attn_norm.add(mixed, hidden)
+        mlp_output = self.mlp(hidden, pre_mlp_norm, add=False)
+        out: torch.Tensor = post_mlp_norm.add(mlp_output, hidden)
         return out
 
 

@@ -216,7 +216,7 @@ class ZayaMixture(SparseMLP):
 
 
 class ResidualScaling(nn.Module):
-    """(x + bias) * scale of an answer, and of the stream that it is added to, which is float32."""
+    """(x + bias) * scale of an output, and of the stream that it is added to, which is float32."""
 
     def __init__(self, size: int, build: BuildContext) -> None:
         super().__init__()
@@ -224,12 +224,12 @@ class ResidualScaling(nn.Module):
             setattr(self, f"{name}_scale", nn.Parameter(build.empty(size)))
             setattr(self, f"{name}_bias", nn.Parameter(build.empty(size)))
 
-    def forward(self, answer: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, output: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """[num_tokens, hidden_size] → float32"""
         parts: Any = self
-        answer = (answer + parts.hidden_states_bias) * parts.hidden_states_scale
+        output = (output + parts.hidden_states_bias) * parts.hidden_states_scale
         stream: torch.Tensor = (hidden + parts.residual_bias) * parts.residual_scale
-        return answer + stream
+        return output + stream
 
 
 class ZayaBlock(Block):
@@ -257,14 +257,14 @@ class ZayaBlock(Block):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """[num_tokens, hidden_size] float32, and the router's states of the layer before → both
         for the next one"""
-        answer = self.self_attn(
+        attn_output = self.self_attn(
             hidden.to(self.dtype), self.input_layernorm, rotary, context, add=False
         )
-        hidden = self.post_attention_residual_scale(answer, hidden)
-        answer, states = self.mlp.routed(
+        hidden = self.post_attention_residual_scale(attn_output, hidden)
+        mlp_output, states = self.mlp.routed(
             self.post_attention_layernorm(hidden.to(self.dtype)), states
         )
-        return self.post_mlp_residual_scale(answer, hidden), states
+        return self.post_mlp_residual_scale(mlp_output, hidden), states
 
 
 class ZayaDecoder(Decoder):

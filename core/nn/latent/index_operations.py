@@ -41,11 +41,11 @@ class IndexOperations:
         rope_dim] float32, cosines then sines; cache: [num_blocks, block_size, D]; slot_mapping: [T]
         int64. `interleaved`: as `cached_latents` has it → rotated queries, or None
         """
-        turn = cos_sin[positions]
+        rotation = cos_sin[positions]
         key = F.layer_norm(key, weight.shape, weight, bias, eps)
-        key = _rotate_first(key, turn, interleaved)
+        key = _rotate_first(key, rotation, interleaved)
         cache.flatten(0, 1).index_copy_(0, slot_mapping, key.to(cache.dtype))
-        return None if query is None else _rotate_first(query, turn[:, None], interleaved)
+        return None if query is None else _rotate_first(query, rotation[:, None], interleaved)
 
     def choose_cached_tokens(
         self,

@@ -46,11 +46,11 @@ class LatentOperations:
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
         key = latent[:, latent_dim:]
         if cos_sin is not None:
-            turn = cos_sin[positions]
+            rotation = cos_sin[positions]
             nope_dim = query.shape[-1] - key.shape[-1]
-            turned = rotate_pairs(query[..., nope_dim:], turn[:, None], interleaved)
+            turned = rotate_pairs(query[..., nope_dim:], rotation[:, None], interleaved)
             query = torch.cat([query[..., :nope_dim], turned], dim=-1)
-            key = rotate_pairs(key, turn, interleaved)
+            key = rotate_pairs(key, rotation, interleaved)
         normed = (weight * wide.to(weight.dtype)).to(latent.dtype)
         entries = torch.cat([normed, key], dim=-1)
         cache.flatten(0, 1).index_copy_(0, slot_mapping, entries.to(cache.dtype))

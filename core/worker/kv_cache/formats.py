@@ -43,16 +43,19 @@ class CacheFormats(NamedTuple):
 
 
 def choose_formats(
-    layers: Sequence[Attention], config: EngineConfig, wish: str | None, dtype: torch.dtype
+    layers: Sequence[Attention],
+    config: EngineConfig,
+    checkpoint_dtype: str | None,
+    dtype: torch.dtype,
 ) -> CacheFormats:
     """Set each layer's `cache_format`, and the scales of those that store fp8.
 
-    wish: the checkpoint's, for "auto"; dtype: the model's. Raises ConfigError for a type that the
+    checkpoint_dtype: what "auto" is; dtype: the model's. Raises ConfigError for a type that the
     model cannot have.
     """
     name: str = config.kv_cache_dtype
-    if name == "auto" and wish is not None:
-        name = wish
+    if name == "auto" and checkpoint_dtype is not None:
+        name = checkpoint_dtype
     name = SYNONYMS.get(name, name)
     form: QuantizedFormat | torch.dtype = QUANTIZED_FORMATS.get(name) or KV_DTYPES.get(name, dtype)
     narrow = isinstance(form, QuantizedFormat) or form.itemsize == 1

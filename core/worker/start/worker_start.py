@@ -157,8 +157,8 @@ class WorkerStart:
         weight_bytes = _weight_bytes(model)
         layers = cache_layers(model)
         with_keys = keys_and_values(layers, config)
-        wish = getattr(model, "kv_cache_dtype", None) if with_keys else None
-        formats = choose_formats(with_keys, config, wish, self.model_config.dtype)
+        checkpoint_dtype = getattr(model, "kv_cache_dtype", None) if with_keys else None
+        formats = choose_formats(with_keys, config, checkpoint_dtype, self.model_config.dtype)
         kv_dtype = formats.dtype
         if formats.quantized:
             _check_features(
