@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib.util
+import inspect
 import json
 import re
 import shutil
@@ -24,7 +25,10 @@ import pytest
 from pages import BLOCKS, FENCE, PAGES, ROOM_PAGES, ROOT, name_of
 
 from jackfield import AsyncEngine, EngineConfig
+from jackfield.core.hooks import API_VERSION
 from jackfield.core.registry import Plugins, load_plugins
+from jackfield.core.scheduling.parts.part import SchedulerPart
+from jackfield.core.worker.parts.part import WorkerPart
 from jackfield.entrypoints.anthropic import protocol as messages_protocol
 from jackfield.entrypoints.bench.engine.session import IN_PROCESS, make_parser
 from jackfield.entrypoints.bench.serve import serve_options
@@ -395,6 +399,40 @@ def test_what_pages_call_absent_is_absent() -> None:
     names = {"adapters": "adapters (LoRA)", "images": "images and audio"}
     readme = listed_as_absent("README.md", r"\nNot there yet: ([^.]+)\.")
     assert [what for what in readme if is_there(names[what])] == []
+    limits = listed_as_absent("CHANGELOG.md", r"\n- No (adapters.*?)\. ")
+    assert limits == ["adapters (LoRA)", "no images"]
+    assert not is_there("adapters (LoRA)") and not is_there("images and audio")
+
+
+def test_the_changelog_has_the_version_of_the_hooks() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text()
+    assert re.findall(r"The hook API is \[version (\d+)\]", text) == [str(API_VERSION)]
+
+
+def test_the_page_of_parts_has_all_of_them() -> None:
+    """Their halves by class, and the calls of a step."""
+    for maker in ("engine.scheduler_parts", "worker.start.parts"):
+        importlib.import_module(f"jackfield.core.{maker}")  # They import all halves.
+    text = (ROOT / "core/parts/README.md").read_text()
+    halves = {kind.__name__ for kind in [*subclasses(SchedulerPart), *subclasses(WorkerPart)]
+              if kind.__module__.startswith("jackfield.core.")}  # fmt: skip
+    assert len(halves) >= 7
+    for name in halves:
+        assert re.search(rf"^\|.*`{name}`", text, re.M), name
+    calls = {
+        name for half in (SchedulerPart, WorkerPart) for name, value in vars(half).items()
+        if inspect.isfunction(value) and not name.startswith("_")
+    }  # fmt: skip
+    missing = {name for name in calls if f"`{name}`" not in text and f".{name}`" not in text}
+    assert missing <= CALLS_OF_DETAIL, missing
+
+
+CALLS_OF_DETAIL = {"chunk_planned", "run_scratch", "added", "computed"}
+"""Of parts, which their docstrings alone explain."""
+
+
+def subclasses(kind: type) -> list[type]:
+    return [each for sub in kind.__subclasses__() for each in (sub, *subclasses(sub))]
 
 
 @pytest.mark.parametrize(
