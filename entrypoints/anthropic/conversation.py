@@ -165,12 +165,12 @@ class _Turn:
 
     def __init__(self) -> None:
         self.texts: list[str] = []
-        self.thoughts: list[str] = []
+        self.reasoning_parts: list[str] = []
         self.calls: list[dict[str, Any]] = []
 
     @property
     def is_empty(self) -> bool:
-        return not (self.texts or self.thoughts or self.calls)
+        return not (self.texts or self.reasoning_parts or self.calls)
 
     def add_to(self, chat: list[Message]) -> None:
         """Add one message, or join it to the assistant's before it."""
@@ -179,8 +179,8 @@ class _Turn:
         message = chat[-1]
         if any(self.texts):
             message["content"].append(_as_turn([text for text in self.texts if text]))
-        if any(self.thoughts):
-            message.setdefault("reasoning_content", []).extend(filter(None, self.thoughts))
+        if any(self.reasoning_parts):
+            message.setdefault("reasoning_content", []).extend(filter(None, self.reasoning_parts))
         if self.calls:
             message.setdefault("tool_calls", []).extend(self.calls)
 
@@ -201,7 +201,7 @@ def _add_assistant(
             chat.append(_result(block, where, names))
             turn, results = _Turn(), results + 1
         elif kind == "thinking":
-            turn.thoughts.append(text_of(block, "thinking", where))
+            turn.reasoning_parts.append(text_of(block, "thinking", where))
         elif (text := block_text(block, where)) is not None:
             turn.texts.append(text)
     if not turn.is_empty or not results:
