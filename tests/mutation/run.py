@@ -134,6 +134,7 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="the survivors without a reason too")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
+    commit = git("rev-parse", "--short", "HEAD").strip()
     copy = Copy(Path(os.environ.get("MUTANTS_COPY", Path(tempfile.gettempdir()) / "mutants")))
     chooser = Chooser(copy.root)
     slips = planned(copy.root, options.seed, options.rooms)
@@ -146,7 +147,7 @@ def main() -> None:
             continue
         record = {
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "commit": git("rev-parse", "--short", "HEAD").strip(),
+            "commit": commit,
             "key": slip.key, "file": slip.file, "line": slip.line, "kind": slip.kind,
             "before": slip.before, "after": slip.after, **tried(copy, chooser, slip, spared),
         }  # fmt: skip
