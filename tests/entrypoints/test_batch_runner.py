@@ -18,7 +18,7 @@ from jackfield.core.tenancy import ANYONE, Tenant, TenantLimits
 from jackfield.entrypoints.batch.inprocess import ROUTES, call_route
 from jackfield.entrypoints.batch.jsonl import LineReader, Result
 from jackfield.entrypoints.batch.runner import BatchRunner
-from jackfield.entrypoints.http.auth.usage import USAGE
+from jackfield.entrypoints.http.auth.usage import USAGE, Usage
 from jackfield.entrypoints.http.inflight import INFERENCE_ROUTES
 from jackfield.entrypoints.http.options import ServerOptions
 from jackfield.entrypoints.openai.pooling.protocol import PoolingRequest
@@ -113,6 +113,27 @@ async def test_a_batch_that_waits_for_its_tenant_s_limits_leaves_the_slots_to_ot
         assert delivered == [""] * 3 + ["busy"] * 3
         app[USAGE].begin(busy)  # Nothing is left counted.
         await server.cleanup()
+
+
+async def test_a_batch_whose_tenant_cannot_be_counted_leaves_no_slot_taken(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "in.jsonl"
+    url = "/v1/completions"
+    path.write_text(json.dumps({"custom_id": "0", "method": "POST", "url": url, "body": {}}) + "\n")
+    counted = Tenant("counted", "counted", TenantLimits(max_concurrency=1))
+
+    async def deliver(result: Result) -> None:
+        raise AssertionError("no line begins")
+
+    async with AsyncEngine(engine_config(checkpoint, device="cpu")) as engine:
+        slots = asyncio.Semaphore(1)
+        runner = BatchRunner(make_app(engine), slots, tenant=counted)
+        runner.usage = Usage(2, 0, tmp_path / "usage")
+        runner.usage.close()  # As if its file had gone.
+        with pytest.raises(ValueError):
+            await runner.run(LineReader(path, (url,), 1 << 20), deliver)
+        assert not slots.locked()
 
 
 def test_lines_may_name_each_inference_route_of_openais_api() -> None:

@@ -610,6 +610,15 @@ def test_a_field_that_is_null_is_left_out(server: Server) -> None:
     assert post(server, {"messages": None}, 400)["error"]["param"] == "messages"
 
 
+def test_the_least_value_of_each_number_is_taken(server: Server) -> None:
+    least = {"max_completion_tokens": 1, "min_tokens": 1, "top_logprobs": 0, "prompt_logprobs": 0}
+    response = post(server, {"messages": user("Hello"), "logprobs": True, **least})
+    (choice,) = response["choices"]
+    assert [entry["top_logprobs"] for entry in choice["logprobs"]["content"]] == [[]]
+    assert response["usage"]["completion_tokens"] == 1
+    assert len(response["prompt_logprobs"]) == response["usage"]["prompt_tokens"]
+
+
 def test_tokens_of_logprobs_can_be_identified_by_their_ids(server: Server) -> None:
     body = {"messages": user("Hello"), "logprobs": True, "top_logprobs": 2, "max_tokens": 5}
     body |= {**RETURN_IDS, "return_tokens_as_token_ids": True, "seed": 1}

@@ -58,7 +58,7 @@ class Chooser:
         self.texts = {
             path.relative_to(root).as_posix(): path.read_text()
             for path in sorted((root / "tests").rglob("test_*.py"))
-            if path.parent.name != "mutation"
+            if path.parent.name not in ("docs", "examples", "mutation")
         }
         self._words = {file: set(WORD.findall(text)) for file, text in self.texts.items()}
         self._files_with = Counter(chain.from_iterable(self._words.values()))

@@ -58,6 +58,7 @@ SCHEMA_FORMAT = {"type": "json_schema", "json_schema": chain(4)}
         ("grammar", '?start.2: a | b\na: "b: c" /b: c/\n// c: a\nb[lazy]: c\nc: "]"\n', 2),
         ("grammar", "nothing here", 0),
         ("structural_tag", json.dumps({"structures": [{"schema": chain(5)}]}), 6),
+        ("structural_tag", json.dumps({"structures": [{"schema": chain(5)}, {"schema": True}]}), 6),
         ("structural_tag", json.dumps({"format": {"elements": [SCHEMA_FORMAT]}}), 5),
         ("regex", "r0", 0),
     ],

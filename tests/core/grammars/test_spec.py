@@ -88,6 +88,11 @@ def test_hostile_grammars_are_refused_by_field(value: Any, word: str) -> None:
     assert caught.value.param == f"structured_outputs.{kind}" and word in caught.value.message
 
 
+def test_brackets_in_a_character_class_do_not_nest_whatever_is_before_them() -> None:
+    for text in ("[" + "(" * 40 + "]", "[\n" + "(" * 40 + "]", r"[\]" + "(" * 40 + "]"):
+        assert grammar_spec(StructuredOutputsParams(regex=text), CONFIG).text == text
+
+
 def test_a_schema_nested_past_any_stack_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="max_grammar_depth"):
         grammar_spec(StructuredOutputsParams(json=nested(100_000)), CONFIG)
