@@ -49,6 +49,10 @@ EXCLUDES: Mapping[str, Mapping[str, str]] = {
         states.NAME: "only keys and values are compacted",
         encoder_decoder.NAME: "only the decoder's keys and values are compacted",
     },
+    encoder_decoder.NAME: {
+        PIPELINE: "its layers are not divided among stages yet",
+        EXPERT_BALANCE: "it has no experts",
+    },
     EXPERT_BALANCE: {PIPELINE: "experts of stages do not move yet"},
     RECORDING: {
         kv_transfer.NAME: "what a KV connector loads is not in a recording, so it could not be "

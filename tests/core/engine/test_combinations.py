@@ -75,6 +75,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "layer_types": ["conv", "full_attention"], "block_ff_dim": 32, "conv_bias": False,
         "block_auto_adjust_ff_dim": False, "norm_eps": 1e-5, **SIZES,
     },
+    f"{states.NAME}-{EXPERT_BALANCE}": {
+        "architectures": ["Lfm2MoeForCausalLM"], "model_type": "lfm2_moe", "conv_L_cache": 3,
+        "layer_types": ["conv", "full_attention"], "conv_bias": False, "norm_eps": 1e-5,
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+        "num_dense_layers": 0, "use_expert_bias": True, "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0, **SIZES,
+    },
     encoder_decoder.NAME: {
         "architectures": ["BartForConditionalGeneration"], "model_type": "bart", "vocab_size": 64,
         "d_model": 32, "encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 2,
@@ -117,7 +124,8 @@ def config_of(pair: tuple[str, str], models: dict[str, str], folder: Path) -> En
     options = {**ALL[pair[0]], **ALL[pair[1]]}
     if "record_steps" in options:
         options["record_steps"] = str(folder / "plans")
-    model = next((models[name] for name in pair if name in models), models["plain"])
+    names = ("-".join(pair), *pair, "plain")
+    model = next(models[name] for name in names if name in models)
     return EngineConfig(
         model=model, load_format="dummy", skip_tokenizer_init=True, device="cpu", dtype="float32",
         attention_backend="torch", block_size=4, max_model_len=48, max_num_seqs=4,

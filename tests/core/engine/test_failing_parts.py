@@ -6,6 +6,7 @@ import asyncio
 from types import ModuleType
 from typing import Any
 
+import msgspec
 import pytest
 
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
@@ -94,6 +95,16 @@ async def test_an_error_in_the_result_of_a_row_ends_its_request_alone(method: st
         assert "'fragile'" in failed.error, "the part is not named"
         engine.core.outputs.check_idle()  # type: ignore[attr-defined]
         assert engine.healthy
+
+
+async def test_an_error_after_a_request_s_last_token_is_its_own() -> None:
+    async with engine_with("kept") as engine:
+        params = msgspec.structs.replace(MARKED, max_tokens=1)
+        output = await final(engine.generate(PROMPT, params))
+        assert output.outputs[0].finish_reason == "error"
+        assert "ArithmeticError: no kept" in output.error
+        assert (await final(engine.generate(PROMPT, PLAIN))).error is None
+        engine.core.outputs.check_idle()  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

@@ -160,11 +160,25 @@ def never_ready(self: Any, request: Any, hits: Any, reserve: int) -> Readiness:
 
 BUDGET_MUTANTS = {
     "groups are never forgotten": Mutant(budgets(ended=group_stays), (REMEMBERED,)),
-    "a token more than the row may have": Mutant(budgets(decode_tokens=one_more), (TRAFFIC,)),
-    "fewer than no tokens": Mutant(budgets(decode_tokens=below_nothing), (TRAFFIC,)),
-    "a chunk longer than it may be": Mutant(budgets(chunk_tokens=whole_prompt), (TRAFFIC,)),
-    "spent budgets end nothing": Mutant(budgets(begin_plan=counts_once), (STILL,)),
-    "requests end without an update": Mutant(budgets(_end=ends_in_silence), (STILL,)),
+    "a token more than the row may have": Mutant(
+        budgets(decode_tokens=one_more),
+        (TRAFFIC, STILL, REMEMBERED, JUNK, BESIDE),
+        perhaps=(ENGINE,),
+    ),
+    "fewer than no tokens": Mutant(
+        budgets(decode_tokens=below_nothing), (TRAFFIC, STILL, REMEMBERED, BESIDE)
+    ),
+    "a chunk longer than it may be": Mutant(
+        budgets(chunk_tokens=whole_prompt),
+        (TRAFFIC, STILL, REMEMBERED, JUNK, BESIDE),
+        perhaps=(ENGINE,),
+    ),
+    "spent budgets end nothing": Mutant(
+        budgets(begin_plan=counts_once), (STILL, REMEMBERED, TRAFFIC, BESIDE), perhaps=(ENGINE,)
+    ),
+    "requests end without an update": Mutant(
+        budgets(_end=ends_in_silence), (STILL, REMEMBERED, TRAFFIC, BESIDE), perhaps=(ENGINE,)
+    ),
     "any value is accepted": Mutant(subclass(TokenBudget, check=classmethod(any_value)), (JUNK,)),
     "check raises something else": Mutant(
         subclass(TokenBudget, check=classmethod(compares)), (JUNK,)
@@ -172,20 +186,37 @@ BUDGET_MUTANTS = {
     "an error without the field": Mutant(
         subclass(TokenBudget, check=classmethod(nameless)), (JUNK,)
     ),
-    "a block that nobody knows of": Mutant(budgets(admit=takes_a_block), (STILL,)),
-    "others wait": Mutant(
-        budgets(decode_tokens=holds_others_back, look_at=looks_at_all, toggle=toggle), (SAME,)
+    "a block that nobody knows of": Mutant(
+        budgets(admit=takes_a_block), (STILL, TRAFFIC, REMEMBERED, JUNK, BESIDE), perhaps=(ENGINE,)
     ),
-    "others end": Mutant(budgets(kept=ends_all), (SAME,)),
+    "others wait": Mutant(
+        budgets(decode_tokens=holds_others_back, look_at=looks_at_all, toggle=toggle),
+        (SAME, REMEMBERED),
+    ),
+    "others end": Mutant(budgets(kept=ends_all), (SAME,), perhaps=(ENGINE,)),
     "the last request is kept": Mutant(budgets(ended=keeps_the_last), (REMEMBERED,)),
     "ids of requests are kept": Mutant(budgets(ended=counts_by_id), (REMEMBERED,)),
-    "a plan of no type": Mutant(budgets(plan_part=without_a_type), (TRAFFIC,)),
-    "only running requests end": Mutant(budgets(ended=running_alone), (TRAFFIC,)),
-    "a failed step has dropped results": Mutant(budgets(step_failed=sure_of_results), (TRAFFIC,)),
-    "it waits for what never comes": Mutant(budgets(readiness=never_ready), (STILL,)),
-    "the half has another name": Mutant(budgets(name="budget"), (TRAFFIC,)),
+    "a plan of no type": Mutant(
+        budgets(plan_part=without_a_type), (TRAFFIC, STILL, REMEMBERED, JUNK, BESIDE, SAME)
+    ),
+    "only running requests end": Mutant(
+        budgets(ended=running_alone), (TRAFFIC, STILL, REMEMBERED, BESIDE), perhaps=(ENGINE,)
+    ),
+    "a failed step has dropped results": Mutant(
+        budgets(step_failed=sure_of_results), (TRAFFIC, REMEMBERED, SAME)
+    ),
+    "it waits for what never comes": Mutant(
+        budgets(readiness=never_ready),
+        (STILL, TRAFFIC, REMEMBERED, JUNK, BESIDE),
+        perhaps=(ENGINE,),
+    ),
+    "the half has another name": Mutant(
+        budgets(name="budget"), (TRAFFIC, STILL, REMEMBERED, JUNK, BESIDE, SAME), perhaps=(ENGINE,)
+    ),
     "examples that it does not accept": Mutant(
-        subclass(TokenBudget, examples=({GROUP: "a"},)), (DECLARED,)
+        subclass(TokenBudget, examples=({GROUP: "a"},)),
+        (DECLARED, STILL, REMEMBERED, TRAFFIC, BESIDE),
+        perhaps=(ENGINE,),
     ),
     "it excludes what there is not": Mutant(
         subclass(TokenBudget, excludes={"speculations": "they do not fit"}), (DECLARED,)
@@ -299,22 +330,40 @@ class AsSet(Watch):
 
 WATCH_MUTANTS = {
     "slots are not released": Mutant(watching(release=kept_slot), (RELEASED,)),
-    "a slot is released once": Mutant(watching(release=surely_taken), (RELEASED,)),
-    "the request before stays": Mutant(watching(start=former_stays), (RELEASED,)),
-    "states are changed": Mutant(watching(computed=in_place), (SAME,)),
-    "tokens are changed": Mutant(watching(sampled=other_tokens), (SAME,)),
-    "slots are read when the step is done": Mutant(
-        watching(after=limits_when_it_is_done), (TRAFFIC,)
+    "a slot is released once": Mutant(
+        watching(release=surely_taken),
+        (RELEASED, STILL, REMEMBERED, JUNK, TRAFFIC, BESIDE, SAME, ADDRESSES),
+        perhaps=(ENGINE,),
     ),
-    "a report of no type": Mutant(watching(after=dictionary), (TRAFFIC,)),
+    "the request before stays": Mutant(watching(start=former_stays), (RELEASED,)),
+    "states are changed": Mutant(watching(computed=in_place), (SAME,), perhaps=(ENGINE,)),
+    "tokens are changed": Mutant(watching(sampled=other_tokens), (SAME,), perhaps=(ENGINE,)),
+    "slots are read when the step is done": Mutant(
+        watching(after=limits_when_it_is_done), (TRAFFIC, RELEASED, STILL, REMEMBERED, JUNK, BESIDE)
+    ),
+    "a report of no type": Mutant(
+        watching(after=dictionary),
+        (TRAFFIC, RELEASED, STILL, REMEMBERED, JUNK, BESIDE),
+        perhaps=(ENGINE,),
+    ),
     "a result that was not declared": Mutant(
-        subclass(ActivationWatch, result_type=None), (TRAFFIC,)
+        subclass(ActivationWatch, result_type=None),
+        (TRAFFIC, RELEASED, STILL, REMEMBERED, JUNK, BESIDE),
     ),
     "layers find numbers": Mutant(watching(context=numbers), (ADDRESSES,)),
     "steps are kept": Mutant(watching(after=all_steps), (REMEMBERED,)),
-    "a plan always has its struct": Mutant(watching(before=sure_of_a_plan), (TRAFFIC,)),
-    "a start of another type": Mutant(watching(AsText), (TRAFFIC,)),
-    "a set in a plan": Mutant(subclass(watching(AsSet), plan_type=LoosePlan), (TRAFFIC,)),
+    "a plan always has its struct": Mutant(
+        watching(before=sure_of_a_plan),
+        (TRAFFIC, STILL, REMEMBERED, JUNK, BESIDE, SAME),
+        perhaps=(ENGINE,),
+    ),
+    "a start of another type": Mutant(
+        watching(AsText), (TRAFFIC, RELEASED, STILL, REMEMBERED, JUNK, BESIDE)
+    ),
+    "a set in a plan": Mutant(
+        subclass(watching(AsSet), plan_type=LoosePlan),
+        (TRAFFIC, RELEASED, STILL, REMEMBERED, JUNK, BESIDE),
+    ),
 }
 
 
