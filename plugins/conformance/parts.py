@@ -34,8 +34,6 @@ from .kit import Kit
 from .part_traffic import LONGEST, NUM_SLOTS, Setup, Traffic, num_elements
 
 SEEDS = (1, 2, 3)
-PATIENCE = 60.0
-"""Seconds after which an engine's requests will never end; the slowest good part needs two."""
 JUNK: tuple[Any, ...] = (
     None, True, 0, -1, 2.5, 1e30, float("inf"), float("nan"), 2**62, "", "x", "x" * 70_000, [], [3],
     {}, {"a": [1]},
@@ -51,6 +49,8 @@ class PartKit(Kit):
     """Its options in `EngineConfig.parts`."""
     keeps: ClassVar[int] = 0
     """Most elements of containers by which either half grows for good, such as a cache's."""
+    patience: ClassVar[float] = 60.0
+    """Seconds after which an engine's requests will never end; those of a good part need two."""
 
     # ------------------------------------------------------------ what the tests are made of
 
@@ -284,7 +284,7 @@ class PartKit(Kit):
                 assert engine.healthy, engine.dead_reason
                 assert engine.stats().kv_blocks_used == 0
 
-        asyncio.run(asyncio.wait_for(serve(), PATIENCE))
+        asyncio.run(asyncio.wait_for(serve(), self.patience))
 
 
 @functools.cache

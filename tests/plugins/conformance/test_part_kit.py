@@ -38,12 +38,14 @@ class BudgetKit(PartKit):
     __test__ = False
     name = "token_budget"
     plugin = plugin_of("part", "token_budget", TokenBudget)
+    patience = 10.0
 
 
 class WatchKit(PartKit):
     __test__ = False
     name = "activation_watch"
     plugin = plugin_of("part", "activation_watch", ActivationWatch)
+    patience = 10.0
 
 
 # ---------------------------------------------------------------- the scheduler half
