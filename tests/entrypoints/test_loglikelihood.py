@@ -107,6 +107,8 @@ def ask(server: Server, prompts: Any, **options: Any) -> list[dict[str, Any]]:
     body = {"prompt": prompts, "max_tokens": 1, "logprobs": 1, "echo": True, "temperature": 0}
     response = httpx.post(server.url + "/v1/completions", json=body | options, timeout=300)
     assert response.status_code == 200, response.text
+    if options.get("max_tokens") == 0:
+        assert response.json()["usage"]["completion_tokens"] == 0
     return sorted(response.json()["choices"], key=lambda choice: choice["index"])
 
 

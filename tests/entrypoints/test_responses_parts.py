@@ -24,7 +24,7 @@ from jackfield.core.protocols.parsers import (
 )
 from jackfield.core.text.tokenizer import Tokenizer
 from jackfield.entrypoints.openai.responses.events import OutputItems
-from jackfield.entrypoints.openai.responses.input_items import to_messages, turns
+from jackfield.entrypoints.openai.responses.input_items import read_items, to_messages, turns
 from jackfield.entrypoints.openai.responses.logprobs import MessageLogprobs
 from jackfield.entrypoints.openai.responses.store import ResponseStore
 
@@ -163,6 +163,16 @@ def test_the_store_keeps_within_its_limits_and_its_books(steps: Any) -> None:
     for one in list(order):
         store.delete(one)
     assert store.num_bytes == 0 and len(store) == 0
+
+
+@pytest.mark.parametrize("id", ["", None, 5])
+def test_an_item_without_an_id_gets_one(id: Any) -> None:
+    item = {"type": "function_call_output", "call_id": "c", "output": "x"}
+    first, second, named = read_items(
+        [{**item, "id": id}, item, {**item, "id": "mine"}], lambda id: None
+    )
+    assert first["id"] and isinstance(first["id"], str) and first["id"] != second["id"]
+    assert named["id"] == "mine"
 
 
 @pytest.mark.parametrize("limits", [(0, 100), (100, 0)])

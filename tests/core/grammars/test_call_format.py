@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from jackfield.core.grammars.tool_calls.call_arguments import arguments_format
+from jackfield.core.grammars.tool_calls.call_arguments import MAX_OPTIONAL, arguments_format
 from jackfield.core.grammars.tool_calls.call_format import (
     CallableTool,
     calls_or_schema_tag,
@@ -141,11 +141,16 @@ def test_unenforceable_schemas_are_refused_with_a_reason(
     assert reason in str(caught.value)
 
 
-def test_every_optional_argument_doubles_the_ways() -> None:
-    many = schema([], **{f"a{i}": NUMBER for i in range(60)})
-    with pytest.raises(ValueError, match="more than 50"):
-        arguments_format(PYTHON, many)
-    assert arguments_format(XML, many)["type"] == "sequence", "nothing stands between: no ways"
+@pytest.mark.parametrize("last", [[], ["last"]])
+def test_as_many_arguments_may_be_missing_as_the_limit_says(last: list[str]) -> None:
+    def properties(count: int) -> dict[str, Any]:
+        return dict.fromkeys([*(f"p{i}" for i in range(count)), *last], NUMBER)
+
+    arguments_format(PYTHON, schema(last, **properties(MAX_OPTIONAL)))
+    with pytest.raises(ValueError, match=f"more than {MAX_OPTIONAL} parameters"):
+        arguments_format(PYTHON, schema(last, **properties(MAX_OPTIONAL + 1)))
+    many = schema(last, **properties(MAX_OPTIONAL + 1))
+    assert arguments_format(XML, many)["type"] == "sequence", "nothing stands between: no limit"
 
 
 @pytest.mark.parametrize(
