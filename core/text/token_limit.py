@@ -20,7 +20,7 @@ _SLACK = 64
 
 
 def encode_text(
-    backend: Any, text: str, pair: str | None = None, *, add_special_tokens: bool = True
+    backend: Any, text: str, pair: str | None = None, *, add_special_tokens: bool
 ) -> Any:
     """Encode one text or two as one `tokenizers.Encoding`; its offsets are not valid.
 

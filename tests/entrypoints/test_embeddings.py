@@ -313,6 +313,13 @@ def test_texts_are_cut_after_the_tokens_that_are_asked_for(
     np.testing.assert_allclose([item["score"] for item in scores], target, atol=1e-5)
 
 
+def test_a_text_that_is_short_enough_is_not_cut() -> None:
+    """Not even to what its tokens decode to, which is lower case here."""
+    tokenizer = Tokenizer.load(str(minilm()))
+    assert tokenizer.first_tokens("The Cat", 2) == "The Cat"
+    assert tokenizer.first_tokens("The Cat", 1) == "the"
+
+
 def test_scores_take_every_name_of_the_texts(scorer: Server) -> None:
     first = post(scorer, "/score", text_1=QUERY, text_2=DOCUMENTS)["data"]
     for names in (("queries", "documents"), ("queries", "items"), ("data_1", "data_2")):

@@ -79,6 +79,25 @@ def test_failed_allocation_changes_nothing():
     kv.check([request])
 
 
+def test_blocks_are_appended_to_all_requests_or_to_none():
+    kv = KVCacheManager(6, 4, True)  # One is the null block.
+    first, second = make_request([1, 2, 3, 4]), make_request([5, 6, 7, 8])
+    compute(kv, first)
+    compute(kv, second)
+    writes = kv.append_blocks([first, second])
+    assert writes is not None and len(first.block_ids) == len(second.block_ids) == 2
+    assert [list(write.block_ids) for write in writes] == [
+        first.block_ids[1:],
+        second.block_ids[1:],
+    ]
+    third = make_request([9])
+    compute(kv, third)  # The last free block.
+    kv.free(first)
+    assert kv.append_blocks([second, third]) is not None, "as many are free as are needed"
+    before = snapshot(kv, second)
+    assert kv.append_blocks([second]) is None and snapshot(kv, second) == before
+
+
 def test_only_known_tokens_are_registered():
     kv = KVCacheManager(10, 4, True)
     request = make_request([1, 2, 3])

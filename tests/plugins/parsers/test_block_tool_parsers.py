@@ -159,6 +159,9 @@ class TestMiniCpm5(BlockKit):
         text = '<function name="moon"><param name="phase">new</param></function>'
         message = fold(run(self.parser_class(tools=[needy]), [text]))
         assert message.content == text and not message.tool_calls
+        text = '<function name="moon"><param name="day">3</param></function>'
+        (call,) = fold(run(self.parser_class(tools=[needy]), [text])).tool_calls
+        assert json.loads(call.arguments) == {"day": 3}
 
 
 def m3(text: str) -> str:
