@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import msgspec
@@ -46,7 +46,7 @@ class Pieces:
         """The text of the whole array, in parts."""
 
 
-def in_pieces(items: Sequence[Any], at_once: int, build: Callable[[Any], list[Any]]) -> Any:
+def in_pieces(items: Any, at_once: int, build: Callable[[Any], list[Any]]) -> Any:
     """Return `build(items)`, as Pieces if there are more than `at_once` items. `build` converts
     items one by one, without regard to their neighbours."""
     if len(items) <= at_once:

@@ -20,7 +20,7 @@ from jackfield.core.parallel.join import exchange, join, leave, listen
 from jackfield.core.parallel.ranks import Pipeline, Ranks
 from jackfield.core.registry import load_plugins
 from jackfield.core.step import StepPlan
-from jackfield.core.worker.pipeline_stage import PipelineStage
+from jackfield.core.worker.parts.pipeline import PipelineStage
 from jackfield.plugins.conformance.paged_model import PagedModel
 from jackfield.plugins.conformance.rank_threads import run_ranks, thread_groups, thread_ranks
 

@@ -5,7 +5,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from jackfield.kernels.collectives import peer_sum
+from jackfield.kernels import peer_sum
 
 COMMON = {"SPINS": peer_sum.SPINS, "RESIDUAL": True, "PDL": True, "RANK": 1}
 WORDS = {**COMMON, "BLOCK": 1024, "PLACE": peer_sum.WORD_TILE, "PROGRAMS": peer_sum.WORD_PROGRAMS}

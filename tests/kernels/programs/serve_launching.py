@@ -8,7 +8,7 @@ from serve_requests import serve
 
 from jackfield.core.hooks import hookimpl
 from jackfield.core.registry import Provenance, load_plugins
-from jackfield.core.worker.graphs import step_graphs
+from jackfield.core.worker.start import step_graphs
 from jackfield.kernels.compile import Precompiler
 from jackfield.kernels.indexer import index_choice
 from jackfield.plugins.attention.triton import TritonAttention
