@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -14,8 +14,13 @@ from serving import engine_config as config
 
 from jackfield.core import sampling_params as types
 from jackfield.core.engine.output_processor import OutputProcessor
+from jackfield.core.engine.request_entry import check_name
+from jackfield.core.errors import InvalidRequest
 from jackfield.core.text.tokenizer import Tokenizer
 from jackfield.entrypoints.http.options import ServerOptions
+from jackfield.entrypoints.openai.common import protocol
+from jackfield.entrypoints.openai.pooling.protocol import MAX_INPUTS, inputs
+from jackfield.entrypoints.openai.responses.input_items import MAX_ITEMS, check_count
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -72,6 +77,25 @@ def test_what_a_request_names_is_bounded(server: Server, field: str, value: Any)
     for route in (COMPLETIONS, CHAT):
         response = post(server, route, **{field: value})
         assert response.status_code == 400 and error(response)["param"] == field
+
+
+@pytest.mark.parametrize(
+    ("limit", "read"),
+    [
+        (protocol.MAX_PROMPTS, lambda n: protocol.CompletionRequest(prompt=["x"] * n).prompts()),
+        (MAX_INPUTS, lambda n: inputs(["x"] * n)),
+        (MAX_ITEMS, check_count),
+        (
+            types.MAX_LOGIT_BIAS,
+            lambda n: types.SamplingParams(logit_bias=dict.fromkeys(range(n), 1)),
+        ),
+        (types.MAX_NAME_LENGTH, lambda n: check_name("request_id", "x" * n)),
+    ],
+)
+def test_a_limit_is_the_most_that_is_taken(limit: int, read: Callable[[int], object]) -> None:
+    read(limit)
+    with pytest.raises(InvalidRequest):
+        read(limit + 1)
 
 
 def test_many_bad_words_are_tokenized_off_the_loop(

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from jackfield.core.grammars import reference_depth
 from jackfield.core.grammars.reference_depth import check_chains
 from jackfield.core.protocols.grammars import GrammarSpec
 
@@ -79,3 +80,16 @@ def test_a_chain_past_any_stack_is_measured() -> None:
     ):
         with pytest.raises(ValueError, match="20001 times"):
             check_chains(spec, 256)
+
+
+def test_a_schema_that_is_in_too_many_targets_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """20 targets, each of which has all that follow it: 210 visits, and those of the root."""
+    inner: dict[str, Any] = {"type": "string"}
+    for _ in range(19):
+        inner = {"items": inner}
+    targets = [{"$ref": "#/$defs/a" + "/items" * depth} for depth in range(20)]
+    spec = GrammarSpec("json", json.dumps({"anyOf": targets, "$defs": {"a": inner}}))
+    check_chains(spec, 2)
+    monkeypatch.setattr(reference_depth, "MAX_VISITED", 200)
+    with pytest.raises(ValueError, match="too many schemas"):
+        check_chains(spec, 2)
