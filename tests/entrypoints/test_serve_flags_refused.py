@@ -64,7 +64,7 @@ def test_a_unix_socket_of_a_running_server_is_not_taken_from_it(
         assert main(["serve", "/no/such/checkpoint", "--uds", str(path), *flags]) == 2
         assert path.is_socket()
     assert f"--uds: cannot listen at {path}: a server listens there" in capsys.readouterr().err
-    assert main(["serve", "/no/such/checkpoint", "--uds", str(path), *flags]) == 1
+    assert main(["serve", "/no/such/checkpoint", "--uds", str(path), *flags]) == 2
     assert "/no/such/checkpoint" in capsys.readouterr().err
 
 
