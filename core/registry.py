@@ -153,21 +153,23 @@ class Plugins:
         try:
             self.manager.register(plugin, name=name)
             self.manager.check_pending()
+            has_model = False
             for kind, hook in KINDS.items():
                 registry = self.registries[kind]
                 registry._registering = provenance
-                registry._is_partial = kind != "model" and not any(
-                    entry.provenance == provenance for entry in self["model"].entries()
-                )
+                registry._is_partial = kind != "model" and not has_model
                 for impl in self.implementations(hook, name):
                     if inspect.iscoroutine(result := impl.function(registry)):
                         result.close()
                         raise PluginError(f"{hook}: it returns a coroutine, which is never awaited")
+                    if kind == "model":
+                        entries = registry._entries.values()
+                        has_model = any(entry.provenance == provenance for entry in entries)
         except BaseException:
             if self.manager.has_plugin(name):
                 self.manager.unregister(name=name)
-            for kind, entries in saved.items():
-                self.registries[kind]._entries = entries
+            for kind, before in saved.items():
+                self.registries[kind]._entries = before
             raise
         notes = list(remarks(plugin))
         callers = self.manager.get_hookcallers(self.manager.get_plugin(name)) or ()

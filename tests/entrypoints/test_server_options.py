@@ -456,4 +456,5 @@ def test_a_text_line_cannot_be_forged(checkpoint: Path, caplog: pytest.LogCaptur
             httpx.get(server.url + "/none%0a127.0.0.1%20%22GET%20/")
     (messages,) = [r.getMessage() for r in caplog.records if r.name == "jackfield.access"]
     assert "\n" not in messages
-    assert re.search(r'"GET /none\\n127.0.0.1 \\"GET /" 404 \d+ bytes 0\.\d+ s \w+ ttft - tokens -$', messages)
+    line = r'"GET /none\\n127.0.0.1 \\"GET /" 404 \d+ bytes 0\.\d+ s \w+ ttft - tokens -$'
+    assert re.search(line, messages)
