@@ -185,19 +185,21 @@ def chunks(text: str) -> list[Any]:
 
 
 def streamed(server: Server, route: str, **fields: Any) -> list[Any]:
-    """The log-probabilities of a stream, in order of its choices, of all chunks together."""
+    """The log-probabilities of a stream, in order of its choices, of all chunks together: of
+    tokens, then of prompts, wherever the stream was cut into chunks."""
     found: list[Any] = []
+    prompts: list[Any] = []
     received = chunks(post(server, route, stream=True, **fields).text)
     received.sort(key=lambda c: c["choices"][0]["index"] if c.get("choices") else 0)
     for chunk in received:
         for choice in chunk.get("choices", ()):
             table = choice.get("logprobs") or {}
             found += table.get("content") or table.get("token_logprobs") or ()
-            found += choice.get("prompt_logprobs") or ()
-        found += chunk.get("prompt_logprobs") or ()
+            prompts += choice.get("prompt_logprobs") or ()
+        prompts += chunk.get("prompt_logprobs") or ()
         if chunk.get("type") == "response.output_text.delta":
             found += chunk["logprobs"]
-    return found
+    return found + prompts
 
 
 @pytest.mark.parametrize(

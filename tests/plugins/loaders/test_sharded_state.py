@@ -349,7 +349,7 @@ def test_options_that_a_loader_does_not_take_are_refused(llama: Path) -> None:
         (["--to", "nothing"], "--to: "),
         (["--max-file-size", "0"], "--max-file-size: must be at least 1"),
         (["--to-extra-config", '{"a": 1}'], "--to-extra-config: .* has no a"),
-        (["-tp", "3"], "tensor_parallel_size"),
+        (["-tp", "3"], "--tensor-parallel-size: .* divided by 3"),
     ],
 )
 def test_what_cannot_be_converted_is_refused(
