@@ -9,7 +9,7 @@ from typing import Any
 from ..cache.kv_manager import KVCacheManager
 from ..outputs import EngineStats, FinishReason
 from ..request import NEVER, Request, Status, Update
-from .parts.part_set import PartSet
+from .parts.part_set import SchedulerParts
 from .queues.decode_rows import DecodeRows
 from .queues.queue import RequestQueue
 
@@ -22,7 +22,7 @@ class LiveRequests:
         num_slots: int,
         kv: KVCacheManager,
         stats: EngineStats,
-        parts: PartSet,
+        parts: SchedulerParts,
     ) -> None:
         self.by_id: dict[str, Request] = {}
         self.running = RequestQueue()

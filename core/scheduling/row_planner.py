@@ -8,7 +8,7 @@ from ..cache.kv_manager import KVCacheManager, PrefixHits
 from ..request import Request
 from .live_requests import LiveRequests
 from .parts.part import Readiness
-from .parts.part_set import PartSet
+from .parts.part_set import SchedulerParts
 from .plan_builder import PlanBuilder
 from .prefill_chunks import PrefillChunks
 from .queues.decode_rows import DecodeRows, has_prompt_left
@@ -25,7 +25,7 @@ class RowPlanner:
         *,
         max_num_batched_tokens: int,
         admission_reserve: int,
-        parts: PartSet,
+        parts: SchedulerParts,
         decoding: DecodeRows | None,
     ) -> None:
         """admission_reserve: blocks that stay free for running requests when another is

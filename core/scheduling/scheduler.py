@@ -22,7 +22,7 @@ from .live_requests import LiveRequests
 from .pacing.plan_timing import StepPace
 from .pacing.step_sizes import StepSizes
 from .parts.part import PartMaker, PartServices, SchedulerPart
-from .parts.part_set import PartSet
+from .parts.part_set import SchedulerParts
 from .plan_builder import PlanBuilder, PlannedStep
 from .policy_keys import PolicyKeys
 from .prefill_chunks import PrefillChunks
@@ -73,7 +73,7 @@ class Scheduler:
         """hash_key: see `BlockHasher`. groups: layers that share a block table. num_snapshots: of
         states, if layers keep them; None: they keep none. ttft_target: see `StepSizes`; without
         effect where a part does not allow it. parts: what makes the parts, in the order in which
-        they are called. describe: an error in the result of a row → what its request is told."""
+        they are called. describe: an error in the result of a row → its request's."""
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self._keys = PolicyKeys(policy, policy_name)
@@ -105,7 +105,7 @@ class Scheduler:
         self._describe = describe
         self._failures: list[Update] = []
         self._stats = EngineStats(num_slots=max_num_seqs, kv_blocks_total=self.kv.num_usable_blocks)
-        self._parts = PartSet()
+        self._parts = SchedulerParts()
         self.requests = LiveRequests(max_num_seqs, self.kv, self._stats, self._parts)
         services = PartServices(
             kv=self.kv,

@@ -132,18 +132,18 @@ def _part(headers: str) -> Part:
 def _disposition(value: str) -> Part | None:
     """Parse `form-data; name="purpose"; filename="…"`; None if it has no name."""
     kind = value.partition(";")[0].strip().lower()
-    found = {
+    parameters = {
         match[1].lower(): match[3].strip()
         if match[2] is None
         else re.sub(r"\\(.)", r"\1", match[2])
         for match in _PARAMETER.finditer(value)
     }
-    if kind != "form-data" or not found.get("name"):
+    if kind != "form-data" or not parameters.get("name"):
         return None
-    filename = found.get("filename")
-    if "filename*" in found:
-        filename = urllib.parse.unquote(found["filename*"].split("'")[-1], errors="replace")
-    return Part(found["name"], filename)
+    filename = parameters.get("filename")
+    if "filename*" in parameters:
+        filename = urllib.parse.unquote(parameters["filename*"].split("'")[-1], errors="replace")
+    return Part(parameters["name"], filename)
 
 
 def _no_form(reason: str) -> InvalidRequest:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from ..live_requests import LiveRequests
     from ..plan_builder import PlanBuilder
-    from .part_set import PartSet
+    from .part_set import SchedulerParts
 
 
 class Readiness(enum.Enum):
@@ -39,7 +39,7 @@ class PartServices:
     kv: KVCacheManager
     requests: LiveRequests
     """All unfinished requests, and their transitions (`fail`, `end`, `preempt`, `wait_again`)."""
-    parts: PartSet
+    parts: SchedulerParts
     """All parts; while they are made, those before this one."""
     stats: EngineStats
     """Counters since the start, which parts may add to."""

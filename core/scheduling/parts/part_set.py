@@ -13,7 +13,7 @@ P = TypeVar("P", bound=SchedulerPart)
 Calls: TypeAlias = tuple[Callable[..., Any], ...]
 
 
-class PartSet:
+class SchedulerParts:
     """All parts of a scheduler. An attribute with the name of a method of `SchedulerPart` has that
     method of each part that overrides it, in the order in which the parts were made."""
 

@@ -1,4 +1,4 @@
-"""How many drafts rows get, and what results make of them."""
+"""How many drafts rows get, and which of them results accept."""
 
 from __future__ import annotations
 

@@ -60,8 +60,8 @@ class WorkerParts:
 
     def context(self, inputs: StepInputs) -> dict[str, Any]:
         """Return what layers find of parts."""
-        found = {part.name: part.context(inputs) for part in self._context}
-        return {name: value for name, value in found.items() if value is not None}
+        contexts = {part.name: part.context(inputs) for part in self._context}
+        return {name: value for name, value in contexts.items() if value is not None}
 
     def computed(self, inputs: StepInputs, hidden: HiddenStates) -> None:
         """Let parts queue what reads the states of a forward pass."""
