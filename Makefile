@@ -46,10 +46,11 @@ test-nightly: $(READY)
 test-gpu:
 	$(PYTHON) -m pytest -m 'gpu or not slow'
 
-# Small slips in a copy of the package, one at a time: do the tests notice? Hours; goes on where it stopped.
+# Small slips in copies of the package, one at a time in each: do the tests notice? Hours; goes on where it stopped.
 COUNT ?= 300
+JOBS ?= 1
 mutants: $(READY)
-	$(BIN)/python tests/mutation/run.py --count $(COUNT) $(if $(ROOMS),--rooms $(ROOMS)) $(if $(AGAIN),--again)
+	$(BIN)/python tests/mutation/run.py --count $(COUNT) --jobs $(JOBS) $(if $(ROOMS),--rooms $(ROOMS)) $(if $(AGAIN),--again)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -1,4 +1,5 @@
-"""Makes small slips in a copy of the package, one at a time, and notes which the tests notice."""
+"""Makes small slips in copies of the package, one at a time in each, and notes which the tests
+notice."""
 
 from __future__ import annotations
 
@@ -6,12 +7,14 @@ import argparse
 import datetime
 import json
 import os
+import queue
 import shutil
 import subprocess
 import sys
 import tempfile
 import venv
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +33,11 @@ TEST_SECONDS = 45
 class Copy:
     """A copy of the package with an interpreter that imports it, and pytest sessions in it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, original: Path, folder: Path) -> None:
         self.root = folder / "jackfield"
         if self.root.exists():
             shutil.rmtree(self.root)
-        for name in filter(None, git("ls-files", "-z", "-co", "--exclude-standard").split("\0")):
-            if (ROOT / name).is_file():
-                (self.root / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(ROOT / name, self.root / name)
+        shutil.copytree(original, self.root)
         # Its packages are this interpreter's, but `jackfield` is found in the copy first.
         venv.create(folder / "venv", symlinks=True, with_pip=False, clear=True)
         (packages,) = (folder / "venv/lib").glob("python*/site-packages")
@@ -120,6 +120,17 @@ def summary(results: dict[str, dict[str, Any]], planned: int) -> str:
     )
 
 
+def copy_checkout(folder: Path) -> None:
+    """All files but ignored ones, where no slip is made: those are planned, and their tests chosen,
+    from the code as it is."""
+    if folder.exists():
+        shutil.rmtree(folder)
+    for name in filter(None, git("ls-files", "-z", "-co", "--exclude-standard").split("\0")):
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
+
+
 def git(*arguments: str) -> str:
     return subprocess.run(
         ["git", *arguments], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True
@@ -132,31 +143,52 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--rooms", nargs="*", default=[], help="only these directories")
     parser.add_argument("--again", action="store_true", help="the survivors without a reason too")
+    parser.add_argument("--jobs", type=int, default=1, help="how many at the same time")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
     commit = git("rev-parse", "--short", "HEAD").strip()
-    copy = Copy(Path(os.environ.get("MUTANTS_COPY", Path(tempfile.gettempdir()) / "mutants")))
-    chooser = Chooser(copy.root)
-    slips = planned(copy.root, options.seed, options.rooms)
+    folder = Path(os.environ.get("MUTANTS_COPY", Path(tempfile.gettempdir()) / "mutants"))
+    original = folder / "original"
+    copy_checkout(original)
+    slips = planned(original, options.seed, options.rooms)
+    chooser = Chooser(original)
     results = known_results(options.results)
     spared: set[str] = set()
-    for slip in slips[: options.count]:
+    free: queue.SimpleQueue[Copy] = queue.SimpleQueue()
+    for job in range(options.jobs):
+        free.put(Copy(original, folder / str(job)))
+
+    def wanted(slip: Slip) -> bool:
         known = results.get(slip.key)
-        survivor = known and known["result"] == "survived" and "equivalent" not in known
-        if known and not (options.again and survivor):
-            continue
-        outcome = tried(copy, chooser, slip, spared)
-        if outcome is None:
-            continue
-        record = {
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "commit": commit, "key": slip.key, "file": slip.file, "line": slip.line,
-            "kind": slip.kind, "before": slip.before, "after": slip.after, **outcome,
-        }  # fmt: skip
-        results[slip.key] = record
-        with options.results.open("a") as file:
-            print(json.dumps(record), file=file)
-        print(f"{slip.file}:{slip.line}: {slip.kind}: {record['result']}", flush=True)
+        if known is None:
+            return True
+        return options.again and known["result"] == "survived" and "equivalent" not in known
+
+    def outcome_of(slip: Slip) -> tuple[Slip, dict[str, Any] | None]:
+        copy = free.get()
+        try:
+            return slip, tried(copy, chooser, slip, spared)
+        finally:
+            free.put(copy)
+
+    pool = ThreadPoolExecutor(options.jobs)
+    try:
+        todo = filter(wanted, slips[: options.count])
+        for future in as_completed([pool.submit(outcome_of, slip) for slip in todo]):
+            slip, outcome = future.result()
+            if outcome is None:
+                continue
+            record = {
+                "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+                "commit": commit, "key": slip.key, "file": slip.file, "line": slip.line,
+                "kind": slip.kind, "before": slip.before, "after": slip.after, **outcome,
+            }  # fmt: skip
+            results[slip.key] = record
+            with options.results.open("a") as file:
+                print(json.dumps(record), file=file)
+            print(f"{slip.file}:{slip.line}: {slip.kind}: {record['result']}", flush=True)
+    finally:
+        pool.shutdown(cancel_futures=True)
     print(summary(results, len(slips)))
 
 
