@@ -5,13 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
 
 from ..step import StepPlan, StepResult, TokenLogprobs
 from .graphs.written_tokens import TokenPlace
+
+Reports: TypeAlias = dict[str, Callable[[], msgspec.Struct | None]]
+"""Name of a part → what it reports, once the step is done."""
 
 
 class DraftCounts(NamedTuple):
@@ -80,8 +83,7 @@ class LaunchedStep:
     verified: list[int] = field(default_factory=list)
     """[num_rows] Drafts of each row that the speculator had proposed, once the step is done; [] if
     no row had any."""
-    reports: dict[str, Callable[[], msgspec.Struct | None]] = field(default_factory=dict)
-    """Name of a part → what it reports, once the step is done."""
+    reports: Reports = field(default_factory=dict)
     late_preparations: int = 0
     graph_recording_failures: int = 0
     launch_wait_seconds: float = 0.0
@@ -149,7 +151,7 @@ class LaunchedStep:
             prompt_logprobs=prompts,
             failed=failed,
             failed_params=self.failed_params,
-            parts=self._reported(),
+            parts=_reported(self.reports),
             device_seconds=time.monotonic() - self.launched,
             late_preparations=self.late_preparations,
             graph_recording_failures=self.graph_recording_failures,
@@ -169,9 +171,22 @@ class LaunchedStep:
             first += count + 1
         return kept, verified
 
-    def _reported(self) -> dict[str, msgspec.Struct]:
-        reported = ((name, report()) for name, report in self.reports.items())
-        return {name: struct for name, struct in reported if struct is not None}
+
+@dataclass
+class EmptyStep:
+    """A plan without rows: it changed slots, or carried something for parts."""
+
+    plan: StepPlan
+    reports: Reports = field(default_factory=dict)
+
+    def wait(self) -> StepResult:
+        """Return a result without rows; nothing was launched."""
+        return StepResult(self.plan.step, [], [], parts=_reported(self.reports))
+
+
+def _reported(reports: Reports) -> dict[str, msgspec.Struct]:
+    reported = ((name, report()) for name, report in reports.items())
+    return {name: struct for name, struct in reported if struct is not None}
 
 
 def _position(tables: dict[str, Any], index: int, token_id: int, k: int) -> TokenLogprobs:

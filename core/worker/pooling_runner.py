@@ -22,6 +22,8 @@ from ..pooling_params import PooledRow, PoolingParams
 from ..protocols.attention import PagedBackend
 from ..step import NOTHING_IN_PROCESS, InProcess, SlotStart, StepPlan, StepResult
 from .batch import PersistentBatch, StepInputs, releasing_all
+from .launched_step import EmptyStep
+from .parts.part_set import WorkerParts
 from .per_slot import PerSlot, update_slots
 
 
@@ -77,6 +79,8 @@ class PoolingRunner(PerSlot):
         self.backend = backend
         self.batch = batch
         self.device = device
+        self.parts = WorkerParts()
+        """None: no part goes with pooling."""
         self.projections = Projections(pooling.projections, device)
         self._starts: dict[int, SlotStart] = {}
         self._kept: dict[int, torch.Tensor] = {}
@@ -105,14 +109,12 @@ class PoolingRunner(PerSlot):
         """Run the costliest pooling on a step's states, to measure its memory."""
         return self._states(hidden).float()
 
-    def move(self, plan: StepPlan) -> StepPlan:
-        """Return the plan: pooled rows have no cache that moves."""
-        return plan
-
-    def write(self, plan: StepPlan, in_process: InProcess) -> None:
+    @torch.inference_mode()
+    def write(self, plan: StepPlan, in_process: InProcess) -> EmptyStep:
         """Apply a plan without rows."""
         self.update_slots(plan, in_process)
         self.batch.write(plan)
+        return EmptyStep(plan)
 
     def update_slots(self, plan: StepPlan, in_process: InProcess = NOTHING_IN_PROCESS) -> None:
         """Update what is remembered of the slots that the plan releases and starts."""

@@ -20,7 +20,7 @@ from .batch import PersistentBatch, StepInputs, releasing_all
 from .graphs.endings import Ending
 from .graphs.recorder import NotRecorded
 from .graphs.written_tokens import WrittenTokens
-from .launched_step import LOGPROB_FIELDS, DraftCounts, LaunchedStep, PromptScores
+from .launched_step import LOGPROB_FIELDS, DraftCounts, EmptyStep, LaunchedStep, PromptScores
 from .packing import to_host
 from .parts.part import Route, WorkerPart
 from .parts.part_set import WorkerParts
@@ -98,16 +98,12 @@ class ModelRunner:
         return step
 
     @torch.inference_mode()
-    def move(self, plan: StepPlan) -> StepPlan:
-        """Queue what moves in the cache before all else of a plan. Return the plan without it."""
-        return self.parts.move(plan)
-
-    @torch.inference_mode()
-    def write(self, plan: StepPlan, in_process: InProcess) -> None:
+    def write(self, plan: StepPlan, in_process: InProcess) -> EmptyStep:
         """Apply a plan without rows."""
         self.update_slots(plan, in_process)
         self.parts.before(plan)
         self.batch.write(plan)
+        return EmptyStep(plan, self.parts.poll())
 
     def send_states(self, plan: StepPlan, hidden: HiddenStates) -> LaunchedStep:
         """Let the next stage go on with a step. hidden: [plan.total_tokens or more,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,8 +18,6 @@ from ..loading.model_config import ModelConfig
 from ..nn.attention import Attention
 from ..parallel.join import rank_device
 from ..parallel.ranks import ONE_RANK, Ranks
-from ..parts import kv_transfer
-from ..parts.kv_transfer import TransferPlan
 from ..protocols.executors import ExecutorInfo
 from ..registration.failing_plugin import plugin_failure
 from ..registry import Plugins
@@ -35,15 +33,17 @@ from ..step import (
 )
 from .expert_balance import ExpertMover
 from .graphs.recorder import CudaRecorder, Recorder
-from .guarded_half import EmptyStep, GuardedHalf, TransferringStep
 from .kv_cache.layout import model_fingerprint
 from .kv_cache.memory import explain_oom
 from .kv_cache.scales import finding_scales
 from .launched_step import LaunchedStep
+from .parts.part import WorkerPart
 from .pooling_runner import PoolingRunner
 from .runner import ModelRunner
 from .start.worker_start import StartedWorker, WorkerStart
 from .threads import PendingStep
+
+P = TypeVar("P", bound=WorkerPart)
 
 
 class Worker:
@@ -68,9 +68,8 @@ class Worker:
             else rank_device(config, ranks.local_rank)
         )
         self.runner: ModelRunner | PoolingRunner | None = None
-        self.connector: GuardedHalf | None = None
         self.transfer_news: Callable[[], None] = _ignore
-        """Called, on any thread, when the connector has something to report."""
+        """Called, on any thread, when KV transfers have something to report."""
         self._started: StartedWorker | None = None
         self._experts: ExpertMover | None = None
         """Set with `enable_eplb`."""
@@ -100,7 +99,7 @@ class Worker:
                 raise failure from error
             raise
         self._started = started
-        self.runner, self.connector = started.runner, started.connector
+        self.runner = started.runner
         self._unscaled = started.unscaled
         if self.config.enable_eplb:
             with torch.inference_mode():
@@ -116,13 +115,11 @@ class Worker:
     def step(self, plan: StepPlan, in_process: InProcess = NOTHING_IN_PROCESS) -> PendingStep:
         """Launch one step. None is launched after one that failed, until `recover`.
 
-        A KV connector's worker half gets the plan's metadata in both cases, since it is sent only
-        once.
+        Parts get what they were sent in both cases, since it is sent only once.
         """
         assert self.runner is not None, "start() comes first"
-        connector = self.connector
         if self._step_failed:
-            self._start_transfers(plan)
+            self.runner.parts.receive(plan)
             raise RuntimeError("not run: a step before it failed")
         before = self._num_prepared()
         began, worked = time.perf_counter(), time.thread_time()
@@ -138,10 +135,7 @@ class Worker:
             if (failure := plugin_failure(self.plugins, error, "a step")) is not None:
                 raise failure from error
             raise
-        if connector is None:
-            return step
-        connector.poll()
-        return TransferringStep(step, connector)
+        return step
 
     def _num_prepared(self) -> int:
         """Number of kernels loaded and graphs recorded since the start."""
@@ -191,24 +185,14 @@ class Worker:
         self, plan: StepPlan, in_process: InProcess, runner: ModelRunner | PoolingRunner
     ) -> PendingStep:
         try:
-            try:
-                # First, as the plan's loads may write to blocks that parts read.
-                plan = runner.move(plan)
-            finally:
-                self._start_transfers(plan)
-            if self._unscaled and plan.slots:
-                return self._first_step(plan, in_process, runner)
+            plan = runner.parts.move(plan)
             if not plan.slots:
-                return self._without_rows(plan, in_process, runner)
+                return runner.write(plan, in_process)
+            if self._unscaled:
+                return self._first_step(plan, in_process, runner)
             return runner.launch(plan, in_process)
         except torch.OutOfMemoryError as error:
             raise explain_oom(error, f"running a step of {plan.total_tokens} tokens") from error
-
-    def _start_transfers(self, plan: StepPlan) -> None:
-        """Pass a plan's metadata on to the KV connector."""
-        if self.connector is not None:
-            part: TransferPlan | None = plan.parts.get(kv_transfer.NAME)
-            self.connector.start(None if part is None else part.metadata)
 
     @torch.inference_mode()
     def _first_step(
@@ -221,14 +205,6 @@ class Worker:
         if self._started is not None and self._started.graphs is not None:
             self._started.graphs.record_first(self.device)
         return step
-
-    @torch.inference_mode()
-    def _without_rows(
-        self, plan: StepPlan, in_process: InProcess, runner: ModelRunner | PoolingRunner
-    ) -> EmptyStep:
-        """Apply a plan that computes nothing: it changes slots, or is for the KV connector."""
-        runner.write(plan, in_process)
-        return EmptyStep(plan)
 
     @torch.inference_mode()
     def prepare_ahead(self) -> bool:
@@ -250,16 +226,14 @@ class Worker:
         experts.forget()
         return 0
 
-    def detach_connector(self, failure: str) -> None:
-        """Close the KV connector's worker half, as that of another rank has raised."""
-        if self.connector is not None:
-            self.connector.detach(failure)
+    def part(self, kind: type[P]) -> P | None:
+        """Return the part of a class; None: there is none."""
+        return None if self.runner is None else self.runner.parts.find(kind)
 
     def stop(self) -> None:
         """Release the device memory."""
-        if self.connector is not None:
-            self.connector.close()
-            self.connector = None
+        if self.runner is not None:
+            self.runner.parts.close()
         self.runner = self._started = self._experts = None
         gc.collect()
         if self.device.type == "cuda":

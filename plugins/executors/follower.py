@@ -127,7 +127,7 @@ class Follower:
             elif isinstance(message, Job):
                 self._do(joined, message)
             elif isinstance(message, Detach):
-                joined.worker.detach_connector(message.failure)
+                joined.detach_connector(message.failure)
             else:
                 return 1
         self._settle()

@@ -328,7 +328,7 @@ class ProcessesExecutor(Executor):
         thread, joined = self._thread, self._joined
         if self.failure is None and thread is not None and joined is not None:
             self._send(Detach(failure))
-            thread.call(lambda: joined.worker.detach_connector(failure)).add_done_callback(retrieve)
+            thread.call(lambda: joined.detach_connector(failure)).add_done_callback(retrieve)
 
     def _receive(self, rank: int, message: ToLeader) -> None:
         if isinstance(message, Joining):

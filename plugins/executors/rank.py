@@ -19,6 +19,7 @@ from ...core.parallel.ranks import ONE_RANK, Ranks
 from ...core.protocols.executors import ExecutorInfo
 from ...core.registry import Plugins, load_plugins
 from ...core.step import Ping, WorkerJob
+from ...core.worker.parts.kv_transfer import KVTransfer
 from ...core.worker.start.device_init import initialize_device, separate_streams
 from ...core.worker.worker import Worker
 from .progress import Progress
@@ -102,6 +103,11 @@ class RankWorker:
     def run_job(self, job: WorkerJob) -> Any:
         """Do a job, with no step in flight."""
         return None if isinstance(job, Ping) else self.worker.run_job(job)
+
+    def detach_connector(self, failure: str) -> None:
+        """Close the KV connector's worker half, as that of another rank has raised."""
+        if (transfers := self.worker.part(KVTransfer)) is not None:
+            transfers.detach(failure)
 
     def stop(self) -> None:
         """Release the device, then leave the group, which recorded graphs may use until then."""

@@ -43,9 +43,9 @@ class WorkerPart(PerSlot):
     """Does one capability's work on the launch thread.
 
     Every method has a default that does nothing, and one that a class does not override is never
-    called. Nothing may wait for the device. Calls of a step: `move`; `release` and `start` of
-    slots; `before`; within the forward pass `context` and `computed`, also while a step is recorded
-    as a graph; `upload`, before tokens are sampled; `sampled`; `after`.
+    called. Nothing may wait for the device. Calls of a step: `move`; `receive`; `release` and
+    `start` of slots; `before`; within the forward pass `context` and `computed`, also while a step
+    is recorded as a graph; `upload`, before tokens are sampled; `sampled`; `after`; `poll`.
     """
 
     name: ClassVar[str]
@@ -61,6 +61,11 @@ class WorkerPart(PerSlot):
         """Rearrange what is cached, before all else: KV transfers of the plan may write to blocks
         that this reads. Called if the plan has a struct of this part, which `before` does not get
         then."""
+
+    def receive(self, part: PartPlan) -> None:
+        """Take in what the scheduler half sent: once for each plan that has a struct of this part,
+        after every part's `move`, even if one of them raised or the plan is not run because a step
+        before it failed. Must not raise."""
 
     def before(self, part: PartPlan | None, plan: StepPlan) -> None:
         """Queue what must precede the forward pass; slots are up to date but for what the plan
@@ -91,6 +96,11 @@ class WorkerPart(PerSlot):
         say; None: nothing."""
         return None
 
+    def poll(self) -> Report | None:
+        """Return what the result of a launched plan will say, which may have no rows; None:
+        nothing. Reports of `after` are read first, so that one which raises leaves this unread."""
+        return None
+
     def routes(self, runner: ModelRunner) -> Sequence[Route]:
         """Return ways to launch steps, which are tried before those of all steps."""
         return ()
@@ -101,6 +111,9 @@ class WorkerPart(PerSlot):
 
     def warm_up(self) -> None:
         """Launch what is launched outside of the forward pass, so that it is compiled."""
+
+    def close(self) -> None:
+        """End what runs besides steps, such as threads; the engine stops."""
 
 
 @dataclass(frozen=True)
@@ -157,6 +170,11 @@ class PartStart:
     def bind(self, caches: Sequence[Mapping[str, torch.Tensor]]) -> None:
         """Use memory of the cache: [layers that share no memory], parts by name. Called again when
         the cache has its size."""
+
+    def complete(self, num_blocks: int) -> Mapping[str, Any]:
+        """Do what needs the whole cache, once all else is ready for the first step. Return what the
+        scheduler must know: fields of `ExecutorInfo`."""
+        return {}
 
 
 @dataclass(frozen=True)

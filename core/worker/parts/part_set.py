@@ -10,7 +10,7 @@ import torch
 
 from ...protocols.models import HiddenStates
 from ...step import StepPlan
-from .part import WorkerPart
+from .part import Report, WorkerPart
 
 if TYPE_CHECKING:
     from ..batch import StepInputs
@@ -29,12 +29,14 @@ class WorkerParts:
         )
         """Those that remember something of slots."""
         self._moving = {part.name: part for part in parts if _overrides(part, "move")}
+        self._receiving = {part.name: part for part in parts if _overrides(part, "receive")}
         self._before = [part for part in parts if _overrides(part, "before")]
         self._context = [part for part in parts if _overrides(part, "context")]
         self._computed = [part for part in parts if _overrides(part, "computed")]
         self._recordable = [part for part in parts if _overrides(part, "recordable")]
         self._sampled = [part for part in parts if _overrides(part, "sampled")]
         self._after = [part for part in parts if _overrides(part, "after")]
+        self._poll = [part for part in parts if _overrides(part, "poll")]
 
     def __iter__(self) -> Iterator[WorkerPart]:
         return iter(self._parts)
@@ -43,15 +45,26 @@ class WorkerParts:
         """Return the part of a class; None: there is none."""
         return next((part for part in self._parts if isinstance(part, kind)), None)
 
+    @torch.inference_mode()
     def move(self, plan: StepPlan) -> StepPlan:
-        """Let parts rearrange what is cached. Return the plan without what they have done."""
+        """Let parts rearrange what is cached, then take in what they were sent. Return the plan
+        without what they have done."""
         done = [name for name in plan.parts if name in self._moving]
-        for name in done:
-            self._moving[name].move(plan.parts[name], plan)
+        try:
+            for name in done:
+                self._moving[name].move(plan.parts[name], plan)
+        finally:
+            self.receive(plan)
         if not done:
             return plan
         rest = {name: part for name, part in plan.parts.items() if name not in done}
         return msgspec.structs.replace(plan, parts=rest)
+
+    def receive(self, plan: StepPlan) -> None:
+        """Let parts take in what they were sent with a plan, whether it is run or not."""
+        for name, part in plan.parts.items():
+            if (receiver := self._receiving.get(name)) is not None:
+                receiver.receive(part)
 
     def before(self, plan: StepPlan) -> None:
         """Let parts queue what precedes the forward pass."""
@@ -83,6 +96,17 @@ class WorkerParts:
             report = part.after(plan.parts.get(part.name), step)
             if report is not None:
                 step.reports[part.name] = report
+        step.reports |= self.poll()
+
+    def poll(self) -> dict[str, Report]:
+        """Return what parts report whether a plan has rows or not."""
+        polled = {part.name: part.poll() for part in self._poll}
+        return {name: report for name, report in polled.items() if report is not None}
+
+    def close(self) -> None:
+        """Let parts end what runs besides steps."""
+        for part in self._parts:
+            part.close()
 
 
 def _overrides(part: WorkerPart, *methods: str) -> bool:

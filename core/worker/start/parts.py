@@ -12,6 +12,7 @@ from ...registration.step_parts import KIND, active_parts, excluded_by
 from ..parts.encoder_decoder import EncoderDecoderStart, source_attention
 from ..parts.kv_compression import KVCompressionStart
 from ..parts.kv_compression import backend_refusal as compression_refusal
+from ..parts.kv_transfer import KVTransferStart
 from ..parts.part import PartStart, StartContext
 from ..parts.pipeline import PipelineStart
 from ..parts.speculation import SpeculationStart
@@ -25,9 +26,10 @@ BACKEND_REFUSALS: Mapping[str, Callable[[type[PagedBackend]], str | None]] = {
 """Part that does not go with every attention backend → why one does not serve; None: it does."""
 
 
-def start_parts(start: StartContext) -> list[PartStart]:
+def start_parts(start: StartContext, notify: Callable[[], None]) -> list[PartStart]:
     """Begin to start the parts, in the order in which they are called. Raises ConfigError, with an
-    option's name, for what does not go together or a part cannot serve."""
+    option's name, for what does not go together or a part cannot serve. notify: KV transfers have
+    something to report; called from any thread."""
     config = start.config
     brought = {
         states.NAME: bool(state_layers(start.model)),
@@ -53,4 +55,7 @@ def start_parts(start: StartContext) -> list[PartStart]:
             part = part_class.worker_part(setup, start)
         if part is not None:
             parts.append(part)
+    if config.kv_transfer_config is not None:
+        # Last: what it reports is gone once it was read, so no report that fails may follow.
+        parts.append(KVTransferStart(start, notify))
     return parts

@@ -135,9 +135,8 @@ class Warmup:
         self.run(lengths, slots, context=self._max_model_len if end else 0)
 
     def _run_parts(self, num_tokens: int) -> None:
-        if isinstance(self._runner, ModelRunner):
-            for part in self._runner.parts:
-                part.run_scratch(num_tokens)
+        for part in self._runner.parts:
+            part.run_scratch(num_tokens)
 
     def _alone(self, num_tokens: int, *, context: int = 0) -> None:
         """Run one prompt in the scratch slot; context: as `run` has it."""

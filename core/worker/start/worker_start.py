@@ -27,10 +27,8 @@ from ...registration.choice import choose
 from ...registry import Plugins
 from ..batch import STEPS_IN_FLIGHT, PersistentBatch
 from ..graphs.recorder import Recorder
-from ..guarded_half import GuardedHalf
 from ..kv_cache.allocation import bind_cache, form_cache_groups
 from ..kv_cache.formats import QUANTIZED_WRITES, choose_formats
-from ..kv_cache.layout import kv_layout
 from ..kv_cache.memory import CacheDemand, bytes_per_block, num_kv_blocks
 from ..kv_cache.scales import to_be_scaled, unscaled
 from ..parts.part import PartNeeds, PartSite, PartStart, StartContext, WorkerPart
@@ -44,7 +42,6 @@ from ..sampling.sampling_state import SamplingState
 from ..selection import backend_kind, cache_layers, keys_and_values
 from .attention import ChosenBackend, choose_attention
 from .cache_room import CacheRoom
-from .connector import connect_half
 from .parts import start_parts
 from .stages import AllStages, StageFacts
 from .step_graphs import StepGraphs
@@ -63,7 +60,6 @@ class StartedWorker:
     """None: steps are not recorded."""
     unscaled: list[Attention] = field(default_factory=list)
     """Layers whose cache scales the first step will compute; steps are recorded after it."""
-    connector: GuardedHalf | None = None
 
 
 class WorkerStart:
@@ -80,7 +76,7 @@ class WorkerStart:
         notify: Callable[[], None],
     ) -> None:
         """`config` is resolved. recorder: makes what records steps; None: they are not recorded.
-        notify: the KV connector has something to report; called from any thread."""
+        notify: KV transfers have something to report; called from any thread."""
         assert config.max_num_batched_tokens is not None
         self.config = config
         self.model_config = model_config
@@ -170,7 +166,8 @@ class WorkerStart:
                 config=config, model_config=self.model_config, plugins=self.plugins,
                 ranks=self.ranks, device=device, model=model, operations=operations,
                 layers=layers, key_values=with_keys, kv_dtype=kv_dtype,
-            )
+            ),
+            self._notify,
         )  # fmt: skip
         for start in starts:
             _check_features(operations, operations_name, start.needs, start.option)
@@ -193,12 +190,12 @@ class WorkerStart:
         )
         cache_specs = [layer.cache_spec(kv_dtype) for layer in layers]
         states = next((start.states for start in starts if isinstance(start, StatesStart)), None)
-        facts = StageFacts(
+        stage_facts = StageFacts(
             specs=tuple(cache_specs),
             num_snapshots=None if states is None else states.num_snapshots,
             cache_groups=chosen.backend_class.cache_groups,
         )
-        stages = AllStages(self.ranks.pipeline, facts, device)
+        stages = AllStages(self.ranks.pipeline, stage_facts, device)
         refusal = None if stages.cache_groups else f"attention backend {chosen.name} reads them"
         max_model_len = self.model_config.max_model_len
         all_groups = form_cache_groups(stages.specs, refusal, config, max_model_len)
@@ -239,26 +236,14 @@ class WorkerStart:
         caches = bind_cache(layers, groups, num_blocks, config.block_size, kv_dtype, device)
         self._bind(starts, caches)
         warmup.warm_up()
-        if isinstance(runner, ModelRunner):
-            for part in runner.parts:
-                part.warm_up()
+        for part in runner.parts:
+            part.warm_up()
         if graphs is not None and not first_scaled:
             graphs.record_first(device)
         load_seconds = time.monotonic() - self._began
-        layout, connector = None, None
-        if config.kv_transfer_config is not None:
-            layout = kv_layout(
-                config, self.model_config, model, cache_specs, num_blocks, device, self.ranks
-            )
-            connector = connect_half(
-                config.kv_transfer_config,
-                self.plugins,
-                layout,
-                caches,
-                device,
-                self._notify,
-                compacts=config.kv_compression is not None,
-            )
+        facts: dict[str, Any] = {}
+        for start in starts:
+            facts |= start.complete(num_blocks)
         info = ExecutorInfo(
             num_blocks=num_blocks,
             device=str(device),
@@ -270,15 +255,13 @@ class WorkerStart:
             load_seconds=load_seconds,
             num_stages=self.ranks.pipeline.size,
             steps_in_flight=self._steps_in_flight,
-            kv_layout=layout,
             cache_groups=all_groups,
             num_snapshots=stages.num_snapshots,
             max_model_len=fitting,
-            parts=tuple(part.name for part in runner.parts)
-            if isinstance(runner, ModelRunner)
-            else (),
+            parts=tuple(part.name for part in runner.parts),
+            **facts,
         )
-        return StartedWorker(info, runner, operations, warmup, graphs, first_scaled, connector)
+        return StartedWorker(info, runner, operations, warmup, graphs, first_scaled)
 
     def _backend(self, chosen: ChosenBackend, max_model_len: int, num_rows: int) -> PagedBackend:
         with self.plugins[chosen.kind].calling(chosen.name, "its constructor"):

@@ -14,6 +14,7 @@ from jackfield.core.engine.step_loop import MAX_FAILED_STEPS
 from jackfield.core.errors import EngineStopped, RankFailed
 from jackfield.core.step import StepPlan, WorkerJob
 from jackfield.core.worker.launched_step import LaunchedStep
+from jackfield.core.worker.parts.kv_transfer import KVTransfer
 from jackfield.core.worker.runner import ModelRunner
 from jackfield.plugins.kv_connectors.threads import Jobs
 
@@ -298,7 +299,7 @@ async def test_a_report_that_a_failed_step_was_to_bring_comes_with_the_next(
     def failing(step: LaunchedStep) -> Any:
         if (
             step.plan.slots
-            and engine.core.executor._worker.connector._reports.qsize()
+            and engine.core.executor._worker.part(KVTransfer).half._reports.qsize()
             and not broken
         ):
             broken.append(step.plan.step)

@@ -16,8 +16,8 @@ from jackfield import AsyncEngine, hookimpl
 from jackfield.core.errors import ConfigError
 from jackfield.core.outputs import EngineStats
 from jackfield.core.registry import load_plugins
-from jackfield.core.worker.guarded_half import GuardedHalf
 from jackfield.core.worker.parts.compaction import Compactor
+from jackfield.core.worker.parts.part_set import WorkerParts
 from jackfield.core.worker.worker import Worker
 from jackfield.plugins.kv_connectors.cpu_offload import CpuOffloadConnector
 
@@ -147,11 +147,11 @@ async def test_transfers_of_a_plan_begin_after_its_compactions(
 
     noted(Worker, "step")
     noted(Compactor, "run")
-    noted(GuardedHalf, "start")
+    noted(WorkerParts, "receive")
     await outputs(folder, [prompt(45)], 10, **COMPRESSION, kv_transfer_config=OFFLOAD)
-    assert events.count("Worker.step") == events.count("GuardedHalf.start")
+    assert events.count("Worker.step") == events.count("WorkerParts.receive")
     place = events.index("Compactor.run", events.index("Worker.step"))
-    assert events[place - 1 : place + 2] == ["Worker.step", "Compactor.run", "GuardedHalf.start"]
+    assert events[place - 1 : place + 2] == ["Worker.step", "Compactor.run", "WorkerParts.receive"]
 
 
 class Older(CpuOffloadConnector):

@@ -27,6 +27,7 @@ from jackfield.core.errors import EngineStopped, RankFailed
 from jackfield.core.parts.kv_transfer import TransferPlan
 from jackfield.core.remote import processes
 from jackfield.core.remote.frames import FrameReader, encode
+from jackfield.core.worker.parts.kv_transfer import KVTransfer
 from jackfield.plugins.executors import spawn
 from jackfield.plugins.executors.followers import FollowerProcess
 from jackfield.plugins.executors.messages import Step, ToFollower
@@ -302,7 +303,7 @@ async def test_blocks_of_transfers_return_once_the_connector_has_closed_on_all_r
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     async with AsyncEngine(config(checkpoint, kv_transfer_config=offload)) as engine:
         executor: Any = engine.core.executor  # type: ignore[attr-defined]
-        follower, half = executor.followers[0], executor._joined.worker.connector._half
+        follower, half = executor.followers[0], executor._joined.worker.part(KVTransfer).half._half
         may_save, save, send = threading.Event(), half.save, follower.send
         half.save = lambda *args: may_save.wait() and save(*args)
 

@@ -11,10 +11,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 import torch
 
-from ..parts.kv_transfer import NAME, KVDetached, KVReport, TransferResult
-from ..protocols.kv import KVCodec, KVConnectorWorker
-from ..step import StepPlan, StepResult
-from .threads import PendingStep
+from ...parts.kv_transfer import KVDetached, KVReport
+from ...protocols.kv import KVCodec, KVConnectorWorker
 
 logger = logging.getLogger("jackfield.worker")
 
@@ -55,10 +53,9 @@ class GuardedHalf:
         """Register the caches, before any step. Raises what the half raises: the start fails."""
         self._half.bind(kv_caches)
 
-    def start(self, metadata: bytes | None) -> None:
-        """Decode and pass on the metadata of a step; None: no call."""
-        if metadata is not None:
-            self._call("start", lambda: self._half.start(self._codec.decode_metadata(metadata)))
+    def start(self, metadata: bytes) -> None:
+        """Decode and pass on the metadata of a plan."""
+        self._call("start", lambda: self._half.start(self._codec.decode_metadata(metadata)))
 
     def poll(self) -> None:
         """Collect the reports of the half; if it is detached, check whether it has been closed."""
@@ -146,31 +143,3 @@ class GuardedHalf:
             torch.cuda.set_device(self._device)
         self._close()
         self._notify()
-
-
-class TransferringStep:
-    """A launched step with a KV connector: its result carries the connector's reports."""
-
-    def __init__(self, step: PendingStep, half: GuardedHalf) -> None:
-        self._step = step
-        self._half = half
-
-    def wait(self) -> StepResult:
-        """If the step fails, its reports are kept for the next one."""
-        result = self._step.wait()
-        report, detached = self._half.news()
-        if report is None and detached is None:
-            return result
-        parts = {**result.parts, NAME: TransferResult(report, detached)}
-        return msgspec.structs.replace(result, parts=parts)
-
-
-class EmptyStep:
-    """A plan without rows: it carries metadata, or collects reports."""
-
-    def __init__(self, plan: StepPlan) -> None:
-        self._plan = plan
-
-    def wait(self) -> StepResult:
-        """Return an empty result; nothing was launched."""
-        return StepResult(self._plan.step, [], [])
