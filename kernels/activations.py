@@ -3,9 +3,8 @@
     silu_mul: silu(gate) * up        gelu_mul: gelu(gate) * up, gelu by its tanh approximation
     xielu: without a gate, with weights of its own
 
-Memory: reads 2 * num_rows * size elements (xielu half of that), writes num_rows * size. 6 to 12
-operations per element: bound by memory. Sources: Gaussian error linear units (arXiv 1606.08415);
-xIELU (arXiv 2411.13010).
+Memory: reads 2 * num_rows * size elements (xielu half of that), writes num_rows * size: bound by
+it. Sources: Gaussian error linear units (arXiv 1606.08415); xIELU (arXiv 2411.13010).
 """
 
 from __future__ import annotations
@@ -38,7 +37,6 @@ GatedActivation: TypeAlias = Clamp | Limit | Literal["gelu"]
 
 
 def gate_constants(activation: GatedActivation | None) -> dict[str, Any]:
-    """Return the constants of `gated_product`, by name."""
     if isinstance(activation, Clamp):
         return {"ALPHA": activation.alpha, "LIMIT": activation.limit}
     if isinstance(activation, Limit):
@@ -68,14 +66,13 @@ def gated_product(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
 
 @triton.jit
 def squared_relu(x):
-    """Return relu(x)². NaN propagates."""
+    """Return relu(x)²."""
     x = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
     return x * x
 
 
 @triton.jit
 def gelu_product(gate, up):
-    """Return gelu(gate) * up, float32."""
     # gate / 2 * (1 + tanh(inner)), where (1 + tanh(z)) / 2 = 1 / (1 + exp(-2 z))
     inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
     return gate / (1.0 + tl.exp(-2.0 * inner)) * up
@@ -91,7 +88,7 @@ ACTIVATIONS = {
 
 @triton.jit
 def activated(x, NAME: tl.constexpr):
-    """Return the activation NAME of x, float32; "": x. NaN propagates."""
+    """Return the activation NAME of x, float32; "": x."""
     if NAME == "gelu":
         return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     elif NAME == "gelu_tanh":
@@ -134,18 +131,12 @@ def _gated_activation_kernel(
 
 
 def silu_mul(x: torch.Tensor) -> torch.Tensor:
-    """x: [num_rows, 2 * size], gate then up, last stride 1 → [num_rows, size], contiguous.
-
-    Computed in float32, rounded once at the end.
-    """
+    """x: [num_rows, 2 * size], gate then up, last stride 1 → [num_rows, size], contiguous."""
     return _gated_activation(x, gelu=False)
 
 
 def gelu_mul(x: torch.Tensor) -> torch.Tensor:
-    """x: [num_rows, 2 * size], gate then up, last stride 1 → [num_rows, size], contiguous.
-
-    Computed in float32, rounded once at the end.
-    """
+    """As `silu_mul`, with gelu by its tanh approximation."""
     return _gated_activation(x, gelu=True)
 
 

@@ -2,8 +2,7 @@
 
 Triton 3.6 and 3.7 assemble for Hopper with ptxas 12.8, which computes descriptors of tensor-core
 products from registers that nothing wrote: seen in 14 of 60 variants of the kernels of the gated
-delta rule, as wrong results and as illegal memory accesses. ptxas 12.9 and later ones, which Triton
-brings along for Blackwell, assemble the same code rightly. TRITON_PTXAS_PATH goes before this
+delta rule. ptxas 12.9, which Triton ships for Blackwell, is right. TRITON_PTXAS_PATH overrides this
 choice.
 """
 
@@ -21,18 +20,16 @@ logger = logging.getLogger("jackfield.kernels")
 
 VARIABLE = "TRITON_PTXAS_PATH"
 SOUND = (12, 9)
-"""The first version that assembles tensor-core products rightly."""
+"""First ptxas version that assembles tensor-core products correctly."""
 
 
 class Assembler(NamedTuple):
-    """A ptxas."""
-
     path: str
     version: tuple[int, int]
 
 
 def driver_version() -> tuple[int, int] | None:
-    """Return the CUDA version of the driver; None: there is no driver."""
+    """Return the CUDA version of the driver, or None without one."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -46,7 +43,7 @@ def driver_version() -> tuple[int, int] | None:
 
 
 def shipped_assemblers() -> list[Assembler]:
-    """Return those that Triton brings along: the one for Hopper first, if Triton has it."""
+    """Return the assemblers that Triton ships, the one for Hopper first."""
     try:
         from triton.knobs import NvidiaTool
     except ImportError:
@@ -57,14 +54,14 @@ def shipped_assemblers() -> list[Assembler]:
 
 
 def parsed(version: str) -> tuple[int, int]:
-    """ "12.9" → (12, 9)"""
     major, _, minor = version.partition(".")
     return int(major), int(minor or 0)
 
 
 def sound_assembler(assemblers: list[Assembler], driver: tuple[int, int]) -> Assembler | None:
-    """Return the one to use in place of the first; None: the first is right, or none is whose
-    machine code the driver loads."""
+    """Return the one to use in place of the first; None if the first is sound, or if the driver
+    loads the code of no sound one.
+    """
     if not assemblers or assemblers[0].version >= SOUND:
         return None
     # A driver loads machine code of its own and of earlier major versions.
@@ -75,7 +72,8 @@ def sound_assembler(assemblers: list[Assembler], driver: tuple[int, int]) -> Ass
 def choose_assembler() -> None:
     """Let Triton use a sound assembler in this process, if there is a GPU to assemble for.
 
-    What cannot be found out is a warning: kernels are imported where none may ever be compiled."""
+    Failures only warn: this module is imported even where no kernel is compiled.
+    """
     try:
         _choose()
     except Exception as error:  # Of Triton's own, and of files that may not be run.

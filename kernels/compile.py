@@ -1,8 +1,7 @@
 """Compilation of a step's kernels in parallel, before the first launch.
 
 Triton compiles a kernel when it is first launched, one after the other. In a `Precompiler` a launch
-only submits the compilation to one of several threads (the compiler releases the interpreter lock
-for most of its work, and assembles in a process of its own). No kernel runs, so output tensors have
+only submits the compilation to one of several threads. No kernel runs, so output tensors have
 undefined contents.
 """
 
@@ -49,7 +48,7 @@ logger = logging.getLogger("jackfield.kernels")
 
 MAX_THREADS = 16
 CACHED_SECONDS = 0.1
-"""Loading a compiled kernel takes a few milliseconds, compiling one 0.2 s or more."""
+"""Between loading a compiled kernel (milliseconds) and compiling one (0.2 s or more)."""
 
 
 @triton.jit
@@ -61,8 +60,7 @@ def load_compiler(device: torch.device) -> None:
     """Initialise Triton for a device, so that the first kernel need not wait for it.
 
     Triton hashes its own files (some 460 MB), which needs no device: another thread may initialise
-    that meanwhile. Then it queries its assembler's version and, if its cache is new, runs a C
-    compiler for its driver.
+    the device meanwhile.
     """
     if triton_key is not None:
         triton_key()
@@ -71,7 +69,6 @@ def load_compiler(device: torch.device) -> None:
 
 
 def can_precompile() -> bool:
-    """Return whether kernels can be compiled early; the interpreter compiles none."""
     return AsyncCompileMode is not None and os.environ.get("TRITON_INTERPRET") != "1"
 
 
@@ -81,12 +78,10 @@ _loading = threading.RLock()
 def load_one_at_a_time(build: Any) -> None:
     """Serialize Triton's loading of launchers across threads, and give each its own module.
 
-    `build`: the module `triton.runtime.build`. All launchers are extension modules of one name, and
-    CPython keeps the functions of a loaded one under that name in `sys.modules`: of two threads
-    that load at the same time one can get the other's launcher ("function takes exactly 21
-    arguments (29 given)", Triton 3.6, CPython 3.12). A file that is loaded again, as by a second
-    engine, even gets the module that was loaded last, with its functions replaced: whoever has that
-    module, and has not yet read its functions, gets the wrong ones.
+    `build`: the module `triton.runtime.build`. All launchers are extension modules of one name,
+    under which CPython keeps a loaded one's functions in `sys.modules`: of two threads, or two
+    engines, one can get the other's launcher ("function takes exactly 21 arguments (29 given)",
+    Triton 3.6, CPython 3.12).
     """
     load = getattr(build, "_load_module_from_path", None)
     if load is None or getattr(load, "one_at_a_time", False):
@@ -107,8 +102,8 @@ def load_one_at_a_time(build: Any) -> None:
 def translate_one_at_a_time(source: Any) -> None:
     """Serialize Triton's translation of kernels' Python across threads.
 
-    `source`: the class `triton.compiler.ASTSource`. It is the only part of a compilation that
-    keeps the interpreter lock: threads that contend for the lock take a fourth longer in total.
+    `source`: the class `triton.compiler.ASTSource`. It keeps the interpreter lock, and threads that
+    contend for the lock take a fourth longer in total.
     """
     make_ir = getattr(source, "make_ir", None)
     if make_ir is None or getattr(make_ir, "one_at_a_time", False):
@@ -142,7 +137,7 @@ _loads = _Loads()
 
 
 def num_loaded() -> int:
-    """Return the number of kernels loaded in this process; 0 if Triton does not report it."""
+    """Return the number of kernels loaded in this process; 0 if unknown."""
     return _loads.count
 
 
@@ -192,8 +187,6 @@ class Precompiler:
 
 
 class _Compilers(ThreadPoolExecutor):
-    """Threads that compile kernels and load them on the device; remembers all submissions."""
-
     def __init__(self, device: torch.device, threads: int) -> None:
         super().__init__(threads, "jackfield-compile")
         self._device = device
@@ -207,9 +200,9 @@ class _Compilers(ThreadPoolExecutor):
 
 
 class _Compilation(Future[Any]):
-    """The compilation of a kernel. `result` compiles a failed one again on the calling thread: a
-    compiler that ran out of memory beside others then runs alone, and other errors are raised to
-    the caller."""
+    """The compilation of a kernel. `result` compiles a failed one again on the calling thread,
+    where it cannot run out of memory because of others.
+    """
 
     def __init__(self, compile_kernel: Callable[[], Any]) -> None:
         super().__init__()

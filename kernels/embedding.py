@@ -1,7 +1,6 @@
 """Rows of an embedding, scaled, with rows of their positions added.
 
-Memory: a row of each table read, a row written. Replaces up to five launches of torch operations
-before the first layer, of which each takes as long as all.
+Memory: a row of each table read, a row written. Replaces up to five torch launches.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from .launch import launch
 from .pdl import gdc_launch_dependents, gdc_wait, pdl_options
 
 BLOCK = 2048
-"""Numbers of a row per program, at most."""
 
 
 @triton.jit(

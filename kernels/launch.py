@@ -19,7 +19,6 @@ compile_only: contextvars.ContextVar[bool] = contextvars.ContextVar("compile_onl
 
 
 def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
-    """Return `kernel[grid]`; in a `Precompiler`, a function that compiles but does not run it."""
     if compile_only.get():
         return functools.partial(kernel.run, grid=grid, warmup=True)
     launcher: Callable[..., Any] = kernel[grid]
@@ -27,7 +26,8 @@ def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
 
 
 def empty_indices(*shape: int, device: torch.device) -> torch.Tensor:
-    """Return int32 for a kernel to fill with indices that torch may follow: uninitialised, or in a
-    `Precompiler`, where no kernel fills them, zeros."""
+    """Return int32 for a kernel to fill with indices that torch then uses: uninitialised, but zeros
+    in a `Precompiler`, where no kernel runs.
+    """
     make = torch.zeros if compile_only.get() else torch.empty
     return make(shape, dtype=torch.int32, device=device)

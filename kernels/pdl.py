@@ -2,8 +2,8 @@
 
 A kernel launched this way calls `gdc_wait` before it reads the output of earlier kernels, and
 before it writes anything, so all kernels of a chain are ordered as without it. The point at which
-it calls `gdc_launch_dependents` decides how early the next kernel may start: with its first loads
-in flight, or only occupying resources while it waits. The point is measured for each kernel.
+it calls `gdc_launch_dependents` decides how early the next kernel may start. The point is measured
+for each kernel.
 """
 
 from __future__ import annotations

@@ -38,15 +38,14 @@ Way = Literal["words", "one_shot", "two_shot"]
 WORD_PROGRAMS = 128
 """Most programs of the way `words`."""
 WORD_TILE = 1024
-"""32-bit words of a term that a program of the way `words` has a place for."""
+"""Most 32-bit words of a term per program of the way `words`."""
 TILE_PROGRAMS = 128
 """Most programs of the other two ways, each of which takes tiles in turn."""
 TILE = 4096
 """32-bit words of a tile, at most; of the way `two_shot`, of each rank's share of it."""
 SMALLEST_TILE = 512
-"""32-bit words of a tile, at least."""
 SPINS = 4096
-"""After so many looks at its mailbox a program looks whether it should give up."""
+"""Polls of a mailbox between two checks of `stop`."""
 
 
 @triton.jit
@@ -83,7 +82,6 @@ def _add_words(first, second, word, DTYPE: tl.constexpr):
 def _rounded_sum(
     first, second, residual_ptr, at, mask, DTYPE: tl.constexpr, RESIDUAL: tl.constexpr
 ):
-    """Return words of the sums, with the residual's."""
     if RESIDUAL:
         residual = tl.load(residual_ptr.to(tl.pointer_type(tl.int32)) + at, mask=mask, other=0)
         first, second = _add_words(first, second, residual, DTYPE)
@@ -165,7 +163,7 @@ def _raise_flag(ptr, number):
 
 @triton.jit
 def _await_flag(ptr, number, stop_ptr, SPINS: tl.constexpr):
-    """Return when `number` is there, or the next one already, and all that was stored before it."""
+    """Wait until `number`, or a later one, and all stores before it are visible."""
     seen = tl.atomic_add(ptr, 0, sem="acquire", scope="sys")
     spins = 0
     while seen - number < 0:
@@ -178,7 +176,7 @@ def _await_flag(ptr, number, stop_ptr, SPINS: tl.constexpr):
 
 @triton.jit
 def _place_of(number, SIZE: tl.constexpr, PLACE: tl.constexpr, PROGRAMS: tl.constexpr):
-    """Return where this program's places of round `number` begin in each mailbox."""
+    """Return where this program's places of round `number` begin."""
     return ((number & 1) * PROGRAMS + tl.program_id(0)) * SIZE * PLACE
 
 
@@ -186,14 +184,12 @@ def _place_of(number, SIZE: tl.constexpr, PLACE: tl.constexpr, PROGRAMS: tl.cons
 def _send(
     mailboxes_ptr, peer, place, offsets, words, mask, RANK: tl.constexpr, PLACE: tl.constexpr
 ):
-    """Store words in this rank's place of the mailbox of `peer`."""
     mailbox = tl.load(mailboxes_ptr + peer).to(tl.pointer_type(tl.int32))
     tl.store(mailbox + place + RANK * PLACE + offsets, words, mask=mask)
 
 
 @triton.jit
 def _raise_flags(flags_ptr, number, RANK: tl.constexpr, SIZE: tl.constexpr):
-    """Tell all other ranks that this program has sent round `number`."""
     for step in tl.static_range(1, SIZE):
         there = tl.load(flags_ptr + (RANK + step) % SIZE).to(tl.pointer_type(tl.int32))
         _raise_flag(there + tl.program_id(0) * SIZE + RANK, number)
@@ -204,7 +200,6 @@ def _received(
     own, flags, source, number, place, offsets, mask, stop_ptr,
     SIZE: tl.constexpr, PLACE: tl.constexpr, SPINS: tl.constexpr,
 ):  # fmt: skip
-    """Return the words that rank `source` has sent in round `number`."""
     _await_flag(flags + tl.program_id(0) * SIZE + source, number, stop_ptr, SPINS)
     ptrs = own + place + source * PLACE + offsets
     return tl.load(ptrs, mask=mask, other=0, cache_modifier=".cg")
@@ -300,7 +295,6 @@ DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16:
 
 
 def mailbox_words(size: int) -> int:
-    """Return the 64-bit words of a rank's mailbox, with its flags, for a group of `size` ranks."""
     return sum(_parts(size))
 
 
@@ -313,8 +307,6 @@ def _parts(size: int) -> tuple[int, int, int]:
 
 @dataclass(frozen=True)
 class Mailboxes:
-    """The mailboxes of all ranks, as one rank sees them."""
-
     rank: int
     size: int
     words: torch.Tensor
@@ -326,10 +318,8 @@ class Mailboxes:
     word_rounds: torch.Tensor
     """[WORD_PROGRAMS] int32: rounds that each program of `words` has done."""
     tile_rounds: torch.Tensor
-    """[TILE_PROGRAMS] int32: the same of tiles."""
     stop: torch.Tensor
-    """[1] int32 in pinned memory of the host: other than 0, nothing waits any more, and sums are of
-    no use."""
+    """[1] int32 in pinned host memory: if not 0, all waiting ends and sums are undefined."""
 
     @classmethod
     def at(cls, rank: int, addresses: list[int], device: torch.device) -> Mailboxes:
@@ -350,7 +340,6 @@ class Mailboxes:
         )
 
     def give_up(self) -> None:
-        """End all waiting, from any thread."""
         self.stop.fill_(1)
 
 

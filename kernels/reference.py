@@ -18,13 +18,10 @@ from .activations import ACTIVATIONS
 from .quant.quantized_weight import QuantizedWeight, Weight, weight_arguments
 
 Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""[2, num_blocks, block_size, num_kv_heads, head_dim], or quantized: see
-attention/quantized_tiles.py."""
 ACTIVATED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "relu": F.relu,
     "relu2": lambda x: F.relu(x).square(), "silu": F.silu, "tanh": torch.tanh,
 }  # fmt: skip
-"""Twins of `activated`, by name."""
 
 
 def quantize_heads(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -214,7 +211,6 @@ def silu_mul(x: torch.Tensor) -> torch.Tensor:
 
 
 def gelu_mul(x: torch.Tensor) -> torch.Tensor:
-    """As `silu_mul`, with gelu by its tanh approximation."""
     gate, up = x.float().chunk(2, dim=-1)
     return (torch.nn.functional.gelu(gate, approximate="tanh") * up).to(x.dtype)
 
@@ -391,7 +387,6 @@ def split_k_sum(
     column_scale: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """partial: [SPLIT_K, M, N] → out = residual + sum * scales + bias."""
     total = partial.float().sum(dim=0)
     if row_scale is not None and column_scale is not None:
         total = total * row_scale.float()[:, None] * column_scale.float()
@@ -433,7 +428,6 @@ def latent_context(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
-    """Absorbed queries over what is cached before each row's own; arguments as for the launcher."""
     latent_dim, block_size = absorbed.shape[2], cache.shape[1]
     starts = query_start.tolist()
     for row, length in enumerate(seq_lens.tolist()):

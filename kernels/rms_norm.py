@@ -1,8 +1,7 @@
 """RMSNorm, and the addition of a residual to it.
 
-Memory: reads and writes num_rows * hidden_size elements once, and reads a residual of that size
-if given. About 4 operations per element: bound by memory. One program per row, which it keeps in
-registers, so a row is read once.
+Memory: reads and writes num_rows * hidden_size elements once, plus the residual: bound by it. One
+program per row, kept in registers.
 """
 
 from __future__ import annotations

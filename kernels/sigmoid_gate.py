@@ -4,7 +4,7 @@
     out = x * silu(gate_factor gate) * out_factor
 
 Memory: reads x and the gate and writes the result, once; each program of a row reads that row of
-the gate for its logit. Few operations per element: bound by memory, and at few rows by its launch.
+the gate for its logit. Bound by memory, or at few rows by the launch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from .launch import launch
 from .pdl import gdc_launch_dependents, gdc_wait, pdl_options
 
 BLOCK = 1024
-"""Elements per program, at most."""
 
 
 @triton.jit
@@ -82,7 +81,6 @@ def _gated(
     weight: torch.Tensor | None,
     factors: tuple[float, float] | None = None,
 ) -> torch.Tensor:
-    """factors: of silu; None: a sigmoid."""
     num_rows, size = x.shape
     out = torch.empty((num_rows, size), dtype=x.dtype, device=x.device)
     if num_rows == 0:

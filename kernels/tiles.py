@@ -13,7 +13,7 @@ import triton.language as tl
 from .activations import activated, gated_product
 
 ASKED_BYTES = 1024
-"""That one instruction asks the L2 cache for."""
+"""Bytes per prefetch instruction."""
 
 
 @triton.jit
@@ -38,7 +38,6 @@ def load_tile(
 
 @triton.jit
 def prefetch_l2(ptrs, BYTES: tl.constexpr):
-    """Start copying BYTES (a string) from each of ptrs to the L2 cache."""
     tl.inline_asm_elementwise(
         "cp.async.bulk.prefetch.L2.global [$1], " + BYTES + "; mov.u32 $0, 0;",
         "=r,l",
@@ -60,8 +59,7 @@ def prefetch_weight_l2(weight_ptr, num_bytes, number, count):
 
 @triton.jit
 def _once(ptrs, mask, INSTRUCTION: tl.constexpr):
-    """Run an instruction on those of 32 pointers ($1) that are in the mask: in a program's first
-    warp alone."""
+    """Run an instruction on those of 32 pointers ($1) in the mask, in the first warp only."""
     tl.inline_asm_elementwise(
         "{ .reg .pred %chosen; .reg .u32 %thread; mov.u32 %thread, %tid.x;"
         " setp.ne.u32 %chosen, $2, 0; setp.lt.and.u32 %chosen, %thread, 32, %chosen;"

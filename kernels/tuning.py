@@ -1,9 +1,8 @@
 """Tiles of products: measured choices in one shipped file per device, and rules without a file.
 
 `jackfield bench tune` writes a file such as `tuned/NVIDIA_H200.json` on the device that it is for.
-A device reads those of others with the same chip, too, whose memory may differ: for products that
-its own does not have.
-Nothing is measured at start.
+A device also reads files of devices with the same chip, for products that its own lacks. Nothing is
+measured at start.
 """
 
 from __future__ import annotations
@@ -25,9 +24,7 @@ logger = logging.getLogger("jackfield.kernels")
 
 FOLDER = Path(__file__).parent / "tuned"
 RULE_ROWS = 32
-"""The most rows for which `small_m_rule` has tiles."""
 INT4_RULE_ROWS = 128
-"""The most rows for which `int4_small_m_rule` has tiles."""
 CONFIGS = {
     "small_m_matmul": SmallMConfig,
     "gemv": GemvConfig,
@@ -38,30 +35,23 @@ CONFIGS = {
 
 
 class Product(NamedTuple):
-    """A linear layer's weight, [outputs, inputs]; gated: [2 * outputs, inputs]."""
-
     outputs: int
     inputs: int
     gated: bool
 
 
 class Chip(NamedTuple):
-    """What decides how many programs run at once, and what an instruction costs."""
-
     major: int
-    """Compute capability"""
     minor: int
     multi_processor_count: int
 
 
 def chip_of(index: int) -> Chip:
-    """Return the chip of a CUDA device."""
     properties = torch.cuda.get_device_properties(index)
     return Chip(properties.major, properties.minor, properties.multi_processor_count)
 
 
 def file_for(device_name: str) -> Path:
-    """Return the path of the choices for a device."""
     return FOLDER / f"{device_name.replace(' ', '_')}.json"
 
 
@@ -143,11 +133,7 @@ def small_m_config(product: Product, num_rows: int, device: torch.device) -> Sma
 
 
 def small_m_rule(product: Product, num_rows: int) -> SmallMConfig | None:
-    """Return the tiles for dense weights that were not measured.
-
-    From measurements of Qwen3-0.6B and 8B on an H200: some hundred programs, each with 64 outputs;
-    narrow layers are split until they have as many.
-    """
+    """Return the tiles for dense weights that were not measured."""
     if num_rows > RULE_ROWS or product.outputs > 32768:
         return None
     tiles = triton.cdiv(product.outputs, 64)
@@ -208,11 +194,7 @@ def int4_small_m_config(
 
 
 def int4_small_m_rule(num_rows: int, outputs: int) -> SmallMConfig | None:
-    """Return the tiles for 4-bit weights that were not measured; None: dequantising is faster.
-
-    From measurements of Qwen3-8B on an H200: some hundred programs, with the tile that was best for
-    most of its four products.
-    """
+    """Return the tiles for 4-bit weights that were not measured; None: dequantising is faster."""
     if num_rows > INT4_RULE_ROWS:
         return None
     block_m = max(triton.next_power_of_2(num_rows), 8)

@@ -15,7 +15,6 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
     @triton.jit
     def round_pairs(x, dtype: tl.constexpr):
-        """float32 → the nearest numbers of `dtype`."""
         return x.to(dtype)
 
 else:
@@ -34,7 +33,6 @@ else:
 
 @triton.jit
 def widen_tile(tile, dtype: tl.constexpr):
-    """Return the numbers of a tile in `dtype`; those of fp8 are all there."""
     if tile.dtype.is_fp8() and dtype == tl.bfloat16:
         return round_pairs(tile.to(tl.float32), dtype)
     else:

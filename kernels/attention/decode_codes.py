@@ -2,13 +2,12 @@
 
 A word has two adjacent bytes of a token: channels 2 i and 2 i + 1 with 8 bits; with 4 bits 2 i and
 2 i + 1 of the lower half of the head, and the same ones of its upper half. Each of these two or
-four parts is a product of its own, with its channels of the query or its own sums. What a product
-takes has two tokens or two words in a register, so that a mask and at most one shift make a pair of
-floats, for values, too: shared memory is read transposed in units of 16 bits, not of 8. Converted
-byte by byte, values had to be written back as floats and read again.
+four parts is a product of its own, with its channels of the query or its own sums. A product's
+operand has two tokens or two words in a register, so that a mask and at most one shift make a pair
+of floats. Shared memory is read transposed in units of 16 bits, so this holds for values, too.
 
-What instructions add to codes is subtracted where it costs nothing: of keys, in what the sums of a
-product start from; of values of 4 bits, in one sum over the weights.
+The offset that the conversion adds to codes is subtracted where it costs nothing: for keys in the
+initial sums of a product; for 4-bit values in one sum over the weights.
 """
 
 from __future__ import annotations
@@ -29,8 +28,9 @@ from .quantized_tiles import (
 
 
 def decode_width(width: int, bits: int) -> int:
-    """Return the numbers or bytes of a tile's row for a key or value of `width` of them: what a
-    product takes. bits: 8, 4 or `FLOATS`"""
+    """Return the columns of a tile for a key or value of `width` numbers or bytes. bits: 8, 4 or
+    `FLOATS`
+    """
     if bits == FLOATS:
         return block_width(width)
     return 2 * max(16, int(triton.next_power_of_2(triton.cdiv(width, 2))))
@@ -90,9 +90,10 @@ def load_codes(
     WINDOW: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
     BLOCK_N: tl.constexpr, KEY_PAIRS: tl.constexpr, VALUE_PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Return pairs of the keys and values of a tile, [N, KEY_PAIRS] and [N, VALUE_PAIRS] int16,
-    and their words, [N] int32. Of what is not valid, the words of values are zeros, and all else
-    anything: no code is NaN or infinite, as a float may be."""
+    """Return pairs of the keys and values of a tile, [N, KEY_PAIRS] and [N, VALUE_PAIRS] int16, and
+    their words, [N] int32. Where not valid, the words of values are zeros and the rest is
+    undefined, but finite: codes are never NaN.
+    """
     column, slot = _block_slots(tile, offs_n, lowest, highest, BLOCK_N, BLOCK_SIZE, WINDOW)
     block = tl.load(table + column).to(tl.int64)
     keys = _load_pairs(
@@ -109,8 +110,9 @@ def load_codes(
 
 @triton.constexpr_function
 def _key_offsets(bits, dtype):
-    """Return what `_key_parts` gives for the code of the zero, in the parts of the lower half of a
-    head (or all of it) and in those of the upper half; and how often it gives those."""
+    """Return the offset that `_key_parts` adds to codes in the lower half of a head (or all of it)
+    and in the upper half, and the factor of the codes there.
+    """
     if not by_bits(dtype):
         return (0.0, 0.0, 1.0) if bits == 8 else (7.5, 7.5, 1.0)
     return (1152.0, 0.0, 1.0) if bits == 8 else (1031.5, 1144.0, 16.0)
@@ -118,7 +120,6 @@ def _key_offsets(bits, dtype):
 
 @triton.jit
 def _plain_parts(pairs, dtype: tl.constexpr, BITS: tl.constexpr):
-    """The codes themselves."""
     words = pairs.to(tl.int32)
     if BITS == 8:
         return ((words << 24) >> 24).to(dtype), (words >> 8).to(dtype)
@@ -220,7 +221,6 @@ def _value_parts(pairs, dtype: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def _split_pairs(x):
-    """[n, 2 m] → even and odd columns, [n, m] each"""
     return tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
 
 
@@ -303,7 +303,6 @@ def code_scores(query, low, high, scaled_sum, pairs, words, scale, BITS: tl.cons
 
 @triton.jit
 def zero_parts(M: tl.constexpr, n: tl.constexpr, BITS: tl.constexpr):
-    """Return the parts of a sum of values, [M, n] float32 each."""
     zeros = tl.zeros([M, n], tl.float32)
     if BITS == 8:
         return zeros, zeros
@@ -348,7 +347,6 @@ def add_code_values(acc, decay, weights, pairs, words, dtype: tl.constexpr, BITS
 
 @triton.jit
 def whole_halves(acc, BITS: tl.constexpr):
-    """Parts, [M, n] each → [M, 2 n] of the lower half of heads, or all of it, and of the upper"""
     low = tl.interleave(acc[0], acc[1])
     high = low
     if BITS == 4:

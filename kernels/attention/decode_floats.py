@@ -75,8 +75,9 @@ def attend_floats(
     SOFT_CAP: tl.constexpr,
     ALIBI: tl.constexpr,
 ):
-    """Attend to a tile of keys that are not quantized. distance: [BLOCK_N] of each to the newest
-    token, at most 0. Return acc, m, total."""
+    """Attend to a tile of float keys → acc, m, total. distance: [BLOCK_N] of each key to the newest
+    token, at most 0.
+    """
     LOG2E: tl.constexpr = 1.4426950408889634
     key = widen_floats(key, query.dtype, True)
     value = widen_floats(value, query.dtype, False)
@@ -127,7 +128,7 @@ def attend_split(
     ALIBI: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Attend to the cached tiles of a split, keys not quantized. Return acc, m, total."""
+    """Attend to the cached tiles of a split of float keys → acc, m, total."""
     for tile in range(begin_tile, end_tile):
         position = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         key, value, valid = float_tile(

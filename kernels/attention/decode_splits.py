@@ -22,24 +22,19 @@ MIN_SPLIT_TILES = 2
 
 
 class DecodeConfig(NamedTuple):
-    """Tiles of decode attention."""
-
     block_n: int
-    """Keys at a time"""
     num_warps: int
     num_stages: int
-    """Tiles of keys in flight"""
 
 
 def decode_config(
     head_dim: int, dtype: torch.dtype, programs: int, narrow: bool = False
 ) -> DecodeConfig:
     """Return the tiles for heads of `head_dim` channels; `programs`: rows times kv heads; `narrow`:
-    keys and values have 8 bits or fewer.
+    keys and values of at most 8 bits.
 
     From sweeps on an H200, of narrow ones on an H100: small tiles hide latency if programs are few;
     many programs hide it themselves.
-    (Half of `num_stages` is spent on the block table, which is read before the keys.)
     """
     if dtype == torch.float32 and head_dim > 256:
         return DecodeConfig(16, 8, 3)
@@ -60,10 +55,9 @@ def choose_num_splits(
 ) -> int:
     """Return the number of splits that gives each multiprocessor two programs, four for few rows.
 
-    Where keys and values are `narrow` (8 bits or fewer), instructions take longer than bytes, and
-    four programs find room: four, as long as none has to wait for another to end.
-    Depends only on numbers that are constant in a graph, not on the step's lengths, so an eager
-    step and a captured one run the same kernels.
+    With `narrow` keys and values (at most 8 bits), instructions bound the kernel and four programs
+    fit, so it is four if all of them can run at once. Depends only on numbers that are constant in
+    a graph, not on the step's lengths, so an eager step and a captured one run the same kernels.
     """
     programs = num_rows * num_kv_heads
     if narrow and dtype != torch.float32 and head_dim <= 128:
@@ -91,8 +85,6 @@ def _first_seen(seq_len, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
 
 @triton.jit
 def _tiles_between(lower, upper, num_splits, BLOCK_N: tl.constexpr, MIN_TILES: tl.constexpr):
-    """Return (first tile, end tile, tiles per split) of positions from `lower` to before
-    `upper`."""
     first = lower // BLOCK_N
     end = tl.cdiv(upper, BLOCK_N)
     return first, end, tl.maximum(tl.cdiv(end - first, num_splits), MIN_TILES)
@@ -140,7 +132,7 @@ def _join_kernel(
     BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program per (row, query head): weight its splits by their part of the sum."""
+    """One program per (row, query head)."""
     row = tl.program_id(0)
     head = tl.program_id(1)
     row64 = row.to(tl.int64)
@@ -193,7 +185,6 @@ def _join(
     BLOCK_D: tl.constexpr,
     dtype: tl.constexpr,
 ):
-    """Weight a group's splits by their part of the sum, BLOCK_S at a time."""
     dim = tl.arange(0, BLOCK_D)
     in_head = dim < HEAD_DIM
     group = tl.arange(0, BLOCK_G)
@@ -236,8 +227,9 @@ def cached_tiles(
     MIN_TILES: tl.constexpr,
     NEW_TOKEN_PROGRAM: tl.constexpr,
 ):
-    """Return (first tile, end tile, tiles per split) of a row in a fused decode step, visible from
-    position `lower` on; with NEW_TOKEN_PROGRAM those before the newest token, in one split less."""
+    """Return (first tile, end tile, tiles per split) of a row in a fused decode step, from position
+    `lower` on; with NEW_TOKEN_PROGRAM the newest token has a split of its own.
+    """
     if NEW_TOKEN_PROGRAM:
         newest = seq_len - 1
         first, end, per_split = _tiles_between(lower, newest, num_splits - 1, BLOCK_N, MIN_TILES)
@@ -265,12 +257,11 @@ def prefetch_weights(
 
 @triton.jit
 def program_tiles(split, first, end, per_split, seq_len, NEW_TOKEN_PROGRAM: tl.constexpr):
-    """Return of a fused decode step's program: the number of its split, its first tile and its
-    end, how many splits of cached tokens the row has, whether the program attends to the new token,
-    and whether it has nothing to do.
+    """Return for a program of a fused decode step: its split, first tile and end tile, the number
+    of the row's cached splits, whether it attends to the new token, and whether it is idle.
 
-    split: the program's place in its row. With NEW_TOKEN_PROGRAM the first program has the new
-    token alone, as split -1, unless there is one split, or none: then split 0 attends to it.
+    split: the program's place in its row. With NEW_TOKEN_PROGRAM the first program takes only the
+    new token, as split -1, unless the row has at most one split: then split 0 attends to it.
     """
     active = tl.cdiv(end - first, per_split)
     if NEW_TOKEN_PROGRAM:
@@ -316,7 +307,7 @@ def store_or_join(
 ):
     """Store the sums of a group's split, [BLOCK_M, BLOCK_V] with WIDTH channels of values, and with
     HALVES as many of the upper half: to `out_ptr` if it is the row's only one. Otherwise the
-    program that finishes the row's last split joins all of them.
+    program that finishes last joins all splits.
 
     split, active: of `program_tiles`; m: [BLOCK_M], in units of log2; total: [BLOCK_M]
     """

@@ -1,10 +1,10 @@
 """Decode attention straight from the fused projection: norm, rotation, cache write, attention.
 
-One launch per layer instead of three (norm and rotation, attention, join of its splits), which
-at small batches cost more than the bytes they move. Each program computes its queries from
-the projection; the program with the end of the sequence also computes the new key and value, writes
-them to the cache, and attends to them from registers; of a single row with several splits another
-program does, while these attend. The program that finishes a row's last split joins all splits.
+One launch per layer instead of three (norm and rotation, attention, join of its splits), which at
+small batches cost more than the bytes they move. Each program computes its queries from the
+projection. The program with the end of the sequence also computes the new key and value, writes
+them to the cache, and attends to them from registers; a single row with several splits has an extra
+program for this. The program that finishes a row's last split joins all splits.
 
 Memory and operations as in paged_attention_decode.py, and the projection once for each split.
 """
@@ -48,27 +48,27 @@ from .quantized_tiles import (
 from .reach import reach_constants
 
 EARLY_WIDTH = 4096
-"""Total width of the heads from which on the next kernel may start at once, as in gemv.py: the
-weight is then large."""
+"""Total width of heads from which the next kernel may start early (as in gemv.py): the weight is
+then large."""
 MAX_GROUP_WIDTH = 1 << 13
-"""Channels of the query heads that share a key head, at most: registers hold them."""
+"""Most channels of the query heads that share a key head: registers hold them."""
 PRELOAD_BYTES = 1 << 14
-"""Keys of the shortest split that are loaded before the projection is there, at most: registers
+"""Most bytes of the shortest split's keys that are loaded before the projection is ready: registers
 hold them."""
 PRELOAD_BEHIND = 1 << 24
-"""Bytes of the projection's weight, if it is as long as all queries, from which on they are, if
-query heads share key heads: after a smaller one it was not seen to pay."""
+"""Bytes of the projection's weight from which keys are preloaded under grouped queries; smaller
+weights gain nothing."""
 NEW_TOKEN_PROGRAM_ROWS = 1
-"""Rows up to which a new token has a program of its own, where its sequence has several splits: its
-key is made while they attend. Worth 0.4 to 0.6 us of a layer on an H200."""
+"""Most rows whose new token gets a program of its own, if the sequence has several splits. Saves
+0.4 to 0.6 us per layer on an H200."""
 PREFETCH_BYTES = 8 << 20
-"""Bytes of the weights that are read next that are prefetched. More makes the products wait."""
+"""Bytes of the next weights to prefetch; more delays the products."""
 PREFETCH_PROGRAMS = 32
-"""Programs that prefetch them, or a few more."""
+"""Programs that prefetch them, approximately."""
 JOIN_SPLITS = 8
-"""Splits that are joined per iteration, at most."""
+"""Most splits joined per iteration."""
 JOIN_ELEMENTS = 1 << 14
-"""Channels of their heads, at most: what registers hold."""
+"""Most channels joined per iteration: registers hold them."""
 
 
 @triton.jit(do_not_specialize=["num_splits", "stride_table"])
@@ -134,9 +134,9 @@ def _fused_decode_kernel(
     PDL: tl.constexpr,
     EARLY_LAUNCH: tl.constexpr,
 ):
-    """One program per (row, kv head, split); with NEW_TOKEN_PROGRAM one of them for the new token,
-    if there are several; with PREFETCH more, which prefetch weights. Scores are kept in units of
-    log2."""
+    """One program per (row, kv head, split), plus one for the new token with NEW_TOKEN_PROGRAM, and
+    more with PREFETCH. Scores are in units of log2.
+    """
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     LOG2E: tl.constexpr = 1.4426950408889634
     row = tl.program_id(0)
@@ -265,7 +265,6 @@ def _fused_decode_kernel(
 
 
 def _prefetched(weights: Sequence[torch.Tensor]) -> tuple[Any, ...]:
-    """Return two weights and how many of their bytes are prefetched; () for none."""
     left, prefetched = PREFETCH_BYTES, []
     for weight in weights[:2]:
         num_bytes = min(weight.nbytes, left) // 1024 * 1024
@@ -278,8 +277,8 @@ def _prefetched(weights: Sequence[torch.Tensor]) -> tuple[Any, ...]:
 def fits_registers(group: int, head_dim: int, dtype: torch.dtype) -> bool:
     """Return whether one launch can serve `group` query heads that share a key head.
 
-    Of float32 heads over 256 channels the compiled kernel spilled 1,344 bytes of a thread, and on
-    an H200 gave wrong results over a cache with keys of 8 and values of 4 bits.
+    With float32 heads over 256 channels the kernel spilled 1,344 bytes per thread, and gave wrong
+    results on an H200 with 8-bit keys and 4-bit values.
     """
     if head_dim > 256 and dtype == torch.float32:
         return False

@@ -1,8 +1,6 @@
 """Fused decode attention over a cache of 8 or 4-bit codes.
 
-As fused_decode_attention.py, whose launcher chooses between the two; its scores and sums are those
-of decode_codes.py. A split's keys are not loaded before the projection is there: their bytes are
-few, and the registers are needed for what the codes become.
+A split's keys are not preloaded: their bytes are few, and the dequantised codes need the registers.
 """
 
 from __future__ import annotations

@@ -10,7 +10,6 @@ from .quantized_tiles import quantized_heads, word_places
 
 @triton.jit
 def _place(slot, kv_head, stride_block, stride_slot, stride_head, BLOCK_SIZE: tl.constexpr):
-    """Return where a head of a slot is in the cache."""
     place = (slot // BLOCK_SIZE) * stride_block + (slot % BLOCK_SIZE) * stride_slot
     return place + kv_head * stride_head
 
@@ -33,8 +32,9 @@ def cached_new_token(
     BLOCK_SIZE: tl.constexpr,
     FP8: tl.constexpr,
 ):
-    """Write a head's new key and value, [1, BLOCK] each, to their slot. Return them rounded as they
-    are stored, and as later steps will read them."""
+    """Write a head's new key and value, [1, BLOCK] each, to their slot. Return them as later steps
+    will read them.
+    """
     place = _place(slot, kv_head, stride_block, stride_slot, stride_head, BLOCK_SIZE)
     key_target = key_cache_ptr + place + dim[None, :]
     value_target = value_cache_ptr + place + dim[None, :]
@@ -71,7 +71,7 @@ def quantized_new_token(
     KEY_BITS: tl.constexpr,
     VALUE_BITS: tl.constexpr,
 ):
-    """Do the same as codes with their words; what has 4 bits is in two halves of a head."""
+    """As `cached_new_token`, for codes with their words; 4 bits come in two halves of a head."""
     place = _place(slot, kv_head, stride_block, stride_slot, stride_head, BLOCK_SIZE)
     value_place = place
     if VALUE_BITS < KEY_BITS:

@@ -2,8 +2,8 @@
 
     (x - mean) / deviation * weight + bias        over the channels of each head
 
-Memory: reads and writes num_tokens * (num_heads + num_kv_heads) * head_dim elements once. About 8
-operations per element: bound by memory, and at few tokens by its launch.
+Memory: reads and writes num_tokens * (num_heads + num_kv_heads) * head_dim elements once: the
+bound, or the launch at few tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from ..launch import launch
 from ..pdl import gdc_launch_dependents, gdc_wait, pdl_options
 
 ELEMENTS = 2048
-"""Of heads in a program"""
 
 
 @triton.jit

@@ -98,7 +98,7 @@ def _decode_kernel(
     BLOCK_V: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program per (row, kv head, split). Scores are kept in units of log2."""
+    """One program per (row, kv head, split). Scores are in units of log2."""
     NUM_KV_HEADS: tl.constexpr = NUM_HEADS // GROUP
     row = tl.program_id(0)
     kv_head = tl.program_id(1)

@@ -2,16 +2,14 @@
 
 A program takes a tile of one row's queries for one key head. The query heads that share the key
 head (GQA) are packed into the tile's rows, token-major, so each key is read once for all of them.
-The device finds the row of a tile (`row_tiles`).
 
 Operations: 4 * head_dim * num_heads * sum over queries of the keys each one sees, plus what a
 tile of BLOCK_M / group queries by BLOCK_N keys rounds up; blocks beyond the diagonal, or before the
 window or chunks, are skipped. Memory: query and output once, and each row's keys and values once
 for each of its query tiles (from the L2 cache, mostly).
 
-Heads of more than 256 channels: registers do not hold a tile's sums over all channels of the
-values. Each half of them has a program of its own, which computes the tile's scores again, so there
-are half as many operations more.
+With heads of more than 256 channels, registers cannot hold a tile's sums for all value channels. So
+each half has its own program, which computes the scores again: half as many operations more.
 
 Source: Dao, "FlashAttention-2", 2023.
 """
@@ -39,8 +37,9 @@ from .row_tiles import row_of_tile, tiles_of_rows
 
 @triton.jit
 def _channels(first, BITS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the channel of each column of a tile, as `dequantized` orders them, and which exist.
-    first: column of a stored head with which the tile begins."""
+    """Return the channel of each column of a tile in `dequantized`'s order, and which exist. first:
+    the stored head's column at which the tile begins.
+    """
     if BITS == 4:
         column = tl.arange(0, 2 * BLOCK)
         stored = first + column % BLOCK
@@ -213,30 +212,26 @@ def _prefill_kernel(
 
 
 class PrefillConfig(NamedTuple):
-    """Tiles of prompt attention."""
-
     block_m: int
-    """Queries times heads of a group at a time"""
+    """Rows of a tile: queries times heads of a group"""
     block_n: int
-    """Keys at a time"""
     num_warps: int
     num_stages: int
     value_parts: int = 1
-    """Programs that share the channels of a tile's values"""
+    """Programs that share a tile's value channels"""
 
 
 MIXED_SMALL_ROWS = 4096
 """Tokens times heads of a group up to which recorded steps take small tiles. Measured on an H200
-and an H100 (kernels.jsonl, `prompt attention by tiles`), prompts alone: a third less time for one
-of 512 tokens, the same for four of 1,200, a tenth more for two of 4,096. Beside decode rows it
-makes no difference."""
+and an H100 (kernels.jsonl, `prompt attention by tiles`)."""
 
 
 def prefill_config(
     max_query_len: int, group: int, head_dim: int, dtype: torch.dtype, mixed: bool, quantized: bool
 ) -> PrefillConfig:
-    """Return the tiles: few different ones, so few compilations; fewer still for `mixed` rows,
-    whose kernels must all be compiled before an engine is ready."""
+    """Return the tiles: few different ones, and fewer still for `mixed` rows, whose kernels must
+    all compile before start-up ends.
+    """
     least = max(16, triton.next_power_of_2(group))
     rows = max_query_len * group
     if head_dim > 256:
@@ -259,9 +254,9 @@ def prefill_config(
 
 
 def _wide_config(rows: int, least: int, dtype: torch.dtype) -> PrefillConfig:
-    """Return the tiles for heads of more than 256 channels: the largest that Hopper's 227 KB of
-    shared memory and 255 registers hold, by the compiler's own account. With 64 queries both groups
-    of four warps would compute all scores, as many products as with 128."""
+    """Return the tiles for heads of more than 256 channels: the largest that fit Hopper's 227 KB of
+    shared memory and 255 registers.
+    """
     if dtype == torch.float32:
         return PrefillConfig(least, 16, 8, 2, 2)
     if rows <= 16:

@@ -131,7 +131,6 @@ def _attend(
 
 @triton.jit
 def _first_value(BLOCK_V: tl.constexpr, VALUE_PARTS: tl.constexpr):
-    """Return the first column of values that the program computes."""
     first = 0
     if VALUE_PARTS > 1:
         first = tl.program_id(2) * BLOCK_V

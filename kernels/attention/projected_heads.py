@@ -1,7 +1,6 @@
 """Heads of a decode row's projection, normed and rotated in registers.
 
-What is read of them is read at once and first: a norm's sum waits for other warps, and no load is
-moved before that by the compiler.
+All loads come first: a norm's sum synchronises warps, and the compiler moves no load ahead of that.
 """
 
 from __future__ import annotations
@@ -12,8 +11,9 @@ import triton.language as tl
 
 @triton.jit
 def _second(dim, HALVES: tl.constexpr, ROTARY_DIM: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Return the channels that are read beside channels `dim`: with HALVES those of the upper half,
-    else each one's partner in the rotation."""
+    """Return the channels read alongside `dim`: with HALVES the upper half's, else each one's
+    partner in the rotation.
+    """
     if HALVES:
         return HEAD_DIM // 2 + dim
     elif ROTARY_DIM:
@@ -31,8 +31,9 @@ def raw_heads(
     ROTARY_DIM: tl.constexpr,
     HEAD_DIM: tl.constexpr,
 ):
-    """Load heads, [n, BLOCK] float32: channels `dim`, [BLOCK], and those that belong to them. mask:
-    [n, BLOCK]."""
+    """Load heads, [n, BLOCK] float32: channels `dim`, [BLOCK], and their `_second` ones. mask: [n,
+    BLOCK].
+    """
     x = tl.load(head_ptr + dim[None, :], mask=mask, other=0.0).to(tl.float32)
     y = x
     if HALVES or ROTARY_DIM > 0:
@@ -51,7 +52,7 @@ def norm_weights(
     ROTARY_DIM: tl.constexpr,
     HEAD_DIM: tl.constexpr,
 ):
-    """Return a norm's weights of the channels that `raw_heads` loads; without NORM, anything."""
+    """Return the norm weights of the channels that `raw_heads` loads; undefined without NORM."""
     x = dim.to(tl.float32)
     y = x
     if NORM:
@@ -110,8 +111,8 @@ def normed_rotated_heads(
     """Norm and rotate what `raw_heads` has loaded, or with NORM_LAST the other way round: [n,
     BLOCK] float32 of channels `dim`, and with HALVES of the upper half, too.
 
-    Without HALVES, `sin` is negative in the first half of the channels that turn, and zero behind
-    them; with it all channels turn.
+    Without HALVES, `sin` is negated in the first half of the rotated channels, and zero after them;
+    with HALVES all channels rotate.
     """
     if NORM and not NORM_LAST:
         scale = _scale(x, y, eps, HALVES, HEAD_DIM)
@@ -135,7 +136,6 @@ def normed_rotated_heads(
 
 @triton.jit
 def _scale(x, y, eps, HALVES: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Return 1 / root mean square of heads, [n, 1]."""
     squares = tl.sum(x * x, axis=1)
     if HALVES:
         squares += tl.sum(y * y, axis=1)

@@ -1,9 +1,8 @@
 """Norm and rotation of a fused projection's heads, and storage of keys and values in the cache.
 
-One launch instead of a norm of queries, one of keys, a rotation and a cache write.
-Memory: reads num_tokens * (num_heads + 2 * num_kv_heads) * head_dim elements once and writes them
-once, queries and keys in place, and keys and values into the cache. About 15 operations
-per element: bound by memory, and at one token by its launch.
+One launch instead of a norm of queries, one of keys, a rotation and a cache write. Memory: reads
+num_tokens * (num_heads + 2 * num_kv_heads) * head_dim elements once and writes them once, queries
+and keys in place, and keys and values into the cache: the bound, or the launch at one token.
 
 Source: RoFormer (arXiv 2104.09864), halves paired as in GPT-NeoX.
 """
@@ -27,7 +26,6 @@ from .quantized_tiles import (
 )
 
 MAX_GROUP = 8
-"""Heads per program, at most."""
 
 
 @triton.jit
@@ -146,7 +144,7 @@ def _qk_norm_rope_cache_kernel(
     VALUE_BITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program: GROUP heads of one token, all queries, all keys or all values."""
+    """One program: GROUP heads of one token, all of them queries, keys or values."""
     token = tl.program_id(0).to(tl.int64)
     first_head = tl.program_id(1) * GROUP
     if PDL:
@@ -284,10 +282,9 @@ def qk_norm_rope_cache(
     qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], last stride 1, queries first;
     positions: [num_tokens] int; cos_sin: [max_positions, rotary_dim] float32, cosines then sines,
     None: no rotation; norms: (weight [head_dim], eps); kv_cache: [2, num_blocks, block_size,
-    num_kv_heads, head_dim] of qkv's type or fp8, last stride 1, or quantized, where 4 bits need a
-    rotation of the whole head or none; slot_mapping: [num_tokens] int;
-    cache_scales: divisors of keys and values that are written to an fp8 cache.
-    Computed in float32, rounded once.
+    num_kv_heads, head_dim] of qkv's type or fp8, last stride 1, or quantized, 4 bits needing a
+    rotation of the whole head or none; slot_mapping: [num_tokens] int; cache_scales: divisors of
+    keys and values that are written to an fp8 cache. Computed in float32, rounded once.
     """
     num_tokens, width = qkv.shape
     if num_tokens == 0:

@@ -4,18 +4,19 @@ A channel is zero + scale * (code - middle), with scale and zero of its token an
 kernel, which lets many queries share a conversion, multiplies channels, rounded once to the type of
 its queries, as the torch backend does. The decode kernels multiply codes: decode_codes.py.
 
-Codes become floats without conversions, of which a multiprocessor does few per clock. 8 bits: with
-the upper byte of 128 in bfloat16 the lower seven bits read as 128 + number, the sign bit alone as
-128 or 256, and the difference is the code. 4 bits are put where they count in ones of 64 + code.
+Codes become floats by bit operations, since a multiprocessor does few conversions per clock. 8
+bits: with the upper byte of 128 in bfloat16 the lower seven bits read as 128 + number, the sign bit
+alone as 128 or 256, and the difference is the code. 4-bit codes are moved to where a float reads as
+64 + code.
 
-fp8 is multiplied in float16: it has every such number, and an instruction converts two, where
-bfloat16 takes two conversions and four other instructions. Of the queries, float16 keeps all bits
-between 6e-5 and 65504; larger ones become that. Weights of values are at most 1.
+fp8 is multiplied in float16: it represents every fp8 number, and one instruction converts two;
+bfloat16 takes six. Of the queries, float16 keeps all bits between 6e-5 and 65504; larger ones
+become that. Weights of values are at most 1.
 
-Keys are converted in the layout in which a product takes them. That layout has several tokens of a
-channel in a register, which for values are single bytes apart: those are converted as they are
-loaded, and reach the product through shared memory as floats, which it reads transposed. So their
-conversion is marked as one that the compiler must not move.
+Keys are converted in the layout in which a product takes them. For values that layout would need
+several tokens of a channel in a register, single bytes apart: they are converted as they are
+loaded, and go to the product through shared memory, read transposed. Their conversion is marked so
+that the compiler does not move it.
 """
 
 from __future__ import annotations
@@ -37,48 +38,40 @@ int32, contiguous: a bfloat16 scale in the low half, a zero in the high half. Co
 -127 .. 127 around the zero, those of 4 bits 0 .. 15 around 7.5."""
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 FLOATS = 16
-"""In place of bits: a cache of floats, whichever their size."""
+"""In place of bits: a cache of floats of any size."""
 
 
 class CacheArguments(NamedTuple):
-    """A cache as kernels take it."""
-
     keys: torch.Tensor
     values: torch.Tensor
     key_words: torch.Tensor | None
     """[num_blocks, num_kv_heads, block_size] int32; None: floats"""
     value_words: torch.Tensor | None
     key_bits: int
-    """8, 4 or `FLOATS`"""
     value_bits: int
     num_kv_heads: int
 
     @property
     def block_size(self) -> int:
-        """Tokens of a block."""
         return int(self.keys.shape[1])
 
     @property
     def is_fp8(self) -> bool:
-        """Whether floats are of one byte."""
         return self.key_words is None and self.keys.element_size() == 1
 
     @property
     def strides(self) -> tuple[int, int, int]:
-        """Strides of keys: of blocks, tokens and heads; those of values are the same, or half."""
+        """Strides of keys: of blocks, tokens and heads."""
         return self.keys.stride(0), self.keys.stride(1), self.keys.stride(2)
 
     def key_width(self, head_dim: int) -> int:
-        """Return the numbers or bytes of a key."""
         return head_dim // 2 if self.key_bits == 4 else head_dim
 
     def value_width(self, head_dim: int) -> int:
-        """Return the numbers or bytes of a value."""
         return head_dim // 2 if self.value_bits == 4 else head_dim
 
 
 def is_narrow(kv_cache: torch.Tensor | Quantized) -> bool:
-    """Return whether a key's number has 8 bits or fewer."""
     keys = kv_cache if isinstance(kv_cache, torch.Tensor) else kv_cache[0]
     return keys.element_size() == 1
 
@@ -101,7 +94,9 @@ def block_width(width: int) -> int:
 
 @triton.constexpr_function
 def by_bits(dtype):
-    """Return whether codes become floats of `dtype` by their bits: the interpreter converts."""
+    """Return whether codes become floats of `dtype` by bit operations; the interpreter converts
+    instead.
+    """
     return dtype.primitive_bitwidth == 16 and not INTERPRETED
 
 
@@ -124,7 +119,6 @@ def product_dtype(kept, dtype):
 
 @triton.jit
 def product_query(query, DTYPE: tl.constexpr):
-    """Return queries in the type of `product_dtype`."""
     if query.dtype == DTYPE:
         return query
     else:
@@ -176,7 +170,6 @@ if INTERPRETED:
 
     @triton.jit
     def widen_floats(x, dtype: tl.constexpr, MOVABLE: tl.constexpr):
-        """The same numbers in `product_dtype`"""
         return x.to(dtype)
 
 else:
@@ -211,13 +204,12 @@ def word_scale(words):
 
 @triton.jit
 def word_zero(words):
-    """The upper half."""
     return (words & -65536).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def word_places(block, position, kv_head, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Return where the words of these tokens are. block: int64, of each position."""
+    """Return where these tokens' words are. block: int64, of each position."""
     return (block * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + position % BLOCK_SIZE
 
 
@@ -267,7 +259,6 @@ def _read_codes(codes, dtype: tl.constexpr, MOVABLE: tl.constexpr, BITS: tl.cons
 
 @triton.jit
 def _beside(low, high):
-    """[n, m] each → [n, 2 m]"""
     halves = tl.permute(tl.join(low, high), (0, 2, 1))
     return tl.reshape(halves, (low.shape[0], 2 * low.shape[1]))
 

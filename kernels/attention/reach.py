@@ -1,4 +1,4 @@
-"""Which keys a query of a layer with local attention sees: those of a window, or of chunks."""
+"""Which keys a query sees in local attention: those of a window, or of chunks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ def reach_constants(
 ) -> dict[str, int]:
     """Return a kernel's constants WINDOW and CHUNK; 0: none.
 
-    WINDOW positions are within reach, the last of them the query's own or, with CHUNK, the end of
-    its chunk; of them a query sees those up to its own.
+    A query sees the last WINDOW positions up to its own or, with CHUNK, up to the end of its chunk,
+    of which it sees those up to its own.
     """
     if attention_chunk_size is None:
         return {"WINDOW": sliding_window or 0, "CHUNK": 0}
@@ -23,7 +23,8 @@ def reach_constants(
 @triton.jit
 def last_hidden(position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
     """Return the last position before those that a query at `position` sees; less than 0 if there
-    is none. It never decreases with the query's."""
+    is none.
+    """
     if CHUNK > 0:
         position = position // CHUNK * CHUNK + (CHUNK - 1)
     return position - WINDOW

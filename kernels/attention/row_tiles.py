@@ -1,7 +1,7 @@
 """Tiles of rows of different lengths, in one launch whose size does not depend on them.
 
-Row r's tiles begin at (its first token) // BLOCK_Q + r, which gives each row enough tiles of
-BLOCK_Q tokens and needs no table: the host computes and copies nothing per step.
+Row r's tiles begin at (its first token) // BLOCK_Q + r, so each row has enough tiles of BLOCK_Q
+tokens, and the host computes nothing per step.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def tiles_of_rows(query_start_ptr, first_row, num_rows, BLOCK_Q: tl.constexpr):
-    """Return how many tiles the rows from `first_row` on have, those that stay empty included."""
+    """Return the number of tiles of the rows from `first_row` on, empty ones included."""
     origin = tl.load(query_start_ptr + first_row)
     end = tl.load(query_start_ptr + first_row + num_rows)
     return (end - origin) // BLOCK_Q + num_rows
@@ -20,8 +20,9 @@ def tiles_of_rows(query_start_ptr, first_row, num_rows, BLOCK_Q: tl.constexpr):
 
 @triton.jit
 def row_of_tile(tile, query_start_ptr, first_row, num_rows, BLOCK_Q: tl.constexpr):
-    """Return the row of a tile, and the tile's number in it: the last row that begins at or before
-    this tile, by a binary search."""
+    """Return the row of a tile, and the tile's number in it: a binary search for the last row that
+    begins at or before it.
+    """
     origin = tl.load(query_start_ptr + first_row)
     low = 0
     high = num_rows

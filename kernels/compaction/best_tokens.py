@@ -1,8 +1,7 @@
 """Which tokens of each layer and head have the highest scores, in one launch and without sorting.
 
-A program finds the lowest score that stays, 2 bits of it per pass over its row, then writes the
-tokens at or above it in order. Memory: a row is read 17 times, of which all but the first are from
-a cache: 32,768 float32 scores are 128 KiB.
+A program finds the lowest score that stays, 2 bits per pass over its row, then writes the tokens at
+or above it in order. Memory: a row is read 17 times, all but the first from a cache.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ def _best_tokens_kernel(
     NUM_HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per (layer, head)."""
     layer = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     row = scores_ptr + (layer * NUM_HEADS + head) * num_tokens

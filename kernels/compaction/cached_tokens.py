@@ -27,7 +27,6 @@ class CachedTokens(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """[L, num_kv_heads, num_tokens], as scores have it."""
         return len(self.caches), cache_arguments(self.caches[0]).num_kv_heads, self.num_tokens
 
     def launch_arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:

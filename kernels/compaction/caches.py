@@ -31,7 +31,9 @@ def _on_device(places: tuple[int, ...], device: torch.device) -> torch.Tensor:
 
 
 def addresses_of(parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, bool]:
-    """Return where these are, [len(parts)] int64 on their device, and whether all are aligned."""
+    """Return the tensors' addresses, [len(parts)] int64 on their device, and whether all are
+    aligned.
+    """
     places = tuple(part.data_ptr() for part in parts)
     return _on_device(places, parts[0].device), all(place % ALIGNMENT == 0 for place in places)
 

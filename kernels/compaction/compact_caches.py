@@ -1,9 +1,8 @@
 """Compaction of KV caches: the tokens that stay move to their new places, in one launch.
 
 Memory: keys and values that stay are read and written once; one index per token, layer and head.
-To other blocks, a program moves one tile of one request, layer and head. Within the same blocks,
-one program moves all of them, in order: a token never moves behind another one that is still to be
-read.
+Into other blocks, a program moves one tile of one request, layer and head. Within the same blocks,
+one program moves all of them, in order: a token never overwrites one that is still to be read.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from ..launch import launch
 from .caches import cache_addresses, cache_of_layer
 
 TILE_BYTES = 16384
-"""Bytes of keys, and as many of values, that a program moves at a time."""
+"""Bytes of keys (and of values) that a program moves at a time."""
 MAX_TOKENS = 256
 
 
@@ -50,7 +49,6 @@ def _compact_kernel(
     BLOCK_D: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """One program per (kv head, tile, request and layer)."""
     head = tl.program_id(0)
     tile = tl.program_id(1)
     request = tl.program_id(2) // NUM_LAYERS

@@ -15,14 +15,13 @@ from ..launch import launch
 MAX_TILE, TILE_BYTES = 128, 32768
 """Keys of a tile; fewer where channels are many or wide."""
 TILES_AT_ONCE = 8
-"""Tiles after which a program looks whether all of its keys have found another."""
+"""Tiles after which a program checks whether all of its keys are matched."""
 
 
 @triton.jit
 def _key_tile(
     keys_ptr, place, num_tokens, stride_token, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    """Return a head's keys at these places, [N, BLOCK_D]."""
     dim = tl.arange(0, BLOCK_D)
     mask = (place < num_tokens)[:, None] & (dim < HEAD_DIM)[None, :]
     source = place.to(tl.int64)[:, None] * stride_token + dim[None, :]
@@ -110,7 +109,6 @@ def _nearest_kernel(
 
 
 def _shape(keys: torch.Tensor) -> dict[str, int]:
-    """Return the constants of every kernel."""
     head_dim = keys.shape[2]
     block_d = max(16, int(triton.next_power_of_2(head_dim)))
     tile = min(MAX_TILE, TILE_BYTES // (block_d * keys.element_size()))
@@ -147,7 +145,7 @@ def newest_similar(keys: torch.Tensor, similar: float) -> torch.Tensor:
 
 def most_similar(keys: torch.Tensor, others: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the cosine of each key with the most similar of the others, [num_kv_heads, num_tokens]
-    float32, and which one that is, int64; of several, any.
+    float32 and its index, int64; ties are arbitrary.
 
     keys, others: [num_tokens, num_kv_heads, head_dim], [num_others, ...], the last stride 1
     """

@@ -13,11 +13,10 @@ from ..launch import launch
 from .cached_tokens import CachedTokens, head_pointers, token_tile
 
 TILE = 64
-"""Tokens that a program reads at a time."""
 TILES = 16
-"""Tiles of a program that adds them up."""
+"""Tiles per program that adds them up."""
 SHORTEST = tl.constexpr(1e-4)
-"""Keys that are shorter have no direction."""
+"""Shorter keys have no direction."""
 
 
 @triton.jit
@@ -99,7 +98,7 @@ def _key_scores_kernel(
 def _launch(
     out: torch.Tensor, mean: torch.Tensor | None, tokens: CachedTokens, score: str, tiles: int = 1
 ) -> torch.Tensor:
-    """Fill `out`; a program has so many tiles."""
+    """Fill `out`, with `tiles` tiles per program."""
     num_layers, num_kv_heads, num_tokens = tokens.shape
     arguments, constants = tokens.launch_arguments()
     grid = num_kv_heads, triton.cdiv(num_tokens, TILE * tiles), num_layers

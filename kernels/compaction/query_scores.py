@@ -17,13 +17,12 @@ from ..widen import widen_tile
 from .cached_tokens import CachedTokens, head_pointers, token_tile
 
 TILE = 64
-"""Tokens that a program reads at a time."""
 TILES = 16
-"""Tiles of a program, which reads the queries once."""
+"""Tiles per program, which reads the queries once."""
 MAX_COLUMNS = 512
-"""Queries of a group, those that fill up a power of 2 among them: more do not fit in registers."""
+"""Most queries of a group, padded to a power of 2: more do not fit in registers."""
 SHARED_BYTES = 200 << 10
-"""Shared memory for queries and keys, of the 227 KiB of Hopper."""
+"""Shared memory for queries and keys, out of Hopper's 227 KiB."""
 
 
 @triton.jit
@@ -32,8 +31,9 @@ def _query_columns(
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Return the queries of a kv head's group, [BLOCK_D, BLOCK_G * BLOCK_Q], head by head; and the
-    number of each, and which exist, [BLOCK_G * BLOCK_Q]."""
+    """Return the queries of a kv head's group, [BLOCK_D, BLOCK_G * BLOCK_Q], head by head; their
+    numbers, and which exist.
+    """
     column = tl.arange(0, BLOCK_G * BLOCK_Q)
     dim = tl.arange(0, BLOCK_D)
     group, number = column // BLOCK_Q, column % BLOCK_Q
@@ -178,20 +178,20 @@ def _query_scores_kernel(
 
 
 def _columns(group: int, most_queries: int) -> tuple[int, int]:
-    """Return BLOCK_G and BLOCK_Q: a product has at least 16 columns."""
     block_g, block_q = (triton.next_power_of_2(count) for count in (group, most_queries))
     return block_g, max(block_q, 16 // block_g)
 
 
 def _stages(columns: int, head_dim: int, itemsize: int) -> int:
-    """Return the stages of loops over keys for which there is shared memory: 0 to 3."""
+    """Return the pipeline stages that shared memory allows: 0 to 3."""
     row_bytes = max(16, int(triton.next_power_of_2(head_dim))) * itemsize
     return min(3, max(0, SHARED_BYTES // row_bytes - columns) // TILE)
 
 
 def scores_fit(group: int, most_queries: int, head_dim: int, itemsize: int) -> bool:
-    """Return whether the kernels serve so many queries and channels. group: query heads per KV
-    head; itemsize: of the queries"""
+    """Return whether the kernels fit these sizes. group: query heads per KV head; itemsize: of the
+    queries
+    """
     block_g, block_q = _columns(group, most_queries)
     columns = block_g * block_q
     return columns <= MAX_COLUMNS and _stages(columns, head_dim, itemsize) > 0
@@ -254,6 +254,7 @@ def expected_weights(
     soft_cap: float | None,
     most_queries: int,
 ) -> torch.Tensor:
-    """Return each token's probability under queries distributed normally as these, times the norm
-    of its value, as `attention_weights` does."""
+    """Return each token's probability under queries of the same normal distribution, times the norm
+    of its value; arguments as of `attention_weights`.
+    """
     return _scores(tokens, queries, scale, soft_cap, most_queries, expected=True)

@@ -1,1 +1,1 @@
-"""Which cached tokens an indexer chooses, and the highest scores of a row in general."""
+"""Which cached tokens an indexer chooses."""

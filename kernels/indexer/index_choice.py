@@ -1,14 +1,13 @@
 """Which cached tokens the queries of a step read, by an indexer's scores.
 
-The best of each query are kept without sorting, and where they are is looked up. This and the
-scoring before it (index_scores.py) run over a few queries at a time, so that scores fit in a buffer
-of fixed size, and depend on the sizes and upper bounds of a step alone.
+The best tokens of each query are kept without sorting, and their slots looked up. This and the
+scoring (index_scores.py) run over a few queries at a time, so scores fit a buffer of fixed size,
+and launches depend only on sizes and upper bounds of a step.
 
-The long rows of a few queries are divided: PARTS programs keep the best of a part each, and one the
-best of those. Tiles of MAX_TILE scores that are read one after the other, of a row of 131,072 and
-2,048 that stay: 32 undivided, 4 of a part and 4 of what the parts keep.
+Long rows of few queries are divided: PARTS programs keep the best of a part each, and one the best
+of those.
 
-Memory: a row of scores is read 17 times, of which all but the first are from a cache.
+Memory: a row of scores is read 17 times, all but the first from a cache.
 
 Source: DeepSeek-V3.2 (arXiv 2512.02556).
 """
@@ -24,13 +23,12 @@ from .index_scores import index_scores, row_of_token
 from .top_scores import MAX_TILE, kept_of_tile, lowest_kept
 
 PARTS = 8
-"""Parts of a row of scores that is divided, at most."""
+"""Most parts of a divided row of scores."""
 FEW_QUERIES = 64
-"""Most queries whose rows are divided. An estimate: with a program for each, more of them should
-occupy a GPU."""
+"""Most queries whose rows are divided. An estimate: more rows occupy a GPU with one program
+each."""
 LONG_ROW = 4 * MAX_TILE
-"""Fewest scores of rows that are divided: one after the other, a tile of a part is read and two of
-what the parts keep, if 2,048 stay."""
+"""Fewest scores of a divided row."""
 
 
 @triton.jit
@@ -105,7 +103,6 @@ def _index_choice_kernel(
     BLOCK_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per token."""
     local = tl.program_id(0)
     token = first_token + local
     row = row_of_token(token, query_start_ptr, num_rows)
@@ -145,7 +142,6 @@ def _index_choice_kernel(
 
 
 def divides_rows(num_queries: int, max_seq_len: int) -> bool:
-    """Return whether rows of scores are divided."""
     return num_queries <= FEW_QUERIES and max_seq_len >= LONG_ROW
 
 

@@ -1,8 +1,8 @@
-"""Norm and rotation of an indexer's keys and queries, and storage of keys in the cache.
+"""Norms and rotates an indexer's keys and queries, and stores keys in the cache.
 
 One launch instead of a norm, two rotations and a cache write. Memory: reads and writes num_tokens *
-num_heads * rope_dim elements of queries in place, and reads and writes index_dim of keys. Bound by
-memory, and at one token by its launch.
+num_heads * rope_dim elements of queries in place, and reads and writes index_dim of keys: the
+bound, or the launch at one token.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from ..launch import launch
 from ..pdl import gdc_launch_dependents, gdc_wait, pdl_options
 
 GROUP = 8
-"""Heads per program."""
 
 
 @triton.jit

@@ -1,8 +1,8 @@
 """Scores of cached tokens for the queries of a step, by an indexer.
 
-The queries of all heads are multiplied by the keys of a tile of cached tokens, and what is positive
-is added up, by the heads' weights. Queries that see no more tokens than may be chosen are not
-scored: the device knows which.
+The queries of all heads are multiplied by the keys of a tile of cached tokens, and positive
+products are summed by the heads' weights. Queries that see no more tokens than may be chosen are
+not scored.
 
 Operations: 2 * num_heads * index_dim for each pair of a query and a token that it sees. Memory: of
 keys index_dim elements for each token and QUERIES queries of its row.
@@ -19,10 +19,9 @@ import triton.language as tl
 from ..launch import launch
 
 QUERIES = 16
-"""Queries of a program that meet a tile of keys, if they are of one row."""
+"""Queries of one row that share a tile of keys in a program."""
 TILES = 8
-"""Tiles of keys per program: where a recorded step has room for longer rows, so many less find
-nothing to do."""
+"""Tiles of keys per program; in recorded steps many programs are idle, so fewer are better."""
 
 
 @triton.jit

@@ -3,11 +3,11 @@
     out = residual + factor * activation(norm(x) Wᵀ + bias)
     or, gated,  out = silu(g) * u of the product
 
-A product with one row is bound by reading the weight, so all work on x or out alone is fused into
-it: the RMSNorm is linear in x except for one scale, which is applied at the end. So is a LayerNorm
-where the sums of the weight times its parameters are known: its mean and deviation are taken on the
-way. Where they are not, each program reads x once more, while its first tile is on its way. A
-quantized weight is dequantised in registers; inputs keep their type, so only the weight is rounded.
+A product with one row is bound by reading the weight, so work on x or out is fused into it: the
+RMSNorm is linear in x but for one scale, applied at the end. So is a LayerNorm where the sums of
+the weight times its parameters are known: its mean and deviation are taken on the way. Where they
+are not, each program reads x once more, while its first tile is on its way. A quantized weight is
+dequantised in registers; inputs keep their type, so only the weight is rounded.
 
 Memory: the weight once (N * K elements, or N * K * bits / 8 bytes and 2 to 4 bytes per group); x
 from the L2 cache once per program. Operations: 2 per element, and about 2 more to unpack an element
@@ -45,8 +45,8 @@ from ..tiles import (
 )
 
 EARLY_BYTES = 16 << 20
-"""Size of the weight from which on the next kernel may start at once: it waits long, but its first
-weights are being loaded. Measured on an H200: this makes Qwen3-8B faster and Qwen3-0.6B slower."""
+"""Size of the weight from which the next kernel may start at once and load its first weights.
+Measured on an H200: this makes Qwen3-8B faster and Qwen3-0.6B slower."""
 
 
 @triton.jit
@@ -74,7 +74,6 @@ def _dequantized(
 
 @triton.jit
 def _moments(x_ptr, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the mean of x, and 1 / sqrt(variance + eps)."""
     offsets = tl.arange(0, BLOCK)
     mask = offsets < SIZE
     x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
@@ -135,7 +134,6 @@ def _gemv_kernel(
     EARLY_LAUNCH: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
-    """One program: BLOCK_N outputs (and as many gates)."""
     WIDTH: tl.constexpr = FORMAT.width
     PACK_FACTOR: tl.constexpr = FORMAT.pack_factor
     GROUP: tl.constexpr = FORMAT.group_size
@@ -255,34 +253,29 @@ def _gemv_kernel(
 
 
 class GemvConfig(NamedTuple):
-    """Tiles of a matrix-vector product."""
-
     block_n: int
-    """Outputs per program"""
     block_k: int
     """Elements of a row (numbers, or words) at a time, at most"""
     num_warps: int
     early: bool | None = None
-    """Whether the next kernel may start at once, and load its first weights while this one waits;
-    None: by EARLY_BYTES."""
+    """Whether the next kernel may start, and load its first weights, while this one runs; None: by
+    EARLY_BYTES."""
     ahead: int = 0
-    """Programs that ask the L2 cache for the weights of the program so many places on, while they
-    wait for x: about as many as the device runs at once; of a dense weight"""
+    """Prefetch the dense weight of the program this many places on while waiting for x: about as
+    many as run at once."""
 
 
 def starts_next_early(config: GemvConfig, num_bytes: int) -> bool:
-    """Return whether the kernel after a weight of so many bytes may start at once."""
     return num_bytes >= EARLY_BYTES if config.early is None else config.early
 
 
 def gemv_config(weight: Weight, gated: bool) -> GemvConfig:
-    """Return the tiles for a weight, where none were measured for it.
+    """Return the tiles for a weight without measured ones.
 
-    From sweeps over the layers of Qwen3-0.6B and 8B, Qwen2.5-7B, Gemma-2-9B, Mamba 2 2.7B and
-    families with hidden states of 1,600 to 4,608 numbers (docs/benchmarks/kernels.jsonl) in
-    bfloat16, and of 8B in fp8 and 4 bits, on an H200: few outputs need one program each, so that
-    every multiprocessor has some; long rows of medium-sized matrices need many bytes in flight, and
-    rows of 3,584 numbers, or a whole vocabulary of long rows, a row in one tile.
+    From bfloat16, fp8 and 4-bit sweeps on an H200 (docs/benchmarks/kernels.jsonl): few outputs need
+    one program each, so that every multiprocessor has some; long rows of medium-sized matrices need
+    many bytes in flight; rows of 3,584 numbers, or a whole vocabulary of long rows, one tile per
+    row.
     """
     values = values_of(weight)
     outputs, width = values.shape
@@ -327,7 +320,7 @@ def _unroll(weight: Weight, tiles: int) -> int:
 
 
 def _in_one_piece(weight: Weight, block_n: int) -> bool:
-    """Return whether a program's rows are what `ask_for_later_rows` can ask for."""
+    """Return whether `ask_for_later_rows` can prefetch a program's rows."""
     if not isinstance(weight, torch.Tensor) or not weight.is_contiguous():
         return False
     size = weight.stride(0) * weight.element_size()
@@ -352,10 +345,9 @@ def gemv(
 
     norm: of an RMSNorm (weight [K], eps); layer_norm: (weight [K], bias [K], eps); norm_sums: of a
     dense weight times the latter's weight, and times its bias with `bias` added, [N] float32 each,
-    used for x of 16 bits: in float32, numbers may be far closer to their mean than its square
-    tells; bias: [N]; residual: [1, N], contiguous, not with `gated`; activation: a name of
-    ACTIVATIONS, not with `gated`; factor: of the product, before the residual is added. Sums in
-    float32, rounded once.
+    used for x of 16 bits: in float32 the variance would cancel; bias: [N]; residual: [1, N],
+    contiguous, not with `gated`; activation: a name of ACTIVATIONS, not with `gated`; factor: of
+    the product, before the residual is added. Sums in float32, rounded once.
     """
     if (residual is not None or activation) and gated:
         raise ValueError("a gated product takes no residual and no other activation")

@@ -7,8 +7,8 @@ N = 8. Only the diagonal (part i times slice i) is kept. The base that `unpack_i
 number, and the zeros, are subtracted from the sums: each is a constant times the sum of x.
 Scales are applied to sums, too. Of floats, the columns of a word are a run apart.
 
-Memory: the words once with their scales; x from the L2 cache once per program. Instructions: about
-1.5 per number, of which 1 to unpack words, and an eighth for the tensor core; 2.5 for a float.
+Memory: the words once with their scales; x from the L2 cache once per program.
+Instructions: about 1.5 per number (2.5 for a float), of which 1 unpacks words.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..quant.quantized_weight import QuantizedWeight
 from ..tiles import load_pair, row_epilogue
 
 BLOCK_N = tl.constexpr(16)
-"""Outputs per program: the tensor core's long side."""
+"""Outputs per program: the MMA's long side."""
 
 
 @triton.jit
@@ -123,22 +123,15 @@ def _int4_gemv_kernel(
 
 
 class Int4GemvConfig(NamedTuple):
-    """Tiles of a matrix-vector product with 4-bit weights."""
-
     block_k: int
-    """Words of a row that a warp takes at a time, at most"""
+    """Most words of a row that a warp takes at a time"""
     num_warps: int
-    """Warps that share a program's columns, at most"""
+    """Most warps that share a program's columns"""
     num_stages: int
-    """Tiles of words in flight"""
 
 
 def int4_gemv_rule(inputs: int, gated: bool) -> Int4GemvConfig:
-    """Return the tiles for weights that were not measured.
-
-    From measurements of Qwen3-8B on an H200: 45.7 µs per layer; the best tiles of each product
-    take 45.3.
-    """
+    """Return the tiles for weights that were not measured."""
     if inputs >= 8192:
         return Int4GemvConfig(128, 2, 3)
     return Int4GemvConfig(32, 4, 4) if gated else Int4GemvConfig(64, 4, 2)

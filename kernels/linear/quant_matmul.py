@@ -1,9 +1,9 @@
 """Products with several tokens and a weight of 8 bits, or of words whose numbers need float32.
 
-Separate from small_m_matmul.py, whose kernel supports these formats, too: with tokens on the tensor
-core's long side, a wide fp8 weight takes less time (docs/benchmarks/journal.md). Numbers are
-converted to x's type exactly; a group's scale is applied to the tile's float32 product. If few
-tokens give few programs, K is split into partial sums, which split_k_sum.py adds up.
+Separate from small_m_matmul.py because a wide fp8 weight is faster with tokens on the tensor core's
+long side (docs/benchmarks/journal.md). Numbers are converted to x's type exactly; a group's scale
+is applied to the tile's float32 product. If few tokens give few programs, K is split into partial
+sums, which split_k_sum.py adds up.
 
 Memory: the weight once per BLOCK_M tokens, x once per BLOCK_N outputs (from the L2 cache); split, 4
 bytes per output and split, written and read. Operations: 2 * M * N * K.
@@ -24,7 +24,6 @@ from .split_k_sum import split_k_sum
 
 MAX_SPLIT_K = 8
 SMALLEST_TILE = 16
-"""Fewest columns of a tensor core's product."""
 
 
 @triton.jit
@@ -105,8 +104,6 @@ def _quant_matmul_kernel(
 
 
 class QuantMatmulConfig(NamedTuple):
-    """Tiles of a product by a quantized weight."""
-
     block_m: int
     block_n: int
     block_k: int
@@ -120,7 +117,8 @@ def quant_matmul_config(
     num_tokens: int, weight: QuantizedWeight, num_sms: int
 ) -> QuantMatmulConfig:
     """Return tiles such that those in flight fit a multiprocessor's shared memory, twice if tokens
-    are few. Not swept yet."""
+    are few.
+    """
     outputs, width = weight.values.shape
     block_m = min(max(triton.next_power_of_2(num_tokens), 16), 64)
     few = block_m == 16
@@ -192,5 +190,4 @@ def quant_matmul(
 
 
 def quant_matmul_supports(weight: QuantizedWeight) -> bool:
-    """Return whether the weight's groups are wide enough for the tensor core."""
     return not weight.grouped or largest_tile(weight, SMALLEST_TILE) >= SMALLEST_TILE

@@ -6,10 +6,9 @@ For about 2 to 128 rows of x, and a weight of any format. The weight's rows take
 long side and the tokens its short one, so few tokens waste little. A program computes a tile of
 outputs over all of K or, with split-K, over a part of it; a tile's last program adds the parts.
 
-A quantized weight is dequantised in registers, directly before the tensor core. Numbers are
-converted to x's type exactly. With few rows a group's scale is applied to its sums, exactly; with
-many rows that would cost more than the product, so the scale is applied to the numbers, which are
-rounded to x's type, as a dense weight's are.
+A quantized weight is dequantised in registers, directly before the tensor core. With few rows a
+group's scale is applied to its sums, exactly; with many rows that would cost more than the product,
+so the scale is applied to the numbers, which are rounded to x's type, as a dense weight's are.
 
 Memory: the weight once per BLOCK_M rows; x from the L2 cache once per tile of outputs. Operations:
 2 * M per element of the weight; with 4 bits also about 1 instruction per number to unpack it, and
@@ -41,7 +40,6 @@ from ..tiles import load_tile, prefetch_l2, split_k_epilogue
 MANY_ROWS = tl.constexpr(64)
 """Rows per program from which on scales are applied to numbers."""
 SMALLEST_TILE = 16
-"""Fewest columns of a tensor core's product."""
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -179,30 +177,24 @@ def _small_m_matmul_kernel(
 
 
 class SmallMConfig(NamedTuple):
-    """Tiles of a product of few rows."""
-
     block_m: int
-    """Rows per program"""
     block_n: int
-    """Outputs per program"""
     block_k: int
-    """Elements of a weight's row (numbers, or words) at a time; of a quantized one, at most"""
+    """Most elements (numbers, or words) of a weight's row at a time"""
     split_k: int
-    """Programs that share a tile of outputs; of a quantized weight, at most"""
+    """Programs that share a tile of outputs; at most, for a quantized weight"""
     num_warps: int
     num_stages: int
-    """Tiles in flight"""
     prefetch: int = 0
-    """Bytes of each of its weight's rows that a program prefetches; 0: none."""
+    """Bytes that a program prefetches of each of its rows."""
     early: bool = True
     """Whether the next kernel may start at once, not only when this one has read its weight."""
     max_registers: int | None = None
-    """Most registers per thread, so that programs of the next kernel find room beside these; None:
-    as many as the compiler likes."""
+    """Most registers per thread, to leave room for the next kernel's programs; None: no limit."""
 
 
 class SplitKWorkspace(NamedTuple):
-    """Memory for partial sums, reused by one product after another."""
+    """Memory for partial sums, reused by each product."""
 
     floats: torch.Tensor
     """[at least `split_k_floats(...)`] float32, contents free."""
@@ -211,7 +203,7 @@ class SplitKWorkspace(NamedTuple):
 
 
 MAX_TILES = 4096
-"""Most tiles of outputs of a product with split-K."""
+"""Most output tiles of a product with split-K."""
 
 
 def split_k_floats(num_rows: int, outputs: int, split_k: int, gated: bool) -> int:

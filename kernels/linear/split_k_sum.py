@@ -1,6 +1,6 @@
 """Epilogue of a library's product: adds partial sums, applies scales, bias and residual.
 
-    out = residual + (sum over SPLIT_K of partial) * row_scale * column_scale + bias
+out = residual + (sum over SPLIT_K of partial) * row_scale * column_scale + bias
 
 Memory: reads SPLIT_K * M * N elements of 4 bytes, and writes M * N; bound by it.
 """

@@ -2,15 +2,15 @@
 
     out[s] = silu(g) * u of x[s // top_k] W_eᵀ     or     out[t] = residual[t] + Σ_s c_s x[s] W_eᵀ
 
-with an expert's bias on either product, and another activation, if the model has them.
+with an expert's bias on either product, and another activation.
 
 A slot is a token's choice of an expert e = experts[s]; in the second form, s are a token's slots
 and c their weights. The method is gemv.py's, over rows of several weights. A layer takes two
-launches and no sorting. Memory: an expert's weight once per slot (programs that read the same one
-run side by side and share it in the L2 cache); x once per program.
+launches and no sorting. Memory: an expert's weight once per slot (concurrent programs share it in
+the L2 cache); x once per program.
 
-With programmatic dependent launch the second product's weights are prefetched while the first one
-still reads its own: the experts are known before the first product begins.
+With programmatic dependent launch the second product prefetches its weights while the first one
+runs: the experts are known.
 """
 
 from __future__ import annotations
@@ -181,24 +181,20 @@ def _expert_gemv_kernel(
 
 
 class ExpertGemvConfig(NamedTuple):
-    """Tiles of a product slot by slot."""
-
     block_n: int
-    """Outputs per program"""
     block_k: int
-    """Elements of a row (numbers, or words) at a time"""
     unroll: int
-    """Tiles that are loaded at once, at most"""
+    """Most tiles loaded at once"""
     num_warps: int
 
 
 def expert_gemv_config(weight: Weight, count: int) -> ExpertGemvConfig:
-    """Return the tiles, from what was measured on an H200 at Qwen3-30B-A3B's sizes, dense, in fp8
-    and in 4 bits.
+    """Return the tiles, from measurements on an H200 at Qwen3-30B-A3B's sizes in bfloat16, fp8 and
+    4 bits.
 
-    `count`: slots that are added up. One: tiles as wide as the row, so that a token has a thousand
-    programs. Several: a program has a few rows of each slot. For bytes in groups narrower than the
-    measured ones (mxfp4's): enough rows to give each thread 16 bytes of a tile.
+    `count`: slots that are added up. One: tiles as wide as the row. Several: a program has a few
+    rows of each slot. Bytes in groups narrower than the measured ones (mxfp4's): enough rows to
+    give each thread 16 bytes of a tile.
     """
     values = values_of(weight)
     item = values.element_size()
@@ -234,7 +230,7 @@ def expert_gemv(
     known: bool = False,
     **options: Any,
 ) -> torch.Tensor:
-    """Multiply slot by slot: arguments and options as of `slots_product`.
+    """Multiply slot by slot; arguments as of `slots_product`.
 
     `known`: experts were written before the last kernel on the stream began.
     """

@@ -2,15 +2,14 @@
 
     out[s] = x[s // DIVIDE] W_eᵀ        or, gated,        silu(g) * u of that product
 
-with an expert's bias on the product, and another activation, if the model has them.
+with an expert's bias on the product, and another activation.
 
-s are the slots of sort_tokens.py's lists. A program finds its tile on the device, by adding up the
-lists' lengths. So a frequent expert gets as many programs as it needs, whereas a fixed number of
-programs per list would finish it last; the few programs beyond the last tile end at once. As in
-small_m_matmul.py the weight's rows take the tensor core's long side, and a quantized weight is
-dequantised before it: a group's scale is applied to its sums if rows are few, and to the numbers if
-they are many. If x is in 8 bits as well, the tensor core multiplies both directly, and the sums are
-scaled by a scale per row of both.
+s are the slots of sort_tokens.py's lists. A program finds its tile on the device from the lists'
+lengths, so a frequent expert gets as many programs as it needs. As in small_m_matmul.py the
+weight's rows take the tensor core's long side, and a quantized weight is dequantised before it: a
+group's scale is applied to its sums if rows are few, and to the numbers if they are many. If x is
+in 8 bits as well, the tensor core multiplies both directly, and the sums are scaled by a scale per
+row of both.
 
 Memory: an expert's weight once per BLOCK_M of its slots, x once per BLOCK_N outputs; both from
 the L2 cache where programs of an expert run side by side. Operations: 2 per slot and element of its
@@ -38,10 +37,9 @@ from ..quant.quantized_weight import (
 from ..tiles import apply_bias_and_gate, load_tile
 
 SMALLEST_TILE, SMALLEST_TILE_IN_8_BITS = 16, 32
-"""Fewest columns of a tensor core's product."""
 MANY_ROWS = tl.constexpr(32)
-"""Slots per program from which on a group's scales are applied to numbers. Applied to sums, gates
-would need more registers than there are."""
+"""Slots per program from which on a group's scales are applied to numbers. Gated sums would need
+too many registers."""
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -76,7 +74,6 @@ def _expert_matmul_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program: BLOCK_N outputs (and as many gates) of BLOCK_M slots of an expert."""
     WIDTH: tl.constexpr = FORMAT.width
     PACK_FACTOR: tl.constexpr = FORMAT.pack_factor
     if FORMAT.run is not None:
@@ -186,14 +183,9 @@ def _expert_matmul_kernel(
 
 
 class ExpertMatmulConfig(NamedTuple):
-    """Tiles of a product with experts' weights."""
-
     block_m: int
-    """Slots of an expert per program"""
     block_n: int
-    """Outputs per program"""
     block_k: int
-    """Elements of a row (numbers, or words) at a time, at most"""
     num_warps: int
     num_stages: int
 
@@ -201,8 +193,8 @@ class ExpertMatmulConfig(NamedTuple):
 def expert_matmul_config(
     num_slots: int, num_experts: int, weight: Weight, gated: bool, *, in_8_bits: bool = False
 ) -> ExpertMatmulConfig:
-    """Return the tiles, from what was measured on an H200 at Qwen3-30B-A3B's sizes, dense, in fp8
-    and in 4 bits.
+    """Return the tiles, from measurements on an H200 at Qwen3-30B-A3B's sizes in bfloat16, fp8 and
+    4 bits.
 
     A tile holds an expert's usual number of slots, up to 128; rows of weights per program, gates
     included, are about as many with gates as without.
@@ -329,7 +321,6 @@ def expert_matmul(
 
 
 def expert_matmul_supports(weight: Weight) -> bool:
-    """Return whether the weight's groups are wide enough for the tensor core."""
     if isinstance(weight, torch.Tensor) or not weight.grouped:
         return True
     return even_tile(weight, SMALLEST_TILE) >= SMALLEST_TILE

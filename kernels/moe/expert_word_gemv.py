@@ -2,8 +2,7 @@
 
 What expert_gemv.py computes, by int4_gemv.py's method: each word holds 8 columns, so a tile needs 8
 slices of x, which fill the MMA's N = 8. Only the diagonal (part i times slice i) is kept, and
-scaled. On float32 units, numbers would take three times as many instructions to unpack and multiply
-(integers 5 to 6, floats 9): more time than reading them.
+scaled. Float32 units would need three times as many instructions: more time than reading.
 
 Each warp takes some tiles of one slot's rows. Memory: an expert's words, scales and zeros once per
 slot; x from the L2 cache once per program. Instructions: about 2 per integer, 3 per float.
@@ -26,10 +25,9 @@ from ..tiles import prefetch_l2
 from .slots import slots_product, store_slots
 
 BLOCK_N = tl.constexpr(16)
-"""Outputs per program: the tensor core's long side."""
+"""Outputs per program: the MMA's long side."""
 PARTS = tl.constexpr(8)
 SMALLEST_TILE = 16
-"""Words of a row that the tensor core takes at least."""
 
 
 @triton.jit
@@ -180,18 +178,14 @@ def _slot_sums(acc, BLOCK_COUNT: tl.constexpr, SPLIT: tl.constexpr):
 
 
 class ExpertWordConfig(NamedTuple):
-    """How a product's warps share its work."""
-
     split: int
-    """Warps that share a slot"""
     block_k: int
-    """Words of a row that a warp takes at a time, at most; of floats a run"""
+    """Most words of a row that a warp takes at a time; for floats, of a run"""
     num_stages: int
-    """Tiles of words in flight"""
 
 
 def expert_word_config(count: int) -> ExpertWordConfig:
-    """Return what serves a product of `count` slots that are added up: not measured yet."""
+    """Return the configuration for `count` summed slots."""
     return ExpertWordConfig(max(4 // triton.next_power_of_2(count), 1), 32, 3)
 
 

@@ -14,7 +14,8 @@ from ..quant.quantized_weight import Weight, values_of, weight_arguments
 from ..tiles import apply_bias_and_gate
 
 PREFETCH_BYTES = 32 << 20
-"""Most bytes of weights prefetched before their kernel runs: half of an H200's L2 cache."""
+"""Most bytes of weights prefetched before their kernel runs: most of an H200's L2 cache would be
+evicted by more."""
 
 
 @triton.jit
@@ -62,15 +63,12 @@ def store_slots(
 
 
 class SlotsProduct(NamedTuple):
-    """A product slot by slot, as its kernel takes it."""
-
     out: torch.Tensor
     outputs: int
     """Numbers per slot that are written"""
     width: int
     """Elements of a row of the weight"""
     summed: int
-    """Slots that are added up"""
     targets: int
     """Rows of `out`, each of which has programs of its own; 0: nothing to do"""
     tensors: tuple[Any, ...]
@@ -81,13 +79,13 @@ class SlotsProduct(NamedTuple):
 
     @property
     def block_count(self) -> int:
-        """`summed`, or the next power of two."""
         return int(self.constants["BLOCK_COUNT"])
 
     def prefetches(self, row_bytes: int) -> bool:
         """Return whether weights with rows of so many bytes may be prefetched before the kernel
-        runs: of the second product, whose experts the first has read, by a GPU that overlaps
-        kernels. More would evict the first prefetched ones."""
+        runs: only the second product's, whose experts are known, on a GPU that overlaps kernels.
+        More would evict the first prefetched ones.
+        """
         num_bytes = self.targets * self.summed * self.outputs * row_bytes
         second, overlaps = self.constants["FACTOR"], self.constants["PDL"]
         return bool(second and overlaps and num_bytes <= PREFETCH_BYTES)

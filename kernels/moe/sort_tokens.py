@@ -2,8 +2,7 @@
 
 A slot is one of a token's choices: number token * top_k + rank. A token chooses an expert at most
 once, so each expert's list has room for all tokens and begins at a fixed offset. Memory: each of
-num_experts programs reads all choices (4 bytes per slot, from the L2 cache); 4 bytes per slot are
-written.
+num_experts programs reads all choices from the L2 cache.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from ..launch import launch
 from ..pdl import gdc_launch_dependents, gdc_wait, pdl_options
 
 LARGEST_BLOCK = 1024
-"""Tokens at a time"""
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -30,7 +28,6 @@ def _sort_tokens_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program per expert."""
     expert = tl.program_id(0)
     place = tl.arange(0, BLOCK_TOP)
     if PDL:

@@ -3,7 +3,7 @@ of all, or of those in the best groups.
 
 Memory: reads num_experts logits per token and writes 8 bytes per choice. Bound by the latency of
 top_k (and a few for each group) sequential reductions. So each row has one warp, and scores are
-compared as integers, whose order is the same: a warp finds the largest integer in one instruction.
+compared as integers of the same order: a warp finds the largest in one instruction.
 """
 
 from __future__ import annotations
@@ -88,7 +88,6 @@ def _topk_experts_kernel(
     BLOCK_TOP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program: ROWS tokens."""
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     expert = tl.arange(0, BLOCK_E)
     place = tl.arange(0, BLOCK_TOP)

@@ -20,7 +20,6 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
     @triton.jit
     def _keep_fraction(bits, MASK: tl.constexpr):
-        """Return the bits of MASK of each int32 as a fraction, with the exponent of 1."""
         return (bits & MASK) | 0x3F800000
 
 else:
@@ -71,7 +70,7 @@ def part_unit(part, bits):
 
 @triton.constexpr_function
 def in_pairs(dtype, format):
-    """Return whether tiles are unpacked to 16-bit floats, two numbers at a time."""
+    """Return whether numbers are unpacked in pairs, to 16-bit floats."""
     return format.pack_factor == 8 and dtype.primitive_bitwidth == 16
 
 
@@ -105,7 +104,6 @@ def unpack_tile(tile, dtype: tl.constexpr, FORMAT: tl.constexpr):
 
 @triton.jit
 def load_zero(zero_ptr, offs_n, in_n, group, stride_zero, FORMAT: tl.constexpr):
-    """Return the zeros of a group, float32, [BLOCK_N, 1] or [1, 1]."""
     if FORMAT.has_zero:
         zero = tl.load(zero_ptr + group * stride_zero + offs_n, mask=in_n, other=0)
         return zero.to(tl.float32)[:, None]
@@ -115,7 +113,6 @@ def load_zero(zero_ptr, offs_n, in_n, group, stride_zero, FORMAT: tl.constexpr):
 
 @triton.jit
 def load_scale(scale_ptr, offs_n, in_n, group, stride_scale, FORMAT: tl.constexpr):
-    """Return a group's scales, [BLOCK_N, 1], of their own type."""
     ptrs = scale_ptr + group * stride_scale + offs_n // FORMAT.scale_rows
     return tl.load(ptrs, mask=in_n, other=0.0)[:, None]
 

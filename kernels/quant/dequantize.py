@@ -1,7 +1,7 @@
 """Dequantization of a whole weight, for products with many tokens.
 
-Memory: reads N * K * bits / 8 bytes and the scales, writes N * K elements: a product with some
-thousand tokens takes many times as long. About 4 operations per element: bound by memory.
+Memory: reads N * K * bits / 8 bytes and the scales, writes N * K elements, the bound: a product
+with some thousand tokens takes many times as long.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Products of one row with words of 4-bit numbers, on the tensor core.
 
 A word holds 8 columns (parts), so a tile of words needs 8 slices of x, which fill the MMA's N = 8.
-Only the diagonal of what it gives (part i times slice i) is kept.
+Only the diagonal of the product (part i times slice i) is kept.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ def diagonal_sums(words, x, offs_part, correction, FLOATS: tl.constexpr):
     """words: [WARPS, BLOCK_N, BLOCK_K], x: [WARPS, BLOCK_K, 8], correction: [WARPS, BLOCK_N, 8]
     float32 → as correction: at index q, the sums of part q with slice q of x, plus `correction`.
 
-    Of integers, a sum has `int4_base` times the sum of its slice besides. offs_part: 0 to 7, [1, 1,
-    8].
+    For integers, sums also contain `int4_base` times the sum of x's slice. offs_part: 0 to 7, [1,
+    1, 8].
     """
     parts = split_e2m1(words) if FLOATS else unpack_int4(words, x.dtype)
     sums = correction
@@ -40,7 +40,8 @@ def word_constants(
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Return a tile whose product with x is the `correction` of `diagonal_sums`, [WARPS, BLOCK_N,
-    BLOCK_K]: without zeros of base and offset together, with them of the base alone."""
+    BLOCK_K]: it subtracts the base, and without zeros the offset.
+    """
     SUBTRACT: tl.constexpr = int4_base(dtype) if ZERO else int4_base(dtype) + OFFSET
     return tl.full([WARPS, BLOCK_N, BLOCK_K], -SUBTRACT, dtype)
 

@@ -16,25 +16,24 @@ import triton
 import triton.language as tl
 
 SIGNS = (14, 12, 15, 13)
-"""Bit of each part's sign in half a word."""
+"""Sign bit of each part in half a word."""
 
 
 @triton.constexpr_function
 def e2m1_unit(dtype):
-    """Return what `unpack_e2m1` and `part_as_e2m1` divide numbers by."""
+    """Return the divisor in `unpack_e2m1` and `part_as_e2m1`."""
     return 2.0**14 if dtype == tl.float16 else 2.0**126
 
 
 @triton.constexpr_function
 def _shifts(part):
-    """Return by how much a part's magnitude and sign move left to their places in a float32."""
+    """Return the left shifts of a part's magnitude and sign into a float32."""
     half, place = 16 * (part // 4), part % 4
     return 22 - half - 3 * place, 31 - half - SIGNS[place]
 
 
 @triton.jit
 def _moved(words, LEFT: tl.constexpr):
-    """Return words, shifted left."""
     if LEFT >= 0:
         return words << LEFT
     else:
@@ -85,7 +84,6 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
     @triton.jit
     def split_e2m1(words):
-        """int32 words → their lower and upper halves, int16."""
         return words.to(tl.int16), (words >> 16).to(tl.int16)
 
     @triton.jit

@@ -15,7 +15,6 @@ import triton.language as tl
 from .quantized_weight import QuantizedWeight, largest_tile
 
 PACK_FACTOR = 8
-"""Numbers per word."""
 
 
 @triton.constexpr_function
@@ -43,12 +42,10 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
     @triton.jit
     def subtract_pairs(left, right):
-        """left - right, both of one 16-bit type."""
         return left - right
 
     @triton.jit
     def multiply_pairs(left, right):
-        """left * right, both of one 16-bit type."""
         return left * right
 
 else:
@@ -108,7 +105,8 @@ else:
 
 def int4_tile(weight: QuantizedWeight, limit: int) -> int:
     """Return the words of a row per tile: a power of two up to `limit` that divides the row, with
-    one scale per part; of floats a run. 0: too few for a tensor core, or not 4 bits."""
+    one scale per part (for floats, a run). 0: too few for a tensor core, or not 4 bits.
+    """
     if weight.pack_factor != PACK_FACTOR or weight.scale_rows > 1:
         return 0
     width = int(weight.values.shape[1])

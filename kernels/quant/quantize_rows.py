@@ -1,7 +1,7 @@
 """Quantization of rows to fp8 or int8 with one scale per row, and the RMSNorm before it.
 
-Memory: reads num_rows * size elements once, writes as many bytes and a float32 per row. About 6
-operations per element: bound by memory. One program per row, which it keeps in registers.
+Memory: reads num_rows * size elements once, writes as many bytes and a float32 per row: bound by
+it. One program per row, kept in registers.
 """
 
 from __future__ import annotations

@@ -20,7 +20,8 @@ import triton
 
 class QuantizedWeight(Protocol):
     """A quantized weight of [N, K]: what kernels read of `core.nn.quantized_weight`'s, which they
-    do not import. The order of its columns is left to the caller."""
+    do not import.
+    """
 
     @property
     def values(self) -> torch.Tensor:
@@ -72,9 +73,7 @@ class TileFormat:
 
     quantized: bool
     width: int
-    """Elements (numbers, or words) of a row"""
     pack_factor: int
-    """Columns per element"""
     bits: int
     group_size: int
     scale_rows: int
@@ -87,8 +86,6 @@ class TileFormat:
 
 
 class WeightArguments(NamedTuple):
-    """A kernel's launch arguments for a weight."""
-
     tensors: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
     """weight_ptr, scale_ptr, zero_ptr"""
     strides: tuple[int, int, int]
@@ -128,10 +125,7 @@ def values_of(weight: Weight) -> torch.Tensor:
 
 
 def largest_tile(weight: Weight, limit: int) -> int:
-    """Return the elements of a row per tile, a power of two up to `limit`.
-
-    With several scales per row, a tile's columns share one scale per part.
-    """
+    """Return the elements of a row per tile, a power of two up to `limit`."""
     width = int(values_of(weight).shape[1])
     if not isinstance(weight, torch.Tensor) and weight.grouped:
         common = weight.e2m1_run or math.gcd(width, weight.group_size)

@@ -37,13 +37,13 @@ from .limits import FOUND, LIKELY, LIKELY_FLOOR, LIMITS, NEAR, SUMS
 from .logits import edited, ordered, places, token_mass
 
 CANDIDATES = 8192
-"""Most tokens of a row among which a limit is searched in registers."""
+"""Most candidates that are searched in registers."""
 LIKELIEST = 1024
-"""Tokens of a row from which the top ones are taken."""
+"""Tokens from which the top ones are taken."""
 _CHUNK = tl.constexpr(1024)
-"""Tokens per iteration of a pass; `BIAS_PART` divides it."""
+"""Tokens per iteration of a pass; divides into `BIAS_PART`."""
 _RANKED = tl.constexpr(8192)
-"""Tokens per iteration whose logits are compared with the chosen one's."""
+"""Tokens per iteration when ranking the chosen token."""
 _LISTED = tl.constexpr(32)
 """Stop ids or bad words per iteration."""
 _LOWEST = tl.constexpr(-(1 << 62))
@@ -107,7 +107,7 @@ def _chunk(
     highest,
     skip,
 ):
-    """Compute _CHUNK tokens again: ids, logits after edits and temperature, which may be kept."""
+    """Recompute _CHUNK tokens: ids, logits after edits and temperature, and which may be kept."""
     token = start + tl.arange(0, _CHUNK)
     inside = token < vocab_size
     place = logits_ptr + row64 * stride_logits + token
@@ -199,7 +199,6 @@ def _in_passes(
 
 @triton.jit
 def _switch(words, ids, active, ON: tl.constexpr):
-    """Set or clear the bits of the ids that are active."""
     bit = tl.full(ids.shape, 1, tl.int32) << (ids & 31)
     if ON:
         tl.atomic_or(words + (ids >> 5), bit, mask=active)
@@ -209,7 +208,7 @@ def _switch(words, ids, active, ON: tl.constexpr):
 
 @triton.jit
 def _bar(words, settings, history, length, chosen):
-    """Update which tokens may follow `chosen`, now at `length` of the history."""
+    """Update which tokens may follow `chosen`, at `length` of the history."""
     record = record_of(settings)
     num_stops, num_words, width = tl.load(record), tl.load(record + 1), tl.load(record + 2)
     stops, listed = record + HEADER, record + HEADER + num_stops
@@ -363,7 +362,6 @@ def choose_row_kernel(
     MOST_LIKELY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per row."""
     row64 = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + row64)
     settings = settings_ptr + slot * stride_settings

@@ -30,12 +30,12 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
     @triton.jit
     def log2(x):
-        """Return numpy's logarithm, in the interpreter."""
+        """Compute log2 with numpy, in the interpreter."""
         return tl.log2(x)
 
     @triton.jit
     def largest(x):
-        """As below; the interpreter would run a custom reduction number by number."""
+        """Compute the maximum with numpy, in the interpreter."""
         return tl.max(tl.where(x != x, float("inf"), x), axis=0)
 
 else:
@@ -67,7 +67,7 @@ def _fold(x):
 
 @triton.jit
 def _mixed(x):
-    """Mix as core/worker/sampling/gumbel.py does: fold, multiply, fold, multiply, fold."""
+    """Mix as core/worker/sampling/gumbel.py does."""
     x = _fold(x)
     x = _fold(x * _MIX_1)
     return _fold(x * _MIX_2)
@@ -81,7 +81,6 @@ def token_hashes(token):
 
 @triton.jit
 def row_keys(settings, position):
-    """Return the three keys of a row, from its seed and its position."""
     key_0 = _mixed(tl.load(settings + LANES) + position * _STEP_0)
     key_1 = _mixed(tl.load(settings + LANES + 1) + position * _STEP_1) | 1
     key_2 = _mixed(tl.load(settings + LANES + 2) + position * _STEP_2) | 1
@@ -106,6 +105,6 @@ def log2_exponential(hashes, key_0, key_1, key_2):
 
 @triton.jit
 def drawn_scores(scaled, factor, hashes, key_0, key_1, key_2):
-    """Return logits times `factor` plus noise: scores to base 2, up to a constant common to all."""
+    """Return base-2 scores, logits times `factor` plus noise, up to a common constant."""
     noise = log2_exponential(hashes, key_0, key_1, key_2)
     return tl.fma(scaled, tl.zeros(scaled.shape, tl.float32) + factor, -noise)

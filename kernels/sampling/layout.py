@@ -23,7 +23,7 @@ PROMPT_LEN = tl.constexpr(10)
 FLAGS = tl.constexpr(11)
 NUM_LOGPROBS = tl.constexpr(12)
 RECORD = tl.constexpr(13)
-"""Two words: the address of a record of lists, low half first."""
+"""Two words: the address of a slot's record, low half first."""
 LANES = tl.constexpr(15)
 
 # Bits of FLAGS.
@@ -57,7 +57,6 @@ def record_of(settings):
 
 @triton.jit
 def float_of(settings, column):
-    """Return a float of a row of settings."""
     return tl.load(settings + column).to(tl.float32, bitcast=True)
 
 

@@ -60,7 +60,7 @@ ARRIVED = tl.constexpr(3)
 SLOT = tl.constexpr(4)
 """The row's slot."""
 ASKED = tl.constexpr(5)
-"""The row's flags, stored here so that kernels need not load the slot first."""
+"""The row's flags, so that kernels need not load the slot first."""
 FOUND = tl.constexpr(8)
 
 # Indices of a row's `SUMS`: number and mass of the tokens that count, number and mass of those that
@@ -73,7 +73,9 @@ _SUMS_BLOCK = tl.constexpr(128)
 
 @triton.jit
 def _reached_by(values, stride, count, wanted, BLOCK: tl.constexpr):
-    """Return the largest of `count` numbers that `wanted` of them reach; -inf if there is none."""
+    """Return the largest number that at least `wanted` of the `count` numbers reach; -inf if
+    none.
+    """
     index = tl.arange(0, BLOCK)
     line, column = index[None, :], index[:, None]
     others = tl.load(values + line * stride, mask=line < count, other=-float("inf"))

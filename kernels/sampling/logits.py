@@ -1,6 +1,6 @@
 """A slot's edits of logits, as the sampling kernels apply them, and the order of logits.
 
-Each kernel computes them again, with a bitwise equal result.
+Each kernel recomputes them, bitwise equal.
 """
 
 from __future__ import annotations

@@ -12,7 +12,6 @@ import triton.language as tl
 from ..launch import launch
 
 PART = 4096
-"""Tokens per program."""
 
 
 @triton.jit
@@ -26,7 +25,6 @@ def _mask_tokens_kernel(
     INDEXED: tl.constexpr,
     PART_SIZE: tl.constexpr,
 ):
-    """One program per (row of bits, part)."""
     row = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * PART_SIZE + tl.arange(0, PART_SIZE)
     inside = token < vocab_size

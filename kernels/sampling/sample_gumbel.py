@@ -1,10 +1,9 @@
 """One token per row: the largest logit / temperature + Gumbel noise, in one pass over the logits.
 
 For rows that need nothing else; `sample_tokens` serves the others. Memory: num_rows * vocab_size
-logits, read once; the parts' winners are a few kilobytes. About 30 instructions per logit if a row
-draws: bound by them. So logarithms are the processor's base-2 instruction (its error changes a
-score by about 1e-6), and the hash of a token, the same for all rows, is computed once for several
-rows. A greedy row takes 5 instructions per logit.
+logits, read once; the parts' winners are a few kilobytes. About 30 instructions per sampled logit
+are the bound. So logarithms use the processor's base-2 instruction (error about 1e-6), and a
+token's hash is computed once for several rows.
 """
 
 from __future__ import annotations
@@ -19,9 +18,8 @@ from .gumbel_noise import LOG2E, drawn_scores, largest, row_keys, token_hashes
 from .layout import INVERSE_TEMPERATURE, NOISE, float_of
 
 PART = 2048
-"""Logits of a row per program."""
 SHARING = 4
-"""Rows per program if there are many."""
+"""Rows per program, if there are many."""
 NO_TOKEN = tl.constexpr(0x7FFFFFFF)
 """More than any token id."""
 
@@ -90,7 +88,6 @@ def _row_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program per row: the winner of its parts, the lowest id among equal scores."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, BLOCK)
     inside = part < num_parts

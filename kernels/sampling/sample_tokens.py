@@ -3,8 +3,7 @@ log-probabilities. The launches are the same for any rows, so that a graph can c
 settings are read on the device, and a row without a setting skips its work.
 
 Three kernels process [rows, vocab_size] in parts, the last two of them only listed rows; two
-process one row per program. No row is sorted, and no processed logit is stored: values that are
-needed again are computed again from the logits.
+process one row per program.
 
 - `_begin_kernel`, every row: edits, temperature, and the winner of each part with its noise; for
   filtered rows the largest logit, for rows with log-probabilities the sum of exponentials.
@@ -19,10 +18,10 @@ needed again are computed again from the logits.
 
 The set that top_k, top_p and min_p keep is exact. Tokens are in order of (logit, then lower id). A
 token's mass is the integer floor(2^40 * exp(x - max x)), with x the float32 logit after temperature
-and exp by the processor's base-2 exponential (2 units in the last place). Sums of integers do not
-depend on their order, so a row keeps the same tokens at any place in any batch. top_p keeps the
-shortest prefix with at least ceil(top_p * total) of the mass that min_p and top_k leave. Compared
-with exact arithmetic, a sum is off by less than 2^-20 of the total.
+and exp from the processor's base-2 exponential. Sums of integers do not depend on their order, so a
+row keeps the same tokens at any place in any batch. top_p keeps the shortest prefix with at least
+ceil(top_p * total) of the mass that min_p and top_k leave. Compared with exact arithmetic, a sum is
+off by less than 2^-20 of the total.
 
 Memory: a row of 151,936 bfloat16 logits is 304 KB; each kernel that reads it reads it once.
 Instructions: about 30 per logit in the first kernel if noise is drawn, 80 in one with pivots.
@@ -78,11 +77,10 @@ from .limits import (
 from .logits import edited, token_mass
 
 PART = 2048
-"""Logits of a row per program."""
 SHARING = 4
-"""Rows per program if there are many."""
+"""Rows per program, if there are many."""
 LISTED_PROGRAMS = 16
-"""Programs per part that share the listed rows; rows that are not listed cost nothing."""
+"""Programs per part that share the listed rows."""
 _ALIVE, _SURE = tl.constexpr(1 << 40), tl.constexpr(1 << 20)
 _PLACES = tl.constexpr(1 << 20)
 """Units of three token counts that share one 64-bit sum."""
@@ -118,7 +116,6 @@ def _begin_kernel(
     sharing,
     PART_SIZE: tl.constexpr,
 ):
-    """One program per part of `sharing` rows."""
     part = tl.program_id(0)
     first = tl.program_id(1) * sharing
     token = part * PART_SIZE + tl.arange(0, PART_SIZE)
@@ -347,7 +344,7 @@ def _gather_kernel(
 
 
 class Tables(Protocol):
-    """The slots' tables that the kernels read, at constant addresses."""
+    """The slots' tables, at constant addresses."""
 
     @property
     def settings(self) -> torch.Tensor:

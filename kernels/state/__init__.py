@@ -1,1 +1,1 @@
-"""Kernels over states of sequences: convolution, recurrences, the norm behind them."""
+"""Kernels over recurrent states: convolution, recurrences, and the norm after them."""

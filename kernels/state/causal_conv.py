@@ -1,11 +1,11 @@
 """Convolution of each channel over a sequence's tokens, which continue the inputs in its state.
 
-    y[t] = Σ_k weight[k] x[t - K + 1 + k] + bias, then silu if wanted
+    y[t] = Σ_k weight[k] x[t - K + 1 + k] + bias, optionally silu
 
 Memory: reads x and writes y once (an input is read K times, but by one program); the state of each
-row is read and written once. 2 K operations per element: bound by memory. A step of one token per
-row is one launch; otherwise outputs come first, because they read the states that a second launch
-replaces. Twin: `core.nn.state.operations.StateOperations.causal_conv`.
+row is read and written once. Bound by memory. A step of one token per row is one launch; otherwise
+outputs come first, because they read the states that a second launch replaces. Twin:
+`core.nn.state.operations.StateOperations.causal_conv`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,7 @@ from ..step.step_inputs import rows_of
 from .rows import PLACES, Rows, row_of
 
 TOKENS = 16
-"""Tokens per program."""
 CHANNELS = 128
-"""Channels per program."""
 
 
 @triton.jit
@@ -50,7 +48,7 @@ def _conv_kernel(
     TOKENS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """One program: TOKENS tokens of CHANNELS channels; states are only read."""
+    """One program: TOKENS tokens of CHANNELS channels; reads the states only."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     inside = token < num_tokens

@@ -1,16 +1,15 @@
-"""What the delta rule with a decay per channel of keys needs of a prompt's chunks, before any state
-is known.
+"""Chunk-local terms of the delta rule with a decay per channel of keys, before any state is known.
 
-As `delta_chunks`, but that what is left at token i of what token j added differs between channels:
+As `delta_chunks`, but the decay from token j to token i differs per channel:
 
     pairs[i, j] = Σ_k k[i, k] k[j, k] exp(total[i, k] - total[j, k])        scores: q[i] for k[i]
 
-with total what the logarithms of decays add up to. That is a product of tiles only if the exponent
-is parted at some token r, total[i] - total[r] and total[r] - total[j], and no part may overflow.
-Between the two halves of a block of 2 s tokens, r is the end of the first half: both parts are
-negative. So two halves of 32 tokens, and then all halves of 16 in them, see each other through one
-product of all tokens, of which the other pairs are dropped. Within 16 tokens, r is the middle, and
-a token's decay counts as at least exp(LEAST): less is nothing beside what 16 bits round.
+with total the cumulative logarithm of decays. A product of tiles needs the exponent split at some
+token r, total[i] - total[r] and total[r] - total[j], without overflow. Between the two halves of a
+block of 2 s tokens, r is the end of the first half, and both terms are negative. So two halves of
+32 tokens, then all halves of 16 in them, take one product of all tokens each, of which the other
+pairs are dropped. Within 16 tokens, r is the middle, and a token's decay is clamped to at least
+exp(LEAST), below 16-bit rounding.
 
 Memory: reads queries, keys, steps and values once and writes 3 K + V + L numbers per token and
 head, for chunks of L tokens. Products as in `delta_chunks`, and 4 more of [L, L, K]. Source: Kimi
@@ -36,12 +35,12 @@ SUB = tl.constexpr(16)
 
 
 class ChannelChunks(NamedTuple):
-    """What is known of chunks without their states, undefined for rows of one token."""
+    """Chunk-local terms, undefined for rows of one token."""
 
     own: torch.Tensor
-    """[T, H, V]: what tokens add, if the state before the chunk is zero."""
+    """[T, H, V]: tokens' additions if the state before the chunk is zero."""
     seen: torch.Tensor
-    """[T, H, K]: times that state, what they add less."""
+    """[T, H, K]: multiplied by that state, subtracted from the additions."""
     scores: torch.Tensor
     """[T, H, L]: factors of the chunk's tokens in an output."""
     q: torch.Tensor

@@ -4,14 +4,14 @@
     g = rate softplus(step + bias), or bounded, g = bound sigmoid(-rate (step + bias)), with queries
     and keys divided by their lengths first
 
-One program holds the state of one row and head (for some of its values) in registers. Of rows of
-one token, and in float32 of all, it walks over tokens. Other rows are computed chunk by chunk, as
-those of `delta_rule`, from what `channel_delta_chunks` has found of all chunks in a launch before.
+One program holds a row's state of one head (or some of its values) in registers. Of rows of one
+token, and in float32 of all, it walks over tokens. Other rows are computed chunk by chunk, as those
+of `delta_rule`, from what `channel_delta_chunks` has found of all chunks in a launch before.
 
 Memory: queries, keys, steps, values and outputs once per token (the first three by each program of
-a head), a state once per row: the bound of rows of one token. A walk has as many steps one after
-another as the longest row has tokens, and is bound by their latency. Source: Kimi Linear (arXiv
-2510.26692). Twin: `core.nn.state.operations.StateOperations.channel_delta_rule`.
+a head), a state once per row: the bound of rows of one token. A walk is bound by the latency of the
+longest row's steps. Source: Kimi Linear (arXiv 2510.26692). Twin:
+`core.nn.state.operations.StateOperations.channel_delta_rule`.
 """
 
 from __future__ import annotations
@@ -34,8 +34,6 @@ CHUNKED = True
 
 
 class ChannelTiles(NamedTuple):
-    """How rows of several tokens are computed in 16 bits."""
-
     chunk: int = 64
     block_k: int = 64
     """Channels of keys that are computed together, before states are known."""

@@ -1,6 +1,6 @@
-"""A convolution's step of one token per row, for kernels that go on with its outputs in registers.
+"""A convolution's step of one token per row, for kernels that keep its outputs in registers.
 
-What the state keeps is read, and stored one place further, by each kernel as it needs it.
+Each kernel reads the kept inputs, and stores them shifted by one.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ def kept_inputs(
 
 @triton.jit
 def convolved(total, last, new):
-    """Return silu of the convolution's output, float32."""
     total += last * new.to(tl.float32)
     return total / (1.0 + tl.exp(-total))
 

@@ -1,4 +1,4 @@
-"""What the gated delta rule needs of a prompt's chunks, before any state is known.
+"""Chunk-local terms of the gated delta rule for prompts, before any state is known.
 
 Within a chunk, token i adds k[i] u[i]ᵀ to the state, and u[i] depends on all u[j] before it:
 
@@ -35,13 +35,12 @@ NUM_FACTORS = 3
 
 
 class DeltaChunks(NamedTuple):
-    """What is known of chunks without their states: [T, H, ...], undefined for rows of one
-    token."""
+    """Chunk-local terms: [T, H, ...], undefined for rows of one token."""
 
     own: torch.Tensor
-    """[T, H, V]: what tokens add, if the state before the chunk is zero."""
+    """[T, H, V]: tokens' additions if the state before the chunk is zero."""
     seen: torch.Tensor
-    """[T, H, K]: times that state, what they add less."""
+    """[T, H, K]: multiplied by that state, subtracted from the additions."""
     scores: torch.Tensor
     """[T, H, L]: factors of the chunk's tokens in an output."""
     factors: torch.Tensor
@@ -51,11 +50,8 @@ class DeltaChunks(NamedTuple):
 
 @triton.jit
 def inverse_of(lower, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
-    """Return (I + lower)⁻¹, [CHUNK, CHUNK]; lower is zero but below its diagonal.
-
-    From the inverses of two diagonal blocks, that of the block of both: its lower half is
-    -inverse(second) lower inverse(first). Powers of `lower`, whose sum it also is, grow: like
-    binomial coefficients, if all keys are alike.
+    """Return (I + lower)⁻¹, [CHUNK, CHUNK]; lower is strictly lower triangular. Inverts diagonal
+    blocks of doubling size: a power series would grow binomially if all keys are alike.
     """
     at = tl.arange(0, CHUNK)
     apart = at[:, None] ^ at[None, :]

@@ -4,9 +4,8 @@
     y = Sᵀ q / sqrt(K), with queries and keys divided by their lengths first
 
 One program holds the state of one row and head (for some of its values) in registers. Rows of one
-token are computed as above, in a launch whose small programs leave each other room. Longer ones are
-computed chunk by chunk, from what `delta_chunks` has found of all chunks in a launch before: four
-products of tiles per chunk, of which one waits for another.
+token are computed as above, by small programs. Longer ones are computed chunk by chunk from
+`delta_chunks`' results: four dependent products of tiles per chunk.
 
 Memory: queries, keys, values and outputs once per token (queries and keys by each program of a
 head), a state once per row: the bound of rows of one token. Of prompts also what `delta_chunks`
@@ -30,22 +29,17 @@ from .rows import MOST_ROWS, PLACES, Rows, log_decay, long_row, row_of
 
 
 class _Tiles(NamedTuple):
-    """How prompts are computed."""
-
     values: int
-    """Values per program."""
     chunk: int
     precision: str
     num_warps: int
     num_stages: int
     chunk_warps: int
-    """Warps of a program of `delta_chunks`."""
 
 
 NARROW = _Tiles(values=32, chunk=64, precision="tf32", num_warps=4, num_stages=3, chunk_warps=4)
-"""In 16 bits."""
 WIDE = _Tiles(values=16, chunk=16, precision="ieee", num_warps=8, num_stages=1, chunk_warps=4)
-"""In float32: products without tensor cores, whose small tiles stay in registers."""
+"""For float32: products without tensor cores, on small tiles in registers."""
 SINGLE_VALUES = 16
 """Values per program for rows of one token."""
 

@@ -1,7 +1,7 @@
 """RMSNorm of groups of channels, times silu(gate) before or after it, or sigmoid(gate) after it.
 
-Memory: reads x and gate and writes the result, once. About 10 operations per element: bound by
-memory. Twin: `core.nn.state.operations.StateOperations.gated_rms_norm`.
+Memory: reads x and gate and writes the result, once: bound by it. Twin:
+`core.nn.state.operations.StateOperations.gated_rms_norm`.
 """
 
 from __future__ import annotations

@@ -8,20 +8,16 @@ import triton
 import triton.language as tl
 
 FEW_ROWS = 4
-"""Rows up to which programs are few, and have one tile each."""
+"""Most rows with one tile per program, as programs are few."""
 
 
 class StepConfig(NamedTuple):
-    """Tiles of a step of one token per row."""
-
     channels: int
-    """Channels of a head per tile."""
     num_warps: int
     tiles: int = 1
     """Tiles per program; a power of two."""
 
     def programs(self, heads: int, width: int) -> int:
-        """Return the programs that walk over `heads` of `width` channels."""
         return int(triton.cdiv(heads * triton.cdiv(width, self.channels), self.tiles))
 
     @property
@@ -34,10 +30,9 @@ class StepConfig(NamedTuple):
 def head_tile(tile, own, group, EACH: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """Return the head of a group's tile, the tile's channels of that head, and which exist.
 
-    own: places in the tile, [BLOCK] of tile, a scalar; or with `tile` of the same shape, places in
-    several. What is loaded of a program's channels is best loaded by all threads at once and
-    gathered: of fewer channels than threads, each thread would load all channels that it multiplies
-    (Triton 3.7, 32 channels and 128 threads: 102 loads of 2 bytes per thread in place of 29).
+    own: places in the tile, [BLOCK]; `tile`: a scalar, or of the same shape. Load a program's
+    channels with all threads at once, then gather: with fewer channels than threads, each thread
+    would load all channels that it multiplies (Triton 3.7).
     """
     PER_HEAD: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     place = tile % PER_HEAD * BLOCK + own

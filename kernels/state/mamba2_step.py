@@ -5,13 +5,12 @@
 and with a norm y = norm(S C + d x, gate) over each group of channels.
 
 One program walks over some channels of one group of heads of one row, tile by tile, and loads the
-next tile of the state while it computes one. The convolution's inputs are few, so the programs of a
-group each convolve that group's keys and queries (B and C) again; whichever of them comes last
-stores their new inputs, when all have read the old ones, and norms the group.
+next tile of the state while it computes one. The programs of a group each convolve that group's
+keys and queries (B and C) again; the last to finish stores their new inputs and norms the group.
 
-Memory: a row's state read and written once, 8 P N bytes per head in float32, is nearly all, and the
-bound. With one row that takes as long as a launch does. So a program loads the state, and all else
-that the kernel before it does not write, before it waits for that one (`pdl`).
+Memory: a row's state read and written once, 8 P N bytes per head in float32, is the bound. With one
+row that takes as long as a launch, so a program loads what the previous kernel does not write
+before it waits for that kernel (`pdl`).
 
 Source: Mamba 2 (arXiv 2405.21060). Twin: `core.nn.state.operations.StateOperations.mamba2`.
 """
@@ -238,12 +237,8 @@ def _mamba2_step_kernel(
 
 
 def step_config(num_rows: int, heads: int, width: int, states: int) -> StepConfig:
-    """Return the tiles for `num_rows` states of [heads, width, states].
-
-    From sweeps on an H200, us by these tiles and by separate kernels, with 1, 8 and 64 rows:
-    Mamba 2 2.7B 3.0, 13.8, 95.7 and 5.3, 15.7, 95.9; Falcon-H1 1.5B 3.7, 16.0, 111.5 and 5.6, 19.2,
-    113.3; Nemotron-H 8B 5.0, 20.7, 148.8 and 6.0, 23.7, 155.6. The bytes of 64 states take 80, 96
-    and 128 at 4.2 TB/s.
+    """Return the tiles for `num_rows` states of [heads, width, states], from sweeps on an H200 with
+    Mamba 2 2.7B, Falcon-H1 1.5B and Nemotron-H 8B.
     """
     most = max(1, 4096 // triton.next_power_of_2(states))
     widest = triton.next_power_of_2(width)

@@ -9,17 +9,15 @@ import triton
 import triton.language as tl
 
 PLACES = ["query_start_ptr", "seq_lens_ptr", "slots_ptr"]
-"""Arguments that may begin anywhere in an array of int32: kernels are not compiled for it."""
+"""Arguments that may be unaligned in an int32 array: kernels are not specialised for their
+alignment."""
 
 
 ROWS = tl.constexpr(256)
-"""Rows that a program looks at together."""
 WHOLE = tl.constexpr(1 << 30)
-"""A chunk that any row fits in."""
 MOST_ROWS = 8
-"""Rows of several tokens that a launch has programs for; these walk over more. A recorded step may
-have as many as it has rows; most have a few beside rows of one token, and a large program that
-finds nothing to do keeps others out meanwhile."""
+"""Rows of several tokens that a launch has programs for; these walk over more. Most recorded steps
+have few, and large idle programs keep others out."""
 
 
 class Rows(NamedTuple):
@@ -50,8 +48,7 @@ def longer_row(index, query_start_ptr, num_rows, CHUNK: tl.constexpr, LEAST: tl.
     """Return the row of a chunk, its number in its row, and the number of all chunks; row -1: there
     are not so many.
 
-    Rows of more than LEAST tokens are cut into chunks, each from its own begin, and all chunks are
-    numbered in the order of rows.
+    Rows of more than LEAST tokens are divided into chunks, numbered in the order of rows.
     """
     row, part, before = -1, -1, 0
     for low in range(0, num_rows, ROWS):
@@ -90,7 +87,6 @@ def long_row(index, query_start_ptr, num_rows, CHUNK: tl.constexpr, LONG: tl.con
 
 @triton.jit
 def softplus(x):
-    """Return log(1 + exp(x)), float32; x where that is all that is left of it."""
     return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(x)))
 
 

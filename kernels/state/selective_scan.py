@@ -3,16 +3,12 @@
     S[i, n] = exp(dt[i] a[i, n]) S[i, n] + dt[i] x[i] b[n]        y = (S c + d x) silu(gate)
 
 One program holds the state of some channels of one row in registers. Longer rows are computed in
-tiles of some tokens: all loads, step sizes and exponentials of a tile do not wait for one another;
-then a scan, whose tokens are registers of one thread, and sums over n. The next tile is loaded
-meanwhile. Cutting long rows into parts that are computed side by side would take every exponential
-twice, and channels alone fill the device: 8192 of them are 512 warps.
+tiles of some tokens: independent loads, step sizes and exponentials, then a scan in registers of
+one thread, and sums over n. The next tile is loaded meanwhile.
 
-Memory: x, dt, gate and y once per token, a state once per row: the bound of rows of one token. Of
-prompts, the N exponentials per element of x are the bound, some twice its bytes' time for N = 16
-(a multiprocessor of an H100 computes 16 in a cycle), and instructions around them, twice as long
-again. Source: Mamba (arXiv 2312.00752). Twin:
-`core.nn.state.operations.StateOperations.selective_scan`.
+Memory: x, dt, gate and y once per token, a state once per row: the bound of rows of one token.
+Prompts are bound by the N exponentials per element of x and the instructions around them. Source:
+Mamba (arXiv 2312.00752). Twin: `core.nn.state.operations.StateOperations.selective_scan`.
 """
 
 from __future__ import annotations
@@ -31,19 +27,15 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 class _Tiles(NamedTuple):
-    """How prompts are computed."""
-
     channels: int
-    """Channels per program."""
     tokens: int
     num_warps: int
 
 
 LONGER = _Tiles(channels=32, tokens=4, num_warps=2)
-"""Each warp has all channels, and some of their states. On an H200, 16 tokens and 4 warps take 1.7
-to 3 times as long."""
+"""Each warp has all channels, and some of their states."""
 SINGLE_CHANNELS = 32
-"""Channels per program for rows of one token."""
+"""Channels per program, for rows of one token."""
 
 
 @triton.jit
@@ -57,7 +49,6 @@ def _load_tile(
     x_ptr, dt_ptr, gate_ptr, b_ptr, c_ptr, stride_x, stride_dt, stride_gate, stride_b, stride_c,
     token, here, channel, in_size, place, in_n,
 ):  # fmt: skip
-    """Return x, dt and gate, [TOKENS, CHANNELS], and b and c, [TOKENS, BLOCK_N]."""
     at, inside = token[:, None], here[:, None] & in_size[None, :]
     in_b = here[:, None] & in_n[None, :]
     x = tl.load(x_ptr + at * stride_x + channel[None, :], mask=inside, other=0.0)

@@ -1,7 +1,6 @@
 """Mamba 2's recurrence over long rows: all chunks of tokens at once, except for states.
 
-With total(i) what the logarithm of the decay adds up to since the chunk's begin, and S the state
-before the chunk:
+With total(i) the cumulative logarithm of the decay in the chunk, and S the state before the chunk:
 
     y[i] = exp(total(i)) S c[i] + Σ_{j≤i} exp(total(i) - total(j)) dt[j] (c[i]·b[j]) x[j] + d x[i]
 
@@ -15,7 +14,7 @@ Rows of few tokens are not touched: `ssd_scan` walks over them.
 
 Memory: x is read twice and y written once, 6 P bytes per token and head; a state of 2 P N bytes per
 chunk and head is written and read. Some 2 P (2 N + CHUNK) operations per token and head: bound by
-memory, if loads are far enough ahead. Source: Mamba 2 (arXiv 2405.21060), section 6. Twin: as that
+memory, given enough loads in flight. Source: Mamba 2 (arXiv 2405.21060), section 6. Twin: as that
 of `ssd_scan`.
 """
 
@@ -32,8 +31,6 @@ from .rows import MOST_ROWS, PLACES, Rows, long_row, longer_row, row_of, softplu
 
 
 class ChunkTiles(NamedTuple):
-    """How long rows are computed."""
-
     chunk: int = 128
     """Tokens between two states that are kept; a power of 2, at least 16."""
     columns: int = 64
@@ -52,9 +49,8 @@ TILES = ChunkTiles()
 STEP_HEADS = 8
 """Heads per program of the first launch."""
 BEGIN = 2
-"""What a program of outputs does before its first head takes as long as so many heads."""
+"""Time of an output program before its first head, in heads."""
 CHANNELS = 64
-"""Channels of a head per program, at most."""
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 

@@ -1,1 +1,1 @@
-"""What a step launches besides its layers: inputs, drafts, results."""
+"""A step's launches besides its layers: inputs, drafts, results."""

@@ -1,8 +1,7 @@
 """Inputs of a decode step from two numbers per row, in one launch.
 
-Memory: one row of the block table is read and written per row that had another slot in the step
-before; everything else is a few numbers per row. Replaces a dozen indexing operations of one launch
-each.
+Memory: a block table row for each row whose slot changed, and a few numbers per row. Replaces a
+dozen launches.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def _decode_inputs_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program per row. `place`: where the row's token goes in its cache."""
+    """One program per row."""
     row = tl.program_id(0)
     if PDL:
         gdc_launch_dependents()

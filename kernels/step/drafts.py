@@ -1,7 +1,5 @@
-"""Speculative decoding: which drafts of each row were chosen, and where new ones go.
-
-One launch each, of one program per row, which reads and writes a few numbers per draft.
-"""
+"""Speculative decoding: which drafts of each row were chosen, and where new ones go. One launch
+each."""
 
 from __future__ import annotations
 
@@ -14,7 +12,6 @@ from ..launch import launch
 
 @triton.jit
 def _leading(good, order, BLOCK: tl.constexpr):
-    """Return how many of the first are good, before one that is not."""
     return tl.min(tl.where(good, BLOCK, order), axis=0)
 
 
@@ -53,7 +50,7 @@ def verify_drafts(
     num_proposed: torch.Tensor,
     most: int,
 ) -> torch.Tensor:
-    """Accept the drafts of S rows up to the first that was not chosen; the others no longer count.
+    """Accept the drafts of S rows up to the first that was not chosen.
 
     chosen, drafts: [L] int32, by position; starts: [S + 1] int32, row s has the positions starts[s]
     .. starts[s + 1], the last without a draft; slots: [S] int64; lengths, num_proposed: [slots]
@@ -107,7 +104,7 @@ def keep_drafts(
     num_proposed: torch.Tensor,
     vocab_size: int,
 ) -> torch.Tensor:
-    """Write the drafts of R rows behind the known tokens of their slots.
+    """Write the drafts of R rows after the known tokens of their slots.
 
     token_ids: [R, K] int32 or int64, last stride 1; counts: [R] int32 or int64, the first so many
     are drafts, up to the first that is not in the vocabulary; slots: [R] int64; history: [slots,

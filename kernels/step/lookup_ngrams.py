@@ -1,7 +1,7 @@
-"""Finds where the last tokens of each row stood before, and copies the tokens that followed.
+"""Finds an earlier occurrence of each row's last tokens, and copies the tokens that followed.
 
 One program per row reads its tokens once for each of the `MOST` looked-up ones; those reads hit the
-cache but the first. Memory: 4 bytes per token. Launches depend on the number of rows alone.
+cache but the first. Memory: 4 bytes per token.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import triton.language as tl
 from ..launch import launch
 
 TOKENS = 2048
-"""Tokens that a program reads at a time."""
 
 
 @triton.jit
@@ -68,8 +67,8 @@ def lookup_ngrams(
 
     history: [slots, positions] int32, last stride 1; slots: [R] int64; lengths: [R] int64, at least
     1: row r has the tokens history[slots[r], :lengths[r]]; least, most: of the last tokens, how
-    many must have occurred, and how many are compared → [R, num_drafts] int32, 0 behind the tokens
-    that there are, and their numbers, [R] int32
+    many must have occurred, and how many are compared → [R, num_drafts] int32, padded with 0, and
+    their numbers, [R] int32
     """
     num_rows = len(slots)
     drafts = torch.empty((num_rows, num_drafts), dtype=torch.int32, device=history.device)

@@ -2,8 +2,7 @@
 writes: one launch each.
 
 Memory: a row of the block table is read and written for each row of the step; everything else is a
-few numbers per token. Replaces some twenty indexing operations of one launch each. The launches
-depend on nothing but their grids, so a graph may contain them.
+few numbers per token. The launches depend on nothing but their grids, so a graph may contain them.
 """
 
 from __future__ import annotations
@@ -15,13 +14,11 @@ import triton.language as tl
 from ..launch import launch
 
 TOKENS = 128
-"""Tokens per program."""
 COLUMNS = 1024
 """Columns of the block table that are copied at a time."""
 WRITES = 1024
-"""Writes per program."""
 ROWS = 512
-"""Rows per program, where it does nothing but count."""
+"""Rows per program of a kernel that only counts."""
 
 _PLACES = ["query_start_ptr", "slots_ptr", "sample_slots_ptr"]
 
@@ -190,10 +187,7 @@ def _advance_kernel(
 
 
 def advance(lengths: torch.Tensor, slots: torch.Tensor, query_start: torch.Tensor) -> None:
-    """See `core.nn.operations.Operations.advance`, whose arguments these are.
-
-    A launch of its own: programs of `step_inputs` read the length of a row that another writes.
-    """
+    """See `core.nn.operations.Operations.advance`, whose arguments these are."""
     num_rows = slots.shape[0]
     launch(_advance_kernel, (triton.cdiv(num_rows, ROWS),))(
         lengths,
@@ -264,7 +258,6 @@ def slot_mappings(
 
 
 def even(number: int) -> int:
-    """Return `number`, rounded up to an even one."""
     return number + number % 2
 
 

@@ -1,7 +1,6 @@
 """A step's tokens, written to the host's memory by the step itself.
 
-Memory: four bytes per row, over the host's bus. A copy after the step took as long, but the device
-began it microseconds later, and did nothing between its end and the next step's first kernel.
+Memory: four bytes per row, over the host's bus.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ def _written_tokens_kernel(
     stride_ring,
     PDL: tl.constexpr,
 ):
-    """One program."""
     if PDL:
         gdc_wait()
     run = tl.load(runs_ptr)

@@ -180,7 +180,7 @@ SAME = {
     "XLMRobertaModel": "roberta:RobertaModel",
     "XLMRobertaForSequenceClassification": "roberta:RobertaForSequenceClassification",
 }
-"""Architectures served by the class of another one. Of a masked model only the encoder is used."""
+"""Architectures served by the class of another one. Masked models serve their encoder only."""
 CONFIGS = {
     **dict.fromkeys(
         (

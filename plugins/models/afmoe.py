@@ -27,8 +27,6 @@ from .windows import WindowedAttention, window_of_layer
 
 
 class AfmoeAttention(WindowedAttention):
-    """Norms on each head's queries and keys; outputs times the sigmoid of a gate."""
-
     def __init__(self, config: ModelConfig, layer: int, build: BuildContext) -> None:
         super().__init__(config, layer, build)
         hf, own = config.hf_config, self.own.rows(self.head_dim)

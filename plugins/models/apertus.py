@@ -38,14 +38,12 @@ class XIELU(nn.Module):
         self.register_buffer("weights", weights, persistent=False)
 
     def after_loading(self) -> None:
-        """Compute what the activation multiplies by."""
         names = (self.alpha_p, self.alpha_n, self.beta, self.eps)
         above, below, beta, eps = (part.detach().float().view(()) for part in names)
         below = F.softplus(below) + beta
         self.weights.copy_(torch.stack([F.softplus(above), below, beta, eps]))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[any] → the same shape"""
         return self.operations.xielu(x, self.weights)
 
 
@@ -78,12 +76,11 @@ class ApertusForCausalLM(CausalLM):
 
 @dataclasses.dataclass(frozen=True)
 class FewerTokensMap(WeightMap):
-    """For checkpoints with embeddings of more tokens than the model has."""
+    """For checkpoints with more embedding rows than the model has tokens."""
 
     stored: int = 0
-    """Rows of the embeddings in the checkpoint."""
     kept: int = 0
-    """The first of them, which are loaded."""
+    """Rows that are loaded, from the first on."""
 
     def pieces(
         self, name: str, tensor: torch.Tensor
@@ -94,8 +91,7 @@ class FewerTokensMap(WeightMap):
 
 
 class Apertus1p5TextForCausalLM(ApertusForCausalLM):
-    """Has the tokens that its head has rows for: those of text. Embeddings of codes of images and
-    sound, which follow them, are not loaded."""
+    """Loads the text tokens only: embeddings of image and sound codes follow them."""
 
     tensor_parallel = True
     config_fields = {"output_vocab_size": SIZE}

@@ -1,4 +1,4 @@
-"""Arctic: an MLP after attention in every layer, and a mixture that reads what attention reads."""
+"""Arctic: an MLP after attention in every layer, and a mixture with the same input as attention."""
 
 from __future__ import annotations
 
@@ -60,7 +60,6 @@ class ArcticForCausalLM(CausalLM):
     )
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-        """Raises ConfigError for layers of another kind."""
         for field, known in (("moe_layer_frequency", 1), ("use_residual", True)):
             if (value := getattr(config.hf_config, field)) != known:
                 raise ConfigError(f"{field}: {value} is not supported, only {known}", param=field)
@@ -68,7 +67,6 @@ class ArcticForCausalLM(CausalLM):
 
     @staticmethod
     def mlp(config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:
-        """Create the mixture; the weights of several experts sum to 1."""
         hf = config.hf_config
         top_k = hf.num_experts_per_tok
         return SparseMLP(

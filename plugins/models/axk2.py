@@ -1,5 +1,4 @@
-"""A.X K2: an indexer beside latent attention, whose outputs have gates, and norms that are gated,
-too."""
+"""A.X K2: an indexer beside latent attention with gated outputs, and gated norms."""
 
 from __future__ import annotations
 
@@ -27,7 +26,6 @@ class GatedRMSNorm(nn.Module):
     """y * sigmoid(W_up silu(W_down y)) of y = x / rms(x) * weight."""
 
     def __init__(self, size: int, rank: int, eps: float, build: BuildContext) -> None:
-        """`rank`: channels between the two products."""
         super().__init__()
         self.operations = build.operations
         self.norm = RMSNorm(size, eps, build)
@@ -35,14 +33,14 @@ class GatedRMSNorm(nn.Module):
         self.W_up = Linear(rank, size, build)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[num_tokens, size] → the same shape"""
         normed = self.norm(x)
         return self.operations.sigmoid_gate(normed, self.W_up(F.silu(self.W_down(normed))))
 
 
 class AXK2Attention(IndexedSelfAttention):
-    """Queries, and gates of the outputs' channels, are one product of the narrow vector, both
-    normed and as it is."""
+    """One product of the narrow vector, normed and not, makes queries and the output channels'
+    gates.
+    """
 
     def __init__(self, config: ModelConfig, layer: int, build: BuildContext) -> None:
         super().__init__(config, layer, build)
@@ -74,7 +72,7 @@ class AXK2Attention(IndexedSelfAttention):
 
 
 class AXK2Block(IndexedBlock):
-    """Its norms are gated, but for the one before an MLP that is no mixture."""
+    """All norms are gated except the one before a plain MLP."""
 
     def __init__(
         self,
@@ -103,7 +101,6 @@ class AXK2ForCausalLM(DeepseekV32ForCausalLM):
     decoder = AXK2Decoder
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-        """Raises ConfigError for experts in groups."""
         hf: Any = config.hf_config
         if (hf.n_group or 1) > 1:
             raise ConfigError(

@@ -19,9 +19,9 @@ from .decoder import CausalLM, Decoder, HeadlessLM
 from .parts import FusedAttention, alibi_slopes
 
 ROTATED_SIZE = 4096
-"""hidden_size of the 7B models. Configurations do not say which kind of positions they have."""
+"""hidden_size of the 7B models: configurations do not name the kind of positions."""
 VOCAB_OF_2 = 125696
-"""vocab_size of Baichuan 2, likewise."""
+"""vocab_size of Baichuan 2."""
 
 
 def rotates(hf: Any) -> bool:

@@ -28,7 +28,7 @@ from .parts import alibi_slopes
 
 
 class GroupsNorm(GateNorm):
-    """The weight of a norm of groups of heads, which ranks divide."""
+    """The weight of a grouped norm, sharded over ranks by group."""
 
     def __init__(self, own: slice, width: int, build: BuildContext) -> None:
         """own: this rank's channels, of `width`"""
@@ -38,10 +38,10 @@ class GroupsNorm(GateNorm):
 
 class RotatedLightningAttention(StateMixer):
     """Queries and keys are normed and rotated; S = exp(-slope) S + k vᵀ, y = Sᵀ q; a norm of groups
-    of heads, times the sigmoid of a gate. Ranks divide the groups."""
+    of heads, times the sigmoid of a gate.  Ranks divide the groups.
+    """
 
     def __init__(self, config: ModelConfig, layer: int, build: BuildContext) -> None:
-        """Raises ConfigError where ranks cannot divide the groups."""
         hf, heads = config.hf_config, config.num_heads
         size, self.eps = int(hf.linear_head_dim), float(hf.rms_norm_eps)
         own = HeadShare.of(heads, heads, build.ranks.tensor)
@@ -74,7 +74,6 @@ class RotatedLightningAttention(StateMixer):
         """[1, num_heads]"""
 
     def after_loading(self) -> None:
-        """Create the recurrence's constants, in float32."""
         slopes = torch.tensor(self.slopes, device=self.g_norm.weight.device)
         zeros = torch.zeros_like(slopes)
         self.weights = ScanWeights(-slopes, zeros, zeros, dt_limit=(1.0, 1.0))
@@ -89,7 +88,6 @@ class RotatedLightningAttention(StateMixer):
         *,
         add: bool = True,
     ) -> torch.Tensor:
-        """As `SelfAttention.forward`."""
         x = hidden if norm is None else norm(hidden)
         norms = [None if each is None else each.norm for each in (self.q_norm, self.k_norm)]
         query, key, value = self.operations.heads(
@@ -107,7 +105,7 @@ class RotatedLightningAttention(StateMixer):
 
 
 def is_global(hf: Any, layer: int) -> bool:
-    """Whether a layer is of latent attention: the last one of each group, and those left over."""
+    """Whether a layer has latent attention: the last one of each group, and the remaining ones."""
     group = hf.layer_group_size
     return bool((layer + 1) % group == 0 or layer >= hf.num_hidden_layers // group * group)
 
@@ -128,7 +126,7 @@ class LingLinearDecoder(LatentDecoder):
 
     @staticmethod
     def rotaries_of(config: ModelConfig, build: BuildContext) -> Sequence[Rotary | None]:
-        """Of lightning attention, a part of each head is rotated."""
+        """Lightning attention rotates a part of each head."""
         hf, rope = config.hf_config, config.rope_parameters
         check_sizes(hf)
         linear = Rotary(config, build, rope, head_dim=hf.linear_head_dim)
@@ -149,8 +147,6 @@ class BailingMoeV2_5ForCausalLM(BailingMoeForCausalLM):
     )
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-        """Raises ConfigError for variants of lightning attention that no published checkpoint
-        has."""
         hf = config.hf_config
         for field, known in (
             ("linear_silu", False), ("use_linear_silu", False), ("linear_rope", True)

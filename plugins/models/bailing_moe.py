@@ -45,14 +45,12 @@ class BailingMoeForCausalLM(DeepseekMoeForCausalLM):
     )  # fmt: skip
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-        """Raises ConfigError for a head that is normalised on loading."""
         if getattr(config.hf_config, "norm_head", False):
             raise ConfigError("norm_head: true is not supported", param="norm_head")
         super().__init__(config, build)
 
     @classmethod
     def mlp(cls, config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:
-        """Raises ConfigError for scores that are neither."""
         hf: Any = config.hf_config
         if is_dense(hf, layer):
             return CausalLM.mlp(config, layer, build)

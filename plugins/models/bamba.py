@@ -26,8 +26,7 @@ from .parts import renormalized_mixture
 
 
 def mamba2_mixer(hf: Any, build: BuildContext, **more: Any) -> Mamba2Mixer:
-    """Create the mixer of a configuration whose fields begin with `mamba_`. more: see
-    `Mamba2Mixer`."""
+    """Create the mixer of a configuration with fields `mamba_*`. more: see `Mamba2Mixer`."""
     check_activation(hf)
     low, high = hf.time_step_limit
     sizes = Mamba2Sizes(
@@ -62,7 +61,8 @@ class BambaForCausalLM(CausalLM):
 
 class GraniteHybridBlock(HybridBlock):
     """hidden + multiplier * f(hidden), for the mixer and then for the MLP, which may have experts
-    beside it whose weights sum to 1."""
+    beside it.
+    """
 
     mlp_name = "shared_mlp"
     shared_mlp: GatedMLP

@@ -1,4 +1,4 @@
-"""BART and its kin, which differ in where norms are and how positions are embedded."""
+"""BART and related families, which differ in the places of norms and in their positions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class BartForConditionalGeneration(EncoderDecoderLM):
 
 
 class MvpForConditionalGeneration(EncoderDecoderLM):
-    """As BART, without the prompts of its pre-training."""
+    """As BART, without its pre-training prompts."""
 
     tensor_parallel = True
 
@@ -39,7 +39,7 @@ class MBartForConditionalGeneration(EncoderDecoderLM):
 
 
 class BlenderbotForConditionalGeneration(EncoderDecoderLM):
-    """Norms first, and none of the embeddings."""
+    """Norms first, but not of the embeddings."""
 
     tensor_parallel = True
     norm_first = True
@@ -48,7 +48,7 @@ class BlenderbotForConditionalGeneration(EncoderDecoderLM):
 
 
 class BlenderbotSmallForConditionalGeneration(EncoderDecoderLM):
-    """Norms after sums; the decoder norms the words alone."""
+    """Norms after sums; the decoder norms the words without positions."""
 
     tensor_parallel = True
     decoder_norms_words = True

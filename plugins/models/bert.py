@@ -39,8 +39,6 @@ ENCODER_SHARDS = {
 
 
 class Embeddings(nn.Module):
-    """Sums and norms the embeddings of words, positions and token types."""
-
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__()
         hf = config.hf_config
@@ -54,7 +52,6 @@ class Embeddings(nn.Module):
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, token_type_ids: torch.Tensor | None
     ) -> torch.Tensor:
-        """All [num_tokens] → [num_tokens, hidden_size]"""
         types = self.token_type_embeddings
         kinds = types.weight[0] if token_type_ids is None else types(token_type_ids)
         summed = self.word_embeddings(input_ids) + kinds + self.position_embeddings(positions)
@@ -63,8 +60,6 @@ class Embeddings(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """norm(hidden + dense(attention(hidden)))"""
-
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__()
         hf = config.hf_config
@@ -79,15 +74,12 @@ class SelfAttention(nn.Module):
         self.norm = LayerNorm(size, hf.layer_norm_eps, build)
 
     def forward(self, hidden: torch.Tensor, rows: RaggedRows) -> torch.Tensor:
-        """[num_tokens, hidden_size] → the same shape"""
         heads = self.attention(self.qkv_proj(hidden), rows)
         out: torch.Tensor = self.norm(self.ranks.add(hidden, (self.dense, heads)))
         return out
 
 
 class Layer(nn.Module):
-    """Attention, then the MLP, each added to the stream and normed."""
-
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__()
         hf = config.hf_config
@@ -96,15 +88,12 @@ class Layer(nn.Module):
         self.norm = LayerNorm(hf.hidden_size, hf.layer_norm_eps, build)
 
     def forward(self, hidden: torch.Tensor, rows: RaggedRows) -> torch.Tensor:
-        """[num_tokens, hidden_size] → the same shape"""
         hidden = self.attention(hidden, rows)
         out: torch.Tensor = self.norm(self.mlp(hidden))
         return out
 
 
 class BertModel(nn.Module):
-    """The encoder alone, for embeddings."""
-
     tensor_parallel = True
     causal: ClassVar[bool] = False
     pooling_type: ClassVar[Literal["CLS", "LAST", "MEAN"]] = "CLS"
@@ -126,11 +115,10 @@ class BertModel(nn.Module):
         return int(hf_config.max_position_embeddings)
 
     def shifted(self, positions: torch.Tensor) -> torch.Tensor:
-        """Where a token stands → its row in the table of positions. Both [num_tokens]."""
+        """Position → its row in the table; both [num_tokens]."""
         return positions
 
     def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """[num_tokens] → [num_tokens, hidden_size]"""
         rows = RaggedRows.of(context.layout.query_start_cpu, input_ids.device)
         hidden: torch.Tensor = self.embeddings(
             input_ids, self.shifted(context.positions), context.token_type_ids
@@ -140,25 +128,21 @@ class BertModel(nn.Module):
         return hidden
 
     def pooling_states(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The last layer's, as they are."""
         return hidden
 
 
 class Pooler(nn.Module):
-    """tanh(dense(state of the first token)): what BERT was trained to classify by."""
+    """tanh(dense(state of the first token))."""
 
     def __init__(self, size: int, build: BuildContext) -> None:
         super().__init__()
         self.dense = Linear(size, size, build, bias=True)
 
     def forward(self, first: torch.Tensor) -> torch.Tensor:
-        """[num_rows, hidden_size] → the same shape"""
         return torch.tanh(self.dense(first))
 
 
 class BertForSequenceClassification(BertModel):
-    """The encoder, its pooler, and a linear classifier."""
-
     tensor_parallel = True
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
@@ -167,7 +151,6 @@ class BertForSequenceClassification(BertModel):
         self.classifier = Linear(config.hidden_size, config.hf_config.num_labels, build, bias=True)
 
     def classify(self, pooled: torch.Tensor) -> torch.Tensor:
-        """[num_rows, hidden_size] → logits [num_rows, num_labels]"""
         logits: torch.Tensor = self.classifier(self.pooler(pooled))
         return logits
 

@@ -1,6 +1,5 @@
-"""Blocks of Llama-like decoders: attention and MLP behind norms, one after the other or together.
+"""Blocks of Llama-like decoders: attention and MLP after norms, one after the other or together.
 
-A family overrides the small methods of `SelfAttention`, or names the norms of another block.
 What `Block` computes with Qwen3's attention and a `GatedMLP`, for x of [num_tokens, hidden_size]:
 
     y = input_layernorm(x)                      # x / rms(x) * weight
@@ -14,8 +13,8 @@ What `Block` computes with Qwen3's attention and a `GatedMLP`, for x of [num_tok
     gate, up = split(gate_up_proj(y))
     x = x + down_proj(silu(gate) * up)
 
-It is written in other cuts: products take the norm before them and the residual after them as
-arguments (`Linear.forward`), and the lines from q_norm to a are one call (`Attention.forward`).
+The code divides this differently: products take the norm before them and the residual after them as
+arguments (`Linear.forward`), and q_norm to a is one call (`Attention.forward`).
 """
 
 from __future__ import annotations
@@ -41,9 +40,9 @@ class SelfAttention(nn.Module):
     """Grouped-query attention with rotary positions. Families override the small methods."""
 
     fused: ClassVar[bool] = False
-    """Queries, keys and values are one tensor of the checkpoint."""
+    """Whether queries, keys and values are one checkpoint tensor."""
     norm_last: ClassVar[bool] = False
-    """`q_norm` and `k_norm` come after the rotation."""
+    """Whether `q_norm` and `k_norm` come after the rotation."""
 
     def __init__(self, config: ModelConfig, layer: int, build: BuildContext) -> None:
         super().__init__()
@@ -53,7 +52,6 @@ class SelfAttention(nn.Module):
         self.max_model_len = config.max_model_len
         self.all_heads = num_heads
         self.own = HeadShare.of(num_heads, num_kv_heads, build.ranks.tensor)
-        """This rank's heads, of all."""
         self.num_heads, self.num_kv_heads = self.own.num_heads, self.own.num_kv_heads
         sizes = {
             "q": num_heads * self.head_dim,
@@ -74,7 +72,7 @@ class SelfAttention(nn.Module):
 
     @staticmethod
     def kv_heads(config: ModelConfig) -> int:
-        """Return the number of key heads, where the configuration calls it otherwise."""
+        """Return the number of key heads; families with another field override it."""
         return config.num_kv_heads
 
     def spec(self, hf: Any, layer: int) -> AttentionSpec:
@@ -88,7 +86,6 @@ class SelfAttention(nn.Module):
         )
 
     def add_sinks(self, build: BuildContext) -> None:
-        """Create a sink for each head."""
         self.sinks = nn.Parameter(build.empty(self.num_heads))
         if build.ranks.tensor.size > 1:
             sharding = Sharding(0, {"": self.all_heads}, {"": (self.own.queries,)})
@@ -226,7 +223,6 @@ class Block(nn.Module):
     def forward(
         self, hidden: torch.Tensor, rotary: Rotary | None, context: ForwardContext
     ) -> torch.Tensor:
-        """[num_tokens, hidden_size] → the same shape; `hidden` may be overwritten."""
         return self._add_mlp(self.self_attn(hidden, self.input_layernorm, rotary, context))
 
     def attend(
@@ -259,20 +255,17 @@ class NormedBlock(Block):
     def forward(
         self, hidden: torch.Tensor, rotary: Rotary | None, context: ForwardContext
     ) -> torch.Tensor:
-        """[num_tokens, hidden_size] → the same shape; `hidden` may be overwritten."""
         norm = getattr(self, self.norms[0], None)
         return self._add_both(hidden, self.self_attn(hidden, norm, rotary, context, add=False))
 
     def after_attention(self, hidden: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
-        """As `Block`."""
         return self._add_both(hidden, self.self_attn.project(heads))
 
     def normed_products(self) -> list[tuple[nn.Module | None, nn.Module | None]]:
-        """As `Block`."""
         return self._pairs(self.norms[0], self.norms[2])
 
     def _add_both(self, hidden: torch.Tensor, attn_output: torch.Tensor) -> torch.Tensor:
-        """attn_output: the output of attention, not normed."""
+        """attn_output: not normed."""
         norms: list[Any] = [getattr(self, name, None) for name in self.norms]
         _, post_attn_norm, pre_mlp_norm, post_mlp_norm = norms
         hidden = post_attn_norm.add(attn_output, hidden)
@@ -294,7 +287,6 @@ class ParallelBlock(Block):
     def forward(
         self, hidden: torch.Tensor, rotary: Rotary | None, context: ForwardContext
     ) -> torch.Tensor:
-        """[num_tokens, hidden_size] → the same shape; `hidden` may be overwritten."""
         norms = [getattr(self, name) for name in self.norms]
         # Products of one token apply norms themselves, but for quantized weights.
         if hidden.shape[0] == 1 and isinstance(self.self_attn.qkv_proj, Linear):
@@ -307,16 +299,13 @@ class ParallelBlock(Block):
         return self._add(hidden, heads, inner)
 
     def after_attention(self, hidden: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
-        """As `Block`."""
         inner = self.mlp.inner(hidden, getattr(self, self.norms[-1]))
         return self._add(hidden, heads, inner)
 
     def normed_products(self) -> list[tuple[nn.Module | None, nn.Module | None]]:
-        """As `Block`."""
         return self._pairs(self.norms[0], self.norms[-1])
 
     def products_after(self) -> list[nn.Module | None]:
-        """As `Block`."""
         return [self._first_of_mlp(), self.self_attn.o_proj]
 
     def _add(self, hidden: torch.Tensor, heads: torch.Tensor, inner: torch.Tensor) -> torch.Tensor:

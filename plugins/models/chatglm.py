@@ -35,7 +35,6 @@ class ChatGLMModel(Glm4Model, CausalLM):
     )  # fmt: skip
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-        """Raises ConfigError for variants that no published model has."""
         hf: Any = config.hf_config
         for field, wanted in (
             ("rmsnorm", True), ("add_bias_linear", False), ("post_layer_norm", True),

@@ -31,18 +31,19 @@ MIXTURE: dict[str, FieldKind] = {
 
 
 def wrong(field: str, value: Any, expected: str) -> ConfigError:
-    """Return the error for a field of config.json."""
     return wrong_field(FILE, field, value, expected)
 
 
 def check_count(fields: Mapping[str, Any], *names: str, scope: str = "") -> None:
-    """Raise ConfigError where one of these is no integer from 1, or missing."""
+    """Raise ConfigError where one of these is missing or not a positive integer."""
     for name in names:
         COUNT.required().check(FILE, fields, name, scope)
 
 
 class RenamedConfig:
-    """Reads config.json's fields by their names, and some of them also by the usual ones."""
+    """Reads config.json's fields by the family's names, and makes some available by the usual
+    ones.
+    """
 
     usual: ClassVar[Mapping[str, str]] = {}
     """Usual name → the family's own."""
@@ -66,7 +67,8 @@ class RenamedConfig:
 
 class LlamaLikeConfig(RenamedConfig):
     """Aquila, DeciLM, InternLM 1 and 2, MiMo, Ouro, Pangu Embedded, Solar Pro, TeleChat 3, XVERSE:
-    Llama's fields; `bias` may stand for `attention_bias`."""
+    Llama's fields; `bias` may replace `attention_bias`.
+    """
 
     usual = {"attention_bias": "bias"}
     defaults = {"hidden_act": "silu"}
@@ -82,8 +84,6 @@ class ArcticConfig(RenamedConfig):
 
 
 class BaichuanConfig(RenamedConfig):
-    """Its 13B models have a `model_max_length` instead of positions."""
-
     usual = {"max_position_embeddings": "model_max_length"}
     config_fields = {"model_max_length": NUMBER}
 
@@ -111,7 +111,7 @@ class MiniCPMConfig(RenamedConfig):
 
 
 class MiniMaxText01Config(RenamedConfig):
-    """MiniMax-Text-01 and M1: their factors by the names of MiniMax in `transformers`."""
+    """MiniMax-Text-01 and M1: factors under the names of `transformers`' MiniMax."""
 
     usual = {
         f"{ours}_{factor}_factor": f"layernorm_{theirs}_{factor}"
@@ -126,7 +126,7 @@ class MiniMaxText01Config(RenamedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any]) -> Any:
-        """A list says which layers attend to all tokens: 1, or 0 for lightning attention."""
+        """`attn_type_list` has 1 for full attention and 0 for lightning attention."""
         own = dict(config_dict)
         kinds = own.get("attn_type_list") or own.get("decoder_attention_types")
         kinds = kinds or [1] * own["num_hidden_layers"]
@@ -140,7 +140,7 @@ class OrionConfig(RenamedConfig):
 
 
 class PanguUltraConfig(RenamedConfig):
-    """DeepSeek V3's fields, and whether there are further norms, and a bias of routers."""
+    """DeepSeek V3's fields, plus flags for further norms and a router bias."""
 
     defaults = {
         "hidden_act": "silu", "attention_bias": False, "q_lora_rank": None, "n_group": 1,
@@ -174,7 +174,7 @@ class Plamo3Config(RenamedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any]) -> Any:
-        """Every so many layers attend to all tokens, by a rotation of their own."""
+        """Full attention recurs at a fixed interval, with its own rotation."""
         own = {
             "window_size": 128, "sliding_window_pattern": 8, "rope_theta": 150000.0,
             "rope_local_theta": 10000.0, "rope_scaling_factor": 1, **config_dict,
@@ -204,7 +204,7 @@ class RefinedWebConfig:
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any]) -> Any:
-        """Of the first generation, no number of keys is given."""
+        """The first generation does not state the number of keys."""
         own = {name: value for name, value in config_dict.items() if name != "model_type"}
         for theirs, name in (
             ("n_layer", "num_hidden_layers"), ("n_head", "num_attention_heads"),
@@ -217,8 +217,7 @@ class RefinedWebConfig:
 
 
 class QWenConfig(RenamedConfig):
-    """The first Qwen: an MLP has half of `intermediate_size`, and up to `seq_length` tokens are
-    attended to without changes."""
+    """The first Qwen: an MLP has half of `intermediate_size`; contexts end at `seq_length`."""
 
     usual = {
         "rms_norm_eps": "layer_norm_epsilon", "rope_theta": "rotary_emb_base",
@@ -229,8 +228,6 @@ class QWenConfig(RenamedConfig):
 
 
 class ChatGLMConfig(RenamedConfig):
-    """ChatGLM 2 and 3, and GLM-4 9B of 2024."""
-
     usual = {
         "num_hidden_layers": "num_layers", "vocab_size": "padded_vocab_size",
         "intermediate_size": "ffn_hidden_size", "head_dim": "kv_channels",
@@ -242,7 +239,7 @@ class ChatGLMConfig(RenamedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any]) -> Any:
-        """Half of each head is rotated, with a base that `rope_ratio` raises."""
+        """Half of each head is rotated; `rope_ratio` scales the base."""
         own = dict(config_dict)
         if own.get("multi_query_attention"):
             own["num_key_value_heads"] = own["multi_query_group_num"]
@@ -263,7 +260,7 @@ class KimiK2Config:
 
 
 class BailingConfig(RenamedConfig):
-    """Ling and Ring. A part of each head may be rotated."""
+    """Ling and Ring."""
 
     defaults = {
         "hidden_act": "silu", "use_qk_norm": False, "n_group": 1, "topk_group": 1,
@@ -285,7 +282,7 @@ class BailingConfig(RenamedConfig):
 
 
 class Param2MoeConfig(BailingConfig):
-    """Ling's fields with other defaults; the size of shared experts is that of all together."""
+    """Ling's fields with other defaults; the size of shared experts is their sum."""
 
     defaults = {
         **BailingConfig.defaults, "score_function": "sigmoid", "num_shared_experts": 1,
@@ -314,7 +311,6 @@ class SarvamMlaConfig(RenamedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any]) -> Any:
-        """YaRN is called after DeepSeek."""
         own = dict(config_dict)
         rope = dict(own.pop("rope_scaling", None) or own.pop("rope_parameters", None) or {})
         kind = rope.pop("type", None) or rope.get("rope_type") or "default"
@@ -338,7 +334,7 @@ class Step1Config(RenamedConfig):
 
 
 class StepConfig(RenamedConfig):
-    """Step 3.5. Bases of rotations are those of each layer, or one number."""
+    """Step 3.5. Rotation bases are per layer, or one number."""
 
     usual = {"num_key_value_heads": "num_attention_groups", "num_experts_per_tok": "moe_top_k"}
     defaults = {
@@ -362,7 +358,7 @@ class StepConfig(RenamedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any]) -> Any:
-        """Lists may go on beyond the layers."""
+        """Lists may be longer than the number of layers."""
         own = dict(config_dict)
         count = own["num_hidden_layers"]
         for name in (
@@ -419,8 +415,9 @@ class Step3TextConfig(RenamedConfig):
 
 
 def sparse_layers(config: dict[str, Any]) -> list[int]:
-    """Return the layers with mixtures, by Step's config.json: a list, or a text with commas; by
-    default all but the first."""
+    """Return the layers with mixtures in Step's config.json: a list, or a text with commas; by
+    default all but the first.
+    """
     listed = config.get("moe_layers_enum")
     if listed is None:
         return list(range(1, config["num_hidden_layers"]))

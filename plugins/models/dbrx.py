@@ -1,5 +1,6 @@
-"""DBRX: layer norms without biases, queries, keys and values that are clipped, and a mixture of
-experts in every layer, whose matrices the checkpoint has one below another."""
+"""DBRX: layer norms without biases, clipped queries, keys and values, and mixtures whose experts
+the checkpoint stacks by rows.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ class DbrxBlock(Block):
 
     @classmethod
     def make_norm(cls, hf: Any, build: BuildContext) -> nn.Module:
-        """Create a norm; its eps is not in the configuration."""
+        """Create a norm; configurations do not state its eps."""
         return cls.norm(hf.hidden_size, 1e-5, build)
 
 
@@ -45,7 +46,7 @@ class DbrxDecoder(Decoder):
 
     @staticmethod
     def rotaries_of(config: ModelConfig, build: BuildContext) -> Sequence[Rotary | None]:
-        """The base of the angles is the attention's, where that has one."""
+        """The attention's base, where it has one, takes precedence."""
         rope = config.rope_parameters
         if theta := getattr(config.hf_config.attn_config, "rope_theta", None):
             rope = {**rope, "rope_theta": theta}
@@ -98,7 +99,6 @@ class DbrxForCausalLM(CausalLM):
 
     @staticmethod
     def mlp(config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:
-        """Raises ConfigError for weights whose squares, or other powers, sum to 1."""
         options: Any = config.hf_config.ffn_config
         power = options.moe_normalize_expert_weights
         if power not in (None, 1):

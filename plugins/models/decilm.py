@@ -23,8 +23,9 @@ ROWS = 256
 
 
 def part_of(hf: Any, layer: int, part: str) -> dict[str, Any] | None:
-    """Return what `block_configs` says of a layer's "attention" or "ffn"; None: it has none. Raises
-    ConfigError."""
+    """Return a layer's "attention" or "ffn" in `block_configs`; None: the layer has none. Raises
+    ConfigError.
+    """
     own: dict[str, Any] = hf.block_configs[layer][part]
     if own.get("replace_with_linear"):
         raise ConfigError(
@@ -35,7 +36,7 @@ def part_of(hf: Any, layer: int, part: str) -> dict[str, Any] | None:
 
 
 def inner_size(ffn: dict[str, Any], hidden_size: int) -> int:
-    """Return the width of an MLP, which is given, or follows from `ffn_mult`."""
+    """Return the width of an MLP, as stated or from `ffn_mult`."""
     if ffn.get("ffn_mult") is None:
         return int(ffn["intermediate_size"])
     return -(-int(2 * ffn["ffn_mult"] * hidden_size / 3) // ROWS) * ROWS

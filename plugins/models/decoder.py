@@ -38,7 +38,6 @@ __all__ = [
 
 
 def _shapes(module: nn.Module) -> Iterator[Any]:
-    """Yield the properties that decide which kernels a module launches."""
     for name, part in module.named_modules():
         attends = isinstance(part, Attention | LatentAttention)
         yield name, type(part), part.spec if attends else None
@@ -47,7 +46,7 @@ def _shapes(module: nn.Module) -> Iterator[Any]:
 
 
 def _divides(block: nn.Module) -> bool:
-    """Whether a block's attention can be computed without what follows."""
+    """Whether a block's attention can be computed without the rest."""
     if not isinstance(block, Block) or not block.divides:
         return False
     return type(block.self_attn).forward is SelfAttention.forward
@@ -169,7 +168,7 @@ class Decoder(nn.Module):
 
 
 def rotaries_by_type(config: ModelConfig, build: BuildContext) -> list[Rotary]:
-    """`Decoder.rotaries_of` where the configuration has rope parameters for each layer type."""
+    """As `Decoder.rotaries_of`, with rope parameters per layer type."""
     hf = config.hf_config
     kinds = sorted(set(hf.layer_types))
     rotaries = {kind: Rotary(config, build, rope_of_type(hf, kind)) for kind in kinds}
@@ -177,7 +176,7 @@ def rotaries_by_type(config: ModelConfig, build: BuildContext) -> list[Rotary]:
 
 
 def rope_of_type(hf: Any, kind: str) -> dict[str, Any]:
-    """Return the rope parameters of a layer type. Raises ConfigError if there are none."""
+    """Raises ConfigError if there are none."""
     rope = (hf.rope_parameters or {}).get(kind)
     if not isinstance(rope, dict):
         raise ConfigError(
@@ -354,8 +353,7 @@ class DecoderClassifier(HeadlessLM):
         return logits
 
     def _token_ids(self, tokens: Sequence[str]) -> list[int]:
-        """Return the token ids. Raises ConfigError if a text is not one token: a wrong id would
-        give wrong scores silently."""
+        """Return the token ids. Raises ConfigError if a text is not one token."""
         tokenizer = Tokenizer.load(str(self.folder))
         token_ids = []
         for token in tokens:

@@ -37,8 +37,9 @@ class Glm4MoeLiteForCausalLM(DeepseekV3ForCausalLM):
 
 
 class DeepseekV32ForCausalLM(DeepseekV3ForCausalLM):
-    """V3 with indexers, which choose `index_topk` tokens that attention reads. If no text may be
-    longer, they would leave out none, and are not loaded."""
+    """V3 with indexers, which choose the `index_topk` tokens that attention reads. They are not
+    loaded if no text may be longer than that.
+    """
 
     tensor_parallel = True
     config_fields = INDEXED
@@ -72,7 +73,6 @@ class SarvamMLAForCausalLM(DeepseekV3ForCausalLM):
     tensor_parallel = True
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-        """Raises ConfigError for experts that are chosen otherwise."""
         hf = config.hf_config
         for field, known in (
             ("score_function", "sigmoid"),
@@ -152,7 +152,7 @@ class AXK1Decoder(LatentDecoder):
 
 
 class AXK1ForCausalLM(DeepseekV3ForCausalLM):
-    """V3 with a norm of what a mixture adds, which checkpoints have for other layers, too."""
+    """V3 with a norm of a mixture's output; checkpoints have one for other layers, too."""
 
     tensor_parallel = True
     decoder = AXK1Decoder

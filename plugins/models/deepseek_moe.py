@@ -2,7 +2,7 @@
 and Solar Open.
 
 The first layers have an MLP; in the others, experts are chosen by the sigmoid of their logits plus
-a bias (`RoutingRule`), and beside them are experts that all tokens share.
+a bias (`RoutingRule`), beside shared experts.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from .windows import QWEN_WINDOWS
 
 
 class DeepseekMoeForCausalLM(CausalLM):
-    """Decoder with such mixtures. Further layers of the checkpoint, which predict more than one
-    token, are not loaded."""
+    """Decoder with such mixtures, without the layers that predict further tokens."""
 
     tensor_parallel = True
     config_fields = DEEPSEEK_EXPERTS
@@ -41,12 +40,12 @@ class DeepseekMoeForCausalLM(CausalLM):
 
     @staticmethod
     def score_bias(hf: Any) -> bool:
-        """Return whether a learned bias takes part in the choice of experts."""
+        """Return whether the choice of experts has a learned bias."""
         return True
 
     @staticmethod
     def rule(hf: Any) -> RoutingRule:
-        """Return how experts are chosen. Raises ConfigError."""
+        """Raises ConfigError."""
         return RoutingRule(
             hf.num_experts_per_tok,
             scoring="sigmoid",
@@ -86,7 +85,7 @@ def is_dense(hf: Any, layer: int) -> bool:
 
 
 class DeepseekForCausalLM(DeepseekMoeForCausalLM):
-    """The first edition (DeepSeek-MoE): Llama's attention; experts are chosen by softmax."""
+    """DeepSeek-MoE: Llama's attention; experts are chosen by softmax."""
 
     tensor_parallel = True
 
@@ -100,7 +99,7 @@ class DeepseekForCausalLM(DeepseekMoeForCausalLM):
 
 
 class Glm4MoeAttention(SelfAttention):
-    """Attention with norms on each head's queries and keys, if the configuration says so."""
+    """Attention with optional norms on each head's queries and keys."""
 
     def __init__(self, config: ModelConfig, layer: int, build: BuildContext) -> None:
         super().__init__(config, layer, build)

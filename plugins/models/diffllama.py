@@ -1,5 +1,6 @@
-"""DiffLlama: what a head's attention says less a part of what another's does, of the same values
-(arXiv 2410.05258)."""
+"""DiffLlama: each pair of heads subtracts a part of one's attention from the other's, over the same
+values (arXiv 2410.05258).
+"""
 
 from __future__ import annotations
 
@@ -27,10 +28,10 @@ FACTORS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
 
 class DifferentialAttention(SelfAttention):
     """Head n of the first half and head n of the second one are a pair, which sees the values of
-    both: keys, and queries, get zeros up to the values' width."""
+    both: keys and queries are padded with zeros to the values' width.
+    """
 
     def __init__(self, config: ModelConfig, layer: int, build: BuildContext) -> None:
-        """Raises ConfigError for heads that are no pairs."""
         nn.Module.__init__(self)
         hf, size = config.hf_config, config.head_dim
         for field, count in (
@@ -41,7 +42,6 @@ class DifferentialAttention(SelfAttention):
         pairs, keys = config.num_heads // 2, config.num_kv_heads // 2
         self.ranks, self.operations, self.head_dim = build.ranks, build.operations, size
         self.own = HeadShare.of(pairs, keys, build.ranks.tensor)
-        """This rank's pairs."""
         self.num_heads, self.num_kv_heads = 2 * self.own.num_heads, 2 * self.own.num_kv_heads
         sizes = {"q": 2 * pairs * size, "k": 2 * keys * size, "v": 2 * keys * size}
         shares = {
@@ -67,7 +67,7 @@ class DifferentialAttention(SelfAttention):
 
     @property
     def factor(self) -> torch.Tensor:
-        """[] What the second head of a pair counts."""
+        """[] Weight of the second head of a pair."""
         products = torch.stack([getattr(self, name) for name in FACTORS]).view(2, 2, -1)
         first, second = products.prod(1).sum(-1, dtype=torch.float32).exp().to(products.dtype)
         factor: torch.Tensor = first - second + self.first
@@ -76,7 +76,6 @@ class DifferentialAttention(SelfAttention):
     def heads(
         self, qkv: torch.Tensor, rotary: Rotary | None, context: ForwardContext
     ) -> torch.Tensor:
-        """As `SelfAttention.heads`."""
         query, key, value = self.operations.heads(
             qkv, self.layout, context.positions, None if rotary is None else rotary.cos_sin,
             None, None,

@@ -1,7 +1,7 @@
-"""Dory: a normalized transformer (nGPT), the middle layers of which run several times over each
-token, with a cache of each time.
+"""Dory: a normalized transformer (nGPT), whose middle layers run several times over each token,
+with a cache per time.
 
-Source: nGPT (arXiv 2410.01131): states have length 1, and a layer moves them toward what it says.
+Source: nGPT (arXiv 2410.01131): states have length 1, and a layer moves them towards its output.
 """
 
 from __future__ import annotations
@@ -34,8 +34,6 @@ EPS = 1e-6
 
 
 class UnitNorm(RMSNorm):
-    """x / length of x"""
-
     def __init__(self, size: int, build: BuildContext) -> None:
         super().__init__(size, EPS / size, build)
         factor = torch.full_like(self.weight.data, size**-0.5, dtype=torch.float32)
@@ -67,14 +65,12 @@ class DoryAttention(WindowedAttention):
         self.unit = float(hf.initializer_range)
 
     def after_loading(self) -> None:
-        """Make the factors of queries and gates of what is stored."""
         for weight, scale in zip((self.sqk, self.s_gate), self.scales, strict=True):
             weight.data.mul_(scale / self.unit).square_()
 
     def looped(
         self, hidden: torch.Tensor, rotary: Rotary, context: ForwardContext, loop: int
     ) -> torch.Tensor:
-        """[num_tokens, hidden_size] → the same shape"""
         attention, norm = self.attention[loop], self.head_norm.norm
         qkv, gate = self.qkv_proj(hidden).tensor_split((-self.width,), dim=-1)
         query, key, value = self.operations.heads(
@@ -87,7 +83,7 @@ class DoryAttention(WindowedAttention):
 
 
 class DoryMLP(nn.Module):
-    """down of what is between, of length 1; gate and up times learned factors."""
+    """down(gate(x) * up(x) normed to length 1), with learned factors on gate and up."""
 
     def __init__(self, hf: Any, build: BuildContext) -> None:
         super().__init__()
@@ -100,12 +96,10 @@ class DoryMLP(nn.Module):
         self.scale = size**0.5
 
     def after_loading(self) -> None:
-        """Make the factors of what is stored."""
         for weight in (self.suv_gate, self.suv_up):
             weight.data.mul_(self.scale)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[num_tokens, hidden_size] → the same shape"""
         gate, up = self.gate_up_proj(hidden).chunk(2, dim=-1)
         inner = F.silu(gate * self.suv_gate) * (up * self.suv_up)
         out: torch.Tensor = self.down_proj(inner, norm=self.norm)
@@ -113,7 +107,7 @@ class DoryMLP(nn.Module):
 
 
 class DoryBlock(Block):
-    """The state goes a part of the way to attention's output, and then to the MLP's."""
+    """Moves the state towards attention's output, then towards the MLP's."""
 
     norms = ("unit",)
     unit: UnitNorm
@@ -138,14 +132,12 @@ class DoryBlock(Block):
         return UnitNorm(hf.hidden_size, build)
 
     def after_loading(self) -> None:
-        """Make the parts of the way of what is stored."""
         for weight in (self.lambda_1, self.lambda_2):
             weight.data.mul_(self.scale).abs_()
 
     def forward(
         self, hidden: torch.Tensor, rotary: Rotary | None, context: ForwardContext, loop: int = 0
     ) -> torch.Tensor:
-        """[num_tokens, hidden_size] → the same shape"""
         assert rotary is not None, "all layers rotate"
         hidden = self.unit(hidden)
         attn_output = self.self_attn.looped(hidden, rotary, context, loop)
@@ -171,8 +163,9 @@ class DoryDecoder(LoopedDecoder):
         self.recurrent = slice(start, start + hf.n_recurrent_layers)
 
     def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """[num_tokens] → [num_tokens, hidden_size], not normed; each loop gets the result of the
-        layers before, too."""
+        """[num_tokens] → [num_tokens, hidden_size], not normed; each loop also gets the earlier
+        layers' result.
+        """
         hidden = self.embed(input_ids, context.positions)
         if context.precompiling:
             return self.run(self.norm(hidden), self.unlike_layers(), context)
@@ -190,15 +183,15 @@ class DoryDecoder(LoopedDecoder):
         context: ForwardContext,
         loop: int = 0,
     ) -> torch.Tensor:
-        """Run layers, with their caches of a loop: [num_tokens, hidden_size] → the same shape"""
         for layer, rotary in layers:
             hidden = layer(hidden, rotary, context, loop)
         return hidden
 
 
 class PairedWeightMap(WeightMap):
-    """Published checkpoints number attention and MLP of each layer, one after the other; those that
-    `transformers` saves do not."""
+    """Published checkpoints number attention and MLP separately; those that `transformers` saves do
+    not.
+    """
 
     def renamed(self, name: str) -> str:
         def number(at: re.Match[str]) -> str:
@@ -238,8 +231,6 @@ class DoryForCausalLM(CausalLM):
     )  # fmt: skip
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-        """Raises ConfigError for what no published checkpoint has, and for loops that share a
-        cache."""
         hf: Any = config.hf_config
         for field in ("attention_bias", "mlp_bias"):
             if getattr(hf, field):
@@ -260,7 +251,6 @@ class DoryForCausalLM(CausalLM):
             self.unit = float(hf.initializer_range)
 
     def after_loading(self) -> None:
-        """Make the factors of logits of what is stored."""
         if hasattr(self, "logit_scale"):
             self.logit_scale.data.div_(self.unit)
 
@@ -269,5 +259,4 @@ class DoryForCausalLM(CausalLM):
         return DoryMLP(config.hf_config, build)
 
     def compute_logits(self, hidden: HiddenStates) -> torch.Tensor:
-        """Rows of `forward`'s result → [num_rows, vocab_size] float32"""
         return super().compute_logits(hidden).float() * self.logit_scale

@@ -1,5 +1,6 @@
 """Common parts of encoder-decoder models: an encoder in both directions, and a decoder whose blocks
-also attend to what the encoder has read. Families of BART's kind set a few attributes."""
+also attend to the encoder's states. Families of BART's kind set a few attributes.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from ...core.protocols.attention import AttentionSpec
 from .decoder import QKV_SHARDS
 
 EPS = 1e-5
-"""Of all layer norms; configurations do not state it."""
+"""Eps of all layer norms; configurations do not state it."""
 
 
 class Layer(nn.Module):
@@ -41,7 +42,6 @@ class Layer(nn.Module):
     def add(
         self, hidden: torch.Tensor, part: nn.Module, norm: nn.Module, *context: Any
     ) -> torch.Tensor:
-        """[num_tokens, hidden_size] → the same shape"""
         if self.norm_first:
             out: torch.Tensor = part(hidden, norm, *context)
             return out
@@ -50,10 +50,9 @@ class Layer(nn.Module):
 
 
 class AttentionPart(nn.Module):
-    """What attention of each kind has: this rank's heads, and the projection of their output."""
+    """Common to each kind of attention: this rank's heads, and their output projection."""
 
     bias: ClassVar[bool] = True
-    """Whether projections have biases."""
 
     def __init__(
         self, size: int, heads: int, build: BuildContext, head_dim: int | None = None
@@ -63,14 +62,12 @@ class AttentionPart(nn.Module):
         self.ranks, self.head_dim = build.ranks, head_dim or size // heads
         self.inner_size = heads * self.head_dim
         self.own = HeadShare.of(heads, heads, build.ranks.tensor)
-        """This rank's heads."""
         self.rows = self.own.rows(self.head_dim)
         self.out_proj = Linear(
             self.inner_size, size, build, bias=self.bias, shard="in", share=self.rows["q"]
         )
 
     def spec(self) -> AttentionSpec:
-        """Return what the attention requires of a backend."""
         own = self.own
         return AttentionSpec(
             num_heads=own.num_heads, num_kv_heads=own.num_kv_heads, head_dim=self.head_dim,
@@ -78,7 +75,7 @@ class AttentionPart(nn.Module):
         )  # fmt: skip
 
     def merged(self, size: int, names: Sequence[str], build: BuildContext) -> MergedLinear:
-        """Return projections of one input to the heads of these names: q, k, v."""
+        """Return merged projections to the heads named in `names`: q, k, v."""
         shares = {name: self.rows[name] for name in names}
         sizes = dict.fromkeys(names, self.inner_size)
         return MergedLinear(size, sizes, build, bias=self.bias, shard="out", shares=shares)
@@ -99,7 +96,6 @@ class EncoderAttention(AttentionPart):
     def forward(
         self, hidden: torch.Tensor, norm: nn.Module | None, context: EncodeContext
     ) -> torch.Tensor:
-        """[num_tokens, hidden_size] → the same shape"""
         heads = self.attention(self.qkv_proj(hidden, norm=norm), context.rows)
         return self.project(hidden, heads)
 
@@ -115,7 +111,6 @@ class DecoderAttention(AttentionPart):
     def forward(
         self, hidden: torch.Tensor, norm: nn.Module | None, context: ForwardContext
     ) -> torch.Tensor:
-        """[num_tokens, hidden_size] → the same shape"""
         return self.project(hidden, self.attention(self.qkv_proj(hidden, norm=norm), context))
 
 
@@ -129,13 +124,12 @@ class CrossAttention(AttentionPart):
         self.attention = SourceAttention(self.spec(), build)
 
     def write(self, states: torch.Tensor, context: EncodeContext) -> None:
-        """Keep the keys and values of encoded sources, [num_source_tokens, hidden_size]."""
+        """Keep the keys and values of sources, [num_source_tokens, hidden_size]."""
         self.attention.write(self.kv_proj(states), context)
 
     def forward(
         self, hidden: torch.Tensor, norm: nn.Module | None, context: ForwardContext
     ) -> torch.Tensor:
-        """[num_tokens, hidden_size] → the same shape"""
         return self.project(hidden, self.attention(self.query(hidden, norm=norm), context))
 
 
@@ -146,7 +140,6 @@ class EncoderLayer(Layer):
         self.mlp = _mlp(hf, hf.encoder_ffn_dim, build)
 
     def forward(self, hidden: torch.Tensor, context: EncodeContext) -> torch.Tensor:
-        """[num_source_tokens, hidden_size] → the same shape"""
         hidden = self.add(hidden, self.self_attn, self.self_attn_layer_norm, context)
         return self.add(hidden, self.mlp, self.final_layer_norm)
 
@@ -161,7 +154,6 @@ class DecoderLayer(Layer):
         self.mlp = _mlp(hf, hf.decoder_ffn_dim, build)
 
     def forward(self, hidden: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """[num_tokens, hidden_size] → the same shape"""
         hidden = self.add(hidden, self.self_attn, self.self_attn_layer_norm, context)
         hidden = self.add(hidden, self.encoder_attn, self.encoder_attn_layer_norm, context)
         return self.add(hidden, self.mlp, self.final_layer_norm)
@@ -172,10 +164,7 @@ def _mlp(hf: Any, inner: int, build: BuildContext) -> PlainMLP:
 
 
 class LearnedPositions(nn.Module):
-    """Position → a learned vector."""
-
     offset: ClassVar[int] = 0
-    """Row of position 0."""
 
     def __init__(self, hf: Any, build: BuildContext) -> None:
         super().__init__()
@@ -184,22 +173,21 @@ class LearnedPositions(nn.Module):
         self.weight = nn.Parameter(build.empty(rows, hf.d_model))
 
     def forward(self, positions: torch.Tensor) -> torch.Tensor:
-        """[num_tokens] → [num_tokens, hidden_size]"""
         return self.operations.embed(positions, self.weight[self.offset :])
 
 
 class LearnedFromTwo(LearnedPositions):
-    """The first two rows are for no position."""
+    """Learned positions whose first two rows are for padding."""
 
     offset = 2
 
 
 class SinusoidalPositions(nn.Module):
-    """Position → sines of all frequencies, then their cosines (arXiv 1706.03762). Computed:
-    checkpoints may have them, or not."""
+    """Position → sines of all frequencies, then their cosines (arXiv 1706.03762). Computed even if
+    the checkpoint has them.
+    """
 
     offset: ClassVar[int] = 0
-    """What the first position counts as."""
 
     def __init__(self, hf: Any, build: BuildContext) -> None:
         super().__init__()
@@ -217,12 +205,11 @@ class SinusoidalPositions(nn.Module):
         return out
 
     def forward(self, positions: torch.Tensor) -> torch.Tensor:
-        """[num_tokens] → [num_tokens, hidden_size]"""
         return self.table[positions]
 
 
 class SinusoidalFromTwo(SinusoidalPositions):
-    """Positions count from 2 on, and the last rate is exactly 1 / 10000."""
+    """Positions start at 2, and the last rate is exactly 1 / 10000."""
 
     offset = 2
 
@@ -235,8 +222,6 @@ class SinusoidalFromTwo(SinusoidalPositions):
 
 
 class Half(nn.Module):
-    """The encoder, or the decoder."""
-
     layer: ClassVar[type[EncoderLayer | DecoderLayer]]
 
     def __init__(self, owner: type[EncoderDecoderLM], hf: Any, layers: int, build: BuildContext):
@@ -264,7 +249,7 @@ class Half(nn.Module):
         return out
 
     def add_positions(self, words: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Both [num_tokens, hidden_size] → the input of the first layer"""
+        """Both [num_tokens, hidden_size] → input of the first layer"""
         norm = self.layernorm_embedding
         if norm is not None and self.norms_words:
             words = norm(words)
@@ -275,7 +260,7 @@ class Half(nn.Module):
         return out
 
     def normed(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Apply the last norm, if there is one: [any, hidden_size] → the same shape."""
+        """Apply the last norm, if any."""
         if self.layer_norm is None:
             return hidden
         out: torch.Tensor = self.layer_norm(hidden)
@@ -291,12 +276,10 @@ class Decoder(Half):
 
 
 class EncoderDecoder(nn.Module):
-    """Both halves, over one table of embeddings."""
-
     def __init__(self, owner: type[EncoderDecoderLM], hf: Any, build: BuildContext) -> None:
         super().__init__()
         self.shared = Embedding(hf.vocab_size, hf.d_model, build, bias=True, shard="vocabulary")
-        """Its bias is that of the logits."""
+        """Its bias is the logits' bias."""
         self.encoder = Encoder(owner, hf, hf.encoder_layers, build)
         self.decoder = Decoder(owner, hf, hf.decoder_layers, build)
 
@@ -313,11 +296,12 @@ class EncoderDecoderLM(nn.Module):
     """An encoder-decoder model of BART's kind. Families set the attributes."""
 
     norm_first: ClassVar[bool] = False
-    """Norms come before attention and MLP, and one after all layers; otherwise after each sum."""
+    """Norms precede attention and MLP, with one after all layers; otherwise they follow each
+    sum."""
     norms_embeddings: ClassVar[bool] = True
-    """There is a norm of the sum of words and positions."""
+    """Whether the sum of words and positions is normed."""
     decoder_norms_words: ClassVar[bool] = False
-    """That of the decoder is a norm of the words, before positions are added."""
+    """Whether the decoder norms words before positions are added."""
     positions: ClassVar[type[LearnedPositions | SinusoidalPositions]] = LearnedFromTwo
     weight_map: WeightMap = LogitsBiasMap(
         stacked={
@@ -341,10 +325,9 @@ class EncoderDecoderLM(nn.Module):
         zeros=("model.shared.bias",),
         ignored=("model.encoder.embed_positions.", "model.decoder.embed_positions."),
     )  # fmt: skip
-    """All names of the embeddings are those of one table."""
+    """All names of embeddings refer to one table."""
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-        """Raises ConfigError for a variant that is not there."""
         super().__init__()
         hf: Any = config.hf_config
         self.check(hf)
@@ -352,7 +335,7 @@ class EncoderDecoderLM(nn.Module):
 
     @classmethod
     def check(cls, hf: Any) -> None:
-        """Raise ConfigError for a variant that is not there."""
+        """Raise ConfigError for an unsupported variant."""
         if not hf.tie_word_embeddings:
             raise ConfigError(
                 "tie_word_embeddings: False is not supported for encoder-decoder models",
@@ -374,10 +357,8 @@ class EncoderDecoderLM(nn.Module):
             layer.encoder_attn.write(states, context)  # type: ignore[union-attr, operator]
 
     def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """[num_tokens] → [num_tokens, hidden_size]"""
         hidden: torch.Tensor = self.model.decoder(self.model.shared(input_ids), context)
         return hidden
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[num_rows, hidden_size] → [num_rows, vocab_size]"""
         return self.model.shared.logits(hidden, norm=self.model.decoder.layer_norm)

@@ -1,4 +1,4 @@
-"""ERNIE 4.5 with experts: a bias takes part in their choice, and beside them are shared ones."""
+"""ERNIE 4.5 with experts: chosen with a bias, beside shared ones."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ BIAS = "moe_statics.e_score_correction_bias"
 
 
 class ErnieMoeWeightMap(WeightMap):
-    """The choice's bias is stored as [1, num_experts]."""
-
     def pieces(
         self, name: str, tensor: torch.Tensor
     ) -> Iterator[tuple[str, str | None, torch.Tensor]]:
@@ -30,8 +28,6 @@ class ErnieMoeWeightMap(WeightMap):
 
 
 class Ernie4_5_MoeForCausalLM(Ernie4_5ForCausalLM):
-    """Layers of the checkpoint that predict further tokens are not loaded."""
-
     tensor_parallel = True
     config_fields = EXPERTS
     weight_map = ErnieMoeWeightMap(

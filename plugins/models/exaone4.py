@@ -1,5 +1,6 @@
-"""EXAONE 4: norms of heads and behind attention and MLP; where there are windows, only their layers
-rotate."""
+"""EXAONE 4: norms of heads, and after attention and MLP; with windows, only window layers
+rotate.
+"""
 
 from __future__ import annotations
 

@@ -23,8 +23,6 @@ class ExaoneMoeDecoder(Decoder):
 
 
 class ExaoneMoeForCausalLM(CausalLM):
-    """Layers of the checkpoint that predict further tokens are not loaded."""
-
     tensor_parallel = True
     config_fields = DEEPSEEK_EXPERTS
     attention = Qwen3Attention

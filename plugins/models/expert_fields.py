@@ -24,7 +24,7 @@ SPARSE_LAYERS: dict[str, FieldKind] = {
     "decoder_sparse_step": INTEGER,
     "mlp_only_layers": INTEGERS,
 }
-"""Which layers have a mixture, by Qwen's names."""
+"""Which layers have a mixture, in Qwen's fields."""
 DEEPSEEK_EXPERTS: dict[str, FieldKind] = EXPERTS | {
     "first_k_dense_replace": INTEGER,
     "n_group": INTEGER,
@@ -35,4 +35,4 @@ DEEPSEEK_EXPERTS: dict[str, FieldKind] = EXPERTS | {
     "routed_scaling_factor": NUMBER,
     "topk_group": INTEGER,
 }
-"""Those of DeepSeek, which others took over."""
+"""DeepSeek's fields, which other families share."""

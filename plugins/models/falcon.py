@@ -1,4 +1,5 @@
-"""Falcon, both generations: layer norms, an MLP without a gate, queries beside their key and value.
+"""Falcon, both generations: layer norms, an MLP without a gate, queries stored with their key and
+value.
 
 The first has one key for all heads, or as many keys as heads; the second has groups. Positions are
 rotated or, in Falcon-RW, slopes.
@@ -45,7 +46,7 @@ class FalconAttention(FusedAttention):
     output_bias = qkv_bias
 
     def spec(self, hf: Any, layer: int) -> AttentionSpec:
-        """Slopes are scaled like the products that they are added to."""
+        """Slopes are scaled like the scores."""
         spec = super().spec(hf, layer)
         if not hf.alibi:
             return spec

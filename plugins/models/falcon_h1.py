@@ -24,27 +24,25 @@ from .decoder import CausalLM, Decoder
 
 
 class Multipliers(NamedTuple):
-    """Where this implementation has the configuration's multipliers, so that none is a launch of
-    its own.
+    """Applies the configuration's multipliers without launches of their own.
 
-    The residual stream is scaled by a constant, which norms undo: with the gate's factor in the
-    norm before the MLP, the MLP's output has that constant without another product.
+    The residual stream has a constant scale, which norms undo: with the gate's factor in the norm
+    before the MLP, the MLP's output has that scale already.
     """
 
     stream: float
-    """Of the residual stream."""
+    """Scale of the residual stream."""
     norm: float
-    """Of a layer's normed input, which queries, keys and values inherit."""
+    """Scale of a layer's normed input, which queries, keys and values inherit."""
     scores: float
-    """Of attention scores: takes it back for queries and keys."""
+    """Scale of attention scores; undoes `norm` for queries and keys."""
     mlp_norm: float
     mamba: Mamba2Factors
     convolved: tuple[float, float, float]
-    """Of Mamba's inputs, keys and queries."""
+    """Scales of Mamba's inputs, keys and queries."""
 
     @classmethod
     def of(cls, hf: Any) -> Multipliers:
-        """Raises ConfigError if one is zero."""
         fields = (
             "attention_in_multiplier", "attention_out_multiplier", "key_multiplier",
             "mlp_multipliers", "ssm_in_multiplier", "ssm_multipliers", "ssm_out_multiplier",
@@ -66,7 +64,7 @@ class Multipliers(NamedTuple):
 
 
 class FalconH1Attention(SelfAttention):
-    """Keys have a factor, which the scores' factor contains."""
+    """The scores' factor includes that of keys."""
 
     def spec(self, hf: Any, layer: int) -> AttentionSpec:
         spec = super().spec(hf, layer)
@@ -114,7 +112,7 @@ class FalconH1Block(Block):
         return RMSNorm(hf.hidden_size, stream_eps(hf), build)
 
     def after_loading(self) -> None:
-        """Scale biases as the products are that they are added to."""
+        """Scale biases as their products."""
         for layer, factor in self.bias_factors:
             if layer.bias is not None:
                 layer.bias.detach().mul_(factor)
@@ -136,7 +134,6 @@ class FalconH1Block(Block):
 
 
 def stream_eps(hf: Any) -> float:
-    """Return eps for norms of the scaled residual stream."""
     return float(hf.rms_norm_eps) * Multipliers.of(hf).stream ** 2
 
 

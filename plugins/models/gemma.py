@@ -1,4 +1,4 @@
-"""Gemma: Llama with scaled embeddings, norms around one, and gelu in the MLP."""
+"""Gemma: Llama with scaled embeddings, norms with offset weights, and gelu in the MLP."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .decoder import CausalLM, Decoder, DecoderClassifier, HeadlessLM
 
 class GemmaAttention(SelfAttention):
     def spec(self, hf: Any, layer: int) -> AttentionSpec:
-        """Return the spec. Raises ConfigError if a layer must attend to later tokens."""
+        """Raises ConfigError if a layer must attend to later tokens."""
         if getattr(hf, "use_bidirectional_attention", None):
             raise ConfigError(
                 "use_bidirectional_attention: true is not supported, only attention to what came "
@@ -47,7 +47,7 @@ class GemmaModel(HeadlessLM):
 
 
 class GemmaForCausalLM(GemmaModel, CausalLM):
-    """Gemma with its head, which is the embedding, not scaled."""
+    """Its head is the unscaled embedding."""
 
     tensor_parallel = True
 

@@ -24,7 +24,6 @@ from .windows import WindowedAttention
 
 class Gemma2Attention(WindowedAttention, GemmaAttention):
     def spec(self, hf: Any, layer: int) -> AttentionSpec:
-        """With a scale of the configuration's, and a soft cap."""
         return msgspec.structs.replace(
             super().spec(hf, layer),
             scale=hf.query_pre_attn_scalar**-0.5,
@@ -73,8 +72,6 @@ class Gemma2Model(HeadlessLM):
 
 
 class Gemma2ForCausalLM(Gemma2Model, CausalLM):
-    """With a soft cap on its logits."""
-
     tensor_parallel = True
     finishes = True
 
@@ -83,7 +80,6 @@ class Gemma2ForCausalLM(Gemma2Model, CausalLM):
         self.soft_cap: float | None = config.hf_config.final_logit_softcapping
 
     def compute_logits(self, hidden: HiddenStates) -> torch.Tensor:
-        """Rows of `forward`'s result → [num_rows, vocab_size]"""
         logits = super().compute_logits(hidden)
         if self.soft_cap is not None:
             # In place: a vocabulary of 256,000 makes them large.

@@ -1,4 +1,4 @@
-"""Gemma 3, text: Gemma 2 with normed queries and keys in place of caps, and two rotations."""
+"""Gemma 3, text: Gemma 2 with norms of queries and keys in place of caps, and two rotations."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class Gemma3Attention(Gemma2Attention):
 
     @staticmethod
     def soft_cap(hf: Any) -> float | None:
-        """None, whatever the configuration has: it is Gemma 2's."""
+        """Always None: the field is left over from Gemma 2."""
         return None
 
 
 class Gemma3Decoder(Gemma2Decoder):
-    """Layers with a window turn by another base than those without."""
+    """Layers with a window rotate by another base."""
 
     rotaries_of = staticmethod(rotaries_by_type)
 
@@ -45,7 +45,7 @@ class Gemma3TextModel(Gemma2Model):
 
 
 class Gemma3ForCausalLM(Gemma3TextModel, Gemma2ForCausalLM):
-    """Published ones have no cap on their logits."""
+    """Without a cap on logits."""
 
     tensor_parallel = True
 

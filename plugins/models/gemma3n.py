@@ -1,7 +1,8 @@
-"""Gemma 3n (text): several streams, of which a layer predicts all, computes one and corrects the
-others (AltUp), a low-rank path beside attention (LAuReL), and MLPs whose gates are mostly zero.
-Attention and the inputs of each layer are those of Gemma 4's small sizes. Sources: AltUp (arXiv
-2301.13310), LAuReL (arXiv 2411.07501)."""
+"""Gemma 3n (text): several streams, which a layer predicts; it computes one and corrects the others
+(AltUp), a low-rank path beside attention (LAuReL), and MLPs whose gates are mostly zero. Attention
+and the inputs of each layer are those of Gemma 4's small sizes. Sources: AltUp (arXiv 2301.13310),
+LAuReL (arXiv 2411.07501).
+"""
 
 from __future__ import annotations
 
@@ -34,20 +35,20 @@ from .gemma4 import (
 from .per_layer_inputs import PER_LAYER_NAMES, PerLayerInput
 
 LEAST = 1e-5
-"""The mean square that a stream has at least."""
+"""Lower bound on a stream's mean square."""
 
 
 def as_large_as(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Scale rows to the lengths of another tensor's: both [num_tokens, hidden_size]."""
+    """Scale rows to the norms of another tensor's; both [num_tokens, hidden_size]."""
     own = x.square().mean(-1, keepdim=True).clamp(min=LEAST).sqrt()
     return x * other.square().mean(-1, keepdim=True).sqrt() / own
 
 
 class SparseGeluMLP(GatedMLP):
-    """Only gates count that are larger than all but a part of a normal distribution like theirs."""
+    """Keeps only gates above a quantile of a normal distribution fitted to them."""
 
     cutoff: float
-    """In standard deviations above the mean."""
+    """Standard deviations above the mean."""
 
     def inner(self, hidden: torch.Tensor, norm: nn.Module | None = None) -> torch.Tensor:
         gate, up = self.gate_up_proj(hidden, norm=norm).chunk(2, dim=-1)
@@ -72,7 +73,6 @@ class AltUp(nn.Module):
         self.router_norm = RMSNorm(size, hf.rms_norm_eps, build)
 
     def _weights(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[num_tokens, hidden_size] → [num_tokens, num_streams]"""
         logits = self.modality_router(self.router_norm(hidden) / hidden.shape[-1])
         return torch.tanh(logits.float()).to(hidden.dtype)
 
@@ -97,7 +97,6 @@ class Laurel(nn.Module):
         self.post_laurel_norm = RMSNorm(hf.hidden_size, hf.rms_norm_eps, build)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[num_tokens, hidden_size] → the same shape"""
         normed: torch.Tensor = self.post_laurel_norm(self.linear_right(self.linear_left(hidden)))
         return hidden + normed
 
@@ -127,8 +126,9 @@ class Gemma3nBlock(NormedBlock):
         shared: dict[str, SharedKV],
         inputs: torch.Tensor,
     ) -> torch.Tensor:
-        """[num_streams, num_tokens, hidden_size] → the same shape. inputs: this layer's,
-        [num_tokens, size]."""
+        """streams: [num_streams, num_tokens, hidden_size]; inputs: this layer's, [num_tokens,
+        size].
+        """
         norms = [getattr(self, name) for name in self.norms]
         pre_attn_norm, post_attn_norm, pre_mlp_norm, post_mlp_norm = norms
         altup = self.altup

@@ -1,6 +1,7 @@
-"""Gemma 4 (text): values are normed, too, heads of layers without a window are wider and may take
-their keys as values; in small sizes, each layer has an input of its own, and the last layers read
-the keys and values of earlier ones; in others, a mixture of experts stands beside the MLP."""
+"""Gemma 4 (text): values are normed; layers without a window have wider heads, and may use keys as
+values. In small sizes each layer has its own input, and the last layers read earlier layers' keys
+and values; others have a mixture of experts beside the MLP.
+"""
 
 from __future__ import annotations
 
@@ -37,17 +38,18 @@ from .per_layer_inputs import PER_LAYER_NAMES, PerLayerInput, PerLayerInputs, in
 from .windows import WindowedAttention
 
 NOT_READ = ("k_proj", "v_proj", "k_norm", "v_norm")
-"""Parts of layers that read others' keys and values, which some checkpoints have nevertheless."""
+"""Unused parts of layers that read others' keys and values, which some checkpoints have."""
 
 
 def first_reader(hf: Any) -> int:
-    """Return the number of the first layer that reads the keys and values of earlier ones; the
-    number of layers if none does. All behind it do."""
+    """Return the first of the layers that read earlier layers' keys and values; the number of
+    layers if none does.
+    """
     return max(0, int(hf.num_hidden_layers - hf.num_kv_shared_layers))
 
 
 def check_stages(hf: Any, pipeline: Pipeline) -> None:
-    """Raise ConfigError if a layer would read keys and values that another stage has."""
+    """Raise ConfigError if a layer would read another stage's keys and values."""
     first = first_reader(hf)
     read = set(hf.layer_types[first:])
     last_of_kind = {kind: layer for layer, kind in enumerate(hf.layer_types[:first])}
@@ -66,7 +68,7 @@ class SharedKV(NamedTuple):
     """A layer's keys and values of this step, for later layers of its type."""
 
     attention: Attention
-    """Has those of earlier steps."""
+    """Has the keys and values of earlier steps."""
     key: torch.Tensor
     """[num_tokens, num_kv_heads, head_dim], normed and rotated"""
     value: torch.Tensor
@@ -106,7 +108,7 @@ class Gemma4Attention(WindowedAttention):
         self.v_norm = WeightlessRMSNorm(self.head_dim, hf.rms_norm_eps, build)
 
     def spec(self, hf: Any, layer: int) -> AttentionSpec:
-        """Norms take the place of a scale. Raises ConfigError if text attends to later tokens."""
+        """Norms replace the scale. Raises ConfigError if text attends to later tokens."""
         if getattr(hf, "use_bidirectional_attention", None) == "all":
             raise ConfigError(
                 "use_bidirectional_attention: 'all' is not supported, only attention to what came "
@@ -123,7 +125,7 @@ class Gemma4Attention(WindowedAttention):
         context: ForwardContext,
         shared: dict[str, SharedKV],
     ) -> torch.Tensor:
-        """`inner`, where layers share keys and values. shared: by type of layer, this step's."""
+        """`inner` with shared keys and values. shared: this step's, by layer type."""
         qkv = self.qkv_proj(hidden, norm=norm)
         rows = qkv.view(len(qkv), -1, self.head_dim)
         cos_sin = rotary.cos_sin[context.positions][:, None].to(qkv.dtype)
@@ -148,7 +150,7 @@ class Gemma4Attention(WindowedAttention):
 
 
 class Gemma4Mixture(SparseMLP):
-    """Experts whose router has a norm of its own, and a factor for each."""
+    """Its router has its own norm, and a factor for each expert."""
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         hf = config.hf_config
@@ -204,8 +206,9 @@ class Gemma4Block(NormedBlock):
         shared: dict[str, SharedKV],
         inputs: torch.Tensor | None,
     ) -> torch.Tensor:
-        """`forward`, with what layers share. inputs: this layer's, [num_tokens, size], if layers
-        have inputs of their own."""
+        """`forward` with shared keys and values. inputs: this layer's, [num_tokens, size], if
+        layers have inputs.
+        """
         norms = [getattr(self, name) for name in self.norms]
         pre_attn_norm, post_attn_norm, pre_mlp_norm, post_mlp_norm = norms
         heads = self.self_attn.shared_inner(hidden, pre_attn_norm, rotary, context, shared)
@@ -257,12 +260,13 @@ class Gemma4Decoder(GemmaDecoder):
 
     @staticmethod
     def count_streams(hf: Any) -> int:
-        """Return how many hidden states a token has between layers."""
+        """Return the number of hidden states per token between layers."""
         return 1
 
     def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """As `Decoder.forward`. A stage sends the next one [num_tokens, its `incoming_size`]: the
-        hidden states, then the inputs of the layers from there on."""
+        """As `Decoder.forward`. Stages exchange [num_tokens, `incoming_size`]: the hidden states,
+        then the remaining layers' inputs.
+        """
         states, inputs = self.begin(input_ids, context)
         shared: dict[str, SharedKV] = {}
         for number, (layer, rotary) in enumerate(self.stage_layers()):
@@ -279,8 +283,9 @@ class Gemma4Decoder(GemmaDecoder):
     def begin(
         self, input_ids: torch.Tensor, context: ForwardContext
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return what this stage's first layer gets, and the inputs of all layers from there on,
-        [num_tokens, num_layers, input_size]; None: layers have no inputs of their own."""
+        """Return the first layer's input, and the inputs of all layers from there on, [num_tokens,
+        num_layers, input_size]; None: layers have no inputs.
+        """
         incoming, inputs = context.incoming, None
         if incoming is None:
             hidden = self.embed(input_ids, context.positions)
@@ -292,26 +297,26 @@ class Gemma4Decoder(GemmaDecoder):
         return self.separated(incoming[:, : self.states_size]), inputs
 
     def enter(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return what the first layer gets for the embeddings, [num_tokens, hidden_size]."""
+        """Return the first layer's input for embeddings, [num_tokens, hidden_size]."""
         return hidden
 
     def leave(self, states: torch.Tensor) -> torch.Tensor:
-        """Return the hidden states that the last layer's output stands for."""
+        """Return the hidden states from the last layer's output."""
         return states
 
     def joined(self, states: torch.Tensor) -> torch.Tensor:
-        """Return what layers exchange as [num_tokens, states_size]."""
+        """Return the layers' states as [num_tokens, states_size]."""
         return states
 
     def separated(self, states: torch.Tensor) -> torch.Tensor:
-        """Return what `joined` got."""
+        """Invert `joined`."""
         return states.contiguous()
 
 
 @dataclasses.dataclass(frozen=True)
 class Gemma4WeightMap(WeightMap):
     unread: tuple[str, ...] = ()
-    """Starts of names of tensors that no layer reads."""
+    """Name prefixes of unused tensors."""
 
     def pieces(
         self, name: str, tensor: torch.Tensor

@@ -17,8 +17,9 @@ from .decoder import QKV_SHARDS, CausalLM, Decoder, DecoderClassifier, HeadlessL
 
 
 class Glm4Attention(SelfAttention):
-    """Attention whose rotation pairs neighbouring channels, where the kernels pair the two halves:
-    the channels of queries and keys are reordered, which leaves their dot products unchanged."""
+    """Attention that rotates pairs of neighbours: the kernels pair halves, so the channels of
+    queries and keys are reordered, which leaves their products unchanged.
+    """
 
     @staticmethod
     def output_bias(hf: object) -> bool:

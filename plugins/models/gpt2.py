@@ -1,5 +1,6 @@
 """GPT-2 and GPT-BigCode (SantaCoder, StarCoder): learned positions, layer norms, an MLP without a
-gate. GPT-2 stores matrices transposed; of GPT-BigCode all heads may share one key and value."""
+gate. GPT-2 stores matrices transposed; GPT-BigCode may share one key and value head.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""GPT-Neo: learned positions, layer norms, products that are not scaled, a window in every second
-layer."""
+"""GPT-Neo: learned positions, layer norms, unscaled scores, a window in every second layer."""
 
 from __future__ import annotations
 

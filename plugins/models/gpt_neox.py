@@ -61,7 +61,7 @@ class GPTNeoXForCausalLM(CausalLM):
 
 
 class JapaneseAttention(FusedAttention):
-    """The last layer's output has a bias, and nothing else."""
+    """Only the last layer's output has a bias."""
 
     def __init__(self, config: ModelConfig, layer: int, build: BuildContext) -> None:
         super().__init__(config, layer, build)

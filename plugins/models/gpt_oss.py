@@ -1,4 +1,6 @@
-"""GPT-OSS: a mixture in every layer, attention sinks, and windows in turns with full attention."""
+"""GPT-OSS: a mixture in every layer, attention sinks, and windows alternating with full
+attention.
+"""
 
 from __future__ import annotations
 
@@ -45,8 +47,7 @@ class GptOssForCausalLM(CausalLM):
 
     @staticmethod
     def mlp(config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:
-        """Softmax over the experts of a token: equal to a softmax over all experts,
-        renormalized."""
+        """Softmax over the chosen experts equals a renormalized softmax over all."""
         hf = config.hf_config
         return renormalized_mixture(
             hf,

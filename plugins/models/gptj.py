@@ -15,7 +15,7 @@ from .decoder import QKV_SHARDS, CausalLM
 from .parts import FusedAttention, OldWeightMap, ParallelLayerNormDecoder, plain_mlp
 
 GROUPS = 4
-"""Of CodeGen's projection; each has its heads' queries, values and keys, in this order."""
+"""Groups of CodeGen's projection; each has queries, values and keys, in this order."""
 
 
 class GptjDecoder(ParallelLayerNormDecoder):

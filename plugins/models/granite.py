@@ -25,8 +25,6 @@ MULTIPLIERS: dict[str, FieldKind] = dict.fromkeys(
 
 
 class GraniteAttention(SelfAttention):
-    """Multiplies scores by a factor of the configuration."""
-
     def spec(self, hf: Any, layer: int) -> AttentionSpec:
         return msgspec.structs.replace(
             super().spec(hf, layer), scale=float(hf.attention_multiplier)

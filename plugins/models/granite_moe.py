@@ -20,12 +20,11 @@ STORED_EXPERTS = {
     "experts.all_down": "output_linear.weight",
     "gate": "router.layer",
 }
-"""`WeightMap.names` of a mixture: one tensor each has all experts."""
+"""`WeightMap.names` of a mixture: one tensor for all experts."""
 STORED_TOGETHER = {
     "all_gate_up": StackedExperts("gate_up_proj.weight", ("gate", "up"), joined=True),
     "all_down": StackedExperts("down_proj.weight"),
 }
-"""`WeightMap.together` of these tensors."""
 
 
 class GraniteMoeForCausalLM(GraniteForCausalLM):
@@ -48,7 +47,6 @@ class GraniteMoeForCausalLM(GraniteForCausalLM):
 
     @staticmethod
     def mlp(config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:
-        """Create a mixture whose weights sum to 1."""
         hf = config.hf_config
         inner = getattr(hf, "shared_intermediate_size", 0)
         shared = None

@@ -1,5 +1,6 @@
-"""Granite with windows and sinks, and HyperCLOVA X: Granite with norms also behind attention and
-MLP, and logits that are multiplied, not divided."""
+"""Granite with windows and sinks, and HyperCLOVA X: Granite with norms also after attention and
+MLP, and multiplied, not divided, logits.
+"""
 
 from __future__ import annotations
 

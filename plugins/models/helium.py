@@ -52,7 +52,5 @@ class Ernie4_5ForCausalLM(HeliumForCausalLM):
 
 
 class GlmForCausalLM(Glm4Model, CausalLM):
-    """GLM-4's attention and MLP in Llama's block."""
-
     tensor_parallel = True
     decoder = Decoder

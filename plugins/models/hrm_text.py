@@ -1,5 +1,6 @@
-"""HRM-Text: two stacks of layers that take turns over the same tokens, the lower one several times
-for each time of the higher one. Every time has keys and values of its own."""
+"""HRM-Text: two stacks of layers that alternate over the same tokens, the lower one several times
+per run of the higher one. Every run has its own keys and values.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from .parts import WeightlessRMSNorm
 
 
 class HrmAttention(SelfAttention):
-    """Outputs times the sigmoid of a gate. A cache for each time that the layer runs."""
+    """Outputs times the sigmoid of a gate, and a cache for each run of the layer."""
 
     fused: ClassVar[bool] = True
     attention: Any
@@ -53,7 +54,6 @@ class HrmBlock(Block):
         context: ForwardContext,
         time: int = 0,
     ) -> torch.Tensor:
-        """[num_tokens, hidden_size] → the same shape; `hidden` may be overwritten."""
         attention = self.self_attn
         projected = attention.qkv_proj(hidden, norm=self.input_layernorm)
         gate, qkv = projected.tensor_split((attention.width,), dim=-1)
@@ -66,7 +66,7 @@ class HrmBlock(Block):
 
 
 class HrmDecoder(Decoder):
-    """`layers`: those of the lower stack, then those of the higher one."""
+    """`layers`: the lower stack's, then the higher stack's."""
 
     block = HrmBlock
 
@@ -84,7 +84,7 @@ class HrmDecoder(Decoder):
 
     @staticmethod
     def num_blocks(hf: Any) -> int:
-        """Those of both stacks: `num_hidden_layers` counts caches."""
+        """The layers of both stacks: `num_hidden_layers` counts caches."""
         return 2 * int(hf.num_layers_per_stack)
 
     @staticmethod
@@ -92,7 +92,6 @@ class HrmDecoder(Decoder):
         return float(config.hf_config.embedding_scale)
 
     def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """[num_tokens] → [num_tokens, hidden_size], not normed"""
         high = self.embed(input_ids, context.positions)
         if context.precompiling:
             for layer, rotary in self.unlike_layers():
@@ -109,7 +108,7 @@ class HrmDecoder(Decoder):
     def run(
         self, hidden: torch.Tensor, first: int, time: int, context: ForwardContext
     ) -> torch.Tensor:
-        """Run the stack that begins with a layer: [num_tokens, hidden_size] → the same shape"""
+        """Run the stack that begins at layer `first`."""
         for layer, rotary in self.stage_layers()[first : first + self.size]:
             hidden = layer(hidden, rotary, context, time)
         return hidden
@@ -117,10 +116,9 @@ class HrmDecoder(Decoder):
 
 @dataclasses.dataclass(frozen=True)
 class HrmWeightMap(WeightMap):
-    """Checkpoints number the layers of each stack."""
+    """Checkpoints number the layers per stack."""
 
     stack: int = 1
-    """Layers of a stack."""
 
     def renamed(self, name: str) -> str:
         def number(at: re.Match[str]) -> str:
@@ -137,8 +135,6 @@ class HrmWeightMap(WeightMap):
 
 
 class HrmTextForCausalLM(CausalLM):
-    """Prompts are read from left to right."""
-
     tensor_parallel = True
     attention = HrmAttention
     decoder = HrmDecoder
@@ -148,7 +144,6 @@ class HrmTextForCausalLM(CausalLM):
     )
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-        """Raises ConfigError for biases, and for prompts whose tokens see later ones."""
         hf: Any = config.hf_config
         if hf.prefix_lm:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""Hunyuan (dense): Llama with norms of heads behind the rotation."""
+"""Hunyuan (dense): Llama with norms of heads after the rotation."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class HunYuanAttention(RotatedFirstAttention):
 class HunYuanDecoder(Decoder):
     @staticmethod
     def rotaries_of(config: ModelConfig, build: BuildContext) -> Sequence[Rotary | None]:
-        """A dynamic rope with `alpha` has its base raised once, whatever the length."""
+        """A dynamic rope with `alpha` has its base raised once, for any length."""
         rope, dim = config.rope_parameters, config.head_dim
         if rope["rope_type"] == "dynamic" and rope.get("alpha"):
             base = rope["rope_theta"] * rope["alpha"] ** (dim / (dim - 2))
@@ -46,7 +46,6 @@ class HunYuanDenseV1ForCausalLM(CausalLM):
     )
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-        """Raises ConfigError for layers that read the keys and values of others."""
         if getattr(config.hf_config, "use_cla", False):
             raise ConfigError(
                 "use_cla: layers that share keys and values are not supported", param="use_cla"

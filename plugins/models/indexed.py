@@ -1,9 +1,7 @@
 """Latent attention to the tokens that an indexer chooses (DeepSeek Sparse Attention, arXiv
 2512.02556), in layers that have an indexer or share an earlier layer's choice (arXiv 2603.12201).
-
-The formulas are those of `transformers`. DeepSeek's own code stores index keys in fp8, after a
-Hadamard rotation of queries and keys that changes no product: here they are stored in the model's
-type, without it.
+Index keys are stored in the model's type; DeepSeek's code stores fp8 after a Hadamard rotation,
+which changes no product.
 """
 
 from __future__ import annotations
@@ -33,26 +31,24 @@ INDEXED: dict[str, FieldKind] = {
     "indexer_rope_interleave": FLAG,
     "indexer_types": TEXTS,
 }
-"""Fields of config.json."""
 KINDS = ("full", "shared")
-"""Layers with an indexer, and layers that share the choice of the one before them."""
+"""Layers with an indexer, and layers that share the previous one's choice."""
 
 
 def chooses(config: ModelConfig) -> bool:
-    """Return whether a text may be so long that indexers leave out tokens of it. Otherwise they
-    have nothing to do."""
+    """Return whether a text may be so long that indexers omit tokens."""
     return config.max_model_len > int(config.hf_config.index_topk)
 
 
 def has_indexer(hf: Any, layer: int) -> bool:
-    """Return whether a layer has an indexer of its own."""
     kinds = getattr(hf, "indexer_types", None)
     return kinds is None or kinds[layer] == "full"
 
 
 def check_indexers(config: ModelConfig) -> None:
-    """Raise ConfigError, with the field's name, for indexers that cannot be built, and for layers
-    that share a choice that is not there."""
+    """Raise ConfigError, with the field's name, for indexers that cannot be built, and for shared
+    choices without an indexer.
+    """
     hf = config.hf_config
     if hf.index_head_dim < hf.qk_rope_head_dim:
         raise ConfigError(
@@ -77,8 +73,9 @@ def check_indexers(config: ModelConfig) -> None:
 
 
 class HeadWeights(nn.Module):
-    """The weight of each head of an indexer. Never quantized, and float32: as a router's, its
-    rounding would change what is chosen."""
+    """An indexer's weight of each head: float32 and never quantized, as rounding would change the
+    choice.
+    """
 
     def __init__(self, hidden_size: int, num_heads: int, build: BuildContext) -> None:
         super().__init__()
@@ -87,16 +84,16 @@ class HeadWeights(nn.Module):
         self.weight = nn.Parameter(wide.empty(num_heads, hidden_size))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[num_tokens, hidden_size] → [num_tokens, num_heads] float32"""
         return self.operations.linear(x.float(), self.weight)
 
 
 class Indexer(nn.Module):
-    """Chooses the tokens that each query of a layer reads. Every rank has all of it, and chooses
-    the same ones."""
+    """Chooses the tokens that each query of a layer reads. Not sharded: every rank chooses the
+    same.
+    """
 
     def __init__(self, config: ModelConfig, build: BuildContext, *, interleaved: bool) -> None:
-        """`interleaved`: rotations turn pairs of neighbours, otherwise half against half."""
+        """`interleaved`: rotate pairs of neighbours, otherwise halves."""
         super().__init__()
         hf = config.hf_config
         self.num_heads, self.interleaved = hf.index_n_heads, interleaved
@@ -116,10 +113,10 @@ class Indexer(nn.Module):
         context: ForwardContext,
         attention: LatentAttention,
     ) -> ChosenTokens | None:
-        """Cache the step's index keys; return what its queries read, None for all tokens.
+        """Cache the step's index keys; return the tokens that its queries read, None for all.
 
-        x: [num_tokens, hidden_size], normed; narrow: [num_tokens, q_lora_rank], what queries are
-        made from, before `norm`; attention: the layer's, which has the cache.
+        x: [num_tokens, hidden_size], normed; narrow: [num_tokens, q_lora_rank], the queries' input
+        before `norm`; attention: the layer's, which has the cache.
         """
         query = weights = None
         if not attention.reads_all(context):
@@ -132,10 +129,8 @@ class Indexer(nn.Module):
 
 
 class IndexedSelfAttention(LatentSelfAttention):
-    """Latent attention of a layer that has an indexer, or shares a choice."""
-
     index_interleaved: ClassVar[bool] = False
-    """How an indexer rotates where the configuration has no `indexer_rope_interleave`."""
+    """Default of `indexer_rope_interleave`."""
 
     def __init__(self, config: ModelConfig, layer: int, build: BuildContext) -> None:
         super().__init__(config, layer, build)
@@ -160,8 +155,9 @@ class IndexedSelfAttention(LatentSelfAttention):
         context: ForwardContext,
         chosen: ChosenTokens | None,
     ) -> tuple[torch.Tensor, ChosenTokens | None]:
-        """hidden + attention(norm(hidden)): [num_tokens, hidden_size], with what was read, which
-        is `chosen`, of an earlier layer, unless this one has an indexer."""
+        """hidden + attention(norm(hidden)), [num_tokens, hidden_size], and the tokens read:
+        `chosen` by an earlier layer, unless this one has an indexer.
+        """
         x, before = (hidden, norm) if self.indexer is None else (norm(hidden), None)
         query, latent = self.down_proj(x, norm=before).tensor_split((self.query_dim,), dim=-1)
         if self.indexer is not None:
@@ -173,8 +169,6 @@ class IndexedSelfAttention(LatentSelfAttention):
 
 
 class IndexedBlock(Block):
-    """Hands on what its attention has read."""
-
     self_attn: IndexedSelfAttention
 
     def read(
@@ -184,16 +178,18 @@ class IndexedBlock(Block):
         context: ForwardContext,
         chosen: ChosenTokens | None,
     ) -> tuple[torch.Tensor, ChosenTokens | None]:
-        """[num_tokens, hidden_size], and the last choice → the same for the next layer; `hidden`
-        may be overwritten."""
+        """hidden: [num_tokens, hidden_size], may be overwritten; with the last choice → both for
+        the next layer.
+        """
         hidden, chosen = self.self_attn.read(hidden, self.input_layernorm, rotary, context, chosen)
         out: torch.Tensor = self.mlp(hidden, self.post_attention_layernorm)
         return out, chosen
 
 
 class IndexedDecoder(LatentDecoder):
-    """Hands each layer the choice of the one before it. Stages do not: each has to begin with an
-    indexer."""
+    """Passes each layer's choice to the next one. Stages do not: each has to begin with an
+    indexer.
+    """
 
     block = IndexedBlock
     pipeline_parallel = True
@@ -216,7 +212,6 @@ class IndexedDecoder(LatentDecoder):
         return LatentDecoder.rotaries_of(config, build)
 
     def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """[num_tokens] → [num_tokens, hidden_size], not normed; of this stage's layers."""
         hidden = context.incoming
         if hidden is None:
             hidden = self.embed(input_ids, context.positions)
@@ -228,7 +223,6 @@ class IndexedDecoder(LatentDecoder):
 
 
 def check_stages(config: ModelConfig, pipeline: Pipeline) -> None:
-    """Raise ConfigError if the first layer of a stage has no indexer."""
     hf, count = config.hf_config, config.num_layers
     for stage in range(pipeline.size):
         first = dataclasses.replace(pipeline, stage=stage).layers(count).start

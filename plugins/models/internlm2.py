@@ -1,4 +1,4 @@
-"""InternLM 2: Llama by other names, with queries beside their key and value."""
+"""InternLM 2: Llama by other names, queries stored with their key and value."""
 
 from __future__ import annotations
 

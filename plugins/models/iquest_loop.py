@@ -1,5 +1,6 @@
-"""IQuest LoopCoder: Llama that runs several times over each token. From the second time on, a mean
-of attention to the first time's keys and of attention in a window of its own."""
+"""IQuest LoopCoder: Llama that runs several times over each token; after the first run, it averages
+attention to the first run's keys and windowed attention.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +30,6 @@ class LoopGate(nn.Module):
     """sigmoid(w · q + b) of each head's query; w: [num_heads, head_dim], b: [num_heads]"""
 
     def __init__(self, num_heads: int, head_dim: int, own: slice, build: BuildContext) -> None:
-        """own: this rank's heads"""
         super().__init__()
         sharding = Sharding(0, {"": num_heads}, {"": (own,)})
         self.shardings = {"weight": sharding, "bias": sharding}
@@ -37,7 +37,6 @@ class LoopGate(nn.Module):
         self.bias = nn.Parameter(build.empty(own.stop - own.start))
 
     def forward(self, query: torch.Tensor) -> torch.Tensor:
-        """[num_tokens, num_heads, head_dim] → [num_tokens, num_heads, 1]"""
         logits = (query.float() * self.weight.float()).sum(-1) + self.bias.float()
         return torch.sigmoid(logits)[..., None].to(query.dtype)
 
@@ -62,7 +61,9 @@ class LoopAttention(SelfAttention):
         loop: int,
         kept: Keys | None,
     ) -> tuple[torch.Tensor, Keys]:
-        """hidden + attention(norm(hidden)), and what later loops read. kept: of the first loop"""
+        """hidden + attention(norm(hidden)), and the keys and values for later loops. kept: the
+        first loop's
+        """
         first = self.attention[0]
         query, key, value = self.operations.heads(
             self.qkv_proj(hidden, norm=norm), first.layout, context.positions, rotary.cos_sin,
@@ -86,7 +87,6 @@ class LoopDecoder(LoopedDecoder):
     loops_field = "loop_num"
 
     def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """[num_tokens] → [num_tokens, hidden_size], not normed"""
         hidden = self.embed(input_ids, context.positions)
         layers: Any = self.unlike_layers() if context.precompiling else self.stage_layers()
         kept: list[Keys | None] = [None] * len(layers)
@@ -100,8 +100,6 @@ class LoopDecoder(LoopedDecoder):
 
 
 class LoopWeightMap(WeightMap):
-    """Gates are beside the layers."""
-
     def renamed(self, name: str) -> str:
         name = re.sub(r"\bgate_projections\.(\d+)\.", r"layers.\1.self_attn.gate.", name)
         return super().renamed(name)

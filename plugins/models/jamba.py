@@ -1,4 +1,4 @@
-"""Jamba: Mamba in most layers, attention without rotation in some; MLPs take turns with experts."""
+"""Jamba: Mamba in most layers, attention without rotation in some; MLPs alternate with experts."""
 
 from __future__ import annotations
 

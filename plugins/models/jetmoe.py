@@ -23,14 +23,14 @@ from .decoder import CausalLM, Decoder
 from .expert_fields import EXPERTS
 
 NORM_EPS = 1e-6
-"""Of a block's norms, whatever `rms_norm_eps` says."""
+"""Eps of a block's norms, instead of `rms_norm_eps`."""
 
 
 class JetMoeAttention(SelfAttention):
     """Each token chooses experts, which have queries and an output projection for every key.
 
-    Queries of all experts are computed, in one product, and so are outputs, of zeros for those that
-    are not chosen. A key has a query head for each choice. Ranks divide the keys.
+    Queries of all experts are computed in one product, and so are outputs, from zeros for unchosen
+    experts. A key has a query head for each choice. Ranks divide the keys.
     """
 
     def __init__(self, config: ModelConfig, layer: int, build: BuildContext) -> None:
@@ -68,7 +68,8 @@ class JetMoeAttention(SelfAttention):
         context: ForwardContext,
     ) -> torch.Tensor:
         """[num_tokens, hidden_size] → [num_tokens, num_kv_heads * num_experts * head_dim], zeros
-        for experts that are not chosen"""
+        for unchosen experts
+        """
         x = hidden if norm is None else norm(hidden)
         routing = self.operations.route(self.gate(x), self.rule)
         # In range also where a kernel that is only compiled has written nothing.
@@ -83,8 +84,6 @@ class JetMoeAttention(SelfAttention):
 
 
 class BiasedMixture(SparseMLP):
-    """Adds a bias to what the experts compute together."""
-
     bias: nn.Parameter
 
     def forward(
@@ -113,8 +112,7 @@ class JetMoeDecoder(Decoder):
 
 @dataclasses.dataclass(frozen=True)
 class JetMoeWeightMap(WeightMap):
-    """Attention's experts have queries and outputs for each key; here keys have those of each
-    expert."""
+    """Reorders attention's experts: stored as experts × keys, here keys × experts."""
 
     head_dim: int = 1
 
@@ -169,7 +167,6 @@ class JetMoeForCausalLM(CausalLM):
 
     @staticmethod
     def mlp(config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:
-        """Create a mixture whose weights sum to 1."""
         hf = config.hf_config
         mixture = BiasedMixture(
             hf.num_local_experts, RoutingRule(hf.num_experts_per_tok, renormalize=True),

@@ -42,13 +42,12 @@ class KimiDecoder(LatentDecoder):
 
     @staticmethod
     def rotaries_of(config: ModelConfig, build: BuildContext) -> Sequence[Rotary | None]:
-        """Nothing rotates: positions are in the states."""
         check_sizes(config.hf_config)
         return [None] * config.num_layers
 
 
 class KimiWeightMap(WeightMap):
-    """Rates of decay are stored as [1, 1, num_heads, 1]; experts may have other names than MLPs."""
+    """Rates of decay are stored as [1, 1, num_heads, 1]; experts may be named differently."""
 
     def pieces(
         self, name: str, tensor: torch.Tensor
@@ -67,7 +66,6 @@ DELTA = {
     **{f"{part}_conv1d": Shard("conv1d", part) for part in PARTS},
     "b_proj": Shard("gates_proj", "b"),
 }
-"""What both families call a layer's parts."""
 
 
 class KimiLinearForCausalLM(DeepseekMoeForCausalLM):
@@ -90,7 +88,6 @@ class KimiLinearForCausalLM(DeepseekMoeForCausalLM):
     )  # fmt: skip
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-        """Raises ConfigError."""
         if getattr(config.hf_config, "mla_use_nope", True) is not True:
             raise ConfigError("mla_use_nope: only true is supported", param="mla_use_nope")
         super().__init__(config, build)
@@ -109,7 +106,7 @@ class KimiLinearForCausalLM(DeepseekMoeForCausalLM):
 
 
 class GatedLatentAttention(LatentSelfAttention):
-    """The outputs of each head times the sigmoid of a number."""
+    """Each head's output times the sigmoid of a number."""
 
     def __init__(self, config: ModelConfig, layer: int, build: BuildContext) -> None:
         super().__init__(config, layer, build)
@@ -146,7 +143,7 @@ class BailingHybridDecoder(LatentDecoder):
 
 
 class BailingHybridForCausalLM(KimiLinearForCausalLM):
-    """Decays and gates are products of full width; latent attention has a gate for each head."""
+    """Full-width decay and gate projections; latent attention has a gate per head."""
 
     tensor_parallel = True
     attention = GatedLatentAttention

@@ -1,5 +1,6 @@
-"""Lara Mini: gated delta nets, windows and full attention by turns, of which windows alone rotate,
-and mixtures with one expert that all tokens share."""
+"""Lara Mini: gated delta nets, windows (rotated) and full attention alternate; mixtures with one
+shared expert.
+"""
 
 from __future__ import annotations
 

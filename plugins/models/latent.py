@@ -35,20 +35,20 @@ LATENT_MAP = dataclasses.replace(
         "up_proj": Shard("gate_up_proj", "up"),
     },
 )
-"""What attention computes from hidden states is one product."""
+"""One product computes attention's parts from hidden states."""
 SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 LATENT: dict[str, FieldKind] = dict.fromkeys((*SIZES, "q_lora_rank"), INTEGER)
-"""Fields of config.json. `check_sizes` looks at the values, of which families have defaults."""
+"""Fields of config.json; `check_sizes` checks their values."""
 
 
 class LatentSelfAttention(SelfAttention):
     """Attention whose keys and values are made from a latent of each token.
 
-    Queries come from hidden states, or with `q_lora_rank` from a narrower vector.
+    Queries come from hidden states, or with `q_lora_rank` from a narrow vector.
     """
 
     def __init__(self, config: ModelConfig, layer: int, build: BuildContext) -> None:
-        """Raises ConfigError. The decoder has checked the sizes."""
+        """The decoder has checked the sizes."""
         nn.Module.__init__(self)
         hf = config.hf_config
         nope, rope, value = hf.qk_nope_head_dim, hf.qk_rope_head_dim, hf.v_head_dim
@@ -86,7 +86,7 @@ class LatentSelfAttention(SelfAttention):
             hf.kv_lora_rank, heads * (nope + value), build, shard="out", share=up_rows
         )
         self.up: torch.Tensor
-        """[num_heads * (nope + value), kv_lora_rank] The weight of `kv_b_proj`, never quantized."""
+        """[num_heads * (nope + value), kv_lora_rank]: weight of `kv_b_proj`, never quantized."""
         self.o_proj = Linear(
             heads * value, hf.hidden_size, build, bias=bias, shard="in", share=value_rows
         )
@@ -106,24 +106,27 @@ class LatentSelfAttention(SelfAttention):
 
     @staticmethod
     def index_sizes(config: ModelConfig, layer: int) -> tuple[int | None, int | None]:
-        """Return how many tokens a query reads, and how many channels an index key of the layer
-        has; None: all tokens, and no index keys."""
+        """Return how many tokens a query reads, and the layer's index key channels; None: all
+        tokens, no index keys.
+        """
         return None, None
 
     @staticmethod
     def latent_eps(hf: Any) -> float:
-        """Return the eps of the norms of latents and of narrow queries, in most families whatever
-        `rms_norm_eps` says."""
+        """Return the eps of the norms of latents and narrow queries; most families do not use
+        `rms_norm_eps`.
+        """
         return 1e-6
 
     @staticmethod
     def interleaved(hf: Any) -> bool:
-        """Return whether neighbours are rotated together, rather than halves."""
+        """Return whether the rotation pairs neighbours, not halves."""
         return bool(getattr(hf, "rope_interleave", True))
 
     def after_loading(self) -> None:
-        """Keep the weight that makes keys and values from latents as it is multiplied by, and drop
-        its quantized form: heads are absorbed into it."""
+        """Keep `kv_b_proj`'s dense weight, into which heads are absorbed, and drop its quantized
+        form.
+        """
         layer = self.kv_b_proj
         assert layer is not None, "called once"
         if isinstance(layer, QuantizedLinear):
@@ -152,8 +155,9 @@ class LatentSelfAttention(SelfAttention):
         context: ForwardContext,
         chosen: ChosenTokens | None = None,
     ) -> torch.Tensor:
-        """Attention output of all heads for both parts of the first product; chosen: as
-        `LatentAttention` has it → [num_tokens, num_heads * value_dim]"""
+        """Attention output of all heads from both parts of the first product → [num_tokens,
+        num_heads * value_dim]. chosen: as for `LatentAttention`.
+        """
         if self.narrow:
             query = self.q_b_proj(query, norm=self.q_a_layernorm)
         out: torch.Tensor = self.latent_attention(
@@ -163,22 +167,22 @@ class LatentSelfAttention(SelfAttention):
         return out
 
     def scaled(self, query: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """Multiply queries by what a family's depend on, before the rotation: [num_tokens,
-        num_heads * (nope_dim + rope_dim)] → the same shape; may be overwritten."""
+        """Multiply queries by a family's factors, before the rotation: [num_tokens, num_heads *
+        (nope_dim + rope_dim)] → the same shape; may be overwritten.
+        """
         return query
 
 
 class NormedLatentAttention(LatentSelfAttention):
-    """All its norms have the configuration's eps."""
-
     @staticmethod
     def latent_eps(hf: Any) -> float:
         return float(hf.rms_norm_eps)
 
 
 class LatentDecoder(Decoder):
-    """Rotates the channels of keys that all heads share, and as many of queries. Raises
-    ConfigError for sizes that are none."""
+    """Rotates the keys' shared channels, and as many of queries. Raises ConfigError for wrong
+    sizes.
+    """
 
     @staticmethod
     def rotaries_of(config: ModelConfig, build: BuildContext) -> Sequence[Rotary | None]:
@@ -188,8 +192,7 @@ class LatentDecoder(Decoder):
 
 
 def rope_scale(rope: dict[str, Any]) -> float:
-    """Return the factor that queries and keys get each where positions are stretched (YaRN, arXiv
-    2309.00071)."""
+    """Return the factor of queries and keys with stretched positions (YaRN, arXiv 2309.00071)."""
     factor, all_dim = float(rope.get("factor") or 1.0), rope.get("mscale_all_dim")
     if rope["rope_type"] == "default" or not all_dim or factor <= 1:
         return 1.0
@@ -197,7 +200,7 @@ def rope_scale(rope: dict[str, Any]) -> float:
 
 
 def check_sizes(hf: Any) -> None:
-    """Raise ConfigError, with the field's name, for a size that is none."""
+    """Raise ConfigError, with the field's name, for a wrong size."""
     for name in SIZES:
         size = getattr(hf, name, None)
         if type(size) is not int or size < 1:

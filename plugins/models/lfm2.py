@@ -23,8 +23,6 @@ from .mixer import HybridBlock
 
 
 class Lfm2Attention(SelfAttention):
-    """A norm on each head's queries and keys."""
-
     def __init__(self, config: ModelConfig, layer: int, build: BuildContext) -> None:
         super().__init__(config, layer, build)
         eps = float(config.hf_config.norm_eps)
@@ -63,7 +61,6 @@ class Lfm2ForCausalLM(CausalLM):
 
     @staticmethod
     def mlp(config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:
-        """Create the MLP, of two thirds of the configured size if the configuration says so."""
         hf = config.hf_config
         size = hf.intermediate_size
         if hf.block_auto_adjust_ff_dim:

@@ -1,5 +1,6 @@
-"""LFM3: short convolutions, windows and full attention by turns, with norms also behind them, and a
-gate for each head."""
+"""LFM3: short convolutions, windows and full attention alternating, with norms also after them, and
+a gate per head.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +25,9 @@ from .windows import window_of_layer
 
 
 class Lfm3Attention(Lfm2Attention):
-    """Each head's outputs times the sigmoid of a number, if the configuration says so."""
+    """Each head's output times an optional sigmoid of a number."""
 
     def __init__(self, config: ModelConfig, layer: int, build: BuildContext) -> None:
-        """Raises ConfigError."""
         super().__init__(config, layer, build)
         hf: Any = config.hf_config
         self.gated = bool(hf.use_attention_gate)
@@ -75,7 +75,6 @@ class NormedLfm3Block(Lfm3Block):
     def forward(
         self, hidden: torch.Tensor, rotary: Rotary | None, context: ForwardContext
     ) -> torch.Tensor:
-        """[num_tokens, hidden_size] → the same shape; `hidden` may be overwritten."""
         norms: list[Any] = [getattr(self, name) for name in self.norms]
         pre_attn_norm, post_attn_norm, pre_mlp_norm, post_mlp_norm = norms
         mixed = self.mixer(hidden, pre_attn_norm, rotary, context, add=False)

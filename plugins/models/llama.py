@@ -12,12 +12,8 @@ class LlamaForCausalLM(CausalLM):
 
 
 class LlamaModel(HeadlessLM):
-    """The same without a head, for embeddings."""
-
     tensor_parallel = True
 
 
 class LlamaForSequenceClassification(DecoderClassifier):
-    """The same with a classifier, for labels and scores."""
-
     tensor_parallel = True

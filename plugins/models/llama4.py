@@ -1,5 +1,6 @@
-"""Llama 4 (text): rotated layers that attend to chunks, with norms of heads behind the rotation,
-others whose queries grow with their position, and one expert for each token beside a shared one."""
+"""Llama 4 (text): rotated layers that attend to chunks, with norms of heads after the rotation;
+others whose queries grow with their position; one expert per token beside a shared one.
+"""
 
 from __future__ import annotations
 
@@ -47,13 +48,13 @@ class Llama4Attention(ChunkedAttention, RotatedFirstAttention):
 class Llama4Decoder(Decoder):
     @staticmethod
     def rotaries_of(config: ModelConfig, build: BuildContext) -> Sequence[Rotary | None]:
-        """`no_rope_layers` has a 1 for the layers that do rotate."""
+        """`no_rope_layers` has a 1 for rotated layers."""
         rotary = Rotary(config, build)
         return [rotary if flag else None for flag in config.hf_config.no_rope_layers]
 
 
 class ScaledInputMLP(SparseMLP):
-    """The chosen expert gets its input times the sigmoid of its logit."""
+    """The chosen expert's input is multiplied by the sigmoid of its logit."""
 
     def _routed(self, x: torch.Tensor, *, residual: torch.Tensor | None = None) -> torch.Tensor:
         logits, chosen = self.gate(x).max(dim=-1, keepdim=True)
@@ -91,7 +92,6 @@ class Llama4ForCausalLM(CausalLM):
 
     @staticmethod
     def mlp(config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:
-        """Raises ConfigError for several experts per token."""
         hf: Any = config.hf_config
         size, inner = hf.hidden_size, hf.intermediate_size
         if layer not in hf.moe_layers:

@@ -1,6 +1,6 @@
-"""LongCat-Flash: layers of two latent attentions, each before an MLP, and one mixture of experts,
-which reads what the first MLP reads and is added behind the second one. Some of its experts
-compute nothing."""
+"""LongCat-Flash: a layer has two latent attentions, each before an MLP, and one mixture, which
+reads the first MLP's input and is added after the second. Some experts compute nothing.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ from .latent import LATENT, LATENT_MAP, LatentDecoder, LatentSelfAttention
 
 
 class LongcatAttention(LatentSelfAttention):
-    """Queries, and the part of latents that is not rotated, are scaled to a hidden state's
-    length."""
+    """Scales queries, and the unrotated part of latents, to a hidden state's length."""
 
     def __init__(self, config: ModelConfig, layer: int, build: BuildContext) -> None:
         super().__init__(config, layer, build)
@@ -40,23 +39,22 @@ class LongcatAttention(LatentSelfAttention):
         ]
 
     def after_loading(self) -> None:
-        """Scale by the norms: what follows them is linear."""
+        """Fold the scales into the norms: their products are linear."""
         super().after_loading()
         for norm, scale in self.scales:
             norm.weight.data.mul_(scale)
 
 
 class IdentityMixture(SparseMLP):
-    """A mixture with further experts, numbered behind the others, whose output is their input.
+    """A mixture with further experts, numbered after the others, that return their input.
 
-    To the kernels they are experts of another rank, which add nothing here.
+    Kernels treat them as another rank's experts, which add nothing.
     """
 
     def __init__(
         self, num_experts: int, num_identities: int, rule: RoutingRule, config: ModelConfig,
         build: BuildContext,
     ) -> None:  # fmt: skip
-        """Raises ConfigError where tokens go to other ranks, or experts move between them."""
         hf = config.hf_config
         inner = hf.expert_ffn_hidden_size
         check_features(build.operations, frozenset({"experts.foreign"}))
@@ -97,7 +95,7 @@ class IdentityMixture(SparseMLP):
 
 
 class LongcatBlock(Block):
-    """The mixture reads what the first MLP reads, so that it may run beside all that follows."""
+    """The mixture reads the first MLP's input, so it may overlap all that follows."""
 
     self_attn: Any
     input_layernorm: nn.ModuleList
@@ -124,7 +122,6 @@ class LongcatBlock(Block):
     def forward(
         self, hidden: torch.Tensor, rotary: Rotary | None, context: ForwardContext
     ) -> torch.Tensor:
-        """[num_tokens, hidden_size] → the same shape; `hidden` may be overwritten."""
         mlps: Any = self.mlps
         hidden = self.self_attn[0](hidden, self.input_layernorm[0], rotary, context)
         normed = self.post_attention_layernorm[0](hidden)
@@ -146,7 +143,7 @@ class LongcatDecoder(LatentDecoder):
 
 @dataclasses.dataclass(frozen=True)
 class LongcatWeightMap(WeightMap):
-    """`transformers` writes gates of experts that compute nothing, too."""
+    """`transformers` also writes gates of identity experts."""
 
     num_experts: int | None = None
 
@@ -158,8 +155,6 @@ class LongcatWeightMap(WeightMap):
 
 
 class LongcatFlashForCausalLM(CausalLM):
-    """Layers that predict further tokens are not loaded."""
-
     tensor_parallel = True
     config_fields = DEEPSEEK_EXPERTS | LATENT | {"ffn_hidden_size": INTEGER}
     attention = LongcatAttention
@@ -183,7 +178,8 @@ class LongcatFlashForCausalLM(CausalLM):
     @staticmethod
     def mlp(config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:
         """Create the mixture. Raises ConfigError for experts that neither compute nor return their
-        input."""
+        input.
+        """
         hf = config.hf_config
         for field, known in (("zero_expert_type", "identity"), ("router_bias", False)):
             value = getattr(hf, field, None)

@@ -1,4 +1,4 @@
-"""LongCat-Flash-Lite's configuration: LongCat-Flash's, and how tokens are embedded together."""
+"""LongCat-Flash-Lite's configuration: LongCat-Flash's and the n-gram embedding's."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class LongcatNgramConfig:
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any]) -> Any:
-        """The number of layers is `num_layers`, whatever else a file says."""
+        """`num_layers` is the number of layers, even if other fields differ."""
         left_out = ("model_type", "num_hidden_layers")
         own = {name: value for name, value in config_dict.items() if name not in left_out}
         return LongcatFlashConfig(**own)

@@ -1,7 +1,7 @@
-"""LongCat-Flash-Lite: LongCat-Flash whose tokens are embedded with those before them.
+"""LongCat-Flash-Lite: LongCat-Flash with n-gram embeddings.
 
-Each token, and it with up to n - 1 tokens before it, is hashed into tables of embeddings; a token's
-embedding is the mean of its own and of those, each projected (arXiv 2601.21204).
+Each token, and each n-gram that ends in it, is hashed into embedding tables; its embedding is the
+mean of its own and of those, each projected (arXiv 2601.21204).
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from .blocks import MakeMLP, SelfAttention
 from .longcat import LongcatDecoder, LongcatFlashForCausalLM, LongcatWeightMap
 
 DIGITS, BASE = 3, 256
-"""A token's number as digits, each of which is exact in 16 bits."""
+"""A token's id as digits, each exact in 16 bits."""
 
 
 class EarlierTokens(StateLayer):
-    """Keeps the last tokens of each sequence: as digits, in what a convolution keeps, whose kernel
-    has a 1 for each."""
+    """Keeps the last tokens of each sequence, as digits in the state of a convolution with one-hot
+    kernels.
+    """
 
     kernel: torch.Tensor
     powers: torch.Tensor
@@ -46,8 +47,9 @@ class EarlierTokens(StateLayer):
         self.register_buffer("powers", powers, persistent=False)
 
     def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """[num_tokens] → [num_tokens, count]: the token before each, the one before that, …; 0
-        where there is none."""
+        """[num_tokens] → [num_tokens, count]: the token before each, the one before that, …; 0 for
+        none.
+        """
         digits = input_ids[:, None] // self.powers % BASE
         kept = self.operations.causal_conv(
             digits.to(self.kernel.dtype).repeat(1, self.count), self.kernel, None,
@@ -58,7 +60,7 @@ class EarlierTokens(StateLayer):
 
 
 class Tables(nn.Module):
-    """weight: [rows of all tables, size]. Each rank has as many rows of each table."""
+    """weight: [rows of all tables, size], sharded by rows of each table."""
 
     def __init__(self, rows: list[int], size: int, build: BuildContext) -> None:
         super().__init__()
@@ -96,7 +98,7 @@ class Tables(nn.Module):
 
 
 class Projections(nn.Module):
-    """weight: [hidden_size, num_tables * size], the tables' projections beside each other."""
+    """weight: [hidden_size, num_tables * size], one projection per table."""
 
     def __init__(self, tables: int, size: int, hidden_size: int, build: BuildContext) -> None:
         super().__init__()
@@ -108,16 +110,13 @@ class Projections(nn.Module):
         self.weight = nn.Parameter(build.empty(hidden_size, tables * size))
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """[num_tokens, num_tables * size] → [num_tokens, hidden_size]"""
         return self.operations.linear(rows, self.weight)
 
 
 class NgramEmbedding(nn.Module):
-    """Sum of the embeddings of each token with those before it, which do not reach over the end of
-    a text."""
+    """Sum of the n-gram embeddings of each token, within its text."""
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-        """Raises ConfigError for sizes that do not fit together."""
         super().__init__()
         hf: Any = config.hf_config
         earlier, splits = hf.emb_neighbor_num - 1, hf.emb_split_num
@@ -149,7 +148,6 @@ class NgramEmbedding(nn.Module):
             self.register_buffer(name, torch.tensor(numbers, device=build.device), persistent=False)
 
     def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """[num_tokens] → [num_tokens, hidden_size]"""
         earlier = self.earlier(input_ids, context)
         ends = (earlier[..., None] == self.get_buffer("ends")).any(-1)
         known = earlier.masked_fill(ends.cumsum(-1) > 0, 0)
@@ -170,7 +168,6 @@ class LongcatNgramDecoder(LongcatDecoder):
         self.ngram = NgramEmbedding(config, build)
 
     def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> HiddenStates:
-        """As `Decoder.forward`."""
         own = self.embed(input_ids, context.positions)
         total = own.float() + self.ngram(input_ids, context).float()
         mean = (total / (1 + self.ngram.num_tables)).to(own.dtype)
@@ -178,12 +175,12 @@ class LongcatNgramDecoder(LongcatDecoder):
 
 
 PARTS = {"embedders": "tables", "post_projs": "projections"}
-"""What checkpoints have once for each table → what has all here."""
+"""Checkpoint's names per table → the modules of all tables."""
 
 
 @dataclasses.dataclass(frozen=True)
 class NgramWeightMap(LongcatWeightMap):
-    """A table is a shard of all, and so is its projection."""
+    """Merges the tables and their projections as shards."""
 
     def target(self, name: str) -> tuple[str, str | None]:
         renamed = self.renamed(name)

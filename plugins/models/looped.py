@@ -1,4 +1,4 @@
-"""Decoders that run all of their layers several times over each token."""
+"""Decoders that run all layers several times over each token."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .decoder import Decoder
 
 
 class LoopedDecoder(Decoder):
-    """Knows how many times; a family's `forward` says what the times have to do with each other."""
+    """Counts the loops; a family's `forward` connects them."""
 
     loops_field: ClassVar[str]
     """Field of config.json with the number of loops."""

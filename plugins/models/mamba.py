@@ -1,4 +1,4 @@
-"""Mamba, Falcon Mamba and Mamba 2: layers that keep states, and nothing else."""
+"""Mamba, Falcon Mamba and Mamba 2: layers with states only."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BACKBONE = WeightMap(
     },
     tied={"lm_head.weight": "model.embed_tokens.weight"},
 )
-"""Names of checkpoints whose decoder is called a backbone."""
+"""Names in checkpoints whose decoder is called a backbone."""
 
 
 def check_activation(hf: Any) -> None:
@@ -51,7 +51,6 @@ class MambaBlock(MixerBlock):
 
     @staticmethod
     def norms_of(hf: Any) -> tuple[Any, ...]:
-        """Return the norms of step sizes, keys and queries."""
         return ()
 
 
@@ -66,14 +65,11 @@ class MambaForCausalLM(CausalLM):
 
 
 def _normed(x: torch.Tensor, eps: float) -> torch.Tensor:
-    """[any, size] → x / rms(x)"""
     wide = x.float()
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
 class FalconMambaBlock(MambaBlock):
-    """Norms without weights on step sizes, keys and queries."""
-
     @staticmethod
     def norms_of(hf: Any) -> tuple[Any, ...]:
         return (partial(_normed, eps=float(hf.mixer_rms_eps)),) * 3

@@ -1,4 +1,4 @@
-"""Mellum: Qwen3 with experts, windows in some layers, and rotations by the type of layer."""
+"""Mellum: Qwen3 with experts, windows in some layers, and rotations by layer type."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MiMo: Qwen2, with layers in the checkpoint that predict further tokens and are not loaded."""
+"""MiMo: Qwen2, without the layers that predict further tokens."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """MiMo-V2: values narrower than keys, windows with sinks and more keys in most layers, and
-DeepSeek's mixtures. From V2.5 on, queries, keys and values are one tensor of the checkpoint."""
+DeepSeek's mixtures. From V2.5 on, queries, keys and values are one checkpoint tensor.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,6 @@ from .windows import WindowedAttention, window_of_layer
 
 
 def kv_heads_of(config: ModelConfig, layer: int) -> int:
-    """Return the number of key heads of a layer."""
     if window_of_layer(config.hf_config, layer) is None:
         return config.num_kv_heads
     own = getattr(config.hf_config, "swa_num_key_value_heads", None)
@@ -35,7 +35,7 @@ def kv_heads_of(config: ModelConfig, layer: int) -> int:
 
 
 class MiMoV2Attention(WindowedAttention):
-    """Values get zeros behind them, up to the width of keys, and what attention returns is cut."""
+    """Pads values with zeros to the width of keys, and cuts the output."""
 
     def __init__(self, config: ModelConfig, layer: int, build: BuildContext) -> None:
         hf = copy.copy(config.hf_config)
@@ -71,7 +71,6 @@ class MiMoV2Attention(WindowedAttention):
     def heads(
         self, qkv: torch.Tensor, rotary: Rotary | None, context: ForwardContext
     ) -> torch.Tensor:
-        """As `SelfAttention.heads`, of values' width: → [num_tokens, num_heads * value_dim]"""
         rest, values = qkv.tensor_split((-self.num_kv_heads * self.value_dim,), dim=-1)
         heads = values.reshape(len(qkv), -1, self.value_dim) * self.value_scale
         padded = F.pad(heads, (0, self.head_dim - self.value_dim)).flatten(1)
@@ -84,8 +83,6 @@ class MiMoV2Decoder(Decoder):
 
 
 class MiMoV2FlashForCausalLM(DeepseekMoeForCausalLM):
-    """Layers of the checkpoint that predict further tokens are not loaded."""
-
     tensor_parallel = True
     config_fields = {"v_head_dim": INTEGER}
     attention = MiMoV2Attention
@@ -93,7 +90,6 @@ class MiMoV2FlashForCausalLM(DeepseekMoeForCausalLM):
     weight_map = dataclasses.replace(CausalLM.weight_map, names={"sinks": "attention_sink_bias"})
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-        """Raises ConfigError for sizes and sinks that no published checkpoint has."""
         hf = config.hf_config
         for field, known in (
             ("swa_num_attention_heads", config.num_heads), ("swa_head_dim", config.head_dim),
@@ -113,25 +109,23 @@ class MiMoV2FlashForCausalLM(DeepseekMoeForCausalLM):
 
 
 BLOCK = 128
-"""Rows that a factor of a float8 weight stands for."""
+"""Rows per scale of a float8 weight."""
 
 
 @dataclasses.dataclass(frozen=True)
 class FusedWeightMap(WeightMap):
-    """Takes queries, keys and values from one tensor.
+    """Splits one tensor into queries, keys and values.
 
-    Stored as float8, its rows are chunks of some of each, [queries, keys, values], and blocks of
-    factors begin anew with each chunk. In another type, all queries come first.
+    In float8, its rows are chunks of [queries, keys, values], with blocks of scales per chunk. In
+    other types, all queries come first.
     """
 
     chunks: int = 1
     fused: tuple[tuple[int, int, int], ...] = ()
-    """Rows of queries, keys and values, by layer."""
 
     def pieces(
         self, name: str, tensor: torch.Tensor
     ) -> Iterator[tuple[str, str | None, torch.Tensor]]:
-        """As `WeightMap.pieces`. Raises LoadError for a tensor of other sizes."""
         at = re.search(r"\.(\d+)\.self_attn\.qkv_proj\.([^.]+)$", self.renamed(name))
         if at is None or tensor.dim() == 0:
             yield from super().pieces(name, tensor)
@@ -154,8 +148,6 @@ class FusedWeightMap(WeightMap):
 
 
 class MiMoV2ForCausalLM(MiMoV2FlashForCausalLM):
-    """The text part of MiMo-V2.5 and later ones."""
-
     tensor_parallel = True
     weight_map: WeightMap = FusedWeightMap(
         stacked=CausalLM.weight_map.stacked, tied=CausalLM.weight_map.tied,
@@ -163,7 +155,6 @@ class MiMoV2ForCausalLM(MiMoV2FlashForCausalLM):
     )  # fmt: skip
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-        """Raises ConfigError for key heads that chunks cannot have as many of."""
         super().__init__(config, build)
         hf, count, chunks = config.hf_config, config.num_heads, config.num_kv_heads
         fused = []

@@ -1,4 +1,4 @@
-"""MiMo-V2's configuration by the names that MiMo-V2-Flash has in `transformers`."""
+"""MiMo-V2's configuration, under the names of `transformers`' MiMo-V2-Flash."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ KINDS = {
     "hybrid_layer_pattern": ("layer_types", ("full_attention", "sliding_attention")),
     "moe_layer_freq": ("mlp_layer_types", ("dense", "sparse")),
 }
-"""List of a number for each layer → the usual field, and what 0 and 1 stand for there."""
+"""Per-layer list of numbers → usual field, and the meanings of 0 and 1."""
 
 
 MIXTURE_SIZES = ("moe_intermediate_size", "n_routed_experts", "num_experts_per_tok")
@@ -33,7 +33,7 @@ class MiMoV2Config(RenamedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any]) -> Any:
-        """A window's size does not count the token itself."""
+        """The configured window excludes the token itself."""
         own: dict[str, Any] = dict(cls.defaults) | config_dict
         for field, (name, kinds) in KINDS.items():
             own[name] = kinds_of_layers(own, field, kinds)
@@ -58,7 +58,7 @@ class MiMoV2Config(RenamedConfig):
 
 
 def kinds_of_layers(config: Mapping[str, Any], field: str, kinds: tuple[str, str]) -> list[str]:
-    """Return a layer's kind for each number of a list. Raises ConfigError where it is none."""
+    """Raises ConfigError where it is none."""
     listed, count = config.get(field), config["num_hidden_layers"]
     numbers = listed if isinstance(listed, list) else []
     if len(numbers) < count or any(type(n) is not int or n not in (0, 1) for n in numbers):

@@ -31,7 +31,6 @@ class MiniCPMForCausalLM(CausalLM):
     decoder: ClassVar[type[Decoder]] = MiniCPMDecoder
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-        """Raises ConfigError for its mixtures of experts."""
         if getattr(config.hf_config, "num_experts", 0):
             raise ConfigError("num_experts: experts are not supported here", param="num_experts")
         super().__init__(config, build)

@@ -21,13 +21,13 @@ from .mixer import HybridBlock
 from .mixtral import MixtralForCausalLM
 
 NORM_EPS = 1e-6
-"""Of the norm of lightning attention, whatever `rms_norm_eps` says."""
+"""Eps of lightning attention's norm, instead of `rms_norm_eps`."""
 CONSTANTS = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
-"""Tensors of lightning attention that some checkpoints have, and that its sizes decide."""
+"""Tensors of lightning attention that follow from its sizes; some checkpoints have them."""
 
 
 def slopes(num_heads: int, layer: int, num_layers: int) -> tuple[float, ...]:
-    """Return the rate of decay of each head: those of ALiBi, less in later layers."""
+    """Return each head's rate of decay: ALiBi's slope, smaller in later layers."""
     factor = 1 - layer / (num_layers - 1 + 1e-5) + 1e-5
     return tuple(2.0 ** (-8.0 * (head + 1) / num_heads) * factor for head in range(num_heads))
 
@@ -76,7 +76,7 @@ class MiniMaxDecoder(Decoder):
 
     @staticmethod
     def rotaries_of(config: ModelConfig, build: BuildContext) -> list[Rotary | None]:
-        """Checkpoints may say how many channels of a head rotate, as `rotary_dim`."""
+        """`rotary_dim` may limit the rotated channels."""
         rope = dict(config.rope_parameters)
         if width := getattr(config.hf_config, "rotary_dim", None):
             rope["partial_rotary_factor"] = int(width) / config.head_dim
@@ -88,7 +88,6 @@ class MiniMaxForCausalLM(MixtralForCausalLM):
     decoder = MiniMaxDecoder
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-        """Raises ConfigError."""
         hf: Any = config.hf_config
         for field, known in (("postnorm", True), ("shared_intermediate_size", 0)):
             value = getattr(hf, field, known)
@@ -101,5 +100,5 @@ class MiniMaxForCausalLM(MixtralForCausalLM):
 
     @staticmethod
     def row_orders(config: ModelConfig) -> dict[str, RowOrder]:
-        """Lightning attention's queries, keys and values take turns by head."""
+        """Lightning attention's queries, keys and values are interleaved by head."""
         return {"qkv_proj": RowOrder.by_part(config.num_heads, 3, config.head_dim)}

@@ -18,8 +18,6 @@ from .olmo2 import Olmo2Attention
 
 
 class MiniMaxM2ForCausalLM(CausalLM):
-    """Layers of the checkpoint that predict further tokens are not loaded."""
-
     tensor_parallel = True
     config_fields = EXPERTS
     attention = Olmo2Attention

@@ -1,5 +1,6 @@
-"""MiniMax-M3 (text), up to the tokens that its indexers keep: norms of each head, gates that are
-clamped, and experts chosen by sigmoids with a bias, beside a shared one."""
+"""MiniMax-M3 (text), up to its indexers' limit: norms of each head, clamped gates, and experts
+chosen by sigmoids with a bias, beside a shared one.
+"""
 
 from __future__ import annotations
 
@@ -41,14 +42,14 @@ class MiniMaxM3Decoder(Decoder):
 
     @staticmethod
     def rotaries_of(config: ModelConfig, build: BuildContext) -> Sequence[Rotary | None]:
-        """`rotary_dim` channels of a head rotate, if the rotation does not say how many do."""
+        """`rotary_dim` is the default number of rotated channels."""
         rope = config.rope_parameters
         rope.setdefault("partial_rotary_factor", config.hf_config.rotary_dim / config.head_dim)
         return [Rotary(config, build, rope)] * config.num_layers
 
 
 class MiniMaxM3WeightMap(WeightMap):
-    """Mixtures have a name of their own, and their experts Mixtral's names."""
+    """Mixtures are named differently, with Mixtral's names of experts."""
 
     def renamed(self, name: str) -> str:
         return super().renamed(name.replace(".block_sparse_moe.", ".mlp."))
@@ -62,9 +63,9 @@ class MiniMaxM3WeightMap(WeightMap):
 
 
 class MiniMaxM3SparseForCausalLM(CausalLM):
-    """Indexers choose blocks of keys that attention reads: all, of a text that is no longer than
-    `index_topk_blocks` of them. Longer ones are refused, and the indexers are not loaded, nor are
-    layers that predict further tokens."""
+    """Supports texts of up to `index_topk_blocks` blocks, for which indexers choose every key:
+    indexers are not loaded. Layers that predict further tokens are not loaded either.
+    """
 
     tensor_parallel = True
     config_fields = DEEPSEEK_EXPERTS | {"swiglu_limit": NUMBER}
@@ -77,7 +78,6 @@ class MiniMaxM3SparseForCausalLM(CausalLM):
     )
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-        """Raises ConfigError for texts of which indexers would leave out tokens."""
         hf = config.hf_config
         most = hf.index_topk_blocks * hf.index_block_size
         if config.max_model_len > most and "minimax_m3_sparse" in hf.layer_types:

@@ -1,5 +1,6 @@
-"""Ministral (windows in some layers), Ministral 3 (queries grow with their position), Seed-OSS (its
-output has a bias of its own), CWM (Llama with windows): Mistral and Llama but for one thing."""
+"""Ministral (windows in some layers), Ministral 3 (queries grow with their position), Seed-OSS
+(output biases), CWM (Llama with windows).
+"""
 
 from __future__ import annotations
 
@@ -47,8 +48,6 @@ class Growth:
 
 
 class GrowingAttention(MistralAttention):
-    """Its queries grow with their position."""
-
     def __init__(self, config: ModelConfig, layer: int, build: BuildContext) -> None:
         super().__init__(config, layer, build)
         self.growth = Growth(config)

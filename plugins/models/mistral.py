@@ -9,8 +9,6 @@ from .decoder import CausalLM, DecoderClassifier, HeadlessLM
 
 
 class MistralAttention(SelfAttention):
-    """Attention without biases; every layer sees the last `sliding_window` tokens."""
-
     @staticmethod
     def qkv_bias(hf: object) -> bool:
         return False

@@ -33,7 +33,7 @@ class GrowingLatentAttention(LatentSelfAttention):
 class Mistral4Decoder(LatentDecoder):
     @staticmethod
     def rotaries_of(config: ModelConfig, build: BuildContext) -> Sequence[Rotary | None]:
-        """`partial_rotary_factor` is the part of a head that these channels are: all turn."""
+        """`partial_rotary_factor` refers to whole heads: all of these channels rotate."""
         hf = copy.copy(config.hf_config)
         hf.rope_parameters = {**config.rope_parameters, "partial_rotary_factor": 1.0}
         return LatentDecoder.rotaries_of(dataclasses.replace(config, hf_config=hf), build)
@@ -57,7 +57,6 @@ class Mistral4ForCausalLM(DeepseekV3ForCausalLM):
 
     @staticmethod
     def rule(hf: Any) -> RoutingRule:
-        """Raises ConfigError for groups of experts, which no published checkpoint has."""
         if (hf.n_group or 1) > 1:
             raise ConfigError(f"n_group: {hf.n_group} is not supported here", param="n_group")
         return DeepseekV3ForCausalLM.rule(hf)._replace(scoring="softmax")
@@ -68,7 +67,7 @@ class MistralLarge3ForCausalLM(Mistral4ForCausalLM):
     weight_map = LATENT_MAP
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-        """`apply_yarn_scaling` false: stretched positions do not change the scale of scores."""
+        """`apply_yarn_scaling` false: the scale of scores ignores stretched positions."""
         hf = copy.copy(config.hf_config)
         if config.rope_parameters.get("apply_yarn_scaling") is False:
             hf.rope_parameters = {

@@ -1,4 +1,4 @@
-"""Common parts of models whose layers keep states: alone, or beside layers of attention."""
+"""Common parts of models with state layers, alone or beside attention."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .decoder import Decoder
 
 
 class MixerBlock(nn.Module):
-    """hidden + mixer(norm(hidden)): a block of one part."""
+    """hidden + mixer(norm(hidden))."""
 
     def __init__(
         self,
@@ -33,7 +33,6 @@ class MixerBlock(nn.Module):
 
     @classmethod
     def make_norm(cls, hf: Any, build: BuildContext) -> nn.Module:
-        """Create the block's norm, or the decoder's last one."""
         return RMSNorm(hf.hidden_size, float(hf.layer_norm_epsilon), build)
 
     @abstractmethod
@@ -45,14 +44,11 @@ class MixerBlock(nn.Module):
     def forward(
         self, hidden: torch.Tensor, rotary: Rotary | None, context: ForwardContext
     ) -> torch.Tensor:
-        """[num_tokens, hidden_size] → the same shape; `hidden` may be overwritten."""
         out: torch.Tensor = self.mixer(hidden, self.norm, rotary, context)
         return out
 
 
 class MixerDecoder(Decoder):
-    """A decoder of `MixerBlock`s, without rotation."""
-
     mixer_block: ClassVar[type[MixerBlock]]
 
     @classmethod
@@ -65,12 +61,12 @@ class MixerDecoder(Decoder):
 
 
 class HybridBlock(Block):
-    """A mixer, which is attention or keeps a state, and an MLP, each after a norm."""
+    """A mixer (attention, or one with a state) and an MLP, each after a norm."""
 
     state_name: ClassVar[str] = "mamba"
-    """What checkpoints call a mixer that keeps a state."""
+    """Checkpoints' name of a mixer with a state."""
     mlp_name: ClassVar[str] = "mlp"
-    """What the MLP is called here."""
+    """Name of the MLP here."""
 
     def __init__(
         self,
@@ -91,23 +87,21 @@ class HybridBlock(Block):
 
     @staticmethod
     def attends(hf: Any, layer: int) -> bool:
-        """Return whether a layer is of attention."""
+        """Return whether the layer's mixer is attention."""
         return bool(hf.layer_types[layer] == "full_attention")
 
     @abstractmethod
     def make_mixer(self, config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:
-        """Create a mixer that keeps a state, which is called as `SelfAttention` is."""
+        """Create a mixer with a state, called as `SelfAttention` is."""
 
     @property
     def mixer(self) -> nn.Module:
-        """The attention, or the mixer that keeps a state."""
         mixer: nn.Module = getattr(self, self.state_name, None) or self.self_attn
         return mixer
 
     def forward(
         self, hidden: torch.Tensor, rotary: Rotary | None, context: ForwardContext
     ) -> torch.Tensor:
-        """[num_tokens, hidden_size] → the same shape; `hidden` may be overwritten."""
         hidden = self.mixer(hidden, getattr(self, self.norms[0]), rotary, context)
         out: torch.Tensor = self.mlp(hidden, getattr(self, self.norms[1]))
         return out

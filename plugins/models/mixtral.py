@@ -32,5 +32,4 @@ class MixtralForCausalLM(CausalLM):
 
     @staticmethod
     def mlp(config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:
-        """Create the mixture of experts; the weights of a token's experts sum to 1."""
         return renormalized_mixture(config.hf_config, build)

@@ -27,7 +27,6 @@ class MptAttention(ClippedAttention, FusedAttention):
         return limit
 
     def spec(self, hf: Any, layer: int) -> AttentionSpec:
-        """Raises ConfigError for variants that `transformers` has not."""
         options = hf.attn_config
         for field, wanted in (("alibi", True), ("qk_ln", False), ("prefix_lm", False)):
             if bool(getattr(options, field, wanted)) is not wanted:

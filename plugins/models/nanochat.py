@@ -1,5 +1,6 @@
-"""NanoChat: norms without weights, also of heads behind the rotation, which turns backwards; an MLP
-without a gate, capped logits."""
+"""NanoChat: norms without weights, also of heads after the rotation, which is reversed; an MLP
+without a gate, capped logits.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +41,6 @@ class NanoChatBlock(Block):
 
 
 class NanoChatDecoder(Decoder):
-    """Embeddings are normed, too."""
-
     block = NanoChatBlock
 
     def __init__(
@@ -81,7 +80,6 @@ class NanoChatForCausalLM(CausalLM):
         return PlainMLP(hf.hidden_size, hf.intermediate_size, hf.hidden_act, build, bias=False)
 
     def compute_logits(self, hidden: HiddenStates) -> torch.Tensor:
-        """With a soft cap."""
         logits, cap = super().compute_logits(hidden), self.soft_cap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 

@@ -1,5 +1,6 @@
-"""Nemotron-H and Nemotron 3: layers of one part each: Mamba 2, attention without rotation, an MLP,
-or a mixture of experts without gates."""
+"""Nemotron-H and Nemotron 3: layers of one part each: Mamba 2, unrotated attention, an MLP, or a
+mixture without gates.
+"""
 
 from __future__ import annotations
 
@@ -59,13 +60,11 @@ class NemotronHBlock(MixerBlock):
 
     @staticmethod
     def step_limits(hf: Any) -> tuple[float, float]:
-        """Return the least and the largest step size: as in `transformers`, `time_step_limit` is
-        not read."""
+        """Return the step size's limits; as in `transformers`, `time_step_limit` is ignored."""
         return float(hf.time_step_min), float("inf")
 
     @staticmethod
     def own_config(config: ModelConfig, layer: int) -> ModelConfig:
-        """Return the configuration of a layer, where layers differ."""
         return config
 
     def forward(
@@ -85,7 +84,8 @@ def _plain(hf: Any, inner: int, build: BuildContext) -> PlainMLP:
 
 def _mixture(hf: Any, build: BuildContext) -> SparseMLP:
     """Create experts, chosen as DeepSeek-V3's are, and a shared one. With `moe_latent_size` the
-    chosen ones see a projection of that width."""
+    chosen ones read a projection of that width.
+    """
     for field, known in (("mlp_hidden_act", "relu2"), ("mlp_bias", False)):
         if (value := getattr(hf, field)) != known:
             raise ConfigError(
@@ -108,8 +108,6 @@ class NemotronHDecoder(MixerDecoder):
 
 
 class NemotronHForCausalLM(CausalLM):
-    """Layers of the checkpoint that predict further tokens are not loaded."""
-
     tensor_parallel = True
     config_fields = DEEPSEEK_EXPERTS
     decoder: ClassVar[type[Decoder]] = NemotronHDecoder

@@ -22,7 +22,7 @@ class PuzzleAttention(SelfAttention):
 class PuzzleBlock(NemotronHBlock):
     @staticmethod
     def own_config(config: ModelConfig, layer: int) -> ModelConfig:
-        """What `block_configs` says of the layer stands for what the whole configuration says."""
+        """The layer's `block_configs` override the common fields."""
         hf = copy.copy(config.hf_config)
         for name, value in hf.block_configs[layer].items():
             setattr(hf, name, value)

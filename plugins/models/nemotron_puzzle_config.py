@@ -1,4 +1,4 @@
-"""Nemotron 3 Puzzle's configuration: Nemotron-H's, with an object for each layer."""
+"""Nemotron 3 Puzzle's configuration: Nemotron-H's, with an object per layer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .configs import check_count, wrong
 KINDS = {
     "attention": "full_attention", "mamba": "linear_attention", "mlp": "mlp", "moe": "moe",
 }  # fmt: skip
-"""`block_type` → the kind of layer, as Nemotron-H has it in `transformers`."""
+"""`block_type` → layer type in `transformers`' Nemotron-H."""
 MIXTURE = (
     "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size",
     "moe_shared_expert_intermediate_size", "moe_latent_size", "n_group", "topk_group",
@@ -20,14 +20,14 @@ MIXTURE = (
 SIZES = {
     "attention": ("sliding_window",), "mamba": (), "mlp": ("intermediate_size",), "moe": MIXTURE,
 }  # fmt: skip
-"""Integers that a layer may have of its own, by `block_type`."""
+"""Integers that a layer may override, by `block_type`."""
 COMMON = (
     "hidden_size", "n_groups", "mamba_num_heads", "mamba_head_dim", "ssm_state_size", "conv_kernel",
     *MIXTURE[:4],
 )  # fmt: skip
-"""Integers that hold for all layers that say nothing else."""
+"""Integers common to all layers."""
 FREE = {"routed_scaling_factor": (int, float), "norm_topk_prob": (bool,)}
-"""What else a mixture may have of its own, and its types."""
+"""Other fields that a mixture may override, with their types."""
 
 
 class NemotronPuzzleConfig:
@@ -50,7 +50,7 @@ class NemotronPuzzleConfig:
 
 
 def layer_of(block: Any, number: int) -> dict[str, Any]:
-    """Return what a layer has of its own. Raises ConfigError for what no such layer has."""
+    """Return a layer's overrides. Raises ConfigError for unknown ones."""
     scope = f"block_configs[{number}]"
     kind = block.get("block_type") if isinstance(block, dict) else None
     if kind not in KINDS:
@@ -61,7 +61,7 @@ def layer_of(block: Any, number: int) -> dict[str, Any]:
 
 
 def check_layer(config: Any, layer: Mapping[str, Any], number: int) -> None:
-    """Raise ConfigError where a layer differs in what all have in common, or has the wrong type."""
+    """Raise ConfigError where a layer changes a common field, or has a wrong type."""
     for name, value in layer.items():
         place, common = f"block_configs[{number}].{name}", getattr(config, name, None)
         if name in FREE:

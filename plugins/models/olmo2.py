@@ -13,8 +13,6 @@ from .decoder import CausalLM, Decoder, DecoderClassifier, HeadlessLM
 
 
 class Olmo2Attention(SelfAttention):
-    """Attention with one norm over all queries and one over all keys, for any number of heads."""
-
     q_norm: RMSNorm
     k_norm: RMSNorm
 

@@ -1,4 +1,4 @@
-"""OLMo 3: OLMo 2 with a sliding window in most layers, which use separate rotary parameters."""
+"""OLMo 3: OLMo 2 with a sliding window in most layers, with their own rotary parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OLMo Hybrid: gated delta nets between norms in most layers, OLMo 2's attention in the others."""
+"""OLMo Hybrid: gated delta nets after norms in most layers, OLMo 2's attention in the others."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from .olmo2 import Olmo2Attention
 from .qwen3_next import DELTA_NETS
 
 NORM_EPS = 1e-5
-"""Of the gated norm, whatever `rms_norm_eps` says."""
+"""Eps of the gated norm, instead of `rms_norm_eps`."""
 PRE_NORMS = ("input_layernorm", "post_attention_layernorm")
 POST_NORMS = ("post_attention_layernorm", "post_feedforward_layernorm")
 
 
 class OlmoDeltaNet(StateMixer):
-    """Projections; convolution of queries, keys and values; delta rule, whose corrections may go
-    beyond what is missing; gated norm of each head; projection. Ranks divide the heads."""
+    """Projections; convolution of queries, keys and values; delta rule with step sizes up to 2;
+    gated norm of each head; projection. Ranks divide the heads.
+    """
 
     def __init__(self, hf: Any, build: BuildContext) -> None:
-        """Raises ConfigError."""
         heads, key_heads = hf.linear_num_value_heads, hf.linear_num_key_heads
         if heads % key_heads:
             raise ConfigError(
@@ -73,7 +73,7 @@ class OlmoDeltaNet(StateMixer):
         self.weights: ChannelDeltaWeights
 
     def after_loading(self) -> None:
-        """Derive the recurrence's weights, in float32: the channels of a head decay alike."""
+        """Derive the recurrence's float32 weights: the channels of a head decay alike."""
         rate = -self.A_log.detach().float().exp()
         bias = self.dt_bias.detach().float()[:, None].expand(-1, self.key_dim).contiguous()
         self.weights = ChannelDeltaWeights(rate, bias, strength=self.strength)
@@ -81,7 +81,6 @@ class OlmoDeltaNet(StateMixer):
     def mix(
         self, hidden: torch.Tensor, norm: nn.Module | None, context: ForwardContext
     ) -> tuple[Product, torch.Tensor]:
-        """As `StateMixer.mix`."""
         rows, heads = context.layout.state_rows, self.num_heads
         parts = [sum(self.sizes), heads * self.value_dim, heads, heads]
         qkv, gate, beta, step = self.qkv_proj(hidden, norm=norm).split(parts, dim=-1)
@@ -102,15 +101,16 @@ class OlmoDeltaNet(StateMixer):
         return self.o_proj, y
 
     def _of_values(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the queries or keys of each head of values: [T, num_key_heads * key_dim] → [T,
-        num_heads, key_dim]; a head of keys serves as many consecutive ones of values."""
+        """Repeat queries or keys for each value head of theirs: [T, num_key_heads * key_dim] → [T,
+        num_heads, key_dim].
+        """
         x = x.view(len(x), self.num_key_heads, self.key_dim)
         each = self.num_heads // self.num_key_heads
         return x if each == 1 else x.repeat_interleave(each, dim=1)
 
 
 class OlmoHybridBlock(Block):
-    """Norms before a delta net and its MLP, or behind attention and its MLP."""
+    """Norms before a delta net and its MLP, or after attention and its MLP."""
 
     def __init__(
         self,

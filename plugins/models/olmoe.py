@@ -15,14 +15,11 @@ from .olmo2 import Olmo2Attention, Olmo2Decoder
 
 
 class OlmoeForCausalLM(CausalLM):
-    """Llama's blocks."""
-
     tensor_parallel = True
     config_fields = EXPERTS
     attention = Olmo2Attention
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-        """Raises ConfigError where queries, keys and values are clipped."""
         if getattr(config.hf_config, "clip_qkv", None) is not None:
             raise ConfigError("clip_qkv: is not supported for this model", param="clip_qkv")
         super().__init__(config, build)
@@ -41,7 +38,5 @@ class OlmoeForCausalLM(CausalLM):
 
 
 class FlexOlmoForCausalLM(OlmoeForCausalLM):
-    """OLMo 2's blocks."""
-
     tensor_parallel = True
     decoder = Olmo2Decoder

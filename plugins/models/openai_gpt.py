@@ -1,4 +1,4 @@
-"""The first GPT: GPT-2 with norms behind attention and MLP, of what they were added to."""
+"""The first GPT: GPT-2 with norms after each sum."""
 
 from __future__ import annotations
 
@@ -28,20 +28,15 @@ class GptAttention(Gpt2Attention):
 
 
 class GptBlock(LayerNormBlock):
-    """norm(hidden + f(hidden)), for attention and then for the MLP."""
-
     def forward(
         self, hidden: torch.Tensor, rotary: Rotary | None, context: ForwardContext
     ) -> torch.Tensor:
-        """[num_tokens, hidden_size] → the same shape; `hidden` may be overwritten."""
         hidden = self.input_layernorm(self.self_attn(hidden, None, rotary, context))
         out: torch.Tensor = self.post_attention_layernorm(self.mlp(hidden, None))
         return out
 
 
 class GptDecoder(Gpt2Decoder):
-    """There is no norm behind the last layer."""
-
     block = GptBlock
 
     def __init__(
@@ -76,7 +71,6 @@ class OpenAIGPTLMHeadModel(GPT2LMHeadModel):
 
     @staticmethod
     def mlp(config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:
-        """Create the MLP. Raises ConfigError for an activation that this family does not have."""
         hf: Any = config.hf_config
         if hf.afn not in ACTIVATIONS:
             raise ConfigError(f"afn: {hf.afn!r} is not supported", param="afn")

@@ -33,7 +33,7 @@ class OptAttention(SelfAttention):
 class OptBlock(LayerNormBlock):
     @classmethod
     def make_norm(cls, hf: Any, build: BuildContext) -> nn.Module:
-        """Configurations do not state the eps that counts."""
+        """Create a norm; configurations do not state its eps."""
         return LayerNorm(hf.hidden_size, 1e-5, build)
 
 
@@ -58,7 +58,6 @@ class OPTForCausalLM(CausalLM):
     )  # fmt: skip
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-        """Raises ConfigError for OPT-350M's kind, which norms the sums."""
         hf: Any = config.hf_config
         for field, wanted in (
             ("do_layer_norm_before", True), ("layer_norm_elementwise_affine", True),
@@ -72,7 +71,6 @@ class OPTForCausalLM(CausalLM):
 
 
 def scale_of(config: ModelConfig, build: BuildContext) -> float | None:
-    """Return sqrt(hidden_size), where the configuration scales embeddings."""
     return config.hidden_size**0.5 if config.hf_config.scale_embedding else None
 
 

@@ -1,4 +1,4 @@
-"""Ouro: a decoder that runs several times over each token, with a cache of each time."""
+"""Ouro: a decoder that runs several times over each token, with a cache per time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .looped import LoopedDecoder
 
 
 class OuroAttention(SelfAttention):
-    """Has keys and values of its own in each loop."""
+    """Has its own keys and values in each loop."""
 
     attention: Any
 
@@ -47,7 +47,6 @@ class OuroBlock(NormedBlock):
         context: ForwardContext,
         loop: int = 0,
     ) -> torch.Tensor:
-        """[num_tokens, hidden_size] → the same shape; `hidden` may be overwritten."""
         attention = self.self_attn
         qkv = attention.qkv_proj(hidden, norm=self.input_layernorm)
         heads = attention.attention[loop](qkv, context, rotary=rotary)
@@ -61,7 +60,7 @@ class OuroDecoder(LoopedDecoder):
     loops_field = "total_ut_steps"
 
     def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """[num_tokens] → [num_tokens, hidden_size]; all loops but the last one are normed."""
+        """[num_tokens] → [num_tokens, hidden_size]; normed after all loops but the last."""
         hidden = self.embed(input_ids, context.positions)
         layers = self.unlike_layers() if context.precompiling else self.stage_layers()
         for loop in range(self.num_loops):
@@ -72,7 +71,7 @@ class OuroDecoder(LoopedDecoder):
 
 
 class OuroForCausalLM(CausalLM):
-    """Every token goes through all loops: the gate that could end them earlier is not loaded."""
+    """Runs all loops for every token: the gate for early exit is not loaded."""
 
     tensor_parallel = True
     config_fields = {"total_ut_steps": SIZE.not_null(), "use_sliding_window": FLAG}
@@ -81,7 +80,6 @@ class OuroForCausalLM(CausalLM):
     weight_map = dataclasses.replace(CausalLM.weight_map, ignored=("model.early_exit_gate.",))
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-        """Raises ConfigError for tokens that would leave earlier, and for windows."""
         hf = config.hf_config
         for field, known in (("early_exit_threshold", 1.0), ("use_sliding_window", False)):
             if (value := getattr(hf, field, known)) != known:

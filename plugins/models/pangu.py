@@ -1,4 +1,4 @@
-"""openPangu Ultra MoE: DeepSeek V3 with norms also behind attention and MLP."""
+"""openPangu Ultra MoE: DeepSeek V3 with norms also after attention and MLP."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Parts that several families of decoders share: positions, norms, and names of older checkpoints.
-
-`decoder.py` has what nearly all of them are made of.
+"""Parts that several families of decoders share: positions, norms, and names of older
+checkpoints.
 """
 
 from __future__ import annotations
@@ -55,8 +54,8 @@ BIAS_FIELDS = ("mlp_bias", "use_bias", "enable_bias", "bias")
 def plain_mlp(config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:
     """Create an MLP without a gate: a `MakeMLP`.
 
-    Sizes, activation and biases by the names that families use; 4 * hidden_size, and biases, where
-    the configuration does not say.
+    Reads sizes, activation and biases under the names that families use; by default 4 *
+    hidden_size, with biases.
     """
     hf: Any = config.hf_config
     sizes = (getattr(hf, name, None) for name in INNER_SIZES)
@@ -72,8 +71,7 @@ def plain_mlp(config: ModelConfig, layer: int, build: BuildContext) -> nn.Module
 
 
 def renormalized_mixture(hf: Any, build: BuildContext, **options: Any) -> SparseMLP:
-    """Create a mixture of which the weights of a token's experts sum to 1. options: more of
-    `SparseMLP`'s."""
+    """Create a mixture whose weights sum to 1 per token. options: of `SparseMLP`."""
     return SparseMLP(
         hf.num_local_experts, RoutingRule(hf.num_experts_per_tok, renormalize=True),
         hf.hidden_size, hf.intermediate_size, hf.hidden_act, build, **options,
@@ -86,7 +84,7 @@ def renormalized_mixture(hf: Any, build: BuildContext, **options: Any) -> Sparse
 def alibi_slopes(num_heads: int, largest: float = 8.0) -> tuple[float, ...]:
     """Return a slope for each head, 2^-largest the smallest.
 
-    Source: ALiBi (arXiv 2108.12409), and its code for numbers of heads that are no power of two.
+    Source: ALiBi (arXiv 2108.12409), and its code for head counts other than powers of two.
     """
     power = 2 ** math.ceil(math.log2(num_heads))
     slopes = [2.0 ** (-largest * head / power) for head in range(1, power + 1)]
@@ -94,7 +92,7 @@ def alibi_slopes(num_heads: int, largest: float = 8.0) -> tuple[float, ...]:
 
 
 class UnrotatedDecoder(Decoder):
-    """No layer rotates: positions are in the attention's slopes, or in the embeddings."""
+    """No layer rotates: positions are slopes or embeddings."""
 
     @staticmethod
     def rotaries_of(config: ModelConfig, build: BuildContext) -> Sequence[Rotary | None]:
@@ -102,10 +100,7 @@ class UnrotatedDecoder(Decoder):
 
 
 class PositionDecoder(UnrotatedDecoder):
-    """Adds a learned embedding of its position to each token's."""
-
     offset: ClassVar[int] = 0
-    """Row of position 0."""
 
     def __init__(
         self,
@@ -128,17 +123,15 @@ class PositionDecoder(UnrotatedDecoder):
 
 
 class FusedAttention(SelfAttention):
-    """Queries, keys and values are one tensor of the checkpoint, which `grouped_rows` may have to
-    put in order."""
+    """Queries, keys and values are one checkpoint tensor, which `grouped_rows` may reorder."""
 
     fused = True
 
 
 class HeadNormAttention(SelfAttention):
-    """Queries and keys are normed by `q_layernorm` and `k_layernorm`, if it has them, before the
-    rotation.
+    """Optional `q_layernorm` and `k_layernorm` norm queries and keys before the rotation.
 
-    For norms that are no RMSNorm of one head: those are `q_norm` and `k_norm`, which kernels apply
+    For other norms than an RMSNorm per head, which is `q_norm` and `k_norm`: kernels fuse those
     with the rotation.
     """
 
@@ -166,7 +159,7 @@ class HeadNormAttention(SelfAttention):
 
 
 class ClippedAttention(SelfAttention):
-    """Queries, keys and values are at most `clip` from 0."""
+    """Clips queries, keys and values to ±`clip`."""
 
     def __init__(self, config: ModelConfig, layer: int, build: BuildContext) -> None:
         super().__init__(config, layer, build)
@@ -204,8 +197,9 @@ def grouped_rows(config: ModelConfig, kv_heads: int) -> RowOrder:
 
 
 class OffsetLayerNorm(LayerNorm):
-    """(x - mean) / deviation * (1 + weight) + bias. The sum is rounded to the weight's type, as
-    where these models were trained."""
+    """(x - mean) / deviation * (1 + weight) + bias. The sum is rounded to the weight's type, as in
+    training.
+    """
 
     def after_loading(self) -> None:
         self.weight.data.add_(1.0)
@@ -246,8 +240,7 @@ class HeadsLayerNorm(nn.Module):
         build: BuildContext,
         order: RowOrder | None = None,
     ) -> None:
-        """`own`: this rank's heads; `order`: how the rows of the heads' projection are put in
-        order."""
+        """`own`: this rank's heads; `order`: row order of the heads' projection."""
         super().__init__()
         self.shardings = {"weight": Sharding(0, {"": num_heads}, {"": (own,)})}
         self.weight = nn.Parameter(build.empty(own.stop - own.start, head_dim))
@@ -259,12 +252,10 @@ class HeadsLayerNorm(nn.Module):
 
     @property
     def norm(self) -> CenteredNorm:
-        """Return the parameters, for `Operations.norm_heads`."""
         return CenteredNorm(self.weight, None, self.eps)
 
 
 HEAD_NORMS = (LayerNorm, HeadsLayerNorm)
-"""Norms of single heads that `Operations.norm_heads` applies."""
 
 
 # ---------------------------------------------------------------- checkpoints
@@ -275,9 +266,9 @@ class OldWeightMap(WeightMap):
     """For checkpoints that hold attention masks, or matrices as [in_features, out_features]."""
 
     masks: tuple[str, ...] = ()
-    """Ends of names of tensors that are not weights."""
+    """Name suffixes of tensors that are not weights."""
     transposed: tuple[str, ...] = ()
-    """Ends of names of matrices whose rows are the columns here."""
+    """Name suffixes of transposed matrices."""
 
     def pieces(
         self, name: str, tensor: torch.Tensor

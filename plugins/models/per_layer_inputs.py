@@ -1,5 +1,4 @@
-"""Inputs that each layer has of its own, beside the hidden states: of Gemma 3n, and of the smaller
-models of Gemma 4."""
+"""Per-layer inputs beside the hidden states: of Gemma 3n, and of the smaller Gemma 4 models."""
 
 from __future__ import annotations
 
@@ -23,32 +22,31 @@ PER_LAYER_NAMES = {
     "per_layer_input.projection": "per_layer_projection",
     "per_layer_input.norm": "post_per_layer_input_norm",
 }
-"""`WeightMap.names` of both parts."""
 
 
 def input_size(hf: Any) -> int:
-    """Return the width of the inputs that each layer has of its own; 0: layers have none."""
+    """Return the width of per-layer inputs; 0: none."""
     return int(getattr(hf, "hidden_size_per_layer_input", None) or 0)
 
 
 class PerLayerInputs(nn.Module):
-    """Makes the inputs of all layers: each token has an embedding for each layer, to which a
-    projection of its hidden states is added."""
+    """Makes all layers' inputs: per-layer embeddings of each token, plus a projection of its hidden
+    states.
+    """
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__()
         hf = config.hf_config
         self.size = input_size(hf)
         width, self.known = config.num_layers * self.size, hf.vocab_size_per_layer_input
-        """Tokens from this number on have the inputs of token 0."""
+        """Larger token ids have the inputs of token 0."""
         self.embedding = Embedding(self.known, width, build)
         self.projection = Linear(hf.hidden_size, width, build)
         self.norm = RMSNorm(self.size, hf.rms_norm_eps, build)
         self.scale = float(torch.tensor(self.size**0.5).to(build.dtype))
 
     def forward(self, input_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """[num_tokens], and their embeddings, [num_tokens, hidden_size] → [num_tokens, num_layers,
-        size]"""
+        """input_ids: [num_tokens], hidden: their embeddings → [num_tokens, num_layers, size]"""
         shape = len(hidden), -1, self.size
         states = self.projection(hidden) * hidden.shape[-1] ** -0.5
         known = torch.where(input_ids < self.known, input_ids, 0)
@@ -59,7 +57,7 @@ class PerLayerInputs(nn.Module):
 
 
 class PerLayerInput(nn.Module):
-    """A layer's answer to its own input, which the hidden states gate."""
+    """Adds a layer's own input, gated by the hidden states."""
 
     def __init__(self, hf: Any, build: BuildContext) -> None:
         super().__init__()
@@ -71,8 +69,9 @@ class PerLayerInput(nn.Module):
     def forward(
         self, hidden: torch.Tensor, inputs: torch.Tensor, *, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """[num_tokens, hidden_size] and [num_tokens, size] → [num_tokens, hidden_size], added to
-        `residual` if there is one."""
+        """hidden: [num_tokens, hidden_size], inputs: [num_tokens, size] → as hidden, added to
+        `residual` if given.
+        """
         gate = F.gelu(self.gate(hidden), approximate="tanh")
         projected = self.projection(gate * inputs)
         out: torch.Tensor

@@ -53,7 +53,7 @@ class PhiForCausalLM(CausalLM):
 
 
 class PersimmonAttention(FusedAttention, PhiAttention):
-    """The checkpoint has queries, keys and values of a head together."""
+    """The checkpoint stores queries, keys and values by head."""
 
 
 class PersimmonForCausalLM(PhiForCausalLM):

@@ -1,4 +1,4 @@
-"""Phi-3, Phi-3.5 and Phi-4: Llama with queries, keys and values as one checkpoint tensor."""
+"""Phi-3, Phi-3.5 and Phi-4: Llama with queries, keys and values in one checkpoint tensor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .mistral import MistralAttention
 
 
 class Phi3Attention(MistralAttention):
-    """Attention whose fused checkpoint tensor already has the row order used here."""
+    """The fused checkpoint tensor already has this row order."""
 
     fused = True
 
@@ -23,7 +23,7 @@ class Phi3Attention(MistralAttention):
 
 
 class Phi3Model(HeadlessLM):
-    """Merges nothing on loading: a quantized layer has the scales of the whole tensor."""
+    """Merges nothing on loading: a quantized layer has scales of the whole tensor."""
 
     tensor_parallel = True
     attention = Phi3Attention

@@ -1,5 +1,6 @@
 """Phi-3.5-MoE: layer norms, biases in attention and the head, and two experts for each token, each
-weighted among those near it."""
+weighted among experts of similar logits.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ class PhimoeAttention(MistralAttention):
 
 
 class PhimoeBlock(LayerNormBlock):
-    """The configuration calls the norms' eps that of an RMSNorm."""
+    """The configuration calls the norms' eps `rms_norm_eps`."""
 
     @classmethod
     def make_norm(cls, hf: Any, build: BuildContext) -> nn.Module:
@@ -43,7 +44,7 @@ class PhimoeDecoder(LayerNormDecoder):
 
     @staticmethod
     def rotaries_of(config: ModelConfig, build: BuildContext) -> Sequence[Rotary | None]:
-        """Factors on cosines and sines are the configuration's, for short or for long texts."""
+        """Cosines and sines have factors for short or for long texts."""
         rope = config.rope_parameters
         original = rope.get("original_max_position_embeddings") or config.max_model_len
         scale = rope.get("long_mscale" if config.max_model_len > original else "short_mscale")
@@ -53,8 +54,9 @@ class PhimoeDecoder(LayerNormDecoder):
 
 
 class SparseMixer(SparseMLP):
-    """The weight of an expert is its part of the softmax over experts whose logits are near its
-    own. Source: GRIN (arXiv 2409.12136)."""
+    """The weight of an expert is its probability among experts with similar logits. Source: GRIN
+    (arXiv 2409.12136).
+    """
 
     margin = 0.01
 
@@ -84,7 +86,6 @@ class PhimoeForCausalLM(CausalLM):
 
     @staticmethod
     def mlp(config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:
-        """Raises ConfigError for any number of experts but two."""
         hf = config.hf_config
         if hf.num_experts_per_tok != 2:
             raise ConfigError(

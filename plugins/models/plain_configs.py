@@ -27,7 +27,7 @@ COMMON: dict[str, tuple[type, ...]] = {
     "transformers_version": (str, NONE),
     "use_cache": BOOL,
 }
-"""What every model type has: name → exact types."""
+"""Fields of every model type: name → exact types."""
 DECODER = COMMON | {
     "attention_dropout": NUMBER,
     "num_key_value_heads": INT,

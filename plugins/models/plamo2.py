@@ -1,4 +1,4 @@
-"""PLaMo 2: a Mamba with heads in every other layer, attention in a window in the others."""
+"""PLaMo 2: multi-head Mamba in every other layer, windowed attention in the others."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ from .mixer import HybridBlock
 from .parts import FusedAttention, HeadNormAttention
 
 HEAD_EPS = 1e-6
-"""Of the norms of queries and keys, whatever `rms_norm_eps` says."""
+"""Eps of the norms of queries and keys, instead of `rms_norm_eps`."""
 OFFSETS = {
     "pre_mixer_norm": 1.0, "post_mixer_norm": 1 / 5,
     "pre_mlp_norm": 1.0, "post_mlp_norm": 1 / 5**1.5,
 }  # fmt: skip
-"""What is added to the weights of norms."""
+"""Offsets of the norms' weights."""
 
 
 class Plamo2Mixer(StateMixer):
-    """Mamba 2's recurrence, whose step sizes, keys and queries are computed from its inputs behind
-    the convolution, and normed. Takes the place of a block's attention."""
+    """Mamba 2's recurrence; step sizes, keys and queries are computed from the convolution's
+    output, and normed. Replaces a block's attention.
+    """
 
     def __init__(self, hf: Any, build: BuildContext) -> None:
         heads, head_dim, states = hf.mamba_num_heads, hf.hidden_size_per_head, hf.mamba_d_state
@@ -58,7 +59,6 @@ class Plamo2Mixer(StateMixer):
         self.weights: ScanWeights
 
     def after_loading(self) -> None:
-        """Derive the recurrence's weights, in float32."""
         self.weights = ScanWeights(
             -self.A_log.detach().float().exp(), self.D.detach().float(),
             self.dt_bias.detach().float(),
@@ -67,7 +67,6 @@ class Plamo2Mixer(StateMixer):
     def mix(
         self, hidden: torch.Tensor, norm: nn.Module | None, context: ForwardContext
     ) -> tuple[Product, torch.Tensor]:
-        """As `StateMixer.mix`."""
         rows = context.layout.state_rows
         gate, x = self.in_proj(hidden, norm=norm).chunk(2, dim=-1)
         x = self.operations.causal_conv(
@@ -84,16 +83,14 @@ class Plamo2Mixer(StateMixer):
 
 
 class HeadsRMSNorm(nn.Module):
-    """x / rms(x) * weight over each head, which has factors of its own: [num_heads, head_dim]."""
+    """x / rms(x) * weight over each head, weight: [num_heads, head_dim]."""
 
     def __init__(self, num_heads: int, head_dim: int, own: slice, build: BuildContext) -> None:
-        """`own`: this rank's heads"""
         super().__init__()
         self.shardings = {"weight": Sharding(0, {"": num_heads}, {"": (own,)})}
         self.weight = nn.Parameter(build.empty(own.stop - own.start, head_dim))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., num_heads, head_dim] → the same shape"""
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + HEAD_EPS)
         return (wide * self.weight.float()).to(x.dtype)
@@ -108,7 +105,7 @@ class Plamo2Attention(FusedAttention, HeadNormAttention):
 
     @staticmethod
     def sliding_window(hf: Any, layer: int) -> int | None:
-        """A token also sees the one that is `attention_window_size` before it."""
+        """A token also sees the one `attention_window_size` before it."""
         if hf.attention_window_size is None or layer in (hf.full_attention_idx or ()):
             return None
         return int(hf.attention_window_size) + 1
@@ -174,7 +171,7 @@ class Plamo2ForCausalLM(CausalLM):
 
     @staticmethod
     def row_orders(config: ModelConfig) -> dict[str, RowOrder]:
-        """Gates and inputs take turns by head."""
+        """Gates and inputs are interleaved by head."""
         hf = config.hf_config
         return {"in_proj": RowOrder.by_part(hf.mamba_num_heads, 2, hf.hidden_size_per_head)}
 

@@ -1,5 +1,6 @@
-"""PLaMo 3: norms before and behind attention and MLP, all with offsets, and windows in most
-layers."""
+"""PLaMo 3: norms before and after attention and MLP, all with offsets, and windows in most
+layers.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +63,6 @@ class Plamo3ForCausalLM(CausalLM):
     )
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-        """Raises ConfigError for embeddings that are scaled."""
         if getattr(config.hf_config, "scale_embedding", False):
             raise ConfigError("scale_embedding: true is not supported", param="scale_embedding")
         super().__init__(config, build)

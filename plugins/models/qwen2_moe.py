@@ -46,8 +46,9 @@ class Qwen2MoeForCausalLM(CausalLM):
 
 
 def shared_mixture(hf: Any, build: BuildContext, *, renormalize: bool) -> SparseMLP:
-    """Create a mixture with an expert for all tokens, times a gate. renormalize: the weights of a
-    token's other experts sum to 1."""
+    """Create a mixture with a gated expert for all tokens. renormalize: the weights of a token's
+    other experts sum to 1.
+    """
     return SparseMLP(
         hf.num_experts,
         RoutingRule(hf.num_experts_per_tok, renormalize=renormalize),

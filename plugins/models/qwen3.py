@@ -39,6 +39,6 @@ class Qwen3ForSequenceClassification(DecoderClassifier):
 
     @classmethod
     def classifier_method(cls, hf_config: Any) -> str | None:
-        """Return the method of the family's rerankers if `hf_overrides` say that it is one."""
+        """Return the method of the family's rerankers, if `hf_overrides` select it."""
         is_reranker = getattr(hf_config, "is_original_qwen3_reranker", False)
         return "from_2_way_softmax" if is_reranker else None

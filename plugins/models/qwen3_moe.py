@@ -20,7 +20,7 @@ from .windows import QWEN_WINDOWS
 
 
 class Qwen3MoeAttention(Qwen3Attention):
-    """The window, where there is one, is every layer's."""
+    """A window applies to every layer."""
 
     @staticmethod
     def sliding_window(hf: Any, layer: int) -> int | None:
@@ -51,7 +51,7 @@ class Qwen3MoeForCausalLM(CausalLM):
 
 
 class Qwen3VLMoeTextForCausalLM(Qwen3MoeForCausalLM):
-    """The text part of Qwen3-VL, whose checkpoints have one tensor for all experts."""
+    """The text part of Qwen3-VL: one checkpoint tensor for all experts."""
 
     tensor_parallel = True
 
@@ -67,8 +67,7 @@ class Qwen3VLMoeTextForCausalLM(Qwen3MoeForCausalLM):
 
 
 def is_sparse(hf: Any, layer: int) -> bool:
-    """Return whether the layer has a mixture: every `decoder_sparse_step`th one, but for those of
-    `mlp_only_layers`. Raises ConfigError."""
+    """Return whether the layer has a mixture. Raises ConfigError."""
     if hf.decoder_sparse_step < 1:
         raise ConfigError(
             f"decoder_sparse_step: {hf.decoder_sparse_step} is no number of layers",

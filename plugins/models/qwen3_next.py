@@ -27,8 +27,9 @@ from .qwen2_moe import Qwen2MoeForCausalLM, shared_mixture
 
 
 class GatedAttention(SelfAttention):
-    """A norm on each head's queries and keys; outputs times the sigmoid of a gate, which the
-    projection of queries has, too."""
+    """A norm on each head's queries and keys; outputs times the sigmoid of a gate, from the query
+    projection.
+    """
 
     def __init__(self, config: ModelConfig, layer: int, build: BuildContext) -> None:
         super().__init__(config, layer, build)
@@ -60,11 +61,10 @@ DELTA_NETS: dict[str, FieldKind] = dict.fromkeys(
     ),
     SIZE,
 )  # fmt: skip
-"""Fields of config.json of families with gated delta nets."""
+"""Fields of gated delta nets."""
 
 
 def delta_sizes(hf: Any) -> DeltaSizes:
-    """Return the sizes of the layers with a state."""
     return DeltaSizes(
         hf.hidden_size, hf.linear_num_key_heads, hf.linear_num_value_heads, hf.linear_key_head_dim,
         hf.linear_value_head_dim, hf.linear_conv_kernel_dim,
@@ -76,8 +76,6 @@ class Qwen3NextBlock(HybridBlock):
     state_name = "linear_attn"
 
     def make_mixer(self, config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:
-        """Raises ConfigError for another activation behind convolutions than silu, and for heads of
-        values that heads of keys cannot share."""
         hf: Any = config.hf_config
         if hf.hidden_act not in ("silu", "swish"):
             raise ConfigError(f"hidden_act: {hf.hidden_act!r} is not supported", param="hidden_act")
@@ -92,7 +90,7 @@ class Qwen3NextBlock(HybridBlock):
 
     @staticmethod
     def shards(sizes: DeltaSizes) -> Mapping[str, int]:
-        """Return the tensors that a checkpoint has for the projection, with their widths."""
+        """Return the projection's checkpoint tensors, with their widths."""
         qkv, gate, beta, step = sizes.projection
         return {"qkvz": qkv + gate, "ba": beta + step}
 
@@ -102,8 +100,9 @@ class Qwen3NextDecoder(Decoder):
 
 
 def by_kind(num_groups: int, *widths: int) -> RowOrder:
-    """Of groups that each have rows of several kinds, `widths` of each: all rows of the first kind,
-    then of the second, …"""
+    """Return the order from groups with `widths` rows of each kind to all rows of the first kind,
+    then of the second, …
+    """
     group, start = sum(widths), 0
     order: list[int] = []
     for width in widths:
@@ -130,7 +129,7 @@ class Qwen3NextForCausalLM(CausalLM):
 
     @staticmethod
     def row_orders(config: ModelConfig) -> dict[str, RowOrder]:
-        """Queries and gates take turns by head, and a key's head has all that belongs to it."""
+        """Queries and gates are interleaved by head; delta nets are stored by key head."""
         sizes = delta_sizes(config.hf_config)
         each = sizes.num_value_heads // sizes.num_key_heads
         values = each * sizes.value_dim
@@ -170,7 +169,7 @@ class Qwen3_5ForCausalLM(CausalLM):
 
     @staticmethod
     def row_orders(config: ModelConfig) -> dict[str, RowOrder]:
-        """Queries and gates take turns by head."""
+        """Queries and gates are interleaved by head."""
         return {"q_proj": RowOrder.by_part(config.num_heads, 2, config.head_dim)}
 
 
@@ -183,5 +182,4 @@ class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):
 
     @staticmethod
     def mlp(config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:
-        """Create the mixture; the weights of a token's experts sum to 1."""
         return shared_mixture(config.hf_config, build, renormalize=True)

@@ -1,4 +1,4 @@
-"""Architectures of `transformers` that are not served, by the reason."""
+"""Unsupported architectures of `transformers`, by reason."""
 
 from __future__ import annotations
 
@@ -87,11 +87,10 @@ REFUSED = {
         "Fairseq2LlamaForCausalLM",
     ),
 }  # fmt: skip
-"""Reason, as one clause → names. Others of transformers run on its modules
-(`plugins/models/fallback/`), if those find nothing against it."""
+"""Reason, as one clause → names. Others run on transformers' modules (`plugins/models/fallback/`),
+if possible."""
 ELSEWHERE = (
     "Fairseq2LlamaForCausalLM", "InklingForConditionalGeneration", "PanguProMoEV2ForCausalLM",
     "StableLMEpochForCausalLM",
 )  # fmt: skip
-"""Those of them that other engines serve, and `transformers` does not list as models that
-generate."""
+"""Those that other engines serve, and that `transformers` does not list as generative."""

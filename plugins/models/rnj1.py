@@ -11,7 +11,7 @@ from .windows import ChunkedAttention
 
 
 class Rnj1Attention(ChunkedAttention, Gemma3Attention):
-    """Two chunks are `sliding_window` tokens. Source: vLLM's rnj1.py, by its `chunk_lookback`."""
+    """`sliding_window` tokens are two chunks. Source: vLLM's rnj1.py (`chunk_lookback`)."""
 
     chunk_field = "sliding_window"
     chunk_lookback = 1
@@ -20,8 +20,7 @@ class Rnj1Attention(ChunkedAttention, Gemma3Attention):
 class Rnj1Decoder(Gemma3Decoder):
     @staticmethod
     def rotaries_of(config: ModelConfig, build: BuildContext) -> list[Rotary]:
-        """Layer types without rope parameters of their own have those of the layers with a
-        window, as Gemma 3's local layers do."""
+        """Layer types without rope parameters use those of the window layers, as in Gemma 3."""
         hf = config.hf_config
         given = hf.rope_parameters or {}
         own = {kind: kind if kind in given else "sliding_attention" for kind in hf.layer_types}

@@ -1,4 +1,4 @@
-"""RoBERTa and XLM-RoBERTa: BERT whose positions begin after the padding id, with another head."""
+"""RoBERTa and XLM-RoBERTa: BERT with positions after the padding id, and another head."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from .bert import ENCODER_PARTS, ENCODER_SHARDS, BertModel
 
 
 class RobertaModel(BertModel):
-    """The encoder alone, for embeddings."""
-
     tensor_parallel = True
     weight_map: ClassVar[WeightMap] = WeightMap(
         stacked=ENCODER_SHARDS,
@@ -46,14 +44,11 @@ class ClassificationHead(nn.Module):
         self.out_proj = Linear(size, num_labels, build, bias=True)
 
     def forward(self, first: torch.Tensor) -> torch.Tensor:
-        """[num_rows, hidden_size] → [num_rows, num_labels]"""
         out: torch.Tensor = self.out_proj(torch.tanh(self.dense(first)))
         return out
 
 
 class RobertaForSequenceClassification(RobertaModel):
-    """The encoder and its classification head."""
-
     tensor_parallel = True
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
@@ -61,11 +56,10 @@ class RobertaForSequenceClassification(RobertaModel):
         self.classifier = ClassificationHead(config.hidden_size, config.hf_config.num_labels, build)
 
     def classify(self, pooled: torch.Tensor) -> torch.Tensor:
-        """[num_rows, hidden_size] → logits [num_rows, num_labels]"""
         logits: torch.Tensor = self.classifier(pooled)
         return logits
 
 
 def first_position(hf_config: Any) -> int:
-    """Return the first position of a token; positions up to the padding id belong to padding."""
+    """Return the first token's position: positions up to the padding id are reserved."""
     return int(hf_config.pad_token_id) + 1

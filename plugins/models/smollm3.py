@@ -1,4 +1,4 @@
-"""SmolLM3: Llama that does not rotate in some layers, and may have a window in some."""
+"""SmolLM3: Llama without rotation in some layers, with optional windows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class SmolLM3Attention(SelfAttention):
 class SmolLM3Decoder(Decoder):
     @staticmethod
     def rotaries_of(config: ModelConfig, build: BuildContext) -> Sequence[Rotary | None]:
-        """`no_rope_layers` has a 1 for the layers that do rotate."""
+        """`no_rope_layers` has a 1 for rotated layers."""
         rotary = Rotary(config, build)
         return [rotary if flag else None for flag in config.hf_config.no_rope_layers]
 

@@ -1,4 +1,4 @@
-"""Solar Pro: Llama, some of whose layers read a mean with what earlier layers have read."""
+"""Solar Pro: Llama; some layers average their input with an earlier layer's."""
 
 from __future__ import annotations
 
@@ -33,12 +33,11 @@ class SolarDecoder(Decoder):
         self.keeps = (hf.bskcn_1, hf.bskcn_2)
         """Two lists of layers whose input is kept."""
         self.mixes = (hf.bskcn_3, hf.bskcn_4)
-        """Layers that read a mean with what was kept last by the first list, and the second."""
+        """Layers that average with the input last kept by the first list, and by the second."""
         self.share = float(hf.bskcn_tv[1])
-        """Of what was kept, in that mean."""
+        """Weight of the kept input in that mean."""
 
     def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """[num_tokens] → [num_tokens, hidden_size], not normed"""
         hidden = self.embed(input_ids, context.positions)
         if context.precompiling:
             for layer, rotary in self.unlike_layers():

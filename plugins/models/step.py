@@ -1,5 +1,6 @@
-"""Step 3.5: heads and rotations by the type of layer, a gate for each head, DeepSeek's mixtures
-beside a shared expert, and limits of what some layers' gates let through."""
+"""Step 3.5: heads and rotations by layer type, a gate per head, DeepSeek's mixtures beside a shared
+expert, and clamped gates in some layers.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +30,7 @@ from .windows import WindowedAttention
 
 
 class StepAttention(WindowedAttention):
-    """Norms on each head's queries and keys; the output of each head times the sigmoid of a
-    number."""
+    """Norms on each head's queries and keys; each head's output times the sigmoid of a number."""
 
     def __init__(self, config: ModelConfig, layer: int, build: BuildContext) -> None:
         hf = copy.copy(config.hf_config)
@@ -67,7 +67,7 @@ class StepDecoder(Decoder):
 
     @staticmethod
     def rotaries_of(config: ModelConfig, build: BuildContext) -> Sequence[Rotary | None]:
-        """Each layer has its base and its part of a head; some types are scaled."""
+        """Bases and rotated parts are per layer; some types are scaled."""
         hf = config.hf_config
         rotaries: dict[tuple[Any, ...], Rotary | None] = {}
         keys = []
@@ -85,7 +85,7 @@ class StepDecoder(Decoder):
 
 
 class StepWeightMap(WeightMap):
-    """What a mixture has is below `moe`: its router, and tensors of all experts."""
+    """Routers and experts are stored below `moe`."""
 
     def renamed(self, name: str) -> str:
         name = re.sub(r"\.moe\.(gate|up|down)_proj\.(\w+)$", r".mlp.experts.\1_\2", name)
@@ -98,8 +98,6 @@ class StepWeightMap(WeightMap):
 
 
 class Step3p5ForCausalLM(CausalLM):
-    """Layers of the checkpoint that predict further tokens are not loaded."""
-
     tensor_parallel = True
     attention = StepAttention
     decoder = StepDecoder
@@ -121,7 +119,6 @@ class Step3p5ForCausalLM(CausalLM):
     )  # fmt: skip
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-        """Raises ConfigError for attention of another kind."""
         hf = config.hf_config
         if hf.att_impl_type != "GQA":
             raise ConfigError(
@@ -134,7 +131,6 @@ class Step3p5ForCausalLM(CausalLM):
 
     @staticmethod
     def mlp(config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:
-        """Raises ConfigError for scores that are neither."""
         hf: Any = config.hf_config
         shared_limit = limit_of(hf.swiglu_limits_shared, layer)
         if layer not in hf.moe_layers:
@@ -170,6 +166,6 @@ class Step3p5ForCausalLM(CausalLM):
 
 
 def limit_of(limits: Sequence[float | None] | None, layer: int) -> LimitedSwiGLU | None:
-    """Return a layer's limit; 0, and what is missing, is none."""
+    """Return a layer's limit; None for 0 or a missing one."""
     limit = limits[layer] if limits and layer < len(limits) else None
     return LimitedSwiGLU(float(limit)) if limit else None

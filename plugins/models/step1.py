@@ -1,4 +1,4 @@
-"""Step 1: Llama that does not turn; scores fall with the square root of a key's distance."""
+"""Step 1: Llama without rotation; scores fall with the square root of a key's distance."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .parts import alibi_slopes
 
 
 class RootBias(nn.Module):
-    """-slope * sqrt(distance) for each of this rank's heads: what their scores get.
+    """-slope * sqrt(distance), the bias of scores for each of this rank's heads.
 
     table: [num_heads, max_model_len] float32, by distance from the query back to the key.
     """
@@ -40,7 +40,7 @@ class Step1Attention(SelfAttention):
         return msgspec.structs.replace(super().spec(hf, layer), distance_bias=True)
 
     def heads(self, qkv: torch.Tensor, rotary: Any, context: ForwardContext) -> torch.Tensor:
-        """`rotary`: the `RootBias` that stands in a rotation's place."""
+        """`rotary`: the `RootBias`, passed in a rotation's place."""
         out: torch.Tensor = self.attention(qkv, context, distance_bias=rotary.table)
         return out
 
@@ -48,7 +48,7 @@ class Step1Attention(SelfAttention):
 class Step1Decoder(Decoder):
     @staticmethod
     def rotaries_of(config: ModelConfig, build: BuildContext) -> Sequence[Any]:
-        """One bias for all layers: each would take num_heads * max_model_len numbers."""
+        """One bias for all layers, as its table is large."""
         return [RootBias(config, build)] * config.num_layers
 
 

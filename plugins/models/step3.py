@@ -1,5 +1,6 @@
-"""Step 3 (text): queries of all heads from one narrow vector, one head of keys and values, and
-mixtures beside a shared expert."""
+"""Step 3 (text): queries of all heads from one narrow vector, one key and value head, mixtures
+beside a shared expert.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from .step import Step3p5ForCausalLM
 
 
 class Step3Attention(SelfAttention):
-    """Multi-matrix factorization attention (arXiv 2412.19255). Every rank has the key head."""
+    """Multi-matrix factorization attention (arXiv 2412.19255). The key head is not sharded."""
 
     def __init__(self, config: ModelConfig, layer: int, build: BuildContext) -> None:
         nn.Module.__init__(self)

@@ -1,4 +1,4 @@
-"""T5, Flan-T5, mT5 and UMT5: no positions, but a learned bias of logits by distance."""
+"""T5, Flan-T5, mT5 and UMT5: no positions, but learned score biases by distance."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ FEATURE = "bidirectional_attention.distance_bias"
 
 
 class DistanceBias(nn.Module):
-    """A bias for each head and bucket of distances, which grow logarithmically.
+    """A bias for each head and logarithmic bucket of distances.
 
     weight: [num_buckets, num_heads]. Source: T5 (arXiv 1910.10683), and its code for the buckets.
     """
 
     def __init__(self, hf: Any, own: slice, build: BuildContext, *, causal: bool) -> None:
-        """own: this rank's heads; causal: there are no distances to later keys."""
+        """own: this rank's heads; causal: no distances to later keys."""
         super().__init__()
         self.own, self.causal = own, causal
         self.most = hf.relative_attention_max_distance
-        """Distances from this one on are one bucket."""
+        """Larger distances share the last bucket."""
         self.weight = nn.Parameter(build.empty(hf.relative_attention_num_buckets, hf.num_heads))
         self.table: torch.Tensor
         distances = self.most + 1 if causal else 2 * self.most + 1
@@ -46,7 +46,7 @@ class DistanceBias(nn.Module):
         )
 
     def after_loading(self) -> None:
-        """Look the buckets up for every distance: the table is [num_heads, num_distances]."""
+        """Expand the buckets to a table [num_heads, num_distances]."""
         first = 0 if self.causal else -self.most
         distances = torch.arange(first, self.most + 1)
         # Buckets count the distance to a key before; a table of both counts to one after.
@@ -55,7 +55,7 @@ class DistanceBias(nn.Module):
         self.table.copy_(rows.t()[self.own])
 
     def _buckets(self, distance: torch.Tensor) -> torch.Tensor:
-        """distance: [any] int, of a query from its key → [any] int64"""
+        """distance: [any] int, from query to key → [any] int64"""
         count, start = len(self.weight), torch.zeros_like(distance)
         if not self.causal:
             count //= 2
@@ -68,7 +68,7 @@ class DistanceBias(nn.Module):
 
 
 class T5Attention(AttentionPart):
-    """Without biases of projections, and with logits that are not scaled."""
+    """Attention without biases of projections, and with unscaled scores."""
 
     bias: ClassVar[bool] = False
 
@@ -80,7 +80,7 @@ class T5Attention(AttentionPart):
 
 
 class SelfAttention(T5Attention):
-    """The layer's attention to its own tokens, and the bias, which layers may share."""
+    """Attention to the layer's own tokens, with the bias, which layers may share."""
 
     def __init__(
         self, hf: Any, build: BuildContext, shared: DistanceBias | None, *, causal: bool
@@ -101,7 +101,6 @@ class EncoderSelfAttention(SelfAttention):
     def forward(
         self, hidden: torch.Tensor, norm: nn.Module, context: EncodeContext
     ) -> torch.Tensor:
-        """[num_source_tokens, hidden_size] → the same shape"""
         qkv, bias = self.qkv_proj(hidden, norm=norm), self.relative_attention_bias.table
         return self.project(hidden, self.attention(qkv, context.rows, distance_bias=bias))
 
@@ -115,7 +114,6 @@ class DecoderSelfAttention(SelfAttention):
     def forward(
         self, hidden: torch.Tensor, norm: nn.Module, context: ForwardContext
     ) -> torch.Tensor:
-        """[num_tokens, hidden_size] → the same shape"""
         qkv, bias = self.qkv_proj(hidden, norm=norm), self.relative_attention_bias.table
         return self.project(hidden, self.attention(qkv, context, distance_bias=bias))
 
@@ -128,13 +126,11 @@ class CrossAttention(T5Attention):
         self.attention = SourceAttention(self.spec(), build)
 
     def write(self, states: torch.Tensor, context: EncodeContext) -> None:
-        """Keep the keys and values of encoded sources, [num_source_tokens, hidden_size]."""
         self.attention.write(self.kv_proj(states), context)
 
     def forward(
         self, hidden: torch.Tensor, norm: nn.Module, context: ForwardContext
     ) -> torch.Tensor:
-        """[num_tokens, hidden_size] → the same shape"""
         return self.project(hidden, self.attention(self.query(hidden, norm=norm), context))
 
 
@@ -149,7 +145,7 @@ def _mlp(hf: Any, build: BuildContext) -> nn.Module:
 
 
 class Layer(nn.Module):
-    """Attention, a decoder's attention to the source, and the MLP, each after a norm."""
+    """Attention, a decoder's cross attention, and the MLP, each after a norm."""
 
     def __init__(
         self, hf: Any, build: BuildContext, shared: DistanceBias | None, *, decodes: bool
@@ -165,7 +161,6 @@ class Layer(nn.Module):
         )
 
     def forward(self, hidden: torch.Tensor, context: Any) -> torch.Tensor:
-        """[num_tokens, hidden_size] → the same shape"""
         hidden = self.self_attn(hidden, self.norms[0], context)
         if self.encoder_attn is not None:
             hidden = self.encoder_attn(hidden, self.norms[1], context)
@@ -174,8 +169,6 @@ class Layer(nn.Module):
 
 
 class Half(nn.Module):
-    """The encoder, or the decoder."""
-
     def __init__(
         self, hf: Any, layers: int, build: BuildContext, *, decodes: bool, shares_bias: bool
     ) -> None:
@@ -190,7 +183,6 @@ class Half(nn.Module):
         self.norm = RMSNorm(hf.d_model, hf.layer_norm_epsilon, build)
 
     def forward(self, hidden: torch.Tensor, context: Any) -> torch.Tensor:
-        """[num_tokens, hidden_size] → the same shape, not normed"""
         for layer in self.layers:
             hidden = layer(hidden, context)
         return hidden
@@ -225,7 +217,6 @@ class T5ForConditionalGeneration(EncoderDecoderLM):
     )  # fmt: skip
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-        """Raises ConfigError if operations have no attention with a bias by distance."""
         nn.Module.__init__(self)
         hf: Any = config.hf_config
         if FEATURE not in build.operations.features:
@@ -246,35 +237,31 @@ class T5ForConditionalGeneration(EncoderDecoderLM):
 
     @classmethod
     def scales(cls, hf: Any, tied: bool) -> bool:
-        """Return whether logits are scaled, as those of the first T5. tied: whether config.json
-        says so of the embeddings."""
+        """Return whether logits are scaled, as in the first T5. tied: config.json's
+        `tie_word_embeddings`.
+        """
         return bool(getattr(hf, "scale_decoder_outputs", tied))
 
     @classmethod
     def has_head(cls, hf: Any, tied: bool) -> bool:
-        """Return whether there is a head of its own."""
+        """Return whether the head is separate from the embeddings."""
         return not cls.scales(hf, tied)
 
     def encode(self, token_ids: torch.Tensor, context: EncodeContext) -> None:
-        """Encode sources, [num_source_tokens], and keep their keys and values."""
         states = self.encoder.norm(self.encoder(self.shared(token_ids), context))
         for layer in self.decoder.layers:
             layer.encoder_attn.write(states, context)  # type: ignore[union-attr, operator]
 
     def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """[num_tokens] → [num_tokens, hidden_size]"""
         hidden: torch.Tensor = self.decoder(self.shared(input_ids), context)
         return hidden
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[num_rows, hidden_size] → [num_rows, vocab_size]"""
         head: Embedding = getattr(self, "lm_head", self.shared)
         return head.logits(hidden, norm=self.decoder.norm, factor=self.scale)
 
 
 class MT5ForConditionalGeneration(T5ForConditionalGeneration):
-    """Logits are not scaled."""
-
     tensor_parallel = True
 
     @classmethod

@@ -1,4 +1,4 @@
-"""TeleChat 2: Llama by other names, with biases of the projections back to hidden states alone."""
+"""TeleChat 2: Llama by other names, with biases of output projections only."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .blocks import SelfAttention
 from .decoder import CausalLM
 
 KEY_VALUE = "key_value"
-"""The tensor of a layer's keys and values, which take turns by head."""
+"""The tensor of a layer's keys and values, interleaved by head."""
 
 
 class TelechatAttention(SelfAttention):
@@ -56,7 +56,6 @@ class TeleChat2ForCausalLM(CausalLM):
     )  # fmt: skip
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-        """Raises ConfigError for variants that no published checkpoint has."""
         for field in ("apply_residual_connection_post_layernorm", "embed_layernorm", "logn"):
             if getattr(config.hf_config, field, False):
                 raise ConfigError(f"{field}: true is not supported", param=field)

@@ -1,4 +1,4 @@
-"""Tele-FLM: Llama with multipliers of embeddings and logits (muP)."""
+"""Tele-FLM: Llama with muP multipliers of embeddings and logits."""
 
 from __future__ import annotations
 

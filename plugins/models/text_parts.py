@@ -24,7 +24,7 @@ BY_TYPE = (
     "VideoLlavaForConditionalGeneration", "VipLlavaForConditionalGeneration",
     "VoxtralForConditionalGeneration",
 )  # fmt: skip
-"""Served by the architecture that the text configuration names, or has the type of."""
+"""Served by the architecture or type that the text configuration states."""
 TEXT_PARTS = {
     **dict.fromkeys(BY_TYPE, ""),
     "Glm4vForConditionalGeneration": "Glm4ForCausalLM",

@@ -1,4 +1,4 @@
-"""VaultGemma: Gemma 2 without the norms behind attention and MLP."""
+"""VaultGemma: Gemma 2 without the norms after attention and MLP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention with a window or chunks in some of the layers, and with sinks."""
+"""Attention with windows or chunks in some layers, and with sinks."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from ...core.protocols.field_kinds import FLAG, INTEGER, FieldKind
 from .blocks import SelfAttention
 
 QWEN_WINDOWS: dict[str, FieldKind] = {"max_window_layers": INTEGER, "use_sliding_window": FLAG}
-"""Fields of config.json from which `transformers` makes `layer_types`."""
+"""Fields from which `transformers` derives `layer_types`."""
 
 
 def window_of_layer(hf: Any, layer: int) -> int | None:
-    """Return the window by `layer_types` if the configuration has them (as `transformers` fills
-    them in)."""
+    """Return the layer's window by `layer_types`, or the configuration's."""
     types = getattr(hf, "layer_types", None)
     if types and types[layer] == "sliding_attention":
         window: int | None = hf.sliding_window
@@ -28,16 +27,15 @@ def window_of_layer(hf: Any, layer: int) -> int | None:
 
 
 class ChunkedAttention(SelfAttention):
-    """Attends to chunks where `layer_types` says so."""
-
     chunk_field: ClassVar[str] = "attention_chunk_size"
-    """Field of the configuration that has the most tokens a query sees: those of its own chunk and
-    of the chunks before it."""
+    """Field with the most tokens that a query sees: its chunk's and those of the chunks before
+    it."""
     chunk_lookback: ClassVar[int] = 0
 
     def spec(self, hf: Any, layer: int) -> AttentionSpec:
-        """Return the spec, with chunks unless a query sees all tokens of the longest text: then any
-        backend serves the layer. Raises ConfigError without a size."""
+        """Return the spec, with chunks only if texts may be longer than a query sees, so that any
+        backend serves other layers. Raises ConfigError without a size.
+        """
         spec = super().spec(hf, layer)
         if hf.layer_types[layer] != "chunked_attention":
             return spec
@@ -58,8 +56,6 @@ class ChunkedAttention(SelfAttention):
 
 
 class WindowedAttention(SelfAttention):
-    """Attends within a window where `layer_types` says so."""
-
     @staticmethod
     def sliding_window(hf: Any, layer: int) -> int | None:
         return window_of_layer(hf, layer)
@@ -73,5 +69,4 @@ class SinkAttention(WindowedAttention):
         self.add_sinks(build)
 
     def spec(self, hf: Any, layer: int) -> AttentionSpec:
-        """Return the spec, with sinks."""
         return msgspec.structs.replace(super().spec(hf, layer), sinks=True)

@@ -1,4 +1,4 @@
-"""XGLM: OPT with sines and cosines of positions instead of learned embeddings."""
+"""XGLM: OPT with sinusoidal positions."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from .parts import UnrotatedDecoder
 
 
 class XglmDecoder(UnrotatedDecoder):
-    """Adds sines and cosines of each position, sines first."""
-
     block = OptBlock
     embedding_scale = staticmethod(scale_of)
 

@@ -1,5 +1,6 @@
-"""Zamba: Mamba of several heads in every layer; before some, the one block of attention, without
-rotation, and MLP that they share."""
+"""Zamba: multi-head Mamba in every layer, and before some a shared block of unrotated attention and
+MLP.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +24,12 @@ from .zamba2 import Zamba2Decoder, Zamba2ForCausalLM
 
 
 class HeadsMamba(StateMixer):
-    """Mamba whose channels are divided among heads, with step sizes, keys and queries of their
-    own."""
+    """Mamba with heads of channels, each with its own step sizes, keys and queries."""
 
     def __init__(self, sizes: MambaSizes, heads: int, hf: Any, build: BuildContext) -> None:
         width, state = sizes.inner // heads, sizes.state_size
         self.names = [f"ssm{head}" for head in range(heads)]
-        """Of each head's state."""
+        """Name of each head's state."""
         super().__init__(
             conv=((sizes.kernel - 1, sizes.inner), build.dtype),
             **dict.fromkeys(self.names, ((width, state), torch.float32)),
@@ -47,7 +47,6 @@ class HeadsMamba(StateMixer):
         self.weights: list[ScanWeights]
 
     def after_loading(self) -> None:
-        """Derive the recurrence's weights, in float32."""
         parts = (-self.A_log.detach().float().exp(), self.D.detach().float(), self.dt_proj_bias)
         self.weights = [
             ScanWeights(rate, skip, bias.detach().float())
@@ -57,7 +56,6 @@ class HeadsMamba(StateMixer):
     def mix(
         self, hidden: torch.Tensor, norm: nn.Module | None, context: ForwardContext
     ) -> tuple[Product, torch.Tensor]:
-        """As `StateMixer.mix`."""
         sizes, rows = self.sizes, context.layout.state_rows
         x, gate = self.in_proj(hidden, norm=norm).chunk(2, dim=-1)
         x = self.operations.causal_conv(
@@ -103,6 +101,6 @@ class ZambaForCausalLM(Zamba2ForCausalLM):
 
     @staticmethod
     def row_orders(config: ModelConfig) -> dict[str, RowOrder]:
-        """Rows of inputs and gates take turns."""
+        """Rows of inputs and gates are interleaved."""
         hf = config.hf_config
         return {"in_proj": RowOrder.halves(2 * hf.mamba_expand * hf.hidden_size)}

@@ -1,4 +1,4 @@
-"""Zamba2: Mamba 2 in every layer; before some, a block of attention and MLP that layers share."""
+"""Zamba2: Mamba 2 in every layer, and before some a shared block of attention and MLP."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from .decoder import QKV_SHARDS, CausalLM, Decoder
 
 GATED_NORM_EPS = 1e-5
 SHARED = ("shared_transformer", "shared_transf")
-"""What checkpoints call a shared block, of Zamba 2 and of Zamba."""
+"""Checkpoint names of shared blocks, of Zamba 2 and of Zamba."""
 
 
 def adapters(
     uses: range, in_features: int, rank: int, out_features: int, build: BuildContext
 ) -> nn.ModuleDict:
-    """Create a product of two layers for each use of a shared block."""
+    """Create a low-rank product for each use of a shared block."""
     return nn.ModuleDict({
         str(use): nn.Sequential(
             Linear(in_features, rank, build), Linear(rank, out_features, build)
@@ -43,7 +43,7 @@ def adapters(
 
 
 class SharedAttention(nn.Module):
-    """Projections of attention over the hidden states beside the embeddings."""
+    """Attention projections over the concatenated hidden states and embeddings."""
 
     def __init__(self, config: ModelConfig, uses: range, build: BuildContext) -> None:
         super().__init__()
@@ -84,8 +84,9 @@ class SharedAttention(nn.Module):
 
 
 class SharedMLP(nn.Module):
-    """down(activation(gate(x)) * up(x)), with an adapter of gate and up for each use if the
-    configuration has an `adapter_rank`."""
+    """down(activation(gate(x)) * up(x)), with an adapter of gate and up per use if `adapter_rank`
+    is set.
+    """
 
     def __init__(self, config: ModelConfig, uses: range, build: BuildContext) -> None:
         super().__init__()
@@ -102,7 +103,6 @@ class SharedMLP(nn.Module):
             self.gate_up_proj_adapter_list = adapters(uses, size, rank, 2 * inner, build)
 
     def forward(self, x: torch.Tensor, use: str) -> torch.Tensor:
-        """[num_tokens, hidden_size] → the same shape"""
         both = self.gate_up_proj(x)
         if self.gate_up_proj_adapter_list is not None:
             both = both + self.gate_up_proj_adapter_list[use](x)
@@ -112,7 +112,7 @@ class SharedMLP(nn.Module):
 
 
 class SharedBlock(nn.Module):
-    """A block that several layers use, each with keys and values of its own."""
+    """A block that several layers use, each with its own keys and values."""
 
     def __init__(self, config: ModelConfig, uses: range, build: BuildContext) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class MambaLayer(nn.Module):
         context: ForwardContext,
         more: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """[num_tokens, hidden_size] → the same shape. `embedded` and `rotary` are not used."""
+        """`embedded` and `rotary` are unused."""
         if more is None:
             out: torch.Tensor = self.mamba(hidden, self.input_layernorm, None, context)
             return out
@@ -151,8 +151,6 @@ class MambaLayer(nn.Module):
 
 
 class HybridLayer(nn.Module):
-    """A Mamba layer whose input has the shared block's output added."""
-
     def __init__(
         self,
         config: ModelConfig,
@@ -189,7 +187,7 @@ class HybridLayer(nn.Module):
 
 
 def hybrid_layers(hf: Any) -> list[int]:
-    """Return the layers before which there is a shared block."""
+    """Return the layers after a shared block."""
     return [layer for layer, kind in enumerate(hf.layers_block_type) if kind == "hybrid"]
 
 
@@ -228,13 +226,12 @@ class Zamba2Decoder(Decoder):
 
     @staticmethod
     def check(hf: Any) -> None:
-        """Raise ConfigError for what is not there."""
+        """Raise ConfigError for unsupported variants."""
         if hf.use_long_context:
             raise ConfigError("use_long_context: is not supported", param="use_long_context")
 
     @staticmethod
     def mixer(hf: Any, build: BuildContext) -> StateMixer:
-        """Create a layer's Mamba."""
         sizes = Mamba2Sizes(
             hf.hidden_size, hf.n_mamba_heads, hf.mamba_headdim, hf.mamba_d_state, hf.mamba_ngroups,
             hf.mamba_d_conv,
@@ -245,7 +242,6 @@ class Zamba2Decoder(Decoder):
         )  # fmt: skip
 
     def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """[num_tokens] → [num_tokens, hidden_size], not normed."""
         hidden = self.embed(input_ids, context.positions)
         embedded = hidden.clone()
         layers: Any = zip(self.layers, self.rotaries, strict=True)

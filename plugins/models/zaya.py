@@ -1,5 +1,6 @@
-"""ZAYA1: queries and keys convolved over the last tokens, half of the values the token's before
-(arXiv 2510.04476), and mixtures of experts whose routers hand states from layer to layer."""
+"""ZAYA1: queries and keys convolved over the last tokens, half of the values from the previous
+token (arXiv 2510.04476), and mixtures whose routers pass states from layer to layer.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +30,7 @@ Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class GroupedConv(nn.Module):
-    """weight: [heads * head_dim, head_dim, taps], bias: [heads * head_dim]. Mixes a head's
-    channels."""
+    """weight: [heads * head_dim, head_dim, taps], bias: [heads * head_dim]."""
 
     def __init__(self, heads: int, size: int, taps: int, build: BuildContext) -> None:
         super().__init__()
@@ -45,18 +45,17 @@ class GroupedConv(nn.Module):
         self.product = weight.permute(0, 3, 2, 1).flatten(1, 2).contiguous()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The last tokens' heads, [num_tokens, taps, heads, head_dim] → [num_tokens, heads,
-        head_dim]"""
+        """[num_tokens, taps, heads, head_dim] → [num_tokens, heads, head_dim]"""
         inputs = x.permute(2, 0, 1, 3).flatten(2)
         bias = self.bias.view(self.heads, 1, self.size)
         return torch.baddbmm(bias, inputs, self.product).transpose(0, 1)
 
 
 class ConvolvedProjection(StateLayer):
-    """Makes heads of hidden states: queries and keys through two convolutions, the first one by
-    channel, plus means of both; values half of the token, half of the one before it.
+    """Makes heads of hidden states: queries and keys through two convolutions, the first one per
+    channel, plus means of both; values half from the token, half from the previous one.
 
-    What the second convolution reads of earlier tokens is computed again, by the first one moved.
+    The first convolution recomputes, shifted, the earlier outputs that the second one reads.
     """
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
@@ -77,7 +76,7 @@ class ConvolvedProjection(StateLayer):
         self.kernel, self.bias = torch.zeros(channels, taps), torch.zeros(channels)
 
     def after_loading(self) -> None:
-        """Put the convolution's kernel, once for each time it is read, and the delay together."""
+        """Join the convolution's kernel, once per shift, and the delay."""
         conv, taps = self.conv_qk_depthwise, self.kernel.shape[1]
         kernel, bias = self.kernel.to(conv.weight), self.bias.to(conv.weight)
         for lag in range(self.second):
@@ -88,7 +87,6 @@ class ConvolvedProjection(StateLayer):
         self.kernel, self.bias = kernel, bias
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> Heads:
-        """x: [num_tokens, hidden_size]"""
         projected, half = self.proj(x), self.keys * self.size // 2
         both, now, late = projected.split([self.width, half, half], dim=-1)
         convolved = self.operations.causal_conv(
@@ -108,7 +106,7 @@ class ConvolvedProjection(StateLayer):
 
 
 class ZayaAttention(SelfAttention):
-    """Queries and keys have length sqrt(head_dim), and keys a factor for each head."""
+    """Queries and keys have length sqrt(head_dim); keys have a factor per head."""
 
     qkv_proj: Any
 
@@ -128,7 +126,6 @@ class ZayaAttention(SelfAttention):
         rotary: Rotary | None,
         context: ForwardContext,
     ) -> torch.Tensor:
-        """As `SelfAttention.inner`."""
         query, key, value = self.qkv_proj(hidden if norm is None else norm(hidden), context)
         key = self.scaled(key) * self.temp[:, None]
         parts = [part.flatten(1) for part in (self.scaled(query), key, value)]
@@ -150,14 +147,13 @@ class RouterMLP(nn.Module):
         self.out_proj = Router(num_experts, size, build)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[num_tokens, size] → logits [num_tokens, num_experts]"""
         inner = F.gelu(self.fc2(F.gelu(self.fc1(self.norm(x)))))
         logits: torch.Tensor = self.out_proj(inner)
         return logits
 
 
 class ZayaRouter(nn.Module):
-    """Adds the state of the layer's before to its own, and makes logits of the sum."""
+    """Adds the previous layer's state to its own, and makes logits of the sum."""
 
     def __init__(self, hf: Any, layer: int, build: BuildContext) -> None:
         super().__init__()
@@ -179,13 +175,11 @@ class ZayaRouter(nn.Module):
 
 
 class ZayaMixture(SparseMLP):
-    """One expert for each token, of which the last one adds nothing: to the kernels it is another
-    rank's."""
+    """One expert per token; the last one adds nothing, so kernels treat it as another rank's."""
 
     gate: Any
 
     def __init__(self, config: ModelConfig, layer: int, build: BuildContext) -> None:
-        """Raises ConfigError where tokens go to other ranks, or experts move between them."""
         hf: Any = config.hf_config
         check_features(build.operations, frozenset({"experts.foreign"}))
         super().__init__(
@@ -216,7 +210,7 @@ class ZayaMixture(SparseMLP):
 
 
 class ResidualScaling(nn.Module):
-    """(x + bias) * scale of an output, and of the stream that it is added to, which is float32."""
+    """(x + bias) * scale of an output, and of the float32 residual stream."""
 
     def __init__(self, size: int, build: BuildContext) -> None:
         super().__init__()
@@ -225,7 +219,6 @@ class ResidualScaling(nn.Module):
             setattr(self, f"{name}_bias", nn.Parameter(build.empty(size)))
 
     def forward(self, output: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """[num_tokens, hidden_size] → float32"""
         parts: Any = self
         output = (output + parts.hidden_states_bias) * parts.hidden_states_scale
         stream: torch.Tensor = (hidden + parts.residual_bias) * parts.residual_scale
@@ -255,8 +248,9 @@ class ZayaBlock(Block):
         rotary: Rotary | None,
         context: ForwardContext,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """[num_tokens, hidden_size] float32, and the router's states of the layer before → both
-        for the next one"""
+        """hidden: [num_tokens, hidden_size] float32; states: the previous layer's router states →
+        both for the next layer
+        """
         attn_output = self.self_attn(
             hidden.to(self.dtype), self.input_layernorm, rotary, context, add=False
         )
@@ -283,7 +277,6 @@ class ZayaDecoder(Decoder):
         self.input_hidden_states_bias = nn.Parameter(build.empty(config.hidden_size))
 
     def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """[num_tokens] → [num_tokens, hidden_size], not normed"""
         own = self.embed(input_ids, context.positions)
         hidden = (own + self.input_hidden_states_bias) * self.input_hidden_states_scale
         hidden, states = hidden.float(), None
@@ -312,7 +305,6 @@ class ZayaForCausalLM(CausalLM):
     )  # fmt: skip
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-        """Raises ConfigError for biases of attention, and convolutions of one token."""
         hf: Any = config.hf_config
         if hf.attention_bias:
             raise ConfigError("attention_bias: only false is supported", param="attention_bias")

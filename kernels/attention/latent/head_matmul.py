@@ -1,7 +1,7 @@
 """A matrix product for each head, of few tokens: absorbs heads into queries, and undoes that.
 
 A program computes a tile of one head's outputs for all tokens of a tile, so that up to BLOCK_M
-tokens read each weight once; a library's batched product of one token takes several times as long.
+tokens read each weight once; a library's batched product takes several times as long for one token.
 
 Memory: num_heads * in_dim * out_dim elements of weights for each tile of tokens (bound by this).
 Operations: 2 * num_tokens * num_heads * in_dim * out_dim.
@@ -17,7 +17,7 @@ from ...launch import launch
 from ...pdl import gdc_launch_dependents, gdc_wait, pdl_options
 
 MAX_TOKENS = 64
-"""Most tokens for which this is meant."""
+"""Largest number of tokens this kernel is meant for."""
 
 
 @triton.jit(do_not_specialize=["num_tokens"])

@@ -2,12 +2,12 @@
 
 The query of every head meets the same cached latents, so a program takes a tile of heads (of a
 decode row), or of tokens and heads (of a prompt's row): a latent is read once as key and as value
-of all of them. What programs leave is normed, with its log-sum-exp in units of log2; decode rows
-are also split over their tokens, and a second kernel joins the splits.
+of all of them. Results are normalised and come with their log-sum-exp in units of log2. Decode rows
+are also split over their tokens; a second kernel joins the splits.
 
 Operations: 2 * (2 * latent_dim + rope_dim) * num_heads for each pair of a query and a cached token.
-Memory: (latent_dim + rope_dim) elements per cached token and tile; decode is bound by that up to
-some 100 heads.
+Memory: (latent_dim + rope_dim) elements per cached token and tile, the bound of decode up to some
+100 heads.
 
 Source: DeepSeek-V2 (arXiv 2405.04434); Dao et al., "Flash-Decoding for long-context inference",
 2023.
@@ -28,7 +28,7 @@ MAX_SPLITS = 128
 MIN_SPLIT_TILES = 2
 """Fewest tiles of tokens per split: with fewer, joining costs more than splitting saves."""
 JOINED = 128
-"""Channels that a program of the joining kernel writes."""
+"""Channels per program of the joining kernel."""
 
 
 @triton.jit
@@ -88,8 +88,6 @@ def attend_absorbed(
 
 @triton.jit
 def _splits(length, num_splits, BLOCK_N: tl.constexpr, MIN_TILES: tl.constexpr):
-    """Return (tiles, tiles per split) of a row, computed from its length on the device, so that any
-    number of splits is right for any length."""
     tiles = tl.cdiv(length, BLOCK_N)
     return tiles, tl.maximum(tl.cdiv(tiles, num_splits), MIN_TILES)
 
@@ -128,7 +126,6 @@ def _latent_decode_kernel(
     BLOCK_R: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program per (row, tile of heads, split)."""
     row = tl.program_id(0)
     split = tl.program_id(2)
     if PDL:
@@ -237,19 +234,15 @@ def _latent_join_kernel(
 
 
 class LatentTiles(NamedTuple):
-    """Tiles of a kernel over latents."""
-
     block_m: int
-    """Heads, or pairs of a token and a head, at a time"""
+    """Heads, or (token, head) pairs, per tile"""
     block_n: int
-    """Cached tokens at a time"""
+    """Cached tokens per tile"""
     num_warps: int
     num_stages: int
-    """Tiles of cached tokens in flight"""
 
 
 def decode_tiles(num_heads: int, latent_dim: int, dtype: torch.dtype) -> LatentTiles:
-    """Return the tiles of decode rows."""
     wide = latent_dim > 256
     if dtype == torch.float32:
         return LatentTiles(16, 16, 4, 1)
@@ -269,7 +262,7 @@ def choose_latent_splits(
     num_sms: int,
 ) -> int:
     """Return the number of splits that gives each multiprocessor at most one program, two for few
-    heads: one more would wait for all others.
+    heads.
 
     Depends only on numbers that are constant in a graph, so an eager step and a captured one run
     the same kernels.

@@ -1,8 +1,8 @@
-"""Norm and rotation of what latent attention begins with, and storage of latents in the cache.
+"""Norms and rotates latent attention's inputs, and stores latents in the cache.
 
 One launch instead of a norm, two rotations and a cache write. Memory: reads and writes num_tokens *
 (latent_dim + (num_heads + 1) * rope_dim) elements in place, and writes latent_dim + rope_dim to the
-cache. Bound by memory, and at one token by its launch.
+cache: the bound, or the launch at one token.
 
 Source: DeepSeek-V2 (arXiv 2405.04434); RoFormer (arXiv 2104.09864).
 """

@@ -2,13 +2,11 @@
 
 `latent_context` attends to cached latents of earlier steps with absorbed queries, as decode rows
 do; every query of a row sees all of them. `latent_prompt` attends to the step's own tokens,
-causally, with keys and values that were made in full, and continues what the first one has found: a
-row without a context costs the first kernel nothing, and the host need not know which rows have
-one.
+causally, with keys and values in full, and continues the first one's running softmax. A row without
+a context costs the first kernel nothing, so the host need not know which rows have one.
 
 A program takes a tile of one row: of tokens and heads together for the context, so that a cached
-latent is read once for all of them; of one head's tokens for the prompt. The device finds the row
-of a tile (`row_tiles`).
+latent is read once for all of them; of one head's tokens for the prompt.
 
 Operations per head and pair of a query and a token that it sees: 2 * (2 * latent_dim + rope_dim) of
 the context, 2 * (nope_dim + rope_dim + value_dim) of the prompt.
@@ -64,7 +62,6 @@ def _latent_context_kernel(
     BLOCK_L: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """One program per (tile of BLOCK_M // HEADS tokens, HEADS heads)."""
     BLOCK_Q: tl.constexpr = BLOCK_M // HEADS
     if MIXED:
         first_row = tl.load(bounds_ptr)
@@ -223,7 +220,6 @@ def _latent_prompt_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """One program per (head, tile of BLOCK_M tokens)."""
     head = tl.program_id(0).to(tl.int64)
     # Later tiles see more tokens: start them first.
     if MIXED:
@@ -291,7 +287,6 @@ def _latent_prompt_kernel(
 
 
 def context_tiles(num_heads: int, latent_dim: int, dtype: torch.dtype) -> LatentTiles:
-    """Return the tiles of `latent_context`."""
     if dtype == torch.float32:
         return LatentTiles(max(16, min(32, triton.next_power_of_2(num_heads))), 16, 4, 1)
     return LatentTiles(64, 64, 8, 3)
@@ -371,7 +366,7 @@ def latent_context(
 
 
 def prompt_tiles(max_query_len: int, key_dim: int, dtype: torch.dtype) -> LatentTiles:
-    """Return the tiles of `latent_prompt`: few different ones, so few compilations."""
+    """Return the tiles of `latent_prompt`: few different ones limit compilations."""
     if dtype == torch.float32:
         return LatentTiles(32, 32, 4, 1)
     if max_query_len <= 64 or key_dim > 256:

@@ -1,1 +1,1 @@
-"""Any causal model of `transformers`: its modules, over the cache and the scheduling here."""
+"""Any causal model of `transformers`, over this engine's cache and scheduling."""

@@ -1,8 +1,8 @@
-"""What `transformers`' modules call in place of their own attention.
+"""Stands in for attention in `transformers`' modules.
 
-Its table of attention functions belongs to the process, so the name is all that is registered
-there. A call finds its layer as an attribute of the module that calls, and its step in the keyword
-argument `jackfield`, which models pass down to their attention.
+Its registry of attention functions is global, so only the name is registered. A call finds its
+layer as an attribute of the calling module, and its step in the keyword argument `jackfield`, which
+models pass down.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ from ....core.nn.context import BuildContext, ForwardContext
 from ....core.protocols.attention import AttentionSpec
 
 NAME = "jackfield"
-"""The attention implementation, the keyword argument with the step, and a layer's attribute."""
+"""Name of the attention implementation, of the keyword argument with the step, and of a layer's
+attribute."""
 WITHOUT_MEANING = frozenset({
     "dropout", "position_ids", "use_cache", "output_attentions", "output_hidden_states",
     "output_router_logits", "return_dict",
 })  # fmt: skip
-"""Keyword arguments of a call that change nothing of what is attended to."""
+"""Keyword arguments of a call that do not change attention."""
 
 
 class HeadsAttention(nn.Module):
-    """A layer's attention for heads that a module has rotated: [1, heads, num_tokens, dim].
+    """A layer's attention for rotated heads: [1, heads, num_tokens, dim].
 
-    Where values are narrower or wider than keys, the narrower ones are padded with zeros.
+    The narrower of keys and values is padded with zeros.
     """
 
     def __init__(self, spec: AttentionSpec, value_dim: int, build: BuildContext) -> None:
@@ -60,11 +61,13 @@ class HeadsAttention(nn.Module):
 
 
 class Probe:
-    """In place of a step: notes how each module calls attention. Tensors may be on "meta"."""
+    """Stands in for a step and records how each module calls attention. Tensors may be on
+    "meta".
+    """
 
     def __init__(self) -> None:
         self.calls: dict[nn.Module, tuple[AttentionSpec, int]] = {}
-        """The calling module → what it needs, and the width of its values."""
+        """Calling module → its spec, and the width of its values."""
 
     def attend(
         self,
@@ -73,8 +76,9 @@ class Probe:
         mask: object,
         options: dict[str, Any],
     ) -> torch.Tensor:
-        """Record a call and return a result of its shape. Raises ConfigError for what is not
-        attention to the tokens before, by queries and keys alone."""
+        """Record a call and return a result of its shape. Raises ConfigError for other than plain
+        causal attention.
+        """
         name = type(module).__name__
         if module in self.calls:
             raise refused(f"{name} attends more than once in a layer, or runs several times")
@@ -103,7 +107,7 @@ class Probe:
 
 
 class OwnValues:
-    """In place of a step: each token attends to itself alone, so that tokens do not meet."""
+    """Stands in for a step in which each token attends only to itself."""
 
     def attend(
         self,
@@ -116,7 +120,6 @@ class OwnValues:
 
 
 def _own_values(query: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """[1, heads, num_tokens, dim], and values → [1, num_tokens, num_heads, value_dim]"""
     return (
         value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
         .transpose(1, 2)
@@ -125,7 +128,7 @@ def _own_values(query: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def refused(reason: str) -> ConfigError:
-    """Return the error of a model that cannot run so."""
+    """Return the error for an unsupported model."""
     return ConfigError(f"model: it cannot run on transformers' modules: {reason}", param="model")
 
 
@@ -137,8 +140,9 @@ def attend(
     attention_mask: object,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute a layer's attention, as `transformers`' interface defines it: heads [1, heads,
-    num_tokens, dim] → [1, num_tokens, num_heads, value_dim]."""
+    """Compute a layer's attention, by `transformers`' interface: heads [1, heads, num_tokens, dim]
+    → [1, num_tokens, num_heads, value_dim].
+    """
     step = options.pop(NAME, None)
     if isinstance(step, ForwardContext):
         layer: HeadsAttention = getattr(module, NAME)

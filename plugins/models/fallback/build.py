@@ -1,4 +1,6 @@
-"""From a configuration to `transformers`' model, with memory for what is not ours."""
+"""Creates `transformers`' model for a configuration, with memory for the parts that are not
+replaced.
+"""
 
 from __future__ import annotations
 
@@ -18,21 +20,21 @@ from ....core.nn.context import BuildContext
 from .attention import NAME, refused
 
 STRETCHED = ("dynamic", "longrope")
-"""Ropes whose angles transformers computes again by the longest sequence of a batch."""
+"""Ropes whose angles transformers recomputes for the longest sequence of a batch."""
 KINDS = frozenset({"full_attention", "sliding_attention"})
-"""Types of layers whose attention says all by its arguments."""
+"""Layer types whose attention is defined by its arguments."""
 
 
 def model_class(architecture: str) -> Any:
-    """Return transformers' class of a causal model; None if it has none of that name."""
     if architecture not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         return None
     return getattr(transformers, architecture, None)
 
 
 def empty_model(config: ModelConfig) -> Any:
-    """Create transformers' model on "meta". Raises ConfigError where its class does not let others
-    compute attention, or the step's positions do not reach it."""
+    """Create transformers' model on "meta". Raises ConfigError if its attention is not replaceable,
+    or it does not take the step's positions.
+    """
     kind = model_class(config.architecture)
     if kind is None:
         raise refused(f"transformers has no model {config.architecture!r}")
@@ -57,13 +59,12 @@ def empty_model(config: ModelConfig) -> Any:
 
 
 def base_name(model: Any) -> str:
-    """Return the name of the layers below a model's head."""
     prefix: str = model.base_model_prefix
     return prefix if prefix in model._modules else "model"
 
 
 def _check_windows(hf: Any, max_model_len: int) -> None:
-    """Raise ConfigError for attention that only a mask would limit."""
+    """Raise ConfigError for attention that only a mask limits."""
     kinds = set(getattr(hf, "layer_types", None) or ()) - KINDS
     chunk = getattr(hf, "attention_chunk_size", None)
     if "chunked_attention" in kinds and chunk is not None and max_model_len <= chunk:
@@ -73,7 +74,6 @@ def _check_windows(hf: Any, max_model_len: int) -> None:
 
 
 def windows(hf: Any, num_layers: int) -> list[int | None]:
-    """Return each layer's window, by the configuration."""
     window = getattr(hf, "sliding_window", None)
     kinds = getattr(hf, "layer_types", None)
     if window is None or getattr(hf, "use_sliding_window", True) is False:
@@ -84,10 +84,9 @@ def windows(hf: Any, num_layers: int) -> list[int | None]:
 
 
 class Ropes:
-    """Rotations that change with a batch: fixed for the longest sequence that is served."""
+    """Length-dependent rotations, fixed for the longest sequence served."""
 
     def __init__(self, model: nn.Module, max_model_len: int) -> None:
-        """Raises ConfigError where the layers have such rotations of several kinds."""
         self.length = max_model_len
         self.found: list[tuple[Any, str]] = []
         for module in model.modules():
@@ -99,7 +98,6 @@ class Ropes:
                 module.rope_type = "default"  # type: ignore[assignment]
 
     def fill(self) -> None:
-        """Compute the angles."""
         for module, kind in self.found:
             init = ROPE_INIT_FUNCTIONS[kind]
             angles, module.attention_scaling = init(module.config, None, seq_len=self.length)
@@ -109,7 +107,7 @@ class Ropes:
 def allocate(model: Any, build: BuildContext) -> None:
     """Give memory to parameters and buffers on "meta", and fill buffers that no checkpoint has.
 
-    Buffers that checkpoints have become parameters. Raises ConfigError for those that cannot.
+    Buffers that checkpoints have become parameters. Raises ConfigError for others.
     """
     wide = [*(model._keep_in_fp32_modules_strict or ())]
     if build.dtype == torch.float16:
@@ -145,7 +143,7 @@ def _parameter(name: str, like: torch.Tensor, wide: list[str], build: BuildConte
 
 
 def _fill_buffers(model: Any, module: Any, prefix: str, build: BuildContext) -> None:
-    """Let transformers compute a module's buffers, and see that it did."""
+    """Let transformers compute a module's buffers, and check that it did."""
     own = [name for name, buffer in module._buffers.items() if buffer is not None]
     for name in own:
         buffer = torch.empty_like(module._buffers[name], device=build.device)
@@ -161,7 +159,6 @@ def _fill_buffers(model: Any, module: Any, prefix: str, build: BuildContext) -> 
 
 
 def _unset(buffer: torch.Tensor) -> float:
-    """Return a value that stands for none."""
     if buffer.is_floating_point():
         return float("nan")
     return 0 if buffer.dtype == torch.bool else torch.iinfo(buffer.dtype).min

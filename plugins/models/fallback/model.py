@@ -1,4 +1,4 @@
-"""`TransformersLM`: a causal model of `transformers` that no family here serves."""
+"""`TransformersLM`: a causal model of `transformers` without a family here."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from .weights import ModuleWeightMap
 logger = logging.getLogger("jackfield.loading")
 
 BY_PLACE = frozenset({"Llama4ForCausalLM", "PhimoeForCausalLM"})
-"""Models that only long texts show to be unsupported, which `after_loading` does not compute."""
+"""Unsupported models that `after_loading` does not detect, as only long texts would show it."""
 MEETING = 0.05
-"""Relative difference of states above which tokens must have met outside attention."""
+"""Relative difference of states above which tokens interact outside attention."""
 
 
 class TransformersLM(nn.Module):
-    """transformers' modules over the cache and the scheduling here.
+    """Runs transformers' modules over this engine's cache and scheduling.
 
-    A step is one sequence [1, num_tokens] to them, of tokens at any positions; only attention knows
-    which tokens belong together. Products and experts are replaced, so that quantization methods
-    and ranks find them; weights have their names in checkpoints. Steps are recorded as any model's:
-    where modules ask the device for values, the first recording fails, and steps are launched.
+    They see a step as one sequence [1, num_tokens] with any positions; only attention knows which
+    tokens belong together. Products and experts are replaced, for quantization and ranks; weights
+    keep their checkpoint names. If modules read device values, the first recording fails, and steps
+    are launched.
     """
 
     tensor_parallel = True
@@ -54,11 +54,11 @@ class TransformersLM(nn.Module):
         "n_layer": INTEGER,
         "shared_expert_intermediate_size": SIZE,
     }
-    """Those that many models of transformers have."""
+    """Fields that many of transformers' models have."""
 
     @classmethod
     def refusal(cls, architecture: str) -> str | None:
-        """Return, in one clause, why it cannot serve an architecture; None if it may."""
+        """Return why the architecture is not served, in one clause; None if it may be."""
         if model_class(architecture) is None:
             return "transformers has no causal model of that name"
         if architecture in BY_PLACE:
@@ -66,7 +66,6 @@ class TransformersLM(nn.Module):
         return None
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-        """Raises ConfigError for models that are not causal attention alone."""
         super().__init__()
         model = empty_model(config)
         experts_kind = getattr(model.config, "_experts_implementation", None)
@@ -102,7 +101,7 @@ class TransformersLM(nn.Module):
         )
 
     def _add_layers(self, probe: Probe, config: ModelConfig, build: BuildContext) -> None:
-        """Give each module that calls attention its layer."""
+        """Attach a layer to each module that calls attention."""
         expected = windows(self.hf.config, config.num_layers)
         if len(probe.calls) != config.num_layers:
             raise refused(
@@ -119,7 +118,6 @@ class TransformersLM(nn.Module):
             setattr(module, NAME, HeadsAttention(spec, value_dim, build))
 
     def _states(self, input_ids: torch.Tensor, step: Any, positions: Any = None) -> torch.Tensor:
-        """[num_tokens] → [num_tokens, hidden_size]"""
         if positions is None:
             positions = torch.zeros_like(input_ids)
         out = getattr(self.hf, self._base)(
@@ -130,7 +128,6 @@ class TransformersLM(nn.Module):
         return hidden
 
     def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """[num_tokens] → [num_tokens, hidden_size], normed."""
         if context.precompiling:
             # No kernel has run then, and its modules may look at values.
             shape = len(input_ids), self.hf.config.hidden_size
@@ -139,14 +136,14 @@ class TransformersLM(nn.Module):
         return self._states(input_ids, context, context.positions)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[num_rows, hidden_size] → [num_rows, vocab_size]"""
         logits: torch.Tensor = self._head[0](inputs_embeds=hidden[None], use_cache=False).logits[0]
         return logits
 
     @torch.inference_mode()
     def after_loading(self) -> None:
-        """Raise ConfigError if tokens meet outside attention, or are told apart by their places in
-        a step: then another order of tokens and positions gives other states."""
+        """Raise ConfigError if tokens interact outside attention, or depend on their place in a
+        step: then another order of tokens and positions gives other states.
+        """
         tokens = torch.arange(4, device=self._device) % self.hf.config.vocab_size
         positions = torch.tensor([5, 2, 0, 3], device=self._device)
         order = torch.tensor([2, 0, 3, 1], device=self._device)
@@ -159,7 +156,7 @@ class TransformersLM(nn.Module):
 
 
 class _GivenStates(nn.Module):
-    """In the place of all layers below a head: returns the states that it gets."""
+    """Replaces all layers below a head; returns its input."""
 
     def forward(
         self, *inputs: Any, inputs_embeds: torch.Tensor, **options: Any
@@ -168,8 +165,7 @@ class _GivenStates(nn.Module):
 
 
 def _head_of(model: Any, base: str) -> Any:
-    """Return a causal model that shares all of `model` but the layers: it does to states what the
-    class does to logits."""
+    """Return a causal model that shares all of `model` but the layers: it maps states to logits."""
     head = copy.copy(model)
     head._modules = {**model._modules, base: _GivenStates()}
     return head

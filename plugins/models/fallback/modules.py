@@ -1,5 +1,6 @@
-"""Layers of ours in the place of `transformers`' products and experts: so that they are quantized,
-and divided among ranks, like those of any family."""
+"""Replaces `transformers`' products and experts by this engine's layers, for quantization and
+tensor parallelism.
+"""
 
 from __future__ import annotations
 
@@ -19,30 +20,28 @@ from ....core.nn.routing import Routing
 from ....core.parallel.sharding import Features
 
 FEATURES: dict[str, Features] = {"colwise": "out", "rowwise": "in"}
-"""transformers' name for how ranks divide a product → the features that they divide."""
+"""transformers' name of a sharding → the features that are sharded."""
 WHOLE = frozenset({"colwise_gather_output", "rowwise_split_input"})
-"""Products that transformers divides between inputs and outputs that all ranks have: each has all
-of them here."""
+"""Products whose inputs and outputs all ranks hold; they are not sharded here."""
 OF_EXPERTS = frozenset({"packed_colwise", "colwise", "rowwise", "moe_tp_experts"})
-"""How its plans divide experts, of which ranks hold a part of each here."""
+"""Shardings of experts; here ranks hold a part of each expert."""
 ROUTERS = frozenset({"gate", "router"})
-"""Last parts of names of products that are never quantized: rounding would change the choice of
+"""Last name parts of products that are never quantized: rounding would change the choice of
 experts."""
 
 
 class Projection(nn.Module):
-    """A product over the last dimension of any input, in the place of `nn.Linear`."""
+    """Replaces `nn.Linear`: a product over the last dimension."""
 
     def __init__(self, linear: Linear, build: BuildContext, *, adds: bool) -> None:
-        """`adds`: ranks divide its input features, and add their results."""
+        """`adds`: ranks shard its input features, and sum their results."""
         super().__init__()
         self.linear, self.ranks, self.adds = linear, build.ranks, adds
         self.out_features = linear.weight.shape[0]
-        """Of this rank."""
 
     @property
     def weight(self) -> Any:
-        """[out_features, in_features], for modules that look at its type."""
+        """[out_features, in_features], for modules that read its dtype."""
         return self.linear.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -55,7 +54,7 @@ class Projection(nn.Module):
 
 
 class RoutedExperts(Experts):
-    """The experts' MLPs, in the place of a module that gets each token's experts and weights."""
+    """The experts' MLPs, for a module that gets each token's experts and weights."""
 
     def __init__(
         self, num_experts: int, hidden_size: int, intermediate_size: int, build: BuildContext
@@ -66,8 +65,7 @@ class RoutedExperts(Experts):
     def forward(
         self, hidden: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """[num_tokens, hidden_size], and [num_tokens, top_k] numbers and weights of experts →
-        [num_tokens, hidden_size]"""
+        """hidden: [num_tokens, hidden_size]; experts, weights: [num_tokens, top_k]"""
         if hidden.is_meta:
             return torch.empty_like(hidden)
         routing = Routing(weights.float().contiguous(), experts.to(torch.int32).contiguous())
@@ -79,11 +77,12 @@ class RoutedExperts(Experts):
 
 
 class TensorPlan:
-    """How ranks divide a model's modules, as its configuration in `transformers` says."""
+    """How ranks shard a model's modules, by its `transformers` configuration."""
 
     def __init__(self, config: Any, prefix: str, build: BuildContext) -> None:
-        """`prefix`: of the names of the base model's modules. Raises ConfigError where there is no
-        plan, or heads cannot be divided."""
+        """`prefix`: of the base model's module names. Raises ConfigError without a plan, or if
+        heads cannot be divided.
+        """
         self.size = build.ranks.tensor.size
         plan: Mapping[str, str] = getattr(config, "base_model_tp_plan", None) or {}
         self.styles = {f"{prefix}.{name}": style for name, style in plan.items()}
@@ -97,7 +96,7 @@ class TensorPlan:
                 raise _undivided(f"{field} {heads} is no multiple of {self.size}")
 
     def style(self, name: str) -> str | None:
-        """Return the plan's word for a module or parameter; None: each rank has all of it."""
+        """Return the plan's sharding of a module or parameter; None: not sharded."""
         if self.size == 1:
             return None
         pattern = re.sub(r"\.\d+(?=\.|$)", ".*", name)
@@ -108,10 +107,10 @@ class TensorPlan:
 
 def place_modules(model: nn.Module, head: nn.Module | None, plan: TensorPlan,
                   build: BuildContext) -> tuple[set[str], set[str]]:  # fmt: skip
-    """Replace products but for the head's and routers', and experts whose arithmetic is known.
+    """Replace products except the head's and routers', and experts of known arithmetic.
 
     → names of those products, names of those experts. Raises ConfigError if ranks cannot divide
-    what the plan divides.
+    them.
     """
     products, experts = set(), set()
     for name, module in list(model.named_modules()):
@@ -162,7 +161,7 @@ def _undivided(reason: str) -> ConfigError:
 
 
 def _known_experts(module: nn.Module) -> bool:
-    """Whether a module is of gated MLPs with silu, and all of them in two tensors."""
+    """Whether a module has gated silu MLPs in two tensors."""
     up, down = (getattr(module, name, None) for name in ("gate_up_proj", "down_proj"))
     if not all(isinstance(part, nn.Parameter) and part.dim() == 3 for part in (up, down)):
         return False
@@ -180,7 +179,6 @@ def _known_experts(module: nn.Module) -> bool:
 
 
 def _sizes(module: Any) -> tuple[int, int, int]:
-    """→ number of experts, hidden size, inner features"""
     num_experts, hidden_size, inner = module.down_proj.shape
     return num_experts, hidden_size, inner
 

@@ -1,4 +1,4 @@
-"""Names of checkpoints' tensors → the modules here, by `transformers`' own renamings."""
+"""Maps checkpoint names to modules, by `transformers`' own renamings."""
 
 from __future__ import annotations
 
@@ -17,29 +17,28 @@ from .attention import refused
 ROOT = "hf"
 """Name of transformers' model in ours."""
 INNER = {"gate_up_proj": ("gate", "up"), "down_proj": ("",)}
-"""Layers of experts here and in transformers → their shards."""
+"""Layers of experts (same names here) → their shards."""
 ONE_EXPERT = re.compile(r"(.+)\.(\d+)\.(\w+)\.(\w+)")
-"""Of one expert: its module, number, layer, and the tensor."""
+"""One expert's tensor: module, number, layer, and tensor name."""
 
 
 @dataclass(frozen=True)
 class ModuleWeightMap(WeightMap):
-    """The weight map of a model whose modules are transformers'."""
-
     renamings: tuple[WeightRenaming, ...] = ()
     shards: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """An expert's layer in checkpoints → its layer here, and the shard."""
+    """Checkpoint name of an expert's layer → layer here, and shard."""
     products: frozenset[str] = frozenset()
-    """Names of modules that `Projection` stands for."""
+    """Names of modules that `Projection` replaces."""
     experts: frozenset[str] = frozenset()
-    """Names of modules that `RoutedExperts` stands for."""
+    """Names of modules that `RoutedExperts` replaces."""
     unexpected: tuple[str, ...] = ()
-    """Patterns of names that transformers leaves out."""
+    """Patterns of names that transformers ignores."""
 
     @classmethod
     def of(cls, model: Any, products: set[str], experts: set[str]) -> ModuleWeightMap:
-        """Read what transformers knows of a model's names. Raises ConfigError where it does more
-        than to rename, and to join experts."""
+        """Read transformers' renamings for a model. Raises ConfigError if it transforms tensors
+        otherwise than by stacking experts.
+        """
         renamings, shards = [], {}
         transforms: Any = get_model_conversion_mapping(model) or ()
         for transform in transforms:
@@ -100,7 +99,7 @@ class ModuleWeightMap(WeightMap):
         return f"{ROOT}.{renamed}", None
 
     def source(self, parameter: str, shard: str | None = None) -> str:
-        """Return the name that transformers' module has, for (parameter, shard)."""
+        """Return transformers' name for (parameter, shard)."""
         name = parameter.removeprefix(f"{ROOT}.")
         expert, _, part = (shard or "").partition(".")
         if shard is not None:
