@@ -9,7 +9,7 @@ from ...core.hooks import hookimpl
 
 
 def also(*names: str) -> tuple[str, ...]:
-    """Return names of vLLM's for a backend of the same kind, in upper and in lower case."""
+    """Return vLLM's names for a backend of the same kind, in upper and lower case."""
     return (*names, *(name.lower() for name in names))
 
 

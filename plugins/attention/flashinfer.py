@@ -1,9 +1,8 @@
 """Attention through FlashInfer (the optional package `flashinfer-python`).
 
-Its wrappers take the cache as it is: keys and values as two tensors of [num_blocks, block_size,
-num_kv_heads, head_dim], its layout NHD, and tables of pages in rows without gaps. The wrappers plan
-each step on the host, from the layout's numpy twins, so nothing waits for the device; a plan cannot
-be captured in a graph.
+Its wrappers take keys and values as two tensors of [num_blocks, block_size, num_kv_heads, head_dim]
+(layout NHD), and page tables in rows without gaps. The wrappers plan each step on the host, from
+the layout's numpy twins, so nothing waits for the device; a plan cannot be captured in a graph.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from ...core.protocols.attention import AttentionBackend, AttentionSpec, Backend
 PACKAGE = "flashinfer"
 HEAD_DIMS = (64, 128, 256)
 WORKSPACE_BYTES = 128 << 20
-"""Workspace size that FlashInfer recommends."""
 WRAPPERS_IN_TURN = 3
 """More than the steps in flight: planning writes host memory that the last step's copy may still
 read."""
@@ -31,7 +29,7 @@ read."""
 
 @functools.cache
 def _missing() -> str | None:
-    """Return why the package cannot be used; None if it can."""
+    """Return why the package is unusable; None if it is usable."""
     if importlib.util.find_spec(PACKAGE) is None:
         return "flashinfer is not installed"
     try:
@@ -59,26 +57,22 @@ class Pages:
 
 @dataclass(frozen=True)
 class FlashInferMetadata:
-    """The leading one-token rows of a step, the others, and the plans made for them so far."""
+    """A step's leading one-token rows, its others, and the plans made so far."""
 
     layout: BatchLayout
     step: int
     num_decode: int
     """Leading rows of one token each."""
     pages: dict[tuple[str, int | None], Pages] = field(default_factory=dict)
-    """By kind of rows and sliding window."""
     planned: dict[tuple[str, AttentionSpec], Any] = field(default_factory=dict)
 
 
 class FlashInferAttention(AttentionBackend):
-    """`AttentionBackend` on FlashInfer's wrappers for paged caches, on its tensor-core kernels."""
-
     name: ClassVar[str] = "flashinfer"
     cache_groups: ClassVar[bool] = True
 
     @classmethod
     def supports(cls, spec: AttentionSpec, device: torch.device, dtype: torch.dtype) -> str | None:
-        """None when it can serve this layer here, else the reason."""
         if device.type != "cuda":
             return "it needs a CUDA device"
         if (missing := _missing()) is not None:
@@ -101,11 +95,10 @@ class FlashInferAttention(AttentionBackend):
         # One workspace for all wrappers: work on one stream does not overlap.
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._wrappers: dict[tuple[str, AttentionSpec, int, int], Any] = {}
-        """By kind of rows, layer, group of layers and turn."""
+        """Keyed by kind of rows, layer, group of layers and turn."""
         self._steps = 0
 
     def build_metadata(self, layout: BatchLayout) -> FlashInferMetadata:
-        """Split the step into decode rows and others; no device value is read."""
         rows = layout.num_rows
         lengths = np.diff(np.asarray(layout.query_start_cpu)[: rows + 1])
         longer = lengths != 1
@@ -126,7 +119,6 @@ class FlashInferAttention(AttentionBackend):
         sinks: torch.Tensor | None = None,
         distance_bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """query: [num_tokens, num_heads, head_dim] → the same shape; see the protocol."""
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         rows, decode = metadata.layout.num_rows, metadata.num_decode
         for kind, first, end in (("decode", 0, decode), ("prefill", decode, rows)):
@@ -146,7 +138,6 @@ class FlashInferAttention(AttentionBackend):
     def _planned(
         self, kind: str, spec: AttentionSpec, pages: Pages, metadata: FlashInferMetadata
     ) -> Any:
-        """The wrapper for a kind of rows and a layer, planned for this step."""
         wrapper = metadata.planned.get((kind, spec))
         if wrapper is not None:
             return wrapper
@@ -182,8 +173,9 @@ class FlashInferAttention(AttentionBackend):
 def make_pages(
     layout: BatchLayout, first: int, end: int, block_size: int, window: int | None = None
 ) -> Pages:
-    """Rows [first, end) of a step. Pages before the window are left out: FlashInfer counts from the
-    end of a row, and they may have been released."""
+    """Rows [first, end) of a step. Pages before the window are omitted: FlashInfer counts from the
+    end of a row, and they may be released.
+    """
     starts = np.asarray(layout.query_start_cpu, dtype=np.int32)[first : end + 1]
     lengths = np.asarray(layout.seq_lens_cpu, dtype=np.int32)[first:end]
     behind = np.zeros_like(lengths)

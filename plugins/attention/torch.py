@@ -21,9 +21,9 @@ from ...core.nn.kv_cache.quantized_cache import KVCache, read_keys, read_values
 from ...core.protocols.attention import AttentionBackend, AttentionSpec, BackendSetup
 
 GATHER_ELEMENTS = 1 << 24
-"""Cached keys gathered at once (elements), which bounds the memory of a decode step."""
+"""Most cached keys (elements) gathered at once: bounds a decode step's memory."""
 SCORE_ELEMENTS = 1 << 25
-"""Scores of one prefill product (elements), which bounds the memory of a long prefill."""
+"""Most scores of one prefill product (elements): bounds a long prefill's memory."""
 PADDING_ALLOWED = 4096
 """Padded cache positions that a gather may waste before it is split."""
 
@@ -35,7 +35,7 @@ class DecodeChunk:
     first_row: int
     end_row: int
     first_block: int
-    """Blocks [first_block, end_block) of each row's table hold all that any row may see."""
+    """Blocks [first_block, end_block) of each row's table cover all visible positions."""
     end_block: int
     num_shared: int
     """Leading positions that every row sees."""
@@ -45,18 +45,17 @@ class DecodeChunk:
 
 @dataclass(frozen=True)
 class TorchMetadata:
-    """The layout as Python numbers, and its decode chunks, created at their first use by a
-    layer."""
+    """The layout as Python numbers, and its decode chunks, created by a layer's first use."""
 
     layout: BatchLayout
     starts: list[int]
     seq_lens: list[int]
     chunks: dict[tuple[Reach | None, int], list[DecodeChunk]] = field(default_factory=dict)
-    """By reach and by cache positions that may be gathered at once."""
+    """Keyed by reach and by positions gathered at once."""
 
 
 class _Extras(NamedTuple):
-    """Additions of a layer to plain attention, by kv head and query head of its group."""
+    """Additions to plain attention, by kv head and query head of its group."""
 
     slopes: torch.Tensor | None
     """[num_kv_heads, group] float32"""
@@ -84,8 +83,9 @@ class _Extras(NamedTuple):
         return cls(slopes, sinks, biases)
 
     def by_distance(self, distance: torch.Tensor) -> torch.Tensor | None:
-        """What is added to logits. distance: [..., keys] int, of keys before their queries
-        → [num_kv_heads, group, ..., keys]; None: nothing."""
+        """Return the addition to logits, None for none. distance: [..., keys] int, from key to
+        query → [num_kv_heads, group, ..., keys].
+        """
         bias = None
         if self.slopes is not None:
             bias = self.slopes.view(*self.slopes.shape, *(1 for _ in distance.shape)) * -distance
@@ -95,7 +95,7 @@ class _Extras(NamedTuple):
         return bias
 
     def none(self, spec: AttentionSpec) -> bool:
-        """Whether the layer is only a softmax of scaled products."""
+        """Whether the layer is a plain softmax of scaled products."""
         extras = (spec.soft_cap, self.slopes, self.sinks, self.biases)
         return all(extra is None for extra in extras)
 
@@ -320,7 +320,7 @@ class TorchAttention(AttentionBackend):
 def _gather(
     spec: AttentionSpec, kv_cache: KVCache, blocks: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of these blocks, each [blocks, block_size, num_kv_heads, head_dim]."""
+    """Return keys and values of these blocks, each [blocks, block_size, num_kv_heads, head_dim]."""
     keys = read_keys(kv_cache, blocks, dtype, spec.key_scale)
     return keys, read_values(kv_cache, blocks, dtype, spec.value_scale)
 

@@ -24,14 +24,12 @@ from ...core.protocols.latent_attention import (
 )
 
 ELEMENTS = 1 << 25
-"""Gathered, expanded or score elements at once, which bounds the memory of a step."""
+"""Most gathered, expanded or score elements at once: bounds a step's memory."""
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
 class LatentMetadata:
-    """The layout as Python numbers."""
-
     layout: BatchLayout
     starts: list[int]
     seq_lens: list[int]

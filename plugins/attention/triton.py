@@ -1,9 +1,8 @@
 """Attention on Triton kernels: split-KV decode and ragged prefill over the paged cache.
 
-A step's leading one-token rows (a plan puts decode rows first) take the decode kernel, the rest
-the prefill kernel: one launch for all would give every decode row a tile made for a hundred
-queries and a single program for the whole of a long context. A step of few decode rows goes from
-the projection to the output in one launch.
+A step's leading one-token rows (a plan puts decode rows first) take the decode kernel, the rest the
+prefill kernel, in whose tiles a decode row would waste most, with one program for a long context.
+With few decode rows, one launch goes from the projection to the output.
 """
 
 from __future__ import annotations
@@ -45,18 +44,17 @@ except ImportError as error:
 MAX_GROUP = 128
 MAX_HEAD_DIM = 512
 MAX_WIDE_GROUP = 64
-"""Query heads that share a key head, of over 256 channels each."""
+"""Most query heads that share a key head of over 256 channels."""
 DENSE_TOKENS = 2048
-"""Number of tokens from which a row with nothing cached uses torch's dense attention (cuDNN).
-Measured on an H200: 532 against 371 TFLOP/s at 4,096 tokens, equal at 1,024."""
+"""Number of tokens from which a row with nothing cached uses torch's dense attention (cuDNN)."""
 DENSE_STEP, DENSE_ROWS = 6144, 4
-"""Tokens of such rows from which a step of few rows is launched instead of replayed: a
-recorded step cannot depend on lengths, and uses our kernel for all rows."""
+"""Fewest tokens, and most rows, of steps that are launched instead of replayed for it: recorded
+steps use our kernel for all rows."""
 FUSED_PROGRAMS = 128
-"""Rows times kv heads up to which a decode step goes from the projection to the output in one
-launch. Beyond, the plain kernel's loop is faster by more than the launches it costs."""
+"""Most rows times kv heads of a fused decode launch: beyond, the plain kernel saves more than its
+launches cost."""
 INTERPRETER_SMS = 8
-"""Multiprocessors assumed in the interpreter, so that small batches split there too."""
+"""Multiprocessors assumed in the interpreter, so that it also splits small batches."""
 
 
 def _interpreted() -> bool:
@@ -65,13 +63,11 @@ def _interpreted() -> bool:
 
 @dataclass(frozen=True)
 class TritonMetadata:
-    """The layout, and which kernel computes which of its rows."""
+    """The layout, and the kernel of each row."""
 
     layout: BatchLayout
     num_decode_rows: int
-    """Leading rows of one token each, so also their tokens."""
     runs: tuple[Run, ...]
-    """Runs of the other rows, in order."""
 
 
 class Run(NamedTuple):
@@ -83,7 +79,7 @@ class Run(NamedTuple):
     end_token: int
     max_query_len: int
     fresh: bool
-    """Long rows of one length with nothing cached: their keys and values are all in this step."""
+    """Long rows of one length with nothing cached."""
 
 
 class Workspace(NamedTuple):
@@ -97,8 +93,8 @@ class Workspace(NamedTuple):
 class TritonAttention(AttentionBackend):
     """`AttentionBackend` on this project's Triton kernels.
 
-    Decode-only batches may be captured in a CUDA graph: launches depend on the number of rows
-    alone, lengths are read on the device, and the workspace of a head shape is made once.
+    Decode-only batches may be captured in a CUDA graph: launches depend only on the number of rows,
+    and each head shape has one workspace.
     """
 
     name: ClassVar[str] = "triton"
@@ -125,7 +121,6 @@ class TritonAttention(AttentionBackend):
 
     @classmethod
     def supports(cls, spec: AttentionSpec, device: torch.device, dtype: torch.dtype) -> str | None:
-        """None when it can serve this layer here, else the reason."""
         if _MISSING is not None:
             return _MISSING
         if device.type != "cuda" and not _interpreted():
@@ -163,7 +158,6 @@ class TritonAttention(AttentionBackend):
         self._dense = device.type == "cuda" and setup.dtype != torch.float32
 
     def build_metadata(self, layout: BatchLayout) -> TritonMetadata:
-        """Count the leading one-token rows and sort the others, from the layout's numpy twins."""
         rows = layout.num_rows
         if layout.mixed is not None:
             return TritonMetadata(layout, 0, ())
@@ -191,7 +185,7 @@ class TritonAttention(AttentionBackend):
         return TritonMetadata(layout, decode_rows, tuple(runs))
 
     def prefers_launch(self, query_lens: np.ndarray, seq_lens: np.ndarray) -> bool:
-        """Where a large step is long prompts alone, which torch's dense attention takes."""
+        """Prefer it for large steps of long prompts alone, which torch's dense attention takes."""
         if not self._dense or len(query_lens) > DENSE_ROWS:
             return False
         fresh = (query_lens >= DENSE_TOKENS) & (seq_lens == query_lens)
@@ -209,7 +203,6 @@ class TritonAttention(AttentionBackend):
         sinks: torch.Tensor | None = None,
         distance_bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """query: [num_tokens, num_heads, head_dim] → the same shape; see the protocol."""
         layout, rows = metadata.layout, metadata.num_decode_rows
         if layout.mixed is not None:
             return self._forward_mixed(
@@ -313,8 +306,7 @@ class TritonAttention(AttentionBackend):
 
     @contextlib.contextmanager
     def _beside(self, work: Callable[[], None]) -> Iterator[None]:
-        """Enqueue `work`, and in parallel to it, on a separate stream, what the context
-        enqueues."""
+        """Enqueue `work`, and the context's launches in parallel on another stream."""
         if self._side_stream is None:
             work()
             yield
@@ -327,7 +319,7 @@ class TritonAttention(AttentionBackend):
         stream.wait_stream(self._side_stream)
 
     def plan_projection(self, layer: ProjectedLayer) -> Projection | None:
-        """Decode steps of few rows, in one launch each."""
+        """Plan decode steps of few rows, in one launch each."""
         return None if layer.spec.head_dim % 2 else self._fused_decode
 
     def _fused_decode(
@@ -380,7 +372,7 @@ class TritonAttention(AttentionBackend):
         )
 
     def _slopes(self, slopes: tuple[float, ...]) -> torch.Tensor:
-        """[num_heads] float32, made once: captured graphs hold its address."""
+        """[num_heads] float32, created once: captured graphs hold its address."""
         slopes_tensor = self._slope_tensors.get(slopes)
         if slopes_tensor is None:
             slopes_tensor = torch.tensor(slopes, dtype=torch.float32, device=self.device)
@@ -396,8 +388,7 @@ class TritonAttention(AttentionBackend):
         )
 
     def _workspace(self, spec: AttentionSpec, dtype: torch.dtype) -> Workspace:
-        """Return the workspace; it is never replaced, because captured graphs hold its
-        addresses."""
+        """Return the workspace, created once: captured graphs hold its addresses."""
         shape = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
         workspace = self._workspaces.get(shape)
         if workspace is None:
@@ -425,7 +416,7 @@ class TritonAttention(AttentionBackend):
 
 
 def _layer_arguments(spec: AttentionSpec) -> dict[str, Any]:
-    """Return what all kernels are given of a layer."""
+    """Return the arguments of a layer that all kernels take."""
     return {
         "scale": spec.scale,
         "sliding_window": spec.sliding_window,
@@ -454,7 +445,7 @@ def _dense(
     value: torch.Tensor,
     run: Run,
 ) -> torch.Tensor:
-    """Whole rows of one length through cuDNN's kernel, which is faster than ours from some thousand
+    """Compute whole rows of one length with cuDNN's kernel, which is faster from some thousand
     tokens on.
 
     query: [rows * tokens, num_heads, head_dim]; key, value: [rows * tokens, num_kv_heads, head_dim]

@@ -1,12 +1,11 @@
 """Latent attention on Triton kernels: split-KV decode of absorbed queries, expanded prompts.
 
-A step's leading one-token rows take the decode kernel. The others take two: one attends to what
-earlier steps have cached of their sequences, absorbed as decode rows are; the other to the step's
-own tokens, whose keys and values are made in full, and continues the first one's result. In a
-recorded step all of them run, over the most rows of each kind; each finds its rows on the device.
+A step's leading one-token rows take the decode kernel. The others take two: one attends to tokens
+of earlier steps, absorbed; the other continues with the step's own tokens, with full keys and
+values.
 
-Where an indexer has chosen what queries read, the decode kernel takes them all: each query is a row
-of its own, and the slots that it reads are its blocks, of one token each.
+With tokens chosen by an indexer, the decode kernel takes every query as a row whose blocks are the
+chosen slots, of one token each.
 """
 
 from __future__ import annotations
@@ -43,19 +42,18 @@ except ImportError as error:
 MAX_LATENT, MAX_HEAD = 512, 256
 """Largest latents, and parts of a head's key and value, that fit in a program's shared memory."""
 LAUNCHED_ROWS, LAUNCHED_TOKENS = 8, 2048
-"""Most rows, and least tokens, of steps of whole prompts that are launched instead of replayed.
-Estimates: from there on, the device should take longer for a kernel than the host for a launch."""
+"""Most rows, and fewest tokens, of steps of whole prompts that are launched instead of replayed.
+Estimates: the device should then take longer than the host's launches."""
 INTERPRETER_SMS = 8
-"""Multiprocessors assumed in the interpreter, so that small batches split there too."""
+"""Multiprocessors assumed in the interpreter, so that it also splits small batches."""
 
 
 @dataclass(frozen=True)
 class TritonLatentMetadata:
-    """The layout, and which kernels its rows need; undefined in a recorded step with prompts."""
+    """The layout, and the kernels that its rows need; undefined in a recorded step with prompts."""
 
     layout: BatchLayout
     num_decode_rows: int
-    """Leading rows of one token each, so also their tokens."""
     max_query_len: int
     """Tokens of the longest other row."""
     has_context: bool
@@ -65,8 +63,7 @@ class TritonLatentMetadata:
 class TritonLatentAttention(LatentAttentionBackend):
     """`LatentAttentionBackend` on this project's Triton kernels.
 
-    Steps may be captured in a CUDA graph: launches depend on the numbers of rows and tokens alone,
-    lengths are read on the device, and the workspace of a head shape is made once.
+    Steps may be captured in a CUDA graph: launches depend only on the numbers of rows and tokens.
     """
 
     name: ClassVar[str] = "triton"
@@ -80,7 +77,6 @@ class TritonLatentAttention(LatentAttentionBackend):
     def supports(
         cls, spec: LatentAttentionSpec, device: torch.device, dtype: torch.dtype
     ) -> str | None:
-        """None when it can serve this layer here, else the reason."""
         interpreted = os.environ.get("TRITON_INTERPRET") == "1"
         if _MISSING is not None:
             return _MISSING
@@ -107,7 +103,6 @@ class TritonLatentAttention(LatentAttentionBackend):
         self._workspaces: dict[tuple[int, int, int | None], torch.Tensor] = {}
 
     def build_metadata(self, layout: BatchLayout) -> TritonLatentMetadata:
-        """Count the leading one-token rows, from the layout's numpy twins."""
         rows = layout.num_rows
         if layout.mixed is not None:
             return TritonLatentMetadata(layout, 0, layout.max_query_len, True)
@@ -121,7 +116,7 @@ class TritonLatentAttention(LatentAttentionBackend):
         return TritonLatentMetadata(layout, first, longest, bool(contexts.any()))
 
     def prefers_launch(self, query_lens: np.ndarray, seq_lens: np.ndarray) -> bool:
-        """Where a large step is whole prompts: a recorded one must absorb them, too."""
+        """Prefer it for large steps of whole prompts: a recorded step absorbs them, too."""
         longer = query_lens > 1
         fresh = bool((seq_lens == query_lens)[longer].all())
         few = len(query_lens) <= LAUNCHED_ROWS
@@ -138,7 +133,6 @@ class TritonLatentAttention(LatentAttentionBackend):
         *,
         chosen: ChosenTokens | None = None,
     ) -> torch.Tensor:
-        """query: [num_tokens, num_heads, key_dim] → [num_tokens, num_heads, value_dim]"""
         if chosen is not None:
             return self._chosen(spec, query, up, cache, chosen)
         layout, rows = metadata.layout, metadata.num_decode_rows
@@ -202,7 +196,6 @@ class TritonLatentAttention(LatentAttentionBackend):
         cache: torch.Tensor,
         chosen: ChosenTokens,
     ) -> torch.Tensor:
-        """Attend to the chosen tokens of each query."""
         own, turned = query.split_with_sizes([spec.nope_dim, spec.rope_dim], dim=-1)
         absorbed = _head_products(own, up[:, : spec.nope_dim])
         sums = torch.empty_like(absorbed, memory_format=torch.contiguous_format)
@@ -254,7 +247,7 @@ class TritonLatentAttention(LatentAttentionBackend):
         )
 
     def _workspace(self, spec: LatentAttentionSpec, dtype: torch.dtype) -> torch.Tensor:
-        """Return the workspace; it is never replaced, because captured graphs hold its address."""
+        """Return the workspace, created once: captured graphs hold its address."""
         shape = (spec.num_heads, spec.latent_dim)
         key = (*shape, spec.index_topk)
         if key not in self._workspaces:

@@ -10,23 +10,23 @@ from ...core.protocols.all2all import All2AllSetup, Dispatched
 from .builtin import Gloo, Nccl
 
 NOWHERE = -1
-"""In place of an expert, in a row that is no token."""
+"""Stands for an expert in padding rows."""
 
 
 class Sent(NamedTuple):
-    """Which tokens this rank has sent, and has been sent."""
+    """The exchange of tokens between this rank and the others."""
 
     tokens: torch.Tensor
-    """[M] int64: its own token in each row that it sent, rank by rank."""
+    """[M] int64: own token of each sent row, by rank."""
     counts: list[int]
-    """Rows that it sent to each rank."""
+    """Rows sent to each rank."""
     received: list[int]
-    """Rows that came from each."""
+    """Rows received from each."""
     num_tokens: int
 
 
 class Gathered(NamedTuple):
-    """All tokens of all ranks have come."""
+    """All ranks' tokens were gathered."""
 
     capacity: int
     num_tokens: int

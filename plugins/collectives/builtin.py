@@ -27,15 +27,14 @@ from ...core.parallel.ranks import Transfer
 from ...core.protocols.collectives import CollectivesSetup
 
 LEFT_TO_THE_ENGINE = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0"}
-"""Else torch's thread that watches over a group ends this process when a call to a rank that is
-gone fails or takes too long, or after an error of the device: before the engine can tell its
-requests. Without that, such a call waits until the engine, which sees that the rank is gone or
-hangs, leaves the group."""
+"""Otherwise torch's watchdog ends this process when a call fails or times out because a rank is
+gone, or after a device error, before the engine can notify its requests. Without it, such a call
+waits until the engine detects the lost rank and leaves the group."""
 
 
 @contextlib.contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set variables that are not set, for what reads them in its constructor."""
+    """Set unset variables temporarily, for a constructor that reads them."""
     added = {name: value for name, value in variables.items() if name not in os.environ}
     os.environ.update(added)
     try:
@@ -46,8 +45,6 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 class _Collectives:
-    """What both libraries share."""
-
     def __init__(self, setup: CollectivesSetup) -> None:
         self.rank, self.size = setup.rank, setup.size
         # Not asynchronous: NCCL then queues on the current stream instead of one of its own.
@@ -56,7 +53,7 @@ class _Collectives:
         self._exchange = AllToAllOptions()
         self._sum.asyncOp = self._gather.asyncOp = self._exchange.asyncOp = False
         self._sending: collections.deque[tuple[Any, torch.Tensor]] = collections.deque()
-        """What was sent and is not known to have arrived: libraries read it until then."""
+        """Sends that may be in flight: the libraries still read these tensors."""
         host, port = setup.address
         timeout = timedelta(seconds=setup.timeout)
         listener = None if setup.listener is None else setup.listener.detach()
@@ -83,25 +80,22 @@ class _Collectives:
         raise NotImplementedError
 
     def all_reduce(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """Add in place."""
         _wait(self._group.allreduce([x], self._sum))
         return x if residual is None else residual.add_(x)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """The library joins in the first dimension: with several rows, their parts are moved."""
+        """The library joins along the first dimension, so the parts of several rows are moved."""
         parts = x.new_empty((self.size, *x.shape))
         _wait(self._group._allgather_base(parts.view(-1), x.flatten(), self._gather))
         return parts.movedim(0, -2).flatten(-2)
 
     def all_to_all(self, x: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
-        """Send rows of `x`, [sum(sent), ...], to all ranks, so many to each, and return those that
-        came, so many from each, by rank: [sum(received), ...]."""
         into = x.new_empty((sum(received), *x.shape[1:]))
         _wait(self._group.alltoall_base(into, x.contiguous(), received, sent, self._exchange))
         return into
 
     def send(self, x: torch.Tensor, to: int) -> None:
-        """Send a copy."""
+        """Send a copy, so that the caller may overwrite `x`."""
         sending = self._sending
         while sending and sending[0][0].is_completed():
             sending.popleft()
@@ -110,24 +104,23 @@ class _Collectives:
         sending.append((group.send([copy], number, 0), copy))
 
     def receive(self, into: torch.Tensor, source: int) -> Transfer:
-        """Begin to receive."""
         group, number = self._link(source, self.rank)
         transfer: Transfer = group.recv([into], number, 0)
         return transfer
 
     def _link(self, source: int, target: int) -> tuple[Any, int]:
-        """Return the library's group for tensors from one rank to another, and the other's number
-        in it."""
+        """Return the library's group for tensors from one rank to another, and the peer's number in
+        it.
+        """
         return self._group, target if source == self.rank else source
 
     def close(self) -> None:
-        """End the connections."""
         self._sending.clear()
         del self._group, self._store
 
 
 def _wait(work: Any) -> None:
-    """Wait on the host for gloo. NCCL returns nothing to wait for: it uses the current stream."""
+    """Wait on the host for gloo; NCCL uses the current stream and returns None."""
     if work is not None:
         work.wait()
 
@@ -153,19 +146,18 @@ class Gloo(_Collectives):
 
 
 class Nccl(_Collectives):
-    """Tensors of CUDA devices, each rank with a device of its own."""
+    """For CUDA devices, one per rank."""
 
     @staticmethod
     def supports(device: torch.device) -> str | None:
-        """Needs CUDA."""
         if not (dist.is_available() and dist.is_nccl_available()):
             return "this build of torch has no NCCL"
         return None if device.type == "cuda" else "it is for CUDA devices"
 
     def __init__(self, setup: CollectivesSetup) -> None:
         self._links: dict[tuple[int, int], Any] = {}
-        """By source and target: connections and a stream for each direction, so that neither what
-        is sent the other way nor a step holds it up."""
+        """(source, target) → connections and a stream per direction, so that neither the other
+        direction nor a step delays it."""
         super().__init__(setup)
 
     def _join(self, setup: CollectivesSetup, timeout: timedelta) -> Any:
@@ -177,7 +169,7 @@ class Nccl(_Collectives):
         return self._library("nccl", setup.rank, setup.size)
 
     def _library(self, name: str, rank: int, size: int) -> Any:
-        """Return the library's group of a name, which is not connected yet."""
+        """Return the library's unconnected group of this name."""
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self._timeout
         with _environment(LEFT_TO_THE_ENGINE):
@@ -190,7 +182,7 @@ class Nccl(_Collectives):
         return self._links[source, target], int(self.rank == source)
 
     def close(self) -> None:
-        """Abort, because a shutdown would wait for the other ranks."""
+        """Abort: a shutdown would wait for the other ranks."""
         for group in (self._group, *self._links.values()):
             group.abort()
         self._links.clear()

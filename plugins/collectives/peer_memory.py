@@ -1,7 +1,7 @@
 """Collectives of GPUs of one host that write into each other's memory; NCCL for what is large.
 
-A layer's sum is small in decode: 8 kB per token of an 8B model, where a library's call is mostly
-waiting. `kernels/peer_sum.py` adds such terms, and the residual, in one launch.
+In decode a layer's sum is small (8 kB per token of an 8B model), and a library's call mostly waits.
+`kernels/peer_sum.py` adds such terms, and the residual, in one launch.
 """
 
 from __future__ import annotations
@@ -23,37 +23,33 @@ from .shared_memory import SharedMemory
 
 logger = logging.getLogger("jackfield.worker")
 TOKEN = secrets.token_hex(8)
-"""Of this process, and of its forks."""
+"""Identifies this process and its forks."""
 
 WAYS: dict[int, tuple[tuple[int, Way], ...]] = {
     2: ((512 << 10, "words"), (2 << 20, "one_shot"), (16 << 20, "two_shot")),
     4: ((128 << 10, "words"), (512 << 10, "one_shot"), (16 << 20, "two_shot")),
     8: ((64 << 10, "words"), (256 << 10, "one_shot"), (16 << 20, "two_shot")),
 }
-"""By the largest number of ranks: the largest terms in bytes, and how they are added. What is
-larger goes through NCCL. Two ranks: as measured on H200 (`peer_sum.py` in git's history); the
-others follow from the bytes that each way sends."""
+"""Most ranks → largest terms in bytes, and their way of addition. Larger terms go through NCCL."""
 
 
 class Address(msgspec.Struct, frozen=True):
-    """Where a rank's mailbox is, and how others get at it."""
+    """Location of a rank's mailbox, for other ranks."""
 
     host: str
     process: str
     device: int
-    """Number of the device in that process."""
+    """Device number in that process."""
     pointer: int
     """Valid in that process."""
     handle: bytes
-    """For other processes."""
 
 
 class PeerMemory(Nccl):
-    """Tensors of CUDA devices that can reach each other's memory."""
+    """For CUDA devices that can access each other's memory."""
 
     @staticmethod
     def supports(device: torch.device) -> str | None:
-        """Needs several CUDA devices with access to each other."""
         if (reason := Nccl.supports(device)) is not None:
             return reason
         count = torch.cuda.device_count()
@@ -80,7 +76,7 @@ class PeerMemory(Nccl):
         self._ways = ways[0] if ways else ()
 
     def _open(self, setup: CollectivesSetup) -> Mailboxes | None:
-        """Return the mailboxes of all ranks; None if they are not all on this host."""
+        """Return the mailboxes of all ranks; None if ranks are on several hosts."""
         device, host = setup.device, _host()
         own = self._memory = SharedMemory(device, 8 * mailbox_words(setup.size))
         address = Address(host, _process(), device.index or 0, own.pointer, own.handle())
@@ -102,7 +98,7 @@ class PeerMemory(Nccl):
         return Mailboxes.at(setup.rank, pointers, device)
 
     def _pointer(self, address: Address, device: torch.device) -> int:
-        """Return where another rank's mailbox is for this process and device."""
+        """Return the address of another rank's mailbox for this process and device."""
         if address.process == _process():
             # A copy makes torch give the two devices access to each other.
             torch.empty(1, device=device).copy_(torch.empty(1, device=f"cuda:{address.device}"))
@@ -110,7 +106,6 @@ class PeerMemory(Nccl):
         return self._memory.open(address.handle)
 
     def all_reduce(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """By peer memory where the table of WAYS says so."""
         boxes = self._mailboxes
         num_bytes = x.numel() * x.element_size()
         alike = residual is None or residual.dtype == x.dtype
@@ -121,7 +116,7 @@ class PeerMemory(Nccl):
         return super().all_reduce(x, residual)
 
     def close(self) -> None:
-        """As NCCL's, after all waiting for mail has ended."""
+        """Close as NCCL does, after all waiting for mail has ended."""
         if self._mailboxes is not None:
             self._mailboxes.give_up()
         super().close()
@@ -129,12 +124,11 @@ class PeerMemory(Nccl):
 
 
 def _process() -> str:
-    """Return what tells this process from others of the host, which may have its number in another
-    container."""
+    """Identify this process on its host: in another container, a process may have its number."""
     return f"{os.getpid()} {TOKEN}"
 
 
 def _host() -> str:
-    """Return what tells this host from others, which may have its name."""
+    """Identify this host: another may have its name."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"

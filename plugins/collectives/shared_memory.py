@@ -1,7 +1,6 @@
 """Memory of a CUDA device that other processes map, by calls of the driver that torch lacks.
 
-torch can share its tensors between processes, too, but counts their users in files that stay behind
-when a process is killed.
+torch's own sharing counts users in files that remain when a process is killed.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import torch
 
 HANDLE_BYTES = 64
 LAZY_PEER_ACCESS = 1
-"""CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS."""
 
 
 class _Handle(ctypes.Structure):
@@ -29,7 +27,7 @@ def _driver() -> Any:
 
 
 def _call(name: str, *arguments: Any) -> None:
-    """Raises RuntimeError with the driver's name of the error."""
+    """Call the driver; raises RuntimeError with the name of its error."""
     status = getattr(_driver(), name)(*arguments)
     if status:
         text = ctypes.c_char_p()
@@ -40,9 +38,9 @@ def _call(name: str, *arguments: Any) -> None:
 
 @contextlib.contextmanager
 def _context(device: torch.device) -> Iterator[None]:
-    """Make a device's context the current one of this thread, which may have called nothing of CUDA
-    before: the driver's calls need one, and `torch.cuda.device` sets none if the device is the
-    thread's already, as the first one always is."""
+    """Make a device's context current on this thread, as the driver's calls need one;
+    `torch.cuda.device` sets none if the device is already the thread's, as the first one always is.
+    """
     number, context, before = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p()
     _call("cuDeviceGet", ctypes.byref(number), ctypes.c_int(device.index or 0))
     _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), number)
@@ -57,15 +55,14 @@ def _context(device: torch.device) -> Iterator[None]:
 
 
 _unused: dict[tuple[int, int], list[int]] = {}
-"""Addresses by device and bytes. Memory that others may have open must not be freed, so it stays
-with the process, for the next group."""
+"""Addresses by device and size. Memory that other processes may have open is never freed, but
+reused for the next group."""
 
 
 class SharedMemory:
-    """Zeros on a device, and the memory of other processes that has been opened from it."""
+    """Zeros on a device, and opened memory of other processes."""
 
     def __init__(self, device: torch.device, num_bytes: int) -> None:
-        """Raises RuntimeError."""
         self._device = device
         self._key = (device.index or 0, num_bytes)
         self._opened: list[int] = []
@@ -73,20 +70,20 @@ class SharedMemory:
         torch.cuda.synchronize(device)  # Which also makes the context.
         with _context(device):
             self.pointer: int = unused.pop() if unused else _allocate(num_bytes)
-            """Address, in this process."""
+            """Address in this process."""
             address, size = ctypes.c_uint64(self.pointer), ctypes.c_size_t(num_bytes)
             _call("cuMemsetD8_v2", address, ctypes.c_ubyte(0), size)
             _call("cuCtxSynchronize")
 
     def handle(self) -> bytes:
-        """Return what another process opens it by."""
+        """Return the handle by which another process opens it."""
         handle = _Handle()
         with _context(self._device):
             _call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(self.pointer))
         return bytes(handle)
 
     def open(self, handle: bytes) -> int:
-        """Return the address of another process's memory for this process and device."""
+        """Return the address of another process's memory here."""
         memory = ctypes.c_uint64()
         with _context(self._device):
             _call(
@@ -99,7 +96,7 @@ class SharedMemory:
         return memory.value
 
     def close(self) -> None:
-        """Close what was opened, and leave the own memory to the next group. On any thread."""
+        """Close opened memory, and leave this process's own to the next group. Thread-safe."""
         opened, self._opened = self._opened, []
         with _context(self._device):
             for address in opened:

@@ -30,8 +30,9 @@ class GraphChecks:
     name: Any
 
     def _static(self, short: Batch, long: Batch) -> tuple[Batch, BatchLayout]:
-        """A batch whose tensors are rewritten between steps, as the engine's decode graphs do:
-        on the host only the largest lengths are known."""
+        """Return a batch whose tensors are rewritten between steps, as in decode graphs: the host
+        knows only the largest lengths.
+        """
         rows = short.layout.num_rows
         layout = BatchLayout.of(
             query_start=short.layout.query_start.clone(),

@@ -129,7 +129,6 @@ class BatchChecks:
         assert got.dtype == want.dtype and torch.equal(got, want)
 
     def _draft_tables(self, draw: torch.Generator) -> tuple[DraftTables, DraftTables]:
-        """Return tables of 9 slots with up to 5 drafts, here and for the reference."""
         history = torch.randint(0, 3, (9, 40), generator=draw, dtype=torch.int32)
         lengths = torch.randint(0, 30, (9,), generator=draw, dtype=torch.int32)
         proposed = torch.randint(0, 6, (9,), generator=draw, dtype=torch.int32)

@@ -135,7 +135,7 @@ class Writer:
         self._special = {id: text for text, id in self.vocabulary.special_tokens.items()}
 
     def _pieces(self, text: str) -> list[int]:
-        """Return the tokens of a text: its special tokens, and the rest byte by byte."""
+        """Return the tokens of a text: special tokens, and other bytes one by one."""
         ids: list[int] = []
         while text:
             mark = next((m for m in self.vocabulary.special_tokens if text.startswith(m)), None)
@@ -176,8 +176,6 @@ class Writer:
 
 
 class _Output:
-    """Tokens of an output under a grammar."""
-
     def __init__(self, matcher: Any, size: int) -> None:
         self._matcher = matcher
         self._row = np.empty(-(-size // 32), dtype=np.int32)
@@ -185,7 +183,7 @@ class _Output:
         self.ids: list[int] = []
 
     def take(self, id: int) -> bool:
-        """Append a token, if the grammar allows it."""
+        """Append a token; return whether the grammar allows it."""
         self._fill()
         if not self._row[id >> 5] >> (id & 31) & 1:
             return False
@@ -195,7 +193,6 @@ class _Output:
         return True
 
     def allowed(self) -> np.ndarray:
-        """Return the tokens that may come next."""
         self._fill()
         return np.flatnonzero(np.unpackbits(self._row.view(np.uint8), bitorder="little"))
 
@@ -237,8 +234,9 @@ def _tokenizer() -> Tokenizer:
 
 @functools.cache
 def _vocabulary(marks: tuple[str, ...]) -> tuple[Vocabulary, dict[int, int]]:
-    """Return the embedded model's vocabulary, with these texts as additional special tokens, and
-    the ids of single bytes."""
+    """Return the embedded model's vocabulary plus these special tokens, and the ids of single
+    bytes.
+    """
     tokenizer = _tokenizer()
     end = tokenizer.eos_token_id
     assert end is not None
@@ -273,7 +271,6 @@ class CallFormChecks:
     check_events: Any
 
     def _forms(self) -> tuple[tuple[CallForm, ...], list[tuple[str, ...]]]:
-        """Return the parser's forms, and texts that may be special tokens."""
         forms = forms_of(self.parser_class)
         if not forms:
             pytest.skip("it has no call_form")
@@ -292,8 +289,9 @@ class CallFormChecks:
         return [*events, *parser.finish()]
 
     def _calls(self, text: str) -> tuple[list[tuple[str, str]], ParsedMessage]:
-        """Return complete calls, as (name, arguments), and the message; checks that one piece and
-        many give the same."""
+        """Return complete calls, as (name, arguments), and the message; checks that they do not
+        depend on the pieces.
+        """
         events = self._read([text])
         message = fold(events)
         assert fold(self._read(list(text))) == message, repr(text)

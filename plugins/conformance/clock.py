@@ -9,9 +9,9 @@ from math import inf
 USUAL_SECONDS = 0.018
 """Seconds of `_little_work` on an idle core of the machine on which the bars were set."""
 _MAX_SPAN = 1.0
-"""Processor seconds at most over which the pace is measured."""
+"""Most processor seconds over which the pace is measured."""
 _HOPELESS = 2.0
-"""Two attempts that both miss the bar by this factor are enough."""
+"""Two attempts that miss the bar by this factor suffice."""
 
 
 def growth(
@@ -55,8 +55,8 @@ def processor_seconds(work: Callable[[], object], bar: float, attempts: int = 6)
 
 
 def _pace(span: float) -> float:
-    """Return how many times as long as usual a little work on generators and texts takes now,
-    averaged over `span` processor seconds.
+    """Return the current slowdown of a little work on generators and texts, over `span` processor
+    seconds.
     """
     seconds, count = 0.0, 0
     while seconds < min(span, _MAX_SPAN):
@@ -66,8 +66,6 @@ def _pace(span: float) -> float:
 
 
 def _little_work() -> float:
-    """Return the processor seconds of a little work."""
-
     def letters(count: int) -> Iterator[str]:
         for number in range(count):
             yield "ab"[number & 1]

@@ -316,11 +316,10 @@ class GrammarBackendKit(Kit):
         return _made(self._kind(), compact)
 
     def _grammar(self, spec: GrammarSpec, *, compact: bool = True) -> Any:
-        """Compile a grammar, once; None if it is refused."""
+        """Compile a grammar, cached; None if it is refused."""
         return _compiled(self._kind(), spec, compact)
 
     def _languages(self) -> Iterator[tuple[GrammarSpec, tuple[str, ...]]]:
-        """Yield the languages that the backend supports."""
         for spec, outputs in LANGUAGES:
             if self._grammar(spec) is not None:
                 yield spec, outputs
@@ -333,7 +332,7 @@ class GrammarBackendKit(Kit):
                 yield spec, texts, texts[-1][:end]
 
     def _matchers(self) -> list[Any]:
-        """Return matchers of several grammars, each somewhere in an output; all of one class."""
+        """Return matchers of one class at different positions of outputs."""
         matchers = []
         for spec, outputs in self._languages():
             for end in (0, 1):
@@ -343,7 +342,7 @@ class GrammarBackendKit(Kit):
         return [matcher for matcher in matchers if type(matcher) is type(matchers[0])]
 
     def _fits(self, grammar: Grammar, text: str) -> bool:
-        """Return whether an output may be exactly this text."""
+        """Return whether the whole output may be this text."""
         matcher = grammar.matcher()
         return all(matcher.accept([byte]) for byte in text.encode()) and bool(
             _mask(matcher)[FIRST_EOS]
@@ -387,7 +386,6 @@ def _compiled(kind: Any, spec: GrammarSpec, compact: bool) -> Any:
 
 
 def _mask(matcher: GrammarMatcher) -> np.ndarray:
-    """Return the mask, [SIZE] 0 or 1."""
     row = np.full(-(-SIZE // 32), -1, dtype=np.int32)
     matcher.fill_bitmask(row)
     return np.unpackbits(row.view(np.uint8), bitorder="little")[:SIZE]
@@ -404,8 +402,7 @@ def _trace(grammar: Grammar, output: str) -> np.ndarray:
 
 
 def _walk(grammar: Grammar, draw: random.Random) -> str | None:
-    """Return an output of random tokens, later preferably those that lead to the end; None: no
-    end."""
+    """Return a random output, later steered to an end; None if it finds none."""
     matcher, written = grammar.matcher(), vocabulary().token_bytes
     output = b""
     for step in range(400):

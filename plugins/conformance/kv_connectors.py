@@ -51,7 +51,6 @@ ENGINE: dict[str, Any] = {
     "max_num_seqs": 6,
 }
 _expected: dict[tuple[str, tuple[int, ...]], list[int]] = {}
-"""(device, prompt) → tokens of an engine without a connector."""
 
 
 def prompt(seed: int, length: int = 40) -> list[int]:
@@ -377,7 +376,6 @@ class KVConnectorKit(Kit, HalfChecks):
         assert not watch.violations
 
     async def _learn(self, prompts: Sequence[list[int]]) -> None:
-        """Return the tokens of an engine without a connector."""
         unknown = [p for p in prompts if (self.device, tuple(p)) not in _expected]
         if not unknown:
             return
@@ -389,7 +387,7 @@ class KVConnectorKit(Kit, HalfChecks):
                 _expected[self.device, tuple(tokens)] = output.outputs[0].token_ids
 
     async def _check(self, engine: AsyncEngine, tokens: list[int], **options: Any) -> RequestOutput:
-        """Generate, in time, the tokens of an engine without a connector."""
+        """Generate, and compare with an engine without a connector."""
         await self._learn([tokens])
         output = await asyncio.wait_for(finish(engine, tokens, **options), SECONDS)
         assert output.error is None
@@ -397,7 +395,7 @@ class KVConnectorKit(Kit, HalfChecks):
         return output
 
     async def _settled(self, engine: AsyncEngine) -> None:
-        """Check that no block is in use any more."""
+        """Check that no block is in use."""
         await until(lambda: engine.stats().kv_blocks_used == 0)
 
     async def _forget(self, engine: AsyncEngine) -> None:

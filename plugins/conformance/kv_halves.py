@@ -134,7 +134,7 @@ class Halves:
         self.scheduler.start_load(self._number, request, keys, block_ids)
 
     def _send(self, metadata: Any) -> None:
-        """Pass metadata to the worker half, by way of bytes as an engine does."""
+        """Pass metadata to the worker half as encoded bytes."""
         sent = self._codec.encode_metadata(metadata)
         if sent is not None:
             self.worker.start(self._codec.decode_metadata(sent))

@@ -95,8 +95,9 @@ class Watch:
 
 
 class _Noted:
-    """Passes calls on, and records every exception as a violation: an engine would continue without
-    the connector."""
+    """Records every exception of the wrapped half: an engine would continue without the
+    connector.
+    """
 
     def __init__(self, watch: Watch, inner: Any) -> None:
         self._watch = watch

@@ -313,7 +313,7 @@ class WeightLoaderKit(Kit):
 
 @functools.cache
 def _tensors(config: str) -> Mapping[str, torch.Tensor]:
-    """Return the tensors of a random Llama of this configuration, with `transformers` names."""
+    """Return the tensors of a random Llama, under `transformers` names."""
     import transformers
 
     torch.manual_seed(13)

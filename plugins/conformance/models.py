@@ -344,7 +344,6 @@ def _checkpoint(kit: Any) -> tempfile.TemporaryDirectory[str]:
 
 @torch.no_grad()
 def _score(model: Any, tokens: Sequence[int]) -> torch.Tensor:
-    """Return a `transformers` model's log-probabilities, [tokens, vocab] float32."""
     logits = model(torch.tensor([list(tokens)]), use_cache=False).logits
     scores: torch.Tensor = logits[0].float().log_softmax(-1)
     return scores
@@ -358,7 +357,7 @@ async def _answer(engine: AsyncEngine, prompt: list[int]) -> Any:
 
 
 def _one_of_each_layer(names: Iterable[str]) -> list[str]:
-    """Return the first of the names that differ only in their numbers."""
+    """Return the first of the names that differ only in numbers."""
     first: dict[str, str] = {}
     for name in sorted(names):
         first.setdefault(re.sub(r"\d+", "#", name), name)

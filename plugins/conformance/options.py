@@ -67,7 +67,7 @@ def _destination(kind: str) -> str:
 
 
 def _named(args: Sequence[str]) -> bool:
-    """Return whether a command line requests tests of this package."""
+    """Return whether the command line requests this package's tests."""
     for arg in args:
         path = str(arg).partition("::")[0]
         if path == PACKAGE or path.startswith(f"{PACKAGE}."):

@@ -84,7 +84,7 @@ class ParserKit(Kit):
     examples: ClassVar[int] = 60
     """Random texts that each property is tried with."""
     _tools: ClassVar[Sequence[Sequence[Mapping[str, Any]]]] = ()
-    """The samples' tools as they were before the first test."""
+    """The samples' tools before the first test."""
     seconds: ClassVar[float] = 3.0
     """Processor seconds per megabyte at most, for text in one piece, on an idle core."""
 
@@ -303,7 +303,6 @@ BAR = 5.0
 
 
 def _feed(parser: Any) -> None:
-    """Feed many small pieces."""
     for _ in range(100):
         parser.feed("abc")
 
@@ -323,7 +322,6 @@ def strictly(text: str) -> Any:
 
 
 _BETWEEN = ("a", " ", "\n", ". =()|;")
-"""Texts between marks."""
 _PIECES = [*'{}[]()<>|=:,"\'\\/;', "\n", " ", "é🙂", '"name"', '"arguments"', '"parameters"',
            "true", "None", "-0.5e3", '"\\u00', "\\ud83d", "x" * 70, '{"name": "f", "arguments": {',
            '[{"name": "f", "arguments": {}}]', "</", "```", "json"]  # fmt: skip

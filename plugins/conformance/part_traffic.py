@@ -144,7 +144,7 @@ class Traffic:
         return next((part for part in parts if part.name == self.name), None)
 
     def _check_answers(self) -> None:
-        """Hold the numbers of tokens that parts allow to their bounds."""
+        """Check the token numbers that parts allow."""
         parts = self.scheduler._parts
 
         def bounded(call: Callable[..., int], method: str) -> Callable[..., int]:
@@ -255,7 +255,7 @@ class Traffic:
         self.scheduler.check_invariants()
 
     def _fail(self) -> None:
-        """The oldest step fails; those behind it are not run."""
+        """Fail the oldest step; later ones are not run."""
         plan, _ = self._flying.popleft()
         self._flying.clear()
         self.num_failed += 1

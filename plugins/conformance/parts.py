@@ -289,12 +289,12 @@ class PartKit(Kit):
 
 @functools.cache
 def _without() -> Setup:
-    """Return a worker without parts from outside."""
+    """Return a worker without external parts."""
     return Setup(Kit.plugins(), {})
 
 
 def _addresses(found: Any) -> Any:
-    """Return what a recorded step would keep of what layers find."""
+    """Return the addresses that a recorded step would keep."""
     if isinstance(found, torch.Tensor):
         return found.data_ptr(), tuple(found.shape), found.dtype
     if isinstance(found, Mapping):

@@ -45,7 +45,6 @@ class ThreadGroup:
         self._parts, self._barrier, self._links = parts, barrier, links
 
     def _exchange(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """Return the tensors of all ranks, by rank."""
         self._parts[self.rank] = x.clone()
         self._barrier.wait(SECONDS)
         parts = list(self._parts)

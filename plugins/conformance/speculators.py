@@ -141,8 +141,6 @@ class SpeculatorKit(Kit):
 
 
 class _Errors(logging.Handler):
-    """Keeps messages."""
-
     def __init__(self, level: int) -> None:
         super().__init__(level)
         self.messages: list[str] = []

@@ -66,7 +66,7 @@ class StateChecks:
     tolerance: ClassVar[Any]
 
     def _sliced(self, tokens: int, *shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-        """[tokens, *shape]: a part of a wider tensor, as projections give it."""
+        """[tokens, *shape]: a slice of a wider tensor, as projections return it."""
         size = int(np.prod(shape))
         wider: torch.Tensor = self.draw(tokens, size + 6, dtype=dtype, seed=seed, scale=0.5)
         return wider[:, 3 : 3 + size].view(tokens, *shape)
@@ -81,7 +81,7 @@ class StateChecks:
         state: torch.Tensor,
         **more: Any,
     ) -> None:
-        """Compare an operation with the reference, on inputs of these shapes for one token."""
+        """Compare an operation with the reference, for one token."""
         operations = self.make(dtype)
         rows = make_rows(STEPS[step], self.device)
         inputs = [
@@ -184,8 +184,9 @@ class StateChecks:
         states: tuple[torch.Tensor, ...],
         run: Callable[..., torch.Tensor],
     ) -> None:
-        """Compare two decode steps with the reference: what the first leaves is read. run:
-        (operations, [T, width], states, rows) → the result; it may overwrite its input."""
+        """Compare two consecutive decode steps with the reference. run: (operations, [T, width],
+        states, rows) → result; it may overwrite its input.
+        """
         operations, rows = self.make(dtype), make_rows(STEPS["decode"], self.device)
         for state in states:
             state[rows.slots[rows.begins].long()] = float("nan")

@@ -1,4 +1,4 @@
-"""What ranks that have started, or failed to, must agree on."""
+"""Agreement between ranks on the result of their start."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from ...core.errors import JackfieldError, RankFailed
 from ...core.protocols.executors import ExecutorInfo
 
 NO_ATTENTION = "none"
-"""What a stage without layers of attention has as `ExecutorInfo.attention_backend`."""
+"""`ExecutorInfo.attention_backend` of a stage without attention."""
 ALIKE = (
     "num_blocks",
     "max_model_len",
@@ -16,18 +16,18 @@ ALIKE = (
     "attention_backend",
     "steps_in_flight",
 )
-"""Fields of ExecutorInfo that are the same for all ranks."""
+"""Fields of ExecutorInfo that all ranks share."""
 
 
 def remoteness(error: BaseException) -> int:
-    """Return how far an error at the start may be from its cause."""
+    """Return how far a start error may be from its cause."""
     if isinstance(error, RankFailed):
         return 0
     return 1 if isinstance(error, JackfieldError) else 2
 
 
 def check_alike(rank: str, info: ExecutorInfo, own: ExecutorInfo) -> None:
-    """Raise RankFailed if a rank came to other decisions than rank 0."""
+    """Raise RankFailed if a rank's decisions differ from rank 0's."""
     backends = info.attention_backend, own.attention_backend
     for name in ALIKE:
         if name == "attention_backend" and NO_ATTENTION in backends:

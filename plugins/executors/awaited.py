@@ -1,4 +1,4 @@
-"""Steps and jobs whose end is awaited on all ranks. Imports nothing large."""
+"""Steps and jobs awaited on all ranks. Imports nothing large."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from ...core.errors import RankFailed
 from ...core.step import StepPlan
 
 AGREE_SECONDS = 3.0
-"""After a step has failed on one rank, it must have failed on all within this time."""
+"""Seconds after a step's first failure within which it must fail on all ranks."""
 
 
 @dataclass
 class Awaited:
-    """A step or job whose end is not known."""
+    """A step or job in progress."""
 
     future: asyncio.Future[Any]
     plan: StepPlan | None
     """None: a job."""
     waits_for: set[int]
-    """Other ranks that have not said that they have done it: only of a job."""
+    """Other ranks whose reply to a job is outstanding."""
     own_done: bool = False
     result: Any = None
     """Rank 0's, once `own_done`."""
     failures: dict[int, BaseException] = field(default_factory=dict)
-    """By rank."""
     disputed: bool = False
-    """Whether it has failed on some ranks, and a time is set for the others."""
+    """Whether it has failed on some ranks, and the others have a deadline."""
 
 
 class AwaitedCalls:
-    """Steps and jobs by number. One ends once all ranks have come to the same end: with rank 0's
-    result, or with its error. All on the event loop."""
+    """Steps and jobs by number. One ends once all ranks agree: with rank 0's result, or with its
+    error. All on the event loop.
+    """
 
     def __init__(self, num_ranks: int, disagree: Callable[[RankFailed], None]) -> None:
-        """disagree: called if a step or job has failed on some ranks, and on others it has not."""
+        """disagree: called if only some ranks have failed."""
         self._num_ranks = num_ranks
         self._disagree = disagree
         self._calls: dict[int, Awaited] = {}
@@ -50,33 +50,32 @@ class AwaitedCalls:
 
     @property
     def most_tokens(self) -> int:
-        """Tokens of the longest step that is awaited, those that parts compute included."""
+        """Tokens of the longest awaited step, including those of parts."""
         plans = [awaited.plan for awaited in self._calls.values() if awaited.plan is not None]
         return max((plan.total_tokens + plan.num_more_tokens for plan in plans), default=0)
 
     def add_call(
         self, number: int, plan: StepPlan | None, waits_for: set[int]
     ) -> asyncio.Future[Any]:
-        """Return what has rank 0's result. plan: None for a job. waits_for: other ranks that
-        reply."""
+        """Return a future of rank 0's result. plan: None for a job. waits_for: other ranks that
+        reply.
+        """
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._calls[number] = Awaited(future, plan, waits_for)
         return future
 
     def finish_own(self, number: int, result: Any) -> None:
-        """Note rank 0's result."""
         awaited = self._calls[number]
         awaited.result, awaited.own_done = result, True
         self._settle(number, awaited)
 
     def finish(self, rank: int, number: int) -> None:
-        """Note that another rank has done a job."""
         if (awaited := self._calls.get(number)) is not None:
             awaited.waits_for.discard(rank)
             self._settle(number, awaited)
 
     def fail(self, rank: int, number: int, error: BaseException) -> bool:
-        """Note that a step or job has failed on a rank; return whether it is still awaited."""
+        """Record a failure; return whether the call is still awaited."""
         if (awaited := self._calls.get(number)) is None:
             return False
         awaited.failures[rank] = error
@@ -84,18 +83,17 @@ class AwaitedCalls:
         return True
 
     def fail_all(self, error: Exception) -> None:
-        """End all that is awaited."""
         for awaited in self._calls.values():
             set_once(awaited.future, error)
         self._calls.clear()
 
     async def wait(self) -> None:
-        """Wait until all that is awaited now has ended."""
+        """Wait until all current calls have ended."""
         futures = [awaited.future for awaited in self._calls.values()]
         await asyncio.gather(*futures, return_exceptions=True)
 
     def _settle(self, number: int, awaited: Awaited) -> None:
-        """End the wait for a step or job if all ranks came to the same end."""
+        """End the call if all ranks agree."""
         if not awaited.failures:
             if awaited.own_done and not awaited.waits_for:
                 del self._calls[number]
@@ -117,7 +115,6 @@ class AwaitedCalls:
 
 
 def set_once(future: asyncio.Future[Any], value: Any) -> None:
-    """Set a future's result or exception, unless it has one."""
     if future.done():
         return
     if isinstance(value, BaseException):
@@ -127,6 +124,6 @@ def set_once(future: asyncio.Future[Any], value: Any) -> None:
 
 
 def retrieve(future: asyncio.Future[Any]) -> None:
-    """Look at a future's exception, which is reported elsewhere."""
+    """Mark a future's exception as retrieved; it is reported elsewhere."""
     if not future.cancelled():
         future.exception()

@@ -2,7 +2,7 @@
 
 Run as `python -m jackfield.plugins.executors.follower CONNECTION PROGRESS PARENT`: descriptors of
 its socket and of the memory for its progress, and the process that started it. It ends with that
-process, however that ends, and leaves all signals to it.
+process, and leaves signals to it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,6 @@ if TYPE_CHECKING:
 
 
 def main() -> int:
-    """Return the exit status."""
     connection_number, progress_number, parent = map(int, sys.argv[1:])
     if not follow_parent(parent):
         return 1
@@ -63,7 +62,7 @@ def main() -> int:
 
 
 def end_with(connection: socket.socket) -> None:
-    """End this process as soon as the other side of the connection is closed."""
+    """End this process when the other side closes the connection."""
     poll = select.poll()
     poll.register(connection, getattr(select, "POLLRDHUP", 0))  # And POLLHUP, which is always on.
     poll.poll()
@@ -71,12 +70,12 @@ def end_with(connection: socket.socket) -> None:
 
 
 class Follower:
-    """Runs one rank. The thread of `run` launches; a second one waits for the device."""
+    """Runs one rank. `run`'s thread launches steps; a second one waits for the device."""
 
     def __init__(
         self, connection: socket.socket, progress: Progress, *, sends_progress: bool = False
     ) -> None:
-        """sends_progress: rank 0 does not see the memory of `progress`."""
+        """sends_progress: rank 0 does not share the memory of `progress`."""
         self._sends_progress = sends_progress
         self._connection = connection
         self._progress = progress
@@ -84,14 +83,14 @@ class Follower:
         self._sending = threading.Lock()
         self._rows = PlanRows()
         self._detached: KVDetached | None = None
-        """What rank 0 knows of a worker half of a KV connector that is detached."""
+        """The detached worker half, as reported to rank 0."""
         self._launched: queue.SimpleQueue[tuple[int, PendingStep]] = queue.SimpleQueue()
         self._flying = 0
-        """Most steps in flight: as many as of rank 0."""
+        """Most steps in flight, as for rank 0."""
         self._free = threading.Semaphore(0)
 
     def run(self) -> int:
-        """Start, run what comes until the end, and return the exit status."""
+        """Run the rank until it ends; return the exit status."""
         from ...core.registration.step_parts import part_types
         from .rank import start_rank  # Torch, while the first message is on its way.
 
@@ -135,19 +134,18 @@ class Follower:
         return 0
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send a message to rank 0, from any thread."""
+        """Send a message to rank 0. Thread-safe."""
         frame = encode(message)
         with self._sending:
             self._connection.sendall(frame)
 
     def _has_report(self) -> None:
-        """Called from threads of a KV connector, perhaps when rank 0 has gone."""
+        """Called from threads of a KV connector, even after rank 0's end."""
         with contextlib.suppress(OSError):
             self.send(HasReport())
 
     def _wait_for_end(self) -> None:
-        """The other ranks may still use connections to this process; rank 0 says when it may
-        end."""
+        """Wait until rank 0 allows the end: other ranks may use connections to this process."""
         while not isinstance(self._inbox.take(), End | None):
             pass
 
@@ -173,7 +171,7 @@ class Follower:
             del pending
 
     def _report(self, result: StepResult) -> None:
-        """Send what a KV connector's worker half reports."""
+        """Send the report of a KV connector's worker half."""
         sent: TransferResult = result.parts.get(kv_transfer.NAME, TransferResult())
         report, detached = sent.report, sent.detached
         if report is None and detached == self._detached:
@@ -190,7 +188,6 @@ class Follower:
         self._free.release()
 
     def _settle(self) -> None:
-        """Wait until no step is in flight."""
         for _ in range(self._flying):
             self._free.acquire()
         self._free.release(self._flying)
@@ -225,7 +222,7 @@ class _Forwarding(logging.Handler):
         self._follower = follower
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Errors of the connection are those of rank 0, with which this process ends."""
+        """Ignore connection errors: this process ends with the connection."""
         try:
             text = self.format(record)
             self._follower.send(Log(record.levelno, record.name, text))

@@ -1,4 +1,4 @@
-"""The ranks other than 0, as rank 0's process sees them: their connections and processes."""
+"""The other ranks' connections and processes, for rank 0."""
 
 from __future__ import annotations
 
@@ -20,24 +20,23 @@ from .progress import Progress
 from .spawn import take
 
 PART = 1 << 16
-"""Bytes read at once."""
+"""Bytes per read."""
 POLL_SECONDS = 0.02
 logger = logging.getLogger("jackfield.worker")
 
 
 class FollowerConnection(ABC):
-    """The connection to one rank's process. All methods belong to the event loop."""
+    """The connection to one rank's process. For the event loop only."""
 
     reap_seconds: ClassVar[float] = 2.0
-    """After its connection has closed, it is known by then how a process has ended."""
+    """Seconds to wait for the exit status of a closed connection's process."""
     kill_seconds: ClassVar[float] = 10.0
-    """After it was killed, it is known by then that it has ended, unless a driver holds it up."""
+    """Seconds to wait for a killed process, which a driver may delay."""
     local_rank: int
-    """Number of the rank's device on its host."""
+    """The device's number on its host."""
     host: str
-    """Its name."""
     where = ""
-    """The host, with a preposition before it, for messages; "": this one."""
+    """The host for messages, with a preposition; "": this one."""
 
     def __init__(
         self,
@@ -48,8 +47,9 @@ class FollowerConnection(ABC):
         received: Callable[[int, ToLeader], None],
         lost: Callable[[int, str], None],
     ) -> None:
-        """received: rank, message; lost: rank, how it ended, called once unless `kill` was called
-        before."""
+        """received: rank, message; lost: rank, description of its end, called once unless `kill`
+        came first.
+        """
         self.rank = rank
         self.progress = progress
         self._received = received
@@ -63,7 +63,7 @@ class FollowerConnection(ABC):
         self._loop.add_reader(self._socket.fileno(), self._read)
 
     def send(self, frame: bytes) -> None:
-        """Send without waiting; what the socket does not take is sent later, in order."""
+        """Send without waiting; the rest is sent later, in order."""
         if self._closed:
             return
         if self._unsent:
@@ -75,8 +75,7 @@ class FollowerConnection(ABC):
             self._loop.add_writer(self._socket.fileno(), self._flush)
 
     def _write(self, data: bytes | memoryview) -> int:
-        """Return how many bytes the socket has taken. A lost connection takes all: `_read` finds
-        it."""
+        """Return the number of bytes sent. A lost connection takes all: `_read` detects it."""
         try:
             return self._socket.send(data)
         except BlockingIOError:
@@ -119,7 +118,7 @@ class FollowerConnection(ABC):
             self._lost(self.rank, f"sent an invalid frame: {error}")
 
     def lose(self) -> None:
-        """Report that the process has ended, which its connection may not show."""
+        """Report the process's end, which the connection may not show."""
         if not self._closed:
             self._disconnect()
             self._report_end(time.monotonic())
@@ -137,7 +136,6 @@ class FollowerConnection(ABC):
             self._loop.remove_writer(self._socket.fileno())
 
     def kill(self) -> None:
-        """End the process now."""
         self._disconnect()
         self._kill()
 
@@ -158,8 +156,9 @@ class FollowerConnection(ABC):
 
     @abstractmethod
     def ending(self) -> str | None:
-        """Return how the process has ended, as the rest of a sentence about it; None: it has not,
-        as far as is known."""
+        """Return a sentence's rest that describes the process's end; None if it is not known to
+        have ended.
+        """
 
     @abstractmethod
     def dump_stacks(self) -> None:
@@ -171,7 +170,7 @@ class FollowerConnection(ABC):
 
 
 class FollowerProcess(FollowerConnection):
-    """A rank of this host, in a process that this one has started."""
+    """A rank in a child process on this host."""
 
     def __init__(
         self,
@@ -180,14 +179,13 @@ class FollowerProcess(FollowerConnection):
         received: Callable[[int, ToLeader], None],
         lost: Callable[[int, str], None],
     ) -> None:
-        """Start the process, or take one that was started ahead."""
+        """Start the process, or use a spare one."""
         self.process, connection, progress, _ = take()
         self.local_rank = rank
         self.host = socket.gethostname()
         super().__init__(rank, connection, progress, received=received, lost=lost)
 
     def ending(self) -> str | None:
-        """By the process's status."""
         status = self.process.poll()
         return None if status is None else describe_end(status)
 
@@ -196,6 +194,5 @@ class FollowerProcess(FollowerConnection):
             self.process.kill()
 
     def dump_stacks(self) -> None:
-        """Make the process write the stacks of its threads to standard error."""
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(signal.SIGUSR1)

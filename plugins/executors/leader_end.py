@@ -1,4 +1,4 @@
-"""How rank 0 ends, which may wait in a library for ranks that are gone. Imports nothing large."""
+"""Ends rank 0, whose thread may be blocked in a library by lost ranks. Imports nothing large."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("jackfield.worker")
 END_SECONDS = 5.0
-"""Time for a rank to end; then it is killed."""
+"""Seconds for a rank to end before it is killed."""
 
 
 async def end_thread(
     thread: WorkerThread, ended: asyncio.Future[None], joined: RankWorker | None, seconds: float
 ) -> None:
-    """End the worker thread, which may wait for ranks that are gone: if it does not end, the
-    process will, with status 1, when Python exits.
+    """End the worker thread; if lost ranks block it, the process will exit with status 1 when
+    Python exits.
 
-    ended: the worker's end on that thread, which may take `seconds`; joined: the worker, if it has
-    joined the group of ranks.
+    ended: done within `seconds` when the worker has ended; joined: the worker, if it is in the
+    group.
     """
     ended.add_done_callback(retrieve)
     await asyncio.wait([ended], timeout=seconds)
@@ -48,13 +48,14 @@ async def end_thread(
 
 
 def dump_stacks() -> None:
-    """Write the stacks of this process. Raises OSError where standard error is closed."""
+    """Write this process's stacks. Raises OSError if standard error is closed."""
     faulthandler.dump_traceback(file=2)  # A notebook's sys.stderr is no file.
 
 
 def _leave(joined: RankWorker, left: asyncio.Future[None]) -> None:
-    """Leave the group on this thread. A process that ended while a library is in that call would
-    abort."""
+    """Leave the group on this thread. The process must not end during that call, as it would
+    abort.
+    """
     try:
         joined.leave()
     except Exception:
@@ -64,6 +65,6 @@ def _leave(joined: RankWorker, left: asyncio.Future[None]) -> None:
 
 
 def _end_process() -> None:
-    """End the process: a thread is in a call of a library that does not return."""
+    """End the process: a library call does not return."""
     logging.shutdown()
     os._exit(1)

@@ -20,9 +20,9 @@ from ...core.remote.frames import FrameReader, encode
 from ...core.step import StepPlan, WorkerJob
 
 PART = 1 << 16
-"""Bytes read at once."""
+"""Bytes per read."""
 ROWS = ("slots", "num_tokens", "samples")
-"""Fields of a plan that steps without new requests repeat."""
+"""Plan fields that steps without new requests may repeat."""
 T = TypeVar("T")
 
 
@@ -30,46 +30,45 @@ T = TypeVar("T")
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True, tag="setup"):
-    """How to start a rank: the first frame."""
+    """First frame: how to start a rank."""
 
     config: EngineConfig
-    """Resolved."""
     rank: int
     local_rank: int
-    """Number of the rank's device on its host."""
+    """The device's number on its host."""
     address: tuple[str, int]
-    """Host and port where rank 0 listens for the others (`core.parallel.join`)."""
+    """Host and port where rank 0 listens (`core.parallel.join`)."""
     plugins: tuple[str, ...]
-    """Entry points of the plugins from outside that rank 0 has loaded: those, and no others."""
+    """Entry points of the external plugins to load."""
     log_level: int
-    """Of the log records that are sent to rank 0."""
+    """Level of the log records to send to rank 0."""
 
 
 class Step(msgspec.Struct, frozen=True, tag="step"):
-    """Run a plan. Nothing comes back, unless it fails."""
+    """Run a plan; only a failure is reported."""
 
     number: int
     """Number of this step or job, from 1."""
     plan: StepPlan
     repeats_rows: bool = False
-    """Whether the plan is sent without its rows (ROWS), which are those of the last plan."""
+    """Whether the plan is sent without ROWS, which are those of the last plan."""
 
 
 class Job(msgspec.Struct, frozen=True, tag="job"):
-    """Do a job after what came before; a Done or Failed comes back."""
+    """Do a job in order; replied to by Done or Failed."""
 
     number: int
     job: WorkerJob
 
 
 class Detach(msgspec.Struct, frozen=True, tag="detach"):
-    """The worker half of the KV connector has raised on a rank: close that of each."""
+    """A rank's worker half of the KV connector has raised: close all halves."""
 
     failure: str
 
 
 class End(msgspec.Struct, frozen=True, tag="end"):
-    """Finish what came before, free the device, and end the process."""
+    """Finish queued work, free the device, and exit."""
 
 
 ToFollower: TypeAlias = Setup | Step | Job | Detach | End
@@ -79,24 +78,19 @@ ToFollower: TypeAlias = Setup | Step | Job | Detach | End
 
 
 class Joining(msgspec.Struct, frozen=True, tag="joining"):
-    """The rank is about to join the others: rank 0, which waits for that without an end, may do so,
-    too."""
+    """The rank is about to join, so rank 0 may join, too, which waits without a timeout."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """The rank has started."""
-
     info: ExecutorInfo
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
-    """A job is done."""
-
     number: int
 
 
 class Transferred(msgspec.Struct, frozen=True, tag="transferred"):
-    """What the worker half of a KV connector reports with a step."""
+    """Report of a KV connector's worker half with a step."""
 
     report: KVReport | None
     """Without a payload."""
@@ -104,7 +98,7 @@ class Transferred(msgspec.Struct, frozen=True, tag="transferred"):
 
 
 class HasReport(msgspec.Struct, frozen=True, tag="has_report"):
-    """The worker half of a KV connector has something to report with the next step."""
+    """A KV connector's worker half has something to report."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
@@ -112,13 +106,12 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 
     number: int
     kind: str
-    """Name of the exception's class, or of its nearest base among Jackfield's errors."""
+    """Name of the exception's class, or of its nearest base in Jackfield."""
     message: str
     param: str | None = None
 
     @classmethod
     def from_error(cls, number: int, error: BaseException) -> Failed:
-        """Encode an exception."""
         known = (base.__name__ for base in type(error).__mro__ if error_named(base.__name__))
         kind = next(known, type(error).__name__)
         message = error.message if isinstance(error, JackfieldError) else str(error)
@@ -126,7 +119,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
         return cls(number, kind, text, getattr(error, "param", None))
 
     def error(self, rank: str) -> Exception:
-        """Return the exception, with the name of the rank in its message."""
+        """Return the exception, naming the rank."""
         if (known := error_named(self.kind)) is not None:
             return known(f"{rank}: {self.message}", param=self.param)
         return RuntimeError(f"{rank}: {self.kind}: {self.message}")
@@ -141,7 +134,7 @@ class Log(msgspec.Struct, frozen=True, tag="log"):
 
 
 class Beat(msgspec.Struct, frozen=True, tag="beat"):
-    """How far the rank has come, where it shares no memory with rank 0."""
+    """Progress of a rank that shares no memory with rank 0."""
 
     counts: tuple[int, ...]
     """[len(progress.COLUMNS)]"""
@@ -151,15 +144,15 @@ ToLeader: TypeAlias = Joining | Ready | Done | Transferred | HasReport | Failed 
 
 
 class PlanRows:
-    """The rows of the last plan that was sent, or received: the next one may repeat them."""
+    """Rows of the last plan sent or received, for `Step.repeats_rows`."""
 
     def __init__(self, types: PartTypes | None = None) -> None:
-        """types: of what plans carry of parts."""
+        """types: of the parts in plans."""
         self._types = types or PartTypes()
         self._last: tuple[object, ...] = ((),) * len(ROWS)
 
     def encode_step(self, number: int, plan: StepPlan) -> bytes:
-        """Return the frame of a step, which is then sent. Raises what `frames.encode` raises."""
+        """Encode a step that is about to be sent. Raises what `frames.encode` raises."""
         slots, num_tokens, samples = self._last
         # The scheduler repeats the objects themselves.
         repeats = plan.slots is slots and plan.num_tokens is num_tokens and plan.samples is samples
@@ -171,7 +164,7 @@ class PlanRows:
         return frame
 
     def plan_of(self, step: Step) -> StepPlan:
-        """Return the plan of a step that was received, with its rows."""
+        """Return a received step's plan, with its rows."""
         plan = self._types.plan(step.plan)
         if step.repeats_rows:
             return msgspec.structs.replace(plan, **dict(zip(ROWS, self._last, strict=True)))
@@ -180,7 +173,7 @@ class PlanRows:
 
 
 class Inbox(Generic[T]):
-    """The messages of one type that come through a blocking socket."""
+    """Receives messages of one type from a blocking socket."""
 
     def __init__(self, connection: socket.socket, kind: object) -> None:
         self._connection = connection
@@ -188,7 +181,7 @@ class Inbox(Generic[T]):
         self._messages: collections.deque[T] = collections.deque()
 
     def take(self) -> T | None:
-        """Block until a message is there; None: the other side has closed the connection."""
+        """Block until a message arrives; None: the connection is closed."""
         while not self._messages:
             data = self._connection.recv(PART)
             if not data:

@@ -1,10 +1,8 @@
-"""Several ranks: rank 0 in this process, each other one in a process of its own, of this host.
+"""Several ranks: rank 0 in this process, the others in processes of this host.
 
-Imports nothing large, as `spawn`.
-
-Rank 0 decides everything: plans and jobs are encoded once and sent to the other ranks, which run
-them in the same order, and whose results are dropped. If ranks do not come to the same end, the
-engine ends.
+Imports nothing large, as `spawn`. Rank 0 decides: plans and jobs are encoded once for all other
+ranks, which run them in the same order; their results are dropped. If ranks disagree on an outcome,
+the engine ends.
 """
 
 from __future__ import annotations
@@ -55,26 +53,24 @@ if TYPE_CHECKING:
 logger = logging.getLogger("jackfield.worker")
 TICK_SECONDS = 0.5
 STOP_SECONDS = 60.0
-"""Time for rank 0 to finish and to free its device."""
+"""Seconds for rank 0 to finish and free its device."""
 ABORT_SECONDS = 1.0
-"""After a failure, time for rank 0 to end its calls to other ranks by itself."""
+"""Seconds after a failure for rank 0's calls to other ranks to end."""
 STACK_SECONDS = 0.2
-"""Time for ranks to write their stacks before they are killed."""
+"""Seconds for ranks to write their stacks before they are killed."""
 START_TICKS = 120
-"""Without a sign of life of a rank that starts: libraries that load hold the interpreter."""
+"""Ticks without a sign of life of a starting rank: loading libraries hold the interpreter."""
 
 
 class Place(NamedTuple):
-    """Where rank 0 is."""
-
     host: str
-    """Address of this host that all ranks reach."""
+    """Address of this host, reachable from all ranks."""
     device: int
-    """Number of rank 0's device on it."""
+    """Number of rank 0's device there."""
 
 
 class ProcessesExecutor(Executor):
-    """Runs plans on all ranks. Everything but the worker belongs to the event loop."""
+    """Runs plans on all ranks. All but the worker is for the event loop only."""
 
     tensor_parallel = pipeline_parallel = data_parallel = moves_experts = True
 
@@ -84,44 +80,41 @@ class ProcessesExecutor(Executor):
         self.plugins = plugins
         self.size = config.num_ranks
         self.followers: list[FollowerConnection] = []
-        """The other ranks, from 1."""
+        """Ranks from 1."""
         self.failure: Exception | None = None
-        """Why no more plans are taken."""
+        """Why no plans are accepted."""
         self.num_encoded = 0
-        """Frames encoded; each goes to all other ranks."""
+        """Number of frames encoded (each is sent to all other ranks)."""
         self._thread: WorkerThread | None = None
         self._joined: RankWorker | None = None
         self._progress = Progress.create()
         self._infos: list[ExecutorInfo] = []
-        """By rank; [] until all have started."""
+        """By rank; [] until all ranks have started."""
         self._rows = PlanRows()
         self._number = 0
         self._awaited = AwaitedCalls(self.size, disagree=self._fail)
         self._starting: dict[int, asyncio.Future[ExecutorInfo]] = {}
-        """By rank, other than 0; `_joining` as well."""
         self._joining: dict[int, asyncio.Future[None]] = {}
         self._stopping = False
         self._watch: asyncio.Task[None] | None = None
         self._failed: Callable[[Exception], None] = _ignore_failure
         self._transfers: RankTransfers | None = None
-        """Set with a KV connector."""
+        """Set if there is a KV connector."""
         self._transfer_news: Callable[[], None] = _ignore
-        """Called on the event loop when a step would bring something of it."""
+        """Called on the event loop when a step would report transfers."""
 
     @staticmethod
     def start_ahead(config: EngineConfig) -> None:
-        """Start the other ranks' processes, which import what they need."""
         start_ahead(config.num_ranks - 1)
 
     @staticmethod
     def initialize_device(config: EngineConfig, plugins: Plugins) -> None:
-        """Initialize rank 0's device."""
         from ...core.worker.start.device_init import initialize_device
 
         initialize_device(config, plugins)
 
     def ranks(self) -> list[RankState]:
-        """Nothing before all ranks have started, or after the end."""
+        """Empty before the start and after the end."""
         if not self._infos or self._thread is None or self.failure is not None:
             return []
         hosts = [socket.gethostname(), *(follower.host for follower in self.followers)]
@@ -132,18 +125,17 @@ class ProcessesExecutor(Executor):
         ]
 
     def watch_failure(self, callback: Callable[[Exception], None]) -> None:
-        """Call `callback` on the event loop if a rank fails and the engine cannot go on."""
         self._failed = callback
 
     def watch_transfers(self, callback: Callable[[], None]) -> None:
-        """Also of the other ranks' worker halves."""
+        """Includes the other ranks' worker halves."""
         self._transfer_news = callback
         self._transfers = RankTransfers(self.size, callback, self._detach_connector)
 
     # ------------------------------------------------------------ start
 
     async def start(self) -> ExecutorInfo:
-        """Start all ranks at once. Raises what the start of a rank raises."""
+        """Start all ranks at once. Raises the first rank's error."""
         from ...core.parallel.join import listen
 
         loop = asyncio.get_running_loop()
@@ -207,22 +199,24 @@ class ProcessesExecutor(Executor):
 
     async def _start_others(self) -> Place:
         """Start the other ranks, as `followers`: each waits for its Setup. Return where rank 0
-        is."""
+        is.
+        """
         for rank in self._starting:
             self.followers.append(FollowerProcess(rank, received=self._receive, lost=self._lose))
         return Place("127.0.0.1", 0)
 
     async def _end_others(self) -> None:
-        """End what `_start_others` has started, perhaps in part."""
+        """End what `_start_others` has started, perhaps partly."""
         await asyncio.gather(*(follower.close(END_SECONDS) for follower in self.followers))
 
     def _name(self, rank: int) -> str:
-        """Return what messages call another rank."""
+        """Return a rank's name in messages."""
         return f"rank {rank}{self.followers[rank - 1].where}"
 
     async def _all_joining(self) -> None:
-        """Wait until every other rank is about to join. Raises its error if one has failed before
-        that, and RankFailed if one hangs: rank 0 would wait for it."""
+        """Wait until every other rank is about to join. Raises a failed one's error, or RankFailed
+        for one that hangs, which rank 0 would wait for.
+        """
         seconds = self.config.distributed_timeout_seconds
         deadline = time.monotonic() + seconds
         for rank, start in self._starting.items():
@@ -238,8 +232,7 @@ class ProcessesExecutor(Executor):
                 )
 
     async def _all_started(self, own: asyncio.Future[ExecutorInfo]) -> None:
-        """Raise the cause if a rank does not start. What the others then report may be only that it
-        is gone."""
+        """Raise the cause if a rank does not start: other ranks may only report its loss."""
         starts = [own, *self._starting.values()]
         done, _ = await asyncio.wait(starts, return_when=asyncio.FIRST_EXCEPTION)
         if not any(future.exception() for future in done):
@@ -251,7 +244,7 @@ class ProcessesExecutor(Executor):
     # ------------------------------------------------------------ steps and jobs
 
     def submit(self, plan: StepPlan, in_process: InProcess) -> asyncio.Future[StepResult]:
-        """Queue one step on all ranks. Raises RankFailed after one was lost."""
+        """Queue a step on all ranks. Raises RankFailed after one was lost."""
         thread, number = self._next()
         if self.followers:
             self._send_frame(self._rows.encode_step(number, plan))
@@ -264,7 +257,7 @@ class ProcessesExecutor(Executor):
         return self._await(number, thread.step(launch), plan)
 
     def ask(self, job: WorkerJob) -> asyncio.Future[Any]:
-        """Queue one job on all ranks; done once all have done it. The reply is rank 0's."""
+        """Queue a job on all ranks; done once all have replied, with rank 0's result."""
         if not isinstance(job, get_args(WorkerJob)):
             refused = asyncio.get_running_loop().create_future()
             name = type(job).__name__
@@ -301,7 +294,7 @@ class ProcessesExecutor(Executor):
     def _await(
         self, number: int, own: asyncio.Future[Any], plan: StepPlan | None = None
     ) -> asyncio.Future[Any]:
-        """plan: None for a job, which other ranks reply to."""
+        """plan: None for a job, to which other ranks reply."""
         if not self.followers:
             return own
         waits_for = {follower.rank for follower in self.followers} if plan is None else set()
@@ -310,7 +303,6 @@ class ProcessesExecutor(Executor):
         return future
 
     def _finish_own(self, number: int, own: asyncio.Future[Any]) -> None:
-        """Note that rank 0 has come to the end of a step or job."""
         error = None if own.cancelled() else own.exception()
         self._progress.finish(number)
         if number not in self._awaited:
@@ -324,7 +316,7 @@ class ProcessesExecutor(Executor):
         self._awaited.finish_own(number, result)
 
     def _detach_connector(self, failure: str) -> None:
-        """Close the KV connector's worker halves of all ranks, as one of them has raised."""
+        """Close all ranks' worker halves, as one has raised."""
         thread, joined = self._thread, self._joined
         if self.failure is None and thread is not None and joined is not None:
             self._send(Detach(failure))
@@ -352,7 +344,6 @@ class ProcessesExecutor(Executor):
     # ------------------------------------------------------------ failure and end
 
     def _lose(self, rank: int, ending: str) -> None:
-        """A rank's process has ended."""
         if self._stopping:
             return
         where = self.followers[rank - 1].where
@@ -363,13 +354,13 @@ class ProcessesExecutor(Executor):
             self._fail(error)
 
     def _stage_of(self, rank: int) -> str:
-        """Return which stage a rank belongs to, for messages, if there are several."""
+        """Return a rank's stage for messages, if there are several."""
         stages = self.config.pipeline_parallel_size
         stage = stages - 1 - rank // self.config.tensor_parallel_size
         return "" if stages == 1 else f" (stage {stage} of {stages})"
 
     async def _watch_ranks(self) -> None:
-        """Look for ranks that hang."""
+        """Detect ranks that hang."""
         seconds = self.config.rank_timeout
         ticks = max(1, round(seconds / TICK_SECONDS))
         ranks = [self._progress, *(follower.progress for follower in self.followers)]
@@ -394,7 +385,7 @@ class ProcessesExecutor(Executor):
             self._fail(RankFailed(f"{stall.reason} for {duration:g} seconds{hosts}"))
 
     def _fail(self, error: Exception) -> None:
-        """End all ranks but this one, and everything that is awaited."""
+        """End all other ranks, and everything awaited."""
         if self.failure is not None:
             return
         self.failure = error
@@ -406,7 +397,7 @@ class ProcessesExecutor(Executor):
         self._failed(error)
 
     async def stop(self) -> None:
-        """Finish what is queued on all ranks, and end their processes."""
+        """Finish queued work on all ranks, and end their processes."""
         thread, self._thread = self._thread, None
         if thread is None:
             return
@@ -435,8 +426,6 @@ class ProcessesExecutor(Executor):
 
 
 class _Nothing:
-    """A step without work."""
-
     def wait(self) -> None:
         return None
 
@@ -450,6 +439,6 @@ def _ignore() -> None:
 
 
 def _follower_log_level() -> int:
-    """Return the level of records that other ranks send: mostly they would repeat rank 0's."""
+    """Return the log level of other ranks, which mostly repeat rank 0."""
     level = logger.getEffectiveLevel()
     return level if level <= logging.DEBUG else max(level, logging.WARNING)

@@ -1,4 +1,4 @@
-"""How far each rank has come, in memory that all ranks of an engine share."""
+"""Each rank's progress, in memory shared by an engine's ranks."""
 
 from __future__ import annotations
 
@@ -13,27 +13,26 @@ from typing import Any, BinaryIO, NamedTuple
 from ...core.parallel.ranks import Group
 
 CELL = 8
-"""Bytes of a number, which is written whole."""
+"""Bytes of a number; written atomically."""
 COLUMNS = ("beats", "started", "finished", "collectives", "compiling")
-"""Of a rank: signs of life; the number of the last step or job that it started, and that it
-finished; calls to other ranks; signs of life while it compiled."""
+"""Signs of life; number of the last step or job that the rank started, and finished; calls to other
+ranks; signs of life while compiling."""
 BEAT_SECONDS = 0.25
 TOKENS = 8192
-"""A step with prompts is launched at once, and the host does not see how the device gets on. With 8
-seconds for so many tokens it has 1 ms for each; at the rate of two cards of 700 TFLOP/s, one of 70
-billion parameters takes 0.1. On a CPU the host sees each layer's calls to other ranks."""
+"""Tokens of a prompt step per no-progress timeout: the host does not see the device's progress
+within a step. At 8 seconds, that is 1 ms per token; a 70B model on two 700 TFLOP/s cards takes
+0.1."""
 COMPILERS = (
     "/triton/compiler/", "/triton/backends/", "/triton/runtime/build", "/kernels/compile.py",
     "/flashinfer/jit/", "/torch/utils/cpp_extension", "/torch/_inductor/", "/cutlass/",
 )  # fmt: skip
-"""Parts of the names of files that are on the stack of a thread that compiles, or that waits for a
-compiler."""
+"""File name parts on the stack of a thread that compiles, or waits for a compiler."""
 
 
 class Progress:
-    """The numbers of one rank, which it alone writes, and other processes read.
+    """One rank's counters: it alone writes, other processes read.
 
-    The memory has no name in the file system: it is freed with the last process that has it open.
+    The memory has no name in the file system, so it is freed with its last user.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -43,7 +42,6 @@ class Progress:
 
     @classmethod
     def create(cls) -> Progress:
-        """Return a row of zeros in new memory."""
         file: BinaryIO
         if hasattr(os, "memfd_create"):
             file = os.fdopen(os.memfd_create("jackfield-progress"), "r+b")
@@ -53,49 +51,46 @@ class Progress:
         return cls(file)
 
     def close(self) -> None:
-        """Free the memory, which nothing uses here any more."""
         self._cells.release()
         self._memory.close()
         self.file.close()
 
     def counts(self) -> tuple[int, ...]:
-        """Return what the rank has written, in the order of COLUMNS."""
+        """Return the counters, in the order of COLUMNS."""
         return tuple(self._cells)
 
     def copy(self, counts: Sequence[int]) -> None:
-        """Take over the `counts` of a rank of another host."""
+        """Copy the counters of a remote rank."""
         for column, count in enumerate(counts):
             self._cells[column] = count
 
     def read(self) -> dict[str, int]:
-        """Return what the rank has written, by the names of COLUMNS."""
+        """Return the counters by name."""
         return dict(zip(COLUMNS, self._cells, strict=True))
 
     def beat(self, thread: int) -> None:
-        """Give a sign of life. `thread`: identifier of the one that launches steps."""
+        """Record a sign of life. `thread`: identifier of the launching thread."""
         self._cells[0] += 1
         if is_compiling(sys._current_frames().get(thread)):
             self._cells[4] += 1
 
     def start(self, number: int) -> None:
-        """Note the step or job that begins."""
         self._cells[1] = number
 
     def finish(self, number: int) -> None:
-        """Note the step or job that has ended, well or not."""
+        """Record the end of a step or job, failed or not."""
         self._cells[2] = number
 
     def counted_call(self) -> None:
-        """Note a call to other ranks."""
         self._cells[3] += 1
 
     def counted(self, group: Group) -> CountedGroup:
-        """Return the group, with its calls counted."""
+        """Return the group, counting its calls."""
         return CountedGroup(group, self.counted_call)
 
 
 class CountedGroup:
-    """A group that counts calls. Of a recorded graph, only the recording is one."""
+    """Counts calls of a group; a recorded graph counts only when recorded."""
 
     def __init__(self, group: Any, count: Callable[[], None]) -> None:
         self.rank, self.size = group.rank, group.size
@@ -137,24 +132,22 @@ def is_compiling(frame: FrameType | None) -> bool:
 
 
 class Stall(NamedTuple):
-    """What is wrong."""
-
     reason: str
-    """The end of a sentence that begins with a duration."""
+    """Rest of a sentence that begins with the duration."""
     ticks: int
-    """That duration."""
+    """The duration."""
 
 
 class StallDetector:
-    """Finds ranks that are frozen, and steps in which no rank makes progress.
+    """Finds frozen ranks, and steps without progress.
 
-    Time is counted in ticks of the process that watches, so that it does not pass while all
-    processes are suspended together.
+    Counts ticks of the watching process, so no time passes while all processes are suspended.
     """
 
     def __init__(self, ranks: Sequence[Progress], ticks: int) -> None:
-        """ranks: all, from 0. ticks: without a sign of life, or without progress, after which a
-        rank counts as stalled; without progress in a step of TOKENS twice as many, and so on."""
+        """ranks: all, from 0. ticks: limit without a sign of life, or without progress, doubled for
+        a step of TOKENS tokens, and so on.
+        """
         self._ranks = ranks
         self._ticks = ticks
         self._beats = [0] * len(ranks)
@@ -165,8 +158,9 @@ class StallDetector:
         """Ticks since any rank's last progress."""
 
     def tick(self, awaited: bool, tokens: int = 0) -> Stall | None:
-        """Return what is wrong; None: nothing. `awaited`: whether a step or job is awaited, so that
-        there should be progress; `tokens`: of the longest of these steps."""
+        """Return what is wrong; None if nothing. `awaited`: whether progress is due; `tokens`: of
+        the longest step awaited.
+        """
         rows = [rank.read() for rank in self._ranks]
         for rank, row in enumerate(rows[1:], 1):
             silent = row["beats"] == self._beats[rank] and row["beats"] > 0

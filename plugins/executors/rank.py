@@ -1,5 +1,6 @@
-"""What one rank of several does on its launch thread: rank 0 in its engine's process, the others
-in processes of their own."""
+"""One rank's work on its launch thread; rank 0's is in the engine's process, others have their
+own.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +35,10 @@ def start_rank(
     progress: Progress,
     joining: Callable[[], None],
 ) -> tuple[RankWorker, ExecutorInfo]:
-    """Start a rank in a process of its own. `config`: resolved; `plugin_names`: the plugins from
-    outside to load; `local_rank`: number of its device on its host; `joining`: called right before
-    it joins the others. Raises what the start of an engine raises."""
+    """Start a rank in its own process. `config`: resolved; `plugin_names`: external plugins to
+    load; `local_rank`: the device's number on its host; `joining`: called right before it joins the
+    others. Raises what the start of an engine raises.
+    """
     separate_streams(config)
     device = rank_device(config, local_rank)
     if device.type == "cuda":
@@ -65,7 +67,7 @@ class RankWorker:
     def __init__(self, worker: Worker, ranks: Ranks) -> None:
         self.worker = worker
         self._ranks: Ranks | None = ranks
-        """None: it has left."""
+        """None after it left."""
 
     @classmethod
     def join(
@@ -79,7 +81,7 @@ class RankWorker:
         progress: Progress,
         listener: socket | None = None,
     ) -> RankWorker:
-        """Join the other ranks, if there are any, and create the worker, which has not started."""
+        """Join the other ranks, if any, and create the worker, not yet started."""
         separate_streams(config)
         device = rank_device(config, local_rank)
         if device.type == "cuda":
@@ -101,7 +103,7 @@ class RankWorker:
         return cls(Worker(config, model_config, plugins, counted), ranks)
 
     def run_job(self, job: WorkerJob) -> Any:
-        """Do a job, with no step in flight."""
+        """Do a job while no step is in flight."""
         return None if isinstance(job, Ping) else self.worker.run_job(job)
 
     def detach_connector(self, failure: str) -> None:
@@ -110,13 +112,14 @@ class RankWorker:
             transfers.detach(failure)
 
     def stop(self) -> None:
-        """Release the device, then leave the group, which recorded graphs may use until then."""
+        """Release the device, then leave the group: recorded graphs use it until then."""
         self.worker.stop()
         self.leave()
 
     def leave(self) -> None:
-        """Leave the group, once. From another thread, that ends calls that wait for other ranks,
-        where the library can."""
+        """Leave the group, once. From another thread, this ends blocked calls if the library
+        can.
+        """
         ranks, self._ranks = self._ranks, None
         if ranks is not None:
             leave(ranks)

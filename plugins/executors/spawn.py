@@ -1,7 +1,7 @@
-"""Starts the processes of followers, ahead of the engine that will use them where that saves time.
+"""Starts followers' processes, ahead of their engine to save time.
 
-Imports nothing large: a program may call `start_ahead` before it imports the engine, and the new
-processes import meanwhile what they need.
+Imports nothing large: a program may call `start_ahead` before it imports the engine, so that the
+new processes import in parallel.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .progress import Progress
 
 MODULE = "jackfield.plugins.executors.follower"
 NUMBERING = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
-"""Variables that say which device has which number. A process keeps those that it began with."""
+"""Variables that number devices; a process keeps their initial values."""
 
 
 class SpareProcess(NamedTuple):
@@ -26,21 +26,21 @@ class SpareProcess(NamedTuple):
     connection: socket.socket
     progress: Progress
     numbering: tuple[str | None, ...]
-    """[len(NUMBERING)] What it began with."""
+    """[len(NUMBERING)] Their values at its start."""
 
 
 _spares: list[SpareProcess] = []
-"""Of this process, and of no engine yet. They end with it."""
+"""This process's spares; they end with it."""
 
 
 def start_ahead(count: int) -> None:
-    """Start processes until `count` are there that no engine uses."""
+    """Start processes until `count` are spare."""
     while len(_spares) < count:
         _spares.append(_spawn())
 
 
 def take() -> SpareProcess:
-    """Return a process that no one else gets, started ahead or now."""
+    """Return a spare process, or start one."""
     while _spares:
         spare = _spares.pop()
         alive = spare.process.poll() is None

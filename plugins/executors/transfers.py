@@ -1,4 +1,4 @@
-"""Which KV transfers have ended on all ranks. Imports nothing large."""
+"""Merges the ends of KV transfers over ranks. Imports nothing large."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ from ...core.step import StepResult
 
 
 class RankTransfers:
-    """Merges the reports of the ranks' worker halves: a transfer has ended once it has on every
-    rank. All on the event loop.
+    """Merges the reports of the ranks' worker halves: a transfer ends when it has on every rank.
+    For the event loop only.
 
-    If one half raises, those of the other ranks are closed, too: once all have closed, no block is
-    used any more, whatever had begun on which rank.
+    If one half raises, the others are closed, too; once all are closed, no transfer uses any block.
     """
 
     def __init__(
         self, num_ranks: int, news: Callable[[], None], detach: Callable[[str], None]
     ) -> None:
-        """news: called when there is something that a later step's result is to bring. detach:
-        called once, with the failure, to close the halves of all ranks."""
+        """news: called when a later step's result has something to report. detach: called once,
+        with the failure, to close all halves.
+        """
         self._num_ranks = num_ranks
         self._news = news
         self._detach = detach
         self._ends: dict[int, list[tuple[int, ...] | None]] = {}
-        """Transfer → of each rank where it has ended, None if it has succeeded there, or its value
-        in `KVReport.failed`."""
+        """Transfer → per rank where it ended, None for success, or its value in
+        `KVReport.failed`."""
         self._finished: list[int] = []
         self._failed: dict[int, tuple[int, ...]] = {}
         self._halves: dict[int, KVDetached] = {}
-        """Of each rank, once its half is detached."""
+        """By rank, once its half is detached."""
         self._detached: KVDetached | None = None
-        """Of all ranks."""
+        """Once all are detached."""
 
     def take(self, rank: int, report: KVReport | None, detached: KVDetached | None) -> None:
-        """Take in what another rank reports."""
+        """Add another rank's report."""
         if self._note(rank, report, detached):
             self._news()
 
     def into(self, result: StepResult) -> StepResult:
-        """Return rank 0's result with what has ended on all ranks, in place of its own report."""
+        """Return rank 0's result with the transfers that ended on all ranks."""
         sent: TransferResult = result.parts.get(kv_transfer.NAME, TransferResult())
         own = sent.report
         self._note(0, own, sent.detached)
@@ -59,7 +59,7 @@ class RankTransfers:
         return msgspec.structs.replace(result, parts=parts)
 
     def _note(self, rank: int, report: KVReport | None, detached: KVDetached | None) -> bool:
-        """Return whether there is something new to bring."""
+        """Return whether there is something new to report."""
         before = len(self._finished), len(self._failed), self._detached
         if report is not None:
             ended: dict[int, tuple[int, ...] | None] = dict.fromkeys(report.finished)
@@ -82,7 +82,7 @@ class RankTransfers:
         self._detach(failure)
 
     def _end(self, transfer: int, blocks: tuple[int, ...] | None) -> None:
-        """Note that a transfer has ended on one more rank."""
+        """Record a transfer's end on one more rank."""
         ends = self._ends.setdefault(transfer, [])
         ends.append(blocks)
         if len(ends) < self._num_ranks:

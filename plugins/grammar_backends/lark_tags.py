@@ -17,10 +17,10 @@ _SLASH = re.compile(r"\\.|/|\n", re.DOTALL)
 def lark_of(
     format: Mapping[str, Any], special_tokens: Mapping[str, int], options: Mapping[str, Any]
 ) -> str:
-    """Return a grammar for a tag's `format`, of which nothing is `unread`. Special tokens in
-    constant texts become special tokens of the grammar.
+    """Return a grammar for a tag's `format`, which must have no `unread` part.
 
-    options: llguidance's, for JSON schemas. Raises ValueError with the fault of the format.
+    Special tokens in constant texts become special tokens of the grammar. options: llguidance's,
+    for JSON schemas. Raises ValueError with the format's fault.
     """
     writer = _Writer(special_tokens, options)
     start = writer.expression(format, "format")
@@ -43,12 +43,10 @@ _READ = {
         "triggers", "tags", "at_least_one", "stop_after_first", "excludes", "never", "never_first",
     },
 }  # fmt: skip
-"""Format types and their keys."""
 
 
 def unread(format: Mapping[str, Any]) -> str | None:
-    """Return the first part of a format that is not supported here; another backend may support
-    it."""
+    """Return the first unsupported part of a format."""
     for part in tag_formats({"format": format}):
         kind = part.get("type")
         if not isinstance(kind, str) or kind not in _READ:
@@ -73,7 +71,7 @@ class _Writer:
         self.rules: list[str] = []
 
     def expression(self, format: Any, path: str) -> str:
-        """Return the expression for the format in a rule; "" if it is empty."""
+        """Return a rule's expression for the format; "" if it is empty."""
         kind = format.get("type") if isinstance(format, Mapping) else None
         try:
             return str(getattr(self, f"write_{kind}")(format, path))
@@ -81,7 +79,7 @@ class _Writer:
             raise ValueError(f"{path}: {kind} needs {error}") from None
 
     def nothing(self) -> str:
-        """Return what matches the empty text."""
+        """Return an expression of the empty text."""
         return '""'
 
     # ------------------------------------------------------------ leaves
@@ -129,7 +127,7 @@ class _Writer:
         return f"({self._content(format, path)})+"
 
     def write_tag(self, format: Mapping[str, Any], path: str, cut: int = 0) -> str:
-        """Write a tag. `cut`: number of characters of `begin` that are already written."""
+        """Write a tag. `cut`: number of characters of `begin` already written."""
         content, end = format["content"], format["end"]
         begin = self._text(format["begin"][cut:])
         if content.get("type") in ("any_text", "regex") and end:
@@ -179,7 +177,6 @@ class _Writer:
         return pairs
 
     def _after_text(self, tags: Sequence[tuple[str, str]], free: _Free) -> str:
-        """Return free text, then a trigger, then what follows it."""
         ways: dict[str, list[str]] = {}
         for trigger, body in tags:
             ways.setdefault(trigger, []).append(body)
@@ -194,7 +191,7 @@ class _Writer:
         )
 
     def _openings(self, free: _Free, trigger: str) -> list[str]:
-        """Return free text up to a trigger as text, and up to the token if the trigger is one."""
+        """Return free text followed by the trigger, as text and, if it is one, as a token."""
         ways = [self._lazy(free, trigger)]
         if self._tokens.search(trigger):
             ways.append(f"{self._terminal(free)} {self._text(trigger)}")
@@ -223,7 +220,7 @@ class _Writer:
         return name
 
     def _until(self, free: _Free, end: str) -> str:
-        """Return free text, and the text that ends it."""
+        """Return free text and the end text."""
         special = self._tokens.search(end)
         if special is None:
             return self._lazy(free, end)
@@ -251,12 +248,10 @@ class _Writer:
 
 
 class _Free:
-    """Free text, except for the texts that it must not contain."""
-
     def __init__(
         self, format: Mapping[str, Any], pattern: str = _ANY, *, at_start: bool = False
     ) -> None:
-        """`at_start`: whether it begins an output."""
+        """`at_start`: whether the output begins with it."""
         self._pattern = pattern
         self._not = [f"{_ANY}{_escaped(text)}{_ANY}" for text in format.get("excludes", ()) if text]
         if format.get("never"):
@@ -265,7 +260,6 @@ class _Free:
             self._not.append(f"({format['never_first']}){_ANY}")
 
     def terminal(self) -> str:
-        """Return the expression of a terminal."""
         return " & ".join([_regex(self._pattern), *(f"~{_regex(name)}" for name in self._not)])
 
 
@@ -278,8 +272,6 @@ def _escaped(text: str) -> str:
 
 
 def _regex(pattern: str) -> str:
-    """Return the pattern between slashes."""
-
     def mend(match: re.Match[str]) -> str:
         return {"/": "\\/", "\n": "\\n"}.get(match[0], match[0])
 

@@ -20,12 +20,11 @@ from .lark_tags import lark_of, unread
 from .structural_tags import read
 
 MAX_ITEMS_IN_ROW = 10_000
-"""Parser items at one position at most: enough for a schema with some thousand optional
-properties."""
+"""Most parser items per position: enough for a schema with some thousand optional properties."""
 THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
-"""Threads that fill the masks of many rows; more would only take processors from the event loop."""
+"""Threads that fill masks of many rows; more would compete with the event loop."""
 MORE_ROOTS_SECONDS = 0.03
-"""Time limit for compiling a grammar again, so that its masks can be filled in parallel."""
+"""Most seconds for compiling a grammar again to fill its masks in parallel."""
 
 _BOUNDS = (
     ("minimum", 1), ("exclusiveMinimum", 1), ("maximum", -1), ("exclusiveMaximum", -1),
@@ -37,8 +36,8 @@ SLICES = [
     *(rf'[^"\\\x00-\x1F\x7F]{{1,{most}}}' for most in (2, 4, 6, 8, 10, 30)),
     r'[^"\\\x00-\x1F\x7F]+',
 ]
-"""Tokens that a mask takes all together where a grammar allows them all, instead of one by one: the
-package's own, and shorter pieces of strings, for those whose greatest length is near."""
+"""Token sets that a mask takes together if a grammar allows them all: the package's own, and
+shorter pieces of strings, for those near their greatest length."""
 
 
 class LLGuidance:
@@ -144,7 +143,7 @@ class LLGuidance:
 
 
 class _Vocabulary:
-    """A vocabulary in the form that llguidance requires."""
+    """The vocabulary in llguidance's form."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.eos_token_id = vocabulary.eos_token_ids[0]
@@ -158,9 +157,9 @@ class _Vocabulary:
 
 
 class LLGuidanceGrammar:
-    """Matchers in the initial state; every request copies one.
+    """Matchers in the initial state, which requests copy.
 
-    There are several because all copies of one share a lexer and its lock, and so take turns.
+    Several, because copies of one share a lexer and its lock.
     """
 
     def __init__(self, roots: Sequence[Any], eos_token_ids: tuple[int, ...]) -> None:
@@ -169,14 +168,14 @@ class LLGuidanceGrammar:
         self._eos = frozenset(eos_token_ids)
 
     def matcher(self) -> LLGuidanceMatcher:
-        """Return a new matcher, in the initial state."""
         root = next(self._next)
         return LLGuidanceMatcher(self._roots[root].deep_copy(), root, self._eos)
 
 
 class LLGuidanceMatcher:
-    """One output on its way through a grammar. The end token is not passed to the package, because
-    whether it accepts one depends on how it stopped."""
+    """The state of one output. The end token is not passed to the package, whose acceptance depends
+    on how it stopped.
+    """
 
     def __init__(self, matcher: Any, root: int, eos_token_ids: frozenset[int]) -> None:
         self._matcher = matcher
@@ -185,8 +184,7 @@ class LLGuidanceMatcher:
         self._terminated = False
 
     def accept(self, token_ids: Sequence[int]) -> bool:
-        """Return False if the grammar does not allow the tokens. Raises RuntimeError if a limit was
-        reached."""
+        """Raises RuntimeError if a limit was reached."""
         return all(self._accept(token_id) for token_id in token_ids)
 
     def _accept(self, token_id: int) -> bool:
@@ -206,8 +204,9 @@ class LLGuidanceMatcher:
     def accept_each(
         cls, matchers: Sequence[LLGuidanceMatcher], token_ids: Sequence[int]
     ) -> list[bool | Exception]:
-        """Accept one token per matcher; too fast for other threads to pay off. A token that is not
-        accepted is an error."""
+        """Accept one token per matcher; too fast for threads to pay off. An unaccepted token is an
+        error.
+        """
         results: list[bool | Exception] = []
         for matcher, token_id in zip(matchers, token_ids, strict=True):
             if matcher._terminated or token_id in matcher._eos:
@@ -219,7 +218,6 @@ class LLGuidanceMatcher:
         return results
 
     def fill_bitmask(self, row: np.ndarray) -> None:
-        """row: [ceil(size / 32)] int32. Raises RuntimeError if a limit was reached."""
         self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
         if self._matcher.is_error():
             raise RuntimeError(_first_line(self._matcher.get_error()))
@@ -228,7 +226,7 @@ class LLGuidanceMatcher:
     def fill_bitmasks(
         cls, matchers: Sequence[LLGuidanceMatcher], bits: np.ndarray, rows: Sequence[int]
     ) -> list[Exception | None]:
-        """Fill many masks at once, on the package's threads, without the interpreter lock.
+        """Fill many masks on the package's threads, without the interpreter lock.
 
         bits: [count, ceil(size / 32)] int32
         """
@@ -244,18 +242,17 @@ class LLGuidanceMatcher:
         ]
 
     def is_terminated(self) -> bool:
-        """Return whether an end token was accepted."""
         return self._terminated
 
     def rollback(self, num_tokens: int) -> None:
-        """Undo the last tokens."""
         self._matcher.rollback(num_tokens - self._terminated)
         self._terminated = False
 
 
 def _saturated(schema: Any) -> str | None:
-    """Return the bound of an integer that admits none of 64 bits: the package would take the
-    nearest of those. Where a bound only admits larger ones, too, what it does is right."""
+    """Return the bound of an integer that admits no 64-bit value: the package would use the
+    nearest. A bound that also admits larger ones works.
+    """
     for part in subschemas(schema):
         if part.get("type") == "number":
             continue
@@ -278,7 +275,7 @@ def _quoted(text: str) -> str:
 
 
 def _first_line(message: str) -> str:
-    """Return the first line of an error; of one about an expression, with what is wrong there."""
+    """Return the first line of an error; of an expression's, with the fault."""
     lines = message.strip().splitlines()
     if not lines:
         return "it exceeded its limits"

@@ -1,4 +1,4 @@
-"""Structural tags as requests write them, in either form, read once for every backend."""
+"""Reads structural tags of requests, in either form, for every backend."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 
 
 class Structure(msgspec.Struct, frozen=True):
-    """A structure: between `begin` and `end` the text follows `schema`."""
+    """A text that follows `schema` between `begin` and `end`."""
 
     begin: str
     end: str
@@ -17,18 +17,14 @@ class Structure(msgspec.Struct, frozen=True):
 
 
 class StructuralTag(msgspec.Struct, frozen=True):
-    """Free text until one of `triggers` is written, then one of the structures that begin with
-    it."""
-
     structures: list[Structure]
     triggers: list[str]
     type: str = "structural_tag"
     at_least_one: bool = False
-    """Whether the text must begin with a structure."""
     stop_after_first: bool = False
 
     def format(self) -> dict[str, Any]:
-        """Return the same tag in the newer form."""
+        """Return the tag in the newer form."""
         return {
             "type": "triggered_tags",
             "triggers": self.triggers,
@@ -47,7 +43,6 @@ class StructuralTag(msgspec.Struct, frozen=True):
 
 
 def read(text: str) -> dict[str, Any]:
-    """Return the format of a JSON tag of either form. Raises ValueError."""
     raw = json.loads(text)
     if "format" in raw:
         if not isinstance(raw["format"], dict):

@@ -1,4 +1,4 @@
-"""Grammars by xgrammar: masks precomputed at compile time, so that a step's mask is cheap."""
+"""Grammars by xgrammar: masks precomputed at compile time, so that steps are cheap."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from ...core.protocols.grammars import GrammarSpec, Vocabulary
 from .structural_tags import read
 
 MAX_WHITESPACE = 32
-"""Whitespace characters at most between two parts of a JSON text, so that repeated newlines end."""
+"""Most whitespace characters between two parts of a JSON text; bounds repeated newlines."""
 LONGEST_EXPRESSION = 128
-"""Strings of at most this length are written as expressions: longer ones compile slowly."""
+"""Longest strings written as expressions: longer ones compile slowly."""
 THREADS = max(1, min(8, (os.cpu_count() or 1) - 2))
-"""Threads that fill the masks of many rows. The package starts new ones at each call."""
+"""Threads that fill masks of many rows. The package starts new ones at each call."""
 
 _IGNORED = frozenset(
     (
@@ -33,23 +33,22 @@ _IGNORED = frozenset(
         "uniqueItems", "$dynamicRef",
     )
 )  # fmt: skip
-"""Keywords that the package ignores, in whole or in part."""
+"""Keywords that the package partly or wholly ignores."""
 _FORMATS = frozenset(("date", "date-time", "email", "hostname", "ipv4", "ipv6", "time", "uuid"))
 _TYPED = frozenset(
     ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "minLength", "maxLength",
      "pattern", "minProperties", "maxProperties", "required")
 )  # fmt: skip
-"""Keywords that are passed over where no type is given, and no `properties` make it an object."""
+"""Keywords ignored without a type, unless `properties` make it an object."""
 _OF_OBJECTS = frozenset(("minProperties", "maxProperties", "required"))
 _RANGES = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"))
 _ALONE = ("$ref", "const", "enum", "anyOf", "oneOf")
-"""Keywords of which the package reads one, the first of these, and passes over what is beside it,
-but for those that constrain nothing by themselves."""
+"""Keywords of which the package reads only the first, ignoring constraints beside it."""
 _LENGTHS = frozenset(("minLength", "maxLength"))
 _BESIDE_LENGTHS = frozenset(
     ("enum", "const", "format", "pattern", "anyOf", "oneOf", "$ref", "$recursiveRef")
 )
-"""Keywords that constrain a string in more than its length."""
+"""Keywords that constrain more of a string than its length."""
 
 _CLASSES: dict[str, tuple[type, ...]] = {
     "string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,),
@@ -58,28 +57,24 @@ _CLASSES: dict[str, tuple[type, ...]] = {
 _CLASS = re.compile(r"\\.|\[\^?(?:\\.|[^\]\\])*\]", re.DOTALL)
 _ESCAPE = re.compile(r"\\.", re.DOTALL)
 _ESCAPES = frozenset("dDwWsSnrtfvxuc0")
-"""Letters and digits after a backslash that the package does not read as themselves."""
+"""Letters and digits that the package reads specially after a backslash."""
 
 _NOT_IN_LENGTHS = r'"\\\r\n'
-"""Characters that strings with a length never contain in the package: those of JSON's escapes."""
+"""Characters that the package never allows in strings with a length: JSON's escapes."""
 
 _ANY_TEXT = r'[^"\\\x01-\x1F]*'
-"""Characters of a JSON string that need no escape."""
 
 _CLOSED = frozenset(
     ("const_string", "json_schema", "sequence", "or", "optional", "tag", "tags_with_separator")
 )
-"""Formats whose text is entirely JSON or fixed by the format."""
+"""Formats that fix their text, or make it JSON."""
 
 
 class XGrammar:
-    """Covers most of JSON Schema; `refusal` names the keywords that it would ignore."""
-
     bounded: ClassVar[bool] = False
 
     @classmethod
     def unavailable(cls) -> str | None:
-        """None when the package is installed."""
         if importlib.util.find_spec("xgrammar") is None:
             return (
                 "the package xgrammar is not installed (pip install xgrammar, or with Jackfield: "
@@ -112,7 +107,6 @@ class XGrammar:
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
 
     def compile(self, spec: GrammarSpec) -> XGrammarGrammar:
-        """Compile a grammar. Raises ValueError describing the error in it."""
         try:
             compiled = self._compile(spec)
         except (RuntimeError, TypeError) as error:
@@ -165,28 +159,22 @@ class XGrammar:
 
 
 class XGrammarGrammar:
-    """A compiled grammar."""
-
     def __init__(self, xgrammar: Any, compiled: Any, clean: np.ndarray | None) -> None:
-        """clean: [ceil(size / 32)] int32, the only tokens that any mask may allow; None: any."""
+        """clean: [ceil(size / 32)] int32, the tokens that masks may allow; None: all."""
         self._xgrammar = xgrammar
         self._compiled = compiled
         self._clean = clean
 
     def matcher(self) -> XGrammarMatcher:
-        """Return a new matcher, in the initial state."""
         return XGrammarMatcher(self._xgrammar.GrammarMatcher(self._compiled), self._clean)
 
 
 class XGrammarMatcher:
-    """One output on its way through a grammar."""
-
     def __init__(self, matcher: Any, clean: np.ndarray | None) -> None:
         self._matcher = matcher
         self._clean = clean
 
     def accept(self, token_ids: Sequence[int]) -> bool:
-        """Return False if the grammar does not allow the tokens."""
         accept = self._matcher.accept_token
         for token_id in token_ids:
             if not accept(token_id):
@@ -204,7 +192,6 @@ class XGrammarMatcher:
         return list(xgrammar.BatchGrammarMatcher.batch_accept_token(raw, list(token_ids)))
 
     def fill_bitmask(self, row: np.ndarray) -> None:
-        """row: [ceil(size / 32)] int32"""
         self._matcher.fill_next_token_bitmask(row.reshape(1, -1), 0)
         if self._clean is not None:
             np.bitwise_and(row, self._clean, out=row)
@@ -213,8 +200,8 @@ class XGrammarMatcher:
     def fill_bitmasks(
         cls, matchers: Sequence[XGrammarMatcher], bits: np.ndarray, rows: Sequence[int]
     ) -> list[Exception | None]:
-        """Fill many masks at once, on the package's threads, without the interpreter lock. Its
-        errors do not name a row: after one, each row must be filled separately.
+        """Fill many masks on the package's threads, without the interpreter lock. Its errors name
+        no row: after one, fill each row separately.
 
         bits: [count, ceil(size / 32)] int32
         """
@@ -232,17 +219,15 @@ class XGrammarMatcher:
         return [None] * len(raw)
 
     def is_terminated(self) -> bool:
-        """Return whether an end token was accepted."""
         return bool(self._matcher.is_terminated())
 
     def rollback(self, num_tokens: int) -> None:
-        """Undo the last tokens."""
         self._matcher.rollback(num_tokens)
 
 
 @functools.lru_cache(maxsize=64)
 def _together(thread: int, threads: int) -> Any:
-    """Return the batch matcher of a thread; each thread has its own."""
+    """Return a thread's own batch matcher."""
     import xgrammar
 
     return xgrammar.BatchGrammarMatcher(threads)
@@ -253,8 +238,8 @@ def _write_expressions(schema: Any) -> bool:
     the package matches against the whole string, to patterns of all strings that contain a match.
     Return whether any was rewritten.
 
-    Near a bound, the package computes masks of lengths token by token at every step, in tens of
-    milliseconds; masks of expressions are computed at compile time.
+    Near a length bound, the package takes tens of milliseconds per mask; masks of expressions are
+    computed at compile time.
     """
     written = False
     for part in list(subschemas(schema)):
@@ -278,8 +263,9 @@ def _write_expressions(schema: Any) -> bool:
 
 
 def _whole(pattern: str) -> str:
-    """Return an expression for all strings in which `pattern` is found; `pattern` itself if it is
-    anchored at both ends."""
+    """Return an expression for all strings that contain a match of `pattern`; itself if anchored at
+    both ends.
+    """
     begin, end = pattern.startswith("^"), pattern.endswith("$") and not pattern.endswith("\\$")
     if begin and end:
         return pattern
@@ -327,7 +313,7 @@ def _unsupported(schema: Any) -> str | None:
 
 
 def _unwritten(part: dict[str, Any]) -> list[str]:
-    """Return names that an object must have, and the package does not write."""
+    """Return required names that the package does not write."""
     names, required = part.get("properties", {}), part.get("required")
     if not isinstance(names, dict) or not isinstance(required, list):
         return []
@@ -340,7 +326,7 @@ def _names_in(part: dict[str, Any]) -> list[str]:
 
 
 def _passed_over(part: dict[str, Any]) -> str | None:
-    """Return a keyword that the package would not read because of another one beside it."""
+    """Return a keyword that the package ignores because of another."""
     chosen = next((name for name in _ALONE if name in part), None)
     if chosen is None:
         named = part.get("patternProperties")
@@ -358,7 +344,6 @@ def _passed_over(part: dict[str, Any]) -> str | None:
 
 
 def _all_of_type(values: Any, kinds: Any) -> bool:
-    """Whether all values have one of the JSON types."""
     kinds = kinds if isinstance(kinds, list) else [kinds]
     return isinstance(values, list) and all(
         any(
@@ -372,7 +357,7 @@ def _all_of_type(values: Any, kinds: Any) -> bool:
 
 
 def _misread(pattern: Any) -> str | None:
-    """Return what the package would pass over, or read as something else, in a pattern."""
+    """Return what the package ignores or misreads in a pattern."""
     if not isinstance(pattern, str):
         return None
     reason = weakened(pattern)[1]
@@ -426,18 +411,17 @@ def _has_free_text(tag: dict[str, Any]) -> bool:
 
 
 def _unclean(schema: Any) -> str | None:
-    """Return where a tab or another control character could enter a string (see
-    `_clean_tokens`)."""
+    """Return where a control character could enter a string (see `_clean_tokens`)."""
     if any(_LENGTHS & part.keys() for part in subschemas(schema)):
         return "minLength and maxLength inside a structural tag are not supported"
     return None
 
 
 def _clean_tokens(vocabulary: Vocabulary) -> np.ndarray:
-    """Tokens without control characters but newlines: [ceil(size / 32)] int32
+    """Tokens without control characters except newlines: [ceil(size / 32)] int32
 
-    Strings with a minLength or maxLength would take control characters as they are, which JSON
-    does not; newlines they would not take. What this bars besides is a tab between JSON's parts.
+    Strings with minLength or maxLength would allow raw control characters (not newlines), which
+    JSON forbids. This also excludes tabs between JSON's parts.
     """
     barred = bytes(set(range(32)) - {10, 13})
     bits = np.zeros(-(-vocabulary.size // 32) * 32, dtype=np.uint8)
@@ -451,6 +435,6 @@ def _quoted(text: str) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    """Return the message without the time and source file at its beginning."""
+    """Return the message without its time and source file."""
     line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return line.partition("] ")[2].partition(": ")[2] or line

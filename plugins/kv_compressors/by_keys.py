@@ -14,15 +14,15 @@ from ...core.protocols.kv_compressors import KVCompressor
 from .in_place import cached_tokens, key_differences, key_norms
 
 SINKS = 4
-"""First tokens that always stay: models put much of their attention there (arXiv 2309.17453)."""
+"""First tokens that always stay: attention sinks (arXiv 2309.17453)."""
 RECENT = 8
-"""Last tokens that always stay: what the next token continues."""
+"""Last tokens that always stay, as the context of the next."""
 
 
 def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Return the product of two matrices, or of two batches of them, in float32.
+    """Return a matrix product, maybe batched, in float32.
 
-    On a GPU, 16-bit numbers are not copied to float32 first.
+    On a GPU, 16-bit inputs are not copied to float32.
     """
     if left.is_cuda and left.dtype == right.dtype and left.itemsize == 2:
         multiply = torch.mm if left.dim() == 2 else torch.bmm
@@ -50,7 +50,6 @@ class Window(KVCompressor):
         *,
         queries: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """[num_tokens, num_kv_heads, head_dim] each → [num_tokens, num_kv_heads]"""
         scores = torch.arange(keys.shape[0], dtype=torch.float32, device=keys.device)
         scores[:SINKS] = torch.inf
         return scores[:, None].expand(-1, keys.shape[1])
@@ -64,7 +63,7 @@ class Window(KVCompressor):
         *,
         queries: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
-        """The same in all layers and heads: nothing is read."""
+        """The same for all layers and heads: nothing is read."""
         scores = torch.arange(num_tokens, dtype=torch.float32, device=blocks.device)
         scores[:SINKS] = torch.inf
         return scores.expand(len(caches), spec.num_kv_heads, -1)
@@ -84,7 +83,6 @@ class KeyNorm(KVCompressor):
         *,
         queries: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """[num_tokens, num_kv_heads, head_dim] each → [num_tokens, num_kv_heads]"""
         scores: torch.Tensor = -torch.linalg.vector_norm(keys, dim=2, dtype=torch.float32)
         scores[:SINKS] = torch.inf
         scores[-RECENT:] = torch.inf
@@ -99,7 +97,6 @@ class KeyNorm(KVCompressor):
         *,
         queries: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
-        """In one launch."""
         tokens = cached_tokens(caches, blocks, num_tokens, spec.head_dim)
         return None if tokens is None else keep_ends(key_norms(tokens).mul_(-spec.key_scale))
 
@@ -118,7 +115,6 @@ class KeyDiff(KVCompressor):
         *,
         queries: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """[num_tokens, num_kv_heads, head_dim] each → [num_tokens, num_kv_heads]"""
         count, heads, dim = keys.shape
         # Keys of no length have no direction; the inverse must not overflow in float16.
         norms = torch.linalg.vector_norm(keys, dim=2, dtype=torch.float32).clamp_(min=1e-4)
@@ -141,6 +137,5 @@ class KeyDiff(KVCompressor):
         *,
         queries: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
-        """In two launches, besides those of the mean."""
         tokens = cached_tokens(caches, blocks, num_tokens, spec.head_dim)
         return None if tokens is None else keep_ends(key_differences(tokens))

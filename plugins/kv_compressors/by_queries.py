@@ -1,4 +1,4 @@
-"""Policies that look at the last queries of a request, which stand for those to come."""
+"""Policies that use a request's last queries as estimates of later ones."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from .in_place import (
 )
 
 ROWS = 128
-"""Rows of a similarity matrix that are computed at a time."""
+"""Rows of a similarity matrix per product."""
 FRACTIONS = float(1 << 32)
-"""Parts of 1 to which cosines are rounded before they are summed."""
+"""Cosines are rounded to 1 / FRACTIONS before summation."""
 
 
 def key_products(spec: AttentionSpec, keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
-    """Return the product of each query and each key, seen or not.
+    """Return the product of each query and each key.
 
-    keys: [num_tokens, num_kv_heads, head_dim]; queries: [Q, num_heads, head_dim]
-    → [num_kv_heads, group, Q, num_tokens] float32
+    keys: [num_tokens, num_kv_heads, head_dim]; queries: [Q, num_heads, head_dim] → [num_kv_heads,
+    group, Q, num_tokens] float32
     """
     grouped = queries.view(len(queries), spec.num_kv_heads, -1, spec.head_dim).permute(1, 2, 0, 3)
     products = product(grouped.flatten(1, 2), keys.permute(1, 2, 0))
@@ -41,7 +41,7 @@ def key_products(spec: AttentionSpec, keys: torch.Tensor, queries: torch.Tensor)
 def attention_logits(
     spec: AttentionSpec, keys: torch.Tensor, queries: torch.Tensor
 ) -> torch.Tensor:
-    """Return the logits of each query for each key, seen or not. Shapes as of `key_products`."""
+    """Return each query's logits for each key; shapes as of `key_products`."""
     logits = key_products(spec, keys, queries).mul_(spec.scale)
     if spec.soft_cap is not None:
         logits = spec.soft_cap * (logits / spec.soft_cap).tanh()
@@ -49,7 +49,7 @@ def attention_logits(
 
 
 def hide_later_tokens(logits: torch.Tensor) -> torch.Tensor:
-    """Set the logits of the last queries, [..., Q, num_tokens], for tokens after them to -inf."""
+    """Mask the last queries' logits, [..., Q, num_tokens], of later tokens with -inf."""
     count = logits.shape[-2]
     last = logits[..., -count:]
     last.masked_fill_(~visible(count, last.shape[-1], logits.device), -torch.inf)
@@ -57,7 +57,7 @@ def hide_later_tokens(logits: torch.Tensor) -> torch.Tensor:
 
 
 def visible(num_queries: int, num_tokens: int, device: torch.device) -> torch.Tensor:
-    """Return which keys the last queries see, [num_queries, num_tokens] bool."""
+    """Return the keys that the last queries see, [num_queries, num_tokens] bool."""
     key = torch.arange(num_tokens, device=device)
     last = torch.arange(num_tokens - num_queries, num_tokens, device=device)
     return key <= last[:, None]
@@ -65,8 +65,9 @@ def visible(num_queries: int, num_tokens: int, device: torch.device) -> torch.Te
 
 def newest_of_similar(keys: torch.Tensor, directions: torch.Tensor, similar: float) -> torch.Tensor:
     """Return the newest other key whose cosine with each key is over `similar`, [num_kv_heads,
-    num_tokens] int64; -1: there is none. directions: [num_kv_heads, num_tokens, head_dim] float32,
-    of the keys"""
+    num_tokens] int64; -1: none. directions: [num_kv_heads, num_tokens, head_dim] float32, of the
+    keys
+    """
     if kernels_run(keys):
         return newest_similar(keys, similar).long()
     order = torch.arange(directions.shape[1], device=keys.device)
@@ -80,8 +81,9 @@ def newest_of_similar(keys: torch.Tensor, directions: torch.Tensor, similar: flo
 
 
 def nearest(keys: torch.Tensor, others: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the cosine of each key with the most similar of the others, and which one that is,
-    [num_kv_heads, num_tokens] each. keys, others: [num_tokens, num_kv_heads, head_dim]"""
+    """Return each key's cosine with the most similar of the others, and its index, [num_kv_heads,
+    num_tokens] each. keys, others: [num_tokens, num_kv_heads, head_dim]
+    """
     if kernels_run(keys):
         return most_similar(keys, others)
     directions, aims = (F.normalize(k.float(), dim=2).transpose(0, 1) for k in (keys, others))
@@ -108,7 +110,7 @@ class SnapKV(KVCompressor):
         *,
         queries: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The mean probability that the queries which see a token give it, pooled."""
+        """The mean probability of a token over the queries that see it, pooled."""
         assert queries is not None, "num_queries is not 0"
         logits = hide_later_tokens(attention_logits(spec, keys, queries))
         weights = logits.softmax(-1).sum((1, 2)) / logits.shape[1]
@@ -130,7 +132,6 @@ class SnapKV(KVCompressor):
         *,
         queries: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
-        """In two launches, besides those of the sums and the neighbours."""
         assert queries is not None, "num_queries is not 0"
         tokens = tokens_for_queries(spec, caches, blocks, num_tokens, queries, self.num_queries)
         if tokens is None:
@@ -188,7 +189,6 @@ class ExpectedAttention(KVCompressor):
         *,
         queries: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
-        """In two launches, besides those of the sums."""
         assert queries is not None, "num_queries is not 0"
         tokens = tokens_for_queries(spec, caches, blocks, num_tokens, queries, self.num_queries)
         if tokens is None:
@@ -205,11 +205,11 @@ class RKV(KVCompressor):
     num_queries: ClassVar[int] = 8
     reads_values: ClassVar[bool] = False
     width: ClassVar[int] = 7
-    """Neighbouring tokens of which the highest importance counts."""
+    """Neighbouring tokens over which importance is maximised."""
     importance: ClassVar[float] = 0.1
     """Weight of importance; that of redundancy is 1 - importance."""
     similar: ClassVar[float] = 0.5
-    """Cosine of two keys from which one counts as a repetition."""
+    """Cosine from which keys count as repetitions."""
 
     def scores(
         self,
@@ -219,7 +219,7 @@ class RKV(KVCompressor):
         *,
         queries: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """importance - redundancy, weighted, both softmaxes over the tokens."""
+        """Weighted importance - redundancy, both softmaxes over the tokens."""
         assert queries is not None, "num_queries is not 0"
         logits = hide_later_tokens(attention_logits(spec, keys, queries).amax(1))
         weights = logits.softmax(-1).mean(1)
@@ -231,8 +231,9 @@ class RKV(KVCompressor):
         return scores
 
     def repetition(self, keys: torch.Tensor) -> torch.Tensor:
-        """Return the mean cosine of each key with all others, [num_kv_heads, num_tokens]: of tokens
-        that repeat each other, the newest is spared."""
+        """Return each key's mean cosine with all others, [num_kv_heads, num_tokens]; the newest of
+        similar tokens is spared.
+        """
         directions = F.normalize(keys.float(), dim=2).transpose(0, 1)
         newest = newest_of_similar(keys, directions, self.similar)
         # The mean is that with the sum of all directions, less itself and less what is spared.
@@ -251,7 +252,7 @@ class MergingSnapKV(SnapKV):
 
     reads_values: ClassVar[bool] = True
     similar: ClassVar[float] = 0.75
-    """Cosine of two keys from which the value of one goes into the other's."""
+    """Cosine from which values are merged."""
 
     def merged_values(
         self,

@@ -1,4 +1,4 @@
-"""The Triton kernels of compressors, where they run: they score tokens where they are cached."""
+"""Triton kernels of compressors, which score tokens in the cache."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ __all__ = [
 
 
 def kernels_run(keys: torch.Tensor) -> bool:
-    """Return whether they do, on keys of this type where these are."""
+    """Return whether the kernels run for keys of this type and device."""
     if _MISSING:
         return False
     # Triton's interpreter has no products of bfloat16.
@@ -45,8 +45,9 @@ def kernels_run(keys: torch.Tensor) -> bool:
 def cached_tokens(
     caches: Sequence[KVCache], blocks: torch.Tensor, num_tokens: int, head_dim: int
 ) -> CachedTokens | None:
-    """Return what the kernels take; None where they do not run, or for heads whose halves of 4 bits
-    they do not read."""
+    """Return the kernels' tokens; None if they do not run, or cannot read 4-bit heads of this
+    size.
+    """
     first = caches[0]
     if not kernels_run(first[0]):
         return None
@@ -64,8 +65,9 @@ def tokens_for_queries(
     queries: torch.Tensor,
     most_queries: int,
 ) -> CachedTokens | None:
-    """As `cached_tokens`; None also for more queries, or wider ones, than the kernels hold, and on
-    a GPU for float32, of which tensor cores have no products."""
+    """As `cached_tokens`; also None for queries that do not fit the kernels, and for float32 on a
+    GPU.
+    """
     if not kernels_run(queries) or (queries.is_cuda and queries.itemsize == 4):
         return None
     group = spec.num_heads // spec.num_kv_heads

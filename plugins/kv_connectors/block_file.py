@@ -1,4 +1,4 @@
-"""A KV block as bytes: a safetensors file whose metadata identify the block and hold a checksum."""
+"""A KV block as a safetensors file with key and checksum in its metadata."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class BlockFormat:
                 }
 
     def encode(self, key: bytes, block: memoryview) -> bytes:
-        """Encode a block; block: [block_bytes], layer after layer, part after part."""
+        """block: [block_bytes], layer by layer, part by part."""
         header = json.dumps({"__metadata__": self._metadata(key, block), **self._tensors})
         padded = header.encode() + b" " * (-len(header) % 8)
         return b"".join([len(padded).to_bytes(8, "little"), padded, block])

@@ -18,8 +18,7 @@ CHUNK_BYTES = 64 << 20
 class BlockCopier:
     """A row is a block: the bytes of all its parts, layer after layer.
 
-    Each copier has a stream of its own, and belongs to one thread. Its methods return when the copy
-    is done.
+    Each copier has its own stream, and belongs to one thread. Methods return when the copy is done.
     """
 
     def __init__(self, kv_caches: Sequence[torch.Tensor]) -> None:
@@ -28,7 +27,7 @@ class BlockCopier:
         self.block_bytes = sum(cache[:, 0].nbytes for cache in kv_caches)
         width = math.gcd(8, *(cache.shape[-1] * cache.itemsize for cache in kv_caches))
         self._word = WORDS[width]
-        """Unit of copies: single bytes would be slow."""
+        """Unit of copies, as single bytes would be slow."""
         with torch.inference_mode():
             self._caches = [cache.view(self._word) for cache in kv_caches]
         self._sizes = [cache[:, 0].numel() for cache in self._caches]
@@ -36,7 +35,7 @@ class BlockCopier:
         self._stream = cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     def new_rows(self, count: int) -> torch.Tensor:
-        """[count, block_bytes] uint8 host memory that the device can copy from and to at speed."""
+        """[count, block_bytes] uint8 pinned host memory."""
         pinned = self._stream is not None
         return torch.empty(count, self.block_bytes, dtype=torch.uint8, pin_memory=pinned)
 
@@ -74,13 +73,12 @@ class BlockCopier:
         return contextlib.nullcontext() if self._stream is None else cuda.stream(self._stream)
 
     def _staging(self, blocks: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the blocks as an index, and [n, words of a block] on the device."""
+        """Return the blocks as an index, and a buffer [n, words of a block] on the device."""
         return torch.tensor(blocks, device=self.device), torch.empty(
             len(blocks), sum(self._sizes), dtype=self._word, device=self.device
         )
 
     def synchronize(self) -> None:
-        """Wait for the pending copies."""
         if self._stream is not None:
             self._stream.synchronize()
 
@@ -102,7 +100,7 @@ class BlockCopier:
 
 
 def runs(rows: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Consecutive rows as (index of the first, its row, how many)."""
+    """Yield runs of consecutive rows as (index of the first, its row, length)."""
     first = 0
     for i in range(1, len(rows) + 1):
         if i == len(rows) or rows[i] != rows[i - 1] + 1:

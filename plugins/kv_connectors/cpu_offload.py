@@ -1,7 +1,4 @@
-"""Host memory as a second tier under the prefix cache.
-
-The scheduler half assigns rows of host memory to blocks; the worker half copies.
-"""
+"""Host memory as a second tier under the prefix cache."""
 
 from __future__ import annotations
 
@@ -33,8 +30,6 @@ class CpuOffloadOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 class CpuOffloadConnector:
-    """Keeps blocks in pinned host memory, for this engine only."""
-
     shared = False
     metadata_type = Jobs
     compacted_caches = True
@@ -42,26 +37,21 @@ class CpuOffloadConnector:
 
     @classmethod
     def make_scheduler(cls, setup: KVConnectorSetup) -> CpuOffloadScheduler:
-        """Return the scheduler half, which assigns rows to blocks."""
         return CpuOffloadScheduler(setup)
 
     @classmethod
     def make_worker(cls, setup: KVConnectorSetup) -> CpuOffloadWorker:
-        """Return the worker half, which owns the memory."""
         return CpuOffloadWorker(setup)
 
 
 class BlockRows(NamedTuple):
-    """The memory of a tier: a row for each block."""
-
     num_rows: int
     row_bytes: int
     stored: Literal["auto"] | ReducedType
-    """Type in which blocks are kept."""
 
     @classmethod
     def of(cls, setup: KVConnectorSetup, kind: type[CpuOffloadOptions]) -> BlockRows:
-        """Return as many as fit. Raises ConfigError if none does."""
+        """Return as many rows as fit. Raises ConfigError if none does."""
         options = read_options(setup.transfer.kv_connector_extra_config, kind)
         stored, here = options.kv_offloading_dtype, setup.layout.block_bytes
         row_bytes, everywhere = here, here + setup.layout.bytes_elsewhere
@@ -80,17 +70,17 @@ class BlockRows(NamedTuple):
 
 
 class CpuOffloadScheduler:
-    """An LRU of rows by block key. A row is never reassigned while a transfer uses it."""
+    """An LRU of rows by block key. Rows in a transfer are never reassigned."""
 
     options: type[CpuOffloadOptions] = CpuOffloadOptions
 
     def __init__(self, setup: KVConnectorSetup) -> None:
         self._block_size = setup.layout.block_size
         self._unused = iter(range(BlockRows.of(setup, self.options).num_rows))
-        """Rows that were never used; possibly very many."""
+        """Rows never used; possibly very many."""
         self._free: list[int] = []
         self._rows: OrderedDict[bytes, int] = OrderedDict()
-        """Saved blocks, least recently used first."""
+        """Saved blocks in LRU order."""
         self._saving: dict[int, list[tuple[bytes, int]]] = {}
         self._keys_being_saved: set[bytes] = set()
         self._loading: dict[int, list[int]] = {}
@@ -98,8 +88,9 @@ class CpuOffloadScheduler:
         self._jobs = JobList()
 
     def num_external_tokens(self, request: Request, num_computed_tokens: int) -> int:
-        """Return the number of saved tokens, without waiting. Blocks that the device still has are
-        marked as used, too, so that they are kept."""
+        """Return the number of saved tokens, without waiting. Blocks that the device has are marked
+        as used, too.
+        """
         first = num_computed_tokens // self._block_size
         end = first
         for key in request.block_hashes[first:]:
@@ -115,7 +106,7 @@ class CpuOffloadScheduler:
     def start_load(
         self, transfer: int, request: Request, keys: Sequence[bytes], block_ids: Sequence[int]
     ) -> None:
-        """Queue a load. Blocks evicted since they were promised are reported as not filled."""
+        """Queue a load. Evicted blocks are reported as not filled."""
         rows = []
         for key in keys:
             if (row := self._rows.get(key)) is None:
@@ -128,7 +119,7 @@ class CpuOffloadScheduler:
     def start_save(
         self, transfer: int, request: Request, keys: Sequence[bytes], block_ids: Sequence[int]
     ) -> Sequence[int]:
-        """Queue saves of blocks that are not stored yet, as far as rows are available."""
+        """Queue saves of new blocks, as far as rows are available."""
         selection = []
         for key, block_id in zip(keys, block_ids, strict=True):
             if key in self._rows or key in self._keys_being_saved:
@@ -158,15 +149,14 @@ class CpuOffloadScheduler:
     def request_finished(
         self, transfer: int, request: Request
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Hold no blocks: saves continue independently."""
+        """Hold no blocks: saves are independent."""
         return False, None
 
     def build_metadata(self) -> Jobs | None:
-        """Return the queued blocks and their rows."""
         return self._jobs.take()
 
     def update(self, report: KVReport) -> None:
-        """Make rows available for hits once their save has ended."""
+        """Make rows available once their save has ended."""
         for transfer in (*report.finished, *report.failed):
             failed = transfer in report.failed
             for key, row in reversed(self._saving.pop(transfer, [])):
@@ -185,8 +175,6 @@ class CpuOffloadScheduler:
 
 
 class CpuOffloadWorker(ThreadedWorker):
-    """Copies between the cache and one large piece of host memory."""
-
     options: type[CpuOffloadOptions] = CpuOffloadOptions
 
     def __init__(self, setup: KVConnectorSetup) -> None:
@@ -195,12 +183,11 @@ class CpuOffloadWorker(ThreadedWorker):
         self._pinned = False
 
     def copier(self, kv_caches: Sequence[torch.Tensor]) -> BlockCopier:
-        """Return what copies blocks as they are, or in fewer bits."""
+        """Return a copier of blocks as they are, or in fewer bits."""
         stored = self._rows.stored
         return BlockCopier(kv_caches) if stored == "auto" else ReducingCopier(kv_caches, stored)
 
     def bind(self, kv_caches: Sequence[torch.Tensor]) -> None:
-        """Allocate the host memory."""
         size = self._rows.num_rows * self._rows.row_bytes
         try:
             self._pool = torch.empty(self._rows.num_rows, self._rows.row_bytes, dtype=torch.uint8)
@@ -219,18 +206,16 @@ class CpuOffloadWorker(ThreadedWorker):
         super().bind(kv_caches)
 
     def load(self, job: Job, copier: BlockCopier, after: Any) -> Sequence[int]:
-        """Load the blocks that have a row; the others were evicted."""
+        """Load the blocks that have a row; others were evicted."""
         count = len(job.places)
         copier.write(job.block_ids[:count], self._pool, job.places, after)
         return job.block_ids[count:]
 
     def save(self, job: Job, copier: BlockCopier) -> Sequence[int]:
-        """Save all blocks."""
         copier.read(job.block_ids, self._pool, job.places)
         return ()
 
     def finish(self) -> None:
-        """Release the host memory."""
         if self._pinned:
             cuda.cudart().cudaHostUnregister(self._pool.data_ptr())
             self._pinned = False

@@ -1,7 +1,7 @@
 """Device memory in a smaller format as a second tier under the prefix cache.
 
-Blocks that no request holds are cold: no step reads them. Here they are kept in fewer bits, on the
-device itself, so that a hit costs neither a step nor the way from the host.
+Blocks without a request are kept in fewer bits on the device, so that a hit needs neither a step
+nor a transfer from the host.
 """
 
 from __future__ import annotations
@@ -36,32 +36,24 @@ class DeviceOffloadOptions(
 
 
 class DeviceOffloadConnector(CpuOffloadConnector):
-    """Keeps blocks in fewer bits in the device's memory, for this engine only."""
-
     @classmethod
     def make_scheduler(cls, setup: KVConnectorSetup) -> DeviceOffloadScheduler:
-        """Return the scheduler half, which assigns rows to blocks."""
         return DeviceOffloadScheduler(setup)
 
     @classmethod
     def make_worker(cls, setup: KVConnectorSetup) -> DeviceOffloadWorker:
-        """Return the worker half, which owns the memory."""
         return DeviceOffloadWorker(setup)
 
 
 class DeviceOffloadScheduler(CpuOffloadScheduler):
-    """The same for rows on the device."""
-
     options = DeviceOffloadOptions
 
 
 class DeviceOffloadWorker(CpuOffloadWorker):
-    """Copies between the cache and one large piece of the device's memory."""
-
     options = DeviceOffloadOptions
 
     def bind(self, kv_caches: Sequence[torch.Tensor]) -> None:
-        """Allocate the memory. Raises OutOfMemory."""
+        """Allocate device memory. Raises OutOfMemory."""
         num_rows, row_bytes, _ = self._rows
         try:
             self._pool = torch.empty(

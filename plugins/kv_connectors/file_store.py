@@ -28,9 +28,9 @@ from .store import StoreConnector
 SUFFIX = ".safetensors"
 UNFINISHED = ".unfinished"
 UNFINISHED_SECONDS = 3600.0
-"""Age in seconds after which an unfinished file is removed."""
+"""Age in seconds at which an unfinished file is removed."""
 SCAN_SHARE = 0.05
-"""Share of the limit that this engine may write before the folder is measured again."""
+"""Share of the limit that this engine may write between measurements of the folder."""
 KEEP_SHARE = 0.9
 """Share of the limit that eviction keeps."""
 
@@ -45,11 +45,10 @@ class FileStoreOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 class FileStore:
-    """`path/FINGERPRINT/KE/KEY.safetensors`, written beside its place and renamed into it, for the
-    user alone who runs the engine.
+    """`path/FINGERPRINT/KE/KEY.safetensors`, renamed into place, private to the engine's user.
 
-    A file's mtime is when it was last written or read. Each engine measures the folder by itself:
-    several that write at once may exceed the limit by `SCAN_SHARE` each before one notices.
+    mtime is the last write or read. Each engine measures the folder separately, so each may exceed
+    the limit by `SCAN_SHARE`.
     """
 
     def __init__(self, setup: KVConnectorSetup) -> None:
@@ -59,8 +58,7 @@ class FileStore:
         self._limit = int(options.max_gib * (1 << 30))
         self._lock = threading.Lock()
         self._size: int | None = None
-        """Bytes of all files, as last measured, plus what was written since; None: not measured
-        yet."""
+        """Bytes of all files: last measurement plus later writes; None: not measured."""
         self._since_scan = 0
         try:
             make_given_folder(self._root, "kv_connector_extra_config.path")
@@ -72,14 +70,13 @@ class FileStore:
             ) from error
 
     def count_present(self, keys: Sequence[bytes]) -> int:
-        """Count leading keys that have files; their content is checked when it is read."""
+        """Count leading keys with files, whose content is checked later."""
         for number, key in enumerate(keys):
             if not self._path(key).is_file():
                 return number
         return len(keys)
 
     def get(self, key: bytes) -> bytes | None:
-        """Read the file, and mark it as used."""
         path = self._path(key)
         try:
             data = path.read_bytes()
@@ -90,7 +87,7 @@ class FileStore:
         return data
 
     def put(self, key: bytes, data: bytes) -> None:
-        """Write a file; readers see the whole file or none."""
+        """Write a file atomically."""
         if len(data) > self._limit * KEEP_SHARE:
             return
         self._make_room(len(data))
@@ -106,7 +103,6 @@ class FileStore:
             raise
 
     def remove(self, key: bytes) -> None:
-        """Remove a file, so that it is written anew."""
         self._path(key).unlink(missing_ok=True)
 
     def close(self) -> None:
@@ -128,8 +124,9 @@ class FileStore:
             self._since_scan += size
 
     def _evict(self, size: int) -> int:
-        """Measure the folder; if `size` more bytes are too many, remove the oldest files. Return
-        the bytes left."""
+        """Measure the folder, and remove the oldest files if `size` more bytes do not fit. Return
+        the bytes left.
+        """
         files = sorted(self._files())
         total = sum(file_size for _, file_size, _ in files)
         if total + size <= self._limit:
@@ -143,7 +140,7 @@ class FileStore:
         return total
 
     def _files(self) -> Iterator[tuple[float, int, str]]:
-        """Yield (mtime, bytes, path) of each block, of any model."""
+        """Yield (mtime, bytes, path) of each block of any model."""
         forgotten = time.time() - UNFINISHED_SECONDS
         for folder, _, names in os.walk(self._root):
             for name in names:
@@ -162,7 +159,5 @@ class FileStore:
 
 
 class FileStoreConnector(StoreConnector):
-    """Stores blocks in a folder."""
-
     store_class = FileStore
     per_rank = True

@@ -1,4 +1,4 @@
-"""Several connectors in order: the first that has blocks loads them, all save."""
+"""Several connectors in order: the first with blocks loads them, all save."""
 
 from __future__ import annotations
 
@@ -35,25 +35,20 @@ class MultiOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class MultiMetadata(msgspec.Struct, frozen=True):
-    """Metadata of a step."""
-
     shares: dict[int, int]
-    """New transfer → how many connectors take part in it."""
+    """New transfer → number of connectors in it."""
     parts: tuple[bytes | None, ...]
     """[num_connectors] Each encoded as its connector's `metadata_type`."""
 
 
 class MultiConnector:
-    """Combines several connectors in order."""
-
     metadata_type = MultiMetadata
     compacted_caches = True
     payload_type = tuple[KVReport | None, ...]
-    """[num_connectors] The report of each, with its payload encoded as its own `payload_type`."""
+    """[num_connectors] Each one's report, its payload encoded as its own `payload_type`."""
 
     @classmethod
     def make_scheduler(cls, setup: KVConnectorSetup) -> MultiScheduler:
-        """Return a half that combines the scheduler half of each."""
         parts = [(part, _load(part)) for part in _parts(setup)]
         for part, loaded in parts if setup.compacts else ():
             check_serves_compacted(part.transfer.kv_connector, loaded)
@@ -63,7 +58,6 @@ class MultiConnector:
 
     @classmethod
     def make_worker(cls, setup: KVConnectorSetup) -> MultiWorker:
-        """Return a half that combines the worker half of each."""
         parts = [(part, _load(part)) for part in _parts(setup)]
         return MultiWorker([(loaded.make_worker(part), KVCodec(loaded)) for part, loaded in parts])
 
@@ -90,7 +84,7 @@ def _close(halves: Sequence[KVConnectorScheduler | KVConnectorWorker]) -> None:
 
 
 class MultiScheduler:
-    """Asks connectors in order, and tracks which take part in which transfer."""
+    """Asks connectors in order, and tracks their transfers."""
 
     def __init__(
         self, parts: Sequence[tuple[KVConnectorSetup, KVConnectorScheduler, KVCodec]]
@@ -100,13 +94,11 @@ class MultiScheduler:
         self._loading = [setup.transfer.kv_role != "kv_producer" for setup, _, _ in parts]
         self._saving = [setup.transfer.kv_role != "kv_consumer" for setup, _, _ in parts]
         self._asking: dict[str, int] = {}
-        """Request → the connector whose result is awaited; earlier ones have no blocks."""
+        """Request → the connector whose result is awaited."""
         self._chosen: dict[str, int] = {}
-        """Request → the connector that will load for it."""
         self._shares: dict[int, int] = {}
 
     def num_external_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
-        """Return the first result that is not 0."""
         request_id = request.request_id
         for number in range(self._asking.get(request_id, 0), len(self._halves)):
             if not self._loading[number]:
@@ -133,7 +125,6 @@ class MultiScheduler:
     def start_save(
         self, transfer: int, request: Request, keys: Sequence[bytes], block_ids: Sequence[int]
     ) -> Sequence[int]:
-        """Queue the saves at all connectors."""
         union: dict[int, None] = {}
         shares = 0
         for half, saving in zip(self._halves, self._saving, strict=True):
@@ -147,7 +138,7 @@ class MultiScheduler:
     def request_finished(
         self, transfer: int, request: Request
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Hold blocks if any connector does; the first parameters are used."""
+        """Hold blocks if any connector does; return the first parameters."""
         self._asking.pop(request.request_id, None)
         self._chosen.pop(request.request_id, None)
         results = [half.request_finished(transfer, request) for half in self._halves]
@@ -157,7 +148,6 @@ class MultiScheduler:
         return holders > 0, next((params for _, params in results if params), None)
 
     def build_metadata(self) -> MultiMetadata | None:
-        """Return the metadata of all connectors."""
         parts = tuple(
             codec.encode_metadata(half.build_metadata())
             for half, codec in zip(self._halves, self._codecs, strict=True)
@@ -168,7 +158,7 @@ class MultiScheduler:
         return MultiMetadata(shares, parts)
 
     def update(self, report: KVReport) -> None:
-        """Pass to each connector the report of its own worker half."""
+        """Pass each connector its own worker half's report."""
         for half, codec, part in zip(self._halves, self._codecs, report.payload, strict=True):
             if part is not None:
                 half.update(codec.decode_report(part))
@@ -179,28 +169,26 @@ class MultiScheduler:
 
 
 class MultiWorker:
-    """Ends a transfer when all connectors that take part have ended it."""
+    """Ends a transfer when all its connectors have."""
 
     def __init__(self, parts: Sequence[tuple[KVConnectorWorker, KVCodec]]) -> None:
         self._halves = [half for half, _ in parts]
         self._codecs = [codec for _, codec in parts]
         self._open: dict[int, int] = {}
         self._failed: dict[int, tuple[int, ...]] = {}
-        """Failed blocks of open transfers."""
 
     def bind(self, kv_caches: Sequence[torch.Tensor]) -> None:
         for half in self._halves:
             half.bind(kv_caches)
 
     def start(self, metadata: MultiMetadata) -> None:
-        """Start each half with its own part."""
         self._open.update(metadata.shares)
         for half, codec, part in zip(self._halves, self._codecs, metadata.parts, strict=True):
             if part is not None:
                 half.start(codec.decode_metadata(part))
 
     def poll(self) -> KVReport | None:
-        """Return the transfers that all have ended, with the report of each connector."""
+        """Return the transfers that all connectors have ended, with each one's report."""
         parts = [half.poll() for half in self._halves]
         if all(part is None for part in parts):
             return None
@@ -228,5 +216,4 @@ class MultiWorker:
         return KVReport(finished=tuple(finished), failed=failed, payload=payloads)
 
     def close(self) -> None:
-        """Close all, even if one raises."""
         _close(self._halves)

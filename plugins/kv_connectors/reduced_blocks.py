@@ -17,12 +17,11 @@ from .copying import BlockCopier, runs
 ReducedType = Literal["int8", "int8_int4", "int4"]
 FLOATS = ("float32", "float16", "bfloat16")
 WIDENED = 8
-"""Bytes of numbers in conversion for one of the cache, at most."""
+"""Most bytes of numbers in conversion per cached number."""
 
 
 def reduced_bytes(layout: KVLayout, name: ReducedType) -> int:
-    """Return the bytes of a block in this format. Raises ConfigError if the cache has none of
-    floats."""
+    """Return a block's bytes in this format. Raises ConfigError without a float cache."""
     form, total = QUANTIZED_FORMATS[name], 0
     kinds_of_heads = {(part.shape[-1:], part.dtype) for parts in layout.layers for part in parts}
     if layout.bytes_elsewhere and len(kinds_of_heads) > 1:
@@ -51,14 +50,13 @@ def reduced_bytes(layout: KVLayout, name: ReducedType) -> int:
 
 
 def _head_bytes(form: QuantizedFormat, head_dim: int) -> int:
-    """Bytes of a key and a value with their scales and zeros."""
+    """Return the bytes of a key and a value with scales and zeros."""
     return head_dim * (form.key_bits + form.value_bits) // 8 + 2 * 4
 
 
 class ReducingCopier(BlockCopier):
-    """A row has, layer after layer, the codes of keys and of values and their scales and zeros.
-
-    What is restored is what was saved, rounded as `QuantizedFormat` rounds.
+    """A row has, per layer, codes of keys and values with scales and zeros, rounded as in
+    `QuantizedFormat`.
     """
 
     def __init__(self, kv_caches: Sequence[torch.Tensor], name: ReducedType) -> None:

@@ -28,23 +28,22 @@ logger = logging.getLogger("jackfield.kv")
 LOOKUP_THREADS = 4
 READ_THREADS = 4
 BLOCKS_AT_ONCE = 16
-"""Blocks copied between device and host at a time."""
+"""Blocks per copy between device and host."""
 READ_AHEAD = 2 * BLOCKS_AT_ONCE
 ANSWER_SECONDS = 10.0
-"""A lookup, or the read of a block, that takes longer has failed."""
+"""Seconds after which a lookup or read has failed."""
 PAUSE_SECONDS = 5.0
 """Seconds without requests to the store after a failure."""
 MIN_BLOCKS_BEING_SAVED = 64
-"""Blocks are held while they are saved. A slow store may hold this many, or a quarter of the cache;
-further blocks are not saved."""
+"""Most blocks held while they are saved, or a quarter of the cache; further blocks are not
+saved."""
 
 
 class BlockStore(Protocol):
-    """Bytes by key, at the far side. Methods are called from several threads at once, and may raise
-    any exception: the blocks are then computed, and the store is not used for some time."""
+    """Bytes by key, at the far side."""
 
     def count_present(self, keys: Sequence[bytes]) -> int:
-        """Return how many leading `keys` are stored, without a gap."""
+        """Return the number of leading `keys` that are stored."""
 
     def get(self, key: bytes) -> bytes | None:
         """Return the bytes stored under `key`, or None."""
@@ -80,7 +79,7 @@ class StoreConnector:
 
 
 class _Health:
-    """Tracks whether the store may be used now."""
+    """Tracks whether the store is usable."""
 
     def __init__(self) -> None:
         self._until = 0.0
@@ -90,7 +89,7 @@ class _Health:
         return time.monotonic() < self._until
 
     def failed(self, what: str, error: Exception) -> None:
-        """Pause use of the store, and log that once."""
+        """Pause the store, and log that once."""
         if not self.paused:
             logger.warning(
                 "the KV store failed to %s, and is left alone for %.0f s: %s: %s",
@@ -102,15 +101,13 @@ class _Health:
 @dataclass
 class _Lookup:
     first: int
-    """First block of the lookup."""
     answer: Future[int]
     """Number of consecutive stored blocks from `first`."""
     overdue: bool = False
-    """Whether the lookup has timed out."""
 
 
 class StoreScheduler:
-    """Looks keys up on threads; sends keys and blocks to the worker half."""
+    """Looks up keys on threads; passes jobs to the worker half."""
 
     def __init__(self, setup: KVConnectorSetup, store: BlockStore) -> None:
         self._setup = setup
@@ -119,13 +116,12 @@ class StoreScheduler:
         self._jobs = JobList()
         self._threads = ThreadPoolExecutor(LOOKUP_THREADS, "jackfield-kv-lookup")
         self._lookups: dict[str, _Lookup] = {}
-        """By request."""
         self._saving: dict[int, int] = {}
-        """Transfer → blocks."""
+        """Transfer → number of blocks."""
         self._room = max(MIN_BLOCKS_BEING_SAVED, setup.layout.num_blocks // 4)
 
     def num_external_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
-        """Return None until a thread has asked the store."""
+        """Return None until a thread has the store's reply."""
         block_size = self._setup.layout.block_size
         first_block = num_computed_tokens // block_size
         lookup = self._lookups.get(request.request_id)
@@ -161,13 +157,12 @@ class StoreScheduler:
     def start_load(
         self, transfer: int, request: Request, keys: Sequence[bytes], block_ids: Sequence[int]
     ) -> None:
-        """Queue the load for the next step."""
         self._jobs.loads.append(Job(transfer, tuple(block_ids), tuple(keys)))
 
     def start_save(
         self, transfer: int, request: Request, keys: Sequence[bytes], block_ids: Sequence[int]
     ) -> Sequence[int]:
-        """Queue as many saves as there is room for; the worker half skips stored blocks."""
+        """Queue saves within the limit; the worker half skips stored blocks."""
         count = min(len(keys), self._room)
         if not count or self._health.paused:
             return ()
@@ -179,16 +174,15 @@ class StoreScheduler:
     def request_finished(
         self, transfer: int, request: Request
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Hold no blocks: saves continue independently."""
+        """Hold no blocks: saves are independent."""
         self._lookups.pop(request.request_id, None)
         return False, None
 
     def build_metadata(self) -> Jobs | None:
-        """Return the queued keys and blocks."""
         return self._jobs.take()
 
     def update(self, report: KVReport) -> None:
-        """Make room for other saves."""
+        """Free room for other saves."""
         for transfer in (*report.finished, *report.failed):
             self._room += self._saving.pop(transfer, 0)
 
@@ -199,7 +193,7 @@ class StoreScheduler:
 
 
 class StoreWorker(ThreadedWorker):
-    """Moves blocks through host memory; a damaged one counts as missing."""
+    """Moves blocks through host memory; damaged ones count as missing."""
 
     def __init__(self, setup: KVConnectorSetup, store: BlockStore) -> None:
         super().__init__(setup)
@@ -209,10 +203,10 @@ class StoreWorker(ThreadedWorker):
         self._readers = ThreadPoolExecutor(READ_THREADS, "jackfield-kv-read")
 
     def load(self, job: Job, copier: BlockCopier, after: Any) -> Sequence[int]:
-        """Load blocks in order, up to the first one that is missing.
+        """Load blocks up to the first missing one.
 
-        Reads run ahead of the copies. A read that does not return writes to no block: only data
-        that has been read is copied to the cache.
+        Reads run ahead of the copies. A read that hangs writes to no block: only complete data is
+        copied to the cache.
         """
         keys = iter(job.places)
         reads = deque(self._readers.submit(self._read, key) for key in islice(keys, READ_AHEAD))
@@ -266,7 +260,7 @@ class StoreWorker(ThreadedWorker):
             self._health.failed("remove a block", error)
 
     def save(self, job: Job, copier: BlockCopier) -> Sequence[int]:
-        """Save the blocks that are not stored yet; none while the store is left alone."""
+        """Save new blocks; none while the store is paused."""
         if self._health.paused:
             return job.block_ids
         try:
@@ -290,6 +284,5 @@ class StoreWorker(ThreadedWorker):
         return ()
 
     def finish(self) -> None:
-        """Close the store."""
         self._readers.shutdown(wait=False, cancel_futures=True)
         self._store.close()

@@ -19,30 +19,24 @@ logger = logging.getLogger("jackfield.kv")
 
 
 class Job(msgspec.Struct, frozen=True):
-    """One transfer."""
-
     transfer: int
     block_ids: tuple[int, ...]
     places: tuple[Any, ...]
-    """[len(block_ids)] Location of each block's content on the far side: a key or a number."""
+    """[len(block_ids)] Key or number of each block on the far side."""
 
 
 class Jobs(msgspec.Struct, frozen=True):
-    """The metadata of a step."""
-
     loads: tuple[Job, ...] = ()
     saves: tuple[Job, ...] = ()
 
 
 class JobList:
-    """Collects the scheduler half's transfers since the last step."""
-
     def __init__(self) -> None:
         self.loads: list[Job] = []
         self.saves: list[Job] = []
 
     def take(self) -> Jobs | None:
-        """Return and clear all transfers; None if there are none."""
+        """Return and clear all transfers; None if empty."""
         if not self.loads and not self.saves:
             return None
         jobs = Jobs(tuple(self.loads), tuple(self.saves))
@@ -64,24 +58,23 @@ class ThreadedWorker:
         self._closing = False
 
     def load(self, job: Job, copier: BlockCopier, after: Any) -> Sequence[int]:
-        """Fill `job.block_ids`; write after the event `after`. → the blocks that were not filled.
-        An exception is logged, and then no block counts as filled."""
+        """Fill `job.block_ids`, writing after the event `after` → the blocks not filled. After an
+        exception, none counts as filled.
+        """
         raise NotImplementedError
 
     def save(self, job: Job, copier: BlockCopier) -> Sequence[int]:
-        """Store `job.block_ids`. → the blocks that were not stored. An exception is logged, and
-        then none was."""
+        """Store `job.block_ids` → the blocks not stored. After an exception, none was."""
         raise NotImplementedError
 
     def copier(self, kv_caches: Sequence[torch.Tensor]) -> BlockCopier:
-        """Return what copies blocks, for one thread."""
+        """Return a copier for one thread."""
         return BlockCopier(kv_caches)
 
     def finish(self) -> None:
-        """Release resources; called when both threads have ended."""
+        """Release resources, when both threads have ended."""
 
     def bind(self, kv_caches: Sequence[torch.Tensor]) -> None:
-        """Start the threads."""
         self._device = kv_caches[0].device
         for name, run, jobs in (
             ("load", self._run_load, self._loads),
@@ -97,7 +90,6 @@ class ThreadedWorker:
             thread.start()
 
     def start(self, metadata: Jobs) -> None:
-        """Queue a step's transfers."""
         after = None
         if metadata.loads and self._device.type == "cuda":
             after = cuda.Event()
@@ -108,7 +100,6 @@ class ThreadedWorker:
             self._saves.put((job, None))
 
     def poll(self) -> KVReport | None:
-        """Return the transfers that the threads have ended."""
         if not self._finished and not self._failed:
             return None
         with self._lock:

@@ -1,4 +1,4 @@
-"""Random weights, made on the device: real shapes and real speed without a checkpoint."""
+"""Random weights on the device: real shapes and speed without a checkpoint."""
 
 from __future__ import annotations
 

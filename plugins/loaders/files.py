@@ -1,4 +1,4 @@
-"""Which files a checkpoint consists of, and how far they are loaded."""
+"""The files of a checkpoint, and a progress bar."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from ...core.loading.json_file import check_fetched
 
 
 class Layout(NamedTuple):
-    """How a format names the files of a checkpoint."""
+    """A format's file names."""
 
     single: str
     index_file: str
-    """A JSON file whose `weight_map` says which file has which tensor."""
+    """A JSON file whose `weight_map` maps tensors to files."""
     patterns: tuple[str, ...]
-    """Of all files, where there is neither."""
+    """Patterns of all files, used without an index or a single file."""
     left_out: tuple[str, ...] = ()
-    """Files of these patterns that are no weights."""
+    """Patterns of files that are not weights."""
 
 
 def files_of(folder: Path, layout: Layout, otherwise: str) -> list[Path]:
-    """Return the files of a checkpoint: what its index names; else the single one; else all.
+    """Return a checkpoint's files: the index's; else the single one; else all.
 
     Raises LoadError, with what to do `otherwise`, when there are none, or one lies elsewhere, is no
     file or was not fetched.
@@ -72,8 +72,7 @@ def _files_of(folder: Path, layout: Layout, otherwise: str) -> list[Path]:
 
 
 class Bar:
-    """A line on the terminal that says how much of the weights is loaded; none where there is no
-    terminal."""
+    """A progress line on the terminal, if there is one."""
 
     CELLS = 30
 
@@ -84,7 +83,6 @@ class Bar:
 
     @classmethod
     def of(cls, files: Iterable[Path]) -> Bar:
-        """Return the bar of files."""
         return cls(sum(file.stat().st_size for file in files))
 
     def __enter__(self) -> Bar:
@@ -92,7 +90,6 @@ class Bar:
         return self
 
     def add(self, size: int) -> None:
-        """Count `size` bytes more."""
         self._done = min(self._done + size, self._total)
         percent = 100 * self._done // self._total
         if self._shows and percent != self._percent:

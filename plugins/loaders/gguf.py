@@ -1,7 +1,7 @@
 """GGUF files (llama.cpp's) through the `gguf` package, dequantised as they load.
 
-The folder holds config.json, the tokenizer's files and one *.gguf. No kernel reads these formats
-where they lie: the model runs in its own type, or in what a quantization method rounds it to.
+The folder holds config.json, the tokenizer's files and one *.gguf. No kernel reads these formats:
+the model runs in its own type, or rounded by a quantization method.
 """
 
 from __future__ import annotations
@@ -26,17 +26,14 @@ NEIGHBOURS = ("llama", "granite")
 """Families whose files pair neighbouring channels of queries and keys."""
 
 WHOLE_FACTORS = frozenset({"gemma", "gemma2", "gemma3"})
-"""Families whose norms are stored as one plus what the model's own weight is."""
+"""Families whose norms are stored plus one."""
 
 ROTATIONS = "rope_"
-"""What begins the names of tensors that repeat what config.json says of rotations."""
+"""Prefix of tensors that repeat config.json's rotations."""
 
 
 class GgufLoader:
-    """Fills a model from a GGUF file."""
-
     def __init__(self, config: EngineConfig, model_config: ModelConfig) -> None:
-        """Raises ConfigError without the package or the file, or with one of another model."""
         try:
             self.gguf: Any = importlib.import_module("gguf")
         except ImportError as error:
@@ -54,7 +51,6 @@ class GgufLoader:
         self.file: Path = files[0]
 
     def load(self, model: nn.Module, device: torch.device) -> None:
-        """Raises LoadError naming what is missing, unexpected, or of another shape."""
         try:
             reader = self.gguf.GGUFReader(self.file)
         except Exception as error:  # The package raises what parsing stumbles over.
@@ -109,7 +105,7 @@ class GgufLoader:
         return field.contents()
 
     def _dense(self, tensor: Any, *, less: float) -> torch.Tensor:
-        """In the model's type, `less` taken off before it is rounded to that."""
+        """Convert to the model's type; `less` is subtracted before."""
         try:
             numbers = self.gguf.quants.dequantize(tensor.data, tensor.tensor_type)
         except NotImplementedError as error:
@@ -123,7 +119,7 @@ class GgufLoader:
         return (dense - less if less else dense).to(self.model_config.dtype)
 
     def _unturned(self, stem: str, dense: torch.Tensor) -> torch.Tensor:
-        """Queries and keys of `NEIGHBOURS` have their channels so paired; ours are halves."""
+        """Reorder queries and keys of `NEIGHBOURS` from pairs to halves."""
         heads = {
             "q_proj": self.model_config.num_heads, "k_proj": self.model_config.num_kv_heads
         }.get(stem.rpartition(".")[2])  # fmt: skip
@@ -134,6 +130,6 @@ class GgufLoader:
 
 
 def _stored_name(names: Any, name: str) -> str:
-    """What a file calls the tensor that checkpoints call `name`."""
+    """Return the file's name of a checkpoint's tensor."""
     stem, _, leaf = name.rpartition(".")
     return f"{names.get_name(stem)}.{leaf}"

@@ -1,7 +1,4 @@
-"""Files of torch (`pytorch_model.bin`, `*.pt`), read as tensors only: never as a pickle's objects.
-
-Not chosen by `auto`: reading them needs torch's unpickler, restricted to tensors.
-"""
+"""Torch files (`pytorch_model.bin`, `*.pt`), read as tensors only, never as pickled objects."""
 
 from __future__ import annotations
 
@@ -26,14 +23,10 @@ LAYOUT = Layout(
 
 
 class PtLoader:
-    """Fills a model from torch's files."""
-
     def __init__(self, config: EngineConfig, model_config: ModelConfig) -> None:
         self.folder = model_config.path
 
     def load(self, model: nn.Module, device: torch.device) -> None:
-        """Raises LoadError naming what is missing, unexpected, or of another shape, and for files
-        that hold anything but tensors."""
         filler = ParameterFiller(model, model.weight_map)  # type: ignore[arg-type]
         files = files_of(self.folder, LAYOUT, "use load_format=auto for safetensors")
         with Bar.of(files) as bar:
@@ -50,7 +43,7 @@ class PtLoader:
 
 
 def _tensors(file: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of a file. Raises LoadError where it holds anything else."""
+    """Return a file's tensors. Raises LoadError for other content."""
     try:
         tensors: Any = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # The unpickler stumbles over damaged files in many ways.

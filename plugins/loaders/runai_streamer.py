@@ -1,5 +1,6 @@
-"""Safetensors files through the Run:ai Model Streamer (package `runai-model-streamer`): several
-threads read ahead of what is copied to the device."""
+"""Safetensors files through the Run:ai Model Streamer (package `runai-model-streamer`), which reads
+ahead on several threads.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +19,7 @@ from .safetensors import checkpoint_files
 
 
 class RunaiStreamerLoader:
-    """Fills a model from `*.safetensors`, streamed."""
-
     def __init__(self, config: EngineConfig, model_config: ModelConfig) -> None:
-        """Raises ConfigError without the package."""
         try:
             self.streamer: Any = importlib.import_module("runai_model_streamer")
         except ImportError as error:
@@ -33,7 +31,6 @@ class RunaiStreamerLoader:
         self.folder = model_config.path
 
     def load(self, model: nn.Module, device: torch.device) -> None:
-        """Raises LoadError naming what is missing, unexpected, or of another shape."""
         filler = ParameterFiller(model, model.weight_map)  # type: ignore[arg-type]
         files = checkpoint_files(self.folder)
         with Bar.of(files) as bar:

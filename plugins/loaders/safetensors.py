@@ -15,18 +15,15 @@ from ...core.loading.weight_map import ParameterFiller
 from .files import Bar, Layout, files_of
 
 OTHERS = {"*.gguf": "gguf", "*.tensors": "tensorizer", "*.bin": "pt", "*.pt": "pt", "*.pth": "pt"}
-"""Files of other formats → the loader that reads them."""
+"""Pattern of another format → its loader."""
 LAYOUT = Layout("model.safetensors", "model.safetensors.index.json", ("*.safetensors",))
 
 
 class SafetensorsLoader:
-    """Fills a model from `*.safetensors`."""
-
     def __init__(self, config: EngineConfig, model_config: ModelConfig) -> None:
         self.folder = model_config.path
 
     def load(self, model: nn.Module, device: torch.device) -> None:
-        """Raises LoadError naming what is missing, unexpected, or of another shape."""
         filler = ParameterFiller(model, model.weight_map)  # type: ignore[arg-type]
         files = checkpoint_files(self.folder)
         with Bar.of(files) as bar:
@@ -45,8 +42,7 @@ class SafetensorsLoader:
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
-    """Return the files of a checkpoint. Raises LoadError when there are none, or one lies
-    elsewhere."""
+    """Return the files of a checkpoint. Raises LoadError for missing or outside files."""
     other = next((name for pattern, name in OTHERS.items() if any(folder.glob(pattern))), None)
     own = "" if other is None else f"use load_format={other}, which reads what is there, "
     return files_of(folder, LAYOUT, f"{own}convert the checkpoint, or use load_format=dummy")

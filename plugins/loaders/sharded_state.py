@@ -1,5 +1,6 @@
-"""Files of each rank's own weights (`model-rank-{rank}-part-{part}.safetensors`, as vLLM names
-them), so that a rank reads no other's: written by `jackfield convert --to sharded_state`."""
+"""Files per rank (`model-rank-{rank}-part-{part}.safetensors`, as in vLLM), so that a rank reads
+only its weights; written by `jackfield convert --to sharded_state`.
+"""
 
 from __future__ import annotations
 
@@ -29,15 +30,12 @@ RECORD = "jackfield"
 
 
 class ShardedStateLoader:
-    """Fills one rank's model from its own files."""
-
     extra_config: ClassVar[tuple[str, ...]] = ("pattern",)
     per_rank: ClassVar[bool] = True
 
     def __init__(
         self, config: EngineConfig, model_config: ModelConfig, ranks: Ranks = ONE_RANK
     ) -> None:
-        """Raises ConfigError for a pattern that names no files of a rank."""
         self.folder = model_config.path
         self.pattern = _pattern(config.model_loader_extra_config or {})
         self.architecture = model_config.architecture
@@ -45,8 +43,9 @@ class ShardedStateLoader:
         self.ranks, self.rank = ranks, number(ranks)
 
     def load(self, model: nn.Module, device: torch.device) -> None:
-        """Raises ConfigError where the files were made for another engine, and LoadError naming
-        what is missing, unexpected, or of another shape."""
+        """Raises ConfigError for files of another engine, and LoadError naming missing, unexpected
+        or differently shaped tensors.
+        """
         files = self._files()
         filler = StateFiller(model)
         with Bar.of(files) as bar:
@@ -75,7 +74,6 @@ class ShardedStateLoader:
             )
 
     def _files(self) -> list[Path]:
-        """Return this rank's files by part. Raises LoadError."""
         parts = list(_matches(self.folder, self.pattern))
         own = {part: file for rank, part, file in parts if rank == self.rank}
         if not own:
@@ -102,7 +100,7 @@ class ShardedStateLoader:
         options: Mapping[str, Any],
         max_file_size: int,
     ) -> list[Path]:
-        """Write one rank's files. Raises ConfigError for a pattern that names none."""
+        """Write one rank's files. Raises ConfigError for a pattern without a rank."""
         pattern = _pattern(options)
         parts = list(_parts(state, max_file_size))
         record = msgspec.structs.replace(record, num_parts=len(parts))
@@ -115,7 +113,7 @@ class ShardedStateLoader:
 
 
 def _parts(state: Mapping[str, torch.Tensor], max_size: int) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield the tensors of each file, each at most `max_size` bytes, or one tensor."""
+    """Yield each file's tensors: at most `max_size` bytes, or one tensor."""
     part: dict[str, torch.Tensor] = {}
     size = 0
     for name, tensor in state.items():
@@ -129,7 +127,7 @@ def _parts(state: Mapping[str, torch.Tensor], max_size: int) -> Iterator[dict[st
 
 
 def _matches(folder: Path, pattern: str) -> Iterator[tuple[int, int, Path]]:
-    """Yield rank, part and path of the files that a pattern names."""
+    """Yield rank, part and path of a pattern's files."""
     expression = "".join(
         re.escape(text) + (rf"(?P<{field}>[0-9]+)" if field else "")
         for text, field, _, _ in Formatter().parse(pattern)

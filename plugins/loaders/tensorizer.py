@@ -1,9 +1,7 @@
-"""Files of CoreWeave's tensorizer (`*.tensors`, package `tensorizer`): a checkpoint's tensors by
-their own names, read by several threads.
+"""CoreWeave's tensorizer files (`*.tensors`, package `tensorizer`), with checkpoint names.
 
-The format is numbers and names in fixed layouts, without pickles. Files are opened here, so the
-package fetches nothing. Encrypted files are refused. Hashes are verified unless that is turned off:
-of a file that ends too early the package otherwise reads anything.
+The format has no pickles; files are opened here, so the package fetches nothing. Hashes are
+verified by default: without that, the package accepts a truncated file.
 """
 
 from __future__ import annotations
@@ -25,18 +23,15 @@ from .files import Bar, Layout, files_of
 
 LAYOUT = Layout("model.tensors", "model.tensors.index.json", ("*.tensors",))
 TENSORS_AT_ONCE = 8
-"""Tensors that the package reads, and keeps in memory, together."""
+"""Tensors that the package keeps in memory together."""
 OF_VLLM = ("_vllm_marker", "vllm_tensorized_marker")
-"""Names of a tensor by which vLLM marks files of its own parameters."""
+"""Names of vLLM's marker tensors."""
 
 
 class TensorizerLoader:
-    """Fills a model from `*.tensors`."""
-
     extra_config: ClassVar[tuple[str, ...]] = ("tensorizer_uri", "num_readers", "verify_hash")
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig) -> None:
-        """Raises ConfigError without the package, and for options of other types."""
         try:
             self.tensorizer: Any = importlib.import_module("tensorizer")
         except ImportError as error:
@@ -58,8 +53,9 @@ class TensorizerLoader:
             raise _refusal("verify_hash", f"must be true or false, got {self.verify_hash!r}")
 
     def load(self, model: nn.Module, device: torch.device) -> None:
-        """Raises LoadError naming what is missing, unexpected, or of another shape, and for files
-        that are damaged, encrypted, or of vLLM's own parameters."""
+        """Raises LoadError naming missing, unexpected or differently shaped tensors, and for
+        damaged or encrypted files, or vLLM's own parameters.
+        """
         filler = ParameterFiller(model, model.weight_map)  # type: ignore[arg-type]
         files = [self.file] if self.file else files_of(self.folder, LAYOUT, "serialize the tensors")
         with Bar.of(files) as bar, torch.no_grad():
@@ -85,8 +81,9 @@ class TensorizerLoader:
     def _tensors(
         self, file: Path, device: torch.device, takes: Callable[[str], bool]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors of a file whose names the model takes. A few at a time: the
-        package keeps what it has read for as long as it has the file open."""
+        """Yield the file's tensors that the model takes, a few at a time: the package keeps what it
+        has read while the file is open.
+        """
         with file.open("rb") as opened:
             names = list(self._open(opened, device).keys())
         for name in names:
@@ -112,7 +109,7 @@ class TensorizerLoader:
 
 
 def _path(given: Any, folder: Path) -> Path | None:
-    """Return the file of the option tensorizer_uri; None if it is not given. Raises ConfigError."""
+    """Return the option tensorizer_uri's file, or None. Raises ConfigError."""
     if given is None:
         return None
     if not isinstance(given, str) or not given:

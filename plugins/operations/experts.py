@@ -1,4 +1,4 @@
-"""A mixture's layer on kernels: slot by slot if tokens are few, sorted by expert if many."""
+"""A mixture's layer on kernels: slot by slot for few tokens, sorted by expert for many."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ from .quantized import multiplies_8_bits
 def few_slots(num_tokens: int, top_k: int, num_experts: int) -> bool:
     """Return whether each token reads its experts' weights separately.
 
-    Measured on an H200: with half as many slots as experts (64 of 128) the products take as long
-    either way and nothing is sorted; with as many, sorting reads a fifth less.
+    On an H200, both are as fast with half as many slots as experts.
     """
     return num_tokens == 1 or num_tokens * top_k <= num_experts // 2
 
@@ -55,7 +54,7 @@ def experts_product(
 ) -> torch.Tensor:
     """As `Operations.experts`, into `residual`.
 
-    What is launched depends on shapes and types alone, so it may be captured in a graph.
+    Launches depend only on shapes and types, so a graph may contain them.
     """
     num_tokens, top_k = routing.experts.shape
     num_experts = values_of(_kernel_weight(down)).shape[0] // x.shape[1]
@@ -102,7 +101,6 @@ def _slots_product(
     num_experts: int,
     **options: Any,
 ) -> torch.Tensor:
-    """Multiply slot by slot; arguments as of `expert_gemv`."""
     x, read = _ordered(x, weight), _kernel_weight(weight)
     if takes_words(read, x):
         return expert_word_gemv(x, experts, read, num_experts, **options)
@@ -121,8 +119,9 @@ def _product(
     squared: bool = False,
     activation: GatedActivation | None = None,
 ) -> torch.Tensor:
-    """Multiply by the experts that were listed, in 8 bits if the weight asks for that. `total`:
-    number of experts that share the slots."""
+    """Multiply by the listed experts, in 8 bits if the weight requires it. `total`: number of
+    experts that share the slots.
+    """
     dtype, scale = x.dtype, None
     x = _ordered(x, weight)
     if isinstance(weight, QuantizedWeight) and multiplies_8_bits(weight):
@@ -142,7 +141,6 @@ def _kernel_weight(weight: ExpertWeight) -> Weight:
 
 
 def _ordered(x: torch.Tensor, weight: ExpertWeight) -> torch.Tensor:
-    """Return inputs in the order of the weight's columns."""
     if not isinstance(weight, QuantizedWeight) or weight.order is None:
         return x
     return x.index_select(1, weight.order)

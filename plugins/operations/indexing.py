@@ -10,12 +10,13 @@ from ...kernels.indexer.index_choice import choose_cached_tokens
 from ...kernels.indexer.index_inputs import index_inputs
 
 SCORES = 1 << 26
-"""Scores at once: 256 MiB, which 409 queries of a text of 163,840 tokens fill."""
+"""Most scores at once: 256 MiB."""
 
 
 class TritonIndexing(IndexOperations):
-    """In one launch for keys and queries, and two for each part of a step's queries whose scores
-    fit in the workspace, or three where rows are long and few."""
+    """One launch for keys and queries; two for each part of a step's queries that fits the
+    workspace, three for few long rows.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +36,6 @@ class TritonIndexing(IndexOperations):
         *,
         interleaved: bool,
     ) -> torch.Tensor | None:
-        """In place: the result is `query`."""
         index_inputs(
             query, key, weight, bias, eps, positions, cos_sin, cache, slot_mapping,
             interleaved=interleaved,
@@ -54,7 +54,6 @@ class TritonIndexing(IndexOperations):
         topk: int,
         max_seq_len: int,
     ) -> ChosenTokens:
-        """Without sorting."""
         device = query.device
         if device not in self._scores:  # Never replaced: captured graphs hold its address.
             self._scores[device] = torch.empty(SCORES, dtype=torch.float32, device=device)

@@ -9,8 +9,6 @@ from ...kernels.attention.latent.latent_inputs import latent_inputs
 
 
 class TritonLatents(LatentOperations):
-    """In one launch."""
-
     def cached_latents(
         self,
         query: torch.Tensor,
@@ -24,7 +22,6 @@ class TritonLatents(LatentOperations):
         *,
         interleaved: bool,
     ) -> LatentTokens:
-        """In place: the results are `query` and `latent`."""
         latent_inputs(
             query, latent, weight, eps, positions, cos_sin, cache, slot_mapping,
             interleaved=interleaved,

@@ -1,8 +1,8 @@
 """Chooses the kernel for a quantized weight, by the number of tokens and the device.
 
-One token: a matrix-vector product with all around it. A few: dequantised on the way to the tensor
-core; 4-bit numbers in one kernel with gate and residual. Many: inputs are rounded as well and
-multiplied in 8 bits, if the weight allows that; otherwise the weight is dequantised once for all.
+One token: a fused matrix-vector product. A few: dequantised before the tensor core; 4-bit numbers
+in one kernel with gate and residual. Many: inputs are rounded and multiplied in 8 bits, if the
+weight allows it; otherwise the weight is dequantised first.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from ...kernels.tuning import (
 )
 
 SMALLEST_TILE = 16
-"""Words of a row that the kernels of 4-bit numbers take at least."""
+"""Fewest words of a row for 4-bit kernels."""
 FEW_TOKENS = 16
-"""Most tokens for which reading the weight dominates: inputs are not quantized."""
+"""Most tokens for which inputs are not quantized: reading the weight dominates."""
 FEW_TOKENS_WIDE = 256
-"""The same if inputs are never rounded: beyond, dequantising the weight costs less."""
+"""The same for inputs that are never rounded: beyond, dequantising the weight costs less."""
 
 
 def quantized_product(
@@ -53,7 +53,7 @@ def quantized_product(
 ) -> torch.Tensor:
     """Return residual + norm(x) Wᵀ + bias, or silu(gate) * up of it; `residual` may be overwritten.
 
-    What is launched depends on shapes and types alone, so it may be captured in a graph.
+    Launches depend only on shapes and types, so a graph may contain them.
     """
     if weight.order is not None:
         x = (x if norm is None else operations.rms_norm(x, norm)).index_select(1, weight.order)
@@ -81,7 +81,7 @@ def quantized_product(
 
 
 def _takes_int4(x: torch.Tensor, weight: QuantizedWeight) -> bool:
-    """Return whether the tensor core can take the weight's 4-bit numbers as 16-bit floats."""
+    """Return whether the tensor core can multiply the weight's 4-bit numbers."""
     if x.dtype not in (torch.bfloat16, torch.float16) or not int4_tile(weight, SMALLEST_TILE):
         return False
     return x.device.type != "cuda" or torch.cuda.get_device_capability(x.device) >= (9, 0)
@@ -97,7 +97,7 @@ def _int4_product(
     gated: bool,
     workspace: SplitKWorkspace,
 ) -> torch.Tensor:
-    """With few tokens one kernel, and one for the norm unless it is one token."""
+    """Use one kernel for few tokens, and one for the norm of several."""
     num_tokens = x.shape[0]
     outputs = weight.values.shape[0] // (2 if gated else 1)
     product = Product(outputs, weight.in_features, gated)
@@ -127,7 +127,7 @@ def _product_in_8_bits(
     norm: Norm | None,
     residual: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Multiply in the weight's type, with inputs rounded to it at one scale per token."""
+    """Multiply in the weight's type, rounding inputs with one scale per token."""
     values, scales = quantize_rows(x, weight.values.dtype, norm=norm, scale=weight.input_scale)
     shape = (x.shape[0], weight.out_features)
     if weight.values.dtype == torch.int8:
@@ -151,8 +151,9 @@ def _product_in_8_bits(
 
 
 def multiplies_8_bits(weight: QuantizedWeight) -> bool:
-    """Return whether inputs may be rounded to the weight's type and the device multiplies the two,
-    with a scale for each row of both."""
+    """Return whether inputs may be rounded to the weight's type and the device multiplies 8 bits
+    with row scales.
+    """
     rows, size = weight.values.shape
     if (
         weight.inputs != "quantized"
@@ -171,7 +172,6 @@ def multiplies_8_bits(weight: QuantizedWeight) -> bool:
 
 @functools.cache
 def _num_sms(device: torch.device) -> int:
-    """Return the device's multiprocessors; some number if it has none."""
     if device.type != "cuda":
         return 8
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

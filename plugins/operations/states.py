@@ -1,5 +1,6 @@
-"""Operations on states of sequences by Triton kernels: one to three launches each, and one for all
-of a layer between its projections, where rows have one token each."""
+"""State operations on Triton kernels: one to three launches each; for rows of one token, one launch
+for all between a layer's projections.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ from ...kernels.state.selective_scan import selective_scan
 from ...kernels.state.ssd_scan import ssd_scan
 
 MAX_COUNTERS = 1 << 14
-"""Rows times groups of heads, at most, of a step in one launch."""
+"""Most rows times groups of heads of a step in one launch."""
 
 
 def _rows(rows: StateRows) -> Rows:
@@ -39,8 +40,6 @@ def _rows(rows: StateRows) -> Rows:
 
 
 class TritonStates(StateOperations):
-    """The kernels read a step's rows on the device."""
-
     mixed_states: ClassVar[bool] = True
 
     def __init__(self) -> None:
@@ -48,7 +47,7 @@ class TritonStates(StateOperations):
         self._state_counters: dict[torch.device, torch.Tensor] = {}
 
     def _counters(self, device: torch.device) -> torch.Tensor:
-        """[MAX_COUNTERS] int32 zeros. Never replaced: captured graphs hold its address."""
+        """[MAX_COUNTERS] int32 zeros, created once: captured graphs hold its address."""
         if device not in self._state_counters:
             zeros = torch.zeros(MAX_COUNTERS, dtype=torch.int32, device=device)
             self._state_counters[device] = zeros
@@ -64,7 +63,6 @@ class TritonStates(StateOperations):
         *,
         silu: bool,
     ) -> torch.Tensor:
-        """[T, C] → [T, C]"""
         return causal_conv(x, weight, bias, state, _rows(rows), silu=silu)
 
     def ssd_scan(
@@ -77,7 +75,6 @@ class TritonStates(StateOperations):
         state: torch.Tensor,
         rows: StateRows,
     ) -> torch.Tensor:
-        """[T, H, P] → [T, H, P]"""
         return ssd_scan(
             x, dt, b, c, weights.a, weights.d, weights.dt_bias, weights.dt_limit, state,
             _rows(rows),
@@ -96,7 +93,7 @@ class TritonStates(StateOperations):
         norm: GatedNorm | None = None,
         factors: Mamba2Factors | None = None,
     ) -> torch.Tensor:
-        """[T, projection] → [T, H P]; rows of one token in one launch."""
+        """Rows of one token take one launch."""
         single = rows.max_query_len == 1
         if not single or rows.num_tokens * sizes.num_groups > MAX_COUNTERS:
             return super().mamba2(
@@ -112,7 +109,6 @@ class TritonStates(StateOperations):
     def silu_gate(
         self, x: torch.Tensor, gate: torch.Tensor, gate_factor: float, out_factor: float
     ) -> torch.Tensor:
-        """In one launch."""
         return silu_gate(x, gate, gate_factor, out_factor)
 
     def selective_scan(
@@ -126,7 +122,6 @@ class TritonStates(StateOperations):
         state: torch.Tensor,
         rows: StateRows,
     ) -> torch.Tensor:
-        """[T, I] → [T, I]"""
         return selective_scan(
             x, dt, b, c, gate, weights.a, weights.d, weights.dt_bias, weights.dt_limit, state,
             _rows(rows),
@@ -143,7 +138,6 @@ class TritonStates(StateOperations):
         state: torch.Tensor,
         rows: StateRows,
     ) -> torch.Tensor:
-        """[T, H, V] → [T, H, V]"""
         return delta_rule(q, k, v, step, beta, *weights, state, _rows(rows))
 
     def delta_net(
@@ -158,7 +152,7 @@ class TritonStates(StateOperations):
         state: torch.Tensor,
         rows: StateRows,
     ) -> torch.Tensor:
-        """[T, projection] → [T, H * value_dim]; rows of one token in one launch."""
+        """Rows of one token take one launch."""
         single = rows.max_query_len == 1
         if not single or rows.num_tokens * sizes.num_key_heads > MAX_COUNTERS:
             return super().delta_net(
@@ -180,7 +174,6 @@ class TritonStates(StateOperations):
         state: torch.Tensor,
         rows: StateRows,
     ) -> torch.Tensor:
-        """[T, H, V] → [T, H, V]"""
         return channel_delta_rule(q, k, v, step, beta, *weights, state, _rows(rows))
 
     def gated_rms_norm(
@@ -194,7 +187,6 @@ class TritonStates(StateOperations):
         gate_first: bool,
         sigmoid: bool = False,
     ) -> torch.Tensor:
-        """[T, size] → [T, size]"""
         return gated_rms_norm(
             x, gate, weight, eps, group_size=group_size, gate_first=gate_first, sigmoid=sigmoid
         )

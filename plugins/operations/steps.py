@@ -29,7 +29,7 @@ from ...kernels.step.written_tokens import write_tokens
 
 
 class TritonSteps(InputOperations, SamplingOperations, CompactionOperations, DraftOperations):
-    """In one launch each, sampling in two or six."""
+    """One launch each, two or six for sampling."""
 
     samples: ClassVar[bool] = True
     writes_tokens: ClassVar[bool] = True
@@ -44,7 +44,6 @@ class TritonSteps(InputOperations, SamplingOperations, CompactionOperations, Dra
         block_size: int,
         dropped: torch.Tensor | None = None,
     ) -> DecodeTensors:
-        """All of them in one launch."""
         return DecodeTensors(
             *decode_inputs(
                 packed, lengths, token_history, block_table, row_tables, block_size, dropped
@@ -63,7 +62,6 @@ class TritonSteps(InputOperations, SamplingOperations, CompactionOperations, Dra
         block_size: int,
         dropped: torch.Tensor | None = None,
     ) -> StepTensors:
-        """All of them in one launch."""
         tokens, rows, seq_lens, tables = step_inputs(
             query_start, slots, sample_slots, num_tokens, lengths, token_history, block_table,
             block_size, dropped,
@@ -74,15 +72,13 @@ class TritonSteps(InputOperations, SamplingOperations, CompactionOperations, Dra
     def advance(
         self, lengths: torch.Tensor, slots: torch.Tensor, query_start: torch.Tensor
     ) -> None:
-        """In one launch."""
         advance(lengths, slots, query_start)
 
     def best_tokens(self, scores: torch.Tensor, out: torch.Tensor) -> None:
-        """In one launch, without sorting."""
         best_tokens(scores, out)
 
     def compact_caches(self, caches: Sequence[torch.Tensor], moves: CacheMoves) -> None:
-        """All layers in one launch, where they have one shape."""
+        """One launch for all layers of one shape."""
         first = caches[0]
         alike = (first.shape, first.stride(), first.dtype)
         if any((cache.shape, cache.stride(), cache.dtype) != alike for cache in caches):
@@ -103,11 +99,9 @@ class TritonSteps(InputOperations, SamplingOperations, CompactionOperations, Dra
         positions: torch.Tensor,
         block_size: int,
     ) -> torch.Tensor:
-        """In one launch."""
         return slot_mappings(block_table, columns, query_start, positions, block_size)
 
     def scatter(self, storage: torch.Tensor, writes: torch.Tensor, count: torch.Tensor) -> None:
-        """In one launch."""
         scatter(storage, writes, count)
 
     def verify_drafts(
@@ -119,7 +113,6 @@ class TritonSteps(InputOperations, SamplingOperations, CompactionOperations, Dra
         tables: DraftTables,
         most: int,
     ) -> torch.Tensor:
-        """In one launch."""
         _, lengths, num_proposed = tables
         return verify_drafts(chosen, drafts, starts, slots, lengths, num_proposed, most)
 
@@ -131,7 +124,6 @@ class TritonSteps(InputOperations, SamplingOperations, CompactionOperations, Dra
         tables: DraftTables,
         vocab_size: int,
     ) -> torch.Tensor:
-        """In one launch."""
         if token_ids.stride(1) != 1:
             token_ids = token_ids.contiguous()
         return keep_drafts(token_ids, counts, slots, *tables, vocab_size)
@@ -148,7 +140,7 @@ class TritonSteps(InputOperations, SamplingOperations, CompactionOperations, Dra
         grammar: GrammarBits | None = None,
         skip: int = 0,
     ) -> None:
-        """Plain rows in two launches, any others in six."""
+        """Plain rows take two launches, any others six."""
         if plain:
             sample_gumbel(logits, tables.settings, slots, lengths, tables.history, out.chosen)
         else:
@@ -162,7 +154,6 @@ class TritonSteps(InputOperations, SamplingOperations, CompactionOperations, Dra
         tables: SlotTables,
         first: int,
     ) -> torch.Tensor:
-        """In one launch."""
         return best_of_parts(logits, tables.settings, slots, lengths, first)
 
     def sample_best(
@@ -174,7 +165,6 @@ class TritonSteps(InputOperations, SamplingOperations, CompactionOperations, Dra
         tables: SlotTables,
         out: SampleOutputs,
     ) -> None:
-        """In one launch."""
         choose_best(best, token, slots, lengths, tables.history, out.chosen)
 
     def edit_logits(
@@ -188,17 +178,15 @@ class TritonSteps(InputOperations, SamplingOperations, CompactionOperations, Dra
         scale: bool,
         grammar: GrammarBits | None = None,
     ) -> None:
-        """In one launch."""
         edit_logits(logits, slots, tables, out, edits=edits, scale=scale, grammar=grammar)
 
     def write_tokens(
         self, chosen: torch.Tensor, runs: torch.Tensor, ring: torch.Tensor, last: int
     ) -> None:
-        """By one program."""
         write_tokens(chosen, runs, ring, last)
 
     def mask_tokens(
         self, logits: torch.Tensor, bits: torch.Tensor, rows: torch.Tensor | None
     ) -> None:
-        """In place; logits that stay are not even read."""
+        """In place; logits that stay are not read."""
         mask_tokens(logits, bits, rows)

@@ -68,19 +68,19 @@ except ImportError as error:
 
 
 WORKSPACE_FLOATS = 4 << 20
-"""Floats for the partial sums of products that are split over K."""
+"""Floats for partial sums of split-K products."""
 
 
 def _norm_of(norm: AnyNorm | None) -> dict[str, Any]:
-    """Return the arguments of `gemv`."""
     if isinstance(norm, CenteredNorm):
         return {"layer_norm": norm[:3], "norm_sums": norm.sums}
     return {"norm": norm}
 
 
 class TritonOperations(TritonStates, TritonLatents, TritonIndexing, TritonSteps, Operations):
-    """Multiplies one token by fused matrix-vector products, a few by `small_m_matmul` where that
-    was measured to be faster, more by cuBLAS with kernels around it."""
+    """One token: fused matrix-vector products; a few: `small_m_matmul` where measured faster; more:
+    cuBLAS with kernels around it.
+    """
 
     name: ClassVar[str] = "triton"
     features: ClassVar[frozenset[str]] = Operations.features | {
@@ -89,7 +89,6 @@ class TritonOperations(TritonStates, TritonLatents, TritonIndexing, TritonSteps,
 
     @classmethod
     def supports(cls, device: torch.device, dtype: torch.dtype) -> str | None:
-        """Return None if they run here, else the reason."""
         if _MISSING is not None:
             return _MISSING
         if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
@@ -104,16 +103,13 @@ class TritonOperations(TritonStates, TritonLatents, TritonIndexing, TritonSteps,
 
     @classmethod
     def initialize_device(cls, device: torch.device) -> None:
-        """Loads Triton's compiler."""
         if device.type == "cuda" and _MISSING is None and can_precompile():
             load_compiler(device)
 
     def precompile(self, device: torch.device) -> Precompiler | None:
-        """Compiles on threads, side by side."""
         return Precompiler(device) if device.type == "cuda" and can_precompile() else None
 
     def num_loaded(self) -> int:
-        """Counted by Triton's own hook."""
         return num_loaded()
 
     def embed(
@@ -124,15 +120,12 @@ class TritonOperations(TritonStates, TritonLatents, TritonIndexing, TritonSteps,
         factor: float = 1.0,
         positions: PositionRows | None = None,
     ) -> torch.Tensor:
-        """factor * weight[token_ids], plus the rows of the positions, in one launch."""
         return embedding(token_ids, weight, factor, positions)
 
     def rms_norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
-        """[..., size] → the same shape."""
         return rms_norm(x, norm.weight, norm.eps)
 
     def add_rms_norm(self, x: torch.Tensor, norm: Norm, residual: torch.Tensor) -> torch.Tensor:
-        """residual + norm(x), in one launch."""
         return rms_norm(x, norm.weight, norm.eps, residual)
 
     def linear(
@@ -145,7 +138,6 @@ class TritonOperations(TritonStates, TritonLatents, TritonIndexing, TritonSteps,
         residual: torch.Tensor | None = None,
         factor: float = 1.0,
     ) -> torch.Tensor:
-        """residual + factor * (norm(x) Wᵀ + bias), the residual overwritten."""
         if x.shape[0] == 1:
             return gemv(
                 x, weight, bias, **_norm_of(norm), residual=residual, factor=factor,
@@ -174,7 +166,6 @@ class TritonOperations(TritonStates, TritonLatents, TritonIndexing, TritonSteps,
         activation: str,
         norm: AnyNorm | None = None,
     ) -> torch.Tensor:
-        """activation(norm(x) Wᵀ + bias), for one token in one launch."""
         if x.shape[0] == 1:
             return gemv(
                 x, weight, bias, **_norm_of(norm), activation=activation,
@@ -190,7 +181,6 @@ class TritonOperations(TritonStates, TritonLatents, TritonIndexing, TritonSteps,
         *,
         norm: AnyNorm | None = None,
     ) -> torch.Tensor:
-        """silu(gate) * up of one product."""
         if x.shape[0] == 1:
             tiles = gemv_tiles(weight, gated=True)
             return gemv(x, weight, bias, **_norm_of(norm), gated=True, config=tiles)
@@ -214,7 +204,7 @@ class TritonOperations(TritonStates, TritonLatents, TritonIndexing, TritonSteps,
         return config
 
     def _workspace(self, device: torch.device) -> SplitKWorkspace:
-        """Never replaced: captured graphs hold its addresses."""
+        """Created once: captured graphs hold its addresses."""
         if device not in self._workspaces:
             self._workspaces[device] = SplitKWorkspace(
                 torch.empty(WORKSPACE_FLOATS, dtype=torch.float32, device=device),
@@ -232,14 +222,12 @@ class TritonOperations(TritonStates, TritonLatents, TritonIndexing, TritonSteps,
         residual: torch.Tensor | None = None,
         gated: bool = False,
     ) -> torch.Tensor:
-        """`linear` or `gated_linear` by a quantized weight, which is read as it is."""
         return quantized_product(
             self, x, weight, bias, norm=norm, residual=residual, gated=gated,
             workspace=self._workspace,
         )  # fmt: skip
 
     def route(self, logits: torch.Tensor, rule: RoutingRule) -> Routing:
-        """In one launch."""
         weights, experts = topk_experts(
             logits, rule.top_k, renormalize=rule.renormalize, sigmoid=rule.scoring == "sigmoid",
             bias=rule.bias, factor=rule.factor, groups=rule.groups, top_groups=rule.top_groups,
@@ -258,7 +246,6 @@ class TritonOperations(TritonStates, TritonLatents, TritonIndexing, TritonSteps,
         down_bias: torch.Tensor | None = None,
         activation: ExpertActivation | None = None,
     ) -> torch.Tensor:
-        """Only chosen experts are read; the residual is overwritten."""
         make = experts_product if experts_serve(gate_up, down) else super().experts
         return make(
             x, routing, gate_up, down, residual=residual, gate_up_bias=gate_up_bias,
@@ -266,21 +253,17 @@ class TritonOperations(TritonStates, TritonLatents, TritonIndexing, TritonSteps,
         )  # fmt: skip
 
     def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, 2 * size] → [T, size]"""
         return silu_mul(x)
 
     def gelu_mul(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, 2 * size] → [T, size]"""
         return gelu_mul(x)
 
     def sigmoid_gate(
         self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """In one launch, the product too."""
         return sigmoid_gate(x, gate, weight)
 
     def xielu(self, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """[any] → the same shape, in one launch."""
         return xielu(x.contiguous(), weights)
 
     def norm_heads(
@@ -290,7 +273,6 @@ class TritonOperations(TritonStates, TritonLatents, TritonIndexing, TritonSteps,
         query_norm: CenteredNorm,
         key_norm: CenteredNorm,
     ) -> None:
-        """In place, queries and keys in one launch."""
         norm_heads(qkv, layout.num_heads, layout.num_kv_heads, query_norm[:3], key_norm[:3])
 
     def heads(
@@ -302,7 +284,6 @@ class TritonOperations(TritonStates, TritonLatents, TritonIndexing, TritonSteps,
         query_norm: Norm | None,
         key_norm: Norm | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries, keys and values as views of `qkv`, which is changed."""
         qk_norm_rope_cache(
             qkv, layout.num_heads, layout.num_kv_heads, positions, cos_sin, query_norm, key_norm
         )
@@ -320,7 +301,6 @@ class TritonOperations(TritonStates, TritonLatents, TritonIndexing, TritonSteps,
         slot_mapping: torch.Tensor,
         cache_scales: tuple[float, float] = (1.0, 1.0),
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """As `heads`; keys and values are in the cache, too."""
         if isinstance(kv_cache, QuantizedCache) and cos_sin is not None:
             packed = 4 in (code_bits(kv_cache.keys), code_bits(kv_cache.values))
             if packed and cos_sin.shape[1] < layout.head_dim:

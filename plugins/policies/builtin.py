@@ -8,14 +8,12 @@ from ...core.request import Request
 
 
 class FirstComeFirstServed:
-    """By arrival."""
-
     def key(self, request: Request) -> tuple[Any, ...]:
         return (request.arrival,)
 
 
 class Priority:
-    """Lower `priority` first; among equals by arrival."""
+    """Lower `priority` first, then by arrival."""
 
     def key(self, request: Request) -> tuple[Any, ...]:
         return (request.priority, request.arrival)

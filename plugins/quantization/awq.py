@@ -1,4 +1,4 @@
-"""AWQ checkpoints: 4 bits by groups of columns, packed along rows in an interleaved order.
+"""AWQ checkpoints: 4 bits in groups of columns, packed along rows, interleaved.
 
 Layout (as AutoAWQ's "gemm" version writes it): `qweight` [K, N / 8], `qzeros` [G, N / 8], `scales`
 [G, N]. The eight rows of a word lie in the order 0, 2, 4, 6, 1, 3, 5, 7 from the low bits up.
@@ -20,7 +20,7 @@ from .rtn import read_group_size
 
 BITS = 4
 PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where in a word the rows 0 to 7 lie."""
+"""Position in a word of rows 0 to 7."""
 
 
 class Awq:
@@ -38,12 +38,10 @@ class Awq:
 
     @classmethod
     def supports(cls, device: torch.device, dtype: torch.dtype) -> str | None:
-        """Return None: every device is supported."""
         return None
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Awq:
-        """Raises ConfigError with the field's name."""
         read = ConfigReader(config)
         field = "w_bit" if "w_bit" in config else "bits"
         if read.choice(field, (BITS,), None) is None:
@@ -59,19 +57,15 @@ class Awq:
         )
 
     def layer(self, spec: LinearSpec) -> AwqLinear | None:
-        """Quantize every product except those listed."""
         if spec.role not in PRODUCTS or is_ignored(spec, self.ignored, "modules_to_not_convert"):
             return None
         return AwqLinear(spec, self.group_size, self.zeros)
 
 
 class AwqLinear(QuantizedWeightLinear):
-    """A product by an AWQ weight."""
-
     def __init__(self, spec: LinearSpec, group_size: int, zeros: bool) -> None:
         super().__init__(spec)
         self.one_group = group_size == -1
-        """Each row is one group."""
         self.group_size = spec.in_features if self.one_group else group_size
         self.zeros = zeros
         if spec.in_features % 8 or any(rows % 8 for rows in spec.shards.values()):
@@ -81,7 +75,6 @@ class AwqLinear(QuantizedWeightLinear):
             )
 
     def tensors(self, out_features: int) -> Mapping[str, TensorSpec]:
-        """qweight, qzeros, scales."""
         size = self.spec.in_features
         groups = -(-size // self.group_size)
         step = 2.0 / (1 << BITS) * (3.0 / size) ** 0.5
@@ -100,7 +93,6 @@ class AwqLinear(QuantizedWeightLinear):
         }  # fmt: skip
 
     def pack(self, shards: Mapping[str, Mapping[str, torch.Tensor]]) -> QuantizedWeight:
-        """Unpack, and repack all shards as one."""
         parts = []
         for shard in self.spec.shards:
             shard_tensors = shards[shard]

@@ -1,7 +1,6 @@
 """4-bit weights by the bitsandbytes package: nf4 (and fp4), from a checkpoint or rounded at load.
 
-The package dequantises in each product; this project has no kernel for its tables, so this saves
-memory but no time.
+The package dequantises in each product, so this saves memory but no time.
 """
 
 from __future__ import annotations
@@ -36,7 +35,6 @@ class BitsAndBytes:
 
     @classmethod
     def supports(cls, device: torch.device, dtype: torch.dtype) -> str | None:
-        """Return None if the package is installed, else the reason."""
         if importlib.util.find_spec(PACKAGE) is None:
             return "the package bitsandbytes is not installed (pip install bitsandbytes)"
         try:
@@ -47,7 +45,6 @@ class BitsAndBytes:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> BitsAndBytes:
-        """Raises ConfigError with the field's name."""
         read = ConfigReader(config)
         if read.flag("load_in_8bit", False):
             raise read.refuse("load_in_8bit", "false: only 4 bits are served")
@@ -60,8 +57,7 @@ class BitsAndBytes:
         return cls(kind, nested, read.names(SKIPPED))
 
     def layer(self, spec: LinearSpec) -> BitsAndBytesLinear | None:
-        """Quantize every product except those listed. Raises ConfigError for a mixture's
-        experts."""
+        """Raises ConfigError for a mixture's experts."""
         if spec.role == "experts":
             raise ConfigError(
                 f"quantization: bitsandbytes does not store experts ({spec.prefix}); there are "
@@ -74,7 +70,7 @@ class BitsAndBytes:
 
 
 class BitsAndBytesLinear(QuantizedLinear):
-    """A product by 4-bit weights, shard by shard: each has its own table and blocks."""
+    """A product by 4-bit weights; each shard has its own table and blocks."""
 
     def __init__(self, spec: LinearSpec, kind: str, nested: bool) -> None:
         super().__init__(spec)
@@ -82,14 +78,14 @@ class BitsAndBytesLinear(QuantizedLinear):
         self.nested = nested
         self.functional = importlib.import_module(f"{PACKAGE}.functional")
         self.packed: list[tuple[torch.Tensor, Any]] = []
-        """Bytes of each shard, and the package's state for them."""
+        """Each shard's bytes, with the package's state."""
 
     @property
     def _state(self) -> str:
         return f"weight.quant_state.bitsandbytes__{self.kind}"
 
     def tensors(self, out_features: int) -> Mapping[str, TensorSpec]:
-        """The weight, plain or as bytes with what the package saved of its state."""
+        """The weight, plain or packed with the package's state."""
         plain = (self.spec.dtype, torch.bfloat16, torch.float16, torch.float32)
         size = self.spec.in_features
         return {
@@ -104,7 +100,6 @@ class BitsAndBytesLinear(QuantizedLinear):
         }
 
     def ready(self, shards: Mapping[str, Mapping[str, torch.Tensor]]) -> bool:
-        """Whether each shard's weight has arrived, with its state if it is packed."""
         for shard in self.spec.shards:
             shard_tensors = shards.get(shard, {})
             if "weight" not in shard_tensors or (
@@ -120,7 +115,6 @@ class BitsAndBytesLinear(QuantizedLinear):
         return [name for name in names if name not in tensors]
 
     def process(self, shards: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """Round plain weights; unpack those that the package saved."""
         for index, (shard, rows) in enumerate(self.spec.shards.items()):
             shard_tensors, source = shards[shard], self.spec.sources[shard]
             weight = shard_tensors["weight"]
@@ -152,7 +146,6 @@ class BitsAndBytesLinear(QuantizedLinear):
             self.packed.append((self.keep(f"weight_{index}", packed), state))
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [num_tokens, in_features] → [num_tokens, out_features]"""
         parts = [
             F.linear(x, self.functional.dequantize_4bit(packed, state).to(x.dtype))
             for packed, state in self.packed

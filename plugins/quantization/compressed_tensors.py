@@ -1,10 +1,9 @@
 """compressed-tensors checkpoints (llm-compressor's): schemes by groups of layers.
 
 Each of `config_groups` names its layers (`targets`: module names, "re:" patterns, or the class
-"Linear") and says how their weights and inputs are rounded. Served are fp8 and int8 weights per
-tensor, per channel and (fp8) per block of 128 x 128, with inputs left wide or rounded per token or
-statically; int4 and int8 weights packed into words, by group or channel; NVFP4 and MXFP4. Source:
-the layout that the `compressed_tensors` package writes.
+"Linear") and says how their weights and inputs are rounded. Supported are fp8 and int8 weights per
+tensor, per channel and (fp8) per block of 128 x 128, with wide inputs or rounded ones per token or
+statically; packed int4 and int8 weights, by group or channel; NVFP4 and MXFP4.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ NVFP4 = Nvfp4Tensors("weight_packed", "weight_global_scale", "input_global_scale
 
 @dataclass(frozen=True)
 class Scheme:
-    """Storage of the layers of one group."""
+    """How a group's layers are stored."""
 
     targets: tuple[str, ...]
     kind: Literal["fp8", "int8", "packed", "nvfp4", "mxfp4"]
@@ -54,11 +53,11 @@ class Scheme:
     blocks: bool
     inputs: Literal["wide", "dynamic", "static"]
     sorted: bool = False
-    """Of packed weights: columns were rounded in an order that only g_idx gives."""
+    """Whether packed columns were sorted, with the order in g_idx."""
 
     @property
     def unit(self) -> int:
-        """Features that are stored together."""
+        """Features stored together."""
         if self.kind in ("nvfp4", "mxfp4"):
             return self.group_size
         if self.kind == "packed":
@@ -81,12 +80,10 @@ class CompressedTensors:
 
     @classmethod
     def supports(cls, device: torch.device, dtype: torch.dtype) -> str | None:
-        """Return None: every device is supported."""
         return None
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> CompressedTensors:
-        """Raises ConfigError with the field's name."""
         read = ConfigReader(config)
         read.choice("quantization_status", ("compressed",), "compressed")
         layout = read.choice("format", (*FORMATS, "mixed-precision", "dense"), None)
@@ -111,8 +108,7 @@ class CompressedTensors:
         )
 
     def layer(self, spec: LinearSpec) -> QuantizedLinear | None:
-        """Quantize by the first group that names this layer; heads are treated like other
-        products."""
+        """Quantize by the first group that names the layer."""
         if spec.role == "embedding" or is_ignored(spec, self.ignored, "ignore"):
             return None
         schemes = {self._find(source) for source in spec.sources.values()}
@@ -137,7 +133,7 @@ class CompressedTensors:
         return PackQuantizedLinear(spec, scheme)
 
     def _find(self, source: str) -> Scheme | None:
-        """Find the scheme of a layer: by name first, then by class."""
+        """Find a layer's scheme, by name first, then by class."""
         for scheme in self.schemes:
             if any(name_matches(source, target) for target in scheme.targets if target != CLASS):
                 return scheme
@@ -149,8 +145,9 @@ def _inner(groups: ConfigReader) -> list[ConfigReader]:
 
 
 def _scheme(group: ConfigReader, layout: str | None) -> Scheme | None:
-    """Return the scheme of a group; None: it rounds no weights. Raises ConfigError with the field's
-    name."""
+    """Return the scheme of a group; None: its weights are not rounded. Raises ConfigError with the
+    field's name.
+    """
     weights, inputs = group.inner("weights"), group.inner("input_activations")
     if weights is None:
         return None
@@ -203,7 +200,7 @@ def _floats_of_4(
     strategy: str,
     size: int,
 ) -> Scheme:
-    """Return the scheme of 4-bit floats, whose inputs stay wide however they were rounded."""
+    """Return the scheme of 4-bit floats, with wide inputs."""
     for field, known in (
         ("type", "float"), ("num_bits", 4), ("strategy", strategy), ("group_size", size),
     ):  # fmt: skip
@@ -227,8 +224,6 @@ def _inputs(
 
 
 class PackQuantizedLinear(QuantizedWeightLinear):
-    """A product by a "pack-quantized" weight."""
-
     def __init__(self, spec: LinearSpec, scheme: Scheme) -> None:
         super().__init__(spec)
         self.scheme = scheme
@@ -241,7 +236,6 @@ class PackQuantizedLinear(QuantizedWeightLinear):
             )
 
     def tensors(self, out_features: int) -> Mapping[str, TensorSpec]:
-        """weight_packed, weight_scale, weight_shape, weight_zero_point, weight_g_idx."""
         size, parts = self.spec.in_features, WORD_BITS // self.scheme.bits
         groups = -(-size // self.group_size)
         by_group: Axis | None = None if self.scheme.group_size == -1 else ("in", self.group_size)
@@ -267,7 +261,6 @@ class PackQuantizedLinear(QuantizedWeightLinear):
         return specs
 
     def pack(self, shards: Mapping[str, Mapping[str, torch.Tensor]]) -> QuantizedWeight:
-        """Unpack, and repack all shards as one."""
         parts = []
         for shard, rows in self.spec.shards.items():
             shard_tensors = shards[shard]

@@ -1,8 +1,8 @@
-"""e2m1, the 4-bit floats of MXFP4 and NVFP4, of checkpoints as the packed layouts have them.
+"""Repacks e2m1, the 4-bit floats of MXFP4 and NVFP4.
 
-Checkpoints have two of them to a byte, the earlier one in the low half. They stay in 4 bits where a
-row has groups that the kernels' runs of words fit. Elsewhere, or if scales are as large as those of
-no trained model, they are stored as e4m3, which has every one of them: exactly, in 8 bits.
+Checkpoints have two of them to a byte, the earlier one in the low half. They stay in 4 bits if a
+row's groups fit the kernels' runs of words; otherwise, or with implausibly large scales, they are
+stored exactly as e4m3.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from ...core.nn.quantized_weight import (
 
 logger = logging.getLogger("jackfield.loading")
 CHUNK = 1 << 26
-"""Numbers that are repacked at a time: temporaries have some bytes for each."""
+"""Numbers repacked at a time: temporaries take some bytes each."""
 
 
 def pack_floats(
     layer: str, shards: Sequence[torch.Tensor], scale: torch.Tensor, group_size: int
 ) -> QuantizedWeight:
-    """Stack shards, each [rows, K / 2] uint8, wherever they are, on the scales' device.
+    """Stack shards, each [rows, K / 2] uint8 on any device, on the scales' device.
 
     layer: its name, for the log; scale: [K / group_size, N] float, of all rows.
     """

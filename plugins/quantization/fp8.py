@@ -1,8 +1,7 @@
 """fp8 (e4m3) weights and activations: per tensor, per channel or in blocks of 128 x 128.
 
-A layer whose checkpoint tensor is already float8 is taken as it is, with its scale; one in a wider
-type is rounded at load, with one scale per row. Small batches read only the weight as fp8 and keep
-inputs wide; large ones also round inputs, if the device multiplies fp8 by fp8.
+float8 tensors keep their scales; wider ones are rounded at load, with one scale per row. Large
+batches also round inputs, if the device multiplies fp8.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from ...core.parallel.sharding import FEATURES
 FP8 = torch.float8_e4m3fn
 BLOCK = 128
 SCALE_NAMES = ("weight_scale", "weight_scale_inv")
-"""Names of factors of the weight; the second is used by block formats."""
+"""Names of the weight's scale; block formats use the second."""
 INPUT_SCALE_NAMES = ("input_scale", "activation_scale")
 IGNORE_FIELDS = ("ignored_layers", "modules_to_not_convert")
 
@@ -47,12 +46,10 @@ class Fp8:
 
     @classmethod
     def supports(cls, device: torch.device, dtype: torch.dtype) -> str | None:
-        """Return None: products that the device does not support are dequantised."""
         return None
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Fp8:
-        """Raises ConfigError with the field's name."""
         read = ConfigReader(config)
         read.choice("fmt", ("e4m3",), "e4m3")
         scheme = read.choice("activation_scheme", ("dynamic", "static"), "dynamic")
@@ -69,7 +66,6 @@ class Fp8:
         )
 
     def layer(self, spec: LinearSpec) -> Fp8Linear | None:
-        """Quantize every product; the head if requested."""
         applies = spec.role in PRODUCTS or (spec.role == "head" and self.head)
         if not applies or is_ignored(spec, self.ignored, IGNORE_FIELDS[-1]):
             return None
@@ -91,7 +87,7 @@ class Fp8Linear(QuantizedWeightLinear):
         self.rounds = rounds
 
     def tensors(self, out_features: int) -> Mapping[str, TensorSpec]:
-        """The weight in any type; scales where it is float8 already."""
+        """The weight in any type; scales if it is float8."""
         size = self.spec.in_features
         plain = (self.spec.dtype, torch.bfloat16, torch.float16, torch.float32)
         types = (*plain, FP8) if self.rounds else (FP8,)
@@ -110,7 +106,6 @@ class Fp8Linear(QuantizedWeightLinear):
         return specs
 
     def ready(self, shards: Mapping[str, Mapping[str, torch.Tensor]]) -> bool:
-        """Whether each shard's weight has arrived, with its scales if it is float8."""
         return all(self._complete(shards.get(shard, {})) for shard in self.spec.shards)
 
     def _complete(self, tensors: Mapping[str, torch.Tensor]) -> bool:
@@ -122,7 +117,7 @@ class Fp8Linear(QuantizedWeightLinear):
         return scaled and (not self.static or _first(tensors, INPUT_SCALE_NAMES) is not None)
 
     def pack(self, shards: Mapping[str, Mapping[str, torch.Tensor]]) -> QuantizedWeight:
-        """Stack the shards; each keeps its own scales."""
+        """Stack the shards, each with its own scales."""
         values, scales, input_scales = [], [], []
         for shard in self.spec.shards:
             shard_tensors = shards[shard]
@@ -157,7 +152,7 @@ class Fp8Linear(QuantizedWeightLinear):
         )
 
     def _spread(self, scale: torch.Tensor, rows: int, shard: str) -> torch.Tensor:
-        """→ [groups, rows]: per tensor, per row and per block scales alike."""
+        """→ [groups, rows], from scales per tensor, row or block."""
         if self.blocks:
             return self._of_rows(scale, rows, shard).t()
         if scale.numel() not in (1, rows):
@@ -168,8 +163,9 @@ class Fp8Linear(QuantizedWeightLinear):
         return scale.reshape(-1).expand(rows).reshape(1, rows)
 
     def _of_rows(self, scale: torch.Tensor, rows: int, shard: str) -> torch.Tensor:
-        """Blocks' scales of the whole shard → this rank's rows, [rows, groups]. What weight maps
-        put into another order has a scale for each row and 128 columns already."""
+        """Blocks' scales of the whole shard → this rank's rows, [rows, groups]. Reordered shards
+        already have a scale per row and 128 columns.
+        """
         whole, own, sharding = rows, torch.arange(rows, device=scale.device), self.sharding
         if sharding is not None and FEATURES[sharding.dim] == "out":
             name = shard if shard in sharding.sizes else ""

@@ -1,8 +1,8 @@
 """GPTQ checkpoints: 4 or 8 bits by groups of columns, with act-order, symmetric or not.
 
-Layout (as AutoGPTQ and GPTQModel write it): `qweight` [K * bits / 32, N] holds neighbouring columns
-of a row, the first in the lowest bits; `qzeros` [G, N * bits / 32] the rows' zeros, in version 1
-less one; `scales` [G, N]; `g_idx` [K] the group of each column.
+Layout (as AutoGPTQ and GPTQModel write it): `qweight` [K * bits / 32, N] packs neighbouring
+columns, the first in the lowest bits; `qzeros` [G, N * bits / 32] the zeros, minus one in version
+1; `scales` [G, N]; `g_idx` [K] the group of each column.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .grouped import Grouped, join, own_groups, unpack_along
 from .rtn import read_group_size
 
 IN_ORDER = -1
-"""What `load_format=dummy` has in place of every group: no checkpoint has a negative one."""
+"""Group number under `load_format=dummy`; no checkpoint has a negative one."""
 
 
 class Gptq:
@@ -49,16 +49,13 @@ class Gptq:
 
     @classmethod
     def supports(cls, device: torch.device, dtype: torch.dtype) -> str | None:
-        """Return None: every device is supported."""
         return None
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Gptq:
-        """Raises ConfigError with the field's name."""
         return cls(ConfigReader(config))
 
     def layer(self, spec: LinearSpec) -> GptqLinear | None:
-        """Quantize every product that the configuration does not exclude."""
         if spec.role == "embedding" or (spec.role == "head" and not self.head):
             return None
         if is_ignored(spec, self.ignored, "modules_to_not_convert"):
@@ -86,7 +83,6 @@ class Gptq:
 
 
 def _flat(read: ConfigReader, field: str) -> tuple[str, ...]:
-    """A list of names, or of lists of names."""
     value = read.values.get(field)
     if isinstance(value, list) and all(isinstance(part, list) for part in value):
         value = [name for part in value for name in part]
@@ -109,20 +105,16 @@ def _rules(read: ConfigReader) -> list[tuple[str, ConfigReader | None]]:
 
 
 class GptqLinear(QuantizedWeightLinear):
-    """A product by a GPTQ weight."""
-
     def __init__(
         self, spec: LinearSpec, bits: int, group_size: int, zero_offset: int, *, sorted: bool
     ) -> None:
         super().__init__(spec)
         self.bits = bits
         self.one_group = group_size == -1
-        """Each row is one group."""
         self.group_size = spec.in_features if self.one_group else group_size
         self.sorted = sorted and self.group_size < spec.in_features
-        """Whether columns were rounded in an order that only g_idx gives."""
+        """Whether columns were sorted, with the order in g_idx."""
         self.zero_offset = zero_offset
-        """Offset to add to `qzeros`."""
         parts = WORD_BITS // bits
         if spec.in_features % parts or any(rows % parts for rows in spec.shards.values()):
             raise ConfigError(
@@ -132,7 +124,6 @@ class GptqLinear(QuantizedWeightLinear):
             )
 
     def tensors(self, out_features: int) -> Mapping[str, TensorSpec]:
-        """qweight, qzeros, scales, g_idx."""
         size, parts = self.spec.in_features, WORD_BITS // self.bits
         groups = -(-size // self.group_size)
         step = 2.0 / (1 << self.bits) * (3.0 / size) ** 0.5
@@ -155,7 +146,6 @@ class GptqLinear(QuantizedWeightLinear):
         }  # fmt: skip
 
     def pack(self, shards: Mapping[str, Mapping[str, torch.Tensor]]) -> QuantizedWeight:
-        """Unpack, and repack all shards as one."""
         mask = (1 << self.bits) - 1
         parts = []
         for shard in self.spec.shards:

@@ -1,7 +1,7 @@
 """Common parts of the 4- and 8-bit formats with one scale per group of columns.
 
-All variants of a format (packed along rows or columns, interleaved, with zeros or without, in the
-order of activation size) are converted at load to the one layout that the kernels read.
+All variants (packed along rows or columns, interleaved, with zeros, sorted by activation size) are
+converted at load to the kernels' one layout.
 """
 
 from __future__ import annotations
@@ -25,12 +25,11 @@ class Grouped(NamedTuple):
     zeros: torch.Tensor | None
     """[G, N] integers; None: 2 ** (bits - 1)"""
     group_of_column: torch.Tensor | None = None
-    """[K] group of each column; None: columns lie group by group."""
+    """[K] group of each column; None: in order."""
 
 
 def unpack_along(packed: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
-    """Unpack int32 words of neighbours along `dim`, the first in the lowest bits → int32
-    numbers."""
+    """Unpack int32 words of neighbours along `dim`, the first in the lowest bits."""
     shifts = torch.arange(0, WORD_BITS, bits, dtype=torch.int32, device=packed.device)
     words = packed.movedim(dim, -1)
     numbers = (words[..., None] >> shifts) & ((1 << bits) - 1)
@@ -38,8 +37,9 @@ def unpack_along(packed: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
 
 
 def own_groups(groups: torch.Tensor | None, sharding: Sharding | None) -> torch.Tensor | None:
-    """Return the groups of a rank's columns, of which the first is its group 0: [K]. They stay as
-    they are where ranks divide rows."""
+    """Return the groups of a rank's columns, renumbered from 0: [K]; unchanged where ranks shard
+    rows.
+    """
     if groups is None or sharding is None or FEATURES[sharding.dim] == "out":
         return groups
     return groups - groups.min()
@@ -72,7 +72,7 @@ def join(shards: list[Grouped], bits: int, group_size: int) -> QuantizedWeight:
 
 
 def _common_order(shards: list[Grouped], group_size: int) -> torch.Tensor | None:
-    """[K] int64 that sorts columns by group; None where they are sorted."""
+    """[K] int64 that sorts columns by group; None if sorted."""
     orders = []
     for shard in shards:
         if shard.group_of_column is None:

@@ -27,17 +27,14 @@ class Int8:
 
     @classmethod
     def supports(cls, device: torch.device, dtype: torch.dtype) -> str | None:
-        """Return None: every device is supported."""
         return None
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Int8:
-        """Raises ConfigError with the field's name."""
         read = ConfigReader(config)
         return cls(head=read.flag("lm_head", False), ignored=read.names("modules_to_not_convert"))
 
     def layer(self, spec: LinearSpec) -> Int8Linear | None:
-        """Quantize every product; the head if requested."""
         applies = spec.role in PRODUCTS or (spec.role == "head" and self.head)
         if not applies or is_ignored(spec, self.ignored, "modules_to_not_convert"):
             return None
@@ -57,7 +54,7 @@ class Int8Linear(QuantizedWeightLinear):
         self.wide = wide
 
     def tensors(self, out_features: int) -> Mapping[str, TensorSpec]:
-        """The weight in any type; its scales where it is int8 already."""
+        """The weight in any type; its scales if it is int8."""
         plain = (self.spec.dtype, torch.bfloat16, torch.float16, torch.float32)
         step = (3.0 / self.spec.in_features) ** 0.5 / 127
         types = (*plain, torch.int8) if self.rounds else (torch.int8,)
@@ -74,7 +71,6 @@ class Int8Linear(QuantizedWeightLinear):
         }
 
     def ready(self, shards: Mapping[str, Mapping[str, torch.Tensor]]) -> bool:
-        """Whether each shard's weight has arrived, with its scales if it is int8."""
         for shard in self.spec.shards:
             shard_tensors = shards.get(shard, {})
             if "weight" not in shard_tensors:
@@ -86,7 +82,7 @@ class Int8Linear(QuantizedWeightLinear):
         return True
 
     def pack(self, shards: Mapping[str, Mapping[str, torch.Tensor]]) -> QuantizedWeight:
-        """Stack the shards; each keeps its own scales."""
+        """Stack the shards, each with its own scales."""
         values, scales, input_scales = [], [], []
         for shard, rows in self.spec.shards.items():
             shard_tensors, source = shards[shard], self.spec.sources[shard]

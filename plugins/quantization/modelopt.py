@@ -1,8 +1,4 @@
-"""Checkpoints of NVIDIA's Model Optimizer: fp8, NVFP4, and both in one model.
-
-Sources: the documentation of Model Optimizer's unified checkpoints, and the fields of
-`quantization_config` that its checkpoints have.
-"""
+"""Checkpoints of NVIDIA's Model Optimizer: fp8, NVFP4, and both in one model."""
 
 from __future__ import annotations
 
@@ -23,11 +19,11 @@ KINDS: dict[str, Kind] = {
     "FP8": "fp8", "FP8_PER_CHANNEL_PER_TOKEN": "fp8 rows", "FP8_PB_WO": "fp8 blocks",
     "NVFP4": "nvfp4", "W4A16_NVFP4": "nvfp4",
 }  # fmt: skip
-"""`quant_algo` → how a weight is stored."""
+"""`quant_algo` → storage of a weight."""
 MIXED = "MIXED_PRECISION"
 TENSORS = Nvfp4Tensors("weight", "weight_scale_2", "input_scale")
 UNITS: dict[Kind, int] = {"fp8": 1, "fp8 rows": 1, "fp8 blocks": BLOCK, "nvfp4": GROUP}
-"""Features that are stored together."""
+"""Features stored together."""
 
 
 class ModelOpt:
@@ -45,7 +41,7 @@ class ModelOpt:
         ignored: tuple[str, ...],
         kv_cache_dtype: str | None,
     ) -> None:
-        """kind: of all layers that `ignored` does not name; None: of those in `layers` alone."""
+        """kind: of all layers except `ignored`; None: only `layers` are quantized."""
         self.kind = kind
         self.layers = layers
         self.ignored = ignored
@@ -55,12 +51,10 @@ class ModelOpt:
 
     @classmethod
     def supports(cls, device: torch.device, dtype: torch.dtype) -> str | None:
-        """Return None: every device is supported."""
         return None
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> ModelOpt:
-        """Raises ConfigError with the field's name."""
         read = ConfigReader(config)
         if (older := read.inner("quantization")) is not None:
             read = older
@@ -85,8 +79,9 @@ class ModelOpt:
         )
 
     def layer(self, spec: LinearSpec) -> QuantizedLinear | None:
-        """Quantize what is not ignored, or what is listed. Raises ConfigError if rows are not whole
-        groups, or a layer's parts are stored differently."""
+        """Raises ConfigError if rows are not whole groups, or a layer's parts are stored
+        differently.
+        """
         if spec.role == "embedding" or is_ignored(spec, self.ignored, "ignore"):
             return None
         kinds = {self._kind_of(source) for source in spec.sources.values()}
@@ -104,7 +99,7 @@ class ModelOpt:
         return Fp8Linear(spec, static=kind == "fp8", blocks=kind == "fp8 blocks", rounds=False)
 
     def _kind_of(self, source: str) -> Kind | None:
-        """Return how a layer is stored: as its name is listed, or that of a module around it."""
+        """Return a layer's storage, by its name or that of a module around it."""
         if self.kind is not None:
             return self.kind
         while source and source not in self.layers:
@@ -113,7 +108,6 @@ class ModelOpt:
 
 
 def _algorithm(read: ConfigReader) -> str:
-    """Return `quant_algo` in capitals. Raises ConfigError if it is no text."""
     value = read.values.get("quant_algo")
     if not isinstance(value, str):
         raise read.refuse("quant_algo", " or ".join([*KINDS, MIXED]))
@@ -121,7 +115,6 @@ def _algorithm(read: ConfigReader) -> str:
 
 
 def _kind(read: ConfigReader) -> Kind:
-    """Return how weights of a `quant_algo` are stored. Raises ConfigError."""
     kind = KINDS.get(_algorithm(read))
     if kind is None:
         raise read.refuse("quant_algo", " or ".join(KINDS))
@@ -131,8 +124,7 @@ def _kind(read: ConfigReader) -> Kind:
 
 
 def _pattern(name: str) -> str:
-    """Convert a name with wildcards to a regular expression for a layer's name, or for that of a
-    module around it."""
+    """Convert a name with wildcards to a regular expression for a layer or a module around it."""
     if not any(character in name for character in "*?["):
         return name
     return "re:" + fnmatch.translate(name).removesuffix(r"\Z").removesuffix(r"\z") + r"(\.|$)"

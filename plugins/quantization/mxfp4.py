@@ -1,7 +1,7 @@
-"""MXFP4: a mixture's experts in 4-bit floats, 32 of which share a power of two.
+"""MXFP4: experts in 4-bit floats (e2m1), 32 of which share an e8m0 scale, 2 ** (byte - 127).
 
-A number is e2m1 (`e2m1.py`); a scale is e8m0, 2 ** (byte - 127). Source: OCP Microscaling Formats
-(MX) Specification 1.0; the tensors' names and order are those of GPT-OSS's published checkpoints.
+Source: OCP Microscaling Formats (MX) Specification 1.0; the tensors' names and order are those of
+GPT-OSS's published checkpoints.
 """
 
 from __future__ import annotations
@@ -37,12 +37,10 @@ class Mxfp4:
 
     @classmethod
     def supports(cls, device: torch.device, dtype: torch.dtype) -> str | None:
-        """Return None: every device is supported."""
         return None
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Mxfp4:
-        """Raises ConfigError with the field's name."""
         read = ConfigReader(config)
         read.choice("bits", (4,), 4)
         read.choice("group_size", (GROUP,), GROUP)
@@ -50,8 +48,7 @@ class Mxfp4:
         return cls(tuple(_pattern(name) if "*" in name else name for name in names))
 
     def layer(self, spec: LinearSpec) -> Mxfp4Linear | None:
-        """Quantize experts, except those listed. Raises ConfigError if rows are not whole
-        groups."""
+        """Raises ConfigError if rows are not whole groups."""
         if spec.role != "experts" or is_ignored(spec, self.ignored, SKIPPED):
             return None
         if spec.in_features % GROUP:
@@ -75,7 +72,6 @@ class Mxfp4Linear(QuantizedWeightLinear):
     scales: ClassVar[str] = "scales"
 
     def tensors(self, out_features: int) -> Mapping[str, TensorSpec]:
-        """Numbers and scales."""
         groups = self.spec.in_features // GROUP
         axes: tuple[Axis | None, ...] = (("out", 1), ("in", GROUP))
         return {
@@ -84,7 +80,7 @@ class Mxfp4Linear(QuantizedWeightLinear):
         }
 
     def pack(self, shards: Mapping[str, Mapping[str, torch.Tensor]]) -> QuantizedWeight:
-        """Copy a part of a shard at a time: together they are most of a model."""
+        """Copy parts of a shard at a time: they are most of a model."""
         spec = self.spec
         size, total = spec.in_features, spec.out_features
         scale = torch.empty(size // GROUP, total, dtype=torch.bfloat16, device=spec.device)
@@ -101,13 +97,13 @@ class Mxfp4Linear(QuantizedWeightLinear):
 
 class PackedMxfp4Linear(Mxfp4Linear):
     """weight_packed: [out_features, in_features / 2] uint8; weight_scale: [out_features, groups]
-    uint8, as compressed-tensors calls them."""
+    uint8, in compressed-tensors' names.
+    """
 
     numbers = "weight_packed"
     scales = "weight_scale"
 
     def __init__(self, spec: LinearSpec) -> None:
-        """Raises ConfigError if rows are not whole groups."""
         super().__init__(spec)
         if spec.in_features % GROUP:
             raise ConfigError(
@@ -117,7 +113,6 @@ class PackedMxfp4Linear(Mxfp4Linear):
             )
 
     def tensors(self, out_features: int) -> Mapping[str, TensorSpec]:
-        """Numbers and scales."""
         size = self.spec.in_features
         return {
             self.numbers: TensorSpec(
@@ -131,7 +126,7 @@ class PackedMxfp4Linear(Mxfp4Linear):
 
 
 def _powers(scales: torch.Tensor) -> torch.Tensor:
-    """uint8 → 2 ** (scales - 127), bfloat16, of the same shape; 255 → infinity."""
+    """uint8 → 2 ** (scales - 127), bfloat16; 255 → infinity."""
     wide = scales.int()
     # The exponent bits of a float32; 2 ** -127 is subnormal.
     return torch.where(wide == 0, 1 << 22, wide << 23).view(torch.float32).to(torch.bfloat16)

@@ -1,7 +1,6 @@
-"""NVFP4: e2m1 numbers (`e2m1.py`), 16 of which share a scale in e4m3; a scale in float32 holds for
-the whole tensor.
+"""NVFP4: e2m1 numbers, 16 of which share an e4m3 scale, with a float32 scale per tensor.
 
-Inputs stay wide: no device that is served here multiplies 4-bit floats.
+Inputs stay wide: no supported device multiplies 4-bit floats.
 """
 
 from __future__ import annotations
@@ -21,22 +20,21 @@ GROUP = 16
 
 
 class Nvfp4Tensors(NamedTuple):
-    """What a tool calls the tensors of a layer, besides weight_scale."""
+    """A tool's names of a layer's tensors, besides weight_scale."""
 
     numbers: str
     whole: str
     """The tensor's scale."""
     inputs: str
-    """That of inputs, which is not used."""
+    """The inputs' scale, which is unused."""
     inverse: bool = False
-    """The tensor's scale is what numbers were multiplied by, not what they are to be."""
+    """Whether the tensor's scale is a divisor."""
 
 
 class Nvfp4Linear(QuantizedWeightLinear):
     """numbers: [out_features, in_features / 2] uint8; weight_scale: [out_features, groups] e4m3."""
 
     def __init__(self, spec: LinearSpec, names: Nvfp4Tensors) -> None:
-        """Raises ConfigError if rows are not whole groups."""
         super().__init__(spec)
         self.names = names
         if spec.in_features % GROUP:
@@ -47,7 +45,6 @@ class Nvfp4Linear(QuantizedWeightLinear):
             )
 
     def tensors(self, out_features: int) -> Mapping[str, TensorSpec]:
-        """Numbers, and scales of groups and of the tensor."""
         size = self.spec.in_features
         axes: tuple[Axis | None, ...] = (("out", 1), ("in", GROUP))
         return {
@@ -64,7 +61,7 @@ class Nvfp4Linear(QuantizedWeightLinear):
         }
 
     def pack(self, shards: Mapping[str, Mapping[str, torch.Tensor]]) -> QuantizedWeight:
-        """Copy a part of a shard at a time: together they are most of a model."""
+        """Copy parts of a shard at a time: they are most of a model."""
         spec = self.spec
         size, total = spec.in_features, spec.out_features
         scale = torch.empty(size // GROUP, total, dtype=torch.float32, device=spec.device)

@@ -1,4 +1,4 @@
-"""Round to nearest, 4 or 8 bits, while any checkpoint loads: no calibration, weights only."""
+"""Round to nearest, 4 or 8 bits, at load: no calibration, weights only."""
 
 from __future__ import annotations
 
@@ -31,12 +31,10 @@ class Rtn:
 
     @classmethod
     def supports(cls, device: torch.device, dtype: torch.dtype) -> str | None:
-        """Return None: every device is supported."""
         return None
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Rtn:
-        """Raises ConfigError with the field's name."""
         read = ConfigReader(config)
         return cls(
             bits=read.choice("bits", (4, 8), 8),
@@ -64,8 +62,6 @@ def read_group_size(read: ConfigReader, default: int, field: str = "group_size")
 
 
 class RtnLinear(QuantizedWeightLinear):
-    """A product by a weight that is rounded at load."""
-
     def __init__(self, spec: LinearSpec, bits: int, group_size: int) -> None:
         super().__init__(spec)
         self.bits = bits
@@ -77,7 +73,6 @@ class RtnLinear(QuantizedWeightLinear):
         return {"weight": TensorSpec((out_features, size), axes=(("out", 1), ("in", 1)))}
 
     def pack(self, shards: Mapping[str, Mapping[str, torch.Tensor]]) -> QuantizedWeight:
-        """Round each shard."""
         group = min(self.group_size, self.spec.in_features)
         parts = [
             round_to_words(shards[shard]["weight"].to(self.spec.dtype), self.bits, group)

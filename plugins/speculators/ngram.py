@@ -1,8 +1,8 @@
-"""Prompt lookup: what followed the last tokens where they stood before is proposed again.
+"""Prompt lookup: proposes the tokens that followed an earlier occurrence of the last tokens.
 
-Of the lengths from `prompt_lookup_max` down to `prompt_lookup_min`, the longest one is taken for
-which the request's last tokens stand in its prompt or output before; of several places the first,
-which has most tokens after it. (Saxena 2023, "Prompt lookup decoding"; names and ties are vLLM's.)
+It looks up the last `prompt_lookup_max` tokens, down to `prompt_lookup_min`, in prompt and output;
+the first occurrence wins, as most tokens follow it. (Saxena 2023, "Prompt lookup decoding"; names
+and ties are vLLM's.)
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Count = Annotated[int, Meta(ge=1, le=32)]
 
 
 class NgramOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Keys of `speculative_config`. With one of them left out it equals the other; both: 5."""
+    """Keys of `speculative_config`. One alone sets both; the default is 5."""
 
     prompt_lookup_max: Annotated[
         Count | None, Meta(description="Most last tokens that are looked up.")
@@ -43,14 +43,11 @@ class NgramOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """Fewest and most last tokens that are looked up."""
         least, most = self.prompt_lookup_min, self.prompt_lookup_max
         return least or most or DEFAULT, most or least or DEFAULT
 
 
 class Ngram(Speculator):
-    """The tokens of a request are its draft model."""
-
     options = NgramOptions
 
     def __init__(self, setup: SpeculatorSetup) -> None:
@@ -61,7 +58,6 @@ class Ngram(Speculator):
         self._launches = _launches and setup.device.type == "cuda"
 
     def propose(self, tokens: KnownTokens) -> Drafts:
-        """Look up the last tokens of each row: one launch on a GPU."""
         arguments: tuple[Any, ...] = (*tokens, self._least, self._most, self._num_drafts)
         if self._launches:
             return Drafts(*lookup_ngrams(*arguments))
@@ -78,9 +74,9 @@ def lookup(
     *,
     longest: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute in torch what the kernel does; see `KnownTokens` and `Drafts`.
+    """Compute what the kernel does; see `KnownTokens` and `Drafts`.
 
-    least, most: numbers of last tokens that are looked up; longest: of any row.
+    least, most: numbers of last tokens to look up; longest: of any row.
     """
     known = history[slots, :longest]
     positions = torch.arange(known.shape[1], device=known.device)

@@ -1,4 +1,4 @@
-"""The Ray cluster: this process's connection to it, the places of ranks, and their actors."""
+"""The Ray cluster: its connection, the placement of ranks, and their actors."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from .actor import RankActor
 logger = logging.getLogger("jackfield.worker")
 POLL_SECONDS = 0.05
 TOGETHER_SECONDS = 5.0
-"""How long ranks that one host could hold wait for room there, before other hosts' is taken."""
+"""Seconds to wait for room on a single host before ranks may use several."""
 REACH_SECONDS = 5.0
-"""Time for the cluster's address to take a connection."""
+"""Seconds for the cluster's address to accept a connection."""
 REMIND_SECONDS = 15.0
-"""How often the log says that the ranks still wait for a place."""
+"""Seconds between log messages while ranks wait for room."""
 ALL_VISIBLE = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
-"""Ray's switch: a process sees all GPUs of its host, as peers must that share memory."""
+"""Ray's switch that lets a process see all GPUs of its host, as peers that share memory must."""
 COPIED = ("JACKFIELD_", "NCCL_", "GLOO_", "TORCH_", "TRITON_", "HF_")
-"""Variables of rank 0's environment whose names begin so are defaults of the other ranks."""
+"""Prefixes of rank 0's variables that are defaults of the other ranks."""
 
 
 def load_ray() -> Any:
-    """Return the package. Raises ConfigError if it is not installed."""
+    """Return the package; raises ConfigError if it is not installed."""
     try:
         import ray
     except ImportError as error:
@@ -41,30 +41,29 @@ def load_ray() -> Any:
 
 
 class Node(NamedTuple):
-    """A host of the cluster, as Ray sees it."""
+    """A host of the cluster."""
 
     id: str
     name: str
     address: str
     resources: dict[str, float]
-    """In all, used or not."""
+    """Total, used or not."""
 
     def __str__(self) -> str:
         return f"{self.name} ({self.address})"
 
 
 class Connection:
-    """This process as a driver of the cluster: a process has one connection, its engines share
-    it."""
+    """This process's driver connection, shared by its engines."""
 
     _lock: ClassVar[threading.Lock] = threading.Lock()
     _users: ClassVar[int] = 0
     _own: ClassVar[bool] = False
-    """Whether it was made here, and is to be ended here."""
+    """Whether it was opened here."""
 
     @classmethod
     def open(cls) -> None:
-        """Connect, unless the process is connected. Blocks. Raises ConfigError."""
+        """Connect unless connected. Blocks. Raises ConfigError."""
         ray = load_ray()
         with cls._lock:
             if not ray.is_initialized():
@@ -74,7 +73,7 @@ class Connection:
 
     @classmethod
     def close(cls) -> None:
-        """End the connection with its last user, if it was made here."""
+        """End the connection with its last user, if it was opened here."""
         ray = load_ray()
         with cls._lock:
             cls._users -= 1
@@ -84,7 +83,7 @@ class Connection:
 
 
 def _connect(ray: Any) -> None:
-    """Not on the main thread, where Ray would take over SIGTERM."""
+    """Not for the main thread, where Ray would take over SIGTERM."""
     address = os.environ.get("RAY_ADDRESS", "")
     if address.startswith("ray://"):
         raise ConfigError(
@@ -117,10 +116,9 @@ class RemoteRank:
     def __init__(self, rank: int, node: Node, actor: Any) -> None:
         self.rank, self.node, self.actor = rank, node, actor
         self.ending: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """How it has ended, as the rest of a sentence about it."""
+        """Rest of a sentence that describes its end."""
 
     def run(self, *arguments: Any) -> None:
-        """Start `RankActor.run`."""
         loop = asyncio.get_running_loop()
 
         def ended(done: Any) -> None:
@@ -135,29 +133,27 @@ class RemoteRank:
 
 
 class Placement:
-    """A placement group of Ray with a bundle for each rank: bundle 0 is on this process's node."""
+    """A Ray placement group with a bundle per rank; bundle 0 is on this process's node."""
 
     given: ClassVar[Any] = None
-    """Ray's group for the ranks of this process's engine, which another process has made; None: it
-    makes its own."""
+    """Group for this process's ranks, created by another process; None: it creates one."""
 
     def __init__(self, resource: str, size: int) -> None:
-        """resource: "GPU" or "CPU", one of them for a rank."""
+        """resource: "GPU" or "CPU", one per rank."""
         self.resource, self.size = resource, size
         self.nodes: list[Node] = []
-        """By rank, once there is room: rank 0's, the others of its host, those of other hosts."""
+        """By rank, once reserved: rank 0's host first."""
         self._ray = load_ray()
         self.group: Any = None
-        """Ray's."""
         self._group: Any = None
-        """The same, if it was made here, and is to be removed here."""
+        """The same, if it was created here and is to be removed here."""
         self._bundles: list[int] = []
-        """By rank."""
         self._actors: list[Any] = []
 
     async def reserve(self, seconds: float) -> None:
-        """Wait until there is room for all ranks. Raises ConfigError where there cannot be, and
-        RankFailed after `seconds`."""
+        """Wait for room for all ranks. Raises ConfigError if there cannot be any, and RankFailed
+        after `seconds`.
+        """
         own: str = self._ray.get_runtime_context().get_node_id()
         nodes = await asyncio.to_thread(self._alive)
         here = int(nodes[own].resources.get(self.resource, 0))
@@ -179,15 +175,16 @@ class Placement:
         await self._await_room(nodes, None, max(rooms) >= self.size, seconds)
 
     def own_address(self) -> str:
-        """Return the address of this process's host in the cluster."""
+        """Return this host's address in the cluster."""
         own: str = self._ray.get_runtime_context().get_node_id()
         return self._alive()[own].address
 
     async def _await_room(
         self, nodes: dict[str, Node], own: str | None, together: bool, seconds: float
     ) -> None:
-        """Wait for a group of all ranks, on one host if `together`. own: the node of rank 0; None:
-        any."""
+        """Wait for a group of all ranks, on one host if `together`. own: rank 0's node; None:
+        any.
+        """
         began = reminded = time.monotonic()
         await asyncio.to_thread(self._ask, own, together)
         while (await asyncio.to_thread(self._table))["state"] != "CREATED":
@@ -205,7 +202,7 @@ class Placement:
         await self._settle(await asyncio.to_thread(self._alive), own, self._group)
 
     async def _settle(self, nodes: dict[str, Node], own: str | None, group: Any) -> None:
-        """Number the ranks by the bundles of a group that has room."""
+        """Number the ranks by the bundles of a reserved group."""
         self.group = group
         places = (await asyncio.to_thread(self._table))["bundles_to_node_id"]
         own = places[0] if own is None else own
@@ -215,8 +212,9 @@ class Placement:
         self.nodes = [nodes[places[bundle]] for bundle in self._bundles]
 
     def _ask(self, own: str | None, together: bool) -> None:
-        """Ask for the bundles, in place of those asked for before. `own`: the node of rank 0, None:
-        any; `together`: all on one node."""
+        """Request the bundles, replacing earlier requests. `own`: rank 0's node, None: any;
+        `together`: all on one node.
+        """
         from ray.util.placement_group import placement_group, remove_placement_group
 
         if self._group is not None:
@@ -258,7 +256,7 @@ class Placement:
         )
 
     def start_actors(self) -> list[RemoteRank]:
-        """Start the actors of ranks other than 0, and, for GPUs, one that holds rank 0's."""
+        """Start the other ranks' actors and, for GPUs, one that holds rank 0's."""
         own = [self._actor(0)] if self.resource == "GPU" else []
         remotes = [
             RemoteRank(rank, self.nodes[rank], self._actor(rank)) for rank in range(1, self.size)
@@ -267,7 +265,7 @@ class Placement:
         return remotes
 
     def start_engine(self, number: int, kind: type) -> RemoteRank:
-        """Start the actor of an engine, a `kind`, beside its rank 0, which keeps its bundle."""
+        """Start the actor of an engine, a `kind`, next to its rank 0, which keeps its bundle."""
         remote = RemoteRank(number, self.nodes[0], self._actor(0, kind))
         self._actors = [remote.actor]
         return remote
@@ -293,12 +291,11 @@ class Placement:
         )
 
     async def own_gpu(self) -> str:
-        """Return Ray's name of rank 0's GPU."""
         gpu: str = await self._actors[0].gpu.remote()
         return gpu
 
     def release(self) -> None:
-        """End the actors, and give the places back. Blocks."""
+        """End the actors, and release the bundles. Blocks."""
         from ray.util.placement_group import remove_placement_group
 
         for actor in self._actors:
@@ -310,12 +307,12 @@ class Placement:
 
 
 def copied_environment() -> dict[str, str]:
-    """Return the variables of this process that other ranks get as defaults."""
+    """Return this process's variables that are other ranks' defaults."""
     return {name: value for name, value in os.environ.items() if name.startswith(COPIED)}
 
 
 def describe_ending(error: BaseException | None) -> str:
-    """Return how an actor has ended, as the rest of a sentence. error: what its run raised."""
+    """Return the rest of a sentence on an actor's end. error: what its run raised."""
     if error is None:
         return "ended"
     cause = getattr(error, "cause", None)

@@ -1,7 +1,7 @@
 """TCP connections between rank 0 and ranks of other hosts.
 
-Rank 0 listens; a rank that connects says first who it is, and proves by a secret of this engine,
-which Ray has carried to it, that it is. What it sends before is not decoded.
+Rank 0 listens; a connecting rank first sends its number and the engine's secret, which it got
+through Ray. Nothing is decoded before.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ SECRET_BYTES = 32
 GREETING = struct.Struct(f"!{SECRET_BYTES}sH")
 """The secret, and the rank's number."""
 GREETING_SECONDS = 10.0
-"""Time for the greeting: then the connection is closed."""
+"""Seconds for the greeting before the connection is closed."""
 SILENT_SECONDS = 30
-"""A connection ends if the other host does not acknowledge what is sent for so long."""
+"""Seconds without acknowledgement after which a connection ends."""
 
 
 def connect(address: tuple[str, int], secret: bytes, rank: int) -> socket.socket:
-    """Return a blocking connection to rank 0, greeted. Raises OSError."""
+    """Return a blocking, greeted connection to rank 0. Raises OSError."""
     connection = socket.create_connection(address, timeout=GREETING_SECONDS)
     connection.settimeout(None)
     _configure(connection)
@@ -33,7 +33,7 @@ def connect(address: tuple[str, int], secret: bytes, rank: int) -> socket.socket
 
 
 def _configure(connection: socket.socket) -> None:
-    """Send small messages at once, and find out that a host has gone without a word."""
+    """Send small messages at once, and detect a lost host."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in {
@@ -47,17 +47,16 @@ def _configure(connection: socket.socket) -> None:
 
 
 class Reception:
-    """Rank 0's side: waits for the other ranks' connections."""
+    """Rank 0's side: accepts the other ranks' connections."""
 
     def __init__(self, listener: socket.socket, ranks: range) -> None:
-        """listener: `core.parallel.join.listen`; closed by `close`."""
+        """listener: `core.parallel.join.listen`; `close` closes it."""
         loop = asyncio.get_running_loop()
         self.secret = secrets.token_bytes(SECRET_BYTES)
         self.address: tuple[str, int] = listener.getsockname()[:2]
         self.connections: dict[int, asyncio.Future[socket.socket]] = {
             rank: loop.create_future() for rank in ranks
         }
-        """By rank."""
         self._listener = listener
         self._listener.setblocking(False)
         self._greetings: set[asyncio.Task[None]] = set()
@@ -72,7 +71,7 @@ class Reception:
             greeting.add_done_callback(self._greetings.discard)
 
     async def _greet(self, connection: socket.socket, host: str) -> None:
-        """Give the connection to its rank, or close it."""
+        """Assign the connection to its rank, or close it."""
         kept = False
         try:
             connection.setblocking(False)
@@ -93,11 +92,11 @@ class Reception:
             logger.warning("a connection from %s was closed: it is not of a rank", host)
 
     def take(self, rank: int) -> socket.socket:
-        """Return a rank's connection, which is there."""
+        """Return a rank's established connection."""
         return self.connections.pop(rank).result()
 
     async def close(self) -> None:
-        """Accept no more. Connections that were not taken are closed."""
+        """Stop accepting, and close connections that were not taken."""
         tasks = [self._accepting, *self._greetings]
         for task in tasks:
             task.cancel()
@@ -110,7 +109,7 @@ class Reception:
 
 
 async def _receive(connection: socket.socket) -> bytes:
-    """Return the bytes of a greeting. Raises EOFError."""
+    """Return a greeting. Raises EOFError."""
     loop = asyncio.get_running_loop()
     received = b""
     while len(received) < GREETING.size:

@@ -1,4 +1,4 @@
-"""What runs in a process of Ray that is one of several engines.
+"""Runs in a Ray process as one of several engines.
 
 Imports nothing large before the environment is complete.
 """
@@ -14,7 +14,7 @@ from .cluster import Placement
 
 
 class EngineActor:
-    """An actor that is one of several engines, and its rank 0."""
+    """An actor with an engine and its rank 0."""
 
     def run(
         self,
@@ -24,8 +24,9 @@ class EngineActor:
         environment: Mapping[str, str],
         group: Any,
     ) -> None:
-        """Serve the requests of the first process until it closes the connection, or the engine
-        dies. `address`: of the first process; `group`: Ray's placement group for its ranks."""
+        """Serve requests until the first process closes the connection, or the engine dies.
+        `address`: of the first process; `group`: Ray's placement group for the ranks.
+        """
         for name, value in environment.items():
             os.environ.setdefault(name, value)
         from ....core.data_parallel.member_program import run_member
@@ -35,5 +36,4 @@ class EngineActor:
         run_member(connect(address, secret, number))
 
     def dump_stacks(self) -> None:
-        """As of `RankActor`."""
         faulthandler.dump_traceback(file=2)

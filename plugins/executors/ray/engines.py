@@ -1,4 +1,4 @@
-"""The engines of `data_parallel_size`, each on hosts of the cluster with room for its ranks."""
+"""Places the engines of `data_parallel_size` on hosts with room for their ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ logger = logging.getLogger("jackfield.member")
 
 
 class RayEngine:
-    """An engine in an actor, which has rank 0; the other ranks are its own actors."""
+    """An engine in an actor with rank 0; its other ranks are its own actors."""
 
     def __init__(
         self, remote: RemoteRank, connection: socket.socket, release: Callable[[], None]
@@ -29,28 +29,25 @@ class RayEngine:
         self._remote, self._ray, self._release = remote, load_ray(), release
 
     def ending(self) -> str | None:
-        """As Ray says."""
         ending = self._remote.ending
         return ending.result() if ending.done() else None
 
     def kill(self) -> None:
-        """End the actor, and with it those that it has made."""
+        """End the actor, and with it its ranks' actors."""
         self._ray.kill(self._remote.actor)
 
     async def release(self) -> None:
-        """Give the places back."""
         await asyncio.to_thread(self._release)
 
 
 class RayEngines:
-    """Finds room for each engine by itself, with its rank 0 wherever that is."""
+    """Finds room for each engine separately, with its rank 0 anywhere."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
 
     async def start(self, number: int) -> RayEngine:
-        """Raises ConfigError without a cluster, and RankFailed where there is no room, or no
-        connection comes."""
+        """Raises ConfigError without a cluster, and RankFailed without room or a connection."""
         from ....core.engine.resolve_config import resolve_device
         from ....core.parallel.join import listen
 

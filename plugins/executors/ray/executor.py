@@ -1,7 +1,5 @@
-"""Ranks on the hosts of a Ray cluster: rank 0 in this process, each other one in an actor.
-
-Ray finds the hosts, starts the processes, and notices their end. Plans and jobs do not pass through
-it: they go to each rank by a TCP connection, as they go by a socket within one host.
+"""Ranks on the hosts of a Ray cluster: rank 0 in this process, each other one in an actor. Ray
+starts the processes and detects their end; plans and jobs travel by TCP.
 """
 
 from __future__ import annotations
@@ -52,7 +50,7 @@ class RayFollower(FollowerConnection):
     ) -> None:
         self.local_rank = local_rank
         self.process = process
-        """Its number on its host."""
+        """Process number on its host."""
         self._remote = remote
         self._ray = load_ray()
         self.host = remote.node.name
@@ -61,16 +59,14 @@ class RayFollower(FollowerConnection):
         remote.ending.add_done_callback(lambda _: self.lose())
 
     def ending(self) -> str | None:
-        """As Ray says."""
         ending = self._remote.ending
         return ending.result() if ending.done() else None
 
     def dump_stacks(self) -> None:
-        """By the actor's second thread."""
         self._remote.actor.dump_stacks.remote()
 
     def _kill(self) -> None:
-        """The process ends with its connection, also where Ray does not reach it."""
+        """The process ends with its connection, even if Ray does not reach it."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._ray.kill(self._remote.actor)
@@ -88,11 +84,10 @@ class RayExecutor(ProcessesExecutor):
 
     @staticmethod
     def start_ahead(config: EngineConfig) -> None:
-        """Nothing: which hosts have room is not known yet."""
+        """Nothing: the hosts are not known yet."""
 
     @staticmethod
     def engine_hosts(config: EngineConfig) -> RayEngines:
-        """Engines, too, are where the cluster has room."""
         return RayEngines(config)
 
     @staticmethod
@@ -100,7 +95,6 @@ class RayExecutor(ProcessesExecutor):
         """Nothing: Ray chooses the GPU."""
 
     async def _start_others(self) -> Place:
-        """Find room, start the actors, and wait for their connections."""
         from ....core.parallel.join import listen
 
         seconds = self.config.distributed_timeout_seconds
@@ -137,7 +131,7 @@ class RayExecutor(ProcessesExecutor):
     async def _connect_all(
         self, remotes: list[RemoteRank], reception: Reception, seconds: float
     ) -> None:
-        """Wait for all connections. Raises RankFailed if one does not come."""
+        """Wait for all connections; raises RankFailed if one is missing."""
         arrivals: set[asyncio.Future[Any]] = {
             reception.connections[remote.rank] for remote in remotes
         }
@@ -161,7 +155,7 @@ class RayExecutor(ProcessesExecutor):
             arrivals -= done
 
     async def _end_others(self) -> None:
-        """Leave neither actors nor a placement group, whatever has ended before."""
+        """Remove all actors and the placement group."""
         await super()._end_others()
         placement, self._placement = self._placement, None
         try:

@@ -13,13 +13,10 @@ from .params import config_of
 from .tekken import FILE, ROLES, backend, read_tekken, special_tokens
 
 THINK = ("[THINK]", "[/THINK]")
-"""Around reasoning, since v13."""
 TEMPLATE = Path(__file__).with_name("chat_template.jinja")
 
 
 class MistralFormat:
-    """params.json and tekken.json; the weights are `MistralLoader`'s."""
-
     config_file: ClassVar[str] = "params.json"
     tokenizer_file: ClassVar[str] = FILE
     load_format: ClassVar[str] = "mistral"
@@ -30,7 +27,7 @@ class MistralFormat:
 
     @staticmethod
     def read_chat_templates(folder: Path) -> Mapping[str, str]:
-        """Return the one template of all versions, with what this tekken.json says before it."""
+        """Return the one template of all versions, after this tekken.json's settings."""
         content = read_tekken(folder)
         version = content["config"]["version"].removeprefix("v")
         think = list(THINK) if set(THINK) <= set(special_tokens(content)) else []
@@ -55,8 +52,9 @@ class MistralFormat:
 
 
 def _settings(content: Mapping[str, Any]) -> str:
-    """Return the part of the template that sets `settings`: since v15, how much the model reasons,
-    of what tekken.json allows. Raises LoadError for anything else there."""
+    """Return the template's `settings`: since v15, the reasoning efforts that tekken.json allows.
+    Raises LoadError for anything else.
+    """
     builder = content.get("model_settings_builder") or {}
     effort = builder.get("reasoning_effort") if isinstance(builder, dict) else None
     if effort is None:

@@ -1,4 +1,4 @@
-"""params.json of Mistral's own checkpoints, as the config.json that `transformers` has for them."""
+"""Converts params.json of Mistral's own checkpoints to `transformers`' config.json."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ NAMES = {
     "n_kv_heads": "num_key_value_heads", "head_dim": "head_dim",
     "hidden_dim": "intermediate_size", "norm_eps": "rms_norm_eps", "vocab_size": "vocab_size",
 }  # fmt: skip
-"""What params.json calls it → what config.json does."""
+"""Name in params.json → name in config.json."""
 LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-"""Of latent attention, by the same names in both files."""
+"""Fields of latent attention, with equal names in both files."""
 EXPERTS = {
     "num_experts": "n_routed_experts", "num_experts_per_tok": "num_experts_per_tok",
     "num_shared_experts": "n_shared_experts", "expert_hidden_dim": "moe_intermediate_size",
@@ -57,8 +57,7 @@ UNREAD = frozenset({
     "_sliding_window", "causal", "model_parallel", "ragged_attention", "renorm_strategy",
     "rope_scaling_factor", "use_biases", "use_cache",
 })  # fmt: skip
-"""Fields that say nothing that a model here needs: a tensor that they announce and that has no
-place is refused by its name."""
+"""Fields without meaning here: any tensor that they announce is refused by its name."""
 YARN: dict[str, FieldKind] = {
     **dict.fromkeys(("factor", "original_max_position_embeddings"), POSITIVE.required()),
     **dict.fromkeys(("alpha", "beta"), POSITIVE),
@@ -73,14 +72,14 @@ MOE: dict[str, FieldKind] = {
     **dict.fromkeys(EXPERTS.keys() - {"num_experts", "num_experts_per_tok"}, NUMBER),
 }
 MOST_LAYERS = 10_000
-"""More is no model, and a list of their windows would fill the memory."""
+"""More layers are an error; the list of windows would fill the memory."""
 LENGTH = 128_000
-"""Of a model that states none, as mistral-inference has it."""
+"""Length of a model that states none, as in mistral-inference."""
 ENCODERS = ("multimodal", "vision_encoder")
 
 
 def config_of(folder: Path) -> dict[str, Any]:
-    """Return what a config.json would say. Raises ConfigError, LoadError."""
+    """Return the equivalent config.json. Raises ConfigError, LoadError."""
     file = folder / "params.json"
     params = read_object(file)
     for name, kind in KINDS.items():
@@ -117,7 +116,7 @@ def config_of(folder: Path) -> dict[str, Any]:
 
 
 def _family(file: Path, params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the architecture, and the fields that only some have."""
+    """Return the architecture and its specific fields."""
     moe, latent = params.get("moe") or {}, params.get("qk_nope_head_dim") is not None
     if moe:
         for name, kind in MOE.items():
@@ -167,7 +166,7 @@ def _family(file: Path, params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _windows(file: Path, params: Mapping[str, Any]) -> list[int | None]:
-    """Return each layer's window: `sliding_window` is one for all, or a pattern that repeats."""
+    """Return each layer's window: `sliding_window` is a number, or a repeated pattern."""
     value = params.get("sliding_window")
     pattern = value if isinstance(value, list) else [value]
     sizes = [window for window in pattern if window is not None]
@@ -180,7 +179,7 @@ def _windows(file: Path, params: Mapping[str, Any]) -> list[int | None]:
 
 
 def _one_window(file: Path, windows: list[int | None]) -> int | None:
-    """Return the window that all layers have."""
+    """Return the window common to all layers."""
     if len(set(windows)) > 1:
         raise ConfigError(
             f"model: {file} has a sliding_window in some layers, which is not supported beside moe "
@@ -191,7 +190,7 @@ def _one_window(file: Path, windows: list[int | None]) -> int | None:
 
 
 def _scaling(file: Path, params: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return how queries grow with their position; None: they do not."""
+    """Return how queries grow with their position; None: constant."""
     scaling: dict[str, Any] | None = params.get("llama_4_scaling") or None
     for name, kind in SCALING.items() if scaling else ():
         kind.check(file, scaling or {}, name, "llama_4_scaling.")
@@ -199,8 +198,9 @@ def _scaling(file: Path, params: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _rope(file: Path, params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the rope parameters. Without rope_theta it is mistral-inference's: 10,000 of models
-    with windows, the oldest, and 1,000,000 of others."""
+    """Return the rope parameters. The default rope_theta is mistral-inference's: 10,000 for models
+    with windows, 1,000,000 for others.
+    """
     default = 10_000.0 if params.get("sliding_window") else 1_000_000.0
     theta = float(params.get("rope_theta") or default)
     yarn = params.get("yarn")
@@ -230,7 +230,8 @@ def _rope(file: Path, params: Mapping[str, Any]) -> dict[str, Any]:
 
 def _quantization(file: Path, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return `quantization_config`: float8 with a scale for each tensor, or compressed-tensors' own
-    fields. Raises ConfigError for anything else."""
+    fields.
+    """
     method = str(given.get("quant_method", "")).lower().replace("_", "-")
     if method == "compressed-tensors":
         return {**given, "quant_method": method}

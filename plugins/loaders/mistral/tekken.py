@@ -1,7 +1,7 @@
-"""tekken.json, the tokenizer of Mistral's own checkpoints, as one of the `tokenizers` library.
+"""Reads tekken.json, Mistral's own tokenizer, into one of the `tokenizers` library.
 
-It has a vocabulary of bytes in the order of merging, the pattern that a text is split by first, and
-special tokens, whose ids come before all others.
+It has a byte vocabulary in merge order, the pattern that first splits a text, and special tokens,
+with the lowest ids.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from ....core.text.tokenizer_files import read_json
 
 FILE = "tekken.json"
 VERSIONS = ("v3", "v7", "v11", "v13", "v15")
-"""Versions whose chats are known (chat_template.jinja)."""
+"""Versions with known chats (chat_template.jinja)."""
 IMPLIED = (
     "<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]",
     "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]",
     "[IMG_END]", "[PREFIX]", "[MIDDLE]", "[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]",
     "[TOOL_CONTENT]",
 )  # fmt: skip
-"""The special tokens, from id 0, of files that list none, up to v7."""
+"""Special tokens, from id 0, of files without a list, up to v7."""
 LATEST_IMPLIED = "v7"
 MOST_SPECIALS = 1 << 16
 """Published files have 1000."""
@@ -36,7 +36,7 @@ BYTES = {byte: char for char, byte in ALPHABET.items()}
 
 
 def read_tekken(folder: Path) -> dict[str, Any]:
-    """Return the content of tekken.json. Raises LoadError, also for a version that is unknown."""
+    """Return tekken.json's content. Raises LoadError, also for an unknown version."""
     file = folder / FILE
     if not file.is_file():
         raise LoadError(f"tokenizer: {folder} has no {FILE}")
@@ -53,7 +53,6 @@ def read_tekken(folder: Path) -> dict[str, Any]:
 
 
 def special_tokens(content: Mapping[str, Any]) -> list[str]:
-    """Return the special tokens by id. Raises LoadError."""
     config, listed = content["config"], content.get("special_tokens")
     count = config.get("default_num_special_tokens")
     if listed is None:
@@ -91,15 +90,16 @@ def special_tokens(content: Mapping[str, Any]) -> list[str]:
 
 
 def _is_text(token: object) -> bool:
-    """Return whether a vocabulary can have it: a text, not empty, without half a character."""
+    """Return whether a vocabulary may have it: a nonempty text of complete characters."""
     if not isinstance(token, str):
         return False
     return token != "" and not any("\ud800" <= character <= "\udfff" for character in token)
 
 
 def backend(content: Mapping[str, Any]) -> Backend:
-    """Return the tokenizer: ids and pieces are those of tiktoken with the same vocabulary. Raises
-    LoadError for a file that contradicts itself."""
+    """Return the tokenizer, equal to tiktoken's with this vocabulary. Raises LoadError for an
+    inconsistent file.
+    """
     config, specials = content["config"], special_tokens(content)
     size = config.get("default_vocab_size")
     entries = content.get("vocab")
@@ -141,9 +141,9 @@ def backend(content: Mapping[str, Any]) -> Backend:
 
 
 def merges(ranks: Mapping[str, int]) -> list[tuple[str, str]]:
-    """Return the pairs that become a token, those of the lowest rank first.
+    """Return the pairs that become a token, by rank.
 
-    tiktoken joins the two neighbours that make the token of the lowest rank, whichever these are.
+    tiktoken joins the neighbours that make the token of the lowest rank.
     """
     pairs: list[tuple[str, str]] = []
     for token in ranks:

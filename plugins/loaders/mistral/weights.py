@@ -1,5 +1,6 @@
-"""The weights of Mistral's own checkpoints, consolidated*.safetensors: tensors by Mistral's names,
-and queries and keys in the order of its rotation."""
+"""Loads Mistral's consolidated*.safetensors: Mistral's names, and queries and keys in its
+rotation's order.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +28,12 @@ PREFIXES = {
     "norm.": "model.norm.",
     "layers.": "model.layers.",
 }
-"""Start of a name → its start in `transformers`' checkpoints."""
+"""Name prefix → prefix in `transformers`' checkpoints."""
 ENCODERS = (
     "vision_encoder.", "vision_language_adapter.", "patch_merger.", "pre_mm_projector_norm.",
     "mm_whisper_embeddings.", "mm_streams_embeddings.",
 )  # fmt: skip
-"""Starts of names of what reads images or sound, which is not loaded."""
+"""Name prefixes of image and sound encoders, which are not loaded."""
 MIXTURE = re.compile(r"^(layers\.\d+)\.feed_forward\.(gate|experts)\.")
 """A mixture of experts in place of an MLP."""
 BESIDE_ATTENTION = re.compile(r"^(layers\.\d+)\.(gate|experts|shared_experts)\.")
@@ -46,18 +47,17 @@ PARTS = {
     "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj",
     "qscale_act": "input_scale", "qscale_weight": "weight_scale",
 }  # fmt: skip
-"""Dotted part of a name → what `transformers`' checkpoints have there."""
+"""Dotted part of a name → part in `transformers`' checkpoints."""
 CACHE_SCALES = {
     f"{letter}_fake_quantizer.qscale_act": f"{letter}_scale" for letter in "qkv"
 } | {"kv_fake_quantizer.qscale_act": "kv_scale"}  # fmt: skip
 TURNED = re.compile(r"\.self_attn\.[qk]_proj\.")
-"""Tensors whose rows are in the order of Mistral's rotation, which turns neighbouring channels. The
-models here turn a channel of one half of a head with that of the other."""
+"""Tensors with rows in the order of Mistral's rotation, which pairs neighbouring channels; here,
+halves are paired."""
 
 
 def usual_name(name: str) -> str | None:
-    """Return what `transformers`' checkpoints call a tensor; None for one of what reads images or
-    sound."""
+    """Return a tensor's name in `transformers`' checkpoints; None for encoders."""
     in_mixture = MIXTURE.match(name)
     name = MIXTURE.sub(r"\1.block_sparse_moe.\2.", name)
     name = BESIDE_ATTENTION.sub(r"\1.mlp.\2.", name)
@@ -73,14 +73,11 @@ def usual_name(name: str) -> str | None:
 
 
 class MistralLoader:
-    """Fills a model from `consolidated*.safetensors`."""
-
     def __init__(self, config: EngineConfig, model_config: ModelConfig) -> None:
         self.folder = model_config.path
         self.head_dim = model_config.head_dim
 
     def load(self, model: nn.Module, device: torch.device) -> None:
-        """Raises LoadError naming what is missing, unexpected, or of another shape."""
         filler = ParameterFiller(model, model.weight_map)  # type: ignore[arg-type]
         latent = any(isinstance(module, LatentAttention) for module in model.modules())
         order = None if latent else RowOrder.halves(self.head_dim)
@@ -114,10 +111,10 @@ class MistralLoader:
 
 
 class _UsualFile:
-    """A file of Mistral's as one of `transformers`' names and rows."""
+    """Presents Mistral's file with `transformers`' names and rows."""
 
     def __init__(self, file: TensorFile, names: Mapping[str, str], order: RowOrder | None) -> None:
-        """names: usual name → the file's own."""
+        """names: usual name → name in the file."""
         self.file, self.names, self.order = file, names, order
 
     def get_tensor(self, name: str, /) -> torch.Tensor:
