@@ -1,4 +1,4 @@
-"""Calls in blocks that mean something only as a whole: a block is held until its closing mark."""
+"""Calls that are read block by block, as a block is only meaningful as a whole."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _ATTRIBUTE = re.compile(r"""\s*("[^"]+"|'[^']+'|[^\s"'<>]+)\s*>""")
 
 
 class BlockCallsParser(ToolMachine):
-    """A block is open, text, close. A family reads its calls in `calls`; a block in which it finds
-    none is content, marks included, and so is one that does not end, unless the family reads it.
+    """A block is open, text, close. A family's `calls` reads it; a block without calls is content
+    with its marks, as is an unfinished one, unless the family reads it.
     """
 
     open: ClassVar[tuple[str, ...]]
     close: ClassVar[str]
     verbatim: ClassVar[tuple[str, str] | None] = None
-    """Marks inside of a block between which `close` does not end it."""
+    """Marks inside a block between which `close` does not end it."""
     ends_turn: ClassVar[bool] = False
-    """Whether text after a block with calls is dropped; further blocks count."""
+    """Whether text after a block with calls is dropped; further blocks are read."""
     reads_unfinished: ClassVar[bool] = False
-    """Whether the calls that are complete count in a block that the end of the text cuts off."""
+    """Whether the complete calls of an unfinished block count."""
 
     def __init__(self, *, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         self._open = Marks(*self.open)
@@ -35,12 +35,10 @@ class BlockCallsParser(ToolMachine):
         super().__init__(tools=tools)
 
     def calls(self, block: str) -> list[tuple[str, str]] | None:
-        """Return the calls of a block, each a name and its arguments as JSON; None if it is no
-        block of calls."""
+        """Return a block's calls as (name, JSON arguments); None if it is not a block of calls."""
         raise NotImplementedError
 
     def read(self) -> Read[None]:
-        """Read content and blocks in turn."""
         text, answer = self.text, self.answer
         mark = yield from text.until(self._open, answer.emit)
         while mark:
@@ -66,18 +64,19 @@ class BlockCallsParser(ToolMachine):
             mark = yield from text.until(self._open, _drop if dropped else answer.emit)
 
     def types(self, name: str, key: str) -> frozenset[str]:
-        """Return the types of an argument by the tool's schema; empty if that has none."""
+        """Return an argument's types by the tool's schema; empty if unknown."""
         return parameter_types(self.schemas.get(name), key)
 
 
 def objects(arguments: Mapping[str, str]) -> str:
-    """Return the JSON of arguments whose values are JSON already."""
+    """Return the JSON of an object from values in JSON."""
     return "{" + ", ".join(f"{json.dumps(key)}: {value}" for key, value in arguments.items()) + "}"
 
 
 def value_of(text: str, types: frozenset[str]) -> str:
-    """Return a value's text as JSON of one of these types, else of any that it reads as, in JSON or
-    Python; strings stay as they are."""
+    """Return text as JSON of one of these types, else of whatever it reads as in JSON or Python,
+    else as a string.
+    """
     if types == {"string"}:
         return json.dumps(text, ensure_ascii=False)
     value = json_of(text, types)
@@ -89,8 +88,9 @@ def value_of(text: str, types: frozenset[str]) -> str:
 
 
 def elements(text: str, openers: Mapping[str, str]) -> Iterator[tuple[str, str] | None]:
-    """Yield (opener, text inside) of elements that stand one after another; at the end None if
-    anything but whitespace is left. `openers`: opening tag → closing tag."""
+    """Yield (opener, text inside) of consecutive elements; finally None if more than whitespace
+    remains. `openers`: opening tag → closing tag.
+    """
     position = 0
     while position < len(text):
         if text[position].isspace():
@@ -107,8 +107,9 @@ def elements(text: str, openers: Mapping[str, str]) -> Iterator[tuple[str, str] 
 
 
 def attribute(text: str, position: int = 0) -> tuple[str, int] | None:
-    """Return the attribute's value in the rest of a tag, `"f">…`, and where the text after the tag
-    begins; None if there is none."""
+    """Return the attribute's value in the rest of a tag, `"f">…`, and the position after the tag;
+    None without one.
+    """
     match = _ATTRIBUTE.match(text, position)
     if match is None:
         return None
@@ -117,8 +118,9 @@ def attribute(text: str, position: int = 0) -> tuple[str, int] | None:
 
 
 def object_of(text: str) -> dict[str, str] | None:
-    """Return the values of a JSON object as JSON, by key; None for any other text. Numbers that
-    JSON has no name for, and nesting that is too deep, are not read."""
+    """Return an object's values as JSON, by key; None for other text, NaN or infinity, or too deep
+    nesting.
+    """
     try:
         values = json.loads(text, strict=False)
         if not isinstance(values, dict):

@@ -20,18 +20,17 @@ SPACE = " \t\r\n"
 SPACES = re.compile(f"[{SPACE}]+")
 """A run of JSON whitespace."""
 MAX_JUNK = 64
-"""Characters at most between a call and its closing mark that are dropped as a model's error."""
+"""Most characters dropped between a call and its closing mark, as a model's error."""
 _CONTROLS = re.compile("[\x00-\x1f]+")
 _MAX_STRING = 512
-"""Characters after a mark inside a string that are searched for the end of the string."""
+"""Most characters after a mark in a string to search for the string's end."""
 _STRINGS = {quote: re.compile(rf"(?:[^{quote}\\]|\\.){{0,{_MAX_STRING}}}", re.S) for quote in "\"'"}
-"""Quote → the inside of a string, as far as it is searched."""
+"""Quote → the inside of a string, up to the search limit."""
 _LITTLE_SPACE = re.compile(f"[{SPACE}]{{0,{MAX_JUNK}}}")
 
 
 def whole_characters(text: str) -> str:
-    """Return a text without halves of surrogate pairs, which JSON's escapes may leave in a string:
-    what makes a pair is one character, and a half without its other one U+FFFD."""
+    """Join surrogate pairs, which JSON's escapes may leave, and replace lone halves by U+FFFD."""
     if text.isascii():
         return text
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
@@ -78,21 +77,19 @@ class Cursor:
         self._text = ""
         self._at = 0
         self._found: dict[re.Pattern[str], tuple[int, re.Match[str] | None]] = {}
-        """Pattern → position in the text from which it was searched, and the match."""
+        """Pattern → position searched from, and the match."""
         self.over = False
-        """Whether the text is complete: nothing follows."""
+        """Whether the text is complete."""
         self.passing: tuple[re.Pattern[str], EmitText] | None = None
-        """While `until` waits with all text handed on: a piece without a match of the pattern may
-        go to `emit` unchanged."""
+        """Set while `until` waits with all text passed on: a piece without a match may go to `emit`
+        directly."""
 
     def add(self, text: str) -> None:
-        """Append the next piece of text."""
         self._text = self._text[self._at :] + text
         self._at = 0
         self._found.clear()
 
     def end(self) -> None:
-        """Mark the text as complete."""
         self.over = True
 
     def until(self, marks: Marks, emit: EmitText) -> Read[str]:
@@ -143,16 +140,16 @@ class Cursor:
             yield
 
     def back(self, text: str) -> None:
-        """Return `text` to the input. It was consumed last, without a yield since."""
+        """Return `text`, which was just consumed without a yield since, to the input."""
         self._at -= len(text)
 
     def skip(self, size: int) -> None:
-        """Consume characters that are known to be present."""
+        """Consume characters that have arrived."""
         self._at += size
 
     @property
     def here(self) -> str:
-        """The next character if it has arrived, else ""."""
+        """The next character, or "" if none has arrived."""
         return self._text[self._at : self._at + 1]
 
     def peek(self) -> Read[str]:
@@ -164,7 +161,7 @@ class Cursor:
         return self._text[self._at]
 
     def ahead(self, size: int) -> str:
-        """Return up to `size` characters of the text that has arrived, without consuming them."""
+        """Return up to `size` characters that have arrived, without consuming them."""
         return self._text[self._at : self._at + size]
 
     def rest(self) -> str:
@@ -172,7 +169,7 @@ class Cursor:
         return self._text[self._at :]
 
     def run(self, pattern: re.Pattern[str]) -> Read[str]:
-        """Consume a run of characters; `pattern` is one class of characters, one or more times."""
+        """Consume a run of characters; `pattern` matches one or more of a class."""
         parts: list[str] = []
         while True:
             match = pattern.match(self._text, self._at)
@@ -187,11 +184,11 @@ class Cursor:
         self, emit: EmitText, emit_mended: EmitText | None = None, ends: Marks | None = None
     ) -> Read[Status]:
         """Consume the JSON value at the position, up to its end ("done"), to where it is invalid
-        ("bad"), or to the end of the text ("more"). A mark of `ends` is invalid too, also inside a
-        string, unless the string goes on to its end after it.
+        ("bad"), or to the end of the text ("more"). Marks of `ends` are invalid, even in a string,
+        unless the string continues to its end.
 
-        Its source goes to `emit`. `emit_mended` gets it with raw control characters inside strings,
-        which models write, escaped.
+        `emit` gets its source, `emit_mended` the same with raw control characters in strings
+        escaped.
         """
         scanner = JsonScanner()
         while True:
@@ -212,8 +209,9 @@ class Cursor:
                 yield
 
     def string_goes_on(self, size: int, quote: str = '"', after: str = ",:]}") -> Read[bool]:
-        """Return whether a string that contains the next `size` characters goes on after them: to
-        its closing quote, and one of the characters `after` it."""
+        """Return whether a string that contains the next `size` characters continues to its closing
+        quote and a character of `after`.
+        """
         while True:
             at = _STRINGS[quote].match(self._text, self._at + size).end()  # type: ignore[union-attr]
             if at - self._at - size >= _MAX_STRING:
@@ -249,7 +247,7 @@ class Cursor:
         return status
 
     def _next(self, pattern: re.Pattern[str], position: int) -> re.Match[str] | None:
-        """Return the pattern's first match from `position`, searched once, not once per value."""
+        """Return the first match from `position`; each pattern searches a position only once."""
         begin, match = self._found.get(pattern, (len(self._text) + 1, None))
         if begin > position or (match is not None and match.start() < position):
             match = pattern.search(self._text, position)
@@ -263,7 +261,6 @@ class Cursor:
 
 
 def run_through(reading: Read[T]) -> T:
-    """Return the result of reading a complete text."""
     while True:
         try:
             next(reading)
@@ -276,7 +273,7 @@ class StreamingParser:
     """Runs a generator, `read`, that appends to `events`."""
 
     markers: ClassVar[tuple[str, ...]] = ()
-    """Texts to look for that some tokenizers of the family hold as special tokens."""
+    """Marks that some tokenizers of the family hold as special tokens."""
 
     def __init__(self) -> None:
         self.text = Cursor()
@@ -284,11 +281,9 @@ class StreamingParser:
         self._reading = self.read()
 
     def read(self) -> Read[None]:
-        """Read all of the text."""
         raise NotImplementedError
 
     def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[ParserEvent]:
-        """Return the events of the next piece of text."""
         passing = self.text.passing
         if passing is not None and passing[0].search(text) is None:
             # Fast path for most pieces: the generator does the same in twice the time.
@@ -299,7 +294,6 @@ class StreamingParser:
         return self._go_on()
 
     def finish(self) -> list[ParserEvent]:
-        """End the text; return the events of what was held back."""
         self.text.end()
         return self._go_on()
 

@@ -1,4 +1,4 @@
-"""`Dialect`: what is registered for one parser of model output."""
+"""`Dialect`: what is registered for a parser."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ class Dialect(NamedTuple):
     place: str
     """"module:class", in the table's package."""
     models: str
-    """Who writes it."""
+    """Whose models write it."""
     marks: tuple[str, ...] = ()
-    """What `auto` knows a model's chat template by."""
+    """Texts in a chat template by which `auto` recognises a model."""
     model_types: tuple[str, ...] = ()
-    """Model types that share those marks with no others; (): any."""
+    """Model types that alone have those marks; (): any."""
     other_marks: tuple[str, ...] = ()
-    """What `auto` knows another chat template of such models by."""
+    """Texts by which `auto` recognises other chat templates of these models."""
     declaration: str = ""
-    """Field of tokenizer_config.json in which a checkpoint declares what the parser reads."""
+    """Field of tokenizer_config.json that declares the parser's format."""
     aliases: tuple[str, ...] = ()
-    """What SGLang calls it."""
+    """SGLang's names."""
 
     def register(self, registry: Any, name: str, package: str) -> None:
-        """Add it to a registry."""
         registry.add(
             name, f"{package}.{self.place}", help=self.models, aliases=self.aliases,
             extra=ParserMarks(

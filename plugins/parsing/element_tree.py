@@ -1,4 +1,4 @@
-"""Arguments as elements named after them, with elements inside for objects and lists."""
+"""Arguments as elements named after them, nested for objects and lists."""
 
 from __future__ import annotations
 
@@ -12,22 +12,20 @@ from .cursor import SPACE
 from .schema_values import json_of, types_of
 
 MAX_DEPTH = 128
-"""Nesting at which a call's arguments end."""
+"""Nesting at which arguments end."""
 _ITEM = "item"
 _CONTAINERS = frozenset({"array", "object"})
 _STRING = frozenset({"string"})
 
 
 class _Element:
-    """An element that is being read."""
-
     def __init__(self, name: str, schema: Any) -> None:
         self.name, self.schema = name, schema
         self.text: list[str] = []
         self.children: list[tuple[str, str]] = []
 
     def value(self, root: Any) -> str:
-        """Return the JSON that it stands for, by its schema where that says something."""
+        """Return the element's JSON, by its schema if that has types."""
         text, types = "".join(self.text), types_of(self.schema, root)
         if self.children:
             return self._container(text.strip(SPACE), types)
@@ -48,8 +46,8 @@ class _Element:
 
 
 def arguments_of(text: str, prefix: str, schema: Any) -> str:
-    """Return a call's arguments as JSON. Every tag begins with `prefix`; other text is text. A
-    wrong element ends the arguments: those before it count.
+    """Return a call's arguments as JSON. Tags begin with `prefix`. A wrong element ends the
+    arguments; earlier ones count.
 
     schema: of the tool's parameters, or None.
     """
@@ -80,7 +78,7 @@ def arguments_of(text: str, prefix: str, schema: Any) -> str:
 
 
 def _joined(pairs: list[tuple[str, str]]) -> dict[str, str]:
-    """Return named values by name; those of a repeated name are a list."""
+    """Return values by name; repeated names become lists."""
     values: dict[str, list[str]] = {}
     for name, value in pairs:
         values.setdefault(name, []).append(value)
@@ -90,7 +88,6 @@ def _joined(pairs: list[tuple[str, str]]) -> dict[str, str]:
 
 
 def _inner(schema: Any, name: str, root: Any) -> Any:
-    """Return the schema of an element inside another one; None if there is none."""
     if not isinstance(schema, Mapping):
         return None
     reference = schema.get("$ref")

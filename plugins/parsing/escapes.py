@@ -1,4 +1,4 @@
-"""Newlines that a model writes as the two characters of an escape."""
+"""Newlines that a model writes as escape sequences."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _OPAQUE = {
     "```": "```", "`": "`", "$$": "$$", "$": "$", "\\(": "\\)", "\\[": "\\]",
     "<tool_call>": "</tool_call>",
 }  # fmt: skip
-"""What opens a text whose escapes are its own (code, formulas, calls) → what closes it."""
+"""Openers of texts whose escapes stay (code, formulas, calls) → closers."""
 _DROPPED = (
     "<|im_end|>", *(f"<reserved_{number}>" for number in range(12, 16)),
     *(f"<|reserved_{number}|>" for number in range(12, 16)),
@@ -23,17 +23,18 @@ _LONGEST = max(map(len, _TOKENS))
 
 
 class NewlineEscapes:
-    """Passes text on with real newlines for `\\n`, `\\r` and `\\r\\n`; not in code, formulas and
-    calls, nor after a doubled backslash. Control tokens of MiniCPM-V are dropped."""
+    """Replaces `\\n`, `\\r` and `\\r\\n` by newlines, except in code, formulas and calls, or after
+    a doubled backslash. Control tokens of MiniCPM-V are dropped.
+    """
 
     def __init__(self, emit: EmitText) -> None:
         self._emit = emit
         self._held = ""
         self._closes = ""
-        """What ends the opaque text that has begun; "" outside of it."""
+        """Closer of the current opaque text; "" outside."""
 
     def add(self, text: str, *, final: bool = False) -> None:
-        """Pass on the next piece of text, but for an end that may begin something."""
+        """Pass on the next piece, except an end that may begin something."""
         text, self._held = self._held + text, ""
         parts: list[str] = []
         position = 0
@@ -47,12 +48,12 @@ class NewlineEscapes:
             self._emit("".join(parts))
 
     def finish(self) -> None:
-        """Pass on what is held back: nothing follows."""
         self.add("", final=True)
 
     def _next(self, text: str, position: int, parts: list[str], final: bool) -> int:
-        """Add text up to the next token, or that token; return where the rest begins, `position`
-        if more text decides what it is."""
+        """Add text up to the next token, or that token; return the position after it, or `position`
+        if more text is needed.
+        """
         closes = self._closes
         if closes:
             at = text.find(closes, position)

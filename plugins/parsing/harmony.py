@@ -15,12 +15,11 @@ from .cursor import Cursor, EmitText, Marks, Read
 MARKERS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|return|>",
            "<|call|>")  # fmt: skip
 BEGIN = Marks("<|start|>", "<|channel|>")
-"""Texts that begin a header. The first header of an output lacks its `<|start|>`, which is in the
-prompt."""
+"""Texts that begin a header. The prompt ends with the first `<|start|>`."""
 END = Marks("<|end|>", "<|return|>", "<|call|>", "<|start|>")
-"""Texts that end a message; `<|start|>` begins the next one too."""
+"""Texts that end a message; `<|start|>` also begins the next one."""
 ENDS = Marks(*END.texts, *BEGIN.texts)
-"""Texts that end a call, even if its JSON is incomplete."""
+"""Texts that end a call, even with incomplete JSON."""
 _MESSAGE = Marks("<|message|>")
 _MAX_HEADER = 256
 _CHANNEL_MARK = Marks("<|channel|>")
@@ -31,35 +30,30 @@ _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 
 
 class Header(msgspec.Struct):
-    """The header of a message."""
-
     source: str
     channel: str
     recipient: str
-    """Recipient of the call, as `functions.f`; "" for messages to the user."""
+    """Recipient of a call, as `functions.f`; "" for the user."""
 
 
 class Messages:
-    """Joins the messages of one kind into one text, with a newline between two."""
+    """Joins messages of one kind, with newlines between them."""
 
     def __init__(self, emit: EmitText) -> None:
         self._emit = emit
         self._said = self._between = False
 
     def begin(self) -> None:
-        """Start another message."""
         self._between = self._said
 
     def emit(self, text: str) -> None:
-        """Pass on text of a message."""
         if text:
             self._emit("\n" + text if self._between else text)
             self._said, self._between = True, False
 
 
 def first_recipient(text: Cursor) -> Read[str]:
-    """Consume and return ` to=f` at the beginning of an output, in front of `<|channel|>`; "" if it
-    begins otherwise."""
+    """Consume and return ` to=f` before the output's `<|channel|>`; "" without it."""
     mark = yield from text.accept(_TO)
     if not mark:
         return ""
@@ -73,8 +67,9 @@ def first_recipient(text: Cursor) -> Read[str]:
 
 
 def header(text: Cursor, mark: str) -> Read[Header | None]:
-    """Return the header that begins with `mark`, up to its `<|message|>`; None, with nothing
-    consumed, if there is none."""
+    """Consume and return the header that begins with `mark`, up to `<|message|>`; consume nothing
+    and return None if there is none.
+    """
     match = yield from text.until_within(_MESSAGE, _MAX_HEADER)
     if match is None:
         return None

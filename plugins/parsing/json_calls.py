@@ -126,8 +126,7 @@ class JsonCallsParser(ToolMachine):
 
 
 class JsonCall:
-    """Reads one call's object, key by key. `source` gets what is consumed before the call
-    starts."""
+    """Reads one call's object, key by key. `source` gets text consumed before the call starts."""
 
     def __init__(self, parser: JsonCallsParser, source: list[str], *, weak: bool) -> None:
         self._text, self._answer = parser.text, parser.answer
@@ -140,7 +139,6 @@ class JsonCall:
         self.started = False
 
     def read(self) -> Read[bool]:
-        """Read the call; return whether it is complete."""
         text, answer = self._text, self._answer
         name = ""
         arguments: list[str] | None = None
@@ -205,8 +203,9 @@ class JsonCall:
         return True
 
     def read_keyed(self) -> Read[bool]:
-        """Read a call whose only key is its name; return whether it is complete. Of more keys, the
-        first counts."""
+        """Read a call whose only key is its name; return whether it is complete. The first of
+        several keys counts.
+        """
         text, source = self._text, self._source
         if not (yield from sign(text, source, "{")):
             return False
@@ -243,7 +242,7 @@ def peek_after_space(text: Cursor, source: MutableSequence[str]) -> Read[str]:
 
 
 def sign(text: Cursor, source: MutableSequence[str], char: str) -> Read[bool]:
-    """Consume `char` if it is next after whitespace; return whether it was."""
+    """Consume `char` after whitespace; return whether it was there."""
     if (yield from peek_after_space(text, source)) != char:
         return False
     text.skip(1)
@@ -252,7 +251,7 @@ def sign(text: Cursor, source: MutableSequence[str], char: str) -> Read[bool]:
 
 
 def string(text: Cursor, source: MutableSequence[str]) -> Read[str]:
-    """Return the value of the JSON string that is next after whitespace; "" if there is none."""
+    """Return the JSON string after whitespace; "" without one."""
     if (yield from peek_after_space(text, source)) != '"':
         return ""
     parts: list[str] = []
@@ -264,12 +263,13 @@ def string(text: Cursor, source: MutableSequence[str]) -> Read[str]:
 
 
 _INCOMPLETE_ESCAPE = 11
-"""Characters at most by which an incomplete escape may lack its end: a pair of surrogates."""
+"""Most characters missing from an incomplete escape: a surrogate pair's."""
 
 
 def _quoted_object(text: Cursor, source: MutableSequence[str]) -> Read[tuple[str, bool]]:
-    """Return the JSON object inside the string at the position, as far as it goes ("" if it is not
-    an object), and whether it is complete."""
+    """Return the JSON object in the string at the position, as far as it goes ("" if it is not an
+    object), and whether it is complete.
+    """
     parts: list[str] = []
     whole = (yield from text.json(source.append, parts.append)) == "done"
     quoted = "".join(parts)

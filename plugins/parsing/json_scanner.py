@@ -1,7 +1,6 @@
 """Scans one JSON value that arrives in pieces: strictly, in linear time, keeping only the nesting.
 
-It reports where the value ends, and at which character it stops being JSON. Raw control characters
-inside strings are accepted, because models write them.
+It reports where the value ends, and at which character it stops being JSON.
 """
 
 from __future__ import annotations
@@ -38,14 +37,14 @@ Status = Literal["more", "done", "bad"]
 class JsonScanner:
     """Tracks one JSON value; `scan` returns how far it reaches.
 
-    A number at the outermost level ends only with the character after it.
+    A top-level number ends only with the next character.
     """
 
     def __init__(self) -> None:
         self._stack: list[str] = []
         self._expect = "value"
-        """What may come: value, first (value or `]`), key, firstkey (key or `}`), colon, after
-        (comma or a closing bracket); string, escape, hex, literal, number inside a scalar."""
+        """What may follow: value, first (value or `]`), key, firstkey (key or `}`), colon, after
+        (comma or closing bracket); or inside a scalar: string, escape, hex, literal, number."""
         self._is_key = False
         self._hex_left = 0
         self._literal = ""
@@ -53,14 +52,14 @@ class JsonScanner:
 
     @property
     def in_string(self) -> bool:
-        """Whether the text so far ends inside a string, and not inside an escape."""
+        """Whether the text ends inside a string, outside an escape."""
         return self._expect == "string"
 
     def scan(self, text: str, start: int = 0, stop: int | None = None) -> tuple[Status, int]:
         """Scan text[start:stop].
 
-        Returns ("more", stop), ("done", index after the value's last character), or ("bad", index
-        of the first character that cannot follow).
+        Returns ("more", stop), ("done", index after the value), or ("bad", index of the first
+        invalid character).
         """
         position, size = start, len(text) if stop is None else stop
         stack = self._stack

@@ -9,13 +9,13 @@ from .cursor import SPACES, EmitText, Marks, Read
 from .tool_machine import ToolMachine, closing, rest_of_call
 
 _MAX_HEADER = 256
-"""Characters at most before the arguments; longer text is not a call."""
+"""Most characters before the arguments; longer text is not a call."""
 
 
 class NamedForm:
     """The form of one call: open, before_name, name, name_end, fence, {arguments}, close.
 
-    Any text other than an object in place of the arguments breaks the call off.
+    Arguments that are not an object break the call off.
     """
 
     def __init__(
@@ -30,9 +30,9 @@ class NamedForm:
         around: Sequence[str] = (),
         name_alone: bool = False,
     ) -> None:
-        """`before_name` and the fences may be missing. A `name_end` of `{` begins the arguments.
-        `around`: marks around all calls. `name_alone`: a name up to another call, or to the end of
-        the text, is a call without arguments.
+        """`before_name` and the fences are optional in the text. A `name_end` of `{` begins the
+        arguments. `around`: marks around all calls. `name_alone`: a name up to another call or the
+        end is a call without arguments.
         """
         self.open, self.close = tuple(open), tuple(close)
         self.before_name, self.name_end = Marks(before_name), Marks(*name_end)
@@ -40,30 +40,29 @@ class NamedForm:
         self.close_or_open = Marks(*close, *open)
         self.any = Marks(*close, *open, *around)
         self.ends = Marks(*close, *(fence_end + mark for mark in close), *open, *around)
-        """Texts that end a call, even if its JSON is incomplete."""
+        """Texts that end a call, even with incomplete JSON."""
         self.name_alone = name_alone
         self.header_end = Marks(*name_end, *(open if name_alone else ()))
 
     def name_of(self, header: str) -> tuple[str, str]:
-        """Return (name, the call's id or "") for the text in the name's place."""
+        """Return (name, the call's id or "") from the text at the name's place."""
         return header.strip(), ""
 
 
 class NamedCallsParser(ToolMachine):
-    """Reads calls of one form. The closing mark, and the arguments, may be missing."""
+    """Reads calls of one form; the closing mark and the arguments are optional."""
 
     form: ClassVar[NamedForm]
     around: ClassVar[tuple[str, ...]] = ()
-    """Marks around all calls; they are dropped."""
+    """Dropped marks around all calls."""
     last: ClassVar[str] = ""
-    """One of them after which no content follows: text after it is dropped, calls are not."""
+    """One of them after which content is dropped, but not calls."""
 
     def __init__(self, *, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         self._marks = Marks(*self.around, *self.form.open)
         super().__init__(tools=tools)
 
     def read(self) -> Read[None]:
-        """Read content and calls in turn."""
         emit: EmitText = self.answer.emit
         while mark := (yield from self.text.until(self._marks, emit)):
             if mark not in self.around:
@@ -73,7 +72,7 @@ class NamedCallsParser(ToolMachine):
 
 
 def named_call(parser: ToolMachine, form: NamedForm, source: list[str]) -> Read[None]:
-    """Read one call after its opening mark, which is already in `source`."""
+    """Read a call after its opening mark, which is in `source`."""
     text, answer = parser.text, parser.answer
     source.append((yield from text.run(SPACES)))
     source.append((yield from text.accept(form.before_name)))

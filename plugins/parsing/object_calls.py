@@ -1,4 +1,4 @@
-"""Tool calls whose arguments are an object that is not JSON: bare keys, strings between marks."""
+"""Tool calls with arguments in an object with bare keys and marked strings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .schema_values import json_of, parameter_types
 from .tool_machine import ToolMachine, closing, rest_of_call
 
 _MAX_HEADER = 256
-"""Characters at most of a call's name or of a key; longer text is neither."""
+"""Most characters of a name or key."""
 _HEADER = re.compile(r"\s*(?:call)?:\s*([\w.\-]+)\s*")
 _KEY = re.compile(r'[^,{}\[\]()<>":]+')
 _CLOSERS = {"{": "}", "(": ")", "[": "]"}
@@ -20,19 +20,19 @@ _STRING = frozenset({"string"})
 
 
 class ObjectCallsParser(ToolMachine):
-    """A call is open, `call:NAME{KEY:VALUE,…}`, close. A value is text between two `quote` marks
-    (nothing in it is escaped), an object or a list of values, or bare text up to `,` or a bracket.
+    """A call is open, `call:NAME{KEY:VALUE,…}`, close. A value is unescaped text between `quote`
+    marks, an object, a list, or bare text up to `,` or a bracket.
 
-    The tools' schemas determine the type of an argument that is text, bare text without a schema is
-    what it looks like. Strings are handed on as they arrive; a mark of a call ends them.
+    The tools' schemas determine the types of texts; bare text without a schema is what it looks
+    like. Strings are passed on as they arrive; a call's mark ends them.
     """
 
     open: ClassVar[str]
     close: ClassVar[str]
-    """May be missing."""
+    """Optional in the text."""
     quote: ClassVar[str]
     quoted: ClassVar[frozenset[str]] = _STRING
-    """Types of text between marks where the schema is silent; empty: inferred from the text."""
+    """Types of marked text without a schema; empty: inferred."""
 
     def __init__(self, *, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         self._open = Marks(self.open)
@@ -45,7 +45,6 @@ class ObjectCallsParser(ToolMachine):
         super().__init__(tools=tools)
 
     def read(self) -> Read[None]:
-        """Read content and calls in turn."""
         while mark := (yield from self.text.until(self._open, self.answer.emit)):
             yield from self._call(mark)
 
@@ -66,7 +65,7 @@ class ObjectCallsParser(ToolMachine):
             yield from rest_of_call(text, (self.close,), self._close_or_open)
 
     def _object(self, schema: Any, closer: str) -> Read[bool]:
-        """Read the arguments after their opening bracket; return whether they are complete."""
+        """Read the arguments after the opening bracket; return whether they are complete."""
         text, emit = self.text, self.answer.arguments
         stack, empty = [closer], True
         emit("{")
@@ -105,12 +104,12 @@ class ObjectCallsParser(ToolMachine):
         return True
 
     def _solid(self) -> Read[str]:
-        """Return the next character after whitespace without consuming it; "" at the end."""
+        """Return the next character after whitespace, not consuming it; "" at the end."""
         yield from self.text.run(SPACES)
         return (yield from self.text.peek())
 
     def _key(self) -> Read[str]:
-        """Consume and return a key, and the colon after it; "" if there is none."""
+        """Consume and return a key and its colon; "" without one."""
         match = yield from self.text.until_within(_COLON, _MAX_HEADER)
         if match is None:
             return ""

@@ -19,8 +19,8 @@ _MAX_NAME = 128
 class PythonCallsParser(ToolMachine):
     """A section is `[call, call]`, or with `lines` one call after another, between marks.
 
-    Arguments have names, and values that are Python literals. The text may begin with a section
-    without marks (`bare`); calls there must name a tool of the request.
+    Arguments are named Python literals. The text may begin with a section without marks (`bare`),
+    whose calls must name a tool.
     """
 
     open: ClassVar[tuple[str, ...]] = ()
@@ -28,11 +28,10 @@ class PythonCallsParser(ToolMachine):
     bare: ClassVar[bool] = True
     lines: ClassVar[bool] = False
     loose: ClassVar[bool] = False
-    """Whether strings are written without escapes: a quote inside is text where nothing follows it
-    that may stand after a string."""
+    """Whether strings have no escapes: a quote is text unless something may follow that follows a
+    string."""
     echoes: ClassVar[bool] = False
-    """Whether the model may write a section's text once more after its closing mark, and the mark:
-    that is dropped."""
+    """Whether a section's text and closing mark may be repeated, and are dropped."""
 
     def __init__(self, *, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         self._open = Marks(*self.open)
@@ -41,7 +40,6 @@ class PythonCallsParser(ToolMachine):
         super().__init__(tools=tools)
 
     def read(self) -> Read[None]:
-        """Read content and sections in turn."""
         gap = yield from self.text.run(SPACES)
         if self.bare and (yield from self.text.peek()) == "[":
             yield from self.section([gap], bare=True)
@@ -54,7 +52,7 @@ class PythonCallsParser(ToolMachine):
                 yield from self._drop_echo()
 
     def _drop_echo(self) -> Read[None]:
-        """Drop what may be an echo of the section, if a closing mark follows it."""
+        """Drop a possible echo of the section, if a closing mark follows."""
         text, mark = self.text, self.close[0]
         while mark in self.close:
             source: list[str] = []
@@ -66,7 +64,7 @@ class PythonCallsParser(ToolMachine):
         self.answer.emit("".join(source))
 
     def section(self, source: list[str], *, bare: bool) -> Read[None]:
-        """Read calls. source: what was consumed; content if no call follows."""
+        """Read calls. source: consumed text, which is content if no call follows."""
         text, answer = self.text, self.answer
         listed = yield from sign(text, source, "[")
         if not listed and not self.lines:
@@ -94,8 +92,9 @@ class PythonCallsParser(ToolMachine):
         yield from closing(text, answer, self.close, self._close_or_open)
 
     def _call(self, source: list[str], *, bare: bool) -> Read[bool]:
-        """Read a call; return whether it is complete. `source` gets what is consumed before it
-        starts."""
+        """Read a call; return whether it is complete. `source` gets text consumed before it
+        starts.
+        """
         text, answer = self.text, self.answer
         yield from peek_after_space(text, source)
         name = yield from text.run(_NAME)

@@ -1,4 +1,4 @@
-"""Converts Python literals, as models write them in calls, to JSON while they arrive."""
+"""Converts Python literals in calls to JSON as they arrive."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .cursor import SPACE, SPACES, Cursor, EmitText, Marks, Read
 
 _WORD = re.compile(r"[\w.+\-]+")
 _MAX_NUMBER = 64
-"""Characters of a number that is not JSON as it stands (`1_000`, `0x1f`, `.5`)."""
+"""Most characters of a number that is not JSON (`1_000`, `0x1f`, `.5`)."""
 _JSON_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _CONSTANTS = {
     "True": "true",
@@ -24,7 +24,6 @@ _CONSTANTS = {
 _TRIPLE = Marks('"""', "'''")
 _SINGLE = Marks('"', "'")
 _AFTER_STRING = ",:)]}"
-"""Characters of which one follows a string."""
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v",
             "\\": "\\", "'": "'", '"': '"'}  # fmt: skip
 _HEX_SIZES = {"x": 2, "u": 4, "U": 8}
@@ -37,10 +36,10 @@ class Strings(NamedTuple):
     """How strings end."""
 
     ends: tuple[str, ...] = ()
-    """Marks that end a string, too, and the literal, unless the string goes on to its quote."""
+    """Marks that end a string and the literal, unless the string continues to its quote."""
     loose: bool = False
-    """Whether a quote that nothing follows which may stand after a string is text: the model does
-    not escape quotes."""
+    """Whether a quote is text unless something may follow that follows a string: the model does not
+    escape quotes."""
 
 
 STRICT = Strings()
@@ -50,8 +49,8 @@ def read_value(text: Cursor, emit: EmitText, strings: Strings = STRICT) -> Read[
     """Consume a literal and pass it on as JSON: lists and tuples as arrays, dictionaries as
     objects.
 
-    Return None if it was a complete literal; else the text at which it failed, if any: what was
-    passed on is the beginning of JSON.
+    Return None for a complete literal, else the text at which it failed: the output is a prefix of
+    JSON.
     """
     stack: list[str] = []
     while True:
@@ -99,13 +98,13 @@ def read_value(text: Cursor, emit: EmitText, strings: Strings = STRICT) -> Read[
 
 
 def _solid(text: Cursor) -> Read[str]:
-    """Return the next character after whitespace without consuming it; "" at the end."""
+    """Return the next character after whitespace, not consuming it; "" at the end."""
     yield from text.run(SPACES)
     return (yield from text.peek())
 
 
 def python_value(text: str) -> str | None:
-    """Return the JSON of a text that is a complete Python literal; None if it is not."""
+    """Return a complete Python literal as JSON; None for other text."""
     cursor = Cursor()
     cursor.add(text)
     cursor.end()
@@ -169,8 +168,6 @@ def _string_marks(quote: str, ends: tuple[str, ...]) -> Marks:
 
 
 def _string(text: Cursor, emit: EmitText, strings: Strings) -> Read[str | None]:
-    """Read a quoted string."""
-
     def escaped(part: str) -> None:
         emit(json.dumps(part, ensure_ascii=False)[1:-1])
 

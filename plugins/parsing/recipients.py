@@ -14,9 +14,9 @@ START, MESSAGE = "<|start|>", "<|message|>"
 BEGIN = Marks(START)
 MARKERS = (START, MESSAGE, "<|eom|>", "<|eot|>")
 END = Marks("<|eom|>", "<|eot|>", START)
-"""Texts that end a message; `<|start|>` begins the next one too."""
+"""Texts that end a message; `<|start|>` also begins the next one."""
 BARE = Marks(" to=")
-"""Text that begins a header in a message that does not end."""
+"""Begins a header in an unfinished message."""
 _MESSAGE = Marks(MESSAGE)
 _NAME = re.compile(r"[\w.\-]+")
 _MAX_HEADER = 256
@@ -24,16 +24,18 @@ _HEADER = re.compile(r"\s*(?:assistant)?(?:\s+to=([\w.\-]+))?\s*")
 
 
 def bare_recipient(text: Cursor) -> Read[tuple[str | None, str]]:
-    """Consume the rest of a header without its `<|start|>`, after ` to=`. Return its recipient,
-    None if it is no header, and what was consumed."""
+    """Consume the rest of a header without `<|start|>`, after ` to=`. Return its recipient (None if
+    it is not a header) and the consumed text.
+    """
     name = yield from text.run(_NAME)
     mark = yield from text.accept(_MESSAGE)
     return (name if name and mark else None), name + mark
 
 
 def recipient(text: Cursor) -> Read[str | None]:
-    """Consume a header, after its `<|start|>`, and return its recipient, "" if it names none; None,
-    with nothing consumed, if there is no header."""
+    """Consume a header after its `<|start|>`, and return its recipient, "" without one; consume
+    nothing and return None without a header.
+    """
     match = yield from text.until_within(_MESSAGE, _MAX_HEADER)
     if match is None:
         return None

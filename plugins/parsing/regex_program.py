@@ -1,8 +1,8 @@
-"""Compiles regular expressions that a checkpoint supplies, for a search in linear time.
+"""Compiles a checkpoint's regular expressions for linear-time search.
 
 Of Python's syntax: literals, escapes, character classes, `.` (newlines too), groups, alternatives
-and repetitions, greedy or lazy. Assertions, back references, flags and possessive forms are
-refused, as is a `$` that is not an alternative of its own.
+and repetitions, greedy or lazy. Others are refused, as is a `$` that is not an alternative of its
+own.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 MAX_NODES = 512
-"""Nodes of a program at most; a count in braces repeats those of its operand."""
+"""Most nodes of a program; a count in braces repeats its operand's."""
 _MAX_WORK = 8 * MAX_NODES
-"""Parts that are added to a program at most: those without a character have no nodes."""
+"""Most parts of a program, including those without nodes."""
 _MAX_SOURCE = 2048
 _MAX_DEPTH = 20
 _CLASSES = "dDsSwW"
@@ -26,17 +26,13 @@ _NAME = re.compile(r"\?P<([A-Za-z_]\w{0,63})>")
 
 
 class Char(NamedTuple):
-    """One character: a literal, or of a class."""
-
     source: str
-    """As a regular expression."""
+    """Regular expression of it."""
     literal: str
     """The character, "" for a class."""
 
 
 class Sequence(NamedTuple):
-    """Parts one after another."""
-
     parts: list[Part]
 
 
@@ -47,7 +43,7 @@ class Choice(NamedTuple):
 
 
 class Repeat(NamedTuple):
-    """`low` to `high` times (None: any number); lazy: as few as possible."""
+    """`low` to `high` times (None: any number); lazy: prefer fewer."""
 
     part: Part
     low: int
@@ -56,7 +52,7 @@ class Repeat(NamedTuple):
 
 
 class Group(NamedTuple):
-    """A part whose text has a name."""
+    """A named part."""
 
     name: str
     part: Part
@@ -70,12 +66,12 @@ Part = Char | Sequence | Choice | Repeat | Group | End
 
 
 def literal(text: str) -> Sequence:
-    """Return the expression of a text as it is."""
+    """Return the expression that matches `text` literally."""
     return Sequence([Char(re.escape(char), char) for char in text])
 
 
 def parse(source: str) -> Part:
-    """Parse an expression. Raises ValueError, with what is not read."""
+    """Parse an expression. Raises ValueError naming unsupported syntax."""
     if len(source) > _MAX_SOURCE:
         raise ValueError(f"a pattern of {len(source)} characters ({_MAX_SOURCE} at most)")
     reader = _Reader(source)
@@ -86,8 +82,6 @@ def parse(source: str) -> Part:
 
 
 class _Reader:
-    """A recursive descent over the source."""
-
     def __init__(self, source: str) -> None:
         self.source = source
         self.at = 0
@@ -207,8 +201,9 @@ class _Reader:
 
 
 def without_end(part: Part) -> Part | None:
-    """Return the expression without alternatives that are the end of the text alone; None if
-    nothing is left. Raises ValueError for any other `$`."""
+    """Remove alternatives that are the end of the text; None if none remain. Raises ValueError for
+    other `$`.
+    """
     options = part.options if isinstance(part, Choice) else [part]
     left: list[Part] = [option for option in options if not isinstance(option, End)]
     for inner in left:
@@ -220,12 +215,11 @@ def without_end(part: Part) -> Part | None:
 
 
 def names(part: Part) -> list[str]:
-    """Return the names of its groups."""
     return [found.name for found in _walk(part) if isinstance(found, Group)]
 
 
 def literals(part: Part) -> list[str]:
-    """Return the longest literal texts in it, in their order."""
+    """Return its longest literal texts, in order."""
     texts, run = [], ""
     for found in [*_walk(part), Sequence([])]:
         if isinstance(found, Char) and found.literal:
@@ -237,8 +231,9 @@ def literals(part: Part) -> list[str]:
 
 
 def _walk(part: Part) -> Iterator[Part]:
-    """Yield the expression and all inside of it, in the order of the text. What is repeated or one
-    of several is preceded and followed by its own node."""
+    """Yield the expression and its parts in text order. Repetitions and alternatives are preceded
+    and followed by their own node.
+    """
     yield part
     inner: list[Part] = []
     if isinstance(part, Sequence):
@@ -266,22 +261,22 @@ def _may_be_empty(part: Part) -> bool:
 
 
 class Node(NamedTuple):
-    """A node of a program: a character to match, a branch, a mark of a group, or the match."""
+    """A node of a program: a character, a branch, a group's mark, or the match."""
 
     char: Char | None = None
     branches: tuple[int, ...] = ()
-    """The next nodes without a character, the preferred one first."""
+    """The next nodes without a character, by preference."""
     slot: int = -1
-    """Of a group's mark: the place for the position in a thread's data."""
+    """A group mark's place in a thread's data."""
     next: int = -1
-    """The node after the character, or after the mark."""
+    """The node after the character or mark."""
 
 
 class Program:
     """The nodes of an expression; node 0 is the match."""
 
     def __init__(self, part: Part) -> None:
-        """Raises ValueError if it is too large, matches no text at all, or has a name twice."""
+        """Raises ValueError if it is too large, matches only the empty text, or repeats a name."""
         self.nodes: list[Node] = [Node()]
         self._num_added = 0
         self.names = names(part)
@@ -293,7 +288,7 @@ class Program:
             raise ValueError("it matches no text at all")
         leaves = [self.nodes[node].char for node, _ in self.closure(self.start)]
         self.first = "|".join(leaf.source for leaf in leaves if leaf is not None) or "(?!)"
-        """An expression for the characters that a match may begin with."""
+        """An expression of the characters that may begin a match."""
 
     def _new(self, node: Node) -> int:
         if len(self.nodes) >= MAX_NODES:
@@ -302,7 +297,7 @@ class Program:
         return len(self.nodes) - 1
 
     def _add(self, part: Part, then: int) -> int:
-        """Add the nodes of an expression that `then` follows; return the first one."""
+        """Add an expression's nodes before `then`; return the first."""
         self._num_added += 1
         if self._num_added > _MAX_WORK:
             raise ValueError(f"it is too large: more than {_MAX_WORK} parts")
@@ -335,8 +330,9 @@ class Program:
         return then
 
     def closure(self, node: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """Return the nodes that are reached from a node without a character, by preference:
-        (character or match, slots of the groups' marks on the way)."""
+        """Return the nodes reachable without a character, by preference: (character or match, slots
+        of group marks on the way).
+        """
         if node not in self.closures:
             leaves: list[tuple[int, tuple[int, ...]]] = []
             seen: set[int] = set()

@@ -1,12 +1,11 @@
-r"""Searches text that arrives in pieces for several patterns at once, in linear time.
+r"""Searches text in pieces for several patterns, in linear time.
 
-The match is that of Python's `re` for each pattern; of several patterns, the one that begins first
-counts, then the longest, then the first one of the list. It depends on the text alone, not on its
-pieces. All threads of a simulated automaton advance together, so no pattern makes the search
-backtrack; steps are looked up once they are known.
+A pattern matches as in Python's `re`; of several, the earliest match counts, then the longest, then
+the first pattern. The pieces do not matter. All threads of a simulated automaton advance together,
+without backtracking; known steps are cached.
 
-`google-re2` would not do: its `\w`, `\d` and `\s` are ASCII where Python's are Unicode, counts end
-at 1,000, and it cannot say where a match may still begin or grow, so how much text to hold back.
+`google-re2` does not fit: its `\w`, `\d` and `\s` are ASCII, counts end at 1,000, and it cannot
+tell where a match may begin or grow, so how much text to hold back.
 """
 
 from __future__ import annotations
@@ -18,47 +17,47 @@ from typing import NamedTuple
 from .regex_program import Program
 
 MAX_KNOWN = 4096
-"""Known characters, and steps, of a pattern at most; then they are forgotten."""
+"""Most cached characters and steps of a pattern."""
 _Data = tuple[int, ...]
-"""Of a thread: where it began, then beginning and end of each group."""
+"""A thread's beginning, then beginning and end of each group."""
 _Move = tuple[int, tuple[int, ...]]
-"""Thread that it comes from (-1: a new one), and slots that are set to the position."""
+"""Source thread (-1: a new one), and slots set to the position."""
 
 
 class Match(NamedTuple):
-    """A match. Positions count from the beginning of all text."""
+    """A match. Positions count from the beginning of the text."""
 
     pattern: int
-    """Number of the pattern in the list."""
     start: int
     end: int
     groups: dict[str, tuple[int, int]]
-    """Beginning and end of the groups that took part in the match, by name."""
+    """Group name → beginning and end."""
 
 
 class _Step(NamedTuple):
-    """What a character does to a list of threads."""
+    """Effect of a character on a list of threads."""
 
     state: tuple[int, ...]
     moves: tuple[_Move, ...]
     matched: _Move | None
     stable: bool
-    """Whether more such characters do the same as the last of them alone."""
+    """Whether repeating the character changes nothing more."""
 
 
 class Pattern:
-    """A program, and how long its matches may be; for any number of searches."""
+    """A program and the longest match, for any number of searches."""
 
     def __init__(self, program: Program, limit: int | None = None) -> None:
-        """limit: characters of a match at most; None: any number."""
+        """limit: most characters of a match; None: any number."""
         self.program = program
         self.limit = limit
         self.sources = sorted({node.char.source for node in program.nodes if node.char is not None})
         self._steps: dict[tuple[tuple[int, ...], int, bool], _Step] = {}
 
     def step(self, state: tuple[int, ...], kind: int, fresh: bool) -> _Step:
-        """Return what a character does to threads at these nodes; kind: which of the sources it is
-        one of, as bits; fresh: whether a match may begin with it."""
+        """Return a character's effect on threads at these nodes; kind: bits of the sources that
+        match it; fresh: whether a match may begin with it.
+        """
         key = state, kind, fresh
         step = self._steps.get(key)
         if step is None:
@@ -96,12 +95,10 @@ class Pattern:
 
 
 class PatternSet:
-    """Patterns that are searched for together."""
-
     def __init__(self, patterns: tuple[Pattern, ...]) -> None:
         self.patterns = patterns
         self.first = re.compile("|".join(p.program.first for p in patterns) or "(?!)")
-        """Matches a character that some match begins with."""
+        """Matches a character that may begin a match."""
         self._classes = [
             [re.compile(source).match for source in pattern.sources] for pattern in patterns
         ]
@@ -109,7 +106,7 @@ class PatternSet:
         self._runs: dict[tuple[int, ...], re.Pattern[str]] = {}
 
     def kinds(self, char: str) -> tuple[int, ...]:
-        """Return for each pattern which of its sources a character is one of, as bits."""
+        """Return bits of the sources that match a character, by pattern."""
         kinds = self._kinds.get(char)
         if kinds is None:
             if len(self._kinds) >= MAX_KNOWN:
@@ -121,7 +118,7 @@ class PatternSet:
         return kinds
 
     def run(self, kinds: tuple[int, ...]) -> re.Pattern[str]:
-        """Return an expression for any number of characters of the same kinds."""
+        """Return an expression of a run of characters of the same kinds."""
         run = self._runs.get(kinds)
         if run is None:
             if len(self._runs) >= MAX_KNOWN:
@@ -137,24 +134,23 @@ class PatternSet:
 
 @lru_cache(maxsize=256)
 def pattern_set(*patterns: Pattern) -> PatternSet:
-    """Return the set of some patterns; what it knows of characters serves all searches."""
+    """Return a cached set, whose knowledge serves all searches."""
     return PatternSet(patterns)
 
 
 class _Threads:
-    """The search for one pattern."""
-
     def __init__(self, pattern: Pattern) -> None:
         self._pattern = pattern
         self._size = 1 + 2 * len(pattern.program.names)
         self.state: tuple[int, ...] = ()
         self.data: list[_Data] = []
         self.best: tuple[_Data, int] | None = None
-        """The match so far, and its end; threads left may yet find a better one."""
+        """Best match so far, and its end; remaining threads may improve on it."""
 
     def step(self, kind: int, position: int, fresh: bool) -> bool:
-        """Read the character at a position; fresh: whether a match may begin with it. Return
-        whether more such characters do the same as the last of them alone."""
+        """Read a character; fresh: whether a match may begin with it. Return whether repeating it
+        changes nothing more.
+        """
         step = self._pattern.step(self.state, kind, fresh and self.best is None)
         data = self.data
         if step.matched is not None:
@@ -170,8 +166,7 @@ class _Threads:
         return step.stable
 
     def room(self, position: int) -> int:
-        """Return how many more characters may follow the one at a position before a thread is too
-        long."""
+        """Return how many characters may follow before a thread is too long."""
         limit = self._pattern.limit
         if limit is None or not self.data:
             return 1 << 62
@@ -198,17 +193,17 @@ class Search:
     """A search for the first match of several patterns."""
 
     def __init__(self, patterns: PatternSet, position: int = 0) -> None:
-        """position: of the next character in all text."""
+        """position: of the next character in the text."""
         self._patterns = patterns
         self._threads = [_Threads(pattern) for pattern in patterns.patterns]
         self.position = position
-        """Of the next character to read."""
         self._found = False
 
     def read(self, text: str, offset: int) -> Match | None:
-        """Read text up to the end of a match, and return that once no other one can take its place.
+        """Read text up to the end of a match, and return it once it is final.
 
-        `text` may begin before `position`; offset: the position of its first character."""
+        offset: position of `text`'s first character.
+        """
         end = offset + len(text)
         patterns, threads = self._patterns, self._threads
         while self.position < end:
@@ -232,7 +227,7 @@ class Search:
         return None
 
     def _step(self, kinds: tuple[int, ...]) -> bool:
-        """Read a character. Return whether more such characters do the same as the last of them."""
+        """Read a character; return whether repeating it changes nothing more."""
         fresh, stable = not self._found, True
         for each, kind in zip(self._threads, kinds, strict=True):
             stable = each.step(kind, self.position, fresh) and stable
@@ -242,15 +237,14 @@ class Search:
 
     @property
     def pending(self) -> int:
-        """Where the text begins that may belong to a match; `position` if there is none."""
+        """Position from which text may belong to a match; `position` if there is none."""
         begins = [each.data[0][0] for each in self._threads if each.data]
         begins += [each.best[0][0] for each in self._threads if each.best is not None]
         return min(begins, default=self.position)
 
     @property
     def certain(self) -> int | None:
-        """The number of the pattern that will be the match, although its end may not be known;
-        None if that is open."""
+        """Number of the pattern that will match, though its end may be unknown; None if open."""
         best = self._best()
         if best is None:
             return None
@@ -261,7 +255,7 @@ class Search:
         return best
 
     def finish(self) -> Match | None:
-        """End the text: return the match that was found, if any."""
+        """End the text; return the match, if any."""
         best = self._best()
         return None if best is None else self._match(best)
 

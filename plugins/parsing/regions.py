@@ -10,23 +10,23 @@ from .response_template import Field
 
 
 class RegionHandler(Protocol):
-    """What is notified of regions, in the order of the text."""
+    """Receives regions in text order."""
 
     def open_region(self, field: Field, mark: str, groups: Mapping[str, str]) -> None:
-        """A region begins; `mark`: the text that opens it."""
+        """A region begins; `mark`: its opening text."""
 
     def add_text(self, field: Field | None, text: str) -> None:
-        """Text of a region; None: text that is in none, and of no field."""
+        """Text of a region; field None: outside of regions."""
 
     def closing(self, field: Field) -> None:
-        """The mark that closes a region has begun for certain; where it ends may not be known."""
+        """The closing mark has certainly begun; its end may be unknown."""
 
     def close_region(self, field: Field, mark: str | None, groups: Mapping[str, str]) -> None:
-        """A region ends; None: the end of the text ends it."""
+        """A region ends; mark None: with the text."""
 
 
 class RegionReader:
-    """Reads regions. The cost of a piece of text does not depend on the text before it."""
+    """Reads regions, in time linear in the text."""
 
     def __init__(self, fields: tuple[Field, ...], handler: RegionHandler) -> None:
         self._handler = handler
@@ -36,18 +36,16 @@ class RegionReader:
         if self._rest is not None and self._rest.close is not None:
             self._openers.append((self._rest, False))
         self._field: Field | None = None
-        """The field of the region that has been opened; None: outside of all of them."""
+        """Field of the open region, or None."""
         self._text = ""
-        """Text that may yet belong to a mark, then the current piece."""
+        """Text that may belong to a mark, then the current piece."""
         self._offset = self._done = 0
-        """Positions in all text: of the text's first character, and of the first one that was not
-        handed on."""
+        """Positions of the text's first character, and of the first one not passed on."""
         self._watched: list[tuple[Field, bool]] = []
         self._search = Search(pattern_set())
         self._watch(0)
 
     def feed(self, text: str) -> None:
-        """Read the next piece of text."""
         self._text, self._offset = self._text[self._done - self._offset :] + text, self._done
         while (match := self._search.read(self._text, self._offset)) is not None:
             self._take(match)
@@ -57,7 +55,6 @@ class RegionReader:
         self._hand_on(self._search.pending)
 
     def finish(self) -> None:
-        """End the text."""
         while (match := self._search.finish()) is not None:
             self._take(match)
             while (match := self._search.read(self._text, self._offset)) is not None:
@@ -67,7 +64,7 @@ class RegionReader:
             self._handler.close_region(self._field, None, {})
 
     def _watch(self, position: int) -> None:
-        """Search for what may come next: the mark that closes the region, or one that opens one."""
+        """Search for the mark that closes the region, or opens one."""
         if self._field is None:
             self._watched = self._openers
         else:

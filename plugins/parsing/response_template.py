@@ -1,8 +1,8 @@
-"""The response template of a checkpoint: how its tokenizer_config.json says to read an output.
+"""A checkpoint's response template, from its tokenizer_config.json.
 
-Version 1 of transformers' `response_template`, as far as it can be served: text in `thinking` (or
-`reasoning_content`, `reasoning`) and `content`, and calls in `tool_calls`. A template that needs
-more is refused with the field's name.
+Version 1 of transformers' `response_template`: text in `thinking` (or `reasoning_content`,
+`reasoning`) and `content`, and calls in `tool_calls`. A template that needs more is refused with
+the field's name.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from .regex_search import Pattern
 from .template_forms import BodyForm, Shape, body_form, flag_of, shape_of
 
 MAX_DELIMITER = 256
-"""Characters of an opening or closing mark at most; longer text is no mark."""
+"""Most characters of an opening or closing mark."""
 MAX_FIELDS = 16
 END_OF_TEXT = "eos"
-"""In place of a closing mark."""
+"""Stands for a closing mark."""
 REASONING = ("thinking", "reasoning_content", "reasoning")
 CONTENT = "content"
 CALLS = "tool_calls"
@@ -34,8 +34,6 @@ _FIELD_KEYS = frozenset({
 
 
 class Delimiter(NamedTuple):
-    """An opening or closing mark."""
-
     pattern: Pattern
     literals: tuple[str, ...]
     """Texts in it."""
@@ -44,21 +42,21 @@ class Delimiter(NamedTuple):
 
 
 class Field(NamedTuple):
-    """A field of the message, and the region of an output that it is written in."""
+    """A field of the message, and its region of an output."""
 
     name: str
     open: Delimiter | None
-    """None: all text that is in no other region."""
+    """None: all text outside of other regions."""
     close: Delimiter | None
     """None: the end of the text."""
     strip: bool
-    """Of text: whether whitespace at both ends is dropped."""
+    """Of text: whether to strip whitespace."""
     join: str
-    """Of text: what stands between the texts of several regions."""
+    """Of text: separator of several regions."""
     body: BodyForm | None
-    """Of calls: how a region is read."""
+    """Of calls: how to read a region."""
     shape: Shape | None
-    """Of calls: what is made of it; None: it is the call itself, or a list of calls."""
+    """Of calls: the transform; None: a call, or a list of calls."""
 
     @property
     def is_reasoning(self) -> bool:
@@ -66,32 +64,30 @@ class Field(NamedTuple):
 
 
 class ResponseTemplate(NamedTuple):
-    """A template that can be served."""
-
     anchor: Pattern
-    """Where the assistant's turn begins in a prompt: after its last match."""
+    """Ends where the assistant's turn begins in a prompt, at its last match."""
     fields: tuple[Field, ...]
 
     @property
     def rest(self) -> Field | None:
-        """The field of text that is in no other region; None: that is dropped."""
+        """The field of text outside of other regions; None: it is dropped."""
         return next((field for field in self.fields if field.open is None), None)
 
     @property
     def calls(self) -> Field | None:
-        """The field of the calls, if there is one."""
+        """The field of calls, if any."""
         return next((field for field in self.fields if field.name == CALLS), None)
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Texts in the marks, those that open reasoning first."""
+        """Texts in the marks, with reasoning's openers first."""
         ordered = sorted(self.fields, key=lambda field: not field.is_reasoning)
         marks = [mark for field in ordered for mark in (field.open, field.close) if mark]
         return tuple(dict.fromkeys(text for mark in marks for text in mark.literals))
 
 
 def template_of(folder: Path) -> ResponseTemplate:
-    """Return the response template of a checkpoint. Raises ValueError, LoadError."""
+    """Return a checkpoint's response template. Raises ValueError, LoadError."""
     config = object_if_there(folder / "tokenizer_config.json")
     if (spec := config.get("response_template")) is not None:
         return read_template(spec)
@@ -101,7 +97,7 @@ def template_of(folder: Path) -> ResponseTemplate:
 
 
 def read_template(spec: Any) -> ResponseTemplate:
-    """Check a response template. Raises ValueError, which begins with the field's name."""
+    """Check a response template. Raises ValueError beginning with the field's name."""
     fields = _object(spec, "response_template")
     _only(fields, _KEYS, "response_template")
     if fields.get("version", 1) != 1 or isinstance(fields.get("version", 1), bool):
@@ -165,8 +161,9 @@ def _field(name: str, spec: Any) -> Field:
 
 
 def _delimiter(spec: Mapping[str, Any], key: str, scope: str) -> Delimiter | None:
-    """Return the mark under `key` (a text, or a list of texts) or `key`_pattern; None if it is
-    missing, or the end of the text."""
+    """Return the mark under `key` (a text, or texts) or `key`_pattern; None if missing, or the end
+    of the text.
+    """
     texts, source = spec.get(key), spec.get(f"{key}_pattern")
     if key == "close" and texts == END_OF_TEXT:
         return None
@@ -219,4 +216,4 @@ def _only(value: Mapping[str, Any], keys: frozenset[str], scope: str) -> None:
 
 
 ALL_CONTENT = read_template({"start_anchor": "\n", "fields": {CONTENT: {}}})
-"""All text is content: in place of a checkpoint's template where none was read."""
+"""Reads all text as content, without a checkpoint's template."""

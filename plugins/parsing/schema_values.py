@@ -13,7 +13,7 @@ from .python_values import python_value
 _INTEGER = re.compile(r"[+-]?[0-9]{1,4000}")
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _MAX_DEPTH = 8
-"""Nesting depth at which schemas are no longer inspected."""
+"""Depth below which schemas are not inspected."""
 _TYPES = {
     **dict.fromkeys(("string", "str", "text"), "string"),
     **dict.fromkeys(("integer", "int", "long"), "integer"),
@@ -23,13 +23,13 @@ _TYPES = {
     **dict.fromkeys(("array", "list", "tuple"), "array"),
     "null": "null",
 }
-"""Type names in schemas, some not of JSON schema → JSON schema's."""
+"""Type names, some nonstandard → JSON schema's."""
 _NAMES = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null",
           dict: "object", list: "array"}  # fmt: skip
 
 
 def parameter_types(schema: Any, name: str) -> frozenset[str]:
-    """Return the JSON types that a tool's schema allows for a parameter; empty if it has none."""
+    """Return the JSON types that a tool's schema allows for a parameter; empty if unknown."""
     if not isinstance(schema, Mapping):
         return frozenset()
     properties = schema.get("properties")
@@ -38,8 +38,9 @@ def parameter_types(schema: Any, name: str) -> frozenset[str]:
 
 
 def types_of(schema: Any, root: Any) -> frozenset[str]:
-    """Return the JSON types that a schema allows; empty if it says none. root: where its references
-    begin."""
+    """Return the JSON types that a schema allows; empty if unknown. root: base of its
+    references.
+    """
     return _types(schema, root if isinstance(root, Mapping) else {}, set(), 0)
 
 
@@ -75,9 +76,9 @@ def _types(schema: Any, root: Mapping[str, Any], seen: set[str], depth: int) -> 
 
 
 def json_of(text: str, types: frozenset[str]) -> str:
-    """Return a value's text as JSON of one of these types, or of any type if there are none.
+    """Return text as JSON of one of these types, or of any without types.
 
-    Text that fits none of them becomes a string: a parser never fails on text.
+    Other text becomes a string: a parser never fails on text.
     """
     bare = text.strip(SPACE)
     if not types or types & {"object", "array"}:
@@ -101,8 +102,7 @@ def json_of(text: str, types: frozenset[str]) -> str:
 
 
 def _json_source(text: str) -> str | None:
-    """Return the text if it is complete JSON, with raw control characters in its strings
-    escaped."""
+    """Return complete JSON, with raw control characters in strings escaped, or None."""
     cursor = Cursor()
     cursor.add(text + "\n")
     cursor.end()

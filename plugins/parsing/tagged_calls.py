@@ -11,42 +11,41 @@ from .schema_values import json_of, parameter_types
 from .tool_machine import ToolMachine
 
 _MAX_HEADER = 256
-"""Characters at most of a call's or an argument's name; longer text is not a name."""
+"""Most characters of a name."""
 
 
 class TaggedCallsParser(ToolMachine):
     """A call is open, name, name_end, then for each argument parameter, key, key_end, value_open,
-    value, value_end; then close. `around` are marks around calls, which are dropped.
+    value, value_end; then close. Marks `around` calls are dropped.
 
-    The tools' schemas determine the type of a value. Strings are handed on as they arrive.
+    The tools' schemas determine types. Strings are passed on as they arrive.
     """
 
     around: ClassVar[tuple[str, ...]] = ()
     lead: ClassVar[str] = ""
-    """A mark before a call; text between it and the call is dropped with it."""
+    """A mark before a call; dropped with the text between."""
     open: ClassVar[str]
     name_end: ClassVar[tuple[str, ...]] = (">",)
     parameter: ClassVar[str]
     key_end: ClassVar[str] = ">"
     value_open: ClassVar[str] = ""
-    """May be missing."""
+    """Optional in the text."""
     value_end: ClassVar[tuple[str, ...]]
-    """Texts that end a value; `parameter`, `close` or a mark around calls stands for a missing
-    one."""
+    """Texts that end a value; `parameter`, `close` or a mark around calls may replace one."""
     close: ClassVar[str]
     newlines: ClassVar[bool] = True
-    """Whether one newline right inside a value's tags belongs to the markup."""
+    """Whether one newline directly inside a value's tags is markup."""
     untyped: ClassVar[frozenset[str]] = frozenset({"string"})
-    """Types of an argument without a schema; empty: inferred from its text."""
+    """Types of an argument without a schema; empty: inferred."""
     first_counts: ClassVar[bool] = False
-    """Whether an argument whose key has been there already is dropped."""
+    """Whether arguments with a repeated key are dropped."""
     wrappers: ClassVar[tuple[str, ...]] = ()
-    """Keys under which a model may write all arguments as one object: it counts for them if the
-    tool has no such argument, and has all that are in there."""
+    """Keys under which a model may write all arguments as one object; used if the tool has no such
+    argument, but all those inside."""
     all_open: ClassVar[str] = ""
-    """A mark before all arguments as one JSON object, in place of one by one."""
+    """A mark before all arguments as one JSON object."""
     last: ClassVar[tuple[str, ...]] = ()
-    """Those of the marks around calls after which nothing follows: text after them is dropped."""
+    """Marks around calls after which text is dropped."""
 
     def __init__(self, *, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         opaque = (self.opaque or ("",))[0]
@@ -62,7 +61,6 @@ class TaggedCallsParser(ToolMachine):
         super().__init__(tools=tools)
 
     def read(self) -> Read[None]:
-        """Read content and calls in turn."""
         while mark := (yield from self.until_call(self._marks)):
             if mark in self.last and self.answer.calls:
                 yield from self.text.until(Marks(), _drop)
@@ -72,7 +70,7 @@ class TaggedCallsParser(ToolMachine):
                 yield from self.call([mark])
 
     def call(self, source: list[str]) -> Read[None]:
-        """Read a call. source: what was consumed; content if no call follows."""
+        """Read a call. source: consumed text, which is content if no call follows."""
         text, answer = self.text, self.answer
         header = yield from text.until_within(self._name_end, _MAX_HEADER)
         name = ""
@@ -127,7 +125,7 @@ class TaggedCallsParser(ToolMachine):
             text.back(mark)
 
     def _all_arguments(self, name: str) -> Read[None]:
-        """Read a call's arguments as one object, up to the end of the call."""
+        """Read a call's arguments as one object, up to its end."""
         text, answer = self.text, self.answer
         answer.start(name)
         yield from text.run(SPACES)
@@ -141,8 +139,7 @@ class TaggedCallsParser(ToolMachine):
             text.back(mark)
 
     def _unwrapped(self, name: str, key: str, value: str) -> str:
-        """Return the arguments in the value of a wrapper, without their braces; "" if it has
-        none."""
+        """Return a wrapper's arguments without braces; "" if there are none."""
         schema = self.schemas.get(name)
         known = schema.get("properties") if isinstance(schema, Mapping) else None
         if not isinstance(known, Mapping) or key in known:
@@ -157,11 +154,10 @@ class TaggedCallsParser(ToolMachine):
         return value.strip()[1:-1] if inner else ""
 
     def name_of(self, header: str) -> str:
-        """Return the name in the text before `name_end`."""
         return _unquoted(header)
 
     def argument(self, name: str, header: str) -> tuple[str, frozenset[str]]:
-        """Return an argument's key, and its types (empty: inferred from its text)."""
+        """Return an argument's key and types (empty: inferred)."""
         key = _unquoted(header)
         return key, parameter_types(self.schemas.get(name), key) or self.untyped
 
@@ -199,7 +195,7 @@ def _drop(text: str) -> None:
 
 
 class TrailingNewlineFilter:
-    """Passes text on except for a newline at its end."""
+    """Removes a newline at the text's end."""
 
     def __init__(self, enabled: bool) -> None:
         self.parts: list[str] = []
@@ -208,7 +204,6 @@ class TrailingNewlineFilter:
         self._pending = ""
 
     def add(self, part: str) -> None:
-        """Add the next piece of text."""
         part = self._pending + part
         self._pending = "\n" if self._enabled and part.endswith("\n") else ""
         part = part[: len(part) - len(self._pending)]

@@ -55,8 +55,7 @@ class TaggedReasoningParser(StreamingParser):
         """Whether no reasoning follows. Once true, it stays true."""
         self._inside = is_reasoning and self.begins_inside
         self._reasoned = self._another = self._answered = False
-        """Whether there was reasoning; whether another part of it begins; whether there was
-        content."""
+        """Whether there was reasoning; whether more of it begins; whether there was content."""
         self._space = re.compile(f"[{self.space}]+")
         super().__init__()
 

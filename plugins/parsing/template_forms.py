@@ -1,6 +1,6 @@
-"""What a response template says of calls: how their text is read, and where name and arguments are.
+"""How a response template reads calls, and finds names and arguments.
 
-The text is JSON, tags or lines; a transform puts name and arguments into their places.
+The text is JSON, tags or lines; a transform places name and arguments.
 """
 
 from __future__ import annotations
@@ -15,22 +15,20 @@ from .regex_search import Pattern
 
 PLACEHOLDER = re.compile(r"\{(\w+(?:\.\w+)*)\}")
 _MAX_DEPTH = 16
-"""Nesting of a transform at most."""
+"""Deepest transform."""
 
 
 class JsonForm(NamedTuple):
-    """JSON, or what some models write in its place."""
+    """JSON, or similar text of some models."""
 
     unquoted_keys: bool = False
     delimiters: tuple[tuple[str, str], ...] = ()
-    """Marks around strings in which nothing is escaped."""
+    """Marks around unescaped strings."""
     allow_non_json: bool = False
-    """Whether other text stands for itself."""
+    """Whether other text is a value itself."""
 
 
 class ScalarForm(NamedTuple):
-    """A text, or one value in it."""
-
     kind: str = "text"
     """text, int, float or bool."""
     strip: bool = True
@@ -40,17 +38,17 @@ ValueForm: TypeAlias = JsonForm | ScalarForm
 
 
 class TagsForm(NamedTuple):
-    """Tags with a key and a value; text between them is dropped."""
+    """Tags with a key and a value; other text is dropped."""
 
     tag: Pattern
     value: ValueForm | None
-    """None: the text as it is."""
+    """None: text."""
     merge: bool
-    """Whether the values of a key that occurs again are a list; if not, the last counts."""
+    """Whether values of a repeated key form a list; otherwise the last counts."""
 
 
 class LinesForm(NamedTuple):
-    """A key and a value on each line; other lines are dropped."""
+    """A key and a value per line; other lines are dropped."""
 
     line_separator: str
     separator: str
@@ -66,11 +64,11 @@ class Shape(NamedTuple):
 
     transform: Any
     each: bool
-    """Whether it is applied to each object of a list."""
+    """Whether it applies to each object of a list."""
 
 
 def body_form(name: Any, arguments: Mapping[str, Any], scope: str) -> BodyForm:
-    """Check how calls are read. Raises ValueError with the field's name."""
+    """Check a template's form of calls. Raises ValueError with the field's name."""
     if name == "xml-inline":
         return _tags_form(arguments, f"{scope}.content_args")
     if name == "kv-lines":
@@ -140,7 +138,7 @@ def _value_form(name: Any, arguments: Mapping[str, Any], scope: str) -> ValueFor
 
 
 def flag_of(arguments: Mapping[str, Any], key: str, default: bool, scope: str) -> bool:
-    """Return an option; null counts as missing. Raises ValueError with its name."""
+    """Return an option; null is the default. Raises ValueError with its name."""
     value = arguments.get(key)
     if value is None:
         return default

@@ -23,14 +23,14 @@ from .template_forms import (
 )
 
 MAX_READ_AGAIN = 1024
-"""Characters of a text's tags that may be read twice, besides four times as many as there are."""
+"""Most characters of tags that may be read twice, besides four times the text."""
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _KEY = re.compile(r"\s*(\w+)\s*(?=:)")
 _TRUE = ("true", "1")
 
 
 class Written:
-    """A value that was written as text."""
+    """A value written as text."""
 
     __slots__ = ("text", "value")
 
@@ -39,7 +39,7 @@ class Written:
 
 
 class Body:
-    """The text of one region of calls. What takes long is done as the text arrives."""
+    """The text of one region of calls, read incrementally."""
 
     def __init__(self, form: BodyForm) -> None:
         self._form = form
@@ -47,14 +47,13 @@ class Body:
         self._tags = Tags(form) if isinstance(form, TagsForm) else None
 
     def add(self, text: str) -> None:
-        """Add the next piece of text."""
         if self._tags is not None:
             self._tags.add(text)
         else:
             self._parts.append(text)
 
     def value(self) -> Any:
-        """Return what the text says. Raises ValueError."""
+        """Return the text's value. Raises ValueError."""
         form, text = self._form, "".join(self._parts)
         if self._tags is not None:
             return self._tags.finish()
@@ -65,19 +64,18 @@ class Body:
 
 
 class Tags:
-    """Finds the tags of a text that arrives in pieces."""
+    """Finds tags in a text that arrives in pieces."""
 
     def __init__(self, form: TagsForm) -> None:
         self._form = form
         self._search = Search(pattern_set(form.tag))
         self._parts: list[str] = []
         self._size = self._read_again = 0
-        """Characters so far; characters that were read once more, after a match that ended before
-        the search knew."""
+        """Characters so far; characters read again, after a match whose end was found late."""
         self._found: list[Match] = []
 
     def add(self, text: str) -> None:
-        """Add the next piece of text. Raises ValueError if too much of it has to be read twice."""
+        """Add a piece. Raises ValueError if too much must be read twice."""
         self._parts.append(text)
         start, self._size = self._size, self._size + len(text)
         self._read(text, start)
@@ -101,7 +99,7 @@ class Tags:
             text, start = self._after(match, text, start)
 
     def _after(self, match: Match, text: str, start: int) -> tuple[str, int]:
-        """Note a match; return the text that is to be read after it, and its position."""
+        """Record a match; return the text to read after it, and its position."""
         self._found.append(match)
         self._read_again += self._search.position - match.end
         if match.end < start:
@@ -124,7 +122,7 @@ def _lines(text: str, form: LinesForm) -> dict[str, Any]:
 
 
 def _written(text: str, form: ValueForm | None) -> Written:
-    """Return a value; one that does not read as its form says is the text."""
+    """Return a value, or the text if it does not fit its form."""
     try:
         return Written(text, text if form is None else read_value(text, form))
     except ValueError:
@@ -132,7 +130,6 @@ def _written(text: str, form: ValueForm | None) -> Written:
 
 
 def read_value(text: str, form: ValueForm) -> Any:
-    """Return the value in a text. Raises ValueError."""
     if isinstance(form, ScalarForm):
         bare = text.strip() if form.strip else text
         if form.kind == "int":
@@ -149,7 +146,7 @@ def read_value(text: str, form: ValueForm) -> Any:
 
 
 def _as_json(text: str, form: JsonForm) -> str:
-    """Return the text with the strings and keys of JSON. Raises ValueError."""
+    """Return the text with JSON's strings and keys. Raises ValueError."""
     if not form.delimiters and not form.unquoted_keys:
         return text
     closers = dict(form.delimiters)
@@ -180,7 +177,7 @@ def _as_json(text: str, form: JsonForm) -> str:
 
 
 def calls_of(value: Any, shape: Shape | None, groups: Mapping[str, str]) -> list[tuple[str, Any]]:
-    """Return the calls that a region's value stands for: names and arguments. Raises ValueError."""
+    """Return a region's calls as (name, arguments). Raises ValueError."""
     if shape is None:
         values = value
     elif not shape.each:
@@ -218,8 +215,9 @@ def _call(value: Any) -> tuple[str, Any]:
 
 
 def arguments_json(arguments: Any, schema: Any) -> str:
-    """Return arguments as JSON. The tool's schema says what those are that are written as text.
-    Raises ValueError if they are no object."""
+    """Return arguments as JSON; the tool's schema types those written as text. Raises ValueError if
+    they are not an object.
+    """
     if isinstance(arguments, Written):
         arguments = arguments.text
     if isinstance(arguments, str):

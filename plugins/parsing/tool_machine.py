@@ -63,21 +63,18 @@ class ToolMachine(StreamingParser):
 
 
 class Answer:
-    """Passes on content and calls, as events."""
-
     def __init__(self, events: list[ParserEvent]) -> None:
         self._events = events
         self.calls = 0
-        """Calls that have started."""
+        """Calls started."""
         self._said = False
-        """Whether content was passed on."""
         self._spaces: list[str] = []
-        """Whitespace that may yet stand between contents."""
+        """Whitespace that may separate contents."""
 
     say = RenamedMethod("emit")
 
     def emit(self, text: str) -> None:
-        """Pass on content; whitespace next to calls only once it stands between content."""
+        """Pass on content; whitespace next to calls only if more content follows."""
         if not text:
             return
         if not self._spaces and text[0] not in SPACE and text[-1] not in SPACE:
@@ -98,21 +95,17 @@ class Answer:
         self._spaces = [after] if after else []
 
     def start(self, name: str, id: str = "") -> None:
-        """Begin a call."""
         self._events.append(ToolCallStart(self.calls, name, id))
         self.calls += 1
 
     def arguments(self, fragment: str) -> None:
-        """Add to the last call's arguments."""
         if fragment:
             self._events.append(ToolCallArguments(self.calls - 1, fragment))
 
     def end(self) -> None:
-        """Complete the last call."""
         self._events.append(ToolCallEnd(self.calls - 1))
 
     def finish(self) -> list[ParserEvent]:
-        """End the text."""
         if not self.calls:
             self._pass_on(self._spaces)
         self._spaces = []
@@ -131,7 +124,7 @@ def closing(
 ) -> Read[None]:
     """Consume the mark that closes a call, if it comes before a mark that opens another.
 
-    `gap`, consumed before, and a little junk before the mark are dropped with it.
+    The consumed `gap`, and a little junk before the mark, are dropped with it.
     """
     gap += yield from text.run(SPACES)
     if close:
@@ -144,8 +137,9 @@ def closing(
 
 
 def rest_of_call(text: Cursor, close: Collection[str], close_or_open: Marks) -> Read[None]:
-    """Drop the rest of a call that has broken off: up to its closing mark, and that; up to a mark
-    that opens another; or everything."""
+    """Drop the rest of a broken call: through its closing mark, or up to another's opening mark, or
+    everything.
+    """
     mark = yield from text.until(close_or_open, _drop)
     if mark and mark not in close:
         text.back(mark)
@@ -156,8 +150,7 @@ def _drop(text: str) -> None:
 
 
 def schemas(tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the JSON schema of each tool's parameters by name, from tools in OpenAI's form;
-    lenient."""
+    """Return the schemas of the tools' parameters by name; lenient."""
     by_name: dict[str, Any] = {}
     for tool in tools:
         function = tool.get("function", tool) if isinstance(tool, Mapping) else None

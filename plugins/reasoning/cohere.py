@@ -1,4 +1,4 @@
-"""Reasoning of Cohere's models, whose text cites documents."""
+"""Reasoning of Cohere's models, with citations."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class CohereCommand3Reasoning(TaggedReasoningParser):
     thinking_switch = ("reasoning", True)
 
     def until(self, close: Marks, emit: EmitText) -> Read[str]:
-        """Pass text to `emit` up to a closing mark, without citations; calls as they are."""
+        """Pass text to `emit` up to a closing mark, removing citations outside of calls."""
         citations = CitationFilter(emit)
         mark = yield from super().until(Marks(*close.texts, *self.call), citations.add)
         citations.finish()
@@ -50,14 +50,13 @@ class CohereCommand4Reasoning(CohereCommand3Reasoning):
 
 
 class CitationFilter:
-    """Passes text on without the marks of citations."""
+    """Removes citation marks."""
 
     def __init__(self, emit: EmitText) -> None:
         self._emit = emit
         self._pending = ""
 
     def add(self, text: str) -> None:
-        """Add the next piece of text."""
         text = self._pending + text
         at = 0
         for match in _CITATION.finditer(text):
@@ -69,7 +68,6 @@ class CitationFilter:
         self._pending = text[end:]
 
     def finish(self) -> None:
-        """End the text."""
         self._pass_on(self._pending)
         self._pending = ""
 

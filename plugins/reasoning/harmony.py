@@ -20,13 +20,12 @@ class HarmonyReasoning(StreamingParser):
 
     def __init__(self, *, thinking: bool = True) -> None:
         self._in_message = False
-        """Whether content is that of a message to the user, in which quoted calls are text."""
+        """Whether content is a message to the user, in which quoted calls are text."""
         self.reasoning_ended = False
-        """Whether the content has begun. Once true, it stays true."""
+        """Whether the content has begun; stays true."""
         super().__init__()
 
     def read(self) -> Read[None]:
-        """Read messages in turn."""
         text, answer, reasoning = self.text, Messages(self._emit), Messages(self._think)
         lead = yield from first_recipient(text)
         while mark := (yield from text.until(BEGIN, answer.emit)):

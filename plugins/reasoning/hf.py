@@ -13,8 +13,8 @@ from ..parsing.regions import RegionReader
 from ..parsing.response_template import ALL_CONTENT, Field, ResponseTemplate, template_of
 
 MAX_LEAD = 256
-"""Characters at most before the first region that are dropped where a template has no field for
-them; more is content."""
+"""Most characters dropped before the first region if a template has no field for them; more is
+content."""
 
 
 class HfReasoning:
@@ -28,28 +28,25 @@ class HfReasoning:
 
     @classmethod
     def for_checkpoint(cls, folder: Path) -> type[HfReasoning]:
-        """Return the class for a checkpoint. Raises ValueError with the template's field."""
         template = template_of(folder)
         return type(cls.__name__, (cls,), {"template": template, "markers": template.markers})
 
     def __init__(self, *, thinking: bool = True) -> None:
         template = self.template
         self.reasoning_ended = not thinking or not any(f.is_reasoning for f in template.fields)
-        """Whether the content has begun, or a call, or will begin next. Once true, it stays
-        true."""
+        """Whether content or a call has begun, or begins next; stays true."""
         self._events: list[ParserEvent] = []
         self._writers = {
             field.name: _TextWriter(field, self._think if field.is_reasoning else self._answer)
             for field in template.fields
         }
         self._lead: list[str] | None = None if template.rest else []
-        """Text before the first region; None: text outside of regions is content or dropped."""
+        """Text before the first region; None: it is content or dropped."""
         self._shows_rest = False
-        """Whether text that is of no field is content, because no region has come."""
+        """Whether text without a field is content, as no region has come."""
         self._reader = RegionReader(template.fields, self)
 
     def see_prompt_end(self, text: str) -> None:
-        """Read what the prompt has of the assistant's turn."""
         begin = _end_of_last(self.template.anchor, text)
         if begin is not None:
             self._reader.feed(text[begin:])
@@ -58,18 +55,15 @@ class HfReasoning:
                 self._lead.clear()
 
     def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[ParserEvent]:
-        """Return the events of the next piece of text."""
         self._reader.feed(text)
         return self._take_events()
 
     def finish(self) -> list[ParserEvent]:
-        """End the text; return the events of what was held back."""
         self._reader.finish()
         self._emit("".join(self._lead or ()))
         return self._take_events()
 
     def open_region(self, field: Field, mark: str, groups: Mapping[str, str]) -> None:
-        """A region begins."""
         if self.template.rest is not None:
             self._writers[self.template.rest.name].end()
         self._lead, self._shows_rest = None, False
@@ -79,7 +73,6 @@ class HfReasoning:
             self._pass_on(mark)
 
     def add_text(self, field: Field | None, text: str) -> None:
-        """Pass on text of a region."""
         if field is None:
             self._add_outside(text)
         elif field.body is not None:
@@ -88,12 +81,10 @@ class HfReasoning:
             self._writers[field.name].add(text)
 
     def closing(self, field: Field) -> None:
-        """The mark that closes a region has begun."""
         if field.is_reasoning and self.template.rest is not None:
             self.reasoning_ended = True
 
     def close_region(self, field: Field, mark: str | None, groups: Mapping[str, str]) -> None:
-        """A region ends."""
         self._writers[field.name].end()
         if field.body is not None:
             self._pass_on(mark or "")
@@ -132,17 +123,14 @@ class HfReasoning:
 
 
 class _TextWriter:
-    """Passes on the text of a field."""
-
     def __init__(self, field: Field, emit: Callable[[str], None]) -> None:
         self._strip, self._join, self._emit = field.strip, field.join, emit
         self._written = self._inside = False
-        """Whether there was text, and whether there was any in this region."""
+        """Whether there was text, at all and in this region."""
         self._space: list[str] = []
-        """Whitespace that is dropped if the region ends with it."""
+        """Whitespace that is dropped at a region's end."""
 
     def add(self, text: str) -> None:
-        """Add text of a region."""
         if self._strip:
             if not self._inside:
                 text = text.lstrip()
@@ -158,13 +146,12 @@ class _TextWriter:
         self._written = self._inside = True
 
     def end(self) -> None:
-        """End a region."""
         self._space.clear()
         self._inside = False
 
 
 def _end_of_last(anchor: Pattern, text: str) -> int | None:
-    """Return where the last match ends in a text; None if there is none."""
+    """Return where the last match ends, or None."""
     end, search = None, Search(pattern_set(anchor))
     while True:
         match = search.read(text, 0) or search.finish()

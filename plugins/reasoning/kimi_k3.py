@@ -22,18 +22,16 @@ class KimiK3Reasoning(StreamingParser):
 
     def __init__(self, *, thinking: bool = True) -> None:
         self.reasoning_ended = not thinking
-        """Whether no reasoning follows. Once true, it stays true."""
+        """Whether no reasoning follows; stays true."""
         self._inside = thinking
         super().__init__()
 
     def see_prompt_end(self, text: str) -> None:
-        """Note which channel the prompt opens."""
         if text.endswith((xtml.THINK, xtml.RESPONSE)):
             self._inside = text.endswith(xtml.THINK)
             self.reasoning_ended = not self._inside
 
     def read(self) -> Read[None]:
-        """Read one channel after another."""
         text = self.text
         while mark := (yield from text.until(_MARKS, self._emit)):
             self._inside = mark == xtml.THINK

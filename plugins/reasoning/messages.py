@@ -1,4 +1,4 @@
-"""Families that write reasoning and content as messages or blocks of their own."""
+"""Families that write reasoning and content as separate messages or blocks."""
 
 from __future__ import annotations
 
@@ -12,32 +12,29 @@ from .harmony import HarmonyReasoning
 
 
 class MessagesReasoning(StreamingParser):
-    """Passes on reasoning, content, and the text of calls for the family's tool parser."""
+    """Passes on reasoning, content, and the calls for the family's tool parser."""
 
     thinking_switch: ClassVar[tuple[str, bool]]
 
     def __init__(self, *, thinking: bool = True) -> None:
         self.reasoning_ended = False
-        """Whether the content has begun, or a call. Once true, it stays true."""
+        """Whether content or a call has begun; stays true."""
         super().__init__()
 
     def emit_reasoning(self, text: str) -> None:
-        """Pass on reasoning."""
         if text:
             self.events.append(Reasoning(text))
 
     def emit(self, text: str) -> None:
-        """Pass on content."""
         if text:
             self.events.append(Content(text))
 
     def answer(self, text: str) -> None:
-        """Pass on content of a message to the user, in which quoted calls are text."""
+        """Pass on a message to the user, in which quoted calls are text."""
         if text:
             self.events.append(PlainText(text))
 
     def pass_on(self, text: str) -> None:
-        """Pass on a call's text."""
         if text:
             self.events.append(CallText(text))
 
@@ -54,12 +51,12 @@ class MuseReasoning(MessagesReasoning):
     thinking_switch = ("reasoning_strength", True)
     to_user: ClassVar[frozenset[str]] = frozenset({"user", "commentary"})
     to_none: ClassVar[frozenset[str]] = frozenset({"developer"})
-    """Recipients of messages that are not shown."""
+    """Recipients of hidden messages."""
     silent: ClassVar[str] = "self"
-    """Who a message is to whose header names no recipient."""
+    """Recipient of a message whose header names none."""
 
     def read(self) -> Read[None]:
-        """Read messages in turn. Text outside of messages is content."""
+        """Read messages; other text is content."""
         text = self.text
         mark = yield from text.accept(recipients.BEGIN)
         to = yield from recipients.recipient(text)
@@ -89,8 +86,7 @@ class MuseReasoning(MessagesReasoning):
                 return
 
     def _speaker(self, to: str | None) -> EmitText:
-        """Return what gets the text of a message to a recipient; of text that is no message for
-        None."""
+        """Return the consumer of messages to a recipient; None: of other text."""
         to = self.silent if to == "" else to
         if to == "self":
             return self.emit_reasoning
@@ -128,14 +124,14 @@ class InklingReasoning(MessagesReasoning):
     markers = (_MODEL, _END, _OVER, *_TYPES)
     thinking_switch = ("reasoning_effort", True)
     _type = ""
-    """The type of the block that the prompt begins; "" before its header."""
+    """Type of the block that the prompt begins; "" before its header."""
 
     def see_prompt_end(self, text: str) -> None:
-        """Note whether the prompt ends within a block of reasoning or content."""
+        """Note whether the prompt ends in a block of reasoning or content."""
         self._type = next((mark for mark in (_THINKING, _TEXT) if text.endswith(mark)), "")
 
     def read(self) -> Read[None]:
-        """Read blocks in turn. Text outside of blocks is content."""
+        """Read blocks; other text is content."""
         text, kind = self.text, self._type
         types, ends = Marks(*_TYPES, _MODEL, _END, _OVER), Marks(_END, _OVER, _MODEL)
         between = Marks(_MODEL, _OVER)

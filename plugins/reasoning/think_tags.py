@@ -74,19 +74,16 @@ class NemotronReasoning(Glm47Reasoning):
         self._has_content = False
 
     def read(self) -> Read[None]:
-        """Read the reasoning, then the content."""
         yield from super().read()
         if self.force_nonempty_content and not self._has_content:
             super().emit("".join(self._kept))
 
     def emit_reasoning(self, text: str) -> None:
-        """Pass on reasoning."""
         super().emit_reasoning(text)
         if self.force_nonempty_content:
             self._kept.append(text)
 
     def emit(self, text: str) -> None:
-        """Pass on content."""
         super().emit(text)
         self._has_content = self._has_content or bool(text.strip())
 
@@ -186,7 +183,6 @@ class MiniMaxM2AppendThinkReasoning(TaggedReasoningParser):
     always = True
 
     def read(self) -> Read[None]:
-        """Read all text as content."""
         if not (yield from self.text.peek()):
             return
         yield from self.text.accept(Marks("<think>"))
@@ -262,7 +258,6 @@ class ApertusReasoning(TaggedReasoningParser):
     always = True
 
     def read(self) -> Read[None]:
-        """Read reasoning and content in turn."""
         text, begin = self.text, Marks(*self.open, *self.close)
         mark = self.open[0] if self._inside else (yield from text.accept(begin))
         ends = Marks(*self.close, *self.call)
@@ -293,17 +288,14 @@ class MiniCpmVReasoning(TaggedReasoningParser):
         super().__init__(thinking=thinking)
 
     def read(self) -> Read[None]:
-        """Read the reasoning, then the content."""
         yield from super().read()
         self._reasoning.finish()
         self._content.finish()
 
     def emit_reasoning(self, text: str) -> None:
-        """Pass on reasoning."""
         self._reasoning.add(text)
 
     def emit(self, text: str) -> None:
-        """Pass on content."""
         self._reasoning.finish()
         self._content.add(text)
 
@@ -318,8 +310,6 @@ class Hy3Reasoning(TaggedReasoningParser):
     always = True
 
     def see_prompt_end(self, text: str) -> None:
-        """Note the suffix, and whether the prompt ends with a tag that opens or closes the
-        reasoning."""
         if match := _LAST_TAG.search(text[-_LONGEST_TAG:]):
             suffix = match[1]
             self.open, self.close = (f"<think{suffix}>",), (f"</think{suffix}>",)
@@ -343,7 +333,6 @@ class K2HorizonReasoning(TaggedReasoningParser):
     thinking_switch = ("reasoning_effort", True)
 
     def see_prompt_end(self, text: str) -> None:
-        """Note which mark opens the reasoning."""
         for mark in self.open:
             if text.rstrip().endswith(mark):
                 self.open, self.close = (mark,), (mark.replace("<", "</"),)
@@ -377,5 +366,4 @@ class IdentityReasoning(TaggedReasoningParser):
         """Ignore the prompt."""
 
     def read(self) -> Read[None]:
-        """Read all text as content."""
         yield from self.text.until(Marks(), self.emit)

@@ -33,7 +33,6 @@ class Spark25ToolParser(BlockCallsParser):
     markers = (*open, close, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 
     def calls(self, block: str) -> list[tuple[str, str]] | None:
-        """Read the one call of a block."""
         name, begin, rest = block.partition("<arg_key>")
         name = name.strip()
         if not name or not self.known(name):
@@ -71,7 +70,6 @@ class K2HorizonToolParser(BlockCallsParser):
     }  # fmt: skip
 
     def calls(self, block: str) -> list[tuple[str, str]] | None:
-        """Read all calls of a block."""
         calls = []
         for element in elements(block, {"<ifm|tool_call>": "</ifm|tool_call>"}):
             call = self._call(element[1].strip()) if element is not None else None
@@ -103,7 +101,7 @@ class K2HorizonToolParser(BlockCallsParser):
         return name, objects(arguments)
 
     def _types(self, name: str, key: str, kind: str) -> frozenset[str]:
-        """Return an argument's types: the schema's, of which the written one chooses."""
+        """Return an argument's types: the schema's, narrowed by the written one."""
         own = self.kinds.get(kind.partition("[")[0].strip())
         types = self.types(name, key)
         if not types:
@@ -112,7 +110,7 @@ class K2HorizonToolParser(BlockCallsParser):
 
 
 def _json_call(parser: BlockCallsParser, text: str, keys: tuple[str, ...]) -> _Call | None:
-    """Return the call of a JSON object whose arguments have one of these keys."""
+    """Return the call of an object with arguments under one of these keys."""
     call = object_of(text)
     if call is None:
         return None
@@ -133,7 +131,7 @@ class DotsToolParser(BlockCallsParser):
     ends_turn = reads_unfinished = True
 
     def calls(self, block: str) -> list[tuple[str, str]] | None:
-        """Read the calls of a block; those to unknown tools are left out."""
+        """Read the calls of a block, except to unknown tools."""
         if block.lstrip().startswith("{"):
             call = _json_call(self, block, ("arguments", "parameters"))
             return None if call is None else [call]
@@ -179,7 +177,6 @@ class MiniCpm5ToolParser(BlockCallsParser):
     markers = ("<function", close, "<param", "</param>", "<arguments>", "</arguments>")
 
     def calls(self, block: str) -> list[tuple[str, str]] | None:
-        """Read the one call of a block."""
         header = attribute(block)
         if header is None or not self.known(header[0]):
             return None
@@ -201,7 +198,7 @@ class MiniCpm5ToolParser(BlockCallsParser):
         return value_of(text, types if types == _STRING else frozenset())
 
     def _checked(self, name: str, arguments: dict[str, str]) -> list[tuple[str, str]] | None:
-        """Return the call if it fits the tool's schema, without arguments that this lacks."""
+        """Return the call without unknown arguments, if it fits the tool's schema."""
         schema = self.schemas.get(name)
         schema = schema if isinstance(schema, Mapping) else {}
         known = schema.get("properties")
@@ -218,7 +215,7 @@ class MiniCpm5ToolParser(BlockCallsParser):
 
 
 def _parameters(text: str) -> Iterator[tuple[str, str, bool] | None]:
-    """Yield (key, text, whether it stands in CDATA) of each parameter; None for anything else."""
+    """Yield each parameter's (key, text, whether in CDATA); None for anything else."""
     position, end = 0, len(text.rstrip())
     while position < end:
         match = _PARAMETER.match(text, position)
@@ -246,7 +243,6 @@ class MiniMaxM3ToolParser(BlockCallsParser):
     ends_turn = reads_unfinished = True
 
     def calls(self, block: str) -> list[tuple[str, str]] | None:
-        """Read the calls of a block."""
         found: list[tuple[str, str]] = []
         tags = {f"{_M3}<invoke name=": f"{_M3}</invoke>"}
         for element in elements(block, tags):

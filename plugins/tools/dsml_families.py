@@ -14,7 +14,7 @@ _STRING = frozenset({"string"})
 
 class _DsmlToolParser(TaggedCallsParser):
     """Each argument has two attributes, its name and whether it is a string; other values are JSON.
-    The request's schema counts more than the second. Text after the calls is dropped.
+    The request's schema takes precedence over the second. Text after the calls is dropped.
     """
 
     newlines = False
@@ -22,7 +22,6 @@ class _DsmlToolParser(TaggedCallsParser):
     wrappers = ("arguments", "input")
 
     def argument(self, name: str, header: str) -> tuple[str, frozenset[str]]:
-        """Return an argument's key and types."""
         match = _HEADER.fullmatch(header)
         if match is None:
             return super().argument(name, header)
@@ -33,7 +32,7 @@ class _DsmlToolParser(TaggedCallsParser):
 def _value_ends(
     parameter: str, close: str, value_end: str, last: tuple[str, ...]
 ) -> tuple[str, ...]:
-    """Return what ends a value: its closing tag, or whatever tag may follow it."""
+    """Return what ends a value: its closing tag, or a tag that may follow it."""
     others = (parameter, close, *last)
     return (value_end, *(newline + other for other in others for newline in ("\n", "")))
 

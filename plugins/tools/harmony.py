@@ -23,7 +23,6 @@ class HarmonyToolParser(ToolMachine):
     markers = MARKERS
 
     def read(self) -> Read[None]:
-        """Read messages in turn."""
         text, messages = self.text, Messages(self.answer.emit)
         lead = yield from first_recipient(text)
         while mark := (yield from text.until(BEGIN, messages.emit)):
@@ -42,7 +41,7 @@ class HarmonyToolParser(ToolMachine):
                 text.back(end)
 
     def call(self, message: Header) -> Read[None]:
-        """Read a call, without what follows it."""
+        """Read a call up to its end."""
         text, answer = self.text, self.answer
         name = message.recipient.removeprefix("functions.")
         if not name or not (name != message.recipient or name in self.schemas):
@@ -71,8 +70,9 @@ class BeamToolParser(HarmonyToolParser):
     """
 
     def call(self, message: Header) -> Read[None]:
-        """Read a call, held until it ends, without what follows it. One that is wrong or cut off is
-        left out from its first wrong argument on, and has no end."""
+        """Read a whole call. A wrong or unfinished one ends before its first wrong argument,
+        without an end event.
+        """
         text, answer = self.text, self.answer
         body: list[str] = []
         name = message.recipient

@@ -29,7 +29,7 @@ class HermesToolParser(JsonCallsParser):
 
 
 class _LongCatTags(TaggedCallsParser):
-    """The calls of later models, whose arguments stand in tags."""
+    """Later models' calls, with arguments in tags."""
 
     open, close = "<longcat_tool_call>", "</longcat_tool_call>"
     name_end = ("\n", "<longcat_arg_key>", close)
@@ -62,7 +62,7 @@ class LongCatToolParser(HermesToolParser):
         self._tagged.text, self._tagged.answer = self.text, self.answer
 
     def section(self, source: list[str], *, weak: bool) -> Read[None]:
-        """Read calls. source: what was consumed; content if no call follows."""
+        """Read calls. source: consumed text, which is content if no call follows."""
         if (yield from peek_after_space(self.text, source)) in ("{", "[", ""):
             yield from super().section(source, weak=weak)
         else:

@@ -29,7 +29,6 @@ class HfToolParser:
 
     @classmethod
     def for_checkpoint(cls, folder: Path) -> type[HfToolParser]:
-        """Return the class for a checkpoint. Raises ValueError with the template's field."""
         template = template_of(folder)
         if template.calls is None:
             raise ValueError("response_template.fields.tool_calls: is missing")
@@ -40,33 +39,29 @@ class HfToolParser:
         self._events: list[ParserEvent] = []
         self._answer = Answer(self._events)
         self._source: list[str] = []
-        """Text of the region, with its marks."""
+        """The region's text, with marks."""
         self._groups: Mapping[str, str] = {}
-        """Names in the mark that opened it → texts."""
+        """Group names of the opening mark → texts."""
         self._body: Body | None = None
-        """None: it cannot be read."""
+        """None: unreadable."""
         calls = self.template.calls
         self._reader = RegionReader(() if calls is None else (calls,), self)
 
     def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[ParserEvent]:
-        """Return the events of the next piece of text."""
         self._reader.feed(text)
         events = merge_events(self._events[:])
         self._events.clear()
         return events
 
     def finish(self) -> list[ParserEvent]:
-        """End the text: a region that does not end is content."""
         self._reader.finish()
         return self._answer.finish()
 
     def open_region(self, field: Field, mark: str, groups: Mapping[str, str]) -> None:
-        """A region of calls begins."""
         self._source, self._groups = [mark], groups
         self._body = Body(field.body or ScalarForm())
 
     def add_text(self, field: Field | None, text: str) -> None:
-        """Hold text of a region, pass on other text."""
         if field is None:
             self._answer.emit(text)
             return
@@ -81,7 +76,6 @@ class HfToolParser:
         """The region is read at its end."""
 
     def close_region(self, field: Field, mark: str | None, groups: Mapping[str, str]) -> None:
-        """Pass on the calls of a region."""
         self._source.append(mark or "")
         calls: list[tuple[str, str]] = []
         if self._body is not None and (mark is not None or field.close is None):

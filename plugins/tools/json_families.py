@@ -6,7 +6,6 @@ from ...core.protocols.parsers import CallForm
 from ..parsing.json_calls import JsonCallsParser
 
 _FIRST = r"[ \t\r\n]*"
-"""Text that may precede calls at the start of a text."""
 
 
 class Llama3JsonToolParser(JsonCallsParser):

@@ -31,12 +31,11 @@ class KimiK3ToolParser(TaggedCallsParser):
     markers = xtml.MARKERS
 
     def name_of(self, header: str) -> str:
-        """Return the value of the attribute `tool`."""
         match = _NAME.fullmatch(header)
         return _unescaped(match[1]) if match else ""
 
     def argument(self, name: str, header: str) -> tuple[str, frozenset[str]]:
-        """Return an argument's key, and the type that is an attribute, too."""
+        """Return an argument's key, and its type attribute."""
         match = _KEY.fullmatch(header)
         if match is None:
             return super().argument(name, header)

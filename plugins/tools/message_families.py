@@ -1,5 +1,6 @@
-"""Families whose calls stand in messages or blocks with reasoning and content beside them: their
-reasoning parsers pass on what the parsers here read."""
+"""Families whose calls are messages or blocks: their reasoning parsers pass on what these parsers
+read.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ class MuseToolParser(TaggedCallsParser):
     markers = (*MARKERS, *around)
 
     def name_of(self, header: str) -> str:
-        """Return the name; of `f.f`, with a tool `f` at hand, the tool's."""
+        """Return the name; for `f.f` with a known tool `f`, `f`."""
         name = super().name_of(header)
         first, dot, second = name.partition(".")
         return first if dot and first == second and first in self.schemas else name
@@ -36,7 +37,6 @@ class MuseGlimmerToolParser(MuseToolParser):
     """
 
     def argument(self, name: str, header: str) -> tuple[str, frozenset[str]]:
-        """Return an argument's key, and no types."""
         return super().argument(name, header)[0], frozenset()
 
 

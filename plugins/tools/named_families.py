@@ -68,7 +68,7 @@ class DeepSeekV31ToolParser(NamedCallsParser):
 
 class _KimiForm(NamedForm):
     def name_of(self, header: str) -> tuple[str, str]:
-        """Parse `functions.NAME:NUMBER`, which as a whole is the call's id."""
+        """Parse `functions.NAME:NUMBER`, which is also the call's id."""
         id = header.strip()
         name, _, number = id.rpartition(":")
         return (name if number.isdecimal() else id).removeprefix("functions."), id
@@ -130,7 +130,6 @@ class Plamo3ToolParser(NamedCallsParser):
 
 class _MistralForm(NamedForm):
     def name_of(self, header: str) -> tuple[str, str]:
-        """Parse `NAME`, or `NAME[CALL_ID]ID`."""
         name, _, id = header.partition("[CALL_ID]")
         return name.strip(), id.strip()
 
@@ -163,11 +162,11 @@ class MistralToolParser(JsonCallsParser):
 
     @staticmethod
     def new_id() -> str:
-        """Return nine letters and digits: the family's templates reject other ids."""
+        """Return nine letters and digits, as the family's templates require."""
         return "".join(secrets.choice(_LETTERS) for _ in range(9))
 
     def section(self, source: list[str], *, weak: bool) -> Read[None]:
-        """Read calls after the mark, which may be present twice, of either kind."""
+        """Read calls after the mark, in either form; the mark may be repeated."""
         while True:
             source.append((yield from self.text.run(SPACES)))
             if not (again := (yield from self.text.accept(self.form.close_or_open))):

@@ -61,13 +61,11 @@ class Olmo3ToolParser(PythonCallsParser):
 
 
 class _JsonInMarks(JsonCallsParser):
-    """The same calls as JSON."""
-
     open, close = ("<|tool_call_start|>",), ("<|tool_call_end|>",)
 
 
 _MAX_AHEAD = 64
-"""Characters in which the first one of a list's first call is looked for."""
+"""Characters searched for the beginning of a list's first call."""
 _FIRST = re.compile(r"\s*\[?\s*([^\s\[])")
 
 
@@ -85,7 +83,7 @@ class Lfm2ToolParser(PythonCallsParser):
         self._json.text, self._json.answer = self.text, self.answer
 
     def section(self, source: list[str], *, bare: bool) -> Read[None]:
-        """Read calls. source: what was consumed; content if no call follows."""
+        """Read calls. source: consumed text, which is content if no call follows."""
         if (yield from self._is_json()):
             yield from self._json.section(source, weak=False)
         else:

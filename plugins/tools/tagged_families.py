@@ -224,7 +224,6 @@ class Hy3ToolParser(ToolMachine):
     """
 
     def read(self) -> Read[None]:
-        """Read content up to a block, then its calls."""
         text, emit = self.text, self.answer.emit
         while mark := (yield from text.until(_BEGIN, emit)):
             suffix = yield from text.until_within(_END, _MAX_SUFFIX)
@@ -246,7 +245,7 @@ class Hy4ToolParser(Hy3ToolParser):
 
 @lru_cache(maxsize=64)
 def _suffixed(suffix: str) -> type[TaggedCallsParser]:
-    """Return the parser of a block's calls whose tags have this suffix."""
+    """Return the parser of calls whose tags have this suffix."""
 
     def tag(name: str) -> str:
         return f"<{name}{suffix}>"
