@@ -114,8 +114,8 @@ PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
             "GrammarBits", "SampleOutputs", "SlotTables",
         ),
         "jackfield.plugins.models.decoder": (
-            "QKV_SHARDS", "Block", "CausalLM", "Decoder", "DecoderClassifier", "HeadlessLM",
-            "NormedBlock", "ParallelBlock", "SelfAttention",
+            "QKV_SHARDS", "Block", "BlockParts", "CausalLM", "Decoder", "DecoderClassifier",
+            "HeadlessLM", "NormedBlock", "ParallelBlock", "SelfAttention",
         ),
         "jackfield.plugins.attention.torch": ("TorchAttention",),
         "jackfield.plugins.attention.torch_latent": ("TorchLatentAttention",),

@@ -144,7 +144,8 @@ class Plugins:
         """
         timer = timer or _Began()
         own = provenance.distribution == hooks.PROJECT
-        refusal = api_refusal(getattr(plugin, API_ATTRIBUTE, None), plugin)
+        stated = getattr(plugin, API_ATTRIBUTE, None)
+        refusal = api_refusal(stated, plugin)
         if refusal is not None and not own:
             raise PluginError(refusal)
         check_hooks(plugin)
@@ -157,6 +158,7 @@ class Plugins:
             for kind, hook in KINDS.items():
                 registry = self.registries[kind]
                 registry._registering = provenance
+                registry._registering_api = hooks.API_VERSION if own else stated or 1
                 registry._is_partial = kind != "model" and not has_model
                 for impl in self.implementations(hook, name):
                     if inspect.iscoroutine(result := impl.function(registry)):

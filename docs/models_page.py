@@ -162,7 +162,7 @@ def _quantization(kind: type[CausalLM | EncoderDecoderLM]) -> str:
 
 def _ranks(kind: type[CausalLM | EncoderDecoderLM]) -> str:
     ways = []
-    if vars(kind).get("tensor_parallel", False):
+    if getattr(kind, "tensor_parallel", False):
         ways = ["tensor", "experts"] if _has_experts(kind) else ["tensor"]
     if getattr(kind, "pipeline_parallel", False):
         ways.append("stages")

@@ -20,6 +20,7 @@ from ..nn.operations import Operations
 from ..parallel.ranks import ONE_RANK, Ranks
 from ..protocols.quantization import QuantizationMethod
 from ..registration.architecture import registered_name
+from ..registration.registered import Registry
 from ..registry import Plugins
 from .model_config import ModelConfig
 from .quantize import choose_method, place_layers
@@ -115,7 +116,7 @@ def construct_model(
         redundant_experts=config.eplb_config.num_redundant_experts if config.enable_eplb else None,
     )
     architecture = registry.load(name)
-    if ranks.tensor.size > 1 and not vars(architecture).get("tensor_parallel", False):
+    if ranks.tensor.size > 1 and not is_tensor_parallel(registry, name):
         raise ConfigError(
             f"tensor_parallel_size: {model_config.architecture} cannot be divided among ranks",
             param="tensor_parallel_size",
@@ -144,6 +145,15 @@ def construct_model(
         place_layers(model, model.weight_map, method, build)  # type: ignore[arg-type]
         model.kv_cache_dtype = getattr(method, "kv_cache_dtype", None)  # type: ignore[assignment]
     return model
+
+
+def is_tensor_parallel(registry: Registry[Any], name: str) -> bool:
+    """Return whether ranks can divide an architecture. In plugins for version 2 of the hooks the
+    class itself says it, and may have bases that do."""
+    architecture = registry.load(name)
+    if registry.entry(name).api < 3:
+        return bool(vars(architecture).get("tensor_parallel", False))
+    return bool(getattr(architecture, "tensor_parallel", False))
 
 
 def _changed_map(model: nn.Module, model_config: ModelConfig) -> dict[str, Any]:

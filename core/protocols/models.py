@@ -32,7 +32,7 @@ class Model(Protocol):
     """An architecture, composed of `core.nn` blocks. Subclasses `torch.nn.Module`.
 
     `weight_map` is data: which checkpoint names stack into which parameter
-    (`core.loading.weight_map`). A class with `tensor_parallel = True` (which is not inherited) can
+    (`core.loading.weight_map`). A class with `tensor_parallel` true, or one that inherits it, can
     be divided among the ranks of `build.ranks`: its layers say what ranks divide, and sums are
     added over ranks (`Ranks.add`). One with `pipeline_parallel` true has the layers of
     `build.ranks.pipeline` alone and `MissingLayer` in the place of other modules, and begins with

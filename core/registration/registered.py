@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from ..errors import JackfieldError, PluginError
-from ..hooks import PROJECT
+from ..hooks import API_VERSION, PROJECT
 from .contracts import completed, violation
 from .plugin_checks import near
 
@@ -75,6 +75,8 @@ class Entry(msgspec.Struct, frozen=True):
     """Other names, of executors and parsers, that options may have."""
     extra: Any = None
     """What entries of this kind alone have (`EXTRAS`); None: nothing."""
+    api: int = API_VERSION
+    """Version of the hook API that its plugin is written for."""
 
     @property
     def parser_marks(self) -> ParserMarks:
@@ -96,6 +98,7 @@ class Registry(Generic[T]):
         self._refusals: dict[str, str] = {}
         self._text_parts: dict[str, str] = {}
         self._registering = Provenance("unknown", "", "")
+        self._registering_api = API_VERSION
         self._is_partial = False
         """Whether what registers now has no model, and so is no family of a plugin's own."""
 
@@ -147,8 +150,9 @@ class Registry(Generic[T]):
                 "or register with override=True"
             )
         self._entries[name] = Entry(
-            name, reference, self._registering, priority, help, final, override, aliases, extra
-        )
+            name, reference, self._registering, priority, help, final, override, aliases, extra,
+            self._registering_api,
+        )  # fmt: skip
         self._loaded.pop(name, None)
 
     def _extra(

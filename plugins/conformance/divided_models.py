@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from ...core.errors import ConfigError
+from ...core.loading.build import is_tensor_parallel
 from ...core.nn.experts import Experts
 from ...core.parallel.ranks import Pipeline, Ranks
 from ...core.registration.architecture import FALLBACK
@@ -31,7 +32,7 @@ def check_ranks(
     parallelism; a class that does not say `tensor_parallel` must be refused. `bound`: allowed
     deviation of float32 log-probabilities; `ways`: how experts are divided."""
     registered = name if name in plugins["model"] else FALLBACK
-    if not vars(plugins["model"].load(registered)).get("tensor_parallel", False):
+    if not is_tensor_parallel(plugins["model"], registered):
         with pytest.raises(ConfigError, match="tensor_parallel_size"):
             PagedModel(folder, "float32", plugins=plugins, ranks=thread_ranks(size)[0])
         return

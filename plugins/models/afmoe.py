@@ -63,7 +63,6 @@ class AfmoeDecoder(Decoder):
 
 
 class AfmoeForCausalLM(CausalLM):
-    tensor_parallel = True
     config_fields = EXPERTS | {"num_shared_experts": SIZE_OR_ZERO}
     attention = AfmoeAttention
     decoder = AfmoeDecoder

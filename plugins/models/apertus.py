@@ -55,7 +55,6 @@ class XieluMLP(PlainMLP):
 
 
 class ApertusForCausalLM(CausalLM):
-    tensor_parallel = True
     attention = Qwen3Attention
     weight_map = WeightMap(
         stacked=QKV_SHARDS,
@@ -93,7 +92,6 @@ class FewerTokensMap(WeightMap):
 class Apertus1p5TextForCausalLM(ApertusForCausalLM):
     """Loads the text tokens only: embeddings of image and sound codes follow them."""
 
-    tensor_parallel = True
     config_fields = {"output_vocab_size": SIZE}
     weight_map: WeightMap = FewerTokensMap(
         stacked=QKV_SHARDS, tied=HeadlessLM.weight_map.tied,

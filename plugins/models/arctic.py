@@ -15,7 +15,7 @@ from ...core.nn.experts import SparseMLP
 from ...core.nn.mlp import GatedMLP
 from ...core.nn.rotary import Rotary
 from ...core.nn.routing import RoutingRule
-from .blocks import Block, MakeMLP, SelfAttention
+from .blocks import Block, BlockParts
 from .decoder import CausalLM, Decoder
 from .expert_fields import EXPERTS
 from .mixtral import MixtralForCausalLM
@@ -25,17 +25,10 @@ class ArcticBlock(Block):
     norms = (*Block.norms, "residual_layernorm")
     residual_layernorm: nn.Module
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        layer: int,
-        build: BuildContext,
-        attention: type[SelfAttention],
-        mlp: MakeMLP,
-    ) -> None:
-        super().__init__(config, layer, build, attention, mlp)
-        hf: Any = config.hf_config
-        self.residual_mlp = GatedMLP(hf.hidden_size, hf.hidden_size, hf.hidden_act, build)
+    def __init__(self, parts: BlockParts, layer: int) -> None:
+        super().__init__(parts, layer)
+        hf: Any = parts.config.hf_config
+        self.residual_mlp = GatedMLP(hf.hidden_size, hf.hidden_size, hf.hidden_act, parts.build)
 
     def forward(
         self, hidden: torch.Tensor, rotary: Rotary | None, context: ForwardContext
@@ -51,7 +44,6 @@ class ArcticDecoder(Decoder):
 
 
 class ArcticForCausalLM(CausalLM):
-    tensor_parallel = True
     config_fields = EXPERTS
     decoder = ArcticDecoder
     weight_map = dataclasses.replace(

@@ -16,7 +16,7 @@ from ...core.nn.norm import RMSNorm
 from ...core.nn.rotary import Rotary
 from ...core.protocols.field_kinds import SIZE
 from ...core.protocols.latent_attention import ChosenTokens
-from .blocks import MakeMLP, SelfAttention
+from .blocks import BlockParts
 from .deepseek import DeepseekV32ForCausalLM
 from .deepseek_moe import is_dense
 from .indexed import IndexedBlock, IndexedDecoder, IndexedSelfAttention
@@ -74,20 +74,13 @@ class AXK2Attention(IndexedSelfAttention):
 class AXK2Block(IndexedBlock):
     """All norms are gated except the one before a plain MLP."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        layer: int,
-        build: BuildContext,
-        attention: type[SelfAttention],
-        mlp: MakeMLP,
-    ) -> None:
-        super().__init__(config, layer, build, attention, mlp)
-        hf = config.hf_config
+    def __init__(self, parts: BlockParts, layer: int) -> None:
+        super().__init__(parts, layer)
+        hf = parts.config.hf_config
         dense = is_dense(hf, layer)
         for name in self.norms[:1] if dense else self.norms:
             eps = float(hf.rms_norm_eps)
-            setattr(self, name, GatedRMSNorm(hf.hidden_size, hf.gated_norm_rank, eps, build))
+            setattr(self, name, GatedRMSNorm(hf.hidden_size, hf.gated_norm_rank, eps, parts.build))
 
 
 class AXK2Decoder(IndexedDecoder):
@@ -95,7 +88,6 @@ class AXK2Decoder(IndexedDecoder):
 
 
 class AXK2ForCausalLM(DeepseekV32ForCausalLM):
-    tensor_parallel = True
     config_fields = {"gated_norm_rank": SIZE}
     attention = AXK2Attention
     decoder = AXK2Decoder

@@ -42,7 +42,6 @@ class BaichuanDecoder(Decoder):
 
 
 class BaichuanForCausalLM(CausalLM):
-    tensor_parallel = True
     attention = BaichuanAttention
     decoder = BaichuanDecoder
     weight_map = replace(HeadlessLM.weight_map, names={"qkv_proj": "W_pack"})

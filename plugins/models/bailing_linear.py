@@ -136,7 +136,6 @@ class LingLinearDecoder(LatentDecoder):
 
 
 class BailingMoeV2_5ForCausalLM(BailingMoeForCausalLM):
-    tensor_parallel = True
     config_fields = LATENT | {"group_norm_size": INTEGER, "model_max_length": INTEGER}
     attention = NormedLatentAttention
     decoder = LingLinearDecoder

@@ -30,7 +30,6 @@ class BailingAttention(FusedAttention, Glm4MoeAttention):
 
 
 class BailingMoeForCausalLM(DeepseekMoeForCausalLM):
-    tensor_parallel = True
     attention: ClassVar[type[SelfAttention]] = BailingAttention
     weight_map = WeightMap(
         stacked={
@@ -76,4 +75,4 @@ class BailingMoeForCausalLM(DeepseekMoeForCausalLM):
 
 
 class BailingMoeV2ForCausalLM(BailingMoeForCausalLM):
-    tensor_parallel = True
+    pass

@@ -16,6 +16,7 @@ from ...core.nn.mlp import GatedMLP
 from ...core.nn.rotary import Rotary
 from ...core.nn.state.mamba2 import Mamba2Mixer
 from ...core.nn.state.sizes import Mamba2Sizes
+from .blocks import BlockParts
 from .decoder import QKV_SHARDS, CausalLM, Decoder
 from .expert_fields import EXPERTS
 from .granite import MULTIPLIERS, GraniteAttention
@@ -52,7 +53,6 @@ class BambaDecoder(Decoder):
 
 
 class BambaForCausalLM(CausalLM):
-    tensor_parallel = True
     decoder = BambaDecoder
     weight_map = dataclasses.replace(
         CausalLM.weight_map, names={"mlp": "feed_forward", "model.norm": "model.final_layernorm"}
@@ -68,13 +68,13 @@ class GraniteHybridBlock(HybridBlock):
     shared_mlp: GatedMLP
     block_sparse_moe: SparseMLP | None
 
-    def __init__(self, config: ModelConfig, layer: int, build: BuildContext, *more: Any) -> None:
-        super().__init__(config, layer, build, *more)
-        hf = config.hf_config
+    def __init__(self, parts: BlockParts, layer: int) -> None:
+        super().__init__(parts, layer)
+        hf = parts.config.hf_config
         self.multiplier = float(hf.residual_multiplier)
         self.block_sparse_moe = None
         if hf.num_local_experts:
-            self.block_sparse_moe = renormalized_mixture(hf, build)
+            self.block_sparse_moe = renormalized_mixture(hf, parts.build)
 
     def make_mixer(self, config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:
         return mamba2_mixer(config.hf_config, build)
@@ -105,7 +105,6 @@ class GraniteHybridDecoder(Decoder):
 
 
 class GraniteMoeHybridForCausalLM(CausalLM):
-    tensor_parallel = True
     config_fields = EXPERTS | MULTIPLIERS
     attention = GraniteAttention
     decoder = GraniteHybridDecoder

@@ -16,13 +16,9 @@ from .encoder_decoder import (
 class BartForConditionalGeneration(EncoderDecoderLM):
     """Norms after sums, learned positions from row 2 on, a norm of the embeddings. PLBART, too."""
 
-    tensor_parallel = True
-
 
 class MvpForConditionalGeneration(EncoderDecoderLM):
     """As BART, without its pre-training prompts."""
-
-    tensor_parallel = True
 
     @classmethod
     def check(cls, hf: Any) -> None:
@@ -34,14 +30,12 @@ class MvpForConditionalGeneration(EncoderDecoderLM):
 class MBartForConditionalGeneration(EncoderDecoderLM):
     """As BART, with norms before attention and MLP."""
 
-    tensor_parallel = True
     norm_first = True
 
 
 class BlenderbotForConditionalGeneration(EncoderDecoderLM):
     """Norms first, but not of the embeddings."""
 
-    tensor_parallel = True
     norm_first = True
     norms_embeddings = False
     positions = LearnedPositions
@@ -50,7 +44,6 @@ class BlenderbotForConditionalGeneration(EncoderDecoderLM):
 class BlenderbotSmallForConditionalGeneration(EncoderDecoderLM):
     """Norms after sums; the decoder norms the words without positions."""
 
-    tensor_parallel = True
     decoder_norms_words = True
     positions = LearnedPositions
 
@@ -58,7 +51,6 @@ class BlenderbotSmallForConditionalGeneration(EncoderDecoderLM):
 class PegasusForConditionalGeneration(EncoderDecoderLM):
     """Norms first, sinusoidal positions."""
 
-    tensor_parallel = True
     norm_first = True
     norms_embeddings = False
     positions = SinusoidalPositions
@@ -67,14 +59,12 @@ class PegasusForConditionalGeneration(EncoderDecoderLM):
 class M2M100ForConditionalGeneration(PegasusForConditionalGeneration):
     """M2M-100 and NLLB: other sinusoids, from position 2 on."""
 
-    tensor_parallel = True
     positions = SinusoidalFromTwo
 
 
 class MarianMTModel(EncoderDecoderLM):
     """Norms after sums, sinusoidal positions."""
 
-    tensor_parallel = True
     norms_embeddings = False
     positions = SinusoidalPositions
 

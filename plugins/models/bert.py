@@ -143,8 +143,6 @@ class Pooler(nn.Module):
 
 
 class BertForSequenceClassification(BertModel):
-    tensor_parallel = True
-
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__(config, build)
         self.pooler = Pooler(config.hidden_size, build)

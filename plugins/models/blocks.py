@@ -20,7 +20,7 @@ arguments (`Linear.forward`), and q_norm to a is one call (`Attention.forward`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -34,6 +34,7 @@ from ...core.nn.norm import LayerNorm, RMSNorm, norm_eps
 from ...core.nn.rotary import Rotary
 from ...core.parallel.sharding import HeadShare, Sharding
 from ...core.protocols.attention import AttentionSpec
+from .old_constructors import of_fields
 
 
 class SelfAttention(nn.Module):
@@ -150,6 +151,23 @@ MakeMLP: TypeAlias = Callable[[ModelConfig, int, BuildContext], nn.Module]
 stream."""
 
 
+class BlockParts(NamedTuple):
+    """What a decoder's blocks are made from."""
+
+    config: ModelConfig
+    build: BuildContext
+    attention: type[SelfAttention]
+    mlp: MakeMLP
+
+    def make_attention(self, layer: int) -> SelfAttention:
+        """Create the attention of a layer."""
+        return self.attention(self.config, layer, self.build)
+
+    def make_mlp(self, layer: int) -> nn.Module:
+        """Create what follows a layer's attention."""
+        return self.mlp(self.config, layer, self.build)
+
+
 class Block(nn.Module):
     """Attention and MLP, each after a norm and added to the residual stream."""
 
@@ -168,19 +186,13 @@ class Block(nn.Module):
         if "forward" in vars(cls) and "divides" not in vars(cls):
             cls.divides = False
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        layer: int,
-        build: BuildContext,
-        attention: type[SelfAttention],
-        mlp: MakeMLP,
-    ) -> None:
+    @of_fields(BlockParts, with_layer=True)
+    def __init__(self, parts: BlockParts, layer: int) -> None:
         super().__init__()
         for name in filter(None, self.norms):
-            setattr(self, name, self.make_norm(config.hf_config, build))
-        self.self_attn = attention(config, layer, build)
-        self.mlp = mlp(config, layer, build)
+            setattr(self, name, self.make_norm(parts.config.hf_config, parts.build))
+        self.self_attn = parts.make_attention(layer)
+        self.mlp = parts.make_mlp(layer)
 
     def after_loading(self) -> None:
         """Tell attention which weights are read after it, and products which norms come before."""

@@ -17,7 +17,7 @@ from ...core.nn.mlp import PlainMLP
 from ...core.parallel.missing_layer import MissingLayer
 from ...core.protocols.attention import AttentionSpec
 from ...core.protocols.field_kinds import INTEGER
-from .blocks import MakeMLP, SelfAttention
+from .blocks import BlockParts, SelfAttention
 from .decoder import CausalLM
 from .falcon import FalconForCausalLM
 from .gpt2 import Gpt2Attention
@@ -34,17 +34,12 @@ class BloomAttention(Gpt2Attention):
 class BloomDecoder(UnrotatedDecoder):
     block = LayerNormBlock
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        build: BuildContext,
-        attention: type[SelfAttention],
-        mlp: MakeMLP,
-    ) -> None:
-        super().__init__(config, build, attention, mlp)
+    def __init__(self, parts: BlockParts) -> None:
+        super().__init__(parts)
+        build = parts.build
         self.word_embeddings_layernorm: nn.Module = MissingLayer()
         if build.ranks.pipeline.first:
-            self.word_embeddings_layernorm = self.block.make_norm(config.hf_config, build)
+            self.word_embeddings_layernorm = self.block.make_norm(parts.config.hf_config, build)
 
     def embed(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         normed: torch.Tensor = self.word_embeddings_layernorm(super().embed(input_ids, positions))
@@ -54,7 +49,6 @@ class BloomDecoder(UnrotatedDecoder):
 class BloomForCausalLM(CausalLM):
     """Checkpoints may lack the prefix `transformer.`"""
 
-    tensor_parallel = True
     ignored_fields = frozenset({"head_dim"})
     config_fields = {"n_head": INTEGER, "n_layer": INTEGER, "seq_length": INTEGER}
     attention = BloomAttention

@@ -17,7 +17,6 @@ class ChatGLMAttention(Glm4Attention, FusedAttention):
 
 
 class ChatGLMModel(Glm4Model, CausalLM):
-    tensor_parallel = True
     attention = ChatGLMAttention
     decoder = Decoder
     weight_map = OldWeightMap(

@@ -41,7 +41,6 @@ class CohereDecoder(Decoder):
 
 
 class CohereForCausalLM(CausalLM):
-    tensor_parallel = True
     attention: ClassVar[type[SelfAttention]] = CohereAttention
     decoder = CohereDecoder
     weight_map = replace(
@@ -67,6 +66,5 @@ class Cohere2Decoder(CohereDecoder):
 
 
 class Cohere2ForCausalLM(CohereForCausalLM):
-    tensor_parallel = True
     attention = WindowedAttention
     decoder = Cohere2Decoder

@@ -68,7 +68,6 @@ class StackedWeightMap(WeightMap):
 
 
 class DbrxForCausalLM(CausalLM):
-    tensor_parallel = True
     config_fields = {"max_seq_len": INTEGER}
     attention = DbrxAttention
     decoder = DbrxDecoder

@@ -15,7 +15,7 @@ from ...core.loading.model_config import ModelConfig
 from ...core.nn.context import BuildContext, ForwardContext
 from ...core.nn.mlp import GatedMLP
 from ...core.nn.rotary import Rotary
-from .blocks import Block, MakeMLP, SelfAttention
+from .blocks import Block, BlockParts, SelfAttention
 from .decoder import CausalLM, Decoder
 
 ROWS = 256
@@ -52,23 +52,16 @@ class DeciAttention(SelfAttention):
 
 
 class DeciBlock(Block):
-    def __init__(
-        self,
-        config: ModelConfig,
-        layer: int,
-        build: BuildContext,
-        attention: type[SelfAttention],
-        mlp: MakeMLP,
-    ) -> None:
+    def __init__(self, parts: BlockParts, layer: int) -> None:
         nn.Module.__init__(self)
-        hf = config.hf_config
+        hf, build = parts.config.hf_config, parts.build
         self.has = tuple(part_of(hf, layer, part) is not None for part in ("attention", "ffn"))
         if self.has[0]:
             self.input_layernorm = self.make_norm(hf, build)
-            self.self_attn = attention(config, layer, build)
+            self.self_attn = parts.make_attention(layer)
         if self.has[1]:
             self.post_attention_layernorm = self.make_norm(hf, build)
-            self.mlp = mlp(config, layer, build)
+            self.mlp = parts.make_mlp(layer)
 
     def forward(
         self, hidden: torch.Tensor, rotary: Rotary | None, context: ForwardContext
@@ -84,7 +77,6 @@ class DeciDecoder(Decoder):
 
 
 class DeciLMForCausalLM(CausalLM):
-    tensor_parallel = True
     attention = DeciAttention
     decoder = DeciDecoder
 

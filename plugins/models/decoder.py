@@ -29,11 +29,12 @@ from ...core.parallel.missing_layer import MissingLayer
 from ...core.protocols.field_kinds import FieldKind
 from ...core.protocols.models import HiddenStates
 from ...core.text.tokenizer import Tokenizer
-from .blocks import Block, MakeMLP, NormedBlock, ParallelBlock, SelfAttention
+from .blocks import Block, BlockParts, MakeMLP, NormedBlock, ParallelBlock, SelfAttention
+from .old_constructors import create, of_fields
 
 __all__ = [
-    "QKV_SHARDS", "Block", "CausalLM", "Decoder", "DecoderClassifier", "HeadlessLM", "MakeMLP",
-    "NormedBlock", "ParallelBlock", "SelfAttention", "rope_of_type", "rotaries_by_type",
+    "QKV_SHARDS", "Block", "BlockParts", "CausalLM", "Decoder", "DecoderClassifier", "HeadlessLM",
+    "MakeMLP", "NormedBlock", "ParallelBlock", "SelfAttention", "rope_of_type", "rotaries_by_type",
 ]  # fmt: skip
 
 
@@ -66,14 +67,10 @@ class Decoder(nn.Module):
         if "forward" in vars(cls) and "pipeline_parallel" not in vars(cls):
             cls.pipeline_parallel = False
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        build: BuildContext,
-        attention: type[SelfAttention],
-        mlp: MakeMLP,
-    ) -> None:
+    @of_fields(BlockParts, with_layer=False)
+    def __init__(self, parts: BlockParts) -> None:
         super().__init__()
+        config, build = parts.config, parts.build
         hf, pipeline = config.hf_config, build.ranks.pipeline
         ties = config.pooling is None and bool(getattr(hf, "tie_word_embeddings", False))
         self.embed_tokens: Any = MissingLayer()
@@ -88,7 +85,7 @@ class Decoder(nn.Module):
         own = self.own_layers = pipeline.layers(count)
         """Numbers of the layers that this stage has."""
         self.layers = nn.ModuleList(
-            block(config, layer, build, attention, mlp) if layer in own else MissingLayer()
+            create(block, parts, layer) if layer in own else MissingLayer()
             for layer in range(count)
         )
         self.norm: Any = block.make_norm(hf, build) if pipeline.last else MissingLayer()
@@ -203,6 +200,9 @@ class HeadlessLM(nn.Module):
 
     attention: ClassVar[type[SelfAttention]] = SelfAttention
     decoder: ClassVar[type[Decoder]] = Decoder
+    tensor_parallel: ClassVar[bool] = True
+    """Whether ranks can divide its layers. A family that has others than those of `core.nn` which
+    ranks divide, or does not add what they compute, says False."""
     pipeline_parallel: ClassVar[bool] = True
     """Whether stages can have its layers: all work is that of a decoder's that can."""
     weight_map: WeightMap = WeightMap(
@@ -225,7 +225,7 @@ class HeadlessLM(nn.Module):
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__()
-        self.model = self.decoder(config, build, self.attention, self.mlp)
+        self.model = create(self.decoder, BlockParts(config, build, self.attention, self.mlp))
         if rows := self.row_orders(config):
             self.weight_map = replace(self.weight_map, rows=rows)
 

@@ -14,7 +14,7 @@ from ...core.nn.context import BuildContext, ForwardContext
 from ...core.nn.experts import SparseMLP
 from ...core.nn.rotary import Rotary
 from ...core.nn.routing import RoutingRule
-from .blocks import Block, MakeMLP, SelfAttention
+from .blocks import Block, BlockParts
 from .decoder import CausalLM, Decoder
 from .deepseek_moe import DeepseekMoeForCausalLM, is_dense
 from .indexed import INDEXED, IndexedDecoder, IndexedSelfAttention, chooses, has_indexer
@@ -25,7 +25,6 @@ V2_METHODS = {"greedy": False, "group_limited_greedy": True}
 
 
 class DeepseekV3ForCausalLM(DeepseekMoeForCausalLM):
-    tensor_parallel = True
     config_fields = LATENT
     attention = LatentSelfAttention
     decoder: ClassVar[type[Decoder]] = LatentDecoder
@@ -33,7 +32,7 @@ class DeepseekV3ForCausalLM(DeepseekMoeForCausalLM):
 
 
 class Glm4MoeLiteForCausalLM(DeepseekV3ForCausalLM):
-    tensor_parallel = True
+    pass
 
 
 class DeepseekV32ForCausalLM(DeepseekV3ForCausalLM):
@@ -41,7 +40,6 @@ class DeepseekV32ForCausalLM(DeepseekV3ForCausalLM):
     loaded if no text may be longer than that.
     """
 
-    tensor_parallel = True
     config_fields = INDEXED
     attention = IndexedSelfAttention
     decoder = IndexedDecoder
@@ -65,13 +63,10 @@ class GlmIndexedSelfAttention(IndexedSelfAttention):
 class GlmMoeDsaForCausalLM(DeepseekV32ForCausalLM):
     """GLM-5, some of whose layers share the choice of an earlier one's indexer."""
 
-    tensor_parallel = True
     attention = GlmIndexedSelfAttention
 
 
 class SarvamMLAForCausalLM(DeepseekV3ForCausalLM):
-    tensor_parallel = True
-
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         hf = config.hf_config
         for field, known in (
@@ -85,8 +80,6 @@ class SarvamMLAForCausalLM(DeepseekV3ForCausalLM):
 
 class DeepseekV2ForCausalLM(DeepseekV3ForCausalLM):
     """Experts are chosen by softmax, without a bias."""
-
-    tensor_parallel = True
 
     @staticmethod
     def score_bias(hf: Any) -> bool:
@@ -110,7 +103,6 @@ class DeepseekV2ForCausalLM(DeepseekV3ForCausalLM):
 
 
 class YoutuForCausalLM(CausalLM):
-    tensor_parallel = True
     config_fields = LATENT
     attention = LatentSelfAttention
     decoder = LatentDecoder
@@ -122,17 +114,11 @@ class AXK1Block(Block):
 
     mlp: SparseMLP
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        layer: int,
-        build: BuildContext,
-        attention: type[SelfAttention],
-        mlp: MakeMLP,
-    ) -> None:
-        super().__init__(config, layer, build, attention, mlp)
+    def __init__(self, parts: BlockParts, layer: int) -> None:
+        super().__init__(parts, layer)
+        config = parts.config
         dense = is_dense(config.hf_config, layer)
-        self.post_mlp_layernorm = None if dense else self.make_norm(config.hf_config, build)
+        self.post_mlp_layernorm = None if dense else self.make_norm(config.hf_config, parts.build)
 
     def forward(
         self, hidden: torch.Tensor, rotary: Rotary | None, context: ForwardContext
@@ -154,7 +140,6 @@ class AXK1Decoder(LatentDecoder):
 class AXK1ForCausalLM(DeepseekV3ForCausalLM):
     """V3 with a norm of a mixture's output; checkpoints have one for other layers, too."""
 
-    tensor_parallel = True
     decoder = AXK1Decoder
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:

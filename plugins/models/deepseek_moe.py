@@ -28,7 +28,6 @@ from .windows import QWEN_WINDOWS
 class DeepseekMoeForCausalLM(CausalLM):
     """Decoder with such mixtures, without the layers that predict further tokens."""
 
-    tensor_parallel = True
     config_fields = DEEPSEEK_EXPERTS
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
@@ -87,8 +86,6 @@ def is_dense(hf: Any, layer: int) -> bool:
 class DeepseekForCausalLM(DeepseekMoeForCausalLM):
     """DeepSeek-MoE: Llama's attention; experts are chosen by softmax."""
 
-    tensor_parallel = True
-
     @staticmethod
     def score_bias(hf: Any) -> bool:
         return False
@@ -114,17 +111,13 @@ class Glm4MoeAttention(SelfAttention):
 
 
 class Glm4MoeForCausalLM(DeepseekMoeForCausalLM):
-    tensor_parallel = True
     attention = Glm4MoeAttention
 
 
 class Dots1ForCausalLM(DeepseekMoeForCausalLM):
-    tensor_parallel = True
     config_fields = QWEN_WINDOWS
     attention = Qwen3Attention
 
 
 class SolarOpenForCausalLM(DeepseekMoeForCausalLM):
     """Llama's attention; a part of each head may be rotated."""
-
-    tensor_parallel = True

@@ -89,5 +89,4 @@ class DifferentialAttention(SelfAttention):
 
 
 class DiffLlamaForCausalLM(CausalLM):
-    tensor_parallel = True
     attention = DifferentialAttention

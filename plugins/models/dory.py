@@ -24,7 +24,7 @@ from ...core.nn.norm import RMSNorm
 from ...core.nn.rotary import Rotary
 from ...core.protocols.field_kinds import SIZE, SIZE_OR_ZERO
 from ...core.protocols.models import HiddenStates
-from .blocks import Block, MakeMLP, SelfAttention
+from .blocks import Block, BlockParts
 from .decoder import CausalLM, rotaries_by_type
 from .looped import LoopedDecoder
 from .windows import WindowedAttention
@@ -113,16 +113,10 @@ class DoryBlock(Block):
     unit: UnitNorm
     self_attn: DoryAttention
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        layer: int,
-        build: BuildContext,
-        attention: type[SelfAttention],
-        mlp: MakeMLP,
-    ) -> None:
-        super().__init__(config, layer, build, attention, mlp)
-        hf: Any = config.hf_config
+    def __init__(self, parts: BlockParts, layer: int) -> None:
+        super().__init__(parts, layer)
+        hf: Any = parts.config.hf_config
+        build = parts.build
         self.lambda_1 = nn.Parameter(build.empty(hf.hidden_size))
         self.lambda_2 = nn.Parameter(build.empty(hf.hidden_size))
         self.scale = float(hf.ngpt_alpha_init / hf.initializer_range)
@@ -150,15 +144,9 @@ class DoryDecoder(LoopedDecoder):
     loops_field = "n_recurrent_loops"
     rotaries_of = staticmethod(rotaries_by_type)
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        build: BuildContext,
-        attention: type[SelfAttention],
-        mlp: MakeMLP,
-    ) -> None:
-        super().__init__(config, build, attention, mlp)
-        hf: Any = config.hf_config
+    def __init__(self, parts: BlockParts) -> None:
+        super().__init__(parts)
+        hf: Any = parts.config.hf_config
         start = hf.n_input_layers
         self.recurrent = slice(start, start + hf.n_recurrent_layers)
 
@@ -213,6 +201,7 @@ class PairedWeightMap(WeightMap):
 
 
 class DoryForCausalLM(CausalLM):
+    tensor_parallel = False
     config_fields = {
         "n_input_layers": SIZE_OR_ZERO.not_null(), "n_output_layers": SIZE_OR_ZERO.not_null(),
         "n_recurrent_layers": SIZE_OR_ZERO, "n_recurrent_loops": SIZE.not_null(),

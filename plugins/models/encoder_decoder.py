@@ -295,6 +295,7 @@ class LogitsBiasMap(WeightMap):
 class EncoderDecoderLM(nn.Module):
     """An encoder-decoder model of BART's kind. Families set the attributes."""
 
+    tensor_parallel: ClassVar[bool] = True
     norm_first: ClassVar[bool] = False
     """Norms precede attention and MLP, with one after all layers; otherwise they follow each
     sum."""

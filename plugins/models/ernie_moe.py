@@ -28,7 +28,6 @@ class ErnieMoeWeightMap(WeightMap):
 
 
 class Ernie4_5_MoeForCausalLM(Ernie4_5ForCausalLM):
-    tensor_parallel = True
     config_fields = EXPERTS
     weight_map = ErnieMoeWeightMap(
         **{

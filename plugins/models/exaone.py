@@ -7,7 +7,6 @@ from .decoder import QKV_SHARDS, CausalLM
 
 
 class ExaoneForCausalLM(CausalLM):
-    tensor_parallel = True
     weight_map = WeightMap(
         stacked=QKV_SHARDS
         | {"c_fc_0": Shard("gate_up_proj", "gate"), "c_fc_1": Shard("gate_up_proj", "up")},

@@ -25,6 +25,5 @@ class Exaone4Decoder(Olmo2Decoder):
 
 
 class Exaone4ForCausalLM(CausalLM):
-    tensor_parallel = True
     attention = Qwen3Attention
     decoder = Exaone4Decoder

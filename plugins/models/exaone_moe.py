@@ -23,7 +23,6 @@ class ExaoneMoeDecoder(Decoder):
 
 
 class ExaoneMoeForCausalLM(CausalLM):
-    tensor_parallel = True
     config_fields = DEEPSEEK_EXPERTS
     attention = Qwen3Attention
     decoder = ExaoneMoeDecoder

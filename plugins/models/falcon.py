@@ -74,7 +74,6 @@ class FalconDecoder(Decoder):
 
 
 class FalconForCausalLM(CausalLM):
-    tensor_parallel = True
     config_fields = {"ffn_hidden_size": INTEGER}
     attention = FalconAttention
     decoder = FalconDecoder

@@ -19,7 +19,7 @@ from ...core.nn.state.operations import Mamba2Factors
 from ...core.protocols.attention import AttentionSpec
 from ...core.protocols.field_kinds import NUMBER
 from .bamba import BambaForCausalLM, mamba2_mixer
-from .blocks import Block, MakeMLP, SelfAttention
+from .blocks import Block, BlockParts, SelfAttention
 from .decoder import CausalLM, Decoder
 
 
@@ -79,16 +79,9 @@ class FalconH1Block(Block):
     self_attn: SelfAttention
     mlp: GatedMLP
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        layer: int,
-        build: BuildContext,
-        attention: type[SelfAttention],
-        mlp: MakeMLP,
-    ) -> None:
-        super().__init__(config, layer, build, attention, mlp)
-        hf = config.hf_config
+    def __init__(self, parts: BlockParts, layer: int) -> None:
+        super().__init__(parts, layer)
+        hf, build = parts.config.hf_config, parts.build
         self.multipliers = Multipliers.of(hf)
         size, eps = hf.hidden_size, stream_eps(hf)
         self.input_layernorm = ScaledRMSNorm(size, eps, build, factor=self.multipliers.norm)
@@ -147,7 +140,6 @@ class FalconH1Decoder(Decoder):
 
 
 class FalconH1ForCausalLM(CausalLM):
-    tensor_parallel = True
     config_fields = {"embedding_multiplier": NUMBER}
     weight_map = BambaForCausalLM.weight_map
     attention = FalconH1Attention

@@ -41,7 +41,6 @@ class GemmaDecoder(Decoder):
 
 
 class GemmaModel(HeadlessLM):
-    tensor_parallel = True
     attention = GemmaAttention
     decoder = GemmaDecoder
 
@@ -49,8 +48,6 @@ class GemmaModel(HeadlessLM):
 class GemmaForCausalLM(GemmaModel, CausalLM):
     """Its head is the unscaled embedding."""
 
-    tensor_parallel = True
-
 
 class GemmaForSequenceClassification(GemmaModel, DecoderClassifier):
-    tensor_parallel = True
+    pass

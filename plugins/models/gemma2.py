@@ -49,7 +49,6 @@ class Gemma2Decoder(GemmaDecoder):
 
 
 class Gemma2Model(HeadlessLM):
-    tensor_parallel = True
     config_fields = {
         "attn_logit_softcapping": NUMBER,
         "final_logit_softcapping": NUMBER,
@@ -72,7 +71,6 @@ class Gemma2Model(HeadlessLM):
 
 
 class Gemma2ForCausalLM(Gemma2Model, CausalLM):
-    tensor_parallel = True
     finishes = True
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
@@ -88,8 +86,6 @@ class Gemma2ForCausalLM(Gemma2Model, CausalLM):
 
 
 class Gemma2ForSequenceClassification(Gemma2Model, DecoderClassifier):
-    tensor_parallel = True
-
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__(config, build)
         if self.tokens is not None and config.hf_config.final_logit_softcapping is not None:

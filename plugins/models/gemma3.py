@@ -38,7 +38,6 @@ class Gemma3Decoder(Gemma2Decoder):
 
 
 class Gemma3TextModel(Gemma2Model):
-    tensor_parallel = True
     config_fields = {"rope_local_base_freq": NUMBER}
     attention = Gemma3Attention
     decoder = Gemma3Decoder
@@ -47,8 +46,6 @@ class Gemma3TextModel(Gemma2Model):
 class Gemma3ForCausalLM(Gemma3TextModel, Gemma2ForCausalLM):
     """Without a cap on logits."""
 
-    tensor_parallel = True
-
 
 class Gemma3TextForSequenceClassification(Gemma3TextModel, Gemma2ForSequenceClassification):
-    tensor_parallel = True
+    pass

@@ -22,7 +22,7 @@ from ...core.nn.mlp import GatedMLP
 from ...core.nn.norm import RMSNorm
 from ...core.nn.rotary import Rotary
 from ...core.parallel.missing_layer import MissingLayer
-from .blocks import MakeMLP, NormedBlock, SelfAttention
+from .blocks import BlockParts, NormedBlock
 from .decoder import CausalLM
 from .gemma4 import (
     Gemma4Attention,
@@ -105,15 +105,9 @@ class Gemma3nBlock(NormedBlock):
     norms = Gemma4Block.norms
     self_attn: Gemma4Attention
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        layer: int,
-        build: BuildContext,
-        attention: type[SelfAttention],
-        mlp: MakeMLP,
-    ) -> None:
-        super().__init__(config, layer, build, attention, mlp)
+    def __init__(self, parts: BlockParts, layer: int) -> None:
+        super().__init__(parts, layer)
+        config, build = parts.config, parts.build
         hf = config.hf_config
         self.altup, self.laurel = AltUp(config, build), Laurel(config, build)
         self.per_layer_input = PerLayerInput(hf, build)
@@ -150,15 +144,9 @@ class Gemma3nBlock(NormedBlock):
 class Gemma3nDecoder(Gemma4Decoder):
     block = Gemma3nBlock  # type: ignore[assignment]
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        build: BuildContext,
-        attention: type[SelfAttention],
-        mlp: MakeMLP,
-    ) -> None:
-        super().__init__(config, build, attention, mlp)
-        hf = config.hf_config
+    def __init__(self, parts: BlockParts) -> None:
+        super().__init__(parts)
+        hf, build = parts.config.hf_config, parts.build
 
         def products() -> nn.ModuleList:
             others = range(1, hf.altup_num_inputs)
@@ -194,6 +182,7 @@ class Gemma3nDecoder(Gemma4Decoder):
 
 
 class Gemma3nForCausalLM(Gemma4ForCausalLM):
+    tensor_parallel = False
     decoder = Gemma3nDecoder
     weight_map = Gemma4WeightMap(**vars(CausalLM.weight_map) | {"names": PER_LAYER_NAMES})
 

@@ -28,7 +28,7 @@ from ...core.nn.routing import Routing, RoutingRule
 from ...core.parallel.missing_layer import MissingLayer
 from ...core.parallel.ranks import Pipeline
 from ...core.protocols.attention import AttentionSpec
-from .blocks import MakeMLP, NormedBlock, SelfAttention
+from .blocks import BlockParts, NormedBlock
 from .decoder import CausalLM, rope_of_type
 from .expert_fields import EXPERTS
 from .gemma import GemmaDecoder
@@ -180,15 +180,9 @@ class Gemma4Block(NormedBlock):
     )  # fmt: skip
     self_attn: Gemma4Attention
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        layer: int,
-        build: BuildContext,
-        attention: type[SelfAttention],
-        mlp: MakeMLP,
-    ) -> None:
-        super().__init__(config, layer, build, attention, mlp)
+    def __init__(self, parts: BlockParts, layer: int) -> None:
+        super().__init__(parts, layer)
+        config, build = parts.config, parts.build
         hf = config.hf_config
         self.layer_scalar = nn.Parameter(build.empty(1))
         self.mixture: Gemma4Mixture | None = None
@@ -227,14 +221,9 @@ class Gemma4Decoder(GemmaDecoder):
     block = Gemma4Block
     pipeline_parallel = True
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        build: BuildContext,
-        attention: type[SelfAttention],
-        mlp: MakeMLP,
-    ) -> None:
-        super().__init__(config, build, attention, mlp)
+    def __init__(self, parts: BlockParts) -> None:
+        super().__init__(parts)
+        config, build = parts.config, parts.build
         hf, pipeline = config.hf_config, build.ranks.pipeline
         check_stages(hf, pipeline)
         self.last = pipeline.last
@@ -326,7 +315,6 @@ class Gemma4WeightMap(WeightMap):
 
 
 class Gemma4ForCausalLM(Gemma2ForCausalLM):
-    tensor_parallel = True
     config_fields = EXPERTS
     attention = Gemma4Attention  # type: ignore[assignment]
     decoder = Gemma4Decoder

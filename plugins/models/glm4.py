@@ -47,7 +47,6 @@ class Glm4Decoder(Decoder):
 
 
 class Glm4Model(HeadlessLM):
-    tensor_parallel = True
     attention = Glm4Attention
     decoder: ClassVar[type[Decoder]] = Glm4Decoder
     weight_map = WeightMap(
@@ -63,8 +62,8 @@ class Glm4Model(HeadlessLM):
 
 
 class Glm4ForCausalLM(Glm4Model, CausalLM):
-    tensor_parallel = True
+    pass
 
 
 class Glm4ForSequenceClassification(Glm4Model, DecoderClassifier):
-    tensor_parallel = True
+    pass

@@ -44,7 +44,6 @@ class Gpt2Decoder(PositionDecoder):
 
 
 class GPT2LMHeadModel(CausalLM):
-    tensor_parallel = True
     ignored_fields = frozenset({"head_dim"})
     config_fields = {"n_head": INTEGER, "n_layer": INTEGER}
     attention: ClassVar[type[Gpt2Attention]] = Gpt2Attention
@@ -73,7 +72,6 @@ class BigCodeAttention(Gpt2Attention):
 
 
 class GPTBigCodeForCausalLM(GPT2LMHeadModel):
-    tensor_parallel = True
     attention = BigCodeAttention
 
     weight_map = replace(GPT2LMHeadModel.weight_map, transposed=())

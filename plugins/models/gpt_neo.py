@@ -27,7 +27,6 @@ class GptNeoAttention(SelfAttention):
 
 
 class GPTNeoForCausalLM(CausalLM):
-    tensor_parallel = True
     ignored_fields = frozenset({"head_dim"})
     attention = GptNeoAttention
     decoder = Gpt2Decoder

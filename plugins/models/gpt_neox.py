@@ -39,7 +39,6 @@ class GptNeoxDecoder(Decoder):
 
 
 class GPTNeoXForCausalLM(CausalLM):
-    tensor_parallel = True
     attention: ClassVar[type[FusedAttention]] = FusedAttention
     decoder: ClassVar[type[Decoder]] = GptNeoxDecoder
     weight_map = OldWeightMap(
@@ -77,7 +76,6 @@ class JapaneseAttention(FusedAttention):
 
 
 class GPTNeoXJapaneseForCausalLM(GPTNeoXForCausalLM):
-    tensor_parallel = True
     attention = JapaneseAttention
     decoder = LayerNormDecoder
     weight_map = replace(

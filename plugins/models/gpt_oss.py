@@ -24,7 +24,6 @@ GATE_UP = ("gate", "up")
 
 
 class GptOssForCausalLM(CausalLM):
-    tensor_parallel = True
     config_fields = EXPERTS | {"swiglu_limit": NUMBER}
     attention = SinkAttention
     weight_map = dataclasses.replace(

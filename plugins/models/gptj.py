@@ -27,7 +27,6 @@ class GptjDecoder(ParallelLayerNormDecoder):
 
 
 class GPTJForCausalLM(CausalLM):
-    tensor_parallel = True
     ignored_fields = frozenset({"head_dim"})
     config_fields = {"n_head": INTEGER, "n_layer": INTEGER}
     decoder = GptjDecoder
@@ -55,7 +54,6 @@ class GPTJForCausalLM(CausalLM):
 
 
 class CodeGenForCausalLM(GPTJForCausalLM):
-    tensor_parallel = True
     attention = FusedAttention
 
     @staticmethod

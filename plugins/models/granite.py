@@ -15,7 +15,7 @@ from ...core.nn.mlp import GatedMLP
 from ...core.nn.rotary import Rotary
 from ...core.protocols.attention import AttentionSpec
 from ...core.protocols.field_kinds import NUMBER, FieldKind
-from .blocks import Block, MakeMLP, SelfAttention
+from .blocks import Block, BlockParts, SelfAttention
 from .decoder import CausalLM, Decoder, HeadlessLM
 
 MULTIPLIERS: dict[str, FieldKind] = dict.fromkeys(
@@ -36,16 +36,9 @@ class GraniteBlock(Block):
 
     mlp: nn.Module
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        layer: int,
-        build: BuildContext,
-        attention: type[SelfAttention],
-        mlp: MakeMLP,
-    ) -> None:
-        super().__init__(config, layer, build, attention, mlp)
-        self.multiplier = self.multiplier_of(config)
+    def __init__(self, parts: BlockParts, layer: int) -> None:
+        super().__init__(parts, layer)
+        self.multiplier = self.multiplier_of(parts.config)
 
     @staticmethod
     def multiplier_of(config: ModelConfig) -> float:
@@ -82,7 +75,6 @@ class GraniteDecoder(Decoder):
 
 
 class GraniteForCausalLM(CausalLM):
-    tensor_parallel = True
     config_fields = MULTIPLIERS
     attention = GraniteAttention
     decoder = GraniteDecoder
@@ -93,7 +85,6 @@ class GraniteForCausalLM(CausalLM):
 
 
 class GraniteModel(HeadlessLM):
-    tensor_parallel = True
     config_fields = MULTIPLIERS
     attention = GraniteAttention
     decoder = GraniteDecoder

@@ -28,7 +28,6 @@ STORED_TOGETHER = {
 
 
 class GraniteMoeForCausalLM(GraniteForCausalLM):
-    tensor_parallel = True
     config_fields = EXPERTS
     weight_map = WeightMap(
         stacked=QKV_SHARDS,
@@ -56,11 +55,10 @@ class GraniteMoeForCausalLM(GraniteForCausalLM):
 
 
 class GraniteMoeSharedForCausalLM(GraniteMoeForCausalLM):
-    tensor_parallel = True
+    pass
 
 
 class GraniteMoeSWAForCausalLM(GraniteMoeForCausalLM):
-    tensor_parallel = True
     attention = GraniteSwaAttention
     decoder = GraniteSwaDecoder
     weight_map = WeightMap(

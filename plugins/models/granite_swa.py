@@ -33,7 +33,6 @@ class GraniteSwaDecoder(GraniteDecoder):
 
 
 class GraniteSWAForCausalLM(GraniteForCausalLM):
-    tensor_parallel = True
     attention = GraniteSwaAttention
     decoder = GraniteSwaDecoder
 
@@ -59,7 +58,6 @@ class ClovaDecoder(GraniteDecoder):
 
 
 class HyperCLOVAXForCausalLM(GraniteForCausalLM):
-    tensor_parallel = True
     decoder = ClovaDecoder
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:

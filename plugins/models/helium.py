@@ -22,7 +22,6 @@ class HeliumAttention(SelfAttention):
 
 
 class HeliumForCausalLM(CausalLM):
-    tensor_parallel = True
     attention: ClassVar[type[SelfAttention]] = HeliumAttention
 
     @staticmethod
@@ -40,7 +39,6 @@ class ErnieAttention(SelfAttention):
 
 
 class Ernie4_5ForCausalLM(HeliumForCausalLM):
-    tensor_parallel = True
     attention = ErnieAttention
 
     @staticmethod
@@ -52,5 +50,4 @@ class Ernie4_5ForCausalLM(HeliumForCausalLM):
 
 
 class GlmForCausalLM(Glm4Model, CausalLM):
-    tensor_parallel = True
     decoder = Decoder

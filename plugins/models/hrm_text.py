@@ -19,7 +19,7 @@ from ...core.nn.context import BuildContext, ForwardContext
 from ...core.nn.linear import MergedLinear
 from ...core.nn.mlp import GatedMLP
 from ...core.nn.rotary import Rotary
-from .blocks import Block, MakeMLP, SelfAttention
+from .blocks import Block, BlockParts, SelfAttention
 from .decoder import CausalLM, Decoder
 from .parts import WeightlessRMSNorm
 
@@ -70,17 +70,11 @@ class HrmDecoder(Decoder):
 
     block = HrmBlock
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        build: BuildContext,
-        attention: type[SelfAttention],
-        mlp: MakeMLP,
-    ) -> None:
-        super().__init__(config, build, attention, mlp)
-        hf: Any = config.hf_config
+    def __init__(self, parts: BlockParts) -> None:
+        super().__init__(parts)
+        hf: Any = parts.config.hf_config
         self.size, self.high, self.low = hf.num_layers_per_stack, hf.H_cycles, hf.L_cycles
-        self.z_L_init = nn.Parameter(build.empty(hf.hidden_size))
+        self.z_L_init = nn.Parameter(parts.build.empty(hf.hidden_size))
 
     @staticmethod
     def num_blocks(hf: Any) -> int:
@@ -135,7 +129,6 @@ class HrmWeightMap(WeightMap):
 
 
 class HrmTextForCausalLM(CausalLM):
-    tensor_parallel = True
     attention = HrmAttention
     decoder = HrmDecoder
     weight_map: WeightMap = HrmWeightMap(

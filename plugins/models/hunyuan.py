@@ -35,7 +35,6 @@ class HunYuanDecoder(Decoder):
 
 
 class HunYuanDenseV1ForCausalLM(CausalLM):
-    tensor_parallel = True
     config_fields = {"use_cla": FLAG}
     attention = HunYuanAttention
     decoder = HunYuanDecoder

@@ -22,7 +22,6 @@ from .qwen3 import Qwen3Attention
 
 
 class HunYuanMoEV1ForCausalLM(HunYuanDenseV1ForCausalLM):
-    tensor_parallel = True
     config_fields = {"moe_topk": INTEGER_OR_INTEGERS, "num_experts": SIZE}
     weight_map = dataclasses.replace(
         HunYuanDenseV1ForCausalLM.weight_map,
@@ -56,7 +55,6 @@ def _of_layer(hf: Any, field: str, layer: int) -> int:
 
 
 class HYV3ForCausalLM(CausalLM):
-    tensor_parallel = True
     config_fields = EXPERTS | {"num_shared_experts": SIZE_OR_ZERO}
     attention = Qwen3Attention
     weight_map = dataclasses.replace(

@@ -23,7 +23,7 @@ from ...core.nn.rotary import Rotary
 from ...core.parallel.ranks import Pipeline
 from ...core.protocols.field_kinds import FLAG, SIZE, TEXTS, FieldKind
 from ...core.protocols.latent_attention import ChosenTokens
-from .blocks import Block, MakeMLP, SelfAttention
+from .blocks import Block, BlockParts
 from .latent import LatentDecoder, LatentSelfAttention
 
 INDEXED: dict[str, FieldKind] = {
@@ -194,17 +194,11 @@ class IndexedDecoder(LatentDecoder):
     block = IndexedBlock
     pipeline_parallel = True
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        build: BuildContext,
-        attention: type[SelfAttention],
-        mlp: MakeMLP,
-    ) -> None:
+    def __init__(self, parts: BlockParts) -> None:
         """Raises ConfigError, also if a stage would begin with a shared choice."""
-        super().__init__(config, build, attention, mlp)
-        if chooses(config):
-            check_stages(config, build.ranks.pipeline)
+        super().__init__(parts)
+        if chooses(parts.config):
+            check_stages(parts.config, parts.build.ranks.pipeline)
 
     @staticmethod
     def rotaries_of(config: ModelConfig, build: BuildContext) -> Sequence[Rotary | None]:

@@ -9,7 +9,6 @@ from .parts import FusedAttention, grouped_rows
 
 
 class InternLM2ForCausalLM(CausalLM):
-    tensor_parallel = True
     attention = FusedAttention
     weight_map = WeightMap(
         stacked={"w1": Shard("gate_up_proj", "gate"), "w3": Shard("gate_up_proj", "up")},

@@ -110,7 +110,6 @@ class LoopWeightMap(WeightMap):
 
 
 class IQuestLoopCoderForCausalLM(CausalLM):
-    tensor_parallel = True
     config_fields = {"loop_num": SIZE.not_null(), "loop_window_size": INTEGER.not_null()}
     attention = LoopAttention
     decoder = LoopDecoder

@@ -46,7 +46,6 @@ class JambaDecoder(Decoder):
 
 
 class JambaForCausalLM(CausalLM):
-    tensor_parallel = True
     config_fields = EXPERTS
     decoder = JambaDecoder
     weight_map = dataclasses.replace(

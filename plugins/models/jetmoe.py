@@ -18,7 +18,7 @@ from ...core.nn.linear import Linear, MergedLinear
 from ...core.nn.rotary import Rotary
 from ...core.nn.routing import RoutingRule
 from ...core.parallel.sharding import HeadShare
-from .blocks import Block, MakeMLP, SelfAttention
+from .blocks import Block, BlockParts, SelfAttention
 from .decoder import CausalLM, Decoder
 from .expert_fields import EXPERTS
 
@@ -93,15 +93,8 @@ class BiasedMixture(SparseMLP):
 
 
 class JetMoeBlock(Block):
-    def __init__(
-        self,
-        config: ModelConfig,
-        layer: int,
-        build: BuildContext,
-        attention: type[SelfAttention],
-        mlp: MakeMLP,
-    ) -> None:
-        super().__init__(config, layer, build, attention, mlp)
+    def __init__(self, parts: BlockParts, layer: int) -> None:
+        super().__init__(parts, layer)
         for norm in map(self.get_submodule, self.norms):
             norm.eps = NORM_EPS  # type: ignore[assignment]
 
@@ -130,7 +123,6 @@ class JetMoeWeightMap(WeightMap):
 
 
 class JetMoeForCausalLM(CausalLM):
-    tensor_parallel = True
     config_fields = EXPERTS
     attention = JetMoeAttention
     decoder = JetMoeDecoder

@@ -69,7 +69,6 @@ DELTA = {
 
 
 class KimiLinearForCausalLM(DeepseekMoeForCausalLM):
-    tensor_parallel = True
     config_fields = LATENT | {"model_max_length": INTEGER}
     attention: ClassVar[type[SelfAttention]] = LatentSelfAttention
     decoder: ClassVar[type[Decoder]] = KimiDecoder
@@ -145,7 +144,6 @@ class BailingHybridDecoder(LatentDecoder):
 class BailingHybridForCausalLM(KimiLinearForCausalLM):
     """Full-width decay and gate projections; latent attention has a gate per head."""
 
-    tensor_parallel = True
     attention = GatedLatentAttention
     decoder = BailingHybridDecoder
     weight_map = KimiWeightMap(

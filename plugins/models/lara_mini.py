@@ -44,7 +44,6 @@ class LaraDecoder(Decoder):
 
 
 class LaraMiniForCausalLM(CausalLM):
-    tensor_parallel = True
     config_fields = EXPERTS | DELTA_NETS | {"shared_expert_intermediate_size": SIZE}
     attention = Qwen3Attention
     decoder = LaraDecoder

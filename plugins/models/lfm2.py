@@ -44,7 +44,6 @@ class Lfm2Decoder(Decoder):
 
 
 class Lfm2ForCausalLM(CausalLM):
-    tensor_parallel = True
     attention = Lfm2Attention
     decoder = Lfm2Decoder
     weight_map = dataclasses.replace(
@@ -74,7 +73,6 @@ class Lfm2ForCausalLM(CausalLM):
 class Lfm2MoeForCausalLM(Lfm2ForCausalLM):
     """Experts in all but the first layers, chosen by the sigmoid of their logits."""
 
-    tensor_parallel = True
     config_fields = EXPERTS | {"routed_scaling_factor": NUMBER}
     weight_map = dataclasses.replace(
         Lfm2ForCausalLM.weight_map,

@@ -97,7 +97,6 @@ class Lfm3Decoder(Decoder):
 
 
 class Lfm3ForCausalLM(CausalLM):
-    tensor_parallel = True
     attention = Lfm3Attention
     decoder = Lfm3Decoder
     weight_map = dataclasses.replace(

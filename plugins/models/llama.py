@@ -8,12 +8,10 @@ from .decoder import CausalLM, DecoderClassifier, HeadlessLM
 class LlamaForCausalLM(CausalLM):
     """Llama; biases, head size and rope variant come from the configuration."""
 
-    tensor_parallel = True
-
 
 class LlamaModel(HeadlessLM):
-    tensor_parallel = True
+    pass
 
 
 class LlamaForSequenceClassification(DecoderClassifier):
-    tensor_parallel = True
+    pass

@@ -70,7 +70,6 @@ class ScaledInputMLP(SparseMLP):
 
 
 class Llama4ForCausalLM(CausalLM):
-    tensor_parallel = True
     config_fields = {**EXPERTS, "attention_chunk_size": SIZE}
     attention = Llama4Attention
     decoder = Llama4Decoder

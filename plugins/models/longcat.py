@@ -20,7 +20,7 @@ from ...core.nn.mlp import GatedMLP
 from ...core.nn.rotary import Rotary
 from ...core.nn.routing import RoutingRule
 from ...core.protocols.field_kinds import INTEGER
-from .blocks import Block, MakeMLP, SelfAttention
+from .blocks import Block, BlockParts
 from .decoder import CausalLM
 from .expert_fields import DEEPSEEK_EXPERTS
 from .latent import LATENT, LATENT_MAP, LatentDecoder, LatentSelfAttention
@@ -101,23 +101,17 @@ class LongcatBlock(Block):
     input_layernorm: nn.ModuleList
     post_attention_layernorm: nn.ModuleList
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        layer: int,
-        build: BuildContext,
-        attention: type[SelfAttention],
-        mlp: MakeMLP,
-    ) -> None:
+    def __init__(self, parts: BlockParts, layer: int) -> None:
         nn.Module.__init__(self)
-        hf: Any = config.hf_config
+        hf: Any = parts.config.hf_config
+        build = parts.build
         for name in self.norms:
             setattr(self, name, nn.ModuleList(self.make_norm(hf, build) for _ in range(2)))
-        self.self_attn = nn.ModuleList(attention(config, layer, build) for _ in range(2))
+        self.self_attn = nn.ModuleList(parts.make_attention(layer) for _ in range(2))
         self.mlps = nn.ModuleList(
             GatedMLP(hf.hidden_size, hf.ffn_hidden_size, hf.hidden_act, build) for _ in range(2)
         )
-        self.mlp = mlp(config, layer, build)
+        self.mlp = parts.make_mlp(layer)
 
     def forward(
         self, hidden: torch.Tensor, rotary: Rotary | None, context: ForwardContext
@@ -155,7 +149,6 @@ class LongcatWeightMap(WeightMap):
 
 
 class LongcatFlashForCausalLM(CausalLM):
-    tensor_parallel = True
     config_fields = DEEPSEEK_EXPERTS | LATENT | {"ffn_hidden_size": INTEGER}
     attention = LongcatAttention
     decoder = LongcatDecoder

@@ -20,7 +20,7 @@ from ...core.nn.context import BuildContext, ForwardContext
 from ...core.nn.state.layer import StateLayer
 from ...core.parallel.sharding import Sharding
 from ...core.protocols.models import HiddenStates
-from .blocks import MakeMLP, SelfAttention
+from .blocks import BlockParts
 from .longcat import LongcatDecoder, LongcatFlashForCausalLM, LongcatWeightMap
 
 DIGITS, BASE = 3, 256
@@ -157,15 +157,9 @@ class NgramEmbedding(nn.Module):
 
 
 class LongcatNgramDecoder(LongcatDecoder):
-    def __init__(
-        self,
-        config: ModelConfig,
-        build: BuildContext,
-        attention: type[SelfAttention],
-        mlp: MakeMLP,
-    ) -> None:
-        super().__init__(config, build, attention, mlp)
-        self.ngram = NgramEmbedding(config, build)
+    def __init__(self, parts: BlockParts) -> None:
+        super().__init__(parts)
+        self.ngram = NgramEmbedding(parts.config, parts.build)
 
     def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> HiddenStates:
         own = self.embed(input_ids, context.positions)
@@ -197,7 +191,6 @@ class NgramWeightMap(LongcatWeightMap):
 
 
 class LongcatFlashNgramForCausalLM(LongcatFlashForCausalLM):
-    tensor_parallel = True
     decoder = LongcatNgramDecoder
     weight_map = NgramWeightMap(
         stacked=LongcatFlashForCausalLM.weight_map.stacked,

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from ...core.loading.model_config import ModelConfig
-from ...core.nn.context import BuildContext
-from .blocks import MakeMLP, SelfAttention
+from .blocks import BlockParts
 from .decoder import Decoder
 
 
@@ -16,12 +14,6 @@ class LoopedDecoder(Decoder):
     loops_field: ClassVar[str]
     """Field of config.json with the number of loops."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        build: BuildContext,
-        attention: type[SelfAttention],
-        mlp: MakeMLP,
-    ) -> None:
-        super().__init__(config, build, attention, mlp)
-        self.num_loops = int(getattr(config.hf_config, self.loops_field))
+    def __init__(self, parts: BlockParts) -> None:
+        super().__init__(parts)
+        self.num_loops = int(getattr(parts.config.hf_config, self.loops_field))

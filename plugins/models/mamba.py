@@ -8,13 +8,11 @@ from typing import Any
 import torch
 
 from ...core.errors import ConfigError
-from ...core.loading.model_config import ModelConfig
 from ...core.loading.weight_map import WeightMap
-from ...core.nn.context import BuildContext
 from ...core.nn.state.mamba import MambaMixer, MambaSizes
 from ...core.nn.state.mamba2 import Mamba2Mixer
 from ...core.nn.state.sizes import Mamba2Sizes
-from .blocks import SelfAttention
+from .blocks import BlockParts
 from .decoder import CausalLM
 from .mixer import MixerBlock, MixerDecoder
 
@@ -36,10 +34,8 @@ def check_activation(hf: Any) -> None:
 
 
 class MambaBlock(MixerBlock):
-    def make_mixer(
-        self, config: ModelConfig, layer: int, build: BuildContext, attention: type[SelfAttention]
-    ) -> MambaMixer:
-        hf = config.hf_config
+    def make_mixer(self, parts: BlockParts, layer: int) -> MambaMixer:
+        hf, build = parts.config.hf_config, parts.build
         check_activation(hf)
         sizes = MambaSizes(
             hf.hidden_size, hf.intermediate_size, hf.state_size, int(hf.time_step_rank),
@@ -59,7 +55,6 @@ class MambaDecoder(MixerDecoder):
 
 
 class MambaForCausalLM(CausalLM):
-    tensor_parallel = True
     weight_map = BACKBONE
     decoder = MambaDecoder
 
@@ -80,16 +75,13 @@ class FalconMambaDecoder(MixerDecoder):
 
 
 class FalconMambaForCausalLM(CausalLM):
-    tensor_parallel = True
     weight_map = BACKBONE
     decoder = FalconMambaDecoder
 
 
 class Mamba2Block(MixerBlock):
-    def make_mixer(
-        self, config: ModelConfig, layer: int, build: BuildContext, attention: type[SelfAttention]
-    ) -> Mamba2Mixer:
-        hf = config.hf_config
+    def make_mixer(self, parts: BlockParts, layer: int) -> Mamba2Mixer:
+        hf, build = parts.config.hf_config, parts.build
         check_activation(hf)
         sizes = Mamba2Sizes(
             hf.hidden_size, hf.num_heads, hf.head_dim, hf.state_size, hf.n_groups, hf.conv_kernel
@@ -106,6 +98,5 @@ class Mamba2Decoder(MixerDecoder):
 
 
 class Mamba2ForCausalLM(CausalLM):
-    tensor_parallel = True
     weight_map = BACKBONE
     decoder = Mamba2Decoder

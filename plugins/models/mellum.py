@@ -19,7 +19,6 @@ class MellumDecoder(Decoder):
 
 
 class MellumForCausalLM(CausalLM):
-    tensor_parallel = True
     config_fields = DEEPSEEK_EXPERTS
     attention = Qwen3Attention
     decoder = MellumDecoder

@@ -8,5 +8,4 @@ from .qwen2 import Qwen2ForCausalLM
 
 
 class MiMoForCausalLM(Qwen2ForCausalLM):
-    tensor_parallel = True
     weight_map = dataclasses.replace(Qwen2ForCausalLM.weight_map, ignored=("model.mtp_layers.",))

@@ -83,7 +83,6 @@ class MiMoV2Decoder(Decoder):
 
 
 class MiMoV2FlashForCausalLM(DeepseekMoeForCausalLM):
-    tensor_parallel = True
     config_fields = {"v_head_dim": INTEGER}
     attention = MiMoV2Attention
     decoder = MiMoV2Decoder
@@ -148,7 +147,6 @@ class FusedWeightMap(WeightMap):
 
 
 class MiMoV2ForCausalLM(MiMoV2FlashForCausalLM):
-    tensor_parallel = True
     weight_map: WeightMap = FusedWeightMap(
         stacked=CausalLM.weight_map.stacked, tied=CausalLM.weight_map.tied,
         names=MiMoV2FlashForCausalLM.weight_map.names, text_part=True,

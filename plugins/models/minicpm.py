@@ -27,7 +27,6 @@ class MiniCPMDecoder(Decoder):
 
 
 class MiniCPMForCausalLM(CausalLM):
-    tensor_parallel = True
     decoder: ClassVar[type[Decoder]] = MiniCPMDecoder
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
@@ -48,7 +47,6 @@ class MiniCPM3Decoder(MiniCPMDecoder):
 
 
 class MiniCPM3ForCausalLM(MiniCPMForCausalLM):
-    tensor_parallel = True
     config_fields = LATENT
     decoder = MiniCPM3Decoder
     attention = HalvesLatentAttention

@@ -15,7 +15,7 @@ from ...core.loading.weight_map import RowOrder
 from ...core.nn.context import BuildContext, ForwardContext
 from ...core.nn.rotary import Rotary
 from ...core.nn.state.lightning import LightningAttention
-from .blocks import MakeMLP, SelfAttention
+from .blocks import BlockParts
 from .decoder import Decoder
 from .mixer import HybridBlock
 from .mixtral import MixtralForCausalLM
@@ -38,16 +38,9 @@ class MiniMaxBlock(HybridBlock):
     state_name = "self_attn"
     mlp: nn.Module
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        layer: int,
-        build: BuildContext,
-        attention: type[SelfAttention],
-        mlp: MakeMLP,
-    ) -> None:
-        super().__init__(config, layer, build, attention, mlp)
-        hf = config.hf_config
+    def __init__(self, parts: BlockParts, layer: int) -> None:
+        super().__init__(parts, layer)
+        hf = parts.config.hf_config
         kind = "full" if self.attends(hf, layer) else "linear"
         names = (f"{kind}_attn_alpha_factor", f"{kind}_attn_beta_factor")
         self.alpha, self.beta = (float(getattr(hf, name)) for name in names)
@@ -84,7 +77,6 @@ class MiniMaxDecoder(Decoder):
 
 
 class MiniMaxForCausalLM(MixtralForCausalLM):
-    tensor_parallel = True
     decoder = MiniMaxDecoder
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:

@@ -18,7 +18,6 @@ from .olmo2 import Olmo2Attention
 
 
 class MiniMaxM2ForCausalLM(CausalLM):
-    tensor_parallel = True
     config_fields = EXPERTS
     attention = Olmo2Attention
     weight_map = dataclasses.replace(

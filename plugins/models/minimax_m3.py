@@ -67,7 +67,6 @@ class MiniMaxM3SparseForCausalLM(CausalLM):
     indexers are not loaded. Layers that predict further tokens are not loaded either.
     """
 
-    tensor_parallel = True
     config_fields = DEEPSEEK_EXPERTS | {"swiglu_limit": NUMBER}
     attention = MiniMaxM3Attention
     decoder = MiniMaxM3Decoder

@@ -22,7 +22,6 @@ class MinistralAttention(WindowedAttention, MistralAttention):
 
 
 class MinistralForCausalLM(CausalLM):
-    tensor_parallel = True
     attention = MinistralAttention
 
 
@@ -60,7 +59,6 @@ class GrowingAttention(MistralAttention):
 
 
 class Ministral3ForCausalLM(CausalLM):
-    tensor_parallel = True
     attention = GrowingAttention
 
 
@@ -71,10 +69,8 @@ class SeedOssAttention(SelfAttention):
 
 
 class SeedOssForCausalLM(CausalLM):
-    tensor_parallel = True
     attention = SeedOssAttention
 
 
 class CwmForCausalLM(CausalLM):
-    tensor_parallel = True
     attention = MinistralAttention

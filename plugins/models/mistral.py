@@ -24,15 +24,12 @@ class MistralAttention(SelfAttention):
 
 
 class MistralForCausalLM(CausalLM):
-    tensor_parallel = True
     attention = MistralAttention
 
 
 class MistralModel(HeadlessLM):
-    tensor_parallel = True
     attention = MistralAttention
 
 
 class MistralForSequenceClassification(DecoderClassifier):
-    tensor_parallel = True
     attention = MistralAttention

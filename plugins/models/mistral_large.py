@@ -40,7 +40,6 @@ class Mistral4Decoder(LatentDecoder):
 
 
 class Mistral4ForCausalLM(DeepseekV3ForCausalLM):
-    tensor_parallel = True
     attention = GrowingLatentAttention
     decoder = Mistral4Decoder
     weight_map: WeightMap = dataclasses.replace(
@@ -63,7 +62,6 @@ class Mistral4ForCausalLM(DeepseekV3ForCausalLM):
 
 
 class MistralLarge3ForCausalLM(Mistral4ForCausalLM):
-    tensor_parallel = True
     weight_map = LATENT_MAP
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:

@@ -12,33 +12,24 @@ from ...core.loading.model_config import ModelConfig
 from ...core.nn.context import BuildContext, ForwardContext
 from ...core.nn.norm import RMSNorm
 from ...core.nn.rotary import Rotary
-from .blocks import Block, MakeMLP, SelfAttention
+from .blocks import Block, BlockParts
 from .decoder import Decoder
 
 
 class MixerBlock(nn.Module):
     """hidden + mixer(norm(hidden))."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        layer: int,
-        build: BuildContext,
-        attention: type[SelfAttention],
-        mlp: MakeMLP,
-    ) -> None:
+    def __init__(self, parts: BlockParts, layer: int) -> None:
         super().__init__()
-        self.norm = self.make_norm(config.hf_config, build)
-        self.mixer = self.make_mixer(config, layer, build, attention)
+        self.norm = self.make_norm(parts.config.hf_config, parts.build)
+        self.mixer = self.make_mixer(parts, layer)
 
     @classmethod
     def make_norm(cls, hf: Any, build: BuildContext) -> nn.Module:
         return RMSNorm(hf.hidden_size, float(hf.layer_norm_epsilon), build)
 
     @abstractmethod
-    def make_mixer(
-        self, config: ModelConfig, layer: int, build: BuildContext, attention: type[SelfAttention]
-    ) -> nn.Module:
+    def make_mixer(self, parts: BlockParts, layer: int) -> nn.Module:
         """Create the layer's mixer, which is called as `SelfAttention` is."""
 
     def forward(
@@ -68,22 +59,16 @@ class HybridBlock(Block):
     mlp_name: ClassVar[str] = "mlp"
     """Name of the MLP here."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        layer: int,
-        build: BuildContext,
-        attention: type[SelfAttention],
-        mlp: MakeMLP,
-    ) -> None:
+    def __init__(self, parts: BlockParts, layer: int) -> None:
         nn.Module.__init__(self)
+        config, build = parts.config, parts.build
         for name in self.norms:
             setattr(self, name, self.make_norm(config.hf_config, build))
         if self.attends(config.hf_config, layer):
-            self.self_attn = attention(config, layer, build)
+            self.self_attn = parts.make_attention(layer)
         else:
             setattr(self, self.state_name, self.make_mixer(config, layer, build))
-        setattr(self, self.mlp_name, mlp(config, layer, build))
+        setattr(self, self.mlp_name, parts.make_mlp(layer))
 
     @staticmethod
     def attends(hf: Any, layer: int) -> bool:

@@ -16,7 +16,6 @@ from .parts import renormalized_mixture
 
 
 class MixtralForCausalLM(CausalLM):
-    tensor_parallel = True
     config_fields = EXPERTS
     attention = MistralAttention
     weight_map = dataclasses.replace(

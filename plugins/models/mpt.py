@@ -49,7 +49,6 @@ class MptDecoder(UnrotatedDecoder):
 
 
 class MptForCausalLM(CausalLM):
-    tensor_parallel = True
     ignored_fields = frozenset({"head_dim"})
     config_fields = {"max_seq_len": INTEGER}
     attention = MptAttention

@@ -17,7 +17,7 @@ from ...core.nn.mlp import PlainMLP
 from ...core.nn.rotary import Rotary
 from ...core.protocols.field_kinds import NUMBER
 from ...core.protocols.models import HiddenStates
-from .blocks import Block, MakeMLP, SelfAttention
+from .blocks import Block, BlockParts
 from .decoder import QKV_SHARDS, CausalLM, Decoder, HeadlessLM
 from .parts import RotatedFirstAttention, WeightlessRMSNorm
 
@@ -43,15 +43,9 @@ class NanoChatBlock(Block):
 class NanoChatDecoder(Decoder):
     block = NanoChatBlock
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        build: BuildContext,
-        attention: type[SelfAttention],
-        mlp: MakeMLP,
-    ) -> None:
-        super().__init__(config, build, attention, mlp)
-        self.embedding_norm = self.block.make_norm(config.hf_config, build)
+    def __init__(self, parts: BlockParts) -> None:
+        super().__init__(parts)
+        self.embedding_norm = self.block.make_norm(parts.config.hf_config, parts.build)
 
     @staticmethod
     def rotaries_of(config: ModelConfig, build: BuildContext) -> Sequence[Rotary | None]:
@@ -63,7 +57,6 @@ class NanoChatDecoder(Decoder):
 
 
 class NanoChatForCausalLM(CausalLM):
-    tensor_parallel = True
     finishes = True
     config_fields = {"final_logit_softcapping": NUMBER}
     attention = NanoChatAttention

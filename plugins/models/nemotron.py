@@ -10,7 +10,6 @@ from .parts import LayerNormDecoder, OffsetLayerNorm, plain_mlp
 
 
 class ArceeForCausalLM(CausalLM):
-    tensor_parallel = True
     weight_map = WeightMap(stacked=QKV_SHARDS, tied=HeadlessLM.weight_map.tied)
 
     mlp = staticmethod(plain_mlp)
@@ -25,10 +24,8 @@ class NemotronDecoder(Decoder):
 
 
 class NemotronForCausalLM(ArceeForCausalLM):
-    tensor_parallel = True
     decoder = NemotronDecoder
 
 
 class Jais2ForCausalLM(ArceeForCausalLM):
-    tensor_parallel = True
     decoder = LayerNormDecoder

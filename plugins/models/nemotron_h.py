@@ -19,7 +19,7 @@ from ...core.nn.rotary import Rotary
 from ...core.nn.routing import RoutingRule
 from ...core.nn.state.mamba2 import Mamba2Mixer
 from ...core.nn.state.sizes import Mamba2Sizes
-from .blocks import SelfAttention
+from .blocks import BlockParts
 from .decoder import QKV_SHARDS, CausalLM, Decoder
 from .expert_fields import DEEPSEEK_EXPERTS
 from .mamba import BACKBONE
@@ -27,14 +27,12 @@ from .mixer import MixerBlock, MixerDecoder
 
 
 class NemotronHBlock(MixerBlock):
-    def make_mixer(
-        self, config: ModelConfig, layer: int, build: BuildContext, attention: type[SelfAttention]
-    ) -> nn.Module:
-        config = self.own_config(config, layer)
-        hf = config.hf_config
+    def make_mixer(self, parts: BlockParts, layer: int) -> nn.Module:
+        parts = parts._replace(config=self.own_config(parts.config, layer))
+        hf, build = parts.config.hf_config, parts.build
         kind = hf.layers_block_type[layer]
         if kind == "full_attention":
-            return attention(config, layer, build)
+            return parts.make_attention(layer)
         if kind == "mlp":
             return _plain(hf, hf.intermediate_size, build)
         if kind == "moe":
@@ -108,7 +106,6 @@ class NemotronHDecoder(MixerDecoder):
 
 
 class NemotronHForCausalLM(CausalLM):
-    tensor_parallel = True
     config_fields = DEEPSEEK_EXPERTS
     decoder: ClassVar[type[Decoder]] = NemotronHDecoder
     weight_map = dataclasses.replace(BACKBONE, stacked=QKV_SHARDS, ignored=("mtp.",))

@@ -39,7 +39,6 @@ class PuzzleDecoder(MixerDecoder):
 
 
 class NemotronHPuzzleForCausalLM(NemotronHForCausalLM):
-    tensor_parallel = True
     attention = PuzzleAttention
     decoder = PuzzleDecoder
     weight_map = dataclasses.replace(

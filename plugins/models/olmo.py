@@ -30,6 +30,5 @@ class OlmoDecoder(Decoder):
 
 
 class OlmoForCausalLM(CausalLM):
-    tensor_parallel = True
     attention = OlmoAttention
     decoder = OlmoDecoder

@@ -43,18 +43,15 @@ class Olmo2Decoder(Decoder):
 
 
 class Olmo2ForCausalLM(CausalLM):
-    tensor_parallel = True
     attention = Olmo2Attention
     decoder = Olmo2Decoder
 
 
 class Olmo2Model(HeadlessLM):
-    tensor_parallel = True
     attention = Olmo2Attention
     decoder = Olmo2Decoder
 
 
 class Olmo2ForSequenceClassification(DecoderClassifier):
-    tensor_parallel = True
     attention = Olmo2Attention
     decoder = Olmo2Decoder

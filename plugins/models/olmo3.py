@@ -18,18 +18,15 @@ class Olmo3Decoder(Olmo2Decoder):
 
 
 class Olmo3ForCausalLM(CausalLM):
-    tensor_parallel = True
     attention = Olmo3Attention
     decoder = Olmo3Decoder
 
 
 class Olmo3Model(HeadlessLM):
-    tensor_parallel = True
     attention = Olmo3Attention
     decoder = Olmo3Decoder
 
 
 class Olmo3ForSequenceClassification(DecoderClassifier):
-    tensor_parallel = True
     attention = Olmo3Attention
     decoder = Olmo3Decoder

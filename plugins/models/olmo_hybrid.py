@@ -19,7 +19,7 @@ from ...core.nn.state.layer import GateNorm, MergedConv, StateMixer
 from ...core.nn.state.operations import ChannelDeltaWeights
 from ...core.parallel.ranks import Product
 from ...core.parallel.sharding import HeadShare, Sharding
-from .blocks import Block, MakeMLP, SelfAttention
+from .blocks import Block, BlockParts
 from .decoder import CausalLM, Decoder
 from .olmo2 import Olmo2Attention
 from .qwen3_next import DELTA_NETS
@@ -112,24 +112,17 @@ class OlmoDeltaNet(StateMixer):
 class OlmoHybridBlock(Block):
     """Norms before a delta net and its MLP, or after attention and its MLP."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        layer: int,
-        build: BuildContext,
-        attention: type[SelfAttention],
-        mlp: MakeMLP,
-    ) -> None:
+    def __init__(self, parts: BlockParts, layer: int) -> None:
         nn.Module.__init__(self)
-        hf = config.hf_config
+        hf, build = parts.config.hf_config, parts.build
         self.attends = hf.layer_types[layer] == "full_attention"
         for name in POST_NORMS if self.attends else PRE_NORMS:
             setattr(self, name, self.make_norm(hf, build))
         if self.attends:
-            self.self_attn = attention(config, layer, build)
+            self.self_attn = parts.make_attention(layer)
         else:
             self.linear_attn = OlmoDeltaNet(hf, build)
-        self.mlp = mlp(config, layer, build)
+        self.mlp = parts.make_mlp(layer)
 
     def forward(
         self, hidden: torch.Tensor, rotary: Rotary | None, context: ForwardContext
@@ -158,7 +151,6 @@ class OlmoHybridDecoder(Decoder):
 
 
 class OlmoHybridForCausalLM(CausalLM):
-    tensor_parallel = True
     config_fields = DELTA_NETS
     attention = Olmo2Attention
     decoder = OlmoHybridDecoder

@@ -15,7 +15,6 @@ from .olmo2 import Olmo2Attention, Olmo2Decoder
 
 
 class OlmoeForCausalLM(CausalLM):
-    tensor_parallel = True
     config_fields = EXPERTS
     attention = Olmo2Attention
 
@@ -38,5 +37,4 @@ class OlmoeForCausalLM(CausalLM):
 
 
 class FlexOlmoForCausalLM(OlmoeForCausalLM):
-    tensor_parallel = True
     decoder = Olmo2Decoder

@@ -14,7 +14,7 @@ from ...core.nn.context import BuildContext, ForwardContext
 from ...core.nn.mlp import PlainMLP
 from ...core.nn.rotary import Rotary
 from ...core.protocols.attention import AttentionSpec
-from .blocks import MakeMLP, SelfAttention
+from .blocks import BlockParts, SelfAttention
 from .gpt2 import Gpt2Attention, Gpt2Decoder, GPT2LMHeadModel
 from .parts import LayerNormBlock
 
@@ -39,15 +39,9 @@ class GptBlock(LayerNormBlock):
 class GptDecoder(Gpt2Decoder):
     block = GptBlock
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        build: BuildContext,
-        attention: type[SelfAttention],
-        mlp: MakeMLP,
-    ) -> None:
-        super().__init__(config, build, attention, mlp)
-        if build.ranks.pipeline.last:
+    def __init__(self, parts: BlockParts) -> None:
+        super().__init__(parts)
+        if parts.build.ranks.pipeline.last:
             self.norm = None
 
 
@@ -57,7 +51,6 @@ NAMES = {
 
 
 class OpenAIGPTLMHeadModel(GPT2LMHeadModel):
-    tensor_parallel = True
     ignored_fields = frozenset({"head_dim"})
     attention: ClassVar[type[Gpt2Attention]] = GptAttention
     decoder = GptDecoder

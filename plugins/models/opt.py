@@ -43,7 +43,6 @@ class OptDecoder(PositionDecoder):
 
 
 class OPTForCausalLM(CausalLM):
-    tensor_parallel = True
     ignored_fields = frozenset({"head_dim"})
     attention = OptAttention
     decoder: ClassVar[type[Decoder]] = OptDecoder
@@ -79,7 +78,6 @@ class BioGptDecoder(OptDecoder):
 
 
 class BioGptForCausalLM(OPTForCausalLM):
-    tensor_parallel = True
     decoder = BioGptDecoder
     weight_map = WeightMap(
         stacked=QKV_SHARDS,

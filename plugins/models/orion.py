@@ -7,5 +7,4 @@ from .parts import LayerNormDecoder
 
 
 class OrionForCausalLM(CausalLM):
-    tensor_parallel = True
     decoder = LayerNormDecoder

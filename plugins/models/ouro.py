@@ -73,7 +73,6 @@ class OuroDecoder(LoopedDecoder):
 class OuroForCausalLM(CausalLM):
     """Runs all loops for every token: the gate for early exit is not loaded."""
 
-    tensor_parallel = True
     config_fields = {"total_ut_steps": SIZE.not_null(), "use_sliding_window": FLAG}
     attention = OuroAttention
     decoder = OuroDecoder

@@ -24,7 +24,6 @@ class PanguDecoder(LatentDecoder):
 
 
 class PanguUltraMoEForCausalLM(DeepseekV3ForCausalLM):
-    tensor_parallel = True
     attention = NormedLatentAttention
     decoder = PanguDecoder
     weight_map = dataclasses.replace(

@@ -24,7 +24,7 @@ from ...core.nn.rotary import Rotary
 from ...core.nn.routing import RoutingRule
 from ...core.parallel.missing_layer import MissingLayer
 from ...core.parallel.sharding import Sharding
-from .blocks import Block, MakeMLP, ParallelBlock, SelfAttention
+from .blocks import Block, BlockParts, ParallelBlock, SelfAttention
 from .decoder import Decoder
 
 # ---------------------------------------------------------------- blocks
@@ -102,14 +102,9 @@ class UnrotatedDecoder(Decoder):
 class PositionDecoder(UnrotatedDecoder):
     offset: ClassVar[int] = 0
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        build: BuildContext,
-        attention: type[SelfAttention],
-        mlp: MakeMLP,
-    ) -> None:
-        super().__init__(config, build, attention, mlp)
+    def __init__(self, parts: BlockParts) -> None:
+        super().__init__(parts)
+        config, build = parts.config, parts.build
         rows = config.hf_config.max_position_embeddings + self.offset
         self.embed_positions: Any = MissingLayer()
         if build.ranks.pipeline.first:

@@ -36,7 +36,6 @@ class PhiAttention(HeadNormAttention):
 
 
 class PhiForCausalLM(CausalLM):
-    tensor_parallel = True
     attention: ClassVar[type[PhiAttention]] = PhiAttention
     decoder: ClassVar[type[Decoder]] = ParallelLayerNormDecoder
     weight_map = WeightMap(
@@ -57,7 +56,6 @@ class PersimmonAttention(FusedAttention, PhiAttention):
 
 
 class PersimmonForCausalLM(PhiForCausalLM):
-    tensor_parallel = True
     attention = PersimmonAttention
     decoder = LayerNormDecoder
     weight_map = WeightMap(

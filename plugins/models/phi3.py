@@ -25,7 +25,6 @@ class Phi3Attention(MistralAttention):
 class Phi3Model(HeadlessLM):
     """Merges nothing on loading: a quantized layer has scales of the whole tensor."""
 
-    tensor_parallel = True
     attention = Phi3Attention
     weight_map = WeightMap(tied=HeadlessLM.weight_map.tied, prefixes=HeadlessLM.weight_map.prefixes)
 
@@ -36,8 +35,8 @@ class Phi3Model(HeadlessLM):
 
 
 class Phi3ForCausalLM(Phi3Model, CausalLM):
-    tensor_parallel = True
+    pass
 
 
 class Phi3ForSequenceClassification(Phi3Model, DecoderClassifier):
-    tensor_parallel = True
+    pass

@@ -74,7 +74,6 @@ class SparseMixer(SparseMLP):
 
 
 class PhimoeForCausalLM(CausalLM):
-    tensor_parallel = True
     config_fields = EXPERTS
     attention = PhimoeAttention
     decoder = PhimoeDecoder

@@ -18,6 +18,7 @@ from ...core.nn.state.layer import CausalConv, StateMixer
 from ...core.nn.state.operations import ScanWeights
 from ...core.parallel.ranks import ONE_RANK, Product
 from ...core.parallel.sharding import Sharding
+from .blocks import BlockParts
 from .decoder import CausalLM, Decoder
 from .mixer import HybridBlock
 from .parts import FusedAttention, HeadNormAttention
@@ -116,11 +117,11 @@ class Plamo2Block(HybridBlock):
     state_name = "self_attn"
     mlp: GatedMLP
 
-    def __init__(self, config: ModelConfig, layer: int, build: BuildContext, *more: Any) -> None:
-        super().__init__(config, layer, build, *more)
-        hf = config.hf_config
+    def __init__(self, parts: BlockParts, layer: int) -> None:
+        super().__init__(parts, layer)
+        hf = parts.config.hf_config
         for name, offset in OFFSETS.items():
-            norm = OffsetRMSNorm(hf.hidden_size, float(hf.rms_norm_eps), build, offset=offset)
+            norm = OffsetRMSNorm(hf.hidden_size, float(hf.rms_norm_eps), parts.build, offset=offset)
             setattr(self, name, norm)
 
     @classmethod
@@ -156,7 +157,6 @@ class Plamo2Decoder(Decoder):
 
 
 class Plamo2ForCausalLM(CausalLM):
-    tensor_parallel = True
     attention = Plamo2Attention
     decoder = Plamo2Decoder
     weight_map = WeightMap(

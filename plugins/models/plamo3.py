@@ -14,7 +14,7 @@ from ...core.loading.weight_map import WeightMap
 from ...core.nn.context import BuildContext
 from ...core.nn.mlp import GatedMLP
 from ...core.nn.norm import OffsetRMSNorm
-from .blocks import MakeMLP, NormedBlock, SelfAttention
+from .blocks import BlockParts, NormedBlock
 from .decoder import CausalLM, Decoder, rotaries_by_type
 from .parts import FusedAttention
 from .plamo2 import OFFSETS
@@ -33,15 +33,8 @@ class Plamo3Block(NormedBlock):
     norms = tuple(OFFSETS)
     norm = OffsetRMSNorm
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        layer: int,
-        build: BuildContext,
-        attention: type[SelfAttention],
-        mlp: MakeMLP,
-    ) -> None:
-        super().__init__(config, layer, build, attention, mlp)
+    def __init__(self, parts: BlockParts, layer: int) -> None:
+        super().__init__(parts, layer)
         for name, offset in OFFSETS.items():
             norm = getattr(self, name)
             norm.offset = offset
@@ -53,7 +46,6 @@ class Plamo3Decoder(Decoder):
 
 
 class Plamo3ForCausalLM(CausalLM):
-    tensor_parallel = True
     attention = Plamo3Attention
     decoder = Plamo3Decoder
     weight_map = WeightMap(

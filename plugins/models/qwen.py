@@ -28,7 +28,6 @@ class QwenAttention(FusedAttention):
 
 
 class QWenLMHeadModel(CausalLM):
-    tensor_parallel = True
     attention = QwenAttention
     weight_map = WeightMap(
         stacked={"w2": Shard("gate_up_proj", "gate"), "w1": Shard("gate_up_proj", "up")},

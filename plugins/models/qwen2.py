@@ -17,18 +17,15 @@ class Qwen2Attention(WindowedAttention):
 
 
 class Qwen2ForCausalLM(CausalLM):
-    tensor_parallel = True
     config_fields = QWEN_WINDOWS
     attention = Qwen2Attention
 
 
 class Qwen2Model(HeadlessLM):
-    tensor_parallel = True
     config_fields = QWEN_WINDOWS
     attention = Qwen2Attention
 
 
 class Qwen2ForSequenceClassification(DecoderClassifier):
-    tensor_parallel = True
     config_fields = QWEN_WINDOWS
     attention = Qwen2Attention

@@ -27,7 +27,6 @@ class Qwen2MoeAttention(Qwen2Attention):
 
 
 class Qwen2MoeForCausalLM(CausalLM):
-    tensor_parallel = True
     config_fields = {
         **EXPERTS,
         **SPARSE_LAYERS,

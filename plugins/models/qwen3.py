@@ -21,19 +21,16 @@ class Qwen3Attention(WindowedAttention):
 
 
 class Qwen3ForCausalLM(CausalLM):
-    tensor_parallel = True
     config_fields = QWEN_WINDOWS
     attention = Qwen3Attention
 
 
 class Qwen3Model(HeadlessLM):
-    tensor_parallel = True
     config_fields = QWEN_WINDOWS
     attention = Qwen3Attention
 
 
 class Qwen3ForSequenceClassification(DecoderClassifier):
-    tensor_parallel = True
     config_fields = QWEN_WINDOWS | {"is_original_qwen3_reranker": FLAG}
     attention = Qwen3Attention
 

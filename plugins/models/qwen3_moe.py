@@ -29,7 +29,6 @@ class Qwen3MoeAttention(Qwen3Attention):
 
 
 class Qwen3MoeForCausalLM(CausalLM):
-    tensor_parallel = True
     config_fields = EXPERTS | SPARSE_LAYERS | QWEN_WINDOWS
     attention = Qwen3MoeAttention
 
@@ -52,8 +51,6 @@ class Qwen3MoeForCausalLM(CausalLM):
 
 class Qwen3VLMoeTextForCausalLM(Qwen3MoeForCausalLM):
     """The text part of Qwen3-VL: one checkpoint tensor for all experts."""
-
-    tensor_parallel = True
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__(config, build)

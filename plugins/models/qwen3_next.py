@@ -113,7 +113,6 @@ def by_kind(num_groups: int, *widths: int) -> RowOrder:
 
 
 class Qwen3NextForCausalLM(CausalLM):
-    tensor_parallel = True
     config_fields = EXPERTS | SPARSE_LAYERS | DELTA_NETS | {"shared_expert_intermediate_size": SIZE}
     attention = GatedAttention
     decoder = Qwen3NextDecoder
@@ -154,7 +153,6 @@ class Qwen3_5Decoder(Decoder):
 
 
 class Qwen3_5ForCausalLM(CausalLM):
-    tensor_parallel = True
     config_fields = DELTA_NETS
     attention = GatedAttention
     decoder = Qwen3_5Decoder
@@ -174,7 +172,6 @@ class Qwen3_5ForCausalLM(CausalLM):
 
 
 class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):
-    tensor_parallel = True
     config_fields = EXPERTS | {"shared_expert_intermediate_size": SIZE}
     weight_map = dataclasses.replace(
         Qwen3_5ForCausalLM.weight_map, names=Qwen2MoeForCausalLM.weight_map.names

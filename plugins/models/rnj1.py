@@ -31,6 +31,5 @@ class Rnj1Decoder(Gemma3Decoder):
 
 
 class Rnj1ForCausalLM(Gemma3ForCausalLM):
-    tensor_parallel = True
     attention = Rnj1Attention
     decoder = Rnj1Decoder

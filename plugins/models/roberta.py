@@ -15,7 +15,6 @@ from .bert import ENCODER_PARTS, ENCODER_SHARDS, BertModel
 
 
 class RobertaModel(BertModel):
-    tensor_parallel = True
     weight_map: ClassVar[WeightMap] = WeightMap(
         stacked=ENCODER_SHARDS,
         prefixes={"roberta.": ""},
@@ -49,8 +48,6 @@ class ClassificationHead(nn.Module):
 
 
 class RobertaForSequenceClassification(RobertaModel):
-    tensor_parallel = True
-
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__(config, build)
         self.classifier = ClassificationHead(config.hidden_size, config.hf_config.num_labels, build)

@@ -28,7 +28,6 @@ class SmolLM3Decoder(Decoder):
 
 
 class SmolLM3ForCausalLM(CausalLM):
-    tensor_parallel = True
     config_fields = QWEN_WINDOWS
     attention = SmolLM3Attention
     decoder = SmolLM3Decoder

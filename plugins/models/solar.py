@@ -7,25 +7,18 @@ from typing import Any
 import torch
 
 from ...core.errors import ConfigError
-from ...core.loading.model_config import ModelConfig
-from ...core.nn.context import BuildContext, ForwardContext
+from ...core.nn.context import ForwardContext
 from ...core.protocols.field_kinds import INTEGERS, NUMBERS_OR_NULLS
-from .blocks import MakeMLP, SelfAttention
+from .blocks import BlockParts
 from .decoder import CausalLM, Decoder
 
 LISTS = ("bskcn_1", "bskcn_2", "bskcn_3", "bskcn_4")
 
 
 class SolarDecoder(Decoder):
-    def __init__(
-        self,
-        config: ModelConfig,
-        build: BuildContext,
-        attention: type[SelfAttention],
-        mlp: MakeMLP,
-    ) -> None:
-        super().__init__(config, build, attention, mlp)
-        hf: Any = config.hf_config
+    def __init__(self, parts: BlockParts) -> None:
+        super().__init__(parts)
+        hf: Any = parts.config.hf_config
         for name, least in (*dict.fromkeys(LISTS, 0).items(), ("bskcn_tv", 2)):
             given = getattr(hf, name, None)
             if given is None or None in given or len(given) < least:
@@ -56,6 +49,5 @@ class SolarDecoder(Decoder):
 
 
 class SolarForCausalLM(CausalLM):
-    tensor_parallel = True
     config_fields = dict.fromkeys(LISTS, INTEGERS) | {"bskcn_tv": NUMBERS_OR_NULLS}
     decoder = SolarDecoder

@@ -19,7 +19,6 @@ class Starcoder2Attention(MistralAttention):
 
 
 class Starcoder2ForCausalLM(CausalLM):
-    tensor_parallel = True
     attention = Starcoder2Attention
     decoder = LayerNormDecoder
     weight_map = WeightMap(

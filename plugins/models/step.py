@@ -98,7 +98,6 @@ class StepWeightMap(WeightMap):
 
 
 class Step3p5ForCausalLM(CausalLM):
-    tensor_parallel = True
     attention = StepAttention
     decoder = StepDecoder
     weight_map: WeightMap = StepWeightMap(

@@ -53,6 +53,5 @@ class Step1Decoder(Decoder):
 
 
 class Step1ForCausalLM(CausalLM):
-    tensor_parallel = True
     attention = Step1Attention
     decoder = Step1Decoder

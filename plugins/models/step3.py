@@ -56,7 +56,6 @@ class Step3Attention(SelfAttention):
 
 
 class Step3TextForCausalLM(CausalLM):
-    tensor_parallel = True
     attention = Step3Attention
     weight_map = Step3p5ForCausalLM.weight_map
 

@@ -191,7 +191,6 @@ class Half(nn.Module):
 class T5ForConditionalGeneration(EncoderDecoderLM):
     """T5 and Flan-T5: all layers share one bias."""
 
-    tensor_parallel = True
     shares_bias: ClassVar[bool] = True
     weight_map = WeightMap(
         stacked={
@@ -262,8 +261,6 @@ class T5ForConditionalGeneration(EncoderDecoderLM):
 
 
 class MT5ForConditionalGeneration(T5ForConditionalGeneration):
-    tensor_parallel = True
-
     @classmethod
     def scales(cls, hf: Any, tied: bool) -> bool:
         return False
@@ -276,7 +273,6 @@ class MT5ForConditionalGeneration(T5ForConditionalGeneration):
 class UMT5ForConditionalGeneration(T5ForConditionalGeneration):
     """Each layer has a bias of its own."""
 
-    tensor_parallel = True
     shares_bias = False
 
     @classmethod

@@ -38,7 +38,6 @@ class TelechatWeightMap(WeightMap):
 
 
 class TeleChat2ForCausalLM(CausalLM):
-    tensor_parallel = True
     attention = TelechatAttention
     weight_map: WeightMap = TelechatWeightMap(
         stacked={

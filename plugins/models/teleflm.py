@@ -15,7 +15,6 @@ class TeleFLMDecoder(Decoder):
 
 
 class TeleFLMForCausalLM(CausalLM):
-    tensor_parallel = True
     decoder = TeleFLMDecoder
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:

@@ -10,7 +10,6 @@ from .gemma2 import Gemma2ForCausalLM
 
 
 class VaultGemmaForCausalLM(Gemma2ForCausalLM):
-    tensor_parallel = True
     decoder = GemmaDecoder
     weight_map = replace(
         HeadlessLM.weight_map, names={"post_attention_layernorm": "pre_feedforward_layernorm"}

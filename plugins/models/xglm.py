@@ -6,11 +6,9 @@ import math
 
 import torch
 
-from ...core.loading.model_config import ModelConfig
 from ...core.loading.weight_map import WeightMap
-from ...core.nn.context import BuildContext
 from ...core.nn.operations import PositionRows
-from .blocks import MakeMLP, SelfAttention
+from .blocks import BlockParts
 from .decoder import QKV_SHARDS
 from .opt import NAMES, OFFSET, OptBlock, OPTForCausalLM, scale_of
 from .parts import UnrotatedDecoder
@@ -20,14 +18,9 @@ class XglmDecoder(UnrotatedDecoder):
     block = OptBlock
     embedding_scale = staticmethod(scale_of)
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        build: BuildContext,
-        attention: type[SelfAttention],
-        mlp: MakeMLP,
-    ) -> None:
-        super().__init__(config, build, attention, mlp)
+    def __init__(self, parts: BlockParts) -> None:
+        super().__init__(parts)
+        config, build = parts.config, parts.build
         half = config.hidden_size // 2
         steps = torch.exp(torch.arange(half).float() * -(math.log(10000) / (half - 1)))
         places = torch.arange(config.max_model_len) + OFFSET
@@ -41,7 +34,6 @@ class XglmDecoder(UnrotatedDecoder):
 
 
 class XGLMForCausalLM(OPTForCausalLM):
-    tensor_parallel = True
     decoder = XglmDecoder
     weight_map = WeightMap(
         stacked=QKV_SHARDS,

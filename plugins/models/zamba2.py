@@ -22,7 +22,7 @@ from ...core.nn.state.layer import StateMixer
 from ...core.nn.state.mamba2 import Mamba2Mixer
 from ...core.nn.state.sizes import Mamba2Sizes
 from ...core.protocols.attention import AttentionSpec
-from .blocks import MakeMLP, SelfAttention
+from .blocks import BlockParts
 from .decoder import QKV_SHARDS, CausalLM, Decoder
 
 GATED_NORM_EPS = 1e-5
@@ -192,14 +192,9 @@ def hybrid_layers(hf: Any) -> list[int]:
 
 
 class Zamba2Decoder(Decoder):
-    def __init__(
-        self,
-        config: ModelConfig,
-        build: BuildContext,
-        attention: type[SelfAttention],
-        mlp: MakeMLP,
-    ) -> None:
+    def __init__(self, parts: BlockParts) -> None:
         nn.Module.__init__(self)
+        config, build = parts.config, parts.build
         hf = config.hf_config
         self.check(hf)
         self.embed_tokens = Embedding(config.vocab_size, hf.hidden_size, build)
@@ -251,6 +246,7 @@ class Zamba2Decoder(Decoder):
 
 
 class Zamba2ForCausalLM(CausalLM):
+    tensor_parallel = False
     decoder: ClassVar[type[Decoder]] = Zamba2Decoder
     weight_map: WeightMap = WeightMap(
         stacked=QKV_SHARDS,

@@ -21,7 +21,7 @@ from ...core.nn.norm import RMSNorm
 from ...core.nn.rotary import Rotary
 from ...core.nn.routing import RoutingRule
 from ...core.nn.state.layer import CausalConv, StateLayer
-from .blocks import Block, MakeMLP, SelfAttention
+from .blocks import Block, BlockParts, SelfAttention
 from .decoder import CausalLM, Decoder, rotaries_by_type
 from .expert_fields import EXPERTS
 
@@ -228,15 +228,9 @@ class ResidualScaling(nn.Module):
 class ZayaBlock(Block):
     mlp: ZayaMixture
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        layer: int,
-        build: BuildContext,
-        attention: type[SelfAttention],
-        mlp: MakeMLP,
-    ) -> None:
-        super().__init__(config, layer, build, attention, mlp)
+    def __init__(self, parts: BlockParts, layer: int) -> None:
+        super().__init__(parts, layer)
+        config, build = parts.config, parts.build
         self.post_attention_residual_scale = ResidualScaling(config.hidden_size, build)
         self.post_mlp_residual_scale = ResidualScaling(config.hidden_size, build)
         self.dtype = build.dtype
@@ -265,14 +259,9 @@ class ZayaDecoder(Decoder):
     block = ZayaBlock
     rotaries_of = staticmethod(rotaries_by_type)
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        build: BuildContext,
-        attention: type[SelfAttention],
-        mlp: MakeMLP,
-    ) -> None:
-        super().__init__(config, build, attention, mlp)
+    def __init__(self, parts: BlockParts) -> None:
+        super().__init__(parts)
+        config, build = parts.config, parts.build
         self.input_hidden_states_scale = nn.Parameter(build.empty(config.hidden_size))
         self.input_hidden_states_bias = nn.Parameter(build.empty(config.hidden_size))
 
@@ -287,6 +276,7 @@ class ZayaDecoder(Decoder):
 
 
 class ZayaForCausalLM(CausalLM):
+    tensor_parallel = False
     config_fields = EXPERTS
     attention = ZayaAttention
     decoder = ZayaDecoder
