@@ -253,5 +253,27 @@ class BalanceExperts(msgspec.Struct, frozen=True, tag="balance_experts"):
     """False: only begin to count."""
 
 
-WorkerJob: TypeAlias = Ping | Recover | PrepareAhead | ModelFingerprint | BalanceExperts
+class ReadAdapter(msgspec.Struct, frozen=True, tag="read_adapter"):
+    """Read an adapter into host memory, on a thread: steps go on meanwhile. → `AdapterInfo`
+
+    Raises ConfigError for one that cannot be served, with the reason; then nothing is kept.
+    """
+
+    number: int
+    """Of this load of the adapter, never used before."""
+    path: str
+    format: str
+    """Name of the `AdapterFormat`."""
+
+
+class DropAdapter(msgspec.Struct, frozen=True, tag="drop_adapter"):
+    """Free an adapter's host memory, and what it has on the device besides rank rows; no request
+    uses it any more. → None"""
+
+    number: int
+
+
+WorkerJob: TypeAlias = (
+    Ping | Recover | PrepareAhead | ModelFingerprint | BalanceExperts | ReadAdapter | DropAdapter
+)
 """What an engine asks of the worker apart from steps: see `Executor.ask`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError
-from ..parts import exclusions, kv_compression, kv_transfer, speculation
+from ..parts import adapters, exclusions, kv_compression, kv_transfer, speculation
 from ..parts.exclusions import check_exclusions
 from .parallel_options import IN_PLACE
 
@@ -26,6 +26,7 @@ def check_compatible(config: EngineConfig) -> None:
     _check_kv_transfer(config)
     _check_compression(config)
     _check_prompt_length(config)
+    _check_adapters(config)
 
 
 def active_capabilities(config: EngineConfig) -> list[str]:
@@ -35,6 +36,7 @@ def active_capabilities(config: EngineConfig) -> list[str]:
         speculation.NAME: config.speculative_config is not None,
         kv_compression.NAME: config.kv_compression is not None,
         kv_transfer.NAME: config.kv_transfer_config is not None,
+        adapters.NAME: config.enable_lora,
         exclusions.TENSOR_PARALLEL: config.tensor_parallel_size > 1,
         exclusions.PIPELINE: config.pipeline_parallel_size > 1,
         exclusions.DATA_PARALLEL: config.data_parallel_size > 1,
@@ -138,4 +140,17 @@ def _check_prompt_length(config: EngineConfig) -> None:
             f"max_num_batched_tokens: {budget} is below max_model_len ({length}), and "
             "enable_chunked_prefill is off: such prompts could never run",
             param="max_num_batched_tokens",
+        )
+
+
+def _check_adapters(config: EngineConfig) -> None:
+    if not config.enable_lora and config.lora_modules:
+        raise ConfigError(
+            "lora_modules: adapters are served with enable_lora", param="lora_modules"
+        )
+    if config.max_cpu_loras is not None and config.max_cpu_loras < config.max_loras:
+        raise ConfigError(
+            f"max_cpu_loras: {config.max_cpu_loras} adapters in host memory are fewer than those "
+            f"of running requests (max_loras, {config.max_loras})",
+            param="max_cpu_loras",
         )

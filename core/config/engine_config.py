@@ -13,6 +13,7 @@ import msgspec
 
 from ..errors import ConfigError
 from ..spelling import nearest
+from .adapter_options import lora_modules
 from .annotations import DTYPE_SYNONYMS, doc
 from .compatibility import check_compatible
 from .kv_transfer_config import KVTransferConfig
@@ -63,6 +64,7 @@ class EngineConfig(OutputOptions, frozen=True, kw_only=True):
             convert("max_model_len", "auto")
         if isinstance(self.dtype, str) and self.dtype in DTYPE_SYNONYMS:
             convert("dtype", DTYPE_SYNONYMS[self.dtype])
+        convert("lora_modules", lora_modules(self.lora_modules))
         self._resolve_hub_names(convert)
         convert("pipeline_layer_partition", layer_partition(self.pipeline_layer_partition))
         if isinstance(self.kv_transfer_config, dict | KVTransferConfig):

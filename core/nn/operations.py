@@ -23,6 +23,7 @@ from .quantized_weight import QuantizedWeight, dequantize
 from .ragged import RaggedRows
 from .routing import Routing, RoutingRule, choose_experts
 from .state.operations import StateOperations
+from .step_operations.adapters import AdapterOperations
 from .step_operations.compaction import CompactionOperations
 from .step_operations.drafts import DraftOperations
 from .step_operations.inputs import InputOperations
@@ -115,6 +116,7 @@ class Operations(
     SamplingOperations,
     CompactionOperations,
     DraftOperations,
+    AdapterOperations,
 ):
     """T = num_tokens. Weights are [out_features, in_features].
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from itertools import combinations
 
 from ..errors import ConfigError
-from . import encoder_decoder, kv_compression, kv_transfer, speculation, states
+from . import adapters, encoder_decoder, kv_compression, kv_transfer, speculation, states
 
 TENSOR_PARALLEL = "tensor_parallel"
 PIPELINE = "pipeline"
@@ -19,6 +19,7 @@ OPTIONS: Mapping[str, str] = {
     speculation.NAME: "speculative_config",
     kv_compression.NAME: "kv_compression",
     kv_transfer.NAME: "kv_transfer_config",
+    adapters.NAME: "enable_lora",
     TENSOR_PARALLEL: "tensor_parallel_size",
     PIPELINE: "pipeline_parallel_size",
     DATA_PARALLEL: "data_parallel_size",

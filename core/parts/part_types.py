@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ..step import StepPlan, StepResult
-from . import encoder_decoder, kv_compression, kv_transfer, speculation, states
+from . import adapters, encoder_decoder, kv_compression, kv_transfer, speculation, states
 
 
 class SentTypes(NamedTuple):
@@ -23,6 +23,7 @@ class SentTypes(NamedTuple):
 
 
 BUILTIN: dict[str, SentTypes] = {
+    adapters.NAME: SentTypes(plan=adapters.AdapterPlan, start=adapters.AdapterStart),
     encoder_decoder.NAME: SentTypes(
         plan=encoder_decoder.EncodePlan, start=encoder_decoder.SourceStart
     ),

@@ -1,0 +1,1 @@
+"""Adapters (LoRA): many small changes of one base model."""
