@@ -87,7 +87,7 @@ class AdapterFile:
     base_model: str = ""
     """What the file says; a path of the trainer's machine, often."""
     notes: tuple[str, ...] = ()
-    """What was ignored because it does not change results, for `jackfield lora inspect` and logs."""
+    """What was ignored because it does not change results, for logs and `jackfield lora`."""
 
     @property
     def rank(self) -> int:
