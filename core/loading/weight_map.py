@@ -118,6 +118,10 @@ class WeightMap:
         except LoadError as error:
             raise LoadError(f"tensor {name!r} {error.message}") from error
 
+    def is_transposed(self, name: str) -> bool:
+        """Return whether `pieces` turns this tensor's columns into rows."""
+        return False
+
     def target(self, name: str) -> tuple[str, str | None]:
         """Return (parameter name, shard name or None) for a checkpoint name."""
         parts = self.renamed(name).split(".")

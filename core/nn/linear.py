@@ -88,6 +88,12 @@ class Linear(nn.Module):
         x, fused = before_product(x, norm, self.operations, "linear", self.norm_sums)
         return self.operations.linear(x, self.weight, self.bias, norm=fused, residual=residual)
 
+    def ungated(self, x: torch.Tensor, *, norm: nn.Module | None = None) -> torch.Tensor:
+        """norm(x) Wᵀ + b, of a layer with gates too: [num_tokens, in_features] → [num_tokens, rows
+        of the weight]"""
+        x, fused = before_product(x, norm, self.operations, "linear", self.norm_sums)
+        return self.operations.linear(x, self.weight, self.bias, norm=fused)
+
     @torch.no_grad()
     def expect(self, norm: nn.Module | None) -> None:
         """Prepare for the norm that comes before this product, once both are loaded."""

@@ -358,8 +358,8 @@ class Operations(
         host, each expert computes all tokens: the launches then do not depend on the routing, and a
         graph can contain them.
         """
-        num_experts = _num_rows(down) // x.shape[1]
-        rows_up, rows_down = _num_rows(gate_up) // num_experts, x.shape[1]
+        num_experts = num_rows(down) // x.shape[1]
+        rows_up, rows_down = num_rows(gate_up) // num_experts, x.shape[1]
         out = torch.zeros_like(x)
         for expert in range(num_experts):
             chosen = routing.experts == expert
@@ -368,8 +368,8 @@ class Operations(
                 tokens = chosen.any(dim=1).nonzero()[:, 0]
                 if not len(tokens):
                     continue
-            first = _dense_rows(gate_up, expert * rows_up, rows_up, x)
-            second = _dense_rows(down, expert * rows_down, rows_down, x)
+            first = dense_rows(gate_up, expert * rows_up, rows_up, x)
+            second = dense_rows(down, expert * rows_down, rows_down, x)
             biases = [
                 None if bias is None else bias[expert * rows : (expert + 1) * rows]
                 for bias, rows in ((gate_up_bias, rows_up), (down_bias, rows_down))
@@ -484,11 +484,12 @@ def _biased(distance_bias: torch.Tensor, length: int, visible: torch.Tensor | No
     return bias if visible is None else bias.masked_fill(~visible, float("-inf"))
 
 
-def _num_rows(weight: ExpertWeight) -> int:
+def num_rows(weight: ExpertWeight) -> int:
+    """Return the rows of a weight, of all experts."""
     return int(weight.shape[0]) if isinstance(weight, torch.Tensor) else weight.out_features
 
 
-def _dense_rows(weight: ExpertWeight, start: int, count: int, x: torch.Tensor) -> torch.Tensor:
+def dense_rows(weight: ExpertWeight, start: int, count: int, x: torch.Tensor) -> torch.Tensor:
     """Return rows `start` .. `start + count` of a weight, dense, for products with inputs `x`."""
     if isinstance(weight, torch.Tensor):
         return weight[start : start + count]

@@ -148,12 +148,16 @@ class QuantizedLinear(nn.Module):
         residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """[num_tokens, in_features] → [num_tokens, out_features]; `residual` may be overwritten."""
-        out = self.product(x if norm is None else norm(x))
-        if self.bias is not None:
-            out = out + self.bias
+        out = self.ungated(x, norm=norm)
         if self.spec.gated:
             out = self.spec.operations.silu_mul(out)
         return out if residual is None else residual + out
+
+    def ungated(self, x: torch.Tensor, *, norm: nn.Module | None = None) -> torch.Tensor:
+        """norm(x) Wᵀ + b, of a layer with gates too: [num_tokens, in_features] → [num_tokens,
+        out_features]"""
+        out = self.product(x if norm is None else norm(x))
+        return out if self.bias is None else out + self.bias
 
     def logits(
         self, hidden: torch.Tensor, *, norm: nn.Module | None = None, factor: float = 1.0
@@ -222,6 +226,11 @@ class QuantizedWeightLinear(QuantizedLinear):
             residual=residual,
             gated=self.spec.gated,
         )
+
+    def ungated(self, x: torch.Tensor, *, norm: nn.Module | None = None) -> torch.Tensor:
+        """[num_tokens, in_features] → [num_tokens, out_features]"""
+        x, fused = before_product(x, norm)
+        return self.spec.operations.quantized_linear(x, self.weight, self.bias, norm=fused)
 
     def dense_weight(self) -> torch.Tensor:
         """[out_features, in_features]"""

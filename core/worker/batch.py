@@ -104,6 +104,19 @@ class StepRows:
         return self.first_positions + self.query_lens
 
 
+class LogitPlaces(NamedTuple):
+    """Whose logits are computed, on the device: N rows of hidden states."""
+
+    slots: torch.Tensor
+    """[N] int32 or int64"""
+    lengths: torch.Tensor
+    """[N] int64: tokens up to the row's own, which is at the position before."""
+    slots_host: Sequence[int] | None = None
+    """[N] As `slots`, in steps that are launched."""
+    positions_host: np.ndarray | None = None
+    """[N] Positions of prompt tokens; None: each is the last of its sequence."""
+
+
 class LogitRows(NamedTuple):
     """Positions of a step whose logits are computed, apart from its rows: none, one or several of
     each row. On the host, [L] int32."""

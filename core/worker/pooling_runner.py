@@ -7,6 +7,7 @@ kept by slot until the last one. Runs on the launch thread alone.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,8 +22,9 @@ from ..nn.context import ForwardContext
 from ..pooling_params import PooledRow, PoolingParams
 from ..protocols.attention import PagedBackend
 from ..step import NOTHING_IN_PROCESS, InProcess, SlotStart, StepPlan, StepResult
-from .batch import PersistentBatch, StepInputs, releasing_all
+from .batch import LogitPlaces, PersistentBatch, StepInputs, releasing_all
 from .launched_step import EmptyStep
+from .parts.part import WorkerPart
 from .parts.part_set import WorkerParts
 from .per_slot import PerSlot, update_slots
 
@@ -38,6 +40,8 @@ class LaunchedPooling:
     launched: float
     keep: list[Any] = field(default_factory=list)
     """Device tensors that the copies read; held until they are done."""
+    failed: dict[int, str] = field(default_factory=dict)
+    """Row → why it failed while it was launched."""
 
     def wait(self) -> StepResult:
         """Block until the copies to the host are done."""
@@ -45,7 +49,7 @@ class LaunchedPooling:
             self.event.synchronize()
         self.keep.clear()
         pooled: dict[int, PooledRow] = {}
-        failed: dict[int, str] = {}
+        failed = dict(self.failed)
         for row, output in self.outputs.items():
             values = output.numpy()
             if np.isfinite(values).all():
@@ -73,14 +77,15 @@ class PoolingRunner(PerSlot):
         backend: PagedBackend | None,
         batch: PersistentBatch,
         device: torch.device,
+        parts: Sequence[WorkerPart] = (),
     ) -> None:
+        """parts: in the order in which they are called."""
+        self.parts = WorkerParts(parts)
         self.model = model
         self.pooling = pooling
         self.backend = backend
         self.batch = batch
         self.device = device
-        self.parts = WorkerParts()
-        """None: no part goes with pooling."""
         self.projections = Projections(pooling.projections, device)
         self._starts: dict[int, SlotStart] = {}
         self._kept: dict[int, torch.Tensor] = {}
@@ -93,32 +98,42 @@ class PoolingRunner(PerSlot):
         """Queue one step on the device and return at once. `in_process` has nothing for pooling."""
         launched = time.monotonic()
         self.update_slots(plan)
+        self.parts.before(plan)
         inputs = self.batch.apply(plan)
         hidden = self.forward(inputs, self._token_types(plan))
-        return self._copy_back(plan, self._results(plan, inputs, hidden), launched)
+        step = self._copy_back(plan, self._results(plan, inputs, hidden), launched)
+        self.parts.after(plan, step)
+        return step
 
     def forward(
         self, inputs: StepInputs, token_type_ids: torch.Tensor | None = None
     ) -> torch.Tensor:
         """→ hidden states [num_tokens, hidden_size]"""
-        context = ForwardContext.of(self.backend, inputs.layouts, inputs.positions, token_type_ids)
+        context = ForwardContext.of(
+            self.backend, inputs.layouts, inputs.positions, token_type_ids,
+            parts=self.parts.context(inputs),
+        )  # fmt: skip
         hidden: torch.Tensor = self.model(inputs.input_ids, context)
         return hidden
 
     def pool_all(self, hidden: torch.Tensor) -> torch.Tensor:
         """Run the costliest pooling on a step's states, to measure its memory."""
-        return self._states(hidden).float()
+        states = self._states(hidden).float()
+        if self.pooling.task == "classify":
+            self._classified(states[:1])
+        return states
 
     @torch.inference_mode()
     def write(self, plan: StepPlan, in_process: InProcess) -> EmptyStep:
         """Apply a plan without rows."""
         self.update_slots(plan, in_process)
+        self.parts.before(plan)
         self.batch.write(plan)
         return EmptyStep(plan)
 
     def update_slots(self, plan: StepPlan, in_process: InProcess = NOTHING_IN_PROCESS) -> None:
         """Update what is remembered of the slots that the plan releases and starts."""
-        update_slots((self,), plan, in_process)
+        update_slots((self, *self.parts.per_slot), plan, in_process)
 
     def forget_slots(self) -> None:
         """Reset the state of all slots. Called between steps."""
@@ -173,8 +188,16 @@ class PoolingRunner(PerSlot):
                 params = [self._params(plan.slots[row]) for row in rows]
                 if len(finished) < len(whole):
                     pooled = pooled[torch.tensor(finished, device=self.device)]
+                self._note_rows([plan.slots[row] for row in rows])
                 results |= dict(zip(rows, self._finished(pooled, params), strict=True))
         return results
+
+    def _note_rows(self, slots: list[int]) -> None:
+        """Let parts know whose pooled states a classifier gets."""
+        lengths = [len(self._starts[slot].token_ids) for slot in slots]
+        device = [torch.tensor(each).to(self.device, non_blocking=True)
+                  for each in (slots, lengths)]  # fmt: skip
+        self.parts.logit_rows(LogitPlaces(device[0], device[1], slots))
 
     def _pooled(
         self, plan: StepPlan, inputs: StepInputs, hidden: torch.Tensor, rows: list[int]
@@ -233,14 +256,18 @@ class PoolingRunner(PerSlot):
             return [
                 _embedding(row, row_params) for row, row_params in zip(pooled, params, strict=True)
             ]
-        dtype = next(self.model.parameters()).dtype
-        logits = self.model.classify(pooled.to(dtype)).float()  # type: ignore[operator]
+        logits = self._classified(pooled)
         sigmoid = self.pooling.activation == "sigmoid"
         active = logits.sigmoid() if sigmoid else logits.softmax(-1)
         return [
             active[row] if row_params.activation else logits[row]
             for row, row_params in enumerate(params)
         ]
+
+    def _classified(self, pooled: torch.Tensor) -> torch.Tensor:
+        """[num_rows, hidden_size] → logits [num_rows, num_labels] float32"""
+        dtype = next(self.model.parameters()).dtype
+        return self.model.classify(pooled.to(dtype)).float()  # type: ignore[operator, no-any-return]
 
     def _states(self, hidden: torch.Tensor) -> torch.Tensor:
         states: torch.Tensor = self.model.pooling_states(hidden)  # type: ignore[operator]

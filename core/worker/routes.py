@@ -11,7 +11,7 @@ import torch
 
 from ..protocols.models import HiddenStates
 from ..step import StepPlan
-from .batch import LogitRows, StepRows
+from .batch import LogitPlaces, LogitRows, StepRows
 from .graphs.decode_graphs import DecodeGraphs
 from .graphs.endings import Ending
 from .graphs.mixed_graphs import MixedGraphs
@@ -32,10 +32,14 @@ class DecodeGraphRoute:
         self._runner = runner
         self.graphs: DecodeGraphs | None = None
         """None until steps are recorded, and once one could not be."""
+        self.variants: dict[str, DecodeGraphs] = {}
+        """Of steps that launch other kernels because of a part, likewise."""
 
     def launch(self, plan: StepPlan) -> LaunchedStep | None:
         """Queue a decode step."""
-        runner, graphs = self._runner, self.graphs
+        runner = self._runner
+        key = runner.parts.graph_key(plan)
+        graphs = self.graphs if key is None else self.variants.get(key)
         if graphs is None or not graphs.is_decode_step(plan) or not runner.parts.recordable(plan):
             return None
         rows, rows_host = list(range(len(plan.slots))), list(plan.slots)
@@ -47,6 +51,7 @@ class DecodeGraphRoute:
         except runner.record_errors:
             logger.exception("a decode graph cannot be recorded; going on without graphs")
             self.graphs = None
+            self.variants.clear()
             return None
         if not runner.samples:
             return runner.send_states(plan, graphs.logits)
@@ -66,24 +71,33 @@ class MixedGraphLaunch:
         self._runner = runner
         self.graphs: MixedGraphs | None = None
         """None until steps are recorded, and once one could not be."""
+        self.variants: dict[str, MixedGraphs] = {}
+        """Of steps that launch other kernels because of a part, likewise."""
 
-    def forward(self, rows: StepRows, writes: np.ndarray) -> HiddenStates | None:
+    def serving(self, plan: StepPlan) -> MixedGraphs | None:
+        """Return the graphs for a plan of its kind; None: it must be launched."""
+        parts = self._runner.parts
+        if not parts.recordable(plan):
+            return None
+        key = parts.graph_key(plan)
+        return self.graphs if key is None else self.variants.get(key)
+
+    def forward(self, plan: StepPlan, rows: StepRows, writes: np.ndarray) -> HiddenStates | None:
         """Queue the forward pass of a step; None, with nothing done, if no graph serves it."""
-        if self.graphs is None:
+        if (graphs := self.serving(plan)) is None:
             return None
         try:
-            return self.graphs.states if self.graphs.launch(rows, writes) else None
+            return graphs.states if graphs.launch(rows, writes) else None
         except self._runner.record_errors:
             logger.exception("a step with prompts cannot be recorded; such steps are launched")
             self.graphs = None
+            self.variants.clear()
             return None
 
     def launch(self, plan: StepPlan, rows: StepRows, writes: np.ndarray) -> LaunchedStep | None:
         """Queue a step, of which slots and rows are known."""
-        runner, graphs = self._runner, self.graphs
-        if graphs is None or not runner.parts.recordable(plan):
-            return None
-        if self.forward(rows, writes) is None:
+        runner, graphs = self._runner, self.serving(plan)
+        if graphs is None or self.forward(plan, rows, writes) is None:
             return None
         if not runner.samples:
             return runner.send_states(plan, graphs.states)
@@ -137,13 +151,14 @@ class RowsRoute:
             return runner.copy_back(plan, scores)
         rows_host = [plan.slots[row] for row in inputs.logit_rows]
         slots, lengths = inputs.sample_slots, inputs.sample_lengths
+        places = LogitPlaces(slots, lengths, rows_host)
         shard = runner.sampler.shard
         if shard is not None and runner.ending(rows_host) is Ending.PLAIN:
-            logits = runner.logits(take(hidden, inputs.logit_tokens), Ending.PLAIN)
+            logits = runner.logits(take(hidden, inputs.logit_tokens), Ending.PLAIN, places)
             out = runner.sampler.outputs.first(len(rows_host))
             shard.sample_plain(logits, slots, lengths, out)
             sampled = Sampled(inputs.logit_rows, {"chosen": out.chosen}, {})
             return runner.copy_back(plan, scores, sampled)
-        logits = runner.logits(take(hidden, inputs.logit_tokens))
+        logits = runner.logits(take(hidden, inputs.logit_tokens), places=places)
         sampling = SamplingRows(inputs.logit_rows, rows_host, slots, lengths)
         return runner.sample(plan, logits, sampling, scores)

@@ -16,7 +16,7 @@ from ..parallel.ranks import ONE_RANK, Ranks
 from ..protocols.attention import PagedBackend
 from ..protocols.models import HiddenStates
 from ..step import NOTHING_IN_PROCESS, InProcess, StepPlan
-from .batch import PersistentBatch, StepInputs, releasing_all
+from .batch import LogitPlaces, PersistentBatch, StepInputs, releasing_all
 from .graphs.endings import Ending
 from .graphs.recorder import NotRecorded
 from .graphs.written_tokens import WrittenTokens
@@ -61,7 +61,10 @@ class ModelRunner:
         self.vocab_size = vocab_size
         self.device = device
         self.masks = masks
-        self.prompt_logprobs = PromptLogprobs(batch.table, sampler, self.logits, vocab_size)
+        self.prompt_logprobs = PromptLogprobs(
+            batch.table, sampler, lambda hidden, places: self.logits(hidden, places=places),
+            vocab_size,
+        )  # fmt: skip
         sampler.divide(model, ranks)
         self.record_errors = RuntimeError if ranks.tensor.size == 1 else NotRecorded
         """What a failed recording raises. Another error may be that of one rank alone, while the
@@ -208,10 +211,17 @@ class ModelRunner:
             self.parts.computed(inputs, hidden)
         return hidden
 
-    def logits(self, hidden: HiddenStates, ending: Ending = Ending.LOGITS) -> torch.Tensor:
+    def logits(
+        self,
+        hidden: HiddenStates,
+        ending: Ending = Ending.LOGITS,
+        places: LogitPlaces | None = None,
+    ) -> torch.Tensor:
         """Return the logits of these rows' hidden states, which may be overwritten: [num_rows,
         vocab_size]. Where ranks share the sampling of plain rows, the columns of this rank; in a
-        stage that does not sample, the states unchanged."""
+        stage that does not sample, the states unchanged. places: whose they are; None: of no
+        request."""
+        self.parts.logit_rows(places)
         if ending is Ending.STATES:
             assert isinstance(hidden, torch.Tensor), "the last stage alone leaves layers unfinished"
             return hidden

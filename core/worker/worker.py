@@ -24,9 +24,11 @@ from ..registry import Plugins
 from ..step import (
     NOTHING_IN_PROCESS,
     BalanceExperts,
+    DropAdapter,
     InProcess,
     ModelFingerprint,
     PrepareAhead,
+    ReadAdapter,
     Recover,
     StepPlan,
     WorkerJob,
@@ -37,6 +39,7 @@ from .kv_cache.layout import model_fingerprint
 from .kv_cache.memory import explain_oom
 from .kv_cache.scales import finding_scales
 from .launched_step import LaunchedStep
+from .parts.adapters import Adapters
 from .parts.part import WorkerPart
 from .pooling_runner import PoolingRunner
 from .runner import ModelRunner
@@ -163,9 +166,19 @@ class Worker:
         if isinstance(job, ModelFingerprint):
             assert self.runner is not None, "start() comes first"
             return model_fingerprint(self.runner.model)
+        if isinstance(job, ReadAdapter | DropAdapter):
+            return self._adapter_job(job)
         if isinstance(job, BalanceExperts) and self._experts is not None:
             return self._balance_experts(job, self._experts)
         raise NotImplementedError(f"the worker does no {type(job).__name__}")
+
+    def _adapter_job(self, job: ReadAdapter | DropAdapter) -> Any:
+        """Return a future: it goes on on another thread."""
+        assert self.runner is not None, "start() comes first"
+        adapters = self.runner.parts.find(Adapters)
+        if adapters is None:
+            raise NotImplementedError("the worker serves no adapters (enable_lora)")
+        return adapters.read(job) if isinstance(job, ReadAdapter) else adapters.drop(job)
 
     @torch.inference_mode()
     def recover(self) -> None:

@@ -23,6 +23,9 @@ class Awaited:
     """None: a job."""
     waits_for: set[int]
     """Other ranks whose reply to a job is outstanding."""
+    may_differ: bool = False
+    """Whether it may fail on some ranks alone: then it ends with the failure of the first one, once
+    all have replied."""
     own_done: bool = False
     result: Any = None
     """Rank 0's, once `own_done`."""
@@ -55,13 +58,18 @@ class AwaitedCalls:
         return max((plan.total_tokens + plan.num_more_tokens for plan in plans), default=0)
 
     def add_call(
-        self, number: int, plan: StepPlan | None, waits_for: set[int]
+        self,
+        number: int,
+        plan: StepPlan | None,
+        waits_for: set[int],
+        *,
+        may_differ: bool = False,
     ) -> asyncio.Future[Any]:
         """Return a future of rank 0's result. plan: None for a job. waits_for: other ranks that
         reply.
         """
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._calls[number] = Awaited(future, plan, waits_for)
+        self._calls[number] = Awaited(future, plan, waits_for, may_differ)
         return future
 
     def finish_own(self, number: int, result: Any) -> None:
@@ -79,6 +87,8 @@ class AwaitedCalls:
         if (awaited := self._calls.get(number)) is None:
             return False
         awaited.failures[rank] = error
+        awaited.waits_for.discard(rank)
+        awaited.own_done |= not rank
         self._settle(number, awaited)
         return True
 
@@ -94,10 +104,11 @@ class AwaitedCalls:
 
     def _settle(self, number: int, awaited: Awaited) -> None:
         """End the call if all ranks agree."""
-        if not awaited.failures:
+        if not awaited.failures or awaited.may_differ:
             if awaited.own_done and not awaited.waits_for:
                 del self._calls[number]
-                set_once(awaited.future, awaited.result)
+                failure = min(awaited.failures.items(), default=(0, awaited.result))[1]
+                set_once(awaited.future, failure)
         elif len(awaited.failures) == self._num_ranks:
             del self._calls[number]
             set_once(awaited.future, awaited.failures[0])
@@ -121,6 +132,11 @@ def set_once(future: asyncio.Future[Any], value: Any) -> None:
         future.set_exception(value)
     else:
         future.set_result(value)
+
+
+async def last(done: asyncio.Future[Any]) -> Any:
+    """Await a job that goes on on another thread: what it returns at first is a future."""
+    return await asyncio.wrap_future(await done)
 
 
 def retrieve(future: asyncio.Future[Any]) -> None:

@@ -16,6 +16,7 @@ import socket
 import sys
 import threading
 import time
+from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -196,12 +197,19 @@ class Follower:
         self._settle()
         self._progress.start(job.number)
         try:
-            joined.run_job(job.job)
+            result = joined.run_job(job.job)
         except BaseException as error:
             self.send(Failed.from_error(job.number, error))
         else:
-            self.send(Done(job.number))
+            if isinstance(result, Future):  # It goes on on another thread.
+                result.add_done_callback(lambda done: self._reply(job.number, done.exception()))
+            else:
+                self.send(Done(job.number))
         self._progress.finish(job.number)
+
+    def _reply(self, number: int, error: BaseException | None) -> None:
+        """Say how a job has ended."""
+        self.send(Done(number) if error is None else Failed.from_error(number, error))
 
     def _beat(self, launch_thread: int) -> None:
         while True:

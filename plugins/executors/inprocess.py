@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 from ...core.config import EngineConfig
 from ...core.protocols.executors import Executor, ExecutorInfo
 from ...core.registry import Plugins
-from ...core.step import InProcess, Ping, StepPlan, StepResult, WorkerJob
+from ...core.step import InProcess, Ping, ReadAdapter, StepPlan, StepResult, WorkerJob
 from ...core.worker.threads import WorkerThread
+from .awaited import last
 
 if TYPE_CHECKING:
     from ...core.loading.model_config import ModelConfig
@@ -64,7 +65,8 @@ class InProcessExecutor(Executor):
         assert self._thread is not None, "start() must be called first"
         if isinstance(job, Ping):
             return self._thread.step(_Nothing)
-        return self._thread.call(lambda: self._worker.run_job(job))
+        done = self._thread.call(lambda: self._worker.run_job(job))
+        return asyncio.ensure_future(last(done)) if isinstance(job, ReadAdapter) else done
 
     async def stop(self) -> None:
         """Finish what is queued, free the device."""

@@ -22,10 +22,10 @@ from ...core.errors import RankFailed
 from ...core.protocols.executors import Executor, ExecutorInfo, RankState
 from ...core.registry import Plugins
 from ...core.remote.frames import encode
-from ...core.step import InProcess, Ping, StepPlan, StepResult, WorkerJob
+from ...core.step import InProcess, Ping, ReadAdapter, StepPlan, StepResult, WorkerJob
 from ...core.worker.threads import WorkerThread
 from .agreement import check_alike, remoteness
-from .awaited import AGREE_SECONDS, AwaitedCalls, retrieve, set_once
+from .awaited import AGREE_SECONDS, AwaitedCalls, last, retrieve, set_once
 from .followers import FollowerConnection, FollowerProcess
 from .leader_end import END_SECONDS, dump_stacks, end_thread
 from .messages import (
@@ -273,7 +273,11 @@ class ProcessesExecutor(Executor):
             self._progress.start(number)
             return self._joined.run_job(job)
 
-        return self._await(number, thread.call(run))
+        done = thread.call(run)
+        if not isinstance(job, ReadAdapter):
+            return self._await(number, done)
+        done.add_done_callback(lambda _: self._progress.finish(number))
+        return self._await(number, asyncio.ensure_future(last(done)), may_differ=True)
 
     def _next(self) -> tuple[WorkerThread, int]:
         if self.failure is not None:
@@ -292,13 +296,18 @@ class ProcessesExecutor(Executor):
             follower.send(frame)
 
     def _await(
-        self, number: int, own: asyncio.Future[Any], plan: StepPlan | None = None
+        self,
+        number: int,
+        own: asyncio.Future[Any],
+        plan: StepPlan | None = None,
+        *,
+        may_differ: bool = False,
     ) -> asyncio.Future[Any]:
         """plan: None for a job, to which other ranks reply."""
         if not self.followers:
             return own
         waits_for = {follower.rank for follower in self.followers} if plan is None else set()
-        future = self._awaited.add_call(number, plan, waits_for)
+        future = self._awaited.add_call(number, plan, waits_for, may_differ=may_differ)
         own.add_done_callback(lambda done: self._finish_own(number, done))
         return future
 

@@ -269,6 +269,7 @@ class OldWeightMap(WeightMap):
         self, name: str, tensor: torch.Tensor
     ) -> Iterator[tuple[str, str | None, torch.Tensor]]:
         if not name.endswith(self.masks):
-            yield from super().pieces(
-                name, tensor.t() if name.endswith(self.transposed) else tensor
-            )
+            yield from super().pieces(name, tensor.t() if self.is_transposed(name) else tensor)
+
+    def is_transposed(self, name: str) -> bool:
+        return name.endswith(self.transposed)

@@ -18,7 +18,7 @@ import torch
 from ...nn.operations import Operations
 from ...protocols.models import HiddenStates
 from ...step import StepPlan
-from ..batch import PersistentBatch, StepInputs
+from ..batch import LogitPlaces, PersistentBatch, StepInputs
 from ..sampling.sampler import Sampler
 from ..slot_table import NO_WRITES
 from .endings import Ending, count_run, row_counts, sample_rows
@@ -36,7 +36,7 @@ class DecodeGraphs:
         self,
         *,
         forward: Callable[[StepInputs], HiddenStates],
-        logits: Callable[[HiddenStates, Ending], torch.Tensor],
+        logits: Callable[[HiddenStates, Ending, LogitPlaces], torch.Tensor],
         batch: PersistentBatch,
         sampler: Sampler,
         operations: Operations,
@@ -164,14 +164,14 @@ class DecodeGraphs:
         for ending in self._kinds:
             if not ending.samples:
                 continue
-            logits = self._logits(hidden, ending)
+            logits = self._logits(hidden, ending, _places(inputs))
             self._sample(ending, logits, inputs)
 
     def _step(self, rows: int, ending: Ending) -> None:
         self._finish(self._inputs.expand(rows), rows, ending)
 
     def _finish(self, inputs: StepInputs, rows: int, ending: Ending) -> None:
-        logits = self._logits(self._forward(inputs), ending)
+        logits = self._logits(self._forward(inputs), ending, _places(inputs))
         if ending.samples:
             self._sample(ending, logits, inputs)
             return
@@ -183,6 +183,10 @@ class DecodeGraphs:
     def _sample(self, ending: Ending, logits: torch.Tensor, inputs: StepInputs) -> None:
         slots, lengths = inputs.sample_slots, inputs.sample_lengths
         sample_rows(self._sampler, ending, logits, slots, lengths, self._written)
+
+
+def _places(inputs: StepInputs) -> LogitPlaces:
+    return LogitPlaces(inputs.sample_slots, inputs.sample_lengths)
 
 
 class DecodeInputs:

@@ -11,7 +11,7 @@ import torch
 from ...nn.context import MixedRows
 from ...protocols.models import HiddenStates
 from ...step import StepPlan
-from ..batch import PersistentBatch, StepInputs
+from ..batch import LogitPlaces, PersistentBatch, StepInputs
 from ..sampling.sampler import Sampler
 from .endings import Ending, row_counts, sample_rows, sampling_endings
 from .recorder import Recorder, Replay
@@ -30,7 +30,7 @@ class DraftGraphs:
         self,
         *,
         forward: Callable[[StepInputs], HiddenStates],
-        logits: Callable[[HiddenStates, Ending], torch.Tensor],
+        logits: Callable[[HiddenStates, Ending, LogitPlaces], torch.Tensor],
         batch: PersistentBatch,
         sampler: Sampler,
         verified: Callable[..., torch.Tensor],
@@ -136,7 +136,8 @@ class DraftGraphs:
             )
         )
         drafts = batch.table.token_history[sample_slots, lengths]
-        sample_rows(self._sampler, ending, self._logits(hidden, ending), sample_slots, lengths)
+        logits = self._logits(hidden, ending, LogitPlaces(sample_slots, lengths))
+        sample_rows(self._sampler, ending, logits, sample_slots, lengths)
         chosen = self.outputs.first(num_tokens).chosen
         verdicts = self._verified(chosen, drafts, starts, long_slots)
         self.verdicts[:rows].copy_(verdicts)

@@ -20,7 +20,7 @@ import torch
 
 from ...protocols.attention import PagedBackend
 from ...protocols.models import HiddenStates
-from ..batch import PersistentBatch, StepInputs, StepRows
+from ..batch import LogitPlaces, PersistentBatch, StepInputs, StepRows
 from ..hidden_states import each, parts
 from ..sampling.sampler import Sampler
 from .endings import Ending, count_run, row_counts, sample_rows
@@ -68,7 +68,7 @@ class MixedGraphs:
         self,
         *,
         forward: Callable[[StepInputs], HiddenStates],
-        logits: Callable[[HiddenStates, Ending], torch.Tensor],
+        logits: Callable[[HiddenStates, Ending, LogitPlaces], torch.Tensor],
         batch: PersistentBatch,
         backend: PagedBackend,
         sampler: Sampler,
@@ -362,8 +362,9 @@ class MixedGraphs:
         )
 
     def _end(self, rows: int, ending: Ending) -> None:
-        logits = self._logits(each(self._last_states, lambda part: part[:rows]), ending)
         slots, lengths = self._slots[:rows], self._lengths[:rows]
+        states = each(self._last_states, lambda part: part[:rows])
+        logits = self._logits(states, ending, LogitPlaces(slots, lengths))
         if ending is not Ending.LOGITS:
             sample_rows(self._sampler, ending, logits, slots, lengths, self._written)
             return

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ...parts.speculation import NAME, DraftPlan
 from ...step import StepPlan
-from ..batch import LogitRows
+from ..batch import LogitPlaces, LogitRows
 from ..graphs.draft_graphs import DraftGraphs
 from ..graphs.endings import Ending
 from ..hidden_states import take
@@ -25,8 +25,8 @@ class DraftedRoute:
     def __init__(self, runner: ModelRunner, speculation: Speculation) -> None:
         self._runner = runner
         self._speculation = speculation
-        self.graphs: DraftGraphs | None = None
-        """Set once steps are recorded."""
+        self.graphs: dict[str | None, DraftGraphs] = {}
+        """By the variant of recorded steps, once they are recorded."""
 
     def launch(self, plan: StepPlan) -> LaunchedStep | None:
         """Queue a step with drafts."""
@@ -40,7 +40,7 @@ class DraftedRoute:
         batch = runner.batch
         writes = batch.table.writes(plan)
         rows = batch.rows(plan)
-        hidden = runner.mixed.forward(rows, writes)
+        hidden = runner.mixed.forward(plan, rows, writes)
         if hidden is None:
             hidden = runner.forward(
                 batch.lay_out(rows, LogitRows.sampled(rows, plan.samples), writes)
@@ -50,7 +50,8 @@ class DraftedRoute:
         drafted = speculation.rows(plan, rows)
         slots_host = [plan.slots[row] for row in drafted.logit_rows]
         sampling = SamplingRows(drafted.logit_rows, slots_host, drafted.slots, drafted.lengths)
-        logits = runner.logits(take(hidden, drafted.logit_tokens))
+        places = LogitPlaces(drafted.slots, drafted.lengths, slots_host)
+        logits = runner.logits(take(hidden, drafted.logit_tokens), places=places)
         return runner.sample(
             plan, logits, sampling, scores,
             drafted=drafted.host,
@@ -59,7 +60,8 @@ class DraftedRoute:
 
     def _replay(self, plan: StepPlan, part: DraftPlan) -> LaunchedStep | None:
         """Run a step from a graph of rows with drafts; None if none serves it."""
-        runner, graphs, rows_host = self._runner, self.graphs, list(plan.slots)
+        runner, rows_host = self._runner, list(plan.slots)
+        graphs = self.graphs.get(runner.parts.graph_key(plan))
         if graphs is None or not runner.parts.recordable(plan):
             return None
         if (ending := runner.ending(rows_host)) is Ending.LOGITS:

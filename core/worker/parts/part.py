@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 
@@ -24,7 +25,7 @@ from ..per_slot import PerSlot
 from ..selection import CacheLayer
 
 if TYPE_CHECKING:
-    from ..batch import PersistentBatch, StepInputs
+    from ..batch import LogitPlaces, PersistentBatch, StepInputs
     from ..runner import ModelRunner
     from ..sampling.sampling_state import SamplingState
 
@@ -50,6 +51,8 @@ class WorkerPart(PerSlot):
 
     name: ClassVar[str]
     """That of the scheduler half."""
+    variants: ClassVar[tuple[str, ...]] = ()
+    """Recorded steps that launch other kernels because of this part, besides the plain ones."""
 
     def start(self, start: SlotStart, in_process: InProcess = NOTHING_IN_PROCESS) -> None:
         """Remember the request that takes a slot, and nothing of the one before."""
@@ -81,9 +84,22 @@ class WorkerPart(PerSlot):
         plan's order, then padding. In a pipeline, only the last stage has them. While a step is
         recorded, it may depend on addresses, not on numbers, and write to memory that stays."""
 
+    def logit_rows(self, places: LogitPlaces | None) -> None:
+        """Note whose logits are about to be computed; None: of no request. As `context`, also while
+        a step is recorded."""
+
     def recordable(self, plan: StepPlan) -> bool:
         """Return whether a recorded graph may serve the step."""
         return True
+
+    def graph_key(self, plan: StepPlan) -> str | None:
+        """Return which of `variants` serves the step; None: any recorded step does."""
+        return None
+
+    def recording(self, variant: str | None) -> AbstractContextManager[None]:
+        """Return a context in which forward passes are of one of `variants`, without requests: to
+        compile, to warm up or to record them."""
+        return nullcontext()
 
     def sampled(self, plan: StepPlan, output: dict[str, torch.Tensor], rows: Sequence[int]) -> None:
         """Queue what must follow sampling. output: tensors that are about to be copied to the host;
@@ -166,6 +182,10 @@ class PartStart:
     def make(self, site: PartSite) -> WorkerPart:
         """Return the part."""
         raise NotImplementedError
+
+    def make_pooling(self) -> WorkerPart | None:
+        """Return the part for a model whose states are pooled; None: it does nothing there."""
+        return None
 
     def bind(self, caches: Sequence[Mapping[str, torch.Tensor]]) -> None:
         """Use memory of the cache: [layers that share no memory], parts by name. Called again when

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -13,7 +14,7 @@ from ...step import StepPlan
 from .part import Report, WorkerPart
 
 if TYPE_CHECKING:
-    from ..batch import StepInputs
+    from ..batch import LogitPlaces, StepInputs
     from ..launched_step import LaunchedStep
 
 P = TypeVar("P", bound=WorkerPart)
@@ -33,6 +34,10 @@ class WorkerParts:
         self._before = [part for part in parts if _overrides(part, "before")]
         self._context = [part for part in parts if _overrides(part, "context")]
         self._computed = [part for part in parts if _overrides(part, "computed")]
+        self._logit_rows = [part for part in parts if _overrides(part, "logit_rows")]
+        self._graph_key = [part for part in parts if part.variants]
+        self.variants = tuple(variant for part in parts for variant in part.variants)
+        """Recorded steps besides the plain ones."""
         self._recordable = [part for part in parts if _overrides(part, "recordable")]
         self._sampled = [part for part in parts if _overrides(part, "sampled")]
         self._after = [part for part in parts if _overrides(part, "after")]
@@ -80,6 +85,24 @@ class WorkerParts:
         """Let parts queue what reads the states of a forward pass."""
         for part in self._computed:
             part.computed(inputs, hidden)
+
+    def logit_rows(self, places: LogitPlaces | None) -> None:
+        """Let parts note whose logits are about to be computed."""
+        for part in self._logit_rows:
+            part.logit_rows(places)
+
+    def graph_key(self, plan: StepPlan) -> str | None:
+        """Return which recorded variant serves the step; None: the plain one."""
+        keys = (part.graph_key(plan) for part in self._graph_key)
+        return next((key for key in keys if key is not None), None)
+
+    @contextlib.contextmanager
+    def recording(self, variant: str | None) -> Iterator[None]:
+        """Compute steps of a recorded variant."""
+        with contextlib.ExitStack() as stack:
+            for part in self._graph_key:
+                stack.enter_context(part.recording(variant))
+            yield
 
     def recordable(self, plan: StepPlan) -> bool:
         """Return whether a recorded graph may serve the step."""

@@ -13,7 +13,7 @@ import torch
 
 from ...protocols.models import HiddenStates
 from ...step import NOTHING_IN_PROCESS, InProcess, SlotStart
-from ..batch import LogitRows, StepRows
+from ..batch import LogitPlaces, LogitRows, StepRows
 from ..hidden_states import parts, take
 from ..launched_step import LOGPROB_FIELDS, PromptScores
 from ..packing import PackedUpload
@@ -29,10 +29,11 @@ class PromptLogprobs(PerSlot):
         self,
         table: SlotTable,
         sampler: Sampler,
-        compute_logits: Callable[[HiddenStates], torch.Tensor],
+        compute_logits: Callable[[HiddenStates, LogitPlaces], torch.Tensor],
         vocab_size: int,
     ) -> None:
-        """`compute_logits`: from hidden states of N tokens to [N, vocab_size]."""
+        """`compute_logits`: from hidden states of N tokens, and whose they are, to [N,
+        vocab_size]."""
         self._table = table
         self._sampler = sampler
         self._compute_logits = compute_logits
@@ -78,16 +79,18 @@ class PromptLogprobs(PerSlot):
         upload.add(logits.tokens.astype(np.int64))
         slots = rows.slots[logits.rows].astype(np.int64)
         upload.add(self._table.history_places(slots, following))
-        tokens, places = upload.send()
-        targets = self._table.storage.take(places).long()
-        scored = [
-            self._sampler.prompt_logprobs(
-                self._compute_logits(take(hidden, tokens[at : at + SCORED_ROWS])),
-                targets[at : at + SCORED_ROWS],
-                k,
+        upload.add(slots)
+        upload.add(following.astype(np.int64))
+        tokens, history, row_slots, lengths = upload.send()
+        targets = self._table.storage.take(history).long()
+        scored = []
+        for at in range(0, len(targets), SCORED_ROWS):
+            own = slice(at, at + SCORED_ROWS)
+            places = LogitPlaces(
+                row_slots[own], lengths[own], slots[own].tolist(), following[own] - 1
             )
-            for at in range(0, len(targets), SCORED_ROWS)
-        ]
+            rows = self._compute_logits(take(hidden, tokens[own]), places)
+            scored.append(self._sampler.prompt_logprobs(rows, targets[own], k))
         tables = {
             name: torch.cat([getattr(part, name) for part in scored]) for name in LOGPROB_FIELDS
         }

@@ -9,6 +9,7 @@ from ...parts import encoder_decoder, kv_compression, speculation, states
 from ...parts.exclusions import check_exclusions
 from ...protocols.attention import PagedBackend
 from ...registration.step_parts import KIND, active_parts, excluded_by
+from ..parts.adapters import AdaptersStart
 from ..parts.encoder_decoder import EncoderDecoderStart, source_attention
 from ..parts.kv_compression import KVCompressionStart
 from ..parts.kv_compression import backend_refusal as compression_refusal
@@ -50,6 +51,8 @@ def start_parts(start: StartContext, notify: Callable[[], None]) -> list[PartSta
         parts.append(SpeculationStart(start))
     if start.ranks.pipeline.size > 1:
         parts.append(PipelineStart(start))
+    if config.enable_lora:
+        parts.append(AdaptersStart(start))
     for name, (part_class, setup) in active_parts(start.plugins, config).items():
         with start.plugins[KIND].calling(name, "worker_part"):
             part = part_class.worker_part(setup, start)

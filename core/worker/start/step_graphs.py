@@ -8,12 +8,14 @@ import time
 import torch
 
 from ...parallel.ranks import Ranks
+from ...protocols.models import HiddenStates
+from ..batch import LogitPlaces, StepInputs
 from ..graphs.decode_graphs import DecodeGraphs
 from ..graphs.draft_graphs import DraftGraphs
-from ..graphs.endings import recorded_endings
+from ..graphs.endings import Ending, recorded_endings
 from ..graphs.mixed_graphs import MixedGraphs
 from ..graphs.recorder import CountedRecorder, Recorder
-from ..graphs.written_tokens import written_tokens
+from ..graphs.written_tokens import WrittenTokens, written_tokens
 from ..parts.drafted_route import DraftedRoute
 from ..parts.speculation import Speculation
 from ..parts.states import States
@@ -26,7 +28,84 @@ FIRST_PROMPT = 128
 MIXED_TOGETHER = 2
 """Mixed-step items recorded per decode step: there are more of them."""
 RECORDING_SECONDS = 1.7
-"""Spent on recording more before the engine is ready; the rest is recorded in spare time."""
+"""Spent on recording more of each variant before the engine is ready; the rest is recorded in spare
+time."""
+
+
+class Variant:
+    """The recorded steps of one kind: plain ones, or those that launch other kernels because of a
+    part (`WorkerPart.variants`)."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        name: str | None,
+        record: Recorder,
+        max_tokens: int,
+        written: WrittenTokens | None,
+    ) -> None:
+        """name: None for plain steps. Nothing is recorded yet."""
+        batch = runner.batch
+        operations = batch.operations
+        endings = recorded_endings(runner.sampler, runner.samples)
+
+        def forward(inputs: StepInputs) -> HiddenStates:
+            with runner.parts.recording(name):
+                return runner.forward(inputs)
+
+        def logits(hidden: HiddenStates, ending: Ending, places: LogitPlaces) -> torch.Tensor:
+            with runner.parts.recording(name):
+                return runner.logits(hidden, ending, places)
+
+        self.name = name
+        self.decode = DecodeGraphs(
+            forward=forward,
+            logits=logits,
+            batch=batch,
+            sampler=runner.sampler,
+            operations=operations,
+            record=record,
+            endings=endings,
+            written=written,
+        )
+        self.mixed: MixedGraphs | None = None
+        """None: the attention backend, or layers that keep states, do not support recording steps
+        with prompts."""
+        mixes_states = operations.mixed_states or runner.parts.find(States) is None
+        if runner.backend.mixed_graph_safe and mixes_states:
+            self.mixed = MixedGraphs(
+                forward=forward,
+                logits=logits,
+                batch=batch,
+                backend=runner.backend,
+                sampler=runner.sampler,
+                record=record,
+                max_tokens=max_tokens,
+                endings=endings,
+                errors=runner.record_errors,
+                # States of the stage before have arrived by then, and would be overwritten.
+                in_traffic=runner.stage is None,
+                written=written,
+            )
+        self.drafts: DraftGraphs | None = None
+        """None: rows have no drafts, or steps with prompts are not recorded either."""
+        speculation = runner.parts.find(Speculation)
+        if speculation is not None and self.mixed is not None:
+            self.drafts = DraftGraphs(
+                forward=forward,
+                logits=logits,
+                batch=batch,
+                sampler=runner.sampler,
+                verified=speculation.verified,
+                record=record,
+                max_tokens=max_tokens,
+            )
+
+    @property
+    def num_recorded(self) -> int:
+        """Number of graphs recorded so far."""
+        kinds = (self.decode, self.mixed, self.drafts)
+        return sum(each.num_recorded for each in kinds if each is not None)
 
 
 class StepGraphs:
@@ -40,61 +119,33 @@ class StepGraphs:
         self._ranks = ranks
         self._record = CountedRecorder(record)
         batch = runner.batch
-        operations = batch.operations
-        endings = self._endings = recorded_endings(runner.sampler, runner.samples)
-        written = self._written = written_tokens(operations, batch.num_slots, batch.device)
-        self.decode = DecodeGraphs(
-            forward=runner.forward,
-            logits=runner.logits,
-            batch=batch,
-            sampler=runner.sampler,
-            operations=operations,
-            record=self._record,
-            endings=endings,
-            written=written,
+        self._written = written_tokens(batch.operations, batch.num_slots, batch.device)
+        self.plain, *self.others = (
+            Variant(runner, name, self._record, max_tokens, self._written)
+            for name in (None, *runner.parts.variants)
         )
-        self.mixed: MixedGraphs | None = None
-        """None: the attention backend, or layers that keep states, do not support recording steps
-        with prompts."""
-        mixes_states = operations.mixed_states or runner.parts.find(States) is None
-        if runner.backend.mixed_graph_safe and mixes_states:
-            self.mixed = MixedGraphs(
-                forward=runner.forward,
-                logits=runner.logits,
-                batch=batch,
-                backend=runner.backend,
-                sampler=runner.sampler,
-                record=self._record,
-                max_tokens=max_tokens,
-                endings=endings,
-                errors=runner.record_errors,
-                # States of the stage before have arrived by then, and would be overwritten.
-                in_traffic=runner.stage is None,
-                written=written,
-            )
-
         routes = (route for route in runner.routes if isinstance(route, DraftedRoute))
         self._drafted = next(routes, None)
-        self.drafts: DraftGraphs | None = None
-        """None: rows have no drafts, or steps with prompts are not recorded either."""
-        speculation = runner.parts.find(Speculation)
-        if speculation is not None and self.mixed is not None:
-            self.drafts = DraftGraphs(
-                forward=runner.forward,
-                logits=runner.logits,
-                batch=batch,
-                sampler=runner.sampler,
-                verified=speculation.verified,
-                record=self._record,
-                max_tokens=max_tokens,
-            )
+
+    @property
+    def decode(self) -> DecodeGraphs:
+        """Those of plain steps."""
+        return self.plain.decode
+
+    @property
+    def mixed(self) -> MixedGraphs | None:
+        """Those of plain steps."""
+        return self.plain.mixed
+
+    @property
+    def variants(self) -> tuple[Variant, ...]:
+        """All kinds of recorded steps."""
+        return self.plain, *self.others
 
     @property
     def num_recorded(self) -> int:
         """Number of graphs recorded so far."""
-        mixed = 0 if self.mixed is None else self.mixed.num_recorded
-        drafts = 0 if self.drafts is None else self.drafts.num_recorded
-        return self.decode.num_recorded + mixed + drafts
+        return sum(each.num_recorded for each in self.variants)
 
     @property
     def num_failures(self) -> int:
@@ -106,40 +157,60 @@ class StepGraphs:
         runner uses the graphs from here on."""
         runner = self._runner
         try:
-            self.decode.record(1, self._endings[0])
-            runner.decode.graphs, runner.written = self.decode, self._written
-            if self.mixed is not None:
-                self.mixed.record_for(FIRST_PROMPT)
-                if runner.batch.num_drafts:
-                    self.mixed.record_for(1 + runner.batch.num_drafts)
-                runner.mixed.graphs = self.mixed
-            if self._drafted is not None:
-                self._drafted.graphs = self.drafts
-            self._record_drafts()
-            end = time.monotonic() + RECORDING_SECONDS
+            for variant in self.variants:
+                self._begin(variant)
+            end = time.monotonic() + RECORDING_SECONDS * len(self.variants)
             while self._ranks.all(time.monotonic() < end, device):
                 if not self.record_next():
                     break
         except runner.record_errors:
             logger.exception("steps cannot be recorded here; going on without graphs")
 
-    def _record_drafts(self) -> bool:
+    def _begin(self, variant: Variant) -> None:
+        """Record the first steps of a kind, which the runner uses from here on."""
+        runner, name = self._runner, variant.name
+        variant.decode.record(1, recorded_endings(runner.sampler, runner.samples)[0])
+        runner.written = self._written
+        if variant.mixed is not None:
+            variant.mixed.record_for(FIRST_PROMPT)
+            if runner.batch.num_drafts:
+                variant.mixed.record_for(1 + runner.batch.num_drafts)
+        if name is None:
+            runner.decode.graphs, runner.mixed.graphs = variant.decode, variant.mixed
+        else:
+            runner.decode.variants[name] = variant.decode
+            if variant.mixed is not None:
+                runner.mixed.variants[name] = variant.mixed
+        if self._drafted is not None and variant.drafts is not None:
+            self._drafted.graphs[name] = variant.drafts
+            self._record_draft(variant)
+
+    def _record_draft(self, variant: Variant) -> bool:
         """Record one more step with drafts; return whether more are left."""
-        drafts = None if self._drafted is None else self._drafted.graphs
-        missing = [] if drafts is None else drafts.missing()
-        if drafts is not None and missing:
-            drafts.record(*missing[0])
+        used = None if self._drafted is None else self._drafted.graphs.get(variant.name)
+        missing = [] if used is None else used.missing()
+        if used is not None and missing:
+            used.record(*missing[0])
         return len(missing) > 1
 
     def record_next(self) -> bool:
         """Record one more of each kind of step that the runner uses; False: nothing is left."""
-        decode, mixed = self._runner.decode.graphs, self._runner.mixed.graphs
-        if decode is None:
+        if self._runner.decode.graphs is None:
             return False
-        missing = decode.missing()
+        return any([self._record_more(variant) for variant in self.variants])
+
+    def _record_more(self, variant: Variant) -> bool:
+        runner, name = self._runner, variant.name
+        if name is None:
+            mixed = runner.mixed.graphs
+        elif name in runner.decode.variants:
+            mixed = runner.mixed.variants.get(name)
+        else:
+            return False
+        missing = variant.decode.missing()
         if missing:
-            decode.record(*missing[0])
-        more = self._record_drafts()
+            variant.decode.record(*missing[0])
+        more = self._record_draft(variant)
         for _ in range(MIXED_TOGETHER):
             more = (mixed is not None and mixed.record_next()) or more
         return more or len(missing) > 1

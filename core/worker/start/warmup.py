@@ -13,7 +13,7 @@ from ...config import EngineConfig
 from ...nn.operations import Operations
 from ...sampling_params import SamplingParams
 from ...step import SlotStart
-from ..batch import LogitRows, StepRows
+from ..batch import LogitPlaces, LogitRows, StepRows
 from ..graphs.endings import Ending, row_counts
 from ..hidden_states import take
 from ..pooling_runner import PoolingRunner
@@ -67,10 +67,10 @@ class Warmup:
                 # These steps call libraries little or not at all, so compilers have work at once.
                 for num_tokens in (1, min(32, self._budget)):
                     self._alone(num_tokens)
-                if graphs is not None:
-                    graphs.decode.precompile(1)
-                    if graphs.mixed is not None:
-                        graphs.mixed.precompile(graphs.mixed.precompiled_keys()[0])
+                for variant in () if graphs is None else graphs.variants:
+                    variant.decode.precompile(1)
+                    if variant.mixed is not None:
+                        variant.mixed.precompile(variant.mixed.precompiled_keys()[0])
                 if kernels.compiles():
                     self._precompile_more(graphs)
         except Exception:
@@ -94,23 +94,25 @@ class Warmup:
             for num_tokens in (*LATER_PARTS, self._long_prompt()):
                 self._alone(min(num_tokens, self._budget), context=1)
             for rows in row_counts(self._config.max_num_seqs):
-                if graphs is not None:
-                    graphs.decode.precompile(rows)
-                else:
+                for variant in () if graphs is None else graphs.variants:
+                    variant.decode.precompile(rows)
+                if graphs is None:
                     self.run([1] * rows, range(rows))
                 if rows <= MIXED_ROWS and (graphs is None or graphs.mixed is None):
                     self.run([1] * rows + [self._long_prompt()], range(rows + 1))
-        if graphs is not None and graphs.mixed is not None:
-            for key in graphs.mixed.precompiled_keys():
-                graphs.mixed.precompile(key)
+        for variant in () if graphs is None else graphs.variants:
+            for key in () if variant.mixed is None else variant.mixed.precompiled_keys():
+                variant.mixed.precompile(key)  # type: ignore[union-attr]
         # Libraries load their kernels for many tokens while the compilers work.
         self.run_largest()
 
     def warm_up(self) -> None:
         """Run one prefill and one decode step on the null block, so that kernels are compiled."""
         self._run_parts(self._long_prompt())
-        for num_tokens in (self._long_prompt(), 1):
-            self._alone(num_tokens)
+        for variant in (None, *self._runner.parts.variants):
+            with self._runner.parts.recording(variant):
+                for num_tokens in (self._long_prompt(), 1):
+                    self._alone(num_tokens)
 
     def run_short_prompt(self) -> bool:
         """Run a prompt of one more of the short lengths; return False if none is left."""
@@ -132,7 +134,9 @@ class Warmup:
             lengths.append(end)
             slots.append(self._config.max_num_seqs)
         self._run_parts(max(self._budget, self._max_model_len))
-        self.run(lengths, slots, context=self._max_model_len if end else 0)
+        for variant in (None, *self._runner.parts.variants):
+            with self._runner.parts.recording(variant):
+                self.run(lengths, slots, context=self._max_model_len if end else 0)
 
     def _run_parts(self, num_tokens: int) -> None:
         for part in self._runner.parts:
@@ -208,7 +212,8 @@ class Warmup:
             sample_slots, lengths = sample_slots[index % num_rows], lengths[index % num_rows]
             slots, num_rows = [slots[row % num_rows] for row in range(num_logits)], num_logits
         hidden = take(runner.forward(inputs), index)
-        logits = runner.logits(hidden)
+        places = LogitPlaces(sample_slots, lengths, slots)
+        logits = runner.logits(hidden, places=places)
         words = -(-runner.vocab_size // 32)
         mask = TokenMask(
             torch.full((num_rows, words), -1, dtype=torch.int32, device=device), index, index
@@ -222,7 +227,7 @@ class Warmup:
                 sampler.mask(table, replace(mask, rows=None))
         sampler.sample_plain(logits, sample_slots, lengths, out)
         if sampler.shard is not None:
-            own = runner.logits(hidden, Ending.PLAIN)
+            own = runner.logits(hidden, Ending.PLAIN, places)
             sampler.shard.sample_plain(own, sample_slots, lengths, out)
         sampler.precompile_processed(logits, sample_slots, lengths, out)
         for slot in slots:

@@ -31,6 +31,7 @@ from ..kv_cache.allocation import bind_cache, form_cache_groups
 from ..kv_cache.formats import QUANTIZED_WRITES, choose_formats
 from ..kv_cache.memory import CacheDemand, bytes_per_block, num_kv_blocks
 from ..kv_cache.scales import to_be_scaled, unscaled
+from ..parts.adapters import AdaptersStart
 from ..parts.part import PartNeeds, PartSite, PartStart, StartContext, WorkerPart
 from ..parts.states import StatesStart
 from ..pooling_runner import PoolingRunner
@@ -123,7 +124,13 @@ class WorkerStart:
         """Complete the start of a model without a KV cache."""
         unscaled((), self.config, fp8_cache=False)
         batch = self._batch(operations, self.model_config.max_model_len)
-        runner = self._pooling_runner(model, None, batch)
+        starts = []
+        if self.config.enable_lora:
+            start = self._start_context(
+                model, operations, layers=(), key_values=(), kv_dtype=self.model_config.dtype
+            )
+            starts = [AdaptersStart(start)]
+        runner = self._pooling_runner(model, None, batch, starts)
         warmup = self._warmup(runner)
         with self.ranks.pause():
             warmup.precompile(operations)
@@ -142,6 +149,7 @@ class WorkerStart:
             kv_cache_bytes=0,
             load_seconds=time.monotonic() - self._began,
             steps_in_flight=STEPS_IN_FLIGHT,
+            parts=tuple(part.name for part in runner.parts),
         )
         return StartedWorker(info, runner, operations, warmup)
 
@@ -162,13 +170,11 @@ class WorkerStart:
             )
         first_scaled = unscaled(formats.fp8_layers, config, formats.fp8_cache)
         starts = start_parts(
-            StartContext(
-                config=config, model_config=self.model_config, plugins=self.plugins,
-                ranks=self.ranks, device=device, model=model, operations=operations,
-                layers=layers, key_values=with_keys, kv_dtype=kv_dtype,
+            self._start_context(
+                model, operations, layers=layers, key_values=with_keys, kv_dtype=kv_dtype
             ),
             self._notify,
-        )  # fmt: skip
+        )
         for start in starts:
             _check_features(operations, operations_name, start.needs, start.option)
         needs = [start.needs for start in starts]
@@ -217,7 +223,7 @@ class WorkerStart:
         batch = self._batch(operations, length, num_groups=len(groups), **sizes)
         runner: ModelRunner | PoolingRunner
         if self.model_config.pooling is not None:
-            runner = self._pooling_runner(model, backend, batch)
+            runner = self._pooling_runner(model, backend, batch, starts)
         else:
             runner = self._model_runner(
                 model, backend, batch, starts, lambda rows: self._backend(chosen, length, rows)
@@ -287,6 +293,14 @@ class WorkerStart:
         """One for each stage, and one that waits at the first."""
         return max(STEPS_IN_FLIGHT, self.ranks.pipeline.size + 1)
 
+    def _start_context(
+        self, model: nn.Module, operations: Operations, **layers: Any
+    ) -> StartContext:
+        return StartContext(
+            config=self.config, model_config=self.model_config, plugins=self.plugins,
+            ranks=self.ranks, device=self.device, model=model, operations=operations, **layers,
+        )  # fmt: skip
+
     def _batch(
         self,
         operations: Operations,
@@ -305,13 +319,18 @@ class WorkerStart:
         )
 
     def _pooling_runner(
-        self, model: nn.Module, backend: PagedBackend | None, batch: PersistentBatch
+        self,
+        model: nn.Module,
+        backend: PagedBackend | None,
+        batch: PersistentBatch,
+        starts: Sequence[PartStart],
     ) -> PoolingRunner:
         pooling = self.model_config.pooling
         assert pooling is not None, "the model generates text"
         return PoolingRunner(
-            model=model, pooling=pooling, backend=backend, batch=batch, device=self.device
-        )
+            model=model, pooling=pooling, backend=backend, batch=batch, device=self.device,
+            parts=[part for part in (start.make_pooling() for start in starts) if part],
+        )  # fmt: skip
 
     def _model_runner(
         self,

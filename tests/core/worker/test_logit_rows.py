@@ -89,9 +89,9 @@ async def test_prompts_of_a_step_are_scored_together_in_bounded_chunks(
         scoring = runner.prompt_logprobs
         compute = scoring._compute_logits
 
-        def counted(hidden: Any) -> torch.Tensor:
+        def counted(hidden: Any, places: Any) -> torch.Tensor:
             calls.append(len(parts(hidden)[0]))
-            return compute(hidden)
+            return compute(hidden, places)
 
         scoring._compute_logits = counted
         groups: list[Any] = []

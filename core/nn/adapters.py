@@ -1,0 +1,451 @@
+"""Layers that adapters change.
+
+`adapt` gives a layer of the model a class that asks, at each call, whether the step at hand has
+adapters. Without, it calls what the layer was: the same launches, and the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .activations import ACTIVATIONS
+from .embedding import Embedding
+from .experts import ExpertLinear, Experts, Router
+from .linear import Linear
+from .operations import (
+    DenseRows,
+    ExpertWeight,
+    Operations,
+    PositionRows,
+    dense_rows,
+    num_rows,
+    with_positions,
+)
+from .quantized import QuantizedEmbedding, QuantizedLinear
+from .routing import Routing
+from .step_operations.adapters import AdapterChunks, SiteWeights
+
+
+class LowRankChange(NamedTuple):
+    """What one adapter adds to some of a layer's output features, on the device."""
+
+    span: slice
+    """Output features, as this rank has them."""
+    a: torch.Tensor
+    """[rank, in_features]"""
+    b: torch.Tensor
+    """[out_features of the span, rank]"""
+    scale: float
+    bias: torch.Tensor | None = None
+    """[out_features of the span] float32, scaled"""
+    gain: torch.Tensor | None = None
+    """[out_features of the span] float32, DoRA: factor of the changed product, without the layer's
+    own bias."""
+
+
+@dataclass(frozen=True)
+class LayerChange:
+    """What one special adapter changes in one layer."""
+
+    low_rank: tuple[LowRankChange, ...] = ()
+    weight: torch.Tensor | None = None
+    """In place of the layer's: [out_features, in_features], as this rank has it."""
+    bias: torch.Tensor | None = None
+    """In place of the layer's: [out_features]."""
+    token_ids: torch.Tensor | None = None
+    """[N] int64: tokens whose rows of an embedding, or logits, are others."""
+    token_rows: torch.Tensor | None = None
+    """[N, hidden_size]"""
+    experts: Mapping[tuple[str, int], Sequence[LowRankChange]] = field(default_factory=dict)
+    """("first" or "down", number of an expert as this rank counts) → its changes."""
+
+    def product(self, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None
+                ) -> torch.Tensor:  # fmt: skip
+        """Return the changed result of a linear layer, in float32.
+
+        x: [N, in_features]; out: the layer's result, with `bias`, [N, out_features].
+        """
+        own = None if bias is None else bias.float()
+        wide = out.float()
+        if self.weight is not None:
+            wide = F.linear(x, self.weight).float()
+            wide = wide if own is None else wide + own
+        changed = own
+        if self.bias is not None:
+            changed = self.bias.float()
+            wide = wide + (changed if own is None else changed - own)
+        for each in self.low_rank:
+            span = each.span
+            delta = (x.float() @ each.a.float().t()) @ each.b.float().t() * each.scale
+            part = wide[:, span]
+            if each.gain is not None:
+                at = 0.0 if changed is None else changed[span]
+                part = (part - at + delta) * each.gain + at
+            else:
+                part = part + delta
+            wide[:, span] = part if each.bias is None else part + each.bias
+        return wide
+
+
+class SpecialTokens(NamedTuple):
+    """The rows of one special adapter in a step, or among those whose logits are computed."""
+
+    changes: Mapping[Any, LayerChange]
+    """Key of a layer (`Site.key`) → what changes there."""
+    rows: torch.Tensor
+    """[N] int64"""
+
+
+class ActiveAdapters(NamedTuple):
+    """The adapters of the rows that are being computed."""
+
+    chunks: AdapterChunks | None
+    """Of plain adapters; None: there are none."""
+    special: Sequence[SpecialTokens] = ()
+
+
+class AdapterState:
+    """What adapted layers read: shared by all of a model."""
+
+    def __init__(self) -> None:
+        self.active: ActiveAdapters | None = None
+        """Set around a forward pass, and around logits. None: no row has an adapter."""
+
+
+class Site:
+    """A layer that adapters may change."""
+
+    def __init__(self, key: str, state: AdapterState) -> None:
+        """key: the module's name; "" before it stands for what it computes as a head."""
+        self.key = key
+        self.state = state
+        self.weights: SiteWeights | None = None
+        """Of plain adapters; None: the layer is changed by special ones alone."""
+        self.called = False
+        """Whether a forward pass has called the layer: one whose weight is read by others cannot
+        be changed."""
+
+    def special(self, key: str | None = None) -> list[tuple[LayerChange, torch.Tensor]]:
+        """Return what special adapters change here, and for which rows."""
+        active, key = self.state.active, self.key if key is None else key
+        if active is None:
+            return []
+        return [(each.changes[key], each.rows) for each in active.special if key in each.changes]
+
+    def add(self, operations: Operations, out: torch.Tensor, x: torch.Tensor) -> None:
+        """Add what plain adapters add."""
+        active = self.state.active
+        if active is not None and active.chunks is not None and self.weights is not None:
+            operations.add_adapters(out, x, active.chunks, self.weights)
+
+
+class AdaptedLayer(nn.Module):
+    """A layer with a site; comes before the layer's own class."""
+
+    site: Site
+
+    @property
+    def _operations(self) -> Operations:
+        spec = getattr(self, "spec", None)
+        operations: Operations = self.operations if spec is None else spec.operations  # type: ignore[assignment]
+        return operations
+
+    def _change(self, out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Change the product, which has the layer's bias and nothing else: in place, or not."""
+        self.site.add(self._operations, out, x)
+        for change, rows in self.site.special():
+            changed = change.product(x[rows], out[rows], self.bias)  # type: ignore[arg-type]
+            out[rows] = changed.to(out.dtype)
+        return out
+
+
+class AdaptedLinear(AdaptedLayer):
+    """Of `Linear` and `QuantizedLinear`."""
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        *,
+        norm: nn.Module | None = None,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As the layer's own."""
+        own: Any = super()
+        if self.site.state.active is None:
+            return own.forward(x, norm=norm, residual=residual)
+        self.site.called = True
+        normed = x if norm is None else norm(x)
+        if _gated(self):
+            product = self.ungated(x, norm=norm)  # type: ignore[operator]
+            return self._operations.silu_mul(self._change(product, normed))
+        if self.site.special():
+            out = self._change(own.forward(x, norm=norm), normed)
+            return out if residual is None else residual + out
+        # Rows without an adapter get the bits that they get without adapters.
+        out = own.forward(x, norm=norm, residual=residual)
+        self.site.add(self._operations, out, normed)
+        return out
+
+    def add_scaled(self, residual: torch.Tensor, x: torch.Tensor, factor: float) -> torch.Tensor:
+        """As the layer's own."""
+        if self.site.state.active is None:
+            own: Any = super()
+            return own.add_scaled(residual, x, factor)
+        return torch.add(residual, self(x), alpha=factor)
+
+    def activated(
+        self, x: torch.Tensor, activation: str, *, norm: nn.Module | None = None
+    ) -> torch.Tensor:
+        """As the layer's own."""
+        if self.site.state.active is None:
+            own: Any = super()
+            return own.activated(x, activation, norm=norm)
+        return ACTIVATIONS[activation](self(x, norm=norm))
+
+    def logits(
+        self, hidden: torch.Tensor, *, norm: nn.Module | None = None, factor: float = 1.0
+    ) -> torch.Tensor:
+        """As the layer's own, of a quantized head."""
+        if self.site.state.active is None:
+            own: Any = super()
+            return own.logits(hidden, norm=norm, factor=factor)
+        return _head_logits(self, hidden, norm, factor, own=None)
+
+
+class AdaptedRouter(AdaptedLayer):
+    """Of `Router`: an adapter of it changes which experts are chosen."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """As the layer's own."""
+        own: Any = super()
+        out = own.forward(x)
+        if self.site.state.active is None:
+            return out
+        self.site.called = True
+        return self._change(out, x)
+
+
+class AdaptedEmbedding(AdaptedLayer):
+    """Of `Embedding` and `QuantizedEmbedding`, which may also be a head: the site's key with
+    `HEAD` behind it is of what it computes as one."""
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        *,
+        factor: float = 1.0,
+        positions: PositionRows | None = None,
+    ) -> torch.Tensor:
+        """As the layer's own."""
+        own: Any = super()
+        if self.site.state.active is None:
+            return own.forward(token_ids, factor=factor, positions=positions)
+        self.site.called = True
+        special = self.site.special()
+        if not special:
+            return own.forward(token_ids, factor=factor, positions=positions)
+        out = own.forward(token_ids)
+        for change, rows in special:
+            ids = token_ids[rows]
+            out[rows] = _looked_up(change, ids, out[rows].float()).to(out.dtype)
+        return with_positions(out, factor, positions)
+
+    def logits(
+        self, hidden: torch.Tensor, *, norm: nn.Module | None = None, factor: float = 1.0
+    ) -> torch.Tensor:
+        """As the layer's own."""
+        if self.site.state.active is None:
+            own: Any = super()
+            return own.logits(hidden, norm=norm, factor=factor)
+        shard = getattr(self, "own", None)
+        gathers = getattr(self, "gathers", True)
+        return _head_logits(self, hidden, norm, factor, own=None if gathers else shard)
+
+
+HEAD = " (head)"
+"""Behind a site's key: what the layer computes as a head."""
+
+
+def _head_logits(
+    layer: Any,
+    hidden: torch.Tensor,
+    norm: nn.Module | None,
+    factor: float,
+    *,
+    own: slice | None,
+) -> torch.Tensor:
+    """Compute logits; own: the tokens that this rank computes alone, of a head in parts."""
+    special = layer.site.special(layer.site.key + HEAD)
+    base: Any = super(
+        AdaptedLinear if isinstance(layer, AdaptedLinear) else AdaptedEmbedding, layer
+    )
+    if not special:
+        out: torch.Tensor = base.logits(hidden, norm=norm, factor=factor)
+        return out
+    normed = hidden if norm is None else norm(hidden)
+    out = base.logits(hidden, norm=norm)
+    bias = getattr(layer, "bias", None)
+    for change, rows in special:
+        x = normed[rows]
+        wide = torch.zeros(0)
+        if own is None:
+            wide = change.product(x, out[rows][:, : _vocab_size(change, out)], None)
+        else:
+            wide = _of_own(change, own).product(x, out[rows][:, : own.stop - own.start], None)
+        assert bias is None or change.weight is None, "refused when it was read"
+        if change.token_ids is not None and change.token_rows is not None:
+            logits = F.linear(x, change.token_rows.to(x.dtype)).float()
+            ids = change.token_ids
+            if own is not None:
+                mine = (ids >= own.start) & (ids < own.stop)
+                ids, logits = ids[mine] - own.start, logits[:, mine]
+            wide[:, ids] = logits
+        out[rows, : wide.shape[1]] = wide.to(out.dtype)
+    return out if factor == 1.0 else out.mul_(factor)
+
+
+def _vocab_size(change: LayerChange, out: torch.Tensor) -> int:
+    """Return the tokens that a change is of: logits may have padding behind them."""
+    if change.weight is not None:
+        return int(change.weight.shape[0])
+    return max((int(each.span.stop) for each in change.low_rank), default=out.shape[1])
+
+
+def _of_own(change: LayerChange, own: slice) -> LayerChange:
+    """Return the part of a head's change that is of this rank's tokens."""
+    weight = None if change.weight is None else change.weight[own]
+    size = own.stop - own.start
+    low_rank = tuple(
+        each._replace(
+            span=slice(0, size), b=each.b[own],
+            bias=None if each.bias is None else each.bias[own],
+            gain=None if each.gain is None else each.gain[own],
+        )
+        for each in change.low_rank
+    )  # fmt: skip
+    return LayerChange(low_rank, weight)
+
+
+def _looked_up(change: LayerChange, ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Return the changed rows of an embedding: ids [N] → [N, hidden_size] float32."""
+    if change.weight is not None:
+        rows = F.embedding(ids, change.weight).float()
+    for each in change.low_rank:
+        rows = rows + each.a.float().t()[ids] @ each.b.float().t() * each.scale
+    if change.token_ids is not None and change.token_rows is not None:
+        at = torch.searchsorted(change.token_ids, ids).clamp(max=len(change.token_ids) - 1)
+        found = change.token_ids[at] == ids
+        rows = torch.where(found[:, None], change.token_rows[at].float(), rows)
+    return rows
+
+
+class AdaptedExpertOperations:
+    """Operations of a module that computes experts: rows of adapters that change experts are
+    computed again, one expert at a time, in float32."""
+
+    def __init__(self, operations: Operations, site: Site) -> None:
+        self._own = operations
+        self._site = site
+        self._reference = Operations()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+    def experts(
+        self,
+        x: torch.Tensor,
+        routing: Routing,
+        gate_up: ExpertWeight,
+        down: ExpertWeight,
+        *,
+        residual: torch.Tensor,
+        gate_up_bias: torch.Tensor | None = None,
+        down_bias: torch.Tensor | None = None,
+        **more: Any,
+    ) -> torch.Tensor:
+        """As `Operations.experts`."""
+        if self._site.state.active is not None:
+            self._site.called = True
+        special = self._site.special()
+        before = [residual[rows].float() for _, rows in special]
+        biases = {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
+        more |= {name: bias for name, bias in biases.items() if bias is not None}
+        out = self._own.experts(x, routing, gate_up, down, residual=residual, **more)
+        wide = {name: value.float() if isinstance(value, torch.Tensor) else value
+                for name, value in more.items()}  # fmt: skip
+        for (change, rows), added in zip(special, before, strict=True):
+            own = routing._replace(experts=routing.experts[rows], weights=routing.weights[rows])
+            changed = self._reference.experts(
+                x[rows].float(), own,
+                _changed_experts(gate_up, x, change, "first"),
+                _changed_experts(down, x, change, "down"),
+                residual=added, **wide,
+            )  # fmt: skip
+            out[rows] = changed.to(out.dtype)
+        return out
+
+
+def _changed_experts(
+    weight: ExpertWeight, x: torch.Tensor, change: LayerChange, which: str
+) -> DenseRows:
+    """Return the weight of experts with what an adapter changes, in float32; `rows` is asked for
+    one whole expert."""
+
+    def rows(indices: torch.Tensor) -> torch.Tensor:
+        start, count = int(indices[0]), len(indices)
+        dense = dense_rows(weight, start, count, x).float()
+        for each in change.experts.get((which, start // count), ()):
+            dense[each.span] += each.b.float() @ each.a.float() * each.scale
+        return dense
+
+    return DenseRows(num_rows(weight), rows)
+
+
+def _gated(layer: nn.Module) -> bool:
+    spec = getattr(layer, "spec", None)
+    return bool(getattr(layer, "gated", False) if spec is None else spec.gated)
+
+
+@cache
+def _adapted_class(own: type[nn.Module]) -> type[nn.Module] | None:
+    """Return the class of an adapted layer whose class is `own`; None: such layers are not
+    changed."""
+    kinds: tuple[tuple[Any, type[AdaptedLayer]], ...] = (
+        (ExpertLinear, AdaptedLayer),
+        (Linear | QuantizedLinear, AdaptedLinear),
+        (Embedding | QuantizedEmbedding, AdaptedEmbedding),
+        (Router, AdaptedRouter),
+    )
+    kind = next((adapted for base, adapted in kinds if issubclass(own, base)), None)
+    if kind is None or kind is AdaptedLayer:
+        return None
+    return type(f"Adapted{own.__name__}", (kind, own), {"__module__": own.__module__})
+
+
+def adapt(model: nn.Module, state: AdapterState) -> dict[str, Site]:
+    """Let adapters change the layers of a model. Return the sites by the names of their modules; of
+    experts, the module of all of a layer's."""
+    sites: dict[str, Site] = {}
+    modules = dict(model.named_modules())
+    held = {name for name, module in modules.items() if isinstance(module, QuantizedEmbedding)}
+    for name, module in modules.items():
+        adapted = _adapted_class(type(module))
+        inside = name.rpartition(".")[0]
+        if adapted is None or inside in held:
+            continue  # The layer of a quantized embedding is changed through the embedding.
+        site = sites[name] = Site(name, state)
+        module.__class__ = adapted
+        module.site = site  # type: ignore[assignment]
+    for name, module in modules.items():
+        if isinstance(module, Experts):
+            site = sites[name] = Site(name, state)
+            owner = module if hasattr(module, "operations") else modules[name.rpartition(".")[0]]
+            owner.operations = AdaptedExpertOperations(owner.operations, site)  # type: ignore
+    return sites

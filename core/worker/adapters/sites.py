@@ -1,0 +1,507 @@
+"""Where adapters change a model, by the names of its checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...adapters.file import AdapterFile, ExpertsLowRank, LowRank, ReadTensor, TokenRows
+from ...errors import ConfigError, LoadError, listed
+from ...loading.weight_map import WeightMap
+from ...nn.adapters import HEAD, AdapterState, Site, adapt
+from ...nn.embedding import Embedding
+from ...nn.experts import ExpertLinear, Router
+from ...nn.linear import Linear
+from ...nn.quantized import QuantizedEmbedding, QuantizedLinear
+from ...parallel.missing_layer import missing_prefixes
+from ...parallel.sharding import Sharding
+
+FIRST, DOWN = "first", "down"
+PARAM = "lora_path"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of an adapter's change, as this rank has it, in host memory."""
+
+    span: slice
+    """Output features of the site."""
+    a: torch.Tensor
+    """[rank, in_features]"""
+    b: torch.Tensor
+    """[out_features of the span, rank]"""
+    scale: float
+    part: int
+    """Number of the site's part."""
+    bias: torch.Tensor | None = None
+    magnitude: torch.Tensor | None = None
+
+
+@dataclass
+class HostChange:
+    """What one adapter changes in one site, in host memory: as `LayerChange`."""
+
+    pieces: list[Piece] = field(default_factory=list)
+    weight: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    token_ids: torch.Tensor | None = None
+    token_rows: torch.Tensor | None = None
+    experts: dict[tuple[str, int], list[Piece]] = field(default_factory=dict)
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is low-rank products alone."""
+        others = (self.weight, self.bias, self.token_ids)
+        return (
+            not self.experts
+            and all(each is None for each in others)
+            and all(piece.bias is None and piece.magnitude is None for piece in self.pieces)
+        )
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Yield all tensors."""
+        yield from (
+            each for each in (self.weight, self.bias, self.token_ids, self.token_rows)
+            if each is not None
+        )  # fmt: skip
+        for piece in (*self.pieces, *(p for each in self.experts.values() for p in each)):
+            parts = (piece.a, piece.b, piece.bias, piece.magnitude)
+            yield from (each for each in parts if each is not None)
+
+
+class Sites:
+    """The layers of one rank's model that adapters may change."""
+
+    def __init__(self, model: nn.Module, *, first_rank: bool = True) -> None:
+        """Give the model's layers their sites. first_rank: the one whose layers have the biases of
+        products that ranks add."""
+        self.model = model
+        self.state = AdapterState()
+        self.weight_map: WeightMap = model.weight_map  # type: ignore[assignment]
+        self.modules: dict[str, Any] = dict(model.named_modules())
+        self.sites = adapt(model, self.state)
+        self._elsewhere = missing_prefixes(model)
+        self._first_rank = first_rank
+
+    def linear(self) -> Iterator[tuple[Site, Any]]:
+        """Yield the sites that have pools, with their layers."""
+        for name, site in self.sites.items():
+            layer = self.modules[name]
+            if isinstance(layer, Router | Linear | QuantizedLinear) and not is_head(layer):
+                yield site, layer
+
+    # ------------------------------------------------------------ what adapters change
+
+    def changes(self, file: AdapterFile) -> dict[str, HostChange]:
+        """Return what an adapter changes, by the keys of sites; those of other stages are left out.
+        Raises ConfigError for what cannot be served."""
+        changes: dict[str, HostChange] = {}
+        for each in file.low_rank:
+            self._low_rank(each, changes)
+        for experts in file.experts:
+            self._experts(experts, changes)
+        for name, read in file.replaced.items():
+            self._replaced(name, read, changes)
+        for rows in file.token_rows:
+            self._token_rows(rows, changes)
+        for key in changes:
+            site = self.sites[key.removesuffix(HEAD)]
+            if not site.called and not key.endswith(HEAD):
+                raise ConfigError(
+                    f"{PARAM}: the adapter changes {key}, and this model computes with that weight "
+                    "in another form; train without it",
+                    param=PARAM,
+                )
+        return changes
+
+    def _change(self, changes: dict[str, HostChange], key: str) -> HostChange:
+        return changes.setdefault(key, HostChange())
+
+    def _locate(self, name: str, tensor: torch.Tensor) -> list[tuple[str, str | None, Any]]:
+        """Return where a tensor of the checkpoint goes: the module's name, shard, this part; [] for
+        another stage's. Raises ConfigError."""
+        own = self.weight_map.own(name)
+        if own is None:
+            raise ConfigError(
+                f"{PARAM}: the adapter changes {name.rpartition('.')[0]}, which is not of the text "
+                "model that is served",
+                param=PARAM,
+            )
+        if self.weight_map.is_transposed(own) and tensor.dim() == 2:
+            tensor = tensor.t()
+        try:
+            pieces = list(self.weight_map.pieces(own, tensor))
+        except LoadError as error:
+            raise ConfigError(f"{PARAM}: {error.message}", param=PARAM) from error
+        found = []
+        for parameter, shard, piece in pieces:
+            parameter = self._tied(parameter)
+            if parameter.startswith(self._elsewhere) and self._elsewhere:
+                continue
+            module, _, leaf = parameter.rpartition(".")
+            found.append((module, shard, piece))
+            if module not in self.modules or leaf not in ("weight", "bias"):
+                raise ConfigError(
+                    f"{PARAM}: the adapter changes {name}, and this model has no such layer",
+                    param=PARAM,
+                )
+        return found
+
+    def _tied(self, parameter: str) -> str:
+        """Return where a head's parameter is, if the model ties it to its embeddings."""
+        if parameter.rpartition(".")[0] in self.modules:
+            return parameter
+        return self.weight_map.tied.get(parameter, parameter)
+
+    def _low_rank(self, each: LowRank, changes: dict[str, HostChange]) -> None:
+        a, b = self._matrices(each)
+        names: set[str] = set()
+        for module, shard, rows in self._locate(f"{each.name}.weight", b):
+            layer = self.modules[module]
+            names.add(module)
+            if isinstance(layer, ExpertLinear) or _of_experts(layer):
+                self._expert(module, layer, shard or "", each.scale, a, rows, changes)
+                continue
+            if isinstance(layer, Embedding | QuantizedEmbedding) or is_head(layer):
+                key = module if each.embedding else module + HEAD
+                self._vocabulary(each, layer, key, a, rows, changes)
+                continue
+            if module not in self.sites:
+                raise self._not_here(each.name)
+            extra = {
+                name: None if read is None else self._vector(each, shard, read, at)
+                for name, read, at in (
+                    ("bias", each.bias, module), ("magnitude", each.magnitude, module),
+                )
+            }  # fmt: skip
+            number, span, own_a, own_b = self._divided(each.name, module, layer, shard, a, rows)
+            shard_of = sharding_of(layer)
+            if shard_of is not None and shard_of.dim == 0:
+                extra = {
+                    name: None if vector is None else shard_of.part(shard, vector)
+                    for name, vector in extra.items()
+                }
+            elif shard_of is not None and not self._first_rank:
+                extra["bias"] = None
+            change = self._change(changes, module)
+            change.pieces.append(Piece(span, own_a, own_b, each.scale, number, **extra))
+        if len(names) > 1:
+            raise ConfigError(
+                f"{PARAM}: {each.name} is several layers here ({listed(sorted(names))})",
+                param=PARAM,
+            )
+
+    def _matrices(self, each: LowRank) -> tuple[torch.Tensor, torch.Tensor]:
+        a, b = each.a(), each.b()
+        for name, tensor, shape in (
+            ("A", a, (each.rank, each.in_features)), ("B", b, (each.out_features, each.rank)),
+        ):  # fmt: skip
+            if tuple(tensor.shape) != shape:
+                raise ConfigError(
+                    f"{PARAM}: {each.name} has {name} of shape {tuple(tensor.shape)}, not {shape}",
+                    param=PARAM,
+                )
+            if not bool(torch.isfinite(tensor).all()):
+                raise ConfigError(
+                    f"{PARAM}: {each.name} has values in {name} that are no numbers (NaN or "
+                    "infinite)",
+                    param=PARAM,
+                )
+        return a, b
+
+    def _vector(
+        self, each: LowRank, shard: str | None, read: ReadTensor, module: str
+    ) -> torch.Tensor:
+        """Return a vector of a layer's output features in the order of this model's, of one
+        shard."""
+        vector = read()
+        if tuple(vector.shape) != (each.out_features,):
+            raise ConfigError(
+                f"{PARAM}: {each.name} has a vector of shape {tuple(vector.shape)} for "
+                f"{each.out_features} features",
+                param=PARAM,
+            )
+        for at, other, rows in self._locate(f"{each.name}.weight", vector[:, None]):
+            if at == module and other == shard:
+                return rows[:, 0].float()
+        raise AssertionError("the vector goes where the matrix does")
+
+    def _divided(
+        self,
+        name: str,
+        module: str,
+        layer: Any,
+        shard: str | None,
+        a: torch.Tensor,
+        b: torch.Tensor,
+    ) -> tuple[int, slice, torch.Tensor, torch.Tensor]:
+        """Return the number of the part, its output features on this rank, and this rank's part of
+        both matrices. Raises ConfigError for other sizes than the layer's."""
+        shards: Mapping[str, slice] = getattr(layer, "shards", None) or {}
+        if shards and shard is not None:
+            number, span = list(shards).index(shard), shards[shard]
+        else:
+            number, span = 0, slice(0, out_features(layer))
+        sharding = sharding_of(layer)
+        try:
+            if sharding is not None:
+                if sharding.dim == 0:
+                    b = sharding.part(shard, b)
+                else:
+                    a = sharding.part(shard, a)
+        except LoadError as error:
+            raise ConfigError(f"{PARAM}: {name} {error.message}", param=PARAM) from error
+        expected = (in_features(layer), span.stop - span.start)
+        if (a.shape[1], b.shape[0]) != expected:
+            raise ConfigError(
+                f"{PARAM}: {name} is of a layer of {a.shape[1]} to {b.shape[0]} features; this "
+                f"model's has {expected[0]} to {expected[1]}",
+                param=PARAM,
+            )
+        return number, span, a, b
+
+    def _vocabulary(
+        self,
+        each: LowRank,
+        layer: Any,
+        key: str,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        changes: dict[str, HostChange],
+    ) -> None:
+        """Add a change of embeddings or a head: every rank has all of it."""
+        vocab, width = _vocabulary(layer)
+        shape = (vocab, width) if each.embedding else (width, vocab)
+        if each.embedding:
+            b = each.b()  # Rows of an embedding's B are not rows of its weight.
+        if (a.shape[1], b.shape[0]) != shape:
+            raise ConfigError(
+                f"{PARAM}: {each.name} is of {a.shape[1]} to {b.shape[0]} features; this model's "
+                f"has {shape[0]} to {shape[1]}",
+                param=PARAM,
+            )
+        if each.magnitude is not None or (each.bias is not None and each.embedding):
+            raise ConfigError(
+                f"{PARAM}: DoRA of {each.name} (use_dora) is not served; train without it",
+                param=PARAM,
+            )
+        bias = None if each.bias is None else each.bias().float()
+        change = self._change(changes, key)
+        change.pieces.append(Piece(slice(0, shape[1]), a, b, each.scale, 0, bias))
+
+    def _experts(self, each: ExpertsLowRank, changes: dict[str, HostChange]) -> None:
+        own = self.weight_map.own(each.name)
+        at = None if own is None else self.weight_map.together_at(own)
+        if at is None:
+            raise self._not_here(each.name)
+        parameter, together = at
+        if self._elsewhere and parameter.startswith(self._elsewhere):
+            return
+        module = parameter.rpartition(".")[0]
+        layer = self.modules.get(module)
+        if layer is None:
+            raise self._not_here(each.name)
+        a, b = each.a(), each.b()
+        if a.shape[0] != each.num_experts or b.shape[0] != each.num_experts:
+            raise ConfigError(f"{PARAM}: {each.name} is not of all experts", param=PARAM)
+        as_rows = dataclasses.replace(together, transposed=False, columns=None)
+        for shard, rows in as_rows.shards(b):
+            expert = int(shard.partition(".")[0])
+            self._expert(module, layer, shard, each.scale, a[expert], rows, changes)
+
+    def _expert(
+        self,
+        module: str,
+        layer: Any,
+        shard: str,
+        scale: float,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        changes: dict[str, HostChange],
+    ) -> None:
+        """Add a change of one layer of one expert."""
+        share = layer.expert_share
+        if share is not None and share.is_elsewhere(shard):
+            return
+        if shard not in layer.shards:
+            raise self._not_here(f"{module} ({shard})")
+        sharding = sharding_of(layer)
+        if sharding is not None:
+            if sharding.dim == 0:
+                b = sharding.part(shard, b)
+            else:
+                a = sharding.part(shard, a)
+        expert = shard.partition(".")[0]
+        shards = [each for each in layer.shards if each.partition(".")[0] == expert]
+        start = layer.shards[shards[0]].start
+        rows = layer.shards[shard]
+        span = slice(rows.start - start, rows.stop - start)
+        if (a.shape[1], b.shape[0]) != (in_features(layer), span.stop - span.start):
+            raise ConfigError(
+                f"{PARAM}: {module}, expert {expert}, is of a layer of {a.shape[1]} to "
+                f"{b.shape[0]} features; this model's has {in_features(layer)} to "
+                f"{span.stop - span.start}",
+                param=PARAM,
+            )
+        numbers = list(dict.fromkeys(each.partition(".")[0] for each in layer.shards))
+        holder, _, last = module.rpartition(".")
+        if holder not in self.sites:
+            raise self._not_here(module)
+        which = DOWN if last == "down_proj" else FIRST
+        change = self._change(changes, holder)
+        pieces = change.experts.setdefault((which, numbers.index(expert)), [])
+        pieces.append(Piece(span, a, b, scale, 0))
+
+    def _replaced(self, name: str, read: ReadTensor, changes: dict[str, HostChange]) -> None:
+        value = read()
+        if not bool(torch.isfinite(value).all()):
+            raise ConfigError(f"{PARAM}: {name} has values that are no numbers", param=PARAM)
+        leaf = name.rpartition(".")[2]
+        own = self.weight_map.own(name)
+        if own is None:
+            raise self._not_here(name)
+        for parameter, shard, piece in self.weight_map.pieces(own, value):
+            tied = self._tied(parameter)
+            if self._elsewhere and tied.startswith(self._elsewhere):
+                continue
+            module = tied.rpartition(".")[0]
+            layer = self.modules.get(module)
+            embeds = isinstance(layer, Embedding | QuantizedEmbedding) or is_head(layer)
+            if embeds and leaf == "weight":
+                vocab, width = _vocabulary(layer)
+                if tuple(piece.shape) != (vocab, width):
+                    raise ConfigError(
+                        f"{PARAM}: {name} has shape {tuple(piece.shape)}; this model's has "
+                        f"{(vocab, width)}",
+                        param=PARAM,
+                    )
+                head = tied != parameter or self._is_head(module)
+                if head and getattr(layer, "bias", None) is not None:
+                    raise ConfigError(
+                        f"{PARAM}: a head with a bias is not replaced ({name})", param=PARAM
+                    )
+                self._change(changes, module + HEAD * head).weight = piece
+                continue
+            if module not in self.sites or shard is not None or leaf not in ("weight", "bias"):
+                raise ConfigError(
+                    f"modules_to_save: {name} is not served; embeddings, heads, classifiers and "
+                    "linear layers are",
+                    param="modules_to_save",
+                )
+            self._layer(name, layer, leaf, piece, self._change(changes, module))
+
+    def _layer(
+        self, name: str, layer: Any, leaf: str, value: torch.Tensor, change: HostChange
+    ) -> None:
+        """Replace a linear layer's weight or bias."""
+        sharding: Sharding | None = sharding_of(layer)
+        try:
+            if sharding is not None and (leaf == "weight" or sharding.dim == 0):
+                value = sharding.part(None, value)
+        except LoadError as error:
+            raise ConfigError(f"{PARAM}: {name} {error.message}", param=PARAM) from error
+        shape: tuple[int, ...] = (out_features(layer),)
+        if leaf == "weight":
+            shape = (*shape, in_features(layer))
+        if tuple(value.shape) != shape:
+            raise ConfigError(
+                f"{PARAM}: {name} has shape {tuple(value.shape)}; this model's has {shape}",
+                param=PARAM,
+            )
+        if leaf == "bias" and sharding is not None and sharding.dim == 1 and not self._first_rank:
+            return
+        setattr(change, leaf, value)
+
+    def _token_rows(self, rows: TokenRows, changes: dict[str, HostChange]) -> None:
+        order = sorted(range(len(rows.token_ids)), key=lambda number: rows.token_ids[number])
+        ids = torch.tensor([rows.token_ids[number] for number in order], dtype=torch.int64)
+        values = rows.rows()[order]
+        own = self.weight_map.own(f"{rows.name}.weight")
+        module = "" if own is None else self.weight_map.target(own)[0].rpartition(".")[0]
+        if self._elsewhere and f"{module}.".startswith(self._elsewhere):
+            return
+        layer = self.modules.get(module)
+        if not isinstance(layer, Embedding | QuantizedEmbedding):
+            raise self._not_here(rows.name)
+        vocab, width = _vocabulary(layer)
+        if values.shape[1] != width or int(ids[-1]) >= vocab or int(ids[0]) < 0:
+            raise ConfigError(
+                f"trainable_token_indices: {rows.name} has {vocab} tokens of {width} numbers here",
+                param="trainable_token_indices",
+            )
+        keys = [module]
+        if any(embedding.rpartition(".")[0] == module and head not in self._parameters()
+               for head, embedding in self.weight_map.tied.items()):  # fmt: skip
+            keys.append(module + HEAD)
+        for key in keys:
+            change = self._change(changes, key)
+            change.token_ids, change.token_rows = ids, values
+
+    def _parameters(self) -> set[str]:
+        return {name for name, _ in self.model.named_parameters()}
+
+    def _is_head(self, module: str) -> bool:
+        if is_head(self.modules[module]):
+            return True
+        return any(head.rpartition(".")[0] == module for head in self.weight_map.tied)
+
+    def _not_here(self, name: str) -> ConfigError:
+        return ConfigError(
+            f"{PARAM}: the adapter changes {name}, and this model has no such layer that adapters "
+            "can change",
+            param=PARAM,
+        )
+
+
+def is_head(layer: Any) -> bool:
+    """Whether a quantized layer is a head."""
+    spec = getattr(layer, "spec", None)
+    return spec is not None and spec.role in ("head", "embedding")
+
+
+def _of_experts(layer: Any) -> bool:
+    spec = getattr(layer, "spec", None)
+    return spec is not None and spec.role == "experts"
+
+
+def sharding_of(layer: Any) -> Sharding | None:
+    """Return what this rank has of a layer's weight; None: all."""
+    if isinstance(layer, QuantizedLinear):
+        return layer.sharding
+    found: Sharding | None = getattr(layer, "shardings", {}).get("weight")
+    return found
+
+
+def out_features(layer: Any) -> int:
+    """Return the rows of a layer's weight on this rank."""
+    if isinstance(layer, QuantizedLinear):
+        return layer.spec.out_features
+    return int(layer.weight.shape[0])
+
+
+def in_features(layer: Any) -> int:
+    """Return the columns of a layer's weight on this rank."""
+    if isinstance(layer, QuantizedLinear):
+        return layer.spec.in_features
+    return int(layer.weight.shape[1])
+
+
+def part_bounds(layer: Any) -> tuple[int, ...]:
+    """Return where the parts of a layer's output features begin, and the end."""
+    shards: Sequence[slice] = list((getattr(layer, "shards", None) or {}).values())
+    if not shards:
+        return 0, out_features(layer)
+    return (*(each.start for each in shards), shards[-1].stop)
+
+
+def _vocabulary(layer: Any) -> tuple[int, int]:
+    if isinstance(layer, QuantizedEmbedding):
+        layer = layer.layer
+    if isinstance(layer, QuantizedLinear):
+        return layer.spec.out_features, layer.spec.in_features
+    return layer.vocab_size, int(layer.weight.shape[1])
