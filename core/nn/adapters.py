@@ -56,9 +56,12 @@ class LayerChange:
 
     low_rank: tuple[LowRankChange, ...] = ()
     weight: torch.Tensor | None = None
-    """In place of the layer's: [out_features, in_features], as this rank has it."""
-    bias: torch.Tensor | None = None
-    """In place of the layer's: [out_features]."""
+    """In place of that of embeddings or a head: [vocab_size, hidden_size]."""
+    weights: tuple[tuple[slice, torch.Tensor], ...] = ()
+    """In place of a linear layer's, for some output features: [out_features of the span,
+    in_features], as this rank has it."""
+    biases: tuple[tuple[slice, torch.Tensor], ...] = ()
+    """In place of its bias, likewise: [out_features of the span]."""
     token_ids: torch.Tensor | None = None
     """[N] int64: tokens whose rows of an embedding, or logits, are others."""
     token_rows: torch.Tensor | None = None
@@ -72,22 +75,20 @@ class LayerChange:
 
         x: [N, in_features]; out: the layer's result, with `bias`, [N, out_features].
         """
-        own = None if bias is None else bias.float()
         wide = out.float()
-        if self.weight is not None:
-            wide = F.linear(x, self.weight).float()
-            wide = wide if own is None else wide + own
-        changed = own
-        if self.bias is not None:
-            changed = self.bias.float()
-            wide = wide + (changed if own is None else changed - own)
+        own = wide.new_zeros(wide.shape[1]) if bias is None else bias.float().clone()
+        weights = self.weights if self.weight is None else ((slice(None), self.weight),)
+        for span, weight in weights:
+            wide[:, span] = F.linear(x, weight.to(x.dtype)).float() + own[span]
+        for span, value in self.biases:
+            wide[:, span] += value.float() - own[span]
+            own[span] = value.float()
         for each in self.low_rank:
             span = each.span
             delta = (x.float() @ each.a.float().t()) @ each.b.float().t() * each.scale
             part = wide[:, span]
             if each.gain is not None:
-                at = 0.0 if changed is None else changed[span]
-                part = (part - at + delta) * each.gain + at
+                part = (part - own[span] + delta) * each.gain + own[span]
             else:
                 part = part + delta
             wide[:, span] = part if each.bias is None else part + each.bias

@@ -48,7 +48,8 @@ class HostChange:
 
     pieces: list[Piece] = field(default_factory=list)
     weight: torch.Tensor | None = None
-    bias: torch.Tensor | None = None
+    weights: list[tuple[slice, torch.Tensor]] = field(default_factory=list)
+    biases: list[tuple[slice, torch.Tensor]] = field(default_factory=list)
     token_ids: torch.Tensor | None = None
     token_rows: torch.Tensor | None = None
     experts: dict[tuple[str, int], list[Piece]] = field(default_factory=dict)
@@ -56,19 +57,18 @@ class HostChange:
     @property
     def plain(self) -> bool:
         """Whether it is low-rank products alone."""
-        others = (self.weight, self.bias, self.token_ids)
         return (
-            not self.experts
-            and all(each is None for each in others)
+            not (self.experts or self.weights or self.biases)
+            and self.weight is None
+            and self.token_ids is None
             and all(piece.bias is None and piece.magnitude is None for piece in self.pieces)
         )
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Yield all tensors."""
-        yield from (
-            each for each in (self.weight, self.bias, self.token_ids, self.token_rows)
-            if each is not None
-        )  # fmt: skip
+        whole = (self.weight, self.token_ids, self.token_rows)
+        yield from (each for each in whole if each is not None)
+        yield from (value for _, value in (*self.weights, *self.biases))
         for piece in (*self.pieces, *(p for each in self.experts.values() for p in each)):
             parts = (piece.a, piece.b, piece.bias, piece.magnitude)
             yield from (each for each in parts if each is not None)
@@ -387,25 +387,33 @@ class Sites:
                     )
                 self._change(changes, module + HEAD * head).weight = piece
                 continue
-            if module not in self.sites or shard is not None or leaf not in ("weight", "bias"):
+            if module not in self.sites or leaf not in ("weight", "bias") or layer is None:
                 raise ConfigError(
                     f"modules_to_save: {name} is not served; embeddings, heads, classifiers and "
                     "linear layers are",
                     param="modules_to_save",
                 )
-            self._layer(name, layer, leaf, piece, self._change(changes, module))
+            self._layer(name, layer, shard, leaf, piece, self._change(changes, module))
 
     def _layer(
-        self, name: str, layer: Any, leaf: str, value: torch.Tensor, change: HostChange
+        self,
+        name: str,
+        layer: Any,
+        shard: str | None,
+        leaf: str,
+        value: torch.Tensor,
+        change: HostChange,
     ) -> None:
-        """Replace a linear layer's weight or bias."""
+        """Replace a linear layer's weight or bias, or those of one of its parts."""
         sharding: Sharding | None = sharding_of(layer)
         try:
             if sharding is not None and (leaf == "weight" or sharding.dim == 0):
-                value = sharding.part(None, value)
+                value = sharding.part(shard, value)
         except LoadError as error:
             raise ConfigError(f"{PARAM}: {name} {error.message}", param=PARAM) from error
-        shape: tuple[int, ...] = (out_features(layer),)
+        shards: Mapping[str, slice] = getattr(layer, "shards", None) or {}
+        span = slice(0, out_features(layer)) if shard is None else shards[shard]
+        shape: tuple[int, ...] = (span.stop - span.start,)
         if leaf == "weight":
             shape = (*shape, in_features(layer))
         if tuple(value.shape) != shape:
@@ -415,7 +423,7 @@ class Sites:
             )
         if leaf == "bias" and sharding is not None and sharding.dim == 1 and not self._first_rank:
             return
-        setattr(change, leaf, value)
+        (change.weights if leaf == "weight" else change.biases).append((span, value))
 
     def _token_rows(self, rows: TokenRows, changes: dict[str, HostChange]) -> None:
         order = sorted(range(len(rows.token_ids)), key=lambda number: rows.token_ids[number])

@@ -335,7 +335,8 @@ class Adapters(WorkerPart):
         return LayerChange(
             low_rank=tuple(self._low_rank(key, piece) for piece in change.pieces),
             weight=put(change.weight),
-            bias=put(change.bias),
+            weights=tuple((span, value.to(self._device)) for span, value in change.weights),
+            biases=tuple((span, value.to(self._device)) for span, value in change.biases),
             token_ids=put(change.token_ids),
             token_rows=put(change.token_rows),
             experts={
