@@ -50,6 +50,8 @@ class ExpertsLowRank:
     num_experts: int
     rank: int
     """Of each expert."""
+    in_features: int
+    out_features: int
     scale: float
     a: ReadTensor
     """[num_experts, rank, in_features], whatever the order of the checkpoint's dimensions"""
@@ -80,7 +82,8 @@ class AdapterFile:
     """Tensor of the checkpoint, such as "lm_head.weight" → what takes its place (PEFT's
     `modules_to_save`, trained biases)."""
     token_rows: tuple[TokenRows, ...] = ()
-    """The head gets them too, if the model ties it to the embeddings."""
+    """A head that the model ties to the embeddings gets theirs too, unless it has rows of its own
+    here."""
     invocation_tokens: tuple[int, ...] = ()
     """aLoRA (arXiv 2504.12397): it acts from the first token of their last occurrence in the
     prompt on, and not at all without one. Empty: it acts everywhere."""

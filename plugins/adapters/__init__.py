@@ -1,0 +1,1 @@
+"""Adapter formats that ship in the box."""

@@ -1,0 +1,228 @@
+"""PEFT's adapters as they are read, against PEFT itself: the same logits, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from adapters_made import LINEAR, adapted_model, make_adapter
+
+from jackfield.core.adapters.file import AdapterFile
+from jackfield.plugins.adapters.peft import PeftFormat
+
+from helpers import make_checkpoint, reference_model
+
+PROMPT = [1, 17, 3, 5, 40, 3, 99, 5, 7, 3, 17, 23]
+GPT2 = {
+    "vocab_size": 199, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64,
+    "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.2,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return the folder of a tiny checkpoint, made once."""
+    folder = tmp_path_factory.mktemp("models")
+
+    def of(name: str) -> Path:
+        path = folder / name
+        if not path.exists():
+            if name == "gpt2":
+                torch.manual_seed(3)
+                config = transformers.GPT2Config(**GPT2)
+                transformers.AutoModelForCausalLM.from_config(config).save_pretrained(path)
+            else:
+                make_checkpoint(name, path)
+        return path
+
+    return of
+
+
+def untied(folder: Path) -> Any:
+    """Return a checkpoint's model in float64, its head a layer of its own."""
+    model = reference_model(folder).double()
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    return model
+
+
+def weight_of(model: Any, name: str) -> tuple[torch.Tensor, bool]:
+    """Return the weight of a layer, and whether it is [in, out]."""
+    module = model.get_submodule(name)
+    return module.weight, isinstance(module, transformers.pytorch_utils.Conv1D)
+
+
+def apply(model: Any, file: AdapterFile, *, tied: bool) -> None:
+    """Change a model's weights as an adapter says."""
+    parameters = dict(model.named_parameters())
+    for name, read in file.replaced.items():
+        parameters[name].copy_(read())
+    names = {rows.name for rows in file.token_rows}
+    for rows in file.token_rows:
+        head = ["lm_head"] if tied and "lm_head" not in names else []
+        for name in (rows.name, *head):
+            weight_of(model, name)[0][list(rows.token_ids)] = rows.rows().double()
+    for change in file.low_rank:
+        assert change.a().shape == (change.rank, change.in_features)
+        assert change.b().shape == (change.out_features, change.rank)
+        weight, flipped = weight_of(model, change.name)
+        changed = weight.T if flipped or change.embedding else weight
+        changed = changed + change.scale * change.b().double() @ change.a().double()
+        if change.magnitude is not None:
+            changed = changed * (change.magnitude().double() / changed.norm(dim=1))[:, None]
+        weight.copy_(changed.T if flipped or change.embedding else changed)
+        if change.bias is not None:
+            module = model.get_submodule(change.name)
+            bias = change.scale * change.bias().double()
+            module.bias = torch.nn.Parameter(bias + (0 if module.bias is None else module.bias))
+    for experts in file.experts:
+        a, b = experts.a().double(), experts.b().double()
+        assert a.shape == (experts.num_experts, experts.rank, experts.in_features)
+        assert b.shape == (experts.num_experts, experts.out_features, experts.rank)
+        delta = experts.scale * b @ a
+        parameter = parameters[experts.name]
+        # GPT-OSS stores [experts, in, out].
+        parameter.add_(delta if delta.shape == parameter.shape else delta.transpose(1, 2))
+
+
+@torch.no_grad()
+def check(model: Path, adapter: Path) -> AdapterFile:
+    """Compare the logits of what is read with PEFT's; return what was read."""
+    file = PeftFormat.read(adapter)
+    base = reference_model(model)
+    ids = torch.tensor([PROMPT])
+    ours, theirs = untied(model), adapted_model(model, adapter).double()
+    for each in (ours, theirs.get_base_model()):
+        each.set_experts_implementation("eager")  # The others know no float64.
+    expected = theirs(ids).logits
+    plain = ours(ids).logits
+    apply(ours, file, tied=bool(base.config.tie_word_embeddings))
+    got = ours(ids).logits
+    assert (expected - plain).abs().max() > 0.05, "the adapter changes nothing"
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    return file
+
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "seven linears": ("llama", {"target_modules": LINEAR}),
+    "rank 1": ("llama", {"target_modules": ["q_proj"], "r": 1}),
+    "no power of two, rsLoRA": (
+        "llama", {"target_modules": ["v_proj", "down_proj"], "r": 12, "use_rslora": True},
+    ),
+    "rank above the width": ("llama", {"target_modules": ["k_proj"], "r": 320}),
+    "fractional alpha": ("llama", {"target_modules": ["q_proj"], "lora_alpha": 1.5}),
+    "expression": ("llama", {"target_modules": r".*\.1\..*(q|up)_proj"}),
+    "one layer": ("llama", {"target_modules": ["q_proj", "k_proj"], "layers_to_transform": [1]}),
+    "excluded": ("llama", {"target_modules": LINEAR, "exclude_modules": ["k_proj"]}),
+    "all linear": ("llama", {"target_modules": "all-linear"}),
+    "patterns": (
+        "llama",
+        {
+            "target_modules": LINEAR,
+            "rank_pattern": {
+                "model.layers.1.self_attn.q_proj": 2, "q_proj": 3, r"layers\.[0]\..*k_proj": 5,
+                "proj": 7, "^v_proj": 7, "(up|gate)_proj": 6,
+            },
+            "alpha_pattern": {"q_proj": 1.5, r".*\.2\.mlp\.\w+": 9, "o_proj": 0},
+        },
+    ),
+    "patterns, rsLoRA": (
+        "llama",
+        {
+            "target_modules": ["q_proj", "o_proj"], "use_rslora": True,
+            "rank_pattern": {"q_proj": 9}, "alpha_pattern": {"q_proj": 2},
+        },
+    ),
+    "DoRA": ("llama", {"target_modules": LINEAR, "use_dora": True}),
+    "bias of B": ("llama", {"target_modules": LINEAR, "lora_bias": True}),
+    "all biases": ("qwen2", {"target_modules": ["q_proj", "o_proj"], "bias": "all"}),
+    "biases beside": ("qwen2", {"target_modules": ["q_proj", "o_proj"], "bias": "lora_only"}),
+    "no biases there": ("llama", {"target_modules": ["q_proj"], "bias": "all"}),
+    "DoRA with biases": ("qwen2", {"target_modules": ["q_proj", "v_proj"], "use_dora": True}),
+    "copies": (
+        "llama", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "embed_tokens"]},
+    ),
+    "copied norms and linears": (
+        "llama", {"target_modules": ["q_proj"], "modules_to_save": ["norm", "2.mlp.up_proj"]},
+    ),
+    "embedding": ("llama", {"target_modules": ["embed_tokens", "q_proj"]}),
+    "head": ("llama", {"target_modules": ["lm_head"]}),
+    "embedding and head, DoRA": (
+        "llama", {"target_modules": ["embed_tokens", "lm_head"], "use_dora": True},
+    ),
+    "tokens": ("llama", {"target_modules": ["q_proj"], "trainable_token_indices": [17, 3]}),
+    "tokens of both": (
+        "llama",
+        {
+            "target_modules": ["q_proj"],
+            "trainable_token_indices": {"embed_tokens": [3, 17], "lm_head": [5]},
+        },
+    ),
+    "tied: tokens": ("qwen2", {"target_modules": ["q_proj"], "trainable_token_indices": [17, 3]}),
+    "tied: tokens of both": (
+        "qwen2",
+        {
+            "target_modules": ["q_proj"],
+            "trainable_token_indices": {"embed_tokens": [3, 17], "lm_head": [3, 17]},
+        },
+    ),
+    "tied: tokens of each": (
+        "qwen2",
+        {
+            "target_modules": ["q_proj"],
+            "trainable_token_indices": {"embed_tokens": [3, 17], "lm_head": [5, 40]},
+        },
+    ),
+    "tied: copied embedding": (
+        "qwen2", {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
+    ),
+    "tied: copied both": (
+        "qwen2",
+        {
+            "target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"],
+            "ensure_weight_tying": True,
+        },
+    ),
+    "tied: embedding": ("qwen2", {"target_modules": ["embed_tokens"]}),
+    "tied: embedding and head": (
+        "qwen2", {"target_modules": ["embed_tokens"], "ensure_weight_tying": True},
+    ),
+    "tied: head": ("qwen2", {"target_modules": ["lm_head"]}),
+    "packed": ("phi3", {"target_modules": ["qkv_proj", "gate_up_proj"]}),
+    "stored [in, out]": (
+        "gpt2", {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True},
+    ),
+    "stored [in, out], DoRA, biases": (
+        "gpt2",
+        {"target_modules": ["c_attn"], "fan_in_fan_out": True, "use_dora": True, "bias": "all"},
+    ),
+    "experts and router": ("qwen3-moe", {"target_modules": "all-linear"}),
+    "experts, nested": ("mixtral", {"target_modules": ["q_proj", "w1", "w2", "w3", "gate"]}),
+    "experts, rsLoRA": (
+        "mixtral",
+        {
+            "target_modules": [], "target_parameters": ["experts.down_proj"], "use_rslora": True,
+            "rank_pattern": {"experts.down_proj": 3},
+        },
+    ),
+    "router alone": ("mixtral", {"target_modules": [], "target_parameters": ["mlp.gate.weight"]}),
+    "a linear's parameter": (
+        "llama", {"target_modules": ["k_proj"], "target_parameters": ["q_proj.weight"]},
+    ),
+    "experts [in, out]": (
+        "gpt-oss",
+        {
+            "target_modules": ["q_proj", "o_proj"],
+            "target_parameters": ["1.mlp.experts.gate_up_proj", "1.mlp.experts.down_proj"],
+        },
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_those_of_peft(case: str, models: Callable[[str], Path], tmp_path: Path) -> None:
+    family, settings = CASES[case]
+    check(models(family), make_adapter(models(family), tmp_path / "adapter", **settings))
