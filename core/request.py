@@ -55,7 +55,10 @@ class Request:
     priority: int = 0
     cache_salt: str | None = None
     cache_extra: tuple[str | int, ...] = ()
-    """Other inputs that the KV depends on (an adapter's name, an image's digest)."""
+    """Other inputs that the KV depends on (an adapter's digest, an image's)."""
+    late_extra: tuple[int, str] | None = None
+    """A position, and an input that the KV depends on from there on: a prefix before it is that of
+    requests without."""
     pooling: PoolingParams | None = None
     """Set for a pooling request; its result takes the place of one sampled token (`max_tokens` is
     1)."""
@@ -258,7 +261,8 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
     source_token_ids: list[int] = []
     """Of an encoder-decoder model, whose prompt is the decoder's."""
     cache_extra: tuple[str | int, ...] = ()
-    """See `Request`."""
+    late_extra: tuple[int, str] | None = None
+    """These two: see `Request`."""
     parts: dict[str, Any] = {}
     """Name of a part → what it must know of the request."""
     data_parallel_rank: int | None = None
@@ -297,6 +301,7 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
                     token_type_ids=self.token_type_ids,
                     reads_cache=self.reads_cache,
                     cache_extra=extra,
+                    late_extra=self.late_extra,
                     parts=dict(parts),
                     leader=requests[0] if requests else None,
                 )

@@ -15,10 +15,11 @@ class BlockHasher:
     """hash(block) = BLAKE2b(key, parent's hash + the block's token ids).
 
     The first block's parent is the hash of everything else that the KV depends on or that keeps
-    tenants apart (`Request.cache_salt`, `Request.cache_extra`). The key is random, so that a
-    caller can neither search for collisions nor predict a hash. With a KV connector it is the
-    fingerprint of the model and its cache (`KVLayout.fingerprint`), so that equal engines compute
-    equal hashes.
+    tenants apart (`Request.cache_salt`, `Request.cache_extra`). What the KV depends on from a
+    position on (`Request.late_extra`) is added to the block that holds it. The key is random, so
+    that a caller can neither search for collisions nor predict a hash. With a KV connector it is
+    the fingerprint of the model and its cache (`KVLayout.fingerprint`), so that equal engines
+    compute equal hashes.
     """
 
     def __init__(self, block_size: int, key: bytes | None = None) -> None:
@@ -35,11 +36,22 @@ class BlockHasher:
         parent = hashes[-1] if hashes else self.root(request)
         tokens = request.known_tokens(len(hashes) * size, num_blocks * size)
         keyed, data, width = self._keyed, pack(f"{len(tokens)}q", *tokens), 8 * size
+        late_start, late = self._late(request, len(hashes))
         for start in range(0, len(data), width):
             hasher = keyed.copy()
             hasher.update(parent + data[start : start + width])
+            if start == late_start:
+                hasher.update(late)
             parent = hasher.digest()
             hashes.append(parent)
+
+    def _late(self, request: Request, first_block: int) -> tuple[int, bytes]:
+        """Return the byte at which the block begins that `Request.late_extra` is added to, counted
+        from the block `first_block`, and what is added."""
+        if request.late_extra is None:
+            return -1, b""
+        block = request.late_extra[0] // self.block_size - first_block
+        return 8 * self.block_size * block, repr(request.late_extra).encode()
 
     def root(self, request: Request) -> bytes:
         """Return the hash of what all blocks of a request depend on besides tokens."""

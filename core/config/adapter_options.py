@@ -42,6 +42,14 @@ class AdapterOptions(CacheOptions, frozen=True, kw_only=True):
         Literal["auto", "float16", "bfloat16", "float32"],
         doc("Type of adapters' matrices on the device; auto: the model's."),
     ] = "auto"
+    lora_max_wait_steps: Annotated[
+        int,
+        doc(
+            "Steps after which a request whose adapter finds no room stops new requests of the "
+            "adapter that will end first, until it runs.",
+            ge=0,
+        ),
+    ] = 200
     lora_target_modules: Annotated[
         tuple[str, ...] | None,
         doc(

@@ -5,12 +5,13 @@ from __future__ import annotations
 from ..config import EngineConfig
 from ..config.compatibility import active_capabilities
 from ..errors import ConfigError, PluginError
-from ..parts import encoder_decoder, kv_compression, speculation
+from ..parts import adapters, encoder_decoder, kv_compression, speculation
 from ..parts.exclusions import check_exclusions
 from ..protocols.executors import ExecutorInfo
 from ..protocols.parts import PartSetup, StepPart
 from ..registration.step_parts import KIND, active_parts, excluded_by
 from ..registry import Plugins
+from ..scheduling.parts.adapters import Adapters
 from ..scheduling.parts.encoder_decoder import EncoderDecoder
 from ..scheduling.parts.guarded_connector import GuardedConnector
 from ..scheduling.parts.kv_compression import CompressionRule, KVCompression
@@ -31,6 +32,10 @@ def scheduler_parts(
     """Return what makes the parts, in the order in which they are called. Raises ConfigError for an
     option whose part the worker lacks."""
     parts: list[PartMaker] = []
+    if config.enable_lora:
+        _check(config, info, adapters.NAME, "enable_lora", "serves no adapters")
+        room, longest = adapters.adapter_room(config), config.lora_max_wait_steps
+        parts.append(Adapters.maker(room, config.max_loras, longest))
     if connector is not None:
         parts.append(KVTransfer.maker(connector, config.kv_transfer_config))
     if info.num_stages > 1:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, NamedTuple
+
 import msgspec
 
 from ..step import PartPlan
+
+if TYPE_CHECKING:
+    from ..config import EngineConfig
 
 NAME = "adapters"
 RANK_UNIT = 8
@@ -14,6 +19,21 @@ RANK_UNIT = 8
 def num_units(rank: int) -> int:
     """Return the units that an adapter of this rank takes."""
     return max(1, -(-rank // RANK_UNIT))
+
+
+class AdapterRoom(NamedTuple):
+    """What a device has for adapters."""
+
+    num_units: int
+    """Units of rank rows, numbered from 0."""
+    num_places: int
+    """Numbered from 0; as many as units, of which each adapter takes at least one."""
+
+
+def adapter_room(config: EngineConfig) -> AdapterRoom:
+    """Return the room of an engine's devices: `max_loras` adapters of the largest rank."""
+    num = config.max_loras * num_units(config.max_lora_rank)
+    return AdapterRoom(num_units=num, num_places=num)
 
 
 class AdapterUse(msgspec.Struct, frozen=True, gc=False):

@@ -172,6 +172,10 @@ class LiveRequests:
             assert r.status in (Status.WAITING, Status.PREEMPTED), f"{r.request_id} is {r.status}"
         for r in loading:
             assert r.status is Status.LOADING, f"{r.request_id} is {r.status}, but loads"
+        awaited = [r.request_id for each in self._parts.awaited for r in each()]
+        assert sorted(awaited) == sorted(r.request_id for r in loading), (
+            "parts do not wait for exactly the loading requests"
+        )
         for r in [*waiting, *loading]:
             assert not r.tables and r.slot < 0, f"{r.request_id} waits, but holds blocks"
             assert r.num_computed_tokens == 0 and r.num_pending_tokens == 0, (

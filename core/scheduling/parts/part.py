@@ -214,6 +214,10 @@ class SchedulerPart:
         `jackfield:part_count_total`."""
         return {}
 
+    def awaited(self) -> Iterable[Request]:
+        """Return the requests that wait for the part (`Readiness.LOADING`)."""
+        return ()
+
     def held_blocks(self, running: list[Request]) -> Iterable[int]:
         """Return the KV blocks that the part holds, one entry per reference. Raises AssertionError
         if what it remembers contradicts the running requests."""

@@ -56,6 +56,7 @@ class SchedulerParts:
         self.step_failed = self._having("step_failed")
         self.abandon = self._having("abandon")
         self.held_blocks = self._having("held_blocks")
+        self.awaited = self._having("awaited")
         self.start_part = self._by_name("start_part")
         self.plan_part = self._by_name("plan_part")
         self.not_taken = dict(self._by_name("not_taken"))

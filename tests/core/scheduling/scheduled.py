@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from jackfield.core.parts.adapters import AdapterRoom
 from jackfield.core.parts.encoder_decoder import EncodeItem
 from jackfield.core.parts.kv_compression import Compaction
 from jackfield.core.parts.speculation import DraftPlan, DraftResult
 from jackfield.core.request import Request, Update
 from jackfield.core.sampling_params import SamplingParams
+from jackfield.core.scheduling.parts.adapters import Adapters
 from jackfield.core.scheduling.parts.encoder_decoder import EncoderDecoder
 from jackfield.core.scheduling.parts.guarded_connector import GuardedConnector
 from jackfield.core.scheduling.parts.kv_compression import CompressionRule, KVCompression
@@ -33,9 +35,12 @@ def parts_for(
     kv_compression: CompressionRule | None = None,
     num_snapshots: int | None = None,
     max_source_tokens: int = 0,
+    adapters: tuple[AdapterRoom, int, int] | None = None,
 ) -> list[PartMaker]:
     """The parts of these capabilities, in an engine's order."""
     parts: list[PartMaker] = []
+    if adapters is not None:
+        parts.append(Adapters.maker(*adapters))
     if connector is not None:
         parts.append(KVTransfer.maker(connector))
     if num_stages > 1:

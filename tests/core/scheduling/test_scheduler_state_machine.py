@@ -15,6 +15,7 @@ from scheduled import compactions_of, drafted, drafts_of, metadata_of, parts_for
 
 from jackfield.core.cache.groups import ONE_GROUP, CacheGroup
 from jackfield.core.cache.reach import Reach
+from jackfield.core.parts.adapters import AdapterRoom
 from jackfield.core.parts.encoder_decoder import Source
 from jackfield.core.parts.kv_compression import Compaction
 from jackfield.core.parts.kv_transfer import KVDetached, KVReport, TransferResult
@@ -159,7 +160,7 @@ class ReplayingWorker:
             self.tables[write.slot][write.group].update(zip(columns, write.block_ids, strict=True))
 
         if not look:
-            assert plan.slots or metadata_of(plan) is not None or report is not None
+            assert plan.slots or plan.parts or report is not None
         if metadata_of(plan) is None:  # Jobs of this process stand for the bytes here.
             assert PartTypes().plan(PLANS.decode(msgspec.msgpack.encode(plan))) == plan
         assert len(set(plan.slots)) == len(plan.slots)
@@ -198,7 +199,8 @@ class ReplayingWorker:
                     place = self._place(slot, number, index)
                     assert place not in written, "two rows write one place"
                     written.add(place)
-                    self.kv[place] = (prefix, self.salts[slot], number, self.owners.get(slot))
+                    whose = self.whose(slot, position)
+                    self.kv[place] = (prefix, whose, number, self.owners.get(slot))
         sampled_ids, counts, proposed, verified = [], [], [], []
         rows = zip(plan.slots, plan.num_tokens, plan.samples, num_drafts, strict=True)
         for slot, count, sampled, drafts in rows:
@@ -212,7 +214,7 @@ class ReplayingWorker:
                     prefix, salt, owner, only = self.kv[self._place(slot, number, index)]
                     assert only in (None, self.owners.get(slot)), "another's compacted KV"
                     assert prefix == tuple(ahead[slot][: position + 1]), "another's KV"
-                    assert salt == self.salts[slot], "another tenant's KV"
+                    assert salt == self.whose(slot, position), "another tenant's KV"
                     assert owner == number, "another layer's KV"
             real = min(drafts, len(self.drafts.get(slot, [])))
             accepted = 0
@@ -238,6 +240,10 @@ class ReplayingWorker:
         if report is not None:
             parts["kv_transfer"] = TransferResult(report)
         return StepResult(plan.step, counts, sampled_ids, parts=parts)
+
+    def whose(self, slot: int, position: int) -> Any:
+        """Who may read the KV of a position."""
+        return self.salts[slot]
 
     def _place(self, slot: int, group: int, position: int) -> tuple[int, int]:
         block = self.tables[slot][group][position // self.block_size]
@@ -294,6 +300,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     num_drafts = 0
     max_source_tokens = 0
     num_stages = 1
+    adapters: tuple[AdapterRoom, int, int] | None = None
     most_in_flight = 2
     max_num_seqs, budget, max_model_len, num_blocks, block_size = 4, 16, 40, 14, 4
 
@@ -319,6 +326,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 num_drafts=self.num_drafts,
                 max_source_tokens=self.max_source_tokens,
                 num_stages=self.num_stages,
+                adapters=self.adapters,
             ),
         )
         if self.enable_chunked_prefill:
@@ -414,11 +422,16 @@ class SchedulerMachine(RuleBasedStateMachine):
                 arrival=float(len(self.all)),
                 leader=leader,
             )
+            salt = self.prepare(request)
             leader = leader or request
             self.all[request.request_id] = request
             self.salts[request.request_id] = salt
             self.received[request.request_id] = []
             self.scheduler.add_requests(request)
+
+    def prepare(self, request: Request) -> Any:
+        """Give a request what else it has. Return whose its KV is."""
+        return request.cache_salt
 
     def source(self, prompt: list[int]) -> list[int]:
         """What the encoder of an encoder-decoder model reads."""
