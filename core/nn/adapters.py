@@ -402,7 +402,9 @@ def _changed_experts(
     def rows(indices: torch.Tensor) -> torch.Tensor:
         start, count = int(indices[0]), len(indices)
         dense = dense_rows(weight, start, count, x).float()
-        for each in change.experts.get((which, start // count), ()):
+        changes = change.experts.get((which, start // count), ())
+        dense = dense.clone() if changes else dense
+        for each in changes:
             dense[each.span] += each.b.float() @ each.a.float() * each.scale
         return dense
 

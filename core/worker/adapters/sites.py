@@ -12,7 +12,7 @@ from torch import nn
 
 from ...adapters.file import AdapterFile, ExpertsLowRank, LowRank, ReadTensor, TokenRows
 from ...errors import ConfigError, LoadError, listed
-from ...loading.weight_map import WeightMap
+from ...loading.weight_map import StackedExperts, WeightMap
 from ...nn.adapters import HEAD, AdapterState, Site, adapt
 from ...nn.embedding import Embedding
 from ...nn.experts import ExpertLinear, Router
@@ -83,6 +83,9 @@ class Sites:
         self.model = model
         self.state = AdapterState()
         self.weight_map: WeightMap = model.weight_map  # type: ignore[assignment]
+        self._own_names = dataclasses.replace(self.weight_map, prefixes={}, parts={}, names={})
+        """For names that are the model's own: trainers name layers as `transformers` does, which
+        may be otherwise than in its checkpoints."""
         self.modules: dict[str, Any] = dict(model.named_modules())
         self.sites = adapt(model, self.state)
         self._elsewhere = missing_prefixes(model)
@@ -134,23 +137,24 @@ class Sites:
             )
         if self.weight_map.is_transposed(own) and tensor.dim() == 2:
             tensor = tensor.t()
-        try:
-            pieces = list(self.weight_map.pieces(own, tensor))
-        except LoadError as error:
-            raise ConfigError(f"{PARAM}: {error.message}", param=PARAM) from error
-        found = []
-        for parameter, shard, piece in pieces:
-            parameter = self._tied(parameter)
-            if parameter.startswith(self._elsewhere) and self._elsewhere:
-                continue
-            module, _, leaf = parameter.rpartition(".")
-            found.append((module, shard, piece))
-            if module not in self.modules or leaf not in ("weight", "bias"):
-                raise ConfigError(
-                    f"{PARAM}: the adapter changes {name}, and this model has no such layer",
-                    param=PARAM,
-                )
-        return found
+        for names in (self.weight_map, self._own_names):
+            try:
+                pieces = list(names.pieces(own, tensor))
+            except LoadError as error:
+                raise ConfigError(f"{PARAM}: {error.message}", param=PARAM) from error
+            found = [(*self._place(parameter), shard, piece) for parameter, shard, piece in pieces]
+            if all(here for here, *_ in found):
+                return [(module, *rest) for _, module, *rest in found if module]  # type: ignore
+        raise self._not_here(name)
+
+    def _place(self, parameter: str) -> tuple[bool, str]:
+        """Return whether the model has a parameter, and the name of its module, "" if another stage
+        has it."""
+        parameter = self._tied(parameter)
+        if self._elsewhere and parameter.startswith(self._elsewhere):
+            return True, ""
+        module, _, leaf = parameter.rpartition(".")
+        return module in self.modules and leaf in ("weight", "bias"), module
 
     def _tied(self, parameter: str) -> str:
         """Return where a head's parameter is, if the model ties it to its embeddings."""
@@ -297,20 +301,26 @@ class Sites:
     def _experts(self, each: ExpertsLowRank, changes: dict[str, HostChange]) -> None:
         own = self.weight_map.own(each.name)
         at = None if own is None else self.weight_map.together_at(own)
-        if at is None:
-            raise self._not_here(each.name)
-        parameter, together = at
-        if self._elsewhere and parameter.startswith(self._elsewhere):
+        module = each.name if at is None else at[0].rpartition(".")[0]
+        if self._elsewhere and f"{module}.".startswith(self._elsewhere):
             return
-        module = parameter.rpartition(".")[0]
         layer = self.modules.get(module)
-        if layer is None:
+        if layer is None or not (isinstance(layer, ExpertLinear) or _of_experts(layer)):
             raise self._not_here(each.name)
+        if at is None:
+            # `transformers` joins the tensors that such a checkpoint has for each expert.
+            first = next(iter(layer.shards), "").partition(".")[0]
+            parts = tuple(
+                shard.partition(".")[2]
+                for shard in layer.shards if shard.partition(".")[0] == first
+            )  # fmt: skip
+            together = StackedExperts("", parts, joined=True)
+        else:
+            together = dataclasses.replace(at[1], transposed=False, columns=None)
         a, b = each.a(), each.b()
         if a.shape[0] != each.num_experts or b.shape[0] != each.num_experts:
             raise ConfigError(f"{PARAM}: {each.name} is not of all experts", param=PARAM)
-        as_rows = dataclasses.replace(together, transposed=False, columns=None)
-        for shard, rows in as_rows.shards(b):
+        for shard, rows in together.shards(b):
             expert = int(shard.partition(".")[0])
             self._expert(module, layer, shard, each.scale, a[expert], rows, changes)
 
