@@ -26,7 +26,7 @@ import torch
 from safetensors.torch import save_file
 
 from jackfield.entrypoints.bench.report import Emitter, add_output_options, environment, say
-from jackfield.entrypoints.bench.workloads import MODELS
+from jackfield.entrypoints.bench.workloads import ARCHITECTURES
 
 CASES = "1x0x128x128,1x1x128x128,64x0x128x128,64x1x128x128,64x8x128x128,64x64x128x128,8x8x4000x1"
 SEED = 7
@@ -96,9 +96,7 @@ class Engine:
 
     def run(self, prompts: Sequence[list[int]], output: int, adapters: Sequence[Path]) -> float:
         """Return the seconds of a batch; request i has adapter i of those, in turn."""
-        params = self._params(
-            temperature=0.0, max_tokens=output, ignore_eos=True, detokenize=False
-        )
+        params = self._params(temperature=0.0, max_tokens=output, ignore_eos=True, detokenize=False)
         more = {}
         if adapters:
             more["lora_request"] = [
@@ -136,7 +134,7 @@ def main() -> None:
     add_output_options(parser)
     args = parser.parse_args()
     emitter = Emitter(args.output, environment("cuda"))
-    model = MODELS[args.model]
+    model = ARCHITECTURES[args.model]
     cases = [tuple(map(int, case.split("x"))) for case in args.cases.split(",")]
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "model"
@@ -153,9 +151,7 @@ def main() -> None:
                     continue
                 rng, seconds = random.Random(SEED), []
                 for _ in range(args.repeats + 1):
-                    prompts = [
-                        [rng.randint(0, 150000) for _ in range(prompt)] for _ in range(rows)
-                    ]
+                    prompts = [[rng.randint(0, 150000) for _ in range(prompt)] for _ in range(rows)]
                     seconds.append(engine.run(prompts, output, paths[:num_adapters]))
                 median = statistics.median(seconds[1:])
                 emitter.emit({
