@@ -223,6 +223,11 @@ class AdaptedLinear(AdaptedLayer):
 class AdaptedRouter(AdaptedLayer):
     """Of `Router`: an adapter of it changes which experts are chosen."""
 
+    @property
+    def weight_is_all(self) -> bool:
+        """Whether no row has an adapter."""
+        return self.site.state.active is None
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """As the layer's own."""
         own: Any = super()

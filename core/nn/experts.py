@@ -38,6 +38,8 @@ class Router(nn.Module):
     """
 
     e_score_correction_bias: nn.Parameter | None
+    weight_is_all: bool = True
+    """Whether an operation that reads the weight computes what `forward` does."""
 
     def __init__(
         self,
@@ -260,7 +262,11 @@ class SparseMLP(nn.Module):
         inner = self.shared_experts.inner(x)
         if self.shared_expert_gate is not None:
             # Before the product: it is linear, and so adds to the residual as any other.
-            inner = self.operations.sigmoid_gate(inner, x, self.shared_expert_gate.weight)
+            gate = self.shared_expert_gate
+            if gate.weight_is_all:
+                inner = self.operations.sigmoid_gate(inner, x, gate.weight)
+            else:
+                inner = inner * torch.sigmoid(gate(x)).to(inner.dtype)
         return self.ranks.add(residual, (self._routed, x), (self.shared_experts.down_proj, inner))
 
     def _routed(self, x: torch.Tensor, *, residual: torch.Tensor | None = None) -> torch.Tensor:

@@ -3,9 +3,9 @@
     python -m jackfield.examples.benchmarks.adapters --engine jackfield --rank 16 --output a.jsonl
     python -m jackfield.examples.benchmarks.adapters --engine vllm --rank 16 --output a.jsonl
 
-Random adapters of all seven linear layers of Qwen3-8B. `--cases`: rows x adapters x prompt x output;
-0 adapters: the engine serves adapters, and no request has one. `base` first: the same engine without
-adapters enabled. Each case runs `--repeats` times, and the median is printed.
+Random adapters of all seven linear layers of Qwen3-8B. `--cases`: rows x adapters x prompt x
+output; 0 adapters: the engine serves adapters, and no request has one. `--base`: first the same
+engine without adapters enabled. Each case runs `--repeats` times; the median counts.
 """
 
 from __future__ import annotations
