@@ -110,8 +110,9 @@ class Sites:
             self._experts(experts, changes)
         for name, read in file.replaced.items():
             self._replaced(name, read, changes)
+        heads = {each.name for each in file.token_rows if self._key(each.name).endswith(HEAD)}
         for rows in file.token_rows:
-            self._token_rows(rows, changes)
+            self._token_rows(rows, changes, head_too=not heads)
         for key in changes:
             site = self.sites[key.removesuffix(HEAD)]
             if not site.called and not key.endswith(HEAD):
@@ -435,16 +436,30 @@ class Sites:
             return
         (change.weights if leaf == "weight" else change.biases).append((span, value))
 
-    def _token_rows(self, rows: TokenRows, changes: dict[str, HostChange]) -> None:
+    def _key(self, name: str) -> str:
+        """Return the key of an embedding or head by its name in checkpoints; "" if it is not
+        here."""
+        own = self.weight_map.own(f"{name}.weight")
+        parameter = "" if own is None else self.weight_map.target(own)[0]
+        tied = self._tied(parameter)
+        module = tied.rpartition(".")[0]
+        if module not in self.modules:
+            return ""
+        return module + HEAD * (tied != parameter or self._is_head(module))
+
+    def _token_rows(
+        self, rows: TokenRows, changes: dict[str, HostChange], *, head_too: bool
+    ) -> None:
+        """head_too: a head that is tied to these embeddings gets them."""
         order = sorted(range(len(rows.token_ids)), key=lambda number: rows.token_ids[number])
         ids = torch.tensor([rows.token_ids[number] for number in order], dtype=torch.int64)
         values = rows.rows()[order]
-        own = self.weight_map.own(f"{rows.name}.weight")
-        module = "" if own is None else self.weight_map.target(own)[0].rpartition(".")[0]
+        key = self._key(rows.name)
+        module = key.removesuffix(HEAD)
         if self._elsewhere and f"{module}.".startswith(self._elsewhere):
             return
         layer = self.modules.get(module)
-        if not isinstance(layer, Embedding | QuantizedEmbedding):
+        if not (isinstance(layer, Embedding | QuantizedEmbedding) or is_head(layer)):
             raise self._not_here(rows.name)
         vocab, width = _vocabulary(layer)
         if values.shape[1] != width or int(ids[-1]) >= vocab or int(ids[0]) < 0:
@@ -452,16 +467,13 @@ class Sites:
                 f"trainable_token_indices: {rows.name} has {vocab} tokens of {width} numbers here",
                 param="trainable_token_indices",
             )
-        keys = [module]
-        if any(embedding.rpartition(".")[0] == module and head not in self._parameters()
-               for head, embedding in self.weight_map.tied.items()):  # fmt: skip
-            keys.append(module + HEAD)
-        for key in keys:
-            change = self._change(changes, key)
+        tied = any(
+            embedding.rpartition(".")[0] == module and head.rpartition(".")[0] not in self.modules
+            for head, embedding in self.weight_map.tied.items()
+        )
+        for each in (key, *((module + HEAD,) if tied and head_too else ())):
+            change = self._change(changes, each)
             change.token_ids, change.token_rows = ids, values
-
-    def _parameters(self) -> set[str]:
-        return {name for name, _ in self.model.named_parameters()}
 
     def _is_head(self, module: str) -> bool:
         if is_head(self.modules[module]):
