@@ -73,6 +73,13 @@ def _once(ptrs, mask, INSTRUCTION: tl.constexpr):
 
 
 @triton.jit
+def prefetch_l2_rows(ptrs, mask, BYTES: tl.constexpr):
+    """Start copying BYTES (a string) from each of 32 ptrs in the mask to the L2 cache."""
+    COPY: tl.constexpr = "cp.async.bulk.prefetch.L2.global [$1], " + BYTES
+    _once(ptrs, mask, COPY)
+
+
+@triton.jit
 def prefetch_l2_vector(ptr, SIZE: tl.constexpr):
     """Start copying a small vector to the L2 cache."""
     BYTES: tl.constexpr = SIZE * (ptr.dtype.element_ty.primitive_bitwidth // 8)

@@ -283,7 +283,8 @@ def _scan_by_slices(interpreter: Any) -> None:
             ]
             found = self.combine_fn.fn(*tensors)
             found = found if isinstance(found, tuple) else (found,)
-            combined.append(tuple(part.handle.data for part in found))
+            # Slices of one dimension are single numbers, which come back as arrays of one.
+            combined.append(tuple(part.handle.data.reshape(whole[0].shape[1:]) for part in found))
         return [
             self.to_tensor(np.moveaxis(np.stack(parts), 0, self.axis), part.dtype)
             for parts, part in zip(zip(*combined, strict=True), inputs, strict=True)

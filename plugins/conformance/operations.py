@@ -34,6 +34,7 @@ from ...core.nn.quantized_weight import (
     round_to_int8,
     round_to_words,
 )
+from .adapter_operations import AdapterChecks
 from .batch_operations import BatchChecks
 from .expert_operations import ExpertChecks
 from .head_operations import HeadChecks
@@ -48,8 +49,9 @@ GREATEST = 3.0
 
 
 class OperationsKit(
-    HeadChecks, ExpertChecks, BatchChecks, QuantizedCacheChecks, StateChecks, DeviceKit
-):
+    HeadChecks, ExpertChecks, BatchChecks, AdapterChecks, QuantizedCacheChecks, StateChecks,
+    DeviceKit,
+):  # fmt: skip
     """Subclass it in your tests, and set the class variables."""
 
     kind = "operations"

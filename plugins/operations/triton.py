@@ -24,6 +24,7 @@ from ...core.nn.operations import (
 from ...core.nn.quantized_weight import QuantizedWeight
 from ...core.nn.routing import Routing, RoutingRule
 from ...core.nn.state.operations import StateOperations
+from ...core.nn.step_operations.adapters import AdapterOperations
 
 try:
     from ...kernels.activations import gelu_mul, silu_mul, xielu
@@ -43,6 +44,7 @@ try:
     from ...kernels.rms_norm import rms_norm
     from ...kernels.sigmoid_gate import sigmoid_gate
     from ...kernels.tuning import Product, gemv_tiles, small_m_config
+    from .adapters import TritonAdapters
     from .experts import experts_product, experts_serve
     from .indexing import TritonIndexing
     from .latents import TritonLatents
@@ -63,6 +65,9 @@ except ImportError as error:
     class TritonIndexing(IndexOperations):  # type: ignore[no-redef]
         """Those of torch."""
 
+    class TritonAdapters(AdapterOperations):  # type: ignore[no-redef]
+        """Those of torch."""
+
     class TritonSteps:  # type: ignore[no-redef]
         """Those of torch."""
 
@@ -77,7 +82,9 @@ def _norm_of(norm: AnyNorm | None) -> dict[str, Any]:
     return {"norm": norm}
 
 
-class TritonOperations(TritonStates, TritonLatents, TritonIndexing, TritonSteps, Operations):
+class TritonOperations(
+    TritonStates, TritonLatents, TritonIndexing, TritonAdapters, TritonSteps, Operations
+):
     """One token: fused matrix-vector products; a few: `small_m_matmul` where measured faster; more:
     cuBLAS with kernels around it.
     """

@@ -244,6 +244,50 @@ def gates_by_silu(self: Any, *args: Any, sigmoid: bool = False, **more: Any) -> 
     return Operations.gated_rms_norm(self, *args, **more)
 
 
+def acts_at_once(
+    self: Any, slots: Any, starts: Any, positions: Any, tables: Any, *more: Any
+) -> Any:
+    tables = tables._replace(slot_starts=torch.zeros_like(tables.slot_starts))
+    return Operations.adapter_chunks(self, slots, starts, positions, tables, *more)
+
+
+def padding_is_of_the_last_row(self: Any, slots: Any, starts: Any, *more: Any) -> Any:
+    starts = starts.clone()
+    starts[-1] += 9
+    return Operations.adapter_chunks(self, slots, starts, *more)
+
+
+def first_chunk_alone(self: Any, *args: Any) -> Any:
+    made = Operations.adapter_chunks(self, *args)
+    again = (made.places[1:] == made.places[:-1]).nonzero() + 1
+    made.places[again] = -1
+    return made
+
+
+def unscaled_adapters(self: Any, out: Any, x: Any, chunks: Any, site: Any) -> None:
+    site = site._replace(scales=torch.ones_like(site.scales))
+    Operations.add_adapters(self, out, x, chunks, site)
+
+
+def ranks_of_the_first_part(self: Any, out: Any, x: Any, chunks: Any, site: Any) -> None:
+    site = site._replace(ranks=site.ranks[:, :1].expand_as(site.ranks))
+    Operations.add_adapters(self, out, x, chunks, site)
+
+
+def adapters_by_masks(self: Any, out: Any, x: Any, chunks: Any, site: Any) -> None:
+    tokens = torch.arange(len(x), dtype=torch.int32, device=x.device)[None]
+    for place in range(len(site.ranks)):
+        added, one = torch.zeros_like(out), chunks.places.new_tensor([place])
+        Operations.add_adapters(self, added, x, chunks._replace(places=one, tokens=tokens), site)
+        mine = torch.isin(tokens[0], chunks.tokens[chunks.places == place])
+        out += added * mine[:, None]
+
+
+def rounds_every_row(self: Any, out: Any, x: Any, chunks: Any, site: Any) -> None:
+    Operations.add_adapters(self, out, x, chunks, site)
+    out.copy_(out.bfloat16())
+
+
 NORMS = ("test_rms_norm", "test_rms_norm_of_part_of_a_tensor")
 NORMED = ("test_add_rms_norm", "test_linear", "test_activated_linear", "test_gated_linear",
           "test_quantized_linear", "test_heads", "test_cached_heads")  # fmt: skip
@@ -346,6 +390,27 @@ MUTANTS = {
     "one gate for another": Mutant(
         planted(gated_rms_norm=gates_by_silu, features=Operations.features),
         ("test_norms_gated_by_sigmoids",),
+    ),
+    "an adapter acts before its start": Mutant(
+        planted(adapter_chunks=acts_at_once), ("test_adapter_chunks",)
+    ),
+    "padding has an adapter": Mutant(
+        planted(adapter_chunks=padding_is_of_the_last_row), ("test_adapter_chunks",)
+    ),
+    "one chunk of each adapter": Mutant(
+        planted(adapter_chunks=first_chunk_alone), ("test_adapter_chunks",)
+    ),
+    "adapters without their scales": Mutant(
+        planted(add_adapters=unscaled_adapters), ("test_add_adapters",)
+    ),
+    "all parts have the first one's ranks": Mutant(
+        planted(add_adapters=ranks_of_the_first_part), ("test_add_adapters",)
+    ),
+    "adapters of others, times zero": Mutant(
+        planted(add_adapters=adapters_by_masks), ("test_add_adapters",)
+    ),
+    "rows without an adapter are rounded": Mutant(
+        planted(add_adapters=rounds_every_row), ("test_add_adapters",)
     ),
     "a refusal without words": Mutant(
         planted(
