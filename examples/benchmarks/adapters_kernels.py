@@ -73,19 +73,17 @@ class Layer(NamedTuple):
 def pools(
     name: str, rank_rows: int, layers: int, device: torch.device, dtype: torch.dtype
 ) -> list[Layer]:
-    """Create random numbers for so many rank rows of each layer."""
+    """Create random numbers for so many rank rows, each of which has those of every layer."""
     inputs, bounds = SITES[name]
-
-    def drawn(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=device).normal_()
-
-    return [
-        Layer(
-            drawn(rank_rows, len(bounds) - 1, inputs).mul_(inputs**-0.5),
-            drawn(rank_rows, bounds[-1]).mul_(0.1),
-        )
-        for _ in range(layers)
-    ]
+    parts = len(bounds) - 1
+    width = parts * inputs + bounds[-1]
+    matrix = torch.empty((rank_rows, layers * width), dtype=dtype, device=device).normal_()
+    matrix.mul_(0.05)
+    made = []
+    for first in range(0, layers * width, width):
+        a = matrix[:, first : first + parts * inputs].view(rank_rows, parts, inputs)
+        made.append(Layer(a, matrix[:, first + parts * inputs : first + width]))
+    return made
 
 
 def site_of(name: str, layer: Layer, ranks: Sequence[Sequence[int]], seed: int = 0) -> SiteWeights:

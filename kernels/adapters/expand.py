@@ -57,7 +57,7 @@ def _add_product(acc, b, low):
         return tl.dot(b, low, acc, input_precision="ieee")
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "stride_ranks", "stride_scales"])
 def _expand_kernel(
     out_ptr,
     low_ptr,
@@ -72,6 +72,8 @@ def _expand_kernel(
     stride_low,
     stride_b,
     stride_rank_rows,
+    stride_ranks,
+    stride_scales,
     BOUNDS: tl.constexpr,
     TILES: tl.constexpr,
     PARTS: tl.constexpr,
@@ -90,22 +92,23 @@ def _expand_kernel(
     place = tl.load(places_ptr + chunk)
     used = place >= 0
     rank_rows_ptr += tl.maximum(place, 0) * stride_rank_rows
-    table = tl.maximum(place, 0) * PARTS
+    ranks_ptr += tl.maximum(place, 0) * stride_ranks
+    scales_ptr += tl.maximum(place, 0) * stride_scales
     # The part, its outputs, and its lanes.
     first_n = BOUNDS[0] + tile * BLOCK_N
     end_n = tl.full([], BOUNDS[1], tl.int32)
     first_lane = tl.full([], 0, tl.int32)
     part = tl.full([], 0, tl.int32)
     for number in tl.static_range(1, PARTS):
-        earlier = tl.load(ranks_ptr + table + number - 1)
+        earlier = tl.load(ranks_ptr + number - 1)
         if tile >= TILES[number]:
             first_n = BOUNDS[number] + (tile - TILES[number]) * BLOCK_N
             end_n = tl.full([], BOUNDS[number + 1], tl.int32)
             first_lane += earlier
             part = tl.full([], number, tl.int32)
-    count = tl.load(ranks_ptr + table + part)
+    count = tl.load(ranks_ptr + part)
     count = tl.where(used, count, 0)
-    scale = tl.load(scales_ptr + table + part)
+    scale = tl.load(scales_ptr + part)
     offs_n = first_n + tl.arange(0, BLOCK_N)
     in_n = offs_n < end_n
     ranks = tl.arange(0, BLOCK_R)
@@ -168,7 +171,7 @@ def expand(
 ) -> None:
     """out: [T, N], last stride 1, changed in place; low: of `shrink`; places: [C] and tokens: [C,
     tokens of a chunk] int32; b: [rank rows, N], last stride 1; bounds: of the S parts; rank_rows:
-    [P, most ranks] and ranks: [P, S] int32, scales: [P, S] float32, contiguous."""
+    [P, most ranks] and ranks: [P, S] int32, scales: [P, S] float32, last stride 1."""
     (num_chunks, chunk_tokens), most_ranks = tokens.shape, rank_rows.shape[1]
     counts = [triton.cdiv(end - first, tiles.outputs) for first, end in itertools.pairwise(bounds)]
     first_tiles = (0, *itertools.accumulate(counts))
@@ -186,7 +189,9 @@ def expand(
         out.stride(0),
         low.stride(1),
         b.stride(0),
-        most_ranks,
+        rank_rows.stride(0),
+        ranks.stride(0),
+        scales.stride(0),
         BOUNDS=bounds,
         TILES=first_tiles,
         PARTS=len(counts),

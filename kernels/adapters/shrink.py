@@ -24,13 +24,13 @@ from .tiles import UNROLLED, AdapterTiles, split_steps
 
 
 @triton.jit
-def _lanes_of(ranks_ptr, place, lanes, PARTS: tl.constexpr):
+def _lanes_of(ranks_ptr, lanes, PARTS: tl.constexpr):
     """Return the part and the rank of each lane of an adapter, and how many lanes it has."""
     part = tl.zeros(lanes.shape, tl.int32)
     first = tl.zeros(lanes.shape, tl.int32)
     count = tl.full([], 0, tl.int32)
     for number in tl.static_range(PARTS):
-        count += tl.load(ranks_ptr + place * PARTS + number)
+        count += tl.load(ranks_ptr + number)
         part = tl.where(lanes >= count, number + 1, part)
         first = tl.where(lanes >= count, count, first)
     return tl.minimum(part, PARTS - 1), lanes - first, count
@@ -47,6 +47,7 @@ def _prefetch(
     stride_row,
     stride_part,
     stride_rank_rows,
+    stride_ranks,
     first_lane,
     first_input,
     PARTS: tl.constexpr,
@@ -59,7 +60,7 @@ def _prefetch(
     if (place >= 0) & (place < num_places):
         for start in tl.static_range(0, BLOCK_L, 32):
             lanes = first_lane + start + tl.arange(0, 32)
-            part, rank, count = _lanes_of(ranks_ptr, place, lanes, PARTS)
+            part, rank, count = _lanes_of(ranks_ptr + place * stride_ranks, lanes, PARTS)
             mask = (lanes < count) & (lanes < first_lane + BLOCK_L)
             rows = tl.load(rank_rows_ptr + place * stride_rank_rows + rank, mask=mask, other=0)
             rows = tl.minimum(tl.maximum(rows, 0), num_rows - 1).to(tl.int64)
@@ -95,7 +96,7 @@ def _add_product(
             return tl.dot(a.to(tl.float32), x, acc, input_precision="ieee")
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_places", "num_rows"])
+@triton.jit(do_not_specialize=["num_tokens", "num_places", "num_rows", "stride_ranks"])
 def _shrink_kernel(
     low_ptr,
     x_ptr,
@@ -112,6 +113,7 @@ def _shrink_kernel(
     stride_row,
     stride_part,
     stride_rank_rows,
+    stride_ranks,
     INPUTS: tl.constexpr,
     PARTS: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -134,7 +136,8 @@ def _shrink_kernel(
     if PREFETCH is not None:
         _prefetch(
             a_ptr, places_ptr, rank_rows_ptr, ranks_ptr, num_places, num_rows, stride_row,
-            stride_part, stride_rank_rows, first_lane, first_input, PARTS, BLOCK_L, PREFETCH,
+            stride_part, stride_rank_rows, stride_ranks, first_lane, first_input, PARTS, BLOCK_L,
+            PREFETCH,
         )  # fmt: skip
     if PDL:
         gdc_wait()
@@ -143,7 +146,7 @@ def _shrink_kernel(
     if place < 0:
         return
     lanes = first_lane + tl.arange(0, BLOCK_L)
-    part, rank, count = _lanes_of(ranks_ptr, place, lanes, PARTS)
+    part, rank, count = _lanes_of(ranks_ptr + place * stride_ranks, lanes, PARTS)
     if first_lane >= count:
         return
     in_l = lanes < count
@@ -194,8 +197,8 @@ def shrink(
     tiles: AdapterTiles,
 ) -> torch.Tensor:
     """x: [T, K], last stride 1; places: [C] and tokens: [C, tokens of a chunk] int32; a: [rank
-    rows, S, K], last stride 1; rank_rows: [P, most ranks] and ranks: [P, S] int32, contiguous →
-    [splits, T, S * most ranks] float32, of which the lanes of tokens in chunks are written."""
+    rows, S, K], last stride 1; rank_rows: [P, most ranks] and ranks: [P, S] int32, last stride
+    1 → [splits, T, S * most ranks] float32, of which the lanes of tokens in chunks are written."""
     (num_tokens, inputs), (num_chunks, chunk_tokens) = x.shape, tokens.shape
     (num_rows, parts, _), (num_places, most_ranks) = a.shape, rank_rows.shape
     splits, steps = split_steps(tiles, inputs)
@@ -221,7 +224,8 @@ def shrink(
         x.stride(0),
         a.stride(0),
         a.stride(1),
-        most_ranks,
+        rank_rows.stride(0),
+        ranks.stride(0),
         INPUTS=inputs,
         PARTS=parts,
         CHUNK=chunk_tokens,

@@ -80,16 +80,18 @@ class AdapterChecks:
         most = max(map(max, RANKS))
         draw = torch.Generator().manual_seed(5)
         order = torch.randperm(most * len(RANKS) + 9, generator=draw)
-        a = self.draw(len(order), 3, SIZE, dtype=dtype, seed=1, scale=SIZE**-0.5)
-        b = self.draw(len(order), BOUNDS[-1], dtype=dtype, seed=2, scale=0.3)
+        pool = self.draw(len(order), 3 * SIZE + BOUNDS[-1], dtype=dtype, seed=1)
+        a = pool[:, : 3 * SIZE].view(-1, 3, SIZE).mul_(SIZE**-0.5)
+        b = pool[:, 3 * SIZE :].mul_(0.3)
         rank_rows = torch.zeros(len(RANKS), most, dtype=torch.int32)
         unused = torch.ones(len(order), dtype=torch.bool)
         for place, ranks in enumerate(RANKS):
             rows = order[place * most :][: max(ranks)]
             rank_rows[place, : max(ranks)], unused[rows] = rows.int(), False
-        a[unused.to(self.device)] = b[unused.to(self.device)] = torch.nan
-        scales = torch.rand(len(RANKS), 3, generator=draw) + 0.5
-        ranks = torch.tensor(RANKS, dtype=torch.int32)
+        pool[unused.to(self.device)] = torch.nan
+        # Columns of tables that all sites share, as the pools' are of rows that they share.
+        scales = (torch.rand(len(RANKS), 7, generator=draw) + 0.5)[:, 2:5]
+        ranks = torch.nn.functional.pad(torch.tensor(RANKS, dtype=torch.int32), (4, 2))[:, 4:-2]
         return SiteWeights(
             a, b, BOUNDS, rank_rows.to(self.device), ranks.to(self.device), scales.to(self.device)
         )

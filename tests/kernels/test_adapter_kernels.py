@@ -55,17 +55,21 @@ def site_of(case: Case, dtype: torch.dtype, seed: int = 0) -> SiteWeights:
     most = int(ranks.max())
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(2 * most * len(ranks), generator=generator)
-    a = draw(len(order), len(case.bounds) - 1, case.inputs, seed=1) / case.inputs**0.5
-    b = draw(len(order), case.bounds[-1], seed=2) / 3
+    parts, width = len(case.bounds) - 1, case.inputs
+    rows = draw(len(order), 16 + parts * width + case.bounds[-1], dtype=dtype, seed=1)
+    a = rows[:, 16 : 16 + parts * width].view(-1, parts, width).mul_(width**-0.5)
+    b = rows[:, 16 + parts * width :].mul_(0.3)
     used = torch.zeros(len(order), dtype=torch.bool)
     rank_rows = torch.zeros(len(ranks), most, dtype=torch.int32)
     for place, row in enumerate(ranks.amax(dim=1).tolist()):
         rank_rows[place, :row] = order[place * most :][:row]
         used[order[place * most :][:row]] = True
-    a[~used], b[~used] = torch.nan, torch.nan
-    scales = torch.rand(ranks.shape, generator=generator) + 0.5
+    rows[~used], rows[:, :16] = torch.nan, torch.nan
+    # Columns of tables that all sites share, as the pools' are of rows that they share.
+    scales = (torch.rand(len(ranks), 9, generator=generator) + 0.5)[:, 3 : 3 + ranks.shape[1]]
+    ranks = torch.nn.functional.pad(ranks, (2, 5), value=99)[:, 2:-5]
     return SiteWeights(
-        a.to(dtype), b.to(dtype), case.bounds, rank_rows.to(DEVICE), ranks.to(DEVICE),
+        a, b, case.bounds, rank_rows.to(DEVICE), ranks.to(DEVICE),
         scales.to(DEVICE),
     )  # fmt: skip
 
