@@ -183,6 +183,9 @@ class AdaptedLinear(AdaptedLayer):
             return own.forward(x, norm=norm, residual=residual)
         self.site.called = True
         normed = x if norm is None else norm(x)
+        if len(x) > 1 and isinstance(self, Linear):
+            # Operations apply a norm within such a product to a single row alone.
+            x, norm = normed, None
         if _gated(self):
             product = self.ungated(x, norm=norm)  # type: ignore[operator]
             return self._operations.silu_mul(self._change(product, normed))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -157,4 +158,25 @@ def apply(changes: Sequence[Change]) -> None:
             change.tensor.add_(change.delta)
 
 
-__all__ = ["AdaptedModel", "apply", "random_changes"]
+def check_adapters(
+    paged: PagedModel,
+    reference: nn.Module,
+    score: Callable[[Any, Sequence[int]], torch.Tensor],
+    tolerance: float,
+) -> list[str]:
+    """Compare a model whose layers an adapter changes with the reference, changed likewise; and
+    rows without one with the reference as it was. score: model, tokens → log-probabilities,
+    [tokens, vocab] float32. Return why some layers are not changed; all are refused by name."""
+    tokens, others = [3, 17, 5, 40, 3, 99, 23, 7, 51, 60, 8, 12], [9, 4, 77, 33, 12]
+    model, changed = AdaptedModel(paged), copy.deepcopy(reference)
+    taken = model.take(list(random_changes(changed)))
+    assert taken, model.refused
+    apply(taken)
+    scores = model.run({3: others, 0: tokens})
+    for slot, wanted in ((0, score(changed, tokens)), (3, score(reference, others))):
+        got = scores[slot].log_softmax(-1).cpu()
+        torch.testing.assert_close(got, wanted, atol=tolerance, rtol=0)
+    return model.refused
+
+
+__all__ = ["AdaptedModel", "check_adapters", "random_changes"]

@@ -32,7 +32,7 @@ from ...core.errors import ConfigError, LoadError
 from ...core.nn.experts import Router
 from ...core.sampling_params import SamplingParams
 from ...core.worker.hidden_states import take
-from .adapted_model import AdaptedModel, apply, random_changes
+from .adapted_model import check_adapters
 from .divided_models import check_ranks, check_stages
 from .kit import Kit
 from .paged_model import LONGEST, VOCAB, PagedModel, assert_near, example_prompts
@@ -200,20 +200,11 @@ class ModelKit(ModelFolder):
     # -------------------------------------------------------------- adapters
 
     def test_adapters_change_layers_as_in_the_reference(
-        self, folder: Path, reference_model: Any, expected: Any
+        self, folder: Path, reference_model: Any
     ) -> None:
         """Of all linear layers and experts, or they are refused by name; rows without an adapter in
         the same step are not changed."""
-        tokens, others = [3, 17, 5, 40, 3, 99, 23, 7, 51, 60, 8, 120], [9, 4, 77, 33, 12]
-        model = AdaptedModel(self.paged(folder))
-        changed = copy.deepcopy(reference_model)
-        taken = model.take(list(random_changes(changed)))
-        assert taken, model.refused
-        apply(taken)
-        scores = model.run({3: others, 0: tokens})
-        for slot, wanted in ((0, _score(changed, tokens)), (3, expected(others))):
-            got = scores[slot].log_softmax(-1).cpu()
-            torch.testing.assert_close(got, wanted, atol=self.tolerance, rtol=0)
+        check_adapters(self.paged(folder), reference_model, _score, self.tolerance)
 
     @pytest.mark.parametrize("size", [2, 4])
     def test_ranks_compute_together_what_one_does(self, folder: Path, size: int) -> None:
