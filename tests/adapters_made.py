@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import warnings
 from pathlib import Path
@@ -9,10 +10,12 @@ from typing import Any
 
 import peft
 import torch
+from safetensors.torch import save_file
 
 from helpers import reference_model
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+Q_PROJ = "base_model.model.model.layers.0.self_attn.q_proj"
 
 
 def make_adapter(
@@ -56,3 +59,22 @@ def merged_weights(model: Path, adapter: Path) -> dict[str, torch.Tensor]:
         warnings.simplefilter("ignore")
         merged = adapted_model(model, adapter).merge_and_unload()
     return {name: weight.detach() for name, weight in merged.state_dict().items()}
+
+
+def write_adapter(folder: Path, tensors: dict[str, torch.Tensor], **settings: Any) -> Path:
+    """Write an adapter as it is given, and return its folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    fields = {"peft_type": "LORA", "r": 2, "lora_alpha": 3, "target_modules": ["q_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps({**fields, **settings}))
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return folder
+
+
+def q_proj_tensors(name: str = Q_PROJ, **more: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return A [2, 6] and B [10, 2] of a layer, and more tensors of it."""
+    generator = torch.Generator().manual_seed(5)
+    return {
+        f"{name}.lora_A.weight": torch.randn((2, 6), generator=generator),
+        f"{name}.lora_B.weight": torch.randn((10, 2), generator=generator),
+        **{f"{name}.{key}": tensor for key, tensor in more.items()},
+    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,18 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from adapters_made import LINEAR, adapted_model, make_adapter
+from adapters_made import (
+    LINEAR,
+    Q_PROJ,
+    adapted_model,
+    make_adapter,
+    merged_weights,
+    q_proj_tensors,
+    write_adapter,
+)
+from safetensors.torch import load_file
 
-from jackfield.core.adapters.file import AdapterFile
+from jackfield.core.adapters.file import AdapterFile, LowRank
 from jackfield.plugins.adapters.peft import PeftFormat
 
 from helpers import make_checkpoint, reference_model
@@ -226,3 +236,150 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 def test_logits_are_those_of_peft(case: str, models: Callable[[str], Path], tmp_path: Path) -> None:
     family, settings = CASES[case]
     check(models(family), make_adapter(models(family), tmp_path / "adapter", **settings))
+
+
+def test_experts_of_their_own_layers(models: Callable[[str], Path], tmp_path: Path) -> None:
+    """Files of transformers 4 have each expert's linears; PEFT fuses them as it loads."""
+    generator, tensors = torch.Generator().manual_seed(1), {}
+    sizes = {"w1": (64, 96), "w3": (64, 96), "w2": (96, 64)}
+    for layer in range(3):
+        for expert in range(4):
+            for leaf, (inputs, outputs) in sizes.items():
+                module = f"model.layers.{layer}.block_sparse_moe.experts.{expert}.{leaf}"
+                for part, shape in (("A", (2, inputs)), ("B", (outputs, 2))):
+                    value = 0.3 * torch.randn(shape, generator=generator)
+                    tensors[f"base_model.model.{module}.lora_{part}.weight"] = value
+    adapter = write_adapter(tmp_path / "adapter", tensors, r=2, target_modules=["w1", "w2", "w3"])
+    file = PeftFormat.read(adapter)
+    weights = reference_model(models("mixtral")).state_dict()
+    for change in file.low_rank:
+        _, _, layer, _, _, expert, leaf = change.name.split(".")
+        name = "down_proj" if leaf == "w2" else "gate_up_proj"
+        weight = weights[f"model.layers.{layer}.mlp.experts.{name}"][int(expert)]
+        rows = slice(96, None) if leaf == "w3" else slice(0, 96)
+        weight[rows] += change.scale * change.b() @ change.a()
+    assert len(file.low_rank) == 3 * 4 * 3
+    for name, expected in merged_weights(models("mixtral"), adapter).items():
+        torch.testing.assert_close(weights[name], expected, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "start"),
+    [
+        pytest.param([1, 9, 7, 8, 4, 5], 2, id="once"),
+        pytest.param([1, 7, 8, 4, 7, 8, 5, 7], 4, id="twice"),
+        pytest.param([1, 9, 8, 7, 4], None, id="not at all"),
+    ],
+)
+@torch.no_grad()
+def test_invocation_tokens_are_those_of_peft(
+    prompt: list[int], start: int | None, models: Callable[[str], Path], tmp_path: Path
+) -> None:
+    adapter = make_adapter(
+        models("llama"), tmp_path / "adapter", target_modules=LINEAR, alora_invocation_tokens=[7, 8]
+    )
+    file = PeftFormat.read(adapter)
+    assert file.invocation_tokens == (7, 8)
+    ids = torch.tensor([prompt])
+    ours = untied(models("llama"))
+    plain = ours(ids).logits
+    for change in file.low_rank:
+        ours.get_submodule(change.name).register_forward_hook(later(change, start))
+    expected = adapted_model(models("llama"), adapter).double()(input_ids=ids).logits
+    torch.testing.assert_close(ours(ids).logits, expected, rtol=1e-4, atol=1e-4)
+    assert torch.equal(plain, expected) == (start is None)
+
+
+def later(change: LowRank, start: int | None) -> Any:
+    """Return a hook that adds a change from a position on."""
+    a, b = change.a().double(), change.b().double()
+
+    def hook(module: Any, args: tuple[torch.Tensor], result: torch.Tensor) -> torch.Tensor:
+        delta = change.scale * (args[0] @ a.T) @ b.T
+        delta[:, : result.shape[1] if start is None else start] = 0
+        return result + delta
+
+    return hook
+
+
+def test_head_of_a_classifier(models: Callable[[str], Path], tmp_path: Path) -> None:
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(
+        models("llama"), num_labels=3
+    )
+    adapter = make_adapter(
+        model, tmp_path / "adapter", target_modules=["q_proj"], task_type="SEQ_CLS"
+    )
+    file = PeftFormat.read(adapter)
+    stored = load_file(adapter / "adapter_model.safetensors")
+    assert file.replaced.keys() == {"score.weight"}
+    assert torch.equal(file.replaced["score.weight"](), stored["base_model.model.score.weight"])
+
+
+def test_copies_of_the_base_are_not_changes(models: Callable[[str], Path], tmp_path: Path) -> None:
+    file = check(
+        models("llama"),
+        make_adapter(models("llama"), tmp_path / "adapter", target_modules=["lm_head", "q_proj"]),
+    )
+    assert not file.replaced and file.plain
+    assert any("lm_head.base_layer.weight" in note for note in file.notes)
+
+
+# Files made by hand.
+
+
+@pytest.mark.parametrize(
+    "rename",
+    [
+        pytest.param(lambda key: key.removeprefix("base_model.model."), id="without prefix"),
+        pytest.param(lambda key: key.replace(".weight", ".default.weight"), id="adapter's name"),
+        pytest.param(lambda key: f"module.{key}", id="data parallel"),
+        pytest.param(
+            lambda key: key.replace("model.layers", "model._orig_mod.layers"), id="compiled"
+        ),
+        pytest.param(
+            lambda key: key.replace("q_proj", "_fsdp_wrapped_module.q_proj"), id="sharded"
+        ),
+    ],
+)
+def test_names_of_other_writers_mean_the_same(rename: Callable[[str], str], tmp_path: Path) -> None:
+    plain = PeftFormat.read(write_adapter(tmp_path / "plain", q_proj_tensors()))
+    renamed = {rename(key): tensor for key, tensor in q_proj_tensors().items()}
+    other = PeftFormat.read(write_adapter(tmp_path / "other", renamed))
+    assert [each.name for each in other.low_rank] == ["model.layers.0.self_attn.q_proj"]
+    assert other.digest == plain.digest
+
+
+def test_digest_is_of_what_is_computed(tmp_path: Path) -> None:
+    def digest(tensors: dict[str, torch.Tensor], **settings: Any) -> str:
+        return PeftFormat.read(write_adapter(tmp_path / "adapter", tensors, **settings)).digest
+
+    first = digest(q_proj_tensors())
+    assert digest(dict(reversed(q_proj_tensors().items())), base_model_name_or_path="/x") == first
+    assert digest(q_proj_tensors(), r=8, rank_pattern={"q_proj": 2}, inference_mode=True) == first
+    assert digest(q_proj_tensors(), lora_alpha=6, r=4, rank_pattern={"q_proj": 2}) != first
+    assert digest({key: tensor + 1e-6 for key, tensor in q_proj_tensors().items()}) != first
+    assert digest({key: tensor.half() for key, tensor in q_proj_tensors().items()}) != first
+    assert digest(q_proj_tensors(Q_PROJ.replace("0", "1"))) != first
+    assert digest(q_proj_tensors(), alora_invocation_tokens=[5]) != first
+
+
+def test_scale_of_rank_stabilized_patterns(tmp_path: Path) -> None:
+    settings = {
+        "use_rslora": True, "r": 64, "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 5}
+    }  # fmt: skip
+    (change,) = PeftFormat.read(write_adapter(tmp_path, q_proj_tensors(), **settings)).low_rank
+    assert change.scale == 5 / math.sqrt(2)
+
+
+def test_fields_of_2023_are_read(tmp_path: Path) -> None:
+    fields = {"enable_lora": None, "merge_weights": False, "fan_in_fan_out": False, "bias": "none"}
+    file = PeftFormat.read(write_adapter(tmp_path, q_proj_tensors(), **fields))
+    assert file.plain and not file.notes
+
+
+def test_what_is_not_used_is_noted(tmp_path: Path) -> None:
+    fields = {"lora_dropout": 0.1, "some_new_field": 3, "target_modules": ["k_proj"]}
+    notes = "; ".join(PeftFormat.read(write_adapter(tmp_path, q_proj_tensors(), **fields)).notes)
+    for part in ("lora_dropout", "some_new_field", "model.layers.0.self_attn.q_proj"):
+        assert part in notes
+    assert "k_proj" not in notes
