@@ -39,6 +39,9 @@ class LowRank:
     layer's own bias is not scaled."""
     embedding: bool = False
     """Whether the layer is looked up by token."""
+    pairs: bool = False
+    """Whether B's rows have, within each head, the two channels of a rotation side by side, as GGUF
+    files have them of some families; otherwise they are half a head apart."""
 
 
 @dataclass(frozen=True)

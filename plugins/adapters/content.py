@@ -30,11 +30,23 @@ def with_digest(file: AdapterFile) -> AdapterFile:
     return replace(file, digest=digest.hexdigest())
 
 
+def check_invocation(file: AdapterFile, field: str) -> None:
+    """Refuse an adapter that acts from a token on, but not in all that it changes. field: the one
+    that has the tokens."""
+    whole = file.replaced or file.token_rows or file.experts
+    if file.invocation_tokens and (whole or any(each.embedding for each in file.low_rank)):
+        raise ConfigError(
+            f"{field}: only low-rank changes of linear layers can begin at a token, and this "
+            "adapter has others",
+            param=field,
+        )
+
+
 def _parts(file: AdapterFile) -> Iterator[tuple[str, tuple[object, ...], ReadTensor]]:
     """Yield each tensor: its name, what else is said of it, and how to read it; in an order of
     their own."""
     for layer in sorted(file.low_rank, key=lambda each: each.name):
-        settings = (layer.scale.hex(), layer.embedding)
+        settings = (layer.scale.hex(), layer.embedding, layer.pairs)
         parts = {
             "A": layer.a, "B": layer.b, "bias": layer.bias, "magnitude": layer.magnitude
         }  # fmt: skip

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from ...core.adapters.file import AdapterFile, ExpertsLowRank, LowRank, ReadTensor, TokenRows
 from ...core.errors import ConfigError, listed, shown
-from .content import with_digest
+from .content import check_invocation, with_digest
 from .peft_config import FILE, Settings, read_settings
 from .safetensors_file import TensorFile
 
@@ -101,7 +101,7 @@ class _Reader:
             base_model=self._settings.base_model,
             notes=self._note(names),
         )
-        self._check_invocation(file)
+        check_invocation(file, "alora_invocation_tokens")
         return file
 
     # Names.
@@ -368,16 +368,6 @@ class _Reader:
             self._notes.append(
                 "takes the place of the base model's, though modules_to_save does not name it: "
                 f"{listed(sorted(unnamed))}"
-            )
-
-    def _check_invocation(self, file: AdapterFile) -> None:
-        """Refuse an adapter that acts from a token on, but not in all that it changes."""
-        whole = file.replaced or file.token_rows or file.experts
-        if file.invocation_tokens and (whole or any(each.embedding for each in file.low_rank)):
-            raise ConfigError(
-                "alora_invocation_tokens: only low-rank changes of linear layers can begin at a "
-                "token, and this adapter has others",
-                param="alora_invocation_tokens",
             )
 
     def _note(self, names: Iterable[str]) -> tuple[str, ...]:

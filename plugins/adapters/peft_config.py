@@ -17,7 +17,7 @@ from typing import Any
 
 from ...core.errors import ConfigError, listed, shown
 from .patterns import MAX_LENGTH, Pattern, Patterns
-from .safetensors_file import open_regular
+from .regular_file import open_regular
 
 FILE = "adapter_config.json"
 MAX_BYTES = 8 << 20

@@ -14,6 +14,7 @@ from ...adapters.file import AdapterFile, ExpertsLowRank, LowRank, ReadTensor, T
 from ...errors import ConfigError, LoadError, listed
 from ...loading.weight_map import StackedExperts, WeightMap
 from ...nn.adapters import HEAD, AdapterState, Site, adapt
+from ...nn.attention import Attention
 from ...nn.embedding import Embedding
 from ...nn.experts import ExpertLinear, Router
 from ...nn.linear import Linear
@@ -185,6 +186,8 @@ class Sites:
                 )
             }  # fmt: skip
             number, span, own_a, own_b = self._divided(each.name, module, layer, shard, a, rows)
+            if each.pairs:
+                own_b = _halves(own_b, self._head_dim(module))
             shard_of = sharding_of(layer)
             if shard_of is not None and shard_of.dim == 0:
                 extra = {
@@ -200,6 +203,14 @@ class Sites:
                 f"{PARAM}: {each.name} is several layers here ({listed(sorted(names))})",
                 param=PARAM,
             )
+
+    def _head_dim(self, module: str) -> int:
+        """Return the size of a head of the attention that a projection is of."""
+        parent = f"{module.rpartition('.')[0]}."
+        for name, layer in self.modules.items():
+            if name.startswith(parent) and isinstance(layer, Attention):
+                return layer.spec.head_dim
+        raise self._not_here(module)
 
     def _matrices(self, each: LowRank) -> tuple[torch.Tensor, torch.Tensor]:
         a, b = each.a(), each.b()
@@ -527,6 +538,12 @@ def part_bounds(layer: Any) -> tuple[int, ...]:
     if not shards:
         return 0, out_features(layer)
     return (*(each.start for each in shards), shards[-1].stop)
+
+
+def _halves(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Return rows of queries or keys with a rotation's two channels half a head apart."""
+    pairs = rows.reshape(-1, head_dim // 2, 2, rows.shape[1])
+    return pairs.transpose(1, 2).reshape(rows.shape)
 
 
 def _vocabulary(layer: Any) -> tuple[int, int]:
