@@ -50,6 +50,10 @@ EXCLUDES: Mapping[str, Mapping[str, str]] = {
         states.NAME: "only keys and values are compacted",
         encoder_decoder.NAME: "only the decoder's keys and values are compacted",
     },
+    adapters.NAME: {
+        encoder_decoder.NAME: "sources are encoded without adapters yet",
+        EXPERT_BALANCE: "experts that move are not adapted",
+    },
     encoder_decoder.NAME: {
         PIPELINE: "its layers are not divided among stages yet",
         EXPERT_BALANCE: "it has no experts",

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ...errors import ConfigError
 from ...nn.adapters import (
     ActiveAdapters,
     LayerChange,
@@ -374,13 +373,7 @@ class AdaptersStart(PartStart):
     option = "enable_lora"
 
     def __init__(self, start: StartContext) -> None:
-        """Raises ConfigError."""
         config = start.config
-        if config.enable_eplb:
-            raise ConfigError(
-                "enable_lora: experts that move between ranks (enable_eplb) are not adapted",
-                param="enable_lora",
-            )
         self._start = start
         dtype = start.model_config.dtype
         if config.lora_dtype != "auto":
