@@ -1,10 +1,8 @@
-"""Cases for the kernels over states: the gated delta rule of Qwen3-Next, Mamba's scan in Falcon
-Mamba 7B, Mamba 2's in Mamba 2 2.7B, and what a decode step of the first and the last computes
-between its projections; the others are in kernel_cases.py.
+"""Kernels over states: Qwen3-Next's gated delta rule, Falcon Mamba 7B's scan, Mamba 2 2.7B's
+recurrence, and fused decode steps of the first and last.
 
-Operations of products are those of chunks of 64 tokens, which no shorter way is known for. Those of
-Mamba's scan are no products: an exponential per element of x and state, which bounds its prompts
-more than their bytes do.
+Operations are those of chunks of 64 tokens. Mamba's scan is bound by an exponential per element of
+x and state.
 """
 
 from __future__ import annotations
@@ -28,8 +26,6 @@ ANY_STEP = (0.0, float("inf"))
 
 
 class Delta(NamedTuple):
-    """A gated delta net."""
-
     heads: int
     groups: int
     keys: int
@@ -37,8 +33,6 @@ class Delta(NamedTuple):
 
 
 class Mamba2(NamedTuple):
-    """A layer of Mamba 2."""
-
     heads: int
     groups: int
     width: int
@@ -46,14 +40,12 @@ class Mamba2(NamedTuple):
 
 
 class Mamba(NamedTuple):
-    """A layer of Mamba."""
-
     channels: int
     states: int
 
 
 class StateSizes(NamedTuple):
-    """Layers, and the batches to run: (rows, tokens of each)."""
+    """Layers, and their batches: (rows, tokens of each)."""
 
     delta: Delta
     mamba: Mamba
@@ -71,7 +63,6 @@ TINY_STATES = StateSizes(
 
 
 def state_cases(sizes: StateSizes, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
-    """Yield a case of each layer and batch."""
     for rows, tokens in sizes.batches:
         maker = _Maker(rows, tokens, device, dtype)
         yield maker.delta(sizes.delta)
@@ -106,7 +97,7 @@ class _Maker:
     def case(
         self, kernel: str, state: int, elements: int, make: Callable[[], Work], flops: float
     ) -> Case:
-        """state: numbers in a row's state; elements: those that a token has in and out."""
+        """state: numbers in a row's state; elements: a token's inputs and outputs."""
         times = 2 if self.tokens == 1 else 1
         moved = self.total * elements * self.dtype.itemsize + 4 * times * self.num_rows * state
         return Case(kernel, self.shape, moved, make, flops * self.total)
