@@ -245,8 +245,11 @@ class _Maker(Maker):
 
         def make() -> Work:
             qkv = self.random(tokens, s.qkv)
-            norms = [(self.random(s.head_dim), self.random(s.head_dim), EPS) for _ in range(2)]
-            return lambda: norm_heads(qkv, s.num_heads, s.num_kv_heads, norms[0], norms[1])
+            layout = (s.num_heads, s.num_kv_heads, s.head_dim)
+            first, second = (
+                (self.random(s.head_dim), self.random(s.head_dim), EPS, None) for _ in range(2)
+            )
+            return lambda: norm_heads(qkv, layout, first, second)
 
         moved = 2 * tokens * heads * s.head_dim * self.item
         return Case(

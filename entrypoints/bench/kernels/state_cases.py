@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
+from ....core.nn.state.rows import StateRows
 from ....kernels.state.delta_net_step import delta_net_step
 from ....kernels.state.delta_rule import delta_rule
 from ....kernels.state.mamba2_step import mamba2_step
-from ....kernels.state.rows import Rows
 from ....kernels.state.selective_scan import selective_scan
 from ....kernels.state.ssd_scan import ssd_scan
 from .case import Case, Work
@@ -81,12 +82,13 @@ class _Maker:
         self.total = rows * tokens
         self.shape = f"{rows} rows of {tokens}"
 
-    def rows(self) -> Rows:
-        starts = torch.arange(self.num_rows + 1, dtype=torch.int32, device=self.device)
+    def rows(self) -> StateRows:
+        starts = np.arange(self.num_rows + 1, dtype=np.int32) * self.tokens
         length = self.tokens if self.tokens > 1 else 100
         lengths = torch.full((self.num_rows,), length, dtype=torch.int32, device=self.device)
         slots = torch.arange(self.num_rows, device=self.device)
-        return Rows(starts * self.tokens, lengths, slots, self.tokens == 1)
+        on_device = torch.from_numpy(starts).to(self.device)
+        return StateRows(self.total, slots, on_device, lengths, starts, max_query_len=self.tokens)
 
     def random(self, *shape: int) -> torch.Tensor:
         return torch.randn(self.total, *shape, device=self.device, dtype=self.dtype)
@@ -115,7 +117,7 @@ class _Maker:
             rate, bias = -self.wide(heads).abs(), self.wide(heads)
             state = self.wide(self.num_rows, heads, keys, values)
             rows = self.rows()
-            return lambda: delta_rule(q, k, v, step, beta, rate, bias, state, rows)
+            return lambda: delta_rule(q, k, v, step, beta, (rate, bias), state, rows)
 
         chunk = 0 if self.tokens == 1 else CHUNK
         flops = 2.0 * heads * (3 * keys * values + chunk * (3 * keys + 2 * values))
@@ -128,14 +130,11 @@ class _Maker:
         def make() -> Work:
             x, dt, gate = (self.random(channels) for _ in range(3))
             b, c = self.random(states), self.random(states)
-            a, d, bias = (
-                -self.wide(channels, states).abs(),
-                self.wide(channels),
-                self.wide(channels),
-            )
+            rates, (d, bias) = -self.wide(channels, states).abs(), self.wide(2, channels)
+            weights = (rates, d, bias, ANY_STEP)
             state = self.wide(self.num_rows, channels, states)
             rows = self.rows()
-            return lambda: selective_scan(x, dt, b, c, gate, a, d, bias, ANY_STEP, state, rows)
+            return lambda: selective_scan(x, dt, b, c, gate, weights, state, rows)
 
         elements = 4 * channels + 2 * states
         return self.case("selective_scan", channels * states, elements, make, 0.0)
@@ -146,10 +145,10 @@ class _Maker:
         def make() -> Work:
             x, dt = self.random(heads, width), self.random(heads)
             b, c = self.random(groups, states), self.random(groups, states)
-            a, d, bias = -self.wide(heads).abs(), self.wide(heads), self.wide(heads)
+            weights = (-self.wide(heads).abs(), *self.wide(2, heads), ANY_STEP)
             state = self.wide(self.num_rows, heads, width, states)
             rows = self.rows()
-            return lambda: ssd_scan(x, dt, b, c, a, d, bias, ANY_STEP, state, rows)
+            return lambda: ssd_scan(x, dt, b, c, weights, state, rows)
 
         chunk = 0 if self.tokens == 1 else CHUNK
         flops = 2.0 * heads * (2 * width * states + chunk * (states + width))
