@@ -25,12 +25,12 @@ logger = logging.getLogger("jackfield.plugins")
 
 
 class ParsedToolCall(msgspec.Struct):
-    """A tool call; `arguments` is JSON text, maybe cut off."""
+    """One tool call; `arguments` is JSON text, cut off where the output was."""
 
     name: str
     arguments: str = ""
     id: str = ""
-    """The model's own id, if its format has one."""
+    """The model's own id for it, where its format has one."""
 
 
 class ParsedMessage(msgspec.Struct):
@@ -42,6 +42,7 @@ class ParsedMessage(msgspec.Struct):
 
 
 def fold(events: Iterable[ParserEvent]) -> ParsedMessage:
+    """Return the message that a sequence of events describes."""
     content: list[str] = []
     reasoning: list[str] = []
     calls: dict[int, ToolCallStart] = {}
@@ -73,9 +74,9 @@ def parser_failed(name: str) -> RequestFailed:
 
 
 class OutputParser:
-    """Splits off reasoning, then applies the tool parser; either may be None.
+    """Splits off reasoning; the rest of the text goes through the tool parser. Either may be None.
 
-    A raising parser fails only its request: RequestFailed, with the parser's name.
+    A parser that raises fails its request alone: RequestFailed, with the parser's name.
     """
 
     def __init__(
@@ -85,30 +86,32 @@ class OutputParser:
         *,
         names: tuple[str, str] = ("the reasoning parser", "the tool parser"),
     ) -> None:
-        """names: for errors (`Registry.described`)."""
+        """names: the parsers' names in errors (`Registry.described`)."""
         self._reasoning = reasoning
         self._tools = tools
         self._names = names
         self._reads_plain_text = getattr(tools, "reads_plain_text", False)
         self.num_reasoning_tokens = 0
-        """Tokens of reasoning text if tokens are fed separately (`end_token`), without marks and
-        adjacent space."""
+        """Tokens of reasoning text, where each token's text was fed by itself (`end_token`); those
+        of its marks, and of space next to them, do not count."""
         self._in_reasoning = False
         self._token_has_events = False
         self._undecided = 0
-        """Tokens without events after reasoning text: reasoning if more follows, else part of its
-        mark."""
+        """Tokens without events since the last one of reasoning text: reasoning, if more of it
+        follows, else part of its mark."""
 
     @property
     def plain(self) -> bool:
+        """Whether there is no parser, so that all text is content."""
         return self._reasoning is None and self._tools is None
 
     @property
     def reasoning_ended(self) -> bool:
+        """Whether what follows is no longer reasoning."""
         return self._reasoning is None or self._reasoning.reasoning_ended
 
     def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[ParserEvent]:
-        """Return the events of a piece; token_ids: its tokens."""
+        """Return the events of the next piece of text; token_ids: the tokens that it came from."""
         if self._reasoning is None:
             if self._tools is not None:
                 return self._feed_tools(text, token_ids)
@@ -123,7 +126,7 @@ class OutputParser:
         return self._through_tools(events)
 
     def end_token(self) -> None:
-        """Count the token fed since the last call if it is reasoning."""
+        """Count a token as reasoning if it is: its text is what was fed since the last call."""
         has_events, self._token_has_events = self._token_has_events, False
         if self.reasoning_ended:
             return
@@ -136,6 +139,7 @@ class OutputParser:
             self._undecided += 1
 
     def finish(self) -> list[ParserEvent]:
+        """End the text; return the events of what was held back."""
         events: list[ParserEvent] = []
         if self._reasoning is not None:
             try:

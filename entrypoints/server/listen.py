@@ -14,6 +14,8 @@ from ..http.tls import Tls
 
 @dataclass(frozen=True)
 class Listen:
+    """Address and TLS of a server."""
+
     host: Annotated[
         str, Meta(description="address to bind (default: loopback)"), Flag(group="server")
     ] = "127.0.0.1"
@@ -22,10 +24,11 @@ class Listen:
         Meta(ge=0, le=65535, description="port to bind; 0: any free one"),
         Flag(group="server"),
     ] = 8000
-    """Resolvers would wrap larger ports."""
+    """Resolvers would reduce a port beyond 65535 modulo 65536, and bind another one."""
     uds: Annotated[
         str | None, Meta(description="listen on a Unix socket instead"), Flag(group="server")
     ] = None
     tls: Tls | None = None
+    """None: plain HTTP."""
     sockets: tuple[socket.socket, ...] = ()
-    """Bound sockets of the starting process, replacing the fields above."""
+    """Sockets that the starting process has bound; they replace the fields above."""
