@@ -248,6 +248,7 @@ class HeadlessLM(nn.Module):
     def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> HiddenStates:
         """[num_tokens] → hidden states of the decoder"""
         hidden: HiddenStates = self.model(input_ids, context)
+        context.shared.clear()  # A recorded step keeps its context, and no layer's tensors.
         return hidden
 
     @staticmethod
