@@ -15,26 +15,25 @@ from ..core.registry import KINDS, LoadedPlugin, Plugins, Provenance, Registry
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One name, hook or plugin."""
+    """A name, hook or plugin."""
 
     kind: str
-    """One of `KINDS`; "hook" for an event or routes; "plugin" for one as a whole."""
+    """One of `KINDS`, "hook" for events or routes, "plugin" for a whole one."""
     name: str
     distribution: str
     version: str
     status: str
-    """"works here" or why not; "registered" if it was not checked. For a plugin: the import time
-    and warnings, or why it was left out."""
+    """"works here" or why not; "registered" if not checked. For a plugin: import time and warnings,
+    or why it was left out."""
     plugin: str
-    """The entry point that registered it."""
 
 
 def inventory(plugins: Plugins, *, check: bool = True) -> list[Row]:
-    """Return one row per registered name, then one per hook that registers none, then one per
-    plugin, with those left out last.
+    """Return a row per registered name, per hook without names, and per plugin, ending with those
+    left out.
 
-    `check`: import each one, verify that it implements its kind, and call `supports` or
-    `unavailable`, if it has them, to see whether it works here. Without it nothing is imported.
+    `check`: import each, verify that it implements its kind, and call its `supports` or
+    `unavailable`. Otherwise nothing is imported.
     """
     rows = []
     for registry in plugins.registries.values():
@@ -57,7 +56,7 @@ def inventory(plugins: Plugins, *, check: bool = True) -> list[Row]:
 
 
 def hooks_of(plugins: Plugins, provenance: Provenance) -> Iterator[str]:
-    """Yield the hooks of a plugin that register no names: events, routes, metrics."""
+    """Yield a plugin's hooks without names: events, routes, metrics."""
     plugin = plugins.manager.get_plugin(provenance.plugin)
     for caller in plugins.manager.get_hookcallers(plugin) or ():
         if caller.name not in KINDS.values():
@@ -66,8 +65,7 @@ def hooks_of(plugins: Plugins, provenance: Provenance) -> Iterator[str]:
 
 @contextlib.contextmanager
 def output_aside() -> Iterator[None]:
-    """Redirect what plugins print during import to standard error, because our standard output is
-    for programs."""
+    """Redirect plugins' prints during import to standard error."""
     sys.stdout.flush()
     stdout = os.dup(1)
     try:
@@ -103,7 +101,7 @@ def _status(registry: Registry[Any], name: str) -> str:
 
 
 def _refusal(kind: str, plugin: Any) -> str | None:
-    """Return why a plugin does not support this machine or its default dtype, if it can tell."""
+    """Return why a plugin does not support this machine or its default dtype, if known."""
     reason: str | None
     if kind == "structured_backend":
         reason = plugin.unavailable()

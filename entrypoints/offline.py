@@ -260,7 +260,6 @@ async def _collect(work: Iterable[Coroutine[Any, Any, T]], use_tqdm: bool) -> li
 
 
 def _listed(prompts: Any) -> list[Any]:
-    """Return one prompt, or several, as a list."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     _check_many("prompts", prompts)
@@ -270,7 +269,7 @@ def _listed(prompts: Any) -> list[Any]:
 
 
 def _check_many(name: str, value: Any) -> None:
-    """Raise InvalidRequest unless the value is a sequence, such as a list or an array."""
+    """Raise InvalidRequest unless the value is a sequence or array."""
     places = hasattr(value, "__len__") and hasattr(value, "__getitem__")
     if not places or isinstance(value, str | bytes | Mapping):
         raise InvalidRequest(f"{name}: must be a list, got {type(value).__name__}", param=name)

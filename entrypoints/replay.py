@@ -1,4 +1,4 @@
-"""Replays a recording of steps against a worker, and compares results bit for bit."""
+"""Replays a recording of steps, comparing results bit for bit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ..core.step import NOTHING_IN_PROCESS, InProcess, StepPlan, StepResult
 from ..core.text.tokenizer import Tokenizer
 
 BY_ROW = ("logprobs", "prompt_logprobs", "failed", "pooled")
-"""Fields of a result that say what was computed, besides tokens; others say how long it took."""
+"""Fields of a result, besides tokens, that are computed, not timings."""
 InFlight: TypeAlias = deque[tuple[StepPlan, asyncio.Future[StepResult]]]
 
 
@@ -32,18 +32,18 @@ class Difference(Exception):
 
 
 class Replayed(msgspec.Struct, frozen=True):
-    """What a replay without differences came to."""
+    """Outcome of a replay without differences."""
 
     num_steps: int
     num_tokens: int
     cut_off: bool
-    """Whether the recording ends within an object, as after a crash: the rest was replayed."""
+    """Whether the recording ends within an object, as after a crash."""
     other_versions: dict[str, tuple[str, str]]
-    """Library → its version in the recording and here, where they differ; "" for none."""
+    """Library → its recorded and present version, if different; "" for none."""
 
 
 def replay_config(recorded: EngineConfig, info: ExecutorInfo, **changes: Any) -> EngineConfig:
-    """Return the configuration of a replay: the recorded one, with the same number of blocks."""
+    """Return the recorded configuration, with the same number of blocks."""
     settings: dict[str, Any] = {"record_steps": None, **changes}
     if info.num_blocks:
         settings["num_gpu_blocks_override"] = info.num_blocks
@@ -53,8 +53,7 @@ def replay_config(recorded: EngineConfig, info: ExecutorInfo, **changes: Any) ->
 async def replay(recording: Recording, config: EngineConfig, plugins: Plugins) -> Replayed:
     """Replay a recording. `config`: from `replay_config`.
 
-    Raises Difference at the first one, ConfigError for a damaged recording, and what the start of
-    an executor raises.
+    Raises Difference, ConfigError for a damaged recording, and errors of an executor's start.
     """
     header = recording.header
     check_names(config, plugins)
@@ -110,19 +109,17 @@ async def _check_model(executor: Executor, recorded: bytes | None) -> None:
 
 
 class _Replay:
-    """The plans and jobs of a recording, in its order."""
-
     def __init__(self, executor: Executor, grammars: Grammars, types: PartTypes) -> None:
-        """types: of what parts have sent."""
+        """types: of parts' data."""
         self._executor = executor
         self._types = types
         self._grammars = grammars
         self._flying: InFlight = deque()
         self._requests: dict[int, str] = {}
-        """Slot → the request that has it by the last plan."""
+        """Slot → its request in the last plan."""
 
     async def run(self, recording: Recording) -> tuple[int, int]:
-        """Return the number of steps and of tokens that are equal."""
+        """Return the number of equal steps and tokens."""
         num_steps = num_tokens = 0
         try:
             for entry in recording.entries(self._types):
@@ -177,7 +174,7 @@ class _Replay:
             raise Difference(difference)
 
     def _difference(self, plan: StepPlan, there: StepResult, here: StepResult) -> str | None:
-        """Return where two results of a plan differ first, and how."""
+        """Return the first difference of two results."""
         num_rows, wanted = len(there.counts), len(plan.slots)
         if num_rows != wanted:
             return f"step {plan.step}: the recording's result has {num_rows} rows of {wanted}"

@@ -1,4 +1,4 @@
-"""Similarity scores of text pairs: by a cross-encoder, or as the cosine of two vectors."""
+"""Scores text pairs by a cross-encoder, or by two vectors' cosine."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ..core.outputs import PoolingRequestOutput
 from ..core.pooling_params import PoolingOutput, PoolingParams
 
 STARTED_AT_ONCE = 16
-"""Prompts that are tokenized before the event loop gets to do other things."""
+"""Prompts tokenized per turn of the event loop."""
 ScoredText: TypeAlias = str | tuple[int, ...]
-"""A text, or its token ids (a cross-encoder takes texts alone)."""
+"""A text, or its token ids (cross-encoders take texts only)."""
 
 
 async def encode_all(
@@ -30,10 +30,10 @@ async def encode_all(
     max_values: int | None = None,
     **options: Any,
 ) -> list[PoolingRequestOutput]:
-    """Encode many prompts at once; the first error aborts the others.
+    """Encode prompts concurrently; the first error aborts the others.
 
-    `options`: as of `AsyncEngine.encode`, `request_id` being the start of each one's.
-    max_values: raise InvalidRequest once the outputs have more numbers than this.
+    `options`: of `AsyncEngine.encode`, with `request_id` as a prefix. max_values: most numbers in
+    the outputs, else InvalidRequest.
     """
     num_values = 0
     name = options.pop("request_id", None) or "pooled"
@@ -72,7 +72,7 @@ async def score_all(
 ) -> list[PoolingRequestOutput]:
     """Score pairs of texts: one output per pair, with `outputs.score` and both texts' tokens.
 
-    Raises InvalidRequest where the model gives no scores.
+    Raises InvalidRequest without a scoring model.
     """
     pooling = engine.model_config.pooling
     if pooling is None or not pooling.scores:

@@ -1,4 +1,4 @@
-"""Standard output of the commands: whoever reads it may leave, and its file may be full."""
+"""Commands' standard output, whose reader may leave, or whose file may be full."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 
 READER_LEFT = 128 + signal.SIGPIPE
-"""Exit status of a command whose reader has left, as a shell gives it for other programs."""
+"""Exit status when the reader has left, as in a shell."""
 INTERRUPTED = 128 + signal.SIGINT
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
@@ -19,8 +19,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 def run_command(command: Callable[[], int]) -> int:
     """Run a command; return its exit status.
 
-    Ends without a word if the reader of its output has left (`jackfield plugins | head`), or at
-    Ctrl-C where the command itself does not handle it.
+    Silent if the output's reader has left (`jackfield plugins | head`), and at an unhandled Ctrl-C.
     """
     if sys.stdout is None:  # Closed by the shell (`>&-`): the next file would become descriptor 1.
         sys.stdout = open(os.devnull, "w")
@@ -45,7 +44,7 @@ def run_command(command: Callable[[], int]) -> int:
 
 
 def announce(line: str) -> None:
-    """Print a line of a server, which serves on if no one can read it."""
+    """Print a server's line; the server continues if it cannot be read."""
     try:
         print(line, flush=True)
     except OSError:
@@ -53,7 +52,7 @@ def announce(line: str) -> None:
 
 
 def reader_left() -> bool:
-    """Return whether standard output is a pipe that no one reads any more."""
+    """Return whether standard output is a pipe without a reader."""
     try:
         poll = select.poll()
         poll.register(sys.stdout, 0)
@@ -63,8 +62,7 @@ def reader_left() -> bool:
 
 
 def _discard() -> None:
-    """Send what is printed from now on nowhere, with what could not be written so far: Python
-    would try once more at its exit, and complain."""
+    """Discard pending and later output, which Python would retry at exit."""
     with contextlib.suppress(OSError, ValueError):
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stdout.fileno())

@@ -11,7 +11,7 @@ import msgspec
 
 
 def type_text(hint: Any) -> str:
-    """Return a type in readable form: `int ≥ 1 or None`."""
+    """Return a readable type: `int ≥ 1 or None`."""
     if typing.get_origin(hint) is typing.Annotated:
         base, *metas = typing.get_args(hint)
         bounds = ", ".join(bound for meta in metas for bound in _bounds(meta))
@@ -37,23 +37,20 @@ def _bounds(meta: Any) -> Iterator[str]:
 
 
 def described(hint: Any) -> str:
-    """Return the description of an annotated field."""
     metas = typing.get_args(hint)[1:] if typing.get_origin(hint) is typing.Annotated else ()
     return next((m.description for m in metas if getattr(m, "description", None)), "")
 
 
 class FieldText(msgspec.Struct, frozen=True):
-    """One field."""
-
     name: str
     type: str
     default: str
     meaning: str
-    """Its `Meta` description; empty if it has none."""
+    """Its `Meta` description, or ""."""
 
 
 def fields_of(schema: type[msgspec.Struct]) -> list[FieldText]:
-    """Return each field of a Struct whose fields have defaults."""
+    """Return the fields of a Struct with defaults."""
     hints = typing.get_type_hints(schema, include_extras=True)
     fields = []
     for field in msgspec.structs.fields(schema):

@@ -174,12 +174,13 @@ def _xielu_kernel(out_ptr, x_ptr, weights_ptr, numel, BLOCK: tl.constexpr):
 
 
 def xielu(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """x: [any], contiguous → the same shape; weights: [4] float32: of x² above 0, of expm1(min(x,
+    """x: [any] → the same shape; weights: [4] float32: of x² above 0, of expm1(min(x,
     eps)) - x elsewhere, of x everywhere, and eps.
 
     Computed in float32, rounded once at the end.
     """
-    out, block = torch.empty_like(x), 1024
+    x, block = x.contiguous(), 1024
+    out = torch.empty_like(x)
     if x.numel():
         launch(_xielu_kernel, (triton.cdiv(x.numel(), block),))(
             out, x, weights, x.numel(), BLOCK=block, num_warps=4

@@ -52,9 +52,10 @@ def _embedding_kernel(
     tl.store(out_ptr + row * SIZE + offsets, x, mask=mask)
 
 
-def embedding(
+def embed(
     token_ids: torch.Tensor,
     weight: torch.Tensor,
+    *,
     factor: float = 1.0,
     positions: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:

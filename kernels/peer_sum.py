@@ -357,49 +357,25 @@ def peer_sum(
         return x if residual is None else residual
     out = x if residual is None else residual
     options = pdl_options(x.device)
-    common = {
-        "DTYPE": DTYPES[x.dtype],
-        "RANK": mailboxes.rank,
-        "SIZE": mailboxes.size,
-        "SPINS": SPINS,
-        "RESIDUAL": residual is not None,
-        "PDL": bool(options),
-        **options,
-    }
+    memory: tuple[torch.Tensor, ...]
+    constants: dict[str, int]
     if way == "words":
         block = max(256, triton.next_power_of_2(triton.cdiv(num_words, WORD_PROGRAMS)))
-        launch(_words_kernel, (triton.cdiv(num_words, block),))(
-            out,
-            x,
-            residual,
-            mailboxes.words,
-            mailboxes.word_rounds,
-            mailboxes.stop,
-            num_words,
-            BLOCK=block,
-            PLACE=WORD_TILE,
-            PROGRAMS=WORD_PROGRAMS,
-            num_warps=block // 128,
-            **common,
-        )
-        return out
-    shares = mailboxes.size if way == "two_shot" else 1
-    share = triton.next_power_of_2(triton.cdiv(num_words, TILE_PROGRAMS * shares))
-    block = min(TILE, max(SMALLEST_TILE, share))
-    launch(_tiles_kernel, (min(triton.cdiv(num_words, block * shares), TILE_PROGRAMS),))(
-        out,
-        x,
-        residual,
-        mailboxes.tiles,
-        mailboxes.flags,
-        mailboxes.tile_rounds,
-        mailboxes.stop,
-        num_words,
-        BLOCK=block,
-        PLACE=TILE,
-        PROGRAMS=TILE_PROGRAMS,
-        TWO_SHOT=way == "two_shot",
-        num_warps=max(2, min(8, block // 256)),
-        **common,
-    )
+        kernel, programs, num_warps = _words_kernel, triton.cdiv(num_words, block), block // 128
+        memory = (mailboxes.words, mailboxes.word_rounds)
+        constants = {"PLACE": WORD_TILE, "PROGRAMS": WORD_PROGRAMS}
+    else:
+        shares = mailboxes.size if way == "two_shot" else 1
+        share = triton.next_power_of_2(triton.cdiv(num_words, TILE_PROGRAMS * shares))
+        block = min(TILE, max(SMALLEST_TILE, share))
+        programs = min(triton.cdiv(num_words, block * shares), TILE_PROGRAMS)
+        kernel, num_warps = _tiles_kernel, max(2, min(8, block // 256))
+        memory = (mailboxes.tiles, mailboxes.flags, mailboxes.tile_rounds)
+        constants = {"PLACE": TILE, "PROGRAMS": TILE_PROGRAMS, "TWO_SHOT": way == "two_shot"}
+    launch(kernel, (programs,))(
+        out, x, residual, *memory, mailboxes.stop, num_words, DTYPE=DTYPES[x.dtype],
+        RANK=mailboxes.rank, SIZE=mailboxes.size, BLOCK=block, SPINS=SPINS,
+        RESIDUAL=residual is not None, PDL=bool(options), num_warps=num_warps, **constants,
+        **options,
+    )  # fmt: skip
     return out

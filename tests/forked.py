@@ -27,6 +27,7 @@ import threading
 import time
 import types
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 from unittest import mock
 
@@ -238,6 +239,11 @@ def run(
     if check:
         completed.check_returncode()
     return completed
+
+
+def python_path(*folders: Path) -> str:
+    """PYTHONPATH with these folders first: Jackfield may be found by it, not be installed."""
+    return os.pathsep.join(filter(None, [*map(str, folders), os.environ.get("PYTHONPATH", "")]))
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The blocks of the KV cache: their reference counts, the free ones, and the hash of each."""
+"""Blocks of the KV cache: reference counts, free list, hashes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ NULL_BLOCK = 0
 
 
 class BlockPool:
-    """Ref-counted blocks 1 .. num_blocks - 1, all operations O(1) per block.
+    """Ref-counted blocks 1 .. num_blocks - 1; operations are O(1) per block.
 
-    A free block keeps its hash and content until it is allocated again: a hit makes it held
-    again. Free blocks without a hash are allocated first, then the least recently used.
+    A free block keeps its hash and content until reallocation, for hits. Free blocks without a hash
+    are allocated first, then in LRU order.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -32,26 +32,24 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Number of blocks that no request or transfer holds, cached or not."""
+        """Free blocks, cached or not."""
         return len(self._free)
 
     def is_free(self, block_id: int) -> bool:
         return self._ref_counts[block_id] == 0
 
     def num_holders(self, block_id: int) -> int:
-        """Return the number of references."""
         return self._ref_counts[block_id]
 
     def is_private(self, block_id: int) -> bool:
-        """Whether it has one holder."""
         return self._ref_counts[block_id] == 1
 
     def next_free(self, count: int) -> list[int]:
-        """Return the blocks that `allocate` would return, or fewer if fewer are free."""
+        """Return what `allocate` would, or fewer."""
         return list(islice(self._free, count))
 
     def allocate(self, count: int) -> list[int]:
-        """Return `count` blocks, and remove their hashes. The caller has checked `num_free`."""
+        """Return `count` blocks without hashes; the caller has checked `num_free`."""
         hashes, ref_counts, free = self._hashes, self._ref_counts, self._free
         blocks = list(islice(free, count))
         for block_id in blocks:
@@ -62,14 +60,13 @@ class BlockPool:
         return blocks
 
     def hold(self, block_ids: Iterable[int]) -> None:
-        """Add one reference to each block; free blocks become held."""
         for block_id in block_ids:
             if self._ref_counts[block_id] == 0:
                 del self._free[block_id]
             self._ref_counts[block_id] += 1
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """Drop one reference of each block, last block first, so that tails are reused first."""
+        """Drop a reference of each block, last first, so that tails are reused first."""
         hashes, ref_counts, free = self._hashes, self._ref_counts, self._free
         for block_id in reversed(block_ids):
             count = ref_counts[block_id] - 1
@@ -82,22 +79,21 @@ class BlockPool:
                     free.move_to_end(block_id, last=False)
 
     def lookup(self, block_hash: bytes) -> int | None:
-        """Return the block with this content, free or held; None if there is none."""
+        """Return the block with this content, or None."""
         return self._cached.get(block_hash)
 
     def register(self, block_id: int, block_hash: bytes) -> None:
-        """Let hits find this block. If another block has this content, hits find that one."""
+        """Let hits find this block, unless another has this content."""
         self.register_all((block_id,), (block_hash,))
 
     def register_all(self, block_ids: Iterable[int], block_hashes: Iterable[bytes]) -> None:
-        """Do as `register` for each of these blocks but the null block."""
+        """Register blocks except the null block."""
         hashes, enter = self._hashes, self._cached.setdefault
         for block_id, block_hash in zip(block_ids, block_hashes, strict=True):
             if block_id != NULL_BLOCK and enter(block_hash, block_id) == block_id:
                 hashes[block_id] = block_hash
 
     def forget(self, block_id: int) -> None:
-        """Remove this block from the prefix cache."""
         block_hash = self._hashes[block_id]
         if block_hash is not None:
             del self._cached[block_hash]
@@ -109,7 +105,7 @@ class BlockPool:
         self._cached.clear()
 
     def check(self, held: Iterable[int]) -> None:
-        """Raise AssertionError unless `held` (one entry per holder) explains every count."""
+        """Raise AssertionError unless `held` (one entry per holder) explains all counts."""
         expected = [0] * self.num_blocks
         for block_id in held:
             expected[block_id] += 1

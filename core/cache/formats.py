@@ -10,17 +10,17 @@ from .groups import CachePart
 
 
 class QuantizedFormat(msgspec.Struct, frozen=True):
-    """Keys and values as small integers, with a scale and a zero per token and head."""
+    """Small integers with a scale and a zero per token and head."""
 
     name: str
     """Name in `EngineConfig.kv_cache_dtype`."""
     key_bits: int
-    """Bits per channel of a key: 8 or 4."""
+    """Per channel: 8 or 4."""
     value_bits: int
-    """Bits per channel of a value: 8 or 4."""
+    """Per channel: 8 or 4."""
 
     def parts(self, num_kv_heads: int, head_dim: int) -> tuple[CachePart, ...]:
-        """Return the parts of a layer's cache (`QuantizedCache`)."""
+        """Return a layer's cache parts (`QuantizedCache`)."""
         bits = (self.key_bits, self.value_bits)
         key, value = (
             ((num_kv_heads, head_dim * width // 8), "int8" if width == 8 else "uint8")
@@ -32,7 +32,7 @@ class QuantizedFormat(msgspec.Struct, frozen=True):
         return CachePart("key", *key), CachePart("value", *value), scales
 
     def refusal(self, head_dim: int) -> str | None:
-        """Return why heads of this size cannot be stored so; None if they can."""
+        """Return why this head size is unsupported, or None."""
         if min(self.key_bits, self.value_bits) == 4 and head_dim % 2:
             return f"two channels share a byte, and a head has {head_dim}"
         return None
@@ -46,6 +46,5 @@ QUANTIZED_FORMATS: Mapping[str, QuantizedFormat] = {
         QuantizedFormat("int4", 4, 4),
     )
 }
-"""Name → format."""
 SYNONYMS = {"int8_per_token_head": "int8"}
-"""vLLM's names → those here."""
+"""vLLM's names → ours."""

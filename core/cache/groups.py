@@ -26,23 +26,23 @@ class CachePart(msgspec.Struct, frozen=True):
 
 
 class TokenCache(msgspec.Struct, frozen=True, tag="tokens"):
-    """Cache with an entry for every token, in blocks of tokens."""
+    """Entries per token, in blocks."""
 
     parts: tuple[CachePart, ...]
     reach: Reach | None = None
-    """None: a token sees all before it."""
+    """None: all earlier tokens."""
 
 
 class StateCache(msgspec.Struct, frozen=True, tag="state"):
-    """State of each sequence, of the same size whatever its length. It is not in blocks: a slot has
-    one, and a request's first token begins from zeros."""
+    """Fixed-size state per sequence: one per slot, not in blocks, initially zeros."""
 
     parts: tuple[CachePart, ...]
 
 
 class SourceCache(msgspec.Struct, frozen=True, tag="source"):
-    """Cache with an entry for every token of a sequence's source, which the encoder of an
-    encoder-decoder model reads: written once, in blocks of a table of its own, never longer."""
+    """Entries per source token of an encoder-decoder model, written once, in a block table of its
+    own.
+    """
 
     parts: tuple[CachePart, ...]
 
@@ -79,22 +79,21 @@ class CacheGroup(msgspec.Struct, frozen=True):
 
 
 ONE_GROUP = (CacheGroup(),)
-"""One group whose layers keep all tokens: the default if the executor names no groups."""
+"""Default: one group that keeps all tokens."""
 
 MAX_WASTE = 1 / 8
-"""Largest share of the blocks' bytes that may be padding, in groups with one layer less."""
+"""Largest padded share of blocks, in groups with one layer less."""
 
 
 def form_groups(
     specs: Sequence[TokenCache], *, max_model_len: int, block_size: int
 ) -> tuple[CacheGroup, ...]:
-    """Return the groups of layers with the caches `specs`: first those that see all tokens,
-    then by descending reach.
+    """Return groups of layers with caches `specs`: those that see all tokens, then by descending
+    reach.
 
-    Layers of one reach are spread over as few groups as possible such that all groups have
-    (nearly) equal numbers of layers. If layers differ in both tensor sizes and reach, one group
-    that keeps all tokens has all layers. Without layers there is one group of none: its blocks have
-    no bytes, and count tokens alone.
+    Layers of one reach form as few groups as give all groups nearly equal sizes. If both tensor
+    sizes and reach differ, one group has all layers and keeps all tokens. Without layers, one empty
+    group's blocks only count tokens.
     """
     if not specs:
         return ONE_GROUP
@@ -130,14 +129,14 @@ def form_groups(
 def sequence_blocks(
     groups: Sequence[CacheGroup], num_tokens: int, block_size: int, max_chunk: int
 ) -> int:
-    """Return the most blocks, of all groups, that one sequence of `num_tokens` holds."""
+    """Return the most blocks, over groups, of a sequence of `num_tokens`."""
     return sum(group.most_blocks(num_tokens, block_size, max_chunk) for group in groups)
 
 
 def longest_sequence(
     groups: Sequence[CacheGroup], num_blocks: int, block_size: int, max_chunk: int, at_most: int
 ) -> int:
-    """Return the tokens of the longest sequence that fits in `num_blocks`, up to `at_most`."""
+    """Return the longest sequence that fits in `num_blocks`, up to `at_most`."""
     return bisect.bisect_right(
         range(1, at_most + 1),
         num_blocks,

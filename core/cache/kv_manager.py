@@ -17,20 +17,19 @@ from .snapshots import StateSnapshots
 
 
 class PrefixHits(NamedTuple):
-    """Cached blocks of the leading tokens of a request."""
+    """Cached blocks of a request's prefix."""
 
     num_blocks: int = 0
-    """Number of blocks whose tokens need not be computed."""
+    """Blocks that need not be computed."""
     tables: tuple[list[int], ...] = ()
-    """For each group, its blocks of the last of these columns: those that will be read."""
+    """Per group, the blocks of the last of these columns that are read."""
     state: bytes | None = None
-    """Hash of the last of these blocks, if layers keep states: `StateSnapshots` has them."""
+    """Hash of the last block, if layers keep states (`StateSnapshots`)."""
     num_seen: int = 0
-    """Number of blocks that are there, with or without the states after them."""
+    """Cached blocks, with or without states."""
 
     @property
     def block_ids(self) -> Iterable[int]:
-        """Block ids of all groups."""
         return chain.from_iterable(self.tables)
 
 
@@ -38,13 +37,12 @@ NO_HITS = PrefixHits()
 
 
 class KVCacheManager:
-    """Allocates KV blocks to requests, a table for each group of layers, and finds cached prefixes.
+    """Allocates KV blocks, a table per group of layers, and finds cached prefixes.
 
-    Steps run in the order they were planned, and every row of a step writes its KV before any row
-    reads. So a block may be registered as soon as the step that fills it is planned, and a freed
-    one may be reused by the next plan although a step in flight still uses it. The same is true
-    for a block that lies entirely before a group's reach: no step planned afterwards reads it, and
-    its column of the table becomes the null block.
+    Steps run in planned order, and each step's rows write KV before any row reads. So a block may
+    be registered when the step that fills it is planned, and a freed one reused by the next plan
+    despite steps in flight. Likewise blocks out of a group's reach are freed at once, and become
+    the null block in the table.
     """
 
     def __init__(
@@ -58,12 +56,13 @@ class KVCacheManager:
         max_chunk: int = 1 << 30,
         num_snapshots: int | None = None,
     ) -> None:
-        """`hash_key`: see `BlockHasher`; `max_chunk`: most tokens of one request in a step;
-        `num_snapshots`: of states, if layers keep them: with 0, each request computes all of its
-        tokens; None: blocks hold all that a prefix leaves in the layers."""
+        """`hash_key`: see `BlockHasher`; `max_chunk`: most tokens of a request per step;
+        `num_snapshots`: of states; 0: every request computes all its tokens; None: layers keep no
+        states.
+        """
         self.shares_prefixes = num_snapshots != 0
         self.snapshots = StateSnapshots(num_snapshots) if num_snapshots else None
-        """None: no layer keeps states, or none of them is shared."""
+        """None: no states are kept or shared."""
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.groups = tuple(groups)
@@ -71,7 +70,7 @@ class KVCacheManager:
         self.pool = BlockPool(num_blocks)
         self._hasher = BlockHasher(block_size, hash_key)
         self._pending: list[Request] = []
-        """Requests with full blocks that are not registered yet."""
+        """Requests with full, unregistered blocks."""
         self._local = [n for n, group in enumerate(self.groups) if group.reach is not None]
         self._whole = [n for n, group in enumerate(self.groups) if group.reach is None]
         self.num_queried_tokens = 0
@@ -87,17 +86,16 @@ class KVCacheManager:
 
     @property
     def usage(self) -> float:
-        """Share of the blocks that requests hold, 0 to 1."""
+        """Held share of the blocks, 0 to 1."""
         return self.num_used_blocks / self.pool.num_usable
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Return the number of columns of a table."""
         return -(-num_tokens // self.block_size)
 
     # ------------------------------------------------------------ prefix hits
 
     def find_hits(self, request: Request) -> PrefixHits:
-        """Return the cached blocks of the longest prefix that all groups have; change nothing.
+        """Return the cached blocks of the longest prefix in all groups.
 
         Always leaves one token to compute. No hits if the request needs every position (prompt
         logprobs, mean pooling).
@@ -130,7 +128,7 @@ class KVCacheManager:
         return PrefixHits(end, tuple(tables), state, seen)
 
     def _local_hit(self, hashes: Sequence[bytes], number: int, end: int) -> int:
-        """Return the longest prefix, up to `end` blocks, of which the group has what is read."""
+        """Return the longest prefix up to `end` blocks of which the group has the blocks read."""
         group, size = self.groups[number], self.block_size
         missing: int | None = end
         while missing is not None:
@@ -146,7 +144,7 @@ class KVCacheManager:
     # ------------------------------------------------------------ tables
 
     def can_hold(self, num_tokens: int, hits: PrefixHits = NO_HITS, reserve: int = 0) -> bool:
-        """Whether there are blocks for `num_tokens`, including `hits`, and `reserve` more."""
+        """Whether `num_tokens`, including `hits`, and `reserve` blocks fit."""
         missing = self.blocks_for(num_tokens) - hits.num_blocks
         needed = reserve
         for number, group in enumerate(self.groups):
@@ -158,10 +156,11 @@ class KVCacheManager:
     def allocate(
         self, request: Request, num_new_tokens: int, hits: PrefixHits = NO_HITS
     ) -> list[TableWrite] | None:
-        """Allocate blocks for the next `num_new_tokens`; append them to the request's tables.
+        """Allocate and append blocks for the next `num_new_tokens`, releasing blocks out of reach
+        first.
 
-        Releases blocks out of reach first. `hits`, from `find_hits`, precede the new blocks and
-        count as computed. Returns the new blocks; None, with no other change, if too few are free.
+        `hits`, from `find_hits`, precede them and count as computed. Returns the new blocks; None,
+        otherwise unchanged, if too few are free.
         """
         pool, tables = self.pool, request.tables
         if not tables:
@@ -195,9 +194,11 @@ class KVCacheManager:
         return writes
 
     def append_blocks(self, requests: Collection[Request]) -> list[TableWrite] | None:
-        """Append one block to all tables of each of these requests, whose cached tokens fill their
-        blocks; `register_pending` then registers what is full. None, with no change, if too few
-        blocks are free."""
+        """Append a block to all tables of requests with full blocks; `register_pending` registers
+        those.
+
+        None, unchanged, if too few are free.
+        """
         pool, count = self.pool, len(requests) * len(self.groups)
         if count > pool.num_free:
             return None
@@ -217,15 +218,14 @@ class KVCacheManager:
         return writes
 
     def register_pending(self) -> None:
-        """Register what `append_blocks` has left. Call it before the next lookup, once the plan is
-        on its way."""
+        """Register `append_blocks`' leftovers: after the plan is sent, before the next lookup."""
         pending, self._pending = self._pending, []
         for request in pending:
             if request.tables:
                 self.register(request)
 
     def _release_out_of_reach(self, request: Request) -> None:
-        """Release the blocks that no step planned from now on reads."""
+        """Release blocks that no later step reads."""
         for number in self._local:
             certain = request.num_computed_tokens - request.num_unverified_tokens
             first = self.groups[number].first_block(certain, self.block_size)
@@ -237,7 +237,6 @@ class KVCacheManager:
                 request.num_released_blocks[number] = first
 
     def whole_tables(self, request: Request) -> list[TableWrite]:
-        """Return the writes that give a slot the request's entire tables."""
         return [
             TableWrite(request.slot, number, released, tuple(table[released:]))
             for number, (table, released) in enumerate(
@@ -247,7 +246,7 @@ class KVCacheManager:
         ]
 
     def trim(self, request: Request) -> None:
-        """Release the last blocks of tokens that turned out not to be there (rejected drafts)."""
+        """Release the last blocks of rejected drafts."""
         columns = self.blocks_for(request.num_kv_tokens)
         for table in request.tables:
             if len(table) > columns:
@@ -255,7 +254,7 @@ class KVCacheManager:
                 del table[columns:]
 
     def free(self, request: Request) -> None:
-        """Release the request's blocks; hits find their content until they are reused."""
+        """Release the request's blocks, still found by hits until reused."""
         self.register(request)
         for table, released in zip(request.tables, request.num_released_blocks, strict=True):
             self.pool.release(table[released:])
@@ -268,10 +267,8 @@ class KVCacheManager:
     # ------------------------------------------------------------ compaction
 
     def compaction_gain(self, request: Request, kept: int, transfers: Iterable[int] = ()) -> int:
-        """Return how many more blocks would be free if the request's cache had `kept` tokens.
-
-        Blocks that others hold, too, stay in use, so this may be negative. transfers: blocks held
-        besides, one entry per reference, by holders that do not count.
+        """Return how many blocks a compaction to `kept` tokens would free; negative if others hold
+        its blocks. transfers: references to ignore.
         """
         pool, table = self.pool, request.tables[0]
         own = sum(map(pool.is_private, table))
@@ -282,13 +279,11 @@ class KVCacheManager:
     def compact(self, request: Request, kept: int, read: set[int]) -> Compaction | None:
         """Give the request blocks for `kept` of its tokens, and release the others.
 
-        Fresh blocks, so that the prompt's keep their content and names; if too few are free, the
-        first of its own, if no other request holds them. For one group that keeps all tokens.
-        Returns None, with no change, if neither is possible. The released blocks may be reused by
-        rows of the plan that carries the compaction.
+        Prefers fresh blocks, so that the prompt's stay cached; otherwise its first own ones, unless
+        shared.
 
-        read: blocks that compactions of the same plan read, which this one must not write; those
-        that it reads are added.
+        read: blocks read by compactions of the plan, which this one must not write; its own are
+        added.
         """
         pool, table, num_tokens = self.pool, request.tables[0], request.num_kv_tokens
         count = self.blocks_for(kept)
@@ -313,14 +308,13 @@ class KVCacheManager:
     # ------------------------------------------------------------ names
 
     def count_lookup(self, request: Request, num_hit_tokens: int) -> None:
-        """Count a request's prefix lookup, once per request."""
+        """Count a request's prefix lookup, once."""
         if self.enable_prefix_caching and request.reads_cache:
             self.num_queried_tokens += request.num_prompt_tokens
             self.num_hit_tokens += num_hit_tokens
 
     def register(self, request: Request) -> None:
-        """Let hits find the request's full blocks whose tokens are known and planned; none of a
-        request that was compacted."""
+        """Register the request's full blocks with known, planned tokens, unless compacted."""
         if request.compacted or (not self.enable_prefix_caching and request.private_salt is None):
             return
         if not self.shares_prefixes:
@@ -339,8 +333,9 @@ class KVCacheManager:
             request.num_registered_blocks = num_full
 
     def snapshot(self, request: Request) -> int | None:
-        """Return a row for the states after the request's computed tokens, which fill blocks and
-        are known; None: they are not to be kept."""
+        """Return a snapshot row for the states after the computed tokens, which fill known blocks;
+        None: not kept.
+        """
         caches = self.enable_prefix_caching or request.private_salt is not None
         if self.snapshots is None or not caches:
             return None
@@ -349,8 +344,7 @@ class KVCacheManager:
         return self.snapshots.save(request.block_hashes[num_blocks - 1])
 
     def source_keys(self, request: Request, num_blocks: int) -> list[bytes]:
-        """Return the names under which the blocks of a request's source are found again; [] if they
-        are not to be."""
+        """Return the keys of a source's blocks, or []."""
         if not self.enable_prefix_caching and request.private_salt is None:
             return []
         # The root holds the source's digest, and the salts. No other key has this length.
@@ -358,12 +352,10 @@ class KVCacheManager:
         return [root + block.to_bytes(4, "big") for block in range(num_blocks)]
 
     def block_keys(self, request: Request, num_blocks: int) -> list[bytes]:
-        """Return the hashes of the request's first blocks, whose tokens must be known."""
         self._hasher.extend(request, num_blocks)
         return request.block_hashes[:num_blocks]
 
     def invalidate(self, request: Request) -> None:
-        """Remove a failed request's blocks from the prefix cache."""
         if self.snapshots is not None:
             for block_hash in request.block_hashes:
                 self.snapshots.forget(block_hash)
@@ -384,14 +376,14 @@ class KVCacheManager:
         request.num_registered_blocks = len(request.tables[0]) if request.tables else 0
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached blocks. Return False, and change nothing, while a request holds one."""
+        """Forget cached blocks; False, unchanged, while a request holds one."""
         if self.num_used_blocks:
             return False
         self.forget_all()
         return True
 
     def forget_all(self) -> None:
-        """Remove all blocks from the prefix cache, held or not. No request may hold one."""
+        """Forget all blocks while no request holds one."""
         self.pool.forget_all()
         if self.snapshots is not None:
             self.snapshots.forget_all()
@@ -399,8 +391,9 @@ class KVCacheManager:
     # ------------------------------------------------------------ looking in
 
     def check(self, requests: Iterable[Request], others: Iterable[int] = ()) -> None:
-        """Raise AssertionError unless the pool's state is exactly that of these requests and
-        `others` (blocks held besides, one entry per reference)."""
+        """Raise AssertionError unless these requests and `others` (references besides) explain the
+        pool's state.
+        """
         block_ids = list(others)
         for request in requests:
             columns = self.blocks_for(request.num_kv_tokens)
@@ -421,12 +414,12 @@ class KVCacheManager:
 
 
 def _key(block_hash: bytes, group: int) -> bytes:
-    """Return the key of a group's block in the prefix cache; the first group's is the hash."""
+    """Return a block's cache key per group; the first group's is the hash."""
     return block_hash + bytes([group]) if group else block_hash
 
 
 class NoKVCache(KVCacheManager):
-    """The manager for models without a KV cache (encoders): no request needs a block."""
+    """For models without a KV cache (encoders)."""
 
     def __init__(self, block_size: int) -> None:
         super().__init__(2, block_size, enable_prefix_caching=False)

@@ -14,22 +14,20 @@ DIGEST_BYTES = 32
 class BlockHasher:
     """hash(block) = BLAKE2b(key, parent's hash + the block's token ids).
 
-    The first block's parent is the hash of everything else that the KV depends on or that keeps
-    tenants apart (`Request.cache_salt`, `Request.cache_extra`). What the KV depends on from a
-    position on (`Request.late_extra`) is added to the block that holds it. The key is random, so
-    that a caller can neither search for collisions nor predict a hash. With a KV connector it is
-    the fingerprint of the model and its cache (`KVLayout.fingerprint`), so that equal engines
-    compute equal hashes.
+    The first block's parent hashes whatever else the KV depends on, and tenants
+    (`Request.cache_salt`, `Request.cache_extra`). What the KV depends on from a position on
+    (`Request.late_extra`) is added to the block that holds it. The key is random, against searched
+    collisions; with a KV connector, it is the fingerprint of model and cache
+    (`KVLayout.fingerprint`), so that equal engines agree.
     """
 
     def __init__(self, block_size: int, key: bytes | None = None) -> None:
-        """key: at most 64 bytes."""
         self.block_size = block_size
         key = secrets.token_bytes(32) if key is None else key
         self._keyed = blake2b(key=key, digest_size=DIGEST_BYTES)
 
     def extend(self, request: Request, num_blocks: int) -> None:
-        """Grow `request.block_hashes` to `num_blocks`; all their tokens must be known."""
+        """Extend `request.block_hashes` to `num_blocks` of known tokens."""
         hashes, size = request.block_hashes, self.block_size
         if len(hashes) >= num_blocks:
             return
@@ -54,7 +52,7 @@ class BlockHasher:
         return 8 * self.block_size * block, repr(request.late_extra).encode()
 
     def root(self, request: Request) -> bytes:
-        """Return the hash of what all blocks of a request depend on besides tokens."""
+        """Return the hash of a request's dependencies besides tokens."""
         return self._digest(
             repr((request.cache_salt, request.cache_extra, request.private_salt)).encode()
         )

@@ -1,4 +1,4 @@
-"""Snapshots of states at block boundaries: which prefix each of a bounded number of rows holds."""
+"""Snapshots of states at block boundaries, in a bounded number of rows."""
 
 from __future__ import annotations
 
@@ -6,30 +6,30 @@ from collections import OrderedDict
 
 
 class StateSnapshots:
-    """Rows by the hash of the last block of their prefix; the one used longest ago is replaced.
+    """LRU rows by the hash of their prefix's last block.
 
-    A step saves after its rows, and loads before them. So what a plan saves can be found from the
-    next plan on (`commit`), and a row may be loaded and replaced in the same plan.
+    A step loads before its rows and saves after them, so saves are found from the next plan on
+    (`commit`), and a row may be loaded and replaced in one plan.
     """
 
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows
         self._rows: OrderedDict[bytes, int] = OrderedDict()
-        """Hash → row, the one used longest ago first."""
+        """Hash → row, in LRU order."""
         self._saved: dict[bytes, int] = {}
-        """Those that the plan under construction saves."""
+        """Saves of the current plan."""
         self._free = list(range(num_rows))[::-1]
 
     def __contains__(self, block_hash: bytes) -> bool:
         return block_hash in self._rows
 
     def use(self, block_hash: bytes) -> int:
-        """Return the row of a prefix that is there, to be loaded."""
+        """Return the row of a present prefix."""
         self._rows.move_to_end(block_hash)
         return self._rows[block_hash]
 
     def save(self, block_hash: bytes) -> int | None:
-        """Return a row for a prefix; None if it has one, or this plan has taken all rows."""
+        """Return a row for a new prefix; None if it has one, or no row is left in this plan."""
         if block_hash in self._rows:
             self._rows.move_to_end(block_hash)
             return None
@@ -44,18 +44,15 @@ class StateSnapshots:
         return row
 
     def commit(self) -> None:
-        """Let later plans find what this one saves."""
         self._rows.update(self._saved)
         self._saved.clear()
 
     def forget(self, block_hash: bytes) -> None:
-        """Remove a prefix, if it is there."""
         for rows in (self._rows, self._saved):
             if (row := rows.pop(block_hash, None)) is not None:
                 self._free.append(row)
 
     def forget_all(self) -> None:
-        """Remove all prefixes."""
         self._rows.clear()
         self._saved.clear()
         self._free = list(range(self.num_rows))[::-1]

@@ -75,8 +75,7 @@ class EngineConfig(OutputOptions, frozen=True, kw_only=True):
         check_compatible(self)
 
     def _resolve_hub_names(self, convert: Callable[[str, Any], None]) -> None:
-        """Replace what names a repository on the hub (hf://owner/name@revision) by its name and
-        revision. Raises ConfigError."""
+        """Resolve hub names (hf://owner/name@revision) to name and revision. Raises ConfigError."""
         for option, revision in (("model", "revision"), ("tokenizer", "tokenizer_revision")):
             value, given = getattr(self, option), getattr(self, revision)
             name = local_or_hub_name(value, option) if isinstance(value, str) else value
@@ -93,7 +92,7 @@ class EngineConfig(OutputOptions, frozen=True, kw_only=True):
             convert(revision, name.revision or given)
 
     def _check_fields(self) -> None:
-        """Check each value against its annotation; those of structs may be dicts."""
+        """Check values against annotations; structs may be dicts."""
         for name, hint in _field_types(type(self)).items():
             value = getattr(self, name)
             try:
@@ -144,7 +143,6 @@ class EngineConfig(OutputOptions, frozen=True, kw_only=True):
 
 
 def _as_tuple(value: Any) -> Any:
-    """Return the value of an option that takes several words; it may be one word, or None."""
     if value is None:
         return ()
     if isinstance(value, str):
@@ -153,7 +151,7 @@ def _as_tuple(value: Any) -> Any:
 
 
 def _words_of(hint: Any) -> list[str]:
-    """Return the words that an option takes, by its annotation: Literal["a", "b"] | None → a, b."""
+    """Return an option's words by its annotation: Literal["a", "b"] | None → a, b."""
     if get_origin(hint) is Literal:
         return list(map(str, get_args(hint)))
     return [word for part in get_args(hint) for word in _words_of(part)]

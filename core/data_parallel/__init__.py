@@ -1,2 +1,1 @@
-"""Data parallelism: several engines with the same model behind one server, each in processes of its
-own."""
+"""Data parallelism: several engines with one model, each in its own processes."""

@@ -14,9 +14,9 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def member_environments(config: EngineConfig) -> list[dict[str, str]]:
-    """Return, for each member, the variables that leave it its own devices, those of its ranks.
+    """Return variables that give each member its ranks' devices.
 
-    Blocks. Raises ConfigError if there are too few.
+    Blocks. Raises ConfigError for too few devices.
     """
     size, each = config.data_parallel_size, config.num_ranks
     if resolve_device(config) != "cuda":
@@ -25,8 +25,9 @@ def member_environments(config: EngineConfig) -> list[dict[str, str]]:
 
 
 def slices(size: int, each: int, count: int, visible: str | None) -> list[dict[str, str]]:
-    """Return VISIBLE for each of `size` members of `each` devices, of the `count` that torch finds.
-    visible: this process's. Raises ConfigError."""
+    """Return VISIBLE for `size` members of `each` devices, of torch's `count`. visible: this
+    process's. Raises ConfigError.
+    """
     if size * each > count:
         needed = f"{size} members" if each == 1 else f"{size} members of {each} ranks"
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""A member as the first process sees it: its process, its connection, and its next life."""
+"""A member for the first process: process, connection, restarts."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ from .setup import Setup
 logger = logging.getLogger("jackfield.member")
 POLL_SECONDS = 0.02
 REAP_SECONDS = 2.0
-"""A process whose connection has closed is gone after this long."""
+"""Seconds until a process with a closed connection is gone."""
 END_SECONDS = 30.0
-"""Time for a member to end by itself: then it is killed."""
+"""Seconds for a member to end before it is killed."""
 KILL_SECONDS = 10.0
-"""Time for a killed process to be gone: a driver may hold it up."""
+"""Seconds for a killed process, which a driver may delay."""
 SIGN_SECONDS = 10.0
-"""How often a member is asked for a sign of life."""
+"""Seconds between liveness checks."""
 SILENT_SECONDS = 60.0
-"""A member whose event loop gives none for so long is killed, and starts again."""
+"""Silence after which a member is killed and restarted."""
 
 
 class MemberProcess:
-    """One process of a member, from its start to its end."""
+    """One process of a member."""
 
     def __init__(
         self,
@@ -63,16 +63,16 @@ class MemberProcess:
         orphaned: Callable[[MemberProcess, State, RequestSpec], bool],
     ) -> None:
         """name: for messages; launch: starts the process; begun, ended: as of `RemoteRequests`.
-        orphaned: called at its death with each request of which nothing has come; True: it goes on
-        elsewhere."""
+        orphaned: called at its death with each request without output; True: it moves elsewhere.
+        """
         self.name = name
         self.stats = EngineStats()
-        """At most a second old while it works."""
+        """At most a second old."""
         self.num_lost = 0
         """Requests that ended with it."""
         loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[str] = loop.create_future()
-        """Why it serves no more, as a sentence with its name."""
+        """Why it ended, as a sentence with its name."""
         self._welcome: asyncio.Future[Welcome] = loop.create_future()
         self._channel: Channel[ToFront] = Channel(ToFront, received=self._received, lost=self._lost)
         self.calls = PendingCalls(self._channel)
@@ -85,14 +85,13 @@ class MemberProcess:
         self._launch = launch
         self._orphaned = orphaned
         self.process: EngineProcess | None = None
-        """None until it is started."""
 
     async def launch(self) -> None:
-        """Start the process. Raises if there is no room for it."""
+        """Raises without room for it."""
         self.process = await self._launch()
 
     async def start(self, setup: Setup) -> Welcome:
-        """Wait until the engine is ready. Raises its error, and EngineStopped if it ends first."""
+        """Wait until the engine is ready. Raises its error, or EngineStopped."""
         assert self.process is not None, "launch() comes first"
         await self._channel.attach(self.process.connection)
         self._channel.send(setup)
@@ -104,7 +103,7 @@ class MemberProcess:
         raise EngineStopped(f"{self.ended.result()} while it started")
 
     async def watch(self) -> None:
-        """Kill the process once it gives no sign of life. Runs until cancelled."""
+        """Kill the process after silence. Runs until cancelled."""
         while True:
             await asyncio.sleep(SIGN_SECONDS)
             try:
@@ -117,7 +116,7 @@ class MemberProcess:
                 return
 
     async def close(self, seconds: float) -> None:
-        """End the process: ask it to end, kill it after `seconds`, wait until it is gone."""
+        """Ask the process to end, kill it after `seconds`, and await it."""
         self._channel.lost = None
         self._channel.close()
         if self._reaping is not None:
@@ -134,7 +133,6 @@ class MemberProcess:
         await process.release()
 
     async def _wait(self, process: EngineProcess, seconds: float) -> None:
-        """Wait until a process has ended, at most so long."""
         deadline = time.monotonic() + seconds
         while process.ending() is None and time.monotonic() < deadline:
             await asyncio.sleep(POLL_SECONDS)
@@ -155,7 +153,6 @@ class MemberProcess:
                 self._welcome.set_result(message)
 
     def _lost(self) -> None:
-        """The connection has ended: find out how the process did."""
         if not self.ended.done():
             self._reaping = asyncio.create_task(self._reap())
 
@@ -166,8 +163,7 @@ class MemberProcess:
         self._finish(f"{self.name}{self.process.where} {how}")
 
     def _finish(self, reason: str, *, dies: bool = True) -> None:
-        """End everything that waits for it, once. dies: unasked, so that requests may go on
-        elsewhere."""
+        """End everything that waits for it, once. dies: unexpectedly, so that requests may move."""
         if self.ended.done():
             return
         self.ended.set_result(reason)
@@ -178,7 +174,7 @@ class MemberProcess:
 
 
 class Member:
-    """Keeps a member going: starts its process, and starts it again after its end."""
+    """Starts and restarts a member's process."""
 
     def __init__(
         self,
@@ -191,19 +187,17 @@ class Member:
         lost: Callable[[Member], None],
         watched: bool,
     ) -> None:
-        """make_setup: of the start of this number, from 0. fits: raises if an engine that has
-        started again cannot take the place of the first one. served, lost: called when it begins
-        to serve, and when it serves no more."""
+        """make_setup: of a start's number. fits: raises if a restarted engine cannot replace the
+        first. served, lost: called when it begins and ceases to serve.
+        """
         self.number = number
         self.process: MemberProcess | None = None
-        """Its last process; None before the first."""
+        """Last process, or None."""
         self.serves = False
         self.trouble = "is starting"
-        """Why it does not serve."""
         self.given_up = False
         self.num_starts = 0
         self.first: asyncio.Future[Welcome] = asyncio.get_running_loop().create_future()
-        """The outcome of its first start."""
         self._start = start
         self._make_setup = make_setup
         self._fits = fits
@@ -212,7 +206,7 @@ class Member:
         self._watched = watched
 
     async def run(self) -> None:
-        """Keep it going, until it is given up or this is cancelled, with which it ends."""
+        """Keep it running until it is given up, or this is cancelled."""
         policy = RestartPolicy()
         try:
             while True:
@@ -236,7 +230,7 @@ class Member:
             await self._end(END_SECONDS if self.serves else 0.0)
 
     async def _begin(self) -> bool:
-        """Start a process. Return whether it serves."""
+        """Start a process; return whether it serves."""
         self.process = process = self._start()
         setup = self._make_setup(self.num_starts)
         self.num_starts += 1
@@ -256,7 +250,6 @@ class Member:
         return True
 
     async def _serve(self) -> None:
-        """Wait until it serves no more."""
         assert self.process is not None
         watching = asyncio.create_task(self.process.watch()) if self._watched else None
         try:
@@ -280,7 +273,7 @@ class Member:
             raise
 
     async def query(self, name: str, seconds: float) -> Any:
-        """Ask its engine. Raises EngineStopped, also if it does not reply in time."""
+        """Query its engine. Raises EngineStopped, also on timeout."""
         if self.process is None or not self.serves:
             raise EngineStopped(self.trouble)
         try:
@@ -290,7 +283,7 @@ class Member:
 
 
 def total(parts: list[EngineStats]) -> EngineStats:
-    """Return the stats of several engines as those of one."""
+    """Add up several engines' stats."""
     sums: dict[str, Any] = {}
     for part in parts:
         for name, value in msgspec.structs.asdict(part).items():

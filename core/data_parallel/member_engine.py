@@ -1,4 +1,4 @@
-"""The engine of a member, which serves the requests of one connection."""
+"""A member's engine, serving one connection."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .setup import Setup
 
 logger = logging.getLogger("jackfield.member")
 DEATH_SECONDS = 0.1
-"""How often the engine is looked at."""
+"""Seconds between checks of the engine."""
 
 
 async def serve(setup: Setup, connection: socket.socket) -> int:
-    """Serve until the connection or the engine ends. Return the exit status."""
+    """Serve until the connection or the engine ends; return the exit status."""
     lost = asyncio.Event()
     channel: Channel[ToEngine] = Channel(ToEngine, lost=lost.set)
     try:
@@ -66,7 +66,7 @@ async def serve(setup: Setup, connection: socket.socket) -> int:
 
 
 def _refuse(channel: Channel[ToEngine], error: BaseException) -> int:
-    """Report why there is no engine. Return the exit status."""
+    """Report why the engine failed; return the exit status."""
     if not isinstance(error, JackfieldError):
         logger.error("the start failed", exc_info=error)
         error = LoadError(f"the start failed: {type(error).__name__}: {error}")

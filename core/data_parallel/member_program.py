@@ -1,8 +1,5 @@
-"""The program of a member's process. Imports nothing large before it leaves signals to its parent.
-
-Run as `python -m jackfield.core.data_parallel.member_program CONNECTION PARENT`: the descriptor of
-its socket, and the process that started it. It ends when the connection does, when its engine dies,
-and with the process that started it, however that ends; it leaves all signals to that.
+"""The program of a member's process. Imports nothing large before it leaves signals to its
+parent.
 """
 
 from __future__ import annotations
@@ -17,7 +14,6 @@ from ..remote.processes import follow_parent
 
 
 def main() -> int:
-    """Return the exit status."""
     connection_number, parent = map(int, sys.argv[1:])
     if not follow_parent(parent):
         return 1
@@ -25,7 +21,6 @@ def main() -> int:
 
 
 def run_member(connection: socket.socket) -> int:
-    """Be a member until the connection or the engine ends. Return the exit status."""
     from .member_engine import serve  # Torch, while the first frame is on its way.
     from .setup import receive_setup
 

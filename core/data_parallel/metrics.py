@@ -1,4 +1,4 @@
-"""Metrics about the members themselves, beside those that each of their engines has."""
+"""Metrics about members, besides their engines' own."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from ..metrics.merge import Family
 
 
 class PoolMetrics:
-    """Metrics of the process that chooses between members, a series for each of them."""
-
     def __init__(self, model_name: str, num_members: int) -> None:
         self.registry = prometheus.CollectorRegistry()
 
@@ -43,7 +41,7 @@ class PoolMetrics:
 
 
 def of_member(families: list[Family], member: int) -> list[Family]:
-    """Return a member's metrics, labelled as its own, as vLLM does."""
+    """Label a member's metrics, as vLLM does."""
     label = {"engine": str(member)}
     return [
         msgspec.structs.replace(

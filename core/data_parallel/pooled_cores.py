@@ -1,7 +1,6 @@
 """`PooledCores`: several engines with the same model, each in a process of its own, as one core.
 
-This process tokenizes prompts, chooses a member for each request, and produces texts. Members are
-engines like any other: neither they nor their requests know of each other.
+This process tokenizes, chooses members, and detokenizes; members are ordinary engines.
 """
 
 from __future__ import annotations
@@ -41,11 +40,11 @@ from .spares import LocalHosts
 
 logger = logging.getLogger("jackfield.member")
 REPORT_SECONDS = 2.0
-"""Time for members to send their metrics; a slower one is left out."""
+"""Seconds for members' metrics; slower ones are omitted."""
 
 
 def common_info(infos: Sequence[ExecutorInfo]) -> ExecutorInfo:
-    """Return what each of some executors has: the room of the smallest."""
+    """Return the common info of executors, with the smallest room."""
     lengths = [info.max_model_len for info in infos if info.max_model_len is not None]
     return msgspec.structs.replace(
         infos[0],
@@ -57,7 +56,7 @@ def common_info(infos: Sequence[ExecutorInfo]) -> ExecutorInfo:
 class PooledCores:
     """Runs requests on `data_parallel_size` engines. A `CoreClient`.
 
-    Plugins get the event `request_finished` here, and the other events in the members' processes.
+    Plugins get `request_finished` here, other events in members.
     """
 
     in_process = False
@@ -73,25 +72,23 @@ class PooledCores:
         self.requests = RequestTracker()
         self.members: list[Member] = []
         self._asked = config
-        """As given: what members resolve themselves."""
+        """Unresolved: members resolve it."""
         self._environments: list[dict[str, str]] = []
-        """Of members on this host."""
+        """Of local members."""
         self._hosts: EngineHosts = LocalHosts()
         self._placements: dict[str, Placement] = {}
-        """Request id → where it runs."""
+        """Request id → its placement."""
         self._seeds = random.Random(config.seed)
         self._keepers: list[asyncio.Task[None]] = []
         self._loads: list[Callable[[], int]] = []
 
     @property
     def registry(self) -> prometheus.CollectorRegistry:
-        """The metrics of this process."""
         return self.metrics.registry
 
     # ------------------------------------------------------------ start and stop
 
     async def start(self, texts: TextProcessor, events: PluginEvents) -> None:
-        """Start all members at once, and load `texts` meanwhile."""
         config = self.config
         self.events = events
         executors = self.plugins["executor"]
@@ -150,7 +147,7 @@ class PooledCores:
         )
 
     def _setup(self, number: int, attempt: int) -> Setup:
-        """Return how to start a member for the time `attempt`, from 0."""
+        """Return the setup of a member's start number `attempt`."""
         config = self._asked
         if config.record_steps is not None:
             again = f"-{attempt}" if attempt else ""
@@ -165,8 +162,9 @@ class PooledCores:
         )
 
     def _check_fits(self, welcome: Welcome) -> None:
-        """Raise OutOfMemory for a member that could not hold a request that is accepted here. The
-        device may not have all memory of the process before it yet."""
+        """Raise OutOfMemory if a restarted member has too little room, perhaps as its predecessor's
+        memory is not free yet.
+        """
         if not hasattr(self, "model_config"):
             return
         limits = [
@@ -193,7 +191,6 @@ class PooledCores:
             self.requests.accepting = False
 
     async def stop(self) -> None:
-        """End all members. Safe to call twice."""
         self.requests.accepting = False
         for keeper in self._keepers:
             keeper.cancel()
@@ -205,13 +202,12 @@ class PooledCores:
     # ------------------------------------------------------------ requests
 
     def check_open(self) -> None:
-        """Raise unless a request may begin here. Members check their own limits."""
+        """As the protocol; members check their own limits."""
         self.requests.check_accepting()
         if not any(member.serves for member in self.members):
             raise EngineStopped(f"no member serves now: {self._failures()}")
 
     async def add_request(self, spec: RequestSpec, make_state: Callable[[list[Request]], S]) -> S:
-        """Send a request to a member, and wait until it is scheduled there."""
         if spec.params.seed is None:
             # In the order of one engine, so that a request has the same seed on any member.
             spec = msgspec.structs.replace(spec, drawn_seed=draw_seed(self._seeds))
@@ -236,7 +232,7 @@ class PooledCores:
                     self.metrics.moved_requests[placement.member].inc()
 
     def _place(self, spec: RequestSpec, candidates: list[int]) -> tuple[MemberProcess, Placement]:
-        """Choose one of the members for a request, which counts for it from now on."""
+        """Choose a member for a request, and count it."""
         placement = self.router.place(spec, candidates)
         process = self.members[placement.member].process
         assert process is not None
@@ -246,9 +242,9 @@ class PooledCores:
         return process, placement
 
     def _move(self, dead: MemberProcess, state: State, spec: RequestSpec) -> bool:
-        """Send a request of a member that has died before its first token to another one. Return
-        False if it is to end: its caller chose the member, or it may be what ends them, since it
-        has been moved before."""
+        """Resend a dead member's request without output; False if it must end: its caller chose the
+        member, or it was moved before, and may cause the deaths.
+        """
         placement = self._placements[spec.request_id]
         if placement.moved or spec.data_parallel_rank is not None:
             return False
@@ -261,7 +257,7 @@ class PooledCores:
     def _send_again(
         self, state: State, spec: RequestSpec, refused: dict[int, JackfieldError]
     ) -> bool:
-        """Send a request to a member that has not refused it. Return False if there is none."""
+        """Send a request to a member that has not refused it; False if none is left."""
         before = self._placements[spec.request_id]
         while candidates := self._candidates(spec, refused):
             process, placement = self._place(spec, candidates)
@@ -288,7 +284,7 @@ class PooledCores:
         refused: dict[int, JackfieldError],
         reply: asyncio.Future[None],
     ) -> None:
-        """Take a member's reply to a request that was moved to it."""
+        """Process the reply to a moved request."""
         error = reply.exception()
         if error is None or state.finished:
             return
@@ -300,8 +296,9 @@ class PooledCores:
         process.requests.fail_request(state, str(error))
 
     def _candidates(self, spec: RequestSpec, refused: dict[int, JackfieldError]) -> list[int]:
-        """Return the members that may run a request. Raises EngineStopped if the caller's choice
-        does not serve."""
+        """Return the members for a request. Raises EngineStopped if the caller's choice does not
+        serve.
+        """
         rank = spec.data_parallel_rank
         if rank is not None and not self.members[rank].serves:
             raise EngineStopped(f"data_parallel_rank: {self.members[rank].trouble}")
@@ -316,17 +313,14 @@ class PooledCores:
         ]
 
     def abort_request(self, state: State) -> None:
-        """End what is left of a request at once, and notify its member."""
         if (process := self._process_of(state)) is not None:
             process.requests.abort(state)
 
     def finish_completion(self, state: RequestState, index: int, stop: str) -> None:
-        """End one completion at a stop string that a front end found."""
         if (process := self._process_of(state)) is not None:
             process.requests.finish_completion(state, index, stop)
 
     def _process_of(self, state: State) -> MemberProcess | None:
-        """Return the process that runs a request; None: it has ended."""
         placement = self._placements.get(state.request_id)
         return None if placement is None else self.members[placement.member].process
 
@@ -342,7 +336,7 @@ class PooledCores:
         return "; ".join(member.trouble for member in self.members if not member.serves)
 
     async def check_health(self, timeout: float) -> dict[str, str]:
-        """Raise EngineStopped unless a member is alive. Return why others are not."""
+        """Raise EngineStopped unless a member lives; return others' problems."""
         if not self.requests.healthy:
             raise EngineStopped(self.requests.dead_reason or "the engine is not running")
         replies = await asyncio.gather(
@@ -358,7 +352,6 @@ class PooledCores:
         return failing
 
     async def reset_prefix_cache(self) -> bool:
-        """Forget cached blocks of all members. Return False if some are in use."""
         if self.requests.states:
             return False
         serving = [member for member in self.members if member.serves]
@@ -369,14 +362,11 @@ class PooledCores:
         return all(done)
 
     def stats(self) -> EngineStats:
-        """Return a snapshot of all members that serve, at most a second old while they work."""
         return total(
             [member.process.stats for member in self.members if member.process is not None]
         )
 
     async def metric_families(self) -> list[Family]:
-        """Return the metrics of this process, and of each member with its number."""
-
         async def of(member: Member) -> list[Family]:
             try:
                 reply = await member.query("families", REPORT_SECONDS)
@@ -387,19 +377,15 @@ class PooledCores:
         return merged([*await asyncio.gather(*map(of, self.members)), families(self.registry)])
 
     async def render_metrics(self) -> bytes:
-        """Return the metrics of all processes in Prometheus' text format."""
         return render(await self.metric_families())
 
     def report_load(self, count: Callable[[], int]) -> None:
-        """Add `count()` to what `server_load` returns."""
         self._loads.append(count)
 
     async def server_load(self) -> int:
-        """Return the load of this process, the only one that clients reach."""
         return sum(count() for count in self._loads)
 
     def check_idle(self) -> None:
-        """Raise AssertionError if anything is left of a request."""
         assert not self.requests.states and not self._placements
         assert not any(self.router.loads) and not any(self.router.num_requests)
         for member in self.members:

@@ -1,27 +1,26 @@
-"""How often, and after which pauses, a member that has ended is started again."""
+"""Pauses and limits of a member's restarts."""
 
 from __future__ import annotations
 
 FIRST_PAUSE = 0.5
-"""Seconds before the first new start; each further one waits twice as long."""
+"""Seconds before the first restart; doubles each time."""
 LONGEST_PAUSE = 30.0
 MAX_RESTARTS = 8
-"""New starts of a member that ends again and again."""
+"""Most consecutive restarts."""
 STEADY_SECONDS = 300.0
-"""A member that has served for so long counts as sound: its restarts are counted from 0."""
+"""Serving time after which restarts count from 0."""
 
 
 class RestartPolicy:
-    """Counts the ends of one member. Times are seconds of any one clock."""
+    """Counts a member's ends, in seconds of any clock."""
 
     def __init__(self) -> None:
         self.num_failures = 0
-        """Ends since the member last served for STEADY_SECONDS."""
 
     def pause(self, served_seconds: float) -> float | None:
-        """Return how long to wait before the next start; None: give the member up.
+        """Return the pause before the next start; None: give up.
 
-        served_seconds: how long it has served; 0: it has not started.
+        served_seconds: 0 if it did not start.
         """
         if served_seconds >= STEADY_SECONDS:
             self.num_failures = 0

@@ -1,8 +1,6 @@
-"""Chooses the member that serves a request: by the longest prefix that it knows, then by load.
+"""Chooses a request's member: by longest known prefix, then load.
 
-Everything here is this process's own account: what it has sent to whom, and what has not ended.
-Members are not asked, so a choice is made at once, and a burst of requests is spread before any of
-them has begun.
+It uses only this process's records, so choices are immediate, and bursts spread before they begin.
 """
 
 from __future__ import annotations
@@ -17,66 +15,64 @@ from hashlib import blake2b
 from ..request import RequestSpec
 
 CHUNK_TOKENS = 64
-"""Prefixes are compared in chunks of about so many tokens: a shorter one saves next to nothing."""
+"""Tokens per compared chunk of a prefix."""
 EXPECTED_TOKENS = 256
-"""Tokens that a completion counts for, unless it may have fewer: how many it will have is not
-known."""
+"""Assumed tokens of a completion, unless limited."""
 DIGEST_BYTES = 16
 
 
 @dataclass(eq=False)
 class Placement:
-    """Where a request was sent, and what it counts for there."""
+    """Where a request was sent, and its cost there."""
 
     member: int
     prompt_cost: int
-    """Tokens of the prompt that the member has to compute; 0 once it has."""
+    """Prompt tokens to compute; 0 afterwards."""
     output_cost: int
     """Tokens to generate."""
     num_known_tokens: int
-    """Leading tokens of the prompt that had been sent to the member before."""
+    """Leading prompt tokens known to the member."""
     moved: bool = False
-    """Whether another member had it, and died."""
+    """Whether another member died with it."""
 
 
 class Router:
-    """Counts what each member has to do, and remembers which prefixes were sent to it.
+    """Tracks each member's work and known prefixes.
 
-    A member costs what it has to do already and the part of the prompt that it does not know; the
-    cheapest one gets the request. So the longest known prefix decides, unless its member has more
-    to do than another one by more tokens than the prefix saves.
+    A member's cost is its pending tokens plus the prompt's unknown ones; the cheapest is chosen. So
+    a prefix wins unless its member is busier by more tokens than it saves.
     """
 
     def __init__(self, num_members: int, block_size: int, *, finds_prefixes: bool) -> None:
-        """finds_prefixes: whether members keep prefixes (`enable_prefix_caching`)."""
+        """finds_prefixes: `enable_prefix_caching`."""
         self.loads = [0] * num_members
-        """[num_members] Tokens that each member has to compute, prompts and outputs."""
+        """[num_members] Pending tokens of prompts and outputs."""
         self.num_requests = [0] * num_members
-        """[num_members] Requests of each member that have not ended."""
+        """[num_members] Unfinished requests."""
         self._chunk = block_size * max(1, CHUNK_TOKENS // block_size)
         self._finds_prefixes = finds_prefixes
         self._prefixes: list[OrderedDict[bytes, None]] = [OrderedDict() for _ in self.loads]
-        """[num_members] Hashes of prefixes, each of whole chunks, the latest last."""
+        """[num_members] Prefix hashes by whole chunks, latest last."""
         self._capacities = [0] * num_members
         """[num_members] Most prefixes to remember."""
         self._last = num_members - 1
-        """The member chosen last; of equal ones the next one is chosen."""
+        """Last choice; ties go to the next member."""
         # With a key, so that no one can make prompts that count as the prefix of others.
         self._keyed = blake2b(key=secrets.token_bytes(32), digest_size=DIGEST_BYTES)
 
     def begin_member(self, member: int, num_cached_tokens: int) -> None:
-        """Forget the prefixes of a member that has started. num_cached_tokens: size of its cache,
-        which holds no more prefixes."""
+        """Reset a started member. num_cached_tokens: its cache's size, which bounds the
+        prefixes.
+        """
         self._prefixes[member].clear()
         self._capacities[member] = num_cached_tokens // self._chunk
 
     def forget_prefixes(self) -> None:
-        """Forget the prefixes of all members."""
         for prefixes in self._prefixes:
             prefixes.clear()
 
     def place(self, spec: RequestSpec, members: Sequence[int]) -> Placement:
-        """Choose one of `members`, at least one, and count the request for it."""
+        """Choose one of `members`, and count the request for it."""
         hashes = self._hashes(spec) if self._finds_prefixes else []
         known = {member: self._num_known(member, hashes) if spec.reads_cache else 0
                  for member in members}  # fmt: skip
@@ -99,18 +95,17 @@ class Router:
         return placement
 
     def begin(self, placement: Placement) -> None:
-        """Count a request's prompt no longer: its first token is there."""
+        """Stop counting a request's prompt, at its first token."""
         self.loads[placement.member] -= placement.prompt_cost
         placement.prompt_cost = 0
 
     def release(self, placement: Placement) -> None:
-        """Count a request no longer, once: it has ended, or was not accepted."""
+        """Stop counting a request, once."""
         self.begin(placement)
         self.loads[placement.member] -= placement.output_cost
         self.num_requests[placement.member] -= 1
 
     def _hashes(self, spec: RequestSpec) -> list[bytes]:
-        """Return the chained hash of each whole chunk of the prompt."""
         size = self._chunk * array("q").itemsize
         tokens = memoryview(array("q", spec.prompt_token_ids)).cast("B")
         source = array("q", spec.source_token_ids).tobytes()
@@ -129,13 +124,12 @@ class Router:
         return hasher.digest()
 
     def _num_known(self, member: int, hashes: list[bytes]) -> int:
-        """Return the leading tokens of a prompt that a member knows."""
         prefixes = self._prefixes[member]
         count = next((n for n, each in enumerate(hashes) if each not in prefixes), len(hashes))
         return count * self._chunk
 
     def _remember(self, member: int, hashes: list[bytes]) -> None:
-        """Note a prompt's prefixes, the longest first to be forgotten, as in the cache."""
+        """Note a prompt's prefixes; the longest is forgotten first, as in the cache."""
         prefixes = self._prefixes[member]
         for each in reversed(hashes):
             prefixes[each] = None

@@ -1,4 +1,4 @@
-"""What the process of a member is given first: the first frame of its connection."""
+"""First frame of a member's connection."""
 
 from __future__ import annotations
 
@@ -11,21 +11,18 @@ from ..remote.frames import HEAD
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True, tag="setup"):
-    """How to start a member."""
-
     config: EngineConfig
-    """Not resolved."""
+    """Unresolved."""
     member: int
     environment: dict[str, str]
-    """Variables to set before a device is looked at."""
+    """Variables to set before devices are used."""
     plugins: tuple[str, ...]
-    """Entry points of the plugins from outside that the first process has loaded: those, and no
-    others."""
+    """Entry points of the external plugins to load."""
     log_level: int
 
 
 def receive_setup(connection: socket.socket) -> Setup:
-    """Read the first frame, and nothing beyond it. Raises EOFError, msgspec's errors."""
+    """Read exactly the first frame. Raises EOFError, msgspec's errors."""
     size = int.from_bytes(_receive(connection, HEAD), "little")
     return msgspec.msgpack.decode(_receive(connection, size), type=Setup)
 

@@ -1,7 +1,6 @@
-"""Processes that become members: started ahead of the engine where that saves time.
+"""Processes for members, started ahead to save time.
 
-Imports nothing large: a program may call `start_ahead` before it imports the engine, and the new
-processes import meanwhile what they need.
+Imports nothing large: a program may call `start_ahead` before it imports the engine.
 """
 
 from __future__ import annotations
@@ -17,15 +16,12 @@ PROGRAM = "jackfield.core.data_parallel.member_program"
 
 
 class LocalProcess:
-    """A process of this host."""
-
     where = ""
 
     def __init__(self, spawned: SpareProcess) -> None:
         self.popen, self.connection = spawned
 
     def ending(self) -> str | None:
-        """By its status."""
         status = self.popen.poll()
         return None if status is None else describe_end(status)
 
@@ -38,32 +34,30 @@ class LocalProcess:
 
 
 class LocalHosts:
-    """This host."""
-
     async def start(self, number: int) -> LocalProcess:
-        """Start a process, or take one that was started ahead."""
+        """Start a process, or use a spare one."""
         return LocalProcess(take())
 
 
 class SpareProcess(NamedTuple):
-    """A process that waits for its Setup."""
+    """Waits for its Setup."""
 
     process: subprocess.Popen[bytes]
     connection: socket.socket
 
 
 _spares: list[SpareProcess] = []
-"""Of this process, and of no engine yet. They end with it."""
+"""This process's spares; they end with it."""
 
 
 def start_ahead(count: int) -> None:
-    """Start processes until `count` are there that no engine uses."""
+    """Start processes until `count` are spare."""
     while len(_spares) < count:
         _spares.append(_spawn())
 
 
 def take() -> SpareProcess:
-    """Return a process that no one else gets, started ahead or now."""
+    """Return a spare process, or start one."""
     while _spares:
         if (spare := _spares.pop()).process.poll() is None:
             return spare

@@ -33,20 +33,19 @@ class PreparedPrompt:
     """A prompt as token ids that the model takes."""
 
     text: str | None
-    """The text as passed, for the output."""
+    """The text as passed."""
     token_ids: list[int]
     token_type_ids: tuple[int, ...] = ()
     """[len(token_ids)] or empty: all 0."""
     source_text: str | None = None
-    """Text of an encoder's prompt, as passed."""
+    """The encoder's text as passed."""
     source_token_ids: list[int] = dataclasses.field(default_factory=list)
-    """What the encoder of an encoder-decoder model reads; the others are the decoder's."""
+    """The encoder's tokens of an encoder-decoder model; the others are the decoder's."""
 
 
 def request_limits(
     config: EngineConfig, model_config: ModelConfig, info: ExecutorInfo
 ) -> RequestLimits:
-    """Return the limits of a started engine."""
     assert config.max_num_batched_tokens is not None
     num_blocks, pooling = info.num_blocks, model_config.pooling
     return RequestLimits(
@@ -63,7 +62,7 @@ def request_limits(
 
 
 def check_vocabulary(token_ids: list[int], vocab_size: int, field: str = "prompt") -> None:
-    """Raise InvalidRequest for a token id that the model does not have."""
+    """Raise InvalidRequest for a token id outside the vocabulary."""
     if min(token_ids) < 0 or max(token_ids) >= vocab_size:
         token = next(t for t in token_ids if not 0 <= t < vocab_size)
         raise InvalidRequest(
@@ -73,14 +72,14 @@ def check_vocabulary(token_ids: list[int], vocab_size: int, field: str = "prompt
 
 
 def check_limits(limits: RequestLimits, num_prompt_tokens: int, max_tokens: int) -> None:
-    """Raise InvalidRequest for a request that the scheduler could never finish."""
+    """Raise InvalidRequest for a request that cannot finish."""
     reason = limits.rejection_reason(num_prompt_tokens, num_prompt_tokens + max_tokens)
     if reason is not None:
         raise InvalidRequest(f"prompt: {reason}", param="prompt")
 
 
 def _check_choice(params: SamplingParams, eos: frozenset[int], bad_words: BadWords) -> None:
-    """Raise InvalidRequest if the parameters leave no token to begin with."""
+    """Raise InvalidRequest if no first token is possible."""
     choices = set(params.allowed_token_ids or ())
     fields: list[str] = []
     for field, tokens in (
@@ -112,7 +111,7 @@ class Admission:
         extra_args: ExtraArgs,
         compresses: bool = False,
     ) -> None:
-        """compresses: caches are compressed, so that requests may say how much."""
+        """compresses: caches are compressed, so requests may set how much."""
         self.model_config = model_config
         self.texts = texts
         self.limits = limits
@@ -125,7 +124,7 @@ class Admission:
         self._longest_prompt = model_config.max_model_len - (model_config.source is None)
 
     def token_limit(self, params: SamplingParams, param: str) -> TokenLimit:
-        """Return how much of a prompt's text is tokenized."""
+        """Return how much of a prompt's text to tokenize."""
         context = self.model_config.max_model_len
         num_kept = params.truncate_prompt_tokens
         if num_kept is None:
@@ -134,7 +133,7 @@ class Admission:
         return TokenLimit(tokens=num_kept, context=context, cut=params.truncation_side, param=param)
 
     async def prepare(self, prompt: Prompt, params: SamplingParams) -> PreparedPrompt:
-        """Tokenize, truncate and check a caller's prompt.
+        """Tokenize, truncate and check a prompt.
 
         Raises InvalidRequest, ContextLengthExceeded, EngineOverloaded.
         """
@@ -152,7 +151,6 @@ class Admission:
     async def _prepare_both(
         self, prompts: Mapping[str, Any], params: SamplingParams, source: SourceConfig
     ) -> PreparedPrompt:
-        """Prepare the prompts of an encoder and its decoder."""
         text, token_ids = await self._read(prompts["encoder_prompt"], params, "encoder_prompt")
         prompt = self._prepare_source(token_ids, params, text, source, "encoder_prompt")
         if (decoder_prompt := prompts.get("decoder_prompt")) is None:
@@ -170,8 +168,9 @@ class Admission:
     async def _read(
         self, prompt: Any, params: SamplingParams, field: str, *, add_special_tokens: bool = True
     ) -> tuple[str | None, list[int]]:
-        """Return the text, if it is one, and the token ids of a caller's prompt; tokens that the
-        caller gives are truncated, and are integers, if there are not too many."""
+        """Return a prompt's text, if any, and its token ids; given tokens are truncated, and
+        checked to be integers unless too many.
+        """
         text, given = text_and_tokens(prompt, field)
         if text is not None and given is None:
             limit = self.token_limit(params, field)
@@ -190,7 +189,6 @@ class Admission:
     def prepare_tokens(
         self, token_ids: list[int], params: SamplingParams, text: str | None = None
     ) -> PreparedPrompt:
-        """Truncate and check the token ids of a tokenized prompt."""
         source = self.model_config.source
         if source is not None:
             return self._prepare_source(token_ids, params, text, source, "prompt")
@@ -207,7 +205,7 @@ class Admission:
         source: SourceConfig,
         field: str,
     ) -> PreparedPrompt:
-        """Truncate and check an encoder's prompt, whose decoder begins as the model says."""
+        """Truncate and check an encoder's prompt; the model sets the decoder's start."""
         token_ids = self._truncate(token_ids, params)
         if not token_ids:
             raise InvalidRequest(f"{field}: must have at least one token", param=field)
@@ -236,10 +234,7 @@ class Admission:
         cache_salt: str | None,
         data_parallel_rank: int | None,
     ) -> RequestSpec:
-        """Check the parameters with this prompt, and fill in their defaults.
-
-        request_id: the caller's.
-        """
+        """Check the parameters with this prompt, and fill in defaults. request_id: the caller's."""
         num_prompt = len(prompt.token_ids)
         self._check_params(params)
         self._check_length(num_prompt, params)
@@ -276,8 +271,9 @@ class Admission:
         )
 
     def check_num_logprobs(self, prompt_lengths: Sequence[int], params: SamplingParams) -> None:
-        """Raise InvalidRequest if prompts of these lengths would get too many log-probabilities
-        together: all of them are in memory until the response has been built."""
+        """Raise InvalidRequest if these prompts get too many log-probabilities in total, which are
+        all in memory until the response is built.
+        """
         prompt_width, width = self._num_logprobs(params)
         if self.max_logprobs_per_request == -1 or not (prompt_width or width):
             return
@@ -291,8 +287,9 @@ class Admission:
         self._check_num_logprobs(params, in_prompts, width * params.n * num_tokens)
 
     def _room_for_logprobs(self, params: SamplingParams, num_prompt: int, room: int) -> int:
-        """Return as many of `room` tokens as may have the log-probabilities of `params`. Raises
-        InvalidRequest if not one may."""
+        """Return how many of `room` tokens may have log-probabilities. Raises InvalidRequest for
+        none.
+        """
         prompt_width, width = self._num_logprobs(params)
         if self.max_logprobs_per_request == -1:
             return room
@@ -303,7 +300,7 @@ class Admission:
         return min(room, (self.max_logprobs_per_request - in_prompt) // per_token)
 
     def _num_logprobs(self, params: SamplingParams) -> tuple[int, int]:
-        """Return how many log-probabilities a token of the prompt has, and one of the output."""
+        """Return the log-probabilities per prompt token, and per output token."""
         prompt, output = (
             0 if count is None else 1 + (self.model_config.vocab_size if count == -1 else count)
             for count in (params.prompt_logprobs, params.logprobs)
@@ -311,7 +308,7 @@ class Admission:
         return prompt, output
 
     def _check_num_logprobs(self, params: SamplingParams, in_prompts: int, in_outputs: int) -> None:
-        """Raise InvalidRequest for more log-probabilities than one request may get."""
+        """Raise InvalidRequest beyond a request's limit."""
         limit = self.max_logprobs_per_request
         if in_prompts + in_outputs <= limit:
             return

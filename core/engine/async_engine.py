@@ -39,7 +39,7 @@ from .text_processor import ChatOptions, TextProcessor
 T = TypeVar("T")
 NOT_STARTED = "the engine has not started, which `async with` or start() does"
 MAX_TOKENIZED = 1 << 17
-"""Most tokens of a text that is only tokenized; four times the context if that is more."""
+"""Most tokens of a text only tokenized, or four times the context."""
 
 
 class AsyncEngine:
@@ -68,7 +68,7 @@ class AsyncEngine:
         self._entry: RequestEntry | None = None
         """None before the start."""
         self._loop: asyncio.AbstractEventLoop | None = None
-        """That of the start; None before."""
+        """Event loop of the start."""
 
     # ------------------------------------------------------------ life
 
@@ -360,21 +360,21 @@ class AsyncEngine:
         return await self.core.render_metrics()
 
     def _started_entry(self) -> RequestEntry:
-        """Return where requests enter. Raises EngineStopped before the start."""
+        """Return the entry. Raises EngineStopped before the start."""
         if self._entry is None:
             raise EngineStopped(NOT_STARTED)
         return self._entry
 
     def _entry_here(self) -> RequestEntry:
-        """Return where requests enter from the running event loop. Raises EngineStopped before the
-        start, and RuntimeError on another loop."""
+        """Return the entry, on the right event loop. Raises EngineStopped before the start,
+        RuntimeError on another loop.
+        """
         entry = self._started_entry()
         self._check_loop()
         return entry
 
     def _check_loop(self) -> None:
-        """Raise RuntimeError on another event loop than that of the start: a request would never
-        wake up."""
+        """Raise RuntimeError on another event loop than the start's, where requests never wake."""
         if self._loop is not None and self._loop is not asyncio.get_running_loop():
             raise RuntimeError(
                 "this engine belongs to the event loop that started it: start and use it in one "
@@ -383,7 +383,7 @@ class AsyncEngine:
 
     @contextlib.contextmanager
     def _known_once_started(self) -> Iterator[None]:
-        """Raise EngineStopped for what the core does not have before the start."""
+        """Raise EngineStopped for attributes that the core lacks before the start."""
         try:
             yield
         except AttributeError:

@@ -55,7 +55,7 @@ logger = logging.getLogger("jackfield.engine")
 
 @contextlib.contextmanager
 def logged(action: str) -> Iterator[None]:
-    """Log an error and suppress it, at the end of an engine, so that its other parts end too."""
+    """Log and suppress an error at an engine's end, so that its other parts end too."""
     try:
         yield
     except Exception:
@@ -63,8 +63,9 @@ def logged(action: str) -> Iterator[None]:
 
 
 def _check_encodable(spec: RequestSpec, grammar: CompiledGrammar | None) -> None:
-    """Raise InvalidRequest for values that cannot be sent to other ranks, such as integers of more
-    than 64 bits in a schema: a step with them would fail for all of its requests."""
+    """Raise InvalidRequest for values that cannot be sent to other ranks, such as integers beyond
+    64 bits, which would fail whole steps.
+    """
     start = None if grammar is None else grammar.start
     try:
         msgspec.msgpack.encode((spec.params, spec.pooling, start))
@@ -94,20 +95,19 @@ class EngineCore:
         self._connector: GuardedConnector | None = None
         self._seeds = random.Random(config.seed)
         self._executor_error: Exception | None = None
-        """Why the executor cannot go on, once it has said so."""
+        """Why the executor cannot continue."""
         self._ping: asyncio.Future[Any] | None = None
-        """Shared by concurrent health checks, so that they do not queue up after a hung step."""
+        """Shared by health checks, which would otherwise queue after a hung step."""
         self._loads: list[Callable[[], int]] = []
 
     @property
     def registry(self) -> prometheus.CollectorRegistry:
-        """The engine's metrics."""
         return self.metrics.registry
 
     # ------------------------------------------------------------ start and stop
 
     async def start(self, texts: TextProcessor, events: PluginEvents) -> None:
-        """Load the model, and `texts` meanwhile, and begin stepping."""
+        """Load the model and, in parallel, `texts`; then begin stepping."""
         began = time.monotonic()
         await self._resolve()
         executors, name = self.plugins["executor"], self.config.executor
@@ -155,7 +155,7 @@ class EngineCore:
             logger.info("requests that leave it open get %s", self.model_config.sampling)
 
     def _room(self) -> str:
-        """Return how many of the longest requests the KV cache holds at once, for the log."""
+        """Return how many of the longest requests the KV cache holds, for the log."""
         config, longest = self.config, self.model_config.max_model_len
         assert config.max_num_batched_tokens is not None
         if not self.info.num_blocks:
@@ -166,7 +166,7 @@ class EngineCore:
         return f": {(self.info.num_blocks - 1) / blocks:.1f} requests of {longest} tokens at once"
 
     async def _resolve(self) -> None:
-        """Make the configuration concrete, while the executor's class prepares the device."""
+        """Resolve the configuration while the executor prepares the device."""
         given, plugins = self.config, self.plugins
         check_names(given, plugins)
         config = resolve_config(given, plugins)
@@ -186,7 +186,7 @@ class EngineCore:
         self.config = resolve_parsers(config, self.model_config, plugins)
 
     def _build(self, texts: TextProcessor, events: PluginEvents) -> None:
-        """Make the parts that need the executor's info, and begin stepping."""
+        """Create the parts that need the executor's info, and begin stepping."""
         config, model_config = self.config, self.model_config
         if self.info.steps_in_flight < 1:
             name = self.plugins["executor"].described(config.executor)
@@ -256,7 +256,7 @@ class EngineCore:
         return BalanceTimes(eplb.step_interval, eplb.window_size)
 
     def _policy(self) -> SchedulePolicy:
-        """Return a new schedule policy. Raises PluginError if it cannot be made."""
+        """Return a new schedule policy. Raises PluginError."""
         registry, name = self.plugins["schedule_policy"], self.config.scheduling_policy
         policy_class = registry.load(name)
         try:
@@ -269,7 +269,7 @@ class EngineCore:
         return policy
 
     async def stop(self) -> None:
-        """End the steps, and free the device. Errors of the parts are logged."""
+        """End the steps, and free the device; errors are logged."""
         if self.steps is None:
             return
         with logged("stopping the step loop"):
@@ -285,14 +285,12 @@ class EngineCore:
     # ------------------------------------------------------------ requests
 
     def check_open(self) -> None:
-        """Raise unless a request may begin now."""
         self.requests.check_accepting()
         limit = self.config.max_waiting_requests
         if limit is not None and self.scheduler.num_waiting >= limit:
             raise EngineOverloaded(f"{limit} requests are waiting already; try again later")
 
     async def add_request(self, spec: RequestSpec, make_state: Callable[[list[Request]], S]) -> S:
-        """Compile the request's grammar, and hand the request to the scheduler."""
         grammar: CompiledGrammar | None = None
         if spec.params.structured_outputs is not None:
             grammar = await self.grammars.prepare(
@@ -317,8 +315,7 @@ class EngineCore:
 
     @contextlib.contextmanager
     def _dying_of_errors(self) -> Iterator[None]:
-        """End the engine with an error that is not about a request: its queues, or what a part has
-        noted, may contradict each other."""
+        """End the engine on an internal error: queues or parts may be inconsistent."""
         try:
             yield
         except JackfieldError:
@@ -329,13 +326,11 @@ class EngineCore:
             raise
 
     def abort_request(self, state: State) -> None:
-        """End what is left of a request; its blocks are free when this returns."""
         with self._dying_of_errors():
             self.outputs.abort_request(state)
         self._wake()
 
     def finish_completion(self, state: RequestState, index: int, stop: str) -> None:
-        """End one completion at a stop string that a front end found."""
         with self._dying_of_errors():
             self.outputs.finish_completion(state, index, stop)
         self._wake()
@@ -343,7 +338,6 @@ class EngineCore:
     # ------------------------------------------------------------ state
 
     async def check_health(self, timeout: float) -> dict[str, str]:
-        """Raise EngineStopped unless the step loop and the worker are alive."""
         if self.steps is None or not (self.requests.healthy and self.steps.running):
             raise EngineStopped(self.requests.dead_reason or "the engine is not running")
         before = self.scheduler.num_steps
@@ -363,46 +357,37 @@ class EngineCore:
         return {}
 
     async def reset_prefix_cache(self) -> bool:
-        """Forget cached blocks. Return False if some are in use."""
         return self.scheduler.reset_prefix_cache()
 
     def stats(self) -> EngineStats:
-        """Return a snapshot, cheap to take."""
         return msgspec.structs.replace(
             self.scheduler.stats, requests_finished=dict(self.outputs.finished_counts)
         )
 
     async def metric_families(self) -> list[Family]:
-        """Return all metrics as they stand."""
         self.metrics.observe_stats(self.stats())
         return families(self.metrics.registry)
 
     async def render_metrics(self) -> bytes:
-        """Return all metrics in Prometheus' text format."""
         self.metrics.observe_stats(self.stats())
         return self.metrics.render()
 
     def report_load(self, count: Callable[[], int]) -> None:
-        """Add `count()` to what `server_load` returns."""
         self._loads.append(count)
 
     async def server_load(self) -> int:
-        """Return the load of this process, which is the only one."""
         return sum(count() for count in self._loads)
 
     def check_idle(self) -> None:
-        """Raise AssertionError if anything is left of a request."""
         self.outputs.check_idle()
 
     # ------------------------------------------------------------ callbacks
 
     def _wake(self) -> None:
-        """Make the step loop check for work."""
         if self.steps is not None:
             self.steps.wake()
 
     def _expect_transfer_report(self) -> None:
-        """Plan a step to fetch the report of the KV connector's worker half."""
         if self.steps is not None and (transfers := self.scheduler.part(KVTransfer)) is not None:
             transfers.expect_report()
             self.steps.wake()
@@ -423,12 +408,12 @@ class EngineCore:
             logger.exception("step %d could not be counted", plan.step)
 
     def _described(self, error: BaseException) -> str:
-        """Return an error for messages, with the plugin whose code raised it."""
+        """Describe an error, with the plugin that raised it."""
         failure = plugin_failure(self.plugins, error, "the scheduler")
         return str(failure) if failure is not None else f"{type(error).__name__}: {error}"
 
     def _die(self, error: BaseException) -> None:
-        """End every request with an error after a step failed as a whole, and accept no more."""
+        """Fail every request after a failed step, and accept no more."""
         reason = self._described(error)
         self.requests.dead_reason = reason
         self.requests.accepting = False

@@ -1,4 +1,4 @@
-"""The port between the public face of an engine and the core that runs its requests."""
+"""The port between an engine's public face and its core."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .text_processor import TextProcessor
 
 S = TypeVar("S", bound=State)
 HEALTH_SECONDS = 30.0
-"""A worker that neither replies nor ends a step for this long is at fault."""
+"""Silence of a worker, without a reply or a finished step, that counts as failure."""
 
 
 class CoreClient(Protocol):
@@ -31,51 +31,48 @@ class CoreClient(Protocol):
     """
 
     config: EngineConfig
-    """Resolved once started."""
     model_config: ModelConfig
-    """Set once started."""
     info: ExecutorInfo
-    """Set once started."""
     requests: RequestTracker
-    """Live requests of this process, and whether more are accepted."""
+    """This process's live requests, and whether more are accepted."""
 
     @property
     def in_process(self) -> bool:
-        """Whether the core is in this process, so that its start and end are announced here."""
+        """Whether its start and end are announced in this process."""
 
     @property
     def registry(self) -> prometheus.CollectorRegistry:
-        """The metrics of this process. Set once started."""
+        """This process's metrics. Set once started."""
 
     async def start(self, texts: TextProcessor, events: PluginEvents) -> None:
-        """Start the core, and load `texts` meanwhile. Leaves nothing behind if it raises.
+        """Start the core, loading `texts` in parallel. Cleans up if it raises.
 
         Raises ConfigError, LoadError, OutOfMemory, PluginError, EngineStopped.
         """
 
     async def stop(self) -> None:
-        """Stop the core, or disconnect from it. Safe to call twice, and before `start`."""
+        """Stop or disconnect. May be called twice, and before `start`."""
 
     def check_open(self) -> None:
         """Raise EngineStopped or EngineOverloaded unless a request may begin now."""
 
     async def add_request(self, spec: RequestSpec, make_state: Callable[[list[Request]], S]) -> S:
-        """Schedule an accepted request. Return its state, which `make_state` creates from the
+        """Schedule an accepted request. Return its state, created by `make_state` from the
         scheduler's requests.
 
-        Raises as `check_open` does, InvalidRequest for a grammar that does not compile or if the
-        request's id is in use, and RequestFailed if the schedule policy fails on it.
+        Raises as `check_open`, InvalidRequest for a bad grammar or a used id, and RequestFailed if
+        the schedule policy fails.
         """
 
     def abort_request(self, state: State) -> None:
         """End what is left of a request."""
 
     async def check_health(self, timeout: float) -> dict[str, str]:
-        """Raise EngineStopped unless the step loop and the worker reply within `timeout` seconds
-        or a step ended meanwhile.
+        """Raise EngineStopped unless the step loop and the worker reply, or a step ends, within
+        `timeout` seconds.
 
-        Of several engines (`data_parallel_size`) one is enough; return what is the matter with the
-        others, by their names."""
+        One of several engines suffices; return the others' problems by name.
+        """
 
     async def reset_prefix_cache(self) -> bool:
         """Forget cached blocks. Return False if some are in use."""
@@ -84,20 +81,20 @@ class CoreClient(Protocol):
         """Return a snapshot."""
 
     async def render_metrics(self) -> bytes:
-        """Return all metrics of the engine, of every process, in Prometheus' text format."""
+        """Return the metrics of all processes, in Prometheus' text format."""
 
     def report_load(self, count: Callable[[], int]) -> None:
-        """Register `count`, the inference requests of one HTTP server of this process."""
+        """Register `count`, an HTTP server's inference requests."""
 
     async def server_load(self) -> int:
-        """Return the number of inference requests that all processes serve."""
+        """Return all processes' inference requests."""
 
 
 class ServedCore(CoreClient, Protocol):
-    """A core that front ends in other processes can use (`EngineServer`)."""
+    """A core for front ends in other processes (`EngineServer`)."""
 
     def finish_completion(self, state: RequestState, index: int, stop: str) -> None:
-        """End one completion at a stop string that a front end found."""
+        """End a completion at a stop string that a front end found."""
 
     async def metric_families(self) -> list[Family]:
         """Return all metrics of the core as they stand."""

@@ -20,7 +20,7 @@ from ..text.tokenizer import Tokenizer
 
 
 class Grammars:
-    """Prepares grammars for requests. Nothing heavy happens before the first one."""
+    """Prepares requests' grammars, lazily."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class Grammars:
         eos_token_ids: Iterable[int],
         prompt_end: Callable[[Mapping[str, Any] | None], str] = lambda _: "",
     ) -> None:
-        """prompt_end: chat template arguments → the end of the rendered prompt."""
+        """prompt_end: chat template arguments → the rendered prompt's end."""
         self._prompt_end = prompt_end
         self._config = config.structured_outputs_config
         self._tokenizer = tokenizer
@@ -56,9 +56,9 @@ class Grammars:
         chat: bool,
         template_arguments: Mapping[str, Any] | None = None,
     ) -> CompiledGrammar | None:
-        """Compile a request's grammar. Return None for a request without one.
+        """Compile a request's grammar, if any.
 
-        template_arguments: the chat template's, which may turn reasoning off.
+        template_arguments: may turn reasoning off.
 
         Raises InvalidRequest with the field's name.
         """
@@ -86,7 +86,7 @@ class Grammars:
         return self._compiled(GrammarStart(self._eos_token_ids, gate), grammar, tokenizer)
 
     async def restore(self, params: SamplingParams, start: GrammarStart) -> CompiledGrammar:
-        """Compile the grammar of a slot of a plan, in another process than the one that made it.
+        """Compile the grammar of a plan's slot in another process.
 
         Raises InvalidRequest with the field's name.
         """
@@ -119,11 +119,10 @@ class Grammars:
         )
 
     async def close(self) -> None:
-        """End the threads and processes that compile."""
         await self._store.close()
 
     def _make_vocabulary(self) -> Vocabulary:
-        """Build the vocabulary, on a thread of the store's pool."""
+        """Build the vocabulary, on a pool thread."""
         assert self._tokenizer is not None
         return make_vocabulary(
             self._tokenizer,

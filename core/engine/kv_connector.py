@@ -21,7 +21,7 @@ from ..scheduling.parts.guarded_connector import GuardedConnector
 
 
 def watch_transfers(executor: Executor, callback: Callable[[], None]) -> None:
-    """Call `callback` when transfers end. Raises ConfigError if the executor cannot do that."""
+    """Call `callback` when transfers end. Raises ConfigError if the executor cannot."""
     try:
         executor.watch_transfers(callback)
     except NotImplementedError:
@@ -34,7 +34,7 @@ def watch_transfers(executor: Executor, callback: Callable[[], None]) -> None:
 def connect(
     config: EngineConfig, info: ExecutorInfo, plugins: Plugins, wake: Callable[[], None]
 ) -> GuardedConnector | None:
-    """Return the scheduler half, guarded, or None if no connector is configured.
+    """Return the guarded scheduler half, or None without a connector.
 
     wake: called on the event loop.
     """

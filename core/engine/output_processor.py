@@ -23,38 +23,30 @@ State: TypeAlias = RequestState | PoolingState
 
 
 class RequestTracker:
-    """Requests that have not ended, by the caller's id, and whether more are accepted.
-
-    Notifies the callers of new output.
-    """
+    """Unfinished requests by the caller's id. Notifies callers of output."""
 
     def __init__(self) -> None:
         self.states: dict[str, State] = {}
-        """Caller's request id → live request."""
         self.idle = asyncio.Event()
-        """Set while no request is live."""
         self.idle.set()
         self.accepting = False
-        """Set by the engine once it has started; cleared when it drains, stops or dies."""
+        """Set at the engine's start; cleared when it drains, stops or dies."""
         self.dead_reason: str | None = None
-        """Why no request can be served any more."""
+        """Why no request can be served."""
         self._notified: list[RequestState] = []
-        """Requests whose listeners are to be called."""
+        """Requests with listeners to call."""
 
     @property
     def healthy(self) -> bool:
-        """Whether requests are accepted: started, neither draining nor stopped, and alive."""
         return self.accepting and self.dead_reason is None
 
     def check_accepting(self) -> None:
-        """Raise EngineStopped unless requests are accepted."""
         if self.dead_reason is not None:
             raise EngineStopped(f"the engine died: {self.dead_reason}")
         if not self.accepting:
             raise EngineStopped("the engine is not accepting requests: it is stopping or stopped")
 
     def check_free(self, request_id: str) -> None:
-        """Raise InvalidRequest while a live request has this id."""
         if request_id in self.states:
             raise InvalidRequest(
                 f"request_id: {shown(unscoped_id(request_id))} is in use by a running request; "
@@ -63,19 +55,18 @@ class RequestTracker:
             )
 
     def add_state(self, state: State) -> None:
-        """Register a request. Raises InvalidRequest while another one has its id."""
+        """Register a request. Raises InvalidRequest for a used id."""
         self.check_free(state.request_id)
         self.states[state.request_id] = state
         self.idle.clear()
 
     def remove_state(self, state: State) -> None:
-        """Forget a request that has ended."""
         del self.states[state.request_id]
         if not self.states:
             self.idle.set()
 
     def notify(self, state: State) -> None:
-        """Wake the task that waits for a request's output, or schedule a call of its listener."""
+        """Wake a request's task, or schedule its listener."""
         if state.listener is None:
             state.changed.set()
             return
@@ -84,7 +75,7 @@ class RequestTracker:
         self._notified.append(state)
 
     def _deliver(self) -> None:
-        """Call the listeners of all requests with new output, in one turn of the event loop."""
+        """Call the listeners of requests with new output."""
         states, self._notified = self._notified, []
         for state in states:
             if state.listener is not None:
@@ -95,8 +86,6 @@ class RequestTracker:
 
 
 class OutputProcessor:
-    """Enters requests into the scheduler, and applies its updates to their states."""
-
     def __init__(
         self,
         requests: RequestTracker,
@@ -109,14 +98,14 @@ class OutputProcessor:
         self.metrics = metrics
         self.events = events
         self.finished_counts: dict[FinishReason, int] = {}
-        """Completions that have ended, by reason."""
+        """Ended completions by reason."""
         self._owners: dict[str, tuple[State, int]] = {}
         """Scheduler request id → its state and completion index."""
 
     def enter_request(self, state: State) -> None:
-        """Register a request and hand it to the scheduler. Nothing is left of it if this raises.
+        """Register a request with the scheduler, or leave nothing.
 
-        Raises InvalidRequest if its id is in use, and RequestFailed if the schedule policy fails.
+        Raises InvalidRequest for a used id, RequestFailed if the schedule policy fails.
         """
         self.requests.add_state(state)
         try:
@@ -128,12 +117,11 @@ class OutputProcessor:
             self._owners[request.request_id] = (state, index)
 
     def publish(self, updates: list[Update]) -> None:
-        """Apply a step's updates, and notify the streams."""
         if not updates:
             return
         now = time.monotonic()
         gaps: dict[float, int] = {}
-        """Seconds between tokens → number of tokens: streams in step share one entry."""
+        """Seconds between tokens → number of tokens, mostly common to streams."""
         owners = self._owners
         # Prompts are the last rows: their first tokens go out before other rows' next ones.
         for update in reversed(updates):
@@ -153,7 +141,7 @@ class OutputProcessor:
     def _publish(
         self, state: State, index: int, update: Update, now: float, gaps: dict[float, int]
     ) -> None:
-        """Apply an update of a request's completion `index`. What it raises ends this request."""
+        """Apply an update to completion `index`; errors end the request."""
         if isinstance(state, PoolingState):
             self._publish_pooled(state, update)
             return
@@ -182,7 +170,6 @@ class OutputProcessor:
             self._completion_ended(state, request.request_id)
 
     def finish_completion(self, state: RequestState, index: int, stop: str) -> None:
-        """End one completion at a stop string that was found outside."""
         completion = state.completions[index]
         if completion.finish_reason is None:
             request_id = state.requests[index].request_id
@@ -191,11 +178,9 @@ class OutputProcessor:
             self._completion_ended(state, request_id)
 
     def abort_request(self, state: State) -> None:
-        """End what is left of a request; its blocks are free when this returns."""
         self._end_request(state, "abort")
 
     def _fail_request(self, state: State, error: Exception) -> None:
-        """End what is left of a request whose output could not be processed."""
         logger.error("the output of request %s failed", state.request_id, exc_info=error)
         state.error = state.error or output_failure(error)
         self._end_request(state, "error")
@@ -216,7 +201,7 @@ class OutputProcessor:
         self._completion_ended(state, update.request.request_id)
 
     def _completion_ended(self, state: State, scheduler_id: str) -> None:
-        """Count a completion's end, and the request's if it was the last."""
+        """Count a completion's end, and the request's with the last."""
         owner = self._owners.pop(scheduler_id, None)
         if owner is not None:
             reason = state.completions[owner[1]].finish_reason or "abort"
@@ -231,7 +216,6 @@ class OutputProcessor:
             logger.exception("the end of request %s could not be counted", state.request_id)
 
     def _observe_end(self, state: State) -> None:
-        """Count a request that has ended, and announce it to plugins."""
         announced = self.events.wants_requests and state.announced
         if isinstance(state, PoolingState):
             self.metrics.observe_pooled(state.requests[0].num_prompt_tokens, state.timings)
@@ -244,7 +228,6 @@ class OutputProcessor:
                 self.events.request_finished(output)
 
     def check_idle(self) -> None:
-        """Raise AssertionError if anything is left of a request."""
         assert not self.requests.states, f"live requests: {list(self.requests.states)}"
         assert self.requests.idle.is_set(), "no request is live, but the tracker is not idle"
         assert not self._owners, f"scheduler requests without an end: {list(self._owners)}"

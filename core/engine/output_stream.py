@@ -1,7 +1,7 @@
-"""The outputs of one request, as an asynchronous iterator.
+"""A request's outputs, as an asynchronous iterator.
 
-A stream holds no queue: it reads the state when its caller is ready, so that a slow caller gets
-fewer, larger outputs and costs no memory.
+It has no queue: it reads the state when its caller is ready, so slow callers get fewer, larger
+outputs.
 """
 
 from __future__ import annotations
@@ -14,19 +14,16 @@ from .request_state import RequestState
 
 
 class Progress(NamedTuple):
-    """How far a request has come."""
+    """A request's progress."""
 
     first_token: float | None
-    """When its first token came, by `time.monotonic`."""
     num_tokens: int
-    """Of all its completions."""
 
 
 class OutputStream:
-    """Result of `AsyncEngine.generate`: an async iterator that aborts when it is dropped.
+    """Result of `AsyncEngine.generate`.
 
-    Leaving a loop over it, cancelling the task that waits for it, or `aclose()` abort the request
-    at once.
+    Leaving its loop, cancelling a waiting task, or `aclose()` aborts the request.
     """
 
     def __init__(
@@ -43,7 +40,7 @@ class OutputStream:
         return self
 
     async def admit(self) -> None:
-        """Start the request now instead of at the first step. Raises what that step would."""
+        """Start the request now. Raises what the first step would."""
         try:
             if self._state is None and not self._closed:
                 self._state = await self._start()
@@ -68,17 +65,16 @@ class OutputStream:
         return output
 
     def listen(self, listener: Callable[[], None]) -> None:
-        """Call `listener` from now on when `take_output` has something.
+        """Call `listener` whenever `take_output` has something, instead of waking tasks.
 
-        It is called on the event loop, once per step with output, after the next step has been
-        submitted: no task is woken per token. Call this after the first output. The listener must
-        not raise.
+        Called on the event loop once per step, after the next step's submission; must not raise.
+        Use after the first output.
         """
         assert self._state is not None, "await the first output before listening"
         self._state.listener = listener
 
     def take_output(self) -> RequestOutput | None:
-        """Return the output that is there now, or None, without waiting."""
+        """Return available output without waiting, or None."""
         if self._closed or self._state is None:
             return None
         output = self._state.take_output()
@@ -88,14 +84,13 @@ class OutputStream:
 
     @property
     def progress(self) -> Progress | None:
-        """None before the request has begun; it stays after the end."""
+        """None before the request begins."""
         if self._state is None:
             return None
         num_tokens = sum(len(completion.token_ids) for completion in self._state.completions)
         return Progress(self._state.timings.first_token, num_tokens)
 
     async def aclose(self) -> None:
-        """Abort the request if it is still running."""
         self._close()
 
     def _close(self) -> None:

@@ -12,9 +12,9 @@ from ..step import StepPlan, StepResult
 
 
 class PluginEvents:
-    """Emits `request_finished` and `step_finished`, each in a task of its own.
+    """Emits `request_finished` and `step_finished`, each in a task.
 
-    Whether a plugin listens is looked up once: without a listener an event costs nothing.
+    Listeners are looked up once: without them events cost nothing.
     """
 
     def __init__(self, plugins: Plugins) -> None:
@@ -24,15 +24,14 @@ class PluginEvents:
         self._tasks: set[asyncio.Future[Any]] = set()
 
     def request_finished(self, output: RequestOutput | PoolingRequestOutput) -> None:
-        """Announce the last, cumulative output of a request."""
+        """Announce a request's last, cumulative output."""
         self._spawn(self._plugins.emit("request_finished", output=output))
 
     def step_finished(self, plan: StepPlan, result: StepResult) -> None:
-        """Announce a step whose result has been published."""
+        """Announce a published step."""
         self._spawn(self._plugins.emit("step_finished", plan=plan, result=result))
 
     async def settled(self) -> None:
-        """Wait for all listeners called so far."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _spawn(self, awaitable: Awaitable[Any]) -> None:

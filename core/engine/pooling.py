@@ -1,6 +1,6 @@
 """Pooling requests between caller and scheduler: admission, state, and the one output.
 
-The scheduler treats a pooling request as a request for one token; its result is a vector instead.
+To the scheduler, it is a request for one token.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class PoolingAdmission:
     async def prepare(
         self, prompt: PoolingPrompt, params: PoolingParams, add_special_tokens: bool
     ) -> PreparedPrompt:
-        """Tokenize, truncate and check a caller's prompt.
+        """Tokenize, truncate and check a prompt.
 
         Raises InvalidRequest, ContextLengthExceeded, EngineOverloaded.
         """
@@ -152,25 +152,21 @@ class PoolingAdmission:
 
 
 class Pooled:
-    """The result of a pooling request, instead of completions."""
-
     def __init__(self) -> None:
         self.finish_reason: FinishReason | None = None
         self.row: PooledRow | None = None
 
     def set_finished(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        """Record why the request ended, once."""
         if self.finish_reason is None:
             self.finish_reason = reason
 
 
 class PoolingState:
-    """A caller's pooling request, with the members of a `RequestState` that the engine reads."""
+    """A pooling request, with the members of `RequestState` that the engine reads."""
 
     announced = True
-    """Plugins in this process are notified of its end."""
+    """Its end is announced to this process's plugins."""
     listener = None
-    """A task waits for the result."""
 
     def __init__(self, text: str | None, request: Request) -> None:
         self.request_id = request.external_id
@@ -192,7 +188,7 @@ class PoolingState:
         self.timings.num_preemptions = self.requests[0].num_preemptions
 
     def output(self) -> PoolingRequestOutput:
-        """Return the result. Raises RequestFailed if the request failed or was aborted."""
+        """Return the result. Raises RequestFailed."""
         row, request = self.pooled.row, self.requests[0]
         if row is None:
             raise RequestFailed(self.error or "the request was aborted")
@@ -209,7 +205,7 @@ class PoolingState:
 class PoolingStream:
     """Result of `AsyncEngine.encode`: await it for the output, or iterate over the one output.
 
-    Cancelling the task that waits, or `aclose()`, aborts the request at once.
+    Cancelling the waiting task, or `aclose()`, aborts the request.
     """
 
     def __init__(
@@ -242,7 +238,6 @@ class PoolingStream:
             self._close()
 
     async def aclose(self) -> None:
-        """Abort the request if it is still running."""
         self._close()
 
     def _close(self) -> None:

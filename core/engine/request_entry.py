@@ -1,4 +1,4 @@
-"""Entry point of an engine's requests: each is validated here, once, and then added."""
+"""Validates each request once, and adds it to the core."""
 
 from __future__ import annotations
 
@@ -21,18 +21,14 @@ from .text_processor import ChatOptions, TextProcessor
 
 
 class Envelope(NamedTuple):
-    """Properties of a request besides its prompt and parameters."""
-
     request_id: str
-    """The caller's id; "": a random one."""
+    """The caller's id; "": random."""
     priority: int
     cache_salt: str | None
     data_parallel_rank: int | None = None
 
 
 class RequestEntry:
-    """Validates requests and adds them to a started core."""
-
     def __init__(self, core: CoreClient, texts: TextProcessor, plugins: Plugins) -> None:
         self.core = core
         self.texts = texts
@@ -55,7 +51,6 @@ class RequestEntry:
     async def complete(
         self, prompt: Prompt, params: SamplingParams | None, envelope: Envelope
     ) -> RequestState:
-        """Begin a completion of `prompt`."""
         sampling = self._sampling(params)
         envelope = self._open(envelope)
         prepared = await self.admission.prepare(prompt, sampling)
@@ -68,7 +63,6 @@ class RequestEntry:
         envelope: Envelope,
         **options: Unpack[ChatOptions],
     ) -> RequestState:
-        """Begin a completion of messages."""
         sampling = self._sampling(params)
         envelope = self._open(envelope)
         limit = self.admission.token_limit(sampling, "messages")
@@ -85,7 +79,6 @@ class RequestEntry:
         envelope: Envelope,
         add_special_tokens: bool,
     ) -> PoolingState:
-        """Begin to compute a vector."""
         self.core.requests.check_accepting()
         admission = self.pooling_admission
         if admission is None:
@@ -118,10 +111,9 @@ class RequestEntry:
         )
 
     def _open(self, envelope: Envelope) -> Envelope:
-        """Fill in the request's id. Raises as `CoreClient.check_open`, for bad names, and while a
-        live request has this id.
+        """Fill in the id. Raises as `CoreClient.check_open`, for bad names, and for a used id.
 
-        Checked before anything is tokenized; the core checks again when the request is added.
+        Checked before tokenization, and again when added.
         """
         envelope = envelope._replace(request_id=envelope.request_id or uuid.uuid4().hex)
         check_name("request_id", envelope.request_id)
@@ -134,7 +126,7 @@ class RequestEntry:
     def _sampling(self, params: SamplingParams | None) -> SamplingParams:
         """Return `params`, or the checkpoint's defaults.
 
-        Raises EngineStopped, and InvalidRequest for other types and for a pooling model.
+        Raises EngineStopped, and InvalidRequest for other types and pooling models.
         """
         self.core.requests.check_accepting()
         pooling = self.core.model_config.pooling
@@ -152,7 +144,6 @@ class RequestEntry:
 
 
 def _check_rank(rank: object, size: int) -> None:
-    """Raise InvalidRequest for a member that there is not."""
     if rank is not None and not (type(rank) is int and 0 <= rank < size):
         raise InvalidRequest(
             f"data_parallel_rank: must be a number from 0 to {size - 1}, got {shown(rank)}",
@@ -161,7 +152,7 @@ def _check_rank(rank: object, size: int) -> None:
 
 
 def check_name(param: str, name: object) -> None:
-    """Raise InvalidRequest for a name that is not a string, or is too long."""
+    """Raise InvalidRequest unless the name is a short string."""
     if not isinstance(name, str) or len(name) > MAX_NAME_LENGTH:
         raise InvalidRequest(
             f"{param}: must be a text of at most {MAX_NAME_LENGTH} characters, got {shown(name)}",

@@ -1,4 +1,4 @@
-"""The state of a caller's request: its completions, and how much of them the caller has taken."""
+"""A request's completions, and how much of them the caller has."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ logger = logging.getLogger("jackfield.engine")
 
 
 class Completion:
-    """One of the `n` completions, while it is generated."""
+    """One of the `n` completions."""
 
     def __init__(self, index: int, request: Request, tokenizer: Tokenizer | None) -> None:
         self.index = index
@@ -55,7 +55,7 @@ class Completion:
         self._finish_taken = False
 
     def apply(self, update: Update) -> str | None:
-        """Append new tokens. Return the stop string that ends this completion, if one does."""
+        """Append new tokens. Return a stop string that ends the completion."""
         request = update.request
         if self.logprobs is None and not update.finished:
             return self.apply_tokens(update.new_token_ids)
@@ -78,7 +78,7 @@ class Completion:
         return None
 
     def apply_tokens(self, new_token_ids: Sequence[int]) -> str | None:
-        """Append tokens without log-probabilities; only a stop string can end the completion."""
+        """As `apply`, without log-probabilities or a finish."""
         token_ids, text = self.token_ids, self.text
         if text is None:
             token_ids += new_token_ids
@@ -91,8 +91,9 @@ class Completion:
         return None
 
     def set_finished(self, reason: FinishReason, stop_reason: int | str | None) -> None:
-        """Record why no more tokens come, once. Raises nothing: a text that cannot be ended makes
-        the reason "error"."""
+        """Record the reason, once. Never raises: if the text cannot be ended, the reason becomes
+        "error".
+        """
         if self.finish_reason is not None:
             return
         self.finish_reason, self.stop_reason = reason, stop_reason
@@ -107,14 +108,12 @@ class Completion:
 
     @property
     def has_new_output(self) -> bool:
-        """Whether there is output that the caller has not taken."""
         return self._num_taken_tokens < len(self.token_ids) or (
             self.finish_reason is not None and not self._finish_taken
         )
 
     def take_output(self, delta: bool) -> CompletionOutput:
-        """Return the caller's next output, and count it as taken. delta: without what was taken
-        before."""
+        """Return the caller's next output. delta: only what is new."""
         first = self._num_taken_tokens if delta else 0
         text = ""
         if self.text is not None:
@@ -124,7 +123,7 @@ class Completion:
         return self._output(text, first)
 
     def peek_output(self) -> CompletionOutput:
-        """Return all output so far, without counting it as taken."""
+        """Return all output, not counting it as taken."""
         return self._output(self.text.text if self.text is not None else "", 0)
 
     def _output(self, text: str, first: int) -> CompletionOutput:
@@ -141,10 +140,8 @@ class Completion:
 
 
 class RequestState:
-    """A caller's request for text."""
-
     announced = True
-    """Plugins in this process are notified of its end."""
+    """Its end is announced to this process's plugins."""
 
     def __init__(
         self,
@@ -154,7 +151,7 @@ class RequestState:
         *,
         source: str | None = None,
     ) -> None:
-        """requests: one per completion; source: text of an encoder's prompt."""
+        """requests: one per completion; source: the encoder's text."""
         params = requests[0].params
         self.request_id = requests[0].external_id
         self.prompt = prompt
@@ -172,10 +169,10 @@ class RequestState:
         self.error: str | None = None
         self.error_param: str | None = None
         self._unfinished: RequestOutput | None = None
-        """The first output; later ones differ in their completions alone, until one ends."""
+        """The first output, of which later ones replace the completions until one ends."""
         self.changed = asyncio.Event()
         self.listener: Callable[[], None] | None = None
-        """Called when there is new output, instead of `changed` being set."""
+        """Called on new output, instead of setting `changed`."""
 
     @property
     def finished(self) -> bool:
@@ -185,9 +182,9 @@ class RequestState:
         return True
 
     def add_prompt_logprobs(self, positions: list[TokenLogprobs]) -> None:
-        """Append positions, which arrive in order.
+        """Append positions in order.
 
-        A preempted prompt repeats some of them: those beyond the prompt's length are dropped.
+        A preempted prompt repeats some, which are dropped.
         """
         if self.prompt_logprobs is None:
             return
@@ -195,7 +192,7 @@ class RequestState:
         self.prompt_logprobs.extend(_position(p, self.tokenizer) for p in positions[:room])
 
     def mark_tokens(self, now: float) -> float | None:
-        """Record when tokens arrived. Return when those before them did; None for the first."""
+        """Record the time of tokens; return the previous time."""
         timings = self.timings
         before = timings.last_token
         if before is None:
@@ -210,7 +207,6 @@ class RequestState:
 
     @property
     def has_output(self) -> bool:
-        """Whether `take_output` has something for the caller."""
         if self._only_final:
             return self.finished
         for completion in self.completions:
@@ -219,7 +215,7 @@ class RequestState:
         return False
 
     def take_output(self) -> RequestOutput | None:
-        """Return the caller's next output, and count it as taken; None: there is none."""
+        """Return the caller's next output, or None."""
         if not self._delta:
             if not self.has_output:
                 return None
@@ -231,7 +227,6 @@ class RequestState:
         return self._output(outputs) if outputs else None
 
     def peek_output(self) -> RequestOutput:
-        """Return all output so far, without counting it as taken."""
         return self._output([c.peek_output() for c in self.completions])
 
     def _output(self, outputs: list[CompletionOutput]) -> RequestOutput:
@@ -274,12 +269,12 @@ class RequestState:
 
 
 def output_failure(error: Exception) -> str:
-    """Return the error of a request to whose output a step's tokens could not be applied."""
+    """Return the error of a request whose output failed."""
     return f"its output could not be processed: {type(error).__name__}: {error}"
 
 
 def _position(position: TokenLogprobs, tokenizer: Tokenizer | None) -> PositionLogprobs:
-    """Return the position's own token first, then the most likely ones."""
+    """Return the position's own token, then the most likely ones."""
     own, top_ids = position.token_id, position.top_ids
     text: Callable[[int], str | None] = _no_text if tokenizer is None else tokenizer.token_text
     entry = Logprob(position.logprob, position.rank, text(own))

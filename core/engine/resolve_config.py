@@ -1,4 +1,4 @@
-"""Resolves an EngineConfig for this machine and this checkpoint."""
+"""Resolves an EngineConfig for machine and checkpoint."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ NAMED = {
     "reasoning_parser": "reasoning_parser",
     "tool_call_parser": "tool_parser",
 }
-"""Options that name a plugin → its kind. The worker checks the others, which need a device."""
+"""Options that name a plugin → kind. Others need a device, and are checked by the worker."""
 NONE = "none"
-"""The parser name that means no parser, even if the checkpoint names one."""
+"""Parser name for none, even if the checkpoint names one."""
 AUTO = "auto"
-"""The parser name that means the checkpoint's, by what it names, or by its chat template."""
+"""Parser name for the checkpoint's, by its own naming or its chat template."""
 PARSERS = ("reasoning_parser", "tool_call_parser")
 TOKEN_BUDGET = {"cuda": 8192, "cpu": 2048}
 
 
 def resolve_device(config: EngineConfig) -> str:
-    """Return where the model runs, cuda or cpu. Raises ConfigError if there is no such device."""
+    """Return cuda or cpu. Raises ConfigError for a missing device."""
     device: str = config.device
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
@@ -60,7 +60,6 @@ def resolve_device(config: EngineConfig) -> str:
 
 
 def resolve_config(config: EngineConfig, plugins: Plugins) -> EngineConfig:
-    """Fill in `device`, `max_num_batched_tokens` and `executor`. Raises ConfigError."""
     device = resolve_device(config)
     budget = config.max_num_batched_tokens or max(TOKEN_BUDGET[device], config.max_num_seqs)
     if budget < config.max_num_seqs:
@@ -74,9 +73,8 @@ def resolve_config(config: EngineConfig, plugins: Plugins) -> EngineConfig:
 def resolve_runner(
     requested: EngineConfig, config: EngineConfig, model_config: ModelConfig, plugins: Plugins
 ) -> tuple[EngineConfig, ModelConfig]:
-    """Set `pooling` for a pooling model, `source` for an encoder-decoder model, and a token budget
-    for whole prompts if they cannot be split. given: the options before they were resolved; config:
-    after.
+    """Set `pooling`, `source`, and a token budget for prompts that cannot be split. requested: the
+    options before resolution.
 
     Raises ConfigError, LoadError.
     """
@@ -120,25 +118,25 @@ def resolve_runner(
 
 
 def resolve_models(config: EngineConfig, info: ExecutorInfo, plugins: Plugins) -> ModelConfig:
-    """Return the model's configuration, of an engine that runs in another process, has resolved
-    `config` and started its executor. Blocks."""
+    """Return the model's configuration of a started engine in another process, from its resolved
+    `config`. Blocks.
+    """
     model_config = resolve_model_config(config, plugins)
     bind_parsers(config, model_config, plugins)
     return fitted(resolve_runner(config, config, model_config, plugins)[1], info)
 
 
 def fitted(model_config: ModelConfig, info: ExecutorInfo) -> ModelConfig:
-    """Return the model's configuration with the context that its executor has room for."""
+    """Limit the context to the executor's room."""
     if info.max_model_len is None:
         return model_config
     return dataclasses.replace(model_config, max_model_len=info.max_model_len)
 
 
 def resolve_source(config: EngineConfig, model_config: ModelConfig, model: Any) -> ModelConfig:
-    """Return the configuration with `source` set, if the model has an encoder and generates.
+    """Set `source` for a generating model with an encoder.
 
-    `model`: the architecture's class; None where no plugin has it. Raises ConfigError with the
-    field's name.
+    `model`: the architecture's class, or None. Raises ConfigError with the field's name.
     """
     if not hasattr(model, "encode") or model_config.pooling is not None:
         return model_config
@@ -180,7 +178,7 @@ def resolve_source(config: EngineConfig, model_config: ModelConfig, model: Any) 
 
 
 def _sequences(value: Any) -> tuple[tuple[int, ...], ...]:
-    """Return token sequences of a configuration; others than lists of lists of ids are left out."""
+    """Return a configuration's lists of token ids, ignoring others."""
     lists = value if isinstance(value, list) else []
     return tuple(
         tuple(item)
@@ -192,11 +190,10 @@ def _sequences(value: Any) -> tuple[tuple[int, ...], ...]:
 def resolve_parsers(
     config: EngineConfig, model_config: ModelConfig, plugins: Plugins
 ) -> EngineConfig:
-    """Fill in the parsers that the checkpoint names if the options name none; "none" becomes None,
-    and "auto" what the checkpoint names, else the parser that knows its chat template, else what
-    goes by the checkpoint's own declaration.
+    """Fill in the parsers: the options', else the checkpoint's; "none" becomes None, and "auto"
+    what the checkpoint names, else the parser that knows its chat template, else its declaration's.
 
-    Raises ConfigError if a checkpoint names one that is not installed, or one cannot be used.
+    Raises ConfigError for a missing or unusable parser.
     """
     parsers: dict[str, str | None] = {}
     for option, declared in (
@@ -243,9 +240,9 @@ def _by_declaration(
     model_config: ModelConfig,
     plugins: Plugins,
 ) -> dict[str, str | None]:
-    """Return the options that the checkpoint's own declaration decides, and say so in the log:
-    those of `auto_options` that nothing else has decided, and the reasoning parser with a tool
-    parser. parsers: what is decided."""
+    """Return and log the undecided `auto_options` that the checkpoint's declaration decides, and
+    the reasoning parser along with a tool parser. parsers: decided ones.
+    """
     config = object_if_there(model_config.path / "tokenizer_config.json")
     names = {option: declared_parser(plugins[NAMED[option]], config) for option in PARSERS}
     reasoning, tools = PARSERS
@@ -275,9 +272,9 @@ def _by_declaration(
 
 
 def bind_parsers(config: EngineConfig, model_config: ModelConfig, plugins: Plugins) -> None:
-    """Let parsers whose format the checkpoint declares read its declaration.
+    """Let parsers read the checkpoint's declaration of their format.
 
-    Raises ConfigError if one cannot, or a tool parser lacks the reasoning parser that it needs.
+    Raises ConfigError if one cannot, or a tool parser lacks its reasoning parser.
     """
     for option in PARSERS:
         name = getattr(config, option)
@@ -305,7 +302,7 @@ def bind_parsers(config: EngineConfig, model_config: ModelConfig, plugins: Plugi
 def _recognize(
     option: str, config: EngineConfig, model_config: ModelConfig, plugins: Plugins
 ) -> str | None:
-    """Return the parser that knows the checkpoint's chat template, and say in the log which."""
+    """Return, and log, the parser that knows the chat template."""
     model_type = getattr(model_config.hf_config, "model_type", None)
     template = template_texts(
         model_config.path,
@@ -329,7 +326,6 @@ def _parser_name(name: str) -> str | None:
 
 
 def check_names(config: EngineConfig, plugins: Plugins) -> None:
-    """Import the plugins that options name. Raises ConfigError with the option's name."""
     options = [(option, kind, getattr(config, option)) for option, kind in NAMED.items()]
     if config.kv_transfer_config is not None:
         options.append(

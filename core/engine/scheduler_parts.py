@@ -1,4 +1,4 @@
-"""Which parts an engine's scheduler has: those that its configuration and its worker ask for."""
+"""Selects an engine's scheduler parts, by configuration and worker."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ def scheduler_parts(
     connector: GuardedConnector | None,
     plugins: Plugins,
 ) -> list[PartMaker]:
-    """Return what makes the parts, in the order in which they are called. Raises ConfigError for an
-    option whose part the worker lacks."""
+    """Return the parts' makers in calling order. Raises ConfigError for an option without its part
+    in the worker.
+    """
     parts: list[PartMaker] = []
     if config.enable_lora:
         _check(config, info, adapters.NAME, "enable_lora", "serves no adapters")
@@ -80,7 +81,6 @@ def _check(config: EngineConfig, info: ExecutorInfo, name: str, option: str, lac
 
 
 def _compression_rule(config: EngineConfig) -> CompressionRule:
-    """Return how much of caches stays, and when."""
     return CompressionRule(
         ratio=config.kv_compression_ratio,
         budget=config.kv_compression_budget,

@@ -18,45 +18,42 @@ from ..step import BalanceExperts, PrepareAhead, Recover, StepPlan, StepResult
 
 logger = logging.getLogger("jackfield.engine")
 IDLE_SECONDS = 0.05
-"""Seconds without a step after which the worker prepares for later ones."""
+"""Idle seconds before the worker prepares later steps."""
 QUIET_SECONDS = 0.5
-"""It does so after this long without a new request. Recording one step of 8B on an H200 takes some
-80 ms, for which a request that comes meanwhile waits."""
+"""Seconds without a new request before it does. Recording a step of 8B on an H200 takes 80 ms,
+which delays a request."""
 MAX_FAILED_STEPS = 3
-"""Consecutive failed steps after which the loop ends."""
 InFlight: TypeAlias = collections.deque[tuple[StepPlan, asyncio.Future[StepResult]]]
 
 
 class BalanceTimes:
-    """When experts are counted, and moved: in steps with rows."""
+    """When experts are counted and moved, in steps with rows."""
 
     def __init__(self, interval: int, window: int) -> None:
-        """`interval`: steps from one move to the next; `window`: the last of them are counted."""
+        """`interval`: steps between moves; `window`: last of them to count."""
         self.num_steps = 0
-        """Since the last move."""
         self._interval, self._window = interval, window
         self._counts = False
 
     @property
     def due(self) -> BalanceExperts | None:
-        """The job to ask for now."""
+        """The job due now."""
         if self._counts:
             return BalanceExperts() if self.num_steps >= self._interval else None
         begins = self.num_steps >= self._interval - self._window
         return BalanceExperts(moves=False) if begins else None
 
     def done(self, job: BalanceExperts) -> None:
-        """Note that a job has been done."""
         self._counts = not job.moves
         if job.moves:
             self.num_steps = 0
 
 
 class StepLoop:
-    """Keeps steps in flight on the executor. Everything here runs on the event loop.
+    """Keeps steps in flight on the executor. For the event loop only.
 
-    `publish` gets each result's updates; `died` gets the error that ended the loop. A step that
-    fails ends its own requests, and the loop goes on, where the executor can recover.
+    `publish` gets each result's updates; `died` the error that ended the loop. A failed step ends
+    its own requests, and the loop continues if the executor can recover.
     """
 
     def __init__(
@@ -71,55 +68,48 @@ class StepLoop:
         died: Callable[[BaseException], None],
         balancing: BalanceTimes | None = None,
     ) -> None:
-        """`balancing`: when experts are placed by load; None: never."""
+        """`balancing`: places experts by load; None: never."""
         self.scheduler = scheduler
         self.executor = executor
         self.steps_in_flight = steps_in_flight
         self._delays = num_stages == 1
-        """Whether plans are made late: the first of several stages needs the next one long before
-        the steps in flight have ended."""
+        """Whether plans are delayed: the first of several stages needs them early."""
         self.publish = publish
         self.stepped = stepped
         self.died = died
         self._num_failed = 0
-        """Steps that have failed since the last one with rows that ended well."""
+        """Failed steps since the last success with rows."""
         self._prepares = True
-        """Whether the executor prepares for later steps (`PrepareAhead`)."""
+        """Whether the executor supports `PrepareAhead`."""
         self._timing = PlanTiming()
         self._balancing = balancing
         self._failure: Exception | None = None
-        """Why the executor cannot go on, once it has said so."""
+        """Why the executor cannot continue."""
         self._quiet_from = -math.inf
-        """When no request will have come for QUIET_SECONDS, by the event loop's clock."""
+        """When QUIET_SECONDS without a request will have passed."""
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin stepping."""
         self._task = asyncio.create_task(self._run(), name="jackfield-steps")
 
     @property
     def running(self) -> bool:
-        """Whether the loop has started and not ended."""
         return self._task is not None and not self._task.done()
 
     def wake(self) -> None:
-        """Make the loop check for work."""
         self._wake.set()
 
     def arrived(self) -> None:
-        """Note that a request has arrived, and make the loop check for it."""
         self._quiet_from = asyncio.get_running_loop().time() + QUIET_SECONDS
         self._timing.arrived()
         self._wake.set()
 
     def fail(self, error: Exception) -> None:
-        """End the loop: the executor cannot go on."""
         self._failure = error
         self._wake.set()
 
     async def stop(self) -> None:
-        """End after the steps in flight."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -168,7 +158,7 @@ class StepLoop:
             self.died(error)
 
     async def _idle(self) -> None:
-        """Wait for work. The worker prepares for later steps meanwhile, until nothing is left."""
+        """Wait for work, while the worker prepares later steps."""
         more = True
         while more and self._prepares:
             quiet = self._quiet_from - asyncio.get_running_loop().time()
@@ -183,7 +173,7 @@ class StepLoop:
         await self._wake.wait()
 
     async def _prepare_ahead(self) -> bool:
-        """Return whether there is more to prepare."""
+        """Return whether more can be prepared."""
         try:
             return bool(await asyncio.shield(self.executor.ask(PrepareAhead())))
         except NotImplementedError:
@@ -195,14 +185,15 @@ class StepLoop:
         return False
 
     async def _balance(self, job: BalanceExperts) -> None:
-        """Let experts be counted or moved. Requests wait for it as for a step. Raises its error:
-        ranks may have moved some."""
+        """Count or move experts while requests wait. Raises errors, as some ranks may have
+        moved.
+        """
         assert self._balancing is not None
         await asyncio.shield(self.executor.ask(job))
         self._balancing.done(job)
 
     async def _recover(self, plan: StepPlan, error: Exception, in_flight: InFlight) -> None:
-        """End the requests of a failed step. Raises its error if the loop cannot continue."""
+        """End a failed step's requests. Raises its error if the loop cannot continue."""
         if self._failure is not None:
             raise self._failure
         self._num_failed += 1
@@ -229,7 +220,7 @@ class StepLoop:
         self.publish(self.scheduler.fail_step(plan, f"the step failed: {kind}{error}", dropped))
 
     def _delay(self, in_flight: InFlight) -> float:
-        """Return the seconds until the last free place in flight is to be filled; 0: not later."""
+        """Return the seconds before the last place in flight is filled."""
         last_place = self._delays and len(in_flight) == self.steps_in_flight - 1
         return self._timing.delay() if last_place and in_flight else 0.0
 

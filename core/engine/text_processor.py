@@ -19,13 +19,13 @@ from ..text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 FEW_WORDS = 16
-"""Most bad words that are tokenized on the event loop."""
+"""Most bad words tokenized on the event loop."""
 MAX_PROMPT_ENDS = 100
-"""Most results of `TextProcessor.prompt_end` that are cached."""
+"""Cached results of `TextProcessor.prompt_end`."""
 
 
 class ChatOptions(TypedDict, total=False):
-    """Options of turning messages into a prompt."""
+    """How messages become a prompt."""
 
     tools: Sequence[Mapping[str, Any]] | None
     chat_template_kwargs: Mapping[str, Any] | None
@@ -33,27 +33,25 @@ class ChatOptions(TypedDict, total=False):
     continue_final_message: bool
     documents: Sequence[Mapping[str, Any]] | None
     chat_template: str | None
-    """Used instead of the model's template."""
+    """Replaces the model's template."""
     add_special_tokens: bool
 
 
 class TextProcessor:
-    """The tokenizer and chat template of an engine."""
-
     def __init__(self) -> None:
         self.tokenizer: Tokenizer | None = None
         self.chat_template_variables: frozenset[str] = frozenset()
-        """Names that the model's chat template reads besides messages and tools."""
+        """Names that the chat template reads besides messages and tools."""
         self._control_tokens = False
         self._chat_template: ChatTemplate | None = None
         self._prompt_ends: dict[Any, str] = {}
-        """Switches of the chat template → what it writes last with them."""
+        """Switches of the chat template → its last text."""
         self._threads = TextThreads()
 
     def load(self, config: EngineConfig, model_config: ModelConfig, plugins: Plugins) -> None:
-        """Load the tokenizer and chat template, unless the configuration skips them. Blocks.
+        """Load tokenizer and chat template, unless skipped. Blocks.
 
-        Raises LoadError about the checkpoint's, and ConfigError about the configuration's template.
+        Raises LoadError for the checkpoint's, ConfigError for the configuration's template.
         """
         if config.skip_tokenizer_init:
             return
@@ -74,17 +72,16 @@ class TextProcessor:
             self.chat_template_variables = self._chat_template.variables
 
     def load_alone(self, config: EngineConfig, plugins: Plugins) -> None:
-        """Load what `load` does, where the engine's core is in another process. Blocks."""
+        """As `load`, for a core in another process. Blocks."""
         self.load(config, resolve_model_config(config, plugins), plugins)
 
     def close(self) -> None:
-        """End the threads for texts."""
         self._threads.close()
 
     async def run(self, size: int, work: Callable[[], T]) -> T:
-        """Run `work` on a text of `size` characters on a thread for texts.
+        """Run `work` on a text of `size` characters on a thread.
 
-        Raises EngineOverloaded if too many texts wait.
+        Raises EngineOverloaded.
         """
         return await self._threads.run(size, work)
 
@@ -93,7 +90,7 @@ class TextProcessor:
     def render_chat(
         self, messages: Sequence[ChatMessage], limit: TokenLimit, **options: Unpack[ChatOptions]
     ) -> list[int]:
-        """Return the prompt's token ids. Blocks. Raises InvalidRequest, and what `limit` says."""
+        """Return the prompt's token ids. Blocks. Raises InvalidRequest, and as `limit`."""
         source, tools = options.get("chat_template"), options.get("tools")
         template = self._chat_template if source is None else self._template(source)
         if template is None:
@@ -116,7 +113,7 @@ class TextProcessor:
     async def tokenize_chat(
         self, messages: Sequence[ChatMessage], limit: TokenLimit, **options: Unpack[ChatOptions]
     ) -> list[int]:
-        """Run `render_chat` on a thread for texts. Raises EngineOverloaded, too."""
+        """Run `render_chat` on a thread. Raises EngineOverloaded, too."""
         size = rough_size(
             messages, options.get("tools"), options.get("documents"), options.get("chat_template")
         )
@@ -124,9 +121,9 @@ class TextProcessor:
         return await self._threads.run(size, render)
 
     def prompt_end(self, chat_template_kwargs: Mapping[str, Any] | None = None) -> str:
-        """Return what the model's chat template writes last before a response, "" if unknown.
+        """Return the chat template's last text before a response, or "".
 
-        Only switches count: arguments that are booleans or words.
+        Only boolean and word arguments count.
         """
         if self._chat_template is None:
             return ""
@@ -157,9 +154,9 @@ class TextProcessor:
     async def tokenize(
         self, texts: Sequence[str], limit: TokenLimit, *, add_special_tokens: bool = True
     ) -> list[list[int]]:
-        """Return the token ids of each text; long ones are encoded on a thread for texts.
+        """Return each text's token ids, on a thread for long ones.
 
-        Raises InvalidRequest without a tokenizer, what `limit` says, and EngineOverloaded.
+        Raises InvalidRequest without a tokenizer, as `limit`, and EngineOverloaded.
         """
         tokenizer = self.required_tokenizer()
 
@@ -172,7 +169,6 @@ class TextProcessor:
         return await self.run_if_long(sum(map(len, texts)), encode)
 
     async def tokenize_bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Return the token sequences of `params.bad_words`, each with its spellings."""
         words = params.bad_words
         if not words:
             return ()
@@ -184,11 +180,10 @@ class TextProcessor:
         return await self.run(sum(map(len, words)), lambda: tokenizer.bad_words_ids(words))
 
     async def run_if_long(self, size: int, work: Callable[[], T]) -> T:
-        """Run `work` here, or on a thread for texts if its text is long."""
+        """Run `work` here, or on a thread for long texts."""
         return work() if size < LONG_TEXT else await self.run(size, work)
 
     def required_tokenizer(self) -> Tokenizer:
-        """Return the tokenizer. Raises InvalidRequest without one."""
         if self.tokenizer is None:
             raise InvalidRequest(
                 "prompt: this engine has no tokenizer (skip_tokenizer_init), send token ids",

@@ -14,9 +14,9 @@ logger = logging.getLogger("jackfield.structured")
 
 
 def batch_method(constraints: Sequence[Constraint], name: str) -> Callable[..., Any] | None:
-    """Return the backend's method of this name for many matchers at once.
+    """Return the backend's batch method of this name.
 
-    None if it has none, the matchers are of several backends, or there is only one.
+    None if missing, for several backends, or a single matcher.
     """
     if len(constraints) < 2:
         return None
@@ -25,7 +25,6 @@ def batch_method(constraints: Sequence[Constraint], name: str) -> Callable[..., 
 
 
 def advance_all(constraints: Sequence[Constraint], token_ids: Sequence[int]) -> None:
-    """Advance each constraint by its sampled token. -1: no token could be sampled."""
     batch: list[Constraint] = []
     batch_ids: list[int] = []
     for constraint, token_id in zip(constraints, token_ids, strict=True):
@@ -50,7 +49,7 @@ def advance_all(constraints: Sequence[Constraint], token_ids: Sequence[int]) -> 
 def fill_masks(
     fill_bitmasks: Callable[..., Any], constraints: Sequence[Constraint], bits: np.ndarray
 ) -> None:
-    """Write the masks of the next tokens with the backend's `fill_bitmasks`.
+    """Write the next tokens' masks with `fill_bitmasks`.
 
     bits: [len(constraints), words] int32
     """

@@ -19,12 +19,10 @@ ANY = -1
 
 
 class EndTokenBits(NamedTuple):
-    """The bits of end tokens in a bitmask."""
-
     words: np.ndarray
-    """[count] int64, the words that hold end tokens"""
+    """[count] int64, words with end tokens"""
     others: np.ndarray
-    """[count] int32, the bits of other tokens in these words"""
+    """[count] int32, other tokens' bits in these words"""
 
 
 class Constraint:
@@ -36,7 +34,7 @@ class Constraint:
     """
 
     def __init__(self, start: SlotStart, compiled: CompiledGrammar, mask_timeout: float) -> None:
-        """Replays what was generated before a preemption. mask_timeout: seconds"""
+        """Replays output from before a preemption. mask_timeout: seconds"""
         assert start.grammar is not None
         structured = start.params.structured_outputs
         self._field = "structured_outputs" if structured is None else field_of(structured)
@@ -46,25 +44,24 @@ class Constraint:
         self.matcher: GrammarMatcher | None = None
         self._eos = frozenset(start.grammar.eos_token_ids)
         self.ends = _end_token_bits((*start.grammar.eos_token_ids, *start.stop_token_ids))
-        """The same object for all outputs with the same end tokens."""
+        """Shared by outputs with the same end tokens."""
         self._min_tokens = start.params.min_tokens
         self._ignore_eos = start.params.ignore_eos
         gate = start.grammar.reasoning_gate
         self._opening_ids = None if gate is None else gate.opening_ids
-        """Before the first token: tokens that may begin reasoning, besides the grammar's."""
+        """Before the first token: additional tokens that begin reasoning."""
         self._parser: Any = None
-        """The reasoning parser, until the reasoning ends."""
+        """Until the reasoning ends."""
         if gate is not None:
             assert compiled.reasoning_parser is not None, "a reasoning gate without its parser"
             self._parser = compiled.reasoning_parser()
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._num_output = 0
         self.ended = False
-        """Whether an end token, or no token, was sampled: further ones are ignored."""
+        """Whether an end token, or none, was sampled."""
         self.failure: str | None = None
-        """Why the request fails; None if it does not."""
         self.failed_param: str | None = None
-        """The request's field that is at fault for `failure`; None: it is not the request's."""
+        """The request's faulty field, or None."""
         try:
             self.matcher = compiled.grammar.matcher()
         except BaseException as error:
@@ -74,16 +71,16 @@ class Constraint:
 
     @property
     def in_grammar(self) -> bool:
-        """Whether the mask is the matcher's, end tokens apart: after reasoning, before the end."""
+        """Whether the matcher's mask applies: after reasoning, before the end."""
         return self._parser is None and not self.ended and self.failure is None
 
     @property
     def masks_ends(self) -> bool:
-        """Whether end tokens are masked now, as long as another token is possible."""
+        """Whether end tokens are masked while others are possible."""
         return self._ignore_eos or self._num_output < self._min_tokens
 
     def advance(self, token_id: int) -> None:
-        """Advance by a sampled token. -1: no token could be sampled."""
+        """Advance by a sampled token, -1 for none."""
         if self.ended or self.failure is not None:
             return
         self._num_output += 1
@@ -96,7 +93,7 @@ class Constraint:
             self._fail(error)
 
     def record_accept(self, token_id: int, result: bool | BaseException) -> None:
-        """Record what the matcher returned for a token, in place of `advance` if `in_grammar`."""
+        """Record the matcher's result for a token, instead of `advance` if `in_grammar`."""
         self._num_output += 1
         if result is True:
             self.ended = token_id in self._eos
@@ -121,7 +118,7 @@ class Constraint:
                 self._accept_text("".join(e.text for e in events if isinstance(e, Content)))
 
     def _accept_text(self, text: str) -> None:
-        """Accept content that ended the reasoning, such as the beginning of a tool call."""
+        """Accept content after the reasoning, such as a tool call's beginning."""
         if not text.strip() or self._encode is None:
             return
         for token_id in self._encode(text):
@@ -136,7 +133,7 @@ class Constraint:
         self.ended = token_id in self._eos
 
     def _fail(self, error: BaseException) -> None:
-        """Fail this request alone. Panics of Rust are no `Exception`."""
+        """Fail only this request; Rust panics are no `Exception`."""
         if isinstance(error, KeyboardInterrupt):
             raise error
         self._fail_for(f"{error}" or type(error).__name__)
@@ -145,7 +142,6 @@ class Constraint:
         self.failure, self.failed_param = f"{self._field}: {reason}", self._field
 
     def fill(self, row: np.ndarray) -> None:
-        """Write the mask of the next token. row: [words] int32"""
         matcher = self.begin_fill(row)
         if matcher is None:
             return
@@ -166,8 +162,8 @@ class Constraint:
             )
 
     def begin_fill(self, row: np.ndarray) -> GrammarMatcher | None:
-        """Return the matcher that has to fill the row before `finish_fill`; None if the row is
-        complete. The two halves of `fill`, for many rows in one call of the backend.
+        """Return the matcher to fill the row before `finish_fill`, None if complete; for batched
+        backend calls.
         """
         if self.ended or self.failure is not None:
             row.fill(ANY)
@@ -179,7 +175,7 @@ class Constraint:
         return self.matcher
 
     def finish_fill(self, row: np.ndarray, error: BaseException | None) -> None:
-        """Complete a row that the matcher has filled, or failed to fill."""
+        """Complete a row after the matcher, or its failure."""
         if error is not None:
             self._fail(error)
             row.fill(ANY)
@@ -190,13 +186,13 @@ class Constraint:
             mask_ends(self.ends, row[None], [0])
 
     def fail_empty(self, row: np.ndarray) -> None:
-        """Fail this request, whose completed row allows no token at all."""
+        """Fail a request whose row allows no token."""
         self._fail_for("the grammar led to a dead end: no token may come next")
         row.fill(ANY)
 
 
 def mask_ends(ends: EndTokenBits, bits: np.ndarray, rows: list[int]) -> None:
-    """Mask the end tokens in these rows of [count, words], unless a row allows nothing else."""
+    """Mask end tokens in these rows of [count, words], unless nothing else is allowed."""
     index = np.asarray(rows)[:, None], ends.words
     before = bits[index]
     bits[index] = before & ends.others

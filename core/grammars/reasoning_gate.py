@@ -1,4 +1,4 @@
-"""Finds where the grammar begins if the model reasons first, according to its reasoning parser."""
+"""Finds where the grammar begins after reasoning."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from ..text.tokenizer import Tokenizer
 
 
 def gate_parser(parser_class: Any, gate: ReasoningGate) -> Callable[[], Any]:
-    """Return what creates the reasoning parser of one output."""
     return functools.partial(make_parser, parser_class, thinking=True, prompt_end=gate.prompt_end)
 
 
@@ -24,12 +23,11 @@ def make_reasoning_gate(
     prompt_end: str = "",
     free: bool = False,
 ) -> ReasoningGate | None:
-    """Return the gate for a reasoning parser's class; None if the grammar applies from the start.
+    """Return the gate for a reasoning parser's class; None if the grammar applies at once.
 
-    It does for a class without `reasoning_ended`, which does not say where reasoning ends, and for
-    a model that reasons only sometimes, unless the request turns thinking on: with few other tokens
-    allowed, such a model would open reasoning that it would not have opened by itself. An output
-    that may begin with any text (`free`) does not have that problem.
+    It does without `reasoning_ended`, and for a model that reasons only sometimes, unless thinking
+    is on: a constrained model would open reasoning that it otherwise would not. Free outputs
+    (`free`) are exempt.
     """
     if not is_thinking(parser_class, template_arguments):
         return None

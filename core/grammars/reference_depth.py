@@ -14,7 +14,7 @@ from .schemas.quoting import GBNF_QUOTES, LARK_QUOTES, split_quoted
 from .spec import tag_schemas
 
 MAX_VISITED = 500_000
-"""Values of a schema that are looked at: those inside several targets count for each."""
+"""Most schema values visited, repeated targets included."""
 
 _DEFINITIONS = frozenset(("$defs", "definitions"))
 _COMMENT = re.compile(r"^[ \t]*+(?://|#)[^\n]*+", re.MULTILINE)
@@ -23,7 +23,7 @@ _GBNF_RULE = re.compile(r"^[ \t]*+([\w-]++)[ \t]*+::=", re.MULTILINE)
 
 
 def check_chains(spec: GrammarSpec, limit: int) -> None:
-    """Raise ValueError if a chain of references or rules is longer than `limit`."""
+    """Raise ValueError for a chain longer than `limit`."""
     match spec.kind:
         case "json":
             longest = _schema_chain(json.loads(spec.text))
@@ -61,8 +61,7 @@ def _chain(start: str, next_names: Callable[[str], Iterable[str]]) -> int:
 
 
 def _schema_chain(schema: Any) -> int:
-    """Return the length of the longest chain, 0 if there is no reference. References to other
-    documents do not count."""
+    """Return the longest chain of references within the document."""
     visited = 0
 
     def references(pointer: str) -> list[str]:
@@ -97,7 +96,7 @@ def _subschemas(part: dict[str, Any]) -> Iterator[Any]:
 
 
 def _target(schema: Any, pointer: str) -> Any:
-    """Return what a pointer of the form `#/$defs/name` refers to; None if nothing."""
+    """Return the target of `#/$defs/name`, or None."""
     part = schema
     for key in pointer[1:].split("/")[1:]:
         key = key.replace("~1", "/").replace("~0", "~")

@@ -1,4 +1,4 @@
-"""The canonical form of a request's grammar, which backends compile, and its bounds."""
+"""The canonical form of a request's grammar, and its bounds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WHOLE = frozenset(("additionalProperties", "patternProperties"))
 
 
 def grammar_spec(params: StructuredOutputsParams, config: StructuredOutputsConfig) -> GrammarSpec:
-    """Return the canonical form, with bounds checked and schemas adapted for backends (`adapted`).
+    """Return the canonical form, bounded, with adapted schemas.
 
     Raises InvalidRequest with the field's name.
     """
@@ -50,11 +50,9 @@ def grammar_spec(params: StructuredOutputsParams, config: StructuredOutputsConfi
 def check_bounds(
     text: str, name: str, config: StructuredOutputsConfig, *, kind: str = "json"
 ) -> None:
-    """Raise InvalidRequest about the field `name` if a text is too large or nested too deep.
+    """Raise InvalidRequest about field `name` for a too large or too nested text.
 
-    kind: a `GrammarSpec`'s, which says what the text is written in.
-
-    What takes a schema apart comes after this: the event loop must not be kept busy by one.
+    kind: a `GrammarSpec`'s. Precedes any parsing, to protect the event loop.
     """
     size = len(text.encode("utf-8", "replace"))
     if size > config.max_grammar_bytes:
@@ -67,7 +65,6 @@ def check_bounds(
 
 
 def field_of(params: StructuredOutputsParams) -> str:
-    """Return the name of the request's field for errors."""
     kinds = (kind for kind in STRUCTURED_KINDS if getattr(params, kind) is not None)
     return params.field or f"structured_outputs.{next(kinds)}"
 
@@ -93,12 +90,10 @@ def _canonical(params: StructuredOutputsParams) -> GrammarSpec:
 
 
 def closed(schema: Any) -> Any:
-    """Change a schema so that objects with `properties` allow no others, unless they say so; return
-    it.
+    """Forbid unlisted properties in objects with `properties`, by default; return the schema.
 
-    That is what OpenAI's strict mode asks for and other servers do, and it makes every backend
-    read a schema alike. Schemas that are joined from parts are left as they are: closing the parts
-    would leave nothing that fits all of them.
+    As in OpenAI's strict mode; backends then agree. Schemas joined from parts stay, as no value
+    would fit all closed parts.
     """
     for part in subschemas(schema):
         joined = "properties" in part and not part.keys().isdisjoint(("anyOf", "oneOf", "$ref"))
@@ -123,7 +118,7 @@ def _adapted_tag(tag: dict[str, Any], *, strict: bool) -> dict[str, Any]:
 
 
 def tag_schemas(tag: dict[str, Any]) -> Iterator[Any]:
-    """Yield the JSON schemas inside a structural tag of either form."""
+    """Yield a structural tag's JSON schemas."""
     structures = tag.get("structures")
     for structure in structures if isinstance(structures, list) else ():
         if isinstance(structure, dict):
@@ -134,7 +129,7 @@ def tag_schemas(tag: dict[str, Any]) -> Iterator[Any]:
 
 
 def tag_formats(tag: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the formats inside a structural tag of the form `{"format": …}`, outermost first."""
+    """Yield the formats of a `{"format": …}` tag, outermost first."""
     todo = [tag.get("format")]
     while todo:
         part = todo.pop()
@@ -146,7 +141,6 @@ def tag_formats(tag: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def begins_free(spec: GrammarSpec) -> bool:
-    """Return whether an output may begin with any text."""
     if spec.kind != "structural_tag":
         return False
     tag = json.loads(spec.text)
@@ -168,7 +162,7 @@ def _decoded(value: Any) -> Any:
 
 
 def _text(value: Any) -> str:
-    """Return JSON with keys in their order, which is the order of properties in the output."""
+    """Return JSON with keys in order, as properties appear in outputs."""
     return msgspec.json.encode(value).decode()
 
 
@@ -179,7 +173,7 @@ def _too_deep(name: str, config: StructuredOutputsConfig) -> InvalidRequest:
 
 
 def _depth(text: str, kind: str) -> int:
-    """Return how deep brackets nest; those inside a quoted text are counted separately."""
+    """Return the depth of brackets, separately in quotes."""
     match kind:
         case "regex":
             return _nesting(split_quoted(text, REGEX_QUOTES)[0])
@@ -192,8 +186,7 @@ def _depth(text: str, kind: str) -> int:
 
 
 def _nesting(text: str) -> int:
-    """Return the nesting depth; a closing bracket reduces it by at most one, an unclosed one
-    persists."""
+    """Return the nesting depth; unclosed brackets persist."""
     depth = deepest = 0
     for bracket in re.findall(r"[\[({]|[\])}]", text):
         if bracket in "[({":

@@ -1,4 +1,4 @@
-"""Compiles grammars off the event loop, each once, in bounded time, and caches them."""
+"""Compiles grammars off the event loop, once, in bounded time, cached."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = logging.getLogger("jackfield.structured")
 
 
 class GrammarStore:
-    """Compiles and caches grammars. Methods belong to the event loop unless they say otherwise."""
+    """Compiles and caches grammars, on the event loop unless stated."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class GrammarStore:
         config: StructuredOutputsConfig,
         vocabulary: Callable[[], Vocabulary],
     ) -> None:
-        """vocabulary: called once, on a thread, for the first grammar."""
+        """vocabulary: called once, on a thread."""
         self._backends = backends
         self._config = config
         self._make_vocabulary = vocabulary
@@ -43,10 +43,9 @@ class GrammarStore:
         self._pool = ThreadPoolExecutor(config.compile_threads, "jackfield-grammar")
 
     async def compile(self, spec: GrammarSpec) -> Grammar:
-        """Return a grammar from the cache, or compile it; equal specs at one time are compiled
-        once.
+        """Return a cached or compiled grammar; concurrent equal specs compile once.
 
-        Raises ValueError with what is wrong with the grammar, EngineStopped after `close`.
+        Raises ValueError with the grammar's fault, EngineStopped after `close`.
         """
         grammar = self._cache.get(spec)
         if grammar is not None:
@@ -65,7 +64,6 @@ class GrammarStore:
             raise
 
     async def close(self) -> None:
-        """Cancel compilations and end the sandboxes."""
         compiling = list(self._compiling.values())
         for task in compiling:
             task.cancel()
@@ -107,8 +105,7 @@ class GrammarStore:
         raise ValueError("; ".join(reasons))
 
     def candidates(self, spec: GrammarSpec) -> tuple[list[str], list[str]]:
-        """Return backends to try, in order, and the reasons against the others. Runs on any
-        thread."""
+        """Return backends to try in order, and reasons against others. Thread-safe."""
         backend_name = self._config.backend
         names: list[str] = []
         costly: list[str] = []
@@ -135,8 +132,7 @@ class GrammarStore:
             return f"{type(error).__name__}: {error}"
 
     async def _bounded(self, name: str, spec: GrammarSpec) -> Grammar:
-        """Compile with one backend. Raises ValueError for a wrong grammar, TimeoutError for a slow
-        one."""
+        """Compile with one backend. Raises ValueError, or TimeoutError."""
         loop = asyncio.get_running_loop()
         backend = await loop.run_in_executor(self._pool, self._backend, name)
         if not await loop.run_in_executor(self._pool, _is_small, backend, spec):
@@ -145,7 +141,6 @@ class GrammarStore:
         return await asyncio.wait_for(future, self._config.compile_timeout)
 
     def _run(self, backend: GrammarBackend, spec: GrammarSpec) -> Grammar:
-        """Compile on a thread of the pool."""
         assert self._vocabulary is not None
         grammar = call_with_stack(ENGINE_STACK, backend.compile, spec)
         check_mask_time(probe(grammar, self._vocabulary), self._config.mask_timeout)
@@ -165,8 +160,7 @@ class GrammarStore:
         return self._sandboxes[name]
 
     def _backend(self, name: str) -> GrammarBackend:
-        """Return a backend, on a thread of the pool; of two created at the same time one is
-        kept."""
+        """Return a backend, on a pool thread; of two created at once one is kept."""
         backend = self._made.get(name)
         if backend is None:
             if self._vocabulary is None:
@@ -176,7 +170,7 @@ class GrammarStore:
         return backend
 
     def _tell(self, spec: GrammarSpec, name: str, reasons: list[str]) -> None:
-        """Log why this backend was chosen, once per reason."""
+        """Log the choice, once per reason."""
         why = f"{name} for {spec.kind}, because {'; '.join(reasons)}"
         if why not in self._told and len(self._told) < 100:
             self._told.add(why)
@@ -184,12 +178,11 @@ class GrammarStore:
 
 
 def _is_small(backend: GrammarBackend, spec: GrammarSpec) -> bool:
-    """Return whether a grammar is compiled in this process directly, without a sandbox."""
+    """Return whether to compile without a sandbox."""
     return is_plain(spec) or (backend.bounded and is_tiny(spec))
 
 
 def check_backend(backends: Registry[type[GrammarBackend]], name: str) -> None:
-    """Raise ConfigError if the named backend does not exist or cannot be used here."""
     if name == "auto":
         return
     try:

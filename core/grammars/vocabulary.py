@@ -11,8 +11,7 @@ from ..text.tokenizer import Tokenizer
 def make_vocabulary(
     tokenizer: Tokenizer, size: int, eos_token_ids: Iterable[int], *, compact_json: bool
 ) -> Vocabulary:
-    """Return the vocabulary. size: the model's vocab_size; ids past the tokenizer's own are
-    empty."""
+    """Return the vocabulary. size: the model's vocab_size; unknown ids are empty."""
 
     def bytes_of(token_id: int) -> bytes:
         return b"" if token_id in tokenizer.special_ids else tokenizer.token_bytes(token_id)

@@ -12,10 +12,10 @@ from prometheus_client.utils import floatToGoString
 
 
 class Histogram:
-    """One series. `prometheus_client`'s own histogram needs one call per value, several µs each, on
-    the event loop; a step of 256 streams observes 256 latencies that are mostly equal.
+    """One series. `prometheus_client`'s histogram needs a call of several µs per value; a step of
+    256 streams has 256 mostly equal latencies.
 
-    Not thread-safe: all calls are made on the event loop.
+    For the event loop only.
     """
 
     def __init__(
@@ -26,27 +26,23 @@ class Histogram:
         labels: dict[str, str],
         registry: prometheus.CollectorRegistry,
     ) -> None:
-        """buckets: upper bounds, ascending, without the infinite one."""
+        """buckets: ascending upper bounds, without infinity."""
         self.name, self.text = name, text
         self._labels = labels
         self._bounds = [float(bound) for bound in buckets]
         self._counts = [0] * (len(buckets) + 1)
-        """[num_buckets] Values in each, the infinite one last."""
         self._sum = 0.0
         self._created = time.time()
         registry.register(self)
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Record `value`, `times` times."""
         self._counts[bisect.bisect_left(self._bounds, value)] += times
         self._sum += value * times
 
     def describe(self) -> Iterable[HistogramMetricFamily]:
-        """Return the metric's name without values, for the registry."""
         return [HistogramMetricFamily(self.name, self.text, labels=list(self._labels))]
 
     def collect(self) -> Iterable[HistogramMetricFamily]:
-        """Return all observations, for the registry."""
         family = HistogramMetricFamily(self.name, self.text, labels=list(self._labels))
         below = 0
         buckets: list[tuple[str, float]] = []

@@ -1,4 +1,4 @@
-"""Merges metrics of several processes: values are added up, series by series."""
+"""Merges metrics of processes by adding series."""
 
 from __future__ import annotations
 
@@ -10,16 +10,12 @@ from prometheus_client.core import Metric
 
 
 class Sample(msgspec.Struct, frozen=True, array_like=True):
-    """One sample of a metric."""
-
     name: str
     labels: dict[str, str]
     value: float
 
 
 class Family(msgspec.Struct, frozen=True):
-    """One metric with all its series."""
-
     name: str
     text: str
     kind: str
@@ -28,7 +24,6 @@ class Family(msgspec.Struct, frozen=True):
 
 
 def families(registry: prometheus.CollectorRegistry) -> list[Family]:
-    """Return the current metrics of a registry."""
     return [
         Family(
             metric.name,
@@ -44,7 +39,7 @@ def families(registry: prometheus.CollectorRegistry) -> list[Family]:
 
 
 def merged(scrapes: Iterable[list[Family]]) -> list[Family]:
-    """Add up equal series; keep the earliest creation time."""
+    """Add up equal series, with the earliest creation time."""
     by_name: dict[str, Family] = {}
     values: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
     for some in scrapes:
@@ -71,7 +66,6 @@ def merged(scrapes: Iterable[list[Family]]) -> list[Family]:
 
 
 def render(some: Iterable[Family]) -> bytes:
-    """Render in Prometheus' text format."""
     metrics = []
     for family in some:
         metric = Metric(family.name, family.text, family.kind)

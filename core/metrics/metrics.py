@@ -1,4 +1,4 @@
-"""Prometheus metrics of one engine. Names are vLLM's where the meaning is the same."""
+"""Prometheus metrics of one engine. Names are vLLM's where equivalent."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOKENS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
 
 
 class EngineMetrics:
-    """One registry per engine, so that several engines can run in one process."""
+    """A registry per engine, as a process may have several."""
 
     def __init__(
         self, model_name: str, *, registry: prometheus.CollectorRegistry | None = None
@@ -139,14 +139,15 @@ class EngineMetrics:
         self._max_tokens = histogram("request_params_max_tokens", "max_tokens per request.", TOKENS)
 
     def observe_step(self, num_tokens: int, seconds: float, launch_wait: float = 0.0) -> None:
-        """Record a step: `num_tokens` computed, `seconds` on the device, `launch_wait` seconds in
-        which the thread that launched it could not run."""
+        """Record a step: seconds on the device, and seconds in which its launch thread could not
+        run.
+        """
         self._iteration.observe(num_tokens)
         self._step_seconds.observe(seconds)
         self._launch_wait.observe(launch_wait)
 
     def observe_stats(self, stats: EngineStats) -> None:
-        """Set gauges and counters to a snapshot, before they are read."""
+        """Set gauges and counters from a snapshot, before a scrape."""
         self._running.set(stats.num_requests_running)
         self._waiting.set(stats.num_requests_waiting)
         self._usage.set(stats.kv_cache_usage)
@@ -167,8 +168,7 @@ class EngineMetrics:
         self._seen = stats
 
     def observe_cache_config(self, **facts: object) -> None:
-        """Record properties of the KV cache as labels of a constant 1; called once, when the engine
-        is ready."""
+        """Record the KV cache's properties as labels, once."""
         labels = {name: str(value) for name, value in facts.items()}
         prometheus.Gauge(
             "jackfield:cache_config_info",
@@ -178,15 +178,12 @@ class EngineMetrics:
         ).labels(model_name=self._model, **labels).set(1)
 
     def observe_first_token(self, seconds: float) -> None:
-        """Arrival to first token."""
         self._ttft.observe(seconds)
 
     def observe_inter_token(self, seconds: float, count: int) -> None:
-        """Record `count` tokens, `seconds` apart."""
         self._itl.observe(seconds, count)
 
     def observe_finished(self, output: RequestOutput, params: SamplingParams) -> None:
-        """Record a finished request."""
         generated = sum(len(completion.token_ids) for completion in output.outputs)
         self._prompt.observe(len(output.prompt_token_ids))
         self._generated.observe(generated)
@@ -207,7 +204,6 @@ class EngineMetrics:
             self._tpot.observe((times.last_token - times.first_token) / (longest - 1))
 
     def observe_pooled(self, num_prompt_tokens: int, times: RequestTimings) -> None:
-        """Record a finished pooling request."""
         self._prompt.observe(num_prompt_tokens)
         if times.finished is not None:
             self._e2e.observe(times.finished - times.arrival)
@@ -215,6 +211,5 @@ class EngineMetrics:
             self._queue.observe(times.first_scheduled - times.arrival)
 
     def render(self) -> bytes:
-        """Render in Prometheus' text format."""
         text: bytes = prometheus.generate_latest(self.registry)
         return text

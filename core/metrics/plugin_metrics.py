@@ -1,4 +1,4 @@
-"""Metrics of plugins (`register_metrics`), isolated from each other and from the engine's own."""
+"""Metrics of plugins (`register_metrics`), isolated from each other."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ logger = logging.getLogger("jackfield.plugins")
 def add_plugin_metrics(
     plugins: Plugins, registry: prometheus.CollectorRegistry, engine: Any
 ) -> None:
-    """Call `register_metrics` of every plugin, each with a registry of its own that is a part of
-    `registry`. A plugin that raises, or uses a name that exists, has no metrics.
+    """Call every plugin's `register_metrics` with its own registry within `registry`. A plugin that
+    raises, or uses an existing name, has none.
 
-    Raises PluginError if such a plugin is required.
+    Raises PluginError for a required one.
     """
     owners = {family.name: "jackfield" for family in registry.collect()}
     for impl in plugins.implementations("register_metrics"):
@@ -41,26 +41,22 @@ def add_plugin_metrics(
 
 
 class _OfPlugin(prometheus.registry.Collector):
-    """Collects one plugin's registry; empty while that raises."""
-
     def __init__(
         self,
         provenance: Provenance,
         registry: prometheus.CollectorRegistry,
         others: frozenset[str],
     ) -> None:
-        """others: names that it may not use, even if registered later."""
+        """others: names of others, which it may not use later either."""
         self._provenance = provenance
         self._registry = registry
         self._others = others
         self._told = False
 
     def describe(self) -> Iterable[Metric]:
-        """Return nothing: names were checked before."""
         return ()
 
     def collect(self) -> Iterable[Metric]:
-        """Return the metrics for Prometheus."""
         try:
             return [m for m in self._registry.collect() if m.name not in self._others]
         except Exception:

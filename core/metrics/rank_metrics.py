@@ -10,14 +10,11 @@ from ..protocols.executors import RankState
 
 
 class RankMetrics:
-    """A collector, for engines of several ranks."""
-
     def __init__(self, model_name: str, ranks: Callable[[], Sequence[RankState]]) -> None:
         self._model = model_name
         self._ranks = ranks
 
     def collect(self) -> Iterable[Metric]:
-        """Return the metrics for Prometheus."""
         labels = ["model_name", "rank", "host"]
         steps = CounterMetricFamily(
             "jackfield:rank_steps", "Steps and jobs that the rank has finished.", labels=labels

@@ -1,4 +1,4 @@
-"""A line in the log about what the engine does, every ten seconds while it works."""
+"""Logs the engine's activity every ten seconds."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ LOG_SECONDS = 10.0
 
 
 class StatsLog:
-    """Turns snapshots of the engine into lines, each about the time since the last snapshot."""
+    """Turns snapshots into lines about the time between them."""
 
     def __init__(self, stats: EngineStats, now: float) -> None:
         self._stats, self._now = stats, now
 
     def line(self, stats: EngineStats, now: float) -> str | None:
-        """Return the line of this snapshot; None if nothing has run since the last one."""
+        """Return a snapshot's line; None if nothing ran."""
         before, seconds = self._stats, now - self._now
         self._stats, self._now = stats, now
         # An engine of several that is started again counts from 0.
@@ -44,9 +44,9 @@ class StatsLog:
 
 @contextlib.asynccontextmanager
 async def logging_stats(read: Callable[[], EngineStats]) -> AsyncIterator[None]:
-    """Log a line every LOG_SECONDS while the context lasts and the engine works.
+    """Log a line every LOG_SECONDS of activity.
 
-    read: returns a snapshot, of all engines where there are several.
+    read: returns a snapshot, over all engines.
     """
     if not logger.isEnabledFor(logging.INFO):
         yield

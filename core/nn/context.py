@@ -240,6 +240,9 @@ class ForwardContext:
     """Contexts of the cache groups after the first."""
     parts: Mapping[str, Any] = field(default_factory=dict)
     """Name of a part → what its worker half says of the step (`WorkerPart.context`)."""
+    shared: dict[str, Any] = field(default_factory=dict)
+    """What layers hand to later ones of the same forward call, by names of a family's own; empty
+    between calls."""
 
     @property
     def query_places(self) -> QueryPlaces | None:

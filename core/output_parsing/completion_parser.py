@@ -13,26 +13,25 @@ from .output_parser import OutputParser
 
 
 class TokenText(NamedTuple):
-    """Text of one token, or a part of it where the rest is held back as a possible stop string."""
+    """Text of a token, or part of it if the rest may be a stop string."""
 
     text: str
     token_id: int | None
-    """None for text that remains after the last token (an unfinished character)."""
+    """None for text after the last token (an unfinished character)."""
     complete: bool
-    """Whether this is all that is left of the token's text."""
+    """Whether no more text of the token follows."""
 
 
 class TokenSplitter:
-    """Splits a completion's text into the texts of its tokens, over outputs in delta mode."""
+    """Splits a completion's text into its tokens' texts, over outputs in delta mode."""
 
     def __init__(self) -> None:
         self._tokens: deque[tuple[int, int]] = deque()
-        """(token id, end) of tokens whose text has not arrived entirely."""
+        """(token id, end) of tokens with text to come."""
         self._num_chars = 0
-        """Characters of earlier outputs."""
 
     def split(self, output: CompletionOutput) -> Iterator[TokenText]:
-        """Yield the new text token by token; tokens without text have ""."""
+        """Yield new text token by token; tokens without text have ""."""
         tokens, text, start = self._tokens, output.text, self._num_chars
         tokens.extend(zip(output.token_ids, output.token_ends, strict=False))
         self._num_chars += len(text)
@@ -54,41 +53,37 @@ class TokenSplitter:
             yield TokenText(text[position:], None, False)
 
     def pop_token_ids(self) -> list[int]:
-        """Remove and return the tokens that `split` has not completed."""
+        """Remove and return the tokens not completed by `split`."""
         token_ids = [token_id for token_id, _ in self._tokens]
         self._tokens.clear()
         return token_ids
 
 
 class CompletionParser:
-    """Parses the outputs of one completion, in delta mode or a single final one.
+    """Parses one completion's outputs, in delta mode or a single final one.
 
-    Feeds the parser token by token until the reasoning ends, so that reasoning tokens can be
-    counted; after that, one output at a time. Either way each character is parsed once.
+    Feeds token by token until the reasoning ends, to count its tokens, then output by output.
     """
 
     def __init__(self, parser: OutputParser) -> None:
         self._parser = parser
         self._splitter = TokenSplitter()
         self.num_tokens = 0
-        """Tokens of the outputs so far."""
 
     @property
     def plain(self) -> bool:
-        """Whether there is no parser, so that all text is content."""
         return self._parser.plain
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """Tokens of the reasoning text; its marks, and space next to them, do not count."""
+        """Tokens of reasoning text, without its marks and adjacent space."""
         return self._parser.num_reasoning_tokens
 
     def count(self, output: CompletionOutput) -> None:
-        """Count the tokens of an output that needs no parser."""
         self.num_tokens += len(output.token_ids)
 
     def feed(self, output: CompletionOutput) -> list[ParserEvent]:
-        """Return the events of an output. Raises RequestFailed where a parser fails."""
+        """Return an output's events. Raises RequestFailed if a parser fails."""
         self.count(output)
         parser = self._parser
         if parser.reasoning_ended:
@@ -115,10 +110,9 @@ class CompletionParser:
     def feed_tokens(
         self, output: CompletionOutput
     ) -> Iterator[tuple[TokenText, list[ParserEvent]]]:
-        """Yield each token's text and its events; at the end of the completion, what was held back.
+        """Yield each token's text and events; finally the held-back text.
 
-        In place of `feed`, and for all outputs of a completion. Raises RequestFailed where a parser
-        fails.
+        Replaces `feed` for all outputs of a completion. Raises RequestFailed if a parser fails.
         """
         self.count(output)
         for token in self._splitter.split(output):

@@ -23,7 +23,7 @@ _JSON = re.compile(r'\s*(?:\Z|[{"\-0-9tfn]|\[\s*(?:\Z|[\]\[{"\-0-9tfn]))')
 
 
 class NamedCall:
-    """Reads an output that consists of the arguments of one call."""
+    """Reads an output that is one call's arguments."""
 
     reads_plain_text = True
 
@@ -32,7 +32,6 @@ class NamedCall:
         self._started = False
 
     def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[ParserEvent]:
-        """Return the events of the next piece of text."""
         if not text:
             return []
         events: list[ParserEvent] = [ToolCallArguments(0, text)]
@@ -42,15 +41,13 @@ class NamedCall:
         return events
 
     def finish(self) -> list[ParserEvent]:
-        """End the text."""
         return [ToolCallEnd(0)] if self._started else []
 
 
 class CallList:
-    """Reads `[{"name": …, "parameters": …}, …]`, in the order that its grammar enforces: name
-    first.
+    """Reads `[{"name": …, "parameters": …}, …]`, name first, as its grammar enforces.
 
-    A call starts when its name is whole; its arguments are the source text of `parameters`.
+    A call starts once its name is complete; `parameters`' source is its arguments.
     """
 
     reads_plain_text = True
@@ -58,17 +55,16 @@ class CallList:
     def __init__(self, *, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         self._calls = 0
         self._depth = 0
-        """Open brackets: 1 in the list, 2 in a call, more inside its parameters."""
+        """Open brackets: 1 in the list, 2 in a call, more in its parameters."""
         self._quoted = False
         self._escaped = False
         self._key = ""
-        """The call's key whose value is being read; empty before it."""
+        """Key whose value is being read, or ""."""
         self._string: list[str] = []
-        """The string being read at depth 2: a key, or the name."""
+        """A string being read at depth 2: a key, or the name."""
         self._started = False
 
     def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[ParserEvent]:
-        """Return the events of the next piece of text."""
         events: list[ParserEvent] = []
         arguments: list[str] = []
         for char in text:
@@ -83,7 +79,7 @@ class CallList:
         return events
 
     def finish(self) -> list[ParserEvent]:
-        """End the text; a call that is cut off gets no end event."""
+        """End the text; a call cut off gets no end event."""
         return []
 
     @property
@@ -91,8 +87,7 @@ class CallList:
         return self._key == "parameters" and self._depth >= 2
 
     def _is_argument(self, char: str) -> bool:
-        """Return whether a character belongs to the value of `parameters`, not to what surrounds
-        it."""
+        """Return whether a character belongs to `parameters`' value."""
         if self._depth > 2 or self._quoted:
             return True
         return char not in _SPACE and char not in ",}:"
@@ -133,23 +128,22 @@ class CallList:
 
 
 class CallsOrText:
-    """Reads an output that is either calls, which begin with a known text, or JSON, its content."""
+    """Reads an output of calls, which begin with a known text, or JSON content."""
 
     reads_plain_text = True
 
     def __init__(self, parser: Callable[[], ToolParser], opens: Sequence[str]) -> None:
-        """parser: creates the parser of calls, which begin with one of `opens`."""
         self._make = parser
         self._opens = tuple(opens)
         self._parser: ToolParser | None = None
         self._undecided: str | None = ""
-        """The text so far while it may be either; None once it is known which."""
+        """The text while undecided, then None."""
         self._is_markup = False
-        """Whether calls begin with what no JSON does, so that nothing of them is content."""
+        """Whether calls begin unlike JSON, so that none of them is content."""
 
     @staticmethod
     def of(parser: Any, opens: Sequence[str]) -> Callable[..., CallsOrText]:
-        """Return a subclass for a tool parser's class, with that class's attributes."""
+        """Return a subclass with a tool parser class's attributes."""
 
         class Subclass(CallsOrText):
             markers = getattr(parser, "markers", ())
@@ -163,7 +157,6 @@ class CallsOrText:
         return Subclass
 
     def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[ParserEvent]:
-        """Return the events of the next piece of text."""
         if self._undecided is not None:
             text, self._undecided = self._undecided + text, None
             if text.startswith(self._opens):
@@ -177,15 +170,13 @@ class CallsOrText:
         return [Content(text)] if text else []
 
     def finish(self) -> list[ParserEvent]:
-        """End the text; return the events of what was held back."""
         if self._parser is not None:
             return self._calls(self._parser.finish())
         text, self._undecided = self._undecided, None
         return [Content(text)] if text else []
 
     def _calls(self, events: list[ParserEvent]) -> list[ParserEvent]:
-        """Return the parser's events without the markup of a call that was cut off before its
-        name."""
+        """Drop the markup of a call cut off before its name."""
         if not self._is_markup:
             return events
         return [event for event in events if not isinstance(event, Content)]

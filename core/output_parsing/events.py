@@ -8,7 +8,7 @@ from ..protocols.parsers import Content, ParserEvent, Reasoning, ToolCallArgumen
 
 
 def merge_events(events: list[ParserEvent]) -> list[ParserEvent]:
-    """Join adjacent pieces of one text into one event: a stream sends one chunk per event."""
+    """Join adjacent pieces of one text, as streams send a chunk per event."""
     if len(events) < 2:
         return events
     merged: list[ParserEvent] = []

@@ -1,7 +1,4 @@
-"""Chains the incremental parsers of one completion, and folds their events into a message.
-
-The whole answer is the fold of the same events that a stream sends, so the two cannot disagree.
-"""
+"""Chains the incremental parsers of one completion, and folds their events into a message."""
 
 from __future__ import annotations
 
@@ -71,7 +68,7 @@ def fold(events: Iterable[ParserEvent]) -> ParsedMessage:
 
 
 def parser_failed(name: str) -> RequestFailed:
-    """Return the error for a parser that raised; call it while that error is handled."""
+    """Return the error for the exception of a parser being handled."""
     logger.exception("%s failed on an output", name)
     return RequestFailed(f"{name} failed on this output")
 
@@ -184,8 +181,9 @@ class OutputParser:
 
 
 def hides_markers(tokenizer: Tokenizer, parsers: Iterable[type]) -> bool:
-    """Return whether a text that these parsers look for is a special token, which then must be
-    shown, or one of them needs all special tokens."""
+    """Return whether a text that these parsers look for is a special token, or one needs them all,
+    so that they must be shown.
+    """
     parsers = tuple(parsers)
     if any(getattr(parser, "keeps_special_tokens", False) for parser in parsers):
         return True

@@ -15,21 +15,19 @@ from .stop_strings import stop_strings
 
 
 class StopMatch(msgspec.Struct, frozen=True):
-    """A stop string was completed."""
-
     stop: str
     token_index: int
-    """Which of the pushed tokens completed it; the ones after it are not part of the output."""
+    """Pushed token that completed it; later ones are not output."""
 
 
 class OutputText:
     """Accumulates the text of one completion.
 
-    The stop string that is completed first ends the text; of several completed by the same
-    character, the longest. This does not depend on how the text is cut into tokens. A tail that may
-    become a stop string is held back until it cannot, so what was shown is never taken back.
+    The stop string completed first ends the text; of several at the same character, the longest.
+    How the text is split into tokens does not matter. A tail that may become a stop string is held
+    back.
 
-    Push output tokens only: a stop token (EOS, a stop id) is no text, unless the request asked for
+    Push output tokens only: stop tokens (EOS, a stop id) are not text, except with
     `include_stop_str_in_output`.
     """
 
@@ -39,7 +37,7 @@ class OutputText:
         prompt_token_ids: Sequence[int],
         params: SamplingParams,
     ) -> None:
-        """tokenizer: None if the engine has none; the text stays empty then."""
+        """tokenizer: None: the text stays empty."""
         self._detokenizer = None
         if tokenizer is not None and params.detokenize:
             self._detokenizer = IncrementalDetokenizer(
@@ -58,13 +56,11 @@ class OutputText:
         self._ended = False
         self._num_chars = 0
         self.token_ends: list[int] = []
-        """[num_tokens] Where the text of each pushed token ends: characters from the beginning,
-        those of an incomplete character counted to the token that completes it. Larger than
-        `len(text)` where a possible stop string is held back, or a stop string was cut off."""
+        """[num_tokens] End of each token's text in characters; incomplete characters count for the
+        completing token. Exceeds `len(text)` for held-back text or a removed stop string."""
 
     @property
     def text(self) -> str:
-        """All text that is safe to show so far."""
         if len(self._parts) > 1:
             joined = "".join(self._parts)
             if self._taken:
@@ -76,10 +72,10 @@ class OutputText:
         return self._parts[0] if self._parts else ""
 
     def push(self, token_ids: Sequence[int], num_output_tokens: int) -> StopMatch | None:
-        """Add output tokens.
+        """Add output tokens; ignored after a match.
 
-        num_output_tokens: output tokens so far, these included. A stop string that ends within the
-        first `min_tokens` of them does not count. After a match, further tokens are ignored.
+        num_output_tokens: including these. Stop strings that end within the first `min_tokens` do
+        not count.
         """
         if self._detokenizer is None or self._ended:
             return None
@@ -91,7 +87,7 @@ class OutputText:
         return None
 
     def push_token(self, token_id: int, num_output_tokens: int) -> str | None:
-        """Do as `push`, with one token. Return the stop string that it completes."""
+        """As `push`, for one token. Return the stop string that it completes."""
         if self._detokenizer is None or self._ended:
             return None
         delta = self._detokenizer.push_token(token_id)
@@ -104,14 +100,10 @@ class OutputText:
         return None
 
     def push_stop_token(self) -> None:
-        """Add a stop token that is not shown."""
         self.token_ends.append(self._num_chars)
 
     def finish(self, reason: FinishReason | None = None) -> None:
-        """End the output, for whatever reason: show what was held back.
-
-        Safe to call twice, and after a match.
-        """
+        """End the output, showing held-back text. May be called twice, and after a match."""
         if self._detokenizer is None or self._ended:
             return
         rest = self._detokenizer.finish()
@@ -123,7 +115,6 @@ class OutputText:
         self._ended = True
 
     def take_delta(self) -> str:
-        """Return the text that has become safe to show since the last call."""
         parts, start = self._parts, self._taken
         self._taken = len(parts)
         return parts[-1] if self._taken == start + 1 else "".join(parts[start:])
@@ -133,7 +124,7 @@ class OutputText:
             self._parts.append(text)
 
     def _scan(self, delta: str, counts: bool) -> str | None:
-        """Run new text through the automaton; return the stop string that it completes, if any."""
+        """Run new text through the automaton; return a completed stop string."""
         automaton = self._automaton
         assert automaton is not None
         state = self._state

@@ -1,4 +1,4 @@
-"""Reasoning parsers for one output: how a request's template arguments and prompt set them up."""
+"""Sets up an output's reasoning parser from template arguments and prompt."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from ..protocols.parsers import ReasoningParser
 
 
 def thinking_kwarg(parser_class: Any) -> tuple[str, bool]:
-    """Return the template argument that turns reasoning on or off, and its default."""
+    """Return the template argument for reasoning, and its default."""
     name, default = getattr(parser_class, "thinking_switch", ("enable_thinking", True))
     return str(name), bool(default)
 
 
 def is_thinking(parser_class: Any, chat_template_kwargs: Mapping[str, Any]) -> bool:
-    """Return whether the template lets a request with these arguments reason."""
     name, default = thinking_kwarg(parser_class)
     return bool(chat_template_kwargs.get(name, default))
 
@@ -27,9 +26,9 @@ def make_parser(
     prompt_end: str = "",
     template_arguments: Mapping[str, Any] | None = None,
 ) -> ReasoningParser:
-    """Create the parser of one output.
+    """Create an output's parser.
 
-    prompt_end: what the prompt ends with; "" where it is not known.
+    prompt_end: the prompt's end; "" if unknown.
     """
     parser = parser_class(thinking=thinking)
     options = getattr(parser_class, "template_options", ())

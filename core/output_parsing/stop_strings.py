@@ -7,9 +7,9 @@ import re
 
 
 class StopStrings:
-    """An Aho-Corasick automaton over some strings; immutable, shared between requests.
+    """An immutable Aho-Corasick automaton, shared between requests.
 
-    A state is an int: how much of some string the text so far ends with. 0 is the start.
+    A state is how much of some string the text ends with; 0 is the start.
     """
 
     def __init__(self, strings: tuple[str, ...]) -> None:
@@ -27,7 +27,7 @@ class StopStrings:
                 state = self._next[state][char]
             ends[state] = string
         self.first = re.compile("|".join(map(re.escape, self._next[0])) or "(?!)")
-        """Matches a character that some string begins with: without one, state 0 stays."""
+        """Matches a first character of some string: without one, state 0 stays."""
         self._fail = [0] * len(depth)
         order = list(self._next[0].values())
         for state in order:
@@ -37,7 +37,7 @@ class StopStrings:
         self.matched: list[str | None] = ends
         """[num_states] The longest string that ends in this state."""
         self.pending: list[int] = depth
-        """[num_states] Characters at the text's end that may yet become part of a match."""
+        """[num_states] Characters at the end that may become part of a match."""
         for state in order:
             if ends[state] is None:
                 ends[state] = ends[self._fail[state]]
@@ -45,7 +45,6 @@ class StopStrings:
                 depth[state] = depth[self._fail[state]]
 
     def step(self, state: int, char: str) -> int:
-        """Return the state after one more character."""
         following = self._next
         while True:
             next_state = following[state].get(char)
@@ -58,5 +57,4 @@ class StopStrings:
 
 @functools.lru_cache(maxsize=256)
 def stop_strings(strings: tuple[str, ...]) -> StopStrings:
-    """Return the automaton of `strings`, cached for requests with the same ones."""
     return StopStrings(strings)

@@ -1,1 +1,1 @@
-"""Several ranks that compute one model: their groups, and which part of it each holds."""
+"""Ranks that compute one model together, and their shares of it."""

@@ -1,5 +1,4 @@
-"""Tokens that go to the ranks that hold their experts, and what those have computed that comes
-back."""
+"""Sends tokens to their experts' ranks, and results back."""
 
 from __future__ import annotations
 
@@ -15,8 +14,9 @@ if TYPE_CHECKING:
 
 
 class ExpertExchange:
-    """The exchange of one layer. All ranks of a group have all tokens of a step; each sends an
-    equal part of them."""
+    """One layer's exchange. All ranks of a group have all tokens of a step; each sends an equal
+    part.
+    """
 
     def __init__(self, backend: All2All, share: ExpertShare) -> None:
         self.backend, self.share = backend, share
@@ -28,12 +28,11 @@ class ExpertExchange:
         weights: torch.Tensor,
         compute: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
-        """Return what the chosen experts of all ranks compute of this rank's part of the tokens,
-        and zeros for the others', so that the sum over ranks has all: [T, hidden_size].
+        """Return all ranks' experts' results for this rank's tokens, and zeros for others', so that
+        the sum over ranks is complete: [T, hidden_size].
 
-        x: [T, hidden_size]; experts: [T, top_k] int32, counted from this rank's first one; weights:
-        [T, top_k]. compute: (x, experts, weights) of other tokens → what this rank's experts add to
-        each of them.
+        x: [T, hidden_size]; experts: [T, top_k] int32, from this rank's first; weights: [T, top_k].
+        compute: (x, experts, weights) of other tokens → this rank's contribution.
         """
         backend, num_tokens = self.backend, len(x)
         capacity = -(-num_tokens // backend.size)

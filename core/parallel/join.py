@@ -1,4 +1,4 @@
-"""Joins the ranks of an engine, each in a process or a thread of its own."""
+"""Joins an engine's ranks."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ from .ranks import ONE_STAGE, Group, OneRank, Pipeline, Ranks
 
 
 def listen(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
-    """Return rank 0's socket, which the others connect to; port 0: any free one.
+    """Return rank 0's listening socket; port 0: any.
 
-    Its address (`getsockname()[:2]`) is given to all ranks, and the socket to rank 0's `join`.
-    Raises OSError.
+    All ranks get its address, and rank 0's `join` the socket. Raises OSError.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family)
@@ -37,11 +36,10 @@ def join(
     listener: socket.socket | None = None,
     local_rank: int | None = None,
 ) -> Ranks:
-    """Join all ranks of `config`'s stages; returns when all have joined.
+    """Join all ranks of `config`'s stages.
 
-    `config`: its `device` is concrete. `address`, `listener`: see `listen`; only rank 0 has the
-    listener. `local_rank`: number of this rank's device on its host; default: `rank`. Blocks, so
-    call it outside the event loop. Raises ConfigError.
+    `config`: with a concrete `device`. `address`, `listener`: see `listen`. `local_rank`: the
+    device's number on its host; default: `rank`. Blocks. Raises ConfigError.
     """
     local = rank if local_rank is None else local_rank
     device = rank_device(config, local)
@@ -108,8 +106,7 @@ def _join_all2all(
     address: tuple[str, int],
     device: torch.device,
 ) -> All2All:
-    """Join an exchange of tokens between the ranks of a group, led by its first. `address`: as of
-    `join`."""
+    """Join a group's exchange of tokens, led by its first rank."""
     registry = plugins["all2all_backend"]
     name, backend, _ = choose(
         registry, "all2all_backend", config.all2all_backend,
@@ -133,7 +130,7 @@ def _join_all2all(
 
 
 def leave(ranks: Ranks) -> None:
-    """Leave the groups. Called after `Worker.stop`, which drops the graphs that use them."""
+    """Leave the groups, after `Worker.stop` dropped the graphs that use them."""
     with contextlib.ExitStack() as closing:  # All of them, also if one raises.
         for group in (ranks.pipeline.world, ranks.tensor, ranks.all2all):
             close = getattr(group, "close", None)
@@ -142,7 +139,7 @@ def leave(ranks: Ranks) -> None:
 
 
 def own_address(host: str, port: int) -> str:
-    """Return this host's address on the way to another, or to itself."""
+    """Return this host's address towards another."""
     family = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0][0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         # Sends nothing: it only chooses the route.
@@ -152,7 +149,7 @@ def own_address(host: str, port: int) -> str:
 
 
 def exchange(group: Group, own: Any, device: torch.device) -> list[Any]:
-    """Return what each rank of a group has to say, by rank: anything that MessagePack encodes."""
+    """Return each rank's value, encoded by MessagePack."""
     frame = msgspec.msgpack.encode(own)
     sizes = group.all_gather(torch.tensor([len(frame)], device=device)).tolist()
     padded = torch.zeros(max(sizes), dtype=torch.int64)
@@ -164,8 +161,7 @@ def exchange(group: Group, own: Any, device: torch.device) -> list[Any]:
 
 
 def rank_device(config: EngineConfig, local_rank: int) -> torch.device:
-    """Return the device of a rank, by its number on its host. `config`: its `device` is
-    concrete. Raises ConfigError if there is none."""
+    """Return a rank's device. `config`: with a concrete `device`. Raises ConfigError if missing."""
     if config.device != "cuda":
         return torch.device(config.device)
     if local_rank >= (count := torch.cuda.device_count()):

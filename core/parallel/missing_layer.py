@@ -11,6 +11,6 @@ class MissingLayer(nn.Module):
 
 
 def missing_prefixes(model: nn.Module) -> tuple[str, ...]:
-    """Return the starts of the names of parameters that this stage does not have."""
+    """Return name prefixes of parameters that this stage lacks."""
     modules = model.named_modules()
     return tuple(f"{name}." for name, module in modules if isinstance(module, MissingLayer))

@@ -58,22 +58,18 @@ class LinkedGroup(Group, Protocol):
 
 @dataclass(frozen=True)
 class OneRank:
-    """The group of a rank that computes alone."""
-
     rank: int = 0
     size: int = 1
 
     def all_reduce(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """Return `x`, plus the residual."""
         return x if residual is None else residual.add_(x)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """Return `x`."""
         return x
 
 
 class PausableGroup:
-    """A group whose calls can be left out for a while: what is computed meanwhile is of no use."""
+    """A group whose calls can be skipped, making results meaningless."""
 
     def __init__(self, group: Group) -> None:
         self.rank, self.size = group.rank, group.size
@@ -81,13 +77,12 @@ class PausableGroup:
         self._group = group
 
     def all_reduce(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """While paused, return `x`, plus the residual."""
         if self.paused:
             return x if residual is None else residual.add_(x)
         return self._group.all_reduce(x, residual)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """While paused, return `x` as the part of every rank."""
+        """While paused, return `x` as every rank's part."""
         if self.paused:
             return x.repeat(*[1] * (x.dim() - 1), self.size)
         return self._group.all_gather(x)
@@ -194,7 +189,6 @@ class Pipeline:
 
 
 ONE_STAGE = Pipeline()
-"""A model that is not divided by its layers."""
 
 
 class Product(Protocol):
@@ -290,4 +284,3 @@ def _minimum(group: Group, value: int, device: torch.device) -> int:
 
 
 ONE_RANK = Ranks()
-"""A rank that computes alone."""

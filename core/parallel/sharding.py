@@ -1,4 +1,4 @@
-"""Which part of a parameter a rank holds, as data, and how features and heads are divided."""
+"""A rank's part of a parameter, as data, and the division of features and heads."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ if TYPE_CHECKING:
 
 
 Features: TypeAlias = Literal["out", "in"]
-"""Output or input features of a layer: dimension 0 or 1 of its weight."""
+"""A weight's dimension 0 or 1."""
 FEATURES: tuple[Features, ...] = ("out", "in")
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """The part of a checkpoint's tensors that one rank's parameter holds."""
+    """The part of checkpoint tensors in a rank's parameter."""
 
     dim: int
-    """Dimension that the ranks divide."""
+    """Sharded dimension."""
     sizes: Mapping[str, int]
-    """Shard name → size of that dimension in the checkpoint; "": of shards that are not named."""
+    """Shard name → size of that dimension; "": unnamed."""
     slices: Mapping[str, tuple[slice, ...]]
-    """Shard name, as in `sizes` → what this rank holds of it, in the order of its parameter."""
+    """Shard name → this rank's slices, in its parameter's order."""
     padding: int = 0
-    """Zeros at the end of the part."""
+    """Zeros at the end."""
     kept: bool = True
-    """False: another rank holds the tensor, and this one zeros."""
+    """False: zeros here, as another rank holds the tensor."""
 
     def part(self, shard: str | None, tensor: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of a tensor. Raises LoadError if it has another size."""
+        """Return this rank's part. Raises LoadError for another size."""
         if not self.kept:
             return tensor.new_zeros(tensor.shape)
         name = shard if shard is not None and shard in self.sizes else ""
@@ -52,8 +52,9 @@ class Sharding:
         return parts[0] if len(parts) == 1 else _joined(parts, self.dim)
 
     def over(self, dim: int, unit: int) -> Sharding:
-        """Return the sharding of a tensor whose dimension `dim` has an element for every `unit`
-        features. Raises ConfigError if a part has a fraction of an element, or `unit` is 0."""
+        """Return the sharding of a tensor with an element per `unit` features. Raises ConfigError
+        for fractions, or unit 0.
+        """
         for name, pieces in self.slices.items():
             whole = self.sizes[name]
             ends = [end for piece in pieces for end in (piece.start, piece.stop) if end != whole]
@@ -80,8 +81,9 @@ def _joined(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
 
 
 def even_slice(size: int, group: Group, what: str = "features", unit: int = 1) -> slice:
-    """Return the rank's share of `size` equal things. Raises ConfigError if the ranks cannot share
-    them evenly: up to whole units, where a format stores `unit` things together."""
+    """Return the rank's share of `size`. Raises ConfigError if uneven: up to whole units, where a
+    format stores `unit` together.
+    """
     units = -(-size // unit)
     if unit > 1 and size % (unit * group.size) and units >= group.size:
         each, more = divmod(units, group.size)
@@ -98,26 +100,23 @@ def even_slice(size: int, group: Group, what: str = "features", unit: int = 1) -
 
 
 def _below(size: int, ranks: int) -> int:
-    """Return the largest number of ranks below `ranks` that divides `size`."""
     return next(count for count in range(ranks - 1, 0, -1) if size % count == 0)
 
 
 def length(pieces: Sequence[slice]) -> int:
-    """Return the number of elements of slices with both ends."""
     return sum(piece.stop - piece.start for piece in pieces)
 
 
 class HeadShare(NamedTuple):
-    """A rank's heads of one attention layer."""
+    """A rank's attention heads."""
 
     queries: slice
-    """Query heads."""
     keys: slice
-    """Heads of keys and values; if there are fewer than ranks, several ranks have the same one."""
+    """Key and value heads; with fewer than ranks, some share one."""
 
     @classmethod
     def of(cls, num_heads: int, num_kv_heads: int, group: Group) -> HeadShare:
-        """Divide an attention layer's heads. Raises ConfigError if that is not possible."""
+        """Raises ConfigError if the heads cannot be divided."""
         queries = even_slice(num_heads, group, "attention heads")
         if group.size <= num_kv_heads or math.gcd(group.size, num_kv_heads) != num_kv_heads:
             return cls(queries, even_slice(num_kv_heads, group, "key-value heads"))
@@ -133,7 +132,7 @@ class HeadShare(NamedTuple):
         return length([self.keys])
 
     def rows(self, head_dim: int) -> dict[str, slice]:
-        """Return the rows of the projections to queries, keys and values."""
+        """Return rows of the query, key and value projections."""
         queries, keys = (
             slice(heads.start * head_dim, heads.stop * head_dim)
             for heads in (self.queries, self.keys)

@@ -1,1 +1,1 @@
-"""What the two halves of each capability of a step send each other."""
+"""What the halves of a step's capabilities send each other."""

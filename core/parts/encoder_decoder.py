@@ -10,7 +10,7 @@ NAME = "encoder_decoder"
 
 
 class SourceStart(msgspec.Struct, frozen=True, gc=False):
-    """The source of a request that takes a slot; its blocks are in `StepPlan.table_writes`."""
+    """The source of a request taking a slot; blocks are in `StepPlan.table_writes`."""
 
     num_tokens: int
 
@@ -35,7 +35,6 @@ class EncodePlan(PartPlan, frozen=True):
 
 
 class Source(msgspec.Struct, frozen=True, gc=False):
-    """What the encoder reads for a request (`Request.parts`); `Request.cache_extra` has its
-    digest."""
+    """A request's source (`Request.parts`); `Request.cache_extra` has its digest."""
 
     token_ids: list[int]

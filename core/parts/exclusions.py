@@ -1,4 +1,4 @@
-"""Which capabilities of a step do not go together, and why."""
+"""Mutually exclusive capabilities of a step, with reasons."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ OPTIONS: Mapping[str, str] = {
     RECORDING: "record_steps",
     CALCULATED_SCALES: "calculate_kv_scales",
 }
-"""Capability or mode → the option that turns it on."""
+"""Capability or mode → its option."""
 MODELS: Mapping[str, str] = {
     states.NAME: "keeps states of sequences",
     encoder_decoder.NAME: "has an encoder",
 }
-"""Capability that a model brings → what such a model does."""
+"""Capability of a model → what the model does."""
 EXCLUDES: Mapping[str, Mapping[str, str]] = {
     speculation.NAME: {
         kv_compression.NAME: "caches with drafts are not compacted",
@@ -68,17 +68,17 @@ EXCLUDES: Mapping[str, Mapping[str, str]] = {
         encoder_decoder.NAME: "keys and values of sources are kept in the model's type",
     },
 }
-"""Capability → another one, or a mode → the reason, in a clause. Each pair stands once."""
+"""Capability → other or mode → reason. Each pair occurs once."""
 NEEDS: Mapping[str, str] = {EXPERT_BALANCE: TENSOR_PARALLEL}
-"""Mode → another one, without which it is not there."""
+"""Mode → a required other."""
 
 
 def reason_against(
     one: str, other: str, more: Mapping[str, Mapping[str, str]] | None = None
 ) -> str | None:
-    """Return why two capabilities or modes, or what they need, do not go together; None: they do.
-    more: exclusions of
-    parts from outside."""
+    """Return why two capabilities or modes (or their needs) exclude each other, or None. more:
+    external parts' exclusions.
+    """
     for first, second in ((one, other), (NEEDS.get(one, one), NEEDS.get(other, other))):
         if (found := _exclusion(first, second, more or {})) is not None:
             return found[2]
@@ -88,7 +88,7 @@ def reason_against(
 def _exclusion(
     one: str, other: str, more: Mapping[str, Mapping[str, str]]
 ) -> tuple[str, str, str] | None:
-    """Return which of two excludes which, and why."""
+    """Return which excludes which, and why."""
     for table in (EXCLUDES, more):
         for first, second in ((one, other), (other, one)):
             if (reason := table.get(first, {}).get(second)) is not None:
@@ -99,7 +99,7 @@ def _exclusion(
 def check_exclusions(
     active: Collection[str], more: Mapping[str, Mapping[str, str]] | None = None
 ) -> None:
-    """Raises ConfigError, with the name of an option, if two of these do not go together."""
+    """Raises ConfigError, naming an option, if two exclude each other."""
     for one, other in combinations(active, 2):
         if (found := _exclusion(one, other, more or {})) is None:
             continue

@@ -36,7 +36,5 @@ class CompactionPlan(PartPlan, frozen=True):
 
 
 class CompactionResult(msgspec.Struct, frozen=True):
-    """What compactions cost."""
-
     seconds: float
-    """Time that they took on the device."""
+    """On the device."""

@@ -1,4 +1,4 @@
-"""What parts send, made structs again after it came as bytes."""
+"""Turns parts' decoded data into structs again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from . import adapters, encoder_decoder, kv_compression, kv_transfer, speculatio
 
 
 class SentTypes(NamedTuple):
-    """The structs that one part sends; None: nothing."""
+    """Structs that a part sends; None: nothing."""
 
     plan: type[msgspec.Struct] | None = None
     """In `StepPlan.parts`."""
@@ -37,16 +37,18 @@ BUILTIN: dict[str, SentTypes] = {
 
 
 class PartTypes:
-    """The structs of all parts of an engine. Decoding a plan or result leaves dictionaries where
-    parts sent structs: which structs they were is not known before the plugins are."""
+    """Structs of all parts. Decoded plans and results have dictionaries instead, as plugins load
+    later.
+    """
 
     def __init__(self, others: Mapping[str, SentTypes] | None = None) -> None:
-        """others: name → types, of parts from outside."""
+        """others: name → types, of external parts."""
         self._types = {**BUILTIN, **(others or {})}
 
     def plan(self, decoded: StepPlan) -> StepPlan:
-        """Return a plan that was decoded, with the structs that it was encoded from. Raises
-        msgspec.ValidationError if they do not fit, or no part has a name."""
+        """Return a decoded plan with its structs. Raises msgspec.ValidationError for mismatches or
+        unknown names.
+        """
         starts = decoded.starts
         if any(start.parts for start in starts):
             starts = tuple(
@@ -61,7 +63,6 @@ class PartTypes:
         return msgspec.structs.replace(decoded, starts=starts, parts=parts)
 
     def result(self, decoded: StepResult) -> StepResult:
-        """Return a result that was decoded, likewise."""
         if not decoded.parts:
             return decoded
         return msgspec.structs.replace(decoded, parts=self._restored(decoded.parts, "result"))

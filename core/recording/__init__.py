@@ -1,1 +1,1 @@
-"""Recordings of the steps of an engine, for `jackfield debug replay`; files that are private."""
+"""Recordings of an engine's steps, for `jackfield debug replay`, in private files."""

@@ -1,4 +1,4 @@
-"""Folders and files with tenants' data: for their owner alone, whatever the umask."""
+"""Folders and files with tenants' data: private, whatever the umask."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ _OTHERS = 0o077
 
 
 def make_private_folder(path: Path) -> None:
-    """Create a folder that is our own, or tighten its mode. Raises OSError.
+    """Create a private folder, or tighten its mode. Raises OSError.
 
-    Parents that are missing are created as usual.
+    Missing parents get usual modes.
     """
     path.mkdir(parents=True, exist_ok=True, mode=FOLDER_MODE)
     tighten(path)
 
 
 def make_given_folder(path: Path, name: str) -> None:
-    """Create a folder that an option names. One that is there stays as it is, for it may hold other
-    things: if others may enter it, a warning says so. Raises OSError."""
+    """Create an option's folder; warn if an existing one is open to others. Raises OSError."""
     try:
         path.mkdir(parents=True, mode=FOLDER_MODE)
     except FileExistsError:
@@ -38,8 +37,7 @@ def make_given_folder(path: Path, name: str) -> None:
 
 
 def tighten(path: Path) -> None:
-    """Take the access of others from a file or folder, or warn that it cannot be taken. Raises
-    OSError if there is none."""
+    """Remove others' access, or warn. Raises OSError."""
     mode = path.stat().st_mode
     if not mode & _OTHERS:
         return
@@ -50,5 +48,5 @@ def tighten(path: Path) -> None:
 
 
 def private_opener(path: str, flags: int) -> int:
-    """Open a file; a new one has FILE_MODE. For `open(…, opener=private_opener)`."""
+    """Open a file, new ones with FILE_MODE, for `open(…, opener=private_opener)`."""
     return os.open(path, flags, FILE_MODE)

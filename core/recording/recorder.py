@@ -1,4 +1,4 @@
-"""An executor that writes down what goes through it."""
+"""Records what passes through an executor."""
 
 from __future__ import annotations
 
@@ -24,11 +24,10 @@ from .recording import FORMAT, Entry, FailureEntry, Header, JobEntry, PlanEntry,
 
 logger = logging.getLogger("jackfield.engine")
 LIBRARIES = ("jackfield", "torch", "triton", "numpy", "xgrammar", "llguidance")
-"""Distributions whose versions results may depend on."""
+"""Distributions that affect results."""
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of the libraries that are installed."""
     numbers = {"python": platform.python_version()}
     for name in LIBRARIES:
         try:
@@ -39,7 +38,6 @@ def versions() -> dict[str, str]:
 
 
 async def model_fingerprint(executor: Executor) -> bytes | None:
-    """Return the fingerprint of an executor's model; None if the executor does not know it."""
     try:
         fingerprint: bytes = await executor.ask(ModelFingerprint())
     except NotImplementedError:
@@ -48,8 +46,7 @@ async def model_fingerprint(executor: Executor) -> bytes | None:
 
 
 async def prepare_all(executor: Executor) -> None:
-    """Prepare all that can be prepared, so that which steps are recorded as graphs does not depend
-    on when the engine was idle."""
+    """Prepare everything, so that graphs do not depend on idle times."""
     try:
         while await executor.ask(PrepareAhead()):
             pass
@@ -58,10 +55,10 @@ async def prepare_all(executor: Executor) -> None:
 
 
 class RecordingExecutor(Executor):
-    """Passes everything on to an executor that has started; all on the event loop.
+    """Passes everything to a started executor, on the event loop.
 
-    The recording ends early, with a warning, when the file has reached its limit, when it cannot be
-    written, and at a plan that cannot be encoded. The engine goes on.
+    The recording ends early, with a warning, at the file's limit, on write errors, and at a plan
+    that cannot be encoded; the engine continues.
     """
 
     def __init__(
@@ -77,7 +74,6 @@ class RecordingExecutor(Executor):
     async def begin(
         cls, executor: Executor, writer: Writer, config: EngineConfig, info: ExecutorInfo
     ) -> RecordingExecutor:
-        """Write the header. `config`: resolved."""
         await prepare_all(executor)
         recording = cls(executor, info, writer, int(config.record_steps_max_gb * 1e9))
         header = Header(
@@ -91,7 +87,7 @@ class RecordingExecutor(Executor):
         return recording
 
     def submit(self, plan: StepPlan, in_process: InProcess) -> asyncio.Future[StepResult]:
-        """Queue one step. A plan that the executor does not take is not recorded."""
+        """Queue a step; plans that the executor does not take are not recorded."""
         future = self.executor.submit(plan, in_process)
         self._write(PlanEntry(plan))
         self._num_plans += 1
@@ -100,24 +96,20 @@ class RecordingExecutor(Executor):
         return future
 
     def ask(self, job: WorkerJob) -> asyncio.Future[Any]:
-        """Queue one job."""
         if not isinstance(job, Ping):
             self._write(JobEntry(job))
         return self.executor.ask(job)
 
     def ranks(self) -> Sequence[RankState]:
-        """As the executor says."""
         return self.executor.ranks()
 
     def watch_transfers(self, callback: Callable[[], None]) -> None:
         """Recordings are made without a KV connector: there is nothing to watch."""
 
     async def start(self) -> ExecutorInfo:
-        """Return what the executor said at its start."""
         return self._info
 
     async def stop(self) -> None:
-        """Stop the executor, then finish the file."""
         await self.executor.stop()
         await asyncio.sleep(0)  # Let the last results be written.
         self._end()

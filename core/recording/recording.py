@@ -1,7 +1,6 @@
-"""The file of a recording: a header, then plans, results and jobs in the order of the engine.
+"""A recording's file: a header, then plans, results and jobs in order.
 
-Plain MessagePack: a stream of `bin 32` objects, each of which holds one encoded object. Nothing is
-ever unpickled.
+MessagePack: a stream of `bin 32`, each one encoded object.
 """
 
 from __future__ import annotations
@@ -21,49 +20,43 @@ from ..protocols.executors import ExecutorInfo
 from ..step import StepPlan, StepResult, WorkerJob
 
 FORMAT = "jackfield steps 3"
-"""Increased if the meaning of a recording changes."""
+"""Increased when the meaning changes."""
 HEAD = struct.Struct(">BI")
-"""MessagePack's `bin 32`: its mark and the number of bytes."""
+"""MessagePack's `bin 32`: mark and length."""
 BIN_32 = 0xC6
 MAX_OBJECT = 1 << 30
-"""Bytes of the largest object: a longer one is not a recording's."""
+"""Most bytes of an object."""
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True, tag="header"):
-    """What a recording was made with."""
-
     format: str
     versions: dict[str, str]
-    """Of Jackfield, Python and the libraries that compute."""
+    """Of Jackfield, Python and computing libraries."""
     config: EngineConfig
-    """Resolved. Its seed is where the seeds in plans come from."""
+    """Resolved; its seed yields plans' seeds."""
     info: ExecutorInfo
     fingerprint: bytes | None
-    """Of the model (`ModelFingerprint`); None: the executor does not know it."""
+    """The model's (`ModelFingerprint`), if known."""
 
 
 class PlanEntry(msgspec.Struct, frozen=True, tag="plan"):
-    """The executor took a plan."""
-
     plan: StepPlan
 
 
 class ResultEntry(msgspec.Struct, frozen=True, tag="result"):
-    """The oldest plan without a result got one."""
+    """Result of the oldest plan without one."""
 
     result: StepResult
 
 
 class FailureEntry(msgspec.Struct, frozen=True, tag="failure"):
-    """The oldest plan without a result failed."""
+    """Failure of the oldest plan without a result."""
 
     step: int
     error: str
 
 
 class JobEntry(msgspec.Struct, frozen=True, tag="job"):
-    """The executor took a job."""
-
     job: WorkerJob
 
 
@@ -74,11 +67,8 @@ _ENTRIES: msgspec.msgpack.Decoder[Entry] = msgspec.msgpack.Decoder(Entry)
 
 
 class Writer:
-    """Writes a recording."""
-
     def __init__(self, path: str) -> None:
-        """Create the file, for its owner alone. Raises ConfigError if it exists, or cannot be
-        created."""
+        """Create the private file. Raises ConfigError if it exists, or cannot be created."""
         try:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         except FileExistsError:
@@ -95,32 +85,29 @@ class Writer:
         self._encoder = msgspec.msgpack.Encoder()
 
     def write(self, item: Header | Entry) -> None:
-        """Append one object. Raises OSError, and what msgspec raises for a value that cannot be
-        encoded; nothing of the object is then written. What is written outlives this process, for
-        the last steps of one that was killed are those that matter."""
+        """Append one object, or nothing. Raises OSError, and msgspec's errors. Written data
+        survives a kill of this process.
+        """
         data = self._encoder.encode(item)
         self._file.write(HEAD.pack(BIN_32, len(data)) + data)
         self._file.flush()
         self.num_bytes += HEAD.size + len(data)
 
     def close(self) -> None:
-        """Finish the file. Safe to call twice."""
         self._file.close()
 
     def discard(self) -> None:
-        """Close and remove the file: the engine did not start."""
+        """Remove the file of an engine that did not start."""
         self._file.close()
         os.unlink(self.path)
 
 
 class Recording:
-    """A recording that is read."""
-
     def __init__(self, path: str) -> None:
-        """Read the header. Raises ConfigError for a file that is no recording."""
+        """Read the header. Raises ConfigError for another file."""
         self.path = path
         self.cut_off = False
-        """Whether the file ends within an object: set when all entries are read."""
+        """Whether the file ends within an object; set at the end."""
         try:
             self._data = Path(path).read_bytes()
         except OSError as error:
@@ -143,8 +130,7 @@ class Recording:
         self.header: Header = self._decode(data, 0, _HEADERS)
 
     def entries(self, types: PartTypes | None = None) -> Iterator[Entry]:
-        """Return the entries. types: of what parts have sent. Raises ConfigError for one that is
-        damaged."""
+        """types: of parts' data. Raises ConfigError for a damaged entry."""
         types = types or PartTypes()
         for number, data in enumerate(self._objects, 1):
             entry = self._decode(data, number, _ENTRIES)

@@ -9,16 +9,16 @@ from ..errors import ConfigError
 from .registered import Registry
 
 FALLBACK = "*"
-"""The name of a model that is asked where no other has the architecture's name. Its class says with
-`refusal(architecture)`, in one clause, why it cannot serve one; None: it may."""
+"""Name of the model for other architectures; its class's `refusal(architecture)` returns a reason
+against, or None."""
 
 
 def registered_name(
     registry: Registry[Any], config: EngineConfig, name: str, model_type: str | None
 ) -> str:
-    """Return the name that serves an architecture, as `EngineConfig.model_impl` asks for.
+    """Return the name for an architecture, by `EngineConfig.model_impl`.
 
-    Raises ConfigError if there is none.
+    Raises ConfigError.
     """
     choice = config.model_impl
     if choice == "transformers":

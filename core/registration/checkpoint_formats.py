@@ -10,23 +10,23 @@ from .registered import Registry
 
 AUTO = "auto"
 USUAL = "hf"
-"""The option's value for config.json, or tokenizer.json: no registered format."""
+"""Option value for config.json or tokenizer.json, without a format."""
 
 
 def config_format(registry: Registry[Any], name: str, folder: Path) -> str | None:
-    """Return the format that reads a checkpoint's configuration; None: there is a config.json.
+    """Return the format of a checkpoint's configuration; None: config.json.
 
-    name: of the option config_format. Raises ConfigError if there is no such format.
+    name: option config_format. Raises ConfigError.
     """
     usual = (folder / "config.json").is_file()
     return _chosen(registry, "config_format", name, usual, folder, "config_file")
 
 
 def tokenizer_format(registry: Registry[Any], name: str, folder: Path) -> str | None:
-    """Return the format that reads a checkpoint's tokenizer; None: there is a tokenizer.json, or
-    what `transformers` makes one from.
+    """Return the format of a checkpoint's tokenizer; None: tokenizer.json, or `transformers`'
+    files.
 
-    name: of the option tokenizer_mode. Raises ConfigError if there is no such format.
+    name: option tokenizer_mode. Raises ConfigError.
     """
     usual = (folder / "tokenizer.json").is_file()
     return _chosen(registry, "tokenizer_mode", name, usual, folder, "tokenizer_file")

@@ -1,4 +1,4 @@
-"""Chooses among plugins that may not work on this machine, and gives the reason."""
+"""Chooses among plugins that may not work here."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ T = TypeVar("T")
 def choose(
     registry: Registry[T], field: str, name: str, refusal: Callable[[T], str | None]
 ) -> tuple[str, T, str]:
-    """Return (name, registered object, reason). `field`: the option that names it.
+    """Return (name, object, reason). `field`: the option.
 
-    `auto` takes the first by priority for which `refusal` gives no reason. Raises ConfigError if
-    the named one, or every one, cannot serve here.
+    `auto` takes the first by priority without a `refusal`. Raises ConfigError if none serves.
     """
     if name != "auto":
         try:

@@ -1,8 +1,7 @@
-"""Checks of the object behind a registered name, as far as possible without calling it.
+"""Checks registered objects, mostly without calling them, so that wrong references are refused by
+name.
 
-A protocol (`protocols.py`) says what each method means; this module lists which of them an object
-must have at least, so that a wrong reference is refused by name instead of failing later, in its
-first caller.
+`protocols.py` defines the methods; this lists the minimum.
 """
 
 from __future__ import annotations
@@ -16,18 +15,16 @@ import msgspec
 
 
 class Contract(NamedTuple):
-    """Requirements of one kind of plugin."""
-
     of: str
-    """The protocol or base class, for messages."""
+    """Protocol or base class, for messages."""
     required: tuple[str, ...] = ()
-    """Required methods and class attributes."""
+    """Methods and class attributes."""
     one_of: tuple[str, ...] = ()
-    """Alternatives: at least one of these is required."""
+    """At least one is required."""
     base: str = ""
-    """"module:class" that it must subclass."""
+    """"module:class" to subclass."""
     defaults: str = ""
-    """"module:class" with all other methods: a class that does not subclass it gets them."""
+    """"module:class" with defaults of all other methods."""
 
 
 CONTRACTS = {
@@ -88,13 +85,13 @@ CONTRACTS = {
     "schedule_policy": Contract("protocols.SchedulePolicy", ("key",)),
     "command": Contract("a function of (argv: list[str])", ("__call__",)),
 }
-"""Requirements by kind. Kinds that are missing here accept any callable."""
+"""Requirements by kind; missing kinds accept any callable."""
 
 
 def violation(kind: str, thing: object) -> str | None:
-    """Return why `thing` cannot be of this kind, in one clause; None if it can.
+    """Return why `thing` is not of this kind, or None.
 
-    A callable that is not a class is taken for a factory function.
+    Other callables are factories.
     """
     if thing is None:
         return "it is None"
@@ -119,8 +116,7 @@ def violation(kind: str, thing: object) -> str | None:
 
 
 def completed(kind: str, thing: Any) -> Any:
-    """Return `thing`; a class that lacks optional methods of its kind as a subclass that has their
-    defaults."""
+    """Return `thing`, or a subclass with defaults of missing optional methods."""
     defaults = CONTRACTS[kind].defaults if kind in CONTRACTS else ""
     if not defaults or not isinstance(thing, type) or issubclass(thing, base := _class(defaults)):
         return thing
@@ -134,7 +130,7 @@ def _class(reference: str) -> type:
 
 
 def _undeclared(thing: object) -> str | None:
-    """Return why the fields of config.json that a class declares are none."""
+    """Return the fault of declared config.json fields."""
     fields = getattr(thing, "config_fields", {})
     kind = _class("jackfield.core.protocols.field_kinds:FieldKind")
     if not isinstance(fields, Mapping):
@@ -144,7 +140,7 @@ def _undeclared(thing: object) -> str | None:
 
 
 def _unnamed(thing: object) -> str | None:
-    """Return why the names that a checkpoint format states are none."""
+    """Return the fault of a checkpoint format's names."""
     for name in ("config_file", "tokenizer_file", "load_format"):
         value = getattr(thing, name, None)
         if not isinstance(value, str) or not value or value != value.rpartition("/")[2]:
@@ -153,8 +149,7 @@ def _unnamed(thing: object) -> str | None:
 
 
 def _undecided(schema: object) -> str | None:
-    """Return why a schema cannot be used. Options must have defaults, because a plugin is active
-    wherever it is installed."""
+    """Return a schema's fault: options need defaults, as plugins are active wherever installed."""
     for field in msgspec.structs.fields(schema):  # type: ignore[arg-type]
         if field.default is msgspec.NODEFAULT and field.default_factory is msgspec.NODEFAULT:
             return f"its field {field.name} has no default"

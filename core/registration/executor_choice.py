@@ -1,4 +1,4 @@
-"""Chooses the executor, by its name or by what ranks are to do. Imports nothing large."""
+"""Chooses the executor, by name or ranks' needs. Imports nothing large."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from .registered import Registry
 
 
 class MissingFeature(NamedTuple):
-    """What an executor does not do, and a configuration asks for."""
+    """A requested feature that an executor lacks."""
 
     option: str
     reason: str
-    """What it does instead, as the rest of a sentence about it."""
+    """Rest of a sentence about the executor."""
 
 
 def choose_executor(config: EngineConfig, executors: Registry[type[Executor]]) -> str:
-    """Return the registered name of the executor that `config.executor` names, by its own name or
-    an alias; for `auto`, of the first by priority that does what the configuration asks of ranks.
+    """Return the registered executor of `config.executor` (name or alias), or for `auto` the first
+    by priority with the ranks' features.
 
-    Raises ConfigError if it cannot be loaded, or does not do that.
+    Raises ConfigError.
     """
     name = executors.canonical(config.executor)
     if name != "auto":
@@ -56,7 +56,7 @@ def choose_executor(config: EngineConfig, executors: Registry[type[Executor]]) -
 
 
 def _missing_feature(config: EngineConfig, executor: type[Executor]) -> MissingFeature | None:
-    """Return the first thing that an executor does not do; None: it does all."""
+    """Return the first missing feature, or None."""
     if config.tensor_parallel_size > 1 and not executor.tensor_parallel:
         return MissingFeature("tensor_parallel_size", "runs one rank")
     if config.pipeline_parallel_size > 1 and not executor.pipeline_parallel:

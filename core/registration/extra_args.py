@@ -19,7 +19,7 @@ KIND = "logits_processor"
 
 
 def active_processors(plugins: Plugins, config: EngineConfig) -> list[str]:
-    """Return the names of the active processors, in the order in which they are applied."""
+    """Return the active processors in order."""
     registry = plugins[KIND]
     if config.logits_processors is None:
         return sorted(registry)
@@ -34,8 +34,6 @@ def active_processors(plugins: Plugins, config: EngineConfig) -> list[str]:
 
 
 class ExtraArgs:
-    """Checks `SamplingParams.extra_args`, on the event loop."""
-
     def __init__(self, plugins: Plugins, config: EngineConfig) -> None:
         processors, parts = plugins[KIND], plugins[step_parts.KIND]
         readers: list[tuple[Registry[Any], str, type[LogitsProcessor] | type[StepPart]]] = [

@@ -18,18 +18,16 @@ if TYPE_CHECKING:
 
 
 class _Suspect(msgspec.Struct, frozen=True):
-    """A registered name of an installed plugin that is in use."""
-
     described: str
     kind: Any
-    """The registered object: a class, or a factory of the objects that are called."""
+    """The registered class, or factory."""
     modules: frozenset[str]
     """Modules that define it and its plugin."""
     package: str
-    """The plugin's package: all code in it is the plugin's; "" if it is not known."""
+    """The plugin's package, or ""."""
 
     def share(self, frame: FrameType) -> int:
-        """Return how strongly this frame matches the plugin's code; 0: not at all."""
+        """Return how strongly a frame matches the plugin's code."""
         if isinstance(self.kind, type) and isinstance(frame.f_locals.get("self"), self.kind):
             return 1_000_000
         module = str(frame.f_globals.get("__name__", ""))
@@ -39,9 +37,9 @@ class _Suspect(msgspec.Struct, frozen=True):
 
 
 def plugin_failure(plugins: Plugins, error: BaseException, doing: str) -> PluginError | None:
-    """Return the error to raise in place of one from an installed plugin, naming its distribution;
-    None for errors of Jackfield's own code and plugins, of its own classes, and for out-of-memory
-    errors of the device. `doing`: "a step"."""
+    """Return the error naming an installed plugin's distribution, in place of its error; None for
+    Jackfield's own errors, and the device's out-of-memory. `doing`: "a step".
+    """
     if isinstance(error, JackfieldError) or type(error).__name__ == "OutOfMemoryError":
         return None
     plugin = failing_plugin(plugins, error)
@@ -51,9 +49,8 @@ def plugin_failure(plugins: Plugins, error: BaseException, doing: str) -> Plugin
 
 
 def failing_plugin(plugins: Plugins, error: BaseException) -> str | None:
-    """Return the name of the failing plugin for messages: the one whose code, or a method of whose
-    class, was called last before the error. None if only code of Jackfield and its libraries was
-    running.
+    """Return the plugin whose code, or class's method, was called last before the error, or
+    None.
     """
     suspects = list(_suspects(plugins))
     while error.__cause__ is not None:
@@ -82,14 +79,14 @@ def _suspects(plugins: Plugins) -> Iterator[_Suspect]:
 
 
 def _module(thing: Any) -> str:
-    """Return a module's own name, or the module that defines a class, function or object."""
+    """Return the module of a class, function or object."""
     if isinstance(thing, type(traceback)):
         return thing.__name__
     return str(getattr(thing, "__module__", None) or "")
 
 
 def _num_shared(module: str, other: str) -> int:
-    """Return the number of leading parts that two dotted names have in common."""
+    """Return the common leading parts of dotted names."""
     count = 0
     for left, right in zip(module.split("."), other.split("."), strict=False):
         if left != right:

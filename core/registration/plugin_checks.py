@@ -1,5 +1,4 @@
-"""Checks of a plugin before any of it is called: its hook API, and hooks that would have no
-effect."""
+"""Checks a plugin before use: hook API, and ineffective hooks."""
 
 from __future__ import annotations
 
@@ -17,13 +16,12 @@ from ..spelling import nearest
 
 API_ATTRIBUTE = "jackfield_api"
 MARK = f"{hooks.PROJECT}_impl"
-"""The attribute that `@hookimpl` leaves on a function."""
+"""Attribute set by `@hookimpl`."""
 HOOKS = frozenset(name for name, value in vars(hooks).items() if hasattr(value, "jackfield_spec"))
-"""The name of each hook."""
 
 
 def check_hooks(plugin: object) -> None:
-    """Refuse marked functions that could never run as intended. Raises PluginError."""
+    """Refuse ineffective marked functions. Raises PluginError."""
     for name, hook, function in _implementations(plugin):
         if hook not in HOOKS:
             if getattr(function, MARK).get("optionalhook"):
@@ -39,7 +37,7 @@ def check_hooks(plugin: object) -> None:
 
 
 def _implementations(plugin: object) -> Iterator[tuple[str, str, Any]]:
-    """Return the marked functions of a plugin: name, hook, function."""
+    """Return a plugin's marked functions: name, hook, function."""
     for name, function in _functions(plugin):
         options = getattr(function, MARK, None)
         if options is not None:
@@ -47,12 +45,11 @@ def _implementations(plugin: object) -> Iterator[tuple[str, str, Any]]:
 
 
 def may_be_async(hook: str) -> bool:
-    """Return whether a hook is called on the event loop and awaited."""
     return not hook.startswith("register_") and hook != "options_ready"
 
 
 def remarks(plugin: object) -> Iterator[str]:
-    """Return warnings for the author: functions that look like hooks but are never called."""
+    """Return warnings: functions that look like hooks but are never called."""
     for name, function in _functions(plugin):
         if hasattr(function, MARK):
             continue
@@ -63,7 +60,6 @@ def remarks(plugin: object) -> Iterator[str]:
 
 
 def _functions(plugin: object) -> Iterator[tuple[str, Any]]:
-    """Return the public functions and methods of a module or an object."""
     holder = plugin if isinstance(plugin, type | types.ModuleType) else type(plugin)
     for name in dir(plugin):
         if name.startswith("_"):
@@ -79,7 +75,6 @@ def _functions(plugin: object) -> Iterator[tuple[str, Any]]:
 
 
 def near(name: str, names: Iterable[str]) -> str:
-    """Return "; did you mean …?", or an empty text."""
     match = nearest(name, names)
     return f"; did you mean {match!r}?" if match else ""
 
@@ -88,9 +83,9 @@ def near(name: str, names: Iterable[str]) -> str:
 
 
 def api_refusal(stated: object, plugin: object = None) -> str | None:
-    """Return why a plugin that states this hook API cannot be used; None if it can.
+    """Return why a plugin with this hook API is unusable, or None.
 
-    plugin: None if it cannot be imported; its hooks are then unknown.
+    plugin: None if it cannot be imported.
     """
     version = 1 if stated is None else stated
     if type(version) is not int:
@@ -122,7 +117,7 @@ def api_refusal(stated: object, plugin: object = None) -> str | None:
 
 
 def _place(plugin: object) -> str:
-    """Return, for messages, where a plugin's attributes are set."""
+    """Return where a plugin's attributes are set, for messages."""
     if isinstance(plugin, types.ModuleType):
         return f"module {plugin.__name__}"
     cls = plugin if isinstance(plugin, type) else type(plugin)
@@ -130,8 +125,7 @@ def _place(plugin: object) -> str:
 
 
 def stated_api(entry_point: metadata.EntryPoint) -> object:
-    """Read the hook API from the source of a plugin that cannot be imported; None if it states
-    none."""
+    """Read the hook API from an unimportable plugin's source, or None."""
     path: Any = None
     spec = None
     parts = entry_point.value.partition(":")[0].strip().split(".")

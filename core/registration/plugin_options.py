@@ -16,8 +16,8 @@ FIELD = "plugin_options"
 def typed_options(
     name: str, schema: type[msgspec.Struct], value: Any, *, field: str = FIELD
 ) -> msgspec.Struct:
-    """Return an instance of `schema`, with defaults for missing options. Raises ConfigError with
-    the name of the invalid option, which stands in `field.name`; name "": in the field itself.
+    """Return `schema`'s instance, with defaults. Raises ConfigError naming the option in
+    `field.name`, or in the field if name is "".
     """
     param = f"{field}.{name}" if name else field
     if not isinstance(value, Mapping):
@@ -37,10 +37,9 @@ def typed_options(
 
 
 def parsed_option(text: str) -> tuple[str, list[str], Any]:
-    """Parse `NAME.key=value` into (name, keys, value): the value as JSON, or the text itself if it
-    is not JSON.
+    """Parse `NAME.key=value` into (name, keys, value), value as JSON or text.
 
-    Raises ConfigError for another form.
+    Raises ConfigError.
     """
     path, equals, value = text.partition("=")
     name, *keys = path.split(".")
@@ -53,7 +52,7 @@ def parsed_option(text: str) -> tuple[str, list[str], Any]:
 
 
 def with_option(options: Mapping[str, Any], text: str) -> dict[str, Any]:
-    """Return `options` (name → its options) with one more, `NAME.key=value`. Raises ConfigError."""
+    """Return `options` plus `NAME.key=value`. Raises ConfigError."""
     name, keys, value = parsed_option(text)
     merged = dict(options)
     inner = merged

@@ -1,4 +1,4 @@
-"""Names that plugins registered; their references are imported and checked on first use."""
+"""Registered names, imported and checked on first use."""
 
 from __future__ import annotations
 
@@ -21,15 +21,13 @@ logger = logging.getLogger("jackfield.plugins")
 
 
 class Provenance(msgspec.Struct, frozen=True):
-    """The origin of a plugin."""
-
     distribution: str
     version: str
     entry_point: str
 
     @property
     def plugin(self) -> str:
-        """The plugin's internal name: one per entry point."""
+        """Internal name, one per entry point."""
         return f"{self.distribution}:{self.entry_point}"
 
     def __str__(self) -> str:
@@ -55,32 +53,29 @@ EXTRAS: dict[str, type[msgspec.Struct]] = {
     "reasoning_parser": ParserMarks,
     "tool_parser": ParserMarks,
 }
-"""Kind → what an entry of it may have besides (`Entry.extra`)."""
+"""Kind → type of `Entry.extra`."""
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """One registered name."""
-
     name: str
     reference: Any
-    """`"module:attribute"`, or the object itself."""
+    """`"module:attribute"`, or an object."""
     provenance: Provenance
     priority: int = 0
     help: str = ""
     final: bool = False
-    """Whether overriding it is refused."""
     override: bool = False
-    """Whether it was registered to replace an existing entry of the same name."""
+    """Whether it replaces an entry of the same name."""
     aliases: tuple[str, ...] = ()
-    """Other names, of executors and parsers, that options may have."""
+    """Other names, of executors and parsers."""
     extra: Any = None
-    """What entries of this kind alone have (`EXTRAS`); None: nothing."""
+    """Data of this kind (`EXTRAS`)."""
     api: int = API_VERSION
-    """Version of the hook API that its plugin is written for."""
+    """Its plugin's hook API version."""
 
     @property
     def parser_marks(self) -> ParserMarks:
-        """Of a parser: what `auto` knows its dialect by."""
+        """A parser's marks for `auto`."""
         return self.extra if isinstance(self.extra, ParserMarks) else NO_MARKS
 
 
@@ -100,7 +95,7 @@ class Registry(Generic[T]):
         self._registering = Provenance("unknown", "", "")
         self._registering_api = API_VERSION
         self._is_partial = False
-        """Whether what registers now has no model, and so is no family of a plugin's own."""
+        """Whether the current plugin lacks a model, so is no family of its own."""
 
     def add(
         self,
@@ -158,7 +153,7 @@ class Registry(Generic[T]):
     def _extra(
         self, name: str, extra: msgspec.Struct | None, older: dict[str, Any]
     ) -> msgspec.Struct | None:
-        """Return an entry's `extra`, made of older arguments where those are used."""
+        """Return an entry's `extra`, maybe from older arguments."""
         kind = EXTRAS.get(self.kind)
         if older:
             unknown = older.keys() - (set(kind.__struct_fields__) if kind else set())
@@ -179,7 +174,7 @@ class Registry(Generic[T]):
         return extra
 
     def _gives_way(self, present: Entry) -> bool:
-        """Whether an entry of Jackfield's own gives way to what registers now."""
+        """Whether Jackfield's own entry yields to the new one."""
         own = present.provenance.distribution == PROJECT
         return own and self._registering.distribution != PROJECT and not self._is_partial
 

@@ -1,4 +1,4 @@
-"""The parts from plugins that an engine has, made from their options."""
+"""An engine's parts from plugins."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ FIELD = "parts"
 def active_parts(
     plugins: Plugins, config: EngineConfig
 ) -> dict[str, tuple[type[StepPart], PartSetup]]:
-    """Return name → part and what its halves are made from, in the order of `config.parts`. Raises
-    ConfigError for a name that is not registered, or options that a part does not have."""
+    """Return name → part and setup, in the order of `config.parts`. Raises ConfigError for an
+    unknown name or option.
+    """
     registry = plugins[KIND]
     active = {}
     for name, options in config.parts.items():
@@ -39,13 +40,11 @@ def active_parts(
 
 
 def excluded_by(plugins: Plugins, config: EngineConfig) -> Mapping[str, Mapping[str, str]]:
-    """Return what the active parts exclude."""
     parts = active_parts(plugins, config)
     return {name: part_class.excludes for name, (part_class, _) in parts.items()}
 
 
 def part_types(plugins: Plugins, config: EngineConfig) -> PartTypes:
-    """Return the structs that the parts of an engine send."""
     return PartTypes({
         name: SentTypes(part.plan_type, part.result_type, part.start_type)
         for name, (part, _) in active_parts(plugins, config).items()

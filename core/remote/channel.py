@@ -17,15 +17,14 @@ from .frames import BadFrame, FrameReader, encode
 logger = logging.getLogger("jackfield.remote")
 T = TypeVar("T")
 HIGH_WATER = 4 << 20
-"""Bytes waiting to be written from which on the other side counts as slow."""
+"""Unwritten bytes from which the other side counts as slow."""
 
 
 class Channel(asyncio.Protocol, Generic[T]):
-    """A protocol of asyncio for one connection, which receives messages of type `T`.
+    """An asyncio protocol that receives messages of type `T`.
 
-    `received` gets each message. `lost` is called once, when the connection has ended, and `ready`
-    when a slow other side has caught up. An invalid message, or one that `received` fails on, ends
-    only the connection.
+    `received` gets messages, `lost` is called once at the end, `ready` when a slow side has caught
+    up. An invalid message, or a failing `received`, ends only the connection.
     """
 
     def __init__(
@@ -42,7 +41,7 @@ class Channel(asyncio.Protocol, Generic[T]):
         self.lost = lost
         self.ready = ready
         self.paused = False
-        """The other side reads more slowly than this one writes."""
+        """The other side is slow."""
         self.closed = False
         self._reader: FrameReader[T] = FrameReader(kind)
         self._transport: asyncio.Transport | None = None
@@ -50,7 +49,7 @@ class Channel(asyncio.Protocol, Generic[T]):
         """Whether the other side was known before."""
 
     async def attach(self, connection: socket.socket) -> None:
-        """Use a connected socket: of Unix, or of TCP where the other side has proved itself."""
+        """Use a connected Unix socket, or a proved TCP one."""
         connection.setblocking(False)
         loop = asyncio.get_running_loop()
         if connection.family == socket.AF_UNIX:
@@ -60,7 +59,7 @@ class Channel(asyncio.Protocol, Generic[T]):
             await loop.create_connection(lambda: self, sock=connection)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Refuse other users, independent of the folder's permissions."""
+        """Refuse other users, whatever the folder's permissions."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is not a subclass.
         self._transport.set_write_buffer_limits(high=HIGH_WATER)
         if not self._proved and (user := peer_user(transport)) != os.getuid():
@@ -98,25 +97,23 @@ class Channel(asyncio.Protocol, Generic[T]):
             self.ready()
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send a message, unless the connection has ended. Raises TooLarge and ValueError."""
+        """Send a message unless ended. Raises TooLarge and ValueError."""
         data = encode(message)
         if self._transport is not None and not self.closed:
             self._transport.write(data)
 
     def close(self) -> None:
-        """End the connection after everything is written."""
+        """End after everything is written."""
         if self._transport is not None:
             self._transport.close()
 
     def abort(self) -> None:
-        """End the connection now."""
         self.closed = True
         if self._transport is not None:
             self._transport.abort()
 
 
 def peer_user(transport: asyncio.BaseTransport) -> int:
-    """Return the user of the process at the other end of a Unix socket."""
     number = transport.get_extra_info("socket").fileno()
     with socket.socket(fileno=os.dup(number)) as twin:
         credentials = twin.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))

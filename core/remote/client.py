@@ -1,7 +1,6 @@
 """`RemoteCore`: a client of an engine core in another process, over a Unix socket.
 
-This process tokenizes prompts and produces texts: detokenizing, stop strings, log-probabilities as
-text. Scheduling, grammars, the model and the engine's counts are in the other process.
+Texts (tokenizing, detokenizing, stop strings) are handled here; the engine is in the other process.
 """
 
 from __future__ import annotations
@@ -49,9 +48,9 @@ from .requests import RemoteRequests
 def remote_engine(
     config: EngineConfig, path: Path, *, front: int = 0, plugins: Plugins | None = None
 ) -> tuple[AsyncEngine, RemoteCore]:
-    """Return an engine over the socket at `path`, and its core.
+    """Return an engine over the socket, and its core.
 
-    front: this process's number among the front ends.
+    front: index of this front end.
     """
     if plugins is None:
         plugins = load_plugins(disable=config.disable_plugins)
@@ -62,8 +61,7 @@ def remote_engine(
 class RemoteCore:
     """Runs requests in another process. A `CoreClient`.
 
-    `stats` are at most a second old. Plugins get the event `request_finished` here, and the other
-    events in the engine's process.
+    Plugins get `request_finished` here, other events in the engine's process.
     """
 
     in_process = False
@@ -73,18 +71,17 @@ class RemoteCore:
     def __init__(
         self, config: EngineConfig, path: Path, plugins: Plugins, *, front: int = 0
     ) -> None:
-        """path: the engine's socket; front: this process's number among the front ends."""
+        """path: the engine's socket; front: index of this front end."""
         self.config = config
         self.path = path
         self.plugins = plugins
         self.front = front
         self.requests = RequestTracker()
         self.registry = prometheus.CollectorRegistry()
-        """Counts of this process."""
         self.closed = asyncio.Event()
-        """Set when the engine reports that nothing more will come, or is lost."""
+        """Set when the engine closes or is lost."""
         self.lost = False
-        """Whether the connection has ended other than by `stop`."""
+        """Whether the connection ended other than by `stop`."""
         self._loads: list[Callable[[], int]] = []
         self._channel: Channel[ToFront] = Channel(ToFront, received=self._received, lost=self._lost)
         self._welcome: asyncio.Future[Welcome] | None = None
@@ -95,7 +92,7 @@ class RemoteCore:
     # ------------------------------------------------------------ start and stop
 
     async def start(self, texts: TextProcessor, events: PluginEvents) -> None:
-        """Connect, and wait until the engine is ready. Raises EngineStopped if it ends first."""
+        """Connect, and wait for the engine. Raises EngineStopped."""
         self.remote.events = events
         loop = asyncio.get_running_loop()
         self._welcome = loop.create_future()
@@ -115,11 +112,9 @@ class RemoteCore:
         )
 
     def send_listening(self) -> None:
-        """Notify the engine that clients can connect."""
         self._calls.send(Listening())
 
     async def stop(self) -> None:
-        """Disconnect from the engine. Safe to call twice."""
         self.requests.accepting = False
         self._channel.lost = None
         self._channel.close()
@@ -128,7 +123,6 @@ class RemoteCore:
     # ------------------------------------------------------------ questions
 
     async def check_health(self, timeout: float) -> dict[str, str]:
-        """Raise EngineStopped unless the engine's step loop and worker are alive."""
         if not self.requests.healthy:
             raise EngineStopped(self.requests.dead_reason or "the engine is not running")
         try:
@@ -138,41 +132,33 @@ class RemoteCore:
         return msgspec.msgpack.decode(reply, type=dict[str, str])
 
     async def reset_prefix_cache(self) -> bool:
-        """Forget cached blocks. Return False if some are in use."""
         return bool(await self._calls.query("reset_prefix_cache"))
 
     async def render_metrics(self) -> bytes:
-        """Return the metrics of the engine, with those of all its front ends added up."""
+        """Return the metrics of engine and front ends, added up."""
         return bytes(await self._calls.query("metrics"))
 
     def report_load(self, count: Callable[[], int]) -> None:
-        """Register `count`, which is called when the engine asks for this process's load."""
         self._loads.append(count)
 
     async def server_load(self) -> int:
-        """Return the number of inference requests that all front ends serve."""
         return int(await self._calls.query("load"))
 
     def stats(self) -> EngineStats:
-        """Return a snapshot of the engine, at most a second old while it works."""
+        """Return a snapshot, at most a second old."""
         return self._stats
 
     # ------------------------------------------------------------ requests
 
     def check_open(self) -> None:
-        """Raise unless a request may begin here.
-
-        The engine checks its limits, and the ids of the other front ends.
-        """
+        """As the protocol; the engine checks its limits, and other front ends' ids."""
         self.requests.check_accepting()
 
     async def add_request(self, spec: RequestSpec, make_state: Callable[[list[Request]], S]) -> S:
-        """Send a request, and wait until it is scheduled."""
         self.check_open()
         return await self.remote.add(spec, make_state)
 
     def abort_request(self, state: State) -> None:
-        """End what is left of a request at once, and notify the engine."""
         self.remote.abort(state)
 
     # ------------------------------------------------------------ received frames
@@ -207,7 +193,6 @@ class RemoteCore:
         self._fail("the engine's process has ended")
 
     def _fail(self, reason: str) -> None:
-        """End every request with an error, and accept no more."""
         self.requests.dead_reason = self.requests.dead_reason or reason
         self.requests.accepting = False
         if self._welcome is not None and not self._welcome.done():

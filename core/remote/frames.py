@@ -1,7 +1,7 @@
 """Messages between an engine and its front ends: msgspec Structs in frames.
 
-A frame is four bytes of length (little-endian) and one MessagePack object, a tagged Struct of
-`ToEngine` or `ToFront`. Nothing else is decoded, and nothing is ever unpickled.
+A frame is a little-endian length of four bytes and a MessagePack object, a tagged Struct of
+`ToEngine` or `ToFront`. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ from ..request import RequestSpec
 from ..step import TokenLogprobs
 
 MAX_FRAME = 256 << 20
-"""Bytes of the largest frame: a longer one ends the connection."""
+"""Most bytes of a frame; a longer one ends the connection."""
 HEAD = 4
-"""Bytes of a frame's length."""
 START = -1
-"""Number of an ErrorReply to the start itself, in place of a Welcome."""
+"""Number of an ErrorReply to the start."""
 T = TypeVar("T")
 
 
@@ -41,10 +40,10 @@ class TooLarge(JackfieldError):
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """The first frame of a connection."""
+    """First frame of a connection."""
 
     front: int
-    """Number of the front end, from 0."""
+    """Index of the front end."""
     pid: int
 
 
@@ -53,104 +52,98 @@ class Listening(msgspec.Struct, frozen=True, tag="listening"):
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag="request"):
-    """A request that the front end has admitted.
+    """A request admitted by the front end.
 
-    A Reply or an ErrorReply with its number comes back, then its Changes.
+    Answered by a Reply or ErrorReply, then Changes.
     """
 
     number: int
-    """Number of its first completion, in this connection; the others have the next numbers."""
+    """First completion's number in this connection; others follow."""
     spec: RequestSpec
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
-    """The front end found a stop string in a completion. A Change that ends it comes back."""
+    """The front end found a stop string; a Change ends the completion."""
 
     number: int
     stop: str
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
-    """The caller has disconnected: end the requests of these completions. There is no reply."""
+    """End the requests of these completions; no reply."""
 
     numbers: list[int]
 
 
 class Query(msgspec.Struct, frozen=True, tag="query"):
-    """A question about the engine, or about all front ends; see `EngineServer`."""
+    """A question about the engine or all front ends (`EngineServer`)."""
 
     number: int
     name: str
 
 
 class Report(msgspec.Struct, frozen=True, tag="report"):
-    """A front end's reply to ReportRequest."""
-
     number: int
-    """Number of the ReportRequest."""
     load: int
-    """Number of inference requests in progress."""
+    """Inference requests in progress."""
     families: list[Family]
-    """Counts of the front end."""
+    """The front end's counts."""
 
 
 # ---------------------------------------------------------------- engine → front end
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
-    """The first frame: the engine is ready."""
+    """First frame: the engine is ready."""
 
     config: EngineConfig
-    """The resolved configuration."""
+    """Resolved."""
     info: ExecutorInfo
 
 
 class Reply(msgspec.Struct, frozen=True, tag="reply"):
-    """The reply to a Query, or to a request that was accepted."""
+    """Reply to a Query, or an accepted request."""
 
     number: int
     value: bytes | bool | int | None = None
 
 
 class ErrorReply(msgspec.Struct, frozen=True, tag="error"):
-    """An error in place of a Reply."""
-
     number: int
     kind: str
-    """Name of a class in core/errors.py."""
+    """Class name in core/errors.py."""
     message: str
     param: str | None
     code: str | None
 
     @classmethod
     def from_error(cls, number: int, error: JackfieldError) -> ErrorReply:
-        """Encode an error as the nearest class that the other side knows."""
+        """Encode as the nearest class known to the other side."""
         kind = next(base.__name__ for base in type(error).__mro__ if error_named(base.__name__))
         message = error.message.encode("utf-8", "replace").decode()
         return cls(number, kind, message, error.param, error.code)
 
     def error(self) -> JackfieldError:
-        """Decode the error."""
         error = (error_named(self.kind) or JackfieldError)(self.message, param=self.param)
         error.code = self.code
         return error
 
 
 class Change(msgspec.Struct, omit_defaults=True, kw_only=True):
-    """Updates of one completion beyond bare tokens."""
+    """Updates of a completion beyond bare tokens."""
 
     number: int
     token_ids: list[int] = []
     logprobs: list[TokenLogprobs] = []
     """[len(token_ids)], if requested."""
     prompt_logprobs: list[TokenLogprobs] = []
-    """Log-probabilities of the next prompt tokens."""
+    """Of the next prompt tokens."""
     num_cached_tokens: int | None = None
-    """Set with the first tokens."""
+    """With the first tokens."""
     first_scheduled: float | None = None
     pooled: PooledRow | None = None
     finish_reason: FinishReason | None = None
-    """Set in the completion's last change."""
+    """In the last change."""
     stop_reason: int | str | None = None
     error: str | None = None
     error_param: str | None = None
@@ -160,7 +153,7 @@ class Change(msgspec.Struct, omit_defaults=True, kw_only=True):
 
 
 class Tokens(msgspec.Struct, frozen=True, tag="tokens"):
-    """Output of the steps since the last frame: apply the columns first, then the changes."""
+    """Output since the last frame: the columns, then the changes."""
 
     numbers: list[int]
     """[num_tokens] Completion number of each token; may repeat."""
@@ -170,14 +163,10 @@ class Tokens(msgspec.Struct, frozen=True, tag="tokens"):
 
 
 class ReportRequest(msgspec.Struct, frozen=True, tag="report_request"):
-    """Requests a Report from a front end."""
-
     number: int
 
 
 class Status(msgspec.Struct, frozen=True, tag="status"):
-    """The engine's status."""
-
     accepting: bool
     dead_reason: str | None
     stats: EngineStats
@@ -194,7 +183,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def encode(message: msgspec.Struct) -> bytes:
-    """Return the frame. Raises TooLarge, and ValueError for values that MessagePack lacks."""
+    """Return the frame. Raises TooLarge, or ValueError."""
     frame = bytearray(HEAD)
     try:
         _encoder.encode_into(message, frame, HEAD)
@@ -208,14 +197,14 @@ def encode(message: msgspec.Struct) -> bytes:
 
 
 class FrameReader(Generic[T]):
-    """Splits a stream of bytes into messages of one type."""
+    """Splits bytes into messages of one type."""
 
     def __init__(self, type: Any) -> None:
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(type)
         self._buffer = bytearray()
 
     def read_frames(self, data: bytes) -> Iterator[T]:
-        """Yield the messages that `data` completes. Raises BadFrame after the valid ones."""
+        """Yield the messages that `data` completes. Raises BadFrame after valid ones."""
         buffer = self._buffer
         buffer += data
         begin = 0

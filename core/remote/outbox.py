@@ -1,7 +1,7 @@
-"""States of a front end's requests in the engine's process, and the outbox to the front end.
+"""A front end's requests in the engine's process, and their outbox.
 
-The front end handles text, stop strings and parsing. One `Outbox` per connection collects a step's
-updates to all of its requests, and sends them as one frame after the next step is submitted.
+The front end handles texts. An `Outbox` per connection collects a step's updates into one frame,
+sent after the next step is submitted.
 """
 
 from __future__ import annotations
@@ -23,26 +23,24 @@ logger = logging.getLogger("jackfield.remote")
 
 
 class Outbox:
-    """Collects updates for one front end.
+    """Collects a front end's updates.
 
-    While the front end does not read, nothing is sent and updates are merged: a slow front end
-    costs only the memory of its unread tokens.
+    For a slow front end updates are merged, so it costs only its unread tokens' memory.
     """
 
     def __init__(self, channel: Channel[ToEngine], drop: Callable[[Forwarded], None]) -> None:
-        """drop: aborts a request of which nothing more will be sent."""
+        """drop: aborts a request without further output."""
         self.open: dict[int, Forwarded] = {}
-        """Completion number → request, until the completion has ended."""
+        """Completion number → request, until it ends."""
         self._channel = channel
         self._drop = drop
         self._numbers: list[int] = []
         self._token_ids: list[int] = []
         self._changes: dict[int, Change] = {}
-        """Completion number → its change in the next frame; further tokens of it go there, too."""
+        """Completion number → its change in the next frame, which takes further tokens, too."""
         self._scheduled = False
 
     def add_tokens(self, number: int, token_ids: Sequence[int]) -> None:
-        """Add bare tokens of a completion."""
         change = self._changes.get(number)
         if change is not None:
             change.token_ids += token_ids
@@ -54,7 +52,7 @@ class Outbox:
             self._token_ids.append(token_id)
 
     def change(self, number: int) -> Change:
-        """Return the change of a completion in the next frame, created if needed."""
+        """Return a completion's change in the next frame."""
         change = self._changes.get(number)
         if change is None:
             change = self._changes[number] = Change(number=number)
@@ -62,7 +60,7 @@ class Outbox:
         return change
 
     def flush(self) -> None:
-        """Send what has been collected, unless the front end does not read."""
+        """Send collected updates, unless the front end is slow."""
         self._scheduled = False
         if self._channel.paused or not (self._numbers or self._changes):
             return
@@ -74,7 +72,7 @@ class Outbox:
             self._one_by_one(frame, error)
 
     def _one_by_one(self, frame: Tokens, error: Exception) -> None:
-        """Send changes one by one, and fail the requests of those that cannot be sent."""
+        """Send changes singly, failing requests of those that cannot be sent."""
         logger.warning("a step's updates are sent in pieces: %s", error)
         try:
             self._channel.send(Tokens(frame.numbers, frame.token_ids))
@@ -88,7 +86,7 @@ class Outbox:
             self._channel.abort()
 
     def _failed(self, number: int, error: str) -> list[Change]:
-        """Return changes that end a completion, and the others of its request, with an error."""
+        """Return changes that end a request's completions with an error."""
         state = self.open.get(number)
         numbers = {number, *(other for other, owner in self.open.items() if owner is state)}
         if state is not None:
@@ -102,8 +100,6 @@ class Outbox:
 
 
 class ForwardedCompletion(Completion):
-    """A completion whose tokens are forwarded to a front end."""
-
     def __init__(self, state: ForwardedState, index: int) -> None:
         super().__init__(index, state.requests[index], None)
         self.token_ids = self.request.output_token_ids  # The scheduler's list, for the counts.
@@ -113,7 +109,7 @@ class ForwardedCompletion(Completion):
         self._begun = False
 
     def apply(self, update: Update) -> str | None:
-        """Forward new tokens. Always returns None: the front end looks for stop strings."""
+        """Forward new tokens. Returns None: the front end finds stop strings."""
         state = self.state
         if state.muted or self.finish_reason is not None:
             return None
@@ -131,13 +127,13 @@ class ForwardedCompletion(Completion):
         return None
 
     def apply_tokens(self, new_token_ids: Sequence[int]) -> str | None:
-        """Forward tokens of an engine that is in another process itself."""
+        """Forward tokens of an engine in another process."""
         if not self.state.muted and self.finish_reason is None:
             self.state.outbox.add_tokens(self.number, new_token_ids)
         return None
 
     def set_finished(self, reason: FinishReason, stop_reason: int | str | None) -> None:
-        """Record why no more tokens come, once, and notify the front end."""
+        """Record the reason, once, and notify the front end."""
         if self.finish_reason is not None:
             return
         self.finish_reason, self.stop_reason = reason, stop_reason
@@ -150,8 +146,6 @@ class ForwardedCompletion(Completion):
 
 
 class ForwardedState(RequestState):
-    """A front end's request for tokens."""
-
     announced = False
 
     def __init__(
@@ -160,29 +154,26 @@ class ForwardedState(RequestState):
         number: int,
         outbox: Outbox,
     ) -> None:
-        """number: the first completion's, as the front end counts."""
+        """number: the first completion's."""
         super().__init__(None, requests, None)
         self.number = number
         self.outbox = outbox
         self.muted = False
-        """The front end has dropped it: nothing more is sent."""
+        """Dropped by the front end."""
         self.completions = [ForwardedCompletion(self, index) for index in range(len(requests))]
 
     def add_prompt_logprobs(self, positions: list[TokenLogprobs]) -> None:
-        """Forward positions."""
         if not self.muted:
             self.outbox.change(self.number).prompt_logprobs += positions
 
 
 class ForwardedPooled(Pooled):
-    """The result of a pooling request that is forwarded to a front end."""
-
     def __init__(self, state: ForwardedPoolingState) -> None:
         super().__init__()
         self.state = state
 
     def set_finished(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        """Record why the request ended, once, and send the result."""
+        """Record the reason, once, and send the result."""
         if self.finish_reason is not None:
             return
         self.finish_reason = reason
@@ -192,8 +183,6 @@ class ForwardedPooled(Pooled):
 
 
 class ForwardedPoolingState(PoolingState):
-    """A front end's pooling request."""
-
     announced = False
 
     def __init__(self, request: Request, number: int, outbox: Outbox) -> None:
@@ -201,7 +190,6 @@ class ForwardedPoolingState(PoolingState):
         self.number = number
         self.outbox = outbox
         self.muted = False
-        """As `ForwardedState.muted`."""
         self.pooled = ForwardedPooled(self)
         self.completions = [self.pooled]
 
@@ -210,7 +198,6 @@ Forwarded: TypeAlias = ForwardedState | ForwardedPoolingState
 
 
 def _end(state: Forwarded, request: Request, number: int, reason: FinishReason) -> Change:
-    """Return the change that ends a completion."""
     change = state.outbox.change(number)
     change.finish_reason = reason
     change.error = state.error

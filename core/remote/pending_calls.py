@@ -11,10 +11,9 @@ from .frames import ErrorReply, Query, Reply, ToEngine, ToFront
 
 
 class PendingCalls:
-    """Numbers calls, and matches replies to them.
+    """Numbers calls, and matches replies.
 
-    Numbers increase for as long as the connection lasts. Each Query has a number, and so has each
-    completion of a request.
+    Numbers increase over the connection, one per Query or completion.
     """
 
     def __init__(self, channel: Channel[ToFront]) -> None:
@@ -29,24 +28,25 @@ class PendingCalls:
         return first
 
     def send(self, message: ToEngine) -> None:
-        """Send a message. Raises InvalidRequest if it cannot be encoded."""
+        """Raises InvalidRequest if it cannot be encoded."""
         try:
             self._channel.send(message)
         except ValueError as error:
             raise InvalidRequest(str(error)) from None
 
     async def query(self, name: str) -> Any:
-        """Return the reply to a Query. Raises as `call` does."""
+        """Return a Query's reply. Raises as `call`."""
         number = self.numbers()
         return await self.call(number, Query(number, name))
 
     async def call(self, number: int, message: ToEngine) -> Any:
-        """Send a message and return its reply. Raises the engine's error, or EngineStopped."""
+        """Return a message's reply. Raises the engine's error, or EngineStopped."""
         return await self.begin(number, message)
 
     def begin(self, number: int, message: ToEngine) -> asyncio.Future[Any]:
-        """Send a message, and return the future of its reply. Raises EngineStopped, and
-        InvalidRequest if it cannot be encoded."""
+        """Send a message; return its reply's future. Raises EngineStopped, and InvalidRequest if it
+        cannot be encoded.
+        """
         if self._channel.closed:
             raise EngineStopped("the engine is not running")
         self.send(message)
@@ -55,7 +55,7 @@ class PendingCalls:
         return future
 
     def settle(self, message: Reply | ErrorReply) -> None:
-        """Resolve the call that a reply belongs to, unless it was cancelled."""
+        """Resolve a reply's call, unless cancelled."""
         future = self._waiting.get(message.number)
         if future is None or future.done():
             return
@@ -65,7 +65,7 @@ class PendingCalls:
             future.set_exception(message.error())
 
     def fail(self, reason: str) -> None:
-        """End all waiting calls with EngineStopped."""
+        """End all calls with EngineStopped."""
         for future in list(self._waiting.values()):
             if not future.done():
                 future.set_exception(EngineStopped(reason))

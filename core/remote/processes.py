@@ -1,7 +1,6 @@
-"""Processes that belong to an engine: how they start, and that they end with the one that started
-them.
+"""An engine's processes: start, and end with their parent.
 
-Imports nothing large: such processes start before a program has imported the engine.
+Imports nothing large, as they start before the engine is imported.
 """
 
 from __future__ import annotations
@@ -15,17 +14,18 @@ import sys
 from collections.abc import Sequence
 
 PARENT_DEATH = 1
-"""PR_SET_PDEATHSIG of Linux."""
+"""Linux's PR_SET_PDEATHSIG."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Of terminals and supervisors, which are the parent's to handle. A terminal sends them to all."""
+"""Handled by the parent; a terminal sends them to all."""
 
 
 def spawn(module: str, descriptors: Sequence[int]) -> subprocess.Popen[bytes]:
-    """Start `python -m module DESCRIPTOR... PARENT` with what this process imports from, and with
-    its environment. What it prints goes to standard error.
+    """Start `python -m module DESCRIPTOR... PARENT` with this process's import path and
+    environment; prints go to standard error.
 
-    It calls `follow_parent`; until then its SIGNALS are blocked. Not by multiprocessing, which
-    would import the user's script again."""
+    SIGNALS are blocked until its `follow_parent`. multiprocessing would import the user's script
+    again.
+    """
     paths = [os.path.abspath(path) for path in sys.path]
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
@@ -41,8 +41,9 @@ def spawn(module: str, descriptors: Sequence[int]) -> subprocess.Popen[bytes]:
 
 
 def follow_parent(parent: int) -> bool:
-    """Leave SIGNALS to the parent, end with it (on Linux), and write the stacks of all threads on
-    SIGUSR1. Return False if the parent has ended already."""
+    """Ignore SIGNALS, end with the parent (Linux), and write stacks on SIGUSR1. Return False if the
+    parent has ended.
+    """
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
@@ -56,7 +57,7 @@ def follow_parent(parent: int) -> bool:
 
 
 def describe_end(status: int | None) -> str:
-    """Return how a process ended, as the rest of a sentence about it. status: None: it has not."""
+    """Return the rest of a sentence on a process's end; status None: running."""
     if status is None:
         return "closed its connection"
     if status >= 0:

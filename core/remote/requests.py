@@ -1,4 +1,4 @@
-"""Requests that run at the other end of a connection: their states here, fed by its frames."""
+"""States of requests at the other end of a connection."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ logger = logging.getLogger("jackfield.remote")
 
 
 def _failed(reply: asyncio.Future[Any]) -> bool:
-    """Return whether a call has ended with an error, or was given up."""
     return reply.done() and (reply.cancelled() or reply.exception() is not None)
 
 
@@ -31,10 +30,9 @@ def _ignore(state: State) -> None:
 
 
 class RemoteRequests:
-    """Requests of one connection. The tracker may have those of other connections, too."""
+    """One connection's requests; the tracker may have others'."""
 
     events: PluginEvents
-    """Set before the first request."""
 
     def __init__(
         self,
@@ -46,9 +44,9 @@ class RemoteRequests:
         ended: Callable[[State], None] = _ignore,
         where: str = "",
     ) -> None:
-        """begun: called with each request that has its first tokens; ended: with each that is
-        forgotten. where: precedes the errors that the
-        other end reports of running requests."""
+        """begun: called at a request's first tokens; ended: when forgotten. where: prefix of the
+        other end's errors.
+        """
         self._tracker = tracker
         self._channel = channel
         self._calls = calls
@@ -56,18 +54,18 @@ class RemoteRequests:
         self._ended = ended
         self._where = where
         self._open: dict[int, tuple[State, Any]] = {}
-        """Number → request and completion, until the completion has ended."""
+        """Number → request and completion, until it ends."""
         self._numbers: dict[str, int] = {}
-        """Request id → the number of its first completion."""
+        """Request id → first completion's number."""
         self._stops: dict[int, str] = {}
-        """Completions that a stop string has ended here and the other end has not ended yet."""
+        """Completions ended here by a stop string, but not yet there."""
         self._silent: dict[str, tuple[RequestSpec, asyncio.Future[Any]]] = {}
-        """Request id → what was sent, and the future of the reply, until there is output."""
+        """Request id → spec and reply's future, before output."""
 
     async def add(self, spec: RequestSpec, make_state: Callable[[list[Request]], S]) -> S:
-        """Send a request, and wait until it is scheduled.
+        """Send a request, and wait until scheduled.
 
-        Raises the other end's error, EngineStopped, and InvalidRequest if its id is in use.
+        Raises the other end's error, EngineStopped, and InvalidRequest for a used id.
         """
         state = make_state(spec.requests())
         # Registered before it is sent: its tokens may come with the engine's reply.
@@ -92,10 +90,10 @@ class RemoteRequests:
         return reply
 
     def adopt(self, spec: RequestSpec, state: State) -> asyncio.Future[None]:
-        """Send a request that another connection had, which the tracker still has. Return the
-        future of the other end's reply; after an error the request is to be released or ended.
+        """Send a tracked request of another connection. Return the reply's future; after an error
+        the request is released or ended.
 
-        Raises EngineStopped, and then has not taken it.
+        Raises EngineStopped without adopting it.
         """
         try:
             return self._send(spec, state)
@@ -104,8 +102,9 @@ class RemoteRequests:
             raise
 
     def hand_over(self, take: Callable[[State, RequestSpec], bool]) -> None:
-        """Offer each request that was accepted here and has no output to `take`, in the order of
-        their arrival. Those for which it returns True are no longer of this connection."""
+        """Offer accepted requests without output to `take`, in order of arrival; True removes them
+        here.
+        """
         for request_id, (spec, reply) in list(self._silent.items()):
             if _failed(reply):
                 continue  # Whoever waits for the reply gets the error.
@@ -114,7 +113,6 @@ class RemoteRequests:
                 self.release(state)
 
     def release(self, state: State) -> None:
-        """Forget a request that goes on elsewhere."""
         first = self._numbers.pop(state.request_id)
         for number in range(first, first + len(state.completions)):
             self._open.pop(number, None)
@@ -122,7 +120,6 @@ class RemoteRequests:
         self._silent.pop(state.request_id, None)
 
     def abort(self, state: State) -> None:
-        """End what is left of a request at once, and notify the other end."""
         if state.request_id not in self._numbers or state.finished:
             return
         self._abort_rest(state)
@@ -131,19 +128,18 @@ class RemoteRequests:
         self._end(state)
 
     def _abort_rest(self, state: State) -> None:
-        """Make the other end abort the completions that have not ended."""
+        """Abort unfinished completions at the other end."""
         first = self._numbers[state.request_id]
         numbers = range(first, first + len(state.completions))
         self._channel.send(Abort([number for number in numbers if number in self._open]))
 
     def finish_completion(self, state: State, index: int, stop: str) -> None:
-        """End one completion at a stop string that was found elsewhere."""
         first = self._numbers.get(state.request_id)
         if first is not None and first + index in self._open:
             self._stop(first + index, stop)
 
     def fail(self, error: str) -> int:
-        """End all of them with an error, but for those whose reply is one; return how many."""
+        """End all with an error, except those awaiting an error reply; return how many."""
         running = [
             request_id
             for request_id in self._numbers
@@ -154,18 +150,15 @@ class RemoteRequests:
         return len(running)
 
     def fail_request(self, state: State, error: str) -> None:
-        """End one of them with an error."""
         state.error = state.error or error
         for completion in state.completions:
             completion.set_finished("error", None)
         self._end(state)
 
     def __len__(self) -> int:
-        """The number of requests."""
         return len(self._numbers)
 
     def check_idle(self) -> None:
-        """Raise AssertionError if anything is left of a request."""
         assert not self._numbers, f"live requests: {list(self._numbers)}"
         assert not self._open and not self._stops, "completions without a request"
         assert not self._silent, "requests that were sent and forgotten"
@@ -178,7 +171,7 @@ class RemoteRequests:
         self._ended(state)
 
     def _end(self, state: State) -> None:
-        """Finish a request whose completions have all ended."""
+        """Finish a request whose completions have ended."""
         self._forget(state)
         state.mark_finished()
         try:
@@ -188,7 +181,6 @@ class RemoteRequests:
         self._tracker.notify(state)
 
     def _announce(self, state: State) -> None:
-        """Announce the end of a request to plugins."""
         if self.events.wants_requests and state.announced:
             if isinstance(state, RequestState):
                 self.events.request_finished(state.peek_output())
@@ -198,7 +190,7 @@ class RemoteRequests:
     # ------------------------------------------------------------ received frames
 
     def take_tokens(self, tokens: Tokens) -> None:
-        """Apply a step's tokens, and notify the streams."""
+        """Apply a step's tokens, and notify streams."""
         now = time.monotonic()
         streams = self._open
         for number, token_id in zip(tokens.numbers, tokens.token_ids, strict=True):
@@ -232,14 +224,13 @@ class RemoteRequests:
                 self._fail_output(state, error)
 
     def _fail_output(self, state: State, error: Exception) -> None:
-        """End a request whose output could not be processed, here and at the other end."""
+        """End a request whose output failed, at both ends."""
         logger.error("the output of request %s failed", state.request_id, exc_info=error)
         if state.request_id in self._numbers:
             self._abort_rest(state)
             self.fail_request(state, output_failure(error))
 
     def _stop(self, number: int, stop: str) -> None:
-        """Make the engine end a completion at a stop string."""
         self._stops[number] = stop
         self._channel.send(Stop(number, stop))
 

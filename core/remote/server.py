@@ -1,4 +1,4 @@
-"""The engine's end of the sockets: serves front ends from a core."""
+"""The engine's sockets: serves front ends from a core."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ from .outbox import Forwarded, ForwardedPoolingState, ForwardedState, Outbox
 
 logger = logging.getLogger("jackfield.remote")
 STATUS_SECONDS = 1.0
-"""Interval at which changes of the engine's status are sent to the front ends."""
+"""Seconds between status updates."""
 REPORT_SECONDS = 2.0
-"""Time for all front ends to send their reports; a slower one is left out."""
+"""Seconds for reports; slower front ends are omitted."""
 
 
 class EngineServer:
-    """Accepts connections of front ends, from before the core starts until after its end."""
+    """Accepts front ends from before the core's start until after its end."""
 
     def __init__(self, core: ServedCore) -> None:
         self.core = core
@@ -59,7 +59,7 @@ class EngineServer:
 
     @contextlib.asynccontextmanager
     async def listening(self, path: Path) -> AsyncIterator[None]:
-        """Serve a Unix socket at `path`, in a folder that only this user may enter."""
+        """Serve a Unix socket in a private folder."""
 
         def make_channel() -> Channel[ToEngine]:
             return Channel(ToEngine, opened=lambda channel: FrontendConnection(self, channel))
@@ -75,7 +75,6 @@ class EngineServer:
 
     @contextlib.asynccontextmanager
     async def sending_status(self) -> AsyncIterator[None]:
-        """Keep sending the engine's status to all front ends."""
         status_task = asyncio.create_task(self._send_status_often())
         try:
             yield
@@ -84,24 +83,20 @@ class EngineServer:
             await asyncio.gather(status_task, return_exceptions=True)
 
     def started(self) -> None:
-        """Welcome the front ends that wait for the engine to start."""
         self._started.set()
         for front in self.fronts:
             front.welcome()
 
     async def all_listening(self, count: int) -> None:
-        """Wait until `count` front ends accept connections."""
         while sum(front.listening for front in self.fronts) < count:
             self.changed.clear()
             await self.changed.wait()
 
     def close_fronts(self) -> None:
-        """Notify all front ends that nothing more will come."""
         for front in self.fronts:
             front.send(Close())
 
     def send_status(self) -> None:
-        """Send the engine's status to all front ends."""
         if self._started.is_set():
             requests = self.core.requests
             status = Status(requests.healthy, requests.dead_reason, self.core.stats())
@@ -109,7 +104,6 @@ class EngineServer:
                 front.send_status(status)
 
     def refuse_requests(self) -> None:
-        """Accept no new requests, here and in all front ends."""
         self.core.requests.accepting = False
         self.send_status()
 
@@ -119,7 +113,7 @@ class EngineServer:
             self.send_status()
 
     async def reports(self) -> list[Report]:
-        """Return the reports of all front ends that reply in time."""
+        """Return the reports that arrive in time."""
         waiting: dict[int, asyncio.Future[Report]] = {}
         for front in self.fronts:
             if front.listening and not front.channel.paused:
@@ -136,13 +130,12 @@ class EngineServer:
                 del self._reports[ticket]
 
     def take_report(self, report: Report) -> None:
-        """Take a report that `reports` waits for."""
         future = self._reports.get(report.number)
         if future is not None and not future.done():
             future.set_result(report)
 
     async def reply_to(self, name: str) -> bytes | bool | int | None:
-        """Return the reply to a Query. Raises InvalidRequest for an unknown question."""
+        """Return a Query's reply. Raises InvalidRequest if unknown."""
         match name:
             case "health":
                 return msgspec.msgpack.encode(await self.core.check_health(HEALTH_SECONDS))
@@ -165,38 +158,36 @@ class EngineServer:
 
 
 class FrontendConnection:
-    """The engine's end of one front end's connection. Its requests end with it."""
+    """The engine's end of a front end's connection, whose requests end with it."""
 
     def __init__(self, server: EngineServer, channel: Channel[ToEngine]) -> None:
         self.core = server.core
         self.channel = channel
         self.index = -1
-        """The front end's number; -1 before its Hello."""
+        """-1 before its Hello."""
         self.pid = 0
-        """The front end's process."""
         self.listening = False
-        """Whether it accepts connections of clients."""
+        """Whether it accepts clients."""
         self._server = server
         self._outbox = Outbox(channel, self._drop)
         self._sent_status: Status | None = None
         self._last = -1
-        """The largest number that it has used."""
+        """Largest number used."""
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        """Number → call that has no reply yet."""
+        """Number → call without a reply."""
         channel.received = self._first
         channel.lost = self._lost
         channel.ready = self._outbox.flush
 
     def welcome(self) -> None:
-        """Notify the front end that the engine is ready."""
         self.send(Welcome(self.core.config, self.core.info))
 
     def send(self, message: ToFront) -> None:
-        """Send a message that is known to fit in a frame."""
+        """Send a message that fits in a frame."""
         self.channel.send(message)
 
     def send_status(self, status: Status) -> None:
-        """Send the engine's status if it has changed and the front end is not slow."""
+        """Send a changed status, unless the front end is slow."""
         if status != self._sent_status and not self.channel.paused:
             self._sent_status = status
             self.send(status)
@@ -232,7 +223,7 @@ class FrontendConnection:
                 raise BadFrame("a second hello")
 
     def _run(self, number: int, work: Coroutine[Any, Any, None], count: int = 1) -> None:
-        """Serve a call in a task, so that no request waits for another one's grammar."""
+        """Serve a call in a task, so that grammars do not block others."""
         if number <= self._last:
             work.close()
             raise BadFrame(f"number {number} after {self._last}")
@@ -258,8 +249,7 @@ class FrontendConnection:
         task.add_done_callback(discard)
 
     async def _add_request(self, message: AddRequest) -> None:
-        """Run a request that the front end has validated: only conditions on all requests of the
-        engine are checked here, namely its id and whether there is room."""
+        """Run a validated request: only its id and the engine's room are checked here."""
         number, outbox = message.number, self._outbox
 
         def make_state(requests: list[Request]) -> Forwarded:
@@ -286,13 +276,12 @@ class FrontendConnection:
                 self._drop(state)
 
     def _drop(self, state: Forwarded) -> None:
-        """Abort a request, and send nothing more of it."""
+        """Abort a request, sending no more of it."""
         state.muted = True
         if not state.finished:
             self.core.abort_request(state)
 
     def _lost(self) -> None:
-        """Abort all requests of a front end whose connection has ended."""
         self._server.fronts.discard(self)
         self._server.changed.set()
         self._abort([*self._tasks, *self._outbox.open])

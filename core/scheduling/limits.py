@@ -1,4 +1,4 @@
-"""Limits on requests that a scheduler can finish: one rule for admission and scheduler."""
+"""Limits on finishable requests, for admission and scheduler."""
 
 from __future__ import annotations
 
@@ -9,22 +9,18 @@ from ..cache.groups import ONE_GROUP, CacheGroup, longest_sequence, sequence_blo
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """Upper bounds on one request that is alone in the engine."""
-
     max_model_len: int
-    """Prompt and output together."""
     max_num_batched_tokens: int
     enable_chunked_prefill: bool
     num_blocks: int | None
-    """Usable KV blocks; None: the model has no cache."""
+    """Usable KV blocks; None: no cache."""
     block_size: int
     groups: tuple[CacheGroup, ...] = ONE_GROUP
-    """Groups of layers, each with its own block table."""
+    """Groups of layers, each with a block table."""
     max_chunk: int = 1 << 30
-    """Most tokens of one request that a step computes."""
+    """Most tokens of a request per step."""
 
     def longest_sequence(self) -> int:
-        """Return the number of tokens of the longest sequence, prompt and output, that fits."""
         if self.num_blocks is None:
             return self.max_model_len
         cached = longest_sequence(
@@ -34,15 +30,15 @@ class RequestLimits:
         return min(self.max_model_len, cached + 1)
 
     def beside_source(self, num_tokens: int) -> RequestLimits:
-        """Return the limits of a request whose source (of an encoder-decoder model) has blocks."""
+        """Return the limits of a request with a source in blocks."""
         if self.num_blocks is None:
             return self
         return replace(self, num_blocks=self.num_blocks - -(-num_tokens // self.block_size))
 
     def rejection_reason(self, num_prompt_tokens: int, max_total_tokens: int) -> str | None:
-        """Return why such a request could never finish, or None if it can.
+        """Return why such a request could never finish, or None.
 
-        max_total_tokens: prompt and output at their longest.
+        max_total_tokens: of prompt and output.
         """
         if not 0 < num_prompt_tokens < self.max_model_len:
             return (

@@ -1,4 +1,4 @@
-"""The unfinished requests: which of them run, wait or load, and what each transition gives back."""
+"""Unfinished requests: running, waiting or loading."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .queues.queue import RequestQueue
 
 
 class LiveRequests:
-    """Every unfinished request stands in one queue; one that runs has a slot."""
+    """Each unfinished request is in one queue; running ones have a slot."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class LiveRequests:
         self.running = RequestQueue()
         self.waiting = RequestQueue()
         self.loading = RequestQueue()
-        """Requests that wait for a part, such as a load of a KV connector."""
+        """Requests that wait for a part, such as a KV load."""
         self._num_slots = num_slots
         self._kv = kv
         self._stats = stats
@@ -43,13 +43,12 @@ class LiveRequests:
         return bool(self._free_slots)
 
     def follow(self, decoding: DecodeRows) -> None:
-        """Let `decoding` know of each request that begins or ceases to run, from now on."""
+        """Report to `decoding` which requests run."""
         self._decoding = decoding
 
     # ------------------------------------------------------------ transitions
 
     def add(self, request: Request, key: tuple[Any, ...]) -> None:
-        """Let a new request wait, in the order of its policy's key."""
         request.order = (*key, next(self._arrivals))
         self.by_id[request.request_id] = request
         self.waiting.add(request)
@@ -57,7 +56,7 @@ class LiveRequests:
             added(request)
 
     def run(self, request: Request) -> None:
-        """Give a request a free slot. The caller removes it from `waiting`."""
+        """Give a request, removed from `waiting`, a slot."""
         request.slot = heapq.heappop(self._free_slots)
         request.status = Status.RUNNING
         self.running.add(request)
@@ -65,7 +64,7 @@ class LiveRequests:
             self._decoding.add(request)
 
     def preempt(self, request: Request) -> None:
-        """Return a running request to the queue, to be computed again; drop results in flight."""
+        """Requeue a running request, to be recomputed; drop results in flight."""
         self._leave_slot(request)
         self._kv.free(request)
         request.status = Status.PREEMPTED
@@ -78,20 +77,18 @@ class LiveRequests:
         self.waiting.add(request)
 
     def count_restart(self, request: Request) -> None:
-        """Count what a preempted request finds of its tokens, now that it has blocks again."""
+        """Count a restarted request's cached tokens."""
         num_restored = min(request.num_computed_tokens, request.num_preempted_tokens)
         self._stats.preempted_tokens_restored += num_restored
         self._stats.preempted_tokens_recomputed += request.num_preempted_tokens - num_restored
         request.num_preempted_tokens = 0
 
     def wait_for_part(self, request: Request) -> None:
-        """Let a waiting request wait for a part, which calls `wait_again`. The caller removes it
-        from `waiting`."""
+        """Let a request, removed from `waiting`, wait for a part, which calls `wait_again`."""
         request.status = Status.LOADING
         self.loading.add(request)
 
     def wait_again(self, request: Request) -> None:
-        """Return a request to the queue that waits for its part no longer."""
         self.loading.remove(request)
         request.status = Status.PREEMPTED if request.num_preemptions else Status.WAITING
         self.waiting.add(request)
@@ -99,7 +96,6 @@ class LiveRequests:
     def end(
         self, request: Request, reason: FinishReason, stop_reason: int | str | None = None
     ) -> None:
-        """End a request in any state."""
         if request.status is Status.RUNNING:
             self._leave_slot(request)
         elif request.status is Status.LOADING:
@@ -116,9 +112,9 @@ class LiveRequests:
         del self.by_id[request.request_id]
 
     def fail(self, request: Request, error: str, param: str | None = None) -> Update:
-        """End a request whose blocks may not hold what their tokens say.
+        """End a request whose blocks may be invalid.
 
-        param: the field of the request that is at fault; None: it is not the request's.
+        param: the request's faulty field, or None.
         """
         self._kv.invalidate(request)
         for invalidate in self._parts.invalidate:
@@ -138,14 +134,13 @@ class LiveRequests:
         request.slot = -1
 
     def take_released(self) -> list[int]:
-        """Return the slots that requests left since the last call."""
+        """Return, once, the slots left by requests."""
         released, self._released = self._released, []
         return released
 
     # ------------------------------------------------------------ looking in
 
     def check(self) -> None:
-        """Raise AssertionError if queues, slots and blocks contradict each other."""
         running, waiting = self.running.requests, self.waiting.requests
         if self._decoding is not None:
             self._decoding.check(running)

@@ -1,4 +1,4 @@
-"""Collects the rows of the step that is being planned, and makes its `StepPlan`."""
+"""Collects a step's rows into a `StepPlan`."""
 
 from __future__ import annotations
 
@@ -12,45 +12,40 @@ from ..step import PartPlan, SlotStart, StepPlan, TableWrite
 from .queues.decode_rows import DecodeColumns
 
 NamedCalls: TypeAlias = tuple[tuple[str, Callable[..., Any]], ...]
-"""A method of each part that has it, with the part's name."""
+"""(part's name, method) of each overriding part."""
 
 
 @dataclass(slots=True)
 class PlannedStep:
-    """A planned step, kept until its result arrives."""
-
     rows: list[Request]
     epochs: list[int]
-    """[num_rows] Epoch of each request; a later one means that it ended or was preempted."""
+    """[num_rows] Each request's epoch; a later one means that it ended or was preempted."""
     first_positions: dict[int, int]
-    """Row → first position computed, for requests with prompt logprobs."""
+    """Row → first position, with prompt logprobs."""
 
 
 @dataclass(slots=True)
 class PlanBuilder:
-    """Rows of the plan that `Scheduler.schedule` is making, by kind."""
+    """Rows of the plan being made, by kind."""
 
     budget: int
-    """Tokens that the step may still get."""
     prompts_alone: bool = False
     longest_whole: int = 0
-    """These two: see `StepSize`."""
+    """See `StepSize`."""
     decodes: list[Request] = field(default_factory=list)
     drafted: list[Request] = field(default_factory=list)
-    """Decode rows with drafts."""
     drafts: list[int] = field(default_factory=list)
-    """[len(drafted)]"""
     columns: DecodeColumns | None = None
-    """Of `decodes`, if they were added at once."""
+    """Columns of `decodes`, if added together."""
     prefills: list[Request] = field(default_factory=list)
     chunks: list[int] = field(default_factory=list)
-    """[len(prefills)] tokens of each prefill row"""
+    """[len(prefills)] Tokens per prefill row"""
     starts: list[SlotStart] = field(default_factory=list)
     table_writes: list[TableWrite] = field(default_factory=list)
 
     @property
     def rows(self) -> Iterable[Request]:
-        """The requests of all rows, in the order of the plan."""
+        """All rows' requests, in plan order."""
         return chain(self.decodes, self.drafted, self.prefills)
 
     @property
@@ -58,23 +53,22 @@ class PlanBuilder:
         return bool(self.decodes or self.drafted or self.prefills)
 
     def add_decodes(self, columns: DecodeColumns) -> None:
-        """Add all decode rows of the plan, and count them against the budget."""
+        """Add all decode rows, counted against the budget."""
         self.columns = columns
         self.decodes = columns.rows
         self.budget -= len(columns.rows)
 
     def add_prefill(self, request: Request, chunk: int) -> None:
-        """Add a row of `chunk` tokens. The caller counts them against the budget."""
+        """Add a row of `chunk` tokens, counted by the caller."""
         self.prefills.append(request)
         self.chunks.append(chunk)
 
     def start(self, request: Request, start_part: NamedCalls) -> None:
-        """Tell the worker of a request that takes its slot with this step. start_part: of parts."""
+        """Announce a request's slot to the worker. start_part: of parts."""
         parts = {name: part for name, call in start_part if (part := call(request)) is not None}
         self.starts.append(_slot_start(request, parts))
 
     def planned(self) -> PlannedStep:
-        """Return what the result will be read by."""
         columns, others = self.columns, self.drafted + self.prefills
         rows = self.decodes
         epochs = [r.epoch for r in rows] if columns is None else columns.epochs
@@ -97,8 +91,7 @@ class PlanBuilder:
         released: Iterable[int],
         parts: dict[str, PartPlan],
     ) -> StepPlan:
-        """Return the plan of step number `step`. released: slots that requests left since the last
-        plan. parts: what parts send with it."""
+        """Return the plan. released: slots left since the last plan. parts: parts' data."""
         num_decodes = len(self.decodes)
         drafts = tuple(self.drafts)
         columns = self.columns

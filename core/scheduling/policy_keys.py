@@ -1,4 +1,4 @@
-"""Checks that the keys of a schedule policy can be compared with each other."""
+"""Checks that a schedule policy's keys are comparable."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ _Shape: TypeAlias = tuple[Any, ...]
 
 
 class PolicyKeys:
-    """The keys of one policy.
+    """A policy's keys.
 
-    A key is a tuple of numbers, texts, bytes or such tuples, of one shape for all requests that
-    are compared. Queues sort by it: a key that cannot be compared would fail a step of others.
+    A key is a (nested) tuple of numbers, texts or bytes of one shape: queues sort by it, so an
+    incomparable key would fail others' steps.
     """
 
     def __init__(self, policy: SchedulePolicy, name: str) -> None:
-        """name: the policy's name in errors, with its distribution."""
+        """name: for errors, with the distribution."""
         self._policy = policy
         self._name = name
         self._shape: _Shape | None = None
 
     def of(self, request: Request, *, alone: bool) -> tuple[Any, ...]:
-        """Return a request's key. alone: there is no other request to compare it with.
+        """Return a request's key. alone: nothing to compare with.
 
-        Raises RequestFailed, which names the policy, for a policy that fails or a wrong key.
+        Raises RequestFailed naming the policy.
         """
         try:
             key = self._policy.key(request)

@@ -1,4 +1,4 @@
-"""Chooses the rows of a step: tokens for running requests, and waiting requests that begin."""
+"""Chooses a step's rows: running requests' tokens, then admissions."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from .queues.decode_rows import DecodeRows, has_prompt_left
 
 
 class RowPlanner:
-    """Gives running requests their tokens and blocks in policy order, then admits waiting ones."""
-
     def __init__(
         self,
         requests: LiveRequests,
@@ -28,8 +26,9 @@ class RowPlanner:
         parts: SchedulerParts,
         decoding: DecodeRows | None,
     ) -> None:
-        """admission_reserve: blocks that stay free for running requests when another is
-        admitted. decoding: where a decoding request gets one token with every plan."""
+        """admission_reserve: blocks kept free for running requests. decoding: if decoding requests
+        get one token with every plan.
+        """
         self._requests = requests
         self._kv = kv
         self._chunks = chunks
@@ -39,7 +38,7 @@ class RowPlanner:
         self._decoding = decoding
 
     def schedule_running(self, builder: PlanBuilder) -> bool:
-        """Schedule tokens for running requests. Return False if one had to be preempted."""
+        """Schedule running requests; False if one was preempted."""
         running, decoding = self._requests.running.requests, self._decoding
         num_running = len(running)
         if builder.prompts_alone:
@@ -57,15 +56,14 @@ class RowPlanner:
         return len(running) == num_running
 
     def running_prompts(self) -> list[Request]:
-        """Return the running requests with prompts left to compute, in policy order."""
         if self._decoding is not None:
             return self._decoding.prompts()
         return [request for request in self._requests.running if has_prompt_left(request)]
 
     def _add_decodes(self, left: list[Request], decoding: DecodeRows, builder: PlanBuilder) -> bool:
-        """Schedule the token of every decoding request. Return False, with nothing done, if that
-        must be decided request by request: budget or blocks are short, or one of `left`, the other
-        requests that need tokens, comes first."""
+        """Schedule every decoding request's token. Return False, unchanged, if requests must be
+        decided one by one: budget or blocks are short, or one of `left` precedes.
+        """
         if not len(decoding):
             return True
         columns = decoding.columns()
@@ -83,16 +81,15 @@ class RowPlanner:
         return True
 
     def _schedule(self, requests: list[Request], builder: PlanBuilder) -> None:
-        """Schedule tokens for these of the running requests, in policy order.
+        """Schedule tokens for running requests, in policy order.
 
-        A victim of preemption is taken from the end of the running requests. So it is never in this
-        plan already; if it is in the list that is being walked, it is in the rest of it.
+        Victims of preemption are taken from the end, so they are never in this plan already.
         """
         block_size, parts = self._kv.block_size, self._parts
         decodes = builder.decodes
         budget = builder.budget
         spare = budget - len(self._requests.running)
-        """Tokens for drafts: each running request may have one without."""
+        """Tokens for drafts, after one per running request."""
         for request in requests:
             if budget <= 0 or request.slot < 0:
                 break  # Preempted, as are all that follow.
@@ -132,7 +129,6 @@ class RowPlanner:
         builder.budget = budget
 
     def _chunk(self, request: Request, computed: int, budget: int) -> int:
-        """Return the length of the chunk that follows the first `computed` tokens of a prompt."""
         chunk = self._chunks.length(request, computed, budget)
         if computed + chunk > request.look_at:
             for chunk_tokens in self._parts.chunk_tokens:
@@ -141,8 +137,7 @@ class RowPlanner:
         return chunk
 
     def _add_drafts(self, request: Request, num_drafts: int, builder: PlanBuilder) -> bool:
-        """Plan a row with drafts. Return False, with nothing done, if there are no blocks for
-        them."""
+        """Plan a row with drafts; False, unchanged, without blocks."""
         self._kv.register(request)
         writes = self._kv.allocate(request, 1 + num_drafts)
         if writes is None:
@@ -156,9 +151,8 @@ class RowPlanner:
         return True
 
     def _extend_blocks(self, request: Request, num_new_tokens: int, builder: PlanBuilder) -> bool:
-        """Allocate blocks for a request's next tokens, preempting the last requests if needed.
-
-        Return False if the request itself was preempted.
+        """Allocate blocks for the next tokens, preempting last requests; False if the request
+        itself was preempted.
         """
         self._kv.register(request)
         while (writes := self._kv.allocate(request, num_new_tokens)) is None:
@@ -172,8 +166,7 @@ class RowPlanner:
         return True
 
     def _relieve(self, request: Request) -> bool:
-        """Let parts give blocks back, as none are free for this request's tokens. Return whether
-        one did."""
+        """Let parts free blocks; return whether one did."""
         if not self._parts.relieve:
             return False
         running = self._requests.running.requests
@@ -181,7 +174,7 @@ class RowPlanner:
         return any(relieve(rest) for relieve in self._parts.relieve)
 
     def admit_waiting(self, builder: PlanBuilder) -> None:
-        """Admit waiting requests in order, until one finds no budget, slot or blocks."""
+        """Admit waiting requests in order, while budget, slots and blocks last."""
         admitted = []
         for request in self._requests.waiting.requests:
             if builder.budget <= 0 or not self._requests.has_free_slot:
@@ -205,7 +198,7 @@ class RowPlanner:
             self._requests.waiting.remove(request)
 
     def _readiness(self, request: Request, hits: PrefixHits) -> Readiness:
-        """Return what the first part says that a request must wait for; READY: none does."""
+        """Return the first part's reason to wait, or READY."""
         reserve = self._reserve
         for readiness in self._parts.readiness:
             answer: Readiness = readiness(request, hits, reserve)
@@ -266,7 +259,7 @@ class RowPlanner:
         return True
 
     def num_left(self, request: Request) -> int:
-        """Return the tokens that a waiting request has to compute; 0: it cannot be admitted now."""
+        """Return a waiting request's tokens to compute; 0: not admissible now."""
         if not self._requests.has_free_slot or _waits_for_leader(request):
             return 0
         return request.num_tokens - self._kv.find_hits(request).num_blocks * self._kv.block_size

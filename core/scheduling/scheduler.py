@@ -34,7 +34,6 @@ logger = logging.getLogger("jackfield.engine")
 
 
 def described(error: Exception) -> str:
-    """Return an error for messages."""
     return f"{type(error).__name__}: {error}"
 
 
@@ -42,12 +41,11 @@ class Scheduler:
     """Continuous batching over a paged KV cache, with any number of steps in flight.
 
     `schedule()` plans a step, `update()` processes its result. A step may be planned before the
-    previous result is back: the number of tokens is known by then, only their ids are not. A
-    running decode is scheduled on its pending token, whose id stays on the device.
+    previous result, as only token ids, which stay on the device, are unknown.
 
-    Running requests get their tokens first, in policy order; then waiting ones are admitted in
-    policy order. When blocks run out, the last running request in that order loses its blocks and
-    slot and is computed again later, so the first one always progresses.
+    Running requests get tokens first, then waiting ones are admitted, in policy order. When blocks
+    run out, the last running request loses its blocks and slot and is recomputed later, so the
+    first always progresses.
     """
 
     def __init__(
@@ -71,9 +69,9 @@ class Scheduler:
         describe: Callable[[Exception], str] = described,
     ) -> None:
         """hash_key: see `BlockHasher`. groups: layers that share a block table. num_snapshots: of
-        states, if layers keep them; None: they keep none. ttft_target: see `StepSizes`; without
-        effect where a part does not allow it. parts: what makes the parts, in the order in which
-        they are called. describe: an error in the result of a row → its request's."""
+        states; None: no states. ttft_target: see `StepSizes`; some parts disallow it. parts: makers
+        in calling order. describe: error of a row → the request's.
+        """
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self._keys = PolicyKeys(policy, policy_name)
@@ -101,7 +99,7 @@ class Scheduler:
             groups=tuple(groups),
             max_chunk=max_chunk,
         )
-        """Limits that admission has checked for every request. They shrink if blocks are lost."""
+        """Limits checked by admission; they shrink with lost blocks."""
         self._describe = describe
         self._failures: list[Update] = []
         self._stats = EngineStats(num_slots=max_num_seqs, kv_blocks_total=self.kv.num_usable_blocks)
@@ -145,9 +143,9 @@ class Scheduler:
     # ------------------------------------------------------------ requests in and out
 
     def add_requests(self, *requests: Request) -> None:
-        """Queue requests that are within `limits`: all of them, or none if this raises.
+        """Queue requests within `limits`, all or none.
 
-        Raises RequestFailed if the policy fails on one.
+        Raises RequestFailed if the policy fails.
         """
         ids = {request.request_id for request in requests}
         assert len(ids) == len(requests) and ids.isdisjoint(self.requests.by_id), f"repeated: {ids}"
@@ -168,14 +166,14 @@ class Scheduler:
     def finish_request(
         self, request_id: str, reason: FinishReason, stop_reason: int | str | None = None
     ) -> Request | None:
-        """End a request in any state. Return None if it is unknown or has ended already."""
+        """End a request; None if unknown or ended."""
         request = self.requests.by_id.get(request_id)
         if request is not None:
             self.requests.end(request, reason, stop_reason)
         return request
 
     def fail_all(self, error: str) -> list[Update]:
-        """End every request after the device failed; drop steps in flight and cached content."""
+        """End every request after a device failure; drop steps in flight and cached content."""
         self._in_flight.clear()
         for request in list(self.requests.by_id.values()):
             try:
@@ -194,8 +192,9 @@ class Scheduler:
         return self.take_failures()
 
     def not_taken(self, plan: StepPlan) -> None:
-        """Note that the executor raised instead of taking this plan, the last one: none of it has
-        arrived. `fail_step` follows."""
+        """The executor raised instead of taking the last plan, of which nothing arrived;
+        `fail_step` follows.
+        """
         for name, part in plan.parts.items():
             if (not_taken := self._parts.not_taken.get(name)) is not None:
                 not_taken(part)
@@ -203,12 +202,11 @@ class Scheduler:
     def fail_step(
         self, plan: StepPlan, error: str, dropped: Iterable[StepResult] = ()
     ) -> list[Update]:
-        """End the requests of a step that failed as a whole; steps planned after it were not run.
+        """End the requests of a failed step; later planned steps were not run.
 
-        The worker has forgotten all slots. Running requests that were not in the step start again
-        as preempted ones do, and the prefix cache is cleared: steps that were planned after the
-        failed one may have registered blocks that were never filled. Of `dropped`, results of steps
-        that succeeded after it, only what parts report is used.
+        The worker has forgotten all slots. Other running requests restart like preempted ones, and
+        the prefix cache is cleared, as it may have unfilled blocks. Of `dropped`, later steps'
+        results, only parts' reports count.
         """
         step = self._in_flight[plan.step]
         self._in_flight.clear()
@@ -224,7 +222,7 @@ class Scheduler:
         return self.take_failures()
 
     def take_failures(self) -> list[Update]:
-        """Return updates that belong to no step, as `update` also does."""
+        """Return updates without a step, as `update` also does."""
         failures = self._failures[:]
         self._failures.clear()
         return failures
@@ -232,10 +230,9 @@ class Scheduler:
     # ------------------------------------------------------------ planning
 
     def schedule(self, pace: StepPace | None = None) -> StepPlan | None:
-        """Plan the next step. Return None if nothing can run before a result or request arrives.
+        """Plan the next step; None if it must wait for a result or request.
 
-        pace: the device's, by which steps with prompts are kept short (`StepSizes`); None: they
-        have up to max_num_batched_tokens.
+        pace: shortens steps with prompts (`StepSizes`); None: full length.
         """
         self.kv.register_pending()
         if not self._parts.turns:
@@ -248,7 +245,7 @@ class Scheduler:
         return None
 
     def _schedule(self, pace: StepPace | None) -> StepPlan | None:
-        """Plan a step; where a part deals out turns, in this turn."""
+        """Plan a step, within a part's turn if there are turns."""
         pace = pace if self._short_steps else None
         size = self.sizes.next_size(
             pace,
@@ -287,12 +284,11 @@ class Scheduler:
         return builder.plan(step, planned, released=released, parts=parts)
 
     def submitted(self) -> None:
-        """Do what can wait until the plan is on its way, while the device computes. Without this
-        call, the next `schedule` does it."""
+        """Work deferred until the plan is sent; otherwise the next `schedule` does it."""
         self.kv.register_pending()
 
     def in_process(self, plan: StepPlan) -> InProcess:
-        """Return what goes to the executor beside a plan, right after `schedule` has made it."""
+        """Return what accompanies a plan to the executor, right after `schedule`."""
         starting = [start.slot for start in plan.starts if start.grammar is not None]
         if not starting:
             return NOTHING_IN_PROCESS
@@ -302,10 +298,9 @@ class Scheduler:
     # ------------------------------------------------------------ results
 
     def update(self, plan: StepPlan, result: StepResult) -> list[Update]:
-        """Process a step's result: append tokens, end finished requests.
+        """Process a step's result: append tokens, end requests.
 
-        Rows of requests that have ended or were preempted since the plan was made are dropped, and
-        so are a row's tokens after one that ends its request.
+        Ignores rows of requests that ended or were preempted, and tokens after a row's end.
         """
         step = self._in_flight.pop(plan.step)
         for begin_result in self._parts.begin_result:
@@ -378,8 +373,7 @@ class Scheduler:
         return updates
 
     def _fail_row(self, request: Request, error: Exception) -> Update:
-        """End a request that a step's result could not be applied to. Raises the error if the
-        request cannot be ended either."""
+        """End a request whose result failed. Raises the error if that fails, too."""
         if isinstance(error, RequestFailed):
             reason = str(error)
         else:
@@ -394,7 +388,7 @@ class Scheduler:
             raise error from None
 
     def _shrink_limits(self, num_lost_blocks: int) -> None:
-        """Fail the requests that can never finish, now that so many blocks are lost."""
+        """Fail requests that cannot finish after losing blocks."""
         num_blocks = self.kv.num_usable_blocks - num_lost_blocks
         self.limits = dataclasses.replace(self.limits, num_blocks=num_blocks)
         for request in list(self.requests.by_id.values()):
@@ -407,7 +401,6 @@ class Scheduler:
     # ------------------------------------------------------------ looking in
 
     def part(self, kind: type[P]) -> P | None:
-        """Return the part of a class; None: there is none."""
         return self._parts.find(kind)
 
     @property
@@ -416,27 +409,24 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Number of requests that wait for admission, first or after preemption, or for a load."""
+        """Requests waiting for admission or a load."""
         return len(self.requests.waiting) + len(self.requests.loading)
 
     @property
     def in_flight(self) -> int:
-        """Number of planned steps without a result."""
         return len(self._in_flight)
 
     @property
     def num_steps(self) -> int:
-        """Number of steps whose result has been processed."""
         return self._stats.steps
 
     @property
     def has_work(self) -> bool:
-        """Whether a request is unfinished or a failure not yet returned."""
+        """Whether a request or an unreturned failure exists."""
         return bool(self.requests.by_id or self._failures)
 
     @property
     def stats(self) -> EngineStats:
-        """Return a snapshot."""
         return msgspec.structs.replace(
             self._stats,
             num_requests_running=self.num_running,
@@ -449,9 +439,8 @@ class Scheduler:
         )
 
     def reset_prefix_cache(self) -> bool:
-        """Forget cached blocks. Return False, and change nothing, while a request runs."""
+        """Forget cached blocks; False, unchanged, while a request runs."""
         return self.kv.reset_prefix_cache()
 
     def check_invariants(self) -> None:
-        """Raise AssertionError if queues, slots and blocks contradict each other."""
         self.requests.check()

@@ -39,20 +39,20 @@ RESERVED = frozenset(
         "self",
     }
 )
-"""What a template is given by others than `chat_template_kwargs`."""
+"""Template inputs that `chat_template_kwargs` may not set."""
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
-"""Names under which templates read an assistant's reasoning; the first given is the value of
+"""Names under which templates read an assistant's reasoning; the first present is the value of
 all."""
 
 Guard = Callable[[str], str]
-"""Keeps what is typed in a text from becoming control tokens."""
+"""Keeps typed texts from becoming control tokens."""
 Message = dict[str, Any]
-"""A validated message: `content` is a text, a list of parts, or None beside calls of tools;
-`arguments` of calls are a text or an object, as the client sent them."""
+"""A validated message: `content` is a text, a list of parts, or None beside tool calls; `arguments`
+of calls are a text or an object, as sent."""
 
 
 def check_kwargs(kwargs: Mapping[str, Any]) -> None:
-    """Reject names of the template's own inputs. Raises InvalidRequest."""
+    """Reject the template's own inputs. Raises InvalidRequest."""
     for key in kwargs:
         reserved = key in RESERVED or key.startswith("_") or key.endswith("_token")
         if reserved or not key.isidentifier():
@@ -62,7 +62,6 @@ def check_kwargs(kwargs: Mapping[str, Any]) -> None:
 
 
 def guarded(value: Any, guard: Guard, path: str, depth: int = 0) -> Any:
-    """Return a copy of a JSON value with every string guarded."""
     if depth > _MAX_DEPTH:
         raise InvalidRequest(f"{path}: nested deeper than {_MAX_DEPTH}", param=path)
     if isinstance(value, str):
@@ -79,15 +78,13 @@ def guarded(value: Any, guard: Guard, path: str, depth: int = 0) -> Any:
 
 
 def same(text: str) -> str:
-    """Return the text as it is: the guard that changes nothing."""
     return text
 
 
 def check_tools(
     tools: Sequence[Mapping[str, Any]] | None, guard: Guard
 ) -> list[Mapping[str, Any]] | None:
-    """Return the tools with their strings guarded; None if there are none. Raises
-    InvalidRequest."""
+    """Return the tools guarded, or None. Raises InvalidRequest."""
     if not tools:
         return None
     if not isinstance(tools, list | tuple):
@@ -107,7 +104,7 @@ def check_tools(
 
 
 def check_documents(documents: Any, guard: Guard) -> list[Any] | None:
-    """Return the documents with their strings guarded. Raises InvalidRequest."""
+    """Return the documents guarded. Raises InvalidRequest."""
     if not documents:
         return None
     for index, document in enumerate(documents):
@@ -119,8 +116,9 @@ def check_documents(documents: Any, guard: Guard) -> list[Any] | None:
 
 
 def check_messages(messages: Any) -> list[Message]:
-    """Return the messages validated, without fields that are null. Raises InvalidRequest with the
-    field's path."""
+    """Return validated messages without null fields. Raises InvalidRequest with the field's
+    path.
+    """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
         raise InvalidRequest("messages: must be a non-empty list", param="messages")
     return [_check_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
@@ -200,15 +198,14 @@ def _check_calls(calls: Any, path: str) -> list[dict[str, Any]]:
 
 
 def arguments_text(arguments: Any) -> str:
-    """Return a call's arguments as text: the client's own, if it sent one."""
+    """Return a call's arguments as text, preferably the client's own."""
     if isinstance(arguments, str):
         return arguments or "{}"
     return "{}" if arguments is None else json.dumps(arguments, ensure_ascii=False)
 
 
 def arguments_object(arguments: Any) -> dict[str, Any] | None:
-    """Return a call's arguments as an object, as templates write them; None if they are no object,
-    as those of a call that was cut off."""
+    """Return a call's arguments as an object; None if they are not (of a call that was cut off)."""
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments) if arguments.strip() else {}

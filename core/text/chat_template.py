@@ -36,10 +36,10 @@ from .token_limit import TokenLimit, encode_within
 from .tokenizer import Tokenizer
 
 _END = "\ufdd2"
-"""Marks the end of the final message's content while it is rendered to be continued."""
+"""Marks the final content's end while rendering a continuation."""
 
 _TRIAL_STEPS = 20_000
-"""Of a rendering of a small conversation, to see what a template takes."""
+"""Steps for rendering a small conversation, to probe a template."""
 
 
 @functools.cache
@@ -49,19 +49,18 @@ def _environment() -> TemplateEnvironment:
 
 @functools.lru_cache(maxsize=64)
 def _compiled(text: str) -> Template:
-    """Compile a template. Engines of one process often have the same."""
+    """Compile a template, cached for all engines of the process."""
     return _environment().from_string(text)
 
 
 @functools.lru_cache(maxsize=64)
 def _tree(text: str) -> nodes.Template:
-    """Return the syntax tree of a template, as it is written."""
     return _environment().tree(text)
 
 
 @functools.lru_cache(maxsize=64)
 def _names_read(text: str) -> frozenset[str]:
-    """Return the names that a template reads and does not set."""
+    """Return the names that a template reads but does not set."""
     return frozenset(meta.find_undeclared_variables(_tree(text)))
 
 
@@ -70,8 +69,7 @@ class _Refused(Exception):
 
 
 class _Guards:
-    """Guards and counts the texts of one rendering, and remembers whether a control token was
-    typed."""
+    """Guards and counts one rendering's texts, and remembers typed control tokens."""
 
     def __init__(
         self,
@@ -80,8 +78,9 @@ class _Guards:
         searched: Guard = same,
         check_characters: Callable[[int], None] | None = None,
     ) -> None:
-        """assistant: for the assistant's messages. searched: for those whose reasoning, if any, is
-        in the content, where the template searches for it."""
+        """assistant: for the assistant's messages. searched: for those with reasoning in the
+        content, where the template searches.
+        """
         self.guard = self._checked(guard)
         self._assistant = self._checked(assistant)
         self._searched = self._checked(searched)
@@ -91,7 +90,6 @@ class _Guards:
         self.num_characters = 0
 
     def of(self, message: Message) -> Guard:
-        """Return the guard for a message."""
         if message["role"] != "assistant":
             return self.guard
         return self._assistant if message.get("reasoning_content") else self._searched
@@ -118,11 +116,10 @@ class ChatTemplate:
         *,
         assistant_control_tokens: bool = False,
     ) -> None:
-        """source: Jinja text; or name → text, where "tool_use" serves requests with tools.
+        """source: Jinja text; or name → text, with "tool_use" for requests with tools; None refuses
+        every chat.
 
-        None: a model without a template, which refuses every chat. assistant_control_tokens: let
-        those in assistant messages be tokens. Raises InvalidRequest with param "chat_template"
-        where the text is no Jinja.
+        Raises InvalidRequest with param "chat_template" where the text is no Jinja.
         """
         sources = {"default": source} if isinstance(source, str) else dict(source or {})
         self._tokenizer = tokenizer
@@ -154,7 +151,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def variables(self) -> frozenset[str]:
-        """Names that the template reads and does not set: the valid `template_kwargs`."""
+        """Names that the template reads but does not set: valid `template_kwargs`."""
         read: set[str] = set()
         for text in self._sources.values():
             read |= _names_read(text)
@@ -162,7 +159,6 @@ class ChatTemplate:
 
     @functools.cached_property
     def takes_documents(self) -> bool:
-        """Whether the template writes documents."""
         return any("documents" in text for text in self._sources.values())
 
     @functools.cached_property
@@ -177,8 +173,9 @@ class ChatTemplate:
 
     @functools.cached_property
     def _unsearched(self) -> ControlTokens:
-        """Control tokens but those at which a template takes an assistant's content apart: broken,
-        it would not find them."""
+        """Control tokens except those at which a template splits an assistant's content, which it
+        must find.
+        """
         searched = frozenset().union(*(traits.searched for traits in self._traits.values()))
         return self._control.without(searched)
 
@@ -194,10 +191,10 @@ class ChatTemplate:
     ) -> str:
         """Return the prompt as text.
 
-        messages: in OpenAI's form; tools: likewise. template_kwargs: variables for the template
-        (`enable_thinking`); names of the template's own inputs and of functions are refused.
-        documents: for templates that write them. Where the template knows no developers, their
-        messages become the system's. Raises InvalidRequest with the path of the offending field.
+        messages, tools: in OpenAI's form. template_kwargs: variables for the template
+        (`enable_thinking`), except its own inputs and functions. documents: for templates that
+        write them. Developers' messages become the system's if the template knows no developers.
+        Raises InvalidRequest with the path of the offending field.
         """
         return self._render(
             messages,
@@ -224,17 +221,14 @@ class ChatTemplate:
         """Return the prompt as token ids; arguments and errors as for `render`.
 
         add_special_tokens: let the tokenizer add its own, beside the template's. limit: see
-        `encode_within`; what is far too long is refused before it is rendered.
+        `encode_within`; far too long texts are refused before rendering.
 
         Text of messages, tools, documents and template_kwargs never becomes a control token:
-        `<|im_end|>` typed there is encoded as plain text. That holds for assistant messages, too:
-        the model's reasoning and calls have fields of their own (`reasoning_content`,
-        `tool_calls`), and reasoning at the beginning of content is moved there. With
-        `assistant_control_tokens`, assistant messages are not guarded, so that markup in them reads
-        as tokens again. If nothing of the kind was typed, the tokens are exactly those of the
-        rendered text; if it was, the noncharacters U+FDD0 and U+FDD1 in guarded texts read as
-        U+FFFD. A template that takes typed text apart and joins it differently is beyond this
-        guard.
+        `<|im_end|>` typed there is encoded as plain text. Nor does assistant text: reasoning and
+        calls have their own fields (`reasoning_content`, `tool_calls`), and reasoning at the
+        beginning of content moves there. With `assistant_control_tokens`, assistant messages are
+        not guarded. Without typed control tokens, the result equals the rendered text's tokens;
+        with them, U+FDD0 and U+FDD1 in guarded texts become U+FFFD.
         """
         control = self._control
         tokenizer = self._tokenizer
@@ -310,9 +304,9 @@ class ChatTemplate:
     def _first_taken(
         self, name: str, chat: Chat, variables: dict[str, Any], guards: _Guards
     ) -> str:
-        """Return the rendering of the first form of the messages that the template takes.
+        """Return the rendering of the first accepted form of the messages.
 
-        Raises InvalidRequest with the template's refusal of the first form.
+        Raises InvalidRequest with the refusal of the first form.
         """
         budget = Budget()
         num_characters = guards.num_characters
@@ -335,7 +329,7 @@ class ChatTemplate:
         raise InvalidRequest(f"messages: the chat template {refusal}", param="messages")
 
     def _tried(self, name: str, variables: dict[str, Any]) -> str | None:
-        """Return a rendering; None if the template refuses."""
+        """Return a rendering, or None if refused."""
         try:
             budget = Budget(_TRIAL_STEPS)
             return self._run(self._templates[name], {**self._tokens, **variables}, budget)
@@ -353,7 +347,6 @@ class ChatTemplate:
         return name
 
     def _run(self, template: Template, variables: dict[str, Any], budget: Budget) -> str:
-        """Raises _Refused, and InvalidRequest past the limits."""
         try:
             return _environment().render(template, variables, budget)
         except SecurityError as error:
@@ -367,7 +360,7 @@ class ChatTemplate:
 
 
 def _as_read(message: Message, traits: TemplateTraits, path: str, guard: Guard) -> Message:
-    """Return a message in the form that a template reads, guarded."""
+    """Return a guarded message in the template's form."""
     role, content = message["role"], message["content"]
     if content is None:
         content = None if traits.takes_null else ""
@@ -389,8 +382,9 @@ def _as_read(message: Message, traits: TemplateTraits, path: str, guard: Guard) 
 
 
 def _as_written(call: dict[str, Any]) -> dict[str, Any]:
-    """Return a call with its arguments as an object, as templates write them; as text if they are
-    none, or if they are to stay text."""
+    """Return a call with its arguments as an object, or as text if they are none, or must stay
+    text.
+    """
     function = dict(call["function"])
     given = function.get("arguments")
     read = None if isinstance(given, Verbatim) else arguments_object(given)
@@ -399,7 +393,6 @@ def _as_written(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _mark_end(message: Message) -> None:
-    """Mark where the final message's content ends."""
     content = message["content"]
     if not content or (isinstance(content, list) and not joined_parts(content)):
         raise InvalidRequest(
@@ -418,8 +411,9 @@ def _ended(text: str) -> str:
 
 
 def _cut_at_end(text: str) -> str:
-    """Return a rendering up to the mark. Where the template trimmed the content, the end of what is
-    continued is trimmed, too, as in transformers."""
+    """Return a rendering up to the mark, trimmed like transformers' if the template trimmed the
+    content.
+    """
     end = text.rfind(_END)
     if end < 0:
         raise InvalidRequest(

@@ -1,10 +1,8 @@
-"""Keeps control tokens that users type plain: `<|im_end|>` is text in a message, a token in a
-template.
+"""Keeps typed control tokens plain: `<|im_end|>` is text in a message, a token in a template.
 
-`ControlTokens.mark` breaks what a user typed apart with a Unicode noncharacter before rendering,
-and `encode_marked` encodes the rendered text: control tokens that stand unbroken are the
-template's own. It does so with a twin of the tokenizer in which control tokens have other names,
-so that pieces, normalization and the tokens' own rules stay exactly the tokenizer's.
+`ControlTokens.mark` breaks typed ones with a Unicode noncharacter before rendering; `encode_marked`
+then treats unbroken ones as tokens. It uses a twin tokenizer with renamed control tokens, so that
+pieces and normalization stay the tokenizer's.
 """
 
 from __future__ import annotations
@@ -20,23 +18,20 @@ from tokenizers import Tokenizer as Backend
 from .token_limit import encode_text
 
 MARK = "\ufdd0"
-"""Inserted after the first character of a control token that a user typed."""
+"""Inserted after the first character of a typed control token."""
 _TWIN = "\ufdd1"
-"""Begins a control token's name in the twin tokenizer."""
+"""Prefix of control tokens in the twin tokenizer."""
 SLICE = 1 << 16
-"""Characters of a text that are searched at once."""
+"""Characters searched at once."""
 
 
 def _shown(text: str) -> str:
-    """Remove the noncharacters that this module uses as marks."""
     return text.replace(MARK, "\ufffd").replace(_TWIN, "\ufffd")
 
 
 class ControlTokens:
-    """The strings of one tokenizer that a user's text must not turn into tokens."""
-
     def __init__(self, backend: Any, contents: Iterable[str]) -> None:
-        """backend: a `tokenizers.Tokenizer`; contents: control tokens, as written."""
+        """backend: a `tokenizers.Tokenizer`; contents: control tokens as written."""
         self._backend = backend
         self.contents = frozenset(text for text in contents if text)
         self._longest = max(map(len, self.contents), default=0)
@@ -45,12 +40,12 @@ class ControlTokens:
         self._standing = re.compile(f"(?:{pattern})(?!{MARK})")
 
     def without(self, texts: Iterable[str]) -> ControlTokens:
-        """Return the same but for the tokens that stand in one of these texts."""
+        """Return a copy without the tokens in these texts."""
         kept = [token for token in self.contents if not any(token in text for text in texts)]
         return self if len(kept) == len(self.contents) else ControlTokens(self._backend, kept)
 
     def mark(self, text: str) -> str:
-        """Return `text` with each control token in it (or cut off at its end) broken by `MARK`."""
+        """Return `text` with its control tokens (or one cut off at its end) broken by `MARK`."""
         if not self.contents:
             return text
         cut = self._tail_start(text)
@@ -64,8 +59,7 @@ class ControlTokens:
         return self._replaced(self._typed, text, lambda match: f"{match[1]}{MARK}")
 
     def _found(self, pattern: re.Pattern[str], text: str) -> Iterator[re.Match[str]]:
-        """As `pattern.finditer`, slice by slice: a search holds the interpreter's lock to its end,
-        and in between other threads run."""
+        """As `pattern.finditer`, slice by slice, releasing the interpreter's lock in between."""
         begin, overlap = 0, self._longest + 1
         for slice_end in range(SLICE, len(text) + SLICE, SLICE):
             while begin < slice_end:
@@ -86,8 +80,7 @@ class ControlTokens:
         return "".join([*parts, text[end:]]) if parts else text
 
     def _tail_start(self, text: str) -> int | None:
-        """Return where a control token begins that the end of `text` cuts off; None if there is
-        none."""
+        """Return the start of a control token cut off at the end of `text`, or None."""
         for start in range(max(0, len(text) - self._longest + 1), len(text)):
             tail = text[start:]
             if tail[0] in self._first and any(c.startswith(tail) for c in self.contents):
@@ -99,8 +92,6 @@ class ControlTokens:
         return frozenset(content[0] for content in self.contents)
 
     def encode_marked(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Return the token ids of a rendered text: unbroken control tokens are tokens, broken ones
-        text."""
         twin, names = self._twin
         twin_text = self._replaced(self._standing, text, lambda match: _TWIN + match[0])
         twin_text = twin_text.replace(MARK, "")
@@ -108,14 +99,13 @@ class ControlTokens:
         return [names.get(token, token) for token in ids]
 
     def encode_plain(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Return the token ids of `text`, without control tokens."""
         twin, names = self._twin
         encoded = encode_text(twin, _shown(text), add_special_tokens=add_special_tokens)
         return [names.get(token, token) for token in encoded.ids]
 
     @functools.cached_property
     def _twin(self) -> tuple[Any, dict[int, int]]:
-        """The tokenizer with renamed control tokens, and its ids of them → the real ones."""
+        """The tokenizer with renamed control tokens, and their ids → the real ones."""
         spec = json.loads(self._backend.to_str())
         for token in spec["added_tokens"]:
             if token["content"] in self.contents:
@@ -141,7 +131,7 @@ class ControlTokens:
 
 
 def _any_of(words: Iterable[str]) -> str:
-    """Return a pattern for the longest of `words` at a position, as a trie: it never backtracks."""
+    """Return a pattern for the longest of `words` at a position: a trie without backtracking."""
     root: dict[str, Any] = {}
     for word in words:
         node = root

@@ -9,14 +9,14 @@ from functools import partial
 from .tokenizer import Tokenizer, strip_spaces
 
 _CONTEXT = 4
-"""Prompt tokens that can influence how the first output tokens read."""
+"""Prompt tokens that influence the first output tokens' text."""
 
 
 class IncrementalDetokenizer:
-    """Turns pushed tokens into text deltas, in time linear in the tokens.
+    """Turns pushed tokens into text deltas, in linear time.
 
-    The deltas and `finish()` together are what decoding prompt and output at once adds to
-    decoding the prompt. Ids without a token (a padded vocabulary's) add nothing.
+    The deltas and `finish()` together equal decoding prompt and output minus decoding the prompt.
+    Ids without a token (a padded vocabulary's) add nothing.
     """
 
     def __init__(
@@ -43,20 +43,18 @@ class IncrementalDetokenizer:
             self._source = _Neighbours(tokenizer, context, split_at_added=split)
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Return the text that these tokens complete; "" while a character is incomplete."""
         return "".join(map(self.push_token, token_ids))
 
     def push_token(self, token_id: int) -> str:
-        """Do as `push`, with one token."""
         return "" if token_id in self._hidden else self._source.push_token(token_id)
 
     def finish(self) -> str:
-        """Return what remains: an incomplete character, as U+FFFD."""
+        """Return an incomplete character as U+FFFD."""
         return self._source.finish()
 
 
 class _Bytes:
-    """For vocabularies whose tokens are independent byte strings: one streaming UTF-8 decoder."""
+    """For vocabularies of independent byte strings: a streaming UTF-8 decoder."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: list[int]) -> None:
         assert tokenizer.pieces is not None
@@ -67,7 +65,7 @@ class _Bytes:
         self._strip = 0 if prompt else tokenizer.pieces.strip_start
         self._pushed = False
         self._between = self._is_between()
-        """Whether a token of whole characters is its own text: no character is half here."""
+        """Whether a token of whole characters is its own text, as no character is incomplete."""
 
     def push_token(self, id: int) -> str:
         if self._between:
@@ -97,8 +95,7 @@ class _Bytes:
 
 
 class _Neighbours:
-    """For decoders that depend on neighbouring tokens: decodes new tokens after the few before
-    them."""
+    """For decoders that depend on neighbours: decodes new tokens after a few before them."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: list[int], *, split_at_added: bool) -> None:
         self._max_token_id = tokenizer.max_token_id

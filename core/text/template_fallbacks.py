@@ -1,9 +1,7 @@
-"""What is tried when a chat template refuses a conversation: other forms of the same messages.
+"""Forms of a conversation to try when a chat template refuses it.
 
-A template is given the messages as transformers would give them. Where it refuses those (raises,
-or fails on them), the forms below are tried: those with the fewest changes first, and of as many,
-in the order of `FALLBACKS`. Nothing is lost in any: texts move or are written differently. What a
-template takes, it gets as transformers gives it, also where it then leaves something out.
+Templates get messages as in transformers. If one raises, the forms below are tried, fewest changes
+first, then in the order of `FALLBACKS`. None loses anything: texts move or are written differently.
 """
 
 from __future__ import annotations
@@ -16,9 +14,9 @@ from typing import Any, NamedTuple
 from .chat_messages import Message, arguments_object, arguments_text
 
 MAX_ATTEMPTS = 64
-"""Renderings of one conversation, refused ones included."""
+"""Most renderings of one conversation."""
 BETWEEN = "\n\n"
-"""Between the texts of messages that become one."""
+"""Separator in joined messages."""
 SYSTEM_ROLES = ("system", "developer")
 _LETTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 _ID_LENGTH = 9
@@ -28,16 +26,15 @@ Change = Callable[[Chat], Chat]
 
 
 class Fallback(NamedTuple):
-    """One trait of a conversation that templates refuse, and its other forms."""
+    """A trait that templates refuse, and its other forms."""
 
     trait: str
     changes: tuple[Change, ...]
-    """In the order in which they are tried; each returns an equal chat where it has no use."""
+    """In order of trial; each returns an equal chat if not applicable."""
 
 
 def attempts(chat: Chat) -> Iterator[Chat]:
-    """Yield the chat as it is, then its other forms, the fewest changes first. `chat` is not
-    changed."""
+    """Yield the chat, then its other forms, fewest changes first."""
     yield chat
     tried = [chat]
     for number in range(1, len(FALLBACKS) + 1):
@@ -60,14 +57,13 @@ def attempts(chat: Chat) -> Iterator[Chat]:
 
 
 def adjacent_system_joined(chat: Chat) -> Chat:
-    """Join system and developer messages that follow each other, as a system message."""
+    """Join adjacent system and developer messages, as a system message."""
     return _joined(
         chat, lambda a, b: a["role"] in SYSTEM_ROLES and b["role"] in SYSTEM_ROLES, "system"
     )
 
 
 def system_first(chat: Chat) -> Chat:
-    """Join all system and developer messages, as the first message."""
     system = [message for message in chat if message["role"] in SYSTEM_ROLES]
     others = [message for message in chat if message["role"] not in SYSTEM_ROLES]
     if not system or not others:
@@ -76,8 +72,7 @@ def system_first(chat: Chat) -> Chat:
 
 
 def system_as_user(chat: Chat) -> Chat:
-    """Write system and developer messages as text of the user: of the user's message after it or
-    before it, if there is one."""
+    """Write system and developer messages as text of the next or previous user message."""
     users: Chat = []
     for message in chat:
         is_system = message["role"] in SYSTEM_ROLES
@@ -90,7 +85,7 @@ def system_as_user(chat: Chat) -> Chat:
 
 
 def adjacent_turns_joined(chat: Chat) -> Chat:
-    """Join messages of the user, or of the assistant without calls, that follow each other."""
+    """Join adjacent user messages, or assistant ones without calls."""
     return _joined(
         chat,
         lambda a, b: (
@@ -103,7 +98,7 @@ def adjacent_turns_joined(chat: Chat) -> Chat:
 
 
 def short_ids(chat: Chat) -> Chat:
-    """Give calls ids of nine letters and digits, derived from their own."""
+    """Replace calls' ids by nine letters and digits derived from them."""
     changed = []
     for message in chat:
         if message.get("tool_calls"):
@@ -127,7 +122,7 @@ def _short_id(id: Any) -> str:
 
 
 def arguments_as_objects(chat: Chat) -> Chat:
-    """Hold arguments that are no object in one: `{"arguments": text}`."""
+    """Wrap arguments that are not an object: `{"arguments": text}`."""
 
     def hold(arguments: Any) -> Any:
         if arguments_object(arguments) is not None:
@@ -138,12 +133,12 @@ def arguments_as_objects(chat: Chat) -> Chat:
 
 
 def arguments_as_text(chat: Chat) -> Chat:
-    """Write all arguments as text, for templates that put them between other texts."""
+    """Write arguments as text, for templates that concatenate them."""
     return _with_arguments(chat, lambda arguments: Verbatim(arguments_text(arguments)))
 
 
 class Verbatim(str):
-    """Arguments that stay text, though they are an object's."""
+    """Arguments that stay text."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Verbatim) and str.__eq__(self, other)
@@ -152,7 +147,6 @@ class Verbatim(str):
 
 
 def no_null_content(chat: Chat) -> Chat:
-    """Write content that is null as empty text."""
     return [
         {**message, "content": ""} if message.get("content") is None else message
         for message in chat
@@ -180,14 +174,13 @@ FALLBACKS = (
     Fallback("arguments of calls", (arguments_as_objects, arguments_as_text)),
     Fallback("content that is null", (no_null_content,)),
 )
-"""In this order; documented in docs/how-to/chat-and-completions.md."""
+"""Documented in docs/how-to/chat-and-completions.md."""
 
 
 def _joined(chat: Chat, belong: Callable[[Message, Message], bool], role: str = "") -> Chat:
-    """Join neighbours that belong together."""
     result: Chat = []
     parts: list[list[Any]] = []
-    """Contents of each message of `result`: they are joined once, at the end."""
+    """Contents of each message of `result`, joined at the end."""
     for message in chat:
         if result and belong(result[-1], message):
             result[-1] = {**message, **result[-1], "role": role or message["role"]}
@@ -206,7 +199,7 @@ def _joined_contents(contents: list[Any]) -> str:
 
 
 def joined_parts(content: Any) -> str:
-    """Return the text of content in parts, for templates that read text."""
+    """Return text of content in parts."""
     if isinstance(content, list):
         return "\n".join(part["text"] for part in content)
     return content or ""

@@ -1,9 +1,8 @@
-"""A Jinja environment for chat templates: the usual extensions, and limits on a template's cost.
+"""A sandboxed Jinja environment for chat templates, with the usual extensions and cost limits.
 
-Templates are data from a checkpoint: they run sandboxed, and whatever can take time or memory
-spends steps of the budget of the rendering it belongs to: loop turns, calls, filters, tests,
-comparisons, operators, slices, outputs. What one operation takes in is bounded before it runs,
-because a call into C cannot be stopped.
+Templates are data: loop turns, calls, filters, tests, comparisons, operators, slices and outputs
+spend the rendering's budget. An operation's input is bounded first, because a call into C cannot be
+stopped.
 """
 
 from __future__ import annotations
@@ -30,11 +29,10 @@ from jinja2.visitor import NodeTransformer
 from .control_tokens import MARK
 
 MAX_OUTPUT = 16 * 2**20
-"""Characters of a rendered chat, of every string a template builds on the way, and of all strings
-in a value that an operation takes in, counted as often as they stand in it."""
+"""Most characters of a rendering, of any string built, and of all strings in an operation's input,
+counting repetitions."""
 MAX_STEPS = 1_000_000
-"""A loop turn, a call, an operation; 256 bytes of text built; 1,024 characters or 4 values looked
-at."""
+"""One step: a loop turn, call or operation; 256 bytes built; 1,024 characters or 4 values read."""
 MAX_SECONDS = 5.0
 _MAX_PADDING = 10_000
 _MAX_ITEMS = 100_000
@@ -60,8 +58,8 @@ _SHALLOW_FILTERS = frozenset(
         "slice",
     }
 )
-"""What does not look into the items of its value; the tests and filters that some of these apply to
-each item spend steps of their own."""
+"""Filters that do not read their value's items; tests and filters applied to items count
+themselves."""
 _SLOW_FILTERS = frozenset(
     {
         "e",
@@ -77,14 +75,14 @@ _SLOW_FILTERS = frozenset(
         "xmlattr",
     }
 )
-"""What takes at most `_MAX_SLOW` characters: regular expressions, and loops over slices."""
+"""Filters limited to `_MAX_SLOW` characters: regular expressions, and loops over slices."""
 _DEEP_TESTS = frozenset(
     {
         "!=", "<", "<=", "==", ">", ">=", "eq", "equalto", "ge", "greaterthan", "gt", "in", "le",
         "lessthan", "lower", "lt", "ne", "upper",
     }
 )  # fmt: skip
-"""Tests that look into their values."""
+"""Tests that read into their values."""
 _PADDING_METHODS = frozenset({"ljust", "rjust", "center", "zfill", "expandtabs"})
 _COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
     "eq": operator.eq,
@@ -99,15 +97,13 @@ _COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 class Budget:
-    """The remaining budget of one rendering."""
-
     def __init__(self, steps: int | None = None) -> None:
-        """steps: MAX_STEPS if they are not given."""
+        """steps: default MAX_STEPS."""
         self._steps = MAX_STEPS if steps is None else steps
         self._deadline = time.monotonic() + MAX_SECONDS
 
     def spend(self, steps: int = 1) -> None:
-        """Count steps. Raises SecurityError past the limits."""
+        """Count steps. Raises SecurityError."""
         before = self._steps
         self._steps -= steps
         if self._steps < 0:
@@ -120,7 +116,7 @@ _budget: contextvars.ContextVar[Budget] = contextvars.ContextVar("template_budge
 
 
 def _built(value: Any) -> Any:
-    """Count a value that an operation built, and return it."""
+    """Count a built value, and return it."""
     if isinstance(value, str | bytes):
         _check_size(len(value))
         _budget.get().spend(sys.getsizeof(value) >> 8)
@@ -130,8 +126,9 @@ def _built(value: Any) -> Any:
 
 
 def _looked_at(*values: Any) -> int:
-    """Count all that is in values, as often as it stands in them: a list may contain one long text,
-    or one long list, many times. Return the characters."""
+    """Count everything in values with repetitions (a list may contain one long text many times);
+    return the characters.
+    """
     budget = _budget.get()
     size = seen = 0
     waiting = list(values)
@@ -155,28 +152,25 @@ def _looked_at(*values: Any) -> int:
 
 
 class _Meter(Extension):
-    """The functions that `_Metering` calls from a template; templates cannot reach it."""
+    """Functions that `_Metering` calls; templates cannot reach it."""
 
     identifier = "jackfield.meter"
 
     def step(self, steps: int) -> str:
-        """Count one loop iteration or macro call."""
         _budget.get().spend(steps)
         return ""
 
     def turn(self) -> bool:
-        """Count one item of a loop with a condition."""
+        """Count an item of a loop with a condition."""
         _budget.get().spend()
         return True
 
     def concat(self, *values: Any) -> str:
-        """Evaluate the `~` operator."""
         _budget.get().spend()
         _check_size(_looked_at(*values))
         return str(_built("".join(map(str, values))))
 
     def compare(self, name: str, left: Any, right: Any) -> Any:
-        """Evaluate a comparison."""
         budget = _budget.get()
         budget.spend()
         if name in ("in", "notin"):
@@ -193,20 +187,20 @@ class _Meter(Extension):
         return _COMPARISONS[name](left, right)
 
     def slice(self, value: Any, start: Any, stop: Any, step: Any) -> Any:
-        """Evaluate `value[start:stop:step]`."""
         _budget.get().spend()
         return _built(value[start:stop:step])
 
     def key(self, value: Any) -> Any:
-        """Return what becomes a key of a dict: tuples are hashed to their ends."""
+        """Return a dict key; tuples are counted, as they are hashed."""
         if isinstance(value, tuple):
             _looked_at(value)
         return value
 
 
 class _Metering(NodeTransformer):
-    """Inserts a metering call at the head of every loop and macro body, and in place of `~`,
-    comparisons, slices, and computed keys."""
+    """Inserts metering calls into loops and macros, and for `~`, comparisons, slices, and computed
+    keys.
+    """
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self._metered(node)
@@ -266,7 +260,9 @@ def _meter_call(name: str, arguments: list[nodes.Expr]) -> nodes.Call:
 
 
 class _Generation(Extension):
-    """`{% generation %}…{% endgeneration %}`: marks training targets; rendered as its body."""
+    """`{% generation %}…{% endgeneration %}`, which marks training targets: rendered as its
+    body.
+    """
 
     tags = {"generation"}
 
@@ -276,8 +272,6 @@ class _Generation(Extension):
 
 
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
-    """The environment of all templates; rendering goes through `render`."""
-
     intercepted_binops = frozenset(["+", "*", "**", "%"])
 
     def __init__(self) -> None:
@@ -298,7 +292,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         self.globals.pop("lipsum", None)
 
     def tree(self, source: str) -> nodes.Template:
-        """Return the syntax tree of a template as it is written, without metering."""
+        """Return a template's syntax tree, without metering."""
         return super()._parse(source, None, None)
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
@@ -362,9 +356,9 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         return bounded
 
     def render(self, template: Any, variables: dict[str, Any], budget: Budget) -> str:
-        """Render within the limits, from this budget.
+        """Render within the budget.
 
-        Raises jinja2's TemplateError and whatever a template may raise.
+        Raises jinja2's TemplateError and whatever templates raise.
         """
         token = _budget.set(budget)
         try:
@@ -389,8 +383,7 @@ def _check_size(size: int) -> None:
 
 
 def _shown(value: Any) -> Any:
-    """Count a value that is written. Constants are looked at while a template is compiled, too,
-    where nothing is counted."""
+    """Count a written value, except constants at compile time."""
     if _budget.get(None) is not None:
         if isinstance(value, str):
             return _built(value)
@@ -399,8 +392,7 @@ def _shown(value: Any) -> Any:
 
 
 def _in_full(value: Any) -> Any:
-    """Return the items of an iterator as a list, so that they can be counted before they are
-    used."""
+    """Return an iterator's items as a list, to be counted first."""
     if not isinstance(value, Iterator | MappingView):
         return value
     items: list[Any] = []
@@ -416,7 +408,7 @@ def _check_bits(bits: int) -> None:
 
 
 def _check_method(owner: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse calls of str methods that would build a string out of bounds."""
+    """Refuse str methods whose result would exceed the bounds."""
     if name in _PADDING_METHODS:
         numbers = [v for v in (*args, *kwargs.values()) if isinstance(v, int)]
         if any(number > _MAX_PADDING for number in numbers):
@@ -439,7 +431,7 @@ def _check_replace(text: str, old: Any, new: Any) -> None:
 
 
 def _refuse_wide_format(text: str) -> None:
-    """Refuse format texts with a width of five or more digits, or a computed one."""
+    """Refuse format texts with a computed width, or one of five or more digits."""
     run = 0
     for char in text:
         run = run + 1 if char.isdigit() else 0
@@ -450,8 +442,7 @@ def _refuse_wide_format(text: str) -> None:
 
 
 def _limited(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a filter so that it counts what it takes in and builds, and its result is bounded before
-    it is built."""
+    """Wrap a filter to count its input and output, and bound its result beforehand."""
 
     def limited(*args: Any, **kwargs: Any) -> Any:
         budget = _budget.get()
@@ -471,7 +462,7 @@ def _limited(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_filter(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Refuse what a short argument would make too long."""
+    """Refuse arguments that make a result too long."""
     values = [*args, *kwargs.values()]
     texts = [value for value in values if isinstance(value, str)]
     numbers = [abs(value) for value in values if isinstance(value, int)]
@@ -496,7 +487,7 @@ def _check_filter(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
 
 
 def _counted(name: str, original: Any) -> Callable[..., Any]:
-    """Wrap a test so that it counts, and what it looks into."""
+    """Wrap a test to count itself and its input."""
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         _budget.get().spend()
@@ -508,7 +499,7 @@ def _counted(name: str, original: Any) -> Callable[..., Any]:
 
 
 def _with_marks(wrapper: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    """Copy what tells Jinja which arguments a function has before its own."""
+    """Copy Jinja's marks of implicit arguments."""
     for attribute in ("jinja_pass_arg", "jinja_async_variant"):
         if hasattr(original, attribute):
             setattr(wrapper, attribute, getattr(original, attribute))
@@ -519,8 +510,7 @@ def _with_marks(wrapper: Callable[..., Any], original: Callable[..., Any]) -> Ca
 def _sum(
     environment: TemplateEnvironment, value: Any, attribute: Any = None, start: Any = 0
 ) -> Any:
-    """Return the sum of items. Python's own holds the interpreter to its end, and copies a list for
-    each that it adds."""
+    """Return the sum of items; Python's blocks the interpreter, and copies lists."""
     get = (lambda item: item) if attribute is None else make_attrgetter(environment, attribute)
     for item in value:
         start = environment.call_binop(None, "+", start, get(item))
@@ -534,7 +524,7 @@ def _tojson(
     separators: Iterable[str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Return JSON without HTML escapes, as transformers writes it in templates."""
+    """Return JSON without HTML escapes, as in transformers' templates."""
     width = len(indent) if isinstance(indent, str) else indent or 0
     marks = None if separators is None else tuple(map(str, separators))
     longest = max(map(len, marks or ()), default=0)
@@ -559,8 +549,9 @@ def _tojson(
 
 
 def _json_or_text(text: str) -> Any:
-    """Return the value of a JSON text; of any other text, the text itself. For checkpoint formats,
-    whose templates are not those of transformers: tool results may be either."""
+    """Return a JSON text's value, else the text, for checkpoint formats whose tool results may be
+    either.
+    """
     try:
         value = json.loads(text)
         _looked_at(value)

@@ -1,7 +1,6 @@
-"""What a chat template takes: content in parts, content that is null, marks that it looks for.
+"""What a chat template accepts: content in parts, null content, marks that it searches.
 
-Templates do not declare these. Some are seen in the syntax tree, others by rendering a small
-conversation in both forms: whether it comes out the same.
+Found in the syntax tree, or by rendering a small conversation in both forms.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any
 from jinja2 import nodes
 
 _WORD = "jackdaw"
-"""Stands for content in the small conversations."""
+"""Content in the small conversations."""
 _ID = "a1b2c3d4e"
 _TOOL = {
     "type": "function",
@@ -26,34 +25,33 @@ _TOOL = {
 _OF_TOOL = {"name": _WORD, "tool_call_id": _ID}
 _CALL = {"id": _ID, "type": "function", "function": {"name": _WORD, "arguments": {}}}
 _SEARCHES = frozenset({"split", "rsplit", "partition", "rpartition", "startswith", "endswith"})
-"""Methods of text by which templates take content apart."""
+"""Text methods by which templates split content."""
 
 Run = Callable[[dict[str, Any]], str | None]
-"""Renders with these variables; None where the template refuses."""
+"""Renders variables; None if refused."""
 
 
 class TemplateTraits:
-    """Traits of one template, each found when it is first asked for."""
+    """A template's traits, found lazily."""
 
     def __init__(self, tree: Callable[[], nodes.Template], run: Run) -> None:
-        """tree: returns the template's syntax tree."""
         self._tree = tree
         self._run = run
         self._parts: dict[str, tuple[bool, bool]] = {}
 
     def takes_parts(self, role: str) -> bool:
-        """Whether content of this role may be a list of parts: the template writes all their
-        texts."""
+        """Whether content of this role may be a list of parts, all written."""
         return self._about_parts(role)[0]
 
     def needs_parts(self, role: str) -> bool:
-        """Whether content of this role must be a list: the template writes no other."""
+        """Whether content of this role must be a list."""
         return self._about_parts(role)[1]
 
     @functools.cached_property
     def takes_null(self) -> bool:
-        """Whether content beside calls may be null: the template asks for that, and does not write
-        it."""
+        """Whether content beside calls may be null: the template tests for that, and does not write
+        it.
+        """
         if not _asks_for_null(self._tree()):
             return False
         null = self._around({"role": "assistant", "content": None, "tool_calls": [_CALL]})
@@ -62,7 +60,7 @@ class TemplateTraits:
 
     @functools.cached_property
     def searched(self) -> frozenset[str]:
-        """Texts at which the template takes content apart, such as `</think>`."""
+        """Texts at which the template splits content, such as `</think>`."""
         texts = set()
         for call in self._tree().find_all(nodes.Call):
             if isinstance(call.node, nodes.Getattr) and call.node.attr in _SEARCHES:
@@ -89,7 +87,7 @@ class TemplateTraits:
         return self._parts[role]
 
     def _around(self, message: dict[str, Any]) -> str | None:
-        """Render a message in the conversation that it needs."""
+        """Render a message in a suitable conversation."""
         role, tools = message["role"], None
         if role == "user":
             chat = [message]
@@ -114,12 +112,11 @@ def _parts(*texts: str) -> list[dict[str, str]]:
 
 
 def _quotes_more(parts: str, text: str | None) -> bool:
-    """Return whether a rendering shows a part itself, as JSON or as Python writes it."""
+    """Return whether a rendering shows a part as JSON or Python."""
     return any(parts.count(quoted) > (text or "").count(quoted) for quoted in ("'text'", '"text"'))
 
 
 def _asks_for_null(tree: nodes.Template) -> bool:
-    """Return whether a template tests content for none."""
     for test in tree.find_all(nodes.Test):
         if test.name == "none" and _is_content(test.node):
             return True
@@ -132,7 +129,7 @@ def _asks_for_null(tree: nodes.Template) -> bool:
 
 
 def _is_content(node: nodes.Node) -> bool:
-    """Return whether an expression is a message's content, or a variable named after it."""
+    """Return whether an expression is a message's content, or a variable of that name."""
     if isinstance(node, nodes.Filter) and node.node is not None:
         return _is_content(node.node)
     if isinstance(node, nodes.Getattr):

@@ -1,8 +1,7 @@
-"""Threads for rendering and tokenizing texts, apart from the event loop and from each other.
+"""Threads for rendering and tokenizing, apart from asyncio's shared ones.
 
-asyncio's shared threads serve files, grammars and start-up, too: a few long texts there would hold
-up all of them. Here long texts have one thread to themselves, so that whatever is of an ordinary
-length never waits behind one, and so that only one at a time takes memory.
+Long texts have one thread of their own, so that others never wait for them, and only one at a time
+takes memory.
 """
 
 from __future__ import annotations
@@ -18,19 +17,19 @@ from ..errors import EngineOverloaded
 
 T = TypeVar("T")
 LONG_JOB = 1 << 18
-"""Characters from which on a text goes to the thread of long ones."""
+"""Characters of a long text."""
 THREADS = 2
-"""For all others."""
+"""For other texts."""
 MAX_WAITING_CHARACTERS = 64 << 20
-"""Of all texts that wait or are worked on: with one more, a request is refused (503)."""
+"""Most characters waiting or in work; beyond, requests are refused (503)."""
 _TRIM = 1 << 20
-"""Characters from which on memory goes back to the system afterwards."""
+"""Characters from which freed memory is returned to the system."""
 _NODES = 2000
-"""Values of a JSON object that `rough_size` looks at."""
+"""Values that `rough_size` reads."""
 
 
 class TextThreads:
-    """Runs work on texts on threads chosen by size. One per engine."""
+    """Runs work on texts, on threads chosen by size; one per engine."""
 
     def __init__(self, max_waiting_characters: int = MAX_WAITING_CHARACTERS) -> None:
         self._max = max_waiting_characters
@@ -38,20 +37,18 @@ class TextThreads:
             False: ThreadPoolExecutor(THREADS, "jackfield-text"),
             True: ThreadPoolExecutor(1, "jackfield-long-text"),
         }
-        """Whether a text is long → the threads for it; they start when they are needed."""
+        """Long or not → threads, started when needed."""
         self._lock = threading.Lock()
         self._characters = 0
-        """Waiting, or being worked on."""
 
     @property
     def waiting_characters(self) -> int:
-        """Characters of texts that wait or are being processed."""
         return self._characters
 
     async def run(self, size: int, work: Callable[[], T]) -> T:
-        """Return the result of `work`, which processes `size` characters, from a thread.
+        """Run `work` on `size` characters on a thread.
 
-        Raises EngineOverloaded when too much waits. Cancelled before it begins, it never does.
+        Raises EngineOverloaded. If cancelled early, `work` never begins.
         """
         with self._lock:
             if self._characters and self._characters + size > self._max:
@@ -80,14 +77,12 @@ class TextThreads:
         return await asyncio.wrap_future(future)
 
     def close(self) -> None:
-        """Start no more work."""
         for pool in self._pools.values():
             pool.shutdown(wait=False, cancel_futures=True)
 
 
 def rough_size(*values: Any) -> int:
-    """Return the characters in JSON values; at least LONG_JOB if there are too many values to
-    count."""
+    """Return the characters in JSON values; at least LONG_JOB for too many values."""
     size = seen = 0
     stack = list(values)
     while stack:
@@ -103,7 +98,7 @@ def rough_size(*values: Any) -> int:
 
 
 def _give_memory_back() -> None:
-    """Return freed memory that the C library keeps to the system, if it has a call for that."""
+    """Return the C library's freed memory to the system, if possible."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -1,8 +1,8 @@
-"""Maps a vocabulary's tokens to bytes, for decoders whose text is the tokens' bytes joined.
+"""Maps tokens to bytes, for decoders that join them.
 
-Byte-level BPE and SentencePiece with byte fallback are such: a token's bytes do not depend on its
-neighbours, so decoding is a join and one UTF-8 decoding, and streaming is the same decoding cut
-into pieces. Other decoders (WordPiece, Metaspace, none at all) have no byte table.
+In byte-level BPE and SentencePiece with byte fallback a token's bytes do not depend on its
+neighbours, so decoding is a join and one UTF-8 decoding. Other decoders (WordPiece, Metaspace,
+none) have no byte table.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Return each byte's printable character in byte-level vocabularies (as GPT-2 defined it)."""
+    """Return each byte's printable character in byte-level vocabularies (GPT-2's)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     alphabet = {chr(byte): byte for byte in printable}
     others = (byte for byte in range(256) if byte not in set(printable))
@@ -26,17 +26,15 @@ ALPHABET = _byte_level_alphabet()
 
 
 class BytePieces(msgspec.Struct, frozen=True):
-    """A decoder that maps each token to bytes independently."""
-
     byte_level: bool
-    """Characters of a token stand for bytes; else a token is text, or `<0xNN>` for one byte."""
+    """Whether characters stand for bytes; else a token is text, or `<0xNN>`."""
     replacements: tuple[tuple[str, str], ...] = ()
-    """(found in a token, put in its place), in order."""
+    """(text in a token, replacement), in order."""
     strip_start: int = 0
-    """Most leading spaces to remove from the whole text."""
+    """Most leading spaces to remove."""
 
     def bytes_of(self, token: str) -> bytes:
-        """Return the bytes that `token` (as written in the vocabulary) adds to a text."""
+        """Return the bytes of `token` as written in the vocabulary."""
         if self.byte_level:
             try:
                 return bytes([ALPHABET[char] for char in token])
@@ -53,7 +51,7 @@ class BytePieces(msgspec.Struct, frozen=True):
 
 
 def byte_pieces(decoder: Any) -> BytePieces | None:
-    """Read a `tokenizers` decoder; None if tokens do not map to bytes one by one."""
+    """Read a `tokenizers` decoder; None if tokens are not independent bytes."""
     if decoder is None:
         return None
     spec = json.loads(decoder.__getstate__())

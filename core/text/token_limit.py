@@ -1,6 +1,4 @@
-"""Encodes texts of any length: without holding the GIL, and in time and memory bounded by the
-number of tokens that they may have.
-"""
+"""Encodes texts without holding the GIL, in time and memory bounded by the permitted tokens."""
 
 from __future__ import annotations
 
@@ -12,21 +10,20 @@ import msgspec
 from ..errors import ContextLengthExceeded, InvalidRequest
 
 LONG_TEXT = 8192
-"""Characters from which on a text is encoded on a thread; a shorter one takes some 2 ms."""
+"""Characters from which a text is encoded on a thread; shorter ones take up to 2 ms."""
 PIECE = 1 << 16
-"""Characters encoded at once while it is unknown whether a text is too long."""
+"""Characters per piece while estimating whether a text is too long."""
 _SLACK = 64
-"""Tokens that a cut through a text may add on its two sides."""
+"""Tokens that a cut may add on both sides."""
 
 
 def encode_text(
     backend: Any, text: str, pair: str | None = None, *, add_special_tokens: bool
 ) -> Any:
-    """Encode one text or two as one `tokenizers.Encoding`; its offsets are not valid.
+    """Encode one or two texts as one `tokenizers.Encoding`, without valid offsets.
 
-    `Backend.encode` holds the GIL until it is done, on whichever thread it runs: a megabyte of text
-    would block the event loop for most of a second. Batches release the GIL, but share a few
-    threads, so that short texts would wait there for long ones.
+    `Backend.encode` holds the GIL on any thread, for most of a second per megabyte. Batches release
+    it, but share a few threads, where short texts would wait for long ones.
     """
     if len(text) + len(pair or "") < LONG_TEXT:
         return backend.encode(text, pair, add_special_tokens=add_special_tokens)
@@ -37,13 +34,13 @@ def encode_text(
 
 
 class TokenLimit(msgspec.Struct, frozen=True, kw_only=True):
-    """The maximum number of tokens of a text, and what happens to a longer one."""
+    """The most tokens of a text, and how longer ones are treated."""
 
     tokens: int
     context: int
-    """The model's context length, for the error message."""
+    """Context length, for the error."""
     cut: Literal["left", "right"] | None = None
-    """Side on which a longer text is truncated; None: it is refused."""
+    """Side of truncation; None: refuse."""
     param: str = "prompt"
 
     def exceeded(self, tokens: int) -> InvalidRequest:
@@ -63,7 +60,7 @@ class TokenLimit(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def check_characters(self, size: int, characters_per_token: Callable[[], int]) -> None:
-        """Raise `exceeded` if no text of this many characters could fit."""
+        """Raise `exceeded` if this many characters cannot fit."""
         if self.cut is None and size > max(PIECE, 2 * self.tokens):
             if size > self.tokens * characters_per_token():
                 raise self.exceeded(self.tokens + 1)
@@ -75,11 +72,10 @@ def encode_within(
     encode: Callable[[str], list[int]],
     characters_per_token: Callable[[], int],
 ) -> list[int]:
-    """Return the token ids of `text`. Raises `TokenLimit.exceeded` if it is far too long.
+    """Return `text`'s token ids. Raises `TokenLimit.exceeded` if it is far too long.
 
-    This estimates, from pieces of the text, whether it is too long to be encoded at all. The result
-    may exceed the limit for a prompt, and for a text to be truncated: the caller checks the exact
-    length, and truncates.
+    Estimates from pieces whether to encode at all. The result may still exceed the limit: the
+    caller checks and truncates.
     """
     if limit is None:
         return encode(text)
@@ -110,7 +106,7 @@ def _check_pieces(
 def _encode_cut(
     text: str, tokens: int, side: Literal["left", "right"], encode: Callable[[str], list[int]]
 ) -> list[int]:
-    """Return at least `tokens` tokens of one end of a text, unaffected by the cut through it."""
+    """Return at least `tokens` tokens of one end, unaffected by the cut."""
     size = max(PIECE, 4 * tokens)
     while True:
         token_ids = encode(text[:size] if side == "right" else text[-size:])

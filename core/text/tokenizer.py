@@ -240,12 +240,12 @@ class Tokenizer:
         return text if len(ids) <= count else self.decode(ids[:count], skip_special_tokens=False)
 
     def _check_fits(self, text: str, most: TokenLimit) -> None:
-        """Raise for a text that is too long, without encoding all of it."""
+        """Raise for a too long text without encoding all of it."""
         if len(text) > max(PIECE, 4 * most.tokens):
             self.encode(text, add_special_tokens=False, limit=most)
 
     def _encode_start(self, text: str, num_tokens: int) -> Any:
-        """Return the Encoding of the beginning of a text, up to this many tokens."""
+        """Return the Encoding of a text's first tokens."""
         size = max(PIECE, 4 * num_tokens)
         while True:
             part = encode_text(self.backend, text[:size], add_special_tokens=False)
@@ -384,12 +384,11 @@ def _keeps_length(normalizer: dict[str, Any] | None) -> bool:
 
 
 def strip_spaces(text: str, count: int) -> str:
-    """Return `text` without its leading spaces, at most `count` of them."""
     return text[:count].lstrip(" ") + text[count:]
 
 
 def _without_surrogates(text: str) -> str:
-    """Replace lone surrogates (from JSON escapes), which UTF-8 cannot encode, by U+FFFD."""
+    """Replace lone surrogates (from JSON escapes) by U+FFFD."""
     try:
         text.encode()
         return text
@@ -413,7 +412,7 @@ def _download(name: str, revision: str | None) -> Path:
 
 
 def _kept(lengths: list[int], room: int) -> list[int]:
-    """Return how much of one text or two fits together: the longer one is truncated first."""
+    """Return how much of one or two texts fits; the longer is truncated first."""
     if sum(lengths) <= room:
         return lengths
     if len(lengths) == 1:
@@ -425,8 +424,8 @@ def _kept(lengths: list[int], room: int) -> list[int]:
 
 
 def _has_vocabulary(backend: Backend) -> bool:
-    """Return whether a tokenizer has tokens of text. Where a folder has no vocabulary, transformers
-    creates a tokenizer of special tokens and marks of spaces, which encodes every text to nothing.
+    """Return whether a tokenizer has text tokens: without a vocabulary, transformers creates one
+    that encodes every text to nothing.
     """
     added = {token.content for token in backend.get_added_tokens_decoder().values()}
     vocabulary = backend.get_vocab(with_added_tokens=False)

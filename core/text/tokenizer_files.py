@@ -1,4 +1,4 @@
-"""Reads what stands beside tokenizer.json: settings, special tokens and chat templates."""
+"""Reads settings, special tokens and chat templates beside tokenizer.json."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ from ..registration.registered import Registry
 NAMED = (
     "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
 )  # fmt: skip
-"""Special tokens that any tokenizer may have, in the order in which new ones get ids."""
+"""Named special tokens, in the order of new ids."""
 _FLAGS = ("lstrip", "rstrip", "normalized", "single_word", "special")
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Return the object of a JSON file; {} if there is no file, or no object in it. Raises
-    LoadError."""
+    """Return a JSON file's object, or {}. Raises LoadError."""
     if not file.is_file():
         return {}
     try:
@@ -36,9 +35,9 @@ def read_json(file: Path) -> dict[str, Any]:
 def template_texts(
     folder: Path, given: str | None, formats: Registry[Any] | None = None, mode: str = AUTO
 ) -> str:
-    """Return the chat templates of a checkpoint's folder, one after the other, or the one that is
-    given instead, as text or as a path. `formats`, `mode`: as `Tokenizer.load`. Raises LoadError;
-    ConfigError about the one given."""
+    """Return a folder's chat templates joined, or the given one (text or path). `formats`, `mode`:
+    as `Tokenizer.load`. Raises LoadError; ConfigError about the given one.
+    """
     if given is not None:
         return template_text(given)
     if formats is not None and (name := tokenizer_format(formats, mode, folder)) is not None:
@@ -49,9 +48,9 @@ def template_texts(
 def format_templates(
     formats: Registry[Any], name: str, folder: Path, given: str | None
 ) -> Mapping[str, str]:
-    """Return the chat templates of a checkpoint whose tokenizer a checkpoint format reads: the one
-    that is given, else those of the usual files, else the format's. Raises LoadError; ConfigError
-    about the one given."""
+    """Return the chat templates for a checkpoint format's tokenizer: the given one, the usual
+    files', or the format's. Raises LoadError; ConfigError about the given one.
+    """
     if given is not None:
         return {"default": template_text(given)}
     if own := chat_templates(folder, read_json(folder / "tokenizer_config.json")):
@@ -66,9 +65,9 @@ def format_templates(
 
 
 def chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Return the chat templates of a checkpoint: name → Jinja text.
+    """Return a checkpoint's chat templates: name → Jinja text.
 
-    config: of tokenizer_config.json; files of their own take precedence. Raises LoadError.
+    config: tokenizer_config.json; separate files take precedence. Raises LoadError.
     """
     templates: dict[str, str] = {}
     own = folder / "chat_template.json"
@@ -106,7 +105,7 @@ def _read_template(file: Path) -> str:
 
 
 def template_text(template: str) -> str:
-    """Return the template that an option gives, as text or as a path. Raises ConfigError."""
+    """Return an option's template, as text or from a path. Raises ConfigError."""
     if "{" in template or "\n" in template:
         return template
     file = Path(template)
@@ -123,20 +122,19 @@ def template_text(template: str) -> str:
 
 
 class DeclaredTokens(NamedTuple):
-    """Tokens that are declared beside tokenizer.json."""
+    """Tokens declared beside tokenizer.json."""
 
     added: list[AddedToken]
-    """By id. Ids are not kept: those of tokenizer.json and new ones, in this order, count."""
+    """By declared id, only for the order of new ones."""
     named: dict[str, AddedToken]
-    """bos_token, eos_token, … → token."""
     extra: list[AddedToken]
-    """Special tokens without a name."""
+    """Unnamed special tokens."""
 
     @classmethod
     def read(cls, folder: Path, config: dict[str, Any]) -> DeclaredTokens:
-        """Read what `transformers` reads: of tokenizer_config.json, and where that has no
-        `added_tokens_decoder`, special_tokens_map.json, which goes first, and added_tokens.json.
-        Raises LoadError."""
+        """Read what `transformers` reads: tokenizer_config.json, or without `added_tokens_decoder`,
+        special_tokens_map.json, which takes precedence, and added_tokens.json. Raises LoadError.
+        """
         settings = dict(config)
         settings["extra_special_tokens"] = _extra(config)
         others = read_json(folder / "special_tokens_map.json")
@@ -167,11 +165,10 @@ class DeclaredTokens(NamedTuple):
 
     @property
     def strings(self) -> dict[str, str]:
-        """bos_token, eos_token, … → text."""
         return {role: token.content for role, token in self.named.items()}
 
     def add_to(self, backend: Backend) -> None:
-        """Add those that tokenizer.json does not have, or has in another way."""
+        """Add those that tokenizer.json lacks, or has differently."""
         existing = backend.get_added_tokens_decoder().values()
         same = {repr(token) for token in existing}
         tokens = [token for token in self.added if repr(token) not in same]
@@ -196,7 +193,7 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _token(value: Any) -> AddedToken | None:
-    """Return the special token of an entry, a text or {"content": …}; None for anything else."""
+    """Return an entry's special token (a text or {"content": …}), or None."""
     if isinstance(value, str):
         return AddedToken(value, special=True, normalized=False)
     if not isinstance(value, dict) or not isinstance(value.get("content"), str):
@@ -208,7 +205,7 @@ def _token(value: Any) -> AddedToken | None:
 def _legacy_tokens(
     entries: dict[str, Any], special: Collection[str]
 ) -> Iterator[tuple[int, AddedToken]]:
-    """Yield the entries of added_tokens.json that are tokens with an id."""
+    """Yield added_tokens.json's tokens with ids."""
     for content, id in entries.items():
         if type(id) is int:
             is_special = content in special
@@ -216,7 +213,7 @@ def _legacy_tokens(
 
 
 def _declared(declared: Any) -> Iterator[tuple[int, AddedToken]]:
-    """Yield the entries of `added_tokens_decoder` that are tokens with an id."""
+    """Yield `added_tokens_decoder`'s tokens with ids."""
     for id, entry in (declared if isinstance(declared, dict) else {}).items():
         content = entry.get("content") if isinstance(entry, dict) else None
         if not id.isdecimal() or not isinstance(content, str):

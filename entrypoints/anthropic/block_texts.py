@@ -1,4 +1,4 @@
-"""What content blocks of each type say to a model that reads text."""
+"""The text of each type of content block, for a model that reads text."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from ...core.errors import InvalidRequest, shown
 
 Block = dict[str, Any]
 RESULT = "_tool_result"
-"""End of the types of results of calls that a server ran; they are in the assistant's content."""
+"""Suffix of the types of server-run calls' results; they are in the assistant's content."""
 SERVER_CALLS = ("server_tool_use", "mcp_tool_use")
 _OPAQUE = ("encrypted_", "cache_control", "citations", "signature", "type")
-"""Beginnings of the keys whose values are not for the model."""
+"""Key prefixes of values that are not for the model."""
 
 
 def block_text(block: Block, path: str) -> str | None:
-    """Return the text of a block; None if it says nothing to the model.
+    """Return the text of a block; None without any.
 
-    Raises InvalidRequest with the block's path if it has content that is no text.
+    Raises InvalidRequest with the block's path if it has content other than text.
     """
     kind = block["type"]
     if kind in SILENT:
@@ -33,7 +33,7 @@ def block_text(block: Block, path: str) -> str | None:
 
 
 def text_of(block: Block, field: str, path: str) -> str:
-    """Return a field that is a text. Raises InvalidRequest."""
+    """Return a text field. Raises InvalidRequest."""
     if not isinstance(block.get(field), str):
         raise InvalidRequest(f"{path}.{field}: must be a text", param=f"{path}.{field}")
     return str(block[field])
@@ -54,15 +54,15 @@ def blocks_of(content: Any, path: str) -> list[Any]:
 
 
 def texts_of(content: Any, path: str) -> list[str]:
-    """Return the texts of all blocks that say something."""
     blocks = blocks_of(content, path)
     texts = (block_text(block, f"{path}[{index}]") for index, block in enumerate(blocks))
     return [text for text in texts if text is not None]
 
 
 def server_result(content: Any, path: str) -> str:
-    """Return the text of the result of a call that a server ran: JSON without what is opaque.
-    Raises InvalidRequest if it is nested too deep."""
+    """Return the text of a server-run call's result: JSON without opaque values. Raises
+    InvalidRequest if nested too deep.
+    """
     if isinstance(content, str):
         return content
     if isinstance(content, list) and all(
@@ -84,7 +84,7 @@ def _readable(value: Any) -> Any:
 
 
 def _document(block: Block, path: str) -> str:
-    """Return the text of a document in plain text or in blocks, after its title and context."""
+    """Return a document's title, context and text."""
     source = block.get("source")
     kind = source.get("type") if isinstance(source, dict) else None
     if not isinstance(source, dict) or kind not in ("text", "content"):
@@ -122,9 +122,8 @@ TEXTS: dict[str, Callable[[Block, str], str | None]] = {
     "tool_reference": _tool_reference,
     "compaction": _compaction,
 }
-"""Type of a block → its text."""
 SILENT = frozenset(
     ("fallback", "mcp_tool_listing", "tool_addition", "tool_removal", "redacted_thinking")
 )
-"""Types of blocks that are not for the model, or that only the server that made them can read. All
-tools of a request are offered from its beginning, those of `tool_addition` included."""
+"""Types of blocks that are not for the model, or readable only by the server that made them. All
+tools are offered from the beginning, including those of `tool_addition`."""

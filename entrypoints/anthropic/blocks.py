@@ -1,5 +1,6 @@
-"""Builds a message's content blocks from parser events, as stream events, and folds those into one
-message for requests without a stream."""
+"""Builds a message's content blocks from parser events, as stream events, or folded into one
+message.
+"""
 
 from __future__ import annotations
 
@@ -24,17 +25,17 @@ from ...core.protocols.parsers import (
 
 Event = dict[str, Any]
 TEXTS = {"text": "text", "thinking": "thinking", "tool_use": "partial_json"}
-"""Type of a block → the field of its deltas' text."""
+"""Type of a block → field with its deltas' text."""
 DELTAS = {"text": "text_delta", "thinking": "thinking_delta", "tool_use": "input_json_delta"}
 
 
 def tool_use_id() -> str:
-    """Return an id for a call whose text has none."""
+    """Return an id for a call without one."""
     return f"toolu_{uuid.uuid4().hex}"
 
 
 class ContentBlocks:
-    """Content blocks as they grow, one open at a time, in time linear in the text."""
+    """Growing content blocks, one open at a time."""
 
     def __init__(
         self, new_id: Callable[[], str] = tool_use_id, *, show_thinking: bool = True
@@ -43,16 +44,15 @@ class ContentBlocks:
         self._show_thinking = show_thinking
         self._count = 0
         self._kind: str | None = None
-        """The open block's type; None if no block is open."""
+        """Type of the open block."""
         self._digest = hashlib.sha256()
         """Hash of the open thinking block's text."""
         self._space = ""
-        """White space between blocks; part of a text block only if text follows."""
+        """White space between blocks, kept only if text follows in a text block."""
         self._has_content = False
-        """Whether there was a block with text or a call."""
+        """Whether there was text or a call."""
 
     def add(self, parser_events: list[ParserEvent]) -> list[Event]:
-        """Return the stream events of parser events."""
         events: list[Event] = []
         for event in parser_events:
             match event:
@@ -74,7 +74,6 @@ class ContentBlocks:
         return events
 
     def close(self) -> list[Event]:
-        """End the last block."""
         events: list[Event] = []
         if self._space and not self._has_content:  # The output is only white space.
             space, self._space = self._space, ""
@@ -127,7 +126,7 @@ class ContentBlocks:
 
 
 def fold_events(events: Iterable[Event]) -> dict[str, Any]:
-    """Return the message that a stream's events build up."""
+    """Return the message built from a stream's events."""
     message: dict[str, Any] = {}
     texts: list[str] = []
     for event in events:
@@ -165,8 +164,9 @@ CLOSERS = {"{": "}", "[": "]"}
 
 
 def as_object(arguments: str) -> msgspec.Raw:
-    """Return a call's arguments as a JSON object: as the model wrote them, or, if the output was
-    cut off, its complete values. A client that joins the stream's deltas gets the same."""
+    """Return a call's arguments as a JSON object: as written, or the complete values if the output
+    was cut off. The stream's deltas join to the same.
+    """
     for text in (arguments, _complete_part(arguments)):
         data = text.encode("utf-8", "replace")
         try:
@@ -179,7 +179,7 @@ def as_object(arguments: str) -> msgspec.Raw:
 
 
 def _complete_part(text: str) -> str:
-    """Return a JSON text up to its last complete value, with its brackets closed."""
+    """Return JSON up to its last complete value, with brackets closed."""
     closers: list[str] = []
     end = position = 0
     before = ""

@@ -17,17 +17,15 @@ from .block_texts import (
 
 Message = dict[str, Any]
 BETWEEN = {"user": "\n\n", "system": "\n\n", "assistant": "\n"}
-"""Separator between the texts of turns that become one message. They are joined once, at the end:
-appending to a string each time would take time quadratic in the conversation."""
+"""Separator of texts in merged turns, which are joined once at the end to stay linear."""
 ROLES = ("user", "assistant", "system")
 BILLING = "x-anthropic-billing-header:"
-"""Start of a system block in which one coding agent sends its bookkeeping. The block is not meant
-for the model, and differs in each request, which would defeat the prefix cache."""
+"""Start of a system block with one coding agent's bookkeeping. It differs in each request, which
+would defeat the prefix cache."""
 
 
 def is_prefilled(messages: list[Any]) -> bool:
-    """Return whether the last message is the assistant's and not empty, so that the output
-    continues it."""
+    """Return whether the output continues the assistant's last message."""
     return bool(messages) and _is_assistants(messages[-1]) and not _is_empty(messages[-1])
 
 
@@ -87,7 +85,6 @@ def to_messages(system: str | list[Any] | None, messages: list[Any]) -> list[Mes
 
 
 def _joined(message: Message) -> Message:
-    """Return a message with its texts joined."""
     between = BETWEEN.get(message["role"], "")
     joined = {
         name: _as_content(value, between) if name in ("content", "reasoning_content") else value
@@ -99,15 +96,14 @@ def _joined(message: Message) -> Message:
 
 
 def _as_content(turns: list[Any], between: str) -> Any:
-    """Return the texts of one turn as parts, as templates may read them, and those of more turns as
-    one text."""
+    """Return one turn's texts as parts, and several turns' as one text."""
     if len(turns) == 1 and isinstance(turns[0], list):
         return [{"type": "text", "text": text} for text in turns[0]]
     return between.join("\n".join(turn) if isinstance(turn, list) else turn for turn in turns)
 
 
 def _as_turn(texts: list[str]) -> str | list[str]:
-    """Return the texts of a turn: as a list if there are more than one."""
+    """Return a turn's texts, as a list if there are several."""
     return texts if len(texts) > 1 else "".join(texts)
 
 
@@ -116,7 +112,7 @@ def _is_billing(text: str) -> bool:
 
 
 def _add_user(chat: list[Message], blocks: list[Any], path: str, names: dict[str, str]) -> None:
-    """Add texts and tool results, in their order."""
+    """Add texts and tool results in order."""
     texts: list[str] = []
     results = 0
     for index, block in enumerate(blocks):
@@ -135,7 +131,6 @@ def _add_user(chat: list[Message], blocks: list[Any], path: str, names: dict[str
 
 
 def _result(block: Any, path: str, names: dict[str, str]) -> Message:
-    """Return the message of a call's result."""
     id = block.get("tool_use_id")
     if not isinstance(id, str) or id not in names:
         raise InvalidRequest(
@@ -161,7 +156,7 @@ def _add_text(chat: list[Message], role: str, texts: list[str]) -> None:
 
 
 class _Turn:
-    """Thinking, text and calls of the assistant, up to a result of a call that a server ran."""
+    """The assistant's thinking, text and calls up to a server-run call's result."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -173,7 +168,7 @@ class _Turn:
         return not (self.texts or self.reasoning_parts or self.calls)
 
     def add_to(self, chat: list[Message]) -> None:
-        """Add one message, or join it to the assistant's before it."""
+        """Add the message, or join it to the assistant's previous one."""
         if not chat or chat[-1]["role"] != "assistant":
             chat.append({"role": "assistant", "content": []})
         message = chat[-1]
@@ -188,8 +183,7 @@ class _Turn:
 def _add_assistant(
     chat: list[Message], blocks: list[Any], path: str, names: dict[str, str]
 ) -> None:
-    """Add the thinking, text and calls of one turn as one message, with the results of calls that
-    a server ran between."""
+    """Add a turn as one message, split at the results of server-run calls."""
     turn, results = _Turn(), 0
     for index, block in enumerate(blocks):
         where, kind = f"{path}[{index}]", block["type"]

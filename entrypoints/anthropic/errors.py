@@ -25,11 +25,10 @@ TYPES = {
 }
 """Status → type. Other 4xx statuses give invalid_request_error, other 5xx statuses api_error."""
 CODES = ("thread_unsupported_request",)
-"""Error codes of this server that Anthropic's clients know as well."""
+"""Codes that Anthropic's clients know."""
 
 
 def error_body(error: JackfieldError) -> dict[str, Any]:
-    """Return an error as a response's body, or a stream's event."""
     return _body(error.status, error.message, error.code)
 
 
@@ -42,14 +41,15 @@ def _body(status: int, message: str, code: Any) -> dict[str, Any]:
 
 
 def of_messages(request: web.Request) -> bool:
-    """Return whether a request uses this protocol, also if its path or method does not exist."""
+    """Return whether a request uses this protocol, even without a matching route."""
     return request.path == ROOT or request.path.startswith(f"{ROOT}/")
 
 
 @web.middleware
 async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Convert errors in OpenAI's form to Anthropic's. This is the outermost middleware, because
-    keys, limits and bodies are refused before a handler is called."""
+    """Convert errors in OpenAI's form to Anthropic's. Outermost, because keys, limits and bodies
+    are checked before the handler.
+    """
     response = await handler(request)
     if response.status < 400 or not of_messages(request) or not isinstance(response, web.Response):
         return response
@@ -64,6 +64,6 @@ async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 
 async def repeat_request_id(request: web.Request, response: web.StreamResponse) -> None:
-    """Add the request's id under the header that Anthropic's clients read."""
+    """Add the request's id in the header that Anthropic's clients read."""
     if of_messages(request) and "X-Request-Id" in response.headers:
         response.headers["request-id"] = response.headers["X-Request-Id"]

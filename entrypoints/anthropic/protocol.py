@@ -16,16 +16,16 @@ from .tools import chat_choice, chat_tools
 E = TypeVar("E", bound=JackfieldError)
 
 UNTHREADED = "thread_unsupported_request"
-"""Error code after which Anthropic's SDK continues without a thread."""
+"""Error code after which Anthropic's SDK retries without a thread."""
 THINKING = {"enabled": True, "adaptive": True, "disabled": False}
-"""`thinking.type` → value of the chat template's argument for thinking."""
+"""`thinking.type` → the chat template's argument."""
 DISPLAYS = ("summarized", "omitted", "updates")
 PASSED = (
     "temperature", "top_p", "top_k", "seed", "min_p", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids", "priority", "cache_salt",
     "kv_compression",
 )  # fmt: skip
-"""Fields with the same meaning in a message and in a chat."""
+"""Fields of the same meaning in messages and chats."""
 RENAMED = {
     "max_completion_tokens": "max_tokens",
     "stop": "stop_sequences",
@@ -34,7 +34,7 @@ RENAMED = {
     "prompt": "messages",
     "continue_final_message": "messages",
 }
-"""Field of a chat → field of the message that it came from; longer names first."""
+"""Chat field → message field of its origin; longer names first."""
 
 
 class CountTokensRequest(msgspec.Struct, kw_only=True):
@@ -45,7 +45,7 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
         "mcp_servers": "this server calls no tools; give them as tools",
         "thread": "this server keeps no conversations; send the whole one",
     }
-    """Anthropic's fields for unsupported features → the text of the error."""
+    """Unsupported fields of Anthropic's → error text."""
 
     messages: list[Any]
     model: str | None = None
@@ -62,7 +62,6 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
     thread: Any = None
 
     def check(self) -> None:
-        """Raise InvalidRequest for unsupported features and for values out of range."""
         for name, why in self.REFUSED.items():
             if getattr(self, name) not in (None, [], {}):
                 error = InvalidRequest(f"{name}: is not supported; {why}", param=name)
@@ -94,10 +93,9 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
         return (self.thinking or {}).get("display") != "omitted"
 
     def chat(self, switch: str | None) -> ChatRequest:
-        """Return the same request as a chat request.
+        """Return the request as a chat request.
 
-        switch: the template's argument that turns thinking on or off, if the model has one. Raises
-        InvalidRequest with the field's name.
+        switch: the template's argument for thinking, if any.
         """
         tools = chat_tools(self.tools)
         choice, parallel = chat_choice(self.tool_choice, tools)
@@ -115,12 +113,10 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
         )
 
     def _sampling(self) -> dict[str, Any]:
-        """Return the fields of a chat request that control generation."""
         return {}
 
     def _template_arguments(self, switch: str | None, prefilled: bool) -> dict[str, Any] | None:
-        """Return the template arguments; the request's own take precedence over those of other
-        fields."""
+        """Return the template arguments; the request's own take precedence."""
         arguments: dict[str, Any] = {}
         if switch is not None and prefilled:
             arguments[switch] = False  # The message has begun, so its reasoning is over.
@@ -151,7 +147,6 @@ class MessagesRequest(CountTokensRequest, kw_only=True, dict=True):
     """POST /v1/messages. Names: Anthropic's, then this server's as in a chat."""
 
     origin: ClassVar[Origin] = Origin()
-    """As in SamplingRequest."""
 
     max_tokens: int
     stream: bool = False
@@ -189,8 +184,9 @@ class MessagesRequest(CountTokensRequest, kw_only=True, dict=True):
 
 
 def in_own_terms(error: E) -> E:
-    """Return the same error with the names of a message's fields, in the wording that Anthropic's
-    clients search for."""
+    """Return the error with a message's field names, in the wording that Anthropic's clients search
+    for.
+    """
     if isinstance(error, ContextLengthExceeded):
         reason = error.message
         if error.num_prompt_tokens is not None:

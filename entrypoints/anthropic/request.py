@@ -1,4 +1,4 @@
-"""A message in progress: a chat completion, sent as events of Anthropic's streams."""
+"""A message in progress: a chat completion as Anthropic's stream events."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ PROTOCOL = Protocol(
     failure=lambda error: named_frame(error_body(in_own_terms(error))),
     end=b"",
 )
-"""How a stream reports errors; no frame follows message_stop."""
+"""A stream's errors; no frame follows message_stop."""
 
 
 async def new_message_job(engine: AsyncEngine, body: CountTokensRequest) -> ChatJob:
     """Validate a request for a message. Raises InvalidRequest with the field's name, and
-    EngineOverloaded if too many texts wait."""
+    EngineOverloaded if too many texts wait.
+    """
     body.check()
     read = functools.partial(body.chat, thinking_switch(engine))
     size = rough_size(body.messages, body.system)
@@ -46,7 +47,7 @@ async def new_message_job(engine: AsyncEngine, body: CountTokensRequest) -> Chat
 
 
 class MessageCompletion:
-    """A validated request for a message, and the message as it grows."""
+    """A validated request, and its growing message."""
 
     def __init__(self, job: ChatJob, *, shows_thinking: bool) -> None:
         self.job = job
@@ -55,11 +56,9 @@ class MessageCompletion:
         self._started = False
 
     def encode(self, output: RequestOutput) -> bytes:
-        """Return the frames of an output."""
         return b"".join([named_frame(event) for event in self.events(output)])
 
     async def full_response(self) -> dict[str, Any]:
-        """Return the complete message: the fold of its events. Raises RequestFailed."""
         output: RequestOutput | None = None
         async for output in self.job.outputs():  # noqa: B007
             pass
@@ -69,7 +68,6 @@ class MessageCompletion:
         return fold_events(await asyncio.to_thread(self.events, output))
 
     def events(self, output: RequestOutput) -> list[Event]:
-        """Return the events of an output. Raises RequestFailed if the request failed."""
         (completion,) = output.outputs
         check_completion(output, completion)
         if completion.finish_reason == "abort":  # The protocol has no stop_reason for it.
@@ -117,7 +115,7 @@ class MessageCompletion:
         return {"stop_reason": reason, "stop_sequence": sequence}
 
     def _usage(self, output: RequestOutput) -> dict[str, Any]:
-        """Return token counts; `input_tokens` excludes those read from the cache."""
+        """Return token counts; `input_tokens` excludes cached ones."""
         cached = output.num_cached_tokens
         usage: dict[str, Any] = {
             "input_tokens": output.num_prompt_tokens - cached,

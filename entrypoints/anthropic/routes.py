@@ -16,7 +16,6 @@ from .response_schemas import MessageError, MessageEvent, MessageResponse, Token
 
 
 def add_messages(app: web.Application) -> None:
-    """Add the routes, and the middleware for their errors."""
     app.add_routes([web.post(ROOT, messages), web.post(f"{ROOT}/count_tokens", count_tokens)])
     app.middlewares.insert(0, errors)
     app.on_response_prepare.append(repeat_request_id)

@@ -46,12 +46,11 @@ CLIENT_TOOLS: dict[str, dict[str, Any]] = {
         ),
     },
 }  # fmt: skip
-"""Tools that Anthropic defines and the client runs, by their type without its date."""
+"""Tools defined by Anthropic and run by the client, by type without its date."""
 
 
 def chat_tools(tools: list[Any] | None) -> Tools | None:
-    """Return the tools that the client runs, as a chat's. Those that Anthropic's servers run are
-    left out, with a log line.
+    """Return the client's tools, as a chat's; logs and omits those of Anthropic's servers.
 
     Raises InvalidRequest with the field's path.
     """
@@ -91,7 +90,7 @@ def _function(tool: Any, path: str) -> dict[str, Any] | None:
 def chat_choice(
     choice: dict[str, Any] | None, tools: Tools | None
 ) -> tuple[str | dict[str, Any] | None, bool | None]:
-    """Return a chat's `tool_choice` and `parallel_tool_calls`. Raises InvalidRequest."""
+    """Return a chat's `tool_choice` and `parallel_tool_calls`."""
     if choice is None:
         return None, None
     disable_parallel = choice.get("disable_parallel_tool_use")
@@ -123,5 +122,4 @@ def _is_version(kind: str, name: str) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def log_left_out(kind: str) -> None:
-    """Log it once per type."""
     logger.warning("tools: those of type %s are run by Anthropic's servers: left out", kind)

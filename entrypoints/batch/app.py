@@ -17,9 +17,9 @@ from .store import Store
 def add_batch_routes(
     app: web.Application, options: BatchOptions, *, work_here: bool = True
 ) -> None:
-    """Add the routes, and what starts and ends with the application.
+    """Add the routes, startup and cleanup.
 
-    work_here: False if another process has the store; requests are then forwarded to it.
+    work_here: False if another process has the store, to which requests are forwarded.
     """
     describe()
     app[SETTINGS] = options

@@ -1,7 +1,7 @@
-"""Forms (multipart/form-data), read as they arrive, with a bound on everything but contents.
+"""Reads forms (multipart/form-data) incrementally, bounding everything except contents.
 
-aiohttp's reader bounds neither the number of parts nor what comes before and between them, and
-reads line by line: a form of short lines keeps the event loop from everything else.
+aiohttp's reader does not bound the number of parts, or what precedes them; and it reads line by
+line, so short lines block the event loop.
 """
 
 from __future__ import annotations
@@ -29,19 +29,18 @@ _PARAMETER = re.compile(r';\s*([\w*-]+)\s*=\s*(?:"((?:[^"\\]++|\\.)*+)"|([^;"]*)
 
 
 class Part(NamedTuple):
-    """The headers of a part."""
-
     name: str
     filename: str | None
-    """None: the part is a field."""
+    """None for a field."""
 
 
 class FormReader:
-    """Reads the parts of a request's form in order: `next_part`, then `read` until its end."""
+    """Reads a form's parts in order: `next_part`, then `read` until its end."""
 
     def __init__(self, request: web.Request) -> None:
-        """Raises UnsupportedMediaType for a compressed body, and InvalidRequest for one that is no
-        form."""
+        """Raises UnsupportedMediaType for a compressed body, and InvalidRequest for other
+        content.
+        """
         check_unpacked(request)
         match = _BOUNDARY.search(request.headers.get("Content-Type", ""))
         if request.content_type != "multipart/form-data" or match is None:
@@ -95,8 +94,9 @@ class FormReader:
         return b""
 
     async def _take_until(self, end: bytes, most: int) -> bytes | None:
-        """Remove and return what comes before `end`; remove `end`, too. None: more than `most`
-        bytes come before it."""
+        """Remove and return the bytes before `end`, and remove `end`; None if there are more than
+        `most`.
+        """
         while (at := self._buffer.find(end, 0, most + len(end))) < 0:
             if len(self._buffer) >= most + len(end):
                 return None
@@ -113,7 +113,6 @@ class FormReader:
 
 
 def _part(headers: str) -> Part:
-    """Parse a part's headers. Raises InvalidRequest."""
     lines = headers.split("\r\n")
     if len(lines) > MAX_HEADER_LINES:
         raise _no_form(f"a part has more than {MAX_HEADER_LINES} headers")
@@ -130,7 +129,7 @@ def _part(headers: str) -> Part:
 
 
 def _disposition(value: str) -> Part | None:
-    """Parse `form-data; name="purpose"; filename="…"`; None if it has no name."""
+    """Parse `form-data; name="purpose"; filename="…"`; None without a name."""
     kind = value.partition(";")[0].strip().lower()
     parameters = {
         match[1].lower(): match[3].strip()

@@ -1,7 +1,7 @@
-"""Calls inference routes in this process, through the functions that also respond over HTTP.
+"""Calls inference routes in this process.
 
-No connection and no middleware is involved: a batch was authenticated when it was created, and
-its runner counts each line against the tenant's limits.
+There is no connection or middleware: a batch was authenticated when created, and its runner counts
+lines against the tenant's limits.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ..openai.responses.routes import responses_response
 
 logger = logging.getLogger("jackfield.server")
 Route = tuple[type[Any], Callable[[Call, Any], Awaitable[Any]]]
-"""Type of the body, and the function that creates the response."""
+"""Body type, and the function that creates the response."""
 ROUTES: dict[str, Route] = {
     "/v1/chat/completions": (ChatRequest, chat_response),
     "/v1/completions": (CompletionRequest, completion_response),
@@ -49,12 +49,10 @@ ROUTES: dict[str, Route] = {
     "/v1/rerank": (RerankRequest, rerank_response),
     "/v2/rerank": (RerankRequest, rerank_response),
 }
-"""Routes that a line of a batch may name."""
+"""Routes for lines of a batch."""
 
 
 class RouteResponse(NamedTuple):
-    """Status and body of a response."""
-
     status: int
     body: bytes
 
@@ -62,9 +60,9 @@ class RouteResponse(NamedTuple):
 async def call_route(
     app: web.Application, route: str, body: bytes, tenant: Tenant = ANYONE
 ) -> RouteResponse:
-    """Return the response to a JSON body for one of ROUTES, on behalf of a tenant.
+    """Return the response of one of ROUTES to a JSON body, for a tenant.
 
-    The application must have started. Errors become the same responses as over HTTP.
+    Errors become the same responses as over HTTP.
     """
     kind, function = ROUTES[route]
     call = Call(app, route, tenant, CIMultiDict())

@@ -19,27 +19,25 @@ _ID = re.compile(rb'^\{"id":"(batch_req_(\d+)_[0-9a-f]{16})"')
 
 
 class LineError(NamedTuple):
-    """Why a line is not a valid request. `code` is OpenAI's if it has one."""
+    """Why a line is invalid. `code` is OpenAI's if it has one."""
 
     code: str
     message: str
     line: int
-    """Counted from 1."""
+    """From 1."""
     param: str | None = None
 
 
 class Line(NamedTuple):
-    """A line of the input."""
-
     number: int
-    """Counted from 1, empty lines included."""
+    """From 1, including empty lines."""
     id: str
-    """Depends on the line's content and number only, so that a resumed run recognises it."""
+    """From the line's content and number only, so a resumed run recognises it."""
     custom_id: str | None
     url: str
     body: dict[str, Any]
     error: LineError | None
-    """If not None, the line has no request to send."""
+    """If not None, there is no request."""
 
 
 class _Request(msgspec.Struct):
@@ -50,10 +48,9 @@ class _Request(msgspec.Struct):
 
 
 class LineReader:
-    """Reads the input once, from its beginning.
+    """Reads the input once. Blocks: not for the event loop.
 
-    `urls`: the routes that a line may name. `max_bytes`: limit of a line; a longer line gets an
-    error of its own. Blocks: use it outside the event loop.
+    `urls`: permitted routes. `max_bytes`: limit of a line; longer ones get an error.
     """
 
     def __init__(self, path: Path, urls: tuple[str, ...], max_bytes: int) -> None:
@@ -68,7 +65,7 @@ class LineReader:
             yield self._line(number, _name(number, raw), raw)
 
     def ids(self) -> list[str]:
-        """Return the ids of all lines in order, without parsing them."""
+        """Return the ids of all lines without parsing them."""
         return [_name(number, raw) for number, raw in self._raw_lines()]
 
     def _raw_lines(self) -> Iterator[tuple[int, bytes]]:
@@ -137,23 +134,22 @@ def _name(number: int, raw: bytes) -> str:
 
 
 def _param(message: str) -> str | None:
-    """Return the field that msgspec's error names."""
+    """Return the field in msgspec's error."""
     match = re.search(r"at `\$\.([\w.]+)`|field `(\w+)`", message)
     return None if match is None else match[1] or match[2]
 
 
 class Result(NamedTuple):
-    """The outcome of a line."""
-
     line: Line
     ok: bool
     encoded: bytes
-    """Return one line of output, including its newline."""
+    """One line of output with its newline."""
 
 
 def answered(line: Line, response: RouteResponse, request_id: str) -> Result:
-    """Return the output line of a request that was sent. A failed one has both `error` and OpenAI's
-    `response`, with the status and the error's body."""
+    """Return the output line of a sent request. A failed one has both `error` and OpenAI's
+    `response`.
+    """
     ok = response.status == 200
     error = None
     body = msgspec.Raw(response.body)
@@ -167,7 +163,7 @@ def answered(line: Line, response: RouteResponse, request_id: str) -> Result:
 
 
 def refused(line: Line, code: str, message: str) -> Result:
-    """Return the output line of a request that was never sent."""
+    """Return the output line of a request that was not sent."""
     error = {"code": code, "message": message, "line": line.number}
     if line.error is not None and line.error.param is not None:
         error["param"] = line.error.param
@@ -180,7 +176,6 @@ def _encode(line: Line, response: Any, error: Any) -> bytes:
 
 
 def id_of(line: bytes) -> tuple[str, int] | None:
-    """Return the id and the input line number of an output line; None if this server did not write
-    it."""
+    """Return id and input line number of an output line; None if it is foreign."""
     match = _ID.match(line)
     return None if match is None else (match[1].decode("ascii"), int(match[2]))

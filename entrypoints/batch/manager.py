@@ -35,19 +35,18 @@ from .store import Store
 logger = logging.getLogger("jackfield.server")
 T = TypeVar("T")
 PRIORITY = 1 << 20
-"""Added to the priority of the requests, so that with `--scheduling-policy priority` they go
-last."""
+"""Added to the requests' priority."""
 RETRY_SECONDS = 5.0
-"""Time between two attempts to write while the disk is full."""
+"""Seconds between attempts to write to a full disk."""
 MAX_UNFINISHED = 64
 MAX_REQUESTS = 50_000
 """Limit of one batch, as in OpenAI's API."""
 MAX_TOLD = 100
-"""Number of invalid lines that a failed batch names."""
+"""Number of invalid lines that a failed batch lists."""
 
 
 class BatchWork:
-    """Runs each unfinished batch in a task; all share the slots."""
+    """Runs each unfinished batch in a task; they share the slots."""
 
     def __init__(
         self,
@@ -55,7 +54,7 @@ class BatchWork:
         store: Store,
         options: BatchOptions,
     ) -> None:
-        """app: a started application with the routes that lines name."""
+        """app: a started application with the routes of lines."""
         self.app = app
         self.store = store
         self.max_line_bytes = app[OPTIONS].max_body_bytes
@@ -65,19 +64,20 @@ class BatchWork:
         self._creating = asyncio.Lock()
 
     async def resume(self) -> None:
-        """Resume the batches that an earlier server left unfinished."""
+        """Resume an earlier server's unfinished batches."""
         for batch in await self.store.call(self.store.unfinished):
             self._start(batch, await self.store.call(self.store.tenant, batch.id))
 
     async def close(self) -> None:
-        """Stop all batches; a later `resume` continues them."""
+        """Stop all batches, which a later `resume` continues."""
         for job in self._jobs.values():
             job.task.cancel()
         await asyncio.gather(*(job.task for job in self._jobs.values()), return_exceptions=True)
 
     async def create(self, batch: Batch, tenant: Tenant = ANYONE) -> Batch:
-        """Create a batch and start it. Raises NotFound if there is no such file, EngineOverloaded,
-        Conflict."""
+        """Create and start a batch. Raises NotFound without the file, EngineOverloaded,
+        Conflict.
+        """
         async with self._creating:
             try:
                 file = await self.store.call(self.store.file, batch.input_file_id, tenant.owner)
@@ -97,13 +97,11 @@ class BatchWork:
         return batch
 
     async def get(self, batch_id: str, owner: str | None = None) -> Batch:
-        """Return the current state of a batch. Raises NotFound."""
         batch = await self.store.call(self.store.batch, batch_id, owner)
         job = self._jobs.get(batch_id)
         return job.batch if job else batch
 
     async def list(self, after: str | None, limit: int, owner: str | None = None) -> list[Batch]:
-        """Return a page of batches, as `Store.batches`."""
         batches = await self.store.call(self.store.batches, after, limit, owner)
         return [
             self._jobs[batch.id].batch if batch.id in self._jobs else batch for batch in batches
@@ -137,8 +135,6 @@ class _Cancelled(Exception):
 
 
 class _Job:
-    """Runs one batch until it has a final status."""
-
     def __init__(
         self, work: BatchWork, batch: Batch, slots: asyncio.Semaphore, tenant: Tenant
     ) -> None:
@@ -157,7 +153,7 @@ class _Job:
             self.store.content(batch.input_file_id), (batch.endpoint,), work.max_line_bytes
         )
         self._files: dict[bool, ResultsFile] = {}
-        """Whether the requests succeeded → the file of their results."""
+        """Success or not → file of results."""
         self.task = asyncio.create_task(self._run(), name=f"jackfield-{batch.id}")
 
     async def _run(self) -> None:
@@ -200,7 +196,6 @@ class _Job:
         await self._end("expired")
 
     def _validate(self) -> tuple[int, list[BatchError]]:
-        """Return the number of requests and the first errors."""
         errors: list[BatchError] = []
         total = 0
         for line in self._reader:
@@ -216,8 +211,7 @@ class _Job:
         return total, errors
 
     async def _requests(self) -> bool:
-        """Run the requests. Return True if all have a result, False if the batch was cancelled or
-        its window is over."""
+        """Run the requests; return False if the batch was cancelled or expired."""
         running = asyncio.ensure_future(self._runner.run(self._missing(), self._deliver))
         stop = asyncio.ensure_future(self.cancel.wait())
         try:
@@ -254,10 +248,9 @@ class _Job:
             await writing
 
     async def _stored(self, write: Callable[[], Awaitable[T]], *, until_done: bool = False) -> T:
-        """Call `write`; if the disk does not accept it, wait and try again.
+        """Call `write`, retrying while the disk does not accept it.
 
-        Meanwhile `errors` of the batch says what it waits for. Raises _Cancelled if the batch is
-        cancelled while it waits, unless `until_done`.
+        The batch's `errors` report this. Raises _Cancelled on cancellation, unless `until_done`.
         """
         waiting: BatchErrors | None = None
         while True:
@@ -294,7 +287,7 @@ class _Job:
                 file.close()
 
     def _lost_results(self, batch: Batch) -> str | None:
-        """Return what is lost if the results were removed from the disk; None: nothing."""
+        """Return what is lost if results were removed; None: nothing."""
         for ok, part in ((True, "output"), (False, "errors")):
             if ok in self._files and self._files[ok].done:
                 if not self.store.has_results(batch, part):

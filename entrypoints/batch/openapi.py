@@ -1,5 +1,6 @@
-"""OpenAPI descriptions of the routes of files and batches: an operation for each handler, for its
-attribute `openapi`, with types in place of schemas."""
+"""OpenAPI descriptions of the file and batch routes, in each handler's attribute `openapi`, with
+types in place of schemas.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +36,6 @@ FORM = {
 
 
 def describe() -> None:
-    """Set the attribute `openapi` of each handler."""
     _put(routes.upload, FileObject, body=("multipart/form-data", FORM), errors=(400, 408, 413, 415))
     _put(
         routes.list_files, _page(FileObject), errors=(400, 404),

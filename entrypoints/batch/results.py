@@ -1,4 +1,4 @@
-"""The file of a batch's results: appended to, repaired after a kill, and finally sorted."""
+"""A batch's file of results: appended to, repaired after a kill, finally sorted."""
 
 from __future__ import annotations
 
@@ -14,23 +14,22 @@ from .jsonl import Result, id_of
 
 
 class ResultsFile:
-    """A file to which results are appended. Blocks: use it outside the event loop.
+    """A file to which results are appended. Blocks: not for the event loop.
 
-    Opening it removes a half-written last line and reads which results it has. When `append`
-    returns, the operating system has the line, so a killed process loses none.
+    Opening it removes a half-written last line and reads its results. After `append`, the operating
+    system has the line, so a killed process loses none.
     """
 
     def __init__(self, path: Path, *, anew: bool = False, mode: int = FILE_MODE) -> None:
-        """`anew`: discard existing content. `mode`: of a new file, before the umask.
+        """`anew`: discard content. `mode`: of a new file, before the umask.
 
-        Raises InvalidRequest if the file contains anything but results, or if another run has it
-        open.
+        Raises InvalidRequest if the file contains anything but results, or another run has it open.
         """
         self.path = path
         self.done: dict[str, int] = {}
-        """Id of each result → line number of its request in the input."""
+        """Id of each result → input line number."""
         self._places: list[tuple[int, int, int]] = []
-        """Line number in the input, offset and length of each result."""
+        """Input line number, offset and length of each result."""
         self._lock = threading.Lock()
         path.parent.mkdir(parents=True, exist_ok=True)
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
@@ -50,7 +49,7 @@ class ResultsFile:
             raise InvalidRequest(f"{self.path}: another run writes to it") from None
 
     def _read(self) -> int:
-        """Read the results; return the offset at which the last complete line ends."""
+        """Read the results; return the end of the last complete line."""
         end = 0
         for number, raw in enumerate(self._file, 1):
             whole = raw.endswith(b"\n")
@@ -70,8 +69,7 @@ class ResultsFile:
         return end
 
     def append(self, result: Result) -> None:
-        """Append a line. Raises OSError if there is no room, and then leaves no part of the
-        line."""
+        """Append a line. Raises OSError without room, leaving no part of it."""
         with self._lock:
             try:
                 self._write(result.encoded)
@@ -84,13 +82,13 @@ class ResultsFile:
             self._size += len(result.encoded)
 
     def _write(self, data: bytes) -> None:
-        """Unbuffered: a buffer would keep what did not fit and write it later."""
+        """Unbuffered: a buffer would write the rest later."""
         offset = 0
         while offset < len(data):
             offset += os.pwrite(self._file.fileno(), data[offset:], self._size + offset)
 
     def put_in_order(self) -> None:
-        """Sort the lines in the input's order; the file is replaced atomically."""
+        """Sort the lines in the input's order, replacing the file atomically."""
         if self._places == sorted(self._places):
             return
         other = self.path.with_name(self.path.name + ".sorting")
@@ -103,12 +101,11 @@ class ResultsFile:
         other.replace(self.path)
 
     def close(self) -> None:
-        """Close the file; everything is on the disk when this returns."""
+        """Close the file after writing it to disk."""
         if not self._file.closed:
             os.fsync(self._file.fileno())
             self._file.close()
 
     @property
     def size(self) -> int:
-        """Size in bytes."""
         return self._size

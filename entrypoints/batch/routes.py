@@ -60,7 +60,6 @@ async def upload(request: web.Request) -> web.Response:
 
 
 async def _form(request: web.Request, path: Any) -> tuple[dict[str, str], str | None, int]:
-    """Write the uploaded file to `path`; return (form fields, file name, file size)."""
     limit = request.app[SETTINGS].max_file_bytes
     fields: dict[str, str] = {}
     name: str | None = None

@@ -1,4 +1,4 @@
-"""Sends lines to the routes, a bounded number at a time, and delivers the result of each."""
+"""Sends lines to the routes, a bounded number at a time."""
 
 from __future__ import annotations
 
@@ -19,20 +19,18 @@ from .jsonl import Line, Result, answered, refused
 
 T = TypeVar("T")
 AHEAD = 64
-"""Number of lines that a thread reads at once."""
+"""Lines read at once by a thread."""
 FIRST_WAIT, LONGEST_WAIT = 0.05, 2.0
-"""First and longest wait in seconds before a request is sent again after the engine was full;
-doubles each time."""
+"""Seconds before a request is sent again after the engine was full; doubles each time."""
 _ABORTED = (b'"finish_reason":"abort"', b'"status":"cancelled"')
-"""Mark an aborted request in the JSON of a chat completion or completion, and of a response. Inside
-a generated text the quotes would be escaped."""
+"""Mark aborted requests in the JSON of completions and responses. In generated texts the quotes
+would be escaped."""
 
 
 class BatchRunner:
-    """Sends lines to the routes of one engine.
+    """Sends lines to one engine's routes.
 
-    `slots` bounds how many are in flight, over all batches that share it. `priority` is added to
-    the requests' own: larger goes later, if the schedule policy uses priorities.
+    `slots` bounds those in flight over all batches. `priority` is added to the requests' own.
     """
 
     def __init__(
@@ -50,16 +48,16 @@ class BatchRunner:
         self.tenant = tenant
         self.usage = app[USAGE]
         self._ended = asyncio.Event()
-        """Set when a line has ended, which may make room within the tenant's limits."""
+        """Set when a line has ended, which may free the tenant's limits."""
         self._stopped: EngineStopped | None = None
 
     async def run(
         self, lines: Iterable[Line], deliver: Callable[[Result], Awaitable[None]]
     ) -> None:
-        """Send each line and pass its result to `deliver`, in order of completion. A failed line
-        does not stop the others.
+        """Send each line and pass its result to `deliver`, in order of completion. Failed lines do
+        not stop others.
 
-        Raises EngineStopped after delivering what was in flight; the remaining lines were not sent.
+        Raises EngineStopped after delivering what was in flight.
         """
         try:
             async with asyncio.TaskGroup() as group:
@@ -85,7 +83,7 @@ class BatchRunner:
             self._end()
 
     async def _begin(self) -> None:
-        """Wait for a slot and for the tenant's limits, without a slot as long as they refuse."""
+        """Wait for a slot and the tenant's limits, releasing the slot while those refuse."""
         while True:
             await self.slots.acquire()
             try:
@@ -129,7 +127,7 @@ class BatchRunner:
 
 
 async def in_threads(items: Iterable[T]) -> AsyncIterator[T]:
-    """Yield the items of a blocking iterable, reading a few at a time in a thread."""
+    """Yield a blocking iterable's items, reading a few at a time in a thread."""
     iterator = iter(items)
     while some := await asyncio.to_thread(_take, iterator):
         for item in some:

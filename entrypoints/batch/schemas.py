@@ -41,7 +41,7 @@ class FileObject(msgspec.Struct, kw_only=True):
     id: str
     bytes: int
     created_at: int
-    """Unix time in seconds, as all times here."""
+    """Unix time in seconds, as everywhere here."""
     filename: str
     purpose: Literal["batch", "batch_output"]
     expires_at: int | None = None
@@ -99,7 +99,7 @@ class Batch(msgspec.Struct, kw_only=True):
     output_expires_after: ExpiresAfter | None = None
 
     def turn(self, status: BatchStatus) -> None:
-        """Set the status, and the time at which it was reached."""
+        """Set the status and its time."""
         self.status = status
         if status != "validating":
             setattr(self, f"{status}_at", int(time.time()))
@@ -130,7 +130,6 @@ class CreateBatch(msgspec.Struct):
     output_expires_after: ExpiresAfter | None = None
 
     def check(self, endpoints: tuple[str, ...]) -> None:
-        """Raise InvalidRequest with the field's name if a value is not allowed."""
         if self.endpoint not in endpoints:
             raise InvalidRequest(
                 f"endpoint: must be {', '.join(endpoints)}; got {self.endpoint!r}",
@@ -148,8 +147,7 @@ class CreateBatch(msgspec.Struct):
 
 
 def window_seconds(window: str) -> int:
-    """Return a window such as "24h" in seconds. OpenAI allows only that one; here it may be any
-    number of s, m, h or d."""
+    """Return a window in seconds: any number of s, m, h or d; OpenAI allows only "24h"."""
     match = re.fullmatch(r"([1-9][0-9]{0,6})([smhd])", window)
     seconds = int(match[1]) * _UNITS[match[2]] if match else 0
     if not 1 <= seconds <= MAX_WINDOW:
@@ -165,7 +163,7 @@ def new_file_id() -> str:
 
 
 def page(items: list[Any], limit: int) -> dict[str, Any]:
-    """Return OpenAI's list of the first `limit` items; one more item means that there are more."""
+    """Return OpenAI's list of the first `limit` items; an extra item means that there are more."""
     data = items[:limit]
     return {
         "object": "list",

@@ -1,4 +1,4 @@
-"""Errors of a full or failing disk: converts those of the file system and of SQLite."""
+"""Converts errors of a full or failing disk, from the file system and SQLite."""
 
 from __future__ import annotations
 
@@ -33,8 +33,7 @@ class FolderGone(StorageFailed):
 
 @contextlib.contextmanager
 def storage(what: str) -> Iterator[None]:
-    """Convert the errors of disk operations in the context to StorageFull or StorageFailed. `what`:
-    the operation that failed, for the message."""
+    """Convert errors of disk operations to StorageFull or StorageFailed. `what`: the operation."""
     try:
         yield
     except OSError as error:

@@ -47,7 +47,7 @@ ALTER TABLE batches ADD COLUMN owner TEXT NOT NULL DEFAULT '';
 ALTER TABLE batches ADD COLUMN tenant BLOB;
 """
 Part = str
-"""`output` or `errors`: the two files that a batch writes."""
+"""`output` or `errors`: a batch's two files."""
 
 
 class Store:
@@ -65,11 +65,12 @@ class Store:
         self._db: sqlite3.Connection
         self._lock: BinaryIO
         self._opened: tuple[int, int] | None = None
-        """Device and inode of the lock in the folder that is open; None: none is."""
+        """Device and inode of the open folder's lock; None if not open."""
 
     async def call(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Run a method of this store on its thread. Raises StorageFull or StorageFailed if the disk
-        fails, and FolderGone if the folder was removed."""
+        """Run a method on the store's thread. Raises StorageFull, StorageFailed, or FolderGone if
+        the folder was removed.
+        """
 
         def work() -> T:
             with storage("files and batches"):
@@ -80,7 +81,6 @@ class Store:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def open(self) -> None:
-        """Raises ConfigError if the folder cannot be used."""
         try:
             make_given_folder(self.folder, "batch_dir")
             for name in ("files", "incoming", "results"):
@@ -109,17 +109,16 @@ class Store:
         self._tidy()
 
     def _private(self, name: str) -> Path:
-        """Return the path of a file in the folder, which is there and for its owner alone."""
+        """Return the path of an existing file in the folder, private to its owner."""
         path = self.folder / name
         os.close(private_opener(str(path), os.O_RDWR | os.O_CREAT))
         tighten(path)
         return path
 
     def _find_folder(self) -> None:
-        """Open the folder again if it was created again since. Raises FolderGone.
+        """Reopen the folder if it was created again. Raises FolderGone.
 
-        It is not created here: what is mounted there may only be away, and the disk below it is not
-        the place for files.
+        Does not create it: a mount may only be away, and the disk below is not the place for files.
         """
         with contextlib.suppress(FileNotFoundError):
             if _identity(self.folder / "lock") == self._opened:
@@ -140,7 +139,6 @@ class Store:
         self._lock.close()
 
     async def start(self) -> None:
-        """Open. Raises ConfigError."""
         try:
             await self.call(self.open)
         except ConfigError:
@@ -153,8 +151,7 @@ class Store:
         self._thread.shutdown(wait=False)
 
     def _tidy(self) -> None:
-        """Clean up after a kill: remove partial uploads and files without a row, and undo
-        unfinished finalizations."""
+        """Remove partial uploads and files without a row, and undo unfinished finalizations."""
         for path in (self.folder / "incoming").iterdir():
             path.unlink()
         for batch in self.unfinished():
@@ -174,15 +171,13 @@ class Store:
     # ------------------------------------------------------------ files
 
     def incoming(self, file_id: str) -> Path:
-        """Return the path to which an upload is written."""
         return self.folder / "incoming" / file_id
 
     def content(self, file_id: str) -> Path:
-        """Return the path of a file's content; only for ids created by this server."""
+        """Return the path of a file's content; only for this server's ids."""
         return self.folder / "files" / file_id
 
     def check_room(self, size: int) -> None:
-        """Raise InvalidRequest unless `size` more bytes fit within the limit."""
         self.drop_expired()
         (num_bytes,) = self._db.execute("SELECT COALESCE(SUM(bytes), 0) FROM files").fetchone()
         if num_bytes + size > self.max_bytes:
@@ -192,7 +187,6 @@ class Store:
             )
 
     def add_file(self, file: FileObject, source: Path, owner: str = "") -> None:
-        """Add a complete file for its owner. Raises InvalidRequest if there is no room."""
         if file.purpose == "batch":
             self.check_room(file.bytes)
         data = msgspec.json.encode(file)
@@ -209,7 +203,6 @@ class Store:
             raise
 
     def file(self, file_id: str, owner: str | None = None) -> FileObject:
-        """Return a file's row. Raises NotFound."""
         self.drop_expired()
         row = self._row("files", file_id, owner)
         if row is None:
@@ -224,13 +217,13 @@ class Store:
         purpose: str | None,
         owner: str | None = None,
     ) -> list[FileObject]:
-        """Return a page of files, with one more than `limit` if there are more. Raises NotFound."""
+        """Return a page of files, plus one if there are more. Raises NotFound."""
         self.drop_expired()
         rows = self._page("files", after, limit, ascending, purpose, owner)
         return [msgspec.json.decode(data, type=FileObject) for data in rows]
 
     def delete_file(self, file_id: str, owner: str | None = None) -> None:
-        """Delete a file. Raises NotFound, and Conflict while a batch reads it."""
+        """Raises NotFound, and Conflict while a batch reads it."""
         self.file(file_id, owner)
         for batch in self.unfinished():
             if batch.input_file_id == file_id:
@@ -247,7 +240,7 @@ class Store:
         self.content(file_id).unlink(missing_ok=True)
 
     def drop_expired(self) -> None:
-        """Delete expired files, unless an unfinished batch reads them."""
+        """Delete expired files that no unfinished batch reads."""
         rows = self._db.execute(
             "SELECT id FROM files WHERE expires_at <= ?", (int(time.time()),)
         ).fetchall()
@@ -262,7 +255,7 @@ class Store:
     # ------------------------------------------------------------ batches
 
     def put(self, batch: Batch, tenant: Tenant = ANYONE) -> None:
-        """Store a batch: a new one for its tenant, or a new state of an existing one."""
+        """Store a new batch for its tenant, or a new state."""
         data, final = msgspec.json.encode(batch), batch.status in FINAL
         self._db.execute(
             "INSERT INTO batches (id, final, data, owner, tenant) VALUES (?, ?, ?, ?, ?) "
@@ -271,48 +264,44 @@ class Store:
         )
 
     def tenant(self, batch_id: str) -> Tenant:
-        """Return the tenant of a stored batch; ANYONE if it has none."""
+        """Return a batch's tenant, or ANYONE."""
         (tenant,) = self._db.execute(
             "SELECT tenant FROM batches WHERE id = ?", (batch_id,)
         ).fetchone()
         return ANYONE if tenant is None else msgspec.json.decode(tenant, type=Tenant)
 
     def has_results(self, batch: Batch, part: Part) -> bool:
-        """Return whether a batch's results are there, as a file or not yet as one."""
+        """Return whether a batch's results exist, as a file or not yet."""
         final = self.content(self.result_id(batch, part))
         return self.results(batch, part).exists() or final.exists()
 
     def batch(self, batch_id: str, owner: str | None = None) -> Batch:
-        """Return a batch. Raises NotFound."""
         row = self._row("batches", batch_id, owner)
         if row is None:
             raise NotFound(f"there is no batch {batch_id!r}", param="batch_id")
         return msgspec.json.decode(row[0], type=Batch)
 
     def batches(self, after: str | None, limit: int, owner: str | None = None) -> list[Batch]:
-        """Return a page of batches, newest first, with one more than `limit` if there are more.
-        Raises NotFound."""
+        """Return a page of batches, newest first, plus one if there are more. Raises NotFound."""
         rows = self._page("batches", after, limit, False, None, owner)
         return [msgspec.json.decode(data, type=Batch) for data in rows]
 
     def unfinished(self) -> list[Batch]:
-        """Return the unfinished batches, oldest first."""
         rows = self._db.execute("SELECT data FROM batches WHERE NOT final ORDER BY seq")
         return [msgspec.json.decode(data, type=Batch) for (data,) in rows.fetchall()]
 
     def results(self, batch: Batch, part: Part) -> Path:
-        """Return the path of a batch's results until they become a file."""
+        """Return the path of a batch's results before they become a file."""
         return self.folder / "results" / f"{batch.id}.{part}"
 
     def result_id(self, batch: Batch, part: Part) -> str:
-        """Return the id of the file of results; the same after a restart."""
+        """Return the id of the results' file, stable over restarts."""
         digest = hashlib.blake2b(f"{batch.id}.{part}".encode(), digest_size=16)
         return f"file-{digest.hexdigest()}"
 
     def finish(self, batch: Batch, tenant: Tenant = ANYONE) -> None:
-        """Turn the results into files of the tenant, and store the batch with its final status.
-
-        If this fails, it can be called again.
+        """Turn the results into the tenant's files, and store the final status. May be repeated
+        after a failure.
         """
         for part in ("output", "errors"):
             path = self.results(batch, part)
@@ -339,7 +328,7 @@ class Store:
         self.put(batch, tenant)
 
     def _row(self, table: str, id: str, owner: str | None) -> tuple[Any, ...] | None:
-        """Return (data, seq) of this owner's row; None if there is none."""
+        """Return (data, seq) of this owner's row, or None."""
         query = f"SELECT data, seq FROM {table} WHERE id = ? AND (? IS NULL OR owner = ?)"
         row: tuple[Any, ...] | None = self._db.execute(query, (id, owner, owner)).fetchone()
         return row
@@ -377,12 +366,10 @@ class Store:
 
 
 def _identity(file: Path | int) -> tuple[int, int]:
-    """Return device and inode of a file."""
     status = os.stat(file)
     return status.st_dev, status.st_ino
 
 
 def sync(file: BinaryIO) -> None:
-    """Flush a file to the disk (fsync)."""
     file.flush()
     os.fsync(file.fileno())

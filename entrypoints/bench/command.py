@@ -29,11 +29,9 @@ MODULES = {
     "tune": "kernels.tune",
     "run": "engine.session",
 }
-"""Benchmark → module with its `run`."""
 
 
 def run(argv: list[str]) -> int:
-    """Return the exit status."""
     if not argv or argv[0] in ("-h", "--help"):
         print(_usage())
         return 0
@@ -51,7 +49,7 @@ def run(argv: list[str]) -> int:
 
 @contextlib.contextmanager
 def _ended_in_order() -> Iterator[None]:
-    """Let SIGTERM end a benchmark as an error would, and with it the servers that it started."""
+    """Let SIGTERM end a benchmark, with its servers, as an error would."""
 
     def leave(number: int, _: object) -> None:
         raise SystemExit(128 + number)

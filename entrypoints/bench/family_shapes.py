@@ -1,8 +1,7 @@
 """Published configurations of families that differ from Llama in norms, biases, activations,
-positions or residuals: what each asks of a decode step that Llama does not.
+positions or residuals.
 
-Sources: config.json of the checkpoints of these names; fields that only training reads are left
-out.
+Sources: config.json of the named checkpoints, without training fields.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ def _config(architecture: str, model_type: str, **fields: Any) -> dict[str, Any]
 def _sizes(
     hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocab: int, length: int
 ) -> dict[str, int]:
-    """By the names that most configurations use."""
     return {
         "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers,
         "num_attention_heads": heads, "num_key_value_heads": kv_heads, "vocab_size": vocab,

@@ -1,6 +1,6 @@
-"""What may make a GPU slower than it was: other processes, its clock, and what holds that down.
+"""Reads conditions that slow a GPU: other processes, its clock, and the clock's limits.
 
-Read from its driver's `nvidia-smi`, so that this process has no context on it.
+Uses `nvidia-smi`, so that this process has no context on it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ REASONS = (
     "idle", "applications clocks", "power cap", "hardware slowdown", "sync boost",
     "thermal slowdown (software)", "thermal slowdown (hardware)", "power brake", "display clock",
 )  # fmt: skip
-"""Of the driver's mask, from its lowest bit."""
+"""Bits of the driver's mask, from the lowest."""
 NUMBERS = {
     "clocks.current.sm": "sm_clock_mhz", "power.draw": "power_w",
     "temperature.gpu": "temperature_c",
@@ -24,15 +24,14 @@ COUNTERS = {
     "sw_thermal_slowdown": "thermal slowdown (software)",
     "hw_thermal_slowdown": "thermal slowdown (hardware)",
 }  # fmt: skip
-"""Of times, in microseconds; not every driver has them."""
+"""Counters in microseconds; not every driver has them."""
 
 
 def gpu_state() -> Record:
-    """Return the state now of the first GPU that is visible; empty if there is none, and without
-    what its driver does not tell.
+    """Return the first visible GPU's state as far as its driver reports it; empty without one.
 
-    `processes`: (pid, MiB) of those with a context, our own included; pids may be another
-    namespace's. `throttled_s`: seconds since the driver was loaded.
+    `processes`: (pid, MiB) with a context, our own included; pids may be of another namespace.
+    `throttled_s`: since the driver was loaded.
     """
     state: Record = {}
     for field, name in NUMBERS.items():
@@ -56,14 +55,15 @@ def gpu_state() -> Record:
 
 
 def throttled(before: Record, after: Record) -> dict[str, float]:
-    """Return for how many seconds between two states each reason held the clock down; empty if
-    the driver does not count them."""
+    """Return the seconds that each reason held the clock down between two states; empty if
+    uncounted.
+    """
     first, last = before.get("throttled_s", {}), after.get("throttled_s", {})
     return {name: round(last[name] - first[name], 3) for name in first.keys() & last.keys()}
 
 
 def _query(fields: list[str]) -> list[str]:
-    """One row of values; empty if the driver does not know a field."""
+    """Return one row of values; empty if the driver lacks a field."""
     rows = _smi(f"--query-gpu={','.join(fields)}")
     return rows[0] if rows else []
 
@@ -77,7 +77,7 @@ def _number(values: list[str] | str) -> float | int | None:
 
 
 def _smi(query: str) -> list[list[str]] | None:
-    """Return rows of values without units; None if that failed."""
+    """Return rows of values without units; None on failure."""
     device = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0]
     try:
         done = subprocess.run(

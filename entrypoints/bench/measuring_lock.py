@@ -1,5 +1,4 @@
-"""A file's lock that a process holds while it measures, so that processes that share a device
-measure one after the other."""
+"""A file lock that makes processes measure one after the other on a shared device."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ HELP = (
 
 @contextlib.contextmanager
 def held(path: str | None) -> Iterator[None]:
-    """Wait for a file's lock and hold it; None: no lock. The file is created if there is none.
+    """Hold a file's lock, creating the file; None: no lock.
 
     Raises OSError if it cannot be opened.
     """
@@ -31,7 +30,7 @@ def held(path: str | None) -> Iterator[None]:
 
 @contextlib.asynccontextmanager
 async def held_async(path: str | None) -> AsyncIterator[None]:
-    """`held`, for an event loop that goes on meanwhile."""
+    """As `held`, for an event loop."""
     if path is None:
         yield
         return

@@ -1,7 +1,4 @@
-"""The processes that this one started, and those that they started: found and ended together.
-
-Linux alone: they are read from /proc.
-"""
+"""Finds and ends this process's descendants (Linux: from /proc)."""
 
 from __future__ import annotations
 
@@ -14,20 +11,19 @@ from collections.abc import Iterable
 from pathlib import Path
 
 GRACE_SECONDS = 5.0
-"""To exit after SIGTERM."""
+"""Seconds to exit after SIGTERM."""
 SUBREAPER = 36
 """PR_SET_CHILD_SUBREAPER."""
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of all descendants whose own parent ends. A program that it
-    then executes in its place (`preexec_fn`) stays so."""
+    """Become the parent of orphaned descendants. Also inherited through exec (`preexec_fn`)."""
     if ctypes.CDLL(None, use_errno=True).prctl(SUBREAPER, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
 
 def descendants(roots: Iterable[int]) -> set[int]:
-    """Return those of these processes, and of all that they started, that have not ended."""
+    """Return the running processes among these and their descendants."""
     running: set[int] = set()
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
@@ -44,8 +40,9 @@ def descendants(roots: Iterable[int]) -> set[int]:
 
 
 def _has_threads(process: Path) -> bool:
-    """Whether a process whose first thread has ended has others, which hold its files and its
-    memory of the device."""
+    """Whether a process whose first thread has ended has others, which hold files and device
+    memory.
+    """
     states = []
     for stat in process.glob("task/[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -54,9 +51,9 @@ def _has_threads(process: Path) -> bool:
 
 
 def end_descendants(keep: Iterable[int] = ()) -> set[int]:
-    """End what this process started and their orphans, but not `keep` and what those started:
-    SIGTERM, and SIGKILL after GRACE_SECONDS. Return those that are there even after as long
-    again: in a driver's call, perhaps."""
+    """End this process's descendants except `keep` and theirs: SIGTERM, then SIGKILL after
+    GRACE_SECONDS. Return those that remain after as long again, perhaps in a driver's call.
+    """
     own, keep = os.getpid(), list(keep)
 
     def others() -> set[int]:

@@ -22,8 +22,7 @@ Record = dict[str, Any]
 
 
 def commit() -> str:
-    """Return the commit of the source tree that this package runs from, with a plus if files differ
-    from it. JACKFIELD_COMMIT, if it is set, names the commit of a copy."""
+    """Return the source tree's commit, with a plus if modified. JACKFIELD_COMMIT overrides it."""
     if given := os.environ.get("JACKFIELD_COMMIT"):
         return given
     if (ROOT / ".git").exists():
@@ -43,7 +42,7 @@ def _git(*words: str) -> str:
 
 
 def version_of(distribution: str) -> str | None:
-    """Return a distribution's installed version, without importing it."""
+    """Return a distribution's version without importing it."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -51,8 +50,7 @@ def version_of(distribution: str) -> str | None:
 
 
 def device_name(device: str) -> str:
-    """Return the GPU's name, read from its driver so that no CUDA context is created; else the
-    processor's."""
+    """Return the GPU's name from its driver, without a CUDA context; else the processor's."""
     if device != "cpu":
         try:
             done = subprocess.run(
@@ -73,7 +71,7 @@ def device_name(device: str) -> str:
 
 
 def environment(device: str) -> Record:
-    """Return the facts needed to interpret a result: date, commit, device, versions."""
+    """Return date, commit, device and versions."""
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": commit(),
@@ -86,7 +84,6 @@ def environment(device: str) -> Record:
 
 
 def add_output_options(parser: argparse.ArgumentParser) -> None:
-    """--output"""
     parser.add_argument(
         "--output",
         help="append JSON lines to this file, - for standard output (default: a file of today's "
@@ -95,14 +92,13 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
 
 
 def default_output() -> str:
-    """Return the default path for results."""
     if DEFAULT_FOLDER.is_dir():
         return str(DEFAULT_FOLDER / f"{datetime.date.today().isoformat()}.jsonl")
     return "-"
 
 
 class Emitter:
-    """Writes each result as soon as it is available, and keeps all for the table."""
+    """Writes each result at once, and keeps all for the table."""
 
     def __init__(self, output: str | None, facts: Record) -> None:
         self.output = output if output is not None else default_output()
@@ -110,7 +106,7 @@ class Emitter:
         self.records: list[Record] = []
 
     def emit(self, record: Record) -> None:
-        """Write one line and flush it, so that nothing is lost if the process is killed."""
+        """Write and flush one line, so that nothing is lost in a kill."""
         line = {**self.facts, **record}
         if not line.get("partial"):
             self.records.append(line)
@@ -127,7 +123,7 @@ class Emitter:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Return a percentile, interpolated linearly between the two nearest values."""
+    """Return a linearly interpolated percentile."""
     ordered = sorted(values)
     position = (len(ordered) - 1) * percent / 100
     low = int(position)
@@ -136,7 +132,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def table(rows: Sequence[Sequence[Any]], header: Sequence[str]) -> str:
-    """Return columns of plain text, with numbers aligned to the right."""
+    """Return plain-text columns, numbers aligned to the right."""
     cells = [[_cell(value) for value in row] for row in rows]
     widths = [
         max(len(str(header[i])), *(len(row[i]) for row in cells)) if cells else len(header[i])
@@ -165,7 +161,7 @@ def _cell(value: Any) -> str:
 
 
 def summary(records: Sequence[Record]) -> str:
-    """Return a table of the measurements: one row per number."""
+    """Return a table with one row per number."""
     rows = []
     for record in records:
         facts = ", ".join(f"{k}={v}" for k, v in record.get("at", {}).items())
@@ -181,5 +177,5 @@ def summary(records: Sequence[Record]) -> str:
 
 
 def say(text: str) -> None:
-    """Print to standard error, because standard output is JSON."""
+    """Print to standard error, as standard output is JSON."""
     print(text, file=sys.stderr, flush=True)

@@ -1,9 +1,8 @@
-"""Lower bounds of a workload's time: bytes and operations from the model's configuration, over the
-bandwidth and the matrix product rate measured on this device.
+"""Lower bounds of a workload's time: the model's bytes and operations over this device's measured
+bandwidth and product rate.
 
-A floor counts what no implementation can avoid: the weights once per step, the KV cache of every
-running sequence once per step, the products of every token. It leaves out norms, activations,
-sampling, and everything on the host.
+A floor counts the weights and every running sequence's KV cache once per step, and every token's
+products; not norms, activations, sampling, or the host.
 """
 
 from __future__ import annotations
@@ -18,20 +17,18 @@ from ...core.errors import ConfigError
 
 
 class Ceilings(msgspec.Struct, frozen=True):
-    """Rates measured on one device."""
-
     copy_bytes_per_second: float
-    """Bytes per second, read plus written, of a large device-to-device copy."""
+    """Read plus written, of a large device-to-device copy."""
     read_bytes_per_second: float
-    """Bytes per second read by a large sum."""
+    """Of a large sum."""
     matmul_flops: float
-    """Operations per second of a large square product in `dtype`."""
+    """Of a large square product in `dtype`."""
     dtype: str
     device: str
 
 
 def given_ceilings(text: str) -> Ceilings:
-    """Read from JSON that an earlier run wrote. Raises ConfigError."""
+    """Read from an earlier run's JSON. Raises ConfigError."""
     try:
         return msgspec.json.decode(text, type=Ceilings)
     except msgspec.MsgspecError as error:
@@ -39,7 +36,7 @@ def given_ceilings(text: str) -> Ceilings:
 
 
 def measure_ceilings(device_name: str = "cuda", dtype_name: str = "bfloat16") -> Ceilings:
-    """Measure on this device: 1 GiB copied and summed, 8192³ multiplied (less on a CPU)."""
+    """Measure this device: 1 GiB copied and summed, 8192³ multiplied (less on a CPU)."""
     import torch
 
     from .timing import median_seconds
@@ -68,16 +65,16 @@ def measure_ceilings(device_name: str = "cuda", dtype_name: str = "bfloat16") ->
 
 
 class Extent(NamedTuple):
-    """The sizes of a request, in tokens."""
+    """A request's sizes in tokens."""
 
     prompt: int
     output: int
     cached: int = 0
-    """Number of prompt tokens that are in the KV cache already."""
+    """Prompt tokens in the KV cache already."""
 
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""What configurations call the number of experts."""
+"""Configuration fields with the number of experts."""
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 HIDDEN = ("hidden_size", "n_embd", "d_model")
 HEADS = ("num_attention_heads", "n_head", "n_heads")
@@ -87,44 +84,42 @@ PLAIN = frozenset({
     "apertus", "arcee", "bloom", "falcon", "gpt2", "gpt_neox", "gptj", "mpt", "nemotron", "opt",
     "persimmon", "phi", "starcoder2",
 })  # fmt: skip
-"""Model types whose MLPs have no gate; without a size of their own, they are four times as wide as
-hidden states."""
+"""Model types with ungated MLPs, four times as wide as hidden states by default."""
 
 
 def _first(config: Mapping[str, Any], names: Sequence[str]) -> int:
-    """Return the first of these fields that is there and not 0; 0: none is."""
+    """Return the first nonzero field, else 0."""
     return int(next(filter(None, map(config.get, names)), 0))
 
 
 class LatentShape(NamedTuple):
-    """The sizes of latent attention (MLA)."""
+    """Sizes of latent attention (MLA)."""
 
     latent: int
     rope: int
     nope: int
     value: int
     query: int
-    """Channels that queries are made from; 0: hidden states."""
+    """Query input channels; 0: hidden states."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> LatentShape:
-        """Return the sizes in a checkpoint's config.json."""
         names = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
         latent, rope, nope, value = (int(config[name]) for name in names)
         return cls(latent, rope, nope, value, int(config.get("q_lora_rank") or 0))
 
     @property
     def cached(self) -> int:
-        """Numbers that a layer caches of a token."""
+        """Numbers cached per token and layer."""
         return self.latent + self.rope
 
     @property
     def pair_width(self) -> int:
-        """Channels of a head's key and value, expanded."""
+        """Expanded channels of a head's key and value."""
         return self.nope + self.rope + self.value
 
     def weights(self, hidden: int, heads: int) -> int:
-        """Return the number of weights of one layer's projections."""
+        """Return the weights of one layer's projections."""
         key = heads * (self.nope + self.rope)
         queries = self.query * (hidden + key) if self.query else hidden * key
         up = self.latent * heads * (self.nope + self.value)
@@ -132,7 +127,7 @@ class LatentShape(NamedTuple):
 
 
 class StateShape(NamedTuple):
-    """The sizes of layers that keep a state: Mamba 2, or the gated delta rule."""
+    """Sizes of state layers: Mamba 2, or the gated delta rule."""
 
     layers: int
     weights: int
@@ -142,7 +137,7 @@ class StateShape(NamedTuple):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> StateShape | None:
-        """Return the sizes in a checkpoint's config.json; None if no layer keeps a state."""
+        """Return config.json's sizes; None without state layers."""
         hidden, layers = _first(config, HIDDEN), _first(config, LAYERS)
         if config["model_type"] == "qwen3_next":
             names = ("num_key_heads", "key_head_dim", "num_value_heads", "value_head_dim")
@@ -168,8 +163,7 @@ class StateShape(NamedTuple):
 
 
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
-    """The sizes of a decoder that determine its cost: Llama-like, a mixture of experts, or with
-    states."""
+    """A decoder's sizes that determine its cost."""
 
     layers: int
     hidden: int
@@ -188,27 +182,26 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     expert_bytes: float = 2
     """Bytes per weight of an expert."""
     shared_experts: int = 0
-    """Experts that every token is multiplied with."""
+    """Experts for every token."""
     dense_layers: int = 0
-    """Of a mixture: layers with an MLP."""
+    """Layers of a mixture with an MLP."""
     latent: LatentShape | None = None
     """None: keys and values are cached."""
     state: StateShape | None = None
     attention_layers: int
     windowed_layers: int = 0
-    """Those of them that see a window, if it is stated layer by layer."""
+    """Layers with a window, if stated per layer."""
     window: int = 0
     """Its tokens."""
     gated_attention: bool = False
-    """Whether queries have a gate as wide as they."""
+    """Whether queries have an equally wide gate."""
     gated_mlp: bool = True
-    """Whether MLPs have a gate as wide as what it is multiplied by."""
+    """Whether MLPs are gated."""
 
     @classmethod
     def from_config(
         cls, config: Mapping[str, Any], *, weight_bytes: float = 2, kv_bytes: float = 2
     ) -> ModelShape:
-        """Return the sizes in a checkpoint's config.json."""
         hidden, layers, heads = (_first(config, names) for names in (HIDDEN, LAYERS, HEADS))
         plain = config["model_type"] in PLAIN
         state = StateShape.from_config(config)
@@ -247,13 +240,12 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def head_weights(self) -> int:
-        """Number of weights of the output projection; the input embedding is looked up, not
-        read."""
+        """Weights of the output projection; the input embedding is a lookup."""
         return self.vocab * self.hidden
 
     @property
     def attention_weights(self) -> int:
-        """Number of weights of one layer's query, key, value and output projections."""
+        """Weights of one layer's query, key, value and output projections."""
         if self.latent is not None:
             return self.latent.weights(self.hidden, self.heads)
         width = self.head_dim * self.hidden
@@ -262,18 +254,19 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def mixer_weights(self) -> int:
-        """Number of weights of all layers' attention and state projections."""
+        """Weights of all layers' attention and state projections."""
         states = self.state.layers * self.state.weights if self.state else 0
         return self.attention_layers * self.attention_weights + states
 
     @property
     def active_weights(self) -> float:
-        """Number of weights that one token is multiplied with, without the output projection."""
+        """Weights multiplied per token, without the output projection."""
         return self.mixer_weights + self._mlp_weights(self.experts_per_token)
 
     def step_weight_bytes(self, tokens: float) -> float:
-        """Return the bytes of weights that a step of `tokens` tokens reads. Of the experts, those
-        count that are expected to be chosen at least once if each token chooses uniformly."""
+        """Return the bytes of weights read in a step; of experts, those expected under uniform
+        choice.
+        """
         num_experts = 0.0
         if self.experts:
             missed = (1 - self.experts_per_token / self.experts) ** tokens
@@ -285,35 +278,36 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kv_bytes_per_token(self) -> float:
-        """Bytes of what is cached of one position, in all layers."""
+        """Cached bytes per position, in all layers."""
         if self.latent is not None:
             return self.layers * self.latent.cached * self.kv_bytes
         return 2 * self.attention_layers * self.kv_heads * self.head_dim * self.kv_bytes
 
     def read_kv_bytes(self, rows: float, context: float) -> float:
-        """Return the bytes of what `rows` sequences of equal lengths, `context` tokens in total,
-        read in a step."""
+        """Return the cached bytes that `rows` equally long sequences with `context` tokens in total
+        read in a step.
+        """
         hidden = max(context - rows * self.window, 0.0) if self.windowed_layers else 0.0
         share = self.windowed_layers / max(self.attention_layers, 1)
         return (context - hidden * share) * self.kv_bytes_per_token
 
     @property
     def state_bytes(self) -> float:
-        """Bytes of a sequence's states in all layers, with elements as wide as the cache's."""
+        """Bytes of a sequence's states, with elements as wide as the cache's."""
         return self.state.layers * self.state.elements * self.kv_bytes if self.state else 0.0
 
     def state_flops(self, tokens: float) -> float:
-        """Return the operations of updating and reading states for `tokens` tokens."""
         return 4 * self.state.layers * self.state.elements * tokens if self.state else 0.0
 
     def attention_flops(self, pairs: float) -> float:
-        """Return the operations of scores and weighted sums for `pairs` (query, key) pairs, in all
-        layers."""
+        """Return the operations of scores and sums for `pairs` (query, key) pairs, in all
+        layers.
+        """
         widths = 2 * self.head_dim if self.latent is None else self.latent.pair_width
         return 2 * self.attention_layers * self.heads * widths * pairs
 
     def _mlp_weights(self, experts: float) -> float:
-        """Number of weights of all layers' MLPs, of mixtures so many chosen experts."""
+        """Weights of all layers' MLPs, with `experts` chosen experts."""
         dense = (3 if self.gated_mlp else 2) * self.hidden * self.intermediate
         if not self.experts:
             return self.layers * dense
@@ -322,8 +316,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         return self.dense_layers * dense + mixtures + self._expert_weights(experts)
 
     def _expert_weights(self, experts: float) -> float:
-        """Number of weights of so many chosen experts, and those that serve every token, in all
-        layers."""
+        """Weights of `experts` chosen experts, and those for every token, in all layers."""
         if not self.experts:
             return 0.0
         chosen = 3 * self.expert_intermediate * (experts + self.shared_experts)
@@ -340,7 +333,7 @@ def decode_step_floor(shape: ModelShape, ceilings: Ceilings, rows: float, contex
 
 
 def prefill_flops(shape: ModelShape, requests: Sequence[Extent]) -> float:
-    """Return the operations for the prompts' uncached tokens, counting causal pairs only."""
+    """Return the operations of the prompts' uncached tokens, counting causal pairs only."""
     tokens = sum(each.prompt - each.cached for each in requests)
     pairs = sum(
         (each.prompt * (each.prompt + 1) - each.cached * (each.cached + 1)) / 2 for each in requests
@@ -351,15 +344,13 @@ def prefill_flops(shape: ModelShape, requests: Sequence[Extent]) -> float:
 
 
 def prefill_floor(shape: ModelShape, ceilings: Ceilings, requests: Sequence[Extent]) -> float:
-    """Return the seconds to compute the prompts and the first tokens."""
     tokens = sum(each.prompt - each.cached for each in requests)
     weights = shape.step_weight_bytes(tokens) / ceilings.copy_bytes_per_second
     return max(weights, prefill_flops(shape, requests) / ceilings.matmul_flops)
 
 
 def batch_floor(shape: ModelShape, ceilings: Ceilings, requests: Sequence[Extent]) -> float:
-    """Return the seconds for all requests if they start at once and decode together, which reads
-    weights the fewest times."""
+    """Return the seconds if all requests start at once and decode together."""
     prompts = np.array([each.prompt for each in requests])
     outputs = np.array([each.output for each in requests])
     total = prefill_floor(shape, ceilings, requests)

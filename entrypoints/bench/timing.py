@@ -12,7 +12,7 @@ import torch
 def median_seconds(
     work: Callable[[], object], device: torch.device, *, repeats: int = 20, warmup: int = 3
 ) -> float:
-    """Return the median time of `work`, after `warmup` untimed calls."""
+    """Return the median time of `work`."""
     for _ in range(warmup):
         work()
     if device.type != "cuda":
@@ -41,10 +41,9 @@ def graph_seconds(
     repeats: int = 20,
     warmup: int = 3,
 ) -> float:
-    """Return the median time of one of `works`, which run one after another in a recorded CUDA
-    graph.
+    """Return the median time of one of `works`, run in sequence in a CUDA graph.
 
-    Their results stay alive, so that each has memory of its own.
+    Their results stay alive, so that each has its own memory.
     """
     results = [work() for work in works]
     torch.cuda.synchronize(device)

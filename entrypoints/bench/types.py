@@ -14,21 +14,16 @@ Record: TypeAlias = dict[str, Any]
 
 
 class Outcome(NamedTuple):
-    """Outcome of a list of requests."""
-
     seconds: float
     token_ids: list[list[int]]
-    """Generated token ids, per request."""
     cached_tokens: int
-    """Number of prompt tokens found in a prefix cache."""
+    """Prompt tokens found in a prefix cache."""
 
 
 class Backend(Protocol):
-    """A started engine."""
-
     version: str
     details: dict[str, Any]
-    """Facts about the engine: device, attention backend, KV blocks."""
+    """Device, attention backend, KV blocks."""
 
     def run(self, requests: Sequence[BenchRequest]) -> Outcome:
         """Run all requests at once, to their end."""
@@ -41,14 +36,13 @@ class Backend(Protocol):
 
 
 class Bench(msgspec.Struct, kw_only=True):
-    """A started engine, its model, and the rates measured on this device."""
+    """A started engine, its model, and the device's rates."""
 
     backend: Backend
     vocab_size: int
     shape: ModelShape
     ceilings: Ceilings | None = None
     repeats: int | None = None
-    """Replaces the workload's own."""
     warmup: int | None = None
 
     def times(self, workload: Workload) -> tuple[int, int]:
@@ -58,12 +52,11 @@ class Bench(msgspec.Struct, kw_only=True):
 
 
 Measurement: TypeAlias = Callable[[Bench, Workload], Iterator[Record]]
-"""Yields results as they are ready: `measured`, and `floor` if the device's rates are known. A
-result that a later one of the same workload replaces has `partial`."""
+"""Yields results as they are ready: `measured`, and `floor` with known device rates. `partial`: a
+later result replaces it."""
 
 
 def extents(requests: Sequence[BenchRequest], cached: Sequence[int] | None = None) -> list[Extent]:
-    """Return the sizes of requests, for the floors."""
     num_cached = cached or [0] * len(requests)
     return [
         Extent(len(request.prompt), request.output, count)
@@ -72,7 +65,6 @@ def extents(requests: Sequence[BenchRequest], cached: Sequence[int] | None = Non
 
 
 def rounded(measured: Record) -> Record:
-    """Round to six significant digits."""
     return {
         key: float(f"{value:.6g}") if isinstance(value, float) else value
         for key, value in measured.items()

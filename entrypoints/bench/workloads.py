@@ -1,5 +1,4 @@
-"""Definitions of the workloads: real architectures with random weights, token ids as input,
-seeded."""
+"""Workloads: real architectures with random weights, token ids as input, seeded."""
 
 from __future__ import annotations
 
@@ -155,46 +154,42 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     },
     **FAMILY_SHAPES,
 }  # fmt: skip
-"""The configurations of published checkpoints (Qwen3-Next-80B-A3B with 12 of its 48 layers, EXAONE
-4.0 32B with 16 of 64); their weights are random, created on the device."""
+"""Configurations of published checkpoints (some with fewer layers); weights are random."""
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True):
-    """The requests of a benchmark. Lengths in tokens; a pair is a uniform range, both ends
-    included."""
+    """A benchmark's requests. Lengths in tokens; a pair is a uniform range, both ends included."""
 
     id: str
     title: str
     kind: Kind
     models: tuple[str, ...]
-    """Architectures for which it is defined."""
+    """Architectures that define it."""
     headline: str
-    """Name of the measured number that represents the workload."""
+    """The representative number."""
     higher_is_better: bool = False
     prompt: tuple[int, int] = (1, 1)
     output: tuple[int, int] = (1, 1)
     requests: int = 1
     batches: tuple[int, ...] = ()
-    """Numbers of requests that decode together."""
+    """Numbers of requests decoding together."""
     concurrency: tuple[int, ...] = ()
-    """Numbers of clients that each keep one request open."""
+    """Numbers of clients with one open request each."""
     shares: tuple[float, ...] = ()
-    """Open loops that follow: Poisson arrivals at these shares of the rate that the closed loops
-    reached."""
+    """Open loops: Poisson arrivals at these shares of the closed loops' rate."""
     mixed: bool = False
-    """Whether requests also differ in sampling options, and a quarter of them disconnect in
-    mid-stream."""
+    """Whether requests also differ in sampling options, and a quarter disconnect mid-stream."""
     lengths: tuple[int, ...] = ()
-    """Prompt lengths that are measured one after the other."""
+    """Prompt lengths, measured in sequence."""
     system: int = 0
-    """Number of tokens of a prefix that all chats share."""
+    """Tokens of a prefix common to all chats."""
     turns: int = 1
     temperature: float = 0.0
     warmup: int = 1
     repeats: int = 3
 
     def scaled(self, scale: float) -> Workload:
-        """Return the workload with lengths and counts multiplied, to try it on a small machine."""
+        """Return the workload with scaled lengths and counts, for a small machine."""
         if scale == 1.0:
             return self
 
@@ -215,7 +210,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def max_model_len(self) -> int:
-        """The longest sequence, with some margin."""
+        """Longest sequence, with a margin."""
         prompt = max(self.prompt[1], *self.lengths, 0)
         longest = self.system + self.turns * (prompt + self.output[1])
         return longest + 16
@@ -295,24 +290,23 @@ WORKLOADS: dict[str, Workload] = {
 
 
 class BenchRequest(msgspec.Struct, frozen=True):
-    """One request: a prompt of token ids, and the number of tokens to generate."""
-
     prompt: list[int]
     output: int
     temperature: float = 0.0
     options: dict[str, Any] = {}
-    """Further fields of the request, over HTTP."""
+    """Further fields over HTTP."""
     leave_after: int | None = None
-    """Number of chunks after which the client closes the connection."""
+    """Chunks after which the client disconnects."""
 
 
 def draw(
     workload: Workload, vocab_size: int, trial: int, *, requests: int = 0
 ) -> list[BenchRequest]:
-    """Return a trial's requests: every trial has the same lengths, but different tokens.
+    """Return a trial's requests: the same lengths per trial, but different tokens, against prefix
+    caches.
 
-    Ranges are drawn as in nano-vllm's benchmark (seed 0, prompts first, then lengths of outputs),
-    so that numbers can be compared. Tokens differ, so that a prefix cache does not help.
+    Ranges are drawn as in nano-vllm's benchmark (seed 0, prompts first, then output lengths), for
+    comparable numbers.
     """
     usable = vocab_size - vocab_size // 150
     count = requests or workload.requests
@@ -338,7 +332,7 @@ def draw(
 
 
 LEAVING = 0.25
-"""Share of mixed requests whose client disconnects in mid-stream."""
+"""Share of mixed requests that disconnect mid-stream."""
 OPTIONS: tuple[tuple[float, Callable[[random.Random, int], dict[str, Any]]], ...] = (
     (0.2, lambda source, usable: {"top_p": 0.9}),
     (0.1, lambda source, usable: {"top_k": 40}),
@@ -356,13 +350,13 @@ OPTIONS: tuple[tuple[float, Callable[[random.Random, int], dict[str, Any]]], ...
         lambda source, usable: {"allowed_token_ids": source.sample(range(usable), 200)},
     ),
 )
-"""Options of mixed requests, each drawn independently with its share; none of them ends an
-output."""
+"""Options of mixed requests, drawn independently by share; none ends an output."""
 
 
 def _draw_mixed(workload: Workload, usable: int, trial: int, count: int) -> list[BenchRequest]:
     """Return requests of uniform lengths; 70 % have a temperature. `stop_token_ids` may end an
-    output."""
+    output.
+    """
     source = random.Random(f"{workload.id} {trial}")
     requests = []
     for _ in range(count):
@@ -383,10 +377,9 @@ def _draw_mixed(workload: Workload, usable: int, trial: int, count: int) -> list
 
 
 def write_model(name: str, folder: Path, *, tokenizer: bool = False) -> Path:
-    """Write the config.json of ARCHITECTURES[name], and a synthetic tokenizer if a server needs
-    one.
+    """Write ARCHITECTURES[name]'s config.json, and a synthetic tokenizer if needed.
 
-    Return the checkpoint's folder, which has no weights.
+    Return the folder, which has no weights.
     """
     target = folder / name
     target.mkdir(parents=True, exist_ok=True)
@@ -398,14 +391,12 @@ def write_model(name: str, folder: Path, *, tokenizer: bool = False) -> Path:
 
 
 def model_config_dict(folder: Path) -> dict[str, Any]:
-    """Return the config.json of a checkpoint folder."""
     config: dict[str, Any] = json.loads((folder / "config.json").read_text())
     return config
 
 
 def _write_tokenizer(folder: Path, vocab_size: int) -> None:
-    """Write a tokenizer with one word per token: t0, t1 …, so that text endpoints work and
-    detokenizing has a cost."""
+    """Write a tokenizer with one word per token: t0, t1 …, so that detokenizing has a cost."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = {f"t{token}": token for token in range(vocab_size)}
@@ -420,7 +411,7 @@ def _write_tokenizer(folder: Path, vocab_size: int) -> None:
 
 
 def choose(names: Sequence[str], kinds: Sequence[Kind]) -> list[Workload]:
-    """Return workloads by id, in the given order. Raises ValueError with the known ids."""
+    """Return workloads by id. Raises ValueError with the known ids."""
     workloads = {each.id.lower(): each for each in WORKLOADS.values() if each.kind in kinds}
     selection = []
     for name in names:

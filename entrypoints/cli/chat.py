@@ -31,7 +31,7 @@ SETTINGS = (
     "presence_penalty", "frequency_penalty", "repetition_penalty", "reasoning_effort",
     "chat_template_kwargs",
 )  # fmt: skip
-"""Fields of requests that /set changes."""
+"""Request fields for /set."""
 
 
 class Misused(Exception):
@@ -39,7 +39,7 @@ class Misused(Exception):
 
 
 def run(argv: list[str]) -> int:
-    """Chat interactively, or send one message; return the exit status."""
+    """Return the exit status."""
     parser = make_parser(
         "chat", "Talk to a running server. In a conversation, /help lists commands."
     )
@@ -66,17 +66,17 @@ def run(argv: list[str]) -> int:
 
 
 class Conversation:
-    """Messages so far, and how the next response is asked for."""
+    """Messages so far, and the requests' options."""
 
     def __init__(self, client: Client, system: str | None) -> None:
         self.client = client
         self.system = system
         self.messages: list[dict[str, str]] = []
-        """Without the system prompt."""
 
     def say(self, text: str) -> bool:
-        """Send a message, and show the response as it arrives. Return whether there was one: if
-        there was none, the message is forgotten, so that the conversation can go on."""
+        """Send a message and show the response. Return whether there was one; without, the message
+        is dropped.
+        """
         self.messages.append({"role": "user", "content": text})
         answer = ""
 
@@ -114,8 +114,9 @@ class Conversation:
 
 
 def converse(conversation: Conversation, lines: LineEditing) -> int:
-    """Read messages until the end of the input; return the exit status: 1 if the last message had
-    no response."""
+    """Read messages until the input ends; return the exit status: 1 if the last message had no
+    response.
+    """
     status = 0
     while True:
         try:
@@ -143,7 +144,7 @@ def converse(conversation: Conversation, lines: LineEditing) -> int:
 
 
 def _read(lines: LineEditing) -> str:
-    """Return a message, which may be of several lines. Raises EOFError."""
+    """Return a message of one or more lines. Raises EOFError."""
     text = lines.read("> ")
     while text.endswith("\\"):
         text = text[:-1] + "\n" + lines.read("… ")
@@ -154,7 +155,7 @@ def _read(lines: LineEditing) -> str:
 
 
 def _carry_out(conversation: Conversation, line: str) -> None:
-    """Carry out a command. Raises Misused; EOFError if it ends the conversation."""
+    """Run a command. Raises Misused; EOFError to end the conversation."""
     name, _, rest = line.partition(" ")
     if name not in COMMANDS:
         near = nearest(name, COMMANDS)
@@ -255,4 +256,4 @@ COMMANDS: dict[str, Callable[[Conversation, str], None]] = {
     "/help": _help, "/clear": _clear, "/retry": _retry, "/set": _set, "/system": _system,
     "/save": _save, "/load": _load, "/exit": _exit, "/quit": _exit,
 }  # fmt: skip
-"""What a line of the conversation may begin with → what it does with the rest."""
+"""First word of a line → command."""

@@ -23,7 +23,7 @@ DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {
     code: 0xFFFD for code in range(127, 160)
 }
-"""Control characters, which a terminal would obey → what is shown for them there."""
+"""Control characters, which a terminal would obey → their replacements."""
 
 
 class ResponseFailed(OSError):
@@ -31,7 +31,6 @@ class ResponseFailed(OSError):
 
 
 def make_parser(name: str, text: str) -> Parser:
-    """Return a parser with the flags of both commands."""
     parser = Parser(prog=f"jackfield {name}", description=text)
     parser.add_argument(
         "--url",
@@ -57,8 +56,7 @@ def make_parser(name: str, text: str) -> Parser:
 
 
 def _url(text: str) -> str:
-    """Parse a server's address. A trailing /v1 is removed, because OpenAI's clients and vLLM's
-    write it."""
+    """Parse a server's address, removing a trailing /v1, as clients write it."""
     try:
         parts = urllib.parse.urlsplit(text)
         usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
@@ -70,7 +68,7 @@ def _url(text: str) -> str:
 
 
 class Client:
-    """Sends requests to a server, with fields that all of them have."""
+    """Sends requests with common fields."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.url: str = args.url
@@ -80,12 +78,11 @@ class Client:
             for name in ("model", "max_tokens", "temperature")
             if getattr(args, name) is not None
         }
-        """Fields of each request's body."""
         self.stats = Stats() if args.stats else None
-        """Of the last response; None: nobody asks for them."""
+        """Of the last response, if requested."""
 
     def choices(self, route: str, **body: Any) -> Iterator[dict[str, Any]]:
-        """POST a body, and yield the choices in the stream's chunks. Raises OSError."""
+        """POST a body, and yield the choices of the stream. Raises OSError."""
         try:
             for event in self._events(route, body):
                 if self.stats is not None:
@@ -121,8 +118,7 @@ class Client:
         raise ResponseFailed(BROKE_OFF)
 
     def explained(self, error: OSError) -> str:
-        """Return what is wrong with a response, for people. Raises the error if it is that
-        standard output has no reader."""
+        """Describe a response's error. Raises it if standard output has no reader."""
         if isinstance(error, BrokenPipeError) and reader_left():
             raise error
         if isinstance(error, urllib.error.HTTPError):
@@ -139,21 +135,17 @@ class Client:
         return str(error)
 
     def show_stats(self) -> None:
-        """Print the numbers of the last response to standard error, if they were asked for."""
         if self.stats is not None:
             print(self.stats, file=sys.stderr)
 
 
 class Stats:
-    """Tokens and times of one response."""
-
     def __init__(self) -> None:
         self._start = time.perf_counter()
         self._first = self._last = self._start
         self._tokens = 0
 
     def add(self, event: dict[str, Any]) -> None:
-        """Count a chunk."""
         if usage := event.get("usage"):
             self._tokens = int(usage["completion_tokens"])
         if event["choices"]:
@@ -169,15 +161,16 @@ class Stats:
 
 
 class Display:
-    """Prints a response as it arrives: on a terminal reasoning is dim, and control characters are
-    shown instead of obeyed."""
+    """Prints a response as it arrives; on a terminal reasoning is dim, and control characters are
+    visible.
+    """
 
     def __init__(self) -> None:
         self._terminal = sys.stdout.isatty()
         self._colors = self._terminal and not os.environ.get("NO_COLOR")
 
     def show(self, parts: Iterable[tuple[str, str]]) -> None:
-        """Print pairs of reasoning and text, and end the line, also before an error."""
+        """Print pairs of reasoning and text, and end the line, even on an error."""
         shown = dim = False
         try:
             for reasoning, content in parts:

@@ -8,7 +8,7 @@ from .client import Client, Display, make_parser
 
 
 def run(argv: list[str]) -> int:
-    """Complete a text from an argument or from standard input; return the exit status."""
+    """Return the exit status."""
     parser = make_parser("complete", "Complete a text on a running server.")
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="default: standard input")
     parser.add_argument("-q", "--quick", metavar="PROMPT", help="the same, as vLLM has it")

@@ -17,7 +17,7 @@ OPTIONS = (
     "dtype", "tensor_parallel_size", "pipeline_parallel_size", "pipeline_layer_partition",
     "enable_expert_parallel", "model_impl", "hf_overrides", "plugin_options", "disable_plugins",
 )  # fmt: skip
-"""Engine options that decide what is written."""
+"""Engine options that affect the files."""
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -56,7 +56,6 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def run(argv: list[str]) -> int:
-    """Return the exit status."""
     args = make_parser().parse_args(argv)
     logging.basicConfig(
         level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"

@@ -39,7 +39,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def run(argv: list[str]) -> int:
-    """Return the exit status: 0 if all results are equal, 1 if one differs."""
+    """Return 0 if all results are equal, 1 if one differs."""
     args = make_parser().parse_args(argv)
     logging.basicConfig(
         level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"

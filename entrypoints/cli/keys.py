@@ -16,7 +16,6 @@ from ..flags.values import positive_int
 
 
 def run(argv: list[str]) -> int:
-    """Return the exit status."""
     parser = Parser(prog="jackfield keys", description=__doc__)
     commands = parser.add_subparsers(
         dest="command", required=True, parser_class=Parser, help="new: a new key; add: one you have"

@@ -1,4 +1,4 @@
-"""Lines from a terminal, with editing, and a history that outlives the program."""
+"""Reads lines from a terminal, with editing and a persistent history."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from pathlib import Path
 from types import ModuleType
 
 MOST_LINES = 1000
-"""Lines that the history keeps."""
+"""Most lines of the history."""
 
 
 class LineEditing:
-    """Reads lines. On a terminal the arrow keys edit them and bring back former ones, where this
-    Python has readline."""
+    """On a terminal, arrow keys edit and recall lines if this Python has readline."""
 
     def __init__(self, history_file: str | None) -> None:
-        """history_file: where former lines are kept, for its owner alone; None: nowhere."""
+        """history_file: private file of earlier lines; None: none."""
         self._readline = _readline() if sys.stdin.isatty() else None
         self._file = Path(history_file).expanduser() if history_file else None
         if self._readline is None or self._file is None:
@@ -28,12 +27,11 @@ class LineEditing:
 
     @staticmethod
     def default_file() -> str:
-        """Return where programs keep what they remember between two runs."""
         folder = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
         return str(Path(folder) / "jackfield" / "chat_history")
 
     def read(self, prompt: str) -> str:
-        """Return the next line. Raises EOFError at the end of the input."""
+        """Return the next line. Raises EOFError."""
         line = input(prompt)
         if self._readline is not None and self._file is not None and line.strip():
             with contextlib.suppress(OSError):  # A conversation is worth more than its history.

@@ -83,8 +83,7 @@ COMMANDS: dict[str, tuple[Command, str]] = {
 
 @hookimpl
 def register_commands(commands: Any) -> None:
-    """Register the built-in commands in the registry that plugins use, so that a plugin cannot take
-    their names."""
+    """Register the built-in commands first, so that plugins cannot take their names."""
     for name, (function, text) in COMMANDS.items():
         commands.add(name, function, help=text, final=True)
 
@@ -95,7 +94,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> int:
-    """Run the command that the arguments name."""
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(_usage())
         return 0
@@ -109,8 +107,7 @@ def _run(argv: list[str]) -> int:
 
 
 def _from_plugin(name: str, argv: list[str]) -> int:
-    """Run a command that a plugin registered. Its exceptions are printed with the plugin's
-    distribution."""
+    """Run a plugin's command; exceptions are printed with its distribution."""
     import traceback
 
     from ...core.errors import JackfieldError, PluginError
@@ -143,7 +140,7 @@ def _from_plugin(name: str, argv: list[str]) -> int:
 
 
 def _status(value: object) -> int:
-    """Return the exit status. Raises TypeError for a value that is not one."""
+    """Return the exit status; raises TypeError for other values."""
     if value is None or isinstance(value, int):
         return int(value or 0)
     kind = type(value).__name__
@@ -159,8 +156,7 @@ def _usage() -> str:
 
 
 def _usage_of_plugins() -> list[str]:
-    """Return lines of the help text about plugins' commands, or about why they could not be
-    loaded."""
+    """Return help lines on plugins' commands, or why they could not be loaded."""
     from ...core.errors import PluginError
     from ...core.registry import load_plugins
 

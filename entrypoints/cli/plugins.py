@@ -19,19 +19,15 @@ from ..struct_fields import FieldText, fields_of
 from .skeleton import KINDS, write_skeleton
 
 COLUMNS = ("kind", "name", "distribution", "version", "status")
-"""Columns of the listing as text."""
 
 
 class Detail(msgspec.Struct, frozen=True):
-    """One plugin."""
-
     plugin: str
-    """Its entry point."""
     distribution: str
     version: str
     rows: list[Row]
     options: dict[str, list[FieldText]]
-    """Name under which options are set → these options."""
+    """Name of the options' setting → options."""
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -69,7 +65,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def run(argv: list[str]) -> int:
-    """Return the exit status: 0; 1 if plugins clash or writing fails; 2 for wrong usage."""
+    """Return 0; 1 if plugins clash or writing fails; 2 for wrong usage."""
     parser = make_parser()
     args = parser.parse_args(argv)
     try:
@@ -99,7 +95,7 @@ def run(argv: list[str]) -> int:
 
 
 def _details(plugins: Plugins, rows: list[Row], name: str) -> list[Detail]:
-    """Return the plugins of this name. Raises ConfigError if there is none."""
+    """Return the plugins of this name; raises ConfigError without one."""
     details, names_seen = [], set()
     for plugin in plugins.loaded.values():
         where = plugin.provenance
@@ -133,7 +129,6 @@ def _described(detail: Detail) -> str:
 
 
 def as_text(rows: list[Row]) -> str:
-    """Return rows as text in columns."""
     return _columns(rows, COLUMNS)
 
 
@@ -147,7 +142,7 @@ def _columns(rows: Any, columns: tuple[str, ...]) -> str:
 
 
 def _check_free(kind: str, name: str, without: list[str]) -> None:
-    """Raise ConfigError if the name is taken: two plugins of one name stop every command."""
+    """Raise ConfigError for a used name: a duplicate stops every command."""
     if kind not in KINDS:
         return  # `write_skeleton` refuses the kind.
     with output_aside():

@@ -60,7 +60,7 @@ def make_parser() -> Parser:
 
 
 def run(argv: list[str]) -> int:
-    """Return the exit status: 0 if every line has its result, failed requests included."""
+    """Return 0 if every line has a result, failed requests included."""
     args = make_parser().parse_args(argv)
     logging.basicConfig(
         level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -77,7 +77,7 @@ def run(argv: list[str]) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Check what can be checked before a model is loaded. Raises ConfigError."""
+    """Check what is possible before a model is loaded. Raises ConfigError."""
     for flag, name in (("--input-file", args.input_file), ("--output-file", args.output_file)):
         if "://" in name:
             raise ConfigError(f"{flag}: {name!r} is a URL; only local files are read and written")
@@ -152,7 +152,6 @@ async def _run(args: argparse.Namespace, config: EngineConfig, plugins: Plugins)
 
 
 def _check_results(results: Any, ids: list[str]) -> None:
-    """Raise ConfigError if the output belongs to another input."""
     foreign = results.done.keys() - set(ids)
     if foreign:
         line = min(results.done[name] for name in foreign)

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 
 def run(argv: list[str]) -> int:
-    """Return the exit status."""
     with ending_at_signals():
         return _serve(argv)
 
@@ -50,7 +49,7 @@ def _serve(argv: list[str]) -> int:
 
 
 def _start_ahead(config: EngineConfig, plugins: Plugins) -> None:
-    """Let other processes start while this one imports the engine, which reports errors."""
+    """Start other processes while this one imports the engine, which reports errors."""
     if config.data_parallel_size * config.num_ranks == 1:
         return
     with contextlib.suppress(JackfieldError):
@@ -65,7 +64,6 @@ def _start_ahead(config: EngineConfig, plugins: Plugins) -> None:
 
 
 def _check_address(listen: Listen) -> None:
-    """Raise ConfigError if the address is taken, before a model is loaded."""
     from ..server.frontends.sockets import check_free, check_unix_free
 
     if listen.uds:

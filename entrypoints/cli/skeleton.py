@@ -21,17 +21,14 @@ FILES = {
     "src/$package/$module.py": "$module.py",
     "tests/test_$module.py": "${module}_test.py",
 }
-"""Path in the new package → template; names are filled in on both sides."""
+"""Path in the package → template; both have placeholders."""
 
 
 class Kind(NamedTuple):
-    """What distinguishes a kind besides its templates."""
-
     hook: str
     use: str
     """A command line that uses the plugin."""
     suffix: str = ""
-    """Suffix of the class name."""
     argument: str = "registry"
 
 
@@ -103,8 +100,9 @@ KINDS = {
 
 
 def write_skeleton(kind: str, name: str, into: Path) -> Path:
-    """Write the package; return its folder. Raises ConfigError for an invalid kind or name, or if
-    the folder exists; OSError."""
+    """Write the package; return its folder. Raises ConfigError for an invalid or existing name, and
+    OSError.
+    """
     if kind.replace("_", "-") not in KINDS:
         near = nearest(kind, KINDS)
         hint = f"; did you mean {near}?" if near else ""
@@ -133,7 +131,6 @@ def write_skeleton(kind: str, name: str, into: Path) -> Path:
 
 
 def _names(kind: str, name: str) -> dict[str, str]:
-    """Return the values of the templates' placeholders."""
     about = KINDS[kind]
     slug = name.lower().replace("_", "-")
     words = re.split("[_-]", name)

@@ -1,4 +1,4 @@
-"""`--config FILE`: flags from a YAML file. What the command line says itself wins.
+"""`--config FILE`: flags from a YAML file; the command line takes precedence.
 
     model: path/to/checkpoint
     port: 8001
@@ -6,7 +6,7 @@
     enable-prefix-caching: false
     structured-outputs-config: {backend: xgrammar}
 
-A key is a flag's name without the dashes before it, with `-` or `_` within.
+Keys are flags' names without leading dashes, with `-` or `_`.
 """
 
 from __future__ import annotations
@@ -23,17 +23,15 @@ from .parser import Parser
 
 
 def add_config(group: Any) -> None:
-    """Add `--config` to a parser or to a group of one."""
     group.add_argument(
         "--config", metavar="FILE", help="YAML file of flags; those on the command line win"
     )
 
 
 def with_config(parser: Parser, argv: list[str], args: argparse.Namespace) -> list[str]:
-    """Return the command line, followed by those flags of the file `args.config` that it does not
-    contain itself.
+    """Return the command line, plus the flags of `args.config` that it lacks.
 
-    args: the result of `parser` for `argv`. Raises ConfigError with the key's name.
+    args: `parser`'s result. Raises ConfigError with the key's name.
     """
     flags = parser._option_string_actions
     names = (word.split("=")[0] for word in parser.spelled(argv))
@@ -49,7 +47,6 @@ def with_config(parser: Parser, argv: list[str], args: argparse.Namespace) -> li
 
 
 def without_config(argv: list[str]) -> list[str]:
-    """Return the command line without `--config` itself."""
     words = iter(argv)
     remaining = []
     for word in words:
@@ -80,9 +77,9 @@ def _read(path: str) -> dict[str, Any]:
 
 
 def _check_unique(keys: Iterable[Any], path: str) -> None:
-    """Raise ConfigError for a key that the file has twice, of which YAML takes the last.
+    """Raise ConfigError for a duplicate key, of which YAML takes the last.
 
-    keys: nodes of YAML.
+    keys: YAML nodes.
     """
     seen = set()
     for key in keys:
@@ -113,7 +110,7 @@ def _action(parser: Parser, key: Any, path: str) -> tuple[str, argparse.Action]:
 
 
 def _words(flag: str, action: argparse.Action, value: Any, path: str) -> list[str]:
-    """Return a key and value as written on a command line."""
+    """Return a key and value as command-line words."""
     if action.nargs == 0:
         if not isinstance(value, bool):
             raise ConfigError(

@@ -1,6 +1,6 @@
 """Flags from the annotations of a dataclass, and the dataclass from parsed flags.
 
-A field with a description has a flag; `Flag` says what its name, type and default do not:
+A field with a description has a flag; `Flag` sets what its name, type and default do not:
 
     max_body_bytes: Annotated[int, Meta(ge=1, description="refuse larger requests")] = 32 << 20
     docs: Annotated[bool, Meta(description="serve neither /docs nor ..."), Flag("--disable-docs")]
@@ -30,7 +30,7 @@ NO_DEFAULT: Any = dataclasses.MISSING
 
 @dataclasses.dataclass(frozen=True)
 class Flag:
-    """How the flag of a field differs from the default for the field."""
+    """Differences of a field's flag from the default."""
 
     name: str | None = None
     """None: the field's name with dashes."""
@@ -38,43 +38,37 @@ class Flag:
     group: str = "HTTP"
     metavar: str | None = None
     turns_off: bool = False
-    """Whether a bool that is True by default has a flag that makes it False, instead of the pair
-    --x and --no-x."""
+    """Whether a bool that defaults to True has one flag for False, instead of --x and --no-x."""
     paired: bool = False
-    """Whether a bool that is False by default also has the pair --x and --no-x."""
+    """Whether a bool that defaults to False also has --x and --no-x."""
     repeated: bool = False
-    """Whether each value of a tuple has a flag of its own, instead of several words after one
-    flag."""
+    """Whether each value of a tuple has its own flag, instead of several words."""
     parse: Callable[[str], Any] | None = None
-    """Parses a value, or each value of a tuple, from text. Raises ArgumentTypeError."""
+    """Parses a value, or a tuple's item. Raises ArgumentTypeError."""
 
 
 class FlagField(typing.NamedTuple):
-    """A field and its flag."""
-
     name: str
     kind: Any
-    """The field's type, without None and without annotations."""
+    """Type without None and annotations."""
     optional: bool
-    """Whether the type includes None."""
     default: Any
     meta: msgspec.Meta
-    """The field's `Meta` description; without one, the field has no flag."""
+    """The description; without one, the field has no flag."""
     flag: Flag
 
     @property
     def option(self) -> str:
-        """The flag as written on the command line."""
         return self.flag.name or f"--{self.name.replace('_', '-')}"
 
     @property
     def dest(self) -> str:
-        """The attribute of the flag's value in the parsed namespace."""
+        """Attribute in the parsed namespace."""
         return self.option.removeprefix("--").replace("-", "_")
 
 
 def fields_of(kind: type[Any]) -> Iterator[FlagField]:
-    """Yield the fields of a dataclass in order, without those of dataclasses in it."""
+    """Yield a dataclass's fields in order, not descending into dataclasses."""
     hints = typing.get_type_hints(kind, include_extras=True)
     for field in dataclasses.fields(kind):
         base, meta, flag = hints[field.name], msgspec.Meta(), Flag()
@@ -92,7 +86,7 @@ def fields_of(kind: type[Any]) -> Iterator[FlagField]:
 
 
 def add_flags(parser: argparse.ArgumentParser, kind: type[Any]) -> None:
-    """Add the flags of a dataclass to the groups that they name; missing groups are created."""
+    """Add a dataclass's flags to their groups, creating these."""
     for field in fields_of(kind):
         if dataclasses.is_dataclass(field.kind):
             add_flags(parser, typing.cast(type[Any], field.kind))
@@ -101,7 +95,7 @@ def add_flags(parser: argparse.ArgumentParser, kind: type[Any]) -> None:
 
 
 def from_flags(kind: type[T], args: argparse.Namespace) -> T:
-    """Return the dataclass for parsed flags; fields without a flag have their defaults."""
+    """Return the dataclass for parsed flags; other fields keep their defaults."""
     values: dict[str, Any] = {}
     for field in fields_of(kind):
         if dataclasses.is_dataclass(field.kind):

@@ -1,4 +1,4 @@
-"""Command-line flags, derived from EngineConfig: one flag a field, with vLLM's names."""
+"""Command-line flags, derived from EngineConfig: one flag per field, with vLLM's names."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from .parser import Parser
 from .values import number_or, scaled_number
 
 UNIONS = (types.UnionType, typing.Union)
-"""What `typing.get_origin` returns of `X | Y`."""
 ALIASES = {
     "data_parallel_size": "-dp",
     "enable_expert_parallel": "-ep",
@@ -33,7 +32,7 @@ ALIASES = {
     "structured_outputs_config.backend": "--guided-decoding-backend",
     "tensor_parallel_size": "-tp",
 }
-"""Option → another flag that vLLM has, or had, for it."""
+"""Option → vLLM's other flag for it."""
 REGISTRIES = {
     "all2all_backend": "all2all_backend",
     "attention_backend": "attention_backend",
@@ -49,11 +48,10 @@ REGISTRIES = {
     "structured_outputs_config.backend": "structured_backend",
     "tool_call_parser": "tool_parser",
 }
-"""Option that takes a plugin's name → the registry that has these names."""
+"""Option with a plugin's name → registry of these names."""
 
 
 def add_no_plugin(group: Any) -> None:
-    """Add `--no-plugin` to a parser or to a group of one."""
     group.add_argument(
         "--no-plugin",
         action="append",
@@ -64,8 +62,9 @@ def add_no_plugin(group: Any) -> None:
 
 
 def add_engine_options(parser: Parser, only: Collection[str] | None = None) -> None:
-    """Add a flag for each field of EngineConfig except `model`, or for the fields `only`, and
-    `--no-plugin` and `--plugin-option`; each class of options is a group."""
+    """Add a flag per field of EngineConfig except `model`, or per field in `only`, and
+    `--no-plugin` and `--plugin-option`; each class of options is a group.
+    """
     hints = typing.get_type_hints(EngineConfig, include_extras=True)
     parser.names_of = _registered_names
     for kind in _option_classes():
@@ -89,13 +88,12 @@ def add_engine_options(parser: Parser, only: Collection[str] | None = None) -> N
 
 
 def _option_classes() -> list[type[msgspec.Struct]]:
-    """Return the classes that EngineConfig's fields are declared in, in their order."""
+    """Return the classes that declare EngineConfig's fields, in order."""
     classes = [kind for kind in EngineConfig.__mro__ if issubclass(kind, msgspec.Struct)]
     return [kind for kind in reversed(classes) if kind is not msgspec.Struct]
 
 
 def _title(name: str) -> str:
-    """ModelOptions → model."""
     return re.sub(r"(Options|Config)$", "", name).lower()
 
 
@@ -125,8 +123,9 @@ def _plugins() -> Any:
 
 
 def _registered_names(option: str) -> Iterable[str]:
-    """Return the names that plugins have registered for an option; none if it takes other values,
-    or the plugins cannot be loaded, which the start itself reports."""
+    """Return an option's registered names; none for other options, or if plugins fail to load,
+    which the start reports.
+    """
     if option not in REGISTRIES:
         return ()
     try:
@@ -163,7 +162,6 @@ def _add(group: argparse._ArgumentGroup, name: str, kind: Any, text: str, defaul
 
 
 def json_value(text: str) -> Any:
-    """Return the value of a JSON text, for a parser's `type`."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -171,7 +169,6 @@ def json_value(text: str) -> Any:
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the engine options among parsed flags."""
     fields = set(EngineConfig.__struct_fields__) - {"model"}
     flags = vars(args)
     options = {name: value for name, value in flags.items() if name in fields}
@@ -190,7 +187,6 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def engine_config(args: argparse.Namespace, model: str) -> EngineConfig:
-    """Return the configuration of parsed flags. Raises ConfigError."""
     options = engine_options(args)
     if not model:
         options.setdefault("served_model_name", ("jackfield-tiny",))
@@ -198,8 +194,9 @@ def engine_config(args: argparse.Namespace, model: str) -> EngineConfig:
 
 
 def fail(error: Exception) -> int:
-    """Print an error; return the exit status. Raises BrokenPipeError if it is that standard output
-    has no reader."""
+    """Print an error; return the exit status. Raises BrokenPipeError if standard output has no
+    reader.
+    """
     if isinstance(error, BrokenPipeError) and reader_left():
         raise error
     kind = "error" if not isinstance(error, ConfigError) else "configuration error"
@@ -208,8 +205,9 @@ def fail(error: Exception) -> int:
 
 
 def with_flags(message: str) -> str:
-    """Return an error message with the engine's options named as flags: max_num_seqs →
-    --max-num-seqs. Of those that are a word of the language, only the one that it begins with."""
+    """Return a message with options written as flags: max_num_seqs → --max-num-seqs. Names that are
+    words are replaced only at the beginning.
+    """
     first, anywhere = _patterns()
     return anywhere.sub(_as_flag, first.sub(_as_flag, message))
 
@@ -220,7 +218,7 @@ def _as_flag(match: re.Match[str]) -> str:
 
 @functools.cache
 def _patterns() -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """Return what finds the option that a message begins with, and others in it."""
+    """Return patterns of the option at a message's beginning, and of others in it."""
     parser = Parser(add_help=False)
     add_engine_options(parser)
     dests = {action.dest for action in parser._actions} - {"plugin_option", "no_plugin"}
@@ -235,8 +233,9 @@ def _patterns() -> tuple[re.Pattern[str], re.Pattern[str]]:
 
 
 def _unpack(hint: Any) -> tuple[Any, str]:
-    """Return the type and the description: Annotated[int | None, Meta(...)] → (int,
-    description). Of a number or certain words: the union of both."""
+    """Return type and description: Annotated[int | None, Meta(...)] → (int, description); for a
+    number or certain words, the union.
+    """
     text = ""
     while typing.get_origin(hint) is typing.Annotated:
         base, *metas = typing.get_args(hint)

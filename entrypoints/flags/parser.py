@@ -1,4 +1,4 @@
-"""The argument parser of every command: errors in one line, and help by groups and by words."""
+"""The parser of every command: one-line errors, and help by group or word."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any, NoReturn
 from ...core.spelling import nearest
 
 MANY = 60
-"""Options beyond which `--help` explains some of them and lists the groups."""
+"""Options beyond which `--help` explains some and lists the groups."""
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """Shows a flag's value once instead of after each of its names, and a short usage line."""
+    """Shows a flag's value once, and a short usage line."""
 
     names_of: Callable[[str], Iterable[str]] | None = None
-    """Attribute of the parsed namespace → registered names that its flag takes."""
+    """Namespace attribute → registered names for its flag."""
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         if not action.option_strings or action.nargs == 0:
@@ -49,22 +49,22 @@ class HelpFormatter(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that says in one line what is wrong, with the flag that was meant.
+    """Reports errors in one line, with the flag that was meant.
 
     Flags are written with - or _, and never abbreviated. `--help=WORD` shows a group of flags, or
     the flags that contain the word; `--help=all` shows everything.
     """
 
     common: Sequence[str] = ()
-    """Flags that `--help` explains where there are many; empty: those that are in no group."""
+    """Flags that a short `--help` explains; empty: those without a group."""
     missing: Mapping[str, str] = {}
-    """Flags known from other servers → why they do not exist here, or what to use instead."""
+    """Other servers' flags → why they are missing, or what to use."""
     no_effect: Mapping[str, str] = {}
-    """Flags known from other servers that are accepted → why they are unnecessary."""
+    """Other servers' accepted flags → why they are unnecessary."""
     other_groups: Mapping[str, str] = {}
-    """Other names of groups for `--help=`, in lower case → their titles."""
+    """Other group names for `--help=`, in lower case → titles."""
     names_of: Callable[[str], Iterable[str]] | None = None
-    """Attribute of the parsed namespace → registered names that its flag takes, for help texts."""
+    """Namespace attribute → registered names for its flag."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         options = {"formatter_class": HelpFormatter, **options}
@@ -72,7 +72,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, **{**options, "allow_abbrev": False, "exit_on_error": False})
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse as argparse does, but with hints for unknown flags."""
+        """As argparse, with hints for unknown flags."""
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             self.error(self._explain(unknown))
@@ -92,7 +92,7 @@ class Parser(argparse.ArgumentParser):
             self.error(str(error))
 
     def spelled(self, words: Iterable[str]) -> list[str]:
-        """Return a command line whose flags are spelled as this parser has them: with -."""
+        """Return a command line with flags spelled with -."""
         return list(self._spelled(iter(words)))
 
     def _spelled(self, words: Iterator[str]) -> Iterator[str]:
@@ -107,7 +107,7 @@ class Parser(argparse.ArgumentParser):
             yield f"{own}{equals}{value}" if known else word
 
     def error(self, message: str) -> NoReturn:
-        """Print what is wrong, without the usage, and exit."""
+        """Print the error without usage, and exit."""
         self.exit(2, f"{self.prog}: error: {message}\n")
 
     def _get_formatter(self) -> argparse.HelpFormatter:
@@ -130,7 +130,7 @@ class Parser(argparse.ArgumentParser):
     # ---------------------------------------------------------------- help
 
     def format_help(self) -> str:
-        """Return the whole help text, or a page where that would be several."""
+        """Return the help text, or one page if it is longer."""
         return self._format_short() if len(self._actions) > MANY else super().format_help()
 
     def _format_short(self) -> str:
@@ -172,7 +172,6 @@ class Parser(argparse.ArgumentParser):
         return [group for group in self._action_groups if group not in own and _shown(group)]
 
     def _show_topic(self, topic: str) -> NoReturn:
-        """Print the help for a word, and exit."""
         word = topic.strip().lower().replace("_", "-")
         if word in ("all", "page", ""):
             text = super().format_help()
@@ -184,7 +183,7 @@ class Parser(argparse.ArgumentParser):
         self.exit()
 
     def _about(self, word: str) -> str:
-        """Return the help for a group, a flag, or the flags that contain a word."""
+        """Return the help for a group, a flag, or flags that contain a word."""
         flag = f"--{word.lstrip('-')}"
         for reasons, kind in ((self.missing, ""), (self.no_effect, "has no effect: ")):
             for name in (word, flag):

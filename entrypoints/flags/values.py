@@ -1,4 +1,4 @@
-"""Parses values of flags from text; invalid text becomes argparse's error with the flag's name."""
+"""Parses flags' values; errors name the flag."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SUFFIXES = {
     for letters, base in (("kmgt", 1000), ("KMGT", 1024))
     for power, letter in enumerate(letters, 1)
 }
-"""What a number is multiplied by that ends in this letter."""
+"""Suffix of a number → factor."""
 
 
 def whole_number(text: str, least: float | None = None, most: float | None = None) -> int:
@@ -32,8 +32,9 @@ def whole_number(text: str, least: float | None = None, most: float | None = Non
 
 
 def scaled_number(text: str) -> int:
-    """Return an integer, which may end in one of SUFFIXES: 2k is 2,000, 1.5k is 1,500, and 32K is
-    32,768. Raises ArgumentTypeError."""
+    """Return an integer, with one of SUFFIXES: 2k is 2,000, 1.5k is 1,500, and 32K is 32,768.
+    Raises ArgumentTypeError.
+    """
     match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)([kmgtKMGT])", text.strip())
     if match is None:
         return whole_number(text)
@@ -44,7 +45,7 @@ def scaled_number(text: str) -> int:
 
 
 def number_or(words: Sequence[str]) -> Callable[[str], int | str]:
-    """Return a function that reads one of these words, or else a scaled number."""
+    """Return a parser of these words, or a scaled number."""
 
     def read(text: str) -> int | str:
         if text in words:
@@ -58,12 +59,10 @@ def number_or(words: Sequence[str]) -> Callable[[str], int | str]:
 
 
 def positive_int(text: str) -> int:
-    """Return an integer of at least 1. Raises ArgumentTypeError."""
     return whole_number(text, 1)
 
 
 def seconds(text: str) -> float:
-    """Return a finite, non-negative number. Raises ArgumentTypeError."""
     try:
         value = float(text)
     except ValueError:
@@ -74,7 +73,6 @@ def seconds(text: str) -> float:
 
 
 def non_empty(text: str) -> str:
-    """Return a text that is not blank. Raises ArgumentTypeError."""
     if not text.strip():
         raise argparse.ArgumentTypeError("must not be empty")
     return text

@@ -1,6 +1,5 @@
-"""Flags of vLLM's server that are unnecessary here, and those for features that do not exist here.
-
-The former are accepted, and reported to have no effect; the latter are refused with an alternative.
+"""vLLM's flags that are unnecessary (accepted and reported), or unsupported (refused with an
+alternative).
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ NO_EFFECT: dict[str, tuple[int | str, str]] = {
     "--use-tqdm-on-load": (0, _LOADS),
     "--no-use-tqdm-on-load": (0, _LOADS),
 }
-"""Flag → number of its values, and why it is unnecessary."""
+"""Flag → number of values, and why it is unnecessary."""
 
 _ADAPTERS = "adapters (LoRA) are not supported yet"
 _PICTURES = "models that see or hear are not supported yet"
@@ -80,7 +79,6 @@ MISSING: dict[str, str] = {
     "--stream-interval": "each step's tokens are sent when they are there",
     "--tool-parser-plugin": "install it as a package: jackfield plugins new tool-parser",
 }  # fmt: skip
-"""Flag → text of the error."""
 
 
 VLLM_GROUPS = {
@@ -96,17 +94,15 @@ VLLM_GROUPS = {
     "speculative": "execution",
     "vllm": "engine",
 }
-"""vLLM's groups of flags, in lower case without "Config" → the group here that has such flags."""
+"""vLLM's group in lower case without "Config" → the corresponding group."""
 SYNONYMS: dict[str, tuple[str, Any, str]] = {
     "--disable-uvicorn-access-log": ("access_log", "off", "--access-log off"),
     "--disable-log-requests": ("enable_log_requests", False, "--no-enable-log-requests"),
 }
-"""Flag → attribute of the parsed namespace, the value to set, and the flag that it stands for."""
+"""Flag → namespace attribute, value to set, and the equivalent flag."""
 
 
 class _Taken(argparse.Action):
-    """Records that the flag was given."""
-
     def __call__(
         self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None
     ) -> None:
@@ -114,7 +110,6 @@ class _Taken(argparse.Action):
 
 
 def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `SYNONYMS` and `NO_EFFECT`."""
     group = parser.add_argument_group("other names", "vLLM's names of flags above.")
     for flag, (dest, value, same) in SYNONYMS.items():
         group.add_argument(
@@ -137,6 +132,6 @@ def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def without_effect(args: argparse.Namespace) -> Iterable[str]:
-    """Yield a sentence for each of these flags that was given."""
+    """Yield a sentence for each given flag."""
     for flag in dict.fromkeys(getattr(args, "no_effect", ())):
         yield f"{flag} has no effect: {NO_EFFECT[flag][1]}"

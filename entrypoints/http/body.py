@@ -1,4 +1,4 @@
-"""Request bodies: decompressed within limits, and only when a handler reads them."""
+"""Request bodies: decompressed within limits, when a handler reads them."""
 
 from __future__ import annotations
 
@@ -12,29 +12,26 @@ from aiohttp import web
 from ...core.errors import BodyTooLarge, InvalidRequest, UnsupportedMediaType
 
 WINDOWS = {"gzip": 31, "x-gzip": 31, "deflate": 15}
-"""Content-Encoding → zlib's wbits."""
 MAX_RATIO = 100
-"""Largest ratio of decompressed to compressed bytes, beyond FREE_BYTES."""
+"""Largest compression ratio beyond FREE_BYTES."""
 FREE_BYTES = 1 << 20
 STEP_BYTES = 1 << 18
-"""Number of bytes decompressed at a time."""
+"""Bytes decompressed at a time."""
 VALUE, CONTAINER, KEY, ESCAPE = 8, 64, 192, 1
-"""Cost of decoding in time and memory, in eighths of a JSON value."""
+"""Cost of decoding, in eighths of a JSON value."""
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.S)
 
 
 class Request(web.Request):
-    """A request whose body stays compressed until a handler reads it.
-
-    So no body is decompressed for a request that is refused because of its key, path or method.
-    """
+    """A request whose body stays compressed until read, so that refused requests cost nothing."""
 
     ATTRS = web.Request.ATTRS | {"_plain"}
     _plain: bytes | None = None
 
     async def read(self) -> bytes:
         """Return the decompressed body. Raises UnsupportedMediaType, BodyTooLarge, InvalidRequest,
-        and HTTPRequestEntityTooLarge if the compressed body is too large already."""
+        and HTTPRequestEntityTooLarge.
+        """
         if self._plain is None:
             window = _window(self)
             raw = await super().read()
@@ -47,14 +44,14 @@ class Request(web.Request):
         return self._plain
 
     async def multipart(self) -> Any:
-        """Return the stream of the body, for routes of plugins; ours read a `FormReader`. Raises
-        UnsupportedMediaType if it is compressed."""
+        """Return the body's stream, for plugins' routes; ours read a `FormReader`. Raises
+        UnsupportedMediaType if compressed.
+        """
         check_unpacked(self)
         return await super().multipart()
 
 
 def check_unpacked(request: web.BaseRequest) -> None:
-    """Raise UnsupportedMediaType if the body is compressed."""
     if _window(request) is not None:
         raise UnsupportedMediaType(
             "a multipart body cannot be packed; send it without Content-Encoding"
@@ -62,7 +59,7 @@ def check_unpacked(request: web.BaseRequest) -> None:
 
 
 def _window(request: web.BaseRequest) -> int | None:
-    """Return zlib's wbits for a body; None if it is not compressed. Raises UnsupportedMediaType."""
+    """Return zlib's wbits; None if not compressed. Raises UnsupportedMediaType."""
     encoding = request.headers.get("Content-Encoding", "").strip().lower()
     if encoding in ("", "identity"):
         return None
@@ -74,8 +71,9 @@ def _window(request: web.BaseRequest) -> int | None:
 
 
 def unpack(packed: bytes, window: int, max_bytes: int) -> bytes:
-    """Decompress to at most `max_bytes`, and at most MAX_RATIO times the compressed size. Raises
-    BodyTooLarge, InvalidRequest."""
+    """Decompress to at most `max_bytes`, and MAX_RATIO times the size. Raises BodyTooLarge,
+    InvalidRequest.
+    """
     limit = min(max_bytes, max(FREE_BYTES, len(packed) * MAX_RATIO))
     if window == 15 and packed[:1] and packed[0] & 0xF != 8:
         window = -15  # Some clients send deflate without zlib's header.
@@ -105,7 +103,7 @@ def unpack(packed: bytes, window: int, max_bytes: int) -> bytes:
 def check_json(request: web.Request) -> None:
     """Raise UnsupportedMediaType unless the content type is JSON.
 
-    A browser needs a preflight before it sends that type from another site's page.
+    Browsers need a preflight to send that type across sites.
     """
     content_type = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
     if content_type != "application/json" and not content_type.endswith("+json"):
@@ -116,11 +114,10 @@ def check_json(request: web.Request) -> None:
 
 
 def check_weight(body: bytes, limit: int) -> None:
-    """Raise BodyTooLarge if JSON has more than `limit` values.
+    """Raise BodyTooLarge if JSON has more than `limit` weighted values.
 
-    The weights follow the cost in time and memory: an array or object counts as eight, a key of an
-    object as 24, eight escapes in strings as one. Large bodies are scanned in detail only if a
-    quick count of all bytes does not suffice.
+    By cost, an array or object counts as 8, an object's key as 24, eight escapes as 1. Bodies are
+    scanned in detail only if a quick count does not suffice.
     """
     if _weight(body) <= limit * VALUE:
         return

@@ -1,4 +1,4 @@
-"""Limits the number of requests in flight, and of those that wait for the engine."""
+"""Limits requests in flight, and those that wait for the engine."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ from .inflight import is_inference_request
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 MIN_WAITING = 128
-"""Requests that may wait by default, however few run."""
+"""Fewest requests that may wait by default."""
 WAITING_SHARE = 2
-"""One request may wait by default for as many that run: so it waits for about half of the time that
-a request takes, and a slot that becomes free finds one at once."""
+"""Waiting requests per runnable one by default: about half of a request's duration."""
 FULL_CACHE = 0.9
-"""Share of the KV cache in use beyond which more requests cannot run, free slots or not."""
+"""Used share of the KV cache beyond which no more requests can run."""
 
 
 def limit_concurrency(count: int) -> Middleware:
-    """Return a middleware that refuses requests while `count` others are in flight.
+    """Return a middleware that refuses requests beyond `count`.
 
-    A stream counts until it ends; open routes do not count.
+    Streams count until they end; open routes do not count.
     """
     running = 0
 
@@ -47,23 +46,21 @@ def limit_concurrency(count: int) -> Middleware:
 
 
 def num_runnable(stats: EngineStats) -> int:
-    """Return how many requests can run at once, given what the KV cache holds."""
+    """Return how many requests can run, given the KV cache's use."""
     full = stats.kv_cache_usage > FULL_CACHE
     return stats.num_requests_running if full else stats.num_slots
 
 
 def waiting_limit(num_runnable: int) -> int:
-    """Return how many requests may wait by default."""
     return max(MIN_WAITING, num_runnable // WAITING_SHARE)
 
 
 def limit_waiting(count: int | None, num_batched: int = 0) -> Middleware:
-    """Return a middleware that refuses inference requests while `count` others wait for the engine;
-    None: `waiting_limit`. num_batched: requests of batches, which may be there besides.
+    """Return a middleware that refuses inference requests while `count` wait for the engine; None:
+    `waiting_limit`. num_batched: batches' requests, which may wait besides.
 
-    A request is taken or refused as a whole, whatever the number of its prompts. Without a limit
-    the queue grows for as long as more arrive than can be served, and all of them come too late: a
-    client that is refused at once can go elsewhere.
+    A request is accepted or refused whole. Without a limit, an overloaded queue grows and all
+    requests are late; a refused client can go elsewhere.
     """
     in_flight = 0
 

@@ -10,9 +10,9 @@ from msgspec import Meta
 from ..flags.dataclass_flags import Flag
 
 MAX_JSON_VALUES = 1_500_000
-"""Most JSON values in a body, as counted by `body.check_weight`."""
+"""As counted by `body.check_weight`."""
 MIN_BODY_RATE = 1024
-"""Least bytes per second of a body, measured over `body_seconds`."""
+"""Least bytes per second of a body over `body_seconds`."""
 
 
 @dataclass(frozen=True)
@@ -37,14 +37,13 @@ class ConnectionLimits:
         ),
         Flag("--timeout-header", metavar="SECONDS"),
     ] = 30.0
-    """Time from the connection, or from the first byte of a further request, to the end of the
-    headers."""
+    """From the connection, or a further request's first byte, to the headers' end."""
     body_seconds: Annotated[
         float,
         Meta(description="for a body to come, or to bring 1 KiB for each of them; 0: no limit"),
         Flag("--timeout-body", metavar="SECONDS"),
     ] = 60.0
-    """Time in which a body must end, or bring MIN_BODY_RATE bytes for each of these seconds."""
+    """Time for a body to end, or to bring MIN_BODY_RATE bytes per second."""
     idle_seconds: Annotated[
         float,
         Meta(description="without a request before a connection is closed; 0: no limit"),
@@ -56,4 +55,4 @@ class ConnectionLimits:
         Meta(description="for a client to read nothing of its response; 0: no limit"),
         Flag("--timeout-send", metavar="SECONDS"),
     ] = 300.0
-    """Time without reading any of a response that waits to be read."""
+    """Without reading any of a pending response."""

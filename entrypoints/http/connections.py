@@ -1,9 +1,8 @@
-"""Connections to clients: their number, their timeouts, and responses to malformed HTTP.
+"""Client connections: number, timeouts, and responses to malformed HTTP.
 
-aiohttp parses; a `Connection` adds limits to it, and with TLS a `Handshake` comes before it. A
-connection without a request costs a client nothing and the server a descriptor. So if there are too
-many, the oldest connection without a request is closed for the newest one; if all have requests,
-the newest one is refused.
+A `Connection` adds limits to aiohttp's parser; with TLS, a `Handshake` precedes it. Beyond the
+limit, the oldest connection without a request is closed for a new one; if all have requests, the
+new one is refused.
 """
 
 from __future__ import annotations
@@ -32,19 +31,19 @@ from .context import encoder, error_body, error_reply
 logger = logging.getLogger("jackfield.http")
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 SERVER_NAME = "jackfield"
-"""In the header `Server`, without the versions of Python and aiohttp that would stand there."""
+"""`Server` header without versions of Python and aiohttp."""
 RESERVED = 256
-"""Descriptors reserved for other uses: files, models, sockets of processes."""
+"""Descriptors for files, models, and processes' sockets."""
 MOST_DESCRIPTORS = 65_536
-"""The soft limit is raised to the hard one, but at most to this value."""
+"""Highest value to which the soft limit is raised."""
 SHUTDOWN_SECONDS = 5.0
-"""Time for a client to agree to the end of a TLS connection."""
+"""Seconds for a client to agree to a TLS connection's end."""
 NO_LIMIT = 1e6
-"""Seconds that stand for none, where an event loop needs a number."""
+"""Stands for no limit, in seconds."""
 PROBE_SECONDS = 1.0
-"""Seconds between two checks for free descriptors."""
+"""Seconds between checks for free descriptors."""
 REPEAT_SECONDS = 10.0
-"""Period in which a warning that many connections cause is logged once."""
+"""Period in which a frequent warning is logged once."""
 
 
 class BodyTooSlow(web.RequestPayloadError):
@@ -52,7 +51,7 @@ class BodyTooSlow(web.RequestPayloadError):
 
 
 class RepeatedWarning:
-    """Logs a warning once per REPEAT_SECONDS, with the number of its occurrences."""
+    """Logs a warning once per REPEAT_SECONDS, with its count."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -68,18 +67,18 @@ class RepeatedWarning:
 
 
 class Counted(Protocol):
-    """What counts as a connection: a `Connection`, or a `Handshake` before it."""
+    """Counts as a connection: a `Connection` or `Handshake`."""
 
     @property
     def idle(self) -> bool:
-        """Whether it has no request, and may be closed for a newer one."""
+        """Whether it has no request, and may be evicted."""
 
     def evict(self) -> None:
         """Close it at once."""
 
 
 class Connections:
-    """The open connections of one server, oldest first."""
+    """A server's open connections, oldest first."""
 
     def __init__(self, limits: ConnectionLimits) -> None:
         self.limits = limits
@@ -91,7 +90,7 @@ class Connections:
         return len(self._open)
 
     def admit(self, connection: Counted) -> bool:
-        """Admit a connection, closing an older idle one if necessary; return False to refuse it."""
+        """Admit a connection, evicting an older idle one if necessary; False: refused."""
         if len(self._open) >= self.max and not self._make_room():
             self._warning.warn(
                 f"a connection was refused: {self.max} are open, each with a request "
@@ -120,10 +119,10 @@ class Connections:
 
 
 class Handshake(asyncio.Protocol):
-    """A TLS connection before its handshake has ended, which counts as one without a request.
+    """A TLS connection before its handshake, counted as idle.
 
-    The event loop's own listener for TLS shows a connection only after its handshake: those that
-    never end would be bounded neither in number nor by `--timeout-header`.
+    The event loop's own TLS listener shows a connection only afterwards, so unfinished handshakes
+    would be bounded neither in number nor by `--timeout-header`.
     """
 
     idle = True
@@ -140,7 +139,7 @@ class Handshake(asyncio.Protocol):
         self._connection = connection
         self._loop = loop
         self._received: list[bytes] = []
-        """What came before `start_tls` had begun, then what was decrypted before it returned."""
+        """Received before `start_tls` began, then decrypted before it returned."""
         self._has_begun = False
         self._lost = False
         self._transport: asyncio.Transport
@@ -165,7 +164,7 @@ class Handshake(asyncio.Protocol):
         self._lost = True
 
     def _hand_over(self, received: list[bytes]) -> None:
-        """Give what has come already to the protocol that `start_tls` has set, before it begins."""
+        """Pass early data to `start_tls`'s protocol before it begins."""
         protocol = cast(asyncio.BufferedProtocol, self._transport.get_protocol())
         rest = b"".join(received)
         while rest:
@@ -205,7 +204,7 @@ class Handshake(asyncio.Protocol):
 
 
 class Connection(web.RequestHandler):
-    """A client's connection, with timeouts, and JSON error responses."""
+    """A client's connection, with timeouts and JSON errors."""
 
     __slots__ = ("_body", "_body_seen", "_body_timer", "_header_timer", "_open", "_send_timer")
 
@@ -213,7 +212,7 @@ class Connection(web.RequestHandler):
         super().__init__(manager, **options)
         self._open = open
         self._body: Any = None
-        """The payload that is being received."""
+        """The payload being received."""
         self._body_seen = 0
         self._header_timer: asyncio.TimerHandle | None = None
         self._body_timer: asyncio.TimerHandle | None = None
@@ -221,12 +220,12 @@ class Connection(web.RequestHandler):
 
     @property
     def idle(self) -> bool:
-        """Whether the headers of the next request are still incomplete."""
+        """Whether the next request's headers are incomplete."""
         waiting = self._waiter is not None and not self._waiter.done()
         return waiting or not self._request_count
 
     def evict(self) -> None:
-        """Close an idle connection at once: a TLS client could delay an orderly end."""
+        """Close an idle connection at once: a TLS client could delay it."""
         transport = self.transport
         self.force_close()
         if transport is not None:
@@ -314,9 +313,9 @@ class Connection(web.RequestHandler):
         self.close()
 
     def _end_broken_body(self) -> None:
-        """Report a malformed body to the request that is waiting for it.
+        """Report a malformed body to its request.
 
-        aiohttp queues the error after this request, which would then wait forever.
+        aiohttp queues the error after this request, which would wait forever.
         """
         if self._body is None or self._body.is_eof():
             return
@@ -350,8 +349,9 @@ class Connection(web.RequestHandler):
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
-        """Send a response; a refusal of aiohttp's own that no middleware has seen (an unknown
-        `Expect`) with OpenAI's error body."""
+        """Send a response, with OpenAI's error body for aiohttp's own refusals (an unknown
+        `Expect`).
+        """
         if isinstance(resp, web.HTTPException) and resp.status >= 400:
             resp = error_reply(InvalidRequest(resp.text or resp.reason), resp.status)
         return await super().finish_response(request, resp, start_time)
@@ -363,8 +363,7 @@ class Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Respond to malformed HTTP, or to a failure outside of the application, with OpenAI's
-        error body."""
+        """Respond to malformed HTTP, or an outside failure, with OpenAI's error body."""
         super().handle_error(request, status, exc, message)  # Logs; raises if it is too late.
         error: JackfieldError
         if isinstance(exc, BadHttpMethod):
@@ -382,7 +381,7 @@ class Connection(web.RequestHandler):
 
 
 def raw_response(error: JackfieldError, status: int | None = None) -> bytes:
-    """Return a complete response as bytes, for connections that have no request to respond to."""
+    """Return a response as bytes, for connections without a request."""
     status = status or error.status
     body = encoder.encode(error_body(error, status))
     lines = [
@@ -397,8 +396,7 @@ def raw_response(error: JackfieldError, status: int | None = None) -> bytes:
 
 
 def _without_odd_expectations(handler: Handler) -> Handler:
-    """Return a request handler that refuses an `Expect` that aiohttp would quote in a response that
-    it cannot encode."""
+    """Return a handler that refuses an `Expect` that aiohttp would quote but cannot encode."""
 
     async def handle(request: web.BaseRequest) -> web.StreamResponse:
         if request.headers.get(hdrs.EXPECT, "").isascii():
@@ -411,8 +409,6 @@ def _without_odd_expectations(handler: Handler) -> Handler:
 
 
 class _Server(web.Server):
-    """Creates `Connection`s."""
-
     def __init__(
         self,
         app: web.Application,
@@ -432,7 +428,6 @@ class _Server(web.Server):
         self._options = options
 
     def __call__(self) -> Any:
-        """Return the protocol of a new connection."""
         return self._connection() if self._tls is None else self._handshake(self._tls)
 
     def _connection(self) -> Connection:
@@ -443,8 +438,9 @@ class _Server(web.Server):
 
 
 class Runner(web.AppRunner):
-    """Runs an application over `Connection`s and `Request`s: a body stays compressed until a
-    handler reads it. With `tls`, its sites listen without: connections begin with a `Handshake`."""
+    """Runs an application over `Connection`s and `Request`s. With `tls`, its sites listen without:
+    connections begin with a `Handshake`.
+    """
 
     __slots__ = ("_limits", "_options", "_tls", "open")
 
@@ -479,7 +475,7 @@ class Runner(web.AppRunner):
 
 
 def raise_descriptors() -> int:
-    """Raise the soft limit of open descriptors as far as possible; return the limit."""
+    """Raise the soft limit of open descriptors; return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
     if soft == resource.RLIM_INFINITY or soft >= limit:
@@ -489,7 +485,7 @@ def raise_descriptors() -> int:
 
 
 def max_connections() -> int:
-    """Return the number of connections that the descriptors allow."""
+    """Return how many connections the descriptors allow."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         soft = MOST_DESCRIPTORS
@@ -498,9 +494,9 @@ def max_connections() -> int:
 
 @asynccontextmanager
 async def watching_descriptors() -> AsyncIterator[None]:
-    """Log, at intervals, that no descriptor is free, while the context lasts.
+    """Log, at intervals, a lack of descriptors.
 
-    Neither event loop reports it: both close such connections, or leave them waiting.
+    Neither event loop reports it.
     """
     task = asyncio.create_task(_watch_descriptors())
     try:
@@ -523,7 +519,6 @@ async def _watch_descriptors() -> None:
 
 
 def descriptors_left() -> bool:
-    """Return whether one more file can be opened."""
     try:
         os.close(os.open(os.devnull, os.O_RDONLY))
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What all routes share: the engine, the server's options, and responses in OpenAI's form."""
+"""Common to all routes: engine, options, and OpenAI's responses."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from .options import ServerOptions
 encoder = msgspec.json.Encoder(enc_hook=whole_array)
 T = TypeVar("T")
 FEW_TOKENS = 2048
-"""Up to this many tokens are converted to text on the event loop."""
+"""Most tokens converted to text on the event loop."""
 LARGE_BODY = 1 << 20
-"""Bytes of a response beyond which the transport is not given all of it at once."""
+"""Response bytes beyond which the transport gets parts."""
 
 
 ENGINE: web.AppKey[AsyncEngine] = web.AppKey("engine", AsyncEngine)
@@ -29,24 +29,23 @@ OPTIONS: web.AppKey[ServerOptions] = web.AppKey("options", ServerOptions)
 OPEN: web.AppKey[frozenset[str]] = web.AppKey("open", frozenset)
 """Routes served without a key."""
 OPEN_HANDLERS: web.AppKey[set[Any]] = web.AppKey("open_handlers", set)
-"""Handlers that need no key, whatever their path; another handler of the same path does."""
+"""Handlers that need no key, unlike others of the same path."""
 DOCUMENT: web.AppKey[dict[str, Any]] = web.AppKey("document", dict)
-"""The OpenAPI document, once it was requested."""
+"""The OpenAPI document, once requested."""
 
 
 def reply(data: Any, status: int = 200) -> web.Response:
-    """Return a JSON response, encoded by msgspec."""
     return json_response(encoded_parts(data), status)
 
 
 def json_response(parts: list[bytes], status: int = 200) -> web.Response:
-    """Return a JSON response that is encoded already; a large one is sent in parts."""
+    """Return an encoded JSON response, sent in parts if large."""
     body = b"".join(parts) if sum(map(len, parts)) <= LARGE_BODY else JsonParts(parts)
     return web.Response(body=body, status=status, content_type="application/json")
 
 
 def error_body(error: JackfieldError, status: int | None = None) -> dict[str, Any]:
-    """Return an error in OpenAI's form. status: replaces the error's own."""
+    """Return an error in OpenAI's form. status: overrides the error's."""
     # A header that is quoted may have had bytes that are no text, which JSON cannot hold.
     message = error.message.encode("utf-8", "backslashreplace").decode()
     return {
@@ -60,7 +59,7 @@ def error_body(error: JackfieldError, status: int | None = None) -> dict[str, An
 
 
 def error_reply(error: JackfieldError, status: int | None = None) -> web.Response:
-    """Return an error as a response, with Retry-After if a retry may succeed."""
+    """Return an error response, with Retry-After if a retry may succeed."""
     response = reply(error_body(error, status), status or error.status)
     if error.retry_after is not None:
         response.headers["Retry-After"] = str(error.retry_after)
@@ -68,7 +67,7 @@ def error_reply(error: JackfieldError, status: int | None = None) -> web.Respons
 
 
 def check_model(engine: AsyncEngine, name: str | None) -> str:
-    """Return the model name for the response. Raises ModelNotFound."""
+    """Return the response's model name. Raises ModelNotFound."""
     names = engine.served_model_names
     if name is None:
         return names[0]
@@ -80,7 +79,6 @@ def check_model(engine: AsyncEngine, name: str | None) -> str:
 
 
 def check_completions(num_prompts: int, n: int, options: ServerOptions) -> None:
-    """Raise InvalidRequest if one request starts more completions than allowed."""
     most = options.max_completions_per_request
     if num_prompts * n > most:
         raise InvalidRequest(
@@ -91,7 +89,7 @@ def check_completions(num_prompts: int, n: int, options: ServerOptions) -> None:
 
 
 def check_priority(engine: AsyncEngine, priority: int) -> None:
-    """Raise InvalidRequest for a field that the schedule policy would ignore."""
+    """Raise InvalidRequest if the schedule policy would ignore the field."""
     if priority and engine.config.scheduling_policy == "fcfs":
         raise InvalidRequest(
             "priority: this server serves in order of arrival; start it with "
@@ -101,14 +99,14 @@ def check_priority(engine: AsyncEngine, priority: int) -> None:
 
 
 def tokenizer_of(engine: AsyncEngine) -> Tokenizer:
-    """Return the engine's tokenizer. Raises InvalidRequest if it has none."""
+    """Return the tokenizer. Raises InvalidRequest without one."""
     if engine.tokenizer is None:
         raise InvalidRequest("this server runs without a tokenizer (skip_tokenizer_init)")
     return engine.tokenizer
 
 
 async def in_text_threads(engine: AsyncEngine, num_tokens: int, work: Callable[[], T]) -> T:
-    """Return the result of `work` on this many tokens; runs on a thread if there are many."""
+    """Run `work` on this many tokens, on a thread if many."""
     return work() if num_tokens < FEW_TOKENS else await engine.in_text_threads(num_tokens, work)
 
 
@@ -117,7 +115,7 @@ def new_id(prefix: str, request_id: str | None = None) -> str:
 
 
 def part_id(whole: str, index: int) -> str:
-    """Return an id for one of a request's prompts that no client can have given to another."""
+    """Return an id for one of a request's prompts that no client can give."""
     return f"{whole}-{index}-{uuid.uuid4().hex}"
 
 
@@ -128,7 +126,7 @@ def usage(
     reasoning: int | None = None,
     compression: KVCompressionUsage | None = None,
 ) -> dict[str, Any]:
-    """Return OpenAI's usage object, in tokens, and `kv_cache_details` if caches were compacted."""
+    """Return OpenAI's usage object in tokens, with `kv_cache_details` for compacted caches."""
     fields: dict[str, Any] = {
         "prompt_tokens": prompt,
         "completion_tokens": completion,

@@ -1,4 +1,4 @@
-"""Counts inference requests in flight; GET /load reports them to load balancers."""
+"""Counts inference requests in flight, for GET /load."""
 
 from __future__ import annotations
 
@@ -25,22 +25,20 @@ INFERENCE_ROUTES = frozenset(
         "/v2/rerank",
     }
 )
-"""Routes that run the model."""
 
 
 class InFlightCounts:
-    """Counts requests to INFERENCE_ROUTES in this process."""
+    """Counts this process's requests to INFERENCE_ROUTES."""
 
     def __init__(self, engine: AsyncEngine) -> None:
         self.running = 0
-        """Requests whose response has not ended."""
+        """Responses that have not ended."""
         self.received = 0
-        """All requests so far."""
         self._core = engine.core
         self._core.report_load(lambda: self.running)
 
     async def server_total(self) -> int:
-        """Return the number of requests in flight in all processes of the server."""
+        """Return the number in flight in all processes."""
         return await self._core.server_load()
 
 
@@ -48,7 +46,6 @@ IN_FLIGHT: web.AppKey[InFlightCounts] = web.AppKey("in_flight", InFlightCounts)
 
 
 def is_inference_request(request: web.Request) -> bool:
-    """Return whether a request matched one of INFERENCE_ROUTES."""
     resource = request.match_info.route.resource
     return (
         request.method == "POST" and resource is not None and resource.canonical in INFERENCE_ROUTES
@@ -59,7 +56,7 @@ def is_inference_request(request: web.Request) -> bool:
 async def count_in_flight(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
-    """Count a request until its response ends; a stream ends with its last event."""
+    """Count a request until its response or stream ends."""
     if not is_inference_request(request):
         return await handler(request)
     counts = request.app[IN_FLIGHT]

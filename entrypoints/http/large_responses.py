@@ -1,7 +1,7 @@
-"""Large responses are built on a thread, and encoded and sent in pieces.
+"""Builds large responses on a thread, and encodes and sends them in pieces.
 
-The event loop serves others meanwhile, the interpreter lock is never held for long, and of all the
-Python objects that a response would need only those of one piece exist at a time.
+So the event loop is free, the interpreter lock is held briefly, and only one piece's Python objects
+exist at a time.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from aiohttp.abc import AbstractStreamWriter
 P = ParamSpec("P")
 T = TypeVar("T")
 FEW_VALUES = 4096
-"""Up to this many log-probabilities or numbers are converted on the event loop."""
+"""Most log-probabilities or numbers converted on the event loop."""
 SENT_AT_ONCE = 1 << 18
-"""Bytes of a large body that are given to the transport at once."""
+"""Bytes per write to the transport."""
 _builder = concurrent.futures.ThreadPoolExecutor(1, "jackfield-responses")
-"""One thread: several would only compete for the interpreter lock with the event loop."""
+"""One thread: more would compete with the event loop for the interpreter lock."""
 _MARK = b'"%b"' % uuid.uuid4().hex.encode()
-"""Placeholder for an array in a body; random, so that it occurs in no text."""
+"""Placeholder for an array; random, so in no text."""
 
 
 async def off_loop(size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Return the result of `work` on `size` values; runs on a thread if there are many."""
+    """Run `work` on `size` values, on a thread if many."""
     if size <= FEW_VALUES:
         return work(*args, **kwargs)
     loop = asyncio.get_running_loop()
@@ -37,18 +37,19 @@ async def off_loop(size: int, work: Callable[P, T], *args: P.args, **kwargs: P.k
 
 
 class Pieces:
-    """A JSON array that is encoded already, in pieces."""
+    """A JSON array encoded in pieces."""
 
     def __init__(self, arrays: list[bytes]) -> None:
-        """arrays: the pieces, arrays with at least one item each."""
+        """arrays: nonempty pieces."""
         parts = [part for array in arrays for part in (b",", array[1:-1])]
         self.parts = [b"[", *parts[1:], b"]"]
-        """The text of the whole array, in parts."""
+        """The array's text in parts."""
 
 
 def in_pieces(items: Any, at_once: int, build: Callable[[Any], list[Any]]) -> Any:
-    """Return `build(items)`, as Pieces if there are more than `at_once` items. `build` converts
-    items one by one, without regard to their neighbours."""
+    """Return `build(items)`, as Pieces beyond `at_once` items. `build` converts items
+    independently.
+    """
     if len(items) <= at_once:
         return build(items)
     starts = range(0, len(items), at_once)
@@ -56,14 +57,14 @@ def in_pieces(items: Any, at_once: int, build: Callable[[Any], list[Any]]) -> An
 
 
 def whole_array(value: Any) -> msgspec.Raw:
-    """Return Pieces as one text: the `enc_hook` of an encoder."""
+    """Return Pieces as one text: an encoder's `enc_hook`."""
     if not isinstance(value, Pieces):
         raise NotImplementedError(f"{type(value).__name__} is no JSON")
     return msgspec.Raw(b"".join(value.parts))
 
 
 def encoded_parts(data: Any) -> list[bytes]:
-    """Return the JSON text of `data` in parts, without copying those of its Pieces."""
+    """Return `data`'s JSON in parts, without copying Pieces."""
     arrays: list[Pieces] = []
 
     def mark(value: Any) -> msgspec.Raw:
@@ -80,18 +81,16 @@ def encoded_parts(data: Any) -> list[bytes]:
 
 
 class JsonParts(payload.Payload):
-    """A response's body in parts, each of which is sent once those before it have gone."""
+    """A body in parts, each sent after the previous one."""
 
     def __init__(self, parts: list[bytes]) -> None:
         super().__init__(parts, content_type="application/json")
         self._size = sum(map(len, parts))
 
     def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
-        """Return the text, for logs."""
         return b"".join(self._value).decode(encoding, errors)
 
     async def write(self, writer: AbstractStreamWriter) -> None:
-        """Send the body."""
         for part in self._value:
             for at in range(0, len(part), SENT_AT_ONCE):
                 await writer.write(part[at : at + SENT_AT_ONCE])

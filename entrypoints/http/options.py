@@ -1,6 +1,6 @@
 """Options of the server; their annotations define the flags of `jackfield serve`. Names are vLLM's.
 
-This module imports nothing of aiohttp, so that flags can be parsed before it is imported.
+Does not import aiohttp, so that flags can be parsed first.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .connection_limits import MAX_JSON_VALUES, ConnectionLimits
 
 @dataclass(frozen=True)
 class Cors:
-    """What other sites' pages may do. `*` stands for all; names of headers in any case."""
+    """What other sites' pages may do. `*` stands for all; header names in any case."""
 
     origins: Annotated[
         tuple[str, ...],
@@ -35,7 +35,6 @@ class Cors:
         Meta(description="methods they may use (default: all); words, or a JSON list"),
         Flag("--allowed-methods", metavar="METHOD", parse=str.upper),
     ] = ("*",)
-    """In upper case."""
     headers: Annotated[
         tuple[str, ...],
         Meta(description="headers they may send (default: all); words, or a JSON list"),
@@ -44,10 +43,8 @@ class Cors:
     credentials: Annotated[
         bool, Meta(description="those pages may send cookies"), Flag("--allow-credentials")
     ] = False
-    """Whether pages may send cookies and the browser's own HTTP authentication."""
 
     def allows(self, origin: str) -> bool:
-        """Return whether pages of this origin may read responses."""
         return "*" in self.origins or origin in self.origins
 
 
@@ -57,8 +54,6 @@ def _folder(text: str) -> Path:
 
 @dataclass(frozen=True)
 class BatchOptions:
-    """Where and how a server runs batches."""
-
     folder: Annotated[
         Path,
         Meta(description="serve /v1/files and /v1/batches, and keep both in this folder"),
@@ -69,13 +64,11 @@ class BatchOptions:
         Meta(ge=1, description="refuse larger files"),
         Flag("--batch-max-file-bytes", group="batches", metavar="BYTES"),
     ] = 200 << 20
-    """Largest size of one upload."""
     max_store_bytes: Annotated[
         int,
         Meta(ge=1, description="refuse files when all together are larger"),
         Flag("--batch-max-store-bytes", group="batches", metavar="BYTES"),
     ] = 10 << 30
-    """Largest size of all files together, checked at each upload."""
     max_concurrency: Annotated[
         int | None,
         Meta(
@@ -95,8 +88,7 @@ def _root_path(text: str) -> str:
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """Options of the server, without those of the engine. Fields without a flag are set by the
-    server."""
+    """Options of the server. Fields without a flag are set by the server."""
 
     api_keys: Annotated[
         tuple[str, ...],
@@ -148,7 +140,7 @@ class ServerOptions:
         Flag(group="server"),
     ] = False
     batches: BatchOptions | None = None
-    """None: no routes of files and batches."""
+    """None: no file and batch routes."""
     api_key_files: Annotated[
         tuple[Path, ...],
         Meta(
@@ -175,14 +167,12 @@ class ServerOptions:
         ),
         Flag(metavar="HOST"),
     ] = None
-    """Allowed values of a request's `Host`. None: those of `cross_site.default_hosts` if there is
-    no key, else all."""
+    """None: `cross_site.default_hosts` without keys, else all."""
     root_path: Annotated[
         str,
         Meta(description="where a proxy, which takes the prefix off, shows the server"),
         Flag(metavar="PATH", parse=_root_path),
     ] = ""
-    """Shown in the OpenAPI document."""
     request_id_headers: Annotated[
         bool,
         Meta(
@@ -263,20 +253,18 @@ class ServerOptions:
     ] = "assistant"
 
     keeps_at: Path | None = None
-    """Unix socket at which to serve stateful routes to other front ends
-    (`server/stateful_proxy.py`)."""
+    """Unix socket for serving stateful routes to other front ends (`server/stateful_proxy.py`)."""
     kept_at: Path | None = None
-    """Unix socket of the front end that serves stateful routes, if it is not this one."""
+    """Unix socket of the front end with the stateful routes, if another."""
     num_fronts: int = 1
-    """Number of processes that serve the same clients."""
+    """Processes that serve the same clients."""
     front: int = 0
-    """Index of this one of them."""
+    """This one's index."""
     usage_at: Path | None = None
-    """File in which the processes count usage of tenants; None if there is one process."""
+    """File of the processes' usage counts; None for one process."""
     started: int = field(default_factory=lambda: int(time.time()))
     """Unix time in seconds."""
 
     @property
     def keyed(self) -> bool:
-        """Whether there are API keys."""
         return bool(self.api_keys or self.api_key_files)

@@ -20,47 +20,44 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 CLIENT_LEFT = 499
-"""Status in the log of a request whose client left before the end of its response, as nginx's."""
+"""Logged status of a request whose client left, as in nginx."""
 _STREAMS: ContextVar[list[OutputStream] | None] = ContextVar("streams", default=None)
 _SEEN: web.RequestKey[tuple[float, list[OutputStream]]] = web.RequestKey("seen", tuple)
-"""When a request came, by `time.monotonic`, and its streams."""
+"""Arrival by `time.monotonic`, and the request's streams."""
 _LEFT: web.RequestKey[bool] = web.RequestKey("left", bool)
 
 
 def watched(stream: OutputStream) -> OutputStream:
-    """Return a stream after it was added to those of the request that is being served, whose line
-    tells their tokens."""
+    """Add a stream to the current request's, for its log line; return it."""
     if (streams := _STREAMS.get()) is not None:
         streams.append(stream)
     return stream
 
 
 def watch(request: web.Request) -> None:
-    """Begin to collect the streams of a request, in its own task."""
+    """Start collecting a request's streams, in its task."""
     streams: list[OutputStream] = []
     _STREAMS.set(streams)
     request[_SEEN] = time.monotonic(), streams
 
 
 def mark_left(request: web.BaseRequest) -> None:
-    """Remember that the client has left before the end of its response."""
+    """Remember that the client left early."""
     request[_LEFT] = True
 
 
 def has_been_left(request: web.BaseRequest) -> bool:
-    """Return whether `mark_left` was called."""
     return bool(request.get(_LEFT))
 
 
 def client_has_left(request: web.BaseRequest) -> bool:
-    """Return whether a request that was cancelled has lost its client."""
+    """Return whether a cancelled request has lost its client."""
     transport = request.transport
     return transport is None or transport.is_closing()
 
 
 class Lines(AbstractAccessLogger):
-    """Logs a line per request. aiohttp logs those whose response was sent to its end; of the
-    others it knows nothing: `log_left`."""
+    """Logs a line per request. aiohttp logs complete responses, `log_left` the others."""
 
     def log(self, request: web.BaseRequest, response: web.StreamResponse, time: float) -> None:
         if not request.get(_LEFT):  # Else it was logged already.
@@ -68,7 +65,6 @@ class Lines(AbstractAccessLogger):
             self.write(_facts(request, response.status, response.body_length, time, request_id))
 
     def log_left(self, request: web.BaseRequest, seconds: float) -> None:
-        """Log a request whose client has left."""
         mark_left(request)
         sent = request.writer.output_size
         self.write(_facts(request, CLIENT_LEFT, sent, seconds, own_request_id(request)))
@@ -78,14 +74,14 @@ class Lines(AbstractAccessLogger):
 
 
 class JsonLines(Lines):
-    """Formats one JSON object per request, without level and logger name."""
+    """One JSON object per request, without level and logger name."""
 
     def write(self, facts: dict[str, object]) -> None:
         self.logger.info("%s", json.dumps(facts, ensure_ascii=True))
 
 
 class TextLines(Lines):
-    """Formats one line per request. Paths are quoted, so that a client cannot insert lines."""
+    """One line per request, with quoted paths, so that clients cannot insert lines."""
 
     def write(self, facts: dict[str, object]) -> None:
         first = "-" if facts["ttft"] is None else f"{facts['ttft']:.3f} s"
@@ -107,7 +103,7 @@ KINDS: dict[str, type[Lines]] = {"text": TextLines, "json": JsonLines}
 
 
 def own_request_id(request: web.BaseRequest) -> str | None:
-    """Return the id that the client gave its request, if it is short and printable."""
+    """Return the client's request id, if short and printable."""
     request_id = request.headers.get("X-Request-Id", "")[:128]
     usable = request_id.isascii() and request_id.isprintable()
     return request_id if request_id and usable else None
@@ -135,7 +131,7 @@ def _facts(
 
 
 def set_up(kind: str, log_bodies: bool) -> None:
-    """Enable these loggers, independent of the level of the others."""
+    """Enable these loggers, independent of others' levels."""
     for logger, enabled in ((access, kind != "off"), (bodies, log_bodies)):
         logger.setLevel(logging.INFO if enabled else logging.NOTSET)
     if kind == "json" and not access.handlers:
@@ -146,8 +142,7 @@ def set_up(kind: str, log_bodies: bool) -> None:
 
 
 def log_bodies(max_len: int | None) -> Middleware:
-    """Return a middleware that logs bodies, truncated to `max_len` characters; None: not
-    truncated."""
+    """Return a middleware that logs bodies, truncated to `max_len` characters."""
 
     @web.middleware
     async def log(request: web.Request, handler: Handler) -> web.StreamResponse:

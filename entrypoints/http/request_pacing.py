@@ -1,8 +1,6 @@
-"""Spreads requests that arrive at once over several turns of the event loop, so that the engine
-runs in between.
+"""Spreads simultaneous requests over turns of the event loop, so that the engine runs in between.
 
-Otherwise all of them would be handled in one turn: with 256 requests, the device would wait for the
-last one to be read before it gets the next step.
+Otherwise 256 requests would be handled in one turn, while the device waits.
 """
 
 from __future__ import annotations
@@ -16,19 +14,17 @@ from aiohttp import web
 from .inflight import is_inference_request
 
 PER_TURN = 4
-"""Number of requests that start in one turn: about two milliseconds of work."""
+"""Requests started per turn: about two milliseconds."""
 
 
 class RequestPacer:
-    """Admits this many requests in each turn of the loop, in the order of their arrival."""
-
     def __init__(self, per_turn: int = PER_TURN) -> None:
         self._per_turn = self._left = per_turn
         self._waiting: collections.deque[asyncio.Future[None]] = collections.deque()
         self._turning = False
 
     async def enter(self) -> None:
-        """Wait for a place; returns at once if few requests arrive."""
+        """Wait for a place; immediate for few requests."""
         loop = asyncio.get_running_loop()
         if not self._turning:
             self._turning = True
@@ -59,7 +55,6 @@ PACER: web.AppKey[RequestPacer] = web.AppKey("request_pacer", RequestPacer)
 async def pace_requests(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
-    """Make inference requests wait for their turn."""
     if is_inference_request(request):
         await request.app[PACER].enter()
     return await handler(request)

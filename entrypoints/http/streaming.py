@@ -27,22 +27,20 @@ HEADERS = {
 }
 DONE = b"data: [DONE]\n\n"
 _MARK = uuid.uuid4().hex
-"""Placeholder for a text in a template; random, so that it occurs in no other text."""
+"""Placeholder in a template; random, so in no other text."""
 
 
 def frame(data: Any) -> bytes:
-    """Return the frame of an event."""
     return b"data: " + encoder.encode(data) + b"\n\n"
 
 
 def named_frame(event: dict[str, Any]) -> bytes:
-    """Return the frame of an event, named by its type."""
+    """Return an event's frame, named by its type."""
     return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), encoder.encode(event))
 
 
 def output_size(output: RequestOutput, first: bool) -> int:
-    """Return about how many log-probabilities the frames of an output have. first: it is the first
-    of a stream, whose frames have those of the prompt."""
+    """Return about how many log-probabilities an output has; the first also has the prompt's."""
     lists = [completion.logprobs for completion in output.outputs]
     if first:
         lists.append(output.prompt_logprobs)  # type: ignore[arg-type]
@@ -50,26 +48,24 @@ def output_size(output: RequestOutput, first: bool) -> int:
 
 
 class Protocol(NamedTuple):
-    """How a stream reports its end."""
-
     failure: Callable[[JackfieldError], bytes]
-    """Returns the frame of an error."""
+    """Returns an error's frame."""
     end: bytes
-    """The last frame, also after an error."""
+    """The last frame, even after an error."""
 
 
 OPENAI = Protocol(failure=lambda error: frame(error_body(error)), end=DONE)
 
 
 class Template:
-    """The frames of a stream that differ in one text only; the rest is encoded once."""
+    """Frames that differ in one text; the rest is encoded once."""
 
     def __init__(self, make: Callable[[str], bytes]) -> None:
-        """make: returns the frame of any text, which it contains as a JSON string."""
+        """make: returns the frame of any text, as a JSON string."""
         self._parts = make(_MARK).split(encoder.encode(_MARK))
 
     def frame(self, text: str) -> bytes:
-        """Return the frame of `text`, identical to that of `streaming.frame`."""
+        """Return `text`'s frame, identical to `streaming.frame`'s."""
         return encoder.encode(text).join(self._parts)
 
 
@@ -81,12 +77,11 @@ async def stream_outputs(
     *,
     protocol: Protocol = OPENAI,
 ) -> web.StreamResponse:
-    """Send the result of `encode` for each output, and `final_chunk` at the end.
+    """Send `encode` of each output, and `final_chunk` at the end.
 
-    The first output is awaited before the status line is sent, so that a refused request gets its
-    proper status. Further outputs are encoded and written when the engine delivers them, all
-    streams one after another (`OutputStream.listen`). While a client does not read, its outputs are
-    not taken: it gets fewer, larger ones later, and the data waiting for it stays small.
+    The first output precedes the status line, so that refused requests get their own status.
+    Further ones are written when the engine delivers them, all streams in sequence
+    (`OutputStream.listen`). A slow client gets fewer, larger outputs, so its buffer stays small.
     """
     try:
         output = await anext(outputs)
@@ -120,7 +115,7 @@ async def stream_outputs(
 
 
 class _Delivery:
-    """Writes a response's body as its outputs arrive, without a task that wakes for them."""
+    """Writes outputs as they arrive, without waking a task."""
 
     def __init__(
         self,
@@ -135,12 +130,11 @@ class _Delivery:
         self._encode = encode
         self._chunked: bool = getattr(writer, "chunked", False)
         self._large: RequestOutput | None = None
-        """An output that is encoded on a thread; no other is taken meanwhile."""
+        """An output being encoded on a thread, which blocks others."""
         self._wake: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
     async def done(self) -> None:
-        """Wait until the last output is written. Raises the errors of `encode`, and
-        ConnectionError."""
+        """Wait until the last output is written. Raises errors of `encode`, and ConnectionError."""
         self._outputs.listen(self._push)
         self._push()
         while not await self._wake:
@@ -154,8 +148,9 @@ class _Delivery:
             self._push()
 
     def _push(self) -> None:
-        """Write what is available; wake `done` at the end, for a large output, or to wait until the
-        client has read."""
+        """Write available outputs; wake `done` at the end, for a large output, or for a slow
+        client.
+        """
         wake = self._wake
         if wake.done():
             return
@@ -177,7 +172,7 @@ class _Delivery:
             wake.set_exception(error)
 
     def _write(self, data: bytes) -> None:
-        """Raises ConnectionResetError if the client has disconnected."""
+        """Raises ConnectionResetError if the client left."""
         if not data:
             return
         transport = self._protocol.transport
@@ -191,8 +186,9 @@ class _Delivery:
 async def stream(
     request: web.Request, frames: AsyncIterator[bytes], first: Callable[[], Awaitable[bytes]]
 ) -> web.StreamResponse:
-    """Send the frames that `frames` yields. `first` returns the first frame, before the status line
-    is sent, so that a refused request gets its proper status."""
+    """Send `frames`, after `first`'s frame, which precedes the status line, so that refused
+    requests get their own status.
+    """
     start = await first()
     response = web.StreamResponse(headers=HEADERS)
     try:

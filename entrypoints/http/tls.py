@@ -1,4 +1,4 @@
-"""TLS: the server's certificate, trusted clients, reload of certificates without a restart."""
+"""TLS certificate, trusted clients, and reload without a restart."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..flags.dataclass_flags import Flag
 
 logger = logging.getLogger("jackfield.server")
 REFRESH_SECONDS = 5.0
-"""Time between two checks of the files' modification times."""
+"""Seconds between checks of the files."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Tls:
     ] = False
 
     def context(self) -> ssl.SSLContext:
-        """Return the context for these files. Raises ConfigError with the option's name."""
+        """Return the context. Raises ConfigError with the option's name."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         self.load(context)
@@ -74,7 +74,7 @@ class Tls:
         return context
 
     def load(self, context: ssl.SSLContext) -> None:
-        """Load certificate, key and trusted authorities; new connections use them."""
+        """Load the files, for new connections."""
         for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"):
             path = getattr(self, name)
             if path is not None and not Path(path).is_file():
@@ -94,7 +94,7 @@ class Tls:
                 raise _wrong("ssl_ca_certs", f"no certificates in it ({error})") from None
 
     def times(self) -> tuple[int, ...]:
-        """Return the files' modification times; empty while a file is missing."""
+        """Return modification times; empty while a file is missing."""
         try:
             paths = (self.ssl_certfile, self.ssl_keyfile, self.ssl_ca_certs)
             return tuple(Path(path).stat().st_mtime_ns for path in paths if path is not None)
@@ -106,8 +106,9 @@ class Tls:
 async def refreshing(
     tls: Tls, context: ssl.SSLContext, seconds: float = REFRESH_SECONDS
 ) -> AsyncIterator[None]:
-    """Load changed files into `context` while this runs. If the files do not match each other, log
-    that, and keep the previous ones."""
+    """Load changed files into `context` while this runs; log inconsistent files and keep the
+    previous ones.
+    """
 
     async def watch() -> None:
         last = tls.times()

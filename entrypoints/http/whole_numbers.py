@@ -1,4 +1,4 @@
-"""Conversion of integers that a client wrote as floats: JSON does not distinguish `3.0` from 3."""
+"""Converts integers that clients wrote as floats: JSON does not distinguish `3.0` from 3."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ Read = Callable[[Any], Any]
 
 @functools.cache
 def integers_of(kind: Any) -> dict[str, Read]:
-    """Return, for each field of a Struct that contains integers, the function that converts its
-    value. A value that is not a whole number stays unchanged, and the field's type refuses it."""
+    """Return converters of a Struct's integer fields; values that are not whole stay, and are
+    refused later.
+    """
     info = msgspec.inspect.type_info(kind)
     assert isinstance(info, msgspec.inspect.StructType)
     return _fields(info)
 
 
 def with_integers(raw: dict[str, Any], fields: dict[str, Read]) -> dict[str, Any]:
-    """Return a request's fields, with whole floats as integers where a field takes integers."""
+    """Return a request's fields with whole floats as integers where expected."""
     return {name: fields[name](value) if name in fields else value for name, value in raw.items()}
 
 
@@ -31,7 +32,7 @@ def _fields(struct: msgspec.inspect.StructType) -> dict[str, Read]:
 
 
 def _reader(kind: msgspec.inspect.Type) -> Read | None:
-    """Return the converter of a type; None if it has no integers, or takes floats as well."""
+    """Return a type's converter; None without integers, or if floats are allowed."""
     match kind:
         case msgspec.inspect.IntType():
             return _integer

@@ -51,14 +51,14 @@ logger = logging.getLogger("jackfield.server")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 OPEN_ROUTES = frozenset({"/health", "/ping", "/metrics"}) | docs_page.OPEN_ROUTES
-"""Routes that need no key, besides the playground's files. The matched route decides, never the
-path as sent."""
+"""Routes without a key, besides the playground's files. Compared with the matched route, never the
+sent path."""
 
 
 def make_app(
     engine: AsyncEngine, options: ServerOptions | None = None, host: str | None = None
 ) -> web.Application:
-    """Return an application with all routes over a started engine; plugins' routes are added last.
+    """Return an application with all routes over a started engine; plugins' come last.
 
     host: where it will listen; None: at a Unix socket, or unknown.
     """
@@ -153,7 +153,7 @@ def _closing(usage: Usage) -> Callable[[web.Application], Awaitable[None]]:
 
 
 def _check_sites(app: web.Application, host: str | None) -> None:
-    """Add the checks against other sites' pages, if no key is required."""
+    """Add checks against other sites' pages, if no key is required."""
     options = app[OPTIONS]
     keyless = not app[TENANCY].required
     hosts = options.allowed_hosts
@@ -171,14 +171,12 @@ async def _tell_server(_: web.Request, response: web.StreamResponse) -> None:
 
 
 async def _tell_request_id(request: web.Request, response: web.StreamResponse) -> None:
-    """Set the header with the caller's id or a new one on every response, streams and errors
-    included."""
+    """Set the request id header, the caller's or a new one, on every response."""
     response.headers["X-Request-Id"] = request_log.own_request_id(request) or uuid.uuid4().hex
 
 
 @web.middleware
 async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Convert every error to OpenAI's body."""
     try:
         return await handler(request)
     except JackfieldError as error:
@@ -208,5 +206,4 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 
 def _refusal(status: int, message: str) -> web.Response:
-    """Return aiohttp's error in OpenAI's form."""
     return error_reply(InvalidRequest(message), status)

@@ -1,7 +1,7 @@
 """GET /openapi.json and GET /docs: the server's routes, for programs and for people.
 
-The page is plain HTML generated from the document, without scripts and without external resources;
-its buttons lead to /docs/try (`entrypoints/web/try.js`).
+The page is plain HTML from the document, without scripts; its buttons lead to /docs/try
+(`entrypoints/web/try.js`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..http.context import DOCUMENT, OPEN, OPTIONS, encoder
 from ..openai.common.openapi import document, internal
 
 OPEN_ROUTES = frozenset({"/docs", "/openapi.json"})
-"""Served without a key: a browser has none to send, and they contain nothing secret."""
+"""Need no key: browsers have none, and nothing is secret."""
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'",
     "X-Content-Type-Options": "nosniff",
@@ -53,8 +53,7 @@ async def docs(request: web.Request) -> web.Response:
 
 
 def _document(request: web.Request) -> dict[str, Any]:
-    """Return the document, created at the first request, when all plugins have added their
-    routes."""
+    """Return the document, created at the first request, after plugins' routes."""
     cached = request.app[DOCUMENT]
     if not cached:
         options = request.app[OPTIONS]
@@ -69,7 +68,6 @@ def _document(request: web.Request) -> dict[str, Any]:
 
 
 def page(openapi: dict[str, Any]) -> str:
-    """Return a document as an HTML page."""
     groups: dict[str, list[str]] = {}
     for path, methods in openapi["paths"].items():
         for method, operation in methods.items():
@@ -121,7 +119,7 @@ def _operation(method: str, path: str, operation: dict[str, Any]) -> str:
 
 
 def _try(method: str, path: str, operation: dict[str, Any]) -> str:
-    """Return a button that leads to where a route is tried; none for bodies that are not JSON."""
+    """Return a button for trying a route; none for bodies other than JSON."""
     kinds = operation.get("requestBody", {}).get("content", {})
     if kinds and "application/json" not in kinds:
         return ""
@@ -144,7 +142,7 @@ def _fields(schema: dict[str, Any]) -> str:
 
 
 def _type(schema: dict[str, Any]) -> str:
-    """Describe a schema in a few words, with links."""
+    """Describe a schema briefly, with links."""
     return " or ".join(dict.fromkeys(_words(schema))) or "anything"
 
 

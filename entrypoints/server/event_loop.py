@@ -8,7 +8,7 @@ from typing import Any
 
 
 def run_on_loop(main: Coroutine[Any, Any, int]) -> int:
-    """Run `main` on uvloop if it is installed, else on asyncio's own loop; return its result."""
+    """Run `main` on uvloop if installed, else on asyncio's loop."""
     try:
         import uvloop
     except ImportError:

@@ -1,4 +1,4 @@
-"""Metrics of front-end processes; any of them reports for all."""
+"""Metrics of front ends; any of them reports for all."""
 
 from __future__ import annotations
 
@@ -12,20 +12,18 @@ CPU = "jackfield:frontend_cpu_seconds"
 
 
 class FrontendMetrics:
-    """A `prometheus_client` collector of one front end's own counters."""
+    """A `prometheus_client` collector of one front end's counters."""
 
     def __init__(self, front: int, num_requests: Callable[[], int]) -> None:
-        """num_requests: returns the number of inference requests received so far."""
+        """num_requests: returns inference requests received."""
         self._labels = [str(front)]
         self._num_requests = num_requests
 
     def describe(self) -> Iterable[CounterMetricFamily]:
-        """The metric families, without values."""
         return [self._family(REQUESTS, "Requests for work that a front end has taken."),
                 self._family(CPU, "Processor time of a front end.")]  # fmt: skip
 
     def collect(self) -> Iterable[CounterMetricFamily]:
-        """The metric families, with current values."""
         requests, cpu = self.describe()
         requests.add_metric(self._labels, self._num_requests())
         rusage = resource.getrusage(resource.RUSAGE_SELF)

@@ -1,4 +1,4 @@
-"""GET /health: whether the engine serves, said at once also while its worker says nothing."""
+"""GET /health: whether the engine serves, replied to at once even if its worker is silent."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from ..http.context import ENGINE, reply
 from ..openai.common.openapi import documented
 
 ANSWER_SECONDS = 0.5
-"""Time for the worker to reply before a request is answered without it: probes wait a second."""
+"""Seconds to wait for the worker before replying without it: probes wait one."""
 
 
 class Health:
-    """Checks an engine for all who ask, one check at a time."""
+    """Shares one check of an engine among requests."""
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
         self._check: asyncio.Task[dict[str, str]] | None = None
         self._since = 0.0
-        """When the running check began, by `time.monotonic`."""
+        """Start of the running check, by `time.monotonic`."""
         self._error: EngineStopped | None = None
-        """That of the last check that ended."""
+        """The last finished check's."""
 
     async def report(self) -> dict[str, Any]:
-        """Return what is not as it should be, {} if nothing. Raises EngineStopped.
+        """Return deviations, {} if none. Raises EngineStopped.
 
-        A check takes as long as the worker may be silent (`AsyncEngine.check_health`). Until it
-        ends, the outcome of the one before stands, and the report says how long it has taken.
+        A check may last as long as the worker may be silent (`AsyncEngine.check_health`); until
+        then the previous outcome stands, with the check's duration.
         """
         if not self._engine.healthy:
             raise EngineStopped(self._engine.dead_reason or "the engine is not running")
@@ -54,7 +54,6 @@ class Health:
         return {"silent_seconds": round(time.monotonic() - self._since, 1)}
 
     async def close(self, _: web.Application) -> None:
-        """Cancel the check that runs."""
         if self._check is not None:
             self._check.cancel()
             await asyncio.gather(self._check, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""Requests by route and status, as prometheus-fastapi-instrumentator (vLLM's) counts them."""
+"""Requests by route and status, as in prometheus-fastapi-instrumentator (vLLM's)."""
 
 from __future__ import annotations
 
@@ -16,23 +16,22 @@ from ..http.request_log import CLIENT_LEFT, Lines, client_has_left, has_been_lef
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 UNKNOWN = "none"
-"""`handler` of all paths without a route, which are endless."""
+"""`handler` of paths without a route."""
 OTHER = "other"
-"""`method` of all methods that no route has."""
+"""`method` of methods without a route."""
 
 
 class HttpMetrics:
     """A `prometheus_client` collector of requests by route, method and class of status.
 
-    Labels are what the server knows, never what a client sends. Those of all routes are there from
-    the start, so that no first request is missed, and requests add none.
+    Labels come from the server, never clients, and exist from the start, so that no first request
+    is missed.
     """
 
     def __init__(self) -> None:
         self._counts: Counter[tuple[str, str, str]] = Counter()
 
     def add_routes(self, app: web.Application) -> None:
-        """Begin to show the routes of an application."""
         for route in app.router.routes():
             if route.resource is not None and route.method in METHODS:
                 for status in ("2xx", "4xx", "5xx"):
@@ -41,12 +40,11 @@ class HttpMetrics:
             self._counts[UNKNOWN, method, "4xx"] += 0
 
     def count(self, route: str, method: str, status: int) -> None:
-        """Count a request that has ended. route: "" if none matched."""
+        """Count an ended request. route: "" without a match."""
         method = method if method in METHODS else OTHER
         self._counts[route or UNKNOWN, method, f"{status // 100}xx"] += 1
 
     def describe(self) -> Iterable[CounterMetricFamily]:
-        """The metric family, without values."""
         return [
             CounterMetricFamily(
                 "http_requests",
@@ -57,15 +55,13 @@ class HttpMetrics:
         ]
 
     def collect(self) -> Iterable[CounterMetricFamily]:
-        """The metric family, with current values."""
         (requests,) = self.describe()
         for labels, count in self._counts.items():
             requests.add_metric(labels, count)
         return [requests]
 
     async def serve(self, app: web.Application) -> AsyncIterator[None]:
-        """Show the metric among the engine's while the application runs; for
-        `Application.cleanup_ctx`."""
+        """Show the metric among the engine's; for `Application.cleanup_ctx`."""
         self.add_routes(app)
         registry = app[ENGINE].metrics_registry
         registry.register(self)
@@ -76,10 +72,9 @@ class HttpMetrics:
 def observe_requests(
     metrics: HttpMetrics, lines: Lines | None
 ) -> Callable[..., Awaitable[web.StreamResponse]]:
-    """Return the middleware that counts every request, and logs those whose clients left; it is the
-    first one.
+    """Return the first middleware, which counts requests, and logs those whose clients left.
 
-    lines: the access log, if there is one.
+    lines: the access log, if any.
     """
 
     @web.middleware

@@ -119,8 +119,7 @@ async def metrics(request: web.Request) -> web.Response:
 
 
 def with_prefix(text: bytes, prefix: str) -> bytes:
-    """Return the rendered metrics under vLLM's prefix or under both. Metrics of
-    others, which do not begin with `jackfield:`, stay unchanged and appear once."""
+    """Return metrics under vLLM's prefix or both; others than `jackfield:` stay unchanged."""
     if prefix == "jackfield":
         return text
     renamed = OWN_METRIC.sub(rb"\1vllm:", text)

@@ -1,8 +1,7 @@
-"""GET /v1/plugins: what is plugged in, and whether it works here.
+"""GET /v1/plugins: registered plugins, and whether they work here.
 
-To find out, every plugin is imported, with what it needs: seconds, in which the interpreter is held
-for longer than an event loop may wait. So a process of its own does that, `jackfield plugins
---json`, once.
+Checking imports every plugin, which would block the event loop for seconds, so a child process does
+it once: `jackfield plugins --json`.
 """
 
 from __future__ import annotations
@@ -25,15 +24,13 @@ logger = logging.getLogger("jackfield.server")
 
 
 class PluginRows:
-    """The rows of a server's plugins, once they were requested."""
-
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
         self._lock = asyncio.Lock()
         self._rows: list[Row] | None = None
 
     async def rows(self) -> list[Row]:
-        """Return one row per name, hook and plugin. Raises RequestFailed if the process fails."""
+        """Return a row per name, hook and plugin. Raises RequestFailed if the process fails."""
         async with self._lock:
             if self._rows is None:
                 self._rows = await self._checked()

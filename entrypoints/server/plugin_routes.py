@@ -1,7 +1,7 @@
 """Routes and middlewares of plugins (`register_routes`): all of a plugin's, or none.
 
-A plugin gets the application itself. Its additions are checked afterwards: a route that an earlier
-one hides is refused, unless its handler says `override = True`. If the hook raises or is refused,
+A plugin gets the application, and its additions are checked afterwards: a route hidden by an
+earlier one is refused, unless its handler has `override = True`. If the hook raises or is refused,
 the application is restored.
 """
 
@@ -20,13 +20,14 @@ from ...core.errors import PluginError
 from ...core.registry import Provenance
 
 OWNERS: web.AppKey[dict[web.AbstractRoute, Provenance]] = web.AppKey("owners", dict)
-"""Route of a plugin → the plugin's origin."""
+"""Plugin's route → origin."""
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT")
 
 
 def add_plugin_routes(app: web.Application, engine: AsyncEngine) -> None:
-    """Call each plugin's `register_routes`. If one raises or is refused, it adds nothing, and the
-    log says so. Raises PluginError if that plugin is required."""
+    """Call each plugin's `register_routes`. A failing one adds nothing, and is logged; PluginError
+    if it is required.
+    """
     app[OWNERS] = {}
     for impl in engine.plugins.implementations("register_routes"):
         # So that aiohttp does not add a plugin's route to the last existing resource.
@@ -49,7 +50,6 @@ def add_plugin_routes(app: web.Application, engine: AsyncEngine) -> None:
 
 
 def owner(request: web.Request) -> Provenance | None:
-    """Return the plugin whose route matched a request, if any."""
     return request.app.get(OWNERS, {}).get(request.match_info.route)
 
 
@@ -57,18 +57,18 @@ def owner(request: web.Request) -> Provenance | None:
 
 
 class _Place(NamedTuple):
-    """The part of the URL space that a route matches."""
+    """The URL space of a route."""
 
     methods: frozenset[str]
     prefix: str
-    """The path up to its first variable; the router tries the longest prefix first."""
+    """Path up to its first variable; the router tries longer prefixes first."""
     sample: str
-    """An example of a path that it matches."""
+    """A matching path."""
     pattern: re.Pattern[str]
 
 
 def _place(route: web.AbstractRoute) -> _Place | None:
-    """Return what a route matches; None without a path: static files, subapplications."""
+    """Return a route's URL space; None for static files and subapplications."""
     info = {} if route.resource is None else route.resource.get_info()
     methods = frozenset(METHODS if route.method == "*" else (route.method,))
     if (path := info.get("path")) is not None:
@@ -83,8 +83,9 @@ def _place(route: web.AbstractRoute) -> _Place | None:
 def _take_place(
     app: web.Application, route: web.AbstractRoute, before: list[web.AbstractRoute]
 ) -> None:
-    """Move a new route to where it is reached. Raises PluginError if an earlier one hides it,
-    unless its handler overrides that."""
+    """Move a new route to where it is reached. Raises PluginError if hidden by an earlier one
+    without override.
+    """
     place = _place(route)
     if place is None:
         return
@@ -117,10 +118,10 @@ def _overrides(handler: Callable[..., Any] | type[AbstractView]) -> bool:
 
 
 def _restorer(app: web.Application) -> Callable[[], None]:
-    """Return a function that restores the current state of the application.
+    """Return a function that restores the application.
 
-    aiohttp cannot remove a route, so its containers are copied and refilled: those of the
-    application, of its router with the lists in its index, and of each resource.
+    aiohttp cannot remove routes, so its containers are copied and refilled: the application's, its
+    router's with index lists, and each resource's.
     """
     saved_lists: list[tuple[Any, Any]] = []
     for holder in (app, app.router, *app.router.resources()):

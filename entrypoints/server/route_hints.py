@@ -1,4 +1,4 @@
-"""What a client that asked for an unknown route has probably meant."""
+"""Guesses the route that a client meant."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ BATCH_ROUTES = ("/v1/files", "/v1/batches")
 
 
 def hint(request: web.Request) -> str:
-    """Return the rest of a sentence about a route that was not found, "" without an idea.
+    """Return the rest of a sentence on an unknown route, "" without an idea.
 
-    Most often a client's base URL lacks `/v1`, has it twice, or is the whole route.
+    Mostly a base URL lacks `/v1`, repeats it, or is the whole route.
     """
     path = request.path.rstrip("/")
     if path.startswith(BATCH_ROUTES) and request.app[OPTIONS].batches is None:

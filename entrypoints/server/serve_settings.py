@@ -1,4 +1,4 @@
-"""The command line of `jackfield serve`: its parser, and the checked options."""
+"""`jackfield serve`'s command line: parser and checked options."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .listen import Listen
 
 logger = logging.getLogger("jackfield.serve")
 KEY_VARIABLES = ("JACKFIELD_API_KEY", "VLLM_API_KEY")
-"""Environment variables with API keys, separated by commas."""
+"""Environment variables with comma-separated API keys."""
 GROUPS = {
     "server": "Address, keys, logs, and what is served besides the API.",
     "batches": "Files of requests, answered behind the others.",
@@ -32,18 +32,18 @@ GROUPS = {
     "HTTP": "Browsers, proxies, limits, timeouts and metrics.",
     "chat": "Templates, tool calls and roles of chats.",
 }
-"""Titles of the command's own groups of flags → what is in them."""
+"""Titles of flag groups → descriptions."""
 COMMON = (
     "--port", "--host", "--api-key-file", "--max-model-len", "--max-num-seqs",
     "--gpu-memory-utilization", "--tensor-parallel-size", "--quantization", "--tool-call-parser",
     "--served-model-name", "--config",
 )  # fmt: skip
-"""Flags that the short help explains."""
+"""Flags in the short help."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ServeOptions:
-    """Options of the command itself, besides the server's and the engine's."""
+    """The command's own options."""
 
     api_server_count: Annotated[
         int,
@@ -70,7 +70,6 @@ class ServeOptions:
 
 
 def make_parser() -> Parser:
-    """Return the parser of `jackfield serve`."""
     parser = Parser(prog="jackfield serve", description="Serve a model over HTTP, as OpenAI does.")
     parser.add_argument(
         "model",
@@ -94,21 +93,19 @@ def make_parser() -> Parser:
 
 
 class Settings(NamedTuple):
-    """The checked options of a server."""
-
     config: EngineConfig
     plugins: Plugins
     listen: Listen
     options: ServerOptions
     fronts: int
     argv: list[str]
-    """Return the command line, with the flags of a configuration file inserted."""
+    """Command line, including the configuration file's flags."""
 
 
 def settings(argv: list[str], *, remarks: bool = True) -> Settings:
-    """Parse, check, load the plugins, set up logging. Raises ConfigError, PluginError.
+    """Parse, check, load plugins, set up logging. Raises ConfigError, PluginError.
 
-    remarks: whether to log which flags have no effect.
+    remarks: log flags without effect.
     """
     parser = make_parser()
     args = parser.parse_args(argv)
@@ -136,9 +133,9 @@ def settings(argv: list[str], *, remarks: bool = True) -> Settings:
 
 
 def server_options(args: argparse.Namespace) -> ServerOptions:
-    """Return the server's options, with the keys of the environment; key files are checked.
+    """Return the server's options with the environment's keys; key files are checked.
 
-    Raises ConfigError, with the line of a file.
+    Raises ConfigError, with a file's line.
     """
     from ..http.auth.api_keys import read_keys
 
@@ -153,8 +150,9 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
 
 
 def _listed_keys(variable: str, text: str) -> list[str]:
-    """Return the keys of an environment variable, which commas separate. Raises ConfigError if
-    there are none: a secret that was not filled in must not open the server."""
+    """Return an environment variable's comma-separated keys. Raises ConfigError without any: an
+    unset secret must not open the server.
+    """
     keys = [key for part in text.split(",") if (key := part.strip())]
     if not keys:
         raise ConfigError(f"{variable}: is set to no key; unset it to serve without keys")
@@ -162,7 +160,7 @@ def _listed_keys(variable: str, text: str) -> list[str]:
 
 
 def listen(args: argparse.Namespace) -> Listen:
-    """Return where to listen. Raises ConfigError, for TLS with the option's name."""
+    """Return where to listen. Raises ConfigError."""
     place = from_flags(Listen, args)
     if place.tls is not None:
         place.tls.context()  # Report invalid files before a model is loaded.
@@ -174,7 +172,7 @@ def listen(args: argparse.Namespace) -> Listen:
 
 
 def check_tool_parser(config: EngineConfig) -> None:
-    """Raise ConfigError unless the options or the checkpoint name a tool parser."""
+    """Raise ConfigError without a tool parser, in options or checkpoint."""
     from ...core.engine.resolve_config import NONE
     from ...core.loading.dialects import read_dialects
     from ...core.loading.model_config import checkpoint_folder

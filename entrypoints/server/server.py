@@ -34,13 +34,13 @@ logger = logging.getLogger("jackfield.server")
 http_logger = logging.getLogger("jackfield.http")
 DEAD = object()
 BACKLOG = 2048
-"""Length of the queue of connections to be accepted; beyond it, a client retries after a second."""
+"""Connections to be accepted; beyond, clients retry after a second."""
 CLOSE_SECONDS = 5.0
-"""Time for unfinished responses when the server closes."""
+"""Seconds for unfinished responses at the server's end."""
 
 
 def not_a_clients_fault(record: logging.LogRecord) -> bool:
-    """A log filter: a port scan, which sends no HTTP, is logged as one line without a traceback."""
+    """Log filter: a port scan, without HTTP, is one line without traceback."""
     error = record.exc_info[1] if record.exc_info else None
     if not isinstance(error, HttpProcessingError | web.RequestPayloadError):
         return True
@@ -55,10 +55,9 @@ http_logger.addFilter(not_a_clients_fault)
 async def listening(
     engine: AsyncEngine, listen: Listen, options: ServerOptions | None = None
 ) -> AsyncIterator[str]:
-    """Serve a started engine while the context lasts; yield the address, as a URL or a socket's
-    path.
+    """Serve a started engine; yield the address, as a URL or a socket's path.
 
-    If a client disconnects, its handler is cancelled, which aborts its request.
+    A client's disconnect cancels its handler, which aborts its request.
     """
     options = options or ServerOptions()
     logs: dict[str, Any] = {"access_log": None}
@@ -99,7 +98,7 @@ async def listening(
 
 @contextlib.contextmanager
 def _reading_again(keys: KeyRing) -> Iterator[None]:
-    """Read the key files again on SIGHUP; does nothing outside the main thread."""
+    """Re-read the key files on SIGHUP (main thread only)."""
     loop = asyncio.get_running_loop()
     try:
         loop.add_signal_handler(signal.SIGHUP, keys.reload)
@@ -115,10 +114,10 @@ def _reading_again(keys: KeyRing) -> Iterator[None]:
 async def serve(
     config: EngineConfig, plugins: Plugins, listen: Listen, options: ServerOptions
 ) -> int:
-    """Serve until a signal; return the exit status: 0 after a clean end, 1 if the engine died.
+    """Serve until a signal; return 0 after a clean end, 1 if the engine died.
 
-    The first signal drains: no new requests, running ones finish within `shutdown_timeout`. A
-    second one aborts them. Raises StoppedAtStart at one that comes before the engine is up.
+    The first signal drains: running requests finish within `shutdown_timeout`. A second one aborts
+    them. Raises StoppedAtStart before the engine is up.
     """
     start = time.monotonic()
     signals = stop_signals()
@@ -142,7 +141,7 @@ async def serve(
 
 
 async def first_of(*waits: Coroutine[Any, Any, Any]) -> Any:
-    """Return the result of the coroutine that ends first; the others are cancelled."""
+    """Return the first finished coroutine's result; cancel the others."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -154,8 +153,7 @@ async def first_of(*waits: Coroutine[Any, Any, Any]) -> Any:
 
 
 def ready_line(engine: AsyncEngine, where: str, start: float) -> str:
-    """Return the line that is printed when clients can connect. began: start of the startup, by
-    `time.monotonic`."""
+    """Return the line printed when clients can connect. began: start by `time.monotonic`."""
     info, num_members = engine.info, engine.config.data_parallel_size
     members = f"{num_members} engines, each on " if num_members > 1 else ""
     named = (
@@ -171,20 +169,18 @@ def ready_line(engine: AsyncEngine, where: str, start: float) -> str:
 
 
 async def engine_end(engine: AsyncEngine) -> object:
-    """Return DEAD when the engine has died."""
     while engine.dead_reason is None:
         await asyncio.sleep(0.5)
     return DEAD
 
 
 def address(listen: Listen, port: int) -> str:
-    """Return the server's URL."""
     host = f"[{listen.host}]" if ":" in listen.host else listen.host
     return f"{'http' if listen.tls is None else 'https'}://{host}:{port}"
 
 
 class _BoundSite(web.BaseSite):
-    """A site on an already bound socket, TCP or Unix."""
+    """A site on a bound socket, TCP or Unix."""
 
     def __init__(self, runner: web.AppRunner, bound: socket.socket) -> None:
         super().__init__(runner, backlog=BACKLOG)
@@ -192,11 +188,9 @@ class _BoundSite(web.BaseSite):
 
     @property
     def name(self) -> str:
-        """The address, for logs."""
         return str(self._bound.getsockname())
 
     async def start(self) -> None:
-        """Listen."""
         await super().start()
         loop = asyncio.get_running_loop()
         assert self._runner.server is not None

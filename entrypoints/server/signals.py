@@ -1,4 +1,4 @@
-"""The signals that stop a server, SIGTERM and SIGINT, while it starts and afterwards."""
+"""SIGTERM and SIGINT, during the start and afterwards."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 logger = logging.getLogger("jackfield.server")
 START_END_SECONDS = 2.0
-"""Time to end for a server that is stopped before it has started."""
+"""Seconds for a server to end during its start."""
 
 
 class StoppedAtStart(Exception):
@@ -22,15 +22,15 @@ class StoppedAtStart(Exception):
     def __init__(self, number: int) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name} before the server was up")
         self.status = 128 + number
-        """The exit status, as a shell gives it."""
+        """Exit status, as in a shell."""
 
 
 @contextlib.contextmanager
 def ending_at_signals() -> Iterator[None]:
-    """End at once on SIGINT and SIGTERM, until the server's event loop handles them.
+    """End at once on SIGINT and SIGTERM until the event loop handles them.
 
-    A KeyboardInterrupt may get lost in an import, and the first process of a container gets no
-    signal that it does not handle.
+    A KeyboardInterrupt may be lost in an import, and a container's first process gets no unhandled
+    signals.
     """
 
     def end(number: int, _: object) -> None:
@@ -45,7 +45,7 @@ def ending_at_signals() -> Iterator[None]:
 
 
 def stop_signals() -> asyncio.Queue[int]:
-    """Return the queue of the signals to stop that this process gets from now on."""
+    """Return the queue of stop signals from now on."""
     signals: asyncio.Queue[int] = asyncio.Queue()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, signals.put_nowait, number)
@@ -55,8 +55,8 @@ def stop_signals() -> asyncio.Queue[int]:
 async def unless_stopped(start: Coroutine[Any, Any, None], signals: asyncio.Queue[int]) -> None:
     """Await a start. Raises StoppedAtStart if a signal comes first.
 
-    A thread that loads weights cannot be interrupted, so nothing waits for the rest of the start:
-    the process ends START_END_SECONDS after the signal, whatever still runs in it.
+    A thread that loads weights cannot be interrupted, so the process ends START_END_SECONDS after
+    the signal.
     """
     starting = asyncio.ensure_future(start)
     stop = asyncio.ensure_future(signals.get())

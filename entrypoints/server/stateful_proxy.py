@@ -1,8 +1,7 @@
-"""Stateful routes: the first front end serves them, the others forward to it.
+"""Stateful routes: the first front end serves them, others forward to it.
 
-Whichever front end a client reaches, it finds its stored and background responses, files and
-batches. A forwarded request passes authentication, limits and logs where it arrived; the first
-front end receives it over a Unix socket in a private folder.
+So clients of any front end find stored and background responses, files and batches. A forwarded
+request passes authentication, limits and logs on arrival, then a Unix socket in a private folder.
 """
 
 from __future__ import annotations
@@ -27,18 +26,17 @@ logger = logging.getLogger("jackfield.fronts")
 STATEFUL = ("/v1/responses", "/v1/files", "/v1/batches")
 """Prefixes of the stateful routes."""
 ASK_SECONDS = 0.02
-"""Between two questions whether the first front end is there yet."""
+"""Seconds between checks for the first front end."""
 HOP = frozenset(
     ("connection", "keep-alive", "transfer-encoding", "upgrade", "te", "trailer",
      "proxy-authenticate", "proxy-authorization", "authorization", "x-api-key", "date", "server",
      "expect")
 )  # fmt: skip
-"""Headers of a single connection, and headers that each server writes itself."""
+"""Headers of a single connection, or rewritten by each server."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def is_stateful(resource: web.AbstractResource | None) -> bool:
-    """Whether a route is one of STATEFUL."""
     path = "" if resource is None else resource.canonical
     return any(path == prefix or path.startswith(f"{prefix}/") for prefix in STATEFUL)
 
@@ -46,9 +44,9 @@ def is_stateful(resource: web.AbstractResource | None) -> bool:
 def serve_stateful(
     path: Path, errors: Middleware
 ) -> Callable[[web.Application], AsyncIterator[None]]:
-    """Serve the stateful routes to other front ends; for `Application.cleanup_ctx`.
+    """Serve stateful routes to other front ends; for `Application.cleanup_ctx`.
 
-    errors: the middleware that converts errors. Add it after everything that these routes need.
+    errors: the middleware for errors. Add it last.
     """
 
     async def context(app: web.Application) -> AsyncIterator[None]:
@@ -73,8 +71,7 @@ def serve_stateful(
 
 
 async def first_is_serving(path: Path) -> None:
-    """Wait until the first front end serves the stateful routes. The others accept no connection
-    before, so that who finds one ready finds all routes ready."""
+    """Wait until the first front end serves stateful routes; others accept no connection before."""
     while True:
         try:
             _, writer = await asyncio.open_unix_connection(path)
@@ -86,7 +83,7 @@ async def first_is_serving(path: Path) -> None:
 
 
 def forward_to(path: Path) -> Middleware:
-    """Return a middleware that forwards requests to stateful routes to the first front end."""
+    """Return a middleware that forwards stateful requests to the first front end."""
 
     @web.middleware
     async def forward(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -142,7 +139,7 @@ async def _pass_on(request: web.Request, upstream: aiohttp.ClientResponse) -> we
 
 
 def _origin_form(request: web.Request) -> str:
-    """Return path and query of a request's target, which may be a whole URL (absolute-form)."""
+    """Return a request target's path and query, from a whole URL, too."""
     target = request.raw_path
     if target.startswith("/"):
         return target

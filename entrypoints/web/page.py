@@ -1,5 +1,4 @@
-"""Serves the pages for people, the playground and the one that tries a route: files that ship with
-the package, read once, and no others."""
+"""Serves the playground and the page that tries a route: packaged files, read once."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-cache",
 }
-"""Nothing inline, nothing from other hosts. A browser may cache a file, but revalidates it."""
+"""Nothing inline or from other hosts. Browsers revalidate cached files."""
 TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 PLAYGROUND = {
     "/": "index.html",
@@ -36,24 +35,22 @@ TRY = {
     "/docs/try/try.css": "try.css",
     "/docs/try/try.js": "try.js",
 }
-"""Path → file: the page, and those that it names, which lie in one folder."""
+"""Path → file: the page, and its resources."""
 
 
 @dataclass(frozen=True)
 class File:
-    """One file of a page."""
-
     body: bytes
     content_type: str
     tag: str
-    """The file's ETag, which depends on its content only."""
+    """ETag, from the content only."""
 
 
 FILES: web.AppKey[dict[str, File]] = web.AppKey("pages", dict)
 
 
 def add_page(app: web.Application, files: dict[str, str]) -> None:
-    """Serve a page and the files that it names. They need no key; the routes that they call do."""
+    """Serve a page and its files, without a key; routes that they call need one."""
     app.setdefault(FILES, {}).update({path: _read(name) for path, name in files.items()})
     app[OPEN_HANDLERS].add(page)
     first, second, *_ = files

@@ -374,10 +374,7 @@ def fused_decode_attention(
     else:
         kernel, words, factors = fused_decode_codes_kernel, (cache.key_words, cache.value_words), ()
         constants = {
-            "KEY_BITS": cache.key_bits,
-            "VALUE_BITS": cache.value_bits,
-            "KEY_WIDTH": key_width,
-            "VALUE_WIDTH": value_width,
+            **cache.constants(head_dim),
             "BLOCK_M": max(16, block_g),
             "BLOCK_K": decode_width(key_width, cache.key_bits),
             "BLOCK_V": decode_width(value_width, cache.value_bits),

@@ -8,6 +8,8 @@ bound, or the launch at few tokens.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -71,26 +73,25 @@ def _norm_heads_kernel(
 
 def norm_heads(
     qkv: torch.Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    query_norm: tuple[torch.Tensor, torch.Tensor | None, float],
-    key_norm: tuple[torch.Tensor, torch.Tensor | None, float],
+    layout: tuple[int, int, int],
+    query_norm: tuple[torch.Tensor, torch.Tensor | None, float, Any],
+    key_norm: tuple[torch.Tensor, torch.Tensor | None, float, Any],
 ) -> None:
     """Norm queries and keys in place.
 
-    qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], last stride 1; norms: (weight
-    [head_dim], or [heads, head_dim] contiguous, a bias [head_dim] or None, eps). In float32,
-    rounded once.
+    qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], last stride 1; layout: these
+    three; norms: (weight [head_dim], or [heads, head_dim] contiguous, a bias [head_dim] or None,
+    eps, …). In float32, rounded once.
     """
-    num_tokens, width = qkv.shape
+    num_tokens, (num_heads, num_kv_heads, head_dim) = qkv.shape[0], layout
     if num_tokens == 0:
         return
-    head_dim = width // (num_heads + 2 * num_kv_heads)
     block = triton.next_power_of_2(head_dim)
     normed = num_heads + num_kv_heads
     heads = min(max(ELEMENTS // block, 1), triton.next_power_of_2(normed))
     options = pdl_options(qkv.device)
-    (query_weight, query_bias, query_eps), (key_weight, key_bias, key_eps) = query_norm, key_norm
+    query_weight, query_bias, query_eps, _ = query_norm
+    key_weight, key_bias, key_eps, _ = key_norm
     launch(_norm_heads_kernel, (num_tokens, triton.cdiv(normed, heads)))(
         qkv,
         query_weight,

@@ -52,6 +52,10 @@ class CacheArguments(NamedTuple):
     num_kv_heads: int
 
     @property
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        return self[:4]
+
+    @property
     def block_size(self) -> int:
         return int(self.keys.shape[1])
 
@@ -69,6 +73,15 @@ class CacheArguments(NamedTuple):
 
     def value_width(self, head_dim: int) -> int:
         return head_dim // 2 if self.value_bits == 4 else head_dim
+
+    def constants(self, head_dim: int) -> dict[str, int]:
+        """Return what kernels that read any cache are compiled for."""
+        return {
+            "KEY_BITS": self.key_bits,
+            "VALUE_BITS": self.value_bits,
+            "KEY_WIDTH": self.key_width(head_dim),
+            "VALUE_WIDTH": self.value_width(head_dim),
+        }
 
 
 def is_narrow(kv_cache: torch.Tensor | Quantized) -> bool:

@@ -115,8 +115,9 @@ def index_inputs(
     slot_mapping: torch.Tensor,
     *,
     interleaved: bool,
-) -> None:
-    """Rotate the first channels of queries, in place, and store normed and rotated keys.
+) -> torch.Tensor | None:
+    """Rotate the first channels of queries, in place, and store normed and rotated keys; return the
+    queries.
 
     query: [num_tokens, num_heads, index_dim], None for keys alone; key: [num_tokens, index_dim];
     last strides 1, others free; weight, bias: [index_dim], of a LayerNorm; positions: [num_tokens]
@@ -126,7 +127,7 @@ def index_inputs(
     """
     num_tokens, index_dim = key.shape
     if num_tokens == 0:
-        return
+        return query
     num_heads = 0 if query is None else query.shape[1]
     # Keys alone take the same compiled kernel: strides that it does not use are of the same kind.
     queries = key[:, None] if query is None else query
@@ -159,3 +160,4 @@ def index_inputs(
         num_warps=4,
         **options,
     )
+    return query

@@ -164,19 +164,20 @@ def causal_conv(
     C], contiguous, changed → [T, C]"""
     num_tokens, size = x.shape
     num_rows, kernel = rows.slots.shape[0], weight.shape[1]
+    single = rows.max_query_len == 1
     out = torch.empty((num_tokens, size), dtype=x.dtype, device=x.device)
     places = (rows.query_start, rows.seq_lens, rows.slots)
     programs = triton.cdiv(size, CHANNELS)
-    if not rows.single:
+    if not single:
         launch(_conv_kernel, (triton.cdiv(num_tokens, TOKENS), programs))(
             out, x, weight, bias, state, *places, num_rows, num_tokens, x.stride(0), size,
             K=kernel, BIAS=bias is not None, SILU=silu, TOKENS=TOKENS, CHANNELS=CHANNELS,
             num_warps=4,
         )  # fmt: skip
-    options = pdl_options(x.device) if rows.single else {}
+    options = pdl_options(x.device) if single else {}
     launch(_conv_state_kernel, (num_rows, programs))(
         out, x, weight, bias, state, *places, x.stride(0), size,
-        K=kernel, BIAS=bias is not None, SILU=silu, SINGLE=rows.single, CHANNELS=CHANNELS,
+        K=kernel, BIAS=bias is not None, SILU=silu, SINGLE=single, CHANNELS=CHANNELS,
         PDL=bool(options), num_warps=1, **options,
     )  # fmt: skip
     return out

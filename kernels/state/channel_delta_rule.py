@@ -53,10 +53,7 @@ def channel_delta_rule(
     v: torch.Tensor,
     step: torch.Tensor,
     beta: torch.Tensor,
-    rate: torch.Tensor,
-    dt_bias: torch.Tensor,
-    bound: float | None,
-    strength: float,
+    weights: tuple[torch.Tensor, torch.Tensor, float | None, float],
     state: torch.Tensor,
     rows: Rows,
     *,
@@ -64,19 +61,19 @@ def channel_delta_rule(
     tiles: ChannelTiles = TILES,
 ) -> torch.Tensor:
     """q, k, step: [T, H, K]; v: [T, H, V]; beta: [T, H]: contiguous but for the first dimension;
-    rate: [H], dt_bias: [H, K], float32 and contiguous; state: [num_states, H, K, V], contiguous,
-    changed → [T, H, V]
+    weights: rates [H], dt_bias [H, K], float32 and contiguous, bound and strength; state:
+    [num_states, H, K, V], contiguous, changed → [T, H, V]
 
     chunked: in half precision, compute rows of several tokens by chunks; None: where that is
     faster.
     """
     num_tokens, heads, width = v.shape
-    size = q.shape[2]
+    size, (rate, dt_bias, bound, strength) = q.shape[2], weights
     out = torch.empty((num_tokens, heads, width), dtype=v.dtype, device=v.device)
     places = (rows.query_start, rows.seq_lens, rows.slots)
     if chunked is None:
         chunked = CHUNKED
-    chunked &= not rows.single and v.dtype != torch.float32
+    chunked &= rows.max_query_len > 1 and v.dtype != torch.float32
     num_rows = rows.slots.shape[0]
     launch(delta_step_kernel, (num_rows, heads, triton.cdiv(width, VALUES)))(
         out, q, k, v, step, beta, rate, dt_bias, state, *places,
@@ -88,7 +85,7 @@ def channel_delta_rule(
     if not chunked:
         return out
     chunks = channel_delta_chunks(
-        q, k, v, step, beta, rate, dt_bias, bound, strength, rows,
+        q, k, v, step, beta, *weights, rows,
         chunk=tiles.chunk, block_k=tiles.block_k, num_warps=tiles.chunk_warps,
     )  # fmt: skip
     grid = (min(num_rows, MOST_ROWS), heads, triton.cdiv(width, tiles.values))

@@ -206,7 +206,7 @@ def delta_net_step(
     zeros before and after; `rows` have one token each → [R, H V]"""
     num_rows = projected.shape[0]
     heads, keys, values = state.shape[1:]
-    if not rows.single or counters.numel() < num_rows * groups:
+    if rows.max_query_len > 1 or counters.numel() < num_rows * groups:
         raise ValueError(f"{num_rows} rows of one token each, and as many counters per group")
     config = config or step_config(num_rows, heads, keys, values)
     out = torch.empty((num_rows, heads * values), dtype=projected.dtype, device=projected.device)

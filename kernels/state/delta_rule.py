@@ -274,28 +274,28 @@ def delta_rule(
     v: torch.Tensor,
     step: torch.Tensor,
     beta: torch.Tensor,
-    rate: torch.Tensor,
-    dt_bias: torch.Tensor,
+    weights: tuple[torch.Tensor, torch.Tensor],
     state: torch.Tensor,
     rows: Rows,
 ) -> torch.Tensor:
     """q, k: [T, G, K]; v: [T, H, V]; step, beta: [T, H]: contiguous but for the first dimension;
-    rate, dt_bias: [H] float32; state: [num_states, H, K, V], contiguous, changed → [T, H, V]"""
+    weights: rates and dt_bias, [H] float32; state: [num_states, H, K, V], contiguous, changed → [T,
+    H, V]"""
     num_tokens, heads, width = v.shape
     groups, size = q.shape[1:]
-    num_rows = rows.slots.shape[0]
+    num_rows, single = rows.slots.shape[0], rows.max_query_len == 1
     out = torch.empty((num_tokens, heads, width), dtype=v.dtype, device=v.device)
-    inputs = (q, k, v, step, beta, rate, dt_bias)
+    inputs = (q, k, v, step, beta, *weights)
     places = (rows.query_start, rows.seq_lens, rows.slots)
     block_k = max(16, triton.next_power_of_2(size))
-    options = pdl_options(v.device) if rows.single else {}
+    options = pdl_options(v.device) if single else {}
     launch(delta_step_kernel, (num_rows, heads, triton.cdiv(width, SINGLE_VALUES)))(
         out, *inputs, state, *places,
         q.stride(0), k.stride(0), v.stride(0), step.stride(0), beta.stride(0), size**-0.5,
         None, HEADS=heads, GROUPS=groups, K=size, V=width, BOUND=None, BLOCK_K=block_k,
         VALUES=SINGLE_VALUES, LONG=1, CHANNELS=False, PDL=bool(options), num_warps=2, **options,
     )  # fmt: skip
-    if rows.single:
+    if single:
         return out
     tiles = WIDE if v.dtype == torch.float32 else NARROW
     chunks = delta_chunks(

@@ -274,7 +274,7 @@ def mamba2_step(
     has its weight → [R, H P]"""
     num_rows = projected.shape[0]
     heads, width, states = state.shape[1:]
-    if not rows.single or counters.numel() < num_rows * groups:
+    if rows.max_query_len > 1 or counters.numel() < num_rows * groups:
         raise ValueError(f"{num_rows} rows of one token each, and as many counters per group")
     config = config or step_config(num_rows, heads, width, states)
     programs = config.programs(heads // groups, width)

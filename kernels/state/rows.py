@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Protocol, TypeAlias
 
 import torch
 import triton
@@ -20,18 +20,30 @@ MOST_ROWS = 8
 have few, and large idle programs keep others out."""
 
 
-class Rows(NamedTuple):
+class Rows(Protocol):
     """R rows; a row continues the state of its slot, or begins from zeros if its first token is its
     sequence's first. Rows without tokens come last."""
 
-    query_start: torch.Tensor
-    """[R + 1] int32: row r's tokens are query_start[r] .. query_start[r + 1]."""
-    seq_lens: torch.Tensor
-    """[R] int32: tokens of each sequence, those of this step included."""
-    slots: torch.Tensor
-    """[R] int32 or int64: index of each row's state."""
-    single: bool
-    """Whether every row has one token."""
+    @property
+    def query_start(self) -> torch.Tensor:
+        """[R + 1] int32: row r's tokens are query_start[r] .. query_start[r + 1]."""
+
+    @property
+    def seq_lens(self) -> torch.Tensor:
+        """[R] int32: tokens of each sequence, those of this step included."""
+
+    @property
+    def slots(self) -> torch.Tensor:
+        """[R] int32 or int64: index of each row's state."""
+
+    @property
+    def max_query_len(self) -> int:
+        """Tokens of the longest row, or more; 1: every row has one."""
+
+
+ScanWeights: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[float, float]]
+"""Rates, factors of inputs in outputs, biases of step sizes and their range: `ScanWeights` of
+`core.nn.state.operations`."""
 
 
 @triton.jit

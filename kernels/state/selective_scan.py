@@ -21,7 +21,7 @@ import triton.language as tl
 
 from ..launch import launch
 from ..pdl import gdc_launch_dependents, gdc_wait, pdl_options
-from .rows import MOST_ROWS, PLACES, WHOLE, Rows, longer_row, row_of, softplus
+from .rows import MOST_ROWS, PLACES, WHOLE, Rows, ScanWeights, longer_row, row_of, softplus
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -216,29 +216,27 @@ def selective_scan(
     b: torch.Tensor,
     c: torch.Tensor,
     gate: torch.Tensor,
-    a: torch.Tensor,
-    d: torch.Tensor,
-    dt_bias: torch.Tensor,
-    dt_limit: tuple[float, float],
+    weights: ScanWeights,
     state: torch.Tensor,
     rows: Rows,
 ) -> torch.Tensor:
-    """x, dt, gate: [T, I]; b, c: [T, N], last strides 1; a: [I, N], d, dt_bias: [I], float32,
-    contiguous; state: [num_states, I, N], contiguous, changed → [T, I]"""
+    """x, dt, gate: [T, I]; b, c: [T, N], last strides 1; weights: a [I, N], d, dt_bias [I],
+    float32, contiguous, and dt_limit; state: [num_states, I, N], contiguous, changed → [T, I]"""
     num_tokens, size = x.shape
     out = torch.empty((num_tokens, size), dtype=x.dtype, device=x.device)
     states = b.shape[1]
-    num_rows = rows.slots.shape[0]
+    num_rows, single = rows.slots.shape[0], rows.max_query_len == 1
+    a, d, dt_bias, dt_limit = weights
     inputs = (out, x, dt, b, c, gate, a, d, dt_bias, state)
     places = (rows.query_start, rows.seq_lens, rows.slots)
     strides = (x.stride(0), dt.stride(0), b.stride(0), c.stride(0), gate.stride(0))
     block = triton.next_power_of_2(states)
-    options = pdl_options(x.device) if rows.single else {}
+    options = pdl_options(x.device) if single else {}
     launch(_selective_step_kernel, (num_rows, triton.cdiv(size, SINGLE_CHANNELS)))(
         *inputs, *places, *strides, *dt_limit, size, N=states, BLOCK_N=block,
         CHANNELS=SINGLE_CHANNELS, PDL=bool(options), num_warps=1, **options,
     )  # fmt: skip
-    if not rows.single:
+    if not single:
         tiles = LONGER
         grid = (min(num_rows, MOST_ROWS), triton.cdiv(size, tiles.channels))
         launch(_selective_scan_kernel, grid)(

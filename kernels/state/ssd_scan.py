@@ -20,7 +20,7 @@ import triton.language as tl
 
 from ..launch import launch
 from ..pdl import gdc_launch_dependents, gdc_wait, pdl_options
-from .rows import PLACES, Rows, row_of, softplus
+from .rows import PLACES, Rows, ScanWeights, row_of, softplus
 from .ssd_chunks import TILES, ChunkTiles, ssd_chunks
 
 ANY_LENGTH = 1 << 30
@@ -133,24 +133,23 @@ def ssd_scan(
     dt: torch.Tensor,
     b: torch.Tensor,
     c: torch.Tensor,
-    a: torch.Tensor,
-    d: torch.Tensor,
-    dt_bias: torch.Tensor,
-    dt_limit: tuple[float, float],
+    weights: ScanWeights,
     state: torch.Tensor,
     rows: Rows,
     *,
     long: int | None = None,
     tiles: ChunkTiles = TILES,
 ) -> torch.Tensor:
-    """x: [T, H, P]; dt: [T, H]; b, c: [T, G, N]: contiguous but for the first dimension; a, d,
-    dt_bias: [H] float32; state: [num_states, H, P, N], contiguous, changed → [T, H, P]
+    """x: [T, H, P]; dt: [T, H]; b, c: [T, G, N]: contiguous but for the first dimension;
+    weights: a, d, dt_bias, [H] float32, and dt_limit; state: [num_states, H, P, N], contiguous,
+    changed → [T, H, P]
 
     long: in half precision, rows of more tokens are computed by `ssd_chunks`; None: where that is
     faster; tiles: of `ssd_chunks`
     """
     num_tokens, heads, width = x.shape
     groups, size = b.shape[1:]
+    (a, d, dt_bias, dt_limit), single = weights, rows.max_query_len == 1
     out = torch.empty((num_tokens, heads, width), dtype=x.dtype, device=x.device)
     block_n = max(16, triton.next_power_of_2(size))
     if long is None:
@@ -161,15 +160,15 @@ def ssd_scan(
         # Products without tensor cores: small tiles stay in registers.
         chunk, block_p, precision, long = 16, 16, "ieee", ANY_LENGTH
     grid = (rows.slots.shape[0], heads, triton.cdiv(width, block_p))
-    options = pdl_options(x.device) if rows.single else {}
+    options = pdl_options(x.device) if single else {}
     launch(_ssd_scan_kernel, grid)(
         out, x, dt, b, c, a, d, dt_bias, state, rows.query_start, rows.seq_lens, rows.slots,
         x.stride(0), dt.stride(0), b.stride(0), c.stride(0), *dt_limit,
         HEADS=heads, GROUPS=groups, P=width, N=size, BLOCK_P=block_p, BLOCK_N=block_n,
-        CHUNK=chunk, LONG=long, SINGLE=rows.single, PRECISION=precision,
+        CHUNK=chunk, LONG=long, SINGLE=single, PRECISION=precision,
         PDL=bool(options), **options,
         num_warps=4 if block_n <= 128 else 8, num_stages=1,
     )  # fmt: skip
-    if not rows.single and long < ANY_LENGTH:
-        ssd_chunks(out, x, dt, b, c, a, d, dt_bias, dt_limit, state, rows, long=long, tiles=tiles)
+    if not single and long < ANY_LENGTH:
+        ssd_chunks(out, x, dt, b, c, *weights, state, rows, long=long, tiles=tiles)
     return out

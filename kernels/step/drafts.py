@@ -3,11 +3,17 @@ each."""
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import torch
 import triton
 import triton.language as tl
 
 from ..launch import launch
+
+Tables: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Tokens [slots, positions] int32, last stride 1; lengths [slots] int32, one less than known
+tokens; numbers of proposed drafts [slots] int32: `DraftTables` of `core.nn.step_operations`."""
 
 
 @triton.jit
@@ -46,18 +52,17 @@ def verify_drafts(
     drafts: torch.Tensor,
     starts: torch.Tensor,
     slots: torch.Tensor,
-    lengths: torch.Tensor,
-    num_proposed: torch.Tensor,
+    tables: Tables,
     most: int,
 ) -> torch.Tensor:
     """Accept the drafts of S rows up to the first that was not chosen.
 
     chosen, drafts: [L] int32, by position; starts: [S + 1] int32, row s has the positions starts[s]
-    .. starts[s + 1], the last without a draft; slots: [S] int64; lengths, num_proposed: [slots]
-    int32, of which the first is reduced by the rejected drafts; most: drafts of a row at most
+    .. starts[s + 1], the last without a draft; slots: [S] int64; tables: of the slots; lengths
+    are reduced by the rejected drafts; most: drafts of a row at most
     → [S, 2] int32: accepted drafts, and those that were proposed
     """
-    num_rows = len(slots)
+    num_rows, (_, lengths, num_proposed) = len(slots), tables
     verdicts = torch.empty((num_rows, 2), dtype=torch.int32, device=chosen.device)
     if num_rows:
         launch(_verify_kernel, (num_rows,))(
@@ -99,20 +104,18 @@ def keep_drafts(
     token_ids: torch.Tensor,
     counts: torch.Tensor,
     slots: torch.Tensor,
-    history: torch.Tensor,
-    lengths: torch.Tensor,
-    num_proposed: torch.Tensor,
+    tables: Tables,
     vocab_size: int,
 ) -> torch.Tensor:
     """Write the drafts of R rows after the known tokens of their slots.
 
     token_ids: [R, K] int32 or int64, last stride 1; counts: [R] int32 or int64, the first so many
-    are drafts, up to the first that is not in the vocabulary; slots: [R] int64; history: [slots,
-    positions] int32, last stride 1; lengths: [slots] int32, one less than known tokens;
-    num_proposed: [slots] int32, written → [R] int32, the number of each; 0 is in the place of the
-    others
+    are drafts, up to the first that is not in the vocabulary; slots: [R] int64; tables: of the
+    slots; tokens and numbers of drafts are written → [R] int32, the number of each; 0 is in the
+    place of the others
     """
     num_rows, num_drafts = token_ids.shape
+    history, lengths, num_proposed = tables
     kept = torch.empty(num_rows, dtype=torch.int32, device=token_ids.device)
     if num_rows:
         launch(_keep_kernel, (num_rows,))(

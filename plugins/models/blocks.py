@@ -41,9 +41,9 @@ class SelfAttention(nn.Module):
     """Grouped-query attention with rotary positions. Families override the small methods."""
 
     fused: ClassVar[bool] = False
-    """Whether queries, keys and values are one checkpoint tensor."""
+    """Queries, keys and values are one tensor of the checkpoint."""
     norm_last: ClassVar[bool] = False
-    """Whether `q_norm` and `k_norm` come after the rotation."""
+    """`q_norm` and `k_norm` come after the rotation."""
 
     def __init__(self, config: ModelConfig, layer: int, build: BuildContext) -> None:
         super().__init__()
@@ -53,6 +53,7 @@ class SelfAttention(nn.Module):
         self.max_model_len = config.max_model_len
         self.all_heads = num_heads
         self.own = HeadShare.of(num_heads, num_kv_heads, build.ranks.tensor)
+        """This rank's heads, of all."""
         self.num_heads, self.num_kv_heads = self.own.num_heads, self.own.num_kv_heads
         sizes = {
             "q": num_heads * self.head_dim,
@@ -73,7 +74,7 @@ class SelfAttention(nn.Module):
 
     @staticmethod
     def kv_heads(config: ModelConfig) -> int:
-        """Return the number of key heads; families with another field override it."""
+        """Return the number of key heads, where the configuration calls it otherwise."""
         return config.num_kv_heads
 
     def spec(self, hf: Any, layer: int) -> AttentionSpec:
@@ -87,6 +88,7 @@ class SelfAttention(nn.Module):
         )
 
     def add_sinks(self, build: BuildContext) -> None:
+        """Create a sink for each head."""
         self.sinks = nn.Parameter(build.empty(self.num_heads))
         if build.ranks.tensor.size > 1:
             sharding = Sharding(0, {"": self.all_heads}, {"": (self.own.queries,)})
@@ -235,6 +237,7 @@ class Block(nn.Module):
     def forward(
         self, hidden: torch.Tensor, rotary: Rotary | None, context: ForwardContext
     ) -> torch.Tensor:
+        """[num_tokens, hidden_size] → the same shape; `hidden` may be overwritten."""
         return self._add_mlp(self.self_attn(hidden, self.input_layernorm, rotary, context))
 
     def attend(
@@ -267,13 +270,16 @@ class NormedBlock(Block):
     def forward(
         self, hidden: torch.Tensor, rotary: Rotary | None, context: ForwardContext
     ) -> torch.Tensor:
+        """[num_tokens, hidden_size] → the same shape; `hidden` may be overwritten."""
         norm = getattr(self, self.norms[0], None)
         return self._add_both(hidden, self.self_attn(hidden, norm, rotary, context, add=False))
 
     def after_attention(self, hidden: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
+        """As `Block`."""
         return self._add_both(hidden, self.self_attn.project(heads))
 
     def normed_products(self) -> list[tuple[nn.Module | None, nn.Module | None]]:
+        """As `Block`."""
         return self._pairs(self.norms[0], self.norms[2])
 
     def _add_both(self, hidden: torch.Tensor, attn_output: torch.Tensor) -> torch.Tensor:
@@ -299,6 +305,7 @@ class ParallelBlock(Block):
     def forward(
         self, hidden: torch.Tensor, rotary: Rotary | None, context: ForwardContext
     ) -> torch.Tensor:
+        """[num_tokens, hidden_size] → the same shape; `hidden` may be overwritten."""
         norms = [getattr(self, name) for name in self.norms]
         # Products of one token apply norms themselves, but for quantized weights.
         if hidden.shape[0] == 1 and isinstance(self.self_attn.qkv_proj, Linear):
@@ -311,13 +318,16 @@ class ParallelBlock(Block):
         return self._add(hidden, heads, inner)
 
     def after_attention(self, hidden: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
+        """As `Block`."""
         inner = self.mlp.inner(hidden, getattr(self, self.norms[-1]))
         return self._add(hidden, heads, inner)
 
     def normed_products(self) -> list[tuple[nn.Module | None, nn.Module | None]]:
+        """As `Block`."""
         return self._pairs(self.norms[0], self.norms[-1])
 
     def products_after(self) -> list[nn.Module | None]:
+        """As `Block`."""
         return [self._first_of_mlp(), self.self_attn.o_proj]
 
     def _add(self, hidden: torch.Tensor, heads: torch.Tensor, inner: torch.Tensor) -> torch.Tensor:

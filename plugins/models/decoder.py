@@ -183,6 +183,12 @@ def rope_of_type(hf: Any, kind: str) -> dict[str, Any]:
     return rope
 
 
+def head_of(model: nn.Module, embeddings: Embedding) -> Embedding:
+    """Return a model's own head, or the embeddings that it shares."""
+    head: Embedding = getattr(model, "lm_head", embeddings)
+    return head
+
+
 QKV_SHARDS = {
     "q_proj": Shard("qkv_proj", "q"),
     "k_proj": Shard("qkv_proj", "k"),
@@ -242,6 +248,7 @@ class HeadlessLM(nn.Module):
     def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> HiddenStates:
         """[num_tokens] → hidden states of the decoder"""
         hidden: HiddenStates = self.model(input_ids, context)
+        context.shared.clear()  # A recorded step keeps its context, and no layer's tensors.
         return hidden
 
     @staticmethod
@@ -306,8 +313,7 @@ class CausalLM(HeadlessLM):
     @property
     def output_embeddings(self) -> Embedding:
         """The head: the model's own, or the embeddings that it shares."""
-        head: Embedding = getattr(self, "lm_head", self.model.embed_tokens)
-        return head
+        return head_of(self, self.model.embed_tokens)
 
     def compute_logits(self, hidden: HiddenStates) -> torch.Tensor:
         """Rows of `forward`'s result → [num_rows, vocab_size]"""
@@ -337,7 +343,7 @@ class DecoderClassifier(HeadlessLM):
         head."""
         if self.tokens is None:
             return
-        head: Embedding = getattr(self, "lm_head", self.model.embed_tokens)
+        head = head_of(self, self.model.embed_tokens)
         token_ids = torch.tensor(self._token_ids(self.tokens.tokens), device=head.weight.device)
         rows = head(token_ids).float()
         rows = rows[1:] - rows[:1] if self.tokens.difference else rows

@@ -25,12 +25,12 @@ from ...core.parallel.missing_layer import MissingLayer
 from .blocks import BlockParts, NormedBlock
 from .decoder import CausalLM
 from .gemma4 import (
+    INPUTS,
     Gemma4Attention,
     Gemma4Block,
     Gemma4Decoder,
     Gemma4ForCausalLM,
     Gemma4WeightMap,
-    SharedKV,
 )
 from .per_layer_inputs import PER_LAYER_NAMES, PerLayerInput
 
@@ -112,24 +112,17 @@ class Gemma3nBlock(NormedBlock):
         self.altup, self.laurel = AltUp(config, build), Laurel(config, build)
         self.per_layer_input = PerLayerInput(hf, build)
 
-    def shared_forward(
-        self,
-        streams: torch.Tensor,
-        rotary: Rotary,
-        context: ForwardContext,
-        shared: dict[str, SharedKV],
-        inputs: torch.Tensor,
+    def forward(
+        self, hidden: torch.Tensor, rotary: Rotary | None, context: ForwardContext
     ) -> torch.Tensor:
-        """streams: [num_streams, num_tokens, hidden_size]; inputs: this layer's, [num_tokens,
-        size].
-        """
+        """hidden: of all streams, [num_streams, num_tokens, hidden_size] → the same shape"""
         norms = [getattr(self, name) for name in self.norms]
         pre_attn_norm, post_attn_norm, pre_mlp_norm, post_mlp_norm = norms
         altup = self.altup
-        predictions = altup.predict(streams)
+        predictions = altup.predict(hidden)
         active = predictions[altup.active].contiguous()
         normed = pre_attn_norm(active)
-        heads = self.self_attn.shared_inner(normed, None, rotary, context, shared)
+        heads = self.self_attn.inner(normed, None, rotary, context)
         hidden = active + post_attn_norm(self.self_attn.project(heads))
         hidden = (hidden + self.laurel(normed)) / math.sqrt(2)
         hidden = post_mlp_norm.add(self.mlp(hidden, pre_mlp_norm, add=False), hidden)
@@ -137,7 +130,7 @@ class Gemma3nBlock(NormedBlock):
         first = streams[altup.active].contiguous()
         if altup.scales:
             first = first * altup.correct_output_scale
-        streams[1:] += self.per_layer_input(first, inputs)
+        streams[1:] += self.per_layer_input(first, context.shared[INPUTS])
         return streams
 
 

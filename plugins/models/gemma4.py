@@ -64,6 +64,10 @@ def check_stages(hf: Any, pipeline: Pipeline) -> None:
         )
 
 
+INPUTS = "layer inputs"
+"""In `ForwardContext.shared`: the layer's, [num_tokens, size], if layers have inputs."""
+
+
 class SharedKV(NamedTuple):
     """A layer's keys and values of this step, for later layers of its type."""
 
@@ -117,15 +121,15 @@ class Gemma4Attention(WindowedAttention):
             )
         return msgspec.structs.replace(super().spec(hf, layer), scale=1.0)
 
-    def shared_inner(
+    def inner(
         self,
         hidden: torch.Tensor,
         norm: nn.Module | None,
-        rotary: Rotary,
+        rotary: Rotary | None,
         context: ForwardContext,
-        shared: dict[str, SharedKV],
     ) -> torch.Tensor:
-        """`inner` with shared keys and values. shared: this step's, by layer type."""
+        """Keys and values are in `context.shared`, by layer type, where later layers read them."""
+        assert rotary is not None, "all layers rotate"
         qkv = self.qkv_proj(hidden, norm=norm)
         rows = qkv.view(len(qkv), -1, self.head_dim)
         cos_sin = rotary.cos_sin[context.positions][:, None].to(qkv.dtype)
@@ -134,13 +138,14 @@ class Gemma4Attention(WindowedAttention):
             return rotate(norm(heads.contiguous()), cos_sin)
 
         if self.reads:
-            attention, key, value = shared[self.kind]
-            return attention.attend(rotated(rows, self.q_norm), key, value, context, cached=True)
+            shared: SharedKV = context.shared[self.kind]
+            query = rotated(rows, self.q_norm)
+            return shared.attention.attend(query, shared.key, shared.value, context, cached=True)
         query, key = rows[:, : self.num_heads], rows[:, self.num_heads :][:, : self.num_kv_heads]
         value = self.v_norm(rows[:, -self.num_kv_heads :].contiguous())
         if self.keeps:
             key = rotated(key, self.k_norm)
-            shared[self.kind] = SharedKV(self.attention, key, value)
+            context.shared[self.kind] = SharedKV(self.attention, key, value)
             return self.attention.attend(rotated(query, self.q_norm), key, value, context)
         if self.keys_are_values:
             qkv = torch.cat([qkv, value.flatten(1)], dim=-1)
@@ -192,20 +197,12 @@ class Gemma4Block(NormedBlock):
             self.post_feedforward_layernorm_2 = self.make_norm(hf, build)
         self.per_layer_input = PerLayerInput(hf, build) if input_size(hf) else None
 
-    def shared_forward(
-        self,
-        hidden: torch.Tensor,
-        rotary: Rotary,
-        context: ForwardContext,
-        shared: dict[str, SharedKV],
-        inputs: torch.Tensor | None,
+    def forward(
+        self, hidden: torch.Tensor, rotary: Rotary | None, context: ForwardContext
     ) -> torch.Tensor:
-        """`forward` with shared keys and values. inputs: this layer's, [num_tokens, size], if
-        layers have inputs.
-        """
         norms = [getattr(self, name) for name in self.norms]
         pre_attn_norm, post_attn_norm, pre_mlp_norm, post_mlp_norm = norms
-        heads = self.self_attn.shared_inner(hidden, pre_attn_norm, rotary, context, shared)
+        heads = self.self_attn.inner(hidden, pre_attn_norm, rotary, context)
         hidden = post_attn_norm.add(self.self_attn.project(heads), hidden)
         out = self.mlp(hidden, pre_mlp_norm, add=False)
         if self.mixture is not None:
@@ -213,7 +210,7 @@ class Gemma4Block(NormedBlock):
             out = self.post_feedforward_layernorm_1(out) + mixed
         hidden = post_mlp_norm.add(out, hidden)
         if self.per_layer_input is not None:
-            hidden = self.per_layer_input(hidden, inputs, residual=hidden)
+            hidden = self.per_layer_input(hidden, context.shared[INPUTS], residual=hidden)
         return hidden * self.layer_scalar
 
 
@@ -257,11 +254,10 @@ class Gemma4Decoder(GemmaDecoder):
         then the remaining layers' inputs.
         """
         states, inputs = self.begin(input_ids, context)
-        shared: dict[str, SharedKV] = {}
         for number, (layer, rotary) in enumerate(self.stage_layers()):
-            assert isinstance(rotary, Rotary)
-            own = None if inputs is None else inputs[:, number]
-            states = layer.shared_forward(states, rotary, context, shared, own)  # type: ignore[operator]
+            if inputs is not None:
+                context.shared[INPUTS] = inputs[:, number]
+            states = layer(states, rotary, context)
         if self.last:
             return self.leave(states)
         states = self.joined(states)

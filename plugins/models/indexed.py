@@ -87,6 +87,10 @@ class HeadWeights(nn.Module):
         return self.operations.linear(x.float(), self.weight)
 
 
+CHOSEN = "chosen tokens"
+"""In `ForwardContext.shared`: the last choice, None for all tokens."""
+
+
 class Indexer(nn.Module):
     """Chooses the tokens that each query of a layer reads. Not sharded: every rank chooses the
     same.
@@ -147,52 +151,37 @@ class IndexedSelfAttention(LatentSelfAttention):
             return None, None
         return hf.index_topk, hf.index_head_dim if has_indexer(hf, layer) else None
 
-    def read(
+    def inner(
         self,
         hidden: torch.Tensor,
-        norm: nn.Module,
-        rotary: Rotary,
+        norm: nn.Module | None,
+        rotary: Rotary | None,
         context: ForwardContext,
-        chosen: ChosenTokens | None,
-    ) -> tuple[torch.Tensor, ChosenTokens | None]:
-        """hidden + attention(norm(hidden)), [num_tokens, hidden_size], and the tokens read:
-        `chosen` by an earlier layer, unless this one has an indexer.
-        """
-        x, before = (hidden, norm) if self.indexer is None else (norm(hidden), None)
+    ) -> torch.Tensor:
+        """Reads what the last indexer has chosen, its own included."""
+        if self.indexer is None or norm is None:
+            x, before = hidden, norm
+        else:
+            x, before = norm(hidden), None
         query, latent = self.down_proj(x, norm=before).tensor_split((self.query_dim,), dim=-1)
         if self.indexer is not None:
-            chosen = self.indexer(
+            assert rotary is not None, "all layers rotate"
+            context.shared[CHOSEN] = self.indexer(
                 x, query, self.q_a_layernorm, rotary, context, self.latent_attention
             )
-        heads = self.attend(query, latent, rotary, context, chosen)
-        return self.project(heads, hidden), chosen
+        return self.attend(query, latent, rotary, context, context.shared.get(CHOSEN))
 
 
 class IndexedBlock(Block):
-    self_attn: IndexedSelfAttention
+    """The last one is computed whole, for all tokens."""
 
-    def read(
-        self,
-        hidden: torch.Tensor,
-        rotary: Rotary,
-        context: ForwardContext,
-        chosen: ChosenTokens | None,
-    ) -> tuple[torch.Tensor, ChosenTokens | None]:
-        """hidden: [num_tokens, hidden_size], may be overwritten; with the last choice → both for
-        the next layer.
-        """
-        hidden, chosen = self.self_attn.read(hidden, self.input_layernorm, rotary, context, chosen)
-        out: torch.Tensor = self.mlp(hidden, self.post_attention_layernorm)
-        return out, chosen
+    divides = False
 
 
 class IndexedDecoder(LatentDecoder):
-    """Passes each layer's choice to the next one. Stages do not: each has to begin with an
-    indexer.
-    """
+    """Layers share choices; stages do not: each has to begin with an indexer."""
 
     block = IndexedBlock
-    pipeline_parallel = True
 
     def __init__(self, parts: BlockParts) -> None:
         """Raises ConfigError, also if a stage would begin with a shared choice."""
@@ -204,16 +193,6 @@ class IndexedDecoder(LatentDecoder):
     def rotaries_of(config: ModelConfig, build: BuildContext) -> Sequence[Rotary | None]:
         check_indexers(config)
         return LatentDecoder.rotaries_of(config, build)
-
-    def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        hidden = context.incoming
-        if hidden is None:
-            hidden = self.embed(input_ids, context.positions)
-        layers: Any = self.unlike_layers() if context.precompiling else self.stage_layers()
-        chosen: ChosenTokens | None = None
-        for layer, rotary in layers:
-            hidden, chosen = layer.read(hidden, rotary, context, chosen)
-        return hidden
 
 
 def check_stages(config: ModelConfig, pipeline: Pipeline) -> None:

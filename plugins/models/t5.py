@@ -21,6 +21,7 @@ from ...core.nn.linear import Linear
 from ...core.nn.mlp import GatedMLP, PlainMLP
 from ...core.nn.norm import RMSNorm
 from ...core.protocols.attention import AttentionSpec
+from .decoder import head_of
 from .encoder_decoder import AttentionPart, EncoderDecoderLM
 
 FEATURE = "bidirectional_attention.distance_bias"
@@ -256,8 +257,7 @@ class T5ForConditionalGeneration(EncoderDecoderLM):
         return hidden
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        head: Embedding = getattr(self, "lm_head", self.shared)
-        return head.logits(hidden, norm=self.decoder.norm, factor=self.scale)
+        return head_of(self, self.shared).logits(hidden, norm=self.decoder.norm, factor=self.scale)
 
 
 class MT5ForConditionalGeneration(T5ForConditionalGeneration):

@@ -138,6 +138,10 @@ class ZayaAttention(SelfAttention):
         return out
 
 
+STATES = "router states"
+"""In `ForwardContext.shared`: the previous layer's."""
+
+
 class RouterMLP(nn.Module):
     def __init__(self, size: int, num_experts: int, eps: float, build: BuildContext) -> None:
         super().__init__()
@@ -196,17 +200,17 @@ class ZayaMixture(SparseMLP):
                     param=field,
                 )
 
-    def routed(
-        self, x: torch.Tensor, states: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """[num_tokens, hidden_size] → the same shape, and the next layer's `states`"""
-        logits, states = self.gate(x, states)
+    def routed(self, x: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
+        """[num_tokens, hidden_size] → the same shape"""
+        logits, shared[STATES] = self.gate(x, shared.get(STATES))
         routing = self.experts.local(self.route(logits)._replace(num_experts=logits.shape[1]))
         return self.operations.experts(
-            x, routing, self.experts.gate_up_proj.expert_weight,
+            x,
+            routing,
+            self.experts.gate_up_proj.expert_weight,
             self.experts.down_proj.expert_weight,
             residual=torch.zeros_like(x),
-        ), states  # fmt: skip
+        )
 
 
 class ResidualScaling(nn.Module):
@@ -235,24 +239,18 @@ class ZayaBlock(Block):
         self.post_mlp_residual_scale = ResidualScaling(config.hidden_size, build)
         self.dtype = build.dtype
 
-    def passed(
-        self,
-        hidden: torch.Tensor,
-        states: torch.Tensor | None,
-        rotary: Rotary | None,
-        context: ForwardContext,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """hidden: [num_tokens, hidden_size] float32; states: the previous layer's router states →
-        both for the next layer
-        """
+    def forward(
+        self, hidden: torch.Tensor, rotary: Rotary | None, context: ForwardContext
+    ) -> torch.Tensor:
+        """[num_tokens, hidden_size] float32 → the same shape"""
         attn_output = self.self_attn(
             hidden.to(self.dtype), self.input_layernorm, rotary, context, add=False
         )
         hidden = self.post_attention_residual_scale(attn_output, hidden)
-        mlp_output, states = self.mlp.routed(
-            self.post_attention_layernorm(hidden.to(self.dtype)), states
-        )
-        return self.post_mlp_residual_scale(mlp_output, hidden), states
+        normed = self.post_attention_layernorm(hidden.to(self.dtype))
+        mlp_output = self.mlp.routed(normed, context.shared)
+        out: torch.Tensor = self.post_mlp_residual_scale(mlp_output, hidden)
+        return out
 
 
 class ZayaDecoder(Decoder):
@@ -268,10 +266,10 @@ class ZayaDecoder(Decoder):
     def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         own = self.embed(input_ids, context.positions)
         hidden = (own + self.input_hidden_states_bias) * self.input_hidden_states_scale
-        hidden, states = hidden.float(), None
+        hidden = hidden.float()
         layers: Any = self.unlike_layers() if context.precompiling else self.stage_layers()
         for layer, rotary in layers:
-            hidden, states = layer.passed(hidden, states, rotary, context)
+            hidden = layer(hidden, rotary, context)
         return hidden.to(own.dtype)
 
 

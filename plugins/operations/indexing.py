@@ -18,29 +18,11 @@ class TritonIndexing(IndexOperations):
     workspace, three for few long rows.
     """
 
+    cached_index_keys = staticmethod(index_inputs)
+
     def __init__(self) -> None:
         super().__init__()
         self._scores: dict[torch.device, torch.Tensor] = {}
-
-    def cached_index_keys(
-        self,
-        query: torch.Tensor | None,
-        key: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor,
-        eps: float,
-        positions: torch.Tensor,
-        cos_sin: torch.Tensor,
-        cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
-        *,
-        interleaved: bool,
-    ) -> torch.Tensor | None:
-        index_inputs(
-            query, key, weight, bias, eps, positions, cos_sin, cache, slot_mapping,
-            interleaved=interleaved,
-        )  # fmt: skip
-        return query
 
     def choose_cached_tokens(
         self,

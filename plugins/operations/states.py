@@ -9,7 +9,6 @@ from typing import ClassVar
 import torch
 
 from ...core.nn.state.operations import (
-    ChannelDeltaWeights,
     ConvWeights,
     DeltaWeights,
     GatedNorm,
@@ -26,7 +25,6 @@ from ...kernels.state.delta_net_step import delta_net_step
 from ...kernels.state.delta_rule import delta_rule
 from ...kernels.state.gated_rms_norm import gated_rms_norm
 from ...kernels.state.mamba2_step import mamba2_step
-from ...kernels.state.rows import Rows
 from ...kernels.state.selective_scan import selective_scan
 from ...kernels.state.ssd_scan import ssd_scan
 
@@ -34,13 +32,16 @@ MAX_COUNTERS = 1 << 14
 """Most rows times groups of heads of a step in one launch."""
 
 
-def _rows(rows: StateRows) -> Rows:
-    single = rows.max_query_len == 1
-    return Rows(rows.query_start, rows.seq_lens, rows.slots, single)
-
-
 class TritonStates(StateOperations):
     mixed_states: ClassVar[bool] = True
+
+    causal_conv = staticmethod(causal_conv)
+    ssd_scan = staticmethod(ssd_scan)
+    selective_scan = staticmethod(selective_scan)
+    delta_rule = staticmethod(delta_rule)
+    channel_delta_rule = staticmethod(channel_delta_rule)
+    gated_rms_norm = staticmethod(gated_rms_norm)
+    silu_gate = staticmethod(silu_gate)
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,33 +53,6 @@ class TritonStates(StateOperations):
             zeros = torch.zeros(MAX_COUNTERS, dtype=torch.int32, device=device)
             self._state_counters[device] = zeros
         return self._state_counters[device]
-
-    def causal_conv(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        state: torch.Tensor,
-        rows: StateRows,
-        *,
-        silu: bool,
-    ) -> torch.Tensor:
-        return causal_conv(x, weight, bias, state, _rows(rows), silu=silu)
-
-    def ssd_scan(
-        self,
-        x: torch.Tensor,
-        dt: torch.Tensor,
-        b: torch.Tensor,
-        c: torch.Tensor,
-        weights: ScanWeights,
-        state: torch.Tensor,
-        rows: StateRows,
-    ) -> torch.Tensor:
-        return ssd_scan(
-            x, dt, b, c, weights.a, weights.d, weights.dt_bias, weights.dt_limit, state,
-            _rows(rows),
-        )  # fmt: skip
 
     def mamba2(
         self,
@@ -102,43 +76,9 @@ class TritonStates(StateOperations):
             )  # fmt: skip
         return mamba2_step(
             projected, *conv, conv_state, weights.a, weights.d, weights.dt_bias, weights.dt_limit,
-            state, _rows(rows), self._counters(projected.device), groups=sizes.num_groups,
+            state, rows, self._counters(projected.device), groups=sizes.num_groups,
             norm=norm, factors=factors,
         )  # fmt: skip
-
-    def silu_gate(
-        self, x: torch.Tensor, gate: torch.Tensor, gate_factor: float, out_factor: float
-    ) -> torch.Tensor:
-        return silu_gate(x, gate, gate_factor, out_factor)
-
-    def selective_scan(
-        self,
-        x: torch.Tensor,
-        dt: torch.Tensor,
-        b: torch.Tensor,
-        c: torch.Tensor,
-        gate: torch.Tensor,
-        weights: ScanWeights,
-        state: torch.Tensor,
-        rows: StateRows,
-    ) -> torch.Tensor:
-        return selective_scan(
-            x, dt, b, c, gate, weights.a, weights.d, weights.dt_bias, weights.dt_limit, state,
-            _rows(rows),
-        )  # fmt: skip
-
-    def delta_rule(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        step: torch.Tensor,
-        beta: torch.Tensor,
-        weights: DeltaWeights,
-        state: torch.Tensor,
-        rows: StateRows,
-    ) -> torch.Tensor:
-        return delta_rule(q, k, v, step, beta, *weights, state, _rows(rows))
 
     def delta_net(
         self,
@@ -159,34 +99,6 @@ class TritonStates(StateOperations):
                 projected, kernel, weights, norm, eps, sizes, conv_state, state, rows
             )
         return delta_net_step(
-            projected, kernel, conv_state, *weights, norm, eps, state, _rows(rows),
+            projected, kernel, conv_state, *weights, norm, eps, state, rows,
             self._counters(projected.device), groups=sizes.num_key_heads,
         )  # fmt: skip
-
-    def channel_delta_rule(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        step: torch.Tensor,
-        beta: torch.Tensor,
-        weights: ChannelDeltaWeights,
-        state: torch.Tensor,
-        rows: StateRows,
-    ) -> torch.Tensor:
-        return channel_delta_rule(q, k, v, step, beta, *weights, state, _rows(rows))
-
-    def gated_rms_norm(
-        self,
-        x: torch.Tensor,
-        gate: torch.Tensor,
-        weight: torch.Tensor,
-        eps: float,
-        *,
-        group_size: int,
-        gate_first: bool,
-        sigmoid: bool = False,
-    ) -> torch.Tensor:
-        return gated_rms_norm(
-            x, gate, weight, eps, group_size=group_size, gate_first=gate_first, sigmoid=sigmoid
-        )

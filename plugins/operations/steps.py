@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from ...core.nn.step_operations.compaction import CacheMoves, CompactionOperations
-from ...core.nn.step_operations.drafts import DraftOperations, DraftTables
+from ...core.nn.step_operations.drafts import DraftOperations
 from ...core.nn.step_operations.inputs import DecodeTensors, InputOperations, StepTensors
 from ...core.nn.step_operations.sampling import (
     GrammarBits,
@@ -33,6 +33,16 @@ class TritonSteps(InputOperations, SamplingOperations, CompactionOperations, Dra
 
     samples: ClassVar[bool] = True
     writes_tokens: ClassVar[bool] = True
+
+    advance = staticmethod(advance)
+    slot_mappings = staticmethod(slot_mappings)
+    scatter = staticmethod(scatter)
+    best_tokens = staticmethod(best_tokens)
+    verify_drafts = staticmethod(verify_drafts)
+    keep_drafts = staticmethod(keep_drafts)
+    edit_logits = staticmethod(edit_logits)
+    write_tokens = staticmethod(write_tokens)
+    mask_tokens = staticmethod(mask_tokens)
 
     def decode_inputs(
         self,
@@ -69,14 +79,6 @@ class TritonSteps(InputOperations, SamplingOperations, CompactionOperations, Dra
         (ids, positions, places), (sampled, ends, last) = tokens, rows
         return StepTensors(ids, positions, places, sampled, ends, last, seq_lens, tables)
 
-    def advance(
-        self, lengths: torch.Tensor, slots: torch.Tensor, query_start: torch.Tensor
-    ) -> None:
-        advance(lengths, slots, query_start)
-
-    def best_tokens(self, scores: torch.Tensor, out: torch.Tensor) -> None:
-        best_tokens(scores, out)
-
     def compact_caches(self, caches: Sequence[torch.Tensor], moves: CacheMoves) -> None:
         """One launch for all layers of one shape."""
         first = caches[0]
@@ -90,43 +92,6 @@ class TritonSteps(InputOperations, SamplingOperations, CompactionOperations, Dra
             caches, moves.slots, moves.starts, moves.chosen, moves.block_table, moves.targets,
             max(moves.counts),
         )  # fmt: skip
-
-    def slot_mappings(
-        self,
-        block_table: torch.Tensor,
-        columns: int,
-        query_start: torch.Tensor,
-        positions: torch.Tensor,
-        block_size: int,
-    ) -> torch.Tensor:
-        return slot_mappings(block_table, columns, query_start, positions, block_size)
-
-    def scatter(self, storage: torch.Tensor, writes: torch.Tensor, count: torch.Tensor) -> None:
-        scatter(storage, writes, count)
-
-    def verify_drafts(
-        self,
-        chosen: torch.Tensor,
-        drafts: torch.Tensor,
-        starts: torch.Tensor,
-        slots: torch.Tensor,
-        tables: DraftTables,
-        most: int,
-    ) -> torch.Tensor:
-        _, lengths, num_proposed = tables
-        return verify_drafts(chosen, drafts, starts, slots, lengths, num_proposed, most)
-
-    def keep_drafts(
-        self,
-        token_ids: torch.Tensor,
-        counts: torch.Tensor,
-        slots: torch.Tensor,
-        tables: DraftTables,
-        vocab_size: int,
-    ) -> torch.Tensor:
-        if token_ids.stride(1) != 1:
-            token_ids = token_ids.contiguous()
-        return keep_drafts(token_ids, counts, slots, *tables, vocab_size)
 
     def sample(
         self,
@@ -166,27 +131,3 @@ class TritonSteps(InputOperations, SamplingOperations, CompactionOperations, Dra
         out: SampleOutputs,
     ) -> None:
         choose_best(best, token, slots, lengths, tables.history, out.chosen)
-
-    def edit_logits(
-        self,
-        logits: torch.Tensor,
-        slots: torch.Tensor,
-        tables: SlotTables,
-        out: torch.Tensor,
-        *,
-        edits: int,
-        scale: bool,
-        grammar: GrammarBits | None = None,
-    ) -> None:
-        edit_logits(logits, slots, tables, out, edits=edits, scale=scale, grammar=grammar)
-
-    def write_tokens(
-        self, chosen: torch.Tensor, runs: torch.Tensor, ring: torch.Tensor, last: int
-    ) -> None:
-        write_tokens(chosen, runs, ring, last)
-
-    def mask_tokens(
-        self, logits: torch.Tensor, bits: torch.Tensor, rows: torch.Tensor | None
-    ) -> None:
-        """In place; logits that stay are not read."""
-        mask_tokens(logits, bits, rows)

@@ -295,16 +295,12 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def path_with(folder: Path) -> str:
-    return os.pathsep.join(filter(None, [str(folder / "site"), os.environ.get("PYTHONPATH", "")]))
-
-
 @pytest.mark.parametrize("block", marked("runs with the plugin"), ids=name_of)
 def test_the_plugin_does_what_the_tutorial_shows(
     block: Block, installed: Path, tmp_path: Path
 ) -> None:
     if "jackfield serve " not in block.text:
-        return run_block(block, SHOWN, tmp_path, PYTHONPATH=path_with(installed))
+        return run_block(block, SHOWN, tmp_path, PYTHONPATH=forked.python_path(installed / "site"))
     [(command, _)] = commands(block)
     (call,) = [
         other
@@ -312,7 +308,7 @@ def test_the_plugin_does_what_the_tutorial_shows(
         if other.page == "docs/tutorials/first-server.md" and "tools=[weather]" in other.text
     ]
     flags = shlex.split(command)[2:]
-    with serving(*flags, folder=tmp_path, PYTHONPATH=path_with(installed)) as url:
+    with serving(*flags, folder=tmp_path, PYTHONPATH=forked.python_path(installed / "site")) as url:
         run_block(call, url, tmp_path)
 
 
@@ -320,7 +316,7 @@ def test_the_plugins_own_tests_pass(installed: Path) -> None:
     completed = forked.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"],
         cwd=installed / "source", capture_output=True, text=True, timeout=300,
-        env=environment(PYTHONPATH=path_with(installed)),
+        env=environment(PYTHONPATH=forked.python_path(installed / "site")),
     )  # fmt: skip
     assert completed.returncode == 0, completed.stdout
     assert " passed" in completed.stdout

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import transformers
 from installing import Install
@@ -126,7 +127,7 @@ def test_options_that_no_plugin_registered_are_reported(mine: str) -> None:
 def test_several_front_ends_have_the_options_and_count_together(
     mine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", forked.python_path(tmp_path))
     with fronted("--plugin-option", "mine.depth=4") as server, server.client() as client:
         assert client.get("/depth").json() == 4
         actual = server.metrics(client)

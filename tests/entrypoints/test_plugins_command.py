@@ -230,7 +230,8 @@ def jackfield(folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
     """The command in a process of its own, with the distributions of `folder` installed."""
     return forked.run(
         [sys.executable, "-m", "jackfield", *argv],
-        capture_output=True, text=True, timeout=120, env=os.environ | {"PYTHONPATH": str(folder)},
+        capture_output=True, text=True, timeout=120,
+        env=os.environ | {"PYTHONPATH": forked.python_path(folder)},
     )  # fmt: skip
 
 

@@ -87,7 +87,7 @@ def serving(site: Path, *flags: str) -> Iterator[str]:
         [sys.executable, "-m", "jackfield.entrypoints.cli.main", "serve", "--port", "0",
          *MODEL, *flags],
         stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-        env={**os.environ, "PYTHONPATH": str(site)},
+        env={**os.environ, "PYTHONPATH": forked.python_path(site)},
     ) as process:  # fmt: skip
         try:
             assert process.stdout is not None

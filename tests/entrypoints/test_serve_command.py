@@ -100,7 +100,7 @@ def slow_loader(tmp_path: Path) -> dict[str, str]:
     (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: slow-loader\nVersion: 1\n")
     (facts / "entry_points.txt").write_text("[jackfield]\nslow-loader = slow_loader\n")
     (tmp_path / "slow_loader.py").write_text(SLOW_LOADER)
-    return {**os.environ, "PYTHONPATH": str(tmp_path)}
+    return {**os.environ, "PYTHONPATH": forked.python_path(tmp_path)}
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])

@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import forked
 import pytest
 
 import jackfield
@@ -72,13 +73,30 @@ def left_over(mark: str) -> list[str]:
     return found
 
 
-def waits_for_ever(folder: Path) -> str:
-    """A checkpoint whose weights are on a file system, so to speak, that does not answer."""
-    shutil.copytree(checkpoint_folder(EMBEDDED), folder)
-    (weights,) = folder.glob("*.safetensors")
-    weights.unlink()
-    os.mkfifo(weights)
-    return str(folder)
+STUCK = """
+from jackfield import hookimpl
+from jackfield.core.hooks import API_VERSION as jackfield_api
+
+@hookimpl
+def register_models(registry):
+    registry.add("StuckForCausalLM", "stuck_model:Stuck")
+"""
+
+
+def waits_for_ever(folder: Path) -> tuple[str, str]:
+    """A checkpoint of a plugin's model whose module does not end its import; and PYTHONPATH."""
+    checkpoint, site = folder / "stuck", folder / "site"
+    shutil.copytree(checkpoint_folder(EMBEDDED), checkpoint)
+    config = json.loads((checkpoint / "config.json").read_text())
+    config["architectures"] = ["StuckForCausalLM"]
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    facts = site / "stuck-1.dist-info"
+    facts.mkdir(parents=True)
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: stuck\nVersion: 1\n")
+    (facts / "entry_points.txt").write_text("[jackfield]\nstuck = stuck_plugin\n")
+    (site / "stuck_plugin.py").write_text(STUCK)
+    (site / "stuck_model.py").write_text("import time\n\ntime.sleep(3600)\n")
+    return str(checkpoint), forked.python_path(site)
 
 
 def test_one_engine_fails_and_the_others_are_measured(tmp_path: Path) -> None:
@@ -102,11 +120,11 @@ def test_one_engine_fails_and_the_others_are_measured(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_engines_that_hang_are_ended_and_the_others_are_measured(tmp_path: Path) -> None:
     """One hangs while it starts; the other, at its turn, would measure for days."""
-    stuck = waits_for_ever(tmp_path / "stuck")
+    stuck, path = waits_for_ever(tmp_path)
     ended = beside(
         tmp_path, "run", "--models", stuck, EMBEDDED, "--workloads", "W2", *TINY,
         "--start-timeout", "30", "--measure-timeout", "15", "--no-compile",
-        "--peer-flags", "--repeats 1000000000 --keep-partial",
+        "--peer-flags", "--repeats 1000000000 --keep-partial", PYTHONPATH=path,
     )  # fmt: skip
     assert ended.status == 1
     assert ended.failures() == {
@@ -120,10 +138,10 @@ def test_engines_that_hang_are_ended_and_the_others_are_measured(tmp_path: Path)
 
 @pytest.mark.slow
 def test_a_run_ends_at_its_deadline(tmp_path: Path) -> None:
-    stuck = waits_for_ever(tmp_path / "stuck")
+    stuck, path = waits_for_ever(tmp_path)
     ended = beside(
         tmp_path, "run", "--models", stuck, EMBEDDED, *SMALL, "--deadline", "30", "--side-by-side",
-        "1",
+        "1", PYTHONPATH=path,
     )  # fmt: skip
     assert ended.status == 1 and ended.measured() == []
     assert ended.failures() == {
@@ -247,7 +265,7 @@ def test_nothing_of_an_engine_that_was_ended_runs_while_the_next_measures(tmp_pa
     ended = beside(
         tmp_path, "run", "--models", str(stuck), EMBEDDED, *SMALL, "--no-compile",
         "--start-timeout", "30", peer="vllm", PATH=f"{tmp_path}:{os.environ['PATH']}",
-        PYTHONPATH=str(tmp_path),
+        PYTHONPATH=forked.python_path(tmp_path),
     )  # fmt: skip
     assert ended.failures() == {("vllm", str(stuck)): "still starting after 30 s"}
     assert len(set(pids.read_text().split())) == 4

@@ -19,7 +19,7 @@ from jackfield.core.nn.operations import Operations
 from jackfield.kernels import reference
 from jackfield.kernels.activations import gelu_mul, silu_mul
 from jackfield.kernels.attention.qk_norm_rope_cache import qk_norm_rope_cache
-from jackfield.kernels.embedding import embedding
+from jackfield.kernels.embedding import embed
 from jackfield.kernels.linear.gemv import GemvConfig, gemv
 from jackfield.kernels.rms_norm import rms_norm
 from jackfield.kernels.sampling.mask_tokens import mask_tokens
@@ -370,10 +370,10 @@ def test_embeddings_equal_those_of_torch(dtype, tokens, size, placed, factor):
     weight, table = draw(40, size, dtype=dtype), draw(33, size, dtype=dtype)[2:]
     positions = torch.randint(0, 31, (tokens,), generator=random).to(DEVICE)
     rows = PositionRows(positions, table) if placed else None
-    got = embedding(ids, weight, factor, rows)
+    got = embed(ids, weight, factor=factor, positions=rows)
     want = Operations().embed(ids, weight, factor=factor, positions=rows)
     assert got.dtype == dtype and torch.equal(got, want)
-    assert embedding(ids[:0], weight, factor).shape == (0, size)
+    assert embed(ids[:0], weight, factor=factor).shape == (0, size)
 
 
 def test_tokens_are_written_to_the_next_place_of_the_ring():

@@ -12,7 +12,6 @@ pytest.importorskip("triton")
 from jackfield.core.nn.operations import Operations
 from jackfield.core.nn.state.operations import ScanWeights
 from jackfield.core.nn.state.rows import StateRows
-from jackfield.kernels.state.rows import Rows
 from jackfield.kernels.state.ssd_chunks import TILES
 from jackfield.kernels.state.ssd_scan import ssd_scan
 from jackfield.plugins.conformance.states import NUM_STATES, make_rows
@@ -50,10 +49,7 @@ def check(
     state[rows.slots[rows.begins].long()] = float("nan")
     want_state, got_state = state.clone(), state.clone()
     want = Operations().ssd_scan(x, dt, b, c, weights, want_state, rows)
-    got = ssd_scan(
-        x, dt, b, c, weights.a, weights.d, weights.dt_bias, weights.dt_limit, got_state,
-        Rows(rows.query_start, rows.seq_lens, rows.slots, False), **options,
-    )  # fmt: skip
+    got = ssd_scan(x, dt, b, c, weights, got_state, rows, **options)
     torch.testing.assert_close(got, want, atol=factor * ERROR, rtol=factor * ERROR)
     used = sorted(set(rows.slots.tolist()))
     torch.testing.assert_close(

@@ -20,7 +20,6 @@ from jackfield.core.nn.state.sizes import DeltaSizes, Mamba2Sizes
 from jackfield.kernels.state.delta_net_step import delta_net_step
 from jackfield.kernels.state.head_tiles import StepConfig
 from jackfield.kernels.state.mamba2_step import mamba2_step, step_config
-from jackfield.kernels.state.rows import Rows
 from jackfield.plugins.conformance.states import NUM_STATES, make_rows
 from jackfield.plugins.operations.states import TritonStates
 
@@ -91,7 +90,7 @@ def test_a_program_walks_over_tiles_of_its_group(
     counters = torch.zeros(rows.num_tokens * 2, dtype=torch.int32, device=DEVICE)
     got = mamba2_step(
         projected, *conv, got_states[0], weights.a, weights.d, weights.dt_bias, weights.dt_limit,
-        got_states[1], Rows(rows.query_start, rows.seq_lens, rows.slots, True), counters, groups=2,
+        got_states[1], rows, counters, groups=2,
         norm=norm, factors=factors, config=config,
     )  # fmt: skip
     assert_near(got, want, rows, old, got_states, want_states)
@@ -123,7 +122,7 @@ def test_a_program_walks_over_the_heads_of_its_key(config: StepConfig, dtype: to
     counters = torch.zeros(rows.num_tokens * 2, dtype=torch.int32, device=DEVICE)
     got = delta_net_step(
         projected, kernel, got_states[0], *weights, norm, 0.1, got_states[1],
-        Rows(rows.query_start, rows.seq_lens, rows.slots, True), counters, groups=2, config=config,
+        rows, counters, groups=2, config=config,
     )  # fmt: skip
     assert_near(got, want, rows, old, got_states, want_states)
     assert not counters.any()

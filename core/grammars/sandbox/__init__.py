@@ -1,1 +1,1 @@
-"""Test-compiles grammars in separate processes, which can be killed."""
+"""Test-compiles grammars in killable processes."""

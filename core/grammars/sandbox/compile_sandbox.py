@@ -1,5 +1,5 @@
-"""Compiles grammars in separate processes first, which can be killed. Native code that runs too
-long, needs too much memory or crashes cannot be stopped within the engine's process.
+"""Compiles grammars in killable processes first: native code that hangs, exhausts memory or crashes
+cannot be stopped in-process.
 
 Frames are msgpack after four bytes of length; the process is `sandbox_process`.
 """
@@ -22,39 +22,34 @@ from .probe import check_mask_time
 logger = logging.getLogger("jackfield.structured")
 
 START_SECONDS = 120.0
-"""For a process to import its backend and take the vocabulary."""
+"""For a process to import its backend and read the vocabulary."""
 EXIT_SECONDS = 2.0
-"""Seconds to wait for the exit status of a process that has closed its pipe."""
+"""For the exit status after the pipe closes."""
 MAX_FRAME = 1 << 20
-"""Bytes of a result: more is not one of ours."""
+"""Most bytes of a result."""
 
 
 class Setup(msgspec.Struct, frozen=True):
-    """The first message to a process."""
-
     backend: str
-    """module:qualified name of the class"""
     import_path: list[str]
-    """Of the engine's process: where else the backend may be."""
+    """The engine process's, for the backend."""
     token_bytes: list[bytes]
     size: int
     eos_token_ids: tuple[int, ...]
     compact_json: bool
     special_tokens: dict[str, int]
     memory_bytes: int
-    """What it may allocate beyond what it has when it is ready."""
+    """Memory beyond that at readiness."""
     compile_seconds: float
-    """Limit per grammar; the process ends itself if its parent cannot."""
+    """Per grammar; enforced by the process, too."""
 
 
 class Result(msgspec.Struct, frozen=True):
-    """The reply to the setup, and to each grammar."""
-
     error: str | None = None
     seconds: float = 0.0
-    """The slowest mask of the first tokens."""
+    """Slowest mask of the first tokens."""
     exhausted: bool = False
-    """There was no memory left: the next grammar needs another process."""
+    """Out of memory: the next grammar needs another process."""
 
 
 class SandboxCrash(Exception):
@@ -62,7 +57,7 @@ class SandboxCrash(Exception):
 
 
 class CompileSandbox:
-    """Up to `processes` sandbox processes for one backend, each started when it is first needed."""
+    """Up to `processes` sandbox processes of a backend, started lazily."""
 
     def __init__(
         self,
@@ -91,7 +86,6 @@ class CompileSandbox:
         self._free = asyncio.Semaphore(processes)
 
     async def check(self, spec: GrammarSpec) -> None:
-        """Raise ValueError if the grammar is invalid, costs too much, or crashes the backend."""
         try:
             await asyncio.wait_for(self._free.acquire(), self._compile_timeout)
         except TimeoutError:
@@ -105,8 +99,9 @@ class CompileSandbox:
         check_mask_time(result.seconds, self._mask_timeout)
 
     async def _result(self, spec: GrammarSpec) -> Result:
-        """Return the result for a grammar. If it crashes a process that compiled others before, it
-        is tried again in a new process, because the earlier ones may be the cause."""
+        """Return a grammar's result, retrying a crash in a fresh process, as earlier grammars may
+        be the cause.
+        """
         while self._idle:
             process = self._idle.pop()
             if process.returncode is None:
@@ -122,7 +117,7 @@ class CompileSandbox:
             ) from None
 
     async def _try(self, process: asyncio.subprocess.Process, spec: GrammarSpec) -> Result:
-        """Compile in this process, which is idle or ended afterwards. Raises SandboxCrash."""
+        """Compile in this process, idle or ended afterwards. Raises SandboxCrash."""
         result = None
         try:
             result = await asyncio.wait_for(_exchange(process, spec), self._compile_timeout)
@@ -142,7 +137,7 @@ class CompileSandbox:
         return result
 
     async def _start(self) -> asyncio.subprocess.Process:
-        """Return a new process, set up. Raises ValueError if it does not start."""
+        """Return a new process. Raises ValueError on failure."""
         pipe = asyncio.subprocess.PIPE
         command = ("-m", f"{__package__}.sandbox_process")
         process = await asyncio.create_subprocess_exec(
@@ -164,7 +159,6 @@ class CompileSandbox:
         raise ValueError(f"the sandbox that would try this grammar does not start: {error}")
 
     async def close(self) -> None:
-        """End all processes; the next grammar starts a new one."""
         while self._idle:
             await _end(self._idle.pop())
 
@@ -178,7 +172,7 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 
 
 def _ending(returncode: int | None) -> str:
-    """Return how a process ended: a signal's name, or its exit status."""
+    """Return a process's ending: signal or exit status."""
     if returncode is not None and returncode < 0:
         with contextlib.suppress(ValueError):
             return signal.Signals(-returncode).name
@@ -196,6 +190,5 @@ async def _exchange(process: asyncio.subprocess.Process, message: Any) -> Result
 
 
 def pack(message: Any) -> bytes:
-    """Return the frame of a message."""
     body = msgspec.msgpack.encode(message)
     return struct.pack("<I", len(body)) + body

@@ -1,4 +1,4 @@
-"""Runs the first steps of an output through a newly compiled grammar."""
+"""Runs a compiled grammar's first steps."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from ...protocols.grammars import Grammar, GrammarMatcher, Vocabulary
 STEPS = 4
 WALK_STEPS = 24
 WALK_SECONDS = 1.0
-"""No further step of a walk is begun after so much processor time."""
+"""Processor seconds after which a walk ends."""
 
 
 def probe(grammar: Grammar, vocabulary: Vocabulary) -> float:
-    """Return the processor seconds of the slowest mask of the first few tokens.
+    """Return the slowest mask's processor seconds over the first tokens.
 
-    Raises ValueError if no output is possible, or the backend fails within these tokens; otherwise
-    the request would fail in the middle of its output.
+    Raises ValueError if no output is possible, or the backend fails.
     """
     matcher = grammar.matcher()
     row = np.empty(-(-vocabulary.size // 32), dtype=np.int32)
@@ -47,9 +46,9 @@ def probe(grammar: Grammar, vocabulary: Vocabulary) -> float:
 
 
 def walk(grammar: Grammar, vocabulary: Vocabulary, seed: int = 0) -> float:
-    """Accept random allowed tokens; return the processor seconds of the slowest mask.
+    """Accept random allowed tokens; return the slowest mask's processor seconds.
 
-    This finds crashes of the backend; the grammar is not refused if the walk ends early.
+    Finds crashes; an early end is no fault.
     """
     draw = random.Random(seed)
     row = np.empty((1, -(-vocabulary.size // 32)), dtype=np.int32)
@@ -74,14 +73,13 @@ def walk(grammar: Grammar, vocabulary: Vocabulary, seed: int = 0) -> float:
 
 
 def _fill_together(matcher: GrammarMatcher, row: np.ndarray) -> None:
-    """Fill a mask on the backend's own threads, whose stack size cannot be chosen."""
+    """Fill a mask on the backend's own threads, with their fixed stack size."""
     fill = getattr(type(matcher), "fill_bitmasks", None)
     if fill is not None:
         fill([matcher], row, [0])
 
 
 def check_mask_time(seconds: float, limit: float) -> None:
-    """Raise ValueError if a mask took longer than `limit` seconds of processor time."""
     if seconds > limit:
         raise ValueError(
             f"a token's mask takes {seconds:.2f} s of processor time, more than mask_timeout "

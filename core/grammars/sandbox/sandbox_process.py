@@ -1,5 +1,4 @@
-"""The sandbox process: reads grammars from its standard input, compiles them, and replies with
-the results."""
+"""The sandbox process: compiles grammars from standard input, and replies."""
 
 from __future__ import annotations
 
@@ -22,7 +21,6 @@ T = TypeVar("T")
 
 
 def main() -> None:
-    """Serve until the parent closes the pipe."""
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # What a backend prints must not get between the frames.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # Crashes are expected here.
@@ -56,7 +54,6 @@ def _vocabulary(setup: Setup) -> Vocabulary:
     single = {text: i for i, text in enumerate(setup.token_bytes) if len(text) == 1}
 
     def encode(text: str) -> list[int]:
-        """Return one token per byte: valid, but not the tokenizer's own tokens."""
         return [single[bytes([b])] for b in text.encode() if bytes([b]) in single]
 
     return Vocabulary(
@@ -70,7 +67,7 @@ def _vocabulary(setup: Setup) -> Vocabulary:
 
 
 def _try(backend: Any, spec: GrammarSpec, vocabulary: Vocabulary) -> Result:
-    """Compile and probe a grammar, with smaller stacks than in the engine's process."""
+    """Compile and probe with smaller stacks than the engine's."""
     try:
         grammars = [call_with_stack(SANDBOX_STACK, backend.compile, spec)]
         return Result(seconds=call_with_stack(SANDBOX_WALK_STACK, _walk, grammars, vocabulary))
@@ -81,14 +78,13 @@ def _try(backend: Any, spec: GrammarSpec, vocabulary: Vocabulary) -> Result:
 
 
 def _walk(grammars: list[Any], vocabulary: Vocabulary) -> float:
-    """Probe the grammar, and free it on this thread, because nested parts may be freed by
-    recursion. Returns the seconds of the slowest mask."""
+    """Probe the grammar, and free it on this thread, as freeing may recurse."""
     grammar = grammars.pop()
     return max(probe(grammar, vocabulary), walk(grammar, vocabulary))
 
 
 def _limit_memory(more: int) -> None:
-    """Limit the address space to `more` bytes beyond its current size (on Linux only)."""
+    """Limit the address space to `more` additional bytes (Linux only)."""
     statm = Path("/proc/self/statm")
     if statm.exists():
         now = int(statm.read_text().split()[0]) * resource.getpagesize()
@@ -96,8 +92,7 @@ def _limit_memory(more: int) -> None:
 
 
 def _limit_time(seconds: float) -> None:
-    """Limit the processor time of the next grammar, in case the parent, whose limit is shorter,
-    has ended."""
+    """Limit the processor time, in case the parent, which is stricter, has ended."""
     used = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     resource.setrlimit(resource.RLIMIT_CPU, (int(used + 8 * seconds) + 10, hard))

@@ -1,4 +1,4 @@
-"""Calls with a stack of a chosen size, for native parsers that recurse as deep as their input."""
+"""Calls with a chosen stack size, for recursive native parsers."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 ENGINE_STACK = 64 << 20
-"""Bytes of stack (address space; used as needed) for compiling in the engine's process."""
+"""Stack for compiling in the engine's process (address space)."""
 SANDBOX_STACK = 16 << 20
-"""Bytes for compiling in the sandbox: what fits there fits the engine's process four times."""
+"""Stack for compiling in the sandbox: a quarter of the engine's."""
 SANDBOX_WALK_STACK = 512 << 10
-"""Bytes for masks and tokens in the sandbox. The smallest stack that they meet in the engine's
-process is 2 MiB: that of llguidance's own threads."""
+"""Stack for masks and tokens in the sandbox. The smallest in the engine is 2 MiB: llguidance's
+threads."""
 
 _stack_size = threading.Lock()
-"""`threading.stack_size` is one setting for the whole process."""
+"""`threading.stack_size` is process-wide."""
 
 
 def call_with_stack(size: int, function: Callable[..., T], *args: Any) -> T:
-    """Return `function(*args)`, called on a new thread with `size` bytes of stack."""
+    """Call on a new thread with `size` bytes of stack."""
     results: list[T] = []
     errors: list[BaseException] = []
 

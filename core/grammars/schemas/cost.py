@@ -1,7 +1,7 @@
-"""Decides which grammars are provably small, so that they need no sandbox.
+"""Decides which grammars are provably small, needing no sandbox.
 
-A compiler's recursion, time and memory are bounded by the size of its input and by the number of
-repetitions. `is_plain` and `is_tiny` bound both, far below the size of a thread's stack.
+Input size and repetitions bound a compiler's recursion, time and memory; `is_plain` and `is_tiny`
+bound both.
 """
 
 from __future__ import annotations
@@ -17,19 +17,18 @@ from ...protocols.grammars import GrammarSpec
 from .keywords import NOTES, subschemas
 
 MAX_PLAIN_NODES = 500
-"""Values of a plain schema: subschemas, names and enum values."""
+"""Most subschemas, names and enum values."""
 MAX_PLAIN_TEXT = 16_000
-"""Characters of a plain schema or a list of choices."""
+"""Most characters of a plain schema or choices."""
 MAX_PLAIN_COUNT = 200
-"""Largest `maxItems` and the like of such a schema."""
+"""Largest `maxItems` and the like."""
 MAX_PLAIN_PROPERTIES = 40
-"""Properties of one object: backends lay out every way of leaving some away."""
+"""Most properties per object: backends expand every omission."""
 MAX_PLAIN_NUMBER = 10**15
 """Largest number: backends write bounds digit by digit."""
 MAX_TINY_TEXT = 256
-"""Characters of a tiny grammar."""
 MAX_TINY_PRODUCT = 10_000
-"""Product of all numbers in a text: an upper bound of the copies that repetitions can make."""
+"""Most copies by repetitions: the product of all numbers."""
 
 _COUNTS = frozenset(("minItems", "maxItems"))
 _BOUNDS = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"))
@@ -38,13 +37,14 @@ _PLAIN = _COUNTS | _BOUNDS | frozenset(
     ("type", "properties", "required", "additionalProperties", "items", "prefixItems", "enum",
      "const")
 )  # fmt: skip
-"""Keywords that compile in a time in proportion to what there is to read. The choices join them
-where they stand alone: beside others, backends multiply out every combination."""
+"""Keywords that compile in linear time. Choices count only alone: beside others, backends multiply
+combinations."""
 
 
 def is_plain(spec: GrammarSpec) -> bool:
-    """Return whether any backend compiles this quickly: a schema of ordinary size without regular
-    expressions."""
+    """Return whether any backend compiles this quickly: an ordinary schema without regular
+    expressions.
+    """
     if len(spec.text) > MAX_PLAIN_TEXT or spec.kind not in ("json_object", "choice", "json"):
         return False
     if spec.kind != "json":
@@ -57,8 +57,7 @@ def is_plain(spec: GrammarSpec) -> bool:
 
 
 def is_tiny(spec: GrammarSpec) -> bool:
-    """Return whether a backend with limits of its own compiles this quickly: a short text of any
-    kind."""
+    """Return whether a backend with its own limits compiles this quickly: a short text."""
     if len(spec.text) > MAX_TINY_TEXT or re.search("[0-9][eE]", spec.text):
         return False
     product = math.prod(max(1, int(number)) for number in re.findall(r"[0-9]+", spec.text))
@@ -83,15 +82,13 @@ def _is_plain_part(part: dict[str, Any]) -> bool:
 
 
 def _is_plain_number(value: Any) -> bool:
-    """Whether a value, if it is a number, has few digits. Numbers that 64 bits do not hold have
-    crashed a backend."""
+    """Whether a number has few digits; beyond 64 bits, a backend crashed."""
     if not isinstance(value, int | float):
         return True
     return abs(value) <= MAX_PLAIN_NUMBER and "e" not in repr(value)
 
 
 def _values(value: Any) -> Iterator[Any]:
-    """Yield a value and all values nested in it."""
     todo = [value]
     while todo:
         value = todo.pop()

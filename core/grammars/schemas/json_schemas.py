@@ -1,4 +1,4 @@
-"""Rewrites JSON schemas with keywords that grammar backends support; reports what is unchecked."""
+"""Rewrites JSON schemas with keywords of grammar backends; reports what is unchecked."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ logger = logging.getLogger("jackfield.structured")
 CHECKED_FORMATS = frozenset(
     ("date", "date-time", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid")
 )
-"""Formats of strings that are enforced. All others are annotations."""
+"""Enforced string formats; others are annotations."""
 MAX_NAMED = 1 << 17
-"""Characters of schemas, in one schema, that are copied because property names are listed."""
+"""Most characters copied in a schema by listing property names."""
 
 _LEAST = frozenset(("minLength", "minItems", "minProperties", "minContains"))
 _NAME_LENGTHS = frozenset(("minLength", "maxLength"))
@@ -28,11 +28,10 @@ _logged: set[str] = set()
 
 
 def adapted(schema: Any, *, strict: bool) -> tuple[Any, list[str]]:
-    """Change a schema in place: drop keywords without effect, turn `propertyNames` into
-    properties, and weaken or drop what no grammar can enforce. Returns (the schema, descriptions of
-    what is not checked).
+    """Change a schema in place: drop keywords without effect, turn `propertyNames` into properties,
+    weaken or drop the unenforceable. Returns (schema, unchecked).
 
-    strict: nothing may stay unchecked; raises ValueError with the keyword and its path.
+    strict: raises ValueError with keyword and path instead.
     """
     unchecked: dict[str, None] = {}
     copied = 0
@@ -53,7 +52,7 @@ def adapted(schema: Any, *, strict: bool) -> tuple[Any, list[str]]:
 
 
 def log_unchecked(unchecked: list[str]) -> None:
-    """Log each description once per process."""
+    """Log each description once."""
     for words in unchecked:
         if words not in _logged and len(_logged) < 100:
             _logged.add(words)
@@ -79,7 +78,7 @@ def _drop_idle(part: dict[str, Any]) -> None:
 
 
 def _weaken(part: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Take away what no grammar can enforce; yield it as (keyword, description)."""
+    """Remove the unenforceable; yield (keyword, description)."""
     format, pattern = part.get("format"), part.get("pattern")
     if format is not None and not (isinstance(format, str) and format in CHECKED_FORMATS):
         del part["format"]
@@ -104,7 +103,7 @@ def _weaken(part: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _rename(part: dict[str, Any], pattern: str, weaker: str) -> None:
-    """Put a weaker pattern in the place of one of `patternProperties`."""
+    """Weaken a pattern of `patternProperties`."""
     named = part["patternProperties"]
     if weaker in named:  # Of two equal ones, none can be enforced.
         weaker_schema = named.pop(pattern)
@@ -119,10 +118,9 @@ def _rename(part: dict[str, Any], pattern: str, weaker: str) -> None:
 
 
 def _name_properties(part: dict[str, Any], room: int) -> int:
-    """Turn `propertyNames` into `properties` or `patternProperties`; return the number of
-    characters copied.
+    """Turn `propertyNames` into `properties` or `patternProperties`; return the characters copied.
 
-    room: the most characters to copy. Raises ValueError for keywords that cannot be converted.
+    room: most characters. Raises ValueError for keywords that cannot be converted.
     """
     names = part.pop("propertyNames")
     if names is False:
@@ -156,8 +154,7 @@ def _name_properties(part: dict[str, Any], room: int) -> int:
 
 
 def _list_properties(part: dict[str, Any], names: Any, room: int) -> int:
-    """Give each named property its own copy of the schema for additional properties, since
-    `propertyNames` in a copy are listed in turn; return the number of characters copied."""
+    """Copy the additional properties' schema for each name; return the characters copied."""
     if not isinstance(names, list):
         raise ValueError("propertyNames: enum must be a list")
     existing = part.get("properties")
@@ -175,11 +172,10 @@ def _list_properties(part: dict[str, Any], names: Any, room: int) -> int:
 
 
 def _name_patterns(part: dict[str, Any], room: int) -> int:
-    """Move the schemas of patterns that match none but names of properties into these properties:
-    backends list the names, and look for further matches, of which there are none. Return the
-    number of characters copied.
+    """Move schemas of patterns that match only property names into these properties, as backends
+    would search further; return the characters copied.
 
-    room: the most characters to copy. Raises ValueError if it is too small.
+    room: most characters. Raises ValueError beyond.
     """
     existing, required = part.get("properties"), part.get("required")
     properties: dict[str, Any] = dict(existing) if isinstance(existing, dict) else {}
@@ -208,7 +204,7 @@ def _name_patterns(part: dict[str, Any], room: int) -> int:
 
 
 def _both(first: Any, second: Any) -> Any:
-    """Return a schema for what follows both."""
+    """Return a schema for both."""
     if second is True or (isinstance(second, dict) and second.keys() <= NOTES):
         return first
     if json.dumps(first) == json.dumps(second):

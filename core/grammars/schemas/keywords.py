@@ -8,29 +8,30 @@ from typing import Any, TypeAlias
 NAMED = frozenset(
     ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
 )
-"""Keywords whose value maps names to schemas."""
+"""Keywords that map names to schemas."""
 DATA = frozenset(("enum", "const", "default", "examples", "required", "type"))
-"""Keywords whose value is data, even if it looks like a schema."""
+"""Keywords whose values are data."""
 NOTES = frozenset(
     ("$schema", "$id", "$comment", "title", "description", "default", "examples", "deprecated",
      "readOnly", "writeOnly", "$defs", "definitions")
 )  # fmt: skip
-"""Keywords that constrain nothing by themselves."""
+"""Keywords without constraints."""
 
 
 Place: TypeAlias = "tuple[Place, str | int] | None"
-"""Where a schema is nested: in which place, and the key or index there. None: the outermost."""
+"""Outer place, and key or index; None: outermost."""
 
 
 def subschemas(schema: Any) -> Iterator[dict[str, Any]]:
-    """Yield a schema and every schema nested in it, in order, but not in data (`enum`, `const`).
+    """Yield a schema and nested ones in order, except in data (`enum`, `const`).
 
-    What is changed in one before the next is taken is as if it had been there."""
+    Changes made before the next step are followed.
+    """
     return (part for _, part in placed_subschemas(schema))
 
 
 def placed_subschemas(schema: Any) -> Iterator[tuple[Place, dict[str, Any]]]:
-    """Yield what `subschemas` yields, each with its place."""
+    """As `subschemas`, with places."""
     todo: list[tuple[Place, Any]] = [(None, schema)]
     while todo:
         place, part = todo.pop()
@@ -48,7 +49,7 @@ def placed_subschemas(schema: Any) -> Iterator[tuple[Place, dict[str, Any]]]:
 
 
 def path_of(place: Place, keyword: str) -> str:
-    """Return the path of a keyword of the schema at a place: "properties.a.anyOf[1].pattern"."""
+    """Return a keyword's path: "properties.a.anyOf[1].pattern"."""
     parts = [f".{keyword}"]
     while place is not None:
         place, key = place

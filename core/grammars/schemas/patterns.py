@@ -1,7 +1,7 @@
-r"""Regular expressions in JSON schemas: what no grammar can enforce, and finite languages.
+r"""Regular expressions in JSON schemas: the unenforceable, and finite languages.
 
-A grammar reads an output once, from left to right. So it cannot enforce assertions about what
-stands around a place (lookaheads, lookbehinds, `\b`), nor references back to a group.
+A grammar reads once from left to right, so it cannot enforce assertions (lookaheads, lookbehinds,
+`\b`) or back references.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 ANY_TEXT = r"(?:(?:.|\n)*)"
 MAX_COPY = 256
-"""Characters of a group at most that stand in for a reference to it: copies may nest."""
+"""Most characters of a group copied for a reference."""
 MAX_REPEATED = 64
-"""Repetitions at most of what is listed."""
+"""Most listed repetitions."""
 
 _TOKENS = re.compile(
     r"""
@@ -37,23 +37,22 @@ class _Group:
     number: int | None = None
     name: str | None = None
     asserts: bool = False
-    """Whether it only looks around, so that nothing of it stays."""
+    """Whether it only looks around."""
     parts: list[str] = field(default_factory=list)
 
 
 def weakened(pattern: str) -> tuple[str, str | None]:
-    """Return the pattern without what no grammar can enforce, and the first such thing; the same
-    pattern and None if there is nothing.
+    """Return the pattern without the unenforceable, and the first such part or None.
 
-    All texts with a match of the pattern have one of what is returned, too.
+    Every text with a match of the pattern has one of the result.
     """
     open_groups = [_Group("")]
     copies: dict[str, str] = {}
-    """Number or name of a group → what stands for a reference to it."""
+    """Group's number or name → substitute for references."""
     reason: str | None = None
     num_groups = 0
     dropped = False
-    """Whether the last element was dropped, and its quantifier has to be."""
+    """Whether the last element was dropped, with its quantifier."""
     tokens = list(_TOKENS.finditer(pattern))
     for place, match in enumerate(tokens):
         token, group = match[0], open_groups[-1]
@@ -104,7 +103,7 @@ def weakened(pattern: str) -> tuple[str, str | None]:
 
 
 def _referred(match: re.Match[str]) -> str | None:
-    """Return the number or name of the group that a reference names; None: it is none."""
+    """Return the group that a reference names, or None."""
     token = match[0]
     if len(token) > 1 and token[0] == "\\" and token[1] in "123456789":
         return token[1:]
@@ -112,7 +111,7 @@ def _referred(match: re.Match[str]) -> str | None:
 
 
 def _is_at_edge(tokens: list[re.Match[str]], place: int) -> bool:
-    """Whether an anchor stands where its alternative begins (^) or ends ($)."""
+    """Whether an anchor begins (^) or ends ($) its alternative."""
     if tokens[place][0] == "^":
         before = tokens[place - 1][0] if place else "|"
         return before in ("|", "^") or before.startswith("(")
@@ -128,10 +127,10 @@ class _NotListed(Exception):
 
 
 def matches_among(pattern: str, names: Collection[str]) -> set[str] | None:
-    """Return all texts with a match of the pattern, if they are some of these names.
+    """Return all texts with a match, if they are among these names.
 
-    None if there are others, or the pattern has other parts than characters, classes, groups,
-    alternatives and bounded repetitions between ^ and $.
+    None otherwise, or for other syntax than characters, classes, groups, alternatives and bounded
+    repetitions between ^ and $.
     """
     longest = max(map(len, names), default=0)
     found: set[str] = set()
@@ -146,7 +145,6 @@ def matches_among(pattern: str, names: Collection[str]) -> set[str] | None:
 
 
 def _branches(pattern: str) -> Iterator[list[str]]:
-    """Yield the alternatives at the top level."""
     branch: list[str] = []
     depth = 0
     for match in _TOKENS.finditer(pattern):
@@ -162,7 +160,7 @@ def _branches(pattern: str) -> Iterator[list[str]]:
 
 class _Reader:
     def __init__(self, tokens: list[str], limit: int, longest: int) -> None:
-        """limit: texts that are listed at most; longest: characters of one"""
+        """limit: most texts; longest: characters of one"""
         self._tokens = tokens
         self._limit = limit
         self._longest = longest
@@ -235,7 +233,6 @@ class _Reader:
 
 
 def _members(inside: str) -> set[str]:
-    """Return the characters of a class."""
     if inside.startswith("^"):
         raise _NotListed
     characters = [match[0] for match in re.finditer(r"\\.|.", inside, re.DOTALL)]
@@ -259,7 +256,7 @@ def _single(character: str) -> set[str]:
 
 
 def _escaped(token: str) -> set[str]:
-    """Return what an escape of punctuation stands for."""
+    """Return an escaped punctuation."""
     if len(token) == 2 and token[0] == "\\" and not (token[1].isalnum() or token[1] == "_"):
         return {token[1]}
     raise _NotListed

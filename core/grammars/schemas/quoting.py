@@ -1,4 +1,4 @@
-"""Separates quoted text in a grammar from the rest, in time linear in the text."""
+"""Separates quoted text in a grammar, in linear time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ REGEX_QUOTES: Mapping[str, str] = {"[": "]"}
 LARK_QUOTES: Mapping[str, str] = {'"': '"', "/": "/"}
 GBNF_QUOTES: Mapping[str, str] = {'"': '"', "[": "]"}
 JSON_QUOTES: Mapping[str, str] = {'"': '"'}
-"""Opening → closing mark. A backslash takes the meaning of what follows it."""
+"""Opening → closing mark; a backslash escapes the next character."""
 
 _TOKENS = re.compile(r'\\.|["/\[\]\n]', re.DOTALL)
 
@@ -17,9 +17,9 @@ _TOKENS = re.compile(r'\\.|["/\[\]\n]', re.DOTALL)
 def split_quoted(
     text: str, quotes: Mapping[str, str], *, lines: bool = False
 ) -> tuple[str, list[str]]:
-    """Return what is outside quotes, a space in the place of each, and what is inside each.
+    """Return the text with quotes replaced by spaces, and the quotes' contents.
 
-    lines: a quote ends where its line does.
+    lines: quotes end with their line.
     """
     outside: list[str] = []
     inside: list[str] = []

@@ -1,4 +1,4 @@
-"""Formats of arguments that are written separately, as plain text or JSON, from a tool's schema."""
+"""Formats of separate arguments, as text or JSON, from a tool's schema."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _SAID = frozenset(
     ("type", "title", "description", "default", "examples", "deprecated", "$schema", "$id", "$defs",
      "definitions", "$comment", "readOnly", "writeOnly", "strict")
 )  # fmt: skip
-"""Keywords that leave a string as free as its type does."""
+"""Keywords that do not constrain a string."""
 _OBJECT = frozenset((*_SAID, "properties", "required", "additionalProperties"))
 MAX_ALTERNATIVES = 500
-"""References and alternatives of one argument, which are looked into."""
+"""Most references and alternatives of an argument."""
 MAX_OPTIONAL = 50
-"""Arguments in a row that may be left away, where there is something between arguments."""
+"""Most consecutive optional arguments with separators."""
 MAX_COPIED = 1 << 20
-"""Characters of schemas that are copied because arguments refer to them."""
+"""Most characters copied for references."""
 ANY_CHARACTER = r"(.|\n)"
 
 _DAY = (
@@ -41,16 +41,15 @@ _FORMATS = {
     "email": rf"{_WORD}(\.{_WORD})*@[A-Za-z0-9]+([.\-][A-Za-z0-9]+)*\.[A-Za-z]{{2,}}",
     "ipv4": rf"{_BYTE}(\.{_BYTE}){{3}}",
 }
-"""What a string of a format may be: not all that the format allows, and nothing else."""
+"""String of a format: a subset of what it allows."""
 
 Format = dict[str, Any]
 
 
 def arguments_format(form: ArgumentForm, schema: Mapping[str, Any] | None) -> Format:
-    """Return the format of all arguments of a call, in the order of the schema's properties.
+    """Return the format of a call's arguments, in the schema's order.
 
-    schema: of the object of all arguments; None: any arguments. Raises ValueError with the keyword
-    that this form cannot enforce.
+    schema: of the arguments' object; None: any. Raises ValueError with an unenforceable keyword.
     """
     if schema is None:
         return _any_arguments(form)
@@ -77,8 +76,7 @@ def arguments_format(form: ArgumentForm, schema: Mapping[str, Any] | None) -> Fo
 
 
 def _in_order(arguments: Sequence[tuple[Format, bool]], between: str) -> Format:
-    """Return the format of arguments (format, required) in order, separated by `between`; those
-    that are not required may be missing."""
+    """Return the format of (format, required) arguments in order, separated by `between`."""
 
     def rest(start: int) -> list[Format]:
         parts: list[Format] = []
@@ -145,8 +143,7 @@ def _value(form: ArgumentForm, key: str, schema: Any, root: Mapping[str, Any]) -
 
 
 def _alternatives(schema: Any, root: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return alternatives of one type each that together equal the schema. Raises ValueError if
-    there are too many."""
+    """Return equivalent alternatives of one type each. Raises ValueError if too many."""
     alternatives: list[Mapping[str, Any]] = []
     todo = [schema]
     for _ in range(MAX_ALTERNATIVES):
@@ -172,7 +169,7 @@ def _referred(reference: str, root: Mapping[str, Any]) -> Any:
 
 
 def _inner(schema: Mapping[str, Any]) -> list[Any] | None:
-    """Return the alternatives that a schema lists at its top level; None if it lists none."""
+    """Return a schema's listed alternatives, or None."""
     for key in ("anyOf", "oneOf"):
         if isinstance(schema.get(key), list) and not _constraints(schema) - {key}:
             return list(schema[key])
@@ -213,7 +210,7 @@ def _alternative(
 
 
 def _alone(schema: Mapping[str, Any], root: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema as a document of its own, with the definitions that it refers to."""
+    """Return the schema with its definitions."""
     if "$ref" not in json.dumps(schema):
         return dict(schema)
     place = "#/$defs/parameters"
@@ -241,7 +238,7 @@ def _plain_text(form: ArgumentForm, key: str, schema: Mapping[str, Any]) -> Form
 
 
 def _unanchored(key: str, pattern: Any) -> str:
-    """Return a regular expression for a whole text that contains a match of `pattern`."""
+    """Return an expression for whole texts that contain a match."""
     if not isinstance(pattern, str):
         raise ValueError(f"{key}: pattern must be a text")
     bare = pattern.removeprefix("^").removesuffix("$")
@@ -273,7 +270,7 @@ def _either(elements: list[Format]) -> Format:
 
 
 def moved(schema: Any, place: str) -> Any:
-    """Return a copy whose references are changed for its new place in a document."""
+    """Return a copy with references changed for its new place."""
     if isinstance(schema, list):
         return [moved(part, place) for part in schema]
     if not isinstance(schema, Mapping):

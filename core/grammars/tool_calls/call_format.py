@@ -1,10 +1,8 @@
-"""Structural tags for tool calls, from a request's tools and the form of a model family's calls.
+"""Structural tags for tool calls, from a request's tools and a family's form.
 
-The tags consist of formats of structural tags (`{"format": …}`): `const_string`, `regex`,
-`any_text`, `json_schema`, `sequence`, `or`, `optional`, `star`, `tag`, `triggered_tags`,
-`tags_with_separator`, as xgrammar names them, with three more keys. Free text and expressions may
-have `excludes`: texts that do not occur in a match; `never`: an expression that does not occur in
-it; `never_first`: an expression that a match does not begin with.
+Formats are xgrammar's (`{"format": …}`), with three more keys of free text and expressions:
+`excludes`: texts not in a match; `never`: an expression not in it; `never_first`: one that it does
+not begin with.
 """
 
 from __future__ import annotations
@@ -24,17 +22,13 @@ NUMBER = "[0-9]{1,4}"
 
 
 class CallableTool(msgspec.Struct, frozen=True):
-    """A tool that may be called."""
-
     name: str
     schema: Mapping[str, Any]
-    """JSON schema of the arguments, an object."""
     strict: bool = True
-    """Whether the arguments have to follow the schema."""
 
 
 def forms_of(parser: Any) -> tuple[CallForm, ...]:
-    """Return how the family of a tool parser (a class, or None) writes calls."""
+    """Return how a tool parser's family (a class, or None) writes calls."""
     form = getattr(parser, "call_form", ())
     return (form,) if isinstance(form, CallForm) else tuple(form)
 
@@ -42,9 +36,9 @@ def forms_of(parser: Any) -> tuple[CallForm, ...]:
 def required_tag(
     forms: Sequence[CallForm], tools: Sequence[CallableTool], *, parallel: bool
 ) -> dict[str, Any]:
-    """Return a tag for calls alone.
+    """Return a tag for calls only.
 
-    Raises ValueError with what the family's form cannot express.
+    Raises ValueError for what the form cannot express.
     """
     return _tag(_either([_calls(form, tools, parallel=parallel) for form in forms]))
 
@@ -52,9 +46,9 @@ def required_tag(
 def optional_tag(
     forms: Sequence[CallForm], tools: Sequence[CallableTool], *, parallel: bool
 ) -> dict[str, Any]:
-    """Return a tag for any text, calls, or text followed by calls.
+    """Return a tag for text, calls, or text followed by calls.
 
-    Raises ValueError as `required_tag` does.
+    Raises as `required_tag`.
     """
     calls = [_calls(form, tools, parallel=parallel) for form in forms]
     text: dict[str, Any] = {"excludes": sorted({text for form in forms for text in form.never})}
@@ -83,7 +77,7 @@ def calls_or_schema_tag(
 ) -> dict[str, Any]:
     """Return a tag for calls, or JSON that follows `schema`.
 
-    Raises ValueError as `required_tag` does.
+    Raises as `required_tag`.
     """
     calls = [_calls(form, tools, parallel=parallel) for form in forms]
     return _tag(_either([*calls, {"type": "json_schema", "json_schema": schema}]))

@@ -1,7 +1,5 @@
-"""Turns a Lark grammar without recursion into one regular expression.
-
-A call's argument is a JSON string in most families, and of a string a grammar backend enforces a
-`pattern`, whatever escapes its JSON text has; a grammar inside of it cannot be enforced so.
+"""Turns a Lark grammar without recursion into a regular expression, which backends can enforce as
+the `pattern` of a JSON string, in which most families write arguments.
 """
 
 from __future__ import annotations
@@ -11,11 +9,10 @@ import re
 from collections.abc import Iterator
 
 MAX_PATTERN = 1 << 16
-"""Characters of the expression: each use of a rule copies it."""
+"""Most characters; each use of a rule is copied."""
 MAX_TOTAL = 1 << 20
-"""Characters of the expressions of all rules."""
+"""Most characters over all rules."""
 MAX_DEPTH = 64
-"""Nested groups and rules."""
 COMMON = {
     "DIGIT": "[0-9]", "HEXDIGIT": "[0-9a-fA-F]", "INT": "[0-9]+", "SIGNED_INT": "[+-]?[0-9]+",
     "DECIMAL": r"([0-9]+\.[0-9]*|\.[0-9]+)",
@@ -27,7 +24,6 @@ COMMON = {
     "CNAME": "[a-zA-Z_][a-zA-Z0-9_]*", "WS_INLINE": r"[ \t]+", "WS": r"[ \t\f\r\n]+", "CR": r"\r",
     "LF": r"\n", "NEWLINE": r"(\r?\n)+",
 }  # fmt: skip
-"""Terminals of Lark's library `common`."""
 _TOKEN = re.compile(
     r"""(?P<space>[ \t\r]+|//[^\n]*)
     |(?P<line>\n)
@@ -49,10 +45,9 @@ Token = tuple[str, str]
 
 
 def lark_pattern(definition: str) -> str:
-    """Return an expression for what the grammar's `start` matches, without anchors.
+    """Return an expression for `start`, without anchors.
 
-    Raises ValueError for recursion, and for what an expression cannot say or would say at too
-    great length.
+    Raises ValueError for recursion, and for inexpressible or too long results.
     """
     if len(definition) > MAX_PATTERN:
         raise ValueError(f"longer than {MAX_PATTERN} characters")
@@ -106,8 +101,6 @@ def _bare(name: str) -> str:
 
 
 class _Expander:
-    """Expands rules into expressions, each once."""
-
     def __init__(self, rules: dict[str, list[Token]], patterns: dict[str, str]) -> None:
         self._rules = rules
         self._patterns = patterns
@@ -115,7 +108,6 @@ class _Expander:
         self._total = 0
 
     def pattern(self, name: str, depth: int) -> str:
-        """Return the expression of a rule or terminal."""
         if name not in self._patterns:
             if name in self._open:
                 raise ValueError(f"{name} refers to itself")
@@ -132,7 +124,7 @@ class _Expander:
         return self._patterns[name]
 
     def _either(self, tokens: list[Token], place: int, depth: int) -> tuple[str, int]:
-        """Return the expression of alternatives from a place on, and where they end."""
+        """Return the alternatives' expression from a place on, and its end."""
         if depth > MAX_DEPTH:
             raise ValueError(f"more than {MAX_DEPTH} groups and rules in each other")
         ways: list[str] = []
@@ -155,7 +147,7 @@ class _Expander:
         return (ways[0] if len(ways) == 1 else f"({'|'.join(ways)})"), place
 
     def _one(self, tokens: list[Token], place: int, depth: int) -> tuple[str, int]:
-        """Return the expression of one element with its repetition, and where it ends."""
+        """Return an element's expression with repetition, and its end."""
         kind, text = tokens[place]
         place += 1
         if kind == "name":

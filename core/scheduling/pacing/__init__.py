@@ -1,1 +1,1 @@
-"""When the next step is planned, and how long it is."""
+"""When to plan the next step, and its length."""

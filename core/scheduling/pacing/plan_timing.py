@@ -1,4 +1,4 @@
-"""When to make the next plan: late, so that requests that arrive meanwhile are in it."""
+"""Delays plans, so that they include late requests."""
 
 from __future__ import annotations
 
@@ -12,57 +12,55 @@ from typing import NamedTuple
 from ...step import StepPlan, StepResult
 
 ARRIVAL_SECONDS = 1.0
-"""Without an arrival for this long, plans are made at once: no request would gain."""
+"""Without an arrival for this long, plans are not delayed."""
 MARGIN_SECONDS = 0.001
 MARGIN_SHARE = 0.05
-"""A plan is launched this long, and this share of the running step, before the device needs it."""
+"""Margin before the device needs a plan, plus this share of the running step."""
 SHORTEST_DELAY = 0.001
-"""Less is not waited for: the event loop's timers are no finer."""
+"""Shortest delay, by the timers' precision."""
 CLASSES_PER_DOUBLING = 2
-"""Classes of steps by number of tokens, whose durations are kept apart."""
+"""Classes of steps per doubling of tokens."""
 SHORT_STEP_SECONDS = 0.025
-"""Steps with prompts are planned to take about this long while others decode and few wait."""
+"""Planned duration of steps with prompts while others decode and few wait."""
 SHORT_STEP_TOKENS = 512
-"""Fewest tokens of such a step, and what their number is a multiple of."""
+"""Fewest tokens of such a step, and their granularity."""
 FORGET = 0.02
-"""Weight of the newest step where it is slower than expected."""
+"""Weight of a slower step than expected."""
 HOST_RISES, HOST_FALLS = 0.5, 0.02
-"""Weights of the host's newest time where it is longer than expected, or shorter."""
+"""Weights of a longer and of a shorter host time than expected."""
 HOST_SPIKE = 4.0
-"""A longer one counts as at most so many times what was expected: a plan that waited while a step
-was recorded says nothing of the next."""
+"""Cap on a host time relative to the expected: recording a step says nothing of the next."""
 
 
 class StepPace(NamedTuple):
-    """How fast the device is, for the choice of a step's size."""
+    """The device's speed, for a step's size."""
 
     start: float
-    """When the step that is planned now is expected to begin: seconds of `time.monotonic`."""
+    """Expected start of the step being planned, in `time.monotonic`."""
     seconds_per_token: float
     """Of steps with prompts."""
     short_step: int
-    """Tokens of a step that takes SHORT_STEP_SECONDS."""
+    """Tokens per SHORT_STEP_SECONDS."""
 
 
 @dataclass
 class _Class:
-    """Durations of steps of similar size."""
-
     seconds: float
     tokens: float
 
 
 class StepDurations:
-    """How long steps take on the device, by number of tokens. Its estimates are rather too short
-    than too long: a fast step counts half at once, a slow one little."""
+    """Step durations on the device by tokens. Underestimates rather: faster steps count half,
+    slower ones little.
+    """
 
     def __init__(self) -> None:
         self._classes: dict[tuple[bool, bool, int], _Class] = {}
         self.seconds_per_token = 0.0
-        """Of steps with prompts of some length; 0: none is known."""
+        """Of steps with prompts of some length; 0: unknown."""
 
     def add(self, plan: StepPlan, seconds: float) -> None:
-        """Record the duration of one step; not of one whose size is more than its tokens."""
+        """Record a step's duration, unless its size is more than its tokens."""
         if plan.parts and plan.num_more_tokens:
             return
         tokens = plan.total_tokens
@@ -77,7 +75,7 @@ class StepDurations:
         known.tokens += weight * (tokens - known.tokens)
 
     def expected(self, plan: StepPlan) -> float:
-        """Return the seconds that a step will take; 0 if no step of its class is known."""
+        """Return a step's expected seconds; 0: unknown."""
         known = self._classes.get(_class(plan))
         if known is None:
             return 0.0
@@ -85,15 +83,14 @@ class StepDurations:
 
 
 def _smooth(known: float, measured: float) -> float:
-    """Return a duration that follows faster steps at once and slower ones slowly; 0: unknown."""
+    """Follow faster steps at once and slower ones slowly; 0: unknown."""
     if not known:
         return measured
     return known + (0.5 if measured < known else FORGET) * (measured - known)
 
 
 def _class(plan: StepPlan) -> tuple[bool, bool, int]:
-    """Return whether the step has decode rows, which come first, whether it has prompts, and its
-    tokens' part of a doubling."""
+    """Return whether the step has decode rows, whether it has prompts, and its class by tokens."""
     tokens = plan.total_tokens
     decodes = bool(plan.num_tokens) and plan.num_tokens[0] == 1
     size = int(CLASSES_PER_DOUBLING * math.log2(max(tokens, 1)))
@@ -101,34 +98,30 @@ def _class(plan: StepPlan) -> tuple[bool, bool, int]:
 
 
 class PlanTiming:
-    """Tells how long the next plan may wait while the device works on those before it.
+    """How long the next plan may wait while the device works.
 
-    A plan made at once would run after the whole step that has just begun, without the requests
-    that arrive during that step. It is made instead as late as the device allows: a margin before
-    the step in flight is expected to end, and the host's own time before that.
+    A plan made at once would run after the whole current step without requests arriving meanwhile.
+    So it is made late: a margin and the host's time before the step's expected end.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock`: seconds."""
         self._clock = clock
         self._durations = StepDurations()
         self._in_flight: collections.deque[tuple[StepPlan, float]] = collections.deque()
-        """Plans, and when each was begun."""
+        """Plans and their beginnings."""
         self._last_end = -math.inf
         self._last_arrival = -math.inf
         self._host_seconds = 0.0
-        """From the beginning of a plan to that of its launch."""
+        """From a plan's beginning to its launch."""
 
     def arrived(self) -> None:
-        """Note that a request has arrived."""
         self._last_arrival = self._clock()
 
     def submitted(self, plan: StepPlan, begun: float) -> None:
-        """Note a plan that is in flight now; `begun`: when its planning began."""
+        """Note a plan in flight; `begun`: start of its planning."""
         self._in_flight.append((plan, begun))
 
     def ended(self, plan: StepPlan, result: StepResult) -> None:
-        """Note the result of the first plan in flight."""
         now = self._clock()
         _, begun = self._in_flight.popleft()
         launched = now - result.device_seconds
@@ -137,7 +130,7 @@ class PlanTiming:
         self._last_end = now
 
     def pace(self) -> StepPace | None:
-        """Return the device's pace for a step that is planned now; None: not known yet."""
+        """Return the device's pace for the current plan; None: unknown."""
         each = self._durations.seconds_per_token
         if not each:
             return None
@@ -150,15 +143,13 @@ class PlanTiming:
         )
 
     def failed(self) -> None:
-        """Note that no plan is in flight any more, after one that failed."""
         self._in_flight.clear()
 
     def now(self) -> float:
-        """Return the clock's seconds."""
         return self._clock()
 
     def delay(self) -> float:
-        """Return the seconds that the next plan may wait: 0 to make it now."""
+        """Return how long the next plan may wait."""
         now = self._clock()
         if not self._in_flight or now - self._last_arrival > ARRIVAL_SECONDS:
             return 0.0
@@ -179,8 +170,9 @@ class PlanTiming:
             self._host_seconds += HOST_FALLS * (seconds - known)
 
     def _expected_end(self) -> tuple[float, float]:
-        """Return when the steps in flight are expected to have ended, and the seconds that the last
-        of them takes; 0: not known, or nothing is in flight."""
+        """Return the expected end of the steps in flight, and the last one's duration; 0:
+        unknown.
+        """
         end, seconds = self._last_end, 0.0
         for plan, begun in self._in_flight:
             seconds = self._durations.expected(plan)

@@ -1,4 +1,4 @@
-"""How many tokens the next step has, and whether it computes prompts alone."""
+"""The next step's tokens, and whether it has only prompts."""
 
 from __future__ import annotations
 
@@ -9,59 +9,52 @@ from ...request import Request
 from .plan_timing import StepPace
 
 FEW_WAIT = 4
-"""With more than this many short steps of tokens waiting, steps are as long as they may be: more
-tokens per second, and the last of them begin earlier."""
+"""Beyond this many short steps of waiting tokens, steps have full length."""
 QUEUE_SHARE = 0.2
-"""Decode rows wait for one step if a prompt's turn comes after more than this share of the
-target."""
+"""Decode rows pause for a step if a prompt would wait for more than this share of the target."""
 LATE_SHARE = 0.8
-"""They wait, for several steps, if a first token would come after more than this share."""
+"""They pause for several steps if a first token would be later than this share."""
 HOPELESS = 2.0
-"""A first token that comes after this many targets anyway makes no decode row wait."""
+"""Beyond this many targets, decode rows do not pause."""
 LONGEST_PAUSE = 1.5
-"""Targets that decode rows wait at most, one after another."""
+"""Longest pause in targets."""
 PAUSE_SHARE = 0.125
-"""Share of the time that decode rows wait at most, so that a full engine loses little."""
+"""Share of time for pauses, so that a full engine loses little."""
 LONGEST_BURST = 8.0
-"""Targets of waiting that this share allows at once, after it was not used."""
+"""Targets of unused pauses that may accumulate."""
 TOKENS_PER_DECODE_ROW = 6
-"""Fewest prompt tokens of a step per decode row that waits for it. Rows beside prompts cost little,
-so where there are many, tokens per second would be lost."""
+"""Fewest prompt tokens per pausing decode row: rows beside prompts are cheap, so many of them would
+cost throughput."""
 
 
 class StepSize(NamedTuple):
-    """What the next step may compute."""
-
     budget: int
-    """Most tokens."""
     prompts_alone: bool = False
-    """Decode rows wait for a later step."""
+    """Decode rows pause."""
     longest_whole: int = 0
-    """A waiting prompt of up to this many tokens is not begun beside another prompt unless all of
-    it fits: the other's first token would come later, and its own no earlier."""
+    """A waiting prompt of up to this many tokens begins beside another only as a whole: otherwise
+    it would delay the other's first token without gain."""
 
 
 class StepSizes:
     """Chooses the size of each step by the device's pace and by what waits.
 
-    While a request decodes and few tokens wait, a step is short, so that neither its next token nor
-    a new request waits for a long one. Where first tokens would miss the target, steps have prompts
-    alone for a bounded time: with 40 decode rows beside it, a prompt of 512 tokens takes 8B on an
-    H200 15 ms instead of 12, and the rows can catch up once no prompt waits.
+    While requests decode and few tokens wait, steps are short, for the next token and new requests.
+    When first tokens would miss the target, decode rows pause for a bounded time.
     """
 
     def __init__(self, max_num_batched_tokens: int, *, chunked: bool, ttft_target: float) -> None:
-        """chunked: whether a prompt may take several steps; if not, no step is shortened.
-        ttft_target: seconds from a request's arrival to its first token; 0: decode rows never
-        wait."""
+        """chunked: whether steps may split prompts; if not, none is shortened. ttft_target: seconds
+        to a first token; 0: decode rows never pause.
+        """
         self._most = max_num_batched_tokens
         self._chunked = chunked
         self._target = ttft_target
         self._allowed = LONGEST_BURST * ttft_target
-        """Seconds that decode rows may wait by PAUSE_SHARE."""
+        """Seconds of pauses left by PAUSE_SHARE."""
         self._last_start: float | None = None
         self._pause_start: float | None = None
-        """When the first of the steps began that decode rows wait for now; None: they do not."""
+        """Start of the current pause, or None."""
 
     def next_size(
         self,
@@ -71,12 +64,11 @@ class StepSizes:
         waiting: Sequence[Request],
         num_left: Callable[[Request], int],
     ) -> StepSize:
-        """Return the size of the step that is planned now.
+        """Return the size of the step being planned.
 
-        pace: None: not known, and steps are as long as they may be. prompts: running requests whose
-        prompts are not computed. waiting: in the order in which they are admitted. num_left:
-        returns the tokens of a waiting request that are to be computed; 0: it cannot be admitted
-        yet.
+        pace: None: unknown, steps have full length. prompts: running requests with prompts left.
+        waiting: in order of admission. num_left: a waiting request's tokens to compute; 0: not
+        admissible yet.
         """
         pause_start, self._pause_start = self._pause_start, None
         most = self._most
@@ -110,11 +102,11 @@ class StepSizes:
         return StepSize(alone, prompts_alone=True, longest_whole=short)
 
     def end_pause(self) -> None:
-        """Note that the step whose size was chosen last has decode rows after all."""
+        """The last chosen step has decode rows after all."""
         self._pause_start = None
 
     def _allow_more(self, start: float) -> None:
-        """Count the time since the last step towards what decode rows may wait."""
+        """Extend the permitted pauses by the time since the last step."""
         if self._last_start is not None:
             earned = PAUSE_SHARE * max(0.0, start - self._last_start)
             self._allowed = min(LONGEST_BURST * self._target, self._allowed + earned)
@@ -123,8 +115,9 @@ class StepSizes:
     def _is_urgent(
         self, pace: StepPace, lefts: Sequence[tuple[Request, int]], *, paused: bool
     ) -> bool:
-        """Return whether decode rows are to wait for these prompts. lefts: with their tokens that
-        are not computed. paused: they wait already."""
+        """Return whether decode rows must pause for these prompts. lefts: with tokens to compute.
+        paused: already pausing.
+        """
         target = self._target
         turn = pace.start
         for request, left in lefts:
@@ -141,8 +134,9 @@ class StepSizes:
 
 
 def _tokens_alone(lefts: Sequence[int], short_step: int) -> int:
-    """Return the tokens of a step with the first of these prompts alone: whole ones up to half a
-    short step, or one more to make a quarter; of a longer one, up to a short step."""
+    """Return the tokens of a step with only the first prompts: whole ones up to half a short step,
+    or one more to make a quarter; of a longer one, up to a short step.
+    """
     count = 0
     for left in lefts:
         if count >= short_step // 4 and count + left > short_step // 2:

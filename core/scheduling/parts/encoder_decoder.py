@@ -13,38 +13,33 @@ from .part import PartServices, SchedulerPart
 
 
 class EncoderDecoder(SchedulerPart):
-    """Blocks of the KV cache's pool for the keys and values of sources, found again by content.
+    """Pool blocks for sources' keys and values, found by content.
 
-    Requests with equal sources (and salts) share blocks: completions of one call, and a preempted
-    request whose blocks were not reused meanwhile. Others are encoded again, whole sources at a
-    time, up to a number of tokens per plan.
+    Requests with equal sources (and salts) share blocks, also after preemption. Others are encoded
+    whole, up to a number of tokens per plan.
     """
 
     name = NAME
 
     def __init__(self, services: PartServices, max_source_tokens: int) -> None:
-        """max_source_tokens: of a source, at most."""
         self._kv, self._pool = services.kv, services.kv.pool
         self._table = len(services.kv.groups)
-        """Number of the sources' block tables, after those of groups of layers."""
+        """Index of the sources' tables, after the groups'."""
         self._max_tokens = max(max_source_tokens, services.max_num_batched_tokens)
-        """Tokens of sources that a step encodes at most; no source is longer."""
+        """Most source tokens per step; no source is longer."""
         self._budget = self._max_tokens
         self._encode: list[EncodeItem] = []
         self._blocks: dict[str, list[int]] = {}
-        """Request id → its blocks."""
 
     @classmethod
     def maker(cls, max_source_tokens: int) -> Callable[[PartServices], EncoderDecoder]:
-        """Return what makes the part."""
         return lambda services: cls(services, max_source_tokens)
 
     def begin_plan(self, builder: PlanBuilder) -> None:
-        """Open the tokens that one step encodes."""
         self._budget = self._max_tokens
 
     def cost(self, request: Request, hits: PrefixHits) -> int | None:
-        """Return the blocks of the source, 0 if other running requests have them."""
+        """Return the source's blocks; 0 if running requests share them."""
         blocks = self._find(request)
         # Blocks that no request holds may be reused before `admit`.
         if blocks and not any(map(self._pool.is_free, blocks)):
@@ -54,7 +49,7 @@ class EncoderDecoder(SchedulerPart):
         return self._num_blocks(request)
 
     def admit(self, request: Request, hits: PrefixHits, builder: PlanBuilder) -> None:
-        """Hold the blocks of the source, new ones if it must be encoded."""
+        """Hold the source's blocks, new ones if not encoded."""
         blocks = self._find(request)
         if blocks:
             self._pool.hold(blocks)
@@ -71,27 +66,22 @@ class EncoderDecoder(SchedulerPart):
         builder.table_writes.append(TableWrite(request.slot, self._table, 0, tuple(blocks)))
 
     def start_part(self, request: Request) -> SourceStart:
-        """Return the length of the source."""
         return SourceStart(len(_source(request)))
 
     def plan_part(self, step: int, builder: PlanBuilder) -> EncodePlan | None:
-        """Return the sources that the plan encodes."""
         if not self._encode:
             return None
         items, self._encode = self._encode, []
         return EncodePlan(tuple(items))
 
     def leave(self, request: Request) -> None:
-        """Release the blocks; their content is found until they are reused."""
         self._pool.release(self._blocks.pop(request.request_id))
 
     def invalidate(self, request: Request) -> None:
-        """Remove the blocks' names."""
         for block_id in self._blocks.get(request.request_id, ()):
             self._pool.forget(block_id)
 
     def held_blocks(self, running: list[Request]) -> list[int]:
-        """Return the blocks of all sources."""
         ids = {request.request_id for request in running}
         assert ids == set(self._blocks), f"sources without a request: {ids ^ set(self._blocks)}"
         return [block_id for blocks in self._blocks.values() for block_id in blocks]
@@ -100,7 +90,7 @@ class EncoderDecoder(SchedulerPart):
         return self._kv.blocks_for(len(_source(request)))
 
     def _find(self, request: Request) -> list[int]:
-        """Return the blocks that have the source, all of them or []."""
+        """Return the source's blocks, all or []."""
         keys = self._kv.source_keys(request, self._num_blocks(request))
         blocks = [self._pool.lookup(key) for key in keys]
         return [] if None in blocks else [block_id for block_id in blocks if block_id is not None]

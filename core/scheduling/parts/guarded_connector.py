@@ -16,10 +16,9 @@ T = TypeVar("T")
 
 
 class GuardedConnector:
-    """Calls a connector until it raises, or returns a value that its contract does not allow.
+    """Calls a connector until it raises or breaks its contract.
 
-    After that only `close` calls it, and every other method returns what a connector with nothing
-    to load or save returns: the connector's state is unreliable.
+    Then every method except `close` acts like an empty connector's, as its state is unreliable.
     """
 
     def __init__(
@@ -28,20 +27,18 @@ class GuardedConnector:
         codec: KVCodec,
         who: Callable[[BaseException], str] | None = None,
     ) -> None:
-        """who: error → the connector's name in the log, with its distribution."""
+        """who: error → connector's name, with its distribution."""
         self._connector = connector
         self._codec = codec
         self._who = who or (lambda error: "the KV connector")
         self.failure: str | None = None
-        """Why the connector is not called any more; None: it works."""
+        """Why the connector is not called; None: it works."""
 
     def detach(self, failure: str) -> None:
-        """Stop calling the connector, as its worker half has failed."""
+        """Stop calling the connector, whose worker half failed."""
         self.failure = self.failure or failure
 
     def num_external_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
-        """Return 0 after a failure."""
-
         def look_up() -> int | None:
             count = self._connector.num_external_tokens(request, num_computed_tokens)
             return None if count is None else operator.index(count)
@@ -52,7 +49,6 @@ class GuardedConnector:
     def start_load(
         self, transfer: int, request: Request, keys: Sequence[bytes], block_ids: Sequence[int]
     ) -> None:
-        """Do nothing after a failure."""
         self._call(
             "start_load",
             lambda: self._connector.start_load(transfer, request, keys, block_ids),
@@ -62,8 +58,6 @@ class GuardedConnector:
     def start_save(
         self, transfer: int, request: Request, keys: Sequence[bytes], block_ids: Sequence[int]
     ) -> Sequence[int]:
-        """Return no blocks after a failure."""
-
         def start() -> list[int]:
             saved = list(self._connector.start_save(transfer, request, keys, block_ids))
             if not set(saved) <= set(block_ids):
@@ -75,8 +69,6 @@ class GuardedConnector:
     def request_finished(
         self, transfer: int, request: Request
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Hold nothing, and return no parameters, after a failure."""
-
         def finish() -> tuple[bool, dict[str, Any] | None]:
             is_retained, params = self._connector.request_finished(transfer, request)
             if not isinstance(params, dict | None):
@@ -87,7 +79,7 @@ class GuardedConnector:
         return self._call("request_finished", finish, without)
 
     def build_metadata(self) -> bytes | None:
-        """Return the metadata encoded; None after a failure."""
+        """Return the encoded metadata."""
 
         def build() -> bytes | None:
             return self._codec.encode_metadata(self._connector.build_metadata())
@@ -96,13 +88,12 @@ class GuardedConnector:
         return self._call("build_metadata", build, without)
 
     def update(self, report: KVReport) -> None:
-        """Pass on a report of a step result. Do nothing after a failure."""
         self._call(
             "update", lambda: self._connector.update(self._codec.decode_report(report)), None
         )
 
     def close(self) -> None:
-        """Close the connector, also after a failure. Raises what the connector raises."""
+        """Close the connector, even after a failure. Raises what it raises."""
         self._connector.close()
 
     def _call(self, method: str, call: Callable[[], T], without: T) -> T:

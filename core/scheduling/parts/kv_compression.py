@@ -1,4 +1,4 @@
-"""Decides when the caches of running requests are compacted, and how much of them stays."""
+"""Decides when running requests' caches are compacted, and to what size."""
 
 from __future__ import annotations
 
@@ -18,46 +18,44 @@ from .kv_transfer import KVTransfer
 from .part import PartServices, SchedulerPart
 
 MIN_KEPT = 16
-"""Fewest tokens that stay: below this, even the first and the last tokens would be dropped."""
+"""Fewest tokens to keep, with the first and last ones."""
 GROWTH = 16
-"""A request is admitted beside others whose caches may grow by one part in so many."""
+"""On admission, others' caches are assumed to grow by 1 / GROWTH."""
 WORTH = 8
-"""A cache is compacted for the sake of a waiting request if one in so many of its blocks comes
-back."""
+"""A compaction for a waiting request must free 1 / WORTH of the cache."""
 PAUSE = 32
-"""Plans without a look for blocks for waiting requests, after none came back."""
+"""Plans to pause after a search freed nothing."""
 
 
 class CompressionRule(msgspec.Struct, frozen=True):
-    """How much of a cache stays, and when it is compacted."""
-
     ratio: float = 0.5
-    """Share of the sequence's tokens that stays, 0 (excluded) to 1, unless there is a budget."""
+    """Share of tokens to keep, in (0, 1], without a budget."""
     budget: int | None = None
-    """Tokens that stay."""
+    """Tokens to keep."""
     interval: int = 0
-    """Tokens generated between two compactions; 0: only once, after the prompt."""
+    """Generated tokens between compactions; 0: only once, after the prompt."""
     prompt_interval: int = 0
-    """Prompt tokens computed between two compactions; 0: none before the prompt is computed."""
+    """Prompt tokens between compactions; 0: none within the prompt."""
     on_pressure: bool = False
-    """Compact only when blocks run out, instead of after the prompt and at intervals."""
+    """Compact only when blocks run out."""
 
     def kept_tokens(self, length: int) -> int:
-        """Return how many tokens of a sequence of `length` stay."""
         count = math.ceil(self.ratio * length) if self.budget is None else self.budget
         return min(length, max(MIN_KEPT, count))
 
     def next_place(self, num_computed: int, num_prompt_tokens: int) -> int:
-        """Return the computed tokens with which a cache is compacted next. In a prompt, the places
-        are the same wherever its computation began, after cached blocks or not."""
+        """Return the computed tokens at the next compaction. Within a prompt, cached blocks do not
+        change the places.
+        """
         if num_computed < num_prompt_tokens:
             step = self.prompt_interval or num_prompt_tokens
             return min((num_computed // step + 1) * step, num_prompt_tokens)
         return num_computed + self.interval if self.interval else NEVER
 
     def most_tokens(self, num_prompt_tokens: int, length: int) -> int:
-        """Return how many tokens the cache of a sequence holds at most while its first `length`
-        tokens are computed: a prompt, or a preempted request's, from the first one on."""
+        """Return the most tokens cached while a sequence's first `length` tokens are computed from
+        the start (a prompt, or a preempted request's).
+        """
         if self.on_pressure:
             return length
         most = 0
@@ -74,8 +72,7 @@ class CompressionRule(msgspec.Struct, frozen=True):
         return most
 
     def of(self, params: KVCompressionParams | None) -> CompressionRule | None:
-        """Return the rule of a request, which may have a ratio or a budget of its own; None: its
-        cache stays whole."""
+        """Return a request's rule, maybe with its own ratio or budget; None: not compacted."""
         if params is None:
             return self
         if not params.enabled:
@@ -88,12 +85,10 @@ class CompressionRule(msgspec.Struct, frozen=True):
 
 
 class KVCompression(SchedulerPart):
-    """The compactions of each plan."""
-
     name = NAME
 
     min_gain = 1
-    """Blocks that must come back for a cache to be compacted."""
+    """Fewest blocks freed by a compaction."""
 
     def __init__(self, services: PartServices, rule: CompressionRule) -> None:
         self._rule = rule
@@ -102,36 +97,32 @@ class KVCompression(SchedulerPart):
         self._stats = services.stats
         self._transfers = services.parts.find(KVTransfer)
         self._places: dict[Request, int] = {}
-        """Running request → computed tokens with which its cache is compacted next."""
+        """Running request → computed tokens at its next compaction."""
         self._read: set[int] = set()
-        """Blocks that the compactions of this plan read: none of them may write there."""
+        """Blocks read by this plan's compactions, which none may write."""
         self._planned: dict[int, tuple[Request, Compaction, int]] = {}
-        """Slot → request, compaction and blocks that come back, in the plan that is being built."""
+        """Slot → request, compaction and freed blocks, in this plan."""
         self._counts: dict[Request, int] = {}
-        """Unfinished request → how often its cache was compacted, those before a preemption
-        included."""
+        """Unfinished request → compactions, including before preemption."""
         self._wanted = 0
-        """Blocks that the first waiting request lacked when the last plan was made."""
+        """Blocks that the first waiting request lacked in the last plan."""
         self._promised: int | None = None
-        """Blocks that running requests are likely to take, once a plan has asked for them."""
+        """Likely growth of running requests in blocks, once computed."""
         self._pause = 0
 
     @classmethod
     def maker(cls, rule: CompressionRule) -> Callable[[PartServices], KVCompression]:
-        """Return what makes the part."""
         return lambda services: cls(services, rule)
 
     # ------------------------------------------------------------ plans
 
     def begin_plan(self, builder: PlanBuilder) -> None:
-        """Compact caches for the first waiting request, if it found too few blocks."""
         self._promised = None
         if self._wanted:
             self._relieve_admission(self._requests.running.requests, self._wanted)
             self._wanted = 0
 
     def plan_part(self, step: int, builder: PlanBuilder) -> CompactionPlan | None:
-        """Return the compactions of the plan, and begin the next one."""
         if not self._planned:
             return None
         stats = self._stats
@@ -147,7 +138,6 @@ class KVCompression(SchedulerPart):
         return CompactionPlan(compactions)
 
     def begin_result(self, plan: StepPlan, result: StepResult) -> None:
-        """Count the time that compactions took."""
         cost: CompactionResult | None = result.parts.get(NAME)
         if cost is not None:
             self._stats.kv_compaction_seconds += cost.seconds
@@ -155,20 +145,20 @@ class KVCompression(SchedulerPart):
     # ------------------------------------------------------------ requests
 
     def cost(self, request: Request, hits: PrefixHits) -> int:
-        """Return the blocks that running requests are likely to take, less those that this one will
-        not need, because its cache is compacted in time."""
+        """Return the likely growth of running requests, less blocks saved by this one's
+        compaction.
+        """
         if self._promised is None:
             self._promised = self._likely(self._requests.running.requests)
         saved = self._kv.blocks_for(request.num_tokens) - self._most_blocks(request, hits)
         return self._promised - saved
 
     def no_room(self, request: Request, hits: PrefixHits, reserve: int) -> None:
-        """Let caches be compacted for the first waiting request before the next plan's rows."""
+        """Compact for the first waiting request before the next plan's rows."""
         missing = self._kv.blocks_for(request.num_tokens) - hits.num_blocks
         self._wanted = missing + reserve
 
     def enter(self, request: Request, hits: PrefixHits) -> None:
-        """Set when the cache of a request is first compacted."""
         rule = self._rule.of(request.params.kv_compression)
         if rule is None or rule.on_pressure:
             return
@@ -177,20 +167,20 @@ class KVCompression(SchedulerPart):
         self._places[request] = min(prompt, rule.next_place(num_computed, prompt))
 
     def admit(self, request: Request, hits: PrefixHits, builder: PlanBuilder) -> None:
-        """Count the blocks that the request is likely to take besides those that it has."""
+        """Count the request's likely growth."""
         if self._promised is not None:
             self._promised += self._most_blocks(request, hits) - len(request.tables[0])
 
     def look_at(self, request: Request) -> int | None:
-        """Look at the row with which a cache is due."""
+        """Look at the row of a due compaction."""
         return self._places.get(request)
 
     def decode_tokens(self, request: Request, count: int, spare: int) -> int:
-        """Compact a cache that is due, before its row is planned."""
+        """Compact a due cache before its row."""
         return self.chunk_tokens(request, count)
 
     def chunk_tokens(self, request: Request, count: int) -> int:
-        """Likewise, and end a chunk where the next compaction is."""
+        """Likewise, and end a chunk at the next compaction."""
         computed = request.num_computed_tokens
         place = self._places.get(request, NEVER)
         if count and computed >= place:
@@ -199,12 +189,10 @@ class KVCompression(SchedulerPart):
         return place - computed if computed < place < computed + count else count
 
     def leave(self, request: Request) -> None:
-        """Leave a slot out of the plan, as its request leaves it."""
         self._planned.pop(request.slot, None)
         self._places.pop(request, None)
 
     def ended(self, request: Request) -> None:
-        """Say what is left of the request's cache."""
         count = self._counts.pop(request, 0)
         if request.compacted:
             request.compression_usage = KVCompressionUsage(
@@ -212,8 +200,9 @@ class KVCompression(SchedulerPart):
             )
 
     def _most_blocks(self, request: Request, hits: PrefixHits) -> int:
-        """Return how many blocks the request holds at most until all of its tokens are computed,
-        with cached blocks, which others may hold, too: then it may stay whole."""
+        """Return the most blocks held until all tokens are computed; shared cached blocks may
+        prevent compaction.
+        """
         rule = self._rule.of(request.params.kv_compression)
         most = request.num_tokens
         if rule is not None and not hits.num_blocks:
@@ -221,11 +210,10 @@ class KVCompression(SchedulerPart):
         return self._kv.blocks_for(most)
 
     def _likely(self, requests: Iterable[Request]) -> int:
-        """Return how many more blocks running requests are likely to take: until their prompts are
-        computed, or, for what they generate, another `GROWTH`th of what they have.
+        """Return running requests' likely growth in blocks: until prompts are computed, or another
+        `GROWTH`th of generated ones.
 
-        To preempt a request whose cache was compacted costs more than the blocks that come back
-        are worth: its whole prompt is computed again.
+        Preempting a compacted request costs its whole prompt, more than its blocks are worth.
         """
         blocks_for, likely = self._kv.blocks_for, 0
         for request in requests:
@@ -240,11 +228,10 @@ class KVCompression(SchedulerPart):
     # ------------------------------------------------------------ compactions
 
     def _compact_due(self, request: Request) -> None:
-        """Compact the cache of a request that is due, if blocks come back by it.
+        """Compact a due request if that frees blocks.
 
-        If no blocks are free for the tokens that stay, and its own cannot be written, it is tried
-        again with the next token. With a KV connector, the prompt's blocks stay until they are
-        saved.
+        Without room it is retried at the next token. With a KV connector, the prompt's blocks stay
+        until saved.
         """
         rule, transfers = self._rule.of(request.params.kv_compression), self._transfers
         assert rule is not None, "no compaction is due"
@@ -255,11 +242,11 @@ class KVCompression(SchedulerPart):
             )
 
     def relieve(self, requests: list[Request]) -> bool:
-        """Compact the cache, of those that wait for pressure, from which most blocks come back."""
+        """Compact the cache, among those waiting for pressure, that frees most."""
         return self._relieve(requests)
 
     def _relieve(self, requests: Iterable[Request], *, worth: int | None = None) -> bool:
-        """worth: leave a cache out unless one in so many of its blocks comes back."""
+        """worth: skip caches that free less than 1 / worth of their blocks."""
         if not self._rule.on_pressure:
             return False
         best: tuple[int, int, Request] | None = None
@@ -279,7 +266,7 @@ class KVCompression(SchedulerPart):
         return best is not None and self._compact(best[2], best[1], best[0])
 
     def _relieve_admission(self, requests: Iterable[Request], num_blocks: int) -> None:
-        """Compact caches until `num_blocks` are free, before any row of the plan."""
+        """Compact until `num_blocks` are free, before the plan's rows."""
         if self._pause:
             self._pause -= 1
             return
@@ -292,9 +279,9 @@ class KVCompression(SchedulerPart):
     def _gain(
         self, request: Request, rule: CompressionRule, transfers: Iterable[int] = ()
     ) -> tuple[int, int]:
-        """Return how many blocks a compaction would give back, and how many tokens would stay.
+        """Return the freed blocks and kept tokens of a compaction.
 
-        transfers: blocks that KV transfers hold, one entry per reference, which is to be ignored.
+        transfers: references to ignore.
         """
         kept = min(rule.kept_tokens(request.num_computed_tokens), request.num_kv_tokens)
         return self._kv.compaction_gain(request, kept, transfers), kept

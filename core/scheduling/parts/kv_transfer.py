@@ -24,16 +24,13 @@ logger = logging.getLogger("jackfield.engine")
 class _Load:
     request: Request
     num_hits: int
-    """Number of blocks that were cached before, held so that they stay."""
+    """Blocks cached before, held until then."""
     block_ids: list[int]
     keys: list[bytes]
-    """[len(block_ids)]"""
 
 
 @dataclass(slots=True)
 class _Progress:
-    """What is known of a request's blocks outside of this cache."""
-
     external_end: int | None = None
     """Number of leading tokens whose blocks the connector has; 0: it has none, None: not known
     yet."""
@@ -72,14 +69,13 @@ class KVTransfer(SchedulerPart):
         self._saving = transfer.kv_role != "kv_consumer"
         self._fail_on_load = transfer.kv_load_failure_policy == "fail"
         self._progress: dict[Request, _Progress] = {}
-        """Of unfinished requests."""
         self._ends: dict[int, list[int]] = {}
         """Step in flight → [num_rows] tokens computed with it."""
         self._row_ends: list[int] = []
         """The same of the step whose result is processed."""
         self._numbers = count()
         self._held: dict[int, list[int]] = {}
-        """Transfer → held blocks, one reference each."""
+        """Transfer → held blocks."""
         self._unoffered: dict[str, tuple[int, list[int]]] = {}
         """Compacted request → blocks of its prompt that steps in flight fill, one reference each,
         and the column of the first."""
@@ -109,7 +105,6 @@ class KVTransfer(SchedulerPart):
     def maker(
         cls, connector: GuardedConnector, transfer: KVTransferConfig | None = None
     ) -> Callable[[PartServices], KVTransfer]:
-        """Return what makes the part; by default, it loads and saves."""
         role = transfer or KVTransferConfig(kv_connector="")
         return lambda services: cls(services, connector, role)
 
@@ -310,12 +305,10 @@ class KVTransfer(SchedulerPart):
         return self._withdraw_if_failed()
 
     def needs_plan(self) -> bool:
-        """Return whether there is something to send, or to fetch."""
         pending, self._report_pending = self._report_pending, False
         return pending or self._metadata is not None
 
     def plan_part(self, step: int, builder: PlanBuilder) -> TransferPlan | None:
-        """Return the connector's metadata."""
         self._ends[step] = [request.num_computed_tokens for request in builder.rows]
         metadata, self._metadata = self._metadata, None
         return None if metadata is None else TransferPlan(metadata)
@@ -361,8 +354,7 @@ class KVTransfer(SchedulerPart):
         self.expect_report()
 
     def _take(self, result: StepResult) -> None:
-        """Process a result's report: requests whose load has ended queue again, as the loaded
-        blocks are now cached."""
+        """Process a result's report; requests with finished loads queue again."""
         taken: TransferResult | None = result.parts.get(NAME)
         if taken is None:
             return

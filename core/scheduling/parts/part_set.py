@@ -1,4 +1,4 @@
-"""The parts of a scheduler, and for each of their methods the parts that have it."""
+"""A scheduler's parts, and the parts that override each method."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ Calls: TypeAlias = tuple[Callable[..., Any], ...]
 
 
 class SchedulerParts:
-    """All parts of a scheduler. An attribute with the name of a method of `SchedulerPart` has that
-    method of each part that overrides it, in the order in which the parts were made."""
+    """All parts. For a method of `SchedulerPart`, the attribute of that name lists the overriding
+    parts' methods in order.
+    """
 
     def __init__(self) -> None:
         self._parts: tuple[SchedulerPart, ...] = ()
         self._index()
 
     def make(self, makers: Iterable[PartMaker], services: PartServices) -> None:
-        """Make the parts, once. Raises ValueError if two have the same name."""
+        """Raises ValueError for duplicate names."""
         for maker in makers:
             part = maker(services)
             if any(part.name == other.name for other in self._parts):
@@ -76,11 +77,10 @@ class SchedulerParts:
         return iter(self._parts)
 
     def find(self, kind: type[P]) -> P | None:
-        """Return the part of a class; None: there is none."""
         return next((part for part in self._parts if isinstance(part, kind)), None)
 
     def look_again(self, request: Request) -> None:
-        """Ask the parts from when on they want to see the rows of a request."""
+        """Ask the parts when to see a request's rows next."""
         if self.sees_every_row:
             request.look_at = 0
             return
@@ -89,7 +89,7 @@ class SchedulerParts:
 
     @property
     def counts(self) -> dict[str, Any]:
-        """Fields of `EngineStats` that parts count."""
+        """Parts' fields of `EngineStats`."""
         fields: dict[str, Any] = {}
         others: dict[str, float] = {}
         for part in self._parts:

@@ -1,4 +1,4 @@
-"""How many drafts rows get, and which of them results accept."""
+"""Drafts per row, and their acceptance."""
 
 from __future__ import annotations
 
@@ -13,27 +13,25 @@ from .part import PartServices, SchedulerPart
 
 
 class Speculation(SchedulerPart):
-    """Plans rows with drafts, and takes back what was counted for rejected ones.
+    """Plans rows with drafts, and takes back rejected ones.
 
-    A planned row counts as if all of its drafts were accepted: its tokens and blocks are upper
-    bounds until its result is there, and so is all that is planned upon it.
+    A planned row counts all drafts as accepted: its tokens and blocks, and later plans', are upper
+    bounds until the result.
     """
 
     name = NAME
     short_steps = False
 
     def __init__(self, services: PartServices, num_drafts: int) -> None:
-        """num_drafts: of a row, at most."""
         self._num_drafts = num_drafts
         self._kv = kv = services.kv
         self._most_spread: int | None = None
-        """Tokens between the bounds of a length, at most: blocks out of reach are given back by
-        the lower bound, and taken by the upper one, so that this many count as one chunk."""
+        """Spread of a length's bounds: blocks are released by the lower and taken by the upper one,
+        so it counts as part of a chunk."""
         if any(group.reach is not None for group in kv.groups):
             self._most_spread = kv.max_chunk
         self._num_proposed: dict[Request, int] = {}
-        """Running request → drafts that the speculator had for it after the last step with a
-        result; without those for which it had none."""
+        """Running request → drafts proposed after its last result."""
         self._rejected: dict[int, int] = {}
         """Slot → rejected drafts that the worker still counts."""
         self._num_rows = self._num_verified = self._num_accepted = 0
@@ -41,17 +39,15 @@ class Speculation(SchedulerPart):
 
     @classmethod
     def maker(cls, num_drafts: int) -> Callable[[PartServices], Speculation]:
-        """Return what makes the part."""
         return lambda services: cls(services, num_drafts)
 
     # ------------------------------------------------------------ plans
 
     def look_at(self, request: Request) -> int | None:
-        """Look at each row of a request that drafts were proposed for."""
+        """Look at every row of a request with drafts."""
         return 0 if request in self._num_proposed else None
 
     def decode_tokens(self, request: Request, count: int, spare: int) -> int:
-        """Add drafts to the row of a decoding request."""
         if not count or request not in self._num_proposed:
             return count
         # The last token of a request is sampled, but never computed.
@@ -62,7 +58,7 @@ class Speculation(SchedulerPart):
         return count + max(0, most)
 
     def plan_part(self, step: int, builder: PlanBuilder) -> DraftPlan | None:
-        """Return the drafts of the plan's rows, and what the worker must take back before."""
+        """Return the plan's drafts, and the worker's corrections."""
         rejected, self._rejected = self._rejected, {}
         if not rejected and not builder.drafts:
             return None
@@ -76,7 +72,6 @@ class Speculation(SchedulerPart):
     # ------------------------------------------------------------ results
 
     def settle(self, request: Request, row: int, plan: StepPlan, result: StepResult) -> None:
-        """Make a request's counters exact for one row."""
         drafted: DraftResult | None = result.parts.get(NAME)
         if drafted is not None and drafted.proposed and plan.samples[row]:
             if num_proposed := drafted.proposed[row]:
@@ -97,7 +92,6 @@ class Speculation(SchedulerPart):
             self._rejected[request.slot] = self._rejected.get(request.slot, 0) + rejected
 
     def kept(self, request: Request, row: int, result: StepResult, tokens: list[int]) -> None:
-        """Count a verified row for the metrics."""
         drafted: DraftResult | None = result.parts.get(NAME)
         if drafted is None or not drafted.verified or not drafted.verified[row]:
             return
@@ -109,14 +103,12 @@ class Speculation(SchedulerPart):
             self._accepted_at[place] += 1
 
     def leave(self, request: Request) -> None:
-        """Forget a request's drafts."""
         self._rejected.pop(request.slot, None)
         self._num_proposed.pop(request, None)
         request.num_unverified_tokens = 0
 
     @property
     def counts(self) -> dict[str, Any]:
-        """Return what `kept` has counted."""
         return {
             "spec_decode_num_drafts": self._num_rows,
             "spec_decode_num_draft_tokens": self._num_verified,

@@ -1,4 +1,4 @@
-"""Snapshots of the states that layers keep of sequences: which prefixes have them."""
+"""Snapshots of layers' states: which prefixes have them."""
 
 from __future__ import annotations
 
@@ -11,30 +11,27 @@ from .part import PartServices, SchedulerPart
 
 
 class States(SchedulerPart):
-    """Lets chunks of prompts end where the states after them are worth keeping: after the blocks
-    that a request with the same tokens would not compute, and after what the request has in common
-    with earlier ones."""
+    """Ends prompt chunks where states are worth keeping: after blocks that an equal request would
+    find, and after prefixes shared with earlier requests.
+    """
 
     name = NAME
 
     def __init__(self, services: PartServices) -> None:
-        """The cache has room for snapshots."""
+        """Requires a cache with room for snapshots."""
         assert services.kv.snapshots is not None, "no room for snapshots"
         self._kv = services.kv
         self._snapshots: StateSnapshots = services.kv.snapshots
         self._chunked = services.chunked
         self._shared: dict[Request, int] = {}
-        """Running request → tokens of a prefix that others have computed, but whose states are not
-        there: this request keeps them when it comes to them."""
+        """Running request → shared prefix without states, which this request will keep."""
         self._loads: list[StateCopy] = []
         self._saves: list[StateCopy] = []
 
     def enter(self, request: Request, hits: PrefixHits) -> None:
-        """Note what the request has in common with earlier ones."""
         self._shared[request] = hits.num_seen * self._kv.block_size
 
     def admit(self, request: Request, hits: PrefixHits, builder: PlanBuilder) -> None:
-        """Let the slot start from the states of the cached prefix."""
         if hits.state is not None:
             self._loads.append(StateCopy(request.slot, self._snapshots.use(hits.state)))
 
@@ -46,12 +43,10 @@ class States(SchedulerPart):
         return min((b for b in self._boundaries(request) if b > computed), default=None)
 
     def chunk_tokens(self, request: Request, count: int) -> int:
-        """End a chunk at the next boundary."""
         boundary = self.look_at(request)
         return count if boundary is None else min(count, boundary - request.num_computed_tokens)
 
     def chunk_planned(self, request: Request) -> None:
-        """Keep the states after a chunk that ends at a boundary."""
         computed = request.num_computed_tokens
         if computed > 0 and computed in self._boundaries(request):
             row = self._kv.snapshot(request)
@@ -59,7 +54,7 @@ class States(SchedulerPart):
                 self._saves.append(StateCopy(request.slot, row))
 
     def plan_part(self, step: int, builder: PlanBuilder) -> StatePlan | None:
-        """Return the plan's copies, whose snapshots can be found from now on."""
+        """Return the plan's copies; its snapshots are found from now on."""
         self._snapshots.commit()
         if not self._loads and not self._saves:
             return None
@@ -68,7 +63,6 @@ class States(SchedulerPart):
         return part
 
     def leave(self, request: Request) -> None:
-        """Forget a request."""
         del self._shared[request]
 
     def _boundaries(self, request: Request) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""The requests that decode: what the next plan must do for each, found without looking at each."""
+"""Finds decoding requests' needs without visiting each."""
 
 from __future__ import annotations
 
@@ -13,58 +13,56 @@ _slot, _epoch = attrgetter("slot"), attrgetter("epoch")
 
 
 def has_prompt_left(request: Request) -> bool:
-    """Return whether a running request has more to compute than one token that was sampled."""
+    """Return whether a running request has more to compute than its last sampled token."""
     left = request.num_tokens - request.num_computed_tokens
     return left > 1 or not request.prompt_computed
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeColumns:
-    """The decode rows of a plan. Plans with the same rows share it."""
+    """A plan's decode rows, shared by plans with the same rows."""
 
     rows: list[Request]
     """In policy order."""
     slots: tuple[int, ...]
     epochs: list[int]
     counts: tuple[int, ...]
-    """A token for each row."""
+    """A token per row."""
     samples: tuple[bool, ...]
 
 
 class DecodeRows:
-    """Knows which running requests decode, and when each needs a block or has its last token.
+    """Knows which running requests decode, and when each needs a block or ends.
 
-    A decoding request gets one token with each plan that has decode rows, so it needs a block with
-    every `block_size`-th of them, and its last token after a number of them that is known. These
-    plans are counted, and requests that need something stand under the number of the plan.
+    Each plan with decode rows gives one token, so a request needs a block every `block_size` of
+    them, and ends after a known number. Plans are counted, and requests filed under the number of
+    the plan.
 
-    Tokens are not counted in each request either: `num_tokens` and `num_computed_tokens` of a
-    decoding request are too low by the plans since the last `count_tokens`. They are right again
-    once it does not decode any more.
+    `num_tokens` and `num_computed_tokens` of a decoding request lag by the plans since the last
+    `count_tokens`, until it stops decoding.
     """
 
     def __init__(self, block_size: int, *, counts_late: bool = True) -> None:
-        """counts_late: whether tokens of decoding requests may be counted in the requests later."""
+        """counts_late: whether requests' counters may lag."""
         self._block_size = block_size
         self._counts_late = counts_late
         self._plan = 0
-        """Number of the plan that is being made."""
         self._decoding = RequestQueue()
         self._others = RequestQueue()
-        """Running requests whose prompts are not computed, or whose last token is in flight, and
-        those that got no token with a plan."""
+        """Running requests with prompts left, with their last token in flight, or without a token
+        in a plan."""
         self._places: dict[Request, tuple[int, int]] = {}
-        """Decoding request → its key in `_needs_block`, and in `_ends`."""
+        """Decoding request → its keys in `_needs_block` and `_ends`."""
         self._needs_block: list[dict[Request, None]] = [{} for _ in range(block_size)]
-        """Plan number % block_size → requests whose token is the first of a block."""
+        """Plan number % block_size → requests that begin a block."""
         self._ends: dict[int, dict[Request, None]] = {}
-        """Plan number → requests that get no token any more, as the last one is in flight."""
+        """Plan number → requests whose last token is in flight by then."""
         self._num_given = 0
         """Plans that gave all decoding requests a token."""
         self._counted: dict[Request, int] = {}
-        """Decoding request → how many of these plans its counters have."""
+        """Decoding request → plans counted in it."""
         self._ends_prompt: list[Request] = []
-        """Decoding requests whose token of this plan is the last of their prompts."""
+        """Decoding requests whose token of this plan ends their prompt."""
         self._columns: DecodeColumns | None = None
 
     def __len__(self) -> int:
@@ -73,11 +71,9 @@ class DecodeRows:
     # ------------------------------------------------------------ members
 
     def add(self, request: Request) -> None:
-        """Add a request that runs from now on."""
         self._others.add(request)
 
     def remove(self, request: Request) -> None:
-        """Remove a request that does not run any more."""
         if request in self._places:
             self._stop(request)
         self._others.remove(request)
@@ -110,8 +106,9 @@ class DecodeRows:
     # ------------------------------------------------------------ plans
 
     def begin_plan(self) -> list[Request]:
-        """Begin the next plan. Return the running requests that do not decode and need tokens, in
-        policy order."""
+        """Begin the next plan. Return running requests that need tokens but do not decode, in
+        policy order.
+        """
         self._plan += 1
         self._ends_prompt = []
         for request in list(self._ends.get(self._plan, ())):
@@ -127,25 +124,24 @@ class DecodeRows:
         return left
 
     def prompts(self) -> list[Request]:
-        """Return the running requests with more to compute than one token that was sampled, in
-        policy order. A plan of these alone is not counted: no decoding request gets a token."""
+        """Return the running requests with prompts left, in policy order, for a plan without decode
+        rows.
+        """
         return [request for request in self._others if has_prompt_left(request)]
 
     def needing_blocks(self) -> Collection[Request]:
-        """Return the decoding requests whose token in this plan is the first of a block. Their
-        counters are right."""
+        """Return the decoding requests that begin a block in this plan, with exact counters."""
         requests = self._needs_block[self._plan % self._block_size]
         self.count_tokens(requests)
         return requests
 
     def give_tokens(self) -> None:
-        """Give every decoding request its token of this plan."""
         self._num_given += 1
         # Others may wait until a prompt is computed.
         self.count_tokens(self._ends_prompt if self._counts_late else None)
 
     def count_tokens(self, requests: Iterable[Request] | None = None) -> None:
-        """Make the counters of some decoding requests right; None: of all."""
+        """Update counters of some decoding requests; None: of all."""
         counted, given = self._counted, self._num_given
         for request in counted if requests is None else requests:
             if missing := given - counted[request]:
@@ -154,7 +150,6 @@ class DecodeRows:
                 request.num_tokens += missing
 
     def columns(self) -> DecodeColumns:
-        """Return the rows of all decoding requests."""
         if self._columns is None:
             rows = self._decoding.requests[:]
             count = len(rows)
@@ -168,7 +163,7 @@ class DecodeRows:
         return self._columns
 
     def settle(self, rows: Iterable[Request]) -> None:
-        """Take out the decoding requests that got no token with this plan. rows: those that did."""
+        """Drop the decoding requests without a token in this plan. rows: those with one."""
         given = set(rows)
         for request in [each for each in self._places if each not in given]:
             self._stop(request)
@@ -176,8 +171,7 @@ class DecodeRows:
     # ------------------------------------------------------------ looking in
 
     def check(self, running: Iterable[Request]) -> None:
-        """Raise AssertionError if the books contradict the running requests, between plans.
-        Counters are right afterwards."""
+        """Raise AssertionError on inconsistency between plans. Counters are exact afterwards."""
         self.count_tokens()
         everyone = sorted(
             [*self._decoding.requests, *self._others.requests], key=lambda each: each.order

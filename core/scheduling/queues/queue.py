@@ -12,7 +12,7 @@ _order = attrgetter("order")
 
 
 class RequestQueue:
-    """A list sorted by `Request.order`, which is unique and never changes."""
+    """Sorted by `Request.order`, which is unique and constant."""
 
     def __init__(self) -> None:
         self.requests: list[Request] = []
@@ -21,7 +21,7 @@ class RequestQueue:
         insort(self.requests, request, key=_order)
 
     def remove(self, request: Request) -> None:
-        """Remove a request. Raises ValueError, and changes nothing, if it is not here."""
+        """Raises ValueError, unchanged, if the request is absent."""
         index = bisect_left(self.requests, request.order, key=_order)
         if index == len(self.requests) or self.requests[index] is not request:
             raise ValueError(f"request {request.request_id!r} is not in this queue")

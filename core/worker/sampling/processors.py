@@ -133,6 +133,8 @@ class Processors:
                         tuple(changed.shape) if isinstance(changed, torch.Tensor) else type(changed)
                     )
                     raise ValueError(f"apply gave {what}, not logits of {shape}")
+                if changed.device != logits.device:  # torch 2.11 copies nothing from `meta`.
+                    raise ValueError(f"apply gave logits on {changed.device}, not {logits.device}")
                 logits.index_copy_(0, index, changed.to(torch.float32))
             except Exception as error:
                 active.last_rows = ()

@@ -14,8 +14,6 @@ from ..workloads import BenchRequest
 
 
 class JackfieldBackend:
-    """`AsyncEngine` on an event loop of this thread, as the server runs it."""
-
     def __init__(self, config: EngineConfig) -> None:
         from .... import __version__
         from ....core.engine.async_engine import AsyncEngine
@@ -67,15 +65,14 @@ class JackfieldBackend:
 
 
 def check_lengths(requests: Sequence[BenchRequest], tokens: Sequence[Sequence[int]]) -> None:
-    """Raise if a request has fewer tokens than it should, because its throughput would not
-    count."""
+    """Raise if a request has too few tokens, which would distort the throughput."""
     expected, lengths = [request.output for request in requests], [len(row) for row in tokens]
     if expected != lengths:
         raise RuntimeError(f"{sum(lengths)} tokens came instead of {sum(expected)}")
 
 
 def event_loop() -> asyncio.AbstractEventLoop:
-    """Return uvloop's loop factory if uvloop is installed."""
+    """Return uvloop's loop, if installed."""
     try:
         import uvloop
     except ImportError:

@@ -1,8 +1,7 @@
 """`jackfield bench latency`: milliseconds per token at batch size 1 (W1), and time of a decode step
 by batch size.
 
-Both subtract from the time of a whole generation that of a generation of one token. What is left is
-decoding, measured the same way for any engine.
+Both subtract from the time of a whole generation that of a generation of one token.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ def cut(requests: list[BenchRequest], output: int) -> list[BenchRequest]:
 
 
 class Trials:
-    """Return new prompts for each run, so that a prefix cache does not help."""
+    """New prompts per run, so that a prefix cache does not help."""
 
     def __init__(self, bench: Bench, workload: Workload, first_trial: int = 0) -> None:
         self._bench, self._workload, self._trial = bench, workload, first_trial
@@ -71,7 +70,6 @@ def _latency(bench: Bench, whole: float, first: float, workload: Workload) -> Re
 
 
 def measure_decode(bench: Bench, workload: Workload) -> Iterator[Record]:
-    """Measure a decode step at each batch size."""
     trials = Trials(bench, workload)
     warmup, repeats = bench.times(workload)
     prompt, output = workload.prompt[0], workload.output[0]
@@ -95,7 +93,7 @@ def measure_decode(bench: Bench, workload: Workload) -> Iterator[Record]:
 
 
 def measure_first_token(bench: Bench, workload: Workload) -> Iterator[Record]:
-    """Measure the time to the first token of one request alone, at each prompt length."""
+    """Measure the time to the first token of one request, by prompt length."""
     for length in workload.lengths:
         # Separate trials: within one trial, a longer prompt starts with the shorter one.
         each = msgspec.structs.replace(workload, prompt=(length, length))
@@ -112,12 +110,10 @@ def measure_first_token(bench: Bench, workload: Workload) -> Iterator[Record]:
 
 
 def rounded_list(values: list[float]) -> list[float]:
-    """Round to microseconds."""
     return [round(value, 6) for value in values]
 
 
 def run(argv: list[str]) -> int:
-    """Return the exit status."""
     from .session import run_workloads
 
     return run_workloads(

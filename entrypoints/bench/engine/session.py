@@ -1,8 +1,7 @@
-"""One process with one engine and one model that runs a list of workloads; each result is printed
-at once.
+"""One process with one engine that runs workloads, printing each result at once.
 
-`jackfield bench latency`, `throughput` and `run` use it with different defaults; `startup` starts
-such processes. Other engines run the same workloads where a program gives them as peers.
+`jackfield bench latency`, `throughput` and `run` differ in defaults; `startup` starts such
+processes. Programs may pass other engines as peers.
 """
 
 from __future__ import annotations
@@ -60,16 +59,14 @@ ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 class Start(NamedTuple):
-    """What an engine is started with."""
-
     model: str
     dummy: bool
-    """Whether its weights are made up."""
+    """Whether weights are random."""
     max_model_len: int
     device: str
     dtype: str
     peer_options: dict[str, Any]
-    """Of that engine alone."""
+    """For that engine only."""
 
 
 class Peer(NamedTuple):
@@ -77,14 +74,13 @@ class Peer(NamedTuple):
 
     start: Callable[[Start], Backend]
     owns_device: bool = False
-    """Whether it runs on a GPU that this process has to leave alone: the card is not measured."""
+    """Whether it runs on a GPU that this process must not use, so the card is not measured."""
 
 
 NO_PEERS: Mapping[str, Peer] = MappingProxyType({})
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Add --model and --scale, which every benchmark of an engine takes."""
     parser.add_argument(
         "--model",
         default="",
@@ -105,7 +101,6 @@ def make_parser(
     default: Sequence[str],
     peers: Mapping[str, Peer] = NO_PEERS,
 ) -> Parser:
-    """Return the parser of one benchmark of an engine in this process."""
     parser = Parser(
         prog=f"jackfield bench {name}", description="Run workloads in process, and time them."
     )
@@ -160,8 +155,7 @@ def run_workloads(
     default: Sequence[str],
     peers: Mapping[str, Peer] = NO_PEERS,
 ) -> int:
-    """Parse flags, start the engine, measure, print. Return the exit status, 1 if a workload
-    failed."""
+    """Measure and print; return the exit status, 1 if a workload failed."""
     parser = make_parser(name, kinds, default, peers)
     args = parser.parse_args(argv)
     try:
@@ -184,13 +178,13 @@ def run_workloads(
 
 
 def run(argv: list[str], peers: Mapping[str, Peer] = NO_PEERS) -> int:
-    """`jackfield bench run`: any in-process workloads. Returns the exit status."""
+    """`jackfield bench run`: any in-process workloads."""
     return run_workloads("run", argv, kinds=IN_PROCESS, default=("W1",), peers=peers)
 
 
 @contextlib.contextmanager
 def checkpoint(model: str, *, tokenizer: bool = False) -> Iterator[tuple[str, bool]]:
-    """Yield the engine's model argument, and whether the weights are random."""
+    """Yield the engine's model argument, and whether weights are random."""
     names = {name.lower(): name for name in ARCHITECTURES}
     if model.lower() not in names:
         yield model, False
@@ -201,8 +195,6 @@ def checkpoint(model: str, *, tokenizer: bool = False) -> Iterator[tuple[str, bo
 
 
 class Session:
-    """Runs the workloads of one process."""
-
     def __init__(
         self,
         args: argparse.Namespace,

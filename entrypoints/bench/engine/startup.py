@@ -1,8 +1,7 @@
-"""`jackfield bench startup`: time from process start to ready to first token (W6), cold and warm.
+"""`jackfield bench startup`: time from process start to the first token (W6), cold and warm.
 
-Cold: Triton's cache of compiled kernels is empty. Warm: it contains what the cold start compiled.
-The system's file cache is left as it is: for a cold start with the checkpoint in memory, run the
-benchmark twice and take the second result.
+Cold: Triton's cache of compiled kernels is empty. Warm: it contains the cold start's. The system's
+file cache is not cleared: to have the checkpoint in memory, run twice.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from .subprocess_run import COMMAND, run_process
 
 
 def run(argv: list[str], command: Sequence[str] = COMMAND) -> int:
-    """Return the exit status. command: what starts an engine in a process of its own."""
+    """command: starts an engine in its own process."""
     parser = Parser(
         prog="jackfield bench startup",
         description="Start an engine in fresh processes: to ready, to the first token (W6).",

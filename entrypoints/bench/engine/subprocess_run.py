@@ -24,9 +24,9 @@ def run_process(
     environment: Mapping[str, str] | None = None,
     timeout: float | None,
 ) -> tuple[list[Record], int]:
-    """Return the child's records and its exit status (-1: it ran out of time).
+    """Return the child's records and exit status (-1: timeout).
 
-    The clock of its start-up begins here, before the process is created.
+    The start-up clock begins before the process is created.
     """
     with tempfile.TemporaryDirectory(prefix="jackfield-bench-") as folder:
         output = Path(folder) / "records.jsonl"

@@ -42,7 +42,7 @@ def measure_batch(bench: Bench, workload: Workload) -> Iterator[Record]:
 
 
 def measure_first_minute(bench: Bench, workload: Workload) -> Iterator[Record]:
-    """Run W2's requests as an engine's first ones, and then new ones of the same lengths."""
+    """W2's requests as an engine's first ones, then new ones of the same lengths."""
     rounds = [
         bench.backend.run(draw(workload, bench.vocab_size, trial)).seconds for trial in (1, 2)
     ]
@@ -83,8 +83,7 @@ def measure_prefill(bench: Bench, workload: Workload) -> Iterator[Record]:
 def measure_context(bench: Bench, workload: Workload) -> Iterator[Record]:
     """W4: decoding over long contexts, whose prompts are in the prefix cache after a first run.
 
-    All prompts have to fit in the KV cache together; otherwise some are evicted before they are
-    used.
+    All prompts must fit in the KV cache together.
     """
     warmup, repeats = bench.times(workload)
     for trial in range(1, warmup + 1):
@@ -125,7 +124,7 @@ def measure_context(bench: Bench, workload: Workload) -> Iterator[Record]:
 
 
 def measure_chats(bench: Bench, workload: Workload) -> Iterator[Record]:
-    """W7: chats that send their whole history again at each turn."""
+    """W7: chats that resend their history at each turn."""
     warmup, repeats = bench.times(workload)
     trials = []
     for trial in range(warmup + repeats):
@@ -157,8 +156,7 @@ def measure_chats(bench: Bench, workload: Workload) -> Iterator[Record]:
 
 
 def _chat(bench: Bench, workload: Workload, trial: int) -> tuple[float, list[list[Extent]], int]:
-    """Run all turns of all chats; return (seconds, sizes by turn with what could be cached, cached
-    tokens)."""
+    """Run all turns; return (seconds, sizes by turn with the cacheable part, cached tokens)."""
     usable = bench.vocab_size - bench.vocab_size // 150
     start = [(trial + 17 * token) % usable for token in range(workload.system)]
     histories = [list(start) for _ in range(workload.requests)]
@@ -186,7 +184,6 @@ def _most_cached(sizes: list[list[Extent]]) -> int:
 
 
 def run(argv: list[str]) -> int:
-    """Return the exit status."""
     from .session import run_workloads
 
     kinds: tuple[Kind, ...] = ("batch", "prefill", "context", "chats")

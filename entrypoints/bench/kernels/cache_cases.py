@@ -1,5 +1,4 @@
-"""Cases for attention over caches of one byte per number and less; those of the model's type are in
-kernel_cases.py."""
+"""Attention over caches of at most one byte per number; others are in kernel_cases.py."""
 
 from __future__ import annotations
 
@@ -21,13 +20,12 @@ from .case import BLOCK_SIZE, Case, Maker, Work
 
 Cache = torch.Tensor | Quantized
 FORMATS = ("auto", "fp8", *QUANTIZED_FORMATS)
-"""As `EngineConfig.kv_cache_dtype`."""
 WORD = 0x3C003D00
-"""A zero of 0.0078 and a scale of 0.031."""
+"""Zero 0.0078, scale 0.031."""
 
 
 class CacheShapes(NamedTuple):
-    """An attention layer, and what is measured of it: (rows, tokens of each)."""
+    """An attention layer and its measured (rows, tokens of each)."""
 
     num_heads: int
     num_kv_heads: int
@@ -35,7 +33,7 @@ class CacheShapes(NamedTuple):
     decode: tuple[tuple[int, int], ...]
     fused: tuple[tuple[int, int], ...]
     prompt: int
-    """Tokens of a prompt, whose writes are measured, too."""
+    """Tokens of a prompt, whose writes are also measured."""
 
 
 QWEN3_8B_CACHE = CacheShapes(32, 8, 128, ((256, 2048), (32, 32768)), ((8, 4096), (8, 32768)), 8192)
@@ -43,7 +41,6 @@ TINY_CACHE = CacheShapes(4, 2, 16, ((2, 33),), ((2, 20),), 17)
 
 
 def cache_cases(shapes: CacheShapes, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
-    """Yield each attention kernel over each format. dtype: the model's."""
     for name in FORMATS:
         maker = _Maker(shapes, device, dtype, name)
         for rows, context in shapes.decode:
@@ -55,8 +52,6 @@ def cache_cases(shapes: CacheShapes, device: torch.device, dtype: torch.dtype) -
 
 
 class _Maker(Maker):
-    """Makes cases of one format."""
-
     def __init__(
         self, shapes: CacheShapes, device: torch.device, dtype: torch.dtype, name: str
     ) -> None:
@@ -67,7 +62,6 @@ class _Maker(Maker):
 
     @property
     def token_bytes(self) -> float:
-        """Bytes of a token's keys and values."""
         s = self.shapes
         if self.name in QUANTIZED_FORMATS:
             form = QUANTIZED_FORMATS[self.name]
@@ -98,13 +92,13 @@ class _Maker(Maker):
         return QuantizedCache.of(parts)
 
     def paged(self, rows: int, context: int) -> tuple[Cache, torch.Tensor, torch.Tensor]:
-        """Return cache, block tables (with blocks in random order) and lengths."""
+        """Return cache, block tables (blocks in random order) and lengths."""
         table = self.block_table(rows, context)
         lengths = torch.full((rows,), context, dtype=torch.int32, device=self.device)
         return self.cache(table.numel()), table, lengths
 
     def num_splits(self, rows: int, context: int) -> int:
-        """Return the number that the backend chooses."""
+        """Return the backend's choice."""
         s = self.shapes
         return choose_num_splits(
             rows, s.num_kv_heads, s.head_dim, self.dtype, context, self.num_sms,
@@ -112,7 +106,6 @@ class _Maker(Maker):
         )  # fmt: skip
 
     def workspace(self, rows: int, num_splits: int) -> torch.Tensor:
-        """Return room for the results of splits."""
         s = self.shapes
         floats = workspace_elements(rows, s.num_heads, s.head_dim, num_splits)
         return torch.empty(floats, device=self.device)

@@ -13,21 +13,17 @@ EPS = 1e-6
 
 
 class Case(NamedTuple):
-    """One kernel at one shape."""
-
     kernel: str
     shape: str
     bytes: float
-    """Bytes that have to be read or written, each once."""
+    """Bytes that must be read or written, each once."""
     make: Callable[[], Work]
-    """Allocates new tensors; returns the call on them."""
+    """Allocates tensors; returns the call on them."""
     flops: float = 0.0
     """Operations of matrix products; 0 if only bytes count."""
 
 
 class Maker:
-    """Base of what makes the cases of one kind."""
-
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self.dtype, self.item = device, dtype, dtype.itemsize
         self.num_sms = 8
@@ -35,7 +31,6 @@ class Maker:
             self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count
 
     def random(self, *shape: int) -> torch.Tensor:
-        """Return normal random numbers of the model's type."""
         return torch.randn(shape, device=self.device, dtype=self.dtype)
 
     def block_table(self, rows: int, length: int) -> torch.Tensor:

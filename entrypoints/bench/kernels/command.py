@@ -2,8 +2,8 @@
 products.
 
 On a GPU the calls are recorded in a CUDA graph, which hides launch overhead, and use more memory
-than the L2 cache holds. On a CPU tiny shapes run in Triton's interpreter: that shows whether
-everything works, and nothing about speed.
+than the L2 cache holds. On a CPU tiny shapes run in Triton's interpreter, as a check without
+meaningful times.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .case import Case
 
 CACHE_TIMES = 3
-"""Memory that the calls of a graph use, in sizes of the L2 cache."""
+"""Memory of a graph's calls, in L2 cache sizes."""
 MAX_COPIES = 48
 
 
@@ -105,7 +105,6 @@ def _run(args: argparse.Namespace, device: str) -> int:
 
 
 def measure(case: Case, ceilings: Ceilings, device: object, repeats: int) -> Record:
-    """Return a record with the kernel's time, rates, and share of its floor."""
     import torch
 
     from ..timing import graph_seconds, median_seconds
@@ -134,7 +133,6 @@ def measure(case: Case, ceilings: Ceilings, device: object, repeats: int) -> Rec
 
 
 def kernel_table(records: list[Record]) -> str:
-    """Return a table with one row per kernel and shape."""
     rows = []
     for record in records:
         measured, floor = record.get("measured", {}), record.get("floor", {})

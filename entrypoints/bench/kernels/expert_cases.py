@@ -1,5 +1,4 @@
-"""Cases for the kernels of a mixture-of-experts layer, at Qwen3-30B-A3B's shapes; the others are in
-kernel_cases.py."""
+"""Kernels of a mixture-of-experts layer, at Qwen3-30B-A3B's shapes."""
 
 from __future__ import annotations
 
@@ -19,8 +18,6 @@ from .case import Case, Work
 
 
 class Mixture(NamedTuple):
-    """A model's layer, and the numbers of tokens to run."""
-
     num_experts: int
     top_k: int
     hidden: int
@@ -33,7 +30,7 @@ TINY_MIXTURE = Mixture(6, 2, 32, 16, (1, 9))
 
 
 def expert_cases(mixture: Mixture, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
-    """Yield, for each number of tokens, the whole layer and then each of its kernels."""
+    """Yield the whole layer, then each kernel, per number of tokens."""
     for num_tokens in mixture.tokens:
         yield from _cases(mixture, num_tokens, device, dtype)
 

@@ -1,5 +1,4 @@
-"""Cases for the kernels of an indexer, and for attention to what it chooses, at the shapes of
-DeepSeek V3.2 on eight ranks; the others are in kernel_cases.py."""
+"""Kernels of an indexer, and attention to its choice, at DeepSeek V3.2's shapes on eight ranks."""
 
 from __future__ import annotations
 
@@ -20,18 +19,16 @@ from .case import BLOCK_SIZE, Case, Maker, Work
 
 
 class Indexed(NamedTuple):
-    """A model's layer, and the batches to run."""
-
     name: str
     index_heads: int
     index_dim: int
     topk: int
     num_heads: int
-    """Of attention, of one rank"""
+    """Attention heads of one rank"""
     latent_dim: int
     rope_dim: int
     batches: tuple[tuple[int, int, int], ...]
-    """(rows, tokens of each, length of each with them)"""
+    """(rows, tokens of each, length of each including them)"""
 
     @property
     def cache_dim(self) -> int:
@@ -48,7 +45,6 @@ MEASURED = (V32,)
 def index_cases(
     layers: tuple[Indexed, ...], device: torch.device, dtype: torch.dtype
 ) -> Iterator[Case]:
-    """Yield the cases of each layer."""
     for layer in layers:
         for rows, tokens, length in layer.batches:
             maker = _Maker(layer, rows, tokens, length, device, dtype)
@@ -72,10 +68,10 @@ class _Maker(Maker):
         self.layer, self.rows, self.tokens, self.length = layer, rows, tokens, length
         self.total = rows * tokens
         self.pairs = rows * sum(range(length - tokens + 1, length + 1))
-        """Of a query and a token that it sees."""
+        """Pairs of a query and a visible token."""
 
     def paged(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return block tables (with blocks in random order), starts of rows and positions."""
+        """Return block tables (blocks in random order), row starts and positions."""
         starts = torch.arange(self.rows + 1, dtype=torch.int32, device=self.device) * self.tokens
         own = torch.arange(self.length - self.tokens, self.length, device=self.device)
         return self.block_table(self.rows, self.length), starts, own.repeat(self.rows)

@@ -1,7 +1,7 @@
-"""Each kernel at real shapes, with the bytes and operations that no implementation can avoid.
+"""Each kernel at real shapes, with its unavoidable bytes and operations.
 
-Shapes are those of Qwen3-8B, for experts those of Qwen3-30B-A3B, for latents and indexers
-DeepSeek's, for states those that state_cases.py names; `TINY` ones run in Triton's interpreter.
+Shapes are Qwen3-8B's, Qwen3-30B-A3B's for experts, DeepSeek's for latents and indexers, and
+state_cases.py's for states; `TINY` ones run in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -46,8 +46,6 @@ SMALL_M_ROWS = (8, 32)
 
 
 class Sizes(msgspec.Struct, frozen=True, kw_only=True):
-    """A model's sizes, and the batch sizes to measure."""
-
     hidden: int
     intermediate: int
     num_heads: int
@@ -55,9 +53,9 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     head_dim: int
     vocab: int
     tokens: tuple[int, int, int]
-    """Numbers of tokens for norms, activations and heads."""
+    """For norms, activations and heads."""
     rows: tuple[int, int, int]
-    """Numbers of rows for sampling."""
+    """For sampling."""
     decode: tuple[tuple[int, int], ...]
     """(rows, context) of decode attention."""
     fused: tuple[tuple[int, int], ...]
@@ -66,12 +64,10 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def qkv(self) -> int:
-        """Width of the fused QKV projection."""
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
     @property
     def kv(self) -> int:
-        """Number of elements of a token's keys and values."""
         return 2 * self.num_kv_heads * self.head_dim
 
 
@@ -95,12 +91,13 @@ PARTS: tuple[tuple[Callable[..., Iterator[Case]], Any, Any], ...] = (
     (index_cases, MEASURED_INDEXED, TINY_INDEXED),
     (state_cases, PUBLISHED, TINY_STATES),
 )
-"""What makes the cases of other files, at published shapes, and at small ones."""
+"""Makers of other files' cases, with published and small shapes."""
 
 
 def cases(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
-    """Yield three shapes of each kernel, and the projections of a layer for the matrix-vector
-    product."""
+    """Yield three shapes of each kernel, and a layer's projections for the matrix-vector
+    product.
+    """
     maker = _Maker(sizes, device, dtype)
     yield from maker.gemvs()
     for rows in SMALL_M_ROWS:
@@ -248,8 +245,11 @@ class _Maker(Maker):
 
         def make() -> Work:
             qkv = self.random(tokens, s.qkv)
-            norms = [(self.random(s.head_dim), self.random(s.head_dim), EPS) for _ in range(2)]
-            return lambda: norm_heads(qkv, s.num_heads, s.num_kv_heads, norms[0], norms[1])
+            layout = (s.num_heads, s.num_kv_heads, s.head_dim)
+            first, second = (
+                (self.random(s.head_dim), self.random(s.head_dim), EPS, None) for _ in range(2)
+            )
+            return lambda: norm_heads(qkv, layout, first, second)
 
         moved = 2 * tokens * heads * s.head_dim * self.item
         return Case(
@@ -261,7 +261,7 @@ class _Maker(Maker):
         return self.random(2, blocks, BLOCK_SIZE, s.num_kv_heads, s.head_dim)
 
     def paged(self, rows: int, context: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return cache, block tables (with blocks in random order) and lengths."""
+        """Return cache, block tables (blocks in random order) and lengths."""
         table = self.block_table(rows, context)
         lengths = torch.full((rows,), context, dtype=torch.int32, device=self.device)
         return self.cache(table.numel()), table, lengths

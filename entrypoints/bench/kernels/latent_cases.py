@@ -1,5 +1,4 @@
-"""Cases for the kernels of latent attention, at DeepSeek-V2-Lite's and V3's shapes; the others are
-in kernel_cases.py."""
+"""Kernels of latent attention, at DeepSeek-V2-Lite's and V3's shapes."""
 
 from __future__ import annotations
 
@@ -21,8 +20,6 @@ from .case import BLOCK_SIZE, Case, Maker, Work
 
 
 class Latents(NamedTuple):
-    """A model's layer, and the batches to run."""
-
     name: str
     num_heads: int
     latent_dim: int
@@ -51,7 +48,6 @@ MEASURED = (LITE, V3)
 def latent_cases(
     layers: tuple[Latents, ...], device: torch.device, dtype: torch.dtype
 ) -> Iterator[Case]:
-    """Yield the cases of each layer."""
     for layer in layers:
         maker = _Maker(layer, device, dtype)
         for rows, context in layer.decode:
@@ -71,7 +67,7 @@ class _Maker(Maker):
         self.scale = 1 / math.sqrt(layer.nope_dim + layer.rope_dim)
 
     def paged(self, rows: int, length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return cache, block tables (with blocks in random order) and lengths."""
+        """Return cache, block tables (blocks in random order) and lengths."""
         table = self.block_table(rows, length)
         cache = self.random(table.numel(), BLOCK_SIZE, self.layer.cache_dim)
         lengths = torch.full((rows,), length, dtype=torch.int32, device=self.device)

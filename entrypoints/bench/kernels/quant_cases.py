@@ -1,5 +1,4 @@
-"""Cases for the kernels of quantized weights, at a model's shapes; the others are in
-kernel_cases.py."""
+"""Kernels of quantized weights, at a model's shapes."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ from .case import EPS, Case, Work
 GROUP = 128
 FP8 = torch.float8_e4m3fn
 INT4_ROWS = (8, 16, 64)
-"""Number of tokens per call of the 4-bit kernels."""
+"""Tokens per call of the 4-bit kernels."""
 
 
 def quant_cases(
@@ -40,8 +39,9 @@ def quant_cases(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Iterator[Case]:
-    """Yield both projections of the MLP in fp8 and in 4 bits, for one token and for several; the
-    other kernels once."""
+    """Yield the MLP's projections in fp8 and 4 bits, for one token and several; the other kernels
+    once.
+    """
     up, down = (2 * intermediate, hidden), (hidden, intermediate)
 
     def random(*shape: int) -> torch.Tensor:

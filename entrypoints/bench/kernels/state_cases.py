@@ -1,10 +1,8 @@
-"""Cases for the kernels over states: the gated delta rule of Qwen3-Next, Mamba's scan in Falcon
-Mamba 7B, Mamba 2's in Mamba 2 2.7B, and what a decode step of the first and the last computes
-between its projections; the others are in kernel_cases.py.
+"""Kernels over states: Qwen3-Next's gated delta rule, Falcon Mamba 7B's scan, Mamba 2 2.7B's
+recurrence, and fused decode steps of the first and last.
 
-Operations of products are those of chunks of 64 tokens, which no shorter way is known for. Those of
-Mamba's scan are no products: an exponential per element of x and state, which bounds its prompts
-more than their bytes do.
+Operations are those of chunks of 64 tokens. Mamba's scan is bound by an exponential per element of
+x and state.
 """
 
 from __future__ import annotations
@@ -12,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
+from ....core.nn.state.rows import StateRows
 from ....kernels.state.delta_net_step import delta_net_step
 from ....kernels.state.delta_rule import delta_rule
 from ....kernels.state.mamba2_step import mamba2_step
-from ....kernels.state.rows import Rows
 from ....kernels.state.selective_scan import selective_scan
 from ....kernels.state.ssd_scan import ssd_scan
 from .case import Case, Work
@@ -28,8 +27,6 @@ ANY_STEP = (0.0, float("inf"))
 
 
 class Delta(NamedTuple):
-    """A gated delta net."""
-
     heads: int
     groups: int
     keys: int
@@ -37,8 +34,6 @@ class Delta(NamedTuple):
 
 
 class Mamba2(NamedTuple):
-    """A layer of Mamba 2."""
-
     heads: int
     groups: int
     width: int
@@ -46,14 +41,12 @@ class Mamba2(NamedTuple):
 
 
 class Mamba(NamedTuple):
-    """A layer of Mamba."""
-
     channels: int
     states: int
 
 
 class StateSizes(NamedTuple):
-    """Layers, and the batches to run: (rows, tokens of each)."""
+    """Layers, and their batches: (rows, tokens of each)."""
 
     delta: Delta
     mamba: Mamba
@@ -71,7 +64,6 @@ TINY_STATES = StateSizes(
 
 
 def state_cases(sizes: StateSizes, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
-    """Yield a case of each layer and batch."""
     for rows, tokens in sizes.batches:
         maker = _Maker(rows, tokens, device, dtype)
         yield maker.delta(sizes.delta)
@@ -90,12 +82,13 @@ class _Maker:
         self.total = rows * tokens
         self.shape = f"{rows} rows of {tokens}"
 
-    def rows(self) -> Rows:
-        starts = torch.arange(self.num_rows + 1, dtype=torch.int32, device=self.device)
+    def rows(self) -> StateRows:
+        starts = np.arange(self.num_rows + 1, dtype=np.int32) * self.tokens
         length = self.tokens if self.tokens > 1 else 100
         lengths = torch.full((self.num_rows,), length, dtype=torch.int32, device=self.device)
         slots = torch.arange(self.num_rows, device=self.device)
-        return Rows(starts * self.tokens, lengths, slots, self.tokens == 1)
+        on_device = torch.from_numpy(starts).to(self.device)
+        return StateRows(self.total, slots, on_device, lengths, starts, max_query_len=self.tokens)
 
     def random(self, *shape: int) -> torch.Tensor:
         return torch.randn(self.total, *shape, device=self.device, dtype=self.dtype)
@@ -106,7 +99,7 @@ class _Maker:
     def case(
         self, kernel: str, state: int, elements: int, make: Callable[[], Work], flops: float
     ) -> Case:
-        """state: numbers in a row's state; elements: those that a token has in and out."""
+        """state: numbers in a row's state; elements: a token's inputs and outputs."""
         times = 2 if self.tokens == 1 else 1
         moved = self.total * elements * self.dtype.itemsize + 4 * times * self.num_rows * state
         return Case(kernel, self.shape, moved, make, flops * self.total)
@@ -124,7 +117,7 @@ class _Maker:
             rate, bias = -self.wide(heads).abs(), self.wide(heads)
             state = self.wide(self.num_rows, heads, keys, values)
             rows = self.rows()
-            return lambda: delta_rule(q, k, v, step, beta, rate, bias, state, rows)
+            return lambda: delta_rule(q, k, v, step, beta, (rate, bias), state, rows)
 
         chunk = 0 if self.tokens == 1 else CHUNK
         flops = 2.0 * heads * (3 * keys * values + chunk * (3 * keys + 2 * values))
@@ -137,14 +130,11 @@ class _Maker:
         def make() -> Work:
             x, dt, gate = (self.random(channels) for _ in range(3))
             b, c = self.random(states), self.random(states)
-            a, d, bias = (
-                -self.wide(channels, states).abs(),
-                self.wide(channels),
-                self.wide(channels),
-            )
+            rates, (d, bias) = -self.wide(channels, states).abs(), self.wide(2, channels)
+            weights = (rates, d, bias, ANY_STEP)
             state = self.wide(self.num_rows, channels, states)
             rows = self.rows()
-            return lambda: selective_scan(x, dt, b, c, gate, a, d, bias, ANY_STEP, state, rows)
+            return lambda: selective_scan(x, dt, b, c, gate, weights, state, rows)
 
         elements = 4 * channels + 2 * states
         return self.case("selective_scan", channels * states, elements, make, 0.0)
@@ -155,10 +145,10 @@ class _Maker:
         def make() -> Work:
             x, dt = self.random(heads, width), self.random(heads)
             b, c = self.random(groups, states), self.random(groups, states)
-            a, d, bias = -self.wide(heads).abs(), self.wide(heads), self.wide(heads)
+            weights = (-self.wide(heads).abs(), *self.wide(2, heads), ANY_STEP)
             state = self.wide(self.num_rows, heads, width, states)
             rows = self.rows()
-            return lambda: ssd_scan(x, dt, b, c, a, d, bias, ANY_STEP, state, rows)
+            return lambda: ssd_scan(x, dt, b, c, weights, state, rows)
 
         chunk = 0 if self.tokens == 1 else CHUNK
         flops = 2.0 * heads * (2 * width * states + chunk * (states + width))

@@ -1,8 +1,6 @@
-"""A model's layer of one token: its dense products, and attention to a short context after the
-first.
+"""A model's layer for one token: dense products, and attention to a short context.
 
-With dependent launches a kernel begins while the one before it ends, so what is fastest alone is
-not in a step: products are timed in a layer, one layer after another.
+With dependent launches kernels overlap, so products are timed within layers, not alone.
 """
 
 from __future__ import annotations
@@ -12,8 +10,7 @@ from typing import Any, NamedTuple
 
 EPS = 1e-6
 BYTES = 1 << 31
-"""Of weights that a measurement reads, so that the L2 cache does not help: with a quarter of it,
-and keys and norms in the cache, choices seemed better than they are in a step."""
+"""Bytes of weights per measurement: with a quarter of it, the L2 cache distorted the choice."""
 CONTEXT = 256
 MAX_MODEL_LEN = 4096
 Product = tuple[int, int, bool]
@@ -21,44 +18,43 @@ Product = tuple[int, int, bool]
 
 
 class Heads(NamedTuple):
-    """Sizes of attention."""
-
     num_heads: int
     num_kv_heads: int
     head_dim: int
 
 
 class Extras(NamedTuple):
-    """What a product's kernel computes besides."""
+    """Fused extras of a product's kernel."""
 
     centered: bool = False
-    """A norm before it is a LayerNorm."""
+    """Whether the norm before it is a LayerNorm."""
     biased: bool = False
     activation: str = ""
-    """As `gemv` has it."""
+    """As for `gemv`."""
     summed: bool = True
-    """Sums of the weight times a LayerNorm's parameters are known."""
+    """Whether the sums of weight times LayerNorm parameters are known."""
 
 
 class Layer(NamedTuple):
-    """A model's products of one token, in the order of a layer."""
+    """A model's products for one token, in layer order."""
 
     products: Mapping[Product, Extras]
     heads: Heads | None = None
-    """Of attention, which follows the first product; None: of another kind."""
+    """Attention after the first product; None: of another kind."""
     vocabulary: tuple[Product, Extras] | None = None
-    """What computes logits, after the last layer."""
+    """Product that computes logits after the last layer."""
 
     @property
     def num_bytes(self) -> int:
-        """Of the weights, in 16 bits."""
+        """Bytes of the weights in 16 bits."""
         sizes = ((2 if gated else 1) * outputs * inputs for outputs, inputs, gated in self.products)
         return 2 * sum(sizes)
 
 
 class GemvProduct:
-    """A product's weights, copies of them. A product that widens follows a norm, and computes it;
-    another adds to the residual."""
+    """Copies of a product's weights. A widening product includes the norm before it; others add to
+    the residual.
+    """
 
     def __init__(self, product: Product, extras: Extras, copies: int) -> None:
         import torch
@@ -84,7 +80,7 @@ class GemvProduct:
             self.options = [{**each, "bias": random(stacked)} for each in self.options]
 
     def multiply(self, config: Any, i: int = 0, x: Any = None) -> Any:
-        """config: a `GemvConfig`; x: [1, at least inputs], None: always the same."""
+        """config: a `GemvConfig`; x: [1, at least inputs], None: a constant."""
         from ....kernels.linear.gemv import gemv
 
         x = self.x if x is None else x[:, : self.x.shape[1]]
@@ -105,7 +101,7 @@ def _centered(weight: Any, factors: Any, offsets: Any, summed: bool) -> dict[str
 
 
 class TokenLayer:
-    """Some layers with random weights, and one sequence."""
+    """Layers with random weights, and one sequence."""
 
     def __init__(
         self,
@@ -115,8 +111,7 @@ class TokenLayer:
         max_model_len: int = MAX_MODEL_LEN,
         num_bytes: int = BYTES,
     ) -> None:
-        """max_model_len: decides the splits of attention. num_bytes: of weights, at least those of
-        two layers."""
+        """max_model_len: decides attention's splits. num_bytes: of weights; at least two layers."""
         self.copies = max(2, num_bytes // layer.num_bytes)
         self.products = {
             product: GemvProduct(product, extras, self.copies)
@@ -129,7 +124,7 @@ class TokenLayer:
         )
 
     def engine_configs(self) -> dict[Product, Any]:
-        """Return the `GemvConfig` that an engine takes for each product."""
+        """Return an engine's `GemvConfig` for each product."""
         from ....kernels.tuning import gemv_tiles
 
         return {
@@ -145,12 +140,12 @@ class TokenLayer:
         reads_ahead: bool = True,
         attention: Any = None,
     ) -> list[Any]:
-        """One step through all copies, each kernel of what the one before it made.
+        """Run one step through all copies, each kernel on the previous one's result.
 
-        configs: a `GemvConfig` of each product; attends: with attention, if there is one;
-        reads_ahead: which asks for the weights after it; attention: its `DecodeConfig`, None: as
-        the rule has it. Return the results, which have to stay alive while a graph has their
-        memory."""
+        configs: a `GemvConfig` per product; attends: include attention; reads_ahead: let it
+        prefetch weights; attention: its `DecodeConfig`, None: the rule's. Return the results, which
+        must outlive a graph.
+        """
         results: list[Any] = []
         for copy in range(self.copies):
             for number, (product, each) in enumerate(self.products.items()):

@@ -1,8 +1,8 @@
-"""`jackfield bench tune`: measure the best tile sizes for products of few tokens, and write them to
-a file.
+"""`jackfield bench tune`: measure the best tiles for products of few tokens, and write them to a
+file.
 
-The file is in `kernels/tuned/` under the device's name; engines read it there and measure nothing
-themselves. Every candidate's result is checked before it is timed.
+The file is in `kernels/tuned/` under the device's name, where engines read it. Every candidate's
+result is checked.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from .token_layer import Extras, Heads, Layer, Product
 
 GEMV = "gemv"
 VOCABULARY = "vocabulary"
-"""Measures `gemv` of the product that makes logits."""
+"""Selects `gemv` for the logits."""
 KERNELS = ("small_m_matmul", GEMV, "int4_gemv", "int4_small_m")
 ROWS = (8, 16, 32)
-"""Numbers of rows measured for `small_m_matmul`. With more, the gain of a single product is lost
-within a whole step: measured with 64 rows on an H200."""
+"""Rows measured for `small_m_matmul`. With more, the gain is lost within a whole step (64 rows on
+an H200)."""
 MODELS = ("Qwen3-0.6B", "Qwen3-8B")
 SHARED_BYTES = 215_000
-"""Shared memory of a multiprocessor that tiles may use, less what the compiler needs."""
+"""Shared memory for tiles, less the compiler's."""
 MEMORY = 600 << 20
-"""Bytes of weights that the calls use, so that the L2 cache does not help."""
+"""Bytes of weights per measurement, beyond the L2 cache."""
 LAUNCHES = 24
 
 
@@ -56,7 +56,6 @@ def make_parser() -> Parser:
 
 
 def run(argv: list[str]) -> int:
-    """Return the exit status."""
     args = make_parser().parse_args(argv)
     try:
         return _run(args)
@@ -117,8 +116,9 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def known_choices(path: Path) -> dict[str, Any]:
-    """Return what a file says that will be written again; {} if it is not there. Raises
-    ConfigError, before anything is measured, if it is damaged or cannot be written."""
+    """Return the existing file's content, or {}. Raises ConfigError before any measurement if it is
+    damaged or not writable.
+    """
     from ....kernels.tuning import read
 
     try:
@@ -136,7 +136,7 @@ def known_choices(path: Path) -> dict[str, Any]:
 
 
 def others(entries: list[dict[str, Any]], known: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the entries for products that `known` has none for."""
+    """Return the entries of products that `known` lacks."""
 
     def product(entry: dict[str, Any]) -> tuple[int, int, bool]:
         return entry["outputs"], entry["inputs"], entry["gated"]
@@ -146,13 +146,12 @@ def others(entries: list[dict[str, Any]], known: list[dict[str, Any]]) -> list[d
 
 
 def compiled(pool: Any, compile_one: Callable[[Any], bool], jobs: list[Any]) -> list[Any]:
-    """Return the jobs that the device can run."""
     done = pool.map(compile_one, jobs, chunksize=8 if len(jobs) > 256 else 1)
     return [job for job, able in zip(jobs, done, strict=True) if able]
 
 
 def last_products(layer: Layer) -> tuple[Layer, Product]:
-    """Return the last product of a layer with the vocabulary's, and the former."""
+    """Return a layer's last product with the vocabulary's, and the former."""
     assert layer.vocabulary is not None
     last, (vocabulary, extras) = list(layer.products)[-1], layer.vocabulary
     return Layer({last: layer.products[last], vocabulary: extras}), last
@@ -164,8 +163,9 @@ def gemv_entries(
     tuned: tuple[dict[Product, tune_gemv.Choice], float, float],
     known: list[dict[str, Any]],
 ) -> list[dict[str, Any]]:
-    """Return the file's entries for products that no model before this one has. part: of the model,
-    "layer" or "vocabulary"; tuned: by `tune` of that."""
+    """Return entries for products that no earlier model has. part: "layer" or "vocabulary"; tuned:
+    result of `tune`.
+    """
     from ....kernels.linear.gemv import GemvConfig
 
     chosen, before, after = tuned
@@ -182,12 +182,12 @@ def gemv_entries(
 
 
 def products(model: str) -> list[tuple[int, int, bool]]:
-    """Return the (outputs, inputs, gated) of a model's dense layers, experts left out."""
+    """Return the (outputs, inputs, gated) of a model's dense layers without experts."""
     return list(layer_of(model).products)
 
 
 def layer_of(model: str) -> Layer:
-    """Return the dense products of a model's layers, each kind once, experts left out."""
+    """Return the dense products of a model's layers, each kind once, without experts."""
     import torch
 
     from ....core.config import EngineConfig
@@ -228,7 +228,7 @@ def layer_of(model: str) -> Layer:
 
 
 def vocabulary_of(model: Any, centered: bool) -> tuple[Product, Extras] | None:
-    """Return the product that makes a model's logits; None: of another kind."""
+    """Return the product for logits; None: of another kind."""
     head = getattr(model, "output_embeddings", None)
     if head is None:
         return None
@@ -237,7 +237,7 @@ def vocabulary_of(model: Any, centered: bool) -> tuple[Product, Extras] | None:
 
 
 def candidates(product: tuple[int, int, bool], rows: int) -> Iterator[tuple[Any, ...]]:
-    """Yield the candidates, as tuples of `SmallMConfig`."""
+    """Yield `SmallMConfig` tuples."""
     outputs, inputs, gated = product
     block_m = max(16, rows)
     for block_n, block_k, warps, stages in (
@@ -269,8 +269,7 @@ def _layer(kernel: str, product: tuple[int, int, bool], rows: int, copies: int) 
 
 
 def compile_one(job: tuple[str, tuple[int, int, bool], int, tuple[Any, ...]]) -> bool:
-    """Compile in a process of its own, into Triton's cache. Return False if the device cannot run
-    it."""
+    """Compile in a child process, into Triton's cache. Return False if the device cannot run it."""
     import torch
 
     kernel, product, rows, config = job
@@ -319,7 +318,7 @@ def best(
 
 
 class _Product:
-    """A layer's weights, copies of them, and both ways to multiply."""
+    """Copies of a layer's weights, and both products."""
 
     def __init__(self, product: tuple[int, int, bool], rows: int, copies: int) -> None:
         import torch
@@ -362,8 +361,7 @@ class _Product:
 def page(
     previous: dict[str, Any], facts: dict[str, Any], measured: dict[str, list[dict[str, Any]]]
 ) -> str:
-    """Return the file's text, JSON with one line per entry: `known`, updated with the measured
-    ones."""
+    """Return the file's text, with one line of JSON per entry: `known`, updated."""
     about = {key: facts[key] for key in ("date", "commit", "torch", "triton")}
     when = {**previous.get("measured", {}), **dict.fromkeys(measured, about)}
     parts = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in facts.items()]

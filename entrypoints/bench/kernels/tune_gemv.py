@@ -1,9 +1,8 @@
-"""`bench tune` for one token by dense weights: tiles of the products of a model's layer, who lets
-the next kernel start at once, and who asks for later weights.
+"""`bench tune` for one token by dense weights: tiles of a layer's products, early starts of the
+next kernel, and prefetches.
 
-With dependent launches a product begins while the one before it ends, so what is fastest alone is
-not in a step: with Arcee's tiles a token took 5 % longer than with those they replaced. Nor is what
-is fastest without attention.
+With dependent launches kernels overlap, so products are timed within a layer, with attention: the
+best tiles alone can slow a step.
 """
 
 from __future__ import annotations
@@ -25,23 +24,21 @@ TILES = (
 )  # fmt: skip
 """(block_n, block_k, num_warps)"""
 AHEAD = (0, 0.5, 0.75, 1, 1.5, 2, 3, 4)
-"""Programs that ask for later weights, for each multiprocessor."""
+"""Prefetching programs per multiprocessor."""
 ELEMENTS = range(8, 129)
-"""Numbers of a tile that a thread holds; of a gated product, of both halves."""
+"""Numbers of a tile per thread; both halves of a gated product."""
 LEADERS = 5
-"""Choices of a product that are tried again after the first round."""
+"""Choices per product that are tried again after the first round."""
 LARGEST_ERROR = 0.02
-"""Of a candidate's result, beside that of the rule's tiles, in parts of the largest number."""
+"""Largest error relative to the largest number, besides the rule's."""
 GAIN = 0.997
-"""Share of the time so far that others must stay below."""
+"""A new choice must take less than this share of the time so far."""
 Choice = tuple[int, int, int, bool, int]
 """As `GemvConfig`."""
 Job = tuple[Product, Extras, Choice]
-"""What is compiled."""
 
 
 def candidates(product: Product) -> Iterator[tuple[int, int, int]]:
-    """Yield tiles."""
     _, inputs, gated = product
     for block_n, block_k, warps in TILES:
         elements = block_n * block_k // (32 * warps) * (2 if gated else 1)
@@ -50,8 +47,7 @@ def candidates(product: Product) -> Iterator[tuple[int, int, int]]:
 
 
 def compile_one(job: Job) -> bool:
-    """Compile in a process of its own, into Triton's cache. Return False if the device cannot run
-    it."""
+    """Compile in a child process, into Triton's cache. Return False if the device cannot run it."""
     import torch
 
     from ....kernels.linear.gemv import GemvConfig
@@ -67,7 +63,7 @@ def compile_one(job: Job) -> bool:
 
 
 def is_right(choice: Choice, expected: Any, multiply: Callable[[Choice], Any]) -> bool:
-    """Return whether a choice multiplies as the rule's does, and say so if not."""
+    """Return whether a choice's result matches the rule's; report it if not."""
     error = float((multiply(choice).float() - expected).abs().max() / expected.abs().max())
     if error < LARGEST_ERROR:
         return True
@@ -78,11 +74,10 @@ def is_right(choice: Choice, expected: Any, multiply: Callable[[Choice], Any]) -
 def descend(
     start: Mapping[Any, Any], choices: Mapping[Any, list[Any]], time: Callable[[Any], float]
 ) -> tuple[dict[Any, Any], float, dict[Any, list[Any]]]:
-    """Change one product's choice at a time, to the one that makes the whole fastest, until none
-    does.
+    """Change one product's choice at a time to the fastest, until none improves.
 
-    time: of choices for all products. After a first round over all choices, only each product's
-    LEADERS are tried again. Return the choices, their time, and each product's leaders.
+    time: of choices for all products. After the first round, only LEADERS per product are tried.
+    Return the choices, their time, and each product's leaders.
     """
     chosen, left = dict(start), dict(choices)
     best, changed = time(chosen), True
@@ -102,12 +97,10 @@ def tune(
     compile_all: Callable[[Iterable[Job]], set[Job]],
     kept: Mapping[Product, Choice | None] | None = None,
 ) -> tuple[dict[Product, Choice], float, float]:
-    """Return the choice for each product of a layer, and the microseconds of a layer by the rule
-    and with these.
+    """Return each product's choice, and a layer's microseconds by the rule and with these.
 
-    From what an engine takes now: first tiles, then for the fastest tiles of each product the rest.
-    compile_all: returns what of its jobs the device can run, compiled. kept: products that are not
-    tuned, and are not returned, with their choices; None: an engine's.
+    Tunes tiles first, then the rest for the fastest tiles. compile_all: returns the jobs that the
+    device can run. kept: fixed products with their choices; None: an engine's.
     """
     import torch
 
@@ -132,7 +125,7 @@ def tune(
         expected[product] = each.multiply(rule).float()
 
     def able(choices: Mapping[Product, list[Choice]]) -> dict[Product, list[Choice]]:
-        """Return those that the device can run, and that are right."""
+        """Return those that run and are correct."""
 
         def job(product: Product, choice: Choice) -> Job:
             # The same code asks for any number of programs.

@@ -1,4 +1,4 @@
-"""Candidates of `bench tune` for products with 4-bit weights, and the code that runs them."""
+"""Candidates of `bench tune` for 4-bit weights, and their products."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 GROUP = 128
 EPS = 1e-6
 ROWS = {"int4_gemv": (1,), "int4_small_m": (8, 16, 32, 64, 128, 256)}
-"""Kernel → numbers of rows that are measured."""
+"""Kernel → measured numbers of rows."""
 SHARED_BYTES = 215_000
-"""Shared memory of a multiprocessor that tiles may use, less what the compiler needs."""
+"""Shared memory for tiles, less the compiler's."""
 TILES = {
     8: ((64, 64, 4, 3), (64, 64, 4, 2), (32, 64, 2, 4), (32, 64, 2, 3), (64, 32, 4, 4)),
     16: ((64, 64, 4, 3), (64, 64, 4, 2), (32, 64, 2, 3), (64, 32, 4, 4)),
@@ -26,7 +26,7 @@ GEMV = (
 
 
 def candidates(kernel: str, product: tuple[int, int, bool], rows: int) -> Iterator[tuple[Any, ...]]:
-    """Yield the candidates as tuples of `Int4GemvConfig` or `SmallMConfig`."""
+    """Yield tuples of `Int4GemvConfig` or `SmallMConfig`."""
     if kernel == "int4_gemv":
         yield from GEMV
         return
@@ -45,7 +45,7 @@ def candidates(kernel: str, product: tuple[int, int, bool], rows: int) -> Iterat
 
 
 class Int4Product:
-    """A layer's weights in 4 bits, copies of them, and both ways to multiply."""
+    """Copies of a layer's weights in 4 bits, and both products."""
 
     def __init__(self, product: tuple[int, int, bool], rows: int, copies: int) -> None:
         import torch
@@ -92,7 +92,7 @@ class Int4Product:
         )  # fmt: skip
 
     def library(self, i: int) -> Any:
-        """Dequantize the weight, and multiply with cuBLAS."""
+        """Dequantize, and multiply with cuBLAS."""
         import torch
 
         from ....kernels.activations import silu_mul

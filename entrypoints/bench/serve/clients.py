@@ -1,8 +1,7 @@
-"""A load sent from several processes, if one client cannot keep up with the server.
+"""Sends a load from several processes, if one client cannot keep up.
 
-Each process runs this module: it reads its share, reports that it is ready, starts at the time that
-it is given (`time.perf_counter` is one clock for all processes of a machine), and writes each
-response as a line.
+Each process runs this module: it reads its share, reports that it is ready, starts at a given time
+(`time.perf_counter` is common to processes), and writes each response as a line.
 """
 
 from __future__ import annotations
@@ -28,27 +27,24 @@ T = TypeVar("T")
 
 
 class Job(msgspec.Struct, frozen=True):
-    """Input of a process, as a line of JSON."""
+    """Input of a process: a line of JSON."""
 
     target: Target
     load: Load
 
 
 class LoadResult(NamedTuple):
-    """The outcome of a load."""
-
     results: list[RequestResult]
     seconds: float
-    """From the first request's due time to the last token of all."""
+    """From the first request's due time to the last token."""
     cpu_share: float
-    """Share of one core that the busiest client used: near 1, the client was measured instead of
-    the server."""
+    """Busiest client's share of a core: near 1, the client limits the measurement."""
 
 
 async def send_load(
     target: Target, load: Load, *, processes: int = 1, done: Done = lambda _: None
 ) -> LoadResult:
-    """Send a load from this process, or from several if the flags say so."""
+    """Send a load from one process or several."""
     if processes == 1:
         gc.collect()
         gc.freeze()
@@ -75,7 +71,7 @@ def _sent(results: list[RequestResult], begin: float, cpu: Sequence[float]) -> L
 
 @contextlib.asynccontextmanager
 async def _client(target: Target, load: Load) -> AsyncIterator[asyncio.subprocess.Process]:
-    """A process that is ready to send."""
+    """Yield a process that is ready to send."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", MODULE, limit=LINE_BYTES,
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
@@ -97,7 +93,6 @@ async def _client(target: Target, load: Load) -> AsyncIterator[asyncio.subproces
 async def _collect(
     process: asyncio.subprocess.Process, begin: float, done: Done
 ) -> tuple[list[RequestResult], float]:
-    """Return (responses, seconds of CPU)."""
     assert process.stdin is not None and process.stdout is not None
     process.stdin.write(f"{begin!r}\n".encode())
     process.stdin.write_eof()
@@ -112,7 +107,6 @@ async def _collect(
 
 
 def on_event_loop(main: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine, on uvloop if it is installed."""
     try:
         import uvloop
     except ImportError:
@@ -122,7 +116,6 @@ def on_event_loop(main: Coroutine[Any, Any, T]) -> T:
 
 
 def main() -> None:
-    """A client process."""
     job = msgspec.json.decode(sys.stdin.buffer.readline(), type=Job)
     out = sys.stdout.buffer
     gc.freeze()

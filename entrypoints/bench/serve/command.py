@@ -1,8 +1,8 @@
 """`jackfield bench serve`: load on any OpenAI-style server, or on one started here (W5, W7).
 
 Closed loop: a fixed number of requests is open at a time. Open loop: requests arrive at a rate,
-independent of earlier ones. For each loop: TTFT, TPOT (after the first token), ITL (between
-chunks), E2E as percentiles.
+independent of earlier ones. Reports percentiles of TTFT, TPOT (after the first token), ITL (between
+chunks) and E2E.
 """
 
 from __future__ import annotations
@@ -45,15 +45,14 @@ from .serve_options import Way, chosen_workloads, draw_chats, parse, ways
 from .servers import SERVED, Server, free_port, server_command, serving
 
 BUSY_CLIENT = 0.85
-"""Share of a core beyond which chunks may have waited for the client."""
+"""Share of a core beyond which the client may delay chunks."""
 CHANCE_HITS = 0.02
-"""Share of prompt tokens found in the prefix cache although no prompts share a prefix."""
+"""Prefix cache hits among prompts without common prefixes."""
 WARM_UP_AT_MOST = 64
-"""Number of requests before an open loop."""
+"""Most requests before an open loop."""
 
 
 def run(argv: list[str]) -> int:
-    """Return the exit status, 1 if a request failed."""
     args, flags = parse(argv)
     bench = ServeBench(args, chosen_workloads(args), flags)
     try:
@@ -63,8 +62,6 @@ def run(argv: list[str]) -> int:
 
 
 class ServeBench:
-    """One server, and every load on it."""
-
     def __init__(
         self, args: argparse.Namespace, workloads: Sequence[Workload], flags: Sequence[str]
     ) -> None:
@@ -75,10 +72,9 @@ class ServeBench:
         self.trial = 1000 * args.seed
         self.status = 0
         self.server: Server | None = None
-        """The server's process, if it was started here."""
+        """The process, if started here."""
 
     async def run(self) -> int:
-        """Measure all loads; return the exit status."""
         args = self.args
         async with self._server() as (target, started):
             facts: Record = {
@@ -110,8 +106,7 @@ class ServeBench:
 
     @contextlib.asynccontextmanager
     async def _server(self) -> AsyncIterator[tuple[Target, dict[str, float]]]:
-        """Yield the target of the requests, and the start-up time if the server was started
-        here."""
+        """Yield the target, and the start-up time if the server was started here."""
         args = self.args
         if args.engine is None:
             url = args.base_url or f"http://{args.host}:{args.port}"
@@ -147,8 +142,7 @@ class ServeBench:
         )  # fmt: skip
 
     async def _measure(self, target: Target, workload: Workload, emitter: Emitter) -> None:
-        """Measure each load in turn; a load at a share of the capacity uses the results of those
-        before it."""
+        """Measure each load; a share of the capacity refers to earlier ones."""
         capacity = 0.0
         for way in ways(workload, self.args):
             if way.share:
@@ -169,7 +163,7 @@ class ServeBench:
     async def _one(
         self, target: Target, workload: Workload, way: Way
     ) -> tuple[list[LoadResult], Record]:
-        """Measure one load. Return the outcome of each run, and their summary."""
+        """Measure one load; return each run's outcome, and their summary."""
         args = self.args
         await self._warm_up(target, workload, way)
         metrics_before = await metrics_of(target)
@@ -218,7 +212,7 @@ class ServeBench:
         return runs, record
 
     async def _warm_up(self, target: Target, workload: Workload, way: Way) -> None:
-        """Warm up with as many concurrent requests as the load will have, for a few tokens each."""
+        """Warm up with the load's concurrency, for a few tokens each."""
         count = self.args.num_warmups
         if count is None:
             count = min(way.max_concurrency or WARM_UP_AT_MOST, way.requests)
@@ -252,7 +246,7 @@ class ServeBench:
     def _keep(
         self, runs: Sequence[LoadResult], workload: Workload, way: Way, facts: dict[str, Any]
     ) -> None:
-        """Write the files that the flags ask for."""
+        """Write the files that the flags request."""
         args = self.args
         title = f"{facts['engine']} {workload.id} {way.name}"
         if args.save_result or args.save_detailed:
@@ -276,7 +270,7 @@ class ServeBench:
 
 
 def overview(records: Sequence[Record]) -> str:
-    """Return a table with one row per load; further measurements are in the JSON line."""
+    """Return a table with one row per load."""
     columns = [
         ("requests_per_second", "req/s"), ("output_tokens_per_second", "out tok/s"),
         ("ttft_p50_ms", "TTFT p50"), ("ttft_p99_ms", "p99"), ("tpot_p50_ms", "TPOT p50"),
@@ -306,7 +300,6 @@ async def metrics_of(target: Target) -> str:
 
 
 async def first_model(url: str, api_key: str) -> str:
-    """Return the first model that a server lists. Raises RuntimeError if there is none."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     timeout = aiohttp.ClientTimeout(total=30)
     where = f"{url.rstrip('/')}/v1/models"

@@ -13,7 +13,7 @@ from .clients import LoadResult
 from .load import RequestResult
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
-"""Time to the first token, per token after it, between chunks, end to end."""
+"""Time to the first token, per later token, between chunks, end to end."""
 CACHE_COUNTER = re.compile(r"^\w+:prefix_cache_(hits|queries)(?:_total)?(?:\{[^}]*\})? (\S+)", re.M)
 
 LAUNCH_WAIT = re.compile(r'^jackfield:launch_wait_seconds_bucket\{.*?le="([^"]+)".*?\} (\S+)', re.M)
@@ -21,7 +21,7 @@ LATE = re.compile(r"^jackfield:late_preparations_total(?:\{[^}]*\})? (\S+)", re.
 
 
 def samples(results: Sequence[RequestResult]) -> dict[str, list[float]]:
-    """Return the seconds of each metric, of all successful requests."""
+    """Return the seconds of each metric over successful requests."""
     good = [each for each in results if each.error is None and each.times]
     return {
         "ttft": [each.ttft for each in good],
@@ -32,7 +32,7 @@ def samples(results: Sequence[RequestResult]) -> dict[str, list[float]]:
 
 
 def rates(outcome: LoadResult) -> tuple[float, float, float]:
-    """Return requests, output tokens, and all tokens per second, of successful requests."""
+    """Return requests, output tokens, and all tokens per second, over successful requests."""
     good = [each for each in outcome.results if each.error is None]
     output = sum(each.output_tokens for each in good)
     prompt = sum(each.prompt_tokens for each in good)
@@ -50,7 +50,7 @@ def summarize(
 ) -> Record:
     """Return `measured`, `failed`, the first failure's reason, and `repeats`.
 
-    Rates are medians over the runs; latencies are percentiles over the requests of all runs.
+    Rates are medians over runs; latencies are percentiles over all requests.
     """
     measured: Record = {"seconds": statistics.median(run.seconds for run in runs)}
     names = ("requests_per_second", "output_tokens_per_second", "tokens_per_second")
@@ -73,8 +73,7 @@ def summarize(
 
 
 def cache_counters(metrics: str) -> dict[str, float]:
-    """Return the prompt tokens looked up and found in the prefix cache, from a server's /metrics:
-    `queries` and `hits`, each only if the server counts it."""
+    """Return the prefix cache's `queries` and `hits` in tokens from /metrics, as far as counted."""
     counters: dict[str, float] = {}
     for name, value in CACHE_COUNTER.findall(metrics):
         counters[name] = counters.get(name, 0.0) + float(value)
@@ -82,21 +81,20 @@ def cache_counters(metrics: str) -> dict[str, float]:
 
 
 def late_preparations(metrics: str) -> float | None:
-    """Return the number of kernels and graphs that steps have waited for; None if the server does
-    not report it."""
+    """Return the number of kernels and graphs that steps waited for; None if unknown."""
     match = LATE.search(metrics)
     return float(match[1]) if match else None
 
 
 def launch_waits(metrics: str) -> dict[float, float]:
-    """Return the buckets of launch waits from /metrics: bound in seconds → number of step launches
-    whose thread was delayed at most this long. Empty if the server does not count them."""
+    """Return the launch waits from /metrics: bound in seconds → number of launches delayed at most
+    this long; empty if uncounted.
+    """
     return {float(bound): float(value) for bound, value in LAUNCH_WAIT.findall(metrics)}
 
 
 def quantile(before: dict[float, float], after: dict[float, float], share: float) -> float | None:
-    """Return the bound that this share of the new counts does not exceed; None if there are no new
-    counts."""
+    """Return the bound for this share of the new counts; None without any."""
     buckets = sorted((bound, count - before.get(bound, 0.0)) for bound, count in after.items())
     if not buckets or buckets[-1][1] <= 0:
         return None
@@ -111,8 +109,7 @@ def result_file(
     *,
     detailed: bool,
 ) -> Record:
-    """Return the last run under the names of the file that `vllm bench serve --save-result`
-    writes."""
+    """Return the last run in the format of `vllm bench serve --save-result`."""
     outcome = runs[-1]
     good = [each for each in outcome.results if each.error is None]
     requests, output, total = rates(outcome)
@@ -146,7 +143,6 @@ def _statistics(
 
 
 def _details(results: Sequence[RequestResult]) -> dict[str, list[Any]]:
-    """Return a list with one value per request."""
     return {
         "input_lens": [each.prompt_tokens for each in results],
         "output_lens": [each.output_tokens for each in results],

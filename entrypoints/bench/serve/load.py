@@ -1,8 +1,8 @@
 """Load on an OpenAI-style server: a fixed number of open requests, or requests that arrive at a
 rate.
 
-The client shares the machine with the server, so it does little per chunk: it notes the time, and
-decodes only the frames that count tokens, or all of them if a chat needs the generated text.
+To leave the machine to the server, the client only notes the time of chunks, and decodes the frames
+that count tokens, or all of them if a chat needs the text.
 """
 
 from __future__ import annotations
@@ -24,41 +24,38 @@ DATA, DONE = b"data:", b"data: [DONE]"
 TOKENS = (b'"choices":[{', b'"choices": [{')
 USAGE = (b'"usage":{', b'"usage": {')
 EMPTY_DELTAS = (b'"content":""', b'"content": ""', b'"delta":{}', b'"delta": {}')
-"""A chat begins with a role chunk and ends with a finish-reason chunk, which have no tokens."""
+"""A chat's first and last chunks, which have no tokens."""
 CHAT_ENDPOINT = "/chat/completions"
 TIMER_SECONDS = 0.002
-"""Timers of an event loop end up to so much beside their time: no delay of the server's."""
+"""Timers of an event loop may be off by this much."""
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
-    """A server, and the form of requests to it."""
+    """A server, and its form of requests."""
 
     url: str
     """Base URL, without /v1."""
     model: str
     endpoint: str = "/v1/completions"
-    """Path of the route: completions are sent token ids, chat completions synthetic words."""
+    """Route: completions get token ids, chats synthetic words."""
     stream: bool = True
     ignore_eos: bool = True
-    """Without it a response may end before it has the requested number of tokens."""
+    """Otherwise a response may end early."""
     api_key: str = ""
     extra_body: dict[str, Any] = {}
-    """Further fields of the request; None removes a field."""
+    """Further fields; None removes a field."""
     timeout: float = 600.0
-    """Timeout of one request."""
 
     @property
     def is_chat(self) -> bool:
-        """Whether requests have messages."""
         return self.endpoint.endswith(CHAT_ENDPOINT)
 
     @property
     def route(self) -> str:
-        """URL of the requests."""
         return f"{self.url.rstrip('/')}{self.endpoint}"
 
     def body(self, request: BenchRequest, *, token_ids: bool = False) -> bytes:
-        """Return the JSON of one request. `token_ids`: also request the response's token ids."""
+        """Return a request's JSON. `token_ids`: request the response's token ids."""
         fields: dict[str, Any] = {
             "model": self.model, "max_tokens": request.output, "temperature": request.temperature,
             "ignore_eos": self.ignore_eos, "stream": self.stream,
@@ -78,57 +75,50 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestResult(msgspec.Struct, kw_only=True):
-    """The outcome of one request. Times in seconds of `time.perf_counter`."""
+    """A request's outcome; times in `time.perf_counter`'s seconds."""
 
     sent: float
     times: list[float] = []
-    """Time of each chunk with tokens; without streaming, of the whole response."""
+    """Time of each chunk with tokens, or of the response."""
     prompt_tokens: int = 0
     output_tokens: int = 0
     error: str | None = None
     closed_early: bool = False
-    """The client closed the connection in mid-stream, as planned."""
+    """Whether the client disconnected mid-stream, as planned."""
     token_ids: list[int] = []
-    """Only if they were requested."""
+    """If requested."""
 
     @property
     def ttft(self) -> float:
-        """Time to the first token."""
         return self.times[0] - self.sent
 
     @property
     def e2el(self) -> float:
-        """Time to the last token."""
         return self.times[-1] - self.sent
 
     @property
     def tpot(self) -> float | None:
-        """Time per token after the first one; None if there is only one chunk."""
+        """Time per token after the first; None with one chunk."""
         if len(self.times) < 2 or self.output_tokens < 2:
             return None
         return (self.times[-1] - self.times[0]) / (self.output_tokens - 1)
 
     @property
     def itl(self) -> list[float]:
-        """Times between chunks."""
         return [after - before for before, after in itertools.pairwise(self.times)]
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
-    """The requests to send, and their times."""
-
     chats: list[list[BenchRequest]]
-    """Turns of each chat; a later turn's prompt follows everything before it. Most chats have one
-    turn."""
+    """Turns of each chat (mostly one); a later turn's prompt follows everything before it."""
     offsets: list[float]
-    """Seconds after the start at which each chat is due."""
+    """Seconds after the start when each chat is due."""
     max_concurrency: int | None = None
-    """Most chats open at once: others wait for a place, and their time counts from when they get
-    it. None: each is sent when it is due, and its time counts from then, however late the client
-    is."""
+    """Most open chats: others wait, and their time counts from their start. None: chats start when
+    due, and their time counts from then."""
 
     def split(self, parts: int) -> Iterator[Load]:
-        """Yield shares of the load for `parts` clients, without empty ones."""
+        """Yield nonempty shares of the load for `parts` clients."""
         parts = min(parts, len(self.chats), self.max_concurrency or len(self.chats))
         for part in range(parts):
             places = self.max_concurrency
@@ -142,11 +132,10 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def arrivals(count: int, rate: float, burstiness: float = 1.0, seed: int = 0) -> list[float]:
-    """Return the seconds after the start at which requests are due; with an infinite rate, all at
-    once.
+    """Return the seconds after the start when requests are due; 0 for an infinite rate.
 
-    `burstiness` is the shape of the gamma distribution of the intervals: 1 makes the arrivals a
-    Poisson process, less bunches them, infinity spaces them evenly.
+    `burstiness`: shape of the intervals' gamma distribution: 1 is a Poisson process, less is
+    burstier, infinity even.
     """
     if rate == float("inf"):
         return [0.0] * count
@@ -162,15 +151,14 @@ def arrivals(count: int, rate: float, burstiness: float = 1.0, seed: int = 0) ->
 
 
 Done = Callable[[RequestResult], object]
-"""Called as each request ends."""
 
 
 async def drive(
     target: Target, load: Load, *, begin: float | None = None, done: Done = lambda _: None
 ) -> list[RequestResult]:
-    """Send a load; return the outcome of each request, in the order in which they ended.
+    """Send a load; return the outcomes in order of completion.
 
-    begin: start of the offsets, by `time.perf_counter`; None: as soon as everything is ready.
+    begin: start of the offsets by `time.perf_counter`; None: when ready.
     """
     token_ids = any(len(turns) > 1 for turns in load.chats)
     bodies = [target.body(turns[0], token_ids=token_ids) for turns in load.chats]
@@ -219,7 +207,6 @@ async def drive(
 
 @contextlib.asynccontextmanager
 async def client(target: Target) -> AsyncIterator[aiohttp.ClientSession]:
-    """Yield a session without a limit of connections."""
     headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
     if target.api_key:
         headers["Authorization"] = f"Bearer {target.api_key}"
@@ -241,7 +228,7 @@ async def send(
     start: float | None = None,
     token_ids: bool = False,
 ) -> RequestResult:
-    """Send one request and read its response. A failure is recorded in `error`."""
+    """Send one request and read its response; failures are recorded in `error`."""
     body = target.body(request, token_ids=token_ids) if body is None else body
     result = RequestResult(sent=time.perf_counter() if start is None else start)
     try:
@@ -283,7 +270,7 @@ async def _read_stream(
     token_ids: bool,
     leave_after: int | None,
 ) -> None:
-    """Record the time of each chunk. Chunks that arrive in one read have the same time."""
+    """Record the time of each chunk, common to chunks of one read."""
     rest, finished = b"", False
     async for data in response.content.iter_any():
         now = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Plots of a load: distributions of its latencies, and tokens over time. Needs matplotlib."""
+"""Plots latency distributions and tokens over time, with matplotlib."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BINS = 100
 
 
 def plot_load(results: Sequence[RequestResult], folder: Path, title: str) -> Path:
-    """Plot cumulative TTFT, TPOT and ITL, and tokens per second over time. Return the file's path.
+    """Plot cumulative TTFT, TPOT and ITL, and tokens per second. Return the file's path.
 
     Raises ConfigError without matplotlib.
     """

@@ -31,18 +31,15 @@ RANDOM = Workload(
 
 
 class Way(msgspec.Struct, frozen=True, kw_only=True):
-    """One way to send a workload's requests."""
-
     requests: int
     max_concurrency: int | None = None
     rate: float = math.inf
     burstiness: float = 1.0
     share: float = 0.0
-    """If not 0, the rate as a share of what the closed loops reached."""
+    """If not 0, the rate as a share of the closed loops' best."""
 
     @property
     def facts(self) -> Record:
-        """The load's parameters, for the record."""
         facts: Record = {}
         if self.max_concurrency is not None:
             facts["max_concurrency"] = self.max_concurrency
@@ -56,11 +53,9 @@ class Way(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """Short name, for progress bars and files."""
         return ", ".join(f"{key} {value}" for key, value in self.facts.items())
 
     def load(self, chats: list[list[BenchRequest]], seed: int) -> Load:
-        """Return the load that sends these chats."""
         offsets = arrivals(len(chats), self.rate, self.burstiness, seed)
         return Load(chats=chats, offsets=offsets, max_concurrency=self.max_concurrency)
 
@@ -112,7 +107,7 @@ def _body(text: str) -> dict[str, Any]:
 
 
 def make_parser() -> Parser:
-    """Return the parser. Flags unknown to it go to the server that --engine starts."""
+    """Return the parser, whose unknown flags go to the server that --engine starts."""
     parser = Parser(
         prog="jackfield bench serve",
         usage="%(prog)s [WORKLOAD ...] [options]",
@@ -192,7 +187,7 @@ def _add_result_options(parser: Parser) -> None:
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return (flags and `workloads`, arguments for the server's command).
 
-    Workloads come first on the command line, because a word after an unknown flag may be its value.
+    Workloads come first, because a word after an unknown flag may be its value.
     """
     names = list(itertools.takewhile(lambda word: not word.startswith("-"), argv))
     parser = make_parser()
@@ -208,7 +203,6 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def chosen_workloads(args: argparse.Namespace) -> list[Workload]:
-    """Return the workloads, changed as the flags say. Raises ValueError with the flag's name."""
     named_workloads = choose(args.workloads, KINDS) if args.workloads else [RANDOM]
     workloads = [_adapted(each.scaled(args.scale), args) for each in named_workloads]
     for each in workloads:
@@ -253,8 +247,9 @@ def _lengths(flag: str, bounds: Sequence[int]) -> tuple[int, int]:
 
 
 def ways(workload: Workload, args: argparse.Namespace) -> Iterator[Way]:
-    """Yield the loads that the flags define, or else the workload's own. The one at a share of the
-    capacity comes last, and has no rate yet."""
+    """Yield the flags' loads, or the workload's. One at a share of the capacity comes last, without
+    a rate yet.
+    """
     if args.max_concurrency or args.request_rate:
         for places in args.max_concurrency or [None]:
             for rate in args.request_rate or [math.inf]:
@@ -272,8 +267,7 @@ def ways(workload: Workload, args: argparse.Namespace) -> Iterator[Way]:
 
 
 def _count(workload: Workload, places: int, args: argparse.Namespace) -> int:
-    """Return the number of requests: enough for each client to have some, but not too many for a
-    single one."""
+    """Return the number of requests: some for each client, but not too many for one."""
     if args.num_prompts is not None or len(workload.concurrency) == 1:
         return workload.requests
     return min(8 * places, max(workload.requests, 2 * places))
@@ -282,8 +276,7 @@ def _count(workload: Workload, places: int, args: argparse.Namespace) -> int:
 def draw_chats(
     workload: Workload, vocab_size: int, trial: int, count: int
 ) -> list[list[BenchRequest]]:
-    """Return the turns of `count` chats; the first turn begins with a prefix that all chats of the
-    trial share."""
+    """Return the turns of `count` chats, which share a prefix per trial."""
     usable = vocab_size - vocab_size // 150
     prefix = [(trial + 17 * token) % usable for token in range(workload.system)]
     turns = [

@@ -1,4 +1,4 @@
-"""Runs a server in a process of its own while it is measured."""
+"""Runs a server in a child process while it is measured."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import aiohttp
 
 SERVERS = ("jackfield", "vllm")
 SERVED = "bench"
-"""The model's name on that server."""
+"""The model's name there."""
 GRACE_SECONDS = 20.0
 LOG_LINES = 15
 
@@ -26,7 +26,7 @@ LOG_LINES = 15
 def server_command(
     engine: str, model: str, *, dummy: bool, port: int, max_model_len: int, flags: Sequence[str]
 ) -> list[str]:
-    """Return how to start an engine's server; `flags` are further flags, which take precedence."""
+    """Return the command of an engine's server; `flags` take precedence."""
     common = ["--port", str(port), "--host", "127.0.0.1", "--served-model-name", SERVED]
     common += ["--max-model-len", str(max_model_len)]
     if dummy:
@@ -51,19 +51,16 @@ def server_command(
 
 
 class Server:
-    """A running server."""
-
     def __init__(self, url: str, start: float, log: Path, pid: int) -> None:
         self.url = url
         self.pid = pid
         self.began = start
-        """When its process was started, by `time.perf_counter`."""
+        """Start of its process, by `time.perf_counter`."""
         self.log = log
         self.ready_seconds = 0.0
 
     def loop_seconds(self) -> float | None:
-        """Return the processor time of its first thread, which runs its event loop; None if it
-        cannot be read here."""
+        """Return the processor time of its event loop's thread; None if unreadable."""
         try:
             fields = Path(f"/proc/{self.pid}/task/{self.pid}/stat").read_text().rpartition(")")[2]
             user, system = fields.split()[11:13]
@@ -76,9 +73,9 @@ class Server:
 async def serving(
     command: Sequence[str], port: int, *, timeout: float = 600.0
 ) -> AsyncIterator[Server]:
-    """Start a server, wait until it is healthy, and end it with all processes that it started.
+    """Start a server, wait until it is healthy, and end it with its descendants.
 
-    Raises RuntimeError with the end of its log if it exits or is not ready in time.
+    Raises RuntimeError with its log's end if it exits or is not ready in time.
     """
     with tempfile.TemporaryDirectory(prefix="jackfield-server-") as folder:
         log = Path(folder) / "log"
@@ -115,9 +112,9 @@ async def _healthy(server: Server, process: subprocess.Popen[bytes]) -> None:
 
 
 def end_group(process: subprocess.Popen[bytes], grace: float = GRACE_SECONDS) -> None:
-    """End a process that leads a session, and the processes that it started, such as an engine's.
+    """End a session leader and its descendants.
 
-    `grace`: seconds to exit after SIGTERM.
+    `grace`: seconds after SIGTERM.
     """
     if process.poll() is None:
         process.terminate()
@@ -129,7 +126,6 @@ def end_group(process: subprocess.Popen[bytes], grace: float = GRACE_SECONDS) ->
 
 
 def free_port() -> int:
-    """Return a free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -1,4 +1,4 @@
-"""API keys: from flags, the environment and files, whose entries have names and limits."""
+"""API keys from flags, the environment and files, with names and limits."""
 
 from __future__ import annotations
 
@@ -20,36 +20,32 @@ PREFIX = "sha256:"
 
 
 class KeyEntry(TenantLimits, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A line of a key file, as JSON."""
-
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
-    """Name of the key's owner. Keys with the same name, such as an old and a new one, have the same
-    owner."""
+    """Owner's name. Keys of the same name (old and new) have the same owner."""
     digest: str
-    """`sha256:` and the hexadecimal digest of the key."""
+    """`sha256:` and the key's hexadecimal digest."""
 
 
 class ApiKey(msgspec.Struct, frozen=True):
-    """One key."""
-
     digest: bytes
     tenant: Tenant
 
 
 def digest_of(key: str) -> bytes:
-    """Return the key's digest, so that compared values have equal length. Header bytes that are not
-    UTF-8 arrive as surrogates."""
+    """Return the key's digest, for comparisons of equal length. Non-UTF-8 header bytes arrive as
+    surrogates.
+    """
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
 def plain_key(key: str) -> ApiKey:
-    """Return a key without a name; its owner is its digest."""
+    """Return a key without a name, owned by its digest."""
     digest = digest_of(key)
     return ApiKey(digest, Tenant(f"key-{digest.hex()[:8]}", _owner("key", digest.hex())))
 
 
 def named_key(entry: KeyEntry) -> ApiKey:
-    """Return a key with a name; its owner is the name, so that a key can be replaced."""
+    """Return a key owned by its name, so that it can be replaced."""
     limits = {field: getattr(entry, field) for field in TenantLimits.__struct_fields__}
     tenant = Tenant(entry.name, _owner("name", entry.name), TenantLimits(**limits))
     return ApiKey(bytes.fromhex(entry.digest.removeprefix(PREFIX)), tenant)
@@ -95,10 +91,10 @@ def _read(line: str, where: str) -> ApiKey:
 
 
 class KeyRing:
-    """The keys of a server; consulted before the plugins' `authenticate`."""
+    """A server's keys, consulted before the plugins' `authenticate`."""
 
     def __init__(self, keys: Iterable[str], files: Iterable[Path] = ()) -> None:
-        """Read the files. Raises ConfigError."""
+        """Raises ConfigError for a bad file."""
         self._plain = [plain_key(key) for key in keys]
         self._files = tuple(files)
         self._keys: list[ApiKey] = []
@@ -108,7 +104,7 @@ class KeyRing:
         return len(self._keys)
 
     def load(self) -> None:
-        """Read the files (again). On ConfigError the previous keys stay."""
+        """Read the files; on ConfigError the previous keys stay."""
         read = [key for path in self._files for key in read_keys(path)]
         self._keys = [*self._plain, *read]
 
@@ -122,8 +118,7 @@ class KeyRing:
             logger.info("%d API keys were read again", len(self))
 
     def authenticate(self, request: RequestHead) -> Tenant | None:
-        """Return the tenant of the key in the request. All keys are compared, each in constant
-        time."""
+        """Return the tenant of the request's key. All keys are compared, each in constant time."""
         digest = digest_of(request.key or "")
         matches = [key for key in self._keys if hmac.compare_digest(digest, key.digest)]
         return matches[0].tenant if matches and request.key is not None else None

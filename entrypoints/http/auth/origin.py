@@ -1,4 +1,4 @@
-"""What the server knows of a request besides its body: whose it is, and which member runs it."""
+"""A request's tenant and data-parallel rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ....core.tenancy import ANYONE, Tenant, scoped_id
 
 
 class EngineOptions(TypedDict):
-    """Arguments that `AsyncEngine`'s generate, chat and encode share."""
+    """Arguments common to `AsyncEngine`'s generate, chat and encode."""
 
     request_id: str
     priority: int
@@ -19,19 +19,17 @@ class EngineOptions(TypedDict):
 
 
 class Origin(NamedTuple):
-    """The tenant of a request, and where it runs."""
-
     tenant: Tenant = ANYONE
     data_parallel_rank: int | None = None
-    """The member that the request's header names."""
     shares_cache: bool = False
-    """Whether the tenant uses prefixes that others have cached (`--share-prefix-cache`)."""
+    """Whether the tenant shares cached prefixes (`--share-prefix-cache`)."""
 
     def engine_options(
         self, request_id: str, priority: int, cache_salt: str | None
     ) -> EngineOptions:
-        """Return the engine's arguments; ids and cached prefixes are each tenant's own. Raises
-        InvalidRequest."""
+        """Return the engine's arguments, with ids and cached prefixes per tenant. Raises
+        InvalidRequest.
+        """
         owner = self.tenant.owner
         check_name("cache_salt", cache_salt or "")
         return {
@@ -43,8 +41,9 @@ class Origin(NamedTuple):
 
 
 def _scoped_salt(owner: str, salt: str | None) -> str | None:
-    """Return a salt that no other owner can choose, the same after a restart; the salt itself
-    without an owner."""
+    """Return a salt that no other owner can choose, stable over restarts; unchanged without an
+    owner.
+    """
     if not owner:
         return salt
     return hashlib.blake2b(repr((owner, salt)).encode(), digest_size=16).hexdigest()

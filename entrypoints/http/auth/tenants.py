@@ -1,8 +1,7 @@
-"""Determines the tenant of each request, and lets plugins see decoded bodies.
+"""Determines the tenant of each request, and shows decoded bodies to plugins.
 
-The tenant is determined once, where a request arrives. If the request is forwarded within the
-server (to the front end that keeps stateful objects, or into a batch), the tenant travels in a
-header that is read on those private connections only.
+The tenant is determined once, on arrival. Within the server (to the front end with stateful
+objects, or in a batch), it travels in a header read on private connections only.
 """
 
 from __future__ import annotations
@@ -23,24 +22,22 @@ from .api_keys import KeyRing
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 HEADER = "X-Jackfield-Tenant"
-"""Header between the server's own processes; ignored in requests of clients."""
+"""Header between the server's processes; ignored from clients."""
 _KEY: web.RequestKey[Tenant] = web.RequestKey("tenant", Tenant)
 
 
 class Tenancy:
-    """Determines the tenant of an application's requests."""
-
     def __init__(self, options: ServerOptions, plugins: Plugins) -> None:
-        """Load the keys. Raises ConfigError for an invalid key file."""
+        """Raises ConfigError for an invalid key file."""
         self.keys = KeyRing(options.api_keys, options.api_key_files)
         self._hook = RequestHook(plugins, "authenticate")
         self.received = RequestHook(plugins, "request_received")
         self.required = options.keyed or bool(self._hook)
-        """Whether every request needs a tenant."""
 
     async def tenant(self, request: web.Request) -> Tenant:
-        """Return the tenant of a request. Raises AuthenticationFailed, a plugin's refusal, or
-        PluginError."""
+        """Return the request's tenant. Raises AuthenticationFailed, a plugin's refusal, or
+        PluginError.
+        """
         head = RequestHead(
             request.method, route_of(request), request.raw_path, request.headers, request.remote
         )
@@ -58,21 +55,19 @@ TENANCY: web.AppKey[Tenancy] = web.AppKey("tenancy", Tenancy)
 
 
 def route_of(request: web.Request) -> str:
-    """Return the path of the matched route; empty if none matched."""
+    """Return the matched route's path, or ""."""
     resource = request.match_info.route.resource
     return "" if resource is None else resource.canonical
 
 
 def tenant_of(request: web.BaseRequest) -> Tenant:
-    """Return the tenant of a request."""
     tenant: Tenant = request.get(_KEY, ANYONE)
     return tenant
 
 
 @web.middleware
 async def authentication(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Require a tenant for every route except open ones, if there are keys or a plugin
-    authenticates."""
+    """Require a tenant for every route except open ones, with keys or an authenticating plugin."""
     tenancy = request.app[TENANCY]
     if (
         tenancy.required
@@ -87,13 +82,12 @@ async def authentication(request: web.Request, handler: Handler) -> web.StreamRe
 
 
 def tenant_header(tenant: Tenant) -> str:
-    """Return the value of HEADER for a tenant."""
     return base64.b64encode(msgspec.json.encode(tenant)).decode("ascii")
 
 
 @web.middleware
 async def forwarded_tenant(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Read the tenant from HEADER; for applications that only the server itself can reach."""
+    """Read the tenant from HEADER, in applications that only the server can reach."""
     request[_KEY] = msgspec.json.decode(base64.b64decode(request.headers[HEADER]), type=Tenant)
     return await handler(request)
 
@@ -102,7 +96,7 @@ async def forwarded_tenant(request: web.Request, handler: Handler) -> web.Stream
 
 
 async def received(tenancy: Tenancy, request: ReceivedRequest) -> dict[str, Any]:
-    """Return a decoded body after plugins have seen it. Raises their refusals, PluginError."""
+    """Return the body after plugins have seen it. Raises their refusals, PluginError."""
     hook = tenancy.received
     async for plugin, _ in hook.results(request=request):
         if not isinstance(request.body, dict):

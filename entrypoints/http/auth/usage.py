@@ -1,11 +1,11 @@
-"""Counts requests of tenants against their limits: concurrent requests, and requests per minute.
+"""Counts tenants' requests against their limits: concurrency, and requests per minute.
 
-What counts is every request that does work: those that the middleware passes, the lines of batches,
-and background responses until they end.
+Counted are requests that do work: those that the middleware passes, lines of batches, and
+background responses until they end.
 
-The counts are in a table that all front ends share: a file in their private folder, mapped into
-each, or plain memory if there is one process. Each front end has a column for its running requests,
-which it clears when it starts, so that a killed process leaves no counts behind.
+All front ends share a table: a mapped file in their private folder, or plain memory in one process.
+Each front end clears its column of running requests at its start, so a killed process leaves no
+counts.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from .tenants import route_of, tenant_of
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 WORKING_METHODS = frozenset({"POST", "PUT", "PATCH"})
 UNCOUNTED = frozenset({"/v1/responses/{response_id}/cancel", "/v1/batches/{batch_id}/cancel"})
-"""Routes that end work, which a tenant at its limits must be able to do."""
+"""Routes that end work, allowed at the limits."""
 NUM_ROWS = 4096
-"""Number of tenants with limits that can be counted at once."""
+"""Most tenants with limits counted at once."""
 NEAR = 32
-"""Number of rows that may hold a tenant, starting at the row that its digest selects."""
+"""Rows that may hold a tenant, from the row of its digest."""
 _HEAD = struct.Struct("<16sdd")
-"""Digest of the owner; number of requests that may start now; time of that number."""
+"""Digest of the owner; requests that may start now; time of that number."""
 
 
 class Usage:
-    """Counts of all tenants with limits, shared by `num_fronts` processes."""
+    """Counts of tenants with limits, shared by `num_fronts` processes."""
 
     def __init__(
         self,
@@ -47,8 +47,7 @@ class Usage:
         path: Path | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """front: index of this process, from 0. path: the shared file; None if there is one
-        process."""
+        """front: index of this process. path: the shared file; None for one process."""
         self._front = front
         self._running = struct.Struct(f"<{num_fronts}I")
         self._row = _HEAD.size + self._running.size
@@ -72,8 +71,7 @@ class Usage:
             self._file.close()
 
     def begin(self, tenant: Tenant) -> None:
-        """Count a request, if the tenant has limits for it. Raises RateLimited without counting
-        it."""
+        """Count a tenant's request. Raises RateLimited without counting it."""
         limits, now = tenant.limits, self._clock()
         if not limits.counts_requests:
             return
@@ -100,14 +98,12 @@ class Usage:
             self._add(row, 1)
 
     def hold(self, tenant: Tenant) -> None:
-        """Count what goes on after a request that was counted, until `end` is called for it, too.
-        Refuses nothing."""
+        """Count work that outlives a counted request, until its own `end`. Never refuses."""
         if tenant.limits.counts_requests:
             with self._locked():
                 self._add(self._find(tenant, self._clock()), 1)
 
     def end(self, tenant: Tenant) -> None:
-        """Stop counting a request that has ended."""
         if tenant.limits.counts_requests:
             with self._locked():
                 self._add(self._find(tenant, self._clock()), -1)
@@ -117,12 +113,12 @@ class Usage:
         struct.pack_into("<I", self._table, self._cell(row), max(count + change, 0))
 
     def _cell(self, row: int) -> int:
-        """Return the offset of this front end's count in a row."""
         return row * self._row + _HEAD.size + 4 * self._front
 
     def _find(self, tenant: Tenant, now: float) -> int:
-        """Return a tenant's row: its own, else a free one nearby, else the one that was idle
-        longest. Raises RateLimited if all rows have requests."""
+        """Return a tenant's row: its own, a free one nearby, or the longest idle. Raises
+        RateLimited if all rows are in use.
+        """
         digest = hashlib.blake2b(tenant.owner.encode(), digest_size=16).digest()
         first = int.from_bytes(digest[:4], "little")
         oldest: tuple[float, int] | None = None
@@ -144,8 +140,7 @@ class Usage:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Lock the table against other processes; within this process, no await happens
-        meanwhile."""
+        """Lock the table against other processes; must not await."""
         if self._file is None:
             yield
             return
@@ -160,14 +155,14 @@ USAGE: web.AppKey[Usage] = web.AppKey("usage", Usage)
 
 
 def does_work(request: web.Request) -> bool:
-    """Return whether a request counts against its tenant's limits; plugins' routes do, too."""
+    """Return whether a request counts against limits; plugins' routes do."""
     route = route_of(request)
     return request.method in WORKING_METHODS and bool(route) and route not in UNCOUNTED
 
 
 @web.middleware
 async def within_limits(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Count requests of tenants with limits; streams count until they end."""
+    """Count requests of tenants with limits, streams until they end."""
     if not does_work(request):
         return await handler(request)
     usage, tenant = request.app[USAGE], tenant_of(request)

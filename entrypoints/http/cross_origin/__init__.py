@@ -1,1 +1,1 @@
-"""Requests that a browser sends for pages of other sites."""
+"""Browsers' requests for other sites' pages."""

@@ -10,12 +10,12 @@ from ..options import Cors
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 MAX_AGE = "600"
-"""Seconds for which a browser may cache a preflight's response."""
+"""Seconds for caching a preflight's response."""
 EXPOSED = "X-Request-Id"
 
 
 def origin_headers(cors: Cors, origin: str) -> dict[str, str]:
-    """Return the headers of any response to a request from `origin`."""
+    """Return the headers of responses to `origin`."""
     if not cors.allows(origin):
         return {"Vary": "Origin"}
     every = "*" in cors.origins and not cors.credentials
@@ -28,7 +28,7 @@ def origin_headers(cors: Cors, origin: str) -> dict[str, str]:
 
 
 def preflight(cors: Cors, origin: str, method: str, headers: str) -> web.Response:
-    """Respond to a preflight: 204, or 400 with what is refused."""
+    """Respond to a preflight: 204, or 400 with the refused part."""
     names = [name.strip().lower() for name in headers.split(",") if name.strip()]
     header_names = {name.lower() for name in cors.headers}
     problems = []
@@ -53,7 +53,7 @@ def preflight(cors: Cors, origin: str, method: str, headers: str) -> web.Respons
 
 
 def install(app: web.Application, cors: Cors) -> None:
-    """Respond to preflights before any other middleware, and add the headers to every response."""
+    """Answer preflights before other middlewares, and add headers to every response."""
 
     @web.middleware
     async def preflights(request: web.Request, handler: Handler) -> web.StreamResponse:

@@ -1,9 +1,8 @@
-"""Refuses requests that a browser sends for another site's page, on a server without keys.
+"""Refuses browsers' requests for other sites' pages, on a server without keys.
 
-There are two ways for such a request to arrive. A page of another site may send a request, though
-it cannot read the response; the request has `Origin`. Or a name of that site may resolve to this
-machine (DNS rebinding), so that the browser takes this server for that site; then `Host` is a name
-that is not this server's. A key prevents both, because no browser has it.
+Another site's page may send a request, with `Origin`, though it cannot read the response. Or its
+name may resolve to this machine (DNS rebinding): then `Host` is not this server's. With keys
+neither works.
 """
 
 from __future__ import annotations
@@ -20,15 +19,16 @@ from ..options import Cors
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 LOOPBACK_HOSTS = ("localhost", "*.localhost")
-"""Names that are not resolved by a DNS server."""
+"""Names not resolved by DNS."""
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
-"""Safe methods: they change nothing, and browsers hide their responses from other sites."""
+"""Methods that change nothing; browsers hide their responses from other sites."""
 _PORTS = {"http": "80", "https": "443"}
 
 
 def default_hosts(host: str) -> tuple[str, ...]:
-    """Return the names in `Host` that a server without keys accepts if it listens at `host`: those
-    of a loopback address; otherwise all, because other machines can reach it anyway."""
+    """Return the default names in `Host` for a server at `host`: a loopback address's; otherwise
+    all, as other machines can reach it anyway.
+    """
     if is_loopback(host):
         return (*LOOPBACK_HOSTS, host)
     return ("*",)
@@ -40,8 +40,9 @@ def is_loopback(host: str) -> bool:
 
 
 def allows(hosts: Iterable[str], header: str) -> bool:
-    """Return whether a `Host` header names one of `hosts`, ignoring case and port. `*.name` matches
-    all names under it, `*` matches all. An IP address always matches: DNS cannot redirect it."""
+    """Return whether `Host` is one of `hosts`, ignoring case and port. `*.name` matches subdomains,
+    `*` all; IP addresses always match, as DNS cannot redirect them.
+    """
     name, _ = split(header)
     if _address(name) is not None:
         return True
@@ -54,8 +55,9 @@ def allows(hosts: Iterable[str], header: str) -> bool:
 
 
 def same_site(origin: str, host: str) -> bool:
-    """Return whether an `Origin` is the site that `Host` names. Only the port of its scheme counts,
-    because a proxy may have ended TLS."""
+    """Return whether `Origin` is the site of `Host`; ignores a port, as a proxy may have ended
+    TLS.
+    """
     scheme, mark, place = origin.partition("://")
     if not mark:
         return False  # "null"
@@ -66,8 +68,7 @@ def same_site(origin: str, host: str) -> bool:
 
 
 def split(place: str) -> tuple[str, str]:
-    """Split `name:port` into the name in lower case without brackets, and the port or an empty
-    text."""
+    """Split `name:port` into lower-case name without brackets, and port or ""."""
     name, mark, port = place.strip().lower().rpartition(":")
     if not mark or "]" in port:
         name, port = place.strip().lower(), ""
@@ -83,10 +84,9 @@ def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 def check_host(hosts: tuple[str, ...]) -> Middleware:
-    """Return a middleware that refuses requests for other hosts. Raises Forbidden.
+    """Return a middleware that refuses other hosts with Forbidden.
 
-    A request without `Host`, which HTTP/1.0 permits, comes from no browser: load balancers check
-    a server's health that way.
+    A request without `Host` (HTTP/1.0) comes from health checks, not browsers.
     """
 
     @web.middleware
@@ -102,7 +102,7 @@ def check_host(hosts: tuple[str, ...]) -> Middleware:
 
 
 def check_origin(cors: Cors) -> Middleware:
-    """Return a middleware that refuses requests from other sites' pages. Raises Forbidden."""
+    """Return a middleware that refuses requests from other sites' pages."""
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:

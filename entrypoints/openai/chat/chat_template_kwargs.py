@@ -1,4 +1,4 @@
-"""Arguments of a chat request for the chat template: its own, and those of other fields."""
+"""A chat request's arguments for the chat template."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from ....core.spelling import nearest
 from ..common.protocol import ChatRequest
 
 COMMON_KWARGS = frozenset({"enable_thinking", "thinking", "reasoning_effort"})
-"""Accepted for every model, whether or not its template reads them, because clients of several
-models send them to all."""
+"""Accepted for every model, as clients send them to all."""
 
 
 def template_arguments(engine: AsyncEngine, request: ChatRequest, trusted: bool) -> dict[str, Any]:
-    """Return `chat_template_kwargs`, with `reasoning_effort`, and `verbosity` if the template
-    reads it. An effort also turns the model's thinking on, "none" turns it off.
+    """Return `chat_template_kwargs`, with `reasoning_effort`, and `verbosity` if the template reads
+    it. An effort also turns thinking on, "none" off.
 
-    trusted: requests may have a template of their own. Raises InvalidRequest with the field's name
-    for a template if none is allowed, and for arguments that nothing reads.
+    trusted: requests may bring a template. Raises InvalidRequest for a disallowed template, and for
+    arguments that nothing reads.
     """
     if request.chat_template is not None and not trusted:
         raise InvalidRequest(
@@ -43,7 +42,7 @@ def template_arguments(engine: AsyncEngine, request: ChatRequest, trusted: bool)
 
 
 def thinking_switch(engine: AsyncEngine) -> str | None:
-    """Return the template argument that turns the model's thinking on and off."""
+    """Return the template argument that turns thinking on and off."""
     name = engine.config.reasoning_parser
     if name is None:
         return None
@@ -52,7 +51,6 @@ def thinking_switch(engine: AsyncEngine) -> str | None:
 
 
 def _parser_kwargs(engine: AsyncEngine) -> frozenset[str]:
-    """Return the template arguments that the reasoning parser reads."""
     name = engine.config.reasoning_parser
     if name is None:
         return frozenset()

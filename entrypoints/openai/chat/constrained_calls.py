@@ -1,5 +1,6 @@
-"""Tool calls constrained by a grammar: required ones, those of strict tools, and those allowed as
-an alternative to a `response_format`."""
+"""Grammars of tool calls: required ones, those of strict tools, and those that may replace a
+`response_format`.
+"""
 
 from __future__ import annotations
 
@@ -31,15 +32,14 @@ logger = logging.getLogger("jackfield.server")
 
 
 class ConstrainedCalls(msgspec.Struct, frozen=True):
-    """A grammar that contains tool calls, and the parser for its outputs."""
+    """A grammar with tool calls, and its outputs' parser."""
 
     params: StructuredOutputsParams
     parser: Callable[..., Any]
-    """Creates the `ToolParser` of one output."""
     named: bool = False
-    """Whether `tool_choice` names a function: finish_reason is "stop" then, as in OpenAI's API."""
+    """Whether `tool_choice` names a function: finish_reason is then "stop", as in OpenAI's API."""
     required: bool = False
-    """Whether the output is calls alone: any other text is the markup of one that was cut off."""
+    """Whether the output is only calls: other text is a cut-off call's markup."""
 
 
 def constrained_calls(
@@ -48,10 +48,9 @@ def constrained_calls(
     config: StructuredOutputsConfig,
     format: StructuredOutputsParams | None,
 ) -> ConstrainedCalls | None:
-    """Return the grammar of the tool calls, if they need one; it replaces `format`, the grammar of
-    the output, of which it contains a schema.
+    """Return the tool calls' grammar, if needed; it replaces `format`, whose schema it contains.
 
-    parser: the class of the model's tool parser. Raises InvalidRequest.
+    parser: the tool parser's class. Raises InvalidRequest.
     """
     if (calls := _required_calls(tools, parser, config)) is not None:
         return calls
@@ -70,9 +69,8 @@ def _required_calls(
 ) -> ConstrainedCalls | None:
     """Return the grammar for `tool_choice` "required" or a named function, else None.
 
-    Calls are written in the form of the tool parser's family. They are JSON if there is no parser
-    (None), if the form cannot express these tools, or if a backend was named, which may not support
-    the form. Raises InvalidRequest.
+    It has the tool parser's form, or JSON without a parser, if the form cannot express these tools,
+    or with a named backend, which may not support it. Raises InvalidRequest.
     """
     choice = tools.choice
     if choice in (None, "auto", "none"):
@@ -119,10 +117,10 @@ def _voluntary_calls(
     config: StructuredOutputsConfig,
     format: StructuredOutputsParams | None,
 ) -> ConstrainedCalls | None:
-    """Return the grammar for optional tool calls: if a tool is `strict`, or if the output follows a
-    schema (`format`) otherwise. None: calls need no constraint, or no grammar can express it.
+    """Return the grammar for optional calls, if a tool is `strict` or the output follows a schema
+    (`format`); None without need, or if no grammar can express it.
 
-    Raises InvalidRequest if a tool is strict and `parser` (a class) has no form for it.
+    Raises InvalidRequest if a tool is strict and `parser` has no form for it.
     """
     functions = _functions(tools)
     wanted = [name for name, function in functions.items() if function.get("strict")]
@@ -164,7 +162,7 @@ def _voluntary_calls(
 
 
 def _schema_of(format: StructuredOutputsParams | None) -> Any:
-    """Return the JSON schema of a `response_format`; None if it is missing or of another kind."""
+    """Return a `response_format`'s JSON schema, or None."""
     if format is None or format.field != "response_format":
         return None
     if format.json_object:
@@ -204,9 +202,9 @@ def _chosen_name(choice: Any) -> str:
 
 
 def _schemas(functions: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return each function's parameter schema, adapted for grammar backends, by name.
+    """Return each function's parameter schema, adapted for backends.
 
-    Raises InvalidRequest if one is not that of an object: arguments of another type are no call.
+    Raises InvalidRequest unless it is an object's.
     """
     schemas: dict[str, dict[str, Any]] = {}
     for name, function in functions.items():
@@ -224,7 +222,7 @@ def _schemas(functions: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def _adapted(schema: Any, field: str, *, strict: bool) -> Any:
-    """Return an adapted copy of a schema. Raises InvalidRequest with `field`."""
+    """Return an adapted copy. Raises InvalidRequest with `field`."""
     copy = msgspec.json.decode(msgspec.json.encode(schema))
     try:
         schema, unchecked = adapted(copy, strict=strict)
@@ -237,7 +235,7 @@ def _adapted(schema: Any, field: str, *, strict: bool) -> Any:
 def _list_schema(schemas: dict[str, dict[str, Any]], *, parallel: bool) -> dict[str, Any]:
     """Return the schema of `[{"name": …, "parameters": …}, …]` with at least one call.
 
-    Each tool's schema moves to the top's `$defs`, with its references.
+    Tools' schemas move to the top's `$defs`.
     """
     calls, definitions = [], {}
     for index, (name, parameters) in enumerate(schemas.items()):

@@ -1,7 +1,6 @@
-"""A validated chat request: what is requested of the engine, and how its output is parsed.
+"""A validated chat request: the engine's request, and the parsing of its output.
 
-A chat completion (request.py), a response (../responses/request.py) and a message of Anthropic's
-protocol each hold one.
+Used by chat completions (request.py), responses (../responses/request.py) and Anthropic's messages.
 """
 
 from __future__ import annotations
@@ -33,8 +32,6 @@ def _call_id() -> str:
 
 
 class ChatJob(msgspec.Struct, frozen=True):
-    """The results of a request's validation."""
-
     engine: AsyncEngine
     id: str
     model: str
@@ -42,22 +39,21 @@ class ChatJob(msgspec.Struct, frozen=True):
     request: ChatRequest
     messages: list[dict[str, Any]]
     rendering: ChatOptions
-    """How the messages become the prompt."""
+    """How messages become the prompt."""
     params: SamplingParams
     tools: ChatTools
     parsers: Parsers
     calls: ConstrainedCalls | None
-    """The grammar of the tool calls, if they have one."""
+    """The tool calls' grammar, if any."""
 
     @property
     def names_call(self) -> bool:
-        """Whether `tool_choice` names the one function to call."""
         return self.calls is not None and self.calls.named
 
     def new_choice(self, default_id: Callable[[], str] = _call_id) -> Choice:
-        """Create the parsers of one of the `n` completions.
+        """Create one completion's parsers.
 
-        default_id: creates the ids of tool calls where the model's family has no ids of its own.
+        default_id: creates tool call ids, unless the model's family has its own.
         """
         return Choice(
             self.parsers.new_parser(self.tools),
@@ -67,12 +63,10 @@ class ChatJob(msgspec.Struct, frozen=True):
         )
 
     def outputs(self) -> OutputStream:
-        """Submit the request to the engine."""
         options = self._engine_options()
         return watched(self.engine.chat(self.messages, self.params, **self.rendering, **options))
 
     async def abort(self) -> None:
-        """End the request, if the engine has it."""
         await self.engine.abort(self._engine_options()["request_id"])
 
     def _engine_options(self) -> EngineOptions:
@@ -80,7 +74,6 @@ class ChatJob(msgspec.Struct, frozen=True):
         return request.origin.engine_options(self.id, request.priority, request.cache_salt)
 
     async def count_prompt(self) -> int:
-        """Return the number of prompt tokens. Raises InvalidRequest."""
         return len(await self.engine.tokenize_chat(self.messages, **self.rendering))
 
 
@@ -94,7 +87,7 @@ def new_job(
 ) -> ChatJob:
     """Validate a request. Raises InvalidRequest with the field's name.
 
-    trust_template: the request may have a chat template of its own. schemas: see `ChatTools`.
+    trust_template: requests may bring a template. schemas: see `ChatTools`.
     """
     request.check()
     tools = read_tools(request, schemas or {})
@@ -143,8 +136,7 @@ def _constrained(
     parsers: Parsers,
     calls: ConstrainedCalls | None,
 ) -> SamplingParams:
-    """Return the parameters with the grammar of the calls, and with the special tokens that the
-    parsers look for in the text."""
+    """Return the parameters with the calls' grammar, and the parsers' special tokens."""
     changes: dict[str, Any] = {}
     if calls is not None:
         changes["structured_outputs"] = calls.params
@@ -154,6 +146,6 @@ def _constrained(
 
 
 def check_completion(output: RequestOutput, completion: CompletionOutput) -> None:
-    """Raise an error if the engine aborted the completion because of an error."""
+    """Raise an error if the engine aborted because of one."""
     if completion.finish_reason == "error":
         raise output.failure()

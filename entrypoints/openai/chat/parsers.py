@@ -26,29 +26,28 @@ from .tools import ChatTools, first_call_only
 
 
 class Parsers(msgspec.Struct, frozen=True):
-    """The parsers of a request, and the arguments with which they are created."""
+    """A request's parsers, and their arguments."""
 
     plugins: Plugins
     names: tuple[str | None, str | None]
-    """The configured names of the reasoning and the tool parser, for error messages."""
+    """Configured names of reasoning and tool parser, for errors."""
     template_arguments: Mapping[str, Any]
     reasoning: type[ReasoningParser] | None = None
     tools: Callable[..., ToolParser] | None = None
     prompt_end: str = ""
-    """What the prompt ends with; "" where it is not known."""
+    """The prompt's end; "" if unknown."""
 
     @property
     def classes(self) -> list[Any]:
-        """The parsers that there are."""
         return [parser for parser in (self.reasoning, self.tools) if parser is not None]
 
     def call_ids(self, default: Callable[[], str]) -> Callable[[], str]:
-        """Return what creates the ids of tool calls: the tool parser's own way, or `default`."""
+        """Return the creator of tool call ids: the tool parser's, or `default`."""
         new_id: Callable[[], str] = getattr(self.tools, "new_id", default)
         return new_id
 
     def new_parser(self, tools: ChatTools) -> OutputParser:
-        """Create the parser of one completion. Raises PluginError if a plugin's fails."""
+        """Create a completion's parser. Raises PluginError if a plugin's fails."""
         reasoning_name, tool_name = self.names
         reasoning = calls = None
         if self.reasoning is not None:
@@ -77,7 +76,7 @@ def choose_parsers(
     template_arguments: Mapping[str, Any],
     params: SamplingParams,
 ) -> Parsers:
-    """Return the configured parsers that the request's output may need. Raises PluginError."""
+    """Return the configured parsers that the output may need. Raises PluginError."""
     config, plugins = engine.config, engine.plugins
     dialects = engine.model_config.dialects
     reasoning = tool = None
@@ -99,7 +98,7 @@ def choose_parsers(
 
 
 class Choice:
-    """One of the `n` completions of a request as it is parsed."""
+    """One of a request's `n` completions, as it is parsed."""
 
     def __init__(
         self,
@@ -109,8 +108,9 @@ class Choice:
         one_call: bool = False,
         only_calls: bool = False,
     ) -> None:
-        """one_call: keep only the first tool call. only_calls: the output has no content; what
-        looks like it is the markup of a call that was cut off before its name."""
+        """one_call: keep only the first tool call. only_calls: content is the markup of a call cut
+        off before its name.
+        """
         self.parser = CompletionParser(parser)
         self.new_call_id = new_call_id
         self.one_call = one_call
@@ -118,14 +118,13 @@ class Choice:
         self.has_calls = False
 
     def parse(self, output: CompletionOutput) -> list[ParserEvent]:
-        """Return the events of the next output. Raises RequestFailed if a parser fails."""
+        """Return the next output's events. Raises RequestFailed if a parser fails."""
         return self._checked(self.parser.feed(output))
 
     def parse_tokens(
         self, output: CompletionOutput
     ) -> Iterator[tuple[TokenText, list[ParserEvent]]]:
-        """Yield the events of each token of the next output; replaces `parse` for a whole
-        completion."""
+        """Yield the events of each token; replaces `parse` for a whole completion."""
         for token, events in self.parser.feed_tokens(output):
             yield token, self._checked(events)
 
@@ -140,5 +139,4 @@ class Choice:
         return events
 
     def parse_message(self, output: CompletionOutput) -> ParsedMessage:
-        """Parse a finished completion as a whole."""
         return fold(self.parse(output))

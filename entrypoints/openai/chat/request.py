@@ -1,6 +1,6 @@
-"""A chat completion in progress: its job, and the fields that its responses share.
+"""A chat completion in progress: its job, and common fields.
 
-routes.py sends it as one response, stream.py as chunks.
+routes.py sends it whole, stream.py in chunks.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from .parsers import Choice
 
 
 class ChatCompletion:
-    """A validated request for a chat completion, and the fields that its responses share."""
+    """A validated request, and its responses' common fields."""
 
     def __init__(self, job: ChatJob, role: str = "assistant") -> None:
-        """role: the author of the message in the response."""
+        """role: the response's author."""
         self.job = job
         self.request = job.request
         self.role = role
@@ -28,7 +28,6 @@ class ChatCompletion:
         self.echoed = _echoed_text(job.request)
 
     def usage(self, output: RequestOutput, choices: list[Choice]) -> dict[str, Any]:
-        """Return the tokens of prompt and output so far."""
         parsers = [choice.parser for choice in choices]
         reasoning = sum(parser.num_reasoning_tokens for parser in parsers)
         return usage(
@@ -40,13 +39,13 @@ class ChatCompletion:
         )
 
     def finish_reason(self, completion: CompletionOutput, choice: Choice) -> str | None:
-        """Return OpenAI's name of the finish reason."""
+        """Return OpenAI's finish reason."""
         if choice.has_calls and not self.job.names_call and completion.finish_reason == "stop":
             return "tool_calls"
         return completion.finish_reason
 
     def envelope(self, kind: str, choices: list[Any]) -> dict[str, Any]:
-        """Return the body of a response or of a chunk, with these choices."""
+        """Return a response's or chunk's body."""
         return {
             "id": self.job.id,
             "object": kind,
@@ -56,7 +55,7 @@ class ChatCompletion:
         }
 
     def logprobs(self, positions: list[PositionLogprobs] | None) -> dict[str, Any] | None:
-        """Return the log-probabilities in a choice's form; None if they were not requested."""
+        """Return log-probabilities for a choice; None if not requested."""
         if positions is None:
             return None
         return chat_logprobs(
@@ -68,8 +67,7 @@ class ChatCompletion:
 
 
 def _echoed_text(request: ChatRequest) -> str:
-    """Return the last message's text if `echo` is set and the message is the assistant's; the
-    response continues it and begins with it."""
+    """Return the assistant's last message if `echo` is set; the response begins with it."""
     last = request.messages[-1] if request.echo and request.messages else {}
     content = last.get("content") if last.get("role") == "assistant" else None
     if isinstance(content, list):

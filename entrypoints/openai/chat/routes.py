@@ -37,7 +37,6 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
 
 
 async def chat_response(call: Call, params: ChatRequest) -> dict[str, Any]:
-    """Return the response to a request that does not stream."""
     return await full_response(_completion(call.app, params))
 
 
@@ -51,7 +50,6 @@ def _completion(app: web.Application, params: ChatRequest) -> ChatCompletion:
 
 
 async def full_response(chat: ChatCompletion) -> dict[str, Any]:
-    """Return the full response: the fold of its events."""
     output: RequestOutput | None = None
     async for output in chat.job.outputs():  # noqa: B007
         pass

@@ -1,5 +1,4 @@
-"""A streamed chat completion: one chunk per parser event, built from a template if it contains only
-text."""
+"""A streamed chat completion: one chunk per parser event, from a template if it has only text."""
 
 from __future__ import annotations
 
@@ -21,28 +20,25 @@ from .parsers import Choice
 from .request import ChatCompletion
 
 _TEXTS = (Content, Reasoning, ToolCallArguments)
-"""Kinds of events that contain only a text."""
+"""Events that contain only a text."""
 
 
 class ChatStream:
-    """Encodes the outputs of a chat completion as server-sent events."""
-
     def __init__(self, chat: ChatCompletion) -> None:
         self._chat = chat
         self._choices = [chat.job.new_choice() for _ in range(chat.job.params.n)]
         request = chat.request
         self._plain = not (request.logprobs or request.continuous_usage or request.return_token_ids)
-        """Whether chunks have no fields besides their text."""
+        """Whether chunks have only their text."""
         self._texts = _TEXTS if request.include_reasoning else (Content, ToolCallArguments)
         self._has_opened = False
         self._output: RequestOutput | None = None
         self._content: Template | None = None
-        """The frame of content without a parser, for a single choice."""
+        """Frame of unparsed content in a single choice."""
         self._templates: dict[tuple[int, Any], Template] = {}
-        """(choice index, kind of event or index of the call) → its frame."""
+        """(choice index, kind of event or index of the call) → frame."""
 
     def encode(self, output: RequestOutput) -> bytes:
-        """Return the chunks of an output."""
         if not self._plain or not self._has_opened or len(output.outputs) > 1:
             return b"".join(self.frames(output))
         completion = output.outputs[0]
@@ -65,7 +61,6 @@ class ChatStream:
         return b"".join(self._event_frames(choice, index, events, None, None))
 
     def frames(self, output: RequestOutput) -> list[bytes]:
-        """Return the chunks of an output as a list."""
         chat, choices = self._chat, self._choices
         self._output = output
         parsed: list[list[ParserEvent]] = []
@@ -113,7 +108,7 @@ class ChatStream:
         return frames
 
     def _opening(self, output: RequestOutput, running: dict[str, Any] | None) -> list[bytes]:
-        """Return the first chunks: each choice's role and echoed text, and the prompt's fields."""
+        """Return each choice's role and echoed text, and the prompt's fields."""
         chat = self._chat
         prompt: dict[str, Any] = {}
         if chat.request.prompt_logprobs is not None:
@@ -129,7 +124,7 @@ class ChatStream:
         return frames
 
     def final_chunk(self) -> bytes:
-        """Return the chunk with the usage, if the request includes it."""
+        """Return the usage chunk, if requested."""
         chat = self._chat
         if not chat.request.include_usage or self._output is None:
             return b""
@@ -138,7 +133,6 @@ class ChatStream:
         return frame(body)
 
     def _text(self, index: int, event: Content | Reasoning | ToolCallArguments) -> bytes:
-        """Return the chunk of an event that contains only a text."""
         key: tuple[int, Any]
         if isinstance(event, ToolCallArguments):
             text, key = event.fragment, (index, event.index)
@@ -180,7 +174,6 @@ class ChatStream:
 
 
 def _text_delta(event: Content | Reasoning | ToolCallArguments, text: str) -> dict[str, Any]:
-    """Return the delta of an event of this kind, with another text."""
     match event:
         case Content():
             return {"content": text}
@@ -191,7 +184,7 @@ def _text_delta(event: Content | Reasoning | ToolCallArguments, text: str) -> di
 
 
 def _delta(event: ParserEvent, choice: Choice, reasoning: bool) -> dict[str, Any] | None:
-    """Return the delta of an event; None if it has none."""
+    """Return an event's delta, or None."""
     match event:
         case Content(text):
             return _text_delta(event, text)

@@ -1,4 +1,4 @@
-"""The tools of a chat request, and restrictions on its calls."""
+"""A chat request's tools, and restrictions on calls."""
 
 from __future__ import annotations
 
@@ -13,29 +13,25 @@ from ..common.protocol import ChatRequest
 
 
 class ChatTools(msgspec.Struct, frozen=True):
-    """The functions that the model may call, of any protocol's request, and how it may."""
+    """The functions that the model may call, and how."""
 
     definitions: list[dict[str, Any]]
-    """Functions in OpenAI's form, which the chat template and the tool parser read."""
+    """Functions in OpenAI's form, for chat template and tool parser."""
     choice: str | dict[str, Any] | None
     """none, auto (also None), required, or a function in OpenAI's form."""
     parallel: bool
-    """Whether one output may have several calls."""
     schemas: Mapping[str, Any]
-    """Name of a function → the schema that its calls are constrained to, where that says more than
-    its parameters, which the model reads."""
+    """Function → schema of its calls, if stricter than its parameters."""
 
     @property
     def offered(self) -> bool:
-        """Whether the model may call one."""
         return bool(self.definitions) and self.choice != "none"
 
 
 def read_tools(request: ChatRequest, schemas: Mapping[str, Any]) -> ChatTools:
-    """Return the tools of a request; of `{"type": "allowed_tools", …}` those that it allows.
+    """Return a request's tools, restricted by `{"type": "allowed_tools", …}`.
 
-    Raises InvalidRequest with the field's name for tools that are not functions, and for a wrong
-    `tool_choice`.
+    Raises InvalidRequest for tools that are not functions, and a wrong `tool_choice`.
     """
     definitions, choice = request.tools or [], request.tool_choice
     for index, tool in enumerate(definitions):
@@ -53,7 +49,7 @@ def read_tools(request: ChatRequest, schemas: Mapping[str, Any]) -> ChatTools:
 
 
 def _allowed(definitions: list[dict[str, Any]], subset: Any) -> tuple[list[dict[str, Any]], str]:
-    """Return the tools that `allowed_tools` allows, and its mode as a plain `tool_choice`."""
+    """Return the allowed tools, and their mode as a plain `tool_choice`."""
     field = "tool_choice.allowed_tools"
     tools = subset.get("tools") if isinstance(subset, dict) else None
     if not isinstance(tools, list) or not tools:
@@ -75,7 +71,7 @@ def _allowed(definitions: list[dict[str, Any]], subset: Any) -> tuple[list[dict[
 
 
 def first_call_only(events: list[ParserEvent]) -> list[ParserEvent]:
-    """Return the events of the first call, without those of later ones."""
+    """Drop the events of later calls."""
     return [
         event
         for event in events

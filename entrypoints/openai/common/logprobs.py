@@ -12,9 +12,9 @@ from ....core.text.tokenizer import Tokenizer
 from ...http.large_responses import Pieces, in_pieces
 
 LOWEST = -9999.0
-"""OpenAI's value for minus infinity, which JSON does not have."""
+"""OpenAI's minus infinity."""
 AT_ONCE = 128
-"""Positions that are encoded at once; the form of more is `Pieces`."""
+"""Positions encoded at once; more become `Pieces`."""
 
 
 def num_logprobs(positions: Sequence[PositionLogprobs | None] | None) -> int:
@@ -25,9 +25,9 @@ def num_logprobs(positions: Sequence[PositionLogprobs | None] | None) -> int:
 def chat_logprobs(
     positions: list[PositionLogprobs], count: int, tokenizer: Tokenizer, as_ids: bool = False
 ) -> dict[str, Any]:
-    """Return a chat's form: one entry per token, with its `count` most likely alternatives.
+    """Return chat's form: an entry per token, with `count` alternatives.
 
-    as_ids: write tokens as `token_id:N`; their bytes stay.
+    as_ids: write tokens as `token_id:N`; bytes stay.
     """
 
     def entry(token: int, logprob: Logprob) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def completion_logprobs(
     tokenizer: Tokenizer,
     as_ids: bool = False,
 ) -> tuple[dict[str, Any], int]:
-    """Return the completions' form: parallel lists, with the offset of each token in the text.
+    """Return completions' form: parallel lists, with each token's text offset.
 
     as_ids: write tokens as `token_id:N`. offset: of the first token. Returns (lists, offset of the
     next token).
@@ -102,7 +102,7 @@ def completion_logprobs(
 
 
 def _shown(token: int, tokenizer: Tokenizer) -> str:
-    """Return a token's text; for an incomplete character its bytes, in OpenAI's notation."""
+    """Return a token's text, or an incomplete character's bytes in OpenAI's notation."""
     raw = tokenizer.token_bytes(token)
     try:
         return raw.decode()
@@ -113,8 +113,7 @@ def _shown(token: int, tokenizer: Tokenizer) -> str:
 def prompt_logprobs(
     positions: list[PositionLogprobs | None] | None,
 ) -> Any:
-    """Return vLLM's form: token id → log-probability, one entry per prompt position; None without
-    positions."""
+    """Return vLLM's form: token id → log-probability per position."""
     if positions is None:
         return None
 

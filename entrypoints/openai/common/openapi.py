@@ -1,13 +1,12 @@
 """The OpenAPI document of an application, from its routes and the Structs that decode requests.
 
-A handler tells about itself in its attribute `openapi`: an operation as OpenAPI 3.1 writes it,
-where a type (a Struct, or whatever msgspec has a schema for) may stand in the place of a schema.
-None: the route is internal and stays out. A handler without one is listed by its docstring.
+A handler's attribute `openapi` is an OpenAPI 3.1 operation, in which types (with a msgspec schema)
+may replace schemas.
 
     async def hello(request): ...
     hello.openapi = {"summary": "Say hello", "responses": {"200": {"description": "Hello"}}}
 
-Our own handlers use `documented`, which writes the same attribute.
+Our own handlers use `documented`.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ ERRORS = {
 }
 EVENTS = "With `stream`: server-sent events; an error after the first one comes as an event"
 JSON = (dict, list, tuple, str, int, float, bool, type(None))
-"""Types of JSON values; any other object in a description stands for a schema."""
+"""Types of JSON values; others stand for a schema."""
 
 
 def documented(
@@ -58,9 +57,9 @@ def documented(
 ) -> Callable[[F], F]:
     """Return a decorator that describes a handler; its docstring becomes the summary.
 
-    request, response, event, error: types of the request's body, the response's body, a stream's
-    events (if any), and an error's body; errors: statuses of ERRORS, besides those of every route
-    with a body or a key; ends_with_done: whether a stream's last event is `data: [DONE]`.
+    request, response, event, error: types of bodies and of a stream's events; errors: statuses of
+    ERRORS, besides those of every route with a body or a key; ends_with_done: a stream ends with
+    `data: [DONE]`.
     """
 
     def decorate(handler: F) -> F:
@@ -90,7 +89,7 @@ def documented(
 
 
 def internal(handler: F) -> F:
-    """Leave a handler out of the document: pages for people, and the document itself."""
+    """Exclude a handler from the document."""
     handler.openapi = None  # type: ignore[attr-defined]
     return handler
 
@@ -98,9 +97,9 @@ def internal(handler: F) -> F:
 def document(
     app: web.Application, *, root_path: str = "", keys: bool = False, open_routes: Any = ()
 ) -> dict[str, Any]:
-    """Return an OpenAPI 3.1 document of all routes that `app` serves now.
+    """Return an OpenAPI 3.1 document of `app`'s current routes.
 
-    keys: whether all routes except `open_routes` (paths) require a bearer key.
+    keys: routes except `open_routes` (paths) require a bearer key.
     """
     paths: dict[str, dict[str, Any]] = {}
     for method, path, handler in routes(app):
@@ -138,7 +137,7 @@ def document(
 
 
 def routes(app: web.Application) -> Iterator[tuple[str, str, Any]]:
-    """Yield (method, path, handler) in order of registration, without HEAD and OPTIONS."""
+    """Yield (method, path, handler) by registration, without HEAD and OPTIONS."""
     for route in app.router.routes():
         if route.method in METHODS and route.resource is not None:
             yield route.method, route.resource.canonical, route.handler
@@ -150,13 +149,13 @@ def _error(status: int, body: Any = ErrorResponse) -> dict[str, Any]:
 
 
 def _keyless(operation: dict[str, Any]) -> dict[str, Any]:
-    """Return the error response for a missing key, in the form of the route's other errors."""
+    """Return the missing key's error, in the route's form of errors."""
     content = operation["responses"].get("500", {}).get("content", {})
     return _error(401, content.get("application/json", {}).get("schema", ErrorResponse))
 
 
 def _event(kind: Any, error: Any, ends_with_done: bool) -> dict[str, Any]:
-    """Return the schema of one parsed server-sent event."""
+    """Return the schema of a parsed server-sent event."""
     data: dict[str, Any] = {
         "type": "string",
         "contentMediaType": "application/json",
@@ -168,7 +167,6 @@ def _event(kind: Any, error: Any, ends_with_done: bool) -> dict[str, Any]:
 
 
 def _description(handler: Any) -> dict[str, Any]:
-    """Return summary and description, from a docstring."""
     first, _, description = (inspect.getdoc(handler) or handler.__name__).partition("\n\n")
     text = re.sub(r"^((?:GET|POST|PUT|PATCH|DELETE|/)[\w/{}.]*(?:,| and)? ?)+:? *", "", first)
     text = " ".join((text or first).split()).rstrip(".")
@@ -187,7 +185,7 @@ def _undocumented(handler: Any) -> dict[str, Any]:
 
 
 def _missing(names: list[str], operation: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the path parameters that the operation does not describe itself."""
+    """Return the path parameters that the operation lacks."""
     parameters = {
         parameter["name"]
         for parameter in operation.get("parameters", ())
@@ -201,7 +199,7 @@ def _missing(names: list[str], operation: dict[str, Any]) -> list[dict[str, Any]
 
 
 def _types(value: Any) -> Iterator[Any]:
-    """Yield every type that stands for a schema, in the order of `_filled`."""
+    """Yield the types that stand for schemas, in `_filled`'s order."""
     if isinstance(value, list | tuple):
         for part in value:
             yield from _types(part)
@@ -213,7 +211,6 @@ def _types(value: Any) -> Iterator[Any]:
 
 
 def _filled(value: Any, schemas: Iterator[dict[str, Any]]) -> Any:
-    """Return a copy with schemas in place of types."""
     if isinstance(value, list | tuple):
         return [_filled(part, schemas) for part in value]
     if isinstance(value, dict):

@@ -1,8 +1,7 @@
-"""Requests that clients send: typed, decoded by msgspec, and converted to sampling parameters.
+"""Clients' requests: typed, decoded by msgspec, converted to sampling parameters.
 
-Unknown fields are ignored, because OpenAI's clients often send new ones. Known but unsupported
-fields are refused by name if their value would have an effect. Older fields that clients always
-send are ignored with a log line.
+Unknown fields are ignored, as OpenAI's clients add new ones. Unsupported fields are refused if
+their value has an effect. Older fields that clients always send are ignored with a log line.
 """
 
 from __future__ import annotations
@@ -52,17 +51,16 @@ UNSUPPORTED = {
     "return_weight_versions": "weights do not change while the server runs",
     "thinking_token_budget": "reasoning cannot be cut off; see max_tokens and reasoning_effort",
 }
-"""Field → why it is refused, or what to use instead. A request's class adds its own to these, under
-the same name."""
+"""Field → why it is refused, or what to use. Requests' classes add to these."""
 IGNORED = {
     "guided_decoding_backend": "the server chooses: --structured-outputs-config.backend",
     "guided_whitespace_pattern": "see --structured-outputs-config.disable-any-whitespace",
 }
-"""Older field without effect that clients still send → what to use instead."""
+"""Older field without effect → what to use."""
 EMPTY: tuple[Any, ...] = (None, False, "", [], {})
-"""Values with which an unsupported field has no effect."""
+"""Values without effect in an unsupported field."""
 NOTHING = {"function_call": ("auto", "none")}
-"""Further such values of one field: without functions, they describe the default behaviour."""
+"""Further such values of one field."""
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 VERBOSITIES = ("low", "medium", "high")
 SERVICE_TIERS = ("auto", "default", "flex", "scale", "priority", "fast")
@@ -74,7 +72,7 @@ class StreamOptions(msgspec.Struct):
     include_usage: bool = False
     continuous_usage_stats: bool = False
     include_obfuscation: bool = False
-    """Accepted and ignored: a stream has no padding."""
+    """Ignored: streams have no padding."""
 
 
 class SamplingRequest(msgspec.Struct, kw_only=True, dict=True):
@@ -123,14 +121,12 @@ class SamplingRequest(msgspec.Struct, kw_only=True, dict=True):
     kv_compression: str | bool | dict[str, Any] | None = None
     """How much of the request's cache stays: "off", {"ratio": …} or {"budget": …}."""
     vllm_xargs: dict[str, Any] | None = None
-    """Arguments of logits processor plugins."""
     request_id: str | None = None
 
     origin: ClassVar[Origin] = Origin()
-    """Set by `request_body.decode_call`; not a field of the request."""
+    """Set by `request_body.decode_call`; not a request's field."""
 
     def check(self) -> None:
-        """Check constraints between fields. Raises InvalidRequest with the field's name."""
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options: needs stream=true", param="stream_options")
         if self.cache_salt == "":
@@ -138,13 +134,12 @@ class SamplingRequest(msgspec.Struct, kw_only=True, dict=True):
 
     @property
     def token_limit_field(self) -> str | None:
-        """Name of the field that limits the output's tokens, if one is given."""
+        """Field that limits the output's tokens, if given."""
         return None if self.max_tokens is None else "max_tokens"
 
     def sampling(
         self, max_tokens: int | None, logprobs: int | None, defaults: SamplingDefaults
     ) -> SamplingParams:
-        """Return the sampling parameters. Raises InvalidRequest with the field's name."""
         stop = self.stop
         fields: dict[str, Any] = {
             "n": self.n,
@@ -201,14 +196,12 @@ class CompletionRequest(SamplingRequest, kw_only=True):
     """POST /v1/completions"""
 
     prompt: str | list[Any] | None = None
-    """Text, token ids, or a list of either."""
     echo: bool = False
     logprobs: int | None = None
     best_of: int | None = None
     add_special_tokens: bool = True
 
     def prompts(self) -> list[str | list[int]]:
-        """Return the prompts as a list. Raises InvalidRequest."""
         prompt = self.prompt
         if prompt is None or prompt == []:
             raise InvalidRequest("prompt: must not be empty", param="prompt")
@@ -255,7 +248,6 @@ class ChatRequest(SamplingRequest, kw_only=True):
     prompt_cache_options: dict[str, Any] | None = None
 
     def check(self) -> None:
-        """Check constraints between fields. Raises InvalidRequest with the field's name."""
         super().check()
         if self.top_logprobs is not None:
             if not self.logprobs:
@@ -286,15 +278,14 @@ class ChatRequest(SamplingRequest, kw_only=True):
         )
 
     def shown_logprobs(self, limit: int) -> int | None:
-        """Return the value of `SamplingParams.logprobs`. limit: the largest allowed number, -1 for
-        any."""
+        """Return `SamplingParams.logprobs`. limit: largest allowed number, -1 for any."""
         if self.top_logprobs is not None and -1 < limit < self.top_logprobs:
             _refuse("top_logprobs", f"at most max_logprobs={limit}", self.top_logprobs)
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def begins_message(self) -> bool:
-        """Whether the output is a new message, whose beginning ends the prompt."""
+        """Whether the output is a new message, begun by the prompt."""
         return self.add_generation_prompt and not self.continue_final_message
 
     @property
@@ -324,7 +315,6 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
 
 
 def capped(tokens: int | None, cap: int | None) -> int | None:
-    """Return the smaller of two limits; None if there is none."""
     return min((limit for limit in (tokens, cap) if limit is not None), default=None)
 
 
@@ -338,18 +328,16 @@ def _is_token_ids(value: Any) -> bool:
 
 @functools.cache
 def _log_ignored(name: str) -> None:
-    """Log it once per field."""
     logger.info("%s: is ignored: %s", name, IGNORED[name])
 
 
 def decode(body: bytes, kind: type[T]) -> T:
-    """Decode a request of this type; null means omitted. Raises InvalidRequest with the field's
-    path."""
+    """Decode a request; null means omitted. Raises InvalidRequest with the field's path."""
     return convert(parse(body), kind)
 
 
 def parse(body: bytes) -> dict[str, Any]:
-    """Decode a JSON object; a byte order mark before it is skipped. Raises InvalidRequest."""
+    """Decode a JSON object, skipping a byte order mark. Raises InvalidRequest."""
     try:
         raw = msgspec.json.decode(body.removeprefix(codecs.BOM_UTF8))
     except msgspec.ValidationError as error:  # A number out of range of any type.
@@ -362,7 +350,6 @@ def parse(body: bytes) -> dict[str, Any]:
 
 
 def convert(raw: dict[str, Any], kind: type[T]) -> T:
-    """Convert a decoded object, as `decode` does."""
     for name, why in {**UNSUPPORTED, **getattr(kind, "UNSUPPORTED", {})}.items():
         is_set = name in raw and raw[name] not in (*EMPTY, *NOTHING.get(name, ()))
         if is_set and name not in kind.__struct_fields__:  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Decodes JSON bodies into Structs, outside the event loop if that takes long."""
+"""Decodes JSON bodies into Structs, on a thread if large."""
 
 from __future__ import annotations
 
@@ -18,29 +18,26 @@ from .protocol import convert, decode, parse
 
 T = TypeVar("T")
 RANK_HEADER = "X-data-parallel-rank"
-"""vLLM's header with the engine that is to run a request, of several."""
+"""vLLM's header that selects one of several engines."""
 INLINE_BYTES = 1 << 16
-"""Bodies up to this size are decoded on the event loop, which is fast for any content."""
+"""Largest bodies decoded on the event loop, fast for any content."""
 
 
 class Call(NamedTuple):
-    """Everything besides the body that a response may depend on; of a request, or of a batch's
-    line."""
+    """What a response may depend on besides the body; of a request, or a batch's line."""
 
     app: web.Application
     route: str
-    """Value of `RequestHead.route`."""
     tenant: Tenant
     headers: Mapping[str, str]
 
 
 def call_of(request: web.Request) -> Call:
-    """Return the call of a request."""
     return Call(request.app, route_of(request), tenant_of(request), request.headers)
 
 
 async def decode_body(request: web.Request, kind: type[T]) -> T:
-    """Return the JSON body of a request as a Struct.
+    """Return the request's JSON body as a Struct.
 
     Raises UnsupportedMediaType, BodyTooLarge, and as `decode_call`.
     """
@@ -49,9 +46,9 @@ async def decode_body(request: web.Request, kind: type[T]) -> T:
 
 
 async def decode_call(call: Call, body: bytes, kind: type[T]) -> T:
-    """Return the JSON body of a call as a Struct; plugins may change it before it is checked.
+    """Return a call's JSON body as a Struct, after plugins' changes.
 
-    Raises InvalidRequest with the field's path, BodyTooLarge, and a plugin's refusals.
+    Raises InvalidRequest with the field's path, BodyTooLarge, and plugins' refusals.
     """
     tenancy, max_values = call.app[TENANCY], call.app[OPTIONS].max_json_values
     large = len(body) > INLINE_BYTES
@@ -73,7 +70,7 @@ async def decode_call(call: Call, body: bytes, kind: type[T]) -> T:
 
 
 def _rank(text: str | None) -> int | None:
-    """Return the member that a header names; the engine checks that it is one."""
+    """Return the header's member; the engine checks it."""
     if text is None:
         return None
     if not (text.isascii() and text.isdigit() and len(text) < 10):

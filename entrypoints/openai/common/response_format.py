@@ -1,4 +1,4 @@
-"""Constraints on a request's output: response formats, and grammars of every kind."""
+"""Constraints on outputs: response formats, and grammars of every kind."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ GUIDED = {
     "guided_grammar": "grammar",
     "structural_tag": "structural_tag",
 }
-"""vLLM's older field names → kinds."""
+"""vLLM's older fields → kinds."""
 
 
 def requested(body: Any) -> StructuredOutputsParams | None:
-    """Return the constraint of `response_format`, `structured_outputs` or a `guided_*` field. If
-    several are given they have to be equal: some clients also send a field under its older name.
+    """Return the constraint of `response_format`, `structured_outputs` or `guided_*`; several must
+    be equal, as some clients send a field under both names.
 
     Raises InvalidRequest with the field's name.
     """
@@ -50,7 +50,7 @@ def requested(body: Any) -> StructuredOutputsParams | None:
 
 
 def _meaning(params: StructuredOutputsParams) -> tuple[str, Any]:
-    """Return the kind, and the value in a comparable form."""
+    """Return the kind, and a comparable value."""
     kind = next(k for k in STRUCTURED_KINDS if getattr(params, k) is not None)
     value = getattr(params, kind)
     if kind in ("json", "structural_tag") and isinstance(value, str):
@@ -98,7 +98,7 @@ def _strict(wrapped: dict[str, Any]) -> bool | None:
 def made(
     field: str, kind: str, value: Any, *, strict: bool | None = None
 ) -> StructuredOutputsParams:
-    """Return the parameters of one kind. Raises InvalidRequest with the field's name."""
+    """Return the parameters of one kind."""
     try:
         return StructuredOutputsParams(**{kind: value}, strict=strict, field=field)
     except InvalidRequest as error:

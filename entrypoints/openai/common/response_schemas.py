@@ -1,8 +1,7 @@
-"""Bodies of responses, as Structs: the schemas of the OpenAPI document, against which tests check
-responses.
+"""Response bodies as Structs, for the OpenAPI document and tests.
 
-The handlers write plain dicts of the same form, because one Struct per streamed token costs time. A
-field that only some requests get has UNSET for its default. OpenAI's fields come first.
+Handlers write plain dicts, as a Struct per streamed token is slow. Optional fields default to
+UNSET. OpenAI's fields come first.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ from ..common.request_body import Call, decode_body
 from ..common.response_schemas import CompletionChunk, CompletionResponse
 
 STARTED_AT_ONCE = 4
-"""Number of prompts that are submitted in one turn of the event loop."""
+"""Prompts submitted per turn of the event loop."""
 
 
 @documented(
@@ -57,7 +57,6 @@ async def completions(request: web.Request) -> web.StreamResponse:
 
 
 async def completion_response(call: Call, params: CompletionRequest) -> dict[str, Any]:
-    """Return the response to a request that does not stream."""
     return await (await _completion(call.app, params)).full_response()
 
 
@@ -73,7 +72,7 @@ async def _completion(app: web.Application, params: CompletionRequest) -> TextCo
 
 
 class TextCompletion:
-    """A validated request: its prompts, each with n choices."""
+    """A validated request: its prompts, with n choices each."""
 
     def __init__(
         self,
@@ -86,7 +85,7 @@ class TextCompletion:
         self.model = model
         self.prompts = request.prompts()
         self.token_ids: list[list[int]] = []
-        """Token ids of each prompt, set by `tokenize`."""
+        """Each prompt's ids, set by `tokenize`."""
         self.id = new_id("cmpl", request.request_id)
         self.created = int(time.time())
         if request.best_of is not None and request.best_of != (request.n or 1):
@@ -99,7 +98,7 @@ class TextCompletion:
             )
         self.params = self._params()
         self.offsets: dict[int, int] = {}
-        """Choice → offset of its next token in its text."""
+        """Choice → text offset of its next token."""
 
     def _params(self) -> SamplingParams:
         request = self.request
@@ -112,7 +111,7 @@ class TextCompletion:
         return request.sampling(1 if self.only_echo else limit, request.logprobs, defaults)
 
     async def tokenize(self) -> None:
-        """Encode the prompts. Raises as `AsyncEngine.tokenize_texts`."""
+        """Encode the prompts; raises as `AsyncEngine.tokenize_texts`."""
         texts = [prompt for prompt in self.prompts if isinstance(prompt, str)]
         encoded_texts: list[list[int]] = []
         if texts:
@@ -126,7 +125,6 @@ class TextCompletion:
         self.engine.check_num_logprobs([len(ids) for ids in self.token_ids], self.params)
 
     def streams(self) -> list[OutputStream]:
-        """Submit each prompt to the engine."""
         return [
             watched(
                 self.engine.generate(
@@ -143,7 +141,6 @@ class TextCompletion:
         ]
 
     async def full_response(self) -> dict[str, Any]:
-        """Return the full response."""
         outputs = await _all(self.streams())
         choices = []
         for number, output in enumerate(outputs):
@@ -166,7 +163,6 @@ class TextCompletion:
         return body
 
     async def frames(self) -> AsyncIterator[bytes]:
-        """Yield the chunks of a stream."""
         stream = CompletionStream(self)
         async for number, output in merge(self.streams()):
             first = not stream.has_begun(number)
@@ -187,7 +183,7 @@ class TextCompletion:
     def _choice(
         self, number: int, output: RequestOutput, completion: CompletionOutput
     ) -> dict[str, Any]:
-        """Return a choice, or what an output adds to it."""
+        """Return a choice, or an output's addition to it."""
         if completion.finish_reason == "error":
             raise output.failure()
         index = number * self.params.n + completion.index
@@ -227,7 +223,7 @@ class TextCompletion:
         return choice
 
     def _echoed(self, number: int, output: RequestOutput) -> str:
-        """Return the prompt's own text, unless the prompt is ids or truncated."""
+        """Return the prompt's text, unless it is ids or truncated."""
         prompt = self.prompts[number]
         if isinstance(prompt, str) and len(output.prompt_token_ids) == len(self.token_ids[number]):
             return prompt
@@ -239,8 +235,7 @@ class TextCompletion:
 
 
 class CompletionStream:
-    """Encodes the outputs of a text completion as server-sent events, from a template if a chunk
-    contains only text."""
+    """Encodes a text completion's outputs as server-sent events, from a template for mere text."""
 
     def __init__(self, text_completion: TextCompletion) -> None:
         self._completion = text_completion
@@ -259,10 +254,9 @@ class CompletionStream:
             )
         )
         self._template: Template | None = None
-        """The frame of a text within a single choice."""
+        """Frame of a text within a single choice."""
 
     def encode(self, output: RequestOutput) -> bytes:
-        """Return the chunks of an output of a single prompt."""
         if self._template is not None and len(output.outputs) == 1:
             completion = output.outputs[0]
             if completion.finish_reason is None:
@@ -271,11 +265,10 @@ class CompletionStream:
         return b"".join(self.frames(output, 0))
 
     def has_begun(self, number: int) -> bool:
-        """Return whether there was an output of prompt `number`."""
+        """Return whether prompt `number` had an output."""
         return self._prompts[number] > 0
 
     def frames(self, output: RequestOutput, number: int) -> list[bytes]:
-        """Return the chunks of an output of prompt `number` as a list."""
         text_completion = self._completion
         self._prompts[number] = output.num_prompt_tokens
         self._cached[number] = output.num_cached_tokens
@@ -293,13 +286,12 @@ class CompletionStream:
         return frames
 
     def final_chunk(self) -> bytes:
-        """Return the chunk with the usage, if the request includes it."""
+        """Return the usage chunk, if requested."""
         if not self._completion.request.include_usage:
             return b""
         return frame(self._completion._body([]) | {"usage": self._usage()})
 
     def _bare(self, output: RequestOutput, text: str) -> bytes:
-        """Return the chunk of a text of a single choice."""
         completion = CompletionOutput(index=0, text=text)
         return frame(self._completion._body([self._completion._choice(0, output, completion)]))
 
@@ -311,7 +303,7 @@ class CompletionStream:
 
 
 async def _all(streams: list[Any]) -> list[RequestOutput]:
-    """Return the final output of each stream; the first error ends the others."""
+    """Return each stream's final output; the first error ends the others."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [
@@ -323,8 +315,9 @@ async def _all(streams: list[Any]) -> list[RequestOutput]:
 
 
 async def spread(streams: list[Any]) -> AsyncIterator[Any]:
-    """Yield the streams to be started, a few per turn of the event loop, because starting each
-    takes time in proportion to n."""
+    """Yield streams to start, a few per turn of the event loop, as each takes time proportional to
+    n.
+    """
     for number, output_stream in enumerate(streams, 1):
         yield output_stream
         if number % STARTED_AT_ONCE == 0:
@@ -340,7 +333,7 @@ async def _last(outputs: Any) -> RequestOutput:
 
 
 async def merge(streams: list[Any]) -> AsyncIterator[tuple[int, RequestOutput]]:
-    """Yield the outputs of several streams in order of arrival, each with its stream's number."""
+    """Yield several streams' outputs in order of arrival, with the stream's number."""
     if len(streams) == 1:
         async for output in streams[0]:
             yield 0, output

@@ -22,7 +22,6 @@ async def embeddings(request: web.Request) -> web.Response:
 
 
 async def embeddings_response(call: Call, params: EmbeddingRequest) -> dict[str, Any]:
-    """Return a vector for each prompt."""
     engine = call.app[ENGINE]
     model = check_model(engine, params.model)
     check_task(engine, "/v1/embeddings", "embed")

@@ -29,16 +29,13 @@ class PoolingFields(msgspec.Struct, kw_only=True, dict=True):
     request_id: str | None = None
 
     origin: ClassVar[Origin] = Origin()
-    """As in SamplingRequest."""
 
     UNSUPPORTED: ClassVar = {
         "instruction": "write it into the texts, in the form that the model was trained with",
         "late_chunking_params": "each text is pooled by itself",
     }
-    """Added to the module's of `common.protocol`."""
 
     def options(self, name: str) -> dict[str, Any]:
-        """Return the arguments for `AsyncEngine.encode`."""
         return {
             **self.origin.engine_options(name, self.priority, self.cache_salt),
             "add_special_tokens": self.add_special_tokens,
@@ -58,13 +55,12 @@ class EmbeddingRequest(PoolingFields, kw_only=True):
     dimensions: int | None = None
     normalize: bool | None = None
     use_activation: bool | None = None
-    """vLLM's newer name for normalize."""
+    """vLLM's newer name of normalize."""
     add_generation_prompt: bool = False
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
 
     def params(self) -> PoolingParams:
-        """Return the pooling parameters. Raises InvalidRequest with the field's name."""
         return PoolingParams(
             task="embed",
             normalize=_either(self.normalize, self.use_activation),
@@ -119,15 +115,13 @@ class PairFields(PoolingFields, kw_only=True):
     """Tokens of a text that are read; what follows them is cut off."""
 
     def params(self) -> PoolingParams:
-        """Return the pooling parameters. Raises InvalidRequest with the field's name."""
         return PoolingParams(
             activation=_either(self.activation, self.use_activation),
             truncate_prompt_tokens=self.truncate_prompt_tokens,
         )
 
     def limits(self) -> tuple[int | None, int | None]:
-        """Return the limits of a query and of a document; None: there is none. Raises
-        InvalidRequest."""
+        """Return the token limits of a query and of a document. Raises InvalidRequest."""
         for name in ("max_tokens_per_query", "max_tokens_per_doc"):
             if (limit := getattr(self, name)) is not None and limit < 1:
                 raise InvalidRequest(f"{name}: must be at least 1, got {limit}", param=name)
@@ -140,7 +134,7 @@ class ScoreRequest(PairFields, kw_only=True):
     text_1: str | list[str] | None = None
     text_2: str | list[str] | None = None
     queries: str | list[str] | None = None
-    """vLLM's other name of text_1; of text_2 it is `documents` or `items`."""
+    """vLLM's other name of text_1."""
     documents: str | list[str] | None = None
     items: str | list[str] | None = None
     data_1: str | list[str] | None = None
@@ -150,11 +144,9 @@ class ScoreRequest(PairFields, kw_only=True):
         ("text_1", "queries", "data_1"),
         ("text_2", "documents", "items", "data_2"),
     )
-    """Names of the first texts, and of the second ones."""
 
     def names(self) -> tuple[str, str]:
-        """Return the names under which both texts came. Raises InvalidRequest if one is missing or
-        came under two names."""
+        """Return the names of both texts. Raises InvalidRequest for missing or duplicate ones."""
         found: list[str] = []
         for names in self.NAMES:
             given = [name for name in names if getattr(self, name) is not None]
@@ -170,7 +162,6 @@ class ScoreRequest(PairFields, kw_only=True):
         return found[0], found[1]
 
     def pairs(self) -> list[tuple[str, str]]:
-        """Return the pairs of texts. Raises InvalidRequest with the field's name."""
         names = self.names()
         first, second = (
             [value] if isinstance(value, str) else value
@@ -205,7 +196,6 @@ class RerankRequest(PairFields, kw_only=True):
     return_documents: bool = True
 
     def texts(self) -> list[str]:
-        """Return the documents' texts. Raises InvalidRequest with the field's name."""
         if self.top_n is not None and self.top_n < 0:
             raise InvalidRequest(f"top_n: must be at least 0, got {self.top_n}", param="top_n")
         _check_count("documents", len(self.documents))
@@ -222,7 +212,6 @@ class RerankRequest(PairFields, kw_only=True):
 
 
 def inputs(value: str | list[Any] | None) -> list[str | list[int]]:
-    """Return the items of a field named input as a list. Raises InvalidRequest."""
     if value is None or value == [] or value == "":
         raise InvalidRequest("input: must not be empty", param="input")
     if isinstance(value, str) or _is_token_ids(value):

@@ -1,4 +1,4 @@
-"""POST /pooling and POST /classify, and helpers that the pooling routes share."""
+"""POST /pooling and POST /classify, and common helpers."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from .protocol import ClassifyRequest, EmbeddingRequest, PoolingRequest, inputs
 
 T = TypeVar("T")
 MAX_VALUES = 1 << 23
-"""Limit of numbers in one response: 2048 vectors of 4096."""
+"""Most numbers in a response: 2048 vectors of 4096."""
 AT_ONCE = 512
-"""Numbers that are encoded at once."""
+"""Numbers encoded at once."""
 BASE64_BYTES = 3 << 16
-"""The same as base64, which has four characters for three bytes."""
+"""The same as base64: four characters per three bytes."""
 
 
 @documented("vectors and scores", request=PoolingRequest, response=PoolingResponse)
@@ -39,7 +39,6 @@ async def pooling(request: web.Request) -> web.Response:
 
 
 async def pooling_response(call: Call, params: PoolingRequest) -> dict[str, Any]:
-    """Return the pooled states of each prompt."""
     engine = call.app[ENGINE]
     model = check_model(engine, params.model)
     check_task(engine, "/pooling", *(t for t in engine.supported_tasks if t != "generate"))
@@ -58,7 +57,6 @@ async def classify(request: web.Request) -> web.Response:
 
 
 async def classify_response(call: Call, params: ClassifyRequest) -> dict[str, Any]:
-    """Return the likeliest label of each prompt, and the probabilities of all."""
     engine = call.app[ENGINE]
     model = check_model(engine, params.model)
     check_task(engine, "/classify", "classify")
@@ -80,7 +78,7 @@ async def classify_response(call: Call, params: ClassifyRequest) -> dict[str, An
 
 
 def check_task(engine: AsyncEngine, path: str, *tasks: str) -> None:
-    """Raise InvalidRequest, naming the model's tasks, if it supports none of `tasks`."""
+    """Raise InvalidRequest, naming the model's tasks, unless one of `tasks` is supported."""
     does = engine.supported_tasks
     if not set(tasks) & set(does):
         hint = "; start the server with --runner pooling" if does == ("generate",) else ""
@@ -90,7 +88,7 @@ def check_task(engine: AsyncEngine, path: str, *tasks: str) -> None:
 
 
 async def prompts_of(engine: AsyncEngine, request: EmbeddingRequest) -> list[Any]:
-    """Return the prompts from `input`, or from `messages` through the chat template."""
+    """Return the prompts from `input`, or `messages`."""
     if request.messages is None:
         return list(inputs(request.input))
     if request.input is not None:
@@ -107,14 +105,13 @@ async def prompts_of(engine: AsyncEngine, request: EmbeddingRequest) -> list[Any
 async def encoded(
     engine: AsyncEngine, prompts: Sequence[Any], request: Any, name: str
 ) -> list[PoolingRequestOutput]:
-    """Pool all prompts of a request, with its parameters."""
     options = {**request.options(name), "max_values": MAX_VALUES}
     work = encode_all(engine, prompts, request.params(), **options)
     return await naming(work, "input" if getattr(request, "messages", None) is None else "messages")
 
 
 async def naming(work: Awaitable[T], field: str) -> T:
-    """Await `work`; name the route's field in errors about a prompt."""
+    """Await `work`, naming the route's field in errors about a prompt."""
     try:
         return await work
     except InvalidRequest as error:
@@ -126,14 +123,13 @@ async def naming(work: Awaitable[T], field: str) -> T:
 async def encoded_numbers(
     outputs: Sequence[PoolingRequestOutput], encoding_format: str
 ) -> list[Any]:
-    """Return what `numbers` does for each output."""
     arrays = [output.outputs.data for output in outputs]
     size = sum(array.size for array in arrays)
     return await off_loop(size, lambda: [numbers(array, encoding_format) for array in arrays])
 
 
 def numbers(data: np.ndarray, encoding_format: str) -> Any:
-    """Return a list, encoded already if it is long, or OpenAI's base64 of little-endian float32."""
+    """Return a list (encoded if long), or OpenAI's base64 of little-endian float32."""
     if encoding_format == "float":
         at_once = max(AT_ONCE // math.prod(data.shape[1:]), 1)
         return in_pieces(data, at_once, np.ndarray.tolist)
@@ -145,7 +141,6 @@ def numbers(data: np.ndarray, encoding_format: str) -> Any:
 def body(
     name: str, model: str, data: list[Any], outputs: Sequence[PoolingRequestOutput]
 ) -> dict[str, Any]:
-    """Return OpenAI's list."""
     return {
         "id": name,
         "object": "list",
@@ -157,7 +152,6 @@ def body(
 
 
 def usage_of(outputs: Sequence[PoolingRequestOutput]) -> dict[str, Any]:
-    """Return the usage in tokens."""
     total = sum(len(output.prompt_token_ids) for output in outputs)
     return {
         "prompt_tokens": total,

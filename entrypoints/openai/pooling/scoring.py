@@ -25,7 +25,6 @@ async def score(request: web.Request) -> web.Response:
 
 
 async def score_response(call: Call, params: ScoreRequest) -> dict[str, Any]:
-    """Return a score for each pair of texts."""
     engine = call.app[ENGINE]
     model = check_model(engine, params.model)
     _check_scores(engine, call.route)
@@ -48,7 +47,6 @@ async def rerank(request: web.Request) -> web.Response:
 
 
 async def rerank_response(call: Call, params: RerankRequest) -> dict[str, Any]:
-    """Return the documents, those that match the query best first."""
     engine = call.app[ENGINE]
     model = check_model(engine, params.model)
     _check_scores(engine, call.route)
@@ -80,7 +78,7 @@ async def _cut(
     query_tokens: int | None,
     document_tokens: int | None,
 ) -> list[tuple[str, str]]:
-    """Return the pairs with each text cut after this many tokens; None: it stays whole."""
+    """Truncate the texts of pairs; None: no limit."""
     for place, limit in enumerate((query_tokens, document_tokens)):
         if limit is None:
             continue

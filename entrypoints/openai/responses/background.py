@@ -1,4 +1,4 @@
-"""The stored and the background responses of one server."""
+"""A server's stored and background responses."""
 
 from __future__ import annotations
 
@@ -29,40 +29,38 @@ from .tools import Tools
 from .truncation import truncated
 
 FEW_ITEMS = 256
-"""Inputs of up to this many items are read on the event loop."""
+"""Most items of an input read on the event loop."""
 
 
 class Running:
-    """A background response in progress; any number of clients may follow it."""
+    """A background response in progress, with any number of followers."""
 
     def __init__(self, completion: ResponseCompletion, owner: str) -> None:
         self.completion = completion
         self.owner = owner
         self.kept = True
-        """False after it was deleted."""
+        """False once deleted."""
         self.frames: list[bytes] = []
-        """The frames of its events by sequence number, if it streams."""
+        """Its events' frames by sequence number, if it streams."""
         self.task: asyncio.Task[None] | None = None
         self.ended = False
-        """Whether its last event was added."""
         self._changed = asyncio.Event()
         self._uncount: Callable[[], None] | None = None
 
     def count(self, usage: Usage, tenant: Tenant) -> None:
-        """Count it against its tenant's limits, from the end of the request that created it."""
+        """Count it against its tenant's limits after the creating request."""
         if not self.ended:
             usage.hold(tenant)
             self._uncount = functools.partial(usage.end, tenant)
 
     def end(self) -> None:
-        """Wake the followers after the last event."""
         self.ended = True
         if self._uncount is not None:
             self._uncount()
         self.wake()
 
     def take(self, event: Event) -> None:
-        """Add an event, and wake the followers."""
+        """Add an event, and wake followers."""
         if self.completion.body.stream:
             self.frames.append(named_frame(event))
         self.wake()
@@ -72,7 +70,7 @@ class Running:
         self._changed = asyncio.Event()
 
     async def follow(self, first: int) -> AsyncIterator[bytes]:
-        """Yield the frames from this sequence number on, up to the last."""
+        """Yield the frames from this sequence number on."""
         while True:
             event = self._changed
             while first < len(self.frames):
@@ -84,14 +82,11 @@ class Running:
 
 
 class Responses:
-    """Stored and running responses of one application."""
-
     def __init__(self, options: ServerOptions) -> None:
         self.store = ResponseStore(options.max_stored_responses, options.max_stored_response_bytes)
         self.running: dict[str, Running] = {}
 
     async def close(self, _: web.Application) -> None:
-        """Cancel all background responses."""
         tasks = [run.task for run in self.running.values() if run.task is not None]
         for task in tasks:
             task.cancel()
@@ -102,8 +97,9 @@ class Responses:
     async def new_completion(
         self, engine: AsyncEngine, body: ResponsesRequest, owner: str
     ) -> ResponseCompletion:
-        """Validate a request, together with the earlier responses of this owner that it continues.
-        Raises InvalidRequest, EngineOverloaded."""
+        """Validate a request with this owner's earlier responses that it continues. Raises
+        InvalidRequest, EngineOverloaded.
+        """
         body.check()
         store = self.store.enabled and body.store is not False
         if body.background and not store:
@@ -153,7 +149,7 @@ class Responses:
     def keep(
         self, completion: ResponseCompletion, owner: str, frames: list[bytes] | None = None
     ) -> None:
-        """Store a response that has ended, if it is to be stored."""
+        """Store an ended response, if requested."""
         if completion.stored:
             self.store.put(
                 completion.snapshot(),
@@ -164,7 +160,7 @@ class Responses:
             )
 
     async def stream(self, completion: ResponseCompletion, owner: str) -> AsyncIterator[bytes]:
-        """Yield the frames of a response that ends when its client disconnects."""
+        """Yield the frames of a response that ends with its connection."""
         events = completion.events()
         try:
             async for event in events:
@@ -175,7 +171,7 @@ class Responses:
             await events.aclose()  # type: ignore[attr-defined]
 
     async def start(self, completion: ResponseCompletion, owner: str) -> Running:
-        """Run a response in the background; returns once the engine has admitted it."""
+        """Run a response in the background; returns once admitted."""
         events = completion.events()
         running = Running(completion, owner)
         running.take(await anext(events))
@@ -204,14 +200,13 @@ class Responses:
         return running if running is not None and running.owner == owner else None
 
     def stored(self, id: str, owner: str) -> StoredResponse:
-        """Return a stored response. Raises NotFound."""
         response = self.store.get(id, owner)
         if response is None:
             raise NotFound(f"response_id: no response {id!r} is stored here", param="response_id")
         return response
 
     def body(self, id: str, owner: str) -> bytes:
-        """Return a response as it is now, encoded. Raises NotFound."""
+        """Return the encoded current response. Raises NotFound."""
         running = self._running(id, owner)
         return (
             self.stored(id, owner).body
@@ -220,13 +215,14 @@ class Responses:
         )
 
     def input(self, id: str, owner: str) -> list[Item]:
-        """Return all items before a response's output. Raises NotFound."""
+        """Return all items before the output. Raises NotFound."""
         running = self._running(id, owner)
         return self.stored(id, owner).items() if running is None else running.completion.input
 
     def follow(self, id: str, owner: str, first: int) -> AsyncIterator[bytes]:
-        """Return the stream of a background response from a sequence number on. Raises NotFound,
-        InvalidRequest."""
+        """Return a background response's stream from a sequence number. Raises NotFound,
+        InvalidRequest.
+        """
         running = self._running(id, owner)
         streamed = bool(
             running.completion.body.stream if running else self.stored(id, owner).events
@@ -239,8 +235,7 @@ class Responses:
         return running.follow(first) if running else _replay(self.stored(id, owner).events, first)
 
     async def cancel(self, id: str, owner: str) -> bytes:
-        """Cancel a background response; return it. Raises NotFound; InvalidRequest unless it ran in
-        the background."""
+        """Cancel and return a background response. Raises NotFound, InvalidRequest."""
         running = self._running(id, owner)
         if running is None:
             response = self.stored(id, owner)
@@ -253,7 +248,7 @@ class Responses:
         return encoder.encode(running.completion.snapshot())
 
     async def delete(self, id: str, owner: str) -> dict[str, Any]:
-        """Delete a response; cancel it if it is running. Raises NotFound."""
+        """Delete a response, cancelling it if running. Raises NotFound."""
         running = self._running(id, owner)
         if running is not None:
             running.kept = False

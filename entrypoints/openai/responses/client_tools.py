@@ -1,5 +1,6 @@
-"""Tools that OpenAI defines and a request's client runs: given to the model as functions, whose
-calls become items of their own type."""
+"""Tools defined by OpenAI and run by the client: functions whose calls become items of their own
+type.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +14,16 @@ Conversion = Callable[[Fields], Fields]
 
 
 class ClientTool(msgspec.Struct, frozen=True):
-    """One of these types of tools."""
-
     call: str
-    """Type of the item of a call."""
+    """Type of a call's item."""
     description: str
     parameters: dict[str, Any]
     is_offered: Callable[[dict[str, Any]], bool]
-    """Whether the client runs the tool, from its entry in `tools`."""
+    """Whether the client runs the tool, by its entry in `tools`."""
     fields: Conversion
-    """Returns the fields of a call's item, from the arguments."""
+    """Arguments → fields of the call's item."""
     arguments: Conversion
-    """Returns the arguments, from the item."""
+    """Item → arguments."""
 
 
 def _object(required: str, **properties: dict[str, Any]) -> dict[str, Any]:
@@ -45,9 +44,9 @@ def _run_here(tool: dict[str, Any]) -> bool:
 
 
 def _nested(key: str, always: Fields | None = None, **empty: Any) -> tuple[Conversion, Conversion]:
-    """Return both conversions for an item that has its arguments under a key.
+    """Return both conversions for an item with arguments under a key.
 
-    always: what stands beside them; empty: what stands for them until they are complete.
+    always: other fields; empty: values until the arguments are complete.
     """
     fixed = always or {}
 
@@ -102,7 +101,6 @@ CLIENT_TOOLS = {
         _SEARCH[1],
     ),
 }  # fmt: skip
-"""Type of a tool → how it is offered. Other tools than functions and custom ones run on OpenAI's
-servers, so that no other server has them."""
+"""Type of a tool → how it is offered. Other tools run on OpenAI's servers only."""
 TOOL_OF_CALL = {tool.call: name for name, tool in CLIENT_TOOLS.items()}
 """Type of a call's item → type of the tool, which is the function's name."""

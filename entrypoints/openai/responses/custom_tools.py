@@ -1,4 +1,4 @@
-"""Custom tools: functions with one argument, the text that such a tool reads."""
+"""Custom tools, as functions with one text argument."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from ....core.grammars.tool_calls.lark_pattern import lark_pattern
 
 logger = logging.getLogger("jackfield.server")
 INPUT = "input"
-"""Name of the one argument."""
 SYNTAXES = {"lark": "Lark grammar", "regex": "regular expression"}
 _BEGIN = re.compile(r'\s*\{\s*"input"\s*:\s*"')
 _LONGEST_BEGIN = 64
@@ -23,8 +22,8 @@ _HIGH = re.compile(r"\\u[dD][89abAB]")
 
 
 def custom_function(tool: dict[str, Any], path: str) -> tuple[dict[str, Any], Any]:
-    """Return a custom tool as a chat's function, and the schema of its arguments if its `format`
-    says more than the function's parameters do.
+    """Return a custom tool as a chat's function, and its arguments' schema if its `format` is
+    stricter.
 
     Raises InvalidRequest with the field's path.
     """
@@ -74,20 +73,20 @@ def _parameters(**keywords: Any) -> dict[str, Any]:
 
 
 class InputReader:
-    """Reads a custom tool's input out of the JSON text of its arguments, piece by piece."""
+    """Reads a custom tool's input incrementally from its JSON arguments."""
 
     def __init__(self) -> None:
         self._arguments: list[str] = []
-        """The arguments so far, while the input's text has not begun."""
+        """The arguments until the input begins."""
         self._start = ""
         """Their first characters."""
         self._begun = self._ended = False
-        """Whether the input's text has begun, and whether its closing quote was read."""
+        """Whether the input has begun, and its closing quote was read."""
         self._rest = ""
-        """The beginning of an escape."""
+        """Beginning of an escape."""
 
     def feed(self, fragment: str) -> str:
-        """Return the text of the input that a fragment adds."""
+        """Return the input text that a fragment adds."""
         if self._begun:
             return self._unescaped(fragment)
         self._arguments.append(fragment)
@@ -101,8 +100,9 @@ class InputReader:
         return self._unescaped(self._start[match.end() :])
 
     def finish(self, *, complete: bool) -> str:
-        """Return the rest of the text at the end: all of it, if the arguments are complete and not
-        the expected object."""
+        """Return the remaining text: everything, if complete arguments are not the expected
+        object.
+        """
         arguments, self._arguments = "".join(self._arguments), []
         return _input_of(arguments) if complete and not self._begun else ""
 
@@ -148,8 +148,7 @@ def _character(escapes: str) -> str:
 
 
 def _input_of(arguments: str) -> str:
-    """Return the input in arguments of any form: the text of `input` or of the one argument; else
-    all of it."""
+    """Return the input in any arguments: `input`, the only argument, or everything."""
     try:
         value = json.loads(arguments, strict=False)
     except (ValueError, RecursionError):

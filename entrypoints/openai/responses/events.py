@@ -1,6 +1,6 @@
-"""Builds a response's output items, and the stream events that describe them, from parser events.
+"""Builds a response's output items, and their stream events, from parser events.
 
-The items of a response in one piece are those that the streamed events build up.
+A whole response has the items that its events build.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from .tools import Tools
 Event = dict[str, Any]
 NO_TOOLS = Tools()
 _CALL_EVENTS = {"arguments": "function_call_arguments", "input": "custom_tool_call_input"}
-"""Field of a call's item → middle of the names of the events about its text."""
+"""Field of a call's item → middle of its events' names."""
 
 
 class Logprobs(Protocol):
-    """Looks up the log-probabilities of a message."""
+    """Looks up a message's log-probabilities."""
 
     def __call__(self, index: int, *, only_new: bool) -> list[Any]:
-        """Return the entries of the tokens of the message at this output index: all of them, or
-        those since the last call for new ones."""
+        """Return the token entries of the message at this output index: all, or those since the
+        last call.
+        """
 
 
 def call_id() -> str:
-    """Return an id for a call whose text has none."""
+    """Return an id for a call without one."""
     return f"call_{uuid.uuid4().hex}"
 
 
 def no_logprobs(index: int, *, only_new: bool) -> list[Any]:
-    """Return [], for requests without log-probabilities."""
     return []
 
 
@@ -55,11 +55,11 @@ class _Open(msgspec.Struct):
     index: int
     item: Item
     field: str = ""
-    """Of a call: the item's field that its text is."""
+    """Of a call: field of the item with its text."""
     read: Callable[[str], Item] | None = None
-    """Of a call whose item has no such field: returns its fields, from the arguments."""
+    """Of a call without such a field: arguments → fields."""
     input: InputReader | None = None
-    """Of a custom tool's call: reads the text out of the arguments."""
+    """Of a custom tool's call: reads its text."""
     texts: list[str] = []
 
     @property
@@ -68,7 +68,7 @@ class _Open(msgspec.Struct):
 
 
 class OutputItems:
-    """Output items as they grow, in time linear in the text."""
+    """Growing output items, in linear time."""
 
     def __init__(
         self,
@@ -76,23 +76,23 @@ class OutputItems:
         logprobs: Logprobs = no_logprobs,
         tools: Tools = NO_TOOLS,
     ) -> None:
-        """tools: those that the model may call, which decide a call's type of item."""
+        """tools: decide calls' types of items."""
         self._items: list[Item] = []
         self._open: _Open | None = None
         self._space = ""
-        """White space between items; part of a message only if text follows."""
+        """White space between items, kept only if text follows in a message."""
         self._new_call_id = new_call_id
         self._logprobs = logprobs
         self._tools = tools
 
     def snapshot(self) -> list[Item]:
-        """Return the items so far; the last one may be in progress."""
+        """Return the items; the last may be in progress."""
         if self._open is None:
             return list(self._items)
         return [*self._items, self._finished(self._open, "in_progress")]
 
     def add(self, parser_events: list[ParserEvent]) -> list[Event]:
-        """Return the stream events; each begins with `type` and lacks `sequence_number`."""
+        """Return stream events, each with `type`, without `sequence_number`."""
         events: list[Event] = []
         for event in parser_events:
             match event:
@@ -226,7 +226,6 @@ class OutputItems:
         self._open = None
 
     def _item_event(self, kind: str, **fields: Any) -> Event:
-        """Return an event about the open item."""
         assert self._open is not None
         event = {
             "type": kind,
@@ -238,7 +237,6 @@ class OutputItems:
         return {**event, **fields}
 
     def _finished(self, open: _Open, status: str) -> Item:
-        """Return the open item with its text so far."""
         text = "".join(open.texts)
         if open.read is not None:
             return {**open.item, **(open.read(text) if text else {}), "status": status}
@@ -255,7 +253,7 @@ class OutputItems:
 
 
 def json_object(arguments: str) -> dict[str, Any]:
-    """Return a call's arguments; {} if they are incomplete."""
+    """Return a call's arguments; {} if incomplete."""
     try:
         value = msgspec.json.decode(arguments)
     except (msgspec.DecodeError, RecursionError, UnicodeError):

@@ -1,4 +1,4 @@
-"""Items of a response's input: validated, given ids, and converted to the messages of a chat."""
+"""Validates a response's input items, gives them ids, and converts them to chat messages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .item_kinds import (
 )
 
 MAX_ITEMS = 16384
-"""Limit of one response's input, including the items of the responses before it."""
+"""Most items of an input, including earlier responses'."""
 ROLES = ("user", "assistant", "system", "developer")
 PREFIXES = {"message": "msg", "reasoning": "rs"} | {
     name: kind.prefix for name, kind in KINDS.items()
@@ -29,14 +29,13 @@ PREFIXES = {"message": "msg", "reasoning": "rs"} | {
 
 
 def item_id(kind: str) -> str:
-    """Return a new id for an item of this type."""
     return f"{PREFIXES[kind]}_{uuid.uuid4().hex}"
 
 
 def read_items(value: str | list[Any] | None, find: Callable[[str], Item | None]) -> list[Item]:
-    """Return `input` as items, in the form in which they are listed.
+    """Return `input` as listed items.
 
-    find: returns the item of an `item_reference`. Raises InvalidRequest with the item's path.
+    find: resolves an `item_reference`. Raises InvalidRequest with the item's path.
     """
     if value is None or value == "" or value == []:
         raise InvalidRequest("input: must not be empty", param="input")
@@ -47,7 +46,6 @@ def read_items(value: str | list[Any] | None, find: Callable[[str], Item | None]
 
 
 def check_count(count: int) -> None:
-    """Raise InvalidRequest if there are too many items."""
     if count > MAX_ITEMS:
         raise InvalidRequest(
             f"input: at most {MAX_ITEMS} items, with those of previous_response_id; got {count}",
@@ -102,8 +100,7 @@ def _message(item: Item, path: str) -> Item:
 
 
 def _reasoning(item: Item, path: str) -> Item:
-    """Read reasoning that a client sends back. What another server encrypted cannot be read
-    here."""
+    """Read reasoning that a client sends back; other servers' encrypted one is unreadable."""
     content = item.get("content") or []
     texts = []
     for index, part in enumerate(content if isinstance(content, list) else [content]):
@@ -119,20 +116,19 @@ def _reasoning(item: Item, path: str) -> Item:
 
 
 def to_messages(items: list[Item], instructions: str | None) -> list[dict[str, Any]]:
-    """Convert items to the messages of a chat.
+    """Convert items to chat messages.
 
-    Consecutive reasoning, text and calls of the model become one assistant message. Everything
-    before the first turn (`instructions`, system and developer messages) becomes one system
-    message, because many templates accept only one. Raises InvalidRequest for a result without its
-    call.
+    Consecutive reasoning, text and calls form one assistant message. Everything before the first
+    turn (`instructions`, system and developer messages) forms one system message, as many templates
+    accept only one. Raises InvalidRequest for a result without its call.
     """
     messages: list[dict[str, Any]] = []
-    """`content` is a list of texts or of lists of them at first: appending to a string would copy a
-    long text each time."""
+    """`content` is a list of (lists of) texts at first, as appending to strings would be
+    quadratic."""
     if instructions is not None:
         messages.append({"role": "system", "content": [instructions]})
     calls: dict[str, tuple[str, str]] = {}
-    """Id of a call or of its item → (the call's id, its name)."""
+    """Id of a call or its item → (the call's id, its name)."""
     for item in items:
         match item["type"]:
             case "message" if item["role"] == "assistant":
@@ -153,8 +149,7 @@ def to_messages(items: list[Item], instructions: str | None) -> list[dict[str, A
 
 
 def _as_content(items: list[str | list[str]], separator: str) -> str | list[Item]:
-    """Return the texts of one item as parts, as templates may read them, and those of more items as
-    one text."""
+    """Return one item's texts as parts, and several items' as one text."""
     if len(items) == 1 and isinstance(items[0], list):
         return [{"type": "text", "text": text} for text in items[0]]
     return separator.join("\n".join(texts) if isinstance(texts, list) else texts for texts in items)
@@ -163,7 +158,7 @@ def _as_content(items: list[str | list[str]], separator: str) -> str | list[Item
 def _add_other(
     messages: list[dict[str, Any]], item: Item, kind: Kind, calls: dict[str, tuple[str, str]]
 ) -> None:
-    """Add what an item that is neither a message nor reasoning is to the model."""
+    """Add an item other than a message or reasoning."""
     id, call = call_id(item), kind.call(item)
     if call is not None:
         calls[id] = calls[item.get("id", id)] = (id, call.name)
@@ -212,8 +207,9 @@ def _add_call(messages: list[dict[str, Any]], id: str, call: PromptCall) -> None
 
 
 def turns(items: list[Item]) -> tuple[int, list[int]]:
-    """Return the number of leading items that are instructions, and the indices of items at which
-    the conversation can be cut so that each result keeps its call."""
+    """Return the number of leading instructions, and the indices where the conversation can be cut
+    without separating results from calls.
+    """
     num_instructions = 0
     for item in items:
         if item["type"] != "message" or item["role"] not in ("system", "developer"):

@@ -1,5 +1,6 @@
-"""The types of items besides messages and reasoning, and what each becomes in the model's prompt:
-a call, its result, both, a text, or nothing."""
+"""Types of items besides messages and reasoning, and their form in the prompt: a call, a result,
+both, a text, or nothing.
+"""
 
 from __future__ import annotations
 
@@ -19,34 +20,31 @@ TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
 
 
 class PromptCall(msgspec.Struct, frozen=True):
-    """A call in the prompt."""
-
     name: str
     arguments: str
-    """JSON text."""
 
 
 class Kind(msgspec.Struct, frozen=True):
-    """What is done with items of one type."""
+    """Handling of one type of items."""
 
     prefix: str
     """Of their ids."""
     check: Callable[[Item, str], None] = lambda item, path: None
-    """Raises InvalidRequest with the path of what is wrong in an item."""
+    """Raises InvalidRequest with a faulty field's path."""
     call: Callable[[Item], PromptCall | None] = lambda item: None
-    """Returns the call that an item is."""
+    """The call of an item."""
     result: Callable[[Item], str | list[str] | None] = lambda item: None
-    """Returns the text, or the texts, of the result that an item is or, of a call, has in it."""
+    """The result's text or texts, of a result or in a call."""
     text: Callable[[Item], str | None] = lambda item: None
-    """Returns what an item says to the model."""
+    """The item's text for the model."""
     tools: bool = False
-    """Whether an item has tools that may be called from then on."""
+    """Whether an item brings tools."""
     elsewhere: bool = False
-    """Whether another server ran the call, so that no item with its result follows."""
+    """Whether another server ran the call, so no result follows."""
 
 
 def call_id(item: Item) -> str:
-    """Return the id that a call and its result share: that of the item, if it has no other."""
+    """Return the id that call and result share, by default the item's."""
     id = item.get("call_id")
     return id if isinstance(id, str) and id else str(item.get("id"))
 
@@ -55,7 +53,7 @@ def call_id(item: Item) -> str:
 
 
 def text_field(item: Item, name: str, path: str, *, empty: bool = False) -> str:
-    """Return a field that is a text. Raises InvalidRequest."""
+    """Return a text field. Raises InvalidRequest."""
     value = item.get(name)
     if not isinstance(value, str) or (not value and not empty):
         what = "a text" if empty else "a non-empty text"
@@ -66,7 +64,7 @@ def text_field(item: Item, name: str, path: str, *, empty: bool = False) -> str:
 
 
 def texts_of(parts: Any, path: str) -> list[str]:
-    """Return the texts of content parts. Raises InvalidRequest with the part's path."""
+    """Return content parts' texts. Raises InvalidRequest with the part's path."""
     if not isinstance(parts, list):
         raise InvalidRequest(f"{path}: must be a text or a list of parts", param=path)
     texts = []
@@ -123,8 +121,7 @@ def _check_shell_output(item: Item, path: str) -> None:
 
 
 def shown_texts(content: Any) -> str | list[str]:
-    """Return the text of a field that is a text or a list of parts; the parts' texts if there are
-    more than one."""
+    """Return the text of a field that is a text or a list of parts; a list if several."""
     if isinstance(content, str):
         return content
     texts = [part["refusal" if part.get("type") == "refusal" else "text"] for part in content]
@@ -143,7 +140,7 @@ def _json(value: Any) -> str:
 
 
 def _own_call(arguments: Callable[[Item], str]) -> Callable[[Item], PromptCall]:
-    """Return the conversion of calls that have a name."""
+    """Return the conversion of named calls."""
     return lambda item: PromptCall(flat_name(item["name"], item.get("namespace")), arguments(item))
 
 
@@ -157,7 +154,7 @@ def _client_call(item: Item) -> PromptCall | None:
 
 
 def _search(item: Item) -> PromptCall | None:
-    """Return a search by the client: of one that OpenAI's server ran, only the tools count."""
+    """Return the client's search; of one on OpenAI's servers, only the tools count."""
     return _client_call(item) if isinstance(item.get("call_id"), str) else None
 
 
@@ -168,7 +165,7 @@ def _found_tools(item: Item) -> str | None:
 
 
 def _texts_in(value: Any, key: str) -> str | None:
-    """Return the texts under a key of each object in a list; None if there is no list."""
+    """Return the texts under a key of a list's objects; None without a list."""
     if not isinstance(value, list):
         return None
     texts = (part.get(key) for part in value if isinstance(part, dict))
@@ -250,19 +247,18 @@ KINDS: dict[str, Kind] = {
         _NOTHING,
     ),
 }  # fmt: skip
-"""Type of an item → what is done with it."""
 REFUSED = {
     "computer_call": "a text model sees no screenshots",
     "computer_call_output": "a text model sees no screenshots",
     "compaction_trigger": "this server compacts nothing; truncation can be auto",
 }
-"""Types of items that cannot be read → why."""
+"""Unreadable types of items → why."""
 
 
 def check_item(item: Item, path: str) -> Kind:
-    """Return the kind of an item that is neither a message nor reasoning, validated.
+    """Return the kind of a validated item other than a message or reasoning.
 
-    Raises InvalidRequest with the path of what is wrong.
+    Raises InvalidRequest with the faulty path.
     """
     kind = item.get("type")
     found = KINDS.get(kind) if isinstance(kind, str) else None

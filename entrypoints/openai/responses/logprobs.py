@@ -1,4 +1,4 @@
-"""Assigns the log-probabilities of an output's tokens to the messages whose text they are."""
+"""Assigns tokens' log-probabilities to the messages with their text."""
 
 from __future__ import annotations
 
@@ -18,26 +18,27 @@ from .events import Event, OutputItems
 
 
 class _Pending(msgspec.Struct):
-    """Text that no event contains yet, with the entry of its token."""
+    """Text in no event yet, with its token's entry."""
 
     text: str
     entry: Any
-    """None after it was assigned to a message."""
+    """None once assigned to a message."""
 
 
 class MessageLogprobs:
-    """Builds the items of an output token by token, next to those of the response: a token belongs
-    to the message whose text contains the token's."""
+    """Builds output items token by token in parallel to the response's: a token belongs to the
+    message with its text.
+    """
 
     def __init__(self, tokenizer: Tokenizer, num_top: int) -> None:
-        """num_top: number of most likely tokens in each entry."""
+        """num_top: most likely tokens per entry."""
         self._tokenizer = tokenizer
         self._num_top = num_top
         self._items = OutputItems()
         self._positions: deque[Any] = deque()
-        """Log-probabilities of tokens whose text has not arrived."""
+        """Log-probabilities of tokens whose text is pending."""
         self._in_token = False
-        """Whether the last text was only the beginning of a token's text."""
+        """Whether the last text was a token's beginning."""
         self._pending: list[_Pending] = []
         self._entries: dict[int, list[Any]] = {}
         """Output index of a message → its entries."""
@@ -46,7 +47,7 @@ class MessageLogprobs:
     def add(
         self, output: CompletionOutput, tokens: Sequence[tuple[TokenText, list[ParserEvent]]]
     ) -> None:
-        """Add the next output, and the texts and events of its tokens."""
+        """Add an output, with texts and events of its tokens."""
         self._positions.extend(output.logprobs or ())
         stopped = output.finish_reason == "stop" and not isinstance(output.stop_reason, str)
         for token, events in tokens:
@@ -64,8 +65,9 @@ class MessageLogprobs:
             self._assign(self._items.close("completed"))
 
     def entries(self, index: int, *, only_new: bool) -> list[Any]:
-        """Return the entries of the message at this output index: all of them, or those since the
-        last call for new ones."""
+        """Return the entries of the message at this output index: all, or those since the last
+        call.
+        """
         entries = self._entries.get(index, [])
         if not only_new:
             return entries[:]
@@ -84,8 +86,9 @@ class MessageLogprobs:
             self._pending = []
 
     def _assign_text(self, index: int, text: str) -> None:
-        """Assign the tokens of a message's text. Pending text before it was marks; text after it
-        stays pending."""
+        """Assign tokens to a message's text. Earlier pending text was marks; later text stays
+        pending.
+        """
         pending = "".join(part.text for part in self._pending)
         start = 0 if pending.startswith(text) else max(pending.rfind(text), 0)
         end = start + len(text)

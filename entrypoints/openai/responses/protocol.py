@@ -17,15 +17,15 @@ INCLUDABLE = (
     "web_search_call.action.sources", "file_search_call.results", "code_interpreter_call.outputs",
     "message.input_image.image_url", "computer_call_output.output.image_url",
 )  # fmt: skip
-"""The second requests what a client needs to send reasoning back, which here is its text itself.
-Those after it request details of items that are never in this server's output."""
+"""The second requests the reasoning, which is plain text here. Later ones request details that this
+server's output never has."""
 SUMMARIES = ("auto", "concise", "detailed")
-"""Accepted without effect: reasoning is not summarized, its own text is in the output."""
+"""Accepted without effect: reasoning is not summarized."""
 EFFORTS = {
     "minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "high",
     "max": "high",
 }  # fmt: skip
-"""`reasoning.effort` → the template's `reasoning_effort`. "none" turns reasoning off."""
+"""`reasoning.effort` → the template's `reasoning_effort`; "none" turns reasoning off."""
 PASSED = (
     "temperature", "top_p", "seed", "stop", "presence_penalty", "frequency_penalty",
     "logit_bias", "structured_outputs", "top_k", "min_p", "repetition_penalty", "min_tokens",
@@ -33,7 +33,7 @@ PASSED = (
     "bad_words", "allowed_token_ids", "priority", "cache_salt", "parallel_tool_calls",
     "kv_transfer_params", "kv_compression", "spaces_between_special_tokens", "vllm_xargs",
 )  # fmt: skip
-"""Fields with the same meaning in a response and in a chat."""
+"""Fields of the same meaning in responses and chats."""
 RENAMED = {
     "messages": "input",
     "prompt": "input",
@@ -43,14 +43,14 @@ RENAMED = {
     "response_format.json_schema": "text.format.schema",
     "response_format": "text.format",
 }
-"""Field of a chat → field of the response that it came from; longer names first."""
+"""Chat field → response field of its origin; longer names first."""
 
 
 class TextConfig(msgspec.Struct, kw_only=True):
     """The form of the output text."""
 
     format: dict[str, Any] | None = None
-    """text, json_object, or json_schema with `name` and `schema` in it (not nested as in chat)."""
+    """text, json_object, or json_schema with `name` and `schema` inside (not nested as in chat)."""
     verbosity: str | None = None
 
 
@@ -66,7 +66,6 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, dict=True):
     """POST /v1/responses. Names: OpenAI's, then vLLM's."""
 
     origin: ClassVar[Origin] = Origin()
-    """As in SamplingRequest."""
 
     REFUSED: ClassVar = {
         "conversation": "chain responses with previous_response_id instead",
@@ -75,7 +74,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, dict=True):
         "moderation": "this server does not moderate",
         "image": "a text model takes no images",
     }
-    """OpenAI's fields for unsupported features → the text of the error."""
+    """Unsupported fields of OpenAI's → error text."""
 
     input: str | list[Any] | None = None
     model: str | None = None
@@ -135,8 +134,6 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, dict=True):
     kv_compression: str | bool | dict[str, Any] | None = None
 
     def check(self) -> None:
-        """Raise InvalidRequest for what a text model does not support, and for values out of
-        range."""
         for name, why in self.REFUSED.items():
             if getattr(self, name) not in (None, [], {}):
                 raise InvalidRequest(f"{name}: is not supported; {why}", param=name)
@@ -173,10 +170,9 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, dict=True):
         tools: Tools,
         switch: str | None,
     ) -> ChatRequest:
-        """Return the same request as a chat request.
+        """Return the request as a chat request.
 
-        tools: its tools, those in items included. switch: the template's argument that turns
-        reasoning on or off, if the model has one.
+        tools: including those in items. switch: the template's argument for reasoning, if any.
         Raises InvalidRequest with the field's name.
         """
         tools, choice = chosen(tools, self.tool_choice)
@@ -216,7 +212,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, dict=True):
                 )
 
     def _template_kwargs(self, switch: str | None) -> dict[str, Any] | None:
-        """Return the effort as template arguments; the request's own arguments take precedence."""
+        """Return the effort as template arguments; the request's own take precedence."""
         effort = self.reasoning.effort if self.reasoning is not None else None
         kwargs: dict[str, Any] = {}
         if effort is not None:
@@ -245,7 +241,7 @@ def _check_metadata(metadata: dict[str, str]) -> None:
 
 
 def renamed(error: JackfieldError) -> JackfieldError:
-    """Return the same error with the names of a response's fields."""
+    """Return the error with a response's field names."""
     for chat, own in RENAMED.items():
         param = error.param
         if param is not None and (param == chat or param.startswith((f"{chat}.", f"{chat}["))):

@@ -1,4 +1,4 @@
-"""A response in progress: a chat completion, sent as events of /v1/responses."""
+"""A response in progress: a chat completion as /v1/responses events."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from .tools import Tools, read_tools
 
 logger = logging.getLogger("jackfield.server")
 STATUS = {"stop": "completed", "length": "incomplete", "abort": "cancelled", "error": "failed"}
-"""The engine's finish_reason → a response's status."""
+"""finish_reason → a response's status."""
 TERMINAL = {
     "completed": "response.completed",
     "incomplete": "response.incomplete",
     "cancelled": "response.incomplete",
     "failed": "response.failed",
 }
-"""Status → the last event. OpenAI has none for a cancelled response."""
+"""Status → last event; OpenAI has none for cancelled responses."""
 
 
 def new_response_job(
@@ -46,8 +46,7 @@ def new_response_job(
 ) -> ChatJob:
     """Validate a request for a response. Raises InvalidRequest with the field's name.
 
-    items: those of the responses that this one continues, and those of its input. tools: those of
-    `tools_of`.
+    items: of continued responses, and of its input. tools: of `tools_of`.
     """
     try:
         messages = to_messages(items, body.instructions)
@@ -58,7 +57,7 @@ def new_response_job(
 
 
 class ResponseCompletion:
-    """A validated request for a response, and the response as it grows."""
+    """A validated request, and its growing response."""
 
     def __init__(
         self,
@@ -70,10 +69,8 @@ class ResponseCompletion:
         *,
         stored: bool,
     ) -> None:
-        """job: that of `new_response_job`; earlier: items of the responses that this one continues;
-        own: items of its input; tools: those of `tools_of`.
-
-        stored: whether the response will be stored.
+        """job: of `new_response_job`; earlier: items of continued responses; own: input items;
+        tools: of `tools_of`; stored: whether it will be stored.
         """
         self.job = job
         self.body = body
@@ -85,7 +82,6 @@ class ResponseCompletion:
         self.failure: JackfieldError | None = None
         self.completed_at: int | None = None
         self._output: RequestOutput | None = None
-        """The latest output."""
         self._sequence = 0
         self._choice = job.new_choice(call_id)
         self._logprobs: MessageLogprobs | None = None
@@ -102,8 +98,9 @@ class ResponseCompletion:
         return self.status in TERMINAL
 
     async def events(self) -> AsyncIterator[Event]:
-        """Yield the events in order. The first step raises if the request is invalid; later
-        failures are events, and the last event is always a terminal one."""
+        """Yield the events. The first step raises if the request is invalid; later failures are
+        events, and the last event is terminal.
+        """
         outputs = self.job.outputs()
         try:
             try:
@@ -136,8 +133,7 @@ class ResponseCompletion:
             await outputs.aclose()
 
     async def full_response(self) -> dict[str, Any]:
-        """Return the complete response, built from its events. Raises what made it
-        fail."""
+        """Return the complete response. Raises its failure."""
         async for _ in self.events():
             pass
         if self.failure is not None:
@@ -176,7 +172,7 @@ class ResponseCompletion:
         return events
 
     def _shown(self, events: list[ParserEvent]) -> list[ParserEvent]:
-        """Return the events without those of reasoning, if it is not to be in the output."""
+        """Drop the events of reasoning that is not shown."""
         if self.body.include_reasoning:
             return events
         return [event for event in events if not isinstance(event, Reasoning)]
@@ -213,7 +209,6 @@ class ResponseCompletion:
         return usage
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the response in its current state."""
         body = self.body
         reasoning = body.reasoning
         text = body.text
@@ -263,8 +258,7 @@ class ResponseCompletion:
 
 
 def tools_of(body: ResponsesRequest, items: list[Item]) -> Tools:
-    """Return the tools of a request, and those that came with items of its conversation. Raises
-    InvalidRequest."""
+    """Return the tools of a request and its conversation's items. Raises InvalidRequest."""
     lists: list[tuple[str, Any]] = [("tools", body.tools or [])]
     for item in items:
         if (kind := KINDS.get(item["type"])) is not None and kind.tools:
@@ -273,7 +267,6 @@ def tools_of(body: ResponsesRequest, items: list[Item]) -> Tools:
 
 
 def _shown_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool as a response repeats it."""
     if tool["type"] != "function":
         return tool
     return {

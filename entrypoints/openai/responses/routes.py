@@ -26,7 +26,7 @@ MAX_LISTED = 100
 
 
 def add_responses(app: web.Application) -> None:
-    """Add the routes, and the application's stored and running responses."""
+    """Add the routes, and stored and running responses."""
     app[RESPONSES] = Responses(app[OPTIONS])
     app.on_shutdown.append(app[RESPONSES].close)
     path = "/v1/responses/{response_id:(?!input_tokens$)[^{}/]+}"
@@ -64,7 +64,6 @@ async def create(request: web.Request) -> web.StreamResponse:
 
 
 async def responses_response(call: Call, params: ResponsesRequest) -> dict[str, Any]:
-    """Return the response to a request that neither streams nor runs in the background."""
     responses, owner = call.app[RESPONSES], call.tenant.owner
     completion = await responses.new_completion(call.app[ENGINE], params, owner)
     return await _full_response(responses, completion, owner)
@@ -143,7 +142,7 @@ async def input_items(request: web.Request) -> web.Response:
 
 
 def _named(request: web.Request) -> tuple[str, str]:
-    """Return (the response's id, the owner of the request)."""
+    """Return (response id, owner)."""
     return request.match_info["response_id"], tenant_of(request).owner
 
 
@@ -161,8 +160,8 @@ def _number(
 
 
 async def _send(request: web.Request, frames: AsyncIterator[bytes]) -> web.StreamResponse:
-    """Send server-sent events, in a response whose status line follows the first event, so that a
-    refused request gets its own status. As in OpenAI's API, no [DONE] follows the terminal event.
+    """Send server-sent events after the first one, so that refused requests get their own status.
+    As in OpenAI's API, no [DONE] follows.
     """
     response = web.StreamResponse(headers=HEADERS)
     try:

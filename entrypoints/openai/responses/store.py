@@ -1,6 +1,6 @@
-"""Stored responses: in memory, bounded in number and bytes; the oldest are dropped first.
+"""Stored responses in memory, bounded in number and bytes; the oldest are dropped first.
 
-A stored response is JSON text, which keeps no object of an engine alive.
+They are JSON text, which keeps no engine object alive.
 """
 
 from __future__ import annotations
@@ -17,18 +17,16 @@ from .item_kinds import Item
 
 
 class StoredResponse(msgspec.Struct, frozen=True):
-    """A stored response."""
-
     body: bytes
-    """The response, in the form in which it is retrieved."""
+    """The response as retrieved."""
     input: bytes
-    """JSON list of all items before its output, those of earlier responses included."""
+    """JSON list of all items before its output, earlier responses' included."""
     own: tuple[str, ...]
-    """Ids of the items that this response added: its own input and its output."""
+    """Ids of its own input and output items."""
     events: bytes = b""
-    """The frames of its stream, if it can be streamed again."""
+    """Frames of its stream, if it can be repeated."""
     owner: str = ""
-    """Id of the tenant that created it; others cannot see it."""
+    """Tenant that created it; invisible to others."""
 
     @property
     def num_bytes(self) -> int:
@@ -44,13 +42,12 @@ class StoredResponse(msgspec.Struct, frozen=True):
         return items
 
     def conversation(self) -> list[Item]:
-        """Return input and output, which a following response continues."""
         output: list[Item] = self.response()["output"]
         return self.items() + output
 
 
 class ResponseStore:
-    """Responses by id, bounded in number and bytes. A limit of 0 stores nothing."""
+    """Responses by id. A limit of 0 stores nothing."""
 
     def __init__(self, max_count: int, max_bytes: int) -> None:
         self.max_count = max_count
@@ -58,7 +55,7 @@ class ResponseStore:
         self.num_bytes = 0
         self._responses: OrderedDict[str, StoredResponse] = OrderedDict()
         self._brought_by: dict[tuple[str, str], str] = {}
-        """(owner, item id) → id of the response that added it. Clients choose ids of items."""
+        """(owner, item id) → id of the response that added it."""
 
     def __len__(self) -> int:
         return len(self._responses)
@@ -75,9 +72,9 @@ class ResponseStore:
         events: bytes = b"",
         owner: str = "",
     ) -> None:
-        """Store a response, dropping the oldest ones to make room, unless it alone is too large.
+        """Store a response, dropping old ones for room, unless it alone is too large.
 
-        input: all items before its output; own_input: those that it added itself.
+        input: all items before its output; own_input: its own.
         """
         own = tuple(item["id"] for item in (*own_input, *body["output"]))
         response = StoredResponse(encoder.encode(body), encoder.encode(input), own, events, owner)
@@ -91,12 +88,12 @@ class ResponseStore:
             self.delete(next(iter(self._responses)))
 
     def get(self, id: str, owner: str) -> StoredResponse | None:
-        """Return this owner's response; None if it is not stored."""
+        """Return this owner's response, or None."""
         response = self._responses.get(id)
         return response if response is not None and response.owner == owner else None
 
     def delete(self, id: str) -> bool:
-        """Delete a response; return whether it was stored."""
+        """Delete a response; return whether it existed."""
         response = self._responses.pop(id, None)
         if response is None:
             return False
@@ -107,8 +104,9 @@ class ResponseStore:
         return True
 
     def finder(self, owner: str) -> Callable[[str], Item | None]:
-        """Return a function from an item's id to the item in one of this owner's stored responses.
-        It decodes each response once, however many items are looked up."""
+        """Return a lookup of items by id in this owner's responses, which decodes each response
+        once.
+        """
         read: dict[str, dict[str, Item]] = {}
 
         def find(id: str) -> Item | None:

@@ -1,4 +1,4 @@
-"""The tools of a response: which of them the model gets, as functions of which names."""
+"""A response's tools, as functions for the model."""
 
 from __future__ import annotations
 
@@ -18,49 +18,44 @@ Choice = str | dict[str, Any] | None
 
 
 class OfferedTool(msgspec.Struct, frozen=True):
-    """A tool that the model can call."""
-
     kind: str
-    """Its type: function, custom, or one of CLIENT_TOOLS."""
+    """function, custom, or one of CLIENT_TOOLS."""
     name: str
     namespace: str | None
     function: dict[str, Any]
-    """The function that the model gets for it; its name is `flat_name`'s."""
+    """Its function, named by `flat_name`."""
     schema: dict[str, Any] | None = None
-    """The schema to enforce in calls, where it says more than the function's parameters."""
+    """Schema enforced in calls, if stricter than the function's parameters."""
 
 
 NO_TOOL = OfferedTool("function", "", None, {})
-"""What a call of an unknown name is a call of."""
+"""Stands for the tool of an unknown name."""
 
 
 class Tools(msgspec.Struct, frozen=True):
-    """The tools of one request."""
-
     offered: Mapping[str, OfferedTool] = {}
-    """By the name of the function."""
+    """By the function's name."""
     left_out: tuple[str, ...] = ()
-    """Types of the tools that run on OpenAI's servers alone."""
+    """Types of tools that only OpenAI's servers run."""
 
     @property
     def schemas(self) -> dict[str, Any]:
-        """Name of a function → the schema to enforce in its calls (`OfferedTool.schema`)."""
+        """Function → schema enforced in its calls."""
         tools = self.offered.items()
         return {name: tool.schema for name, tool in tools if tool.schema is not None}
 
     def find(self, name: str) -> OfferedTool:
-        """Return the tool of a call."""
         tool = self.offered.get(name)
         return msgspec.structs.replace(NO_TOOL, name=name) if tool is None else tool
 
 
 def flat_name(name: str, namespace: Any = None) -> str:
-    """Return the name of the function for a tool in a namespace, if it is in one."""
+    """Return the function's name for a tool, maybe in a namespace."""
     return f"{namespace}__{name}" if isinstance(namespace, str) and namespace else name
 
 
 def read_tools(lists: Iterable[tuple[str, Any]]) -> Tools:
-    """Return the tools of several lists, each with its path; of equal ones the last.
+    """Return the tools of several lists with their paths; the last of equal ones counts.
 
     Raises InvalidRequest with the tool's path.
     """
@@ -90,7 +85,7 @@ def read_tools(lists: Iterable[tuple[str, Any]]) -> Tools:
 
 
 def _read(tool: Any, path: str) -> Iterator[OfferedTool | str]:
-    """Yield the tools of one entry; of one that cannot be offered, its type."""
+    """Yield an entry's tools, or the type of one that is not offered."""
     kind = tool.get("type") if isinstance(tool, dict) else None
     if not isinstance(kind, str) or not kind:
         raise InvalidRequest(
@@ -161,7 +156,6 @@ def _text(tool: dict[str, Any], name: str, path: str) -> str:
 
 @functools.lru_cache(maxsize=64)
 def _log_left_out(kind: str) -> None:
-    """Log it once per type."""
     logger.warning("tools: those of type %s run on no server but OpenAI's: left out", kind)
 
 
@@ -171,7 +165,7 @@ def _log_left_out(kind: str) -> None:
 def chosen(tools: Tools, choice: Choice) -> tuple[Tools, Choice]:
     """Return the tools that `tool_choice` allows, and the choice in a chat's form.
 
-    Raises InvalidRequest if it is wrong, or needs a tool that was left out.
+    Raises InvalidRequest if it is wrong, or needs an omitted tool.
     """
     if isinstance(choice, str | None):
         if choice not in (None, "none", "auto", "required"):
@@ -215,7 +209,7 @@ def chosen(tools: Tools, choice: Choice) -> tuple[Tools, Choice]:
 
 
 def _names(entry: Any, tools: Tools, path: str) -> list[str]:
-    """Return the names of the functions that an entry means; none if it was left out."""
+    """Return an entry's functions; none if omitted."""
     kind = entry.get("type") if isinstance(entry, dict) else None
     if not isinstance(kind, str):
         raise InvalidRequest(

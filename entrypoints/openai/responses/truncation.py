@@ -1,4 +1,4 @@
-"""`truncation: auto`: the newest turns of a conversation that fit in the context."""
+"""`truncation: auto`: the newest turns that fit in the context."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from .protocol import ResponsesRequest, renamed
 
 
 async def truncated(job: ChatJob, body: ResponsesRequest, items: list[Item]) -> ChatJob:
-    """Return the job without the oldest turns of `items`, so that the prompt fits together with
-    `max_output_tokens`, of which at most half of the context counts.
+    """Return the job without the oldest turns of `items`, so that the prompt fits with
+    `max_output_tokens` (at most half of the context).
 
     Raises InvalidRequest with the field's name, and EngineOverloaded if too many texts wait.
     """

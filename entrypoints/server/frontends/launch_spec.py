@@ -1,5 +1,6 @@
-"""The configuration that the first process sends to a front end on its standard input, which is
-private."""
+"""The configuration that the first process sends to a front end's standard input, which is
+private.
+"""
 
 from __future__ import annotations
 
@@ -9,33 +10,32 @@ import msgspec
 
 
 class LaunchSpec(msgspec.Struct, frozen=True):
-    """How to run one front end, sent as JSON."""
+    """How to run a front end."""
 
     argv: list[str]
-    """The command line of `jackfield serve`, keys included."""
+    """`jackfield serve`'s command line, with keys."""
     index: int
-    """Index from 0; the first one keeps stateful objects."""
+    """From 0; the first keeps stateful objects."""
     folder: str
-    """The private folder with the sockets of the processes."""
+    """Private folder of the processes' sockets."""
     sockets: tuple[int, ...]
-    """Descriptors of the sockets to listen on."""
+    """Listening sockets' descriptors."""
     started: int
-    """When the server was started, the same in all front ends (seconds since 1970)."""
+    """The server's start, common to all (seconds since 1970)."""
 
     num_fronts: int
-    """Number of front ends."""
 
 
 def engine_socket(folder: str) -> Path:
-    """Return the path of the socket at which the engine listens for front ends."""
+    """Return the path of the engine's socket for front ends."""
     return Path(folder, "engine")
 
 
 def stateful_socket(folder: str) -> Path:
-    """Return the path of the socket at which the first front end listens for the others."""
+    """Return the path of the first front end's socket for the others."""
     return Path(folder, "stateful")
 
 
 def usage_file(folder: str) -> Path:
-    """Return the path of the file in which front ends count tenants' usage together."""
+    """Return the path of the shared usage counts."""
     return Path(folder, "usage")

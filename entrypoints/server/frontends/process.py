@@ -1,8 +1,7 @@
 """A front-end process: HTTP, tokenizer, templates, parsers; the engine is in another process.
 
-Run by the first process as `python -m jackfield.entrypoints.server.frontends.process`, with a
-`LaunchSpec` on standard input. It ends when its engine does, and exits with 0 only if it was asked
-to end.
+Run as `python -m jackfield.entrypoints.server.frontends.process`, with a `LaunchSpec` on standard
+input. Ends with its engine; exits with 0 only on request.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ logger = logging.getLogger("jackfield.fronts")
 
 
 def main() -> int:
-    """Return the exit status."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # Until the key files can be read again.
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The first process handles it.
     spec = msgspec.json.decode(sys.stdin.buffer.read(), type=LaunchSpec)
@@ -43,7 +41,7 @@ def main() -> int:
 
 
 async def front(spec: LaunchSpec, base: Settings) -> int:
-    """Serve clients until the engine ends, or SIGTERM; return the exit status."""
+    """Serve until the engine ends, or SIGTERM; return the exit status."""
     parent = os.getppid()
     stop_requested = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop_requested.set)
@@ -83,8 +81,7 @@ async def front(spec: LaunchSpec, base: Settings) -> int:
 
 
 async def _gone(parent: int) -> bool:
-    """Return whether the process that started this one has ended, waiting a moment: its sockets
-    close shortly before it is gone."""
+    """Return whether the parent has ended, waiting briefly: its sockets close just before."""
     for _ in range(100):
         if os.getppid() != parent:
             return True

@@ -1,11 +1,11 @@
 """The sockets that clients connect to, bound before the front ends start.
 
 TCP: each front end has a socket of its own on one port (`SO_REUSEPORT`), and the kernel distributes
-connections over them, however many arrive at once. With one shared socket, the first process to
-wake would accept all waiting connections. The first process holds all sockets open, so that clients
-that connect while a front end is being restarted wait for it instead of being refused.
+connections over them, however many arrive at once. One shared socket's connections would all go to
+the first process to wake. The first process keeps all sockets open, so clients of a restarting
+front end wait instead of being refused.
 
-A Unix socket (`--uds`) has no such distribution: one is shared, and any idle front end accepts.
+A Unix socket (`--uds`) is shared, and any idle front end accepts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..listen import Listen
 
 @contextlib.contextmanager
 def bound(listen: Listen, count: int) -> Iterator[list[tuple[socket.socket, ...]]]:
-    """Yield the sockets of each of `count` front ends, bound but not listening. Raises OSError."""
+    """Yield the bound sockets of `count` front ends, not listening. Raises OSError."""
     with contextlib.ExitStack() as stack:
         if listen.uds:
             listener = stack.enter_context(_unix(Path(listen.uds)))
@@ -52,7 +52,7 @@ def bound(listen: Listen, count: int) -> Iterator[list[tuple[socket.socket, ...]
 def check_free(host: str, port: int) -> None:
     """Check that a server may bind this address. Raises OSError.
 
-    Another server that shares its port would otherwise go unnoticed.
+    Another server sharing its port would go unnoticed.
     """
     for family, address in _addresses(host, port):
         with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -63,8 +63,9 @@ def check_free(host: str, port: int) -> None:
 
 
 def check_unix_free(path: Path) -> None:
-    """Check that a server may listen on a Unix socket at `path`, which may be one that an earlier
-    server has left. Raises OSError."""
+    """Check that a server may listen at `path`, perhaps on an earlier server's socket. Raises
+    OSError.
+    """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         try:
@@ -87,7 +88,7 @@ def _addresses(host: str, port: int) -> list[tuple[int, tuple[Any, ...]]]:
 
 @contextlib.contextmanager
 def _unix(path: Path) -> Iterator[socket.socket]:
-    """Bind a Unix socket, replacing one that an earlier server left."""
+    """Bind a Unix socket, replacing an earlier server's."""
     check_unix_free(path)
     with contextlib.suppress(FileNotFoundError):
         if stat.S_ISSOCK(path.stat().st_mode):

@@ -1,5 +1,6 @@
-"""The first process of `jackfield serve --api-server-count N`: runs the engine, and starts and
-restarts N front ends."""
+"""First process of `jackfield serve --api-server-count N`: runs the engine, and starts and restarts
+front ends.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +34,10 @@ from .sockets import bound
 
 logger = logging.getLogger("jackfield.fronts")
 MAX_RESTARTS = 5
-"""Most restarts within RESTART_SECONDS, over all front ends, so that a failing one is not restarted
-forever."""
+"""Most restarts within RESTART_SECONDS, over all front ends."""
 RESTART_SECONDS = 60.0
 END_SECONDS = CLOSE_SECONDS + 5.0
-"""Time for a front end to end after SIGTERM; then it is killed."""
+"""Seconds for a front end to end after SIGTERM, before it is killed."""
 
 
 class FrontEndsFailed(JackfieldError):
@@ -45,7 +45,7 @@ class FrontEndsFailed(JackfieldError):
 
 
 class FrontEnds:
-    """N processes over one engine, each restarted if it ends while the engine accepts requests."""
+    """N front ends over one engine, restarted while it accepts requests."""
 
     def __init__(
         self,
@@ -54,9 +54,9 @@ class FrontEnds:
         folder: str,
         sockets: list[tuple[socket.socket, ...]],
     ) -> None:
-        """sockets: those of each front end."""
+        """sockets: per front end."""
         self.complete = False
-        """Whether all of them have been ready; afterwards, one that ends is restarted."""
+        """Whether all have been ready, so that ended ones are restarted."""
         self._engine = engine
         self._settings = settings
         self._folder = folder
@@ -67,8 +67,7 @@ class FrontEnds:
         self._ending = False
 
     async def run(self) -> None:
-        """Keep all of them running. Raises FrontEndsFailed after too many restarts, or if one fails
-        to start."""
+        """Keep all running. Raises FrontEndsFailed after too many restarts, or a failed start."""
         try:
             async with asyncio.TaskGroup() as group:
                 for index in range(len(self._sockets)):
@@ -117,15 +116,16 @@ class FrontEnds:
         return process
 
     def tell_keys(self) -> None:
-        """Make all of them read the key files again."""
+        """Make all re-read the key files."""
         for process in self._processes.values():
             if process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
                     process.send_signal(signal.SIGHUP)
 
     async def end(self) -> None:
-        """Wait for all processes to exit; kill those still alive after END_SECONDS. If the start
-        has failed, none of them serves clients yet, and all are killed at once."""
+        """Wait for all processes to exit, killing the rest after END_SECONDS. After a failed start
+        none serves clients yet, and all are killed at once.
+        """
         self._ending = True
         exits = [asyncio.ensure_future(process.wait()) for process in self._processes.values()]
         if exits and self.complete:
@@ -138,8 +138,7 @@ class FrontEnds:
 
 
 async def serve_fronts(settings: Settings) -> int:
-    """Serve as `serve` does, with front ends in processes of their own. Raises FrontEndsFailed,
-    and StoppedAtStart."""
+    """As `serve`, with front-end processes. Raises FrontEndsFailed, StoppedAtStart."""
     start = time.monotonic()
     signals = stop_signals()
     core = make_core(settings.config, settings.plugins)
@@ -178,7 +177,8 @@ async def fronted(
     signals: asyncio.Queue[int],
 ) -> AsyncIterator[tuple[EngineServer, Callable[[], Coroutine[Any, Any, None]]]]:
     """Run an engine and its front ends. Yield the engine's server, and a coroutine function that
-    raises FrontEndsFailed. Raises StoppedAtStart if one of `signals` comes before all are up."""
+    raises FrontEndsFailed. Raises StoppedAtStart at an early signal.
+    """
     server = EngineServer(core)
     fronts = FrontEnds(engine, settings, folder, sockets)
     if settings.options.api_key_files:

@@ -51,45 +51,53 @@ class Reception:
 
     def __init__(self, listener: socket.socket, ranks: range) -> None:
         """listener: `core.parallel.join.listen`; `close` closes it."""
-        loop = asyncio.get_running_loop()
+        self._loop = asyncio.get_running_loop()
         self.secret = secrets.token_bytes(SECRET_BYTES)
         self.address: tuple[str, int] = listener.getsockname()[:2]
         self.connections: dict[int, asyncio.Future[socket.socket]] = {
-            rank: loop.create_future() for rank in ranks
+            rank: self._loop.create_future() for rank in ranks
         }
         self._listener = listener
         self._listener.setblocking(False)
-        self._greetings: set[asyncio.Task[None]] = set()
-        self._accepting = asyncio.create_task(self._accept())
+        self._greetings: set[asyncio.Task[bool]] = set()
+        # In a callback: a task that awaits it may be cancelled with a connection in hand.
+        self._loop.add_reader(self._listener, self._accept)
 
-    async def _accept(self) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            connection, (host, *_) = await loop.sock_accept(self._listener)
-            greeting = asyncio.create_task(self._greet(connection, host))
-            self._greetings.add(greeting)
-            greeting.add_done_callback(self._greetings.discard)
+    def _accept(self) -> None:
+        try:
+            connection, (host, *_) = self._listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        except OSError as error:  # No descriptor is left, and there may never be one.
+            self._loop.remove_reader(self._listener)
+            logger.error("connections of ranks are not accepted any more: %s", error)
+            return
+        greeting = asyncio.create_task(self._greet(connection))
+        self._greetings.add(greeting)
 
-    async def _greet(self, connection: socket.socket, host: str) -> None:
-        """Assign the connection to its rank, or close it."""
-        kept = False
+        def ended(greeting: asyncio.Task[bool]) -> None:
+            self._greetings.discard(greeting)
+            if greeting.cancelled() or not greeting.result():
+                connection.close()
+                logger.warning("a connection from %s was closed: it is not of a rank", host)
+
+        greeting.add_done_callback(ended)
+
+    async def _greet(self, connection: socket.socket) -> bool:
+        """Assign the connection to its rank; False: to none."""
         try:
             connection.setblocking(False)
             received = await asyncio.wait_for(_receive(connection), GREETING_SECONDS)
             secret, rank = GREETING.unpack(received)
             future = self.connections.get(rank)
             known = hmac.compare_digest(secret, self.secret)
-            if known and future is not None and not future.done():
-                _configure(connection)
-                future.set_result(connection)
-                kept = True
+            if not known or future is None or future.done():
+                return False
+            _configure(connection)
+            future.set_result(connection)
+            return True
         except (OSError, TimeoutError, EOFError):
-            pass
-        finally:
-            if not kept:
-                connection.close()
-        if not kept:
-            logger.warning("a connection from %s was closed: it is not of a rank", host)
+            return False
 
     def take(self, rank: int) -> socket.socket:
         """Return a rank's established connection."""
@@ -97,11 +105,12 @@ class Reception:
 
     async def close(self) -> None:
         """Stop accepting, and close connections that were not taken."""
-        tasks = [self._accepting, *self._greetings]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        self._loop.remove_reader(self._listener)
         self._listener.close()
+        greetings = tuple(self._greetings)
+        for greeting in greetings:
+            greeting.cancel()
+        await asyncio.gather(*greetings, return_exceptions=True)
         for future in self.connections.values():
             if not future.cancel() and not future.cancelled():
                 future.result().close()

@@ -83,7 +83,7 @@ def assert_like_transformers(folder: Path, **options: Any) -> None:
     with torch.no_grad():
         expected = model.eval()(torch.tensor([PROMPT])).logits[0]
     actual = PagedModel(folder, "float32", **options).run({0: PROMPT})[0]
-    torch.testing.assert_close(actual, expected, atol=2e-4, rtol=1e-4)
+    torch.testing.assert_close(actual.cpu(), expected, atol=2e-4, rtol=1e-4)
 
 
 def load_architecture(folder: Path) -> str:
@@ -133,7 +133,7 @@ def test_a_head_alone_fills_the_embeddings(tmp_path: Path, options: dict[str, An
     expected = PagedModel(tmp_path, "float32").run({0: PROMPT})[0]
     edit(tmp_path, lambda tensors: tensors.update({HEAD: tensors.pop(EMBEDDINGS)}))
     actual = PagedModel(tmp_path, "float32").run({0: PROMPT})[0]
-    torch.testing.assert_close(actual, expected, atol=0, rtol=0)
+    torch.testing.assert_close(actual.cpu(), expected, atol=0, rtol=0)
 
 
 def test_a_missing_pair_is_missing(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def test_the_last_mlp_computes_rows_that_are_asked_for(family: str, tmp_path: Pa
     hidden = model.hidden({0: [5, 6, 7, 8, 9], 1: [3, 4, 5]})
     assert [len(part) for part in parts(hidden)] == [8, 8]
     assert counts == dict.fromkeys(range(last), 8)
-    logits = model.logits(take(hidden, torch.tensor([4, 7])))
+    logits = model.logits(take(hidden, torch.tensor([4, 7], device=model.device)))
     assert counts[last] == 2
     torch.testing.assert_close(logits, model.logits(hidden)[[4, 7]], atol=1e-5, rtol=1e-5)
 

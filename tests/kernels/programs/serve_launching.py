@@ -14,7 +14,8 @@ from jackfield.kernels.indexer import index_choice
 from jackfield.plugins.attention.triton import TritonAttention
 from jackfield.plugins.attention.triton_latent import TritonLatentAttention
 from jackfield.plugins.executors.inprocess import InProcessExecutor
-from jackfield.plugins.operations import triton as operations
+from jackfield.plugins.operations import layers
+from jackfield.plugins.operations.triton import TritonOperations
 
 EAGER = "eager" in sys.argv
 # The first requests come before most is recorded.
@@ -22,8 +23,8 @@ step_graphs.RECORDING_SECONDS = 0.0
 index_choice.LONG_ROW = 512
 # Kernels do not run: what they would have written may at least be read.
 torch.empty, torch.empty_like = torch.zeros, torch.zeros_like
-operations.small_m_config = lambda product, rows, device: (
-    operations.SmallMConfig(16 if rows <= 16 else 32, 64, 64, 2, 4, 2) if rows < 4 else None
+layers.small_m_config = lambda product, rows, device: (
+    layers.SmallMConfig(16 if rows <= 16 else 32, 64, 64, 2, 4, 2) if rows < 4 else None
 )
 
 
@@ -35,7 +36,7 @@ class LatentAttention(TritonLatentAttention):
     supports = classmethod(lambda *_: None)
 
 
-class Kernels(operations.TritonOperations):
+class Kernels(TritonOperations):
     supports = classmethod(lambda *_: None)
 
     def precompile(self, device):

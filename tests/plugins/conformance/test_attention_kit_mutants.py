@@ -94,7 +94,7 @@ def narrow(self: Any, spec: Any, query: Any, key: Any, value: Any, cache: Any, *
 
 
 def serves_anything(cls: Any, spec: Any, device: Any, dtype: Any) -> str | None:
-    return None if device.type == "cpu" else "only a CPU"
+    return "no values" if device.type == "meta" else None
 
 
 def integers_too(cls: Any, spec: Any, device: Any, dtype: Any) -> str | None:

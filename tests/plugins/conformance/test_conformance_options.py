@@ -72,7 +72,9 @@ def test_an_option_that_another_pytest_plugin_has_gets_a_prefix(tmp_path: Path) 
         "def pytest_addoption(parser):\n    parser.addoption('--model')\n"
     )
     arguments = ("-p", "theirs", "--pyargs", PACKAGE, "--jackfield-model", "NoSuch")
-    status, printed = run_pytest(*arguments, folder=tmp_path, PYTHONPATH=str(tmp_path))
+    status, printed = run_pytest(
+        *arguments, folder=tmp_path, PYTHONPATH=forked.python_path(tmp_path)
+    )
     assert status == pytest.ExitCode.USAGE_ERROR
     assert "no model named 'NoSuch' is registered" in printed
 
@@ -166,7 +168,7 @@ def distribution(
 def test_an_installed_jackfield_checks_a_third_partys_backend(
     installed: Path, tmp_path: Path
 ) -> None:
-    path: dict[str, Any] = {"PYTHONPATH": str(installed), "run": subprocess.run}
+    path: dict[str, Any] = {"PYTHONPATH": forked.python_path(installed), "run": subprocess.run}
     arguments = ("--pyargs", PACKAGE, "--attention-backend", "mine", "-k", "features", "-v")
     status, printed = run_pytest(*arguments, folder=tmp_path, **path)
     assert status == 0, printed
@@ -182,7 +184,9 @@ def test_an_installed_jackfield_checks_a_third_partys_backend(
 
 def test_all_stands_for_every_registered_name(installed: Path, tmp_path: Path) -> None:
     arguments = ("--pyargs", PACKAGE, "--attention-backend", "all", "--co", "-q", "-k", "refusals")
-    status, printed = run_pytest(*arguments, folder=tmp_path, PYTHONPATH=str(installed))
+    status, printed = run_pytest(
+        *arguments, folder=tmp_path, PYTHONPATH=forked.python_path(installed)
+    )
     assert status == 0, printed
     for name in ("torch", "triton", "flashinfer", "mine", "forgetful"):
         assert f"::TestAttentionBackend_{name}::" in printed

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 import sys
+import warnings
 from typing import Any
 
 import pytest
@@ -16,6 +18,15 @@ from jackfield.core.registration.executor_choice import choose_executor
 from jackfield.core.registry import load_plugins
 from jackfield.plugins.executors.ray.cluster import describe_ending
 from jackfield.plugins.executors.ray.connections import GREETING, Reception, connect
+
+
+def is_closed(connection: socket.socket) -> bool:
+    """Whether the other side has closed it; one that it had not accepted yet is reset."""
+    connection.settimeout(10)
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
 
 
 def test_only_ranks_that_know_the_secret_are_let_in(caplog: pytest.LogCaptureFixture) -> None:
@@ -40,8 +51,7 @@ def test_only_ranks_that_know_the_secret_are_let_in(caplog: pytest.LogCaptureFix
         # All others are closed, at the latest with the reception.
         await reception.close()
         for refused in (silent, *wrong, ranks[2]):
-            refused.settimeout(10)
-            assert refused.recv(1) == b""
+            assert is_closed(refused)
         for each in (silent, *wrong, *ranks):
             each.close()
         with pytest.raises(OSError):
@@ -50,6 +60,24 @@ def test_only_ranks_that_know_the_secret_are_let_in(caplog: pytest.LogCaptureFix
 
     assert asyncio.run(receive()) == [b"1", b"2"]
     assert "is not of a rank" in caplog.text
+
+
+@pytest.mark.parametrize("turns", range(6))
+def test_one_that_is_accepted_just_when_the_reception_closes_is_closed_too(turns: int) -> None:
+    async def receive() -> bool:
+        reception = Reception(listen(), range(1, 3))
+        await asyncio.sleep(0)
+        with socket.create_connection(reception.address) as late:
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            await reception.close()
+            return is_closed(late)
+
+    with warnings.catch_warnings(record=True) as left_to_the_collector:
+        warnings.simplefilter("always", ResourceWarning)
+        assert asyncio.run(receive())
+        gc.collect()
+    assert not left_to_the_collector
 
 
 def test_a_connection_that_is_not_taken_is_closed() -> None:

@@ -70,7 +70,7 @@ def test_products_know_the_layer_norms_before_them(
 ) -> None:
     """In 16 bits, of each layer's attention and MLP; a step says what it says by torch."""
     from jackfield.plugins.conformance.paged_model import PagedModel
-    from jackfield.plugins.operations import triton as operations
+    from jackfield.plugins.operations import layers as operations
 
     reference = make_reference(case, CASES[case])
     count = 2 * reference.config.num_hidden_layers

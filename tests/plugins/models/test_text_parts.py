@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from packaging.version import Version
 from safetensors.torch import load_file, save_file
 
 from jackfield import EngineConfig
@@ -132,6 +133,7 @@ HYPERCLOVA = {
     "HCXVisionForCausalLM": "language_model.", "HCXVisionV2ForCausalLM": "model.language_model.",
 }  # fmt: skip
 """Architecture → what stands before the names of its text part."""
+OLD = Version(transformers.__version__) < Version("5.24")
 PROMPT = [3 + 7 * i % 89 for i in range(20)]
 
 
@@ -139,6 +141,8 @@ def save(architecture: str, folder: Path) -> Any:
     """Save and return a random model."""
     if not hasattr(transformers, architecture):
         pytest.skip(f"transformers {transformers.__version__} has no {architecture}")
+    if architecture == "AriaForConditionalGeneration" and OLD:
+        pytest.skip("AriaConfig of transformers 5.17 takes no dicts")
     kind = getattr(transformers, architecture)
     text, vision = copy.deepcopy(CASES[architecture])
     torch.manual_seed(5)

@@ -88,3 +88,16 @@ def test_what_zaya_lacks_is_refused_by_name(field: str, value: Any, tmp_path: Pa
     with pytest.raises(ConfigError, match=field) as caught:
         PagedModel(folder, "float32", load_format="dummy", hf_overrides={field: value})
     assert caught.value.param == field
+
+
+def test_what_layers_hand_on_does_not_outlast_the_step(tmp_path: Path) -> None:
+    """Recorded steps keep their contexts."""
+    _, folder = reference_and_folder("ZayaForCausalLM", tmp_path)
+    model = PagedModel(folder, "float32")
+    contexts: list[Any] = []
+    handed: list[int] = []
+    model.model.register_forward_pre_hook(lambda _, inputs: contexts.append(inputs[1]))
+    layers: Any = model.model.model.layers  # type: ignore[union-attr]
+    layers[1].register_forward_pre_hook(lambda _, inputs: handed.append(len(inputs[2].shared)))
+    model.hidden({0: [5, 6, 7]})
+    assert handed == [1] and [context.shared for context in contexts] == [{}]
