@@ -9,6 +9,7 @@ import prometheus_client as prometheus
 
 from ..config import EngineConfig
 from ..loading.model_config import ModelConfig
+from ..lora_request import AdapterCard, AdapterJob
 from ..metrics.merge import Family
 from ..outputs import EngineStats
 from ..protocols.executors import ExecutorInfo
@@ -66,6 +67,10 @@ class CoreClient(Protocol):
         Raises as `check_open` does, InvalidRequest for a grammar that does not compile or if the
         request's id is in use, and RequestFailed if the schedule policy fails on it.
         """
+
+    async def ask_adapters(self, job: AdapterJob) -> list[AdapterCard]:
+        """Do what an `AdapterJob` says, and return its cards. Raises as it says, and
+        InvalidRequest without `enable_lora`."""
 
     def abort_request(self, state: State) -> None:
         """End what is left of a request."""
