@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from .core.config import EngineConfig
 from .core.hooks import hookimpl
+from .core.lora_request import LoRARequest
 from .core.outputs import PoolingRequestOutput, RequestOutput
 from .core.pooling_params import PoolingParams
 from .core.sampling_params import OutputKind, SamplingParams, StructuredOutputsParams
@@ -23,6 +24,7 @@ __all__ = [
     "LLM",
     "AsyncEngine",
     "EngineConfig",
+    "LoRARequest",
     "OutputKind",
     "PoolingParams",
     "PoolingRequestOutput",

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
     from .nn.operations import Operations
     from .outputs import PoolingRequestOutput, RequestOutput
+    from .protocols.adapters import AdapterFormat, AdapterResolver
     from .protocols.all2all import All2All
     from .protocols.attention import AttentionBackend
     from .protocols.collectives import Collectives
@@ -266,6 +267,29 @@ def register_parts(registry: Registry[type[StepPart]]) -> None:
 
     Used by the engine and by each worker at start (`EngineConfig.parts`). Contract:
     `protocols.StepPart`, whose halves are a `SchedulerPart` and a `WorkerPart`.
+    """
+
+
+@hookspec
+def register_adapter_formats(registry: Registry[type[AdapterFormat]]) -> None:
+    """Forms in which adapters (LoRA) are stored.
+
+        registry.add("mine", "my_package.adapters:MyFormat")
+
+    Used by the engine for each adapter that is loaded, with `EngineConfig.enable_lora`: of those
+    that say that one of their form `is_at` a path, the highest priority is taken. The worker reads
+    it. Contract: `protocols.AdapterFormat`, which returns an `AdapterFile`.
+    """
+
+
+@hookspec
+def register_adapter_resolvers(registry: Registry[type[AdapterResolver]]) -> None:
+    """Resolvers, which find adapters (LoRA) by names that nobody has loaded.
+
+        registry.add("my_store", "my_package.store:MyResolver")
+
+    Used by the engine with `EngineConfig.enable_lora`, when a request names an adapter that is not
+    loaded: all of them, by priority, until one finds it. Contract: `protocols.AdapterResolver`.
     """
 
 

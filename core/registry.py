@@ -62,6 +62,8 @@ KINDS = {
     "structured_backend": "register_structured_backends",
     "logits_processor": "register_logits_processors",
     "part": "register_parts",
+    "adapter_format": "register_adapter_formats",
+    "adapter_resolver": "register_adapter_resolvers",
     "weight_loader": "register_weight_loaders",
     "executor": "register_executors",
     "collectives": "register_collectives",

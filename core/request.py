@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from .lora_request import AdapterRef
 from .outputs import FinishReason, KVCompressionUsage
 from .parts import encoder_decoder
 from .pooling_params import PooledRow, PoolingParams
@@ -265,6 +266,8 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
     """These two: see `Request`."""
     parts: dict[str, Any] = {}
     """Name of a part → what it must know of the request."""
+    adapter: AdapterRef | None = None
+    """The adapter that the caller asks for; the core finds it, and puts it into `parts`."""
     data_parallel_rank: int | None = None
     """The member that the caller has chosen; None: any."""
     drawn_seed: int | None = None

@@ -42,6 +42,10 @@ class AdapterOptions(CacheOptions, frozen=True, kw_only=True):
         Literal["auto", "float16", "bfloat16", "float32"],
         doc("Type of adapters' matrices on the device; auto: the model's."),
     ] = "auto"
+    lora_resolver_cache_dir: Annotated[
+        str | None,
+        doc("Folder whose subfolders are adapters that requests may name."),
+    ] = None
     lora_max_wait_steps: Annotated[
         int,
         doc(

@@ -14,6 +14,7 @@ import msgspec
 from ..engine.output_processor import RequestTracker, State
 from ..engine.plugin_events import PluginEvents
 from ..errors import EngineStopped
+from ..lora_request import AdapterCard, AdapterJob
 from ..outputs import EngineStats
 from ..protocols.executors import EngineProcess
 from ..remote.channel import Channel
@@ -183,12 +184,14 @@ class Member:
         make_setup: Callable[[int], Setup],
         *,
         fits: Callable[[Welcome], None],
+        prepare: Callable[[MemberProcess, int], Awaitable[None]],
         served: Callable[[Member, Welcome], None],
         lost: Callable[[Member], None],
         watched: bool,
     ) -> None:
         """make_setup: of a start's number. fits: raises if a restarted engine cannot replace the
-        first. served, lost: called when it begins and ceases to serve.
+        first. prepare: called with each process that fits, and the number of its start, before it
+        serves. served, lost: called when it begins and ceases to serve.
         """
         self.number = number
         self.process: MemberProcess | None = None
@@ -201,6 +204,7 @@ class Member:
         self._start = start
         self._make_setup = make_setup
         self._fits = fits
+        self._prepare = prepare
         self._served = served
         self._lost = lost
         self._watched = watched
@@ -238,6 +242,7 @@ class Member:
             await process.launch()
             welcome = await process.start(setup)
             self._fits(welcome)
+            await self._prepare(process, self.num_starts - 1)
         except Exception as error:
             self.trouble = str(error) if process.ended.done() else f"{process.name}: {error}"
             if not self.first.done():
@@ -271,6 +276,12 @@ class Member:
         except asyncio.CancelledError:
             await closing  # It is ending anyway, and nothing of it is to be left.
             raise
+
+    async def ask_adapters(self, job: AdapterJob) -> list[AdapterCard]:
+        """Ask its engine about adapters. Raises EngineStopped, and what the job says."""
+        if self.process is None or not self.serves:
+            raise EngineStopped(self.trouble)
+        return await self.process.calls.ask_adapters(job)
 
     async def query(self, name: str, seconds: float) -> Any:
         """Query its engine. Raises EngineStopped, also on timeout."""

@@ -9,7 +9,8 @@ import asyncio
 import functools
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 
 import msgspec
 import prometheus_client as prometheus
@@ -22,8 +23,9 @@ from ..engine.plugin_events import PluginEvents
 from ..engine.request_state import RequestState
 from ..engine.resolve_config import resolve_models
 from ..engine.text_processor import TextProcessor
-from ..errors import EngineOverloaded, EngineStopped, JackfieldError, OutOfMemory
+from ..errors import EngineOverloaded, EngineStopped, InvalidRequest, JackfieldError, OutOfMemory
 from ..loading.model_config import ModelConfig
+from ..lora_request import AdapterCard, AdapterJob, LoadAdapter, UnloadAdapter
 from ..metrics.merge import Family, families, merged, render
 from ..outputs import EngineStats
 from ..protocols.executors import EngineHosts, ExecutorInfo
@@ -51,6 +53,23 @@ def common_info(infos: Sequence[ExecutorInfo]) -> ExecutorInfo:
         num_blocks=min(info.num_blocks for info in infos),
         max_model_len=min(lengths, default=None),
     )
+
+
+def merged_cards(cards: Iterable[AdapterCard]) -> list[AdapterCard]:
+    """Return the cards of several engines as those of one, by name: their requests together."""
+    merged: dict[tuple[str, str], AdapterCard] = {}
+    for card in cards:
+        before = merged.get((card.name, card.owner))
+        if before is not None:
+            card = msgspec.structs.replace(
+                before,
+                running=before.running + card.running,
+                waiting=before.waiting + card.waiting,
+                resident=before.resident or card.resident,
+                nbytes=max(before.nbytes, card.nbytes),
+            )
+        merged[card.name, card.owner] = card
+    return [merged[key] for key in sorted(merged)]
 
 
 class PooledCores:
@@ -81,6 +100,17 @@ class PooledCores:
         self._seeds = random.Random(config.seed)
         self._keepers: list[asyncio.Task[None]] = []
         self._loads: list[Callable[[], int]] = []
+        self._adapters: dict[tuple[str, str], LoadAdapter] = {
+            ("", module.name): LoadAdapter(
+                name=module.name,
+                path=module.path,
+                parent=module.base_model_name,
+                pinned=module.pinned,
+            )
+            for module in config.lora_modules
+        }
+        """Owner and name → how what has been loaded by name is loaded again."""
+        self._adapter_jobs = asyncio.Lock()
 
     @property
     def registry(self) -> prometheus.CollectorRegistry:
@@ -141,6 +171,7 @@ class PooledCores:
             ),
             lambda attempt: self._setup(number, attempt),
             fits=self._check_fits,
+            prepare=self._load_adapters,
             served=self._member_serves,
             lost=self._member_lost,
             watched=self.config.rank_timeout > 0,
@@ -153,6 +184,8 @@ class PooledCores:
             again = f"-{attempt}" if attempt else ""
             path = f"{config.record_steps}.{number}{again}"
             config = msgspec.structs.replace(config, record_steps=path)
+        if attempt:  # What was loaded since the first start, and not unloaded: `_load_adapters`.
+            config = msgspec.structs.replace(config, lora_modules=())
         return Setup(
             config=config,
             member=number,
@@ -329,6 +362,48 @@ class PooledCores:
 
     def _ended(self, state: State) -> None:
         self.router.release(self._placements.pop(state.request_id))
+
+    # ------------------------------------------------------------ adapters
+
+    async def ask_adapters(self, job: AdapterJob) -> list[AdapterCard]:
+        """Let all members do what a job says, or none. Return the cards of what they have
+        together."""
+        async with self._adapter_jobs:
+            asked = [member for member in self.members if member.serves]
+            replies = await asyncio.gather(
+                *(member.ask_adapters(job) for member in asked), return_exceptions=True
+            )
+            errors = [reply for reply in replies if isinstance(reply, BaseException)]
+            if errors and len(errors) < len(asked) and isinstance(job, LoadAdapter):
+                done = [m for m, r in zip(asked, replies, strict=True) if isinstance(r, list)]
+                await self._undo(job, done)
+            if errors:
+                raise errors[0]
+            if isinstance(job, LoadAdapter):
+                self._adapters[job.owner, job.name] = job
+            if isinstance(job, UnloadAdapter):
+                for card in chain.from_iterable(replies):  # type: ignore[arg-type]
+                    self._adapters.pop((card.owner, card.name), None)
+        return merged_cards(chain.from_iterable(replies))  # type: ignore[arg-type]
+
+    async def _load_adapters(self, process: MemberProcess, attempt: int) -> None:
+        """Let a member that starts again load what the others have."""
+        async with self._adapter_jobs:
+            for job in self._adapters.values() if attempt else ():
+                try:
+                    await process.calls.ask_adapters(job)
+                except InvalidRequest as error:
+                    logger.error("%s has no adapter %r: %s", process.name, job.name, error)
+
+    async def _undo(self, job: LoadAdapter, members: list[Member]) -> None:
+        """Take back a load that other members have refused."""
+        before = self._adapters.get((job.owner, job.name))
+        undo: AdapterJob = UnloadAdapter(name=job.name, tenant=job.owner)
+        if before is not None:
+            undo = msgspec.structs.replace(before, load_inplace=True)
+        await asyncio.gather(
+            *(member.ask_adapters(undo) for member in members), return_exceptions=True
+        )
 
     # ------------------------------------------------------------ state
 

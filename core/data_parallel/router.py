@@ -109,7 +109,8 @@ class Router:
         size = self._chunk * array("q").itemsize
         tokens = memoryview(array("q", spec.prompt_token_ids)).cast("B")
         source = array("q", spec.source_token_ids).tobytes()
-        digest = self._digest(repr(spec.cache_salt).encode(), source)
+        adapter = spec.adapter and (spec.adapter.name, spec.adapter.tenant)
+        digest = self._digest(repr((spec.cache_salt, adapter)).encode(), source)
         hashes = []
         # As in the cache, a prompt's last token is never part of a hit.
         for start in range(0, len(tokens) - size, size):

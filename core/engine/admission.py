@@ -13,6 +13,7 @@ from ..config import EngineConfig
 from ..errors import ContextLengthExceeded, InvalidRequest
 from ..inputs import Prompt, is_single, text_and_tokens
 from ..loading.model_config import ModelConfig, SourceConfig
+from ..lora_request import AdapterRef
 from ..protocols.executors import ExecutorInfo
 from ..registration.extra_args import ExtraArgs
 from ..request import GrammarRequest, RequestSpec
@@ -233,6 +234,7 @@ class Admission:
         priority: int,
         cache_salt: str | None,
         data_parallel_rank: int | None,
+        adapter: AdapterRef | None,
     ) -> RequestSpec:
         """Check the parameters with this prompt, and fill in defaults. request_id: the caller's."""
         num_prompt = len(prompt.token_ids)
@@ -268,6 +270,7 @@ class Admission:
             cache_salt=cache_salt,
             source_token_ids=prompt.source_token_ids,
             data_parallel_rank=data_parallel_rank,
+            adapter=adapter,
         )
 
     def check_num_logprobs(self, prompt_lengths: Sequence[int], params: SamplingParams) -> None:

@@ -15,9 +15,18 @@ from typing import Any, TypeVar, Unpack
 import prometheus_client as prometheus
 
 from ..config import EngineConfig
-from ..errors import EngineStopped
+from ..errors import EngineStopped, InvalidRequest
 from ..inputs import ChatMessage, Prompt
 from ..loading.model_config import ModelConfig
+from ..lora_request import (
+    AdapterCard,
+    AdapterRef,
+    ListAdapters,
+    LoadAdapter,
+    LoRARequest,
+    PinAdapter,
+    UnloadAdapter,
+)
 from ..make_core import make_core
 from ..metrics.plugin_metrics import add_plugin_metrics
 from ..outputs import EngineStats
@@ -137,18 +146,28 @@ class AsyncEngine:
         priority: int = 0,
         cache_salt: str | None = None,
         data_parallel_rank: int | None = None,
+        lora_request: LoRARequest | None = None,
+        adapter: str | AdapterRef | None = None,
     ) -> OutputStream:
         """Complete `prompt` (text, token ids or `{"prompt_token_ids": [...]}`).
 
         Without `params`, the checkpoint's defaults apply (`model_config.sampling`).
         data_parallel_rank: the member that runs it, of several (`data_parallel_size`); None: the
         one that knows most of the prompt, or has least to do.
+        lora_request: the adapter that the request uses, loaded if need be; or `adapter`, the name
+        of one.
 
         Return an async iterator of RequestOutput. Its first step raises InvalidRequest (with the
         field's name), EngineOverloaded or EngineStopped.
         """
 
-        envelope = Envelope(request_id or "", priority, cache_salt, data_parallel_rank)
+        envelope = Envelope(
+            request_id or "",
+            priority,
+            cache_salt,
+            data_parallel_rank,
+            _adapter_ref(lora_request, adapter),
+        )
 
         async def start() -> RequestState:
             return await self._entry_here().complete(prompt, params, envelope)
@@ -164,6 +183,8 @@ class AsyncEngine:
         priority: int = 0,
         cache_salt: str | None = None,
         data_parallel_rank: int | None = None,
+        lora_request: LoRARequest | None = None,
+        adapter: str | AdapterRef | None = None,
         **options: Unpack[ChatOptions],
     ) -> OutputStream:
         """Complete OpenAI-style messages through the model's chat template, or `chat_template`.
@@ -171,7 +192,13 @@ class AsyncEngine:
         options: see `ChatOptions`.
         """
 
-        envelope = Envelope(request_id or "", priority, cache_salt, data_parallel_rank)
+        envelope = Envelope(
+            request_id or "",
+            priority,
+            cache_salt,
+            data_parallel_rank,
+            _adapter_ref(lora_request, adapter),
+        )
 
         async def start() -> RequestState:
             return await self._entry_here().chat(messages, params, envelope, **options)
@@ -187,6 +214,8 @@ class AsyncEngine:
         priority: int = 0,
         cache_salt: str | None = None,
         data_parallel_rank: int | None = None,
+        lora_request: LoRARequest | None = None,
+        adapter: str | AdapterRef | None = None,
         add_special_tokens: bool = True,
     ) -> PoolingStream:
         """Compute a vector for `prompt`: text, token ids, or a pair of texts for a cross-encoder.
@@ -196,7 +225,13 @@ class AsyncEngine:
         if the request alone fails or is aborted.
         """
 
-        envelope = Envelope(request_id or "", priority, cache_salt, data_parallel_rank)
+        envelope = Envelope(
+            request_id or "",
+            priority,
+            cache_salt,
+            data_parallel_rank,
+            _adapter_ref(lora_request, adapter),
+        )
 
         async def start() -> PoolingState:
             entry = self._entry_here()
@@ -213,6 +248,56 @@ class AsyncEngine:
         if state is not None:
             self.core.abort_request(state)
         return state is not None
+
+    # ------------------------------------------------------------ adapters
+
+    async def add_lora(
+        self, lora_request: LoRARequest, *, owner: str = "", pinned: bool = False
+    ) -> AdapterCard:
+        """Load an adapter, or with `load_inplace` another content under its name, for requests from
+        now on.
+
+        owner: the only tenant that may use it (`Tenant.owner`); "": everyone may. Raises
+        InvalidRequest if it cannot be served, or its name is taken.
+        """
+        job = LoadAdapter(
+            name=lora_request.lora_name,
+            path=lora_request.lora_path,
+            load_inplace=lora_request.load_inplace,
+            parent=lora_request.base_model_name,
+            owner=owner,
+            int_id=lora_request.lora_int_id,
+            pinned=pinned,
+        )
+        return await self.load_adapter(job)
+
+    async def load_adapter(self, job: LoadAdapter) -> AdapterCard:
+        """Load an adapter, of which more can be said. Raises InvalidRequest."""
+        self._started_entry()
+        [card] = await self.core.ask_adapters(job)
+        return card
+
+    async def remove_lora(self, lora: int | str, *, tenant: str | None = None) -> bool:
+        """Forget an adapter, by its `lora_int_id` or its name; requests that have it go on, and its
+        memory is free when the last of them ends.
+
+        tenant: whose it must be; None: anyone's. Return whether there was such an adapter.
+        """
+        self._started_entry()
+        return bool(await self.core.ask_adapters(UnloadAdapter(**_identified(lora), tenant=tenant)))
+
+    async def pin_lora(self, lora: int | str, *, pinned: bool = True) -> bool:
+        """Keep an adapter in the device's memory, or no longer. Return whether there is such an
+        adapter. Raises InvalidRequest if others would have no room."""
+        self._started_entry()
+        return bool(await self.core.ask_adapters(PinAdapter(**_identified(lora), pinned=pinned)))
+
+    async def list_loras(self) -> list[AdapterCard]:
+        """Return the adapters that are known, by name; none without `enable_lora`."""
+        self._started_entry()
+        if not self.config.enable_lora:
+            return []
+        return await self.core.ask_adapters(ListAdapters())
 
     # ------------------------------------------------------------ texts
 
@@ -390,3 +475,27 @@ class AsyncEngine:
             if self._entry is not None:
                 raise
             raise EngineStopped(NOT_STARTED) from None
+
+
+def _adapter_ref(
+    lora_request: LoRARequest | None, adapter: str | AdapterRef | None
+) -> AdapterRef | None:
+    """Return the adapter of a request. Raises InvalidRequest."""
+    if lora_request is not None:
+        if adapter is not None:
+            raise InvalidRequest(
+                "adapter: a request has one adapter, and lora_request names one; leave one of "
+                "them out",
+                param="adapter",
+            )
+        if not isinstance(lora_request, LoRARequest):
+            kind = type(lora_request).__name__
+            raise InvalidRequest(
+                f"lora_request: must be a LoRARequest, got {kind}", param="lora_request"
+            )
+        return AdapterRef.of(lora_request)
+    return adapter if isinstance(adapter, AdapterRef | None) else AdapterRef(adapter)
+
+
+def _identified(lora: int | str) -> dict[str, Any]:
+    return {"int_id": lora} if isinstance(lora, int) else {"name": lora}

@@ -13,11 +13,13 @@ from typing import Any
 import msgspec
 import prometheus_client as prometheus
 
+from ..adapters.registry import AdapterRegistry
 from ..cache.groups import sequence_blocks
 from ..config import EngineConfig
 from ..errors import EngineOverloaded, EngineStopped, InvalidRequest, JackfieldError, PluginError
 from ..loading.generation_config import NO_DEFAULTS
 from ..loading.model_config import ModelConfig, resolve_model_config
+from ..lora_request import AdapterCard, AdapterJob
 from ..metrics.merge import Family, families
 from ..metrics.metrics import EngineMetrics
 from ..metrics.rank_metrics import RankMetrics
@@ -28,6 +30,7 @@ from ..recording.recording import Writer
 from ..registration.failing_plugin import plugin_failure
 from ..registry import Plugins
 from ..request import Request, RequestSpec, draw_seed
+from ..scheduling.parts.adapters import Adapters
 from ..scheduling.parts.guarded_connector import GuardedConnector
 from ..scheduling.parts.kv_transfer import KVTransfer
 from ..scheduling.scheduler import Scheduler
@@ -99,6 +102,8 @@ class EngineCore:
         self._ping: asyncio.Future[Any] | None = None
         """Shared by health checks, which would otherwise queue after a hung step."""
         self._loads: list[Callable[[], int]] = []
+        self.adapters: AdapterRegistry | None = None
+        """None before the start, and without `enable_lora`."""
 
     @property
     def registry(self) -> prometheus.CollectorRegistry:
@@ -133,6 +138,8 @@ class EngineCore:
                 )
             self._connector = connect(self.config, self.info, self.plugins, self._wake)
             self._build(texts, events)
+            if self.adapters is not None:
+                await self.adapters.start()
         except BaseException:
             await asyncio.gather(starting, return_exceptions=True)
             await self.executor.stop()
@@ -234,6 +241,11 @@ class EngineCore:
             describe=self._described,
         )
         self._limits = self.scheduler.limits
+        part = self.scheduler.part(Adapters)
+        if part is not None:
+            self.adapters = AdapterRegistry(
+                config, part, self.plugins, ask=self.executor.ask, wake=self._wake
+            )
         self.outputs = OutputProcessor(self.requests, self.scheduler, self.metrics, events)
         self.steps = StepLoop(
             self.scheduler,
@@ -274,6 +286,9 @@ class EngineCore:
             return
         with logged("stopping the step loop"):
             await self.steps.stop()
+        if self.adapters is not None:
+            with logged("closing the adapters"):
+                await self.adapters.close()
         with logged("closing the grammars"):
             await self.grammars.close()
         if self._connector is not None:
@@ -287,8 +302,14 @@ class EngineCore:
     def check_open(self) -> None:
         self.requests.check_accepting()
         limit = self.config.max_waiting_requests
-        if limit is not None and self.scheduler.num_waiting >= limit:
+        if limit is not None and self.num_waiting >= limit:
             raise EngineOverloaded(f"{limit} requests are waiting already; try again later")
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of requests that wait to run, or for their adapter."""
+        reading = 0 if self.adapters is None else self.adapters.num_waiting
+        return self.scheduler.num_waiting + reading
 
     async def add_request(self, spec: RequestSpec, make_state: Callable[[list[Request]], S]) -> S:
         grammar: CompiledGrammar | None = None
@@ -300,6 +321,9 @@ class EngineCore:
             )
         if self.info.num_ranks > 1:
             _check_encodable(spec, grammar)
+        if spec.adapter is not None:
+            # The last wait: the adapter stays in memory until the request is added.
+            spec = await self._registry().applied(spec)
         self.check_open()
         if self.scheduler.limits != self._limits:  # Blocks were lost since admission's were made.
             check_limits(self.scheduler.limits, len(spec.prompt_token_ids), spec.max_tokens)
@@ -324,6 +348,17 @@ class EngineCore:
             if self.steps is not None:
                 self.steps.fail(error)
             raise
+
+    def _registry(self) -> AdapterRegistry:
+        if self.adapters is None:
+            raise InvalidRequest(
+                "lora_request: this engine serves no adapters (enable_lora)", param="lora_request"
+            )
+        return self.adapters
+
+    async def ask_adapters(self, job: AdapterJob) -> list[AdapterCard]:
+        """Do what an `AdapterJob` says, and return its cards."""
+        return await self._registry().do(job)
 
     def abort_request(self, state: State) -> None:
         with self._dying_of_errors():

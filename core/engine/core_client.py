@@ -9,6 +9,7 @@ import prometheus_client as prometheus
 
 from ..config import EngineConfig
 from ..loading.model_config import ModelConfig
+from ..lora_request import AdapterCard, AdapterJob
 from ..metrics.merge import Family
 from ..outputs import EngineStats
 from ..protocols.executors import ExecutorInfo
@@ -63,6 +64,10 @@ class CoreClient(Protocol):
         Raises as `check_open`, InvalidRequest for a bad grammar or a used id, and RequestFailed if
         the schedule policy fails.
         """
+
+    async def ask_adapters(self, job: AdapterJob) -> list[AdapterCard]:
+        """Do what an `AdapterJob` says, and return its cards. Raises as it says, and
+        InvalidRequest without `enable_lora`."""
 
     def abort_request(self, state: State) -> None:
         """End what is left of a request."""

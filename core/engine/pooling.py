@@ -14,6 +14,7 @@ from ..errors import ContextLengthExceeded, InvalidRequest, RequestFailed
 from ..inputs import SinglePrompt, is_single, text_and_tokens
 from ..loading.model_config import ModelConfig
 from ..loading.pooling_config import PoolingConfig
+from ..lora_request import AdapterRef
 from ..outputs import FinishReason, PoolingRequestOutput, RequestTimings
 from ..pooling_params import PooledRow, PoolingOutput, PoolingParams, TextPair
 from ..request import Request, RequestSpec
@@ -90,6 +91,7 @@ class PoolingAdmission:
         priority: int,
         cache_salt: str | None,
         data_parallel_rank: int | None,
+        adapter: AdapterRef | None,
     ) -> RequestSpec:
         """Accept a request. request_id: the caller's; params: completed."""
         check_limits(self.limits, len(prompt.token_ids), 1)
@@ -101,6 +103,7 @@ class PoolingAdmission:
             priority=priority,
             cache_salt=cache_salt,
             data_parallel_rank=data_parallel_rank,
+            adapter=adapter,
             pooling=params,
             token_type_ids=prompt.token_type_ids,
             reads_cache=params.task != "token_embed" and self.pooling.pooling_type == "LAST",

@@ -8,6 +8,7 @@ from typing import NamedTuple, Unpack
 
 from ..errors import InvalidRequest, shown
 from ..inputs import ChatMessage, Prompt
+from ..lora_request import AdapterRef, check_adapter_name
 from ..pooling_params import PoolingParams
 from ..registration.extra_args import ExtraArgs
 from ..registry import Plugins
@@ -26,6 +27,7 @@ class Envelope(NamedTuple):
     priority: int
     cache_salt: str | None
     data_parallel_rank: int | None = None
+    adapter: AdapterRef | None = None
 
 
 class RequestEntry:
@@ -119,9 +121,25 @@ class RequestEntry:
         check_name("request_id", envelope.request_id)
         check_name("cache_salt", envelope.cache_salt or "")
         _check_rank(envelope.data_parallel_rank, self.core.config.data_parallel_size)
+        self._check_adapter(envelope.adapter)
         self.core.check_open()
         self.core.requests.check_free(envelope.request_id)
         return envelope
+
+    def _check_adapter(self, adapter: AdapterRef | None) -> None:
+        """Raise InvalidRequest for an adapter that cannot be there."""
+        if adapter is None:
+            return
+        config = self.core.config
+        if not config.enable_lora:
+            raise InvalidRequest(
+                "lora_request: this engine serves no adapters (enable_lora)", param="lora_request"
+            )
+        check_adapter_name(adapter.name, config.served_names)
+        if not isinstance(adapter.path, str):
+            raise InvalidRequest(
+                f"lora_path: must be a text, got {shown(adapter.path)}", param="lora_path"
+            )
 
     def _sampling(self, params: SamplingParams | None) -> SamplingParams:
         """Return `params`, or the checkpoint's defaults.

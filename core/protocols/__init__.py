@@ -6,6 +6,7 @@ docstrings name shapes, units and errors.
 
 from __future__ import annotations
 
+from .adapters import AdapterFormat, AdapterResolver
 from .all2all import All2All, All2AllSetup, Dispatched
 from .attention import (
     AttentionBackend,
@@ -51,6 +52,8 @@ from .quantization import QuantizationMethod
 from .speculators import Drafts, KnownTokens, Speculator, SpeculatorSetup
 
 __all__ = [
+    "AdapterFormat",
+    "AdapterResolver",
     "All2All",
     "All2AllSetup",
     "ArgumentForm",

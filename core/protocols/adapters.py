@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 
 if TYPE_CHECKING:
     from ..adapters.file import AdapterFile
+    from ..config import EngineConfig
 
 
 class AdapterFormat(Protocol):
@@ -30,10 +31,10 @@ class AdapterFormat(Protocol):
 
 
 class AdapterResolver(Protocol):
-    """Finds adapters whose names nobody has registered. Created once per engine, without
-    arguments."""
+    """Finds adapters whose names nobody has registered. Created once per engine, when the first
+    such name is asked for."""
 
-    name: ClassVar[str]
+    def __init__(self, config: EngineConfig) -> None: ...
 
     async def resolve(self, name: str, base_model: str) -> Path | None:
         """Return where the adapter of this name is on this machine; None: this resolver knows no

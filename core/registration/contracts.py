@@ -70,6 +70,8 @@ CONTRACTS = {
         "protocols.LogitsProcessor", base="jackfield.core.protocols:LogitsProcessor"
     ),
     "weight_loader": Contract("protocols.WeightLoader", ("load",)),
+    "adapter_format": Contract("protocols.AdapterFormat", ("is_at", "read")),
+    "adapter_resolver": Contract("protocols.AdapterResolver", ("resolve",)),
     "executor": Contract(
         "protocols.Executor",
         ("start", "submit", "ask", "stop"),

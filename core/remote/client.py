@@ -22,6 +22,7 @@ from ..engine.resolve_config import resolve_models
 from ..engine.text_processor import TextProcessor
 from ..errors import EngineStopped
 from ..loading.model_config import ModelConfig
+from ..lora_request import AdapterCard, AdapterJob
 from ..metrics.merge import families
 from ..outputs import EngineStats
 from ..protocols.executors import ExecutorInfo
@@ -147,6 +148,10 @@ class RemoteCore:
     def stats(self) -> EngineStats:
         """Return a snapshot, at most a second old."""
         return self._stats
+
+    async def ask_adapters(self, job: AdapterJob) -> list[AdapterCard]:
+        """Do what an `AdapterJob` says, and return its cards."""
+        return await self._calls.ask_adapters(job)
 
     # ------------------------------------------------------------ requests
 

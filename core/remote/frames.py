@@ -13,6 +13,7 @@ import msgspec
 
 from ..config import EngineConfig
 from ..errors import JackfieldError, error_named
+from ..lora_request import AdapterJob
 from ..metrics.merge import Family
 from ..outputs import EngineStats, FinishReason, KVCompressionUsage
 from ..pooling_params import PooledRow
@@ -80,6 +81,13 @@ class Query(msgspec.Struct, frozen=True, tag="query"):
 
     number: int
     name: str
+
+
+class AdapterQuery(msgspec.Struct, frozen=True, tag="adapters"):
+    """What a front end asks about adapters. → the encoded cards"""
+
+    number: int
+    job: AdapterJob
 
 
 class Report(msgspec.Struct, frozen=True, tag="report"):
@@ -176,7 +184,7 @@ class Close(msgspec.Struct, frozen=True, tag="close"):
     """Nothing more will come: end what is left, and the process."""
 
 
-ToEngine: TypeAlias = Hello | Listening | AddRequest | Stop | Abort | Query | Report
+ToEngine: TypeAlias = Hello | Listening | AddRequest | Stop | Abort | Query | AdapterQuery | Report
 ToFront: TypeAlias = Welcome | Reply | ErrorReply | Tokens | ReportRequest | Status | Close
 
 _encoder = msgspec.msgpack.Encoder()

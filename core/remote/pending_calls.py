@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import msgspec
+
 from ..errors import EngineStopped, InvalidRequest
+from ..lora_request import AdapterCard, AdapterJob
 from .channel import Channel
-from .frames import ErrorReply, Query, Reply, ToEngine, ToFront
+from .frames import AdapterQuery, ErrorReply, Query, Reply, ToEngine, ToFront
 
 
 class PendingCalls:
@@ -38,6 +41,12 @@ class PendingCalls:
         """Return a Query's reply. Raises as `call`."""
         number = self.numbers()
         return await self.call(number, Query(number, name))
+
+    async def ask_adapters(self, job: AdapterJob) -> list[AdapterCard]:
+        """Return the cards of a job about adapters. Raises as `call` does."""
+        number = self.numbers()
+        reply = await self.call(number, AdapterQuery(number, job))
+        return msgspec.msgpack.decode(reply, type=list[AdapterCard])
 
     async def call(self, number: int, message: ToEngine) -> Any:
         """Return a message's reply. Raises the engine's error, or EngineStopped."""

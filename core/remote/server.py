@@ -20,6 +20,7 @@ from ..request import Request
 from .channel import Channel
 from .frames import (
     Abort,
+    AdapterQuery,
     AddRequest,
     BadFrame,
     Close,
@@ -207,6 +208,8 @@ class FrontendConnection:
                 self._run(message.number, self._add_request(message), message.spec.params.n)
             case Query():
                 self._run(message.number, self._reply(message))
+            case AdapterQuery():
+                self._run(message.number, self._ask_adapters(message))
             case Abort():
                 self._abort(message.numbers)
             case Stop():
@@ -266,6 +269,10 @@ class FrontendConnection:
 
     async def _reply(self, query: Query) -> None:
         self.send(Reply(query.number, await self._server.reply_to(query.name)))
+
+    async def _ask_adapters(self, query: AdapterQuery) -> None:
+        cards = await self.core.ask_adapters(query.job)
+        self.send(Reply(query.number, msgspec.msgpack.encode(cards)))
 
     def _abort(self, numbers: Iterable[int]) -> None:
         for number in numbers:

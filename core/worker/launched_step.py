@@ -151,7 +151,7 @@ class LaunchedStep:
             prompt_logprobs=prompts,
             failed=failed,
             failed_params=self.failed_params,
-            parts=_reported(self.reports),
+            parts=reported(self.reports),
             device_seconds=time.monotonic() - self.launched,
             late_preparations=self.late_preparations,
             graph_recording_failures=self.graph_recording_failures,
@@ -181,12 +181,13 @@ class EmptyStep:
 
     def wait(self) -> StepResult:
         """Return a result without rows; nothing was launched."""
-        return StepResult(self.plan.step, [], [], parts=_reported(self.reports))
+        return StepResult(self.plan.step, [], [], parts=reported(self.reports))
 
 
-def _reported(reports: Reports) -> dict[str, msgspec.Struct]:
-    reported = ((name, report()) for name, report in reports.items())
-    return {name: struct for name, struct in reported if struct is not None}
+def reported(reports: Reports) -> dict[str, msgspec.Struct]:
+    """Return what parts report of a step that is done."""
+    structs = ((name, report()) for name, report in reports.items())
+    return {name: struct for name, struct in structs if struct is not None}
 
 
 def _position(tables: dict[str, Any], index: int, token_id: int, k: int) -> TokenLogprobs:

@@ -23,7 +23,7 @@ from ..pooling_params import PooledRow, PoolingParams
 from ..protocols.attention import PagedBackend
 from ..step import NOTHING_IN_PROCESS, InProcess, SlotStart, StepPlan, StepResult
 from .batch import LogitPlaces, PersistentBatch, StepInputs, releasing_all
-from .launched_step import EmptyStep
+from .launched_step import EmptyStep, Reports, reported
 from .parts.part import WorkerPart
 from .parts.part_set import WorkerParts
 from .per_slot import PerSlot, update_slots
@@ -42,6 +42,7 @@ class LaunchedPooling:
     """Device tensors that the copies read; held until they are done."""
     failed: dict[int, str] = field(default_factory=dict)
     """Row → why it failed while it was launched."""
+    reports: Reports = field(default_factory=dict)
 
     def wait(self) -> StepResult:
         """Block until the copies to the host are done."""
@@ -63,6 +64,7 @@ class LaunchedPooling:
             pooled=pooled,
             failed=failed,
             device_seconds=time.monotonic() - self.launched,
+            parts=reported(self.reports),
         )
 
 
@@ -129,7 +131,7 @@ class PoolingRunner(PerSlot):
         self.update_slots(plan, in_process)
         self.parts.before(plan)
         self.batch.write(plan)
-        return EmptyStep(plan)
+        return EmptyStep(plan, self.parts.poll())
 
     def update_slots(self, plan: StepPlan, in_process: InProcess = NOTHING_IN_PROCESS) -> None:
         """Update what is remembered of the slots that the plan releases and starts."""

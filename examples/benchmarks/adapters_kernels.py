@@ -58,7 +58,7 @@ BOUND = 2e-2
 CHANGES: dict[str, Sequence[Any]] = {
     "splits": (2, 4, 8, 16, 32, 48, 64), "lanes": (16, 32, 64), "block_k": (64, 128, 256),
     "shrink_warps": (2, 4, 8), "shrink_stages": (2, 3, 4), "outputs": (32, 64, 128, 256),
-    "ranks": (16, 32), "expand_warps": (2, 4, 8), "prefetch": (False, True),
+    "ranks": (16, 32), "expand_warps": (2, 4, 8), "early": (False, True),
 }  # fmt: skip
 """What --sweep tries, each beside the other defaults."""
 

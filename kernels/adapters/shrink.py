@@ -20,7 +20,7 @@ import triton.language as tl
 from ..launch import launch
 from ..pdl import gdc_launch_dependents, gdc_wait, pdl_options
 from ..tiles import load_tile, prefetch_l2_rows
-from .tiles import UNROLLED, AdapterTiles, split_steps
+from .tiles import UNROLLED, AdapterTiles, split_inputs
 
 
 @triton.jit
@@ -37,58 +37,35 @@ def _lanes_of(ranks_ptr, lanes, PARTS: tl.constexpr):
 
 
 @triton.jit
-def _prefetch(
+def _a_of(
     a_ptr,
-    places_ptr,
     rank_rows_ptr,
     ranks_ptr,
-    num_places,
+    place,
+    lanes,
     num_rows,
     stride_row,
     stride_part,
     stride_rank_rows,
     stride_ranks,
-    first_lane,
-    first_input,
     PARTS: tl.constexpr,
-    BLOCK_L: tl.constexpr,
-    BYTES: tl.constexpr,
 ):
-    """Ask the L2 cache for the program's part of A, by tables that may not be written yet: then for
-    other numbers of A, with no other harm."""
-    place = tl.load(places_ptr + tl.program_id(1), cache_modifier=".cg")
-    if (place >= 0) & (place < num_places):
-        for start in tl.static_range(0, BLOCK_L, 32):
-            lanes = first_lane + start + tl.arange(0, 32)
-            part, rank, count = _lanes_of(ranks_ptr + place * stride_ranks, lanes, PARTS)
-            mask = (lanes < count) & (lanes < first_lane + BLOCK_L)
-            rows = tl.load(rank_rows_ptr + place * stride_rank_rows + rank, mask=mask, other=0)
-            rows = tl.minimum(tl.maximum(rows, 0), num_rows - 1).to(tl.int64)
-            ptrs = a_ptr + rows * stride_row + part * stride_part + first_input
-            prefetch_l2_rows(ptrs, mask, BYTES)
+    """Return where each lane of an adapter begins in A, and how many there are. Whatever tables
+    say, it is a row of A."""
+    part, rank, count = _lanes_of(ranks_ptr + place * stride_ranks, lanes, PARTS)
+    rows = tl.load(rank_rows_ptr + place * stride_rank_rows + rank, mask=lanes < count, other=0)
+    rows = tl.minimum(tl.maximum(rows, 0), num_rows - 1).to(tl.int64)
+    return a_ptr + rows * stride_row + part * stride_part, count
 
 
 @triton.jit
-def _add_product(
-    acc,
-    a_ptrs,
-    x_ptrs,
-    in_l,
-    in_t,
-    k,
-    start,
-    INPUTS: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    ROW: tl.constexpr,
-):
-    """Return acc + A xᵀ of the inputs start + k; of a single row, their products."""
-    in_k = start + k < INPUTS
-    a = load_tile(a_ptrs + start, in_l, in_k, False, EVEN_K, "")
+def _add_product(acc, a, x_ptrs, in_t, in_k, EVEN_K: tl.constexpr, ROW: tl.constexpr):
+    """Return acc + A xᵀ of a tile of inputs; of a single row, their products."""
     if ROW:
-        x = tl.load(x_ptrs + start, mask=in_k, other=0.0)
+        x = tl.load(x_ptrs, mask=in_k, other=0.0)
         return acc + a.to(tl.float32) * x.to(tl.float32)[None, :]
     else:
-        x = load_tile(x_ptrs + start, in_t, in_k, False, EVEN_K, "")
+        x = load_tile(x_ptrs, in_t, in_k, False, EVEN_K, "")
         if a.dtype == x.dtype and a.dtype.primitive_bitwidth == 16:
             return tl.dot(a, tl.trans(x), acc)
         else:
@@ -125,6 +102,7 @@ def _shrink_kernel(
     BLOCK_K: tl.constexpr,
     UNROLLED: tl.constexpr,
     STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
     PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -132,36 +110,50 @@ def _shrink_kernel(
     EVEN_K: tl.constexpr = INPUTS == SPLITS * STEPS * BLOCK_K
     split = tl.program_id(0) % SPLITS
     first_lane = tl.program_id(0) // SPLITS * BLOCK_L
-    first_input = split * (STEPS * BLOCK_K)
-    if PREFETCH is not None:
-        _prefetch(
-            a_ptr, places_ptr, rank_rows_ptr, ranks_ptr, num_places, num_rows, stride_row,
-            stride_part, stride_rank_rows, stride_ranks, first_lane, first_input, PARTS, BLOCK_L,
-            PREFETCH,
+    lanes = first_lane + tl.arange(0, BLOCK_L)
+    k = split * (STEPS * BLOCK_K) + tl.arange(0, BLOCK_K)
+    if EARLY:
+        # The chunks were made some kernels ago, but nothing says that the last one before this has
+        # waited for them. So the place is read past the cache that it is read from below, and if it
+        # is another one then, what was loaded by it is loaded again.
+        early = tl.load(places_ptr + tl.program_id(1), cache_modifier=".cg")
+        early = tl.minimum(tl.maximum(early, 0), num_places - 1)
+        starts, count = _a_of(
+            a_ptr, rank_rows_ptr, ranks_ptr, early, lanes, num_rows, stride_row, stride_part,
+            stride_rank_rows, stride_ranks, PARTS,
         )  # fmt: skip
+        if PREFETCH is not None:
+            prefetch_l2_rows(starts + split * (STEPS * BLOCK_K), lanes < count, PREFETCH)
+        else:
+            a_ptrs = starts[:, None] + k[None, :]
+            a = load_tile(a_ptrs, lanes < count, k < INPUTS, False, EVEN_K, "")
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     place = tl.load(places_ptr + tl.program_id(1))
     if place < 0:
         return
-    lanes = first_lane + tl.arange(0, BLOCK_L)
-    part, rank, count = _lanes_of(ranks_ptr + place * stride_ranks, lanes, PARTS)
+    if EARLY:
+        if place != early:
+            starts, count = _a_of(
+                a_ptr, rank_rows_ptr, ranks_ptr, place, lanes, num_rows, stride_row, stride_part,
+                stride_rank_rows, stride_ranks, PARTS,
+            )  # fmt: skip
+            if PREFETCH is None:
+                a_ptrs = starts[:, None] + k[None, :]
+                a = load_tile(a_ptrs, lanes < count, k < INPUTS, False, EVEN_K, "")
+    else:
+        starts, count = _a_of(
+            a_ptr, rank_rows_ptr, ranks_ptr, place, lanes, num_rows, stride_row, stride_part,
+            stride_rank_rows, stride_ranks, PARTS,
+        )  # fmt: skip
     if first_lane >= count:
         return
     in_l = lanes < count
-    rows = tl.load(rank_rows_ptr + place * stride_rank_rows + rank, mask=in_l, other=0)
-    k = tl.arange(0, BLOCK_K)
-    a_ptrs = a_ptr + (rows.to(tl.int64) * stride_row + part * stride_part)[:, None]
-    a_ptrs += first_input + k[None, :]
-    k += first_input
-
+    a_ptrs = starts[:, None] + k[None, :]
     offset = tl.arange(0, BLOCK_T)
     tokens = tl.load(tokens_ptr + tl.program_id(1) * CHUNK + offset, mask=offset < CHUNK, other=-1)
     if ROW:
-        token = tl.max(tokens, axis=0)
-        if token < 0:
-            return
         in_t = in_l
         x_ptrs = x_ptr + k
         acc = tl.zeros([BLOCK_L, BLOCK_K], tl.float32)
@@ -169,22 +161,32 @@ def _shrink_kernel(
         in_t = tokens >= 0
         x_ptrs = x_ptr + tl.maximum(tokens, 0).to(tl.int64)[:, None] * stride_x + k[None, :]
         acc = tl.zeros([BLOCK_L, BLOCK_T], tl.float32)
-    if STEPS <= UNROLLED:
+    if EARLY and PREFETCH is None:
+        acc = _add_product(acc, a, x_ptrs, in_t, k < INPUTS, EVEN_K, ROW)
+    elif STEPS <= UNROLLED:
         for step in tl.static_range(STEPS):
-            acc = _add_product(
-                acc, a_ptrs, x_ptrs, in_l, in_t, k, step * BLOCK_K, INPUTS, EVEN_K, ROW
-            )
+            in_k = k + step * BLOCK_K < INPUTS
+            a = load_tile(a_ptrs + step * BLOCK_K, in_l, in_k, False, EVEN_K, "")
+            acc = _add_product(acc, a, x_ptrs + step * BLOCK_K, in_t, in_k, EVEN_K, ROW)
     else:
         for step in tl.range(STEPS, num_stages=STAGES):
-            acc = _add_product(
-                acc, a_ptrs, x_ptrs, in_l, in_t, k, step * BLOCK_K, INPUTS, EVEN_K, ROW
-            )
+            in_k = k + step * BLOCK_K < INPUTS
+            a = load_tile(a_ptrs + step * BLOCK_K, in_l, in_k, False, EVEN_K, "")
+            acc = _add_product(acc, a, x_ptrs + step * BLOCK_K, in_t, in_k, EVEN_K, ROW)
     low_ptr += split.to(tl.int64) * num_tokens * stride_low
     if ROW:
-        tl.store(low_ptr + lanes, tl.sum(acc, axis=1), mask=in_l)
+        has_token = tl.max(tokens, axis=0) >= 0
+        tl.store(low_ptr + lanes, tl.sum(acc, axis=1), mask=in_l & has_token)
     else:
         low_ptrs = low_ptr + tokens.to(tl.int64)[None, :] * stride_low + lanes[:, None]
         tl.store(low_ptrs, acc, mask=in_l[:, None] & in_t[None, :])
+
+
+def _asks(a: torch.Tensor, num_bytes: int, lanes: int) -> bool:
+    """Return whether one instruction for each lane can ask for so many bytes of its part of A."""
+    item, (_, _, inputs) = a.element_size(), a.shape
+    sizes = (a.data_ptr(), a.stride(0) * item, a.stride(1) * item, num_bytes)
+    return lanes <= 32 and inputs * item % num_bytes == 0 and all(one % 16 == 0 for one in sizes)
 
 
 def shrink(
@@ -201,14 +203,13 @@ def shrink(
     1 → [splits, T, S * most ranks] float32, of which the lanes of tokens in chunks are written."""
     (num_tokens, inputs), (num_chunks, chunk_tokens) = x.shape, tokens.shape
     (num_rows, parts, _), (num_places, most_ranks) = a.shape, rank_rows.shape
-    splits, steps = split_steps(tiles, inputs)
+    splits, steps, block_k = split_inputs(tiles, inputs)
     most_lanes = parts * most_ranks
     low = torch.empty((splits, num_tokens, most_lanes), dtype=torch.float32, device=x.device)
     options = pdl_options(x.device)
-    item = a.element_size()
-    aligned = all(size * item % 16 == 0 for size in (inputs, a.stride(0), a.stride(1)))
-    aligned = aligned and a.data_ptr() % 16 == 0 and inputs % (steps * tiles.block_k) == 0
-    prefetch = bool(options) and tiles.prefetch and aligned
+    num_bytes = steps * block_k * a.element_size()
+    prefetch = steps > 1
+    early = tiles.early and (not prefetch or (bool(options) and _asks(a, num_bytes, tiles.lanes)))
     launch(_shrink_kernel, (splits * triton.cdiv(most_lanes, tiles.lanes), num_chunks))(
         low,
         x,
@@ -234,10 +235,11 @@ def shrink(
         ROW=num_tokens == 1,
         BLOCK_L=tiles.lanes,
         BLOCK_T=max(triton.next_power_of_2(chunk_tokens), 16),
-        BLOCK_K=tiles.block_k,
+        BLOCK_K=block_k,
         UNROLLED=UNROLLED,
         STAGES=tiles.shrink_stages,
-        PREFETCH=str(steps * tiles.block_k * item) if prefetch else None,
+        EARLY=early,
+        PREFETCH=str(num_bytes) if early and prefetch else None,
         PDL=bool(options),
         num_warps=tiles.shrink_warps,
         **options,

@@ -15,7 +15,7 @@ class AdapterTiles(NamedTuple):
     lanes: int
     """Lanes per program of the first product"""
     block_k: int
-    """Inputs at a time"""
+    """Inputs at a time, at most"""
     shrink_warps: int
     shrink_stages: int
     """Tiles in flight, in loops of more than UNROLLED"""
@@ -24,21 +24,21 @@ class AdapterTiles(NamedTuple):
     ranks: int
     """Ranks at a time, at most"""
     expand_warps: int
-    prefetch: bool
-    """Whether the first product asks the L2 cache for its rows of A before the kernel ahead of it
-    has ended"""
+    early: bool
+    """Whether the first product loads its part of A before the kernel ahead of it has ended; if it
+    is of several tiles, to the L2 cache"""
 
 
 TILES: tuple[tuple[int, AdapterTiles], ...] = (
-    (1, AdapterTiles(48, 16, 128, 4, 2, 64, 64, 4, prefetch=True)),
-    (16, AdapterTiles(32, 16, 128, 4, 2, 64, 64, 4, prefetch=True)),
-    (64, AdapterTiles(16, 32, 128, 4, 2, 128, 64, 4, prefetch=True)),
-    (256, AdapterTiles(8, 64, 128, 4, 3, 128, 64, 4, prefetch=False)),
-    (1024, AdapterTiles(4, 64, 128, 4, 3, 128, 64, 4, prefetch=False)),
+    (1, AdapterTiles(48, 16, 256, 4, 2, 64, 64, 4, early=True)),
+    (16, AdapterTiles(48, 16, 256, 4, 2, 64, 64, 4, early=True)),
+    (64, AdapterTiles(16, 32, 256, 4, 2, 128, 64, 4, early=True)),
+    (256, AdapterTiles(8, 64, 128, 4, 3, 128, 64, 4, early=False)),
+    (1024, AdapterTiles(4, 64, 128, 4, 3, 128, 64, 4, early=False)),
 )
 """(most rows, tiles). A single adapter at a single row is a megabyte or less, so it is divided into
 as many programs as possible; the more rows, the more the partial sums of a split weigh."""
-PROMPT_TILES = AdapterTiles(4, 64, 64, 4, 4, 128, 64, 8, prefetch=False)
+PROMPT_TILES = AdapterTiles(4, 64, 64, 4, 4, 128, 64, 8, early=False)
 """For more rows than TILES has."""
 UNROLLED = 4
 """Most tiles of inputs that are loaded at once, without a loop"""
@@ -49,7 +49,18 @@ def adapter_tiles(num_rows: int) -> AdapterTiles:
     return next((tiles for most, tiles in TILES if num_rows <= most), PROMPT_TILES)
 
 
-def split_steps(tiles: AdapterTiles, inputs: int) -> tuple[int, int]:
-    """Return the splits of so many inputs, and the tiles of inputs of each."""
-    steps = triton.cdiv(triton.cdiv(inputs, tiles.splits), tiles.block_k)
-    return triton.cdiv(inputs, steps * tiles.block_k), steps
+class Splits(NamedTuple):
+    """How the inputs of a site are divided."""
+
+    count: int
+    steps: int
+    """Tiles of each"""
+    block_k: int
+
+
+def split_inputs(tiles: AdapterTiles, inputs: int) -> Splits:
+    """Divide so many inputs."""
+    width = triton.cdiv(inputs, tiles.splits)
+    block_k = min(max(triton.next_power_of_2(width), 16), tiles.block_k)
+    steps = triton.cdiv(width, block_k)
+    return Splits(triton.cdiv(inputs, steps * block_k), steps, block_k)

@@ -22,7 +22,8 @@ from jackfield.core.nn.step_operations.adapters import (
     SiteWeights,
     chunk_count,
 )
-from jackfield.kernels.adapters import tiles
+from jackfield.kernels.adapters import shrink, tiles
+from jackfield.kernels.adapters.tiles import adapter_tiles
 from jackfield.plugins.operations.triton import TritonOperations
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -243,7 +244,7 @@ def test_every_choice_of_tiles_gives_the_same_product(monkeypatch: pytest.Monkey
             (1, 16, 16, 16, 16), (3, 64, 32, 128, 16), (99, 32, 64, 32, 32), (7, 16, 16, 64, 64),
         ):  # fmt: skip
             chosen = tiles.AdapterTiles(
-                splits, lanes, block_k, 4, 2, outputs, ranks, 4, prefetch=False
+                splits, lanes, block_k, 4, 2, outputs, ranks, 4, early=splits > 1
             )
             monkeypatch.setattr(tiles, "TILES", ((tokens, chosen),))
             out = base.clone()
@@ -307,3 +308,26 @@ def test_chunks_equal_their_reference(
         assert got.places.dtype == got.tokens.dtype == torch.int32
         assert torch.equal(got.places, want.places)
         assert torch.equal(got.tokens, want.tokens)
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="on a GPU, nothing can happen between two loads")
+@pytest.mark.parametrize("tokens", [1, 5, 40])
+def test_chunks_that_are_made_late_are_waited_for(
+    tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first product's loads before the wait are repeated if the place was another one then."""
+    case = MERGED._replace(inputs=256)
+    site, places = site_of(case, torch.float16), [0, 3, -1, 2, 1] * 8
+    x = draw(tokens, 256, dtype=torch.float16, seed=3)
+    base = draw(tokens, 160, dtype=torch.float16, seed=4)
+    chunks = chunks_of(places[:tokens])
+    want = by_hand(base, x, places[:tokens], site)
+    assert adapter_tiles(tokens).early
+    for before in (-1, 2, 4, 2**31 - 1):
+        late = chunks.places.clone().fill_(before)
+        made = AdapterChunks(late, chunks.tokens)
+        monkeypatch.setattr(shrink, "gdc_wait", lambda late=late: late.copy_(chunks.places))
+        monkeypatch.setattr(shrink, "pdl_options", lambda device: {"launch_pdl": True})
+        out = base.clone()
+        KERNELS.add_adapters(out, x, made, site)
+        torch.testing.assert_close(out.double(), want, atol=2e-3, rtol=2e-3)

@@ -374,7 +374,7 @@ class Adapters(SchedulerPart):
     def _find_starving(self) -> None:
         """Give the adapter whose requests have waited longest the next room, if that is too
         long."""
-        if self._starving is not None:
+        if self._starving is not None or not self._waits:
             return
         number, (since, units) = next(iter(self._waits.items()))
         if self._num_plans - since < self._max_wait:

@@ -3,7 +3,7 @@
 from compiling import compile_cases
 
 from jackfield.kernels.adapters import chunks, expand, shrink
-from jackfield.kernels.adapters.tiles import PROMPT_TILES, TILES, UNROLLED, split_steps
+from jackfield.kernels.adapters.tiles import PROMPT_TILES, TILES, UNROLLED, split_inputs
 
 CHUNKS = {
     "slots_ptr": "*i32",
@@ -35,8 +35,10 @@ for dtype, inputs, bounds in (
 ):
     rows = [*TILES, (8192, PROMPT_TILES)]
     for most, tiles in rows if dtype == "bf16" else rows[::3]:
-        splits, steps = split_steps(tiles, inputs)
-        prefetch = str(steps * tiles.block_k * 2) if tiles.prefetch and dtype != "fp32" else None
+        splits, steps, block_k = split_inputs(tiles, inputs)
+        prefetch = (
+            str(steps * block_k * 2) if tiles.early and steps > 1 and dtype != "fp32" else None
+        )
         common = {
             "CHUNK": 16 if most <= 1024 else 64, "BLOCK_T": 16 if most <= 1024 else 64,
             "PARTS": len(bounds) - 1, "SPLITS": splits, "ROW": most == 1, "PDL": True,
@@ -44,8 +46,8 @@ for dtype, inputs, bounds in (
         types = {**TABLES, **{name: f"*{dtype}" for name in ("x_ptr", "a_ptr", "b_ptr", "out_ptr")}}
         first = {
             **common, "INPUTS": inputs, "STEPS": steps, "BLOCK_L": tiles.lanes,
-            "BLOCK_K": tiles.block_k, "UNROLLED": UNROLLED, "STAGES": tiles.shrink_stages,
-            "PREFETCH": prefetch,
+            "BLOCK_K": block_k, "UNROLLED": UNROLLED, "STAGES": tiles.shrink_stages,
+            "PREFETCH": prefetch, "EARLY": tiles.early and (steps == 1 or prefetch is not None),
         }  # fmt: skip
         second = {
             **common, "BOUNDS": bounds, "TILES": tuple(n // tiles.outputs for n in bounds),

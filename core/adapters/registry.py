@@ -1,0 +1,610 @@
+"""The adapters of an engine by name: loading, reloading, unloading, and what stays in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict, deque
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, TypeVar
+
+import msgspec
+
+from ..config import EngineConfig
+from ..errors import EngineStopped, InvalidRequest, JackfieldError, shown
+from ..lora_request import (
+    AdapterCard,
+    AdapterJob,
+    AdapterRef,
+    ListAdapters,
+    LoadAdapter,
+    PinAdapter,
+    UnloadAdapter,
+    check_adapter_name,
+    unknown_adapter,
+)
+from ..parts.adapters import NAME, AdapterInfo, AdapterUse, num_units
+from ..registry import Plugins
+from ..request import RequestSpec
+from ..scheduling.parts.adapters import Adapters
+from ..step import DropAdapter, ReadAdapter, WorkerJob
+from .activation import first_position
+from .finding import Finder
+
+logger = logging.getLogger("jackfield.adapters")
+T = TypeVar("T")
+MAX_NAMES = 100_000
+"""Adapters that are known by name."""
+
+
+@dataclass(eq=False)
+class Loaded:
+    """One load of one content, in the host memory of every rank."""
+
+    number: int
+    info: AdapterInfo
+    adapter: Adapter | None
+    """None: it was unloaded or replaced, and is dropped once no request uses it."""
+    dropped: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def units(self) -> int:
+        return num_units(self.info.rank)
+
+
+@dataclass(eq=False)
+class Adapter:
+    """What a name stands for."""
+
+    name: str
+    path: str
+    format: str
+    parent: str
+    owner: str = ""
+    int_id: int | None = None
+    pinned: bool = False
+    resolved: bool = False
+    """Whether a resolver has found it, and would find it again."""
+    removed: bool = False
+    info: AdapterInfo | None = None
+    """Of its last load; None before the first."""
+    loaded: Loaded | None = None
+    """None: not in host memory."""
+    reading: asyncio.Task[Loaded] | None = None
+
+
+@dataclass(eq=False)
+class _Waiter:
+    """A read that waits for room in host memory."""
+
+    since: int
+    room: asyncio.Future[None]
+
+
+class AdapterRegistry:
+    """Names → adapters, of one engine. Everything here runs on the event loop.
+
+    At most `max_cpu_loras` adapters are in host memory, and one more while it is loaded by name.
+    One that no request uses is dropped for another, the least recently used first, and is read
+    again when a request asks for it. If requests use all of them, a read waits; after
+    `lora_max_wait_steps` steps, no new request gets the one that will be free first.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        part: Adapters,
+        plugins: Plugins,
+        *,
+        ask: Callable[[WorkerJob], asyncio.Future[Any]],
+        wake: Callable[[], None],
+    ) -> None:
+        """part: the scheduler's half. ask: the executor. wake: called when there may be something
+        to plan."""
+        self._config = config
+        self._part = part
+        self._finder = Finder(config, plugins)
+        self._ask = ask
+        self._wake = wake
+        self._most = config.max_cpu_loras or config.max_loras
+        self._adapters: OrderedDict[tuple[str, str], Adapter] = OrderedDict()
+        """Owner and name → adapter."""
+        self._host: OrderedDict[int, Loaded] = OrderedDict()
+        """Number → what is in host memory, the least recently used one first."""
+        self._numbers = count(1)
+        self._num_reading = 0
+        """Reads that have room, and are not done."""
+        self._waiters: deque[_Waiter] = deque()
+        self._victim: Loaded | None = None
+        """What gets no new requests, so that the first waiter gets its room."""
+        self._resolving: dict[str, asyncio.Task[Adapter]] = {}
+        self._loading = asyncio.Lock()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._settles: set[int] = set()
+        self.num_waiting = 0
+        """Requests that wait until their adapter is in host memory."""
+        self.num_reads = 0
+        self.read_seconds = 0.0
+        part.watch_idle(self._idle)
+
+    # ------------------------------------------------------------ requests
+
+    async def applied(self, spec: RequestSpec) -> RequestSpec:
+        """Return a request with its adapter, which is in host memory until the caller's next
+        `await`. Raises ModelNotFound, and InvalidRequest if the adapter cannot be served."""
+        ref = spec.adapter
+        assert ref is not None
+        self.num_waiting += 1
+        try:
+            loaded = await self._use(ref)
+        finally:
+            self.num_waiting -= 1
+        info, first = loaded.info, 0
+        if info.invocation_tokens:
+            if spec.source_token_ids:
+                raise InvalidRequest(
+                    f"adapter {ref.name!r} is activated by tokens of the prompt (aLoRA), which "
+                    "encoder-decoder models do not do",
+                    param="model",
+                )
+            found = first_position(spec.prompt_token_ids, info.invocation_tokens)
+            if found is None:
+                return spec
+            first = found
+        use = AdapterUse(loaded.number, loaded.units, first)
+        extra, late = spec.cache_extra, spec.late_extra
+        if first:
+            late = (first, info.digest)
+        else:
+            extra = (*extra, info.digest)
+        return msgspec.structs.replace(
+            spec, parts={**spec.parts, NAME: use}, cache_extra=extra, late_extra=late
+        )
+
+    async def _use(self, ref: AdapterRef) -> Loaded:
+        """Return the adapter that a request asks for, once it is in host memory."""
+        adapter = await self._find(ref)
+        while True:
+            if adapter.removed:
+                raise self._unknown(ref.name)
+            loaded = adapter.loaded
+            if loaded is None:
+                await self._read_shared(adapter)
+            elif self._must_wait(loaded):
+                await loaded.dropped.wait()
+            else:
+                self._host.move_to_end(loaded.number)
+                return loaded
+
+    async def _find(self, ref: AdapterRef) -> Adapter:
+        """Return what a request's name stands for. Raises ModelNotFound."""
+        adapter = self._get(ref.name, ref.tenant)
+        if adapter is not None and (not ref.path or ref.path == adapter.path):
+            if ref.load_inplace:
+                return await self._load(self._load_job(ref))
+            if ref.int_id is not None:
+                adapter.int_id = ref.int_id
+            return adapter
+        if ref.path:
+            if adapter is not None and not ref.load_inplace:
+                raise InvalidRequest(
+                    f"lora_request: {ref.name!r} is loaded from {adapter.path!r}; to take "
+                    f"{ref.path!r} in its place, set load_inplace",
+                    param="lora_request",
+                )
+            return await self._load(self._load_job(ref))
+        return await self._resolve(ref.name)
+
+    def _load_job(self, ref: AdapterRef) -> LoadAdapter:
+        adapter = self._get(ref.name, ref.tenant)
+        return LoadAdapter(
+            name=ref.name,
+            path=ref.path or ("" if adapter is None else adapter.path),
+            # Several requests may come at once, each with the adapter's path.
+            load_inplace=True,
+            parent=ref.parent,
+            owner=ref.tenant or "",
+            int_id=ref.int_id,
+        )
+
+    async def _resolve(self, name: str) -> Adapter:
+        """Ask resolvers for an adapter that nobody has loaded. Raises ModelNotFound."""
+        check_adapter_name(name, self._config.served_names, "model")
+        if (task := self._resolving.get(name)) is None:
+            task = self._resolving[name] = self._task(self._resolve_alone(name))
+            task.add_done_callback(lambda _: self._resolving.pop(name, None))
+        return await asyncio.shield(task)
+
+    async def _resolve_alone(self, name: str) -> Adapter:
+        path = await self._finder.resolve(name)
+        if path is None:
+            raise self._unknown(name)
+        form = await self._finder.format_at(path)
+        if (adapter := self._adapters.get(("", name))) is None:
+            adapter = Adapter(name, path, form, self._config.served_names[0], resolved=True)
+            self._add(adapter)
+        return adapter
+
+    # ------------------------------------------------------------ jobs
+
+    async def do(self, job: AdapterJob) -> list[AdapterCard]:
+        """Return what the job's class says."""
+        match job:
+            case LoadAdapter():
+                return [self._card(await self._load(job))]
+            case UnloadAdapter():
+                return self._unload(job)
+            case PinAdapter():
+                adapter = self._named(job.name, job.int_id, None)
+                if adapter is None:
+                    return []
+                await self._pin(adapter, job.pinned)
+                return [self._card(adapter)]
+            case ListAdapters():
+                pass
+        return [self._card(adapter) for adapter in sorted(
+            self._adapters.values(), key=lambda each: (each.name, each.owner)
+        )]  # fmt: skip
+
+    async def _load(self, job: LoadAdapter) -> Adapter:
+        """Load an adapter by name, one at a time."""
+        name = check_adapter_name(job.name, self._config.served_names)
+        if not job.path:
+            raise InvalidRequest("lora_path: must not be empty", param="lora_path")
+        async with self._loading:
+            present = self._adapters.get((job.owner, name))
+            if present is not None and not job.load_inplace:
+                raise InvalidRequest(
+                    f"lora_name: an adapter {name!r} is loaded already; to read it again, set "
+                    "load_inplace",
+                    param="lora_name",
+                )
+            if present is None and len(self._adapters) >= MAX_NAMES:
+                self._forget_one()
+            form = await self._finder.format_at(job.path)
+            loaded = await self._read(job.path, form, None)
+            present = self._adapters.get((job.owner, name))
+            parent = job.parent or self._config.served_names[0]
+            if present is None:
+                present = Adapter(name, job.path, form, parent, job.owner)
+                self._add(present)
+            elif job.parent is not None:
+                present.parent = parent
+            present.path, present.format, present.resolved = job.path, form, False
+            present.int_id = present.int_id if job.int_id is None else job.int_id
+            self._take(present, loaded)
+            if job.pinned and not present.pinned:
+                try:
+                    await self._pin(present, True)
+                except BaseException:
+                    self._remove(present)
+                    raise
+            self._trim()
+            return present
+
+    def _take(self, adapter: Adapter, loaded: Loaded) -> None:
+        """Let a name stand for what was read, if that is not what it stands for already."""
+        before = adapter.loaded
+        if before is not None and before.info.digest == loaded.info.digest:
+            self._drop(loaded)
+            return
+        if adapter.info is not None and adapter.info.digest != loaded.info.digest:
+            logger.info("adapter %r has new content", adapter.name)
+        adapter.loaded, adapter.info, loaded.adapter = loaded, loaded.info, adapter
+        if before is not None:
+            self._retire(before)
+        if adapter.pinned:
+            self._part.unpin(before.number if before is not None else 0)
+            if self._part.can_pin(loaded.number, loaded.units):
+                self._part.pin(loaded.number, loaded.units)
+                self._wake()
+            else:
+                adapter.pinned = False
+                logger.warning("adapter %r is not pinned any more: no room", adapter.name)
+
+    def _unload(self, job: UnloadAdapter) -> list[AdapterCard]:
+        adapter = self._named(job.name, job.int_id, job.tenant)
+        if adapter is None or (job.tenant is not None and adapter.owner != job.tenant):
+            return []
+        card = self._card(adapter)
+        self._remove(adapter)
+        return [card]
+
+    def _remove(self, adapter: Adapter) -> None:
+        """Forget a name; requests that have it go on."""
+        adapter.removed = True
+        del self._adapters[adapter.owner, adapter.name]
+        if adapter.loaded is not None:
+            loaded, adapter.loaded = adapter.loaded, None
+            self._retire(loaded)
+
+    async def _pin(self, adapter: Adapter, pinned: bool) -> None:
+        if not pinned:
+            adapter.pinned = False
+            if adapter.loaded is not None:
+                self._part.unpin(adapter.loaded.number)
+            return
+        while (loaded := adapter.loaded) is None:
+            if adapter.removed:
+                raise self._unknown(adapter.name)
+            await self._read_shared(adapter)
+        num_pinned = sum(other.pinned for other in self._adapters.values() if other is not adapter)
+        if num_pinned + 1 >= self._most:
+            raise InvalidRequest(
+                f"adapter {adapter.name!r} cannot be pinned: others need room in host memory; "
+                "raise max_cpu_loras",
+                param="lora_name",
+            )
+        if not self._part.can_pin(loaded.number, loaded.units):
+            raise InvalidRequest(
+                f"adapter {adapter.name!r} cannot be pinned: one of rank "
+                f"{self._config.max_lora_rank} must have room beside those that are; raise "
+                "max_loras",
+                param="lora_name",
+            )
+        adapter.pinned = True
+        self._part.pin(loaded.number, loaded.units)
+        self._wake()
+
+    # ------------------------------------------------------------ names
+
+    def _get(self, name: str, tenant: str | None) -> Adapter | None:
+        """Return what a name stands for, for a tenant: its own adapter before everyone's."""
+        if tenant is None:
+            found = self._adapters.get(("", name))
+            if found is not None:
+                return found
+            return next((each for each in self._adapters.values() if each.name == name), None)
+        return self._adapters.get((tenant, name)) or self._adapters.get(("", name))
+
+    def _named(self, name: str, int_id: int | None, tenant: str | None) -> Adapter | None:
+        if int_id is None:
+            return self._get(name, tenant)
+        return next((each for each in self._adapters.values() if each.int_id == int_id), None)
+
+    def _add(self, adapter: Adapter) -> None:
+        self._adapters[adapter.owner, adapter.name] = adapter
+
+    def _forget_one(self) -> None:
+        """Forget an adapter that a resolver would find again. Raises InvalidRequest."""
+        for adapter in self._adapters.values():
+            if adapter.resolved and adapter.loaded is None and adapter.reading is None:
+                self._remove(adapter)
+                return
+        raise InvalidRequest(
+            f"lora_name: {MAX_NAMES} adapters are loaded; unload one first", param="lora_name"
+        )
+
+    def _unknown(self, name: str) -> JackfieldError:
+        return unknown_adapter(name, self._config.served_names)
+
+    def _card(self, adapter: Adapter) -> AdapterCard:
+        loaded, info, part = adapter.loaded, adapter.info, self._part
+        number = 0 if loaded is None else loaded.number
+        running = part.num_running(number)
+        return AdapterCard(
+            name=adapter.name,
+            path=adapter.path,
+            format=adapter.format,
+            parent=adapter.parent,
+            owner=adapter.owner,
+            int_id=adapter.int_id,
+            pinned=adapter.pinned,
+            digest="" if info is None else info.digest,
+            rank=0 if info is None else info.rank,
+            nbytes=0 if loaded is None else loaded.info.nbytes,
+            resident=part.is_resident(number),
+            running=running,
+            waiting=part.num_live(number) - running,
+            notes=() if info is None else info.notes,
+        )
+
+    # ------------------------------------------------------------ host memory
+
+    @property
+    def num_loaded(self) -> int:
+        """Adapters in host memory, those included that were unloaded and are in use."""
+        return len(self._host)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of host memory, on each rank."""
+        return sum(loaded.info.nbytes for loaded in self._host.values())
+
+    async def _read_shared(self, adapter: Adapter) -> None:
+        """Read an adapter again that is not in host memory. Concurrent calls share one read."""
+        if adapter.reading is None:
+            adapter.reading = self._task(self._read_again(adapter))
+        await asyncio.shield(adapter.reading)
+
+    async def _read_again(self, adapter: Adapter) -> Loaded:
+        try:
+            await self._room()
+            loaded = await self._read(adapter.path, adapter.format, adapter)
+            if adapter.removed or adapter.loaded is not None:
+                self._drop(loaded)
+            else:
+                self._take(adapter, loaded)
+            return loaded
+        finally:
+            adapter.reading = None
+
+    async def _read(self, path: str, form: str, adapter: Adapter | None) -> Loaded:
+        """Read an adapter on all ranks. adapter: for whose requests; None: loaded by name, without
+        waiting for room."""
+        number = next(self._numbers)
+        if adapter is None:
+            self._num_reading += 1
+        began = asyncio.get_running_loop().time()
+        try:
+            info = await self._answer(ReadAdapter(number, path, form))
+        finally:
+            self._num_reading -= 1
+            self._free_room()
+        self.num_reads += 1
+        self.read_seconds += asyncio.get_running_loop().time() - began
+        loaded = self._host[number] = Loaded(number, info, adapter)
+        if info.rank > self._config.max_lora_rank:
+            self._drop(loaded)
+            raise InvalidRequest(
+                f"adapter at {path!r} has rank {info.rank}, more than max_lora_rank "
+                f"({self._config.max_lora_rank})",
+                param="lora_path",
+            )
+        return loaded
+
+    async def _answer(self, job: ReadAdapter) -> AdapterInfo:
+        try:
+            info: AdapterInfo = await self._ask(job)
+        except (EngineStopped, InvalidRequest):
+            raise
+        except JackfieldError as error:  # A ConfigError names a field of the adapter's file.
+            raise InvalidRequest(error.message, param="lora_path") from error
+        except NotImplementedError:
+            raise InvalidRequest(
+                f"enable_lora: executor {self._config.executor!r} reads no adapters",
+                param="lora_path",
+            ) from None
+        return info
+
+    async def _room(self) -> None:
+        """Wait until one more adapter may be read, which then counts as being read."""
+        if not self._waiters and self._make_room():
+            self._num_reading += 1
+            return
+        waiter = _Waiter(self._part.num_plans, asyncio.get_running_loop().create_future())
+        self._waiters.append(waiter)
+        try:
+            await waiter.room
+        except BaseException:
+            if waiter in self._waiters:
+                self._waiters.remove(waiter)
+            elif waiter.room.done() and not waiter.room.cancelled():
+                self._num_reading -= 1
+            raise
+
+    def _make_room(self) -> bool:
+        """Return whether there is room for one more, dropping one that no request uses if need
+        be."""
+        while len(self._host) + self._num_reading >= self._most:
+            if (loaded := self._least_used()) is None:
+                return False
+            self._drop(loaded)
+        return True
+
+    def _least_used(self) -> Loaded | None:
+        """Return what may be dropped: no request uses it, and it is not pinned."""
+        return next(
+            (
+                loaded
+                for loaded in self._host.values()
+                if not self._part.num_live(loaded.number)
+                and not (loaded.adapter is not None and loaded.adapter.pinned)
+            ),
+            None,
+        )
+
+    def _free_room(self) -> None:
+        """Let reads begin that wait for room, in order."""
+        while self._waiters and self._make_room():
+            waiter = self._waiters.popleft()
+            if not waiter.room.done():
+                self._num_reading += 1
+                waiter.room.set_result(None)
+
+    def _trim(self) -> None:
+        """Drop what is too much after a load."""
+        while len(self._host) + self._num_reading > self._most:
+            if (loaded := self._least_used()) is None:
+                return
+            self._drop(loaded)
+
+    def _must_wait(self, loaded: Loaded) -> bool:
+        """Return whether a request may not use an adapter because a read has waited too long for
+        its room."""
+        if not self._waiters:
+            self._victim = None
+            return False
+        waited = self._part.num_plans - self._waiters[0].since
+        if self._victim is None and waited >= self._part.max_wait:
+            candidates = [
+                each
+                for each in self._host.values()
+                if not (each.adapter is not None and each.adapter.pinned)
+            ]
+            self._victim = min(
+                candidates, key=lambda each: self._part.num_live(each.number), default=None
+            )
+        return loaded is self._victim
+
+    def _retire(self, loaded: Loaded) -> None:
+        """Drop what no name stands for any more, once no request uses it."""
+        loaded.adapter = None
+        self._part.unpin(loaded.number)
+        if not self._part.num_live(loaded.number):
+            self._drop(loaded)
+
+    def _drop(self, loaded: Loaded) -> None:
+        """Free an adapter's memory, which no request uses."""
+        if loaded.adapter is not None:
+            loaded.adapter.loaded = None
+        if self._victim is loaded:
+            self._victim = None
+        del self._host[loaded.number]
+        self._part.forget(loaded.number)
+        loaded.dropped.set()
+        self._ask(DropAdapter(loaded.number)).add_done_callback(_log_failure)
+
+    def _idle(self, number: int) -> None:
+        """Note that the last request of an adapter has ended; not in the middle of it."""
+        if number not in self._settles:
+            self._settles.add(number)
+            asyncio.get_running_loop().call_soon(self._settle, number)
+
+    def _settle(self, number: int) -> None:
+        self._settles.discard(number)
+        loaded = self._host.get(number)
+        if loaded is not None and loaded.adapter is None and not self._part.num_live(number):
+            self._drop(loaded)
+        self._free_room()
+
+    # ------------------------------------------------------------ start and end
+
+    async def start(self) -> None:
+        """Load the adapters of the configuration. Raises InvalidRequest for one that cannot be
+        served."""
+        for module in self._config.lora_modules:
+            await self._load(
+                LoadAdapter(
+                    name=module.name,
+                    path=module.path,
+                    parent=module.base_model_name,
+                    pinned=module.pinned,
+                )
+            )
+
+    async def close(self) -> None:
+        """End what is being read or resolved."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _task(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Run work that goes on if who waits for it does not."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # Those who wait for it have it; there may be none left.
+
+
+def _log_failure(dropped: asyncio.Future[None]) -> None:
+    if not dropped.cancelled() and (error := dropped.exception()) is not None:
+        logger.warning("an adapter could not be dropped: %s", shown(str(error)))
