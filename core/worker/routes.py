@@ -1,4 +1,4 @@
-"""The ways to launch a step's rows: from recorded graphs, and launch by launch."""
+"""Ways to launch a step's rows: recorded graphs, or separate launches."""
 
 from __future__ import annotations
 
@@ -26,15 +26,14 @@ logger = logging.getLogger("jackfield.worker")
 
 
 class DecodeGraphRoute:
-    """Steps in which every row computes one token and samples, each from one recorded graph."""
+    """Steps whose rows all compute one token and sample, as one graph."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         self.graphs: DecodeGraphs | None = None
-        """None until steps are recorded, and once one could not be."""
+        """None before recording, or if it failed."""
 
     def launch(self, plan: StepPlan) -> LaunchedStep | None:
-        """Queue a decode step."""
         runner, graphs = self._runner, self.graphs
         if graphs is None or not graphs.is_decode_step(plan) or not runner.parts.recordable(plan):
             return None
@@ -59,16 +58,15 @@ class DecodeGraphRoute:
 
 
 class MixedGraphLaunch:
-    """The launch of a step with prompts: its forward pass from one recorded graph, sampling from
-    another."""
+    """A step with prompts: forward pass and sampling from two graphs."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         self.graphs: MixedGraphs | None = None
-        """None until steps are recorded, and once one could not be."""
+        """None before recording, or if it failed."""
 
     def forward(self, rows: StepRows, writes: np.ndarray) -> HiddenStates | None:
-        """Queue the forward pass of a step; None, with nothing done, if no graph serves it."""
+        """Queue the forward pass; None, unchanged, without a graph."""
         if self.graphs is None:
             return None
         try:
@@ -79,7 +77,7 @@ class MixedGraphLaunch:
             return None
 
     def launch(self, plan: StepPlan, rows: StepRows, writes: np.ndarray) -> LaunchedStep | None:
-        """Queue a step, of which slots and rows are known."""
+        """Queue a step with known slots and rows."""
         runner, graphs = self._runner, self.graphs
         if graphs is None or not runner.parts.recordable(plan):
             return None
@@ -113,13 +111,12 @@ class MixedGraphLaunch:
 
 
 class RowsRoute:
-    """Any step: from recorded graphs where they serve it, otherwise launch by launch."""
+    """Any step, from graphs if possible."""
 
     def __init__(self, runner: ModelRunner, mixed: MixedGraphLaunch) -> None:
         self._runner, self._mixed = runner, mixed
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Queue a step."""
         runner = self._runner
         batch = runner.batch
         writes = batch.table.writes(plan)

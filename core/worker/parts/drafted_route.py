@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 
 
 class DraftedRoute:
-    """Forward pass, sampling and verification from one recorded graph, where all rows have as many
-    drafts as rows may have; otherwise the forward pass alone from one, as of prompts."""
+    """Uses one graph if all rows have the most drafts, else a graph of the forward pass, as for
+    prompts.
+    """
 
     def __init__(self, runner: ModelRunner, speculation: Speculation) -> None:
         self._runner = runner
         self._speculation = speculation
         self.graphs: DraftGraphs | None = None
-        """Set once steps are recorded."""
+        """Set when steps are recorded."""
 
     def launch(self, plan: StepPlan) -> LaunchedStep | None:
-        """Queue a step with drafts."""
         part: DraftPlan | None = plan.parts.get(NAME)
         if part is None or not part.num_drafts:
             return None
@@ -58,7 +58,7 @@ class DraftedRoute:
         )  # fmt: skip
 
     def _replay(self, plan: StepPlan, part: DraftPlan) -> LaunchedStep | None:
-        """Run a step from a graph of rows with drafts; None if none serves it."""
+        """Run a step from a graph of rows with drafts, or return None."""
         runner, graphs, rows_host = self._runner, self.graphs, list(plan.slots)
         if graphs is None or not runner.parts.recordable(plan):
             return None

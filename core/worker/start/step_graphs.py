@@ -1,4 +1,4 @@
-"""The recorded steps of one runner, and what is recorded when."""
+"""A runner's recorded steps, and when they are recorded."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from ..runner import ModelRunner
 logger = logging.getLogger("jackfield.worker")
 
 FIRST_PROMPT = 128
-"""Tokens of the prompt whose step is recorded before all others."""
+"""Tokens of the prompt recorded first."""
 MIXED_TOGETHER = 2
-"""Mixed-step items recorded per decode step: there are more of them."""
+"""Mixed-step items recorded per decode step."""
 RECORDING_SECONDS = 1.7
-"""Spent on recording more before the engine is ready; the rest is recorded in spare time."""
+"""Seconds of further recording before readiness; the rest follows in spare time."""
 
 
 class StepGraphs:
-    """Records the steps of a runner, a few at the start and the others in spare time."""
+    """Records a few steps at the start, others in spare time."""
 
     def __init__(
         self, runner: ModelRunner, record: Recorder, max_tokens: int, ranks: Ranks
     ) -> None:
-        """max_tokens: of any step. Nothing is recorded yet."""
+        """max_tokens: of any step."""
         self._runner = runner
         self._ranks = ranks
         self._record = CountedRecorder(record)
@@ -54,8 +54,7 @@ class StepGraphs:
             written=written,
         )
         self.mixed: MixedGraphs | None = None
-        """None: the attention backend, or layers that keep states, do not support recording steps
-        with prompts."""
+        """None if steps with prompts cannot be recorded."""
         mixes_states = operations.mixed_states or runner.parts.find(States) is None
         if runner.backend.mixed_graph_safe and mixes_states:
             self.mixed = MixedGraphs(
@@ -76,7 +75,7 @@ class StepGraphs:
         routes = (route for route in runner.routes if isinstance(route, DraftedRoute))
         self._drafted = next(routes, None)
         self.drafts: DraftGraphs | None = None
-        """None: rows have no drafts, or steps with prompts are not recorded either."""
+        """None without drafts, or if `mixed` is."""
         speculation = runner.parts.find(Speculation)
         if speculation is not None and self.mixed is not None:
             self.drafts = DraftGraphs(
@@ -91,19 +90,18 @@ class StepGraphs:
 
     @property
     def num_recorded(self) -> int:
-        """Number of graphs recorded so far."""
         mixed = 0 if self.mixed is None else self.mixed.num_recorded
         drafts = 0 if self.drafts is None else self.drafts.num_recorded
         return self.decode.num_recorded + mixed + drafts
 
     @property
     def num_failures(self) -> int:
-        """Number of recordings that have failed so far."""
         return self._record.num_failures
 
     def record_first(self, device: torch.device) -> None:
-        """Record what the first requests need, and then more for up to `RECORDING_SECONDS`. The
-        runner uses the graphs from here on."""
+        """Record the first requests' needs, then more for `RECORDING_SECONDS`; the runner then uses
+        graphs.
+        """
         runner = self._runner
         try:
             self.decode.record(1, self._endings[0])
@@ -124,7 +122,7 @@ class StepGraphs:
             logger.exception("steps cannot be recorded here; going on without graphs")
 
     def _record_drafts(self) -> bool:
-        """Record one more step with drafts; return whether more are left."""
+        """Record a step with drafts; return whether more are left."""
         drafts = None if self._drafted is None else self._drafted.graphs
         missing = [] if drafts is None else drafts.missing()
         if drafts is not None and missing:
@@ -132,7 +130,7 @@ class StepGraphs:
         return len(missing) > 1
 
     def record_next(self) -> bool:
-        """Record one more of each kind of step that the runner uses; False: nothing is left."""
+        """Record one more of each kind; False: none is left."""
         decode, mixed = self._runner.decode.graphs, self._runner.mixed.graphs
         if decode is None:
             return False
