@@ -1,5 +1,4 @@
-"""Calls the hooks that decide about one request; an error of a hook fails that request and names
-the plugin."""
+"""Calls hooks that decide about a request; errors fail it and name the plugin."""
 
 from __future__ import annotations
 
@@ -15,10 +14,10 @@ logger = logging.getLogger("jackfield.plugins")
 
 
 class RequestHook:
-    """The implementations of one hook, in the order in which plugins were loaded.
+    """One hook's implementations, in loading order.
 
-    A JackfieldError that an implementation raises to refuse the request is passed on. Any other
-    exception becomes a PluginError with its distribution's name, and ends that request alone.
+    A JackfieldError is a refusal; other exceptions become a PluginError naming the distribution.
+    Both end only the request.
     """
 
     def __init__(self, plugins: Plugins, name: str) -> None:
@@ -27,12 +26,10 @@ class RequestHook:
         self._impls = tuple(reversed(getattr(plugins.manager.hook, name).get_hookimpls()))
 
     def __bool__(self) -> bool:
-        """Whether any plugin implements it."""
         return bool(self._impls)
 
     async def results(self, **arguments: Any) -> AsyncIterator[tuple[str, Any]]:
-        """Call the implementations in order; yield (plugin, result) for each. Raises
-        JackfieldError."""
+        """Yield (plugin, result) in order. Raises JackfieldError."""
         for impl in self._impls:
             plugin = self._origin(impl.plugin_name)
             try:
@@ -47,7 +44,7 @@ class RequestHook:
             yield plugin, result
 
     def failure(self, plugin: str, what: str) -> PluginError:
-        """Return the PluginError for a failed implementation."""
+        """Return a failed implementation's PluginError."""
         return PluginError(f"plugin {plugin} failed on this request: {what}")
 
     def _origin(self, plugin_name: str) -> str:

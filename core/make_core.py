@@ -1,4 +1,4 @@
-"""Chooses the core of an engine: in this process, or several in processes of their own."""
+"""Chooses an engine's core: in this process, or several processes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from .registry import Plugins
 
 
 def make_core(config: EngineConfig, plugins: Plugins) -> ServedCore:
-    """Return a core that has not started."""
     if config.data_parallel_size > 1:
         return PooledCores(config, plugins)
     return EngineCore(config, plugins)

@@ -113,7 +113,7 @@ class Plugins:
         self.required: set[str] = set()
         """Plugins whose failure stops the start: Jackfield's own, and those that the user named."""
         self._options: dict[str, msgspec.Struct] = {}
-        """Option schemas, by their names in `plugin_options`."""
+        """Option schemas by name in `plugin_options`."""
         self._options_given: Mapping[str, Any] | None = None
 
     def __getitem__(self, kind: str) -> Registry[Any]:
@@ -218,7 +218,7 @@ class Plugins:
         self._options_given = dict(options)
 
     def _left_out(self, name: str) -> str:
-        """Return, for messages, why a plugin of this name is not loaded, if that is known."""
+        """Return why a plugin is not loaded, if known."""
         for plugin in (*self.failed, *self.unwanted):
             where = plugin.provenance
             if _normal(name) in (_normal(where.entry_point), _normal(where.distribution)):
@@ -260,8 +260,7 @@ class Plugins:
         return Provenance("unknown", "", impl.plugin_name) if plugin is None else plugin.provenance
 
     def _has_effect(self, plugin: str, used: Iterable[str]) -> bool:
-        """Return whether the plugin has registered a name, or one of the hooks that it uses is
-        called later."""
+        """Return whether the plugin registered a name, or uses a hook that is called later."""
         return any(hook not in KINDS.values() for hook in used) or any(
             entry.provenance.plugin == plugin
             for registry in self.registries.values()
@@ -308,14 +307,14 @@ class Plugins:
 
 
 class _Began:
-    """The time and the imported modules before a plugin is imported."""
+    """Time and imported modules before a plugin's import."""
 
     def __init__(self) -> None:
         self._at = time.perf_counter()
         self._present = {name for name in HEAVY if name in sys.modules}
 
     def ended(self, provenance: Provenance, notes: tuple[str, ...]) -> LoadedPlugin:
-        """Return the plugin's record, once it is imported and registered."""
+        """Return the registered plugin's record."""
         seconds = time.perf_counter() - self._at
         new = tuple(name for name in HEAVY if name in sys.modules and name not in self._present)
         if new and provenance.distribution != hooks.PROJECT:
@@ -385,8 +384,9 @@ def load_plugins(
 def _add_found(
     plugins: Plugins, entry_point: metadata.EntryPoint, provenance: Provenance, required: bool
 ) -> None:
-    """Import and register one installed plugin, or note why that failed. Raises PluginError if
-    `needed`."""
+    """Import and register an installed plugin, or note the failure. Raises PluginError if
+    `required`.
+    """
     timer = _Began()
     try:
         plugins.add_plugin(entry_point.load(), provenance, timer=timer)
@@ -413,12 +413,11 @@ _NO_HEADERS = {"Name": "", "Version": ""}
 
 
 def _discover() -> Iterator[tuple[metadata.EntryPoint, Provenance]]:
-    """Return entry points, Jackfield's own first, each once (a path may list a distribution
-    twice)."""
+    """Return unique entry points, Jackfield's own first (a path may list a distribution twice)."""
     seen: set[tuple[str, str]] = set()
     points = []
     sources: dict[int, tuple[str, str]] = {}
-    """Name and version by distribution object: reading them parses a file."""
+    """Distribution object → name and version, as reading them parses a file."""
     for point in metadata.entry_points(group=hooks.PROJECT):
         if id(point.dist) not in sources:
             headers: Any = (point.dist and point.dist.metadata) or _NO_HEADERS

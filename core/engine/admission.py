@@ -302,6 +302,11 @@ class Admission:
             return room
         return min(room, (self.max_logprobs_per_request - in_prompt) // per_token)
 
+    def most_logprobs(self, spec: RequestSpec) -> int:
+        """Return how many log-probabilities an admitted request may get."""
+        prompt_width, width = self._num_logprobs(spec.params)
+        return prompt_width * len(spec.prompt_token_ids) + width * spec.params.n * spec.max_tokens
+
     def _num_logprobs(self, params: SamplingParams) -> tuple[int, int]:
         """Return the log-probabilities per prompt token, and per output token."""
         prompt, output = (

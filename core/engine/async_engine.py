@@ -365,6 +365,12 @@ class AsyncEngine:
         together, would get more log-probabilities than `max_logprobs_per_request`."""
         self._started_entry().admission.check_num_logprobs(prompt_lengths, params)
 
+    def limit_logprobs(self, most: int | None) -> None:
+        """Refuse requests, with EngineOverloaded, while running ones may get so many
+        log-probabilities that there would be more than `most` in all; one alone is served. None: no
+        limit."""
+        self.core.requests.most_logprobs = most
+
     def tokenize_limit(self, param: str) -> TokenLimit:
         """Return how much of a text is tokenized without a request: more than the context holds."""
         context = self.model_config.max_model_len

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from ..errors import EngineStopped, InvalidRequest, shown
+from ..errors import EngineOverloaded, EngineStopped, InvalidRequest, shown
 from ..metrics.metrics import EngineMetrics
 from ..outputs import FinishReason
 from ..request import Update
@@ -33,6 +33,10 @@ class RequestTracker:
         """Set at the engine's start; cleared when it drains, stops or dies."""
         self.dead_reason: str | None = None
         """Why no request can be served."""
+        self.most_logprobs: int | None = None
+        """Log-probabilities that live requests may get in all, unless one alone gets more."""
+        self._num_logprobs = 0
+        """Those that they may get."""
         self._notified: list[RequestState] = []
         """Requests with listeners to call."""
 
@@ -55,13 +59,22 @@ class RequestTracker:
             )
 
     def add_state(self, state: State) -> None:
-        """Register a request. Raises InvalidRequest for a used id."""
+        """Register a request. Raises InvalidRequest for a used id, and EngineOverloaded beside
+        others with too many log-probabilities."""
         self.check_free(state.request_id)
+        before, more, most = self._num_logprobs, state.num_logprobs, self.most_logprobs
+        if before and more and most is not None and before + more > most:
+            raise EngineOverloaded(
+                f"running requests may get {before} log-probabilities and this one {more}, "
+                f"{most} in all; try again later"
+            )
+        self._num_logprobs += more
         self.states[state.request_id] = state
         self.idle.clear()
 
     def remove_state(self, state: State) -> None:
         del self.states[state.request_id]
+        self._num_logprobs -= state.num_logprobs
         if not self.states:
             self.idle.set()
 

@@ -170,6 +170,7 @@ class PoolingState:
     announced = True
     """Its end is announced to this process's plugins."""
     listener = None
+    num_logprobs = 0
 
     def __init__(self, text: str | None, request: Request) -> None:
         self.request_id = request.external_id

@@ -105,12 +105,14 @@ class RequestEntry:
         grammar: GrammarRequest,
     ) -> RequestState:
         spec = await self.admission.admit(prompt, params, grammar, *envelope)
+        num_logprobs = self.admission.most_logprobs(spec)
         return await self.core.add_request(
             spec,
             lambda requests: RequestState(
-                prompt.text, requests, self.texts.tokenizer, source=prompt.source_text
+                prompt.text, requests, self.texts.tokenizer, source=prompt.source_text,
+                num_logprobs=num_logprobs,
             ),
-        )
+        )  # fmt: skip
 
     def _open(self, envelope: Envelope) -> Envelope:
         """Fill in the id. Raises as `CoreClient.check_open`, for bad names, and for a used id.

@@ -150,12 +150,14 @@ class RequestState:
         tokenizer: Tokenizer | None,
         *,
         source: str | None = None,
+        num_logprobs: int = 0,
     ) -> None:
-        """requests: one per completion; source: the encoder's text."""
+        """requests: one per completion; source: the encoder's text; num_logprobs: most of them."""
         params = requests[0].params
         self.request_id = requests[0].external_id
         self.prompt = prompt
         self.source = source
+        self.num_logprobs = num_logprobs
         self.params = params
         self._delta = params.output_kind is OutputKind.DELTA
         self._only_final = params.output_kind is OutputKind.FINAL_ONLY

@@ -28,7 +28,7 @@ from .tensors.tied_heads import OwnHead
 
 logger = logging.getLogger("jackfield.loading")
 HEAD = "lm_head."
-"""Start of the names of a head's tensors, which pooling has no use for."""
+"""Prefix of head tensors, which pooling ignores."""
 
 
 def build_model(
@@ -39,10 +39,9 @@ def build_model(
     operations: Operations,
     ranks: Ranks = ONE_RANK,
 ) -> nn.Module:
-    """Build the architecture on `device` and fill it, with several ranks the part of this one.
-    Raises ConfigError, LoadError.
+    """Build the architecture and fill this rank's part. Raises ConfigError, LoadError.
 
-    A quantization method's wish for the cache is the module's `kv_cache_dtype`.
+    A quantization method's cache type is the module's `kv_cache_dtype`.
     """
     start = time.monotonic()
     name = _registered_name(plugins, config, model_config)
@@ -73,9 +72,9 @@ def load_model(
     ranks: Ranks,
     method: QuantizationMethod | None,
 ) -> nn.Module:
-    """Return the architecture, filled from the checkpoint. One with a head of its own, which the
-    configuration ties to the embeddings, is made and filled again, untied. Raises ConfigError,
-    LoadError."""
+    """Return the filled architecture; if the checkpoint has a head despite tied embeddings, it is
+    rebuilt untied. Raises ConfigError, LoadError.
+    """
     try:
         model = construct_model(plugins, config, model_config, device, operations, ranks, method)
         load_weights(plugins, config, model_config, model, device, ranks)
@@ -102,8 +101,7 @@ def construct_model(
     ranks: Ranks,
     method: QuantizationMethod | None,
 ) -> nn.Module:
-    """Return the architecture on `device`, its weights not loaded, and its layers replaced by those
-    of `method`. Raises ConfigError."""
+    """Return the architecture on `device`, unloaded, with `method`'s layers. Raises ConfigError."""
     registry = plugins["model"]
     name = _registered_name(plugins, config, model_config)
     build = BuildContext(
@@ -148,8 +146,9 @@ def construct_model(
 
 
 def is_tensor_parallel(registry: Registry[Any], name: str) -> bool:
-    """Return whether ranks can divide an architecture. In plugins for version 2 of the hooks the
-    class itself says it, and may have bases that do."""
+    """Return whether ranks can divide an architecture; in plugins for hooks version 2, the class or
+    its bases say so.
+    """
     architecture = registry.load(name)
     if registry.entry(name).api < 3:
         return bool(vars(architecture).get("tensor_parallel", False))
@@ -157,7 +156,7 @@ def is_tensor_parallel(registry: Registry[Any], name: str) -> bool:
 
 
 def _changed_map(model: nn.Module, model_config: ModelConfig) -> dict[str, Any]:
-    """Return what a checkpoint and its use change in the weight map of its model."""
+    """Return a checkpoint's changes of the model's weight map."""
     changes: dict[str, Any] = {}
     weight_map: Any = model.weight_map
     if model_config.text_part_of is not None:
@@ -171,9 +170,9 @@ def _changed_map(model: nn.Module, model_config: ModelConfig) -> dict[str, Any]:
 def choose_loader(
     plugins: Plugins, config: EngineConfig, model_config: ModelConfig
 ) -> tuple[str, Any]:
-    """Return the name and the class of the weight loader that an engine asks for.
+    """Return name and class of the weight loader.
 
-    Raises ConfigError if there is none, or it does not take all of `model_loader_extra_config`.
+    Raises ConfigError if missing, or for unknown `model_loader_extra_config`.
     """
     name = model_config.load_format if config.load_format == "auto" else config.load_format
     try:
@@ -186,7 +185,7 @@ def choose_loader(
 
 
 def check_extra_config(name: str, loader: Any, options: Mapping[str, Any], field: str) -> None:
-    """Raise ConfigError, with the field's name, for options that a weight loader does not take."""
+    """Raise ConfigError, with the field's name, for unknown loader options."""
     taken = tuple(getattr(loader, "extra_config", ()))
     if unknown := sorted(options.keys() - set(taken)):
         others = f"it takes {listed(taken)}" if taken else "it takes no options"
@@ -202,7 +201,6 @@ def load_weights(
     device: torch.device,
     ranks: Ranks,
 ) -> None:
-    """Fill a model by the loader that the engine asks for. Raises ConfigError, LoadError."""
     name, loader = choose_loader(plugins, config, model_config)
     with plugins["weight_loader"].calling(name, "load"):
         given = (ranks,) if getattr(loader, "per_rank", False) else ()

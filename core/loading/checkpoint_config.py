@@ -1,10 +1,8 @@
-"""A checkpoint's configuration, without the seconds that importing `transformers` takes.
+"""A checkpoint's configuration, mostly without importing `transformers`, which takes seconds.
 
-For model types with a `PlainConfig`, config.json states nearly all values that are read.
-`Configuration` returns them, and a few others by rules as plain as `transformers`' own. Reading
-anything else (a default, a method, its class) creates the real object, which is used from then on.
-A config.json with anything but what is listed there goes to `transformers` at once, which then says
-what is wrong with it.
+With a `PlainConfig`, `Configuration` returns config.json's values, and a few derived by
+`transformers`' rules. Other access (defaults, methods, the class) creates the real object. A
+config.json with unlisted fields goes to `transformers` at once.
 """
 
 from __future__ import annotations
@@ -32,15 +30,15 @@ FREE = frozenset({
     "matryoshka_dimensions", "method", "position_embedding_type", "quantization_config",
     "sbert_ce_default_activation_function", "sentence_transformers", "use_pad_token",
 })  # fmt: skip
-"""Fields that any model type may have: kept unchanged if present."""
+"""Fields of any model type, kept unchanged."""
 IGNORED = frozenset({"_name_or_path", "gradient_checkpointing", "output_past"})
-"""Like `FREE`, in many a config.json, and read by nothing here."""
+"""As `FREE`, but never read here."""
 SOMETIMES = frozenset({
     "attention_bias", "head_dim", "layer_types", "mlp_bias", "moe_intermediate_size",
     "num_experts", "num_experts_per_tok", "num_key_value_heads", "num_local_experts",
     "rope_parameters", "rope_scaling", "sliding_window", "type_vocab_size",
 })  # fmt: skip
-"""Fields that models read although only some model types have them."""
+"""Fields of some model types that models read."""
 ROPES: dict[str, frozenset[str]] = {
     "default": frozenset(),
     "linear": frozenset({"factor"}),
@@ -50,7 +48,7 @@ ROPES: dict[str, frozenset[str]] = {
         "factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor",
     }),
 }  # fmt: skip
-"""rope_type → the numbers that it must have; with others besides, `transformers` decides."""
+"""rope_type → required numbers; with others, `transformers` decides."""
 DTYPES = ("bfloat16", "float16", "float32")
 PROBLEMS = (
     None, "regression", "single_label_classification", "multi_label_classification",
@@ -58,10 +56,10 @@ PROBLEMS = (
 
 
 def checkpoint_config(file: Path, raw: dict[str, Any], plain: PlainConfig | None = None) -> Any:
-    """Return a `transformers` configuration for config.json's content, or an equivalent
-    `Configuration` by `plain`, which is registered for its model type.
+    """Return a `transformers` configuration, or an equivalent `Configuration` by `plain`, which is
+    registered for its model type.
 
-    No code of the checkpoint runs. Raises ConfigError for what `transformers` does not take.
+    Runs no checkpoint code. Raises ConfigError as `transformers` does.
     """
     raw = {name: value for name, value in raw.items() if name != "auto_map"}
     fields = None if plain is None else _answers(raw, plain)
@@ -71,9 +69,9 @@ def checkpoint_config(file: Path, raw: dict[str, Any], plain: PlainConfig | None
 
 
 def plugin_config(file: Path, raw: dict[str, Any], configs: Registry[Any]) -> Any:
-    """Return the configuration from what is registered for the model type of `raw`.
+    """Return the configuration registered for `raw`'s model type.
 
-    Raises ConfigError when it does not take `raw`.
+    Raises ConfigError.
     """
     name = raw["model_type"]
     registered = configs.load(name)
@@ -95,8 +93,7 @@ def plugin_config(file: Path, raw: dict[str, Any], configs: Registry[Any]) -> An
 
 
 class Configuration:
-    """Holds the values that config.json states plainly; creates `transformers`' object for all
-    others."""
+    """Holds config.json's plain values; creates `transformers`' object for others."""
 
     __slots__ = ("_answers", "_file", "_made", "_plain", "_raw")
 
@@ -120,7 +117,7 @@ class Configuration:
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        """The real object's class, for isinstance."""
+        """The real class, for isinstance."""
         return type(self._real())
 
     def __eq__(self, other: object) -> bool:
@@ -144,8 +141,9 @@ class Configuration:
 
 
 def _whole(file: Path, raw: dict[str, Any]) -> Any:
-    """Return the `transformers` configuration; for an unknown model type, one that only contains
-    what config.json says, for a plugin's architecture."""
+    """Return the `transformers` configuration; for an unknown model type, only config.json's
+    values.
+    """
     transformers = transformers_module()
     raw = _with_floats(copy.deepcopy(raw))
     model_type = raw.pop("model_type", None)
@@ -169,8 +167,7 @@ def _whole(file: Path, raw: dict[str, Any]) -> Any:
 
 
 def drop_strays(config: Any, raw: dict[str, Any], names: Collection[str]) -> None:
-    """Remove those of some fields that the configuration's class in `transformers` does not have:
-    it stores them, as it stores everything, but no model there reads them."""
+    """Remove fields that the class in `transformers` lacks: it stores, but never reads them."""
     if type(config) is Configuration:  # It has none.
         return
     if raw.get("model_type") not in transformers_module().CONFIG_MAPPING:
@@ -190,8 +187,9 @@ def drop_strays(config: Any, raw: dict[str, Any], names: Collection[str]) -> Non
 
 
 def _with_floats(value: Any) -> Any:
-    """Return a JSON value with the numbers that `transformers` writes as objects: infinity as
-    {"__float__": "Infinity"}. Others of such a form are left as they are."""
+    """Return a value with numbers that `transformers` writes as objects: {"__float__": "Infinity"}
+    is infinity.
+    """
     if isinstance(value, list):
         return [_with_floats(item) for item in value]
     if not isinstance(value, dict):
@@ -202,8 +200,7 @@ def _with_floats(value: Any) -> Any:
 
 
 def _answers(raw: dict[str, Any], plain: PlainConfig) -> dict[str, Any] | None:
-    """Return the values that follow plainly from a config.json; None if `transformers` has to read
-    it."""
+    """Return the plain values of a config.json, or None."""
     if not _is_plain(raw, plain):
         return None
     if "bad_words_ids" in raw:  # Which `transformers` leaves out, as of generation.
@@ -228,8 +225,7 @@ def _answers(raw: dict[str, Any], plain: PlainConfig) -> dict[str, Any] | None:
 
 
 def _is_plain(raw: dict[str, Any], plain: PlainConfig) -> bool:
-    """Return whether `transformers` would neither refuse, warn of, change, nor hide any of the
-    values."""
+    """Return whether `transformers` would not refuse, warn of, change, or hide any value."""
     field_names = plain.fields
     for name, value in raw.items():
         if name in field_names:
@@ -265,7 +261,7 @@ def _is_index(text: object) -> bool:
 
 
 def _answer_decoder(values: dict[str, Any], plain: PlainConfig) -> bool:
-    """Add the values that follow from others; False if that needs `transformers`."""
+    """Add derived values; False if `transformers` is needed."""
     hidden, heads = values["hidden_size"], values["num_attention_heads"]
     if hidden % heads:
         return False
@@ -288,7 +284,7 @@ def _answer_decoder(values: dict[str, Any], plain: PlainConfig) -> bool:
 
 
 def _answer_experts(values: dict[str, Any]) -> bool:
-    """Add the number of experts under both of its names."""
+    """Add the number of experts under both names."""
     names = {"num_experts", "num_local_experts"} & values.keys()
     if len(names) != 1:
         return False
@@ -299,7 +295,7 @@ def _answer_experts(values: dict[str, Any]) -> bool:
 
 
 def _answer_windows(values: dict[str, Any], plain: PlainConfig) -> bool:
-    """Add each layer's type, from `use_sliding_window` and `max_window_layers`."""
+    """Add layer types, from `use_sliding_window` and `max_window_layers`."""
     layers = values["num_hidden_layers"]
     if values.get("use_sliding_window", False):
         if "sliding_window" not in values:
@@ -323,8 +319,7 @@ def _answer_windows(values: dict[str, Any], plain: PlainConfig) -> bool:
 
 
 def _rope(values: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the rope parameters, from `rope_parameters` or `rope_scaling` and `rope_theta`; None
-    if they need `transformers`."""
+    """Return the rope parameters from either form; None if `transformers` is needed."""
     rope = dict(values.get("rope_scaling") or values.get("rope_parameters") or {})
     rope.setdefault("rope_theta", values.get("rope_theta", 10000.0))
     rope.setdefault("rope_type", rope.get("type", "default"))

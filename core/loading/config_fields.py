@@ -1,8 +1,6 @@
-"""Checks the fields of a config.json before anything is built from it, so that the error for a
-wrong value names the file and the field.
+"""Checks config.json's fields first, so that errors name file and field.
 
-Here are the fields that `core` reads, or that models of all families have. What a family has of its
-own, its classes declare (`config_fields`).
+These are `core`'s and common fields; families declare their own (`config_fields`).
 """
 
 from __future__ import annotations
@@ -50,12 +48,12 @@ SHARED: dict[str, FieldKind] = {
         ("id2label", "label2id", "quantization_config", "rope_parameters", "rope_scaling"), OBJECT
     ),
 }  # fmt: skip
-"""A family that has one of these as another kind declares that."""
+"""Families with other kinds declare them."""
 ALIASES = frozenset({
     "activation_function", "bias", "enable_bias", "ffn_dim", "ffn_hidden_size", "n_inner",
     "n_routed_experts", "n_shared_experts", "norm_epsilon", "num_shared_experts", "use_bias",
 })  # fmt: skip
-"""Other names for what many families have."""
+"""Other common names."""
 ROPE: dict[str, FieldKind] = {
     **dict.fromkeys(
         (
@@ -72,11 +70,10 @@ ROPE: dict[str, FieldKind] = {
     "truncate": FLAG,
     **dict.fromkeys(("long_factor", "short_factor"), NUMBERS),
 }  # fmt: skip
-"""Of `rope_parameters` and `rope_scaling`, and of each layer type's in them."""
+"""Fields of `rope_parameters` and `rope_scaling`, also per layer type."""
 
 
 def check_fields(file: Path, raw: dict[str, Any], kinds: Mapping[str, FieldKind] = SHARED) -> None:
-    """Raise ConfigError with the file's and the field's name."""
     _check(file, raw, kinds, "")
     for name in ("rope_parameters", "rope_scaling"):
         rope = raw.get(name) or {}
@@ -87,7 +84,7 @@ def check_fields(file: Path, raw: dict[str, Any], kinds: Mapping[str, FieldKind]
 
 
 def check_sizes(file: Path, hf_config: Any, kinds: Mapping[str, FieldKind] = SHARED) -> None:
-    """Raise ConfigError for an integer of a configuration that is no size, with its name."""
+    """Raise ConfigError for an integer that is not a size."""
     for name, kind in kinds.items():
         if kind.least is None:
             continue

@@ -1,4 +1,4 @@
-"""jackfield.json: the formats in which a checkpoint's model writes calls and reasoning."""
+"""jackfield.json: a checkpoint's formats of calls and reasoning."""
 
 from __future__ import annotations
 
@@ -16,21 +16,17 @@ FILE = "jackfield.json"
 
 
 class Dialects(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The content of jackfield.json."""
-
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
     calls_without_tools: bool = False
-    """Whether the model calls tools also where a request offers none: its calls are parsed then,
-    too, instead of shown as text."""
+    """Whether the model calls tools without an offer; such calls are parsed."""
 
 
 NO_DIALECTS = Dialects()
 
 
 def read_dialects(folder: Path) -> Dialects:
-    """Read a checkpoint's jackfield.json; what it does not say is None. Raises ConfigError,
-    LoadError."""
+    """Read jackfield.json; missing values are None. Raises ConfigError, LoadError."""
     path = folder / FILE
     if not path.is_file():
         return NO_DIALECTS
@@ -41,9 +37,9 @@ def read_dialects(folder: Path) -> Dialects:
 
 
 def recognized(registry: Registry[Any], model_type: str | None, template: str) -> str | None:
-    """Return the name of the parser whose marks are all in a chat template; None if no one's are.
+    """Return the parser whose marks are all in a chat template, or None.
 
-    Of several, one for this model type counts most, then the one with the longest marks.
+    This model type's parsers come first, then longer marks.
     """
     fitting = [
         (
@@ -58,7 +54,7 @@ def recognized(registry: Registry[Any], model_type: str | None, template: str) -
 
 
 def marks_in(entry: Entry, model_type: str | None, template: str) -> tuple[str, ...]:
-    """Return the marks of a parser by which it knows a chat template; () if it does not."""
+    """Return a parser's marks in a chat template, or ()."""
     of_type = not entry.parser_marks.model_types or model_type in entry.parser_marks.model_types
     for marks, counts in (
         (entry.parser_marks.marks, of_type),
@@ -70,7 +66,7 @@ def marks_in(entry: Entry, model_type: str | None, template: str) -> tuple[str, 
 
 
 def declared_parser(registry: Registry[Any], tokenizer_config: Mapping[str, Any]) -> str | None:
-    """Return the parser that goes by what this tokenizer_config.json declares; None: none does."""
+    """Return the parser of tokenizer_config.json's declaration, or None."""
     for entry in registry.entries():
         if (
             entry.parser_marks.declaration

@@ -1,4 +1,4 @@
-"""generation_config.json: the sampling parameters that a checkpoint recommends."""
+"""generation_config.json: recommended sampling parameters."""
 
 from __future__ import annotations
 
@@ -18,23 +18,21 @@ NAMES = {
     "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
     "repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens",
 }  # fmt: skip
-"""What it calls them → fields of SamplingParams. The rest of the file is not for sampling."""
+"""Its names → fields of SamplingParams."""
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True):
-    """Defaults for fields that a request does not set."""
-
     values: dict[str, Any] = {}
-    """Fields of SamplingParams, but for `max_tokens`."""
+    """Fields of SamplingParams except `max_tokens`."""
     max_tokens: int | None = None
-    """Most tokens of a completion, also if a request has a larger limit; None: no limit."""
+    """Most tokens of a completion, whatever a request says; None: no limit."""
 
     def params(self) -> SamplingParams:
-        """The parameters of a request without any."""
+        """Parameters of a request without any."""
         return SamplingParams(**self.values, max_tokens=self.max_tokens)
 
     def limited(self, max_tokens: int | None) -> int | None:
-        """Return the smaller of this limit and a request's own."""
+        """Return the smaller of this and a request's limit."""
         limits = [limit for limit in (max_tokens, self.max_tokens) if limit is not None]
         return min(limits, default=None)
 
@@ -43,9 +41,9 @@ NO_DEFAULTS = SamplingDefaults()
 
 
 def read_generation_config(folder: Path, config: EngineConfig) -> dict[str, Any]:
-    """Read the model's file, or the one in the folder of `generation_config`; {} if there is none.
+    """Read the model's file, or that in `generation_config`'s folder; {} without one.
 
-    Raises ConfigError where a named folder has none, LoadError where it cannot be read.
+    Raises ConfigError for a named folder without one, LoadError if unreadable.
     """
     if config.generation_config not in ("auto", "vllm"):
         folder = Path(config.generation_config).expanduser()
@@ -59,8 +57,9 @@ def read_generation_config(folder: Path, config: EngineConfig) -> dict[str, Any]
 
 
 def sampling_defaults(stored: Mapping[str, Any], config: EngineConfig) -> SamplingDefaults:
-    """Return the defaults from the file's content, unless `generation_config` is "vllm", and from
-    `override_generation_config`. Raises ConfigError with the field's name."""
+    """Return the defaults from the file (unless `generation_config` is "vllm") and
+    `override_generation_config`. Raises ConfigError with the field's name.
+    """
     own = _named(stored if config.generation_config != "vllm" else {}, FILE, "generation_config")
     override = config.override_generation_config or {}
     for name in override:
@@ -77,7 +76,7 @@ def sampling_defaults(stored: Mapping[str, Any], config: EngineConfig) -> Sampli
 
 
 def _named(values: Mapping[str, Any], source: str, param: str) -> dict[str, Any]:
-    """Return the values under their names in SamplingParams, validated."""
+    """Return validated values under SamplingParams' names."""
     params = {NAMES[name]: value for name, value in values.items() if name in NAMES}
     params = {name: value for name, value in params.items() if value is not None}
     try:

@@ -1,4 +1,4 @@
-"""Reads JSON files of a checkpoint, refuses those that were not fetched, and maps their names."""
+"""Reads a checkpoint's JSON files, refusing unfetched ones."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from typing import Any
 from ..errors import LoadError
 
 LFS_POINTER = b"version https://git-lfs.github.com/"
-"""What a file begins with that Git LFS put in the place of a large one."""
+"""Beginning of a Git LFS pointer."""
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Read a JSON object. Raises LoadError if the file contains something else, or cannot be
-    read."""
+    """Read a JSON object. Raises LoadError."""
     read = _read(path)
     if not isinstance(read, dict):
         raise LoadError(f"model: {path} holds no JSON object", param="model")
@@ -23,19 +22,18 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def json_if_there(path: Path) -> Any:
-    """Read a JSON file; None if it does not exist. Raises LoadError if it cannot be read."""
+    """Read a JSON file, or None. Raises LoadError if unreadable."""
     return _read(path) if path.is_file() else None
 
 
 def object_if_there(path: Path) -> dict[str, Any]:
-    """Read a JSON object; {} if the file does not exist or contains something else."""
+    """Read a JSON object; {} if missing or something else."""
     read = json_if_there(path)
     return read if isinstance(read, dict) else {}
 
 
 def check_fetched(path: Path) -> None:
-    """Raise LoadError if Git LFS has left a pointer in the place of a file, as a clone without
-    git-lfs does."""
+    """Raise LoadError for a Git LFS pointer, left by a clone without git-lfs."""
     if not path.is_file():
         return
     with path.open("rb") as file:
@@ -56,7 +54,7 @@ def _read(path: Path) -> Any:
 
 
 def with_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """Return a JSON value with each text in it, and each key, as `change` gives it."""
+    """Apply `change` to every text and key of a JSON value."""
     if isinstance(value, list):
         return [with_texts(item, change) for item in value]
     if isinstance(value, dict):

@@ -44,14 +44,14 @@ HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt"
 
 @dataclass(frozen=True)
 class SourceConfig:
-    """How the decoder of an encoder-decoder model begins."""
+    """How an encoder-decoder model's decoder begins."""
 
     decoder_start_token_id: int
-    """The first token of each sequence."""
+    """First token of each sequence."""
     forced_bos_token_id: int | None = None
-    """The second one, unless a request gives the decoder's prompt."""
+    """Second token, unless a request has a decoder prompt."""
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
-    """Token sequences that are never generated, besides those of a request."""
+    """Sequences that are never generated."""
 
 
 @dataclass(frozen=True)
@@ -113,9 +113,9 @@ class ModelConfig:
 
 
 def resolve_model_config(config: EngineConfig, plugins: Plugins | None = None) -> ModelConfig:
-    """Read the checkpoint's config.json, or the file of its checkpoint format, with a configuration
-    class of `plugins` where one has its model type. Raises LoadError (no checkpoint) and
-    ConfigError."""
+    """Read config.json, or a checkpoint format's file, perhaps with a configuration class of
+    `plugins`. Raises LoadError (no checkpoint), ConfigError.
+    """
     folder = checkpoint_folder(config.model, config.revision)
     file, raw, load_format = _read_file(folder, config, plugins)
     hf_config, text_part_of = _read_config(file, raw | (config.hf_overrides or {}), plugins)
@@ -149,8 +149,7 @@ def resolve_model_config(config: EngineConfig, plugins: Plugins | None = None) -
 
 
 def checkpoint_folder(model: str, revision: str | None = None) -> Path:
-    """Return the folder of a local path, of a hub name in the hub's cache, or of the embedded model
-    (empty)."""
+    """Return the folder of a path, a cached hub name, or the embedded model (empty)."""
     if not model:
         if not (EMBEDDED_MODEL / "config.json").is_file():
             raise LoadError("the embedded model is missing from this installation", param="model")
@@ -183,8 +182,9 @@ def checkpoint_folder(model: str, revision: str | None = None) -> Path:
 def _read_file(
     folder: Path, config: EngineConfig, plugins: Plugins | None
 ) -> tuple[Path, dict[str, Any], str]:
-    """→ the file of the configuration, what it says or a config.json would say, and the weight
-    loader that such checkpoints have"""
+    """→ the configuration's file, its (equivalent) config.json content, and the checkpoint's weight
+    loader
+    """
     name = None
     if plugins is not None:
         formats = plugins["checkpoint_format"]
@@ -208,10 +208,10 @@ def _read_file(
 def _read_config(
     file: Path, raw: dict[str, Any], plugins: Plugins | None
 ) -> tuple[Any, str | None]:
-    """→ configuration, and the checkpoint's architecture if it is that of the text part alone"""
+    """→ configuration, and architecture if only the text part's"""
 
     def read(raw: dict[str, Any], architecture: str | None) -> Any:
-        """architecture: of the model; None: the one that the content names."""
+        """architecture: of the model; None: the content's."""
         own = _architecture(file, raw)
         model_type: str | None = raw.get("model_type")
         kinds = _kinds_of_fields(plugins, architecture or own, model_type)
@@ -236,8 +236,7 @@ def _read_config(
 
 
 def _architecture(file: Path, raw: dict[str, Any]) -> str | None:
-    """Return the first architecture that a config.json names. Raises ConfigError for a field of
-    those that say which classes read the others."""
+    """Return config.json's first architecture. Raises ConfigError for a wrong field."""
     for name in ("architectures", "model_type"):
         SHARED[name].check(file, raw, name)
     return next(iter(raw.get("architectures") or ()), None)
@@ -246,8 +245,9 @@ def _architecture(file: Path, raw: dict[str, Any]) -> str | None:
 def _kinds_of_fields(
     plugins: Plugins | None, architecture: str | None, model_type: str | None
 ) -> Mapping[str, FieldKind]:
-    """Return the kinds of the fields that all models have, and of those that the model's class and
-    the configuration class, which comes first, declare."""
+    """Return the kinds of common fields, the model class's, and the configuration class's, which
+    takes precedence.
+    """
     if plugins is None:
         return SHARED
     kinds = dict(SHARED)
@@ -259,8 +259,9 @@ def _kinds_of_fields(
 
 
 def _model_class(plugins: Plugins, architecture: str | None) -> Any:
-    """Return the class that is registered for an architecture, or the fallback; None for one that
-    is refused, or served by its text part."""
+    """Return an architecture's registered class, or the fallback; None if refused, or served by its
+    text part.
+    """
     models = plugins["model"]
     if architecture is None or architecture in models:
         return models.load(architecture) if architecture else None
@@ -271,8 +272,9 @@ def _model_class(plugins: Plugins, architecture: str | None) -> Any:
 def _quantization(
     file: Path, hf_config: Any, plugins: Plugins | None, model: Any, text_part_of: str | None
 ) -> tuple[dict[str, Any] | None, Path]:
-    """→ `quantization_config`, or what the file of a quantization method says instead, with layers'
-    names as the model has them, and the file. Raises ConfigError, LoadError."""
+    """→ `quantization_config`, or a quantization method's file instead, with the model's layer
+    names, and the file. Raises ConfigError, LoadError.
+    """
     value = getattr(hf_config, "quantization_config", None)
     if value is not None and not isinstance(value, dict):
         raise ConfigError(
@@ -293,8 +295,9 @@ def _quantization(
 
 
 def _by_own_names(quantization: dict[str, Any] | None, model: Any) -> dict[str, Any] | None:
-    """Return `quantization_config` with layers' names as the model has them, where a checkpoint may
-    begin them in another way: `WeightMap.prefixes`."""
+    """Return `quantization_config` with the model's layer names, if the checkpoint has prefixes
+    (`WeightMap.prefixes`).
+    """
     prefixes: Mapping[str, str] = getattr(getattr(model, "weight_map", None), "prefixes", {})
 
     def own(text: str) -> str:
@@ -319,19 +322,18 @@ def _resolve_dtype(config: EngineConfig, hf_config: Any) -> torch.dtype:
 
 
 def _resolve_vocabulary(hf_config: Any, model: Any) -> int:
-    """Return the number of tokens. `model`: the architecture's class; None if it is not known."""
+    """Return the number of tokens. `model`: the architecture's class, or None."""
     if hasattr(model, "vocabulary_size"):
         return int(model.vocabulary_size(hf_config))
     return int(hf_config.vocab_size)
 
 
 def _resolve_length(config: EngineConfig, hf_config: Any, model: Any) -> int:
-    """Return the context length: the model's own, or `max_model_len` if the model reaches that far.
-    `model`: the architecture's class; None if it is not known.
+    """Return the context length: the model's, or a possible `max_model_len`. `model`: the
+    architecture's class, or None.
 
-    `max_position_embeddings` already counts a scaled rope, but for a linear one, and for a yarn one
-    whose original length equals it. A dynamic rope may be stretched, but is so only on demand: it
-    changes what the model says about short texts too.
+    `max_position_embeddings` includes rope scaling, except linear, and yarn whose original length
+    equals it. A dynamic rope is stretched only on demand, as it changes short texts, too.
     """
     if hasattr(model, "context_length"):
         stated = model.context_length(hf_config)
@@ -366,8 +368,7 @@ def _stretched(length: float, factor: float) -> int:
 
 
 def rope_parameters(hf_config: Any) -> dict[str, Any]:
-    """Return the rope parameters, which checkpoints call `rope_parameters`, or `rope_scaling` and
-    `rope_theta`."""
+    """Return the rope parameters, from `rope_parameters`, or `rope_scaling` and `rope_theta`."""
     rope = dict(
         getattr(hf_config, "rope_parameters", None)
         or getattr(hf_config, "rope_scaling", None)
@@ -383,7 +384,7 @@ def rope_parameters(hf_config: Any) -> dict[str, Any]:
 def _eos_token_ids(
     hf_config: Any, generation: Mapping[str, Any], vocab_size: int
 ) -> frozenset[int]:
-    """Return the end tokens, without ids that are not in the vocabulary."""
+    """Return the end tokens within the vocabulary."""
     token_ids: list[Any] = []
     for value in (getattr(hf_config, "eos_token_id", None), generation.get("eos_token_id")):
         token_ids += value if isinstance(value, list) else [value]

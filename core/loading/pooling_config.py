@@ -1,4 +1,4 @@
-"""How one model's hidden states become vectors, and what requests may choose."""
+"""How a model's hidden states become vectors."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Activation = Literal["sigmoid", "softmax"]
 
 @dataclass(frozen=True)
 class TokenClassifier:
-    """A language model that answers a question with a token, read as a classifier.
+    """A language model that answers with a token, as a classifier.
 
-    `difference`: two tokens, no and yes; the one logit is yes minus no, whose sigmoid is the
-    softmax over both. Otherwise a logit a token.
+    `difference`: tokens no and yes; the logit is yes minus no, whose sigmoid is their softmax.
+    Otherwise a logit per token.
     """
 
     tokens: tuple[str, ...]
@@ -32,45 +32,44 @@ class PoolingConfig:
 
     task: Literal["embed", "classify"]
     causal: bool
-    """False: an encoder; prompts run whole, nothing is cached."""
+    """False: an encoder, with whole prompts and no cache."""
     pooling_type: PoolingType
     size: int
     """Numbers of a whole vector."""
     normalize: bool = True
-    """Embeddings have length 1 unless a request says otherwise."""
+    """Embeddings have length 1 by default."""
     lower_case: bool = False
-    """Texts are put in lower case before they are tokenized."""
+    """Texts are lower-cased first."""
     projections: tuple[Projection, ...] = ()
-    """What embeddings go through before they are cut and scaled; vectors a token do not."""
+    """Applied to embeddings before truncation and scaling, not to vectors per token."""
     num_token_types: int = 0
-    """Number of texts that the model distinguishes in one prompt; below 2: it does not."""
+    """Number of texts distinguished in a prompt; below 2: none."""
     matryoshka: tuple[int, ...] | None = None
-    """Lengths that vectors may be cut to; empty: any; None: they may not be cut."""
+    """Permitted vector lengths; empty: any; None: no truncation."""
     labels: tuple[str, ...] = ()
-    """A classifier's, in the order of its logits."""
+    """A classifier's, in the order of logits."""
     activation: Activation = "softmax"
     activates: bool = True
-    """Whether classifiers' logits go through `activation` unless a request says otherwise."""
+    """Whether `activation` applies to classifiers' logits by default."""
     tokens: TokenClassifier | None = None
-    """Tokens whose output weights form the classifier, if made from a language model's head."""
+    """Tokens whose output weights form the classifier."""
     joins_pairs: bool = False
-    """Two texts become one, without the tokenizer's marks between them."""
+    """Two texts are joined without marks."""
 
     @property
     def tasks(self) -> tuple[PoolingTask, ...]:
-        """The tasks that a request may have, the default first."""
+        """Possible tasks, the default first."""
         if self.task == "embed":
             return ("embed", "token_embed")
         return ("classify", "score") if len(self.labels) == 1 else ("classify",)
 
     @property
     def scores(self) -> bool:
-        """Whether two texts can be compared: by cosine, or by a classifier with one label."""
+        """Whether two texts can be compared: by cosine, or a one-label classifier."""
         return self.task == "embed" or len(self.labels) == 1
 
     def completed(self, params: PoolingParams) -> PoolingParams:
-        """Return parameters with defaults filled in. Raises InvalidRequest for what this model
-        cannot do."""
+        """Return parameters with defaults. Raises InvalidRequest for what this model cannot do."""
         task = params.task or self.tasks[0]
         if task not in self.tasks:
             raise InvalidRequest(

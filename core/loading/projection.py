@@ -1,4 +1,4 @@
-"""Linear layers after pooling: sentence-transformers' Dense modules, from files of their own."""
+"""Linear layers after pooling: sentence-transformers' Dense modules."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from .sentence_transformer import Projection
 
 
 class Projections(nn.Module):
-    """activation(W x + b), one after the other, in float32: it sees one row a prompt."""
+    """activation(W x + b) in sequence, in float32, on a row per prompt."""
 
     def __init__(self, specs: Sequence[Projection], device: torch.device) -> None:
-        """Raises LoadError when a file is missing or holds something else."""
+        """Raises LoadError for a missing or wrong file."""
         super().__init__()
         self.specs = tuple(specs)
         self.tensors = [_load(spec, device) for spec in specs]

@@ -83,9 +83,10 @@ class ConfigReader:
 
 
 def name_matches(name: str, pattern: str) -> bool:
-    """Return whether a pattern matches a layer's name: the whole name, whole dotted parts of it
-    ("lm_head", "self_attn.q_proj", "model.layers.0"), or a regular expression after "re:", from the
-    start."""
+    """Return whether a pattern matches a layer's name: the whole name, whole dotted parts
+    ("lm_head", "self_attn.q_proj", "model.layers.0"), or after "re:" a regular expression from the
+    start.
+    """
     if pattern.startswith("re:"):
         return re.match(pattern[3:], name) is not None
     return f".{pattern}." in f".{name}."

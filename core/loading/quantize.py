@@ -28,10 +28,9 @@ logger = logging.getLogger("jackfield.loading")
 def choose_method(
     plugins: Plugins, config: EngineConfig, model_config: ModelConfig, device: torch.device
 ) -> QuantizationMethod | None:
-    """Return the method of `EngineConfig.quantization`, else the checkpoint's; None if neither
-    names one.
+    """Return the method of `EngineConfig.quantization`, else the checkpoint's, or None.
 
-    Raises ConfigError where the two disagree, or the method refuses its configuration.
+    Raises ConfigError if they disagree, or the method refuses.
     """
     settings: Mapping[str, Any] = model_config.quantization_config or {}
     own = settings.get("quant_method")
@@ -81,7 +80,7 @@ def _load(plugins: Plugins, name: str, field: str) -> type[QuantizationMethod]:
 def place_layers(
     model: nn.Module, weight_map: WeightMap, method: QuantizationMethod, build: BuildContext
 ) -> None:
-    """Replace each layer that `method` takes, and allocate the weights of the others."""
+    """Replace the layers that `method` takes, and allocate others' weights."""
     heads = {name.removesuffix(".weight") for name in weight_map.tied}
     num_quantized = num_plain = 0
     for prefix, module in list(model.named_modules()):
@@ -118,8 +117,9 @@ def place_layers(
 
 
 def _divide(layer: QuantizedLinear, module: Linear, method: str) -> None:
-    """Give a layer the shardings of the module that it replaces. Raises ConfigError if ranks cannot
-    divide the tensors that it takes."""
+    """Give a layer the replaced module's shardings. Raises ConfigError if ranks cannot divide its
+    tensors.
+    """
     prefix = layer.spec.prefix
     specs = {
         leaf: spec for rows in layer.spec.shards.values()
@@ -168,6 +168,5 @@ def _spec(
 
 
 def quantized_layers(model: nn.Module) -> dict[str, QuantizedLinear]:
-    """Return the quantized layers by the layer's original name, the prefix of its tensors'
-    names."""
+    """Return the quantized layers by original name, their tensors' prefix."""
     return {m.spec.prefix: m for m in model.modules() if isinstance(m, QuantizedLinear)}

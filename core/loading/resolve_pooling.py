@@ -1,7 +1,7 @@
-"""Decides whether a checkpoint generates text or is pooled, and how its states become vectors.
+"""Decides whether a checkpoint generates or is pooled, and how.
 
-Read from what sentence-transformers leaves beside the weights, from config.json, and from the
-engine's `runner`, `task` and `pooler_config`, which go first.
+Read from sentence-transformers' files, config.json, and the engine's `runner`, `task` and
+`pooler_config`, which take precedence.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from .sentence_transformer import SentenceTransformer, read_sentence_transformer
 ACTIVATIONS: dict[str, Activation | None] = {
     "Identity": None, "Sigmoid": "sigmoid", "Softmax": "softmax",
 }  # fmt: skip
-"""By torch's class names, as configurations of cross-encoders give them."""
+"""torch's class names in cross-encoders' configurations."""
 NO_LIMIT = 10**9
-"""Tokenizers without a limit tell a number beyond this."""
+"""Tokenizers without a limit state more."""
 
 
 class PoolerOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -39,9 +39,9 @@ class PoolerOptions(msgspec.Struct, forbid_unknown_fields=True):
 def resolve_pooling(
     config: EngineConfig, model_config: ModelConfig, model: type | None
 ) -> ModelConfig:
-    """Return the configuration with `pooling` and its length set, if the model is to be pooled.
+    """Set `pooling` and the length, if the model is pooled.
 
-    `model`: the architecture's class; None where no plugin has it. Raises ConfigError, LoadError.
+    `model`: the architecture's class, or None. Raises ConfigError, LoadError.
     """
     can_generate = hasattr(model, "compute_logits")
     can_pool = hasattr(model, "pooling_states")
@@ -145,8 +145,7 @@ def _check_task(task: str, classifies: bool, labels: tuple[str, ...]) -> None:
 
 
 def _token_classifier(hf: Any, model: Any) -> TokenClassifier | None:
-    """Return the classifier that vLLM's hf_overrides describe; None if there is none. `model`: the
-    architecture's class."""
+    """Return the classifier of vLLM's hf_overrides, or None. `model`: the architecture's class."""
     tokens = getattr(hf, "classifier_from_token", None)
     if tokens is None:
         return None
@@ -174,7 +173,7 @@ def _labels(hf: Any, tokens: TokenClassifier | None) -> tuple[str, ...]:
 
 
 def _activation(hf: Any, num_labels: int) -> tuple[Activation, bool]:
-    """Return the activation function, and whether it is on by default."""
+    """Return the activation function, and whether it is the default."""
     by_size: Activation = "sigmoid" if num_labels == 1 else "softmax"
     settings = getattr(hf, "sentence_transformers", None)
     named = (settings or {}).get("activation_fn") if isinstance(settings, dict | None) else None
@@ -195,7 +194,7 @@ def _activation(hf: Any, num_labels: int) -> tuple[Activation, bool]:
 
 
 def _num_token_types(model_config: ModelConfig) -> int:
-    """Return the number of token types; 0 if the tokenizer says that the model takes none."""
+    """Return the number of token types; 0 if the tokenizer gives none."""
     names = object_if_there(model_config.path / "tokenizer_config.json").get("model_input_names")
     if isinstance(names, list) and "token_type_ids" not in names:
         return 0
@@ -218,8 +217,9 @@ def _matryoshka(hf: Any) -> tuple[int, ...] | None:
 def _length(
     config: EngineConfig, model_config: ModelConfig, model: Any, files: SentenceTransformer
 ) -> int:
-    """Return the context length: by default the trained length, with `max_model_len` up to the
-    model's positions."""
+    """Return the context length: trained by default, up to the model's positions with
+    `max_model_len`.
+    """
     context_length = getattr(model, "context_length", None)
     reach = model_config.max_model_len
     if context_length is not None:

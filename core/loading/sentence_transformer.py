@@ -16,9 +16,9 @@ from .json_file import json_if_there, object_if_there
 POOLING_MODES: dict[str, PoolingType] = {
     "cls": "CLS", "cls_token": "CLS", "mean": "MEAN", "mean_tokens": "MEAN", "lasttoken": "LAST",
 }  # fmt: skip
-"""What 1_Pooling/config.json calls them."""
+"""Names in 1_Pooling/config.json."""
 DENSE_ACTIVATIONS = {"Identity": None, "Tanh": "tanh", "ReLU": "relu", "GELU": "gelu"}
-"""Torch's class name → as `core.nn.encoder` calls it; None: none."""
+"""torch's class name → `core.nn.encoder`'s."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,8 @@ class Projection:
 
 
 class SentenceTransformer(msgspec.Struct):
-    """The content of sentence-transformers' files."""
-
     pooling_type: PoolingType | None = None
-    """None: there is no pooling module, this is no sentence-transformers model."""
+    """None: no sentence-transformers model."""
     normalize: bool = False
     projections: tuple[Projection, ...] = ()
     max_length: int | None = None
@@ -44,9 +42,9 @@ class SentenceTransformer(msgspec.Struct):
 
 
 def read_sentence_transformer(folder: Path) -> SentenceTransformer:
-    """Read the files. Raises ConfigError for modules that change the vectors and are not supported.
+    """Read the files. Raises ConfigError for unsupported modules that change vectors.
 
-    The prompts of config_sentence_transformers.json are left to the caller, as in vLLM.
+    Prompts of config_sentence_transformers.json are the caller's, as in vLLM.
     """
     files = SentenceTransformer()
     for path in sorted(folder.glob("sentence_*_config.json")):
@@ -75,7 +73,7 @@ def read_sentence_transformer(folder: Path) -> SentenceTransformer:
 
 
 def _inside(folder: Path, module: Mapping[str, Any]) -> Path:
-    """Return a module's folder. Raises LoadError if it is not in the checkpoint's."""
+    """Return a module's folder. Raises LoadError if outside."""
     path = str(module.get("path", ""))
     if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts:
         raise LoadError(f"modules.json names {path!r}, which is not in its own folder")

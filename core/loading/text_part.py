@@ -1,7 +1,6 @@
-"""The text part of a multimodal checkpoint: its configuration, and the names of its tensors.
+"""A multimodal checkpoint's text part: configuration and tensor names.
 
-Without images, sound or video such a model is a decoder like any other: the positions of a rotation
-in three dimensions are equal, and no layer reads states of another encoder.
+Without images, sound or video it is an ordinary decoder: positions of a 3D rotation are equal.
 """
 
 from __future__ import annotations
@@ -15,12 +14,11 @@ from ..errors import ConfigError
 from .json_file import with_texts
 
 Read: TypeAlias = Callable[[dict[str, Any], str | None], Any]
-"""(a config.json's content, architecture; None: the one that the content names) → configuration"""
+"""(config.json's content, architecture; None: the content's) → configuration"""
 NESTED = ("text_config", "llm_config", "language_config")
-"""Fields of config.json that hold the text part's configuration, for types that `transformers` does
-not know; the first that a file has."""
+"""Fields with the text part's configuration, for types unknown to `transformers`, in order."""
 OF_THE_WHOLE = ("quantization_config", "dtype", "torch_dtype")
-"""Fields that the outer configuration decides, if it has them."""
+"""Fields that the outer configuration decides."""
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Fields that the outer configuration fills in."""
 PREFIXES = {
@@ -33,14 +31,13 @@ PREFIXES = {
     "thinker.lm_head.": "lm_head.",
     "llm.": "",
 }
-"""Start of a tensor's name → what stands there in a checkpoint of the text part alone."""
+"""Name prefix → prefix in a text-only checkpoint."""
 PLAIN = ("lm_head.", "model.embed_tokens.", "model.layers.", "model.norm.")
-"""Starts of names of the text part that have no prefix."""
+"""Unprefixed name starts of the text part."""
 
 
 def inner_name(name: str) -> str | None:
-    """Return the name that a tensor, or a layer, has in a checkpoint of the text part alone; None
-    for one of another part."""
+    """Return a tensor's or layer's name in a text-only checkpoint; None for other parts."""
     for prefix, new in PREFIXES.items():
         if name.startswith(prefix):
             return new + name[len(prefix) :]
@@ -48,10 +45,10 @@ def inner_name(name: str) -> str | None:
 
 
 def text_config(file: Path, raw: dict[str, Any], read: Read, architecture: str) -> Any:
-    """Return the configuration of the text part of a config.json.
+    """Return the text part's configuration.
 
-    architecture: of the text part; "": the one that its configuration names, or that has its model
-    type in `transformers`. Raises ConfigError.
+    architecture: of the text part; "": its configuration's, or its model type's in `transformers`.
+    Raises ConfigError.
     """
     from transformers import CONFIG_MAPPING
 
@@ -99,7 +96,6 @@ def _architecture(file: Path, inner: dict[str, Any], config: Any) -> str:
 
 
 def _of_type(model_type: object) -> str | None:
-    """Return the architecture of a model type in `transformers`."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     names: Mapping[Any, str] = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -107,8 +103,7 @@ def _of_type(model_type: object) -> str | None:
 
 
 def _as_type_of(architecture: str, config: Any, read: Read) -> Any:
-    """Return a configuration with the values of `config`, of the type that an architecture has in
-    `transformers`; `config` itself where that has none."""
+    """Return `config`'s values as an architecture's type in `transformers`, or `config` itself."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     types: dict[str, str] = {}

@@ -8,10 +8,10 @@ from typing import Any
 
 
 def transformers_module() -> Any:
-    """Return the module, imported now if it was not.
+    """Return the module, importing it.
 
-    At the end of its import it puts another module in its own place. `from transformers import …`
-    of a thread that waited for that import looks into the first one, which has none of its names.
+    The import ends by replacing the module; a waiting thread's `from transformers import …` would
+    see the old one, without names.
     """
     importlib.import_module("transformers")
     return sys.modules["transformers"]

@@ -43,9 +43,9 @@ from .text_part import inner_name
 
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 EXPERTS = "experts"
-"""The dotted part that experts' numbers follow."""
+"""Dotted part before experts' numbers."""
 CACHE_SCALES = (".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".prob_scale")
-"""What checkpoints call the scales of an fp8 cache, somewhere below the attention's module."""
+"""Checkpoint names of fp8 cache scales."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ class WeightMap:
         return self._stored(parts)
 
     def _stored(self, parts: list[str]) -> str:
-        """Return the parts of a name here by their names in checkpoints."""
+        """Return a name's parts as in checkpoints."""
         stored = []
         while parts:
             count = 2 if ".".join(parts[:2]) in self.names else 1
@@ -171,13 +171,13 @@ class WeightMap:
 
 
 class TensorFile(Protocol):
-    """A file of named tensors, parts of which can be read, as `safetensors.safe_open` opens it."""
+    """A file of named tensors, like `safetensors.safe_open`'s."""
 
     def get_tensor(self, name: str, /) -> torch.Tensor:
         """Read a tensor."""
 
     def get_slice(self, name: str, /) -> Any:
-        """Return a tensor that reads what it is indexed with, and has `get_shape`."""
+        """Return a lazily read tensor, with `get_shape`."""
 
 
 class ParameterFiller:
@@ -275,7 +275,7 @@ class ParameterFiller:
                 self._fill(name, parameter, shard, part)
 
     def _expert_share(self, parameter_name: str) -> ExpertShare | None:
-        """Return the share of the layer that a parameter, or a quantized layer's tensor, is of."""
+        """Return the share of a parameter's or quantized tensor's layer."""
         prefix = parameter_name.rpartition(".")[0] if self.expert_shares else ""
         while prefix and prefix not in self.expert_shares:
             prefix = prefix.rpartition(".")[0]
@@ -320,7 +320,6 @@ class ParameterFiller:
     def _own_part(
         self, parameter_name: str, shard: str | None, name: str, tensor: torch.Tensor
     ) -> torch.Tensor:
-        """Return this rank's part of a checkpoint's tensor. Raises LoadError."""
         if (sharding := self.shardings.get(parameter_name)) is None:
             return tensor
         try:
@@ -329,9 +328,9 @@ class ParameterFiller:
             raise LoadError(f"tensor {name!r} {error.message}") from error
 
     def _scale_cache(self, target: str, tensor: torch.Tensor) -> bool:
-        """Set the scale of an attention layer's cache; False if there is no such layer.
+        """Set an attention layer's cache scale; False without the layer.
 
-        Raises LoadError where it is no positive number.
+        Raises LoadError unless positive.
         """
         prefix, _, leaf = target.rpartition(".")
         while prefix and prefix not in self.attention:
@@ -350,7 +349,7 @@ class ParameterFiller:
         return True
 
     def _stage(self, name: str, target: str, shard: str | None, tensor: torch.Tensor) -> bool:
-        """Pass a tensor to the quantized layer that it belongs to; False if there is none."""
+        """Pass a tensor to its quantized layer; False without one."""
         prefix, _, leaf = target.rpartition(".")
         if leaf == "bias":
             layer = self.quantized.get(prefix)

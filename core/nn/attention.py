@@ -51,7 +51,7 @@ class Attention(nn.Module):
         self.next_weights: tuple[torch.Tensor, ...] = ()
         """Weights that are read after this layer, for backends that read ahead."""
         self._projections: dict[AttentionBackend, Projection | None] = {}
-        """What each backend has planned for this layer."""
+        """Each backend's plan for this layer."""
 
     def cache_spec(self, dtype: torch.dtype) -> TokenCache:
         """Return the layer's cache contents, for a cache of this type; its own format precedes."""
@@ -102,7 +102,7 @@ class Attention(nn.Module):
         key_norm: Norm | None,
         context: ForwardContext,
     ) -> torch.Tensor | None:
-        """Compute all of the layer as the backend has planned; None: it computes no such step."""
+        """Compute the whole layer as planned by the backend, or None."""
         backend, _, metadata, _ = self._bound(context)
         if backend not in self._projections:
             learned = self.spec.sinks or self.spec.distance_bias
@@ -122,8 +122,9 @@ class Attention(nn.Module):
         key_norm: Norm | None,
         context: ForwardContext,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Split into heads, norm, rotate, and write keys and values to a standard cache: → query,
-        key, value, as `attend` has them."""
+        """Split into heads, norm, rotate, and write a standard cache → query, key, value, as for
+        `attend`.
+        """
         backend, layout, _, kv_cache = self._bound(context)
         if self.norm_last and cos_sin is not None:
             self._rotate(qkv, cos_sin[context.positions])
@@ -167,7 +168,6 @@ class Attention(nn.Module):
         return out.reshape(out.shape[0], -1)
 
     def _rotate(self, qkv: torch.Tensor, cos_sin: torch.Tensor) -> None:
-        """Rotate queries and keys in place; cos_sin: [num_tokens, rotary_dim]."""
         count = self.layout.num_heads + self.layout.num_kv_heads
         heads = qkv[:, : count * self.layout.head_dim].view(-1, count, self.layout.head_dim)
         heads.copy_(rotate(heads, cos_sin[:, None].to(qkv.dtype)))
@@ -177,7 +177,7 @@ class Attention(nn.Module):
         return self.spec.key_scale, self.spec.value_scale
 
     def _bound(self, context: ForwardContext) -> tuple[AttentionBackend, BatchLayout, Any, KVCache]:
-        """Return the backend, the layer's layout and metadata in this step, and its cache."""
+        """Return this step's backend, layout, metadata and cache."""
         assert self.kv_cache is not None, "the worker binds the cache before the first step"
         backend = context.backend
         assert isinstance(backend, AttentionBackend), "the worker chooses one for keys and values"

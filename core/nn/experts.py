@@ -270,8 +270,6 @@ class SparseMLP(nn.Module):
         return self.ranks.add(residual, (self._routed, x), (self.shared_experts.down_proj, inner))
 
     def _routed(self, x: torch.Tensor, *, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """residual + the sum of the chosen experts' outputs: [num_tokens, hidden_size] → the same
-        shape"""
         routing = self.experts.local(self.choose(x))
         first, down = self.experts.first, self.experts.down_proj
         more: dict[str, Any] = {
@@ -320,7 +318,7 @@ class SparseMLP(nn.Module):
 
 
 def _check_groups(num_experts: int, rule: RoutingRule) -> None:
-    """Raise ConfigError, with the name of the field, for groups that cannot be."""
+    """Raise ConfigError, with the field's name, for impossible groups."""
     if rule.groups < 1 or num_experts % rule.groups:
         raise ConfigError(
             f"n_group: {num_experts} experts cannot be in {rule.groups} equal groups",

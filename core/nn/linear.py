@@ -61,7 +61,6 @@ class Linear(nn.Module):
         bias: bool,
         sharding: Sharding | None,
     ) -> None:
-        """Create the parameters of this rank's part."""
         self.operations, self.shardings = build.operations, {}
         if sharding is not None:
             self.shardings["weight"] = self.shardings["bias"] = sharding

@@ -474,9 +474,10 @@ class Operations(
 
 
 def _biased(distance_bias: torch.Tensor, length: int, visible: torch.Tensor | None) -> torch.Tensor:
-    """Return what is added to logits: [rows or 1, num_heads, length, length]
+    """Return the addition to logits: [rows or 1, num_heads, length, length]
 
-    distance_bias: [num_heads, 2 * n + 1]; visible: [rows, 1, 1, length] bool, None: all."""
+    distance_bias: [num_heads, 2 * n + 1]; visible: [rows, 1, 1, length] bool, None: all.
+    """
     most = distance_bias.shape[1] // 2
     places = torch.arange(length, device=distance_bias.device)
     distance = (places - places[:, None]).clamp_(-most, most) + most

@@ -90,6 +90,8 @@ class RowPlanner:
         budget = builder.budget
         spare = budget - len(self._requests.running)
         """Tokens for drafts, after one per running request."""
+        for eligible in parts.eligible:
+            requests = eligible(requests)
         for request in requests:
             if budget <= 0 or request.slot < 0:
                 break  # Preempted, as are all that follow.
@@ -102,8 +104,7 @@ class RowPlanner:
                     count = 1
                     for decode_tokens in parts.decode_tokens:
                         count = decode_tokens(request, count, spare)
-                    if not parts.sees_every_row:
-                        parts.look_again(request)
+                    parts.look_again(request)
                     if not count:
                         continue
                     if count > 1 and self._add_drafts(request, count - 1, builder):

@@ -124,7 +124,7 @@ class Scheduler:
             ttft_target=ttft_target if pauses else 0.0,
         )
         decoding: DecodeRows | None = None
-        if num_blocks and not self._parts.decode_tokens:
+        if num_blocks and not (self._parts.decode_tokens or self._parts.eligible):
             counts_late = all(part.counts_late for part in self._parts)
             decoding = DecodeRows(block_size, counts_late=counts_late)
             self.requests.follow(decoding)

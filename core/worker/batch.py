@@ -1,9 +1,8 @@
-"""The persistent batch: from a plan to the inputs of a forward pass.
+"""The persistent batch: from a plan to a forward pass's inputs.
 
-A slot keeps its tokens, its block tables and its length on the device from admission to end
-(`SlotTable`). A plan is packed into one int32 array, copied once, and expanded there: token ids are
-gathered from the history, so a decode step reads the token that the previous step sampled without
-a copy to the host.
+A slot's tokens, block tables and length stay on the device (`SlotTable`). A plan is packed into one
+int32 array, copied once and expanded there: token ids come from the history, so a decode step reads
+the previous step's tokens without a copy to the host.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from ..step import StepPlan
 from .slot_table import NO_WRITES, SlotTable
 
 STEPS_IN_FLIGHT = 2
-"""Steps that are launched before the result of the first one is there."""
+"""Steps launched before the first result."""
 UPLOADS_OF_STEP = 4
-"""Most uploads of one step: compactions or sources, what is recorded for it, long prompts, rows."""
+"""Most uploads of a step: compactions or sources, recorded inputs, long prompts, rows."""
 
 
 @dataclass(frozen=True)
 class StepInputs:
-    """What a forward pass and the sampler need, on the device.
+    """Inputs of a forward pass and the sampler, on the device.
 
     T = tokens, R = rows of the plan, L = rows of logits.
     """
@@ -41,44 +40,42 @@ class StepInputs:
     slots: torch.Tensor
     """[R] Each row's slot."""
     layouts: tuple[BatchLayout, ...]
-    """Layout per group of layers; only the block tables differ."""
+    """Per group of layers; only block tables differ."""
     source: BatchLayout | None
-    """Layout of attention to sources, in which each token is a row; None: there are none."""
+    """Attention to sources, with a row per token; None without sources."""
     logit_tokens: torch.Tensor
-    """[L] int64: index into T of each position whose logits are computed."""
+    """[L] int64: index into T of each position with logits."""
     sample_slots: torch.Tensor
     """[L] int64"""
     sample_lengths: torch.Tensor
-    """[L] int64: tokens before the one that these logits are of, which is its position."""
+    """[L] int64: tokens before each logit's token, i.e. its position."""
     logit_rows: list[int]
-    """[L] The plan's row of each; a row may have none, one or several. Empty in recorded steps:
-    row r of the logits is row r of the plan."""
+    """[L] Rows of the plan, any number of times each. Empty in recorded steps: row r of the logits
+    is row r of the plan."""
 
     @property
     def layout(self) -> BatchLayout:
-        """Layout of the first group."""
         return self.layouts[0]
 
 
 def releasing_all(num_slots: int) -> StepPlan:
-    """Return a plan without rows that releases every slot, in use or not."""
+    """Return a plan without rows that releases every slot."""
     released = tuple(range(num_slots))
     return StepPlan(step=-1, slots=(), num_tokens=(), samples=(), released=released)
 
 
 @dataclass(frozen=True)
 class StepRows:
-    """A step's R rows on the host, all int32."""
+    """R rows on the host, all int32."""
 
     slots: np.ndarray
     """[R]"""
     first_positions: np.ndarray
-    """[R] of each row's first token; upper bounds (`SlotTable.length_bounds`). The device knows the
-    exact ones."""
+    """[R] First token's position; upper bounds (`SlotTable.length_bounds`)."""
     query_start: np.ndarray
     """[R + 1] Row r has tokens query_start[r] .. query_start[r + 1]."""
     sample_slots: np.ndarray
-    """[R] The slot again, or the scratch slot where nothing is sampled."""
+    """[R] The slot, or the scratch slot if nothing is sampled."""
 
     @classmethod
     def of(
@@ -88,7 +85,6 @@ class StepRows:
         counts: np.ndarray,
         sample_slots: np.ndarray,
     ) -> StepRows:
-        """Create the rows from the number of tokens of each."""
         query_start = np.zeros(len(slots) + 1, dtype=np.int32)
         np.cumsum(counts, out=query_start[1:])
         return cls(slots, first_positions, query_start, sample_slots)
@@ -100,7 +96,7 @@ class StepRows:
 
     @property
     def seq_lens(self) -> np.ndarray:
-        """[R] Tokens in the cache once the step has written its own."""
+        """[R] Cached tokens after the step."""
         return self.first_positions + self.query_lens
 
 
@@ -118,8 +114,7 @@ class LogitPlaces(NamedTuple):
 
 
 class LogitRows(NamedTuple):
-    """Positions of a step whose logits are computed, apart from its rows: none, one or several of
-    each row. On the host, [L] int32."""
+    """Positions with logits: any number per row. On the host, [L] int32."""
 
     rows: np.ndarray
     """The plan's row of each."""
@@ -128,7 +123,6 @@ class LogitRows(NamedTuple):
 
     @classmethod
     def sampled(cls, rows: StepRows, samples: Sequence[bool]) -> LogitRows:
-        """Return the last positions of the rows that sample."""
         sampling = np.flatnonzero(np.asarray(samples, dtype=bool)).astype(np.int32)
         return cls(sampling, rows.query_start[1:][sampling] - 1)
 
@@ -136,8 +130,7 @@ class LogitRows(NamedTuple):
     def verifying(
         cls, rows: StepRows, samples: Sequence[bool], num_drafts: Sequence[int]
     ) -> LogitRows:
-        """Return the positions that sample: the last of each sampling row, and as many before it as
-        the row has drafts."""
+        """Return the last position of each sampling row, and one more before it per draft."""
         last = cls.sampled(rows, samples)
         counts = np.asarray(num_drafts, dtype=np.int32)[last.rows] + 1
         ends = np.cumsum(counts, dtype=np.int32)
@@ -146,7 +139,7 @@ class LogitRows(NamedTuple):
 
     @classmethod
     def leading(cls, rows: StepRows, which: Sequence[int], counts: Sequence[int]) -> LogitRows:
-        """Return the first positions of some rows, `counts` of each."""
+        """Return the first `counts` positions of some rows."""
         numbers = np.asarray(counts, dtype=np.int32)
         starts = rows.query_start[np.asarray(which, dtype=np.int32)]
         before = np.cumsum(numbers, dtype=np.int32) - numbers
@@ -155,8 +148,6 @@ class LogitRows(NamedTuple):
 
 
 class PersistentBatch:
-    """Lays out the rows of each plan over the slot table."""
-
     def __init__(
         self,
         *,
@@ -172,10 +163,10 @@ class PersistentBatch:
         steps_in_flight: int = STEPS_IN_FLIGHT,
         max_tokens: int = 0,
     ) -> None:
-        """`max_tokens`: of a step. `num_groups`: groups of layers; each has a block table in every
-        slot. `compacts`: caches lose tokens. `has_sources`: layers attend to sources, too.
-        `num_drafts`: of a row, at most. `steps_in_flight`: launched before the result of the first
-        one is there."""
+        """`max_tokens`: of a step. `num_groups`: of layers; each has a block table per slot.
+        `compacts`: caches lose tokens. `has_sources`: layers attend to sources, too. `num_drafts`:
+        most per row.
+        """
         self.device = device
         self.operations = operations or Operations()
         self.num_slots = max_num_seqs
@@ -197,23 +188,21 @@ class PersistentBatch:
         )
         self._staging: list[torch.Tensor] = []
         self.num_staging = UPLOADS_OF_STEP * steps_in_flight + 1
-        """More than the uploads of the steps in flight, so that no buffer is rewritten while a copy
-        still reads it."""
+        """More than the uploads in flight, so that no buffer is rewritten during its copy."""
         self._next_buffer = 0
 
     @property
     def scratch_slot(self) -> int:
-        """The slot that padding uses."""
         return self.num_slots
 
     # ------------------------------------------------------------ from a plan to rows
 
     def write(self, plan: StepPlan) -> None:
-        """Bring the slots up to date with a plan, without its rows."""
+        """Update the slots from a plan, without its rows."""
         self.send_writes(self.table.writes(plan))
 
     def send_writes(self, writes: np.ndarray) -> None:
-        """Write numbers to the slot table: [N, 2] int32, a place in its storage and the number."""
+        """Write [N, 2] int32, a place in the slot table's storage and the number."""
         if len(writes):
             count, device_writes = self.upload(
                 [np.asarray([len(writes)], np.int32), writes.reshape(-1)]
@@ -221,8 +210,7 @@ class PersistentBatch:
             self.operations.scatter(self.table.storage, device_writes.view(-1, 2), count)
 
     def rows(self, plan: StepPlan) -> StepRows:
-        """Return the rows of the plan, and count their tokens in the host's bounds. Call
-        `SlotTable.writes` before."""
+        """Return the plan's rows, counted in the host's bounds, after `SlotTable.writes`."""
         slots = np.asarray(plan.slots, dtype=np.int32)
         counts = np.asarray(plan.num_tokens, dtype=np.int32)
         first_positions = self.table.length_bounds[slots]
@@ -234,7 +222,7 @@ class PersistentBatch:
     # ------------------------------------------------------------ from rows to tensors
 
     def apply(self, plan: StepPlan) -> StepInputs:
-        """Bring the slots up to date with `plan` and lay out its rows. No synchronisation."""
+        """Update the slots, and lay out the rows. No synchronisation."""
         writes = self.table.writes(plan)
         rows = self.rows(plan)
         return self.lay_out(rows, LogitRows.sampled(rows, plan.samples), writes)
@@ -242,7 +230,7 @@ class PersistentBatch:
     def lay_out(
         self, rows: StepRows, logits: LogitRows, writes: np.ndarray = NO_WRITES
     ) -> StepInputs:
-        """Send the rows of a step, and the writes that must precede their computation."""
+        """Send a step's rows, and the writes that precede them."""
         count = np.asarray([len(writes)], dtype=np.int32)
         sent = self.upload([
             rows.query_start, rows.slots, rows.sample_slots, count, logits.rows, logits.tokens,
@@ -291,8 +279,9 @@ class PersistentBatch:
         sample_slots: torch.Tensor,
         num_tokens: int,
     ) -> StepTensors:
-        """Expand rows on the device from where their slots are, and move the slots on. All int32:
-        query_start [R + 1], slots and sample_slots [R]."""
+        """Expand rows on the device, and advance the slots. All int32: query_start [R + 1], slots
+        and sample_slots [R].
+        """
         table = self.table
         tensors = self.operations.step_inputs(
             query_start, slots, sample_slots, num_tokens, table.lengths,
@@ -309,8 +298,7 @@ class PersistentBatch:
         seq_lens_cpu: np.ndarray,
         **bounds: Any,
     ) -> tuple[BatchLayout, ...]:
-        """Return the layout of each group, from tensors made on the device. `bounds`: see
-        `BatchLayout.of`."""
+        """Return each group's layout from device tensors. `bounds`: see `BatchLayout.of`."""
         count, columns = self.num_groups, self.table.columns
         bounds["bounded"] = self.num_drafts > 0
         places = [inputs.slot_mapping]
@@ -337,11 +325,10 @@ class PersistentBatch:
     def source_layout(
         self, slots: torch.Tensor, query_start: torch.Tensor, bounds: np.ndarray
     ) -> BatchLayout | None:
-        """Return the layout of attention to sources; None: there are none.
+        """Return the layout of attention to sources, or None.
 
-        Each of T tokens attends to all of its slot's source, as the one token of a row whose
-        sequence is the source. slots: [R] int; query_start: [R + 1] int32; bounds: [T] upper bounds
-        of the sources' lengths.
+        Each of T tokens is a row whose sequence is its slot's source. slots: [R] int; query_start:
+        [R + 1] int32; bounds: [T] upper bounds of source lengths.
         """
         table = self.table
         if table.source_lengths is None:
@@ -365,13 +352,13 @@ class PersistentBatch:
         )
 
     def source_bounds(self, num_tokens: int) -> np.ndarray:
-        """Return the bounds of `source_layout` where the host does not know better: [num_tokens]"""
+        """Return default bounds for `source_layout`: [num_tokens]"""
         return np.full(num_tokens, self.max_model_len, dtype=np.int32)
 
     # ------------------------------------------------------------ to the device
 
     def upload(self, parts: list[np.ndarray]) -> list[torch.Tensor]:
-        """Copy all parts, all int32, to the device in one copy; return views of it."""
+        """Copy int32 parts to the device in one copy; return views."""
         sizes = [len(part) for part in parts]
         total = sum(sizes)
         if self.device.type == "cpu":
@@ -383,7 +370,7 @@ class PersistentBatch:
         return list(torch.split(packed, sizes))
 
     def copy_into(self, target: torch.Tensor, numbers: np.ndarray) -> None:
-        """Copy int32 numbers to the front of an array on the device."""
+        """Copy int32 numbers to the front of a device array."""
         size = len(numbers)
         if self.device.type == "cpu":
             target[:size].copy_(torch.from_numpy(numbers))
@@ -393,7 +380,7 @@ class PersistentBatch:
         target[:size].copy_(staging[:size], non_blocking=True)
 
     def staging(self, size: int) -> torch.Tensor:
-        """Return the next pinned buffer of the ring, with room for `size` int32 numbers."""
+        """Return the ring's next pinned buffer, of at least `size` int32 numbers."""
         if not self._staging:
             self._staging = [
                 torch.empty(0, dtype=torch.int32, pin_memory=True) for _ in range(self.num_staging)

@@ -18,15 +18,14 @@ from ..parallel.ranks import Group
 
 logger = logging.getLogger("jackfield.worker")
 GAIN = 0.95
-"""A layer's experts move if its busiest rank then computes at most this share of its tokens."""
+"""A layer's experts move if the busiest rank then has at most this share of its tokens."""
 
 
 class ExpertMover:
-    """The layers of a model whose experts can move. Every rank of a group calls the same methods
-    in the same order."""
+    """Moves a model's experts. All ranks of a group call the methods in the same order."""
 
     def __init__(self, model: nn.Module, group: Group, device: torch.device) -> None:
-        """Raises ConfigError, with the layer's name, for weights that cannot be moved."""
+        """Raises ConfigError, with the layer's name, for immovable weights."""
         self.group, self.device = group, device
         self.layers: list[tuple[ExpertBalance, list[torch.Tensor]]] = []
         for name, module in model.named_modules():
@@ -40,8 +39,9 @@ class ExpertMover:
         self._check_alike()
 
     def _check_alike(self) -> None:
-        """Raise ConfigError unless all ranks store experts alike: some formats leave out what is
-        trivial on a rank."""
+        """Raise ConfigError unless ranks store experts alike: formats may omit what is trivial on a
+        rank.
+        """
         kinds = [[(part.shape[1:], part.dtype) for part in parts] for _, parts in self.layers]
         number = zlib.crc32(repr(kinds).encode())
         all_ranks = self.group.all_gather(torch.tensor([number], device=self.device))
@@ -52,13 +52,13 @@ class ExpertMover:
             )
 
     def forget(self) -> None:
-        """Begin to count tokens again."""
         for balance, _ in self.layers:
             balance.loads.zero_()
 
     def move(self) -> int:
-        """Place experts by the tokens counted since the last call, and return how many places of
-        all ranks got another expert."""
+        """Place experts by the tokens counted since the last call; return the number of changed
+        places.
+        """
         if not self.layers:
             return 0
         # Rank 0's, so that all decide alike.
@@ -88,11 +88,10 @@ class ExpertMover:
     def _move_layer(
         self, balance: ExpertBalance, parts: list[torch.Tensor], target: Placement
     ) -> int:
-        """Exchange weights between ranks, one expert of each rank at a time."""
+        """Exchange weights, one expert of each rank at a time."""
         old, rank = balance.placement, self.group.rank
         sends = _sends(old, target)
         received: dict[int, list[torch.Tensor]] = {}
-        """Expert → its parts, of those that this rank needs."""
         needed = set(target[rank]) - set(old[rank])
         for number in range(max((len(each) for each in sends), default=0)):
             own = sends[rank][number] if number < len(sends[rank]) else old[rank][0]
@@ -115,8 +114,9 @@ class ExpertMover:
 
 
 def _sends(old: Placement, target: Placement) -> list[list[int]]:
-    """Return the experts that each rank sends, in turn: those that any other one needs, from the
-    rank that sends least."""
+    """Return the experts that each rank sends: those needed elsewhere, from the least busy
+    sender.
+    """
     needed = {
         e for before, after in zip(old, target, strict=True) for e in set(after) - set(before)
     }
@@ -128,7 +128,7 @@ def _sends(old: Placement, target: Placement) -> list[list[int]]:
 
 
 def _by_place(name: str, layer: Any, num_places: int) -> list[torch.Tensor]:
-    """Return views of a layer's tensors, by place in their first dimension. Raises ConfigError."""
+    """Return views of a layer's tensors by place. Raises ConfigError."""
     if isinstance(layer, ExpertLinear):
         views = [layer.weight.data.unflatten(0, (num_places, -1))]
     elif isinstance(layer, QuantizedWeightLinear) and layer.weight.input_scale is None:
@@ -158,7 +158,6 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _unpacked(flat: torch.Tensor, parts: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Undo the concatenation of the bytes of one place."""
     pieces = torch.split(flat, [part[0].numel() * part.element_size() for part in parts])
     # Cloned, as bytes in the middle may not be aligned.
     return [

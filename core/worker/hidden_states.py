@@ -1,4 +1,4 @@
-"""Rows of what a forward pass leaves for logits: of one tensor, or of several."""
+"""Rows of a forward pass's output, in one tensor or several."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from ..protocols.models import HiddenStates
 
 
 def parts(states: HiddenStates) -> tuple[torch.Tensor, ...]:
-    """Return the tensors."""
     return states if isinstance(states, tuple) else (states,)
 
 
 def each(states: HiddenStates, change: Callable[[torch.Tensor], torch.Tensor]) -> HiddenStates:
-    """Return the states with `change` applied to each tensor."""
+    """Apply `change` to each tensor."""
     return tuple(map(change, states)) if isinstance(states, tuple) else change(states)
 
 
 def take(states: HiddenStates, tokens: torch.Tensor) -> HiddenStates:
-    """Copy the rows of some tokens, [num_rows] int64."""
+    """Copy some tokens' rows, [num_rows] int64."""
     return each(states, lambda part: part.index_select(0, tokens))

@@ -1,4 +1,4 @@
-"""A launched step: what comes back from the device, and the result that becomes of it."""
+"""A launched step, and its result."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ from ..step import StepPlan, StepResult, TokenLogprobs
 from .graphs.written_tokens import TokenPlace
 
 Reports: TypeAlias = dict[str, Callable[[], msgspec.Struct | None]]
-"""Name of a part → what it reports, once the step is done."""
+"""Name of a part → its report, once the step is done."""
 
 
 class DraftCounts(NamedTuple):
-    """The S sampling rows of a step with drafts, on the host."""
+    """The S sampling rows of a step with drafts."""
 
     rows: list[int]
-    """[S] The plan's row of each."""
+    """[S] Rows of the plan."""
     counts: list[int]
-    """[S] Drafts of each; its positions are one more, and follow those of the row before."""
+    """[S] Drafts; a row has one more position, after the previous row's."""
 
 
 LOGPROB_FIELDS = ("top_ids", "top_logprobs", "logprob", "rank")
-"""As `sampling.logprobs.Logprobs` has them."""
+"""As in `sampling.logprobs.Logprobs`."""
 
 
 @dataclass(frozen=True)
 class PromptScores:
-    """Log-probabilities of a step's prompt tokens, of requests with the same number of top tokens.
+    """Log-probabilities of prompt tokens, for requests with the same number of top tokens.
 
-    N positions, those of one row of the plan after those of another.
+    N positions, row by row.
     """
 
     k: int
     spans: list[tuple[int, int]]
-    """Row of the plan, and its number of positions."""
+    """Row of the plan, and number of positions."""
     tables: Mapping[str, Any]
-    """Arrays or tensors: LOGPROB_FIELDS, and `targets` [N]: the tokens themselves."""
+    """LOGPROB_FIELDS, and `targets` [N]: the tokens."""
 
     def by_row(self) -> Iterator[tuple[int, list[TokenLogprobs]]]:
-        """Yield each row of the plan with its positions. Call once the copies are done."""
+        """Yield each row with its positions, after the copies."""
         lists = {name: table.tolist() for name, table in self.tables.items()}
         targets, end = lists["targets"], 0
         for row, count in self.spans:
@@ -57,32 +57,30 @@ class PromptScores:
 
 @dataclass
 class LaunchedStep:
-    """A step in flight on the device; `wait` turns it into a StepResult."""
+    """A step in flight; `wait` returns its StepResult."""
 
     plan: StepPlan
     sample_rows: Sequence[int]
     wanted_logprobs: dict[int, int]
     """Row of the plan → k."""
     output: Mapping[str, np.ndarray]
-    """Copies on the host, once the step is done; without tokens if they have a place."""
+    """On the host, once done; without tokens if these have a place."""
     prompt_scores: Sequence[PromptScores]
     event: Any
     launched: float = 0.0
-    """When the launch began, by `time.monotonic`."""
+    """Start of the launch, by `time.monotonic`."""
     place: TokenPlace | None = None
-    """Where the step itself writes its tokens."""
+    """Where the step writes its tokens."""
     keep: list[Any] = field(default_factory=list)
-    """Device tensors that the copies read; held until they are done."""
+    """Device tensors being copied."""
     failed: dict[int, str] = field(default_factory=dict)
-    """Row of the plan → why it failed before it was sampled."""
+    """Row → failure before sampling."""
     failed_params: dict[int, str] = field(default_factory=dict)
     """As in `StepResult`."""
     drafted: DraftCounts | None = None
-    """Set if rows have drafts; `output` then has `verdicts` [S, 2]: accepted drafts of each row,
-    and those that the speculator had proposed."""
+    """With drafts; `output` then has `verdicts` [S, 2]: accepted and proposed drafts."""
     verified: list[int] = field(default_factory=list)
-    """[num_rows] Drafts of each row that the speculator had proposed, once the step is done; [] if
-    no row had any."""
+    """[num_rows] Proposed drafts, once done; [] for none."""
     reports: Reports = field(default_factory=dict)
     late_preparations: int = 0
     graph_recording_failures: int = 0
@@ -90,8 +88,7 @@ class LaunchedStep:
     """These three as in `StepResult`."""
 
     def chosen_tokens(self) -> list[int]:
-        """Block until the tokens are on the host: [num sampling rows], -1 where none could be
-        sampled."""
+        """Block until the tokens are on the host: [num sampling rows], -1 for failures."""
         if self.event is not None:
             self.event.synchronize()
         return self._sampled()
@@ -106,7 +103,6 @@ class LaunchedStep:
         return tokens
 
     def wait(self) -> StepResult:
-        """Block until the copies to the host are done."""
         if self.event is not None:
             self.event.synchronize()
         self.keep.clear()
@@ -159,8 +155,9 @@ class LaunchedStep:
         )
 
     def _kept(self, drafted: DraftCounts) -> tuple[list[int], list[int]]:
-        """Return which of the sampled tokens are kept: a row's accepted drafts, and one more; and
-        by row of the plan, how many drafts it had."""
+        """Return the indices of kept tokens (accepted drafts and one more), and each row's
+        drafts.
+        """
         kept: list[int] = []
         verified = [0] * len(self.plan.slots)
         verdicts = self.output["verdicts"].tolist()
@@ -174,13 +171,12 @@ class LaunchedStep:
 
 @dataclass
 class EmptyStep:
-    """A plan without rows: it changed slots, or carried something for parts."""
+    """A plan without rows: slot changes, or parts' data."""
 
     plan: StepPlan
     reports: Reports = field(default_factory=dict)
 
     def wait(self) -> StepResult:
-        """Return a result without rows; nothing was launched."""
         return StepResult(self.plan.step, [], [], parts=reported(self.reports))
 
 

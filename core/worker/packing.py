@@ -1,4 +1,4 @@
-"""Many small arrays in one copy that never waits: from the host to the device, and back."""
+"""Many small arrays in one asynchronous copy."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ _NUMPY_DTYPES = {torch_dtype: dtype for dtype, torch_dtype in _TORCH_DTYPES.item
 
 
 class PackedUpload:
-    """Collects numpy arrays, then sends all of them as one buffer.
+    """Collects numpy arrays, and sends them as one buffer.
 
-    Every `send` fills a fresh pinned buffer. Torch's pinned allocator reuses a block only after the
-    copies that read it are done, so it is not overwritten under a step in flight.
+    Each `send` uses a fresh pinned buffer; torch reuses one only after its copies.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -31,13 +30,13 @@ class PackedUpload:
         self._size = 0
 
     def add(self, array: np.ndarray) -> int:
-        """Queue an int32, int64 or float32 array of any shape; returns its place in `send()`."""
+        """Queue an int32, int64 or float32 array; return its place in `send()`."""
         self._arrays.append(array)
         self._size += _padded(array.nbytes)
         return len(self._arrays) - 1
 
     def send(self) -> list[torch.Tensor]:
-        """Return the queued arrays as device tensors, in order; the copy is only enqueued."""
+        """Enqueue the copy; return the device tensors in order."""
         arrays = self._arrays
         if not arrays:
             return []
@@ -49,7 +48,7 @@ class PackedUpload:
         for place, array in enumerate(arrays):
             places.setdefault(array.dtype, []).append(place)
         parts: list[tuple[slice, list[int]]] = []
-        """Of each type: its bytes, and its arrays' lengths, each followed by that of padding."""
+        """Per type: its bytes, and lengths of arrays and padding."""
         end = 0
         for dtype, same in places.items():
             begin = end
@@ -77,10 +76,10 @@ def _padded(num_bytes: int) -> int:
 
 
 def to_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
-    """Enqueue copies of int32, int64 or float32 tensors to the host, into pinned memory from a GPU.
+    """Enqueue copies of int32, int64 or float32 tensors to the host (pinned from a GPU).
 
-    Contiguous tensors that share their memory, as a sampler's outputs do, come in one copy of all
-    that lies between the first and the last of them.
+    Contiguous tensors of common memory, like a sampler's outputs, take one copy of their whole
+    range.
     """
     sharing: dict[tuple[int, str], list[str]] = {}
     for name, tensor in tensors.items():

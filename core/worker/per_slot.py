@@ -1,4 +1,4 @@
-"""What the worker remembers of the requests in its slots."""
+"""Per-slot state of the worker."""
 
 from __future__ import annotations
 
@@ -9,26 +9,24 @@ from ..step import NOTHING_IN_PROCESS, InProcess, SlotStart, StepPlan
 
 
 class PerSlot(ABC):
-    """Something that the worker remembers of slots: sampling parameters, grammars, kept states."""
+    """Remembers something of each slot's request."""
 
     @abstractmethod
     def start(self, start: SlotStart, in_process: InProcess = NOTHING_IN_PROCESS) -> None:
-        """Remember the request that takes a slot, newly admitted or resumed, and nothing of the one
-        before."""
+        """Replace a slot's request by a new or resumed one."""
 
     @abstractmethod
     def release(self, slot: int) -> None:
-        """Forget the request of a slot, which ended or was preempted. Safe to call twice, and for a
-        slot that was never taken."""
+        """Forget a slot's request. Safe to repeat, and for unused slots."""
 
     def upload(self) -> None:  # noqa: B027
-        """Send to the device what changed; called once per step, before its tokens are sampled."""
+        """Send changes to the device, once per step before sampling."""
 
 
 def update_slots(
     tables: Sequence[PerSlot], plan: StepPlan, in_process: InProcess = NOTHING_IN_PROCESS
 ) -> None:
-    """Release the slots that the plan releases, then start those that it starts, in all tables."""
+    """Release the plan's slots, then start its new ones, in all tables."""
     for slot in plan.released:
         for table in tables:
             table.release(slot)

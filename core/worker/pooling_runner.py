@@ -1,7 +1,6 @@
-"""The pooling runner: launches one step per plan, for models that return vectors.
+"""Launches a step per plan, for models that return vectors.
 
-A prompt may come in chunks: the part that a mean, or a vector per token, needs of each chunk is
-kept by slot until the last one. Runs on the launch thread alone.
+Chunked prompts keep partial sums, or states for a vector per token, by slot. Launch thread only.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ from .per_slot import PerSlot, update_slots
 
 @dataclass
 class LaunchedPooling:
-    """A step in flight on the device; `wait` turns it into a StepResult."""
+    """A step in flight; `wait` returns its StepResult."""
 
     plan: StepPlan
     outputs: dict[int, torch.Tensor]
-    """Row → float32 on the host, valid after `event`."""
+    """Row → float32 on the host, after `event`."""
     event: Any
     launched: float
     keep: list[Any] = field(default_factory=list)
@@ -45,7 +44,6 @@ class LaunchedPooling:
     reports: Reports = field(default_factory=dict)
 
     def wait(self) -> StepResult:
-        """Block until the copies to the host are done."""
         if self.event is not None:
             self.event.synchronize()
         self.keep.clear()
@@ -69,8 +67,6 @@ class LaunchedPooling:
 
 
 class PoolingRunner(PerSlot):
-    """Turns plans into launches: batch, forward, pooling, copies back."""
-
     def __init__(
         self,
         *,
@@ -91,13 +87,13 @@ class PoolingRunner(PerSlot):
         self.projections = Projections(pooling.projections, device)
         self._starts: dict[int, SlotStart] = {}
         self._kept: dict[int, torch.Tensor] = {}
-        """Slot → result of earlier chunks: a sum [hidden_size] float32, or the first state."""
+        """Slot → earlier chunks' sum [hidden_size] float32, or first state."""
         self._chunks: dict[int, list[torch.Tensor]] = {}
-        """Slot → states [tokens, hidden_size] of earlier chunks, for a vector per token."""
+        """Slot → earlier chunks' states [tokens, hidden_size], for a vector per token."""
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, in_process: InProcess = NOTHING_IN_PROCESS) -> LaunchedPooling:
-        """Queue one step on the device and return at once. `in_process` has nothing for pooling."""
+        """Queue a step, without waiting."""
         launched = time.monotonic()
         self.update_slots(plan)
         self.parts.before(plan)
@@ -127,7 +123,6 @@ class PoolingRunner(PerSlot):
 
     @torch.inference_mode()
     def write(self, plan: StepPlan, in_process: InProcess) -> EmptyStep:
-        """Apply a plan without rows."""
         self.update_slots(plan, in_process)
         self.parts.before(plan)
         self.batch.write(plan)
@@ -138,21 +133,19 @@ class PoolingRunner(PerSlot):
         update_slots((self, *self.parts.per_slot), plan, in_process)
 
     def forget_slots(self) -> None:
-        """Reset the state of all slots. Called between steps."""
+        """Reset all slots between steps."""
         self.update_slots(releasing_all(self.batch.num_slots))
 
     def start(self, start: SlotStart, in_process: InProcess = NOTHING_IN_PROCESS) -> None:
-        """Remember the request of a slot."""
         self.release(start.slot)
         self._starts[start.slot] = start
 
     def release(self, slot: int) -> None:
-        """Forget the request of a slot and the states kept for it."""
         for table in (self._starts, self._kept, self._chunks):
             table.pop(slot, None)  # type: ignore[attr-defined]
 
     def _token_types(self, plan: StepPlan) -> torch.Tensor | None:
-        """[num_tokens], for encoders: their rows are whole prompts. None: all 0."""
+        """[num_tokens], for encoders with whole prompts; None: all 0."""
         starts = [self._starts[slot] for slot in plan.slots]
         if self.pooling.causal or not any(start.token_type_ids for start in starts):
             return None
@@ -169,7 +162,7 @@ class PoolingRunner(PerSlot):
     def _results(
         self, plan: StepPlan, inputs: StepInputs, hidden: torch.Tensor
     ) -> dict[int, torch.Tensor]:
-        """Row → float32 result on the device, of requests whose prompt is computed."""
+        """Row → float32 result on the device, of finished prompts."""
         each_token = [
             row for row, slot in enumerate(plan.slots) if self._params(slot).task == "token_embed"
         ]
@@ -204,8 +197,7 @@ class PoolingRunner(PerSlot):
     def _pooled(
         self, plan: StepPlan, inputs: StepInputs, hidden: torch.Tensor, rows: list[int]
     ) -> torch.Tensor:
-        """→ [len(rows), hidden_size] float32; only rows whose prompt ends in this step have a valid
-        value."""
+        """→ [len(rows), hidden_size] float32, valid for prompts that end in this step."""
         starts = inputs.layout.query_start_cpu
         kind = self.pooling.pooling_type
         if kind == "LAST":
@@ -231,7 +223,7 @@ class PoolingRunner(PerSlot):
         return pooled if kind == "CLS" else pooled / self._lengths(plan, rows)
 
     def _sums(self, inputs: StepInputs, hidden: torch.Tensor, rows: list[int]) -> torch.Tensor:
-        """[len(rows), hidden_size] float32: over the tokens that this step computed of each."""
+        """[len(rows), hidden_size] float32: over this step's tokens."""
         layout = inputs.layout
         states = self._states(hidden).float()
         row_of_token = torch.repeat_interleave(
@@ -250,7 +242,7 @@ class PoolingRunner(PerSlot):
         return torch.tensor(lengths).to(self.device, non_blocking=True)
 
     def _finished(self, pooled: torch.Tensor, params: list[PoolingParams]) -> list[torch.Tensor]:
-        """pooled: [num_rows, hidden_size] → each row's result, float32."""
+        """pooled: [num_rows, hidden_size] → float32 results."""
         if self.pooling.task == "embed":
             pooled = self.projections(pooled)
             if all(row_params == params[0] for row_params in params):
@@ -283,7 +275,7 @@ class PoolingRunner(PerSlot):
     def _copy_back(
         self, plan: StepPlan, results: dict[int, torch.Tensor], launched: float
     ) -> LaunchedPooling:
-        """Start the copies to the host; no synchronisation."""
+        """Start asynchronous copies to the host."""
         references: list[Any] = [results]
         event = None
         if self.device.type == "cuda" and results:
@@ -302,7 +294,7 @@ class PoolingRunner(PerSlot):
 
 
 def _embedding(vectors: torch.Tensor, params: PoolingParams) -> torch.Tensor:
-    """[..., hidden_size] → [..., dimensions], normalised to length 1 if requested."""
+    """[..., hidden_size] → [..., dimensions], normalised if requested."""
     if params.dimensions is not None:
         vectors = vectors[..., : params.dimensions]
     return F.normalize(vectors, dim=-1) if params.normalize else vectors

@@ -1,4 +1,4 @@
-"""The ways to launch a step's rows: from recorded graphs, and launch by launch."""
+"""Ways to launch a step's rows: recorded graphs, or separate launches."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ logger = logging.getLogger("jackfield.worker")
 
 
 class DecodeGraphRoute:
-    """Steps in which every row computes one token and samples, each from one recorded graph."""
+    """Steps whose rows all compute one token and sample, as one graph."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
@@ -64,8 +64,7 @@ class DecodeGraphRoute:
 
 
 class MixedGraphLaunch:
-    """The launch of a step with prompts: its forward pass from one recorded graph, sampling from
-    another."""
+    """A step with prompts: forward pass and sampling from two graphs."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
@@ -127,13 +126,12 @@ class MixedGraphLaunch:
 
 
 class RowsRoute:
-    """Any step: from recorded graphs where they serve it, otherwise launch by launch."""
+    """Any step, from graphs if possible."""
 
     def __init__(self, runner: ModelRunner, mixed: MixedGraphLaunch) -> None:
         self._runner, self._mixed = runner, mixed
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Queue a step."""
         runner = self._runner
         batch = runner.batch
         writes = batch.table.writes(plan)

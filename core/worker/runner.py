@@ -1,4 +1,4 @@
-"""The model runner: launches one step per plan. Runs on the launch thread alone."""
+"""Launches a step per plan. Launch thread only."""
 
 from __future__ import annotations
 
@@ -36,8 +36,6 @@ from .sampling.sampling_state import SamplingState
 
 
 class ModelRunner:
-    """Turns plans into launches: batch, forward, sampling, copies back."""
-
     def __init__(
         self,
         *,
@@ -52,7 +50,7 @@ class ModelRunner:
         ranks: Ranks = ONE_RANK,
         parts: Sequence[WorkerPart] = (),
     ) -> None:
-        """parts: in the order in which they are called."""
+        """parts: in calling order."""
         self.model = model
         self.backend = backend
         self.batch = batch
@@ -67,30 +65,29 @@ class ModelRunner:
         )  # fmt: skip
         sampler.divide(model, ranks)
         self.record_errors = RuntimeError if ranks.tensor.size == 1 else NotRecorded
-        """What a failed recording raises. Another error may be that of one rank alone, while the
-        others wait for it."""
+        """Errors of a failed recording; another may be of one rank only, while others wait for
+        it."""
         self.parts = WorkerParts(parts)
         self.stage = self.parts.find(PipelineStage)
-        """The part that exchanges states with other stages; None: there is one stage."""
+        """Exchange with other stages; None with one stage."""
         samplers: tuple[PerSlot, ...] = (sampler, masks, self.prompt_logprobs)
         self._per_slot = (*(samplers if self.samples else ()), *self.parts.per_slot)
         self.decode, self.mixed = DecodeGraphRoute(self), MixedGraphLaunch(self)
         self.written: WrittenTokens | None = None
-        """Tokens of recorded steps, where these write them to the host."""
+        """Host memory for recorded steps' tokens, if supported."""
         own = [route for part in parts for route in part.routes(self)]
         self.routes: tuple[Route, ...] = (*own, self.decode, RowsRoute(self, self.mixed))
-        """Ways to launch a step; the first that serves it does."""
+        """Ways to launch; the first that serves a step is used."""
         self.precompiling = False
-        """Whether kernels are only compiled, not run."""
+        """Whether kernels are only compiled."""
 
     @property
     def samples(self) -> bool:
-        """Whether this rank computes logits and samples."""
         return self.stage is None or self.stage.pipeline.last
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, in_process: InProcess = NOTHING_IN_PROCESS) -> LaunchedStep:
-        """Queue one step on the device and return at once."""
+        """Queue a step, without waiting."""
         launched = time.monotonic()
         self.update_slots(plan, in_process)
         self.parts.before(plan)
@@ -102,22 +99,20 @@ class ModelRunner:
 
     @torch.inference_mode()
     def write(self, plan: StepPlan, in_process: InProcess) -> EmptyStep:
-        """Apply a plan without rows."""
         self.update_slots(plan, in_process)
         self.parts.before(plan)
         self.batch.write(plan)
         return EmptyStep(plan, self.parts.poll())
 
     def send_states(self, plan: StepPlan, hidden: HiddenStates) -> LaunchedStep:
-        """Let the next stage go on with a step. hidden: [plan.total_tokens or more,
-        hidden_size]"""
+        """Pass a step to the next stage. hidden: [plan.total_tokens or more, hidden_size]"""
         assert self.stage is not None, "there is a next stage"
         assert isinstance(hidden, torch.Tensor), "the last stage alone leaves layers unfinished"
         self.stage.send_states(plan, hidden)
         return self.copy_back(plan)
 
     def ending(self, rows_host: list[int]) -> Ending:
-        """Return the recorded ending that serves all that these slots request."""
+        """Return the ending that serves these slots' requests."""
         if not self.samples:
             return Ending.STATES
         if self.masks.rows(rows_host):
@@ -133,8 +128,7 @@ class ModelRunner:
         slots_host: list[int],
         written: WrittenTokens | None = None,
     ) -> Sampled:
-        """Collect the results of a recorded step. out: of its rows, or of more; written: has the
-        tokens, too."""
+        """Collect a recorded step's results. out: of at least its rows; written: its tokens."""
         sampled = self._sampled(rows, slots_host, out.chosen, Logprobs(*out[1:]))
         return sampled if written is None else sampled._replace(place=written.place())
 
@@ -164,11 +158,10 @@ class ModelRunner:
         drafted: DraftCounts | None = None,
         verify: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> LaunchedStep:
-        """Sample from the preceding forward pass, and start the copies to the host.
+        """Sample after the forward pass, and start copies to the host.
 
-        drafted, verify: of rows with drafts; the latter makes verdicts of the tokens.
-
-        Rows with a grammar wait here for their last tokens, while the forward pass runs.
+        drafted, verify: for drafts; the latter turns tokens into verdicts. Rows with a grammar wait
+        for their last tokens, during the forward pass.
         """
         rows, slots_host = sampling.rows, sampling.slots_host
         structured = self.masks.rows(slots_host)
@@ -191,7 +184,7 @@ class ModelRunner:
     def _choose(
         self, logits: torch.Tensor, sampling: SamplingRows, mask: TokenMask | None
     ) -> Sampled:
-        """Sample, and keep the tokens for the next step."""
+        """Sample, keeping tokens for the next step."""
         rows, slots_host, slots, lengths = sampling
         if mask is not None and self.sampler.is_plain_in_torch(slots_host):
             # In place: this needs less memory than the other stages of the sampler in torch.
@@ -201,7 +194,6 @@ class ModelRunner:
         return self._sampled(rows, slots_host, chosen, logprobs)
 
     def forward(self, inputs: StepInputs) -> HiddenStates:
-        """→ hidden states of all tokens"""
         context = ForwardContext.of(
             self.backend, inputs.layouts, inputs.positions, precompiling=self.precompiling,
             parts=self.parts.context(inputs),
@@ -231,7 +223,6 @@ class ModelRunner:
         return logits[:, : self.vocab_size]
 
     def update_slots(self, plan: StepPlan, in_process: InProcess = NOTHING_IN_PROCESS) -> None:
-        """Update what is remembered of the slots that the plan releases and starts."""
         update_slots(self._per_slot, plan, in_process)
 
     def upload(self) -> None:
@@ -239,7 +230,7 @@ class ModelRunner:
             part.upload()
 
     def forget_slots(self) -> None:
-        """Reset the state of all slots. Called between steps."""
+        """Reset all slots between steps."""
         self.update_slots(releasing_all(self.batch.num_slots))
         self.masks.forget_steps()
         self.batch.table.forget_rows()
@@ -251,7 +242,7 @@ class ModelRunner:
         sampled: Sampled | None = None,
         drafted: DraftCounts | None = None,
     ) -> LaunchedStep:
-        """Start the copies to the host; no synchronisation."""
+        """Start asynchronous copies to the host."""
         rows, output, logprob_rows, place = sampled or Sampled([], {}, {})
         self.parts.sampled(plan, output, rows)
         keep: list[Any] = [output, scores]

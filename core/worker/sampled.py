@@ -1,4 +1,4 @@
-"""The positions of a step that are sampled, and what was sampled there."""
+"""Sampled positions of a step, and their results."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from .graphs.written_tokens import TokenPlace
 
 
 class SamplingRows(NamedTuple):
-    """The positions of a step that are sampled by torch operations, outside a recorded step. S of
-    them: several of a row that has drafts."""
+    """S positions sampled by torch outside of recorded steps; several per row with drafts."""
 
     rows: list[int]
     """[S] The plan's row."""
@@ -28,11 +27,11 @@ class Sampled(NamedTuple):
     """What a step has sampled."""
 
     rows: Sequence[int]
-    """The plan's row of each position."""
+    """Row of the plan of each position."""
     tensors: dict[str, torch.Tensor]
-    """For the host, on the device: `chosen` [positions or more], and LOGPROB_FIELDS if a row has
-    log-probabilities."""
+    """On the device, for the host: `chosen` [positions or more], and LOGPROB_FIELDS if
+    requested."""
     logprob_rows: dict[int, int]
-    """Row of the plan → k, for rows with log-probabilities."""
+    """Row → k, with log-probabilities."""
     place: TokenPlace | None = None
-    """Where the step itself writes `chosen` for the host."""
+    """Where the step writes `chosen`."""

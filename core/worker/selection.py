@@ -1,4 +1,4 @@
-"""Which layers of a model have a cache, and whether an attention backend can serve them."""
+"""Layers with caches, and attention backends for them."""
 
 from __future__ import annotations
 
@@ -16,19 +16,18 @@ from ..protocols.attention import AttentionBackend, LayerSpec, PagedBackend
 from ..protocols.latent_attention import LatentAttentionBackend, LatentAttentionSpec
 
 CacheLayer: TypeAlias = Attention | LatentAttention
-"""A layer with an entry for every token in the paged cache."""
+"""A layer with paged entries per token."""
 
 WIDE_CACHES = ("auto", "bfloat16", "float16", "float32")
-"""Values of `EngineConfig.kv_cache_dtype` that store numbers as layers compute them."""
+"""`EngineConfig.kv_cache_dtype` values that store computed numbers."""
 
 
 def cache_layers(model: nn.Module) -> list[CacheLayer]:
-    """Return the layers with a paged cache, in the order of the model."""
     return [m for m in model.modules() if isinstance(m, Attention | LatentAttention)]
 
 
 def backend_kind(layers: Sequence[CacheLayer]) -> str:
-    """Return the kind of plugin that serves these layers."""
+    """Return the plugin kind for these layers."""
     latent = any(isinstance(layer, LatentAttention) for layer in layers)
     return "latent_attention_backend" if latent else "attention_backend"
 
@@ -36,7 +35,7 @@ def backend_kind(layers: Sequence[CacheLayer]) -> str:
 def attention_refusal(
     backend: type[PagedBackend], spec: LayerSpec, device: torch.device, dtype: torch.dtype
 ) -> str | None:
-    """Return why `backend` cannot serve a layer here; None if it can."""
+    """Return why `backend` cannot serve a layer, or None."""
     latent = isinstance(spec, LatentAttentionSpec)
     base: type[PagedBackend] = LatentAttentionBackend if latent else AttentionBackend
     if not (isinstance(backend, type) and issubclass(backend, base)):
@@ -47,8 +46,9 @@ def attention_refusal(
 
 
 def keys_and_values(layers: Sequence[CacheLayer], config: EngineConfig) -> list[Attention]:
-    """Return the layers that cache keys and values. Raises ConfigError, with the option's name, for
-    what only such layers can do, where others are among them."""
+    """Return the layers with keys and values. Raises ConfigError, with the option's name, if others
+    exist under such an option.
+    """
     own = [layer for layer in layers if isinstance(layer, Attention)]
     if len(own) == len(layers):
         return own

@@ -1,4 +1,4 @@
-"""What a process sets once its engine has started, and before it serves."""
+"""Process settings after an engine's start."""
 
 from __future__ import annotations
 
@@ -7,23 +7,20 @@ import gc
 import sys
 
 SWITCH_INTERVAL = 5e-6
-"""Seconds after which a thread hands the interpreter lock to one that waits for it: a launch takes
-the lock again after each call that released it."""
+"""Seconds until a thread yields the interpreter lock: a launch takes it again after each call that
+released it."""
 
 
 def prepare_to_serve() -> None:
-    """Let threads hand over the interpreter lock soon, and `freeze`. Not before the start is done:
-    compilers' threads would contend for the lock."""
+    """Shorten the lock's switch interval, and `freeze`, after compilers' threads have ended."""
     sys.setswitchinterval(SWITCH_INTERVAL)
     freeze()
 
 
 def freeze() -> None:
-    """Exclude all current objects from garbage collection until the process exits: a collection of
-    what a start has made would hold up every request.
+    """Exclude current objects from garbage collection, which would delay requests.
 
-    The last collection includes them again: native modules (Triton's) report objects that remain
-    after it as leaks.
+    At exit they are included again, as native modules (Triton's) report leaks.
     """
     gc.collect()
     gc.freeze()

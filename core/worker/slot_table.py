@@ -1,8 +1,7 @@
-"""The slot table: what the device remembers of each slot between steps.
+"""The slot table: the device's memory of slots between steps.
 
-A row per slot: its tokens, its block tables and its length. Everything is in one int32 array, so
-that one `Operations.scatter` writes whatever a plan changes. The device's length is exact; the host
-keeps a bound of it, to size a step without asking the device.
+Per slot: tokens, block tables, length, in one int32 array, so that one `Operations.scatter` applies
+a plan. The device's length is exact; the host has a bound for sizing steps.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ NO_WRITES = np.zeros((0, 2), dtype=np.int32)
 
 
 class SlotTable:
-    """Rows of all slots on the device, and twins of their counters on the host."""
+    """All slots' rows on the device, and host twins of counters."""
 
     def __init__(
         self,
@@ -38,9 +37,9 @@ class SlotTable:
         has_sources: bool = False,
         num_drafts: int = 0,
     ) -> None:
-        """`num_groups`: groups of layers; each has a block table in every slot. `compacts`: plans
-        may have compactions. `has_sources`: slots have a source, in one more table. `num_drafts`:
-        of a row, at most."""
+        """`num_groups`: of layers; each has a block table per slot. `compacts`: plans may have
+        compactions. `has_sources`: one more table. `num_drafts`: most per row.
+        """
         self.num_slots = num_slots
         num_tables = self.num_tables = num_groups + has_sources
         # One row more than slots, for padding, and one position more than a sequence has, for the
@@ -51,7 +50,7 @@ class SlotTable:
             # Each part of a slot's table is aligned.
             columns = _aligned(columns)
         self.columns = columns
-        """Columns per table in `block_table`."""
+        """Columns per table."""
         self._history_start = _aligned(rows)
         self._table_start = self._history_start + _aligned(rows * positions)
         table_end = self._table_start + rows * num_tables * columns
@@ -63,67 +62,60 @@ class SlotTable:
         size = self._source_start + rows if has_sources else size
         self._block_size = block_size
         self.storage = torch.zeros(size + 1, dtype=torch.int32, device=device)
-        """All columns in one; its last number belongs to no slot."""
+        """All columns in one; the last number belongs to no slot."""
         self.lengths = self.storage[:rows]
-        """[num_slots + 1] int32: computed tokens, those of launched steps included. Each step
-        reads where its rows begin, and counts their tokens. 0 in the scratch slot."""
+        """[num_slots + 1] int32: computed tokens, launched steps included; 0 in the scratch
+        slot."""
         dropped = self.storage[self._dropped_start : self._dropped_start + rows]
         self.dropped = dropped if compacts else None
-        """[num_slots + 1] int32: computed tokens that compactions have dropped from the cache; None
-        where there are none, so that the cache has `lengths` tokens."""
+        """[num_slots + 1] int32: computed tokens dropped by compactions; None without any."""
         self.source_lengths = self.storage[self._source_start : size] if has_sources else None
-        """[num_slots + 1] int32: tokens of each slot's source; None: there are no sources."""
+        """[num_slots + 1] int32: source tokens; None without sources."""
         self.num_source = np.zeros(rows, dtype=np.int32)
-        """[num_slots + 1] The same on the host, set before `writes` sends those of slots that
-        start."""
+        """[num_slots + 1] The same on the host, set before `writes`."""
         self.num_dropped = np.zeros(rows, dtype=np.int32)
-        """[num_slots + 1] The same on the host, where it is always known."""
+        """[num_slots + 1] The same on the host."""
         history = self.storage[self._history_start : self._history_start + rows * positions]
         self.token_history = history.view(rows, positions)
         """[num_slots + 1, max_model_len + 1 + num_drafts] int32"""
         self.block_table = self.storage[self._table_start : table_end].view(rows, -1)
-        """[num_slots + 1, num_tables * columns] int32: the blocks of each group, then those of the
-        source, and padding where there are several."""
+        """[num_slots + 1, num_tables * columns] int32: each group's blocks, the source's, and
+        padding."""
         self.row_tables = self.storage[self._row_start : end].view(num_slots, -1)
-        """[num_slots, num_tables * columns] int32: block tables by row, for recorded decode steps.
-        A row with the slot that it had in the last of them gets new blocks alone."""
+        """[num_slots, num_tables * columns] int32: tables by row, for recorded decode steps;
+        unchanged rows get only new blocks."""
         self._row_of = np.full(num_slots + 1, -1, dtype=np.int32)
-        """Row of `row_tables` that has a slot's table, if `_slot_of` agrees; -1: none has."""
+        """Slot → its row in `row_tables`, if `_slot_of` agrees, or -1."""
         self._slot_of = np.full(num_slots, -1, dtype=np.int32)
         self._settled = 0
-        """The first so many rows have the tables of the slots that `_slot_of` says."""
+        """Leading rows with the tables of `_slot_of`."""
         self.length_bounds = np.zeros(num_slots, dtype=np.int32)
-        """Upper bounds of `lengths`; equal to them but for drafts whose verdict is in no plan
-        yet."""
+        """Upper bounds of `lengths`, exact but for undecided drafts."""
         self.num_prompt = np.zeros(num_slots, dtype=np.int32)
-        """Tokens of each slot's prompt."""
 
     @property
     def scratch_slot(self) -> int:
-        """The slot that padding uses."""
         return self.num_slots
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of device memory in use."""
         return self.storage.nbytes
 
     @property
     def compression(self) -> dict[str, torch.Tensor]:
-        """Return the option that `Operations.decode_inputs` and `step_inputs` get with KV
-        compression."""
+        """Return the KV compression option of `Operations.decode_inputs` and `step_inputs`."""
         return {} if self.dropped is None else {"dropped": self.dropped}
 
     def next_column(self, slot: int) -> int:
-        """Return the column of the block that the slot's next token goes to."""
+        """Return the block column of the slot's next token."""
         return int(self.length_bounds[slot] - self.num_dropped[slot]) // self._block_size
 
     # ------------------------------------------------------------ writes
 
     def writes(self, plan: StepPlan) -> np.ndarray:
-        """Return what `plan` writes, [N, 2] int32: a place in `storage` and the number there.
+        """Return `plan`'s writes, [N, 2] int32: place in `storage`, number.
 
-        Updates the host's counters of the slots that start.
+        Updates host counters of started slots.
         """
         if not plan.starts and not plan.table_writes:
             return NO_WRITES
@@ -147,7 +139,7 @@ class SlotTable:
         return _scattered(pieces)
 
     def compacted(self, compactions: Sequence[Compaction]) -> np.ndarray:
-        """Return what compactions change in the slots, likewise, and count their dropped tokens."""
+        """Return compactions' writes, likewise, counting dropped tokens."""
         assert self.dropped is not None, "a compaction, without KV compression"
         pieces: list[tuple[int, Sequence[int]]] = []
         for compaction in compactions:
@@ -160,13 +152,12 @@ class SlotTable:
         return _scattered(pieces)
 
     def shorten(self, rejections: Sequence[Rejection]) -> None:
-        """Take back drafts that were counted in the bounds, and not accepted."""
+        """Take rejected drafts out of the bounds."""
         for rejection in rejections:
             self.length_bounds[rejection.slot] -= rejection.num_tokens
 
     def row_writes(self, table_writes: Sequence[TableWrite]) -> np.ndarray:
-        """The same as `writes`, for block tables alone, those of `row_tables` included: [N, 2]
-        int32. Call `take_rows` after, if they are sent."""
+        """As `writes`, for block tables with `row_tables`. Call `take_rows` after sending."""
         pieces: list[tuple[int, Sequence[int]]] = []
         for write in table_writes:
             pieces.append((self._place(self._table_start, write.slot, write), write.block_ids))
@@ -176,8 +167,9 @@ class SlotTable:
         return _scattered(pieces)
 
     def take_rows(self, slots: np.ndarray) -> np.ndarray:
-        """Give the first rows of `row_tables` to these slots, [R] int32. Returns [R] int32: -1 -
-        slot where the row has the slot's table already, and the slot where a step must copy it."""
+        """Give the first rows of `row_tables` to slots [R] int32. Returns [R] int32: -1 - slot if
+        the row has its table, else the slot to copy.
+        """
         occupants = self._slot_of[: len(slots)]
         if len(slots) <= self._settled and (occupants == slots).all():
             return -1 - slots
@@ -193,19 +185,19 @@ class SlotTable:
         self._settled = 0
 
     def forget_rows(self) -> None:
-        """Take all rows of `row_tables` as unknown."""
+        """Invalidate `row_tables`."""
         self._slot_of[:] = -1
 
     def history_places(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Return where tokens are in `storage`. All [N] int."""
+        """Return tokens' places in `storage`; all [N] int."""
         return self._history_start + slots * self.token_history.shape[1] + positions
 
     def emptied(self, slots: Sequence[int]) -> np.ndarray:
-        """Return the writes that set the lengths of these slots to 0, [N, 2] int32."""
+        """Return writes that zero these slots' lengths, [N, 2] int32."""
         return _scattered([(slot, (0,)) for slot in slots])
 
     def _place(self, start: int, row: int, write: TableWrite) -> int:
-        """Return where the first block of a write goes in the tables that begin at `start`."""
+        """Return the place of a write's first block in tables from `start`."""
         return start + (row * self.num_tables + write.group) * self.columns + write.column
 
 
@@ -214,7 +206,7 @@ def _aligned(size: int) -> int:
 
 
 def _scattered(pieces: list[tuple[int, Sequence[int]]]) -> np.ndarray:
-    """Flatten (first place, numbers) pairs → [N, 2] int32: a place and the number there."""
+    """Flatten (first place, numbers) pairs → [N, 2] int32."""
     writes = np.empty((sum(len(numbers) for _, numbers in pieces), 2), dtype=np.int32)
     end = 0
     for first, numbers in pieces:

@@ -1,8 +1,7 @@
-"""The threads between the event loop and the device: one launches, one waits.
+"""The threads between event loop and device: one launches, one waits.
 
-The launch thread owns the device: everything that touches it runs there, in order. A step is
-launched without waiting for it; the completion thread waits on its event, which releases the
-interpreter lock, and hands the result to the event loop.
+The launch thread owns the device. Steps are launched without waiting; the completion thread waits
+on their events, without the interpreter lock, and passes results to the event loop.
 """
 
 from __future__ import annotations
@@ -18,30 +17,28 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 from ..step import StepPlan, StepResult
 
 SET_NAME, SET_TIMER_SLACK = 15, 29
-"""What Linux's prctl is asked to do."""
+"""Linux's prctl codes."""
 TIMER_SLACK_NS = 1000
 LAUNCH_THREAD, COMPLETION_THREAD = "launch", "completion"
-"""Their names in the system."""
+"""Names in the system."""
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 
 class Pending(Protocol[T_co]):
-    """Something launched."""
-
     def wait(self) -> T_co:
-        """Block until the device is done; runs on the completion thread."""
+        """Block until the device is done, on the completion thread."""
 
 
 PendingStep: TypeAlias = Pending[StepResult]
 
 
 def settle_in(name: str, *, on_time: bool = True) -> None:
-    """Tell Linux the name of this thread, up to 15 bytes, for `top -H` and its like. on_time: let
-    its timed waits end within a microsecond, where 50 are usual. Who waits for the interpreter lock
-    waits for `SWITCH_INTERVAL` (serving_process.py) at a time, which takes most of a core while
-    another thread computes."""
+    """Name this thread (up to 15 bytes) for `top -H`. on_time: end its timed waits within a
+    microsecond, not 50; a thread waiting for the interpreter lock then uses most of a core
+    (`SWITCH_INTERVAL`).
+    """
     if sys.platform == "linux":
         prctl = ctypes.CDLL(None).prctl
         prctl(SET_NAME, name.encode()[:15], 0, 0, 0)
@@ -59,7 +56,7 @@ class WorkerThread:
         *,
         on_time: bool = True,
     ) -> None:
-        """on_time: as of `settle_in`; not where these threads compute, on a CPU."""
+        """on_time: as of `settle_in`; not for CPU computations."""
         self._loop = loop
         self._on_time = on_time
         self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -74,11 +71,10 @@ class WorkerThread:
 
     @property
     def launch_thread(self) -> int:
-        """Identifier of the launch thread."""
         return self._threads[0].ident or 0
 
     def call(self, function: Callable[[], T]) -> asyncio.Future[T]:
-        """Run a function on the launch thread, after the queued ones."""
+        """Run a function on the launch thread, after queued ones."""
         future: asyncio.Future[T] = self._loop.create_future()
         if self._closed:
             future.set_exception(RuntimeError("the worker thread is closed"))
@@ -87,7 +83,7 @@ class WorkerThread:
         return future
 
     def step(self, launch: Callable[[], Pending[T]]) -> asyncio.Future[T]:
-        """Launch a step; the future is done when the device has finished it."""
+        """Launch a step; the future is done when the device is."""
         future: asyncio.Future[T] = self._loop.create_future()
         if self._closed:
             future.set_exception(RuntimeError("the worker thread is closed"))
@@ -96,7 +92,7 @@ class WorkerThread:
         return future
 
     async def close(self) -> None:
-        """Finish what is queued and end both threads. Safe to call twice."""
+        """Finish queued work and end both threads. Safe to call twice."""
         if self._closed:
             return
         self._closed = True

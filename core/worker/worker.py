@@ -1,7 +1,6 @@
-"""The worker: runs steps and jobs on its device, whose only owner it is. What happens once, before
-the first step, is in `core/worker/start/`.
+"""The worker: runs steps and jobs on its own device, on the launch thread.
 
-Every method runs on the launch thread.
+Its start is in `core/worker/start/`.
 """
 
 from __future__ import annotations
@@ -59,8 +58,9 @@ class Worker:
         plugins: Plugins,
         ranks: Ranks = ONE_RANK,
     ) -> None:
-        """`config` is resolved: `device` and `max_num_batched_tokens` are concrete. `ranks`: those
-        that compute the model together; each gets the same plans and jobs, in the same order."""
+        """`config`: with concrete `device` and `max_num_batched_tokens`. `ranks`: compute the model
+        together, with the same plans and jobs in order.
+        """
         self.config = config
         self.model_config = model_config
         self.plugins = plugins
@@ -72,19 +72,18 @@ class Worker:
         )
         self.runner: ModelRunner | PoolingRunner | None = None
         self.transfer_news: Callable[[], None] = _ignore
-        """Called, on any thread, when KV transfers have something to report."""
+        """Called on any thread when KV transfers have a report."""
         self._started: StartedWorker | None = None
         self._experts: ExpertMover | None = None
         """Set with `enable_eplb`."""
         self._unscaled: list[Attention] = []
-        """Layers whose cache scales the first step will compute."""
+        """Layers whose cache scales the first step computes."""
         self._reported_failures = 0
-        """Failures to record a graph that a step's result has reported."""
+        """Failed recordings already reported."""
         self._step_failed = False
-        """Whether the state of the slots is undefined: see `step`."""
+        """Whether slots are undefined: see `step`."""
 
     def start(self) -> ExecutorInfo:
-        """Load the model and make everything ready for the first step."""
         start = WorkerStart(
             self.config, self.model_config, self.plugins, self.ranks, self.device,
             recorder=self._recorder,
@@ -110,15 +109,15 @@ class Worker:
         return started.info
 
     def _recorder(self) -> Recorder | None:
-        """Return how steps are recorded on this device; None: they are not recorded."""
+        """Return the device's recorder of steps, or None."""
         if self.device.type != "cuda" or self.config.enforce_eager:
             return None
         return CudaRecorder(self.device, self.ranks)
 
     def step(self, plan: StepPlan, in_process: InProcess = NOTHING_IN_PROCESS) -> PendingStep:
-        """Launch one step. None is launched after one that failed, until `recover`.
+        """Launch one step; none after a failure, until `recover`.
 
-        Parts get what they were sent in both cases, since it is sent only once.
+        Parts get their data either way, as it is sent once.
         """
         assert self.runner is not None, "start() comes first"
         if self._step_failed:
@@ -141,7 +140,7 @@ class Worker:
         return step
 
     def _num_prepared(self) -> int:
-        """Number of kernels loaded and graphs recorded since the start."""
+        """Kernels loaded and graphs recorded since the start."""
         started = self._started
         if started is None:
             return 0
@@ -149,7 +148,7 @@ class Worker:
         return started.operations.num_loaded() + recorded
 
     def _new_recording_failures(self) -> int:
-        """Number of graphs whose recording has failed since the last call, at first the start."""
+        """Failed recordings since the last call."""
         started = self._started
         if started is None or started.graphs is None:
             return 0
@@ -157,8 +156,9 @@ class Worker:
         return self._reported_failures - before
 
     def run_job(self, job: WorkerJob) -> Any:
-        """Return what the job's class says. Raises NotImplementedError for one that is not done
-        here. With several ranks, `Recover` is for a step that has failed on all of them."""
+        """Return the job's result, as its class says. Raises NotImplementedError for other jobs.
+        `Recover` requires a failure on all ranks.
+        """
         if isinstance(job, Recover):
             return self.recover()
         if isinstance(job, PrepareAhead):
@@ -182,9 +182,9 @@ class Worker:
 
     @torch.inference_mode()
     def recover(self) -> None:
-        """Reset every slot after a failed step. Raises the device's error if the device is lost.
+        """Reset slots after a failed step. Raises the error of a lost device.
 
-        Stages cannot: one may have sent what another one, which failed, has not received.
+        Stages cannot recover: sent data may not have been received.
         """
         assert self.runner is not None, "start() comes first"
         if self.ranks.pipeline.size > 1:
@@ -211,7 +211,7 @@ class Worker:
     def _first_step(
         self, plan: StepPlan, in_process: InProcess, runner: ModelRunner | PoolingRunner
     ) -> PendingStep:
-        """Run the step that computes the scales of the cache. Nothing has been cached before it."""
+        """Run the step that computes the cache's scales."""
         with finding_scales(self._unscaled, self.ranks):
             step = runner.launch(plan, in_process)
         self._unscaled = []
@@ -221,8 +221,7 @@ class Worker:
 
     @torch.inference_mode()
     def prepare_ahead(self) -> bool:
-        """Prepare for later steps while idle: compile for short prompts, record graphs. Returns
-        False if nothing is left."""
+        """Compile short prompts and record graphs while idle; False if nothing is left."""
         runner = self.runner
         if self._started is None or not isinstance(runner, ModelRunner):
             return False
@@ -240,11 +239,9 @@ class Worker:
         return 0
 
     def part(self, kind: type[P]) -> P | None:
-        """Return the part of a class; None: there is none."""
         return None if self.runner is None else self.runner.parts.find(kind)
 
     def stop(self) -> None:
-        """Release the device memory."""
         if self.runner is not None:
             self.runner.parts.close()
         self.runner = self._started = self._experts = None

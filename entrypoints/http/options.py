@@ -17,6 +17,8 @@ from ..flags.dataclass_flags import Flag
 from ..flags.values import non_empty
 from .connection_limits import MAX_JSON_VALUES, ConnectionLimits
 
+MAX_LIVE_LOGPROBS = 1 << 25
+
 
 @dataclass(frozen=True)
 class Cors:
@@ -206,6 +208,16 @@ class ServerOptions:
         Flag("--limit-waiting", metavar="N"),
     ] = None
     """Those of batches wait on their own side."""
+    max_live_logprobs: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="log-probabilities that running requests may get in all, or "
+            "--max-logprobs-per-request if that is more; further requests get a 503; 0: no limit",
+        ),
+        Flag("--limit-logprobs", metavar="N"),
+    ] = MAX_LIVE_LOGPROBS
+    """Of each front end."""
     max_json_values: Annotated[
         int,
         Meta(

@@ -128,6 +128,8 @@ def make_app(
         batches, slots = options.batches, engine.config.max_num_seqs
         num_batched = 0 if batches is None else batches.max_concurrency or slots // 2
         app.middlewares.append(limit_waiting(options.max_waiting, num_batched))
+    most_logprobs = max(options.max_live_logprobs, engine.config.max_logprobs_per_request)
+    engine.limit_logprobs(most_logprobs if options.max_live_logprobs else None)
     if options.log_requests:
         app.middlewares.append(request_log.log_bodies(options.max_log_len))
     if options.kept_at is not None:

@@ -144,7 +144,7 @@ class Traffic:
         return next((part for part in parts if part.name == self.name), None)
 
     def _check_answers(self) -> None:
-        """Check the token numbers that parts allow."""
+        """Check the rows and token numbers that parts allow."""
         parts = self.scheduler._parts
 
         def bounded(call: Callable[..., int], method: str) -> Callable[..., int]:
@@ -157,6 +157,17 @@ class Traffic:
 
             return checked
 
+        def ordered(call: Callable[..., list[Request]]) -> Callable[..., list[Request]]:
+            def checked(requests: list[Request]) -> list[Request]:
+                got, rest = call(requests[:]), iter(requests)
+                assert all(request in rest for request in got), (
+                    "eligible gives requests that it did not get, or in another order"
+                )
+                return got
+
+            return checked
+
+        parts.eligible = tuple(ordered(call) for call in parts.eligible)
         parts.decode_tokens = tuple(bounded(c, "decode_tokens") for c in parts.decode_tokens)
         parts.chunk_tokens = tuple(bounded(c, "chunk_tokens") for c in parts.chunk_tokens)
 

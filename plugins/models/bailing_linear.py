@@ -22,6 +22,7 @@ from ...core.nn.state.operations import ScanWeights
 from ...core.parallel.sharding import HeadShare, Sharding
 from ...core.protocols.field_kinds import INTEGER
 from .bailing_moe import BailingMoeForCausalLM
+from .blocks import BlockParts
 from .latent import LATENT, LATENT_MAP, LatentDecoder, NormedLatentAttention, check_sizes
 from .mixer import HybridBlock
 from .parts import alibi_slopes
@@ -117,8 +118,8 @@ class LingLinearBlock(HybridBlock):
     def attends(hf: Any, layer: int) -> bool:
         return is_global(hf, layer)
 
-    def make_mixer(self, config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:
-        return RotatedLightningAttention(config, layer, build)
+    def make_mixer(self, parts: BlockParts, layer: int) -> nn.Module:
+        return RotatedLightningAttention(parts.config, layer, parts.build)
 
 
 class LingLinearDecoder(LatentDecoder):

@@ -44,8 +44,8 @@ def mamba2_mixer(hf: Any, build: BuildContext, **more: Any) -> Mamba2Mixer:
 class BambaBlock(HybridBlock):
     norms = ("input_layernorm", "pre_ff_layernorm")
 
-    def make_mixer(self, config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:
-        return mamba2_mixer(config.hf_config, build)
+    def make_mixer(self, parts: BlockParts, layer: int) -> nn.Module:
+        return mamba2_mixer(parts.config.hf_config, parts.build)
 
 
 class BambaDecoder(Decoder):
@@ -76,8 +76,8 @@ class GraniteHybridBlock(HybridBlock):
         if hf.num_local_experts:
             self.block_sparse_moe = renormalized_mixture(hf, parts.build)
 
-    def make_mixer(self, config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:
-        return mamba2_mixer(config.hf_config, build)
+    def make_mixer(self, parts: BlockParts, layer: int) -> nn.Module:
+        return mamba2_mixer(parts.config.hf_config, parts.build)
 
     def forward(
         self, hidden: torch.Tensor, rotary: Rotary | None, context: ForwardContext

@@ -13,6 +13,7 @@ from ...core.nn.norm import RMSNorm
 from ...core.nn.rotary import Rotary
 from ...core.nn.routing import RoutingRule
 from ...core.nn.state.mamba import MambaMixer, MambaSizes
+from .blocks import BlockParts
 from .decoder import CausalLM, Decoder
 from .expert_fields import EXPERTS
 from .mamba import check_activation
@@ -24,8 +25,8 @@ NORMS = ("dt_layernorm", "b_layernorm", "c_layernorm")
 class JambaBlock(HybridBlock):
     norms = ("input_layernorm", "pre_ff_layernorm")
 
-    def make_mixer(self, config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:
-        hf = config.hf_config
+    def make_mixer(self, parts: BlockParts, layer: int) -> nn.Module:
+        hf, build = parts.config.hf_config, parts.build
         check_activation(hf)
         inner, rank = hf.mamba_expand * hf.hidden_size, int(hf.mamba_dt_rank)
         sizes = MambaSizes(hf.hidden_size, inner, hf.mamba_d_state, rank, hf.mamba_d_conv)

@@ -19,7 +19,7 @@ from ...core.nn.mlp import GatedMLP
 from ...core.nn.rotary import Rotary
 from ...core.nn.state.channel_delta import PARTS, KimiDeltaAttention
 from ...core.protocols.field_kinds import INTEGER
-from .blocks import SelfAttention
+from .blocks import BlockParts, SelfAttention
 from .decoder import CausalLM, Decoder
 from .deepseek_moe import DeepseekMoeForCausalLM, is_dense
 from .latent import LATENT, LATENT_MAP, LatentDecoder, LatentSelfAttention, check_sizes
@@ -29,11 +29,11 @@ from .mixer import HybridBlock
 class KimiBlock(HybridBlock):
     state_name = "self_attn"
 
-    def make_mixer(self, config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:
-        hf = config.hf_config
+    def make_mixer(self, parts: BlockParts, layer: int) -> nn.Module:
+        hf = parts.config.hf_config
         return KimiDeltaAttention(
             hf.hidden_size, hf.linear_num_heads, hf.linear_head_dim, hf.linear_conv_kernel_dim,
-            build, eps=float(hf.rms_norm_eps), rank=hf.linear_head_dim,
+            parts.build, eps=float(hf.rms_norm_eps), rank=hf.linear_head_dim,
         )  # fmt: skip
 
 
@@ -128,11 +128,11 @@ class GatedLatentAttention(LatentSelfAttention):
 
 
 class BailingHybridBlock(KimiBlock):
-    def make_mixer(self, config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:
-        hf = config.hf_config
+    def make_mixer(self, parts: BlockParts, layer: int) -> nn.Module:
+        hf = parts.config.hf_config
         return KimiDeltaAttention(
             hf.hidden_size, hf.linear_num_heads, hf.linear_head_dim, hf.linear_conv_kernel_dim,
-            build, eps=float(hf.rms_norm_eps), rank=None,
+            parts.build, eps=float(hf.rms_norm_eps), rank=None,
             bound=float(hf.kda_lower_bound) if hf.kda_safe_gate else None,
         )  # fmt: skip
 

@@ -16,7 +16,7 @@ from ...core.nn.norm import RMSNorm
 from ...core.nn.routing import RoutingRule
 from ...core.nn.state.short_conv import ShortConv
 from ...core.protocols.field_kinds import NUMBER
-from .blocks import SelfAttention
+from .blocks import BlockParts, SelfAttention
 from .decoder import QKV_SHARDS, CausalLM, Decoder
 from .expert_fields import EXPERTS
 from .mixer import HybridBlock
@@ -34,9 +34,9 @@ class Lfm2Block(HybridBlock):
     norms: ClassVar[tuple[str, ...]] = ("operator_norm", "ffn_norm")
     state_name = "conv"
 
-    def make_mixer(self, config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:
-        hf = config.hf_config
-        return ShortConv(hf.hidden_size, hf.conv_L_cache, build, bias=hf.conv_bias)
+    def make_mixer(self, parts: BlockParts, layer: int) -> nn.Module:
+        hf = parts.config.hf_config
+        return ShortConv(hf.hidden_size, hf.conv_L_cache, parts.build, bias=hf.conv_bias)
 
 
 class Lfm2Decoder(Decoder):

@@ -46,11 +46,11 @@ class MiniMaxBlock(HybridBlock):
         self.alpha, self.beta = (float(getattr(hf, name)) for name in names)
         self.mlp_alpha, self.mlp_beta = float(hf.mlp_alpha_factor), float(hf.mlp_beta_factor)
 
-    def make_mixer(self, config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:
-        hf = config.hf_config
+    def make_mixer(self, parts: BlockParts, layer: int) -> nn.Module:
+        config, hf = parts.config, parts.config.hf_config
         return LightningAttention(
             hf.hidden_size, slopes(config.num_heads, layer, hf.num_hidden_layers), config.head_dim,
-            build, eps=NORM_EPS,
+            parts.build, eps=NORM_EPS,
         )  # fmt: skip
 
     def forward(

@@ -61,13 +61,13 @@ class HybridBlock(Block):
 
     def __init__(self, parts: BlockParts, layer: int) -> None:
         nn.Module.__init__(self)
-        config, build = parts.config, parts.build
+        hf = parts.config.hf_config
         for name in self.norms:
-            setattr(self, name, self.make_norm(config.hf_config, build))
-        if self.attends(config.hf_config, layer):
+            setattr(self, name, self.make_norm(hf, parts.build))
+        if self.attends(hf, layer):
             self.self_attn = parts.make_attention(layer)
         else:
-            setattr(self, self.state_name, self.make_mixer(config, layer, build))
+            setattr(self, self.state_name, self.make_mixer(parts, layer))
         setattr(self, self.mlp_name, parts.make_mlp(layer))
 
     @staticmethod
@@ -76,7 +76,7 @@ class HybridBlock(Block):
         return bool(hf.layer_types[layer] == "full_attention")
 
     @abstractmethod
-    def make_mixer(self, config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:
+    def make_mixer(self, parts: BlockParts, layer: int) -> nn.Module:
         """Create a mixer with a state, called as `SelfAttention` is."""
 
     @property

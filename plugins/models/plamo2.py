@@ -137,8 +137,8 @@ class Plamo2Block(HybridBlock):
             return bool(layer == hf.num_hidden_layers - 1)
         return bool(layer % hf.mamba_step == half)
 
-    def make_mixer(self, config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:
-        return Plamo2Mixer(config.hf_config, build)
+    def make_mixer(self, parts: BlockParts, layer: int) -> nn.Module:
+        return Plamo2Mixer(parts.config.hf_config, parts.build)
 
     def forward(
         self, hidden: torch.Tensor, rotary: Rotary | None, context: ForwardContext

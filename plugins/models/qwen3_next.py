@@ -19,7 +19,7 @@ from ...core.nn.rotary import Rotary
 from ...core.nn.state.delta_net import GatedDeltaNet
 from ...core.nn.state.sizes import DeltaSizes
 from ...core.protocols.field_kinds import SIZE, FieldKind
-from .blocks import SelfAttention
+from .blocks import BlockParts, SelfAttention
 from .decoder import CausalLM, Decoder
 from .expert_fields import EXPERTS, SPARSE_LAYERS
 from .mixer import HybridBlock
@@ -75,8 +75,8 @@ class Qwen3NextBlock(HybridBlock):
     norm: ClassVar[type[RMSNorm]] = OffsetRMSNorm
     state_name = "linear_attn"
 
-    def make_mixer(self, config: ModelConfig, layer: int, build: BuildContext) -> nn.Module:
-        hf: Any = config.hf_config
+    def make_mixer(self, parts: BlockParts, layer: int) -> nn.Module:
+        hf: Any = parts.config.hf_config
         if hf.hidden_act not in ("silu", "swish"):
             raise ConfigError(f"hidden_act: {hf.hidden_act!r} is not supported", param="hidden_act")
         sizes = delta_sizes(hf)
@@ -86,7 +86,9 @@ class Qwen3NextBlock(HybridBlock):
                 f"linear_num_key_heads {sizes.num_key_heads}",
                 param="linear_num_value_heads",
             )
-        return GatedDeltaNet(sizes, build, eps=float(hf.rms_norm_eps), shards=self.shards(sizes))
+        return GatedDeltaNet(
+            sizes, parts.build, eps=float(hf.rms_norm_eps), shards=self.shards(sizes)
+        )
 
     @staticmethod
     def shards(sizes: DeltaSizes) -> Mapping[str, int]:

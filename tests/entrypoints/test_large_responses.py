@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from collections.abc import Iterator
@@ -16,8 +17,10 @@ from serving import engine_config as config
 
 from jackfield.core.engine.async_engine import AsyncEngine
 from jackfield.entrypoints.http import context, large_responses, streaming
+from jackfield.entrypoints.http.options import ServerOptions
 from jackfield.entrypoints.openai.common import logprobs
 from jackfield.entrypoints.openai.pooling import routes as pooling
+from jackfield.entrypoints.server.app import make_app
 
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 LIMIT = 4000
@@ -296,3 +299,39 @@ async def test_an_engine_refuses_and_bounds_as_the_server_does() -> None:
         await run([5] * 117, logprobs=4, max_tokens=1000)
         # Without log-probabilities nothing is bounded.
         assert len((await run([5])).outputs[0].token_ids) == 127
+
+
+async def test_log_probabilities_of_running_requests_are_bounded_in_sum() -> None:
+    """Each may get 60 x 5 and 100 of its prompt; a request without any is let in always."""
+    from jackfield import EngineConfig, SamplingParams
+    from jackfield.core.errors import EngineOverloaded
+
+    options = EngineConfig(
+        device="cpu", attention_backend="torch", max_model_len=128, num_gpu_blocks_override=50,
+        max_logprobs_per_request=400,
+    )  # fmt: skip
+    async with AsyncEngine(options) as engine:
+
+        async def run(**params: Any) -> Any:
+            sampling = SamplingParams(temperature=0, ignore_eos=True, max_tokens=60, **params)
+            async for output in engine.generate([5] * 50, sampling):
+                last = output
+            return last
+
+        async def run_all(count: int) -> list[Any]:
+            runs = [run(logprobs=4, prompt_logprobs=1) for _ in range(count)]
+            done = await asyncio.gather(*runs, run(), return_exceptions=True)
+            assert len(done.pop().outputs[0].token_ids) == 60
+            return [each for each in done if isinstance(each, EngineOverloaded)]
+
+        for limit, refused in ((800, 1), (799, 2), (1, 2), (0, 0)):
+            make_app(engine, ServerOptions(max_live_logprobs=limit))
+            failures = await run_all(3)
+            assert len(failures) == refused, limit
+            assert all("log-probabilities" in str(failure) for failure in failures)
+            assert engine.core.requests._num_logprobs == 0, "those of ended requests do not count"
+
+
+def test_a_vector_longer_than_a_piece_is_a_piece() -> None:
+    data = np.arange(4 * (pooling.AT_ONCE + 1), dtype=np.float32).reshape(4, -1)
+    assert json.loads(b"".join(pooling.numbers(data, "float").parts)) == data.tolist()

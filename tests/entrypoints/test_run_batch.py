@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -277,7 +279,11 @@ def test_a_file_of_something_else_is_not_touched(
 ) -> None:
     input_path, output_path = write(tmp_path / "in.jsonl", [chat("a", "x")]), tmp_path / "out.jsonl"
     output_path.write_text(content)
-    assert main(["run-batch", "-i", str(input_path), "-o", str(output_path)]) != 0
+    with warnings.catch_warnings(record=True) as left_open:
+        warnings.simplefilter("always", ResourceWarning)
+        assert main(["run-batch", "-i", str(input_path), "-o", str(output_path)]) != 0
+        gc.collect()
+    assert not [each for each in left_open if str(output_path) in str(each.message)]
     assert message in capsys.readouterr().err
     assert output_path.read_text() == content
 

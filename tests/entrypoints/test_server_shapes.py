@@ -19,6 +19,8 @@ from urllib.parse import urlsplit
 import httpx
 import openai
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import make_mocked_request
 from serving import (
     MODEL,
     SCRIPT,
@@ -30,6 +32,7 @@ from serving import (
 )
 
 from jackfield.entrypoints.http.options import ServerOptions
+from jackfield.entrypoints.server.app import _errors as errors
 
 MESSAGES = [{"role": "user", "content": "Hello there"}]
 LONG = {"prompt": "x", "max_tokens": 400, "ignore_eos": True, "n": 64}
@@ -444,3 +447,34 @@ def test_a_busy_moment_turns_no_client_away(server: Server) -> None:
                 (address.hostname or "", address.port or 0), timeout=5
             )
             stack.enter_context(connection)
+
+
+@pytest.mark.parametrize("path", ["/", "/playground/playground.js", "/docs/try"])
+def test_a_page_is_sent_once_and_then_confirmed(server: Server, path: str) -> None:
+    first = httpx.get(server.url + path)
+    assert first.status_code == 200 and first.content
+    for tags in (first.headers["ETag"], f'"other", {first.headers["ETag"]}', "*"):
+        again = httpx.get(server.url + path, headers={"If-None-Match": tags})
+        assert (again.status_code, again.content) == (304, b"")
+    other = httpx.get(server.url + path, headers={"If-None-Match": '"other"'})
+    assert other.content == first.content
+
+
+@pytest.mark.parametrize("folder", ["/playground", "/docs/try"])
+def test_a_file_that_no_page_has_is_not_found(server: Server, folder: str) -> None:
+    answer = httpx.get(f"{server.url}{folder}/none.js")
+    assert answer.status_code == 404 and "none.js" in answer.json()["error"]["message"]
+
+
+async def test_a_refusal_of_400_that_a_handler_raises_is_an_error_of_ours() -> None:
+    async def handler(request: web.Request) -> web.StreamResponse:
+        raise web.HTTPBadRequest(reason="no such colour")
+
+    answer = await errors(make_mocked_request("GET", "/x"), handler)
+    assert answer.status == 400 and "no such colour" in json.loads(answer.body)["error"]["message"]
+    with pytest.raises(web.HTTPFound):
+
+        async def elsewhere(request: web.Request) -> web.StreamResponse:
+            raise web.HTTPFound("/y")
+
+        await errors(make_mocked_request("GET", "/x"), elsewhere)

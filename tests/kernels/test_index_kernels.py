@@ -13,6 +13,7 @@ if not torch.cuda.is_available():
 
 pytest.importorskip("triton")
 
+from jackfield.core.nn.latent import index_operations
 from jackfield.core.nn.operations import Operations
 from jackfield.core.protocols.latent_attention import ChosenTokens
 from jackfield.kernels.indexer import index_choice as choosing
@@ -111,6 +112,16 @@ def test_tokens_of_divided_rows_are_chosen_as_by_their_twin(
     workspace = torch.full((4 * (384 + 16 * topk),), float("nan"), device=DEVICE)
     got = choose_cached_tokens(*made, topk=topk, max_seq_len=longest, workspace=workspace)
     assert_equal(ChosenTokens(*got), want, 6)
+
+
+def test_the_twin_takes_tokens_alone_whose_products_are_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = step(MIXED, torch.float32)
+    want = Operations().choose_cached_tokens(*made, topk=13, max_seq_len=70)
+    monkeypatch.setattr(index_operations, "ELEMENTS", 1)
+    got = Operations().choose_cached_tokens(*made, topk=13, max_seq_len=70)
+    assert_equal(got, want, len(made.query))
 
 
 def test_the_twin_is_a_sum_over_heads_of_what_is_positive() -> None:

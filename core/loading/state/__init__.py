@@ -1,1 +1,1 @@
-"""A model's weights as each rank holds them: taken from a checkpoint, written, and read again."""
+"""A rank's weights: taken from a checkpoint, written, and read again."""

@@ -1,4 +1,4 @@
-"""A checkpoint's weights divided among ranks and written in another format."""
+"""Divides a checkpoint's weights among ranks, in another format."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .record import StateRecord, method_name, number
 
 CPU = torch.device("cpu")
 Saver: TypeAlias = Callable[[Mapping[str, torch.Tensor], StateRecord, Path], list[Path]]
-"""Writes one rank's weights into a folder, and returns the files."""
+"""Writes a rank's weights into a folder; returns the files."""
 WEIGHTS = frozenset({
     ".safetensors", ".bin", ".pt", ".pth", ".gguf", ".tensors", ".h5", ".msgpack", ".onnx", ".ot",
 })  # fmt: skip
@@ -33,8 +33,9 @@ WEIGHTS = frozenset({
 def make_saver(
     plugins: Plugins, name: str, options: Mapping[str, Any], max_file_size: int
 ) -> Saver:
-    """Return what writes the format of a weight loader. options: its `model_loader_extra_config`.
-    max_file_size: in bytes. Raises ConfigError if it cannot write."""
+    """Return a weight loader's writer. options: `model_loader_extra_config`. max_file_size: in
+    bytes. Raises ConfigError if it cannot write.
+    """
     registry = plugins["weight_loader"]
     try:
         loader = registry.load(name)
@@ -55,14 +56,12 @@ def make_saver(
 def convert(
     config: EngineConfig, plugins: Plugins, saver: Saver, folder: Path
 ) -> Iterator[dict[str, int]]:
-    """Write a checkpoint for an engine's ranks into a new folder; yields each rank's files with
-    their sizes in bytes.
+    """Write a checkpoint for an engine's ranks; yields each rank's files with sizes.
 
-    config: the checkpoint, its loader, the numbers of ranks and stages, and what decides about the
-    layers (`quantization`, `dtype`, `hf_overrides`). The weights are in the type that
-    an engine on a GPU would have, and one rank's are in memory at a time. No device is needed: what
-    quantized layers take is written as it is, and repacked where it is loaded. `folder` appears
-    when all is written. Raises ConfigError, LoadError, OSError.
+    config: checkpoint, loader, ranks, stages, and layers' options (`quantization`, `dtype`,
+    `hf_overrides`). Weights have a GPU engine's type, one rank in memory at a time, without a
+    device: quantized tensors are repacked when loaded. `folder` appears when complete. Raises
+    ConfigError, LoadError, OSError.
     """
     if folder.exists():
         raise ConfigError(f"output: {str(folder)!r} exists already; give a new folder")
@@ -91,7 +90,7 @@ def convert(
 
 
 def _all_ranks(config: EngineConfig) -> Iterator[Ranks]:
-    """Yield the ranks of an engine, by their numbers, which count the stages backwards."""
+    """Yield an engine's ranks by number, which counts stages backwards."""
     size, stages = config.tensor_parallel_size, config.pipeline_parallel_size
     for stage in reversed(range(stages)):
         for rank in range(size):
@@ -112,8 +111,9 @@ def _state(
 
 
 def _copy_others(source: Path, target: Path) -> None:
-    """Copy a checkpoint's files that are not weights: configuration, tokenizer, templates; and the
-    modules of sentence-transformers that have folders of their own, whole."""
+    """Copy files other than weights: configuration, tokenizer, templates, and
+    sentence-transformers' module folders.
+    """
     for file in source.iterdir():
         if file.is_file() and not _is_weights(file):
             shutil.copyfile(file, target / file.name)
@@ -126,7 +126,7 @@ def _is_weights(file: Path) -> bool:
 
 
 def _modules(source: Path) -> Iterator[str]:
-    """Yield folders that modules.json names."""
+    """Yield modules.json's folders."""
     file = source / "modules.json"
     listed: Any = json.loads(file.read_text()) if file.is_file() else []
     for entry in listed if isinstance(listed, list) else []:

@@ -1,12 +1,12 @@
-"""The weights of one rank as named tensors: what the rank holds of each parameter, and what its
-quantized layers take, before a method repacks it.
+"""One rank's weights as named tensors: its part of parameters, and of quantized layers' tensors
+before repacking.
 
 Names: a parameter's own (`model.layers.0.self_attn.qkv_proj.weight`: this rank's rows of all
 shards); a tensor of a quantized layer has the layer's name, the shard's if there are several, and
 the tensor's (`model.layers.0.self_attn.qkv_proj.q.qweight`); a scale of a cache has the name of the
 module with the attention layer (`model.layers.0.self_attn.k_scale`).
 
-Nothing here depends on a device's kernels, so a state written on one machine fits any other.
+States do not depend on the device.
 """
 
 from __future__ import annotations
@@ -30,29 +30,27 @@ UNSCALED = (1.0, 1.0)
 
 
 class UnprocessedLayer(QuantizedLinear):
-    """Stands for a method's layer, and keeps the tensors that it would be given."""
+    """Stands for a method's layer, and keeps its tensors."""
 
     def __init__(self, layer: QuantizedLinear) -> None:
         super().__init__(layer.spec)
         self._layer = (layer,)  # In a tuple: it is no submodule.
         self.kept: Mapping[str, Mapping[str, torch.Tensor]] = {}
-        """Shard name → name's suffix → tensor."""
+        """Shard name → suffix → tensor."""
 
     def tensors(self, out_features: int) -> Mapping[str, TensorSpec]:
-        """Return the tensors that the layer takes."""
         return self._layer[0].tensors(out_features)
 
     def ready(self, shards: Mapping[str, Mapping[str, torch.Tensor]]) -> bool:
-        """Return False: optional tensors may come until the checkpoint ends."""
+        """Return False: optional tensors may follow."""
         return False
 
     def process(self, shards: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """Keep the tensors as they are."""
         self.kept = {shard: dict(tensors) for shard, tensors in shards.items()}
 
 
 class UnprocessedMethod:
-    """A quantization method whose layers are never repacked."""
+    """A quantization method without repacking."""
 
     kv_cache_dtype: str | None = None
 
@@ -68,7 +66,7 @@ class UnprocessedMethod:
 
 
 def rank_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the weights of a loaded model, made with `UnprocessedMethod` if it is quantized."""
+    """Return a loaded model's weights, created with `UnprocessedMethod` if quantized."""
     state = {name: parameter.detach() for name, parameter in model.named_parameters()}
     for prefix, layer in quantized_layers(model).items():
         assert isinstance(layer, UnprocessedLayer), "processed tensors are not a checkpoint's"
@@ -82,7 +80,7 @@ def rank_state(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 class StateFiller:
-    """Fills a rank's model from the tensors of `rank_state`, and tracks which are missing."""
+    """Fills a rank's model from `rank_state`, tracking missing tensors."""
 
     def __init__(self, model: nn.Module) -> None:
         self._elsewhere = missing_prefixes(model)
@@ -98,15 +96,15 @@ class StateFiller:
         self._ignored: tuple[str, ...] = weight_map.ignored
         self._heads = tuple(f"{name.rpartition('.')[0]}." for name in weight_map.tied)
         self._own_heads: set[str] = set()
-        """Tensors of heads that this model ties to its embeddings: equal ones are not written."""
+        """Tensors of tied heads: equal ones are not written."""
         self._missing = set(self._parameters)
 
     def takes(self, name: str) -> bool:
-        """Return whether a tensor is of this stage, and of use."""
+        """Return whether this stage uses a tensor."""
         return not name.startswith(self._elsewhere + self._ignored)
 
     def fill(self, name: str, tensor: torch.Tensor) -> None:
-        """Copy one tensor. Raises LoadError if it has no place, or another shape."""
+        """Copy a tensor. Raises LoadError for an unknown one, or another shape."""
         if place := self._places.get(name):
             layer, shard, leaf = place
             layer.add(name, leaf, shard, tensor, divided=True)
@@ -140,8 +138,7 @@ class StateFiller:
         layer.cache_scales = (scale, value) if leaf == "k_scale" else (key, scale)
 
     def finish(self) -> None:
-        """Raise LoadError with the names of tensors that are missing, and OwnHead where there is a
-        head that this model ties to its embeddings."""
+        """Raise LoadError naming missing tensors, and OwnHead for an untied head."""
         if self._own_heads:
             raise OwnHead.of(self._own_heads)
         missing = sorted(self._missing)
@@ -154,7 +151,7 @@ class StateFiller:
 
 
 def _attention(model: nn.Module) -> dict[str, Attention]:
-    """Return the attention layers by the name of the module that they are part of."""
+    """Return attention layers by their module's name."""
     return {
         name.rpartition(".")[0]: module
         for name, module in model.named_modules()

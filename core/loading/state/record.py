@@ -100,13 +100,14 @@ class StateRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def number(ranks: Ranks) -> int:
-    """Return the number of a rank among all of all stages."""
+    """Return a rank's number over all stages."""
     stages_after = ranks.pipeline.size - 1 - ranks.pipeline.stage
     return stages_after * ranks.tensor.size + ranks.tensor.rank
 
 
 def method_name(requested: str | None, model_config: ModelConfig) -> str | None:
-    """Return the name of the quantization method of an engine (`EngineConfig.quantization`, else
-    the checkpoint's); None if there is none."""
+    """Return the quantization method (`EngineConfig.quantization`, else the checkpoint's), or
+    None.
+    """
     own = (model_config.quantization_config or {}).get("quant_method")
     return requested or (own if isinstance(own, str) else None)

@@ -1,1 +1,1 @@
-"""Checkpoint tensors that are not copied as they are: of other forms, or of quantized layers."""
+"""Checkpoint tensors of other forms, or of quantized layers."""

@@ -1,5 +1,4 @@
-"""Forms of checkpoint tensors that are not those of parameters: shards of a merged one, all experts
-in one tensor, rows in another order."""
+"""Forms of checkpoint tensors: shards of a merged one, all experts in one, reordered rows."""
 
 from __future__ import annotations
 
@@ -124,4 +123,4 @@ class RowOrder:
 
 
 PER_ROW = ("weight", "bias", "weight_scale")
-"""Last parts of names of tensors with an entry for each row, if they have more than one."""
+"""Name suffixes of tensors with an entry per row, or one."""

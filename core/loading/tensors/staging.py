@@ -1,5 +1,4 @@
-"""Collects and validates a quantized layer's tensors, and processes the layer when they are
-complete."""
+"""Collects and validates a quantized layer's tensors, then processes it."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from ...parallel.sharding import FEATURES, Sharding
 
 
 class Staging:
-    """The tensors of one layer so far."""
+    """One layer's tensors so far."""
 
     def __init__(self, module: QuantizedLinear) -> None:
         self.module = module
@@ -26,11 +25,11 @@ class Staging:
             for leaf, tensor in specs.items()
             if not tensor.optional
         }
-        """Missing required tensors; the layer is not checked for completeness before."""
+        """Missing required tensors."""
 
     @property
     def places(self) -> Iterable[tuple[str, str]]:
-        """The tensors that the layer takes: (shard name, name after the prefix)."""
+        """Tensors of the layer: (shard name, name after the prefix)."""
         for shard, specs in self._wanted.items():
             for leaf in specs:
                 yield shard, leaf
@@ -44,8 +43,9 @@ class Staging:
         *,
         divided: bool = False,
     ) -> None:
-        """Add one tensor; process the layer after the last one. `divided`: it is this rank's part
-        already. Raises LoadError."""
+        """Add a tensor; process the layer after the last. `divided`: already this rank's part.
+        Raises LoadError.
+        """
         spec = self._wanted.get(shard or "", {}).get(leaf)
         if spec is None:
             raise LoadError(
@@ -61,16 +61,16 @@ class Staging:
 
     @property
     def missing(self) -> Iterable[tuple[str, str]]:
-        """The tensors that have not been added: (shard name, name after the prefix)."""
+        """Missing tensors: (shard name, name after the prefix)."""
         return (place for place in self.places if place in self._needed)
 
     def finish(self) -> None:
-        """Process a layer if optional tensors are missing."""
+        """Process a layer without its optional tensors."""
         if not self.module.processed:
             self._process()
 
     def fill_dummy(self, generator: torch.Generator) -> None:
-        """Fill in random tensors in place of a checkpoint's."""
+        """Fill in random tensors."""
         for shard, specs in self._wanted.items():
             for leaf, spec in specs.items():
                 if not spec.optional or spec.dummy is not None:
@@ -87,7 +87,7 @@ class Staging:
 
 
 def divided_axes(sharding: Sharding, spec: TensorSpec) -> Iterator[Sharding]:
-    """Yield how ranks divide each dimension of a tensor. Raises ConfigError if they cannot."""
+    """Yield the ranks' sharding of each dimension. Raises ConfigError."""
     for dim, axis in enumerate(spec.axes or ()):
         if axis is not None and axis[0] == FEATURES[sharding.dim]:
             yield sharding.over(dim, axis[1])
@@ -100,7 +100,7 @@ def _own_part(
     tensor: torch.Tensor,
     spec: TensorSpec,
 ) -> torch.Tensor:
-    """Return this rank's part of a checkpoint's tensor. Raises LoadError."""
+    """Return this rank's part. Raises LoadError."""
     if sharding is None or tensor.numel() == 1:
         return tensor
     try:

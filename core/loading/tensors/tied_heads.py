@@ -1,7 +1,7 @@
-"""Heads that a model ties to its embeddings, and what a checkpoint has for them.
+"""Tied heads, and checkpoints' tensors for them.
 
-As `transformers` does: a head equal to the embeddings is left out; one without embeddings fills
-both; one that differs is loaded, and the configuration is wrong (`OwnHead`).
+As in `transformers`: a head equal to the embeddings is dropped; one without embeddings fills both;
+one that differs is loaded, and the configuration is wrong (`OwnHead`).
 """
 
 from __future__ import annotations
@@ -15,16 +15,15 @@ from ...errors import LoadError, listed
 from .staging import Staging
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Bytes of an element → a type to look at its bits."""
+"""Bytes of an element → integer type."""
 ROWS_AT_ONCE = 1024
 
 
 class OwnHead(LoadError):
-    """A checkpoint has a head of its own, and its configuration ties it to the embeddings."""
+    """A checkpoint has a head, but its configuration ties it to the embeddings."""
 
     @classmethod
     def of(cls, names: Collection[str]) -> OwnHead:
-        """names: of the head's tensors."""
         return cls(
             f"{listed(sorted(names))} differs from the embeddings, and tie_word_embeddings is "
             "true; set it to false in config.json, or by hf_overrides"
@@ -32,10 +31,9 @@ class OwnHead(LoadError):
 
 
 class TiedHeads:
-    """Compares the tensors of tied heads with those of the embeddings that stand for them.
+    """Compares tied heads' tensors with the embeddings'.
 
-    All ranks come to the same result: where a rank keeps a part of the embeddings, or a quantized
-    layer takes them, digests of whole tensors are compared.
+    All ranks agree: for sharded or quantized embeddings, digests of whole tensors are compared.
     """
 
     def __init__(
@@ -44,48 +42,46 @@ class TiedHeads:
         parameters: Mapping[str, torch.nn.Parameter],
         quantized: Mapping[str, Staging],
     ) -> None:
-        """tied: as `WeightMap.tied`; heads that the model has are left out."""
+        """tied: as `WeightMap.tied`; existing heads are ignored."""
         self._embeddings = {
             head: embedding for weight, embedding in tied.items()
             if weight not in parameters and (head := _module(weight)) not in quantized
         }  # fmt: skip
-        """Head → the parameter that stands for its weight."""
+        """Head → parameter that stands for its weight."""
         self._parameters = parameters
         self._quantized = {
             embedding: quantized[_module(embedding)] for embedding in self._embeddings.values()
             if _module(embedding) in quantized
         }  # fmt: skip
         self._digests: defaultdict[str, dict[str, torch.Tensor]] = defaultdict(dict)
-        """Head or embedding → rest of a tensor's name → digest."""
+        """Head or embedding → rest of the name → digest."""
         self._heads: defaultdict[str, dict[str, torch.Tensor]] = defaultdict(dict)
-        """Tensors of heads whose quantized embeddings have none so far."""
+        """Tensors of heads whose quantized embeddings lack theirs."""
         self._filled: dict[str, str] = {}
-        """Embedding → the head's tensor that it was filled with."""
+        """Embedding → head tensor that filled it."""
         self._loaded: set[str] = set()
-        """Embeddings that have tensors of their own."""
+        """Embeddings with tensors."""
         self._own: set[str] = set()
-        """Heads' tensors that differ from the embeddings."""
+        """Heads' tensors that differ."""
 
     @property
     def names(self) -> Iterator[str]:
-        """The heads' weights."""
         return (f"{head}.weight" for head in self._embeddings)
 
     @property
     def filled(self) -> Iterable[str]:
-        """The embeddings that have the values of a head."""
+        """Embeddings filled from heads."""
         return self._filled.keys()
 
     def embedding(self, parameter_name: str) -> str | None:
-        """Return the parameter that stands for the head that a tensor is of; None: it is of no tied
-        head. A bias is not tied."""
+        """Return the parameter for a tied head's tensor, or None; biases are not tied."""
         head = self._head(parameter_name)
         return None if head is None else self._embeddings[head]
 
     def add_head(
         self, name: str, parameter_name: str, whole: torch.Tensor, part: torch.Tensor
     ) -> None:
-        """Take a head's tensor. part: what this rank holds of the same rows of the embeddings."""
+        """Take a head's tensor. part: this rank's, of the embeddings' rows."""
         head = self._head(parameter_name)
         assert head is not None, "it is of a tied head"
         embedding, leaf = self._embeddings[head], parameter_name[len(head) + 1 :]
@@ -108,8 +104,7 @@ class TiedHeads:
                 self._own.add(name)
 
     def add_embedding(self, parameter_name: str, whole: torch.Tensor, part: torch.Tensor) -> None:
-        """Note the tensor of a parameter, before it takes the place of a head's, if it is one of
-        the embeddings. part: what this rank holds of it."""
+        """Note an embedding's tensor before it replaces a head's. part: this rank's."""
         if parameter_name not in self._embeddings.values():
             return
         parameter = self._parameters[parameter_name]
@@ -121,7 +116,7 @@ class TiedHeads:
             self._own.add(head)
 
     def add_quantized(self, prefix: str, leaf: str, whole: torch.Tensor) -> None:
-        """Note a tensor that a quantized layer takes, if it is one of the embeddings."""
+        """Note a quantized embedding's tensor."""
         embedding = f"{prefix}.weight"
         if embedding in self._quantized:
             self._loaded.add(embedding)
@@ -129,7 +124,7 @@ class TiedHeads:
             self._digests[embedding][leaf] = _digest(whole)
 
     def finish(self) -> None:
-        """Fill quantized embeddings that only a head has tensors for. Raises OwnHead."""
+        """Fill quantized embeddings from heads' tensors. Raises OwnHead."""
         for head, tensors in self._heads.items():
             for leaf, tensor in tensors.items():
                 layer = self._quantized[self._embeddings[head]]
@@ -153,7 +148,7 @@ def _module(parameter_name: str) -> str:
 
 
 def _equal(parameter: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Return whether filling a parameter with a tensor would change nothing."""
+    """Return whether filling would change nothing."""
     return parameter.shape == tensor.shape and torch.equal(parameter, tensor.to(parameter))
 
 
@@ -164,8 +159,7 @@ def _same(own: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) ->
 
 
 def _digest(tensor: torch.Tensor) -> torch.Tensor:
-    """Return numbers that are equal for equal tensors, and by chance alone for others: of each row
-    the sum of its bits' integers, each times a random one."""
+    """Return a digest: per row, the sum of its bits' integers times random ones."""
     rows = tensor.contiguous().reshape(len(tensor) if tensor.dim() > 1 else 1, -1)
     bits = rows.view(INTEGERS[tensor.element_size()])
     random = torch.Generator().manual_seed(0)

@@ -169,5 +169,5 @@ def _nearest_bfloat16(x: torch.Tensor) -> torch.Tensor:
 
 
 def _next_bfloat16(x: torch.Tensor) -> torch.Tensor:
-    """Return the least bfloat16 that is not below x; x: float32, not negative."""
+    """Return the least bfloat16 ≥ x; x: float32, not negative."""
     return ((x.view(torch.int32) + 0xFFFF) & UPPER).view(torch.float32)

@@ -374,9 +374,9 @@ def _scan(
     state: torch.Tensor,
     rows: StateRows,
 ) -> torch.Tensor:
-    """Compute a recurrence: rows of one token together by `step`, each of the others by `tokens`.
+    """Compute a recurrence: one-token rows together by `step`, others by `tokens`.
 
-    first, last: [T, ...] the recurrence's inputs, before and after `weights` in its arguments
+    first, last: [T, ...] inputs before and after `weights` in the arguments
     """
     alone, at = rows.single()
     y, states = step(

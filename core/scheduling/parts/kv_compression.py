@@ -98,6 +98,9 @@ class KVCompression(SchedulerPart):
         self._transfers = services.parts.find(KVTransfer)
         self._places: dict[Request, int] = {}
         """Running request → computed tokens at its next compaction."""
+        self._entering: Request | None = None
+        """Request that is being admitted: the worker compacts before it knows the new slot. Due at
+        once if it was preempted and finds more than its prompt."""
         self._read: set[int] = set()
         """Blocks read by this plan's compactions, which none may write."""
         self._planned: dict[int, tuple[Request, Compaction, int]] = {}
@@ -162,12 +165,14 @@ class KVCompression(SchedulerPart):
         rule = self._rule.of(request.params.kv_compression)
         if rule is None or rule.on_pressure:
             return
+        self._entering = request
         prompt = request.num_prompt_tokens
         num_computed = hits.num_blocks * self._kv.block_size
         self._places[request] = min(prompt, rule.next_place(num_computed, prompt))
 
     def admit(self, request: Request, hits: PrefixHits, builder: PlanBuilder) -> None:
         """Count the request's likely growth."""
+        self._entering = None
         if self._promised is not None:
             self._promised += self._most_blocks(request, hits) - len(request.tables[0])
 
@@ -183,7 +188,7 @@ class KVCompression(SchedulerPart):
         """Likewise, and end a chunk at the next compaction."""
         computed = request.num_computed_tokens
         place = self._places.get(request, NEVER)
-        if count and computed >= place:
+        if count and computed >= place and request is not self._entering:
             self._compact_due(request)
             place = self._places[request]
         return place - computed if computed < place < computed + count else count

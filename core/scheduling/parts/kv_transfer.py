@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, count
 
 from ...cache.kv_manager import PrefixHits
@@ -15,27 +14,11 @@ from ...request import Request, Status
 from ...step import StepPlan, StepResult
 from ..plan_builder import PlanBuilder
 from .guarded_connector import GuardedConnector
+from .kv_loads import Load, Loads
+from .kv_saves import Saves
 from .part import PartServices, Readiness, SchedulerPart
 
 logger = logging.getLogger("jackfield.engine")
-
-
-@dataclass(slots=True)
-class _Load:
-    request: Request
-    num_hits: int
-    """Blocks cached before, held until then."""
-    block_ids: list[int]
-    keys: list[bytes]
-
-
-@dataclass(slots=True)
-class _Progress:
-    external_end: int | None = None
-    """Number of leading tokens whose blocks the connector has; 0: it has none, None: not known
-    yet."""
-    num_offered_blocks: int = 0
-    """Columns of the block table that were offered for saving, or need no saving."""
 
 
 class KVTransfer(SchedulerPart):
@@ -66,9 +49,12 @@ class KVTransfer(SchedulerPart):
         self.kv = kv
         self._services = services
         self._loading = transfer.kv_role != "kv_producer"
-        self._saving = transfer.kv_role != "kv_consumer"
         self._fail_on_load = transfer.kv_load_failure_policy == "fail"
-        self._progress: dict[Request, _Progress] = {}
+        self._external_ends: dict[Request, int] = {}
+        """Unfinished request → leading tokens whose blocks the connector has; 0: it has none that
+        are to be loaded."""
+        self._loads = Loads(kv.pool, kv.block_size)
+        self._saves = Saves(kv, saving=transfer.kv_role != "kv_consumer")
         self._ends: dict[int, list[int]] = {}
         """Step in flight → [num_rows] tokens computed with it."""
         self._row_ends: list[int] = []
@@ -76,11 +62,6 @@ class KVTransfer(SchedulerPart):
         self._numbers = count()
         self._held: dict[int, list[int]] = {}
         """Transfer → held blocks."""
-        self._unoffered: dict[str, tuple[int, list[int]]] = {}
-        """Compacted request → blocks of its prompt that steps in flight fill, one reference each,
-        and the column of the first."""
-        self._stored: dict[int, bytes] = {}
-        """Block → key of the content that the connector has of it, or is saving."""
         self._unsent: set[int] = set()
         """Transfers of `_held` that the worker half does not know of yet."""
         self._failure_seen = False
@@ -90,16 +71,10 @@ class KVTransfer(SchedulerPart):
         """Metadata of plans that the executor did not take, to be sent again."""
         self.num_lost_blocks = 0
         """Blocks that are lost: held until the engine ends."""
-        self._loads: dict[int, _Load] = {}
-        self._pending_keys: set[bytes] = set()
         self._report_pending = False
         self._metadata: bytes | None = None
         """What the plan that is being made carries."""
-        self._counts = {
-            "external_prefix_cache_queries": 0,
-            "external_prefix_cache_hits": 0,
-            "num_kv_load_failures": 0,
-        }
+        self._num_queried_tokens = 0
 
     @classmethod
     def maker(
@@ -108,15 +83,12 @@ class KVTransfer(SchedulerPart):
         role = transfer or KVTransferConfig(kv_connector="")
         return lambda services: cls(services, connector, role)
 
-    def _of(self, request: Request) -> _Progress:
-        return self._progress.setdefault(request, _Progress())
-
     # ------------------------------------------------------------ loads
 
     def readiness(self, request: Request, hits: PrefixHits, reserve: int) -> Readiness:
         """Load what the connector has past `hits`, if it has any."""
-        progress = self._of(request)
-        if not self._loading or self.failure is not None or progress.external_end == 0:
+        external_end = self._external_ends.get(request)
+        if not self._loading or self.failure is not None or external_end == 0:
             return Readiness.READY
         if request.params.prompt_logprobs is not None:
             return Readiness.READY
@@ -126,109 +98,71 @@ class KVTransfer(SchedulerPart):
         # Look up only with room for the blocks, so that the load follows the lookup soon.
         if not kv.can_hold(request.num_tokens, hits, reserve):
             return Readiness.NO_ROOM
-        if progress.external_end is None:
+        if external_end is None:
             limit = (request.num_known_tokens - 1) // block_size * block_size
             num_external: int | None = 0
             if limit > computed:
                 num_external = self.connector.num_external_tokens(request, computed)
             if num_external is None:
                 return Readiness.LATER
-            self._counts["external_prefix_cache_queries"] += limit - computed
+            self._num_queried_tokens += limit - computed
             end = min(computed + num_external, limit) // block_size * block_size
-            progress.external_end = end if end > computed else 0
-        if progress.external_end <= computed:
+            external_end = self._external_ends[request] = end if end > computed else 0
+        if external_end <= computed:
             return Readiness.READY
-        keys = kv.block_keys(request, progress.external_end // block_size)[hits.num_blocks :]
-        if not self._pending_keys.isdisjoint(keys):
+        keys = kv.block_keys(request, external_end // block_size)[hits.num_blocks :]
+        if self._loads.any_of(keys):
             return Readiness.LATER
         kv.pool.hold(hits.block_ids)
         blocks = kv.pool.allocate(len(keys))
         transfer = next(self._numbers)
         self._held[transfer] = [*hits.block_ids, *blocks]
         self._unsent.add(transfer)
-        self._loads[transfer] = _Load(request, hits.num_blocks, blocks, keys)
-        self._pending_keys.update(keys)
+        self._loads.begin(transfer, Load(request, hits.num_blocks, blocks, keys))
         request.status = Status.LOADING
-        progress.external_end = 0
+        self._external_ends[request] = 0
         self.connector.start_load(transfer, request, keys, blocks)
         return Readiness.LOADING
 
     def admit(self, request: Request, hits: PrefixHits, builder: PlanBuilder) -> None:
         """Note which cached blocks need not be offered."""
-        self._of(request).num_offered_blocks = self.num_stored(request, hits.num_blocks)
+        self._saves.admitted(request, hits.num_blocks)
 
     # ------------------------------------------------------------ saves
-
-    def num_stored(self, request: Request, num_hits: int) -> int:
-        """Return how many leading ones of a request's `num_hits` cached blocks need not be offered.
-
-        The connector may lack a block that is in the cache: its request was aborted before the
-        step's result arrived, or its save was declined or has failed. While it lacks one, it finds
-        none of those that follow.
-        """
-        if self._saving:
-            known = zip(request.block_ids[:num_hits], request.block_hashes, strict=False)
-            for number, (block_id, key) in enumerate(known):
-                if self._stored.get(block_id) != key:
-                    return number
-        return num_hits
 
     def settle(self, request: Request, row: int, plan: StepPlan, result: StepResult) -> None:
         """Offer the connector the full blocks that are new among the tokens whose results have
         arrived."""
-        progress = self._of(request)
-        first, full = progress.num_offered_blocks, self._row_ends[row] // self.kv.block_size
-        if full <= first or not self._saving:
+        offer = self._saves.next_offer(request, self._row_ends[row])
+        if offer is None:
             return
-        if not request.compacted:
-            blocks = request.block_ids[first:full]
-        elif request.request_id in self._unoffered:
-            first, blocks = self._unoffered[request.request_id]
-            if full < first + len(blocks):
-                return
-            full = first + len(blocks)
-        else:
-            return
-        progress.num_offered_blocks = full
-        keys = self.kv.block_keys(request, full)[first:]
-        self._save(request, keys, blocks)
-        self.let_prompt_go(request)
-
-    def _save(self, request: Request, keys: list[bytes], blocks: list[int]) -> None:
+        keys, blocks = offer
         transfer = next(self._numbers)
-        saved = self.connector.start_save(transfer, request, keys, blocks)
+        saved = set(self.connector.start_save(transfer, request, keys, blocks))
         if saved:
-            self._hold(transfer, list(saved))
-            kept = set(saved)
-            self._stored.update(
-                (block, key) for block, key in zip(blocks, keys, strict=True) if block in kept
-            )
+            pairs = zip(blocks, keys, strict=True)
+            self._hold(transfer, [block for block in blocks if block in saved])
+            self._saves.store((block, key) for block, key in pairs if block in saved)
+        self._saves.let_prompt_go(request)
 
     def hold_prompt(self, request: Request) -> None:
-        """Hold the full blocks of a request's prompt that were not offered yet, as its cache is
-        about to be compacted: `offer_save` offers them when their results have arrived."""
-        computed = min(request.num_prompt_tokens, request.num_computed_tokens)
-        first, full = self._of(request).num_offered_blocks, computed // self.kv.block_size
-        if full <= first or not self._saving or request.compacted or self.failure is not None:
-            return
-        blocks = request.block_ids[first:full]
-        self.kv.pool.hold(blocks)
-        self._unoffered[request.request_id] = first, blocks
+        """Hold what is not offered yet of a prompt, as its cache is about to be compacted."""
+        if self.failure is None:
+            self._saves.hold_prompt(request)
 
     def let_prompt_go(self, request: Request) -> None:
         """Release what `hold_prompt` holds."""
-        _, blocks = self._unoffered.pop(request.request_id, (0, []))
-        self.kv.pool.release(blocks)
+        self._saves.let_prompt_go(request)
 
     def leave(self, request: Request) -> None:
         """Look up again what the connector has, if the request was preempted."""
-        self.let_prompt_go(request)
-        self._of(request).external_end = None
+        self._saves.let_prompt_go(request)
+        self._external_ends.pop(request, None)
 
     def ended(self, request: Request) -> None:
         """Notify the connector that a request has ended."""
-        self.let_prompt_go(request)
-        self._progress.pop(request, None)
+        self._saves.ended(request)
+        self._external_ends.pop(request, None)
         transfer = next(self._numbers)
         is_retained, request.kv_transfer_params = self.connector.request_finished(transfer, request)
         if is_retained and request.block_ids and not request.compacted:
@@ -253,9 +187,9 @@ class KVTransfer(SchedulerPart):
         """
         waiting = []
         for transfer in sorted(self._unsent):
-            load = self._loads.pop(transfer, None)
-            if load is not None:
-                waiting += self._give_up(load)
+            load = self._loads.give_up(transfer)
+            if load is not None and load.waits:
+                waiting.append(load.request)
             self.kv.pool.release(self._held.pop(transfer))
         self._unsent.clear()
         return waiting
@@ -271,11 +205,13 @@ class KVTransfer(SchedulerPart):
         self._not_taken.clear()
         self.connector.detach(detached.failure)
         waiting = self.withdraw()
-        for transfer, load in self._loads.items():
-            waiting += self._give_up(load)
+        for transfer in self._loads:
+            load = self._loads.give_up(transfer)
+            assert load is not None, "a load that has begun"
+            if load.waits:
+                waiting.append(load.request)
             self.kv.pool.release(self._held[transfer][: load.num_hits])
             self._held[transfer] = load.block_ids
-        self._loads.clear()
         if detached.closed:
             self._release_all()
         elif detached.closed is not None:
@@ -285,12 +221,6 @@ class KVTransfer(SchedulerPart):
                 "read and written", self.num_lost_blocks,
             )  # fmt: skip
         return waiting
-
-    def _give_up(self, load: _Load) -> list[Request]:
-        """Count a load as failed. Return its request, if that still waits."""
-        self._pending_keys.difference_update(load.keys)
-        self._counts["num_kv_load_failures"] += 1
-        return [load.request] if load.request.status is Status.LOADING else []
 
     # ------------------------------------------------------------ plans
 
@@ -392,42 +322,24 @@ class KVTransfer(SchedulerPart):
                 logger.error("the KV connector ended transfer %d, which is not pending", transfer)
                 continue
             self._unsent.discard(transfer)
-            load = self._loads.pop(transfer, None)
+            load = self._loads.end(transfer)
             if load is not None:
                 unfilled = () if failed is None else failed or load.block_ids
-                complete = self._loaded(load, unfilled)
-                if load.request.status is Status.LOADING:
-                    ended.append((load.request, complete))
+                filled = self._loads.register(load, unfilled)
+                self._saves.store(filled)
+                if load.waits:
+                    ended.append((load.request, len(filled) == len(load.keys)))
             elif failed is not None:
-                for block_id in failed or block_ids:
-                    self._stored.pop(block_id, None)
+                self._saves.lose(failed or block_ids)
             self.kv.pool.release(block_ids)
         self.connector.update(report)
         return ended
-
-    def _loaded(self, load: _Load, unfilled: Collection[int]) -> bool:
-        """Register blocks up to the first unfilled one. Return whether all were filled."""
-        self._pending_keys.difference_update(load.keys)
-        num_filled = 0
-        for block_id, key in zip(load.block_ids, load.keys, strict=True):
-            if block_id in unfilled:
-                break
-            self.kv.pool.register(block_id, key)
-            self._stored[block_id] = key
-            num_filled += 1
-        load.request.num_loaded_tokens = num_filled * self.kv.block_size
-        self._counts["external_prefix_cache_hits"] += num_filled * self.kv.block_size
-        if num_filled < len(load.keys):
-            self._counts["num_kv_load_failures"] += 1
-            return False
-        return True
 
     def abandon(self) -> None:
         """Release all blocks; no further report will come."""
         self._release_all()
         self._unsent.clear()
         self._loads.clear()
-        self._pending_keys.clear()
         self._ends.clear()
 
     def _release_all(self) -> None:
@@ -443,26 +355,22 @@ class KVTransfer(SchedulerPart):
     @property
     def counts(self) -> dict[str, int]:
         """Lookups, hits and failures of loads."""
-        return dict(self._counts)
+        return {
+            "external_prefix_cache_queries": self._num_queried_tokens,
+            "external_prefix_cache_hits": self._loads.num_loaded_tokens,
+            "num_kv_load_failures": self._loads.num_failed,
+        }
 
     @property
     def held(self) -> Iterator[int]:
         """Held block ids, one entry per reference."""
-        unoffered = (blocks for _, blocks in self._unoffered.values())
-        return chain.from_iterable(chain(self._held.values(), unoffered))
+        return chain(chain.from_iterable(self._held.values()), self._saves.held)
 
     def awaited(self) -> list[Request]:
         """Return the requests of loads."""
-        requests = [load.request for load in self._loads.values()]
-        return [request for request in requests if request.status is Status.LOADING]
+        return self._loads.awaited()
 
     def held_blocks(self, running: list[Request]) -> Iterator[int]:
         """Return `held`. Raises AssertionError if the loads contradict each other."""
-        keys = [key for load in self._loads.values() for key in load.keys]
-        assert set(keys) == self._pending_keys, "pending keys differ from the loads'"
-        for load in self._loads.values():
-            for key in load.keys:
-                assert self.kv.pool.lookup(key) not in load.block_ids, (
-                    "a hit could find a block that is being filled"
-                )
+        self._loads.check()
         return self.held

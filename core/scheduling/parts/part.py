@@ -68,16 +68,14 @@ class SchedulerPart:
     One that raises ends the engine, with an error that names the part's plugin; but an error of
     `settle` or `kept` ends the row's request alone, a `RequestFailed` with its text.
 
-    Calls of a plan: `turns`, `begin_plan`; for rows of running requests `decode_tokens` or
-    `chunk_tokens`; for waiting requests `readiness`, `cost`, then `no_room`, or `enter`,
+    Calls of a plan: `turns`, `begin_plan`; `eligible`; for rows of running requests `decode_tokens`
+    or `chunk_tokens`; for waiting requests `readiness`, `cost`, then `no_room`, or `enter`,
     `chunk_tokens` and `admit`; `rows_chosen`; `plan_part`. Calls of a result: `begin_result`; for
     each row whose request still runs `settle`, then `kept`.
     """
 
     name: ClassVar[str]
     """Under which it stands in plans, results and requests."""
-    sees_every_row: ClassVar[bool] = False
-    """True: `look_at` is not asked, and every row of a running request is seen."""
     short_steps: ClassVar[bool] = True
     """False: steps with prompts are not kept short (`StepSizes`)."""
     pauses_decodes: ClassVar[bool] = True
@@ -116,6 +114,12 @@ class SchedulerPart:
         return None
 
     # ------------------------------------------------------------ rows
+
+    def eligible(self, requests: list[Request]) -> list[Request]:
+        """Return those of the running requests that may have a row in this plan, in the same order.
+        The list is not to be changed. Where a part has this method plans take longer, as each
+        request is looked at."""
+        return requests
 
     def look_at(self, request: Request) -> int | None:
         """Return the number of computed tokens from which the part wants to see the request's rows;

@@ -32,7 +32,6 @@ class SchedulerParts:
         self._index()
 
     def _index(self) -> None:
-        self.sees_every_row = any(part.sees_every_row for part in self._parts)
         self.added = self._having("added")
         self.turns = self._having("turns")
         self.begin_plan = self._having("begin_plan")
@@ -41,6 +40,7 @@ class SchedulerParts:
         self.no_room = self._having("no_room")
         self.enter = self._having("enter")
         self.admit = self._having("admit")
+        self.eligible = self._having("eligible")
         self.look_at = self._having("look_at")
         self.decode_tokens = self._having("decode_tokens")
         self.chunk_tokens = self._having("chunk_tokens")
@@ -81,9 +81,6 @@ class SchedulerParts:
 
     def look_again(self, request: Request) -> None:
         """Ask the parts when to see a request's rows next."""
-        if self.sees_every_row:
-            request.look_at = 0
-            return
         places = [place for look in self.look_at if (place := look(request)) is not None]
         request.look_at = min(places, default=NEVER)
 

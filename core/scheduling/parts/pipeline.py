@@ -25,7 +25,6 @@ class Pipeline(SchedulerPart):
     """
 
     name = "pipeline"
-    sees_every_row = True
     pauses_decodes = False
 
     def __init__(self, num_stages: int) -> None:
@@ -57,7 +56,10 @@ class Pipeline(SchedulerPart):
         """Try each micro-batch for the next plan until one has rows."""
         self._balance()
         # Prompts fill the steps between a micro-batch's turns, if there are any.
-        prompts = admits or any(r.num_tokens - r.num_computed_tokens > 1 for r in running)
+        prompts = admits or (
+            len(running) > len(self._batch_of)
+            and any(r.num_tokens - r.num_computed_tokens > 1 for r in running)
+        )
         used = sum(size > 0 for size in self._sizes)
         distance = self._count if prompts else max(1, used)
         self._early = {step for step in self._steps if self._step - step < distance}
@@ -67,14 +69,19 @@ class Pipeline(SchedulerPart):
             self._open = batch if self._flying[batch] < STEPS_OF_BATCH else -1
             yield
 
-    def decode_tokens(self, request: Request, count: int, spare: int) -> int:
+    def eligible(self, requests: list[Request]) -> list[Request]:
         """Exclude decoding requests of other micro-batches."""
-        batch = self._batch_of.get(request)
-        if batch is None:
-            batch = self._join_smallest(request)
-        if batch != self._open or (self._early and self._last_step.get(request) in self._early):
-            return 0
-        return count
+        batch_of, last_step, early, batch = self._batch_of, self._last_step, self._early, self._open
+        chosen = []
+        for request in requests:
+            if request.num_tokens - request.num_computed_tokens == 1:
+                own = batch_of.get(request)
+                if own is None:
+                    own = self._join_smallest(request)
+                if own != batch or (early and last_step.get(request) in early):
+                    continue
+            chosen.append(request)
+        return chosen
 
     def _join_smallest(self, request: Request) -> int:
         batch = self._batch_of[request] = self._sizes.index(min(self._sizes))

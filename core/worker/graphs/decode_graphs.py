@@ -1,9 +1,8 @@
 """Decode steps as recorded graphs: one replay instead of hundreds of launches.
 
-A step in which every row computes one token and samples has the same kernels whatever its
-requests are: everything that differs sits in one static int32 array. Such a step is recorded for
-some numbers of rows (the batch is padded to the next one) when it is first needed, or before,
-while the device has nothing else to do. Padding rows live in a scratch slot and on the null block.
+If every row computes one token and samples, only a static int32 array differs. Such steps are
+recorded for some numbers of rows, to which batches are padded, on demand or while the device is
+idle. Padding rows use a scratch slot and the null block.
 """
 
 from __future__ import annotations
@@ -30,8 +29,6 @@ logger = logging.getLogger("jackfield.worker")
 
 
 class DecodeGraphs:
-    """Records decode steps by number of rows, and replays them."""
-
     def __init__(
         self,
         *,
@@ -44,9 +41,10 @@ class DecodeGraphs:
         endings: Sequence[Ending],
         written: WrittenTokens | None = None,
     ) -> None:
-        """`forward`: from a step's inputs, R rows of one token each, to hidden states; `logits`:
-        from these to those that an ending samples from. endings: to record, the most useful
-        first; written: gets the tokens of each run, besides `outputs`."""
+        """`forward`: inputs of R one-token rows → hidden states; `logits`: these → what an ending
+        samples from. endings: to record, in order; written: gets each run's tokens, besides
+        `outputs`.
+        """
         max_num_seqs = batch.num_slots
         self._forward, self._logits = forward, logits
         self._sampler = sampler
@@ -58,22 +56,19 @@ class DecodeGraphs:
         self._inputs = DecodeInputs(batch, operations, max_num_seqs)
         device = batch.device
         self.outputs = sampler.outputs
-        """Tokens of the step launched last, unless it ended with logits."""
+        """Tokens of the last step, unless it ended with logits."""
         self.logits = torch.empty(0, device=device)
-        """[max_num_seqs, vocab_size] Logits of the step launched last without sampling, or its
-        states, [max_num_seqs, hidden_size]; made when such a step is first recorded."""
+        """[max_num_seqs, vocab_size] Logits of the last step without sampling, or its states,
+        [max_num_seqs, hidden_size]; created by the first recording."""
         self._sampling_inputs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """Rows of a graph without sampling → slots and lengths, which it writes: kept, so that no
-        other graph is given their memory while the sampler reads them."""
+        """Rows of a graph without sampling → slots and lengths, kept so that no other graph reuses
+        their memory."""
         self.num_recorded = 0
-        """Number of graphs recorded so far."""
 
     def missing(self) -> list[tuple[int, Ending]]:
-        """What is not recorded yet: numbers of rows with each ending.
+        """Return (rows, ending) to record.
 
-        The largest first: they share their memory, and what it needs serves the others. Then by
-        halves, so that there soon is one not much larger than needed, then the rest; logits, which
-        few steps end with, last.
+        The largest first, as they share memory, then by halves, then the rest; logits last.
         """
         endings = [ending for ending in self._kinds if ending.samples]
         others = [ending for ending in self._kinds if not ending.samples]
@@ -95,11 +90,10 @@ class DecodeGraphs:
         )
 
     def launch(self, plan: StepPlan, ending: Ending) -> bool:
-        """Replay a decode step, with its sampling (to `outputs`) or up to `logits` or states.
+        """Replay a decode step, with sampling (to `outputs`) or up to `logits` or states.
 
-        Returns False, with nothing done, if the step is not an ordinary one, or no recorded graph
-        serves it. A graph is recorded here only if a step needs logits before spare time has
-        recorded any: that takes as long as several steps, in which no request gets a token.
+        Returns False, unchanged, for other steps, or without a graph. Records only for logits not
+        recorded in spare time: that takes several steps' time.
         """
         rows = self._recorded_rows(len(plan.slots), ending)
         if rows is None or not self._inputs.fill(plan, rows):
@@ -109,12 +103,11 @@ class DecodeGraphs:
         return True
 
     def sampling_inputs(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return slots and lengths of the step launched last without sampling, [num_rows] int64."""
+        """Return the last step's slots and lengths without sampling, [num_rows] int64."""
         slots, lengths = self._sampling_inputs[self._inputs.rows]
         return slots[:num_rows], lengths[:num_rows]
 
     def _recorded_rows(self, num_rows: int, ending: Ending) -> int | None:
-        """Return the smallest recorded number of rows that serves a step."""
         able = (n for n in self._counts if n >= num_rows and (n, ending) in self._replays)
         rows = next(able, None)
         if rows is None and not ending.samples:
@@ -123,7 +116,6 @@ class DecodeGraphs:
         return rows
 
     def record(self, rows: int, ending: Ending) -> None:
-        """Record a step of `rows` rows."""
         began = time.monotonic()
         self._inputs.fill_scratch(rows)
         if not self._is_ready(rows, ending):
@@ -143,15 +135,15 @@ class DecodeGraphs:
         count_run(ending, self._written)
 
     def _is_ready(self, rows: int, ending: Ending) -> bool:
-        """Whether all that a step launches has been launched before, so that it is compiled and
-        every workspace is allocated: its number of rows with another ending, and its ending with
-        another number of rows."""
+        """Whether a step's launches all ran before, so that kernels are compiled and workspaces
+        allocated: its rows with another ending, and vice versa.
+        """
         return any(n == rows for n, _ in self._replays) and any(
             other is ending for _, other in self._replays
         )
 
     def precompile(self, rows: int) -> None:
-        """Go through a step of `rows` rows while kernels are only compiled."""
+        """Run a step of `rows` rows while kernels are only compiled."""
         self._inputs.fill_scratch(rows)
         inputs = self._inputs.expand(rows)
         # Written by kernels that did not run, but memory addresses that torch would dereference.
@@ -190,8 +182,9 @@ def _places(inputs: StepInputs) -> LogitPlaces:
 
 
 class DecodeInputs:
-    """The static input of decode graphs: each row's slot, and the block that it gets; with several
-    groups of layers, or drafts, writes to block tables instead of the blocks."""
+    """Static input of decode graphs: each row's slot and new block; with several groups or drafts,
+    block table writes instead.
+    """
 
     def __init__(self, batch: PersistentBatch, operations: Operations, max_rows: int) -> None:
         self._batch = batch
@@ -205,13 +198,13 @@ class DecodeInputs:
         self._query_start = torch.arange(max_rows + 1, dtype=torch.int32, device=batch.device)
         self._query_start_cpu = np.arange(max_rows + 1, dtype=np.int32)
         self.rows = max_rows
-        """Rows of the step sent last, padding included."""
+        """Of the last step, with padding."""
         self._row_of_slot = np.zeros(batch.num_slots + 1, dtype=np.int32)
 
     def fill(self, plan: StepPlan, rows: int) -> bool:
-        """Send a step's rows, and count its tokens; False, with nothing done, if the step is not an
-        ordinary one: a row gets a block other than that of its new token, or a slot outside the
-        step gets any."""
+        """Send a step's rows; False, unchanged, if a row gets another block than its new token's,
+        or another slot gets any.
+        """
         batch, table = self._batch, self._batch.table
         slots = np.full(rows, batch.scratch_slot, dtype=np.int32)
         num_rows = len(plan.slots)
@@ -238,7 +231,6 @@ class DecodeInputs:
         return True
 
     def fill_scratch(self, rows: int) -> None:
-        """Set all rows to padding."""
         numbers = np.zeros(2 * rows, dtype=np.int32)
         numbers[:rows] = self._batch.scratch_slot
         # A step that is only recorded copies none.
@@ -253,7 +245,7 @@ class DecodeInputs:
         self._numbers.send(numbers)
 
     def expand(self, rows: int) -> StepInputs:
-        """Compute the inputs of the forward pass and the sampler on the device."""
+        """Compute the inputs of forward pass and sampler on the device."""
         batch, table = self._batch, self._batch.table
         if self._most_writes:
             count, _, writes = self._numbers.array[2 * rows :].tensor_split((1, 4))

@@ -1,5 +1,6 @@
-"""Steps whose rows all have as many drafts as rows may have, as recorded graphs: forward pass,
-sampling and verification in one replay."""
+"""Steps whose rows all have the most drafts, as recorded graphs of forward pass, sampling and
+verification.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +19,13 @@ from .recorder import Recorder, Replay
 from .static_numbers import StaticNumbers
 
 BLOCKS_PER_ROW = 2
-"""New blocks that a row may get for each block that its tokens fill, at most."""
+"""Most new blocks per row and block that its tokens fill."""
 MAX_TOKENS = 512
-"""Tokens of the largest recorded step. With more, the device hides the launches."""
+"""Tokens of the largest recorded step; beyond, the device hides the launches."""
 
 
 class DraftGraphs:
-    """Records such steps by number of rows, and replays them. Smaller steps are padded."""
+    """Records steps by rows, and replays them; smaller ones are padded."""
 
     def __init__(
         self,
@@ -38,12 +39,12 @@ class DraftGraphs:
         max_tokens: int,
     ) -> None:
         """`forward`, `logits`: as for `DecodeGraphs`, over all tokens; `max_tokens`: of any
-        step."""
+        step.
+        """
         self._forward, self._logits = forward, logits
         self._batch, self._sampler, self._verified = batch, sampler, verified
         self._record = record
         width = self.width = 1 + batch.num_drafts
-        """Tokens of each row."""
         most_tokens = min(max_tokens, MAX_TOKENS)
         self._counts = [n for n in row_counts(batch.num_slots) if n * width <= most_tokens]
         self._replays: dict[tuple[int, Ending], Replay] = {}
@@ -58,20 +59,18 @@ class DraftGraphs:
         self._row_of = torch.arange(max_rows * width, device=device) // width
         self._bounds: dict[int, torch.Tensor] = {}
         self.outputs = sampler.outputs
-        """Tokens of the step launched last, `width` of each row."""
+        """The last step's tokens, `width` per row."""
         self.verdicts = torch.zeros((max_rows, 2), dtype=torch.int32, device=device)
-        """What `verified` says of the step launched last."""
+        """The last step's `verified`."""
         self.num_recorded = 0
-        """Number of graphs recorded so far."""
 
     def missing(self) -> list[tuple[int, Ending]]:
-        """Return what is not recorded yet, the smallest first: drafts pay for few rows."""
+        """Return what to record, smallest first: drafts pay for few rows."""
         kinds = [(n, ending) for ending in sampling_endings(self._sampler) for n in self._counts]
         return [kind for kind in kinds if kind not in self._replays]
 
     def launch(self, plan: StepPlan, num_drafts: Sequence[int], ending: Ending) -> bool:
-        """Replay a step. Returns False, with nothing done, if a row has fewer drafts, or no graph
-        serves it."""
+        """Replay a step; False, unchanged, if a row has fewer drafts, or without a graph."""
         num_rows = len(plan.slots)
         able = (n for n in self._counts if n >= num_rows and (n, ending) in self._replays)
         rows = next(able, None)
@@ -87,7 +86,6 @@ class DraftGraphs:
         return True
 
     def record(self, rows: int, ending: Ending) -> None:
-        """Record a step of `rows` rows."""
         none = np.zeros(0, dtype=np.int32)
         self._send(none, rows, none.reshape(0, 2))
         self._step(rows, ending)

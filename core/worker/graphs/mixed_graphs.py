@@ -1,10 +1,9 @@
-"""Steps with prompts as recorded graphs: one replay instead of hundreds of launches.
+"""Steps with prompts as recorded graphs.
 
-A step has some decode rows, then rows of prompts of any length. What differs between steps is in
-one static int32 array, from which the device reads the rows. A graph is recorded for a number of
-tokens and a maximum of decode rows; smaller steps are padded with rows of the scratch slot. The
-last hidden state of each row is copied to a static tensor, and a second graph, recorded by number
-of rows alone, computes logits and samples tokens from it.
+A step has decode rows, then prompts of any length. The device reads what differs from a static
+int32 array. Graphs are recorded by tokens and maximum of decode rows; smaller steps are padded with
+the scratch slot. Each row's last state goes to a static tensor, from which a second graph, recorded
+by rows, computes logits and samples.
 """
 
 from __future__ import annotations
@@ -31,25 +30,24 @@ from .written_tokens import WrittenTokens
 logger = logging.getLogger("jackfield.worker")
 
 FIRST_TOKENS = frozenset({128, 256, 512, 1024, 2048, 4096})
-"""Numbers of tokens of steps without decode rows that are recorded before all others."""
+"""Tokens of steps without decode rows that are recorded first."""
 STRIDE = 512
-"""Distance between the numbers of tokens of mixed steps that are recorded next."""
+"""Distance between the next recorded numbers of tokens."""
 MAX_TOKENS = 8192
-"""Tokens of the largest recorded step. With more, the device hides the launches."""
+"""Tokens of the largest recorded step; beyond, the device hides the launches."""
 RUN_FIRST = 512
-"""Steps of up to this many tokens run once before they are recorded."""
+"""Steps up to this size run once before they are recorded."""
 WORTH_RECORDING = 4.0
-"""Steps' worth of padding that a graph would have saved from which on it is recorded in traffic: a
-recording takes as long as a few steps."""
+"""Saved padding, in steps, from which a graph is recorded in traffic: recording takes a few steps'
+time."""
 FREE_TOKENS = 256
-"""Tokens that a step computes in about the time of fewer: it reads all weights anyway."""
+"""Tokens that take about as long as fewer: a step reads all weights anyway."""
 
 
 def token_counts(max_tokens: int) -> list[int]:
-    """Numbers of tokens to record: within a quarter up to 512, every 32 up to 640, where prompts of
-    a common length have decode rows beside them, every 64 up to 1,280, for most steps while others
-    decode have 1,024 (`SHORT_STEP_SECONDS`) or what ends a prompt beside another, then every
-    256."""
+    """Return numbers of tokens to record: within a quarter up to 512, every 32 up to 640 (common
+    prompts beside decode rows), every 64 up to 1,280 (`SHORT_STEP_SECONDS`), then every 256.
+    """
     counts = [16, 32, *range(64, 256, 32), *range(256, 512, 64), *range(512, 640, 32)]
     counts += range(640, 1280, 64)
     counts += range(1280, MAX_TOKENS + 1, 256)
@@ -57,13 +55,11 @@ def token_counts(max_tokens: int) -> list[int]:
 
 
 def decode_row_counts(max_num_seqs: int) -> list[int]:
-    """Maxima of decode rows to record for: none, and a few that are far apart."""
+    """Return maxima of decode rows to record: none, and a few far apart."""
     return [0, *(n for n in (16, 64) if n < max_num_seqs), max_num_seqs]
 
 
 class MixedGraphs:
-    """Records steps of prompts and decode rows, and replays them."""
-
     def __init__(
         self,
         *,
@@ -79,11 +75,11 @@ class MixedGraphs:
         in_traffic: bool,
         written: WrittenTokens | None = None,
     ) -> None:
-        """`forward`: maps a step's inputs to hidden states of T tokens; `logits`: from those
-        of R rows to those that an ending samples from; `max_tokens`: of any step; `endings`: to
-        record, the most useful first; `errors`: of recordings, on all ranks;
-        `in_traffic`: whether a step's launch may run another step first; `written`: gets the tokens
-        of each run, besides `outputs`."""
+        """`forward`: inputs → hidden states of T tokens; `logits`: R rows' states → what an ending
+        samples from; `max_tokens`: of any step; `endings`: to record, in order; `errors`: of
+        recordings, on all ranks; `in_traffic`: whether a launch may first run another step;
+        `written`: gets tokens, besides `outputs`.
+        """
         self._forward = forward
         self._logits = logits
         self._batch = batch
@@ -99,28 +95,26 @@ class MixedGraphs:
         self._steps: dict[MixedKey, Replay] = {}
         self._endings: dict[tuple[int, Ending], Replay] = {}
         self._lost: dict[MixedKey, float] = {}
-        """Missing graph → steps' worth of padding since the start, for want of it."""
+        """Missing graph → steps' worth of padding lost so far."""
         self.num_recorded = 0
-        """Graphs recorded so far."""
         max_rows = self._num_rows(MixedKey(self._decode_counts[-1], self._token_counts[-1]))
         self._inputs = MixedInputs(batch, max_rows)
         device = batch.device
         self._slots = torch.full((max_rows,), batch.scratch_slot, dtype=torch.int64, device=device)
         self._lengths = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self._last_states: HiddenStates = torch.empty(0, device=device)
-        """Of max_rows rows: the last states of each; allocated by the first step."""
+        """Last states of max_rows rows; allocated by the first step."""
         self.states: HiddenStates = torch.empty(0, device=device)
-        """Of max_tokens rows: hidden states of the step launched last."""
+        """The last step's states of max_tokens rows."""
         self.outputs = sampler.outputs
-        """Tokens of the step finished last, unless it ended with logits."""
+        """The last step's tokens, unless it ended with logits."""
         self.logits = torch.empty(0, device=device)
-        """[max_num_seqs, vocab_size] Logits of the step finished last without sampling."""
+        """[max_num_seqs, vocab_size] Logits of the last step without sampling."""
 
     # ------------------------------------------------------------ serving a step
 
     def launch(self, rows: StepRows, writes: np.ndarray) -> bool:
-        """Replay a step up to the last hidden state of each row. Returns False, with nothing done,
-        if no graph serves it."""
+        """Replay a step up to each row's last state; False, unchanged, without a graph."""
         if self._backend.prefers_launch(rows.query_lens, rows.seq_lens):
             return False
         shape = shape_of(rows)
@@ -132,8 +126,7 @@ class MixedGraphs:
         return True
 
     def finish(self, num_rows: int, ending: Ending) -> None:
-        """Replay logits and sampling (to `outputs`), or logits alone (to `logits`), of the step
-        launched last."""
+        """Replay the last step's logits, with sampling (to `outputs`) or without (to `logits`)."""
         candidates = (
             rows for rows in self._row_counts
             if num_rows <= rows <= self._filled_rows and (rows, ending) in self._endings
@@ -146,18 +139,18 @@ class MixedGraphs:
         count_run(ending, self._written)
 
     def sampling_inputs(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return slots and lengths of the step launched last, [num_rows] int64."""
+        """Return the last step's slots and lengths, [num_rows] int64."""
         return self._slots[:num_rows], self._lengths[:num_rows]
 
     @property
     def _filled_rows(self) -> int:
-        """Number of rows set by the step launched last: those of requests, and padding."""
+        """Rows set by the last step, with padding."""
         return self._num_rows(self._inputs.key)
 
     def _serving(self, shape: StepShape) -> MixedKey | None:
-        """Return the recorded graph that serves a step with the least padding. One is recorded here
-        only if enough was lost for want of it: that takes as long as several steps, in which no
-        request gets a token, but a server that is never idle would lose it for ever."""
+        """Return the graph that serves a step with least padding, recording one if enough was lost:
+        that takes several steps' time, but a busy server would otherwise never record it.
+        """
         best = self._smallest_key(shape)
         if best in self._steps:
             return best
@@ -182,15 +175,14 @@ class MixedGraphs:
         return target
 
     def _is_due(self, target: MixedKey, key: MixedKey | None) -> bool:
-        """Count what a step that `key` serves (None: it is launched) loses for want of a graph;
-        return whether that is to be recorded now."""
+        """Count a step's loss with `key` (None: launched); return whether to record now."""
         padding = target.tokens if key is None else key.tokens - target.tokens
         lost = self._lost.get(target, 0.0) + padding / max(target.tokens, FREE_TOKENS)
         self._lost[target] = lost
         return lost >= WORTH_RECORDING
 
     def _smallest_key(self, shape: StepShape) -> MixedKey | None:
-        """Return the smallest possible graph for a step, recorded or not."""
+        """Return the smallest possible graph for a step."""
         decode_rows = next(n for n in self._decode_counts if n >= shape.decode_rows)
         first = bisect.bisect_left(self._token_counts, shape.tokens)
         for tokens in self._token_counts[first:]:
@@ -210,15 +202,16 @@ class MixedGraphs:
         )
 
     def _num_rows(self, key: MixedKey) -> int:
-        """Return the rows of a graph: at least as many as the ending that serves them reads."""
+        """Return a graph's rows: at least those read by the ending."""
         rows = key.decode_rows + key.prompt_rows
         return max(rows, next((n for n in self._row_counts if n >= rows), self._row_counts[-1]))
 
     # ------------------------------------------------------------ recording
 
     def missing(self) -> list[MixedKey | tuple[int, Ending]]:
-        """Return what is not recorded yet, the most useful first: plain endings, a few numbers of
-        tokens that are far apart, other endings, then the numbers between them by halves."""
+        """Return what to record, in order: plain endings, a few numbers of tokens far apart, other
+        endings, then by halves.
+        """
         keys = [
             MixedKey(rows, tokens)
             for tokens in self._token_counts
@@ -253,7 +246,6 @@ class MixedGraphs:
         ]  # fmt: skip
 
     def record_next(self) -> bool:
-        """Record the next missing item; return False if nothing is missing."""
         missing = self.missing()
         if not missing:
             return False
@@ -265,7 +257,7 @@ class MixedGraphs:
         return True
 
     def record_for(self, tokens: int) -> None:
-        """Record the graphs that serve a single prompt of this many tokens, with its endings."""
+        """Record the graphs for a single prompt of this size."""
         if (key := self._smallest_key(StepShape(0, 1, tokens))) is not None:
             self.record(key)
             for ending in self._kinds[:1]:
@@ -285,7 +277,6 @@ class MixedGraphs:
         return MixedKey(0, self._token_counts[0])
 
     def record(self, key: MixedKey) -> None:
-        """Record a step of `key.tokens` tokens."""
         start = time.monotonic()
         if not self._is_ready(key):
             self._run_once(key)
@@ -300,20 +291,18 @@ class MixedGraphs:
         logger.debug("recorded %s in %.3f s", key, time.monotonic() - start)
 
     def _is_ready(self, key: MixedKey) -> bool:
-        """Whether all that a step launches has been launched before: larger steps launch the same
-        kernels, and running one costs device time."""
+        """Whether a step's launches all ran before: larger steps launch the same kernels."""
         return key.tokens > RUN_FIRST and any(
             done.decode_rows == key.decode_rows for done in self._steps
         )
 
     def _run_once(self, key: MixedKey) -> None:
-        """Run a step without recording, so that all kernels are compiled and all workspaces
-        allocated."""
+        """Run a step, so that kernels are compiled and workspaces allocated."""
         self._inputs.fill_scratch(key)
         self._step(key)
 
     def record_ending(self, rows: int, ending: Ending) -> None:
-        """Record logits, and most often tokens, of `rows` rows."""
+        """Record logits, and usually tokens, of `rows` rows."""
         if not parts(self._last_states)[0].numel():
             self.record(self._smallest())
         slots, lengths = self._slots.clone(), self._lengths.clone()
@@ -327,7 +316,7 @@ class MixedGraphs:
         self.num_recorded += 1
 
     def precompile(self, key: MixedKey) -> None:
-        """Go through a step while kernels are only compiled."""
+        """Run a step while kernels are only compiled."""
         self._inputs.fill_scratch(key)
         self._inputs.write(key)
         inputs = self._expand(key)
@@ -377,5 +366,4 @@ class MixedGraphs:
 
 
 def _new_rows(states: HiddenStates, rows: int) -> HiddenStates:
-    """Allocate states of another number of tokens."""
     return each(states, lambda part: part.new_empty(rows, part.shape[1]))

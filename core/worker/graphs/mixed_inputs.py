@@ -1,4 +1,4 @@
-"""What steps with prompts are recorded for, and the static input that their graphs read."""
+"""Sizes and static input of recorded steps with prompts."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ...nn.context import MixedRows
 from ..batch import PersistentBatch, StepInputs, StepRows
 
 MIN_PROMPT_ROWS, MAX_PROMPT_ROWS = 4, 256
-"""Rows of prompts, padding included, that a graph has room for."""
+"""Prompt rows of a graph, with padding."""
 TOKENS_PER_PROMPT_ROW = 8
 MAX_WRITES = 1 << 16
-"""Token and block ids that a recorded step may write into slots; more are written before it."""
+"""Most slot writes within a recorded step; more precede it."""
 
 
 class MixedKey(NamedTuple):
-    """The sizes that a graph is recorded for."""
+    """Sizes of a graph."""
 
     decode_rows: int
     """Maximum"""
@@ -26,13 +26,13 @@ class MixedKey(NamedTuple):
 
     @property
     def prompt_rows(self) -> int:
-        """Maximum, padding included."""
+        """Maximum, with padding."""
         rows = self.tokens // TOKENS_PER_PROMPT_ROW
         return min(max(MIN_PROMPT_ROWS, rows), MAX_PROMPT_ROWS)
 
 
 class StepShape(NamedTuple):
-    """The sizes of a step that determine its graph."""
+    """Sizes of a step that determine its graph."""
 
     decode_rows: int
     prompt_rows: int
@@ -46,8 +46,6 @@ def shape_of(rows: StepRows) -> StepShape:
 
 
 class MixedInputs:
-    """The static input of mixed graphs."""
-
     def __init__(self, batch: PersistentBatch, max_rows: int) -> None:
         self._batch = batch
         self._most = max_rows
@@ -66,10 +64,10 @@ class MixedInputs:
         self._writes = array[header:].view(-1, 2)
         self._header = header
         self.key = MixedKey(0, 0)
-        """Sizes of the step sent last."""
+        """Sizes of the last step."""
 
     def fill(self, rows: StepRows, writes: np.ndarray, shape: StepShape, key: MixedKey) -> None:
-        """Send a step's rows, padded to the graph's tokens, and what it writes."""
+        """Send a step's rows, padded, and its writes."""
         batch = self._batch
         if len(writes) > MAX_WRITES:
             count = np.asarray([len(writes)], dtype=np.int32)
@@ -99,18 +97,17 @@ class MixedInputs:
         self.key = key
 
     def fill_scratch(self, key: MixedKey) -> None:
-        """Set all rows to padding."""
         none = np.zeros(0, dtype=np.int32)
         rows = StepRows.of(none, none, none, none)
         self.fill(rows, np.zeros((0, 2), dtype=np.int32), StepShape(0, 0, 0), key)
 
     def write(self, key: MixedKey) -> None:
-        """Apply to slots the writes that were sent with the rows."""
+        """Apply the writes sent with the rows."""
         batch = self._batch
         batch.operations.scatter(batch.table.storage, self._writes, self._num_writes)
 
     def expand(self, key: MixedKey, num_rows: int) -> StepInputs:
-        """Compute the inputs of the forward pass and the ending on the device."""
+        """Compute the inputs of forward pass and ending on the device."""
         batch = self._batch
         query_start = self._query_start[: num_rows + 1]
         tensors = batch.step_tensors(

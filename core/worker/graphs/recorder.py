@@ -13,7 +13,7 @@ logger = logging.getLogger("jackfield.worker")
 
 Replay = Callable[[], object]
 Recorder = Callable[[Callable[[], None]], Replay]
-"""Records the work that a function enqueues; returns a function that enqueues it again."""
+"""Records a function's enqueued work; returns a function that repeats it."""
 
 
 class NotRecorded(RuntimeError):
@@ -21,14 +21,14 @@ class NotRecorded(RuntimeError):
 
 
 class CountedRecorder:
-    """Counts the recordings that fail, and logs the first of them."""
+    """Counts failed recordings, and logs the first."""
 
     def __init__(self, record: Recorder) -> None:
         self._record = record
         self.num_failures = 0
 
     def __call__(self, function: Callable[[], None]) -> Replay:
-        """Record `function`. Raises RuntimeError if that fails."""
+        """Record `function`. Raises RuntimeError."""
         try:
             return self._record(function)
         except RuntimeError as error:
@@ -43,7 +43,7 @@ class CountedRecorder:
 
 
 class CudaRecorder:
-    """Records CUDA graphs that share one pool of memory. All ranks record the same."""
+    """Records CUDA graphs with a common memory pool; all ranks record the same."""
 
     def __init__(self, device: torch.device, ranks: Ranks = ONE_RANK) -> None:
         self._device, self._ranks = device, ranks
@@ -51,8 +51,9 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, function: Callable[[], None]) -> Replay:
-        """Record `function` without running its kernels. Other threads may go on using the
-        device. Raises RuntimeError, with several ranks NotRecorded on all of them."""
+        """Record `function` without running kernels; other threads may use the device. Raises
+        RuntimeError, or with several ranks NotRecorded on all.
+        """
         if self._ranks.tensor.size == 1:
             return self._record(function)
         replay, failure = None, None

@@ -1,4 +1,4 @@
-"""Numbers at a fixed place on the device, from which recorded steps read what differs."""
+"""Numbers at a fixed device address, read by recorded steps."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from ..batch import PersistentBatch
 
 
 class StaticNumbers:
-    """An int32 array that is sent where it changes: between two steps without a copy, the device
-    does not stop for one. Most steps of few rows give no row a block, and have equal numbers."""
+    """An int32 array, sent only when it changes, as most small steps do not change it and the
+    device stops for copies.
+    """
 
     def __init__(self, batch: PersistentBatch, size: int) -> None:
         self.array = torch.zeros(size, dtype=torch.int32, device=batch.device)
-        """[size] Nothing else writes to it."""
+        """[size] Written here only."""
         self._batch = batch
         self._sent = np.empty(0, dtype=np.int32)
-        """What the array begins with."""
+        """The array's beginning."""
 
     def send(self, numbers: np.ndarray) -> None:
-        """Let the array begin with these numbers, int32. The caller does not change them later."""
+        """Set the array's beginning; the caller must not change `numbers` later."""
         if not np.array_equal(numbers, self._sent):
             self._batch.copy_into(self.array, numbers)
             self._sent = numbers

@@ -1,4 +1,4 @@
-"""The layers' caches: which layers share a block table, and their memory."""
+"""Allocation of layers' caches, and their grouping."""
 
 from __future__ import annotations
 
@@ -21,11 +21,10 @@ def form_cache_groups(
     config: EngineConfig,
     max_model_len: int,
 ) -> tuple[CacheGroup, ...]:
-    """Return the groups of layers that share a block table: one for all layers if a backend or
-    a KV connector supports no other grouping, or if layers store different things.
+    """Return the groups of layers with a common block table: one, if a backend or connector
+    requires it, or if layers store different things.
 
-    specs: of the layers of all stages; refusal: why the backend supports no other grouping, as a
-    clause; None: it does.
+    specs: of all stages' layers; refusal: the backend's reason for one group, or None.
     """
     groups = form_groups(
         specs,
@@ -53,8 +52,9 @@ def bind_cache(
     dtype: torch.dtype,
     device: torch.device,
 ) -> list[dict[str, torch.Tensor]]:
-    """Allocate the cache. Layers at the same index of different groups share memory, but no
-    blocks. Return the parts at each index."""
+    """Allocate the cache; layers at the same index of different groups share memory, but no blocks.
+    Return the parts at each index.
+    """
     shared: list[dict[str, torch.Tensor]] = []
     for number, group in enumerate(groups):
         for place, layer in enumerate(layers[index] for index in group.layers):

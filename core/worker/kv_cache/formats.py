@@ -22,23 +22,22 @@ KV_DTYPES = {
     "fp8_e5m2": torch.float8_e5m2,
 }
 QUANTIZED_WRITES = frozenset({"cached_heads.quantized", "write_cache.quantized"})
-"""Features of `Operations` that write a quantized cache."""
+"""Features of `Operations` that write quantized caches."""
 LOCAL = "sliding_window"
-"""The word in `EngineConfig.kv_cache_dtype_skip_layers` for all layers with a window or chunks."""
+"""Word in `EngineConfig.kv_cache_dtype_skip_layers` for layers with a window or chunks."""
 
 
 class CacheFormats(NamedTuple):
-    """What the caches of a model's layers ask of backends."""
+    """What the layers' caches require of backends."""
 
     dtype: torch.dtype
-    """Of layers without a format of their own."""
+    """Of layers without their own format."""
     fp8_layers: tuple[Attention, ...]
     quantized: str | None
-    """Name of the quantized format that layers have."""
+    """The layers' quantized format."""
 
     @property
     def fp8_cache(self) -> bool:
-        """Whether a layer stores fp8."""
         return bool(self.fp8_layers)
 
 
@@ -48,10 +47,10 @@ def choose_formats(
     checkpoint_dtype: str | None,
     dtype: torch.dtype,
 ) -> CacheFormats:
-    """Set each layer's `cache_format`, and the scales of those that store fp8.
+    """Set each layer's `cache_format`, and fp8 scales.
 
-    checkpoint_dtype: what "auto" is; dtype: the model's. Raises ConfigError for a type that the
-    model cannot have.
+    checkpoint_dtype: meaning of "auto"; dtype: the model's. Raises ConfigError for an impossible
+    type.
     """
     name: str = config.kv_cache_dtype
     if name == "auto" and checkpoint_dtype is not None:
@@ -96,7 +95,7 @@ def choose_formats(
 
 
 def _skipped(layers: Sequence[Attention], words: Sequence[str]) -> set[int]:
-    """Return the numbers of the layers that stay in the model's type."""
+    """Return the layers that keep the model's type."""
     skipped: set[int] = set()
     for word in words:
         if word == LOCAL:

@@ -18,9 +18,9 @@ from ...protocols.kv import KVLayout
 from .memory import bytes_per_token
 
 SAMPLES = 64
-"""Elements of each weight that the fingerprint looks at, spread over it."""
+"""Elements per weight in the fingerprint."""
 FORMAT = b"jackfield kv 1"
-"""Increased if the meaning of a cached block changes."""
+"""Increased when a cached block's meaning changes."""
 
 
 def kv_layout(
@@ -32,8 +32,9 @@ def kv_layout(
     device: torch.device,
     ranks: Ranks = ONE_RANK,
 ) -> KVLayout:
-    """Return the layout of caches for `specs`, [num_layers]. What a rank caches is of use to the
-    same rank of as many alone. `device`: that of the ranks' tensors; all ranks call this."""
+    """Return the layout of caches `specs`, [num_layers]. A rank's cache fits the same rank of
+    equally many only. All ranks call this; `device`: of their tensors.
+    """
     layers = tuple(spec.parts for spec in specs)
     hf_config = dict(model_config.hf_config.to_dict())
     for name in ("_name_or_path", "transformers_version"):
@@ -65,15 +66,14 @@ def kv_layout(
 
 
 def model_fingerprint(model: nn.Module) -> bytes:
-    """Return a digest [32] of the names, shapes, dtypes and a sample of all weights."""
+    """Return a digest [32] of all weights' names, shapes, dtypes and samples."""
     digest = blake2b(type(model).__name__.encode(), digest_size=32)
     _hash_weights(model, digest)
     return digest.digest()
 
 
 def _hash_weights(model: nn.Module, digest: blake2b) -> None:
-    """Hash names, shapes and a sample of each tensor: this is cheap, and differs for a
-    fine-tune."""
+    """Hash names, shapes and samples, which is cheap and differs for a fine-tune."""
     samples: dict[torch.dtype, list[torch.Tensor]] = {}
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())

@@ -1,4 +1,4 @@
-"""Sizes the KV cache, with a clear error if memory is not enough."""
+"""Sizes the KV cache."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from ...errors import OutOfMemory
 
 GIB = 1 << 30
 MOST_EMPTY_BLOCKS = 1 << 18
-"""Blocks without bytes: enough for any use, and few enough for lists on the host."""
+"""Blocks without bytes: plenty, but few enough for lists."""
 LEAST_LENGTH = 2
-"""Tokens that must fit where `max_model_len` is auto: one of a prompt, and one that follows it."""
+"""Tokens that must fit with an automatic `max_model_len`: a prompt's and one more."""
 
 CACHE_LINE = 64
-"""Bytes to whose multiple torch aligns its own tensors on a CPU."""
+"""torch's alignment of tensors on a CPU."""
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return zeros. On a CPU, pages take memory and time when they are first written, not now: most
-    of a cache is never used by a short program."""
+    """Return zeros; on a CPU, pages are allocated when written, as programs use little of a
+    cache.
+    """
     if device.type != "cpu":
         return torch.zeros(*shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize
@@ -35,7 +36,6 @@ def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> tor
 
 
 def bytes_per_token(spec: TokenCache) -> int:
-    """Bytes that one layer caches per token."""
     return sum(
         part.count * math.prod(part.shape) * getattr(torch, part.dtype).itemsize
         for part in spec.parts
@@ -45,7 +45,6 @@ def bytes_per_token(spec: TokenCache) -> int:
 def allocate_cache(
     spec: TokenCache, num_blocks: int, block_size: int, device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Return a layer's cache of zeros: part name → [count, num_blocks, block_size, *shape]."""
     return {
         part.name: zeros(
             (part.count, num_blocks, block_size, *part.shape), getattr(torch, part.dtype), device
@@ -57,7 +56,7 @@ def allocate_cache(
 def bytes_per_block(
     specs: Sequence[TokenCache], groups: Sequence[CacheGroup], block_size: int
 ) -> int:
-    """Return the bytes of one block for all layers of a group; smaller groups leave a part unused.
+    """Return the bytes of a block over a group's layers; smaller groups waste some.
 
     specs: [num_layers]
     """
@@ -67,40 +66,37 @@ def bytes_per_block(
 
 @dataclass(frozen=True)
 class CacheDemand:
-    """What one sequence takes of the KV cache."""
+    """A sequence's needs of the KV cache."""
 
     groups: Sequence[CacheGroup]
     block_bytes: int
-    """Of one block; 0: layers keep states alone, and blocks only count tokens."""
+    """Of one block; 0: blocks only count tokens."""
     block_size: int
     max_model_len: int
     max_chunk: int
-    """Most tokens of a sequence per step."""
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of a sequence of `max_model_len`."""
         return sequence_blocks(self.groups, self.max_model_len, self.block_size, self.max_chunk)
 
     def longest(self, available: int) -> int:
-        """Return the most tokens of a sequence that fits in `available` bytes, the null block
-        included; at most `max_model_len`."""
+        """Return the longest sequence in `available` bytes (with the null block), up to
+        `max_model_len`.
+        """
         if not self.block_bytes:
             return self.max_model_len
         return self.longest_of(available // self.block_bytes)
 
     def longest_of(self, num_blocks: int) -> int:
-        """Return the same for so many blocks."""
         return longest_sequence(
             self.groups, num_blocks - 1, self.block_size, self.max_chunk, self.max_model_len
         )
 
 
 def num_kv_blocks(config: EngineConfig, demand: CacheDemand, available: int) -> int:
-    """Return the number of blocks, the null block included, for `available` bytes.
+    """Return the blocks for `available` bytes, with the null block.
 
-    Raises OutOfMemory if one sequence of `max_model_len` does not fit; where that is auto, if
-    fewer than LEAST_LENGTH tokens do.
+    Raises OutOfMemory if `max_model_len` does not fit, or LEAST_LENGTH if automatic.
     """
     if config.num_gpu_blocks_override is not None:
         return config.num_gpu_blocks_override
@@ -138,7 +134,7 @@ def _in_gib(size: int) -> str:
 
 
 def explain_oom(error: RuntimeError | MemoryError, doing: str) -> OutOfMemory:
-    """Return advice for the case that the device ran out of memory while `doing`."""
+    """Return advice after the device ran out of memory while `doing`."""
     reason, _, _ = str(error).partition("\n")
     return OutOfMemory(
         f"out of device memory while {doing}: lower gpu_memory_utilization, max_num_batched_tokens "

@@ -1,9 +1,7 @@
-"""Scales of an fp8 cache taken from the first step that is served: `calculate_kv_scales`.
+"""Scales of an fp8 cache from the first step: `calculate_kv_scales`.
 
-The range of a layer's keys and values is known only once they are computed, and all cached values
-of a layer share one constant scale. So the first step with tokens fixes each layer's scales, after
-its projection and before anything of it is cached. Scales are constants of every launch from then
-on, also of decode graphs, which are recorded afterwards.
+A layer's values share a constant scale, known only once computed. So the first step fixes it
+between projection and caching; graphs are recorded afterwards.
 """
 
 from __future__ import annotations
@@ -29,15 +27,14 @@ from ...protocols.attention import AttentionSpec
 logger = logging.getLogger("jackfield.worker")
 
 KEY_RANGE, VALUE_RANGE = 200.0, 100.0
-"""Stored magnitude of the largest key and the largest value of the first step (vLLM's constants).
-The types reach to 448 (e4m3) and 57344 (e5m2): the rest is headroom for larger values of later
-steps."""
+"""Stored magnitude of the first step's largest key and value (vLLM's constants), with headroom up
+to 448 (e4m3) or 57344 (e5m2)."""
 
 
 def unscaled(layers: Sequence[Attention], config: EngineConfig, fp8_cache: bool) -> list[Attention]:
-    """Return the layers whose scales must be computed, because the checkpoint has none.
+    """Return the layers without scales in the checkpoint.
 
-    Raises ConfigError where the cache is not fp8.
+    Raises ConfigError unless the cache is fp8.
     """
     if not config.calculate_kv_scales:
         return []
@@ -51,14 +48,13 @@ def unscaled(layers: Sequence[Attention], config: EngineConfig, fp8_cache: bool)
 
 
 def to_be_scaled(spec: AttentionSpec) -> AttentionSpec:
-    """Return the spec that a backend must support once the scales are set."""
+    """Return the spec that a backend must support with scales."""
     return msgspec.structs.replace(spec, key_scale=0.5, value_scale=0.5)
 
 
 @contextlib.contextmanager
 def finding_scales(layers: Sequence[Attention], ranks: Ranks = ONE_RANK) -> Iterator[None]:
-    """Context in which a forward pass sets the scales of these layers, each before it caches; on
-    all ranks those of the largest values of any."""
+    """Context in which a forward pass sets these layers' scales, from all ranks' largest values."""
     fix = functools.partial(_fix, ranks)
     handles = [layer.register_forward_pre_hook(fix, with_kwargs=True) for layer in layers]
     try:
@@ -97,7 +93,6 @@ def _keys_and_values(
     key_norm: RMSNorm | None = None,
     **_others: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """→ key and value, [num_tokens, num_kv_heads, head_dim] each, as they will be cached"""
     _, key, value = layer.operations.heads(
         qkv.clone(),
         layer.layout,
@@ -110,8 +105,7 @@ def _keys_and_values(
 
 
 def _scale(ranks: Ranks, part: torch.Tensor, reach: float) -> float:
-    """Return the divisor. Values of a request that overflow are ignored, so that they do not set it
-    for all others."""
+    """Return the divisor, ignoring a request's overflows."""
     own = part.float().abs().nan_to_num(nan=0.0, posinf=0.0).amax()
     largest = float(ranks.tensor.all_gather(own[None]).amax())
     return largest / reach if largest > 0 else 1.0

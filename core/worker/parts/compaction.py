@@ -1,4 +1,4 @@
-"""Compaction: chooses the tokens of slots that stay, and moves their keys and values."""
+"""Compaction: chooses tokens to keep, and moves their keys and values."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ logger = logging.getLogger("jackfield.worker")
 
 
 class Compactor:
-    """Carries out the compactions of plans, before the rows of the same plan. Nothing waits for the
-    device."""
+    """Runs a plan's compactions before its rows, without waiting for the device."""
 
     def __init__(
         self,
@@ -44,9 +43,9 @@ class Compactor:
         dtype: torch.dtype,
         ring: QueryRing | None = None,
     ) -> None:
-        """described: what errors call the compressor. layers: all of the model's, with their caches
-        bound. dtype: in which the compressor gets keys and values. ring: the last queries, for a
-        compressor that needs them."""
+        """described: the compressor, for errors. layers: all, with caches bound. dtype: of the
+        compressor's input. ring: last queries, if needed.
+        """
         self._compressor = compressor
         self._described = described
         self._layers = tuple(layers)
@@ -58,11 +57,9 @@ class Compactor:
         self._merges = type(compressor).merged_values is not KVCompressor.merged_values
 
     def run(self, compactions: Sequence[Compaction]) -> dict[int, str]:
-        """Move caches to their new blocks, all requests of the plan together; `table` still has the
-        old ones.
+        """Move all requests' caches to new blocks; `table` has the old ones.
 
-        Return the slots whose compaction failed, with the reason: their new blocks hold nothing of
-        use, and their requests must end.
+        Return failed slots with reasons: their new blocks are useless, and requests must end.
         """
         failures: dict[int, str] = {}
         moves = self._moves(compactions)
@@ -78,7 +75,7 @@ class Compactor:
         return failures
 
     def warm_up(self) -> None:
-        """Compact the null block, in the scratch slot, so that kernels are compiled."""
+        """Compact the null block in the scratch slot, compiling kernels."""
         count = min(2, self._block_size)
         self.run([Compaction(self._table.scratch_slot, count, count, (0,))])
 
@@ -88,7 +85,7 @@ class Compactor:
         return cache
 
     def _move(self, layers: slice, moves: CacheMoves) -> None:
-        """Move what these layers store, as it is: parts of one kind together."""
+        """Move these layers' caches unchanged, parts of a kind together."""
         kinds: dict[object, list[tuple[int, torch.Tensor]]] = {}
         for place, number in enumerate(range(len(self._layers))[layers]):
             for name, part in token_parts(self._cache(number)).items():
@@ -102,7 +99,7 @@ class Compactor:
             self._operations.compact_caches(parts, moves._replace(chosen=chosen))
 
     def _moves(self, compactions: Sequence[Compaction]) -> CacheMoves:
-        """Return the moves with no token chosen yet: the first of each cache stands for all."""
+        """Return moves without chosen tokens: the first stands for all."""
         device = self._table.storage.device
         counts = tuple(compaction.kept for compaction in compactions)
         columns = max(len(compaction.block_ids) for compaction in compactions)
@@ -127,10 +124,9 @@ class Compactor:
         chosen: torch.Tensor,
         failures: dict[int, str],
     ) -> list[torch.Tensor | None]:
-        """Choose the tokens of these layers. chosen: their part of `CacheMoves.chosen`.
+        """Choose these layers' tokens. chosen: their part of `CacheMoves.chosen`.
 
-        Return, per compaction, merged values [kept, num_kv_heads, head_dim]; None: the tokens keep
-        their own.
+        Return, per compaction, merged values [kept, num_kv_heads, head_dim], or None.
         """
         merged: list[torch.Tensor | None] = []
         end = 0
@@ -150,8 +146,7 @@ class Compactor:
     def _choose_one(
         self, layers: slice, compaction: Compaction, chosen: torch.Tensor
     ) -> torch.Tensor | None:
-        """Choose the tokens of one request that stay. Return their values, where others were
-        merged into them, of the last of these layers."""
+        """Choose one request's tokens. Return merged values, if any, of the last layer."""
         cached = self._cached_scores(layers, compaction)
         if cached is not None:
             self._operations.best_tokens(cached, chosen)
@@ -191,8 +186,9 @@ class Compactor:
         return merged
 
     def _cached_scores(self, layers: slice, compaction: Compaction) -> torch.Tensor | None:
-        """Return the scores that the compressor reads from the caches themselves, [L, num_kv_heads,
-        num_tokens]; None if it does not, or these caches are not alike."""
+        """Return scores read from the caches, [L, num_kv_heads, num_tokens]; None if unsupported,
+        or the caches differ.
+        """
         own = self._layers[layers]
         caches = [self._cache(number) for number in range(len(self._layers))[layers]]
         alike = {
@@ -221,7 +217,7 @@ class Compactor:
     def _write_merged(
         self, number: int, moves: CacheMoves, merged: Sequence[torch.Tensor | None]
     ) -> None:
-        """Replace the values of a layer's tokens that have moved."""
+        """Replace moved tokens' values in a layer."""
         size, cache = self._block_size, self._cache(number)
         scale = self._layers[number].spec.value_scale
         for request, new in enumerate(merged):
@@ -234,9 +230,9 @@ class Compactor:
 def load_compressor(
     plugins: Plugins, config: EngineConfig, layers: Sequence[Attention], cache_dtype: torch.dtype
 ) -> KVCompressor:
-    """Return the compressor that the configuration names.
+    """Return the configured compressor.
 
-    Raises ConfigError if a layer's cache cannot be compacted, or not by this one.
+    Raises ConfigError if a layer's cache cannot be compacted by it.
     """
     name = config.kv_compression
     assert name is not None, "no KV compressor is configured"
@@ -258,7 +254,7 @@ def load_compressor(
 
 
 def layer_refusal(layer: Attention, cache_dtype: torch.dtype) -> str | None:
-    """Return why a layer's cache cannot be compacted; None if it can."""
+    """Return why a layer's cache cannot be compacted, or None."""
     if layer.spec.reach is not None:
         return "a layer has a sliding window or chunks, which count the tokens in the cache"
     if layer.spec.alibi_slopes is not None:

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
 
 class DraftedRoute:
-    """Forward pass, sampling and verification from one recorded graph, where all rows have as many
-    drafts as rows may have; otherwise the forward pass alone from one, as of prompts."""
+    """Uses one graph if all rows have the most drafts, else a graph of the forward pass, as for
+    prompts.
+    """
 
     def __init__(self, runner: ModelRunner, speculation: Speculation) -> None:
         self._runner = runner
@@ -29,7 +30,6 @@ class DraftedRoute:
         """By the variant of recorded steps, once they are recorded."""
 
     def launch(self, plan: StepPlan) -> LaunchedStep | None:
-        """Queue a step with drafts."""
         part: DraftPlan | None = plan.parts.get(NAME)
         if part is None or not part.num_drafts:
             return None

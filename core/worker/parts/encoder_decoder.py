@@ -1,4 +1,4 @@
-"""Sources of an encoder-decoder model: encoding them, and what layers need to attend to them."""
+"""Encodes an encoder-decoder model's sources, and provides them to layers."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from .part import PartNeeds, PartSite, PartStart, StartContext, WorkerPart
 
 
 class EncoderDecoderStart(PartStart):
-    """Finds the layers of a decoder that attend to a source."""
+    """Finds a decoder's layers with attention to a source."""
 
     option = "model"
 
     def __init__(self, start: StartContext) -> None:
-        """Raises ConfigError if these layers and the decoder's own attention differ in size: each
-        shares its memory with one of those."""
+        """Raises ConfigError if these layers differ in size from the decoder's own attention, whose
+        memory they share.
+        """
         self._start = start
         self._layers = source_attention(start.model)
         own = [layer.cache_spec(start.kv_dtype).parts for layer in start.layers]
@@ -45,54 +46,47 @@ class EncoderDecoderStart(PartStart):
         )
 
     def make(self, site: PartSite) -> EncoderDecoder:
-        """Make a backend whose rows are all tokens of a step."""
+        """Make a backend with a row per token."""
         backend = site.make_backend(site.batch.max_tokens)
         assert isinstance(backend, AttentionBackend), "sources have keys and values"
         return EncoderDecoder(self._start.model, backend, site.batch, site.batch.max_model_len)
 
     def bind(self, caches: Sequence[Mapping[str, torch.Tensor]]) -> None:
-        """Share the memory of layers that attend to the sequence."""
+        """Share the memory of self-attention."""
         for layer, parts in zip(self._layers, caches, strict=False):
             layer.bind(parts)
 
 
 def source_attention(model: nn.Module) -> list[SourceAttention]:
-    """Return the layers that attend to a source."""
     return [module for module in model.modules() if isinstance(module, SourceAttention)]
 
 
 class EncoderDecoder(WorkerPart):
-    """Encodes the sources of plans."""
-
     name = NAME
 
     def __init__(
         self, model: nn.Module, backend: AttentionBackend, batch: PersistentBatch, longest: int
     ) -> None:
-        """backend: for layouts whose rows are tokens of a step. longest: tokens of a source, at
-        most."""
+        """backend: for layouts with a row per token. longest: tokens of a source."""
         self._longest = longest
         self._model = model
         self._backend = backend
         self._batch = batch
 
     def context(self, inputs: StepInputs) -> SourceContext:
-        """Return what the layers of a step need."""
         assert inputs.source is not None, "the batch has sources"
         return SourceContext(self._backend, self._backend.build_metadata(inputs.source))
 
     def start(self, start: SlotStart, in_process: InProcess = NOTHING_IN_PROCESS) -> None:
-        """Note the length of a slot's source."""
         source: SourceStart = start.parts[NAME]
         self._batch.table.num_source[start.slot] = source.num_tokens
 
     def before(self, part: PartPlan | None, plan: StepPlan) -> None:
-        """Encode the plan's sources."""
         if isinstance(part, EncodePlan):
             self.encode(part.items)
 
     def encode(self, items: Sequence[EncodeItem]) -> None:
-        """Encode sources, all together, and write their keys and values to their blocks."""
+        """Encode sources together, writing keys and values to their blocks."""
         lengths = np.asarray([len(item.token_ids) for item in items], dtype=np.int32)
         starts = np.zeros(len(items) + 1, dtype=np.int32)
         np.cumsum(lengths, out=starts[1:])
@@ -114,8 +108,9 @@ class EncoderDecoder(WorkerPart):
         )  # fmt: skip
 
     def run_scratch(self, num_tokens: int) -> None:
-        """Encode sources of `num_tokens` in all to the null block, so that kernels are compiled, or
-        the memory of so many is measured."""
+        """Encode `num_tokens` of sources to the null block, to compile kernels or measure
+        memory.
+        """
         longest = self._longest
         lengths = [longest] * (num_tokens // longest)
         if rest := num_tokens % longest:

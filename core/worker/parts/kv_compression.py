@@ -1,4 +1,4 @@
-"""KV compression: compactions of a plan, run and timed before its rows."""
+"""KV compression: compactions, run and timed before a plan's rows."""
 
 from __future__ import annotations
 
@@ -18,12 +18,10 @@ from .part import PartNeeds, PartSite, PartStart, Report, StartContext, WorkerPa
 from .query_ring import QueryRing
 
 OPERATIONS = frozenset({"decode_inputs.dropped", "step_inputs.dropped"})
-"""What rows with compacted caches need."""
+"""Features for compacted caches."""
 
 
 class KVCompressionStart(PartStart):
-    """Loads the configured KV compressor."""
-
     option = "kv_compression"
 
     def __init__(self, start: StartContext) -> None:
@@ -36,7 +34,6 @@ class KVCompressionStart(PartStart):
         )
 
     def make(self, site: PartSite) -> KVCompression:
-        """Keep the queries that the compressor needs."""
         start, config, ring = self._start, self._start.config, None
         described = start.plugins["kv_compressor"].described(config.kv_compression or "")
         dtype = start.model_config.dtype
@@ -53,7 +50,7 @@ class KVCompressionStart(PartStart):
 
 
 def backend_refusal(backend: type[PagedBackend]) -> str | None:
-    """Return why an attention backend does not serve with the part; None: it does."""
+    """Return why an attention backend does not fit the part, or None."""
     if issubclass(backend, AttentionBackend):
         if not (backend.compacted_cache and backend.standard_cache):
             return "it reads no compacted cache (kv_compression)"
@@ -61,7 +58,7 @@ def backend_refusal(backend: type[PagedBackend]) -> str | None:
 
 
 class KVCompression(WorkerPart):
-    """Runs compactions, and keeps failures for the rows that they concern."""
+    """Runs compactions, and keeps failures for their rows."""
 
     name = NAME
 
@@ -73,30 +70,29 @@ class KVCompression(WorkerPart):
         *,
         divided: bool,
     ) -> None:
-        """ring: for a compressor that needs queries. divided: whether other ranks compute parts of
-        the model, with caches of their own."""
+        """ring: if the compressor needs queries. divided: whether other ranks have parts of
+        caches.
+        """
         self._compactor = compactor
         self._ring = ring
         self._batch = batch
         self._divided = divided
         self._failures: dict[int, str] = {}
-        """Slot → why its compaction failed, until a step has its row."""
+        """Slot → failure of its compaction, until its next row."""
         self._seconds: list[Callable[[], float]] = []
-        """Return the time that compactions took which no step has reported yet."""
+        """Timers of unreported compactions."""
 
     def start(self, start: SlotStart, in_process: InProcess = NOTHING_IN_PROCESS) -> None:
-        """Forget the queries of the request before."""
         if self._ring is not None:
             self._ring.start(start)
 
     def release(self, slot: int) -> None:
-        """Forget a failure."""
         self._failures.pop(slot, None)
 
     def move(self, part: PartPlan, plan: StepPlan) -> None:
-        """Queue the plan's compactions.
+        """Queue the compactions.
 
-        Raises RuntimeError if one fails and other ranks have a part of its cache.
+        Raises RuntimeError if one fails and other ranks share the cache.
         """
         assert isinstance(part, CompactionPlan)
         self._seconds.append(self._timed(lambda: self._run(part.compactions)))
@@ -110,12 +106,10 @@ class KVCompression(WorkerPart):
         self._batch.send_writes(self._batch.table.compacted(compactions))
 
     def context(self, inputs: StepInputs) -> QueryPlaces | None:
-        """Return where the step's queries are kept."""
         return None if self._ring is None else self._ring.places(inputs)
 
     def after(self, part: PartPlan | None, step: LaunchedStep) -> Report | None:
-        """Report the time of the compactions before a step, and fail those of its rows whose cache
-        holds nothing of use."""
+        """Report compactions' time, and fail rows with useless caches."""
         if self._failures:
             for row, slot in enumerate(step.plan.slots):
                 if slot in self._failures:
@@ -126,11 +120,10 @@ class KVCompression(WorkerPart):
         return lambda: CompactionResult(sum(seconds() for seconds in times))
 
     def warm_up(self) -> None:
-        """Run every launch that compactions need."""
         self._compactor.warm_up()
 
     def _timed(self, work: Callable[[], None]) -> Callable[[], float]:
-        """Queue work; return a function that gives its seconds once the device has done it."""
+        """Queue work; return a function for its seconds, once done."""
         if self._batch.device.type != "cuda":
             began = time.perf_counter()
             work()

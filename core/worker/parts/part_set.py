@@ -1,4 +1,4 @@
-"""The worker's parts, and for each of their methods the parts that have it."""
+"""The worker's parts, and those that override each method."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ P = TypeVar("P", bound=WorkerPart)
 
 
 class WorkerParts:
-    """Calls parts in their order, and none for what it does not do."""
+    """Calls parts in order, skipping methods that they lack."""
 
     def __init__(self, parts: Sequence[WorkerPart] = ()) -> None:
         self._parts = tuple(parts)
         self.per_slot = tuple(
             part for part in parts if _overrides(part, "start", "release", "upload")
         )
-        """Those that remember something of slots."""
+        """Parts with per-slot state."""
         self._moving = {part.name: part for part in parts if _overrides(part, "move")}
         self._receiving = {part.name: part for part in parts if _overrides(part, "receive")}
         self._before = [part for part in parts if _overrides(part, "before")]
@@ -47,13 +47,13 @@ class WorkerParts:
         return iter(self._parts)
 
     def find(self, kind: type[P]) -> P | None:
-        """Return the part of a class; None: there is none."""
         return next((part for part in self._parts if isinstance(part, kind)), None)
 
     @torch.inference_mode()
     def move(self, plan: StepPlan) -> StepPlan:
-        """Let parts rearrange what is cached, then take in what they were sent. Return the plan
-        without what they have done."""
+        """Let parts rearrange the cache, then receive data. Return the plan without what is
+        done.
+        """
         done = [name for name in plan.parts if name in self._moving]
         try:
             for name in done:
@@ -66,23 +66,23 @@ class WorkerParts:
         return msgspec.structs.replace(plan, parts=rest)
 
     def receive(self, plan: StepPlan) -> None:
-        """Let parts take in what they were sent with a plan, whether it is run or not."""
+        """Let parts receive a plan's data, run or not."""
         for name, part in plan.parts.items():
             if (receiver := self._receiving.get(name)) is not None:
                 receiver.receive(part)
 
     def before(self, plan: StepPlan) -> None:
-        """Let parts queue what precedes the forward pass."""
+        """Let parts queue work before the forward pass."""
         for part in self._before:
             part.before(plan.parts.get(part.name), plan)
 
     def context(self, inputs: StepInputs) -> dict[str, Any]:
-        """Return what layers find of parts."""
+        """Return parts' data for layers."""
         contexts = {part.name: part.context(inputs) for part in self._context}
         return {name: value for name, value in contexts.items() if value is not None}
 
     def computed(self, inputs: StepInputs, hidden: HiddenStates) -> None:
-        """Let parts queue what reads the states of a forward pass."""
+        """Let parts queue work on the forward pass's states."""
         for part in self._computed:
             part.computed(inputs, hidden)
 
@@ -105,16 +105,16 @@ class WorkerParts:
             yield
 
     def recordable(self, plan: StepPlan) -> bool:
-        """Return whether a recorded graph may serve the step."""
+        """Return whether a graph may serve the step."""
         return all(part.recordable(plan) for part in self._recordable)
 
     def sampled(self, plan: StepPlan, output: dict[str, torch.Tensor], rows: Sequence[int]) -> None:
-        """Let parts queue what follows sampling, and add to what the host gets."""
+        """Let parts queue work after sampling, and extend the host's output."""
         for part in self._sampled:
             part.sampled(plan, output, rows)
 
     def after(self, plan: StepPlan, step: LaunchedStep) -> None:
-        """Let parts queue what follows the step, and note what they report."""
+        """Let parts queue work after the step, and collect reports."""
         for part in self._after:
             report = part.after(plan.parts.get(part.name), step)
             if report is not None:
@@ -122,12 +122,11 @@ class WorkerParts:
         step.reports |= self.poll()
 
     def poll(self) -> dict[str, Report]:
-        """Return what parts report whether a plan has rows or not."""
+        """Return reports due even without rows."""
         polled = {part.name: part.poll() for part in self._poll}
         return {name: report for name, report in polled.items() if report is not None}
 
     def close(self) -> None:
-        """Let parts end what runs besides steps."""
         for part in self._parts:
             part.close()
 

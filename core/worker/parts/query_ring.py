@@ -13,7 +13,7 @@ from ..batch import StepInputs
 
 
 class QueryRing:
-    """A ring of queries per slot and layer: that of position p is at p modulo its size."""
+    """A ring per slot and layer: position p is at p modulo its size."""
 
     def __init__(
         self,
@@ -28,18 +28,17 @@ class QueryRing:
         self._rings: list[torch.Tensor] = []
         """[num_layers] of [(num_slots + 1) * num_queries, num_heads, head_dim]"""
         self._first_positions = [0] * (num_slots + 1)
-        """Slot → the first position that was computed in it; those before were prefix hits."""
+        """Slot → first computed position, after prefix hits."""
         for layer in layers:
             shape = (num_slots + 1) * num_queries, layer.spec.num_heads, layer.spec.head_dim
             layer.query_ring = torch.zeros(shape, dtype=dtype, device=device)
             self._rings.append(layer.query_ring)
 
     def start(self, start: SlotStart) -> None:
-        """Forget the queries of the request before."""
         self._first_positions[start.slot] = start.num_computed_tokens
 
     def places(self, inputs: StepInputs) -> QueryPlaces:
-        """Return where the step's queries go; the sizes depend on its sizes alone."""
+        """Return where the step's queries go."""
         count, layout, slots = self.num_queries, inputs.layout, inputs.slots
         positions = inputs.positions
         if layout.decode_only and layout.num_tokens == layout.num_rows:
@@ -58,13 +57,15 @@ class QueryRing:
         return QueryPlaces(None, torch.where(tokens >= ends[rows] - count, places, scratch))
 
     def queries(self, layer: int, slot: int, length: int) -> torch.Tensor:
-        """Return the last queries of a slot's sequence of `length` computed tokens, oldest first:
-        [at most num_queries, num_heads, head_dim], rotated. Only prefix hits leave fewer."""
+        """Return a slot's last queries after `length` computed tokens, oldest first: [at most
+        num_queries, num_heads, head_dim], rotated. Prefix hits leave fewer.
+        """
         return self.queries_of_layers(slice(layer, layer + 1), slot, length)[0]
 
     def queries_of_layers(self, layers: slice, slot: int, length: int) -> torch.Tensor:
         """As `queries`, of several layers: [num_layers, at most num_queries, num_heads, head_dim],
-        contiguous."""
+        contiguous.
+        """
         count, size = min(self.num_queries, length - self._first_positions[slot]), self.num_queries
         whole = torch.stack([ring[slot * size : (slot + 1) * size] for ring in self._rings[layers]])
         first = (length - count) % size

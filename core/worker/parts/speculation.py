@@ -1,13 +1,9 @@
-"""Verifies the drafts of a step's rows, and has the speculator propose the next ones.
+"""Verifies drafts, and lets the speculator propose the next ones.
 
-A row with d drafts samples at 1 + d positions, each with the row's own noise, which depends on
-nothing but seed, position and token. It keeps its tokens up to the first that is not the draft
-there. So tokens are those that steps of one token bring, and a draft x is accepted with probability
-p(x), as rejection sampling accepts a draft without a distribution (Leviathan, Kalman, Matias 2023);
-given a rejection, the token kept is drawn from p without x.
-
-All of it is on the device: the host learns the numbers of accepted and of new drafts with the
-step's tokens, when it has planned one more step.
+A row with d drafts samples at 1 + d positions, with noise of (seed, position, token), and keeps
+tokens up to the first that differs from the draft. So tokens equal those of single steps, and a
+draft x is accepted with probability p(x) (rejection sampling: Leviathan, Kalman, Matias 2023). The
+host learns the numbers of accepted and new drafts one step late.
 """
 
 from __future__ import annotations
@@ -43,8 +39,6 @@ logger = logging.getLogger("jackfield.worker")
 
 
 class SpeculationStart(PartStart):
-    """Loads the configured speculator."""
-
     option = "speculative_config"
 
     def __init__(self, start: StartContext) -> None:
@@ -56,7 +50,6 @@ class SpeculationStart(PartStart):
         )
 
     def make(self, site: PartSite) -> Speculation:
-        """Make the speculator."""
         config, table, registry = self._config, site.batch.table, self._start.plugins["speculator"]
         speculator_class = registry.load(config.method)
         setup = SpeculatorSetup(
@@ -80,7 +73,7 @@ class SpeculationStart(PartStart):
 
 
 def backend_refusal(backend: type[PagedBackend]) -> str | None:
-    """Return why an attention backend does not serve with the part; None: it does."""
+    """Return why an attention backend does not fit the part, or None."""
     if not getattr(backend, "bounded_lengths", False):
         return "it needs lengths that only the device knows (speculative_config)"
     return None
@@ -88,12 +81,11 @@ def backend_refusal(backend: type[PagedBackend]) -> str | None:
 
 @dataclass(frozen=True)
 class DraftedRows:
-    """The positions at which a step with drafts samples. L = positions, S = sampling rows."""
+    """Positions at which a step with drafts samples. L = positions, S = sampling rows."""
 
     host: DraftCounts
-    """The rows."""
     logit_rows: list[int]
-    """[L] The plan's row of each."""
+    """[L] Rows of the plan."""
     logit_tokens: torch.Tensor
     """[L] int64: index into the step's tokens."""
     slots: torch.Tensor
@@ -101,15 +93,15 @@ class DraftedRows:
     lengths: torch.Tensor
     """[L] int64: tokens before the one that is sampled."""
     drafts: torch.Tensor
-    """[L] int32: the draft at the place of that token; undefined at a row's last position."""
+    """[L] int32: draft at the sampled token's place; undefined at a row's last position."""
     starts: torch.Tensor
-    """[S + 1] int32: the first position of each row, and their number."""
+    """[S + 1] int32: each row's first position, and the total."""
     row_slots: torch.Tensor
     """[S] int64"""
 
 
 class Speculation(WorkerPart):
-    """The speculator of an engine, and what became of its drafts. Used by the launch thread."""
+    """An engine's speculator, and its drafts' fate. Launch thread only."""
 
     name = NAME
 
@@ -123,7 +115,7 @@ class Speculation(WorkerPart):
         operations: Operations,
         num_drafts: int,
     ) -> None:
-        """`who`: the speculator, for messages; `num_drafts`: of a row, at most."""
+        """`who`: for messages; `num_drafts`: most per row."""
         self._speculator: Speculator | None = speculator
         self._who = who
         self._table = table
@@ -131,7 +123,7 @@ class Speculation(WorkerPart):
         self._num_drafts = num_drafts
         self._device = table.storage.device
         self._proposal_rows: list[int] = []
-        """Rows of the plan that is being launched that got drafts."""
+        """Rows of the current plan with new drafts."""
         self._operations = operations
         num_proposed = torch.zeros(table.num_slots + 1, dtype=torch.int32, device=self._device)
         self._tables = DraftTables(table.token_history, table.lengths, num_proposed)
@@ -139,12 +131,11 @@ class Speculation(WorkerPart):
     # ------------------------------------------------------------ steps
 
     def before(self, part: PartPlan | None, plan: StepPlan) -> None:
-        """Take back drafts that were counted in the bounds of lengths, and not accepted."""
+        """Take rejected drafts out of the lengths' bounds."""
         if isinstance(part, DraftPlan):
             self._table.shorten(part.rejections)
 
     def sampled(self, plan: StepPlan, output: dict[str, torch.Tensor], rows: Sequence[int]) -> None:
-        """Propose drafts for the plan's rows."""
         self._proposal_rows = self.proposal_rows(plan)
         if self._proposal_rows:
             proposed = self.propose([plan.slots[row] for row in self._proposal_rows])
@@ -154,19 +145,18 @@ class Speculation(WorkerPart):
                 output["proposed"] = proposed
 
     def after(self, part: PartPlan | None, step: LaunchedStep) -> Report:
-        """Report what was verified and proposed."""
         rows, self._proposal_rows = self._proposal_rows, []
         return lambda: DraftResult(_numbers(step, rows), step.verified)
 
     def routes(self, runner: ModelRunner) -> list[Route]:
-        """Return the launch of steps with drafts."""
         return [DraftedRoute(runner, self)]
 
     # ------------------------------------------------------------ verification
 
     def rows(self, plan: StepPlan, rows: StepRows) -> DraftedRows:
-        """Return where a step with drafts samples. Call behind the forward pass, and before the
-        tokens are sampled, which take the drafts' places."""
+        """Return where a step samples; call between the forward pass and sampling, which overwrites
+        the drafts.
+        """
         num_drafts = plan.parts[NAME].num_drafts
         logits = LogitRows.verifying(rows, plan.samples, num_drafts)
         sampling, firsts = np.unique(logits.rows, return_index=True)
@@ -193,10 +183,9 @@ class Speculation(WorkerPart):
         )
 
     def verify(self, drafted: DraftedRows, chosen: torch.Tensor) -> torch.Tensor:
-        """Accept the drafts that were sampled, and take the others out of the slots' lengths.
+        """Accept sampled drafts, and take the others out of lengths.
 
-        chosen: [L] int32, the sampled tokens → [S, 2] int32: the row's accepted drafts, and those
-        that the speculator had proposed
+        chosen: [L] int32 → [S, 2] int32: accepted and proposed drafts
         """
         return self.verified(chosen, drafted.drafts, drafted.starts, drafted.row_slots)
 
@@ -207,7 +196,7 @@ class Speculation(WorkerPart):
         starts: torch.Tensor,
         slots: torch.Tensor,
     ) -> torch.Tensor:
-        """The same from the parts of `DraftedRows`; may be recorded in a graph."""
+        """As `verify`, from parts of `DraftedRows`; recordable."""
         return self._operations.verify_drafts(
             chosen, drafts, starts, slots, self._tables, self._num_drafts
         )
@@ -215,8 +204,9 @@ class Speculation(WorkerPart):
     # ------------------------------------------------------------ proposals
 
     def proposal_rows(self, plan: StepPlan) -> list[int]:
-        """Return the plan's rows that get drafts after this step: those that sample, but for slots
-        where what may come next depends on the output."""
+        """Return the plan's rows that get drafts: sampling ones whose options do not depend on the
+        output.
+        """
         if self._speculator is None:
             return []
         alone = self._sampling.depends_on_output
@@ -227,8 +217,9 @@ class Speculation(WorkerPart):
         ]
 
     def propose(self, slots: Sequence[int]) -> torch.Tensor | None:
-        """Put drafts behind the tokens of these slots → [len(slots)] int32, the number of each;
-        None: the speculator has failed, and the engine goes on without."""
+        """Put drafts after these slots' tokens → [len(slots)] int32 numbers; None: the speculator
+        has failed.
+        """
         upload = PackedUpload(self._device)
         upload.add(np.asarray(slots, dtype=np.int64))
         device_slots = upload.send()[0]
@@ -259,7 +250,7 @@ class Speculation(WorkerPart):
             return None
 
     def warm_up(self) -> None:
-        """Propose for the scratch slot, and verify no draft of it, so that kernels are compiled."""
+        """Propose for the scratch slot and verify, compiling kernels."""
         self.propose([self._table.scratch_slot])
         slots = torch.full((1,), self._table.scratch_slot, device=self._device)
         chosen = torch.zeros(1, dtype=torch.int32, device=self._device)
@@ -270,7 +261,7 @@ class Speculation(WorkerPart):
 
 
 def _numbers(step: LaunchedStep, rows: Sequence[int]) -> list[int]:
-    """Return how many drafts each row of the plan got; [] if none could get any."""
+    """Return each row's new drafts; [] if impossible."""
     proposed = [0] * len(step.plan.slots) if rows else []
     if rows:
         for row, number in zip(rows, step.output["proposed"].tolist(), strict=True):

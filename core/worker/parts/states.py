@@ -1,4 +1,4 @@
-"""States of sequences on the device: a row for each slot, in tensors of all layers alike."""
+"""States of sequences: a row per slot, in common tensors of all layers."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from ..launched_step import LaunchedStep
 from .part import PartNeeds, PartSite, PartStart, StartContext, WorkerPart
 
 SNAPSHOT_SHARE = 1 / 10
-"""Share that snapshots get of the memory that is free beside the slots' states."""
+"""Snapshots' share of the memory left by slots' states."""
 MOST_SNAPSHOTS = 256
 CONVOLUTION = "conv"
-"""The part of a layer's state that holds inputs of its convolution."""
+"""Part of a state with a convolution's inputs."""
 
 
 class States(WorkerPart):
-    """The states of all layers; rows: one for each slot, one for padding, then snapshots."""
+    """All layers' states; rows: per slot, one for padding, then snapshots."""
 
     name = NAME
 
@@ -41,9 +41,9 @@ class States(WorkerPart):
         *,
         shares: bool,
     ) -> None:
-        """Allocate the states and bind them to their layers. Raises OutOfMemory if they need more
-        than `available` bytes. layers: what each keeps, as it is stored; shares: there are
-        snapshots, in some of what is left."""
+        """Allocate and bind the states. Raises OutOfMemory beyond `available` bytes. layers: their
+        stored parts; shares: with snapshots.
+        """
         places: dict[CachePart, list[StateLayer]] = {}
         for layer, parts in layers.items():
             for part in parts:
@@ -52,7 +52,7 @@ class States(WorkerPart):
             math.prod(part.shape) * getattr(torch, part.dtype).itemsize * len(sharers)
             for part, sharers in places.items()
         )
-        """Bytes of one sequence's states in all layers."""
+        """Bytes of a sequence's states."""
         self.nbytes = self.bytes_per_slot * (num_slots + 1)
         if self.nbytes > available:
             raise OutOfMemory(
@@ -69,7 +69,7 @@ class States(WorkerPart):
         num_states = num_slots + 1 + self.num_snapshots
         self.nbytes = self.bytes_per_slot * num_states
         self.storage: dict[CachePart, torch.Tensor] = {}
-        """Part → [layers that have it, num_states, *shape]."""
+        """Part → [layers with it, num_states, *shape]."""
         bound: dict[StateLayer, dict[str, torch.Tensor]] = {layer: {} for layer in layers}
         for part, sharers in places.items():
             shape = (len(sharers), num_states, *part.shape)
@@ -81,25 +81,23 @@ class States(WorkerPart):
             layer.bind(states)
 
     def before(self, part: PartPlan | None, plan: StepPlan) -> None:
-        """Copy snapshots to slots."""
         if isinstance(part, StatePlan):
             for copy in part.loads:
                 self._copy(self._first_snapshot + copy.snapshot, copy.slot)
 
     def after(self, part: PartPlan | None, step: LaunchedStep) -> None:
-        """Copy slots to snapshots."""
         if isinstance(part, StatePlan):
             for copy in part.saves:
                 self._copy(copy.slot, self._first_snapshot + copy.snapshot)
 
     def _copy(self, source: int, target: int) -> None:
-        """Copy all layers' states of a row, one row at a time: a row may have 100 MB and more."""
+        """Copy a row's states of all layers, row by row, as a row may exceed 100 MB."""
         for tensor in self.storage.values():
             tensor[:, target].copy_(tensor[:, source])
 
 
 def stored_parts(layer: StateLayer, config: EngineConfig) -> tuple[CachePart, ...]:
-    """Return what a layer keeps of a sequence, in the types that the configuration wants."""
+    """Return a layer's parts, in the configured types."""
     conv, ssm = config.mamba_cache_dtype, config.mamba_ssm_cache_dtype
     parts = []
     for part in layer.cache.parts:
@@ -109,27 +107,23 @@ def stored_parts(layer: StateLayer, config: EngineConfig) -> tuple[CachePart, ..
 
 
 class StatesStart(PartStart):
-    """Allocates the states of a model's layers."""
-
     option = "model"
 
     def __init__(self, start: StartContext) -> None:
-        """Raises OutOfMemory."""
         config, device = start.config, start.device
         self.states = make_states(start.model, config, device, start.ranks)
         self.needs = PartNeeds(nbytes=self.states.nbytes)
 
     def make(self, site: PartSite) -> States:
-        """Return the states."""
         return self.states
 
 
 def make_states(
     model: nn.Module, config: EngineConfig, device: torch.device, ranks: Ranks = ONE_RANK
 ) -> States:
-    """Return the states of a model's layers. Raises OutOfMemory.
+    """Return a model's states. Raises OutOfMemory.
 
-    Ranks of a stage have as many snapshots as the one with the least memory has room for.
+    A stage's ranks have equally many snapshots, by the least memory.
     """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
@@ -145,12 +139,11 @@ def make_states(
 
 
 def state_layers(model: nn.Module) -> list[StateLayer]:
-    """Return the layers that keep states."""
     return [module for module in model.modules() if isinstance(module, StateLayer)]
 
 
 def check_state_options(config: EngineConfig) -> None:
-    """Raises ConfigError for an option of states; called for a model that keeps none."""
+    """Raises ConfigError for state options of a model without states."""
     wishes = {
         "mamba_cache_dtype": config.mamba_cache_dtype,
         "mamba_ssm_cache_dtype": config.mamba_ssm_cache_dtype,

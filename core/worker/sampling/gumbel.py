@@ -1,8 +1,8 @@
 """Counter-based noise for sampling: a pure function of (seed, position, token id).
 
-No generator state exists, so a request draws the same numbers in any row, slot or batch, and
-again after a preemption. The mixing steps are multiply and xor-shift, as in the finaliser of
-MurmurHash3 (Appleby) and SplitMix64 (Steele, Lea, Flood 2014).
+Without generator state, a request draws the same in any batch, and after preemption. The mixing
+steps are multiply and xor-shift, as in the finaliser of MurmurHash3 (Appleby) and SplitMix64
+(Steele, Lea, Flood 2014).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 NUM_LANES = 3
-"""32-bit words of state a seed expands to."""
+"""32-bit words that a seed expands to."""
 
 _MASK64 = (1 << 64) - 1
 _LOW = 0 if sys.byteorder == "little" else 1
@@ -35,7 +35,7 @@ def _splitmix64(state: int) -> int:
 
 
 def seed_lanes(seed: int) -> np.ndarray:
-    """Expand a 64-bit seed, on the host, to [NUM_LANES] int32 of well mixed bits."""
+    """Expand a 64-bit seed to [NUM_LANES] int32 of mixed bits."""
     first = _splitmix64(seed & _MASK64)
     second = _splitmix64(first)
     words = (first & 0xFFFFFFFF, first >> 32, second & 0xFFFFFFFF)
@@ -47,8 +47,7 @@ def _signed(value: int) -> int:
 
 
 def _fold_halves(x: torch.Tensor) -> None:
-    """x ^= x >>> 16, in place and in one pass: the high half of each int32 is folded into the low
-    half."""
+    """x ^= x >>> 16, in place and in one pass."""
     halves = x.view(torch.int16)
     halves[..., _LOW::2].bitwise_xor_(halves[..., 1 - _LOW :: 2])
 
@@ -61,9 +60,8 @@ def _mix(x: torch.Tensor) -> None:
 
 
 class TokenNoise:
-    """Exponential noise E(seed, position, token) with mean 1; `-log(E)` is Gumbel noise.
-
-    Integer arithmetic wraps at 32 bits and is the same on every device.
+    """Exponential noise E(seed, position, token) with mean 1; `-log(E)` is Gumbel noise. Integer
+    arithmetic wraps at 32 bits on every device.
     """
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
@@ -90,8 +88,8 @@ class TokenNoise:
         *,
         own: slice = slice(None),
     ) -> torch.Tensor:
-        """keys: [R, NUM_LANES]; token_ids: [R, K] int64, or None for the whole vocabulary, or those
-        of `own` → [R, K] float32 in [2^-32, 16]. Makes seven passes over the result.
+        """keys: [R, NUM_LANES]; token_ids: [R, K] int64, None: those of `own`, by default all → [R,
+        K] float32 in [2^-32, 16]. Seven passes over the result.
         """
         if token_ids is None:
             hashes = self._token_hashes[own].unsqueeze(0)

@@ -15,19 +15,18 @@ class Logprobs:
     """Log-probabilities of N positions from raw logits, on the device."""
 
     top_ids: torch.Tensor
-    """[N, k or more] int32 or int64, most likely first, lower ids first among equals"""
+    """[N, k or more] int32 or int64, by likelihood, then id"""
     top_logprobs: torch.Tensor
     """[N, k or more] float32"""
     logprob: torch.Tensor
     """[N] float32, of the position's own token"""
     rank: torch.Tensor
-    """[N] int32 or int64, of the position's own token: 1 + the number of more likely ones"""
+    """[N] int32 or int64: 1 + the number of more likely tokens"""
 
 
 def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, k: int) -> Logprobs:
-    """Log-softmax in float32 of logits [N, V] at token_ids [N] and the k most likely tokens.
-
-    Works through chunks of rows, so that the float32 temporaries stay bounded.
+    """Log-softmax in float32 of logits [N, V] at token_ids [N] and the k most likely tokens, in
+    chunks of rows that bound temporaries.
     """
     count, vocab_size = logits.shape
     k = min(k, vocab_size)
@@ -49,7 +48,7 @@ def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, k: int) -> Log
 
 
 def row_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, rows: Rows, k: int) -> Logprobs:
-    """`token_logprobs` of some rows: the others hold zeros."""
+    """`token_logprobs` of some rows; others hold zeros."""
     if rows.batch is None:
         return token_logprobs(logits, token_ids, k)
     some = token_logprobs(
@@ -65,9 +64,8 @@ def row_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, rows: Rows, k: i
 def top_tokens(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the k largest of float32 values [N, V], largest first, equal values by ascending id.
 
-    → values [N, k], ids [N, k] int64. `torch.topk` does not define which of equal values it takes,
-    and bfloat16 logits have many. So each sort key is a unique int64: the bits of the float, mapped
-    so that integer order is float order, then the id, reversed.
+    → values [N, k], ids [N, k] int64. `torch.topk` leaves ties undefined, which bfloat16 logits
+    have. So sort keys are unique int64: the float's order-preserving bits, then the reversed id.
     """
     vocab_size = values.shape[1]
     # -0.0 becomes 0.0: the two are equal and must be ordered by id.

@@ -1,8 +1,7 @@
-"""Token masks of structured rows: filled while the forward pass runs, sent before sampling.
+"""Token masks of structured rows: filled during the forward pass.
 
-The forward pass of step N + 1 is launched at once; only its sampling needs the tokens of step N,
-because the grammars must advance by them. So the launch thread waits for step N here, after the
-launch of step N + 1: the device has work meanwhile. Rows without a grammar do not use this module.
+Step N + 1's forward pass is launched at once; only its sampling needs step N's tokens, for the
+grammars. So the launch thread waits for step N here, while the device works.
 """
 
 from __future__ import annotations
@@ -26,33 +25,30 @@ from ...step import NOTHING_IN_PROCESS, InProcess, SlotStart
 from ..per_slot import PerSlot
 
 FILL_THREADS = max(0, min(8, (os.cpu_count() or 1) // 2) - 1)
-"""Threads that help to fill masks. Backends fill outside the interpreter lock."""
+"""Threads that help to fill masks, outside the interpreter lock."""
 SHARED_SECONDS = 1e-3
-"""If the masks of one step took longer than this in total, those of the next are shared among
-threads."""
+"""If a step's masks took longer, the next step's are shared among threads."""
 
 
 class Sampled(Protocol):
-    """A launched step whose tokens can be read."""
-
     def chosen_tokens(self) -> list[int]:
-        """Wait for the device; return one token per sampling row, -1 for a row without one."""
+        """Wait for the device; return a token per sampling row, -1 for none."""
 
 
 @dataclass(frozen=True)
 class TokenMask:
-    """The allowed tokens of some rows of a step, on the device."""
+    """Allowed tokens of some rows, on the device."""
 
     bits: torch.Tensor
-    """[count, ceil(vocab_size / 32)] int32; bit i % 32 of word i // 32 is token i"""
+    """[count, ceil(vocab_size / 32)] int32; token i is bit i % 32 of word i // 32"""
     rows: torch.Tensor | None
-    """[count] int64, indices into the logits' rows; None: all of them, in order"""
+    """[count] int64 rows of logits; None: all, in order"""
     places: torch.Tensor
-    """[num_rows] int64: where each row's bits are, -1 for a row without"""
+    """[num_rows] int64: index of each row's bits, or -1"""
 
 
 class GrammarMasks(PerSlot):
-    """Tracks the constraints of the slots, and the steps whose tokens they have not seen."""
+    """Tracks slots' constraints, and the steps whose tokens they lack."""
 
     def __init__(
         self,
@@ -70,15 +66,15 @@ class GrammarMasks(PerSlot):
         self._threads = threads
         self._pool: ThreadPoolExecutor | None = None
         self._last_seconds = 0.0
-        """Seconds that the masks of the last step took, on one thread or on several."""
+        """Duration of the last step's masks."""
         self._apart = False
-        """Whether the masks took too long together, so that each is timed separately in the next
-        step."""
+        """Whether the next step times each mask, as they took too long."""
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def start(self, start: SlotStart, in_process: InProcess = NOTHING_IN_PROCESS) -> None:
-        """Start a request in a slot; a grammar resumed after preemption is advanced by the tokens
-        so far. Raises RuntimeError if the grammar of a constrained slot is missing."""
+        """Start a request; a resumed grammar is advanced by the tokens so far. Raises RuntimeError
+        without the grammar.
+        """
         self._constraints.pop(start.slot, None)
         if start.grammar is None:
             return
@@ -87,15 +83,14 @@ class GrammarMasks(PerSlot):
         self._constraints[start.slot] = Constraint(start, compiled, self._mask_timeout)
 
     def release(self, slot: int) -> None:
-        """Release the slot of a request that ended or was preempted."""
         self._constraints.pop(slot, None)
 
     def forget_steps(self) -> None:
-        """Drop the launched steps: they have ended, and no slot continues from them."""
+        """Drop the launched steps, from which no slot continues."""
         self._unseen.clear()
 
     def rows(self, slots: Sequence[int]) -> list[tuple[int, Constraint]]:
-        """Return those of a step's sampling rows that have a grammar: index and constraint."""
+        """Return the sampling rows with a grammar: index and constraint."""
         constraints = self._constraints
         if not constraints:
             self._unseen.clear()
@@ -103,10 +98,9 @@ class GrammarMasks(PerSlot):
         return [(row, constraints[slot]) for row, slot in enumerate(slots) if slot in constraints]
 
     def fill(self, rows: list[tuple[int, Constraint]], num_rows: int) -> TokenMask:
-        """Wait for the tokens that the grammars have not seen, then return the masks of the next
-        tokens.
+        """Wait for missing tokens, then return the next tokens' masks.
 
-        rows: as `rows` gave them, of a step with `num_rows` sampling rows.
+        rows: from `rows`, of `num_rows` sampling rows.
         """
         self._catch_up()
         host = torch.empty(
@@ -146,7 +140,7 @@ class GrammarMasks(PerSlot):
         self._last_seconds = (time.perf_counter() - start) * (1 + helpers)
 
     def _sent(self, host: torch.Tensor, index: torch.Tensor) -> TokenMask:
-        """Copy masks to the device while earlier launches still run there."""
+        """Copy masks during earlier launches."""
         count = host.shape[0]
         if self._copies is None:
             bits, places = host.to(self._device), index.to(self._device)
@@ -162,11 +156,11 @@ class GrammarMasks(PerSlot):
         return TokenMask(bits, None if all_of_them else places[:count], places[count:])
 
     def failures(self, rows: list[tuple[int, Constraint]]) -> dict[int, str]:
-        """Return row → reason why its request cannot continue."""
+        """Return row → reason to end its request."""
         return {row: c.failure for row, c in rows if c.failure is not None}
 
     def sampled(self, step: Sampled, rows: list[tuple[int, Constraint]]) -> None:
-        """Note that the step for which `fill` was called has been launched."""
+        """Note the launch of `fill`'s step."""
         self._unseen.append((step, rows))
 
     def _catch_up(self) -> None:
@@ -177,8 +171,9 @@ class GrammarMasks(PerSlot):
 
 
 class SharedMasks(GrammarMasks):
-    """The masks of several ranks. The first rank advances the grammars, and the others get its
-    masks: what a mask is may depend on a time limit."""
+    """Masks of several ranks: the first computes and sends them, as masks may depend on a time
+    limit.
+    """
 
     def __init__(
         self, group: Group, *, vocab_size: int, device: torch.device, mask_timeout: float
@@ -187,7 +182,7 @@ class SharedMasks(GrammarMasks):
         self._group = group
 
     def start(self, start: SlotStart, in_process: InProcess = NOTHING_IN_PROCESS) -> None:
-        """Start a request in a slot; only the first rank needs its grammar."""
+        """Only the first rank needs the grammar."""
         if self._group.rank == 0:
             super().start(start, in_process)
             return
@@ -197,12 +192,10 @@ class SharedMasks(GrammarMasks):
             self._constraints[start.slot] = placeholder
 
     def fill(self, rows: list[tuple[int, Constraint]], num_rows: int) -> TokenMask:
-        """Return the same masks on each rank."""
         mask = super().fill(rows, num_rows)
         return replace(mask, bits=self._group.all_reduce(mask.bits))
 
     def sampled(self, step: Sampled, rows: list[tuple[int, Constraint]]) -> None:
-        """Only the first rank waits for tokens."""
         if self._group.rank == 0:
             super().sampled(step, rows)
 
@@ -216,7 +209,6 @@ class SharedMasks(GrammarMasks):
 def grammar_masks(
     group: Group, config: EngineConfig, vocab_size: int, device: torch.device
 ) -> GrammarMasks:
-    """Create the masks of this rank's slots."""
     timeout = config.structured_outputs_config.mask_timeout
     if group.size == 1:
         return GrammarMasks(vocab_size=vocab_size, device=device, mask_timeout=timeout)
@@ -224,7 +216,7 @@ def grammar_masks(
 
 
 class _Elsewhere:
-    """Stands for a constraint that another rank has."""
+    """Stands for another rank's constraint."""
 
     failure: str | None = None
     failed_param: str | None = None

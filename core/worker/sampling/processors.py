@@ -1,7 +1,6 @@
-"""Plugged-in logits processors: which slots they serve, and their rows of a step.
+"""Plugged-in logits processors, by slot and row.
 
-An error of a processor is reported with its name and distribution, and ends the requests that it
-was serving.
+A processor's error is reported with its name, and ends its requests.
 """
 
 from __future__ import annotations
@@ -23,34 +22,31 @@ logger = logging.getLogger("jackfield.worker")
 
 @dataclass
 class _Active:
-    """A processor and the slots that it serves."""
-
     who: str
-    """Name and distribution, for errors."""
+    """For errors."""
     processor: LogitsProcessor
     slots: set[int] = field(default_factory=set)
     last_rows: tuple[int, ...] = ()
 
 
 class Processors:
-    """Logits processors of an engine. Used by the launch thread."""
+    """An engine's logits processors. Launch thread only."""
 
     def __init__(
         self, processors: Sequence[tuple[str, LogitsProcessor]], device: torch.device
     ) -> None:
-        """processors: (name and distribution for errors, processor), in the order of
-        application."""
+        """processors: (name for errors, processor), in order."""
         self._active = [_Active(plugin, processor) for plugin, processor in processors]
         self._device = device
         self._greedy: set[int] = set()
         self._failed: dict[int, str] = {}
-        """Slot → why its request cannot continue."""
+        """Slot → reason to end its request."""
 
     @classmethod
     def load(
         cls, plugins: Plugins, config: EngineConfig, setup: LogitsProcessorSetup
     ) -> Processors:
-        """Create the active processors. A failure to create one stops the start, with its name."""
+        """Create the active processors; a failure stops the start."""
         processors: list[tuple[str, LogitsProcessor]] = []
         registry = plugins[KIND]
         for name in active_processors(plugins, config):
@@ -63,7 +59,7 @@ class Processors:
         return bool(self._active)
 
     def start(self, start: SlotStart) -> bool:
-        """Start a request in a slot; return whether any processor serves it or has failed on it."""
+        """Start a request; return whether a processor serves it or failed on it."""
         self.release(start.slot)
         slot = start.slot
         if start.params.greedy:
@@ -77,7 +73,7 @@ class Processors:
         return slot in self._failed or any(slot in active.slots for active in self._active)
 
     def release(self, slot: int) -> None:
-        """Release the slot of a request that ended or was preempted. Safe to call twice."""
+        """Release a slot. Safe to call twice."""
         self._greedy.discard(slot)
         self._failed.pop(slot, None)
         for active in self._active:
@@ -111,7 +107,7 @@ class Processors:
         *,
         invariant: bool,
     ) -> None:
-        """Apply the processors of one kind in order, in place. logits: [R, vocab_size] float32"""
+        """Apply one kind's processors in place. logits: [R, vocab_size] float32"""
         for active in self._active:
             rows = self._rows(active, rows_host, invariant)
             if not rows:
@@ -146,7 +142,7 @@ class Processors:
             self._failed[slot] = f"{active.who} failed: {type(error).__name__}: {error}"
 
     def failures(self, rows_host: Sequence[int]) -> dict[int, str]:
-        """Return row → reason why its request cannot continue."""
+        """Return row → reason to end its request."""
         if not self._failed:
             return {}
         return {

@@ -1,7 +1,6 @@
-"""Log-probabilities of prompt tokens: logits of every position of a prompt, for who asks for them.
+"""Log-probabilities of prompt tokens.
 
-All such rows of a step are scored together, a chunk of positions at a time, so that the memory of a
-long prompt's logits is that of one chunk.
+A step's rows are scored together, in chunks of positions that bound the logits' memory.
 """
 
 from __future__ import annotations
@@ -23,8 +22,6 @@ from .sampler import SCORED_ROWS, Sampler
 
 
 class PromptLogprobs(PerSlot):
-    """Scores prompts in the slots whose requests ask for it."""
-
     def __init__(
         self,
         table: SlotTable,
@@ -42,18 +39,16 @@ class PromptLogprobs(PerSlot):
         """Slot → number of top tokens."""
 
     def start(self, start: SlotStart, in_process: InProcess = NOTHING_IN_PROCESS) -> None:
-        """Remember how many top tokens the request asks for, if any."""
         self.release(start.slot)
         k = start.params.prompt_logprobs
         if k is not None:
             self._top_tokens[start.slot] = self._vocab_size if k < 0 else min(k, self._vocab_size)
 
     def release(self, slot: int) -> None:
-        """Release the slot of a request that ended or was preempted."""
         self._top_tokens.pop(slot, None)
 
     def score(self, rows: StepRows, hidden: HiddenStates) -> list[PromptScores]:
-        """Score the prompt tokens that follow the positions of a step's rows, where requested.
+        """Score the prompt tokens after a step's positions, if requested.
 
         hidden: of T tokens or more.
         """

@@ -1,4 +1,4 @@
-"""Some rows of a step's tensors, in chunks that bound the size of temporaries."""
+"""Some rows of a step, in chunks that bound temporaries."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from .step_stages import Rows
 
 CHUNK_ELEMENTS = 1 << 24
-"""Numbers that one wide temporary may hold."""
+"""Most numbers in a wide temporary."""
 
 
 def select(values: torch.Tensor, rows: Rows) -> torch.Tensor:
@@ -22,7 +22,7 @@ def take(values: torch.Tensor, rows: slice | torch.Tensor) -> torch.Tensor:
 
 
 def put(target: torch.Tensor, rows: slice | torch.Tensor, part: torch.Tensor) -> None:
-    """Write rows back; a view from `_take` that was changed in place needs no copy."""
+    """Write rows back, unless `part` is a changed view."""
     if not isinstance(rows, slice):
         target.index_copy_(0, rows, part)
     elif target[rows].data_ptr() != part.data_ptr():
@@ -36,7 +36,7 @@ def slices(count: int, width: int) -> Iterator[slice]:
 
 
 def chunks(rows: Rows, work: torch.Tensor) -> Iterator[slice | torch.Tensor]:
-    """Yield the rows as indices into `work`, in chunks that bound the size of temporaries."""
+    """Yield the rows as indices into `work`, in bounded chunks."""
     for part in slices(rows.count, work.shape[1]):
         yield part if rows.batch is None else rows.batch[part]
 

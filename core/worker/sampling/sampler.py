@@ -1,7 +1,6 @@
 """The sampler: logits to tokens on the device, without synchronization.
 
-If the operations have sampling kernels (`Operations.sample`), these do all the work in a few
-launches that a graph can hold, and this class only selects them. Otherwise `TorchSampler` does it.
+Uses sampling kernels (`Operations.sample`), in a few recordable launches, else `TorchSampler`.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from .torch_sampler import TorchSampler
 from .vocabulary_shard import VocabularyShard
 
 SCORED_ROWS = 256
-"""Prompt positions that the kernels score per launch."""
+"""Prompt positions scored per launch."""
 
 
 class Sampler(PerSlot):
     """Chooses one token per row. Order of stages: vLLM's (v1).
 
-    Raw log-probabilities come from the untouched logits. Then: the grammar, allowed tokens and
+    Raw log-probabilities use the untouched logits. Then: the grammar, allowed tokens and
     logit_bias, bad words, min_tokens (masks and finite biases commute), plugged-in processors,
     penalties, temperature, min_p, top_k, top_p, and the largest `logit + Gumbel noise`; greedy rows
     have none.
@@ -39,8 +38,6 @@ class Sampler(PerSlot):
     The set kept by top_k and top_p is exact: tokens in order of (logit, then lower id); the first
     top_k; of these the smallest set whose probabilities, renormalised, reach top_p; always at least
     one.
-
-    The noise depends on (seed, position, token) alone: a request draws the same in any batch.
     """
 
     def __init__(
@@ -51,7 +48,7 @@ class Sampler(PerSlot):
         *,
         rows_per_slot: int = 1,
     ) -> None:
-        """`rows_per_slot`: rows of a slot in one call, at most."""
+        """`rows_per_slot`: most rows of a slot per call."""
         self._max_rows = state.num_slots * rows_per_slot
         self._state = state
         self._operations = operations or Operations()
@@ -62,10 +59,10 @@ class Sampler(PerSlot):
         self.processors = processors or Processors((), state.device)
         self.in_torch = TorchSampler(state, self.processors, self._operations)
         self.shard: VocabularyShard | None = None
-        """Samples plain rows from logits that ranks keep where they are."""
+        """Samples plain rows from sharded logits."""
 
     def divide(self, model: nn.Module, ranks: Ranks) -> None:
-        """Sample plain rows of this model without exchanging logits, if ranks divide its head."""
+        """Sample plain rows without exchanging logits, if ranks shard the head."""
         self.shard = VocabularyShard.of(
             model, ranks, self._state, self.in_torch.noise, self._operations
         )
@@ -73,41 +70,37 @@ class Sampler(PerSlot):
     # ------------------------------------------------------------ slots
 
     def start(self, start: SlotStart, in_process: InProcess = NOTHING_IN_PROCESS) -> None:
-        """Start a request in a slot: its parameters, and the processors that serve it."""
         processors = self.processors
         self._state.start(start, processed=bool(processors) and processors.start(start))
 
     def release(self, slot: int) -> None:
-        """Release the slot of a request that ended or was preempted."""
         self.processors.release(slot)
         self._state.release(slot)
 
     def upload(self) -> None:
-        """Enqueue what changed since the last call."""
         self._state.upload()
 
     def mask(self, logits: torch.Tensor, mask: TokenMask) -> None:
-        """Set logits of disallowed tokens to -inf, in place. logits: [R, vocab_size]"""
+        """Mask logits [R, vocab_size] in place."""
         self._operations.mask_tokens(logits, mask.bits, mask.rows)
 
     # ------------------------------------------------------------ rows
 
     @property
     def outputs(self) -> SampleOutputs:
-        """Output buffers of the kernels, at fixed addresses: one row for each row that a step may
-        have."""
+        """The kernels' output buffers, at fixed addresses."""
         if self._outputs is None:
             self._outputs = sample_outputs(self._max_rows, self._state.device)
         return self._outputs
 
     def is_plain(self, rows_host: list[int]) -> bool:
-        """Whether these slots request at most a temperature, so that `sample_plain` serves them."""
+        """Whether `sample_plain` serves these slots: at most a temperature."""
         if self._operations.samples:
             return not self._state.asked(rows_host)
         return self.is_plain_in_torch(rows_host)
 
     def is_plain_in_torch(self, rows_host: list[int]) -> bool:
-        """The same for sampling in torch, ignoring grammars. False if there are kernels."""
+        """As `is_plain` in torch, ignoring grammars; False with kernels."""
         if self._operations.samples:
             return False
         stages = self._state.plan(rows_host)
@@ -115,8 +108,9 @@ class Sampler(PerSlot):
         return stages.graph_safe and not stages.any_min_p and not processed
 
     def recordable(self, rows_host: list[int]) -> bool:
-        """Whether `sample_step` does all that these slots request, with launches that a graph may
-        hold: no grammar, no plugged-in processor, no more than 20 top tokens."""
+        """Whether `sample_step` serves these slots in a graph: no grammar, no processor, at most 20
+        top tokens.
+        """
         if not self._operations.samples:
             return False
         return not self._state.asked(rows_host) & (Flag.GRAMMAR | Flag.PROCESSED | Flag.WIDE)
@@ -128,9 +122,9 @@ class Sampler(PerSlot):
         lengths: torch.Tensor,
         out: SampleOutputs,
     ) -> None:
-        """Sample rows that are greedy or have only a temperature: the same kernels whatever the
-        rows are, so it may be recorded in a graph. Arguments as for `TorchSampler.sample`; tokens
-        go to the history, and to `out.chosen`, [R] or more: -1 in bad rows."""
+        """Sample greedy rows or those with a temperature; recordable. Arguments as for
+        `TorchSampler.sample`; tokens go to the history, and to `out.chosen`, -1 in bad rows.
+        """
         state = self._state
         if self._operations.samples:
             self._operations.sample(logits, slots, lengths, self._tables, out, plain=True)
@@ -148,12 +142,10 @@ class Sampler(PerSlot):
         out: SampleOutputs,
         mask: TokenMask | None = None,
     ) -> bool:
-        """Sample any rows that are `recordable`, and with `mask` those with a grammar: the same
-        launches whatever the rows are, so it may be recorded in a graph.
+        """Sample `recordable` rows, or with `mask` those with a grammar; recordable.
 
-        Tokens go to the history and to `out`, as `Operations.sample` says; rows in the scratch slot
-        (the state's last) are padding. Returns False, with nothing done, if there are no kernels
-        for it here; `TorchSampler.sample` does it.
+        Tokens go to the history and to `out`, as in `Operations.sample`; the last slot is padding.
+        Returns False, unchanged, without kernels.
         """
         if not self._operations.samples:
             return False
@@ -187,10 +179,10 @@ class Sampler(PerSlot):
         lengths: torch.Tensor,
         mask: TokenMask | None = None,
     ) -> tuple[torch.Tensor, Logprobs | None]:
-        """Sample any rows, by kernels if available, else in torch; not for graphs. Tokens go to the
-        history. → chosen [R] int32, -1 in bad rows; log-probabilities, if any row asked.
+        """Sample any rows, not for graphs. Tokens go to the history. → chosen [R] int32, -1 in bad
+        rows; log-probabilities, if requested.
 
-        The returned tensors may be overwritten by the next step.
+        The next step may overwrite the result.
         """
         state = self._state
         if self.is_plain_in_torch(rows_host) and mask is None:
@@ -226,7 +218,7 @@ class Sampler(PerSlot):
         out: SampleOutputs,
         mask: TokenMask | None,
     ) -> None:
-        """Apply logit edits and processors, then sample from the resulting logits."""
+        """Apply edits and processors, then sample."""
         work = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
         first, skip = EDITS & ~Flag.PENALTIES, Flag.LOGPROBS
         edit = self._operations.edit_logits
@@ -243,23 +235,23 @@ class Sampler(PerSlot):
     def precompile_processed(
         self, logits: torch.Tensor, slots: torch.Tensor, lengths: torch.Tensor, out: SampleOutputs
     ) -> None:
-        """Launch the kernels of a step with processors, but no processor."""
+        """Launch the kernels of a step with processors, without any."""
         if self._operations.samples and self.processors:
             self._launch_processed(logits, slots, [], lengths, out, None)
 
     def _late_logprobs(
         self, logits: torch.Tensor, rows_host: list[int], chosen: torch.Tensor
     ) -> Logprobs:
-        """Compute log-probabilities of the rows that request them, for any number of top tokens,
-        after tokens are chosen."""
+        """Compute requested log-probabilities after sampling, for any number of top tokens."""
         token_ids = chosen.clamp(min=0).to(torch.int64)
         return row_logprobs(logits, token_ids, *self._state.scored_rows(rows_host))
 
     # ------------------------------------------------------------ log-probabilities
 
     def prompt_logprobs(self, logits: torch.Tensor, targets: torch.Tensor, k: int) -> Logprobs:
-        """logits: [T, vocab_size]; targets: [T] int64, the token after each position; k: number of
-        top tokens, -1 for the whole vocabulary."""
+        """logits: [T, vocab_size]; targets: [T] int64, the next tokens; k: top tokens, -1 for
+        all.
+        """
         k = logits.shape[1] if k < 0 else min(k, logits.shape[1])
         if not self._operations.samples or k > MOST_TOP_TOKENS:
             return token_logprobs(logits, targets, k)
@@ -282,8 +274,7 @@ class Sampler(PerSlot):
 
 
 def sample_outputs(num_rows: int, device: torch.device) -> SampleOutputs:
-    """Allocate result buffers for this many rows: one after another in the same memory, so that one
-    copy brings all of them to the host (`packing.to_host`)."""
+    """Allocate result buffers in one memory, for a single copy (`packing.to_host`)."""
     column = -(-num_rows // 4) * 4  # Each buffer begins at a multiple of 16 bytes.
     table = column * MOST_TOP_TOKENS
     memory = torch.zeros(3 * column + 2 * table, dtype=torch.int32, device=device)

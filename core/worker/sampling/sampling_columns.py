@@ -1,4 +1,4 @@
-"""A slot's row of sampling settings: 32-bit words, floats bit-cast. Kernels read such rows."""
+"""A slot's row of sampling settings: 32-bit words, floats bit-cast."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from .gumbel import NUM_LANES
 
 
 class Column(enum.IntEnum):
-    """Meaning of each word."""
-
     INVERSE_TEMPERATURE = 0
     """float; 1 for greedy rows"""
     NOISE = 1
@@ -37,7 +35,7 @@ class Column(enum.IntEnum):
     NUM_LOGPROBS = 12
     """int"""
     RECORD = 13
-    """int, two words: the address of the slot's lists, low half first (`lists_record`)"""
+    """int, two words: address of the slot's lists, low half first (`lists_record`)"""
     LANES = 15
     """int; NUM_LANES of them, the seed"""
 
@@ -46,36 +44,36 @@ NUM_COLUMNS = Column.LANES + NUM_LANES
 
 
 class Flag(enum.IntFlag):
-    """Work that a slot requests; with no flag, its row is greedy or has only a temperature."""
+    """A slot's required work; none: greedy, or only a temperature."""
 
     PENALTIES = 1
-    """`counts` is read and kept."""
+    """`counts` is used."""
     ALLOWED = 2
-    """Only tokens whose bit is set in `allowed` may come next."""
+    """Only tokens set in `allowed` may come next."""
     BIAS = 4
     """logit_bias, in the slot's record"""
     FILTER = 8
-    """A randomly sampled row with top_k, top_p or min_p."""
+    """Random sampling with top_k, top_p or min_p."""
     LOGPROBS = 16
-    """NUM_LOGPROBS top tokens, and the log-probability of the chosen one."""
+    """NUM_LOGPROBS top tokens, and the chosen one's log-probability."""
     GRAMMAR = 32
     """A mask may come with the step."""
     BANS = 64
-    """`allowed` changes with the output: bad words, or stop ids before min_tokens."""
+    """`allowed` depends on the output: bad words, or stop ids before min_tokens."""
     FORCED = 128
-    """No token is chosen: a given token is scored."""
+    """A given token is scored."""
     IDLE = 256
-    """Padding: nothing is read or written."""
+    """Padding."""
     SCALED = 512
-    """Logits come divided by the temperature."""
+    """Logits are already divided by the temperature."""
     WIDE = 1 << 16
-    """More top tokens are requested than the kernels return: torch computes them. Host only."""
+    """More top tokens than kernels return. Host only."""
     PROCESSED = 1 << 17
-    """A plugged-in processor serves the slot. Host only."""
+    """A processor serves the slot. Host only."""
 
 
 MOST_TOP_TOKENS = 20
-"""Top tokens that the kernels return at most."""
+"""Most top tokens returned by kernels."""
 
 EDITS = Flag.PENALTIES | Flag.ALLOWED | Flag.BIAS | Flag.GRAMMAR
-"""Flags whose work changes logits before the temperature."""
+"""Flags that change logits before the temperature."""

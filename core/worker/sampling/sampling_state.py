@@ -1,7 +1,7 @@
-"""What the sampler knows about each slot: parameters, penalty counts, biases, stop and bad words.
+"""The sampler's state per slot: parameters, counts, biases, stop and bad words.
 
-The host writes numpy twins (`start`, `release`), `upload` sends what changed in one copy, and
-`plan` says which stages the rows of a step need, so that nothing unneeded runs.
+The host writes numpy twins (`start`, `release`), `upload` sends changes in one copy, `plan` selects
+the stages of a step.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from .slot_lists import SlotLists, within
 from .step_stages import Rows, Stage, StepStages, make_stages
 
 SMALL_TOP_K = 1024
-"""Rows with a top_k up to this are filtered by `topk`, others by a full sort."""
+"""Largest top_k filtered by `topk` instead of a sort."""
 
 _NO_TOP_P = 2.0
 _IN_PROMPT = -32768
 """The sign bit of a count."""
 MOST_COUNTED = 32767
 _SETTINGS = struct.Struct("=8f5i")
-"""The columns in front of RECORD."""
+"""Columns before RECORD."""
 
 
 class _RowTable:
-    """Wide rows for the few slots that need them: [capacity, width]; capacity grows by doubling."""
+    """Wide rows for few slots: [capacity, width]; doubles when full."""
 
     def __init__(
         self, width: int, dtypes: tuple[torch.dtype, ...], device: torch.device, max_rows: int
@@ -41,14 +41,14 @@ class _RowTable:
         self.tensors = [torch.empty((0, width), dtype=dtype, device=device) for dtype in dtypes]
 
     def take(self) -> int:
-        """Return the row that was released last, or else the lowest unused one."""
+        """Return the row released last, or the lowest unused."""
         return self._free.pop()
 
     def give_back(self, row: int) -> None:
         self._free.append(row)
 
     def reserve(self, row: int) -> None:
-        """Make sure that `row` exists. Old rows keep their values."""
+        """Ensure that `row` exists, keeping values."""
         if row < self._capacity:
             return
         capacity = min(self._max_rows, max(4, 2 * self._capacity, row + 1))
@@ -62,17 +62,15 @@ class _RowTable:
 class SamplingState:
     """Per-slot sampling state, host and device. Used by the worker thread alone.
 
-    token_history: [max_num_seqs, max_model_len] int32 on `device`, contiguous, written by the
-    model runner: row s holds the tokens of slot s, each before the token after it is sampled.
+    token_history: [max_num_seqs, max_model_len] int32 on `device`, contiguous, written by the model
+    runner.
 
-    The last slot belongs to no request: padding rows of recorded steps use it, and its settings
-    mark it as padding.
+    The last slot is for padding rows of recorded steps.
 
-    With `kernels`, all settings of a slot are on the device, at fixed addresses, where the sampling
-    kernels read them; `plan` is for the sampler in torch. Memory: `counts`, 2 bytes per slot and
-    token (78 MB for 257 slots of 151,936 tokens); with kernels `allowed`, a bit each (4.9 MB), and
-    a record of some kilobytes for each slot with lists. In torch biases have rows of floats, made
-    when they are needed.
+    With `kernels`, settings are on the device at fixed addresses; `plan` is for torch. Memory:
+    `counts`, 2 bytes per slot and token (78 MB for 257 slots of 151,936 tokens); with kernels
+    `allowed`, a bit each (4.9 MB), and a record of some kilobytes for each slot with lists. In
+    torch biases have rows of floats, made when they are needed.
     """
 
     def __init__(
@@ -92,20 +90,20 @@ class SamplingState:
         for slot in range(max_num_seqs):
             self._make_idle(slot)
         self.packed = torch.from_numpy(self._host.copy()).to(device)
-        """[max_num_seqs, NUM_COLUMNS] int32, float columns bit-cast (`Column`)"""
+        """[max_num_seqs, NUM_COLUMNS] int32, floats bit-cast (`Column`)"""
         self.counts = torch.zeros((max_num_seqs, vocab_size), dtype=torch.int16, device=device)
-        """[max_num_seqs, vocab_size] int16: how often each token was generated, up to MOST_COUNTED;
-        the sign bit: the token is in the prompt. Kept only for slots with penalties."""
+        """[max_num_seqs, vocab_size] int16: times generated, up to MOST_COUNTED; sign bit: in the
+        prompt. Only for slots with penalties."""
         words = -(-vocab_size // 32) if kernels else 0
         self.allowed = torch.zeros((max_num_seqs, words), dtype=torch.int32, device=device)
-        """[max_num_seqs, ceil(vocab_size / 32)] int32: token i may come next if bit i % 32 of word
-        i // 32 is on. Kept only with kernels, for slots with `Flag.ALLOWED`."""
+        """[max_num_seqs, ceil(vocab_size / 32)] int32: bit i % 32 of word i // 32 allows token i.
+        Only with kernels, for `Flag.ALLOWED`."""
         self._records: dict[int, torch.Tensor] = {}
-        """Kept alive while kernels may read them: their addresses are in `packed`."""
+        """Kept alive for kernels: `packed` has their addresses."""
         self._flags = np.zeros(max_num_seqs, dtype=np.int32)
         self._stages = np.zeros(max_num_seqs, dtype=np.int32)
         self.num_logprobs: dict[int, int] = {}
-        """Slot → top tokens, for requests with log-probabilities."""
+        """Slot → top tokens, with log-probabilities."""
         self._bias_row = np.full(max_num_seqs, -1, dtype=np.int64)
         self._lists: dict[int, SlotLists] = {}
         self._dirty: dict[int, SlotStart | None] = {}
@@ -116,21 +114,20 @@ class SamplingState:
 
     @property
     def num_slots(self) -> int:
-        """Number of slots, including the one for padding."""
+        """Including the padding slot."""
         return len(self._host)
 
     @property
     def bias(self) -> torch.Tensor:
-        """[rows, vocab_size] float32, added to logits; -inf where a token is not allowed. Only
-        without kernels."""
+        """[rows, vocab_size] float32, -inf if not allowed. Only without kernels."""
         return self._bias.tensors[0]
 
     # ------------------------------------------------------------ slots
 
     def start(self, slot_start: SlotStart, *, processed: bool = False) -> None:
-        """Start a request in a slot. Token ids outside the vocabulary cannot be sampled: ignored.
+        """Start a request, ignoring token ids outside the vocabulary.
 
-        processed: a plugged-in processor serves it.
+        processed: a processor serves it.
         """
         slot, params = slot_start.slot, slot_start.params
         self.release(slot)
@@ -194,10 +191,9 @@ class SamplingState:
         self._dirty[slot] = slot_start
 
     def release(self, slot: int) -> None:
-        """Release the slot of a request that ended or was preempted. Safe to call twice.
+        """Release a slot. Safe to call twice.
 
-        Steps in flight still read the old contents of the slot; new contents are enqueued after
-        them.
+        Steps in flight read the old contents; changes are enqueued after them.
         """
         self._version += 1
         self._dirty.pop(slot, None)
@@ -220,7 +216,7 @@ class SamplingState:
         row.view(np.float32)[Column.INVERSE_TEMPERATURE] = 1.0
 
     def asked(self, rows_host: list[int]) -> Flag:
-        """Return the union of the flags of these slots."""
+        """Return these slots' flags combined."""
         if self._asked is not None:
             version, rows, flags = self._asked
             if version == self._version and rows == rows_host:
@@ -230,16 +226,15 @@ class SamplingState:
         return flags
 
     def depends_on_output(self, slot: int) -> bool:
-        """Whether what a slot may get next depends on its output, so that tokens cannot be chosen
-        at several positions at once: penalties, bad words, min_tokens, grammars and plugged-in
-        processors."""
+        """Whether options depend on the output (penalties, bad words, min_tokens, grammars,
+        processors), so that only one position can be sampled.
+        """
         return bool(
             self._flags[slot] & (Flag.PENALTIES | Flag.BANS | Flag.GRAMMAR | Flag.PROCESSED)
         )
 
     def scored_rows(self, rows_host: list[int]) -> tuple[Rows, int]:
-        """Return the rows that request log-probabilities, and their largest number of top
-        tokens."""
+        """Return rows with log-probabilities, and their largest number of top tokens."""
         slots = np.asarray(rows_host, dtype=np.int64)
         rows = np.flatnonzero(self._stages[slots] & int(Stage.LOGPROBS))
         batch = None
@@ -252,8 +247,7 @@ class SamplingState:
         )
 
     def upload(self) -> None:
-        """Enqueue what changed since the last call: one copy, two with lists, none without
-        changes."""
+        """Enqueue changes: one copy, two with lists."""
         if not self._dirty:
             return
         starts = [start for start in self._dirty.values() if start is not None]
@@ -304,7 +298,7 @@ class SamplingState:
             self._host[slot, Column.RECORD : Column.RECORD + 2] = address
 
     def _bias_entries(self, starts: list[SlotStart]) -> tuple[np.ndarray, np.ndarray]:
-        """Return flat positions in the bias table, without duplicates, and their values."""
+        """Return unique flat positions in the bias table, and values."""
         places: list[np.ndarray] = []
         values: list[np.ndarray] = []
         for start in starts:
@@ -317,8 +311,9 @@ class SamplingState:
         return np.concatenate(places), np.concatenate(values)
 
     def _count_entries(self, starts: list[SlotStart]) -> tuple[np.ndarray, ...]:
-        """Return slots; flat positions of prompt tokens; flat positions of generated tokens,
-        without duplicates; the counts of the latter."""
+        """Return slots; flat positions of prompt tokens; unique ones of generated tokens; their
+        counts.
+        """
         prompt: list[np.ndarray] = []
         output: list[np.ndarray] = []
         counts: list[np.ndarray] = []
@@ -345,10 +340,9 @@ class SamplingState:
     # ------------------------------------------------------------ steps
 
     def plan(self, rows_host: list[int]) -> StepStages:
-        """Return the stages that a step over these slots needs; indices, if any, are sent in one
-        copy.
+        """Return these slots' stages, sending indices in one copy.
 
-        The plan is reused for the same rows if no slot started or was released in between.
+        Reused for the same rows without slot changes.
         """
         if self._planned is not None:
             version, rows, stages = self._planned
@@ -378,11 +372,9 @@ def _lists_anything(start: SlotStart) -> bool:
 
 
 def _log(value: float) -> float:
-    """Return the logarithm of a float32, rounded to float32; -inf for 0."""
     small = np.float32(value)
     return float(np.log(small)) if small > 0.0 else float("-inf")
 
 
 def _reciprocal(value: float) -> float:
-    """Return the reciprocal of a float32, rounded to float32."""
     return float(np.float32(1.0) / np.float32(value))

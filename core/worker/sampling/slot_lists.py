@@ -1,4 +1,4 @@
-"""Lists of a slot in the form kernels read: stop ids, bad words, biases, and the allowed tokens."""
+"""A slot's lists for kernels: stop ids, bad words, biases, allowed tokens."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import numpy as np
 from ...step import SlotStart
 
 BIAS_PART = 1024
-"""Tokens per entry of a record's table of where biases start."""
+"""Tokens per entry of a record's index of biases."""
 
 
 class SlotLists:
-    """The token lists of one request, limited to the vocabulary."""
+    """A request's token lists, limited to the vocabulary."""
 
     def __init__(self, start: SlotStart, vocab_size: int) -> None:
         self._start = start
@@ -33,19 +33,18 @@ class SlotLists:
         self.stops = within(start.stop_token_ids if early else (), vocab_size)
         """[any] int64: barred before min_tokens"""
         self.words = [w for w in start.bad_words_token_ids if w and 0 <= w[-1] < vocab_size]
-        """Token ids of each bad word."""
 
     @property
     def bars(self) -> bool:
-        """Whether the allowed tokens change with the output."""
+        """Whether allowed tokens depend on the output."""
         return bool(self.words) or self.stops.size > 0
 
     def record(self) -> np.ndarray:
-        """Return one int32 array: the numbers of stop ids, bad words, tokens of the longest word,
-        and biases; stop ids; words, aligned right, -1 in front; ids with a bias, ascending; the
-        biases; the index of the first bias of each BIAS_PART tokens and of the end.
+        """Return an int32 array: the numbers of stop ids, bad words, longest word's tokens, and
+        biases; stop ids; words, right-aligned, padded with -1; biased ids, ascending; biases; index
+        of the first bias per BIAS_PART tokens, and the end.
 
-        Lists only allowed tokens, because only those are switched on and off.
+        Only allowed tokens are listed.
         """
         stops, words = self.stops, self.words
         if self.allowed is not None:
@@ -69,7 +68,7 @@ class SlotLists:
         )
 
     def bits(self) -> np.ndarray:
-        """Return [ceil(vocab_size / 32)] int32: the tokens allowed after the present ones."""
+        """Return [ceil(vocab_size / 32)] int32 of currently allowed tokens."""
         on = np.zeros(-(-self._vocab_size // 32) * 32, dtype=bool)
         on[: self._vocab_size] = self.allowed is None
         if self.allowed is not None:
@@ -84,6 +83,5 @@ class SlotLists:
 
 
 def within(token_ids: Sequence[int] | np.ndarray, vocab_size: int) -> np.ndarray:
-    """Return the token ids within the vocabulary, int64; others cannot be sampled."""
     ids = np.asarray(token_ids, dtype=np.int64)
     return ids[(ids >= 0) & (ids < vocab_size)]

@@ -1,4 +1,4 @@
-"""Which stages the rows of a step need, for sampling in torch: nothing that no row needs runs."""
+"""Stages that a step needs for sampling in torch."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .slot_lists import SlotLists
 
 
 class Stage(enum.IntFlag):
-    """Work that a slot requests."""
+    """A slot's required work."""
 
     RANDOM = enum.auto()
     """Not greedy."""
     TOP_K = enum.auto()
-    """A top_k of at most SMALL_TOP_K: candidates by `topk`."""
+    """A top_k up to SMALL_TOP_K: by `topk`."""
     SORT = enum.auto()
-    """A top_p, or a larger top_k, without a small top_k: candidates by a full sort."""
+    """A top_p, or larger top_k: by a full sort."""
     MIN_P = enum.auto()
     """A min_p without top_k or top_p."""
     BIAS = enum.auto()
@@ -34,7 +34,7 @@ class Stage(enum.IntFlag):
 
 @dataclass(frozen=True)
 class Rows:
-    """Some rows of a step. Indices are device tensors; `batch` None means every row, in order."""
+    """Some rows of a step; device indices, or `batch` None for all."""
 
     count: int
     batch: torch.Tensor | None
@@ -43,38 +43,32 @@ class Rows:
 
 @dataclass(frozen=True)
 class TableRows(Rows):
-    """Rows with one entry each in a side table."""
-
     table: torch.Tensor
     """[count] int64"""
 
 
 @dataclass(frozen=True)
 class StopRows(Rows):
-    """Rows that may have to mask their stop ids."""
-
     stop_ids: torch.Tensor
     """[count, S] int64, padded with -1"""
 
 
 @dataclass(frozen=True)
 class BadWordRows(Rows):
-    """Rows with bad words."""
-
     words: torch.Tensor
     """[count, W, L] int64, aligned right, padded with -1"""
 
 
 @dataclass(frozen=True)
 class StepStages:
-    """Which stages the rows of one step need, and for which of them."""
+    """A step's stages, and their rows."""
 
     num_rows: int
     all_greedy: bool
     plain: Rows | None
-    """Rows without top-k and top-p, greedy ones included; None when there are none."""
+    """Rows without top-k and top-p, or None."""
     any_min_p: bool
-    """Whether some plain row has a min_p."""
+    """Whether a plain row has a min_p."""
     top_k: Rows | None
     max_top_k: int
     sort: Rows | None
@@ -84,12 +78,11 @@ class StepStages:
     penalties: TableRows | None
     logprobs: Rows | None
     max_logprobs: int
-    """Largest number of top tokens that a row requests (the vocabulary size for -1); 0 without
-    logprobs."""
+    """Largest number of top tokens (vocabulary size for -1); 0: none."""
 
     @property
     def processes_logits(self) -> bool:
-        """Whether some stage changes logits before a token is chosen."""
+        """Whether logits change before the choice."""
         return any(
             rows is not None
             for rows in (self.bias, self.bad_words, self.min_tokens, self.penalties)
@@ -97,12 +90,11 @@ class StepStages:
 
     @property
     def graph_safe(self) -> bool:
-        """Whether no stage holds indices of this particular step: fixed shapes and addresses."""
+        """Whether shapes and addresses are fixed."""
         return not (self.processes_logits or self.top_k or self.sort or self.logprobs)
 
 
 def plain_stages(num_rows: int) -> StepStages:
-    """Stages of rows with at most a temperature."""
     return StepStages(
         num_rows=num_rows,
         all_greedy=False,
@@ -130,11 +122,10 @@ def make_stages(
     lists: Mapping[int, SlotLists],
     num_logprobs: Mapping[int, int],
 ) -> StepStages:
-    """Return the stages that a step over these slots needs; indices, if any, are sent in one copy.
+    """Return these slots' stages, sending indices in one copy.
 
-    slots: [num_rows]. By slot: stages, [slots] int32 (`Stage`); bias_rows, [slots] int64, rows of
-    the table of biases; top_ks, [slots]; lists, of slots that have any; num_logprobs, of those that
-    request log-probabilities.
+    slots: [num_rows]. By slot: stages, [slots] int32 (`Stage`); bias_rows, [slots] int64; top_ks,
+    [slots]; lists, if any; num_logprobs, if requested.
     """
     bits = stages[slots]
     union = Stage(int(np.bitwise_or.reduce(bits))) if bits.size else Stage(0)

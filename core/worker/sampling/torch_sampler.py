@@ -41,24 +41,21 @@ _INF = float("inf")
 
 @dataclass(frozen=True)
 class SamplerOutput:
-    """One step's tokens, on the device."""
-
     token_ids: torch.Tensor
     """[R] int64"""
     bad_rows: torch.Tensor
-    """[R] bool: no token could be chosen (NaN or +inf in the logits, or everything is masked);
-    the row's token is 0."""
+    """[R] bool: nothing could be chosen (NaN, +inf, or all masked); the token is 0."""
     logprobs: Logprobs | None
-    """None if no row requested them; rows that did not hold zeros."""
+    """None if not requested; zeros in other rows."""
 
     @property
     def chosen(self) -> torch.Tensor:
-        """[R] int32: `token_ids`, and -1 in bad rows."""
+        """[R] int32: `token_ids`, -1 in bad rows."""
         return self.token_ids.int().masked_fill_(self.bad_rows, -1)
 
 
 class TorchSampler:
-    """Chooses one token per row, in the order of stages of `Sampler`."""
+    """Chooses a token per row, in `Sampler`'s order of stages."""
 
     def __init__(
         self, state: SamplingState, processors: Processors, operations: Operations
@@ -76,12 +73,10 @@ class TorchSampler:
         lengths: torch.Tensor,
         mask: TokenMask | None = None,
     ) -> SamplerOutput:
-        """Choose a token for each row. Call after `state.upload()`.
+        """Choose a token per row, after `state.upload()`.
 
-        logits: [R, vocab_size], any float dtype, left as it is; slots: [R] int64;
-        rows_host: the same slots on the host; lengths: [R] int32 or int64, tokens known before
-        the sampled one, which is also its position in the sequence; mask: the only tokens that
-        some rows may get.
+        logits: [R, vocab_size], not changed; slots: [R] int64; rows_host: the same on the host;
+        lengths: [R] int32 or int64, tokens before the sampled one; mask: some rows' allowed tokens.
         """
         return self.run(logits, self._state.plan(rows_host), slots, lengths, mask, rows_host)
 
@@ -94,8 +89,7 @@ class TorchSampler:
         mask: TokenMask | None = None,
         rows_host: Sequence[int] = (),
     ) -> SamplerOutput:
-        """As `sample`, for rows whose stages are known; rows_host: only for rows that processors
-        may serve."""
+        """As `sample`, with known stages; rows_host: for processors."""
         state = self._state
         packed = state.packed.index_select(0, slots)
         served = rows_host if state.asked(list(rows_host)) & Flag.PROCESSED else ()
@@ -136,7 +130,7 @@ class TorchSampler:
         mask: TokenMask | None,
         served: Sequence[int],
     ) -> torch.Tensor:
-        """[R, vocab_size]: `logits` itself if nothing changes it, else a float32 copy, changed."""
+        """[R, vocab_size]: `logits`, or a changed float32 copy."""
         if not stages.processes_logits and not served and mask is None:
             return logits
         work = logits.to(torch.float32, copy=True).contiguous()
@@ -165,7 +159,7 @@ class TorchSampler:
         slots: torch.Tensor,
         lengths: torch.Tensor,
     ) -> None:
-        """Mask the last token of each bad word if the output ends in the tokens before it."""
+        """Mask each bad word's last token if the output ends in its beginning."""
         history = self._state.token_history
         slots, lengths = select(slots, rows), select(lengths, rows)
         prompt_lens = select(packed[:, Column.PROMPT_LEN], rows)
@@ -179,7 +173,7 @@ class TorchSampler:
         _ban(work, rows, last, matches)
 
     def _penalize(self, work: torch.Tensor, stages: StepStages, packed: torch.Tensor) -> None:
-        """Apply repetition (prompt and output), frequency and presence (output only) penalties."""
+        """Apply repetition (prompt and output), frequency and presence (output) penalties."""
         assert stages.penalties is not None
         batch, state = stages.penalties.batch, self._state
         floats = packed.view(torch.float32)
@@ -206,7 +200,6 @@ class TorchSampler:
         packed: torch.Tensor,
         lengths: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """→ token_ids [R] int64, bad_rows [R] bool"""
         lanes = packed[:, Column.LANES :]
         keys = self.noise.row_keys(lanes, lengths)
         floats = packed.view(torch.float32)
@@ -253,7 +246,7 @@ class TorchSampler:
         keys: torch.Tensor,
         k: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Filter and choose among the k largest, in order."""
+        """Choose among the k largest, filtered."""
         peak = scaled.amax(dim=-1, keepdim=True)
         values, ids = top_tokens(scaled, k)
         ranks = torch.arange(k, device=scaled.device)
@@ -271,7 +264,7 @@ class TorchSampler:
 def _ban_stops(
     work: torch.Tensor, rows: StopRows, packed: torch.Tensor, lengths: torch.Tensor
 ) -> None:
-    """Mask stop ids while the output has fewer than min_tokens tokens."""
+    """Mask stop ids before min_tokens."""
     settings = select(packed, rows)
     num_output = select(lengths, rows) - settings[:, Column.PROMPT_LEN]
     early = num_output < settings[:, Column.MIN_TOKENS]
@@ -279,8 +272,7 @@ def _ban_stops(
 
 
 def _ban(work: torch.Tensor, rows: Rows, token_ids: torch.Tensor, active: torch.Tensor) -> None:
-    """Set logits at token_ids [count, n] to -inf where active [count, n or 1]; ids below 0 are
-    padding."""
+    """Mask token_ids [count, n] where active [count, n or 1]; negative ids are padding."""
     batch = rows.batch
     if batch is None:
         batch = torch.arange(rows.count, device=work.device)

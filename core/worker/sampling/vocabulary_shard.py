@@ -1,7 +1,6 @@
-"""Plain rows of several ranks: each finds the best of its own tokens, and the best of all is the
-choice, so that logits are not exchanged.
+"""Plain rows over ranks: each finds its tokens' best, so logits are not exchanged.
 
-The noise depends on (seed, position, token) alone, so the choice is that of the whole vocabulary.
+As noise depends only on (seed, position, token), the result is that of the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from .sampling_columns import Column
 from .sampling_state import SamplingState
 
 PARTS = "sample_parts.tokens"
-"""Feature of operations that find the best of some tokens (`Operations.sample_parts`)."""
+"""Feature `Operations.sample_parts`."""
 
 
 class VocabularyShard:
-    """Samples rows that are greedy or have only a temperature, from this rank's logits."""
+    """Samples greedy rows or those with a temperature, from this rank's logits."""
 
     def __init__(
         self,
@@ -41,7 +40,7 @@ class VocabularyShard:
         assert own is not None, "the ranks divide this vocabulary"
         start, stop = (min(end, state.vocab_size) for end in (own.start, own.stop))
         self.tokens = slice(start, stop)
-        """This rank's token ids: none at all, if the vocabulary is that small."""
+        """This rank's token ids, perhaps none."""
 
     @classmethod
     def of(
@@ -52,7 +51,7 @@ class VocabularyShard:
         noise: TokenNoise,
         operations: Operations,
     ) -> VocabularyShard | None:
-        """Return None if this model's ranks have whole logits, or sampling kernels need them."""
+        """Return None if ranks have whole logits, or sampling kernels need them."""
         heads = [m for m in model.modules() if isinstance(m, Embedding) and m.own is not None]
         if not heads or (operations.samples and PARTS not in operations.features):
             return None
@@ -61,8 +60,9 @@ class VocabularyShard:
     def logits(
         self, compute: Callable[[HiddenStates], torch.Tensor], hidden: HiddenStates
     ) -> torch.Tensor:
-        """Call `compute` (`Model.compute_logits`) with heads that leave logits where they are:
-        hidden states of some rows → [num_rows, number of own tokens]"""
+        """Call `compute` (`Model.compute_logits`) with heads that keep logits sharded → [num_rows,
+        number of own tokens]
+        """
         for head in self._heads:
             head.gathers = False
         try:
@@ -78,8 +78,7 @@ class VocabularyShard:
         lengths: torch.Tensor,
         out: SampleOutputs,
     ) -> None:
-        """As `Sampler.sample_plain`, with logits of the own tokens: the same results on each
-        rank."""
+        """As `Sampler.sample_plain` on own tokens; all ranks agree."""
         state, rows = self._state, len(logits)
         tables = SlotTables(state.packed, state.counts, state.allowed, state.token_history)
         if self._operations.samples:
@@ -102,7 +101,7 @@ class VocabularyShard:
     def _best(
         self, logits: torch.Tensor, slots: torch.Tensor, lengths: torch.Tensor
     ) -> torch.Tensor:
-        """→ [num_rows, 2, 1] int32: bits of the best score, +inf for NaN, and its token"""
+        """→ [num_rows, 2, 1] int32: bits of the best score (+inf for NaN), and its token"""
         best = logits.new_full((len(logits), 1), -float("inf"), dtype=torch.float32)
         token = torch.full_like(best, self._state.vocab_size, dtype=torch.int32)
         if logits.shape[1]:

@@ -24,24 +24,20 @@ from ..selection import attention_refusal
 
 
 class ChosenBackend(NamedTuple):
-    """An attention backend, and why it was chosen."""
-
     kind: str
-    """The registry that has it."""
     name: str
     backend_class: type[PagedBackend]
     reason: str
 
 
 class NoAttention(AttentionBackend):
-    """The backend of a model none of whose layers attends."""
+    """For models without attention."""
 
     name = "none"
     graph_safe = mixed_graph_safe = cache_groups = True
 
     @classmethod
     def supports(cls, spec: AttentionSpec, device: torch.device, dtype: torch.dtype) -> str:
-        """Return why: it computes nothing."""
         return "it serves models without attention"
 
     def __init__(self, setup: BackendSetup) -> None:
@@ -51,12 +47,11 @@ class NoAttention(AttentionBackend):
         """Do nothing."""
 
     def forward(self, *arguments: Any, **more: Any) -> torch.Tensor:
-        """Never called."""
         raise NotImplementedError("a layer attends, in a model chosen to have none that does")
 
 
 NO_ATTENTION = ChosenBackend("attention_backend", NoAttention.name, NoAttention, "no layer attends")
-"""The backend of a model whose layers only keep states."""
+"""For models with states only."""
 
 
 def choose_attention(
@@ -70,9 +65,9 @@ def choose_attention(
     formats: CacheFormats,
     needs: Sequence[PartNeeds] = (),
 ) -> ChosenBackend:
-    """Return the backend that the configuration names, or the first that serves all layers.
+    """Return the configured backend, or the first that serves all layers.
 
-    kind: the registry; specs: [num_layers]; needs: of parts. Raises ConfigError if none can.
+    kind: registry; specs: [num_layers]; needs: of parts. Raises ConfigError.
     """
     if not specs:
         return NO_ATTENTION

@@ -1,4 +1,4 @@
-"""How much of a device's memory the KV cache may take."""
+"""The KV cache's share of device memory."""
 
 from __future__ import annotations
 
@@ -11,25 +11,21 @@ from .warmup import Warmup
 
 
 class CacheRoom:
-    """Made before a model is loaded: what is allocated by then is not this engine's."""
+    """Created before a model is loaded, so that other memory is known."""
 
     def __init__(self, config: EngineConfig, ranks: Ranks, device: torch.device) -> None:
-        """`config` is resolved."""
         assert config.max_num_batched_tokens is not None
         self._config, self._ranks, self._device = config, ranks, device
         self._max_num_batched_tokens: int = config.max_num_batched_tokens
         self._held_before = 0
-        """Bytes that were allocated on the device."""
+        """Bytes allocated before."""
         if device.type == "cuda":
             self._held_before = torch.cuda.memory_allocated(device)
 
     def length_of_tables(self, demand: CacheDemand, state_bytes: int) -> int:
-        """Return the number of positions for which tables are made: max_model_len.
-
-        If a sequence of that length cannot fit in the device's memory, whatever a step takes, it is
-        the longest that may: tables for a context of millions of tokens would take gigabytes before
-        memory is measured. Then the start fails and the error says what fits, or `max_model_len` is
-        auto.
+        """Return the positions of tables: max_model_len, or the longest sequence that may fit in
+        memory: tables for millions of tokens would take gigabytes before memory is measured, after
+        which the start fails with a clear error, or `max_model_len` is automatic.
         """
         if self._config.num_gpu_blocks_override is not None:
             return demand.max_model_len
@@ -43,13 +39,14 @@ class CacheRoom:
         return self._ranks.minimum_of_stages(longest, self._device)
 
     def available(self, warmup: Warmup, state_bytes: int) -> int:
-        """Return the bytes that each rank has left for blocks, after one step at full budget has
-        been measured. state_bytes: of states, which are allocated already."""
+        """Return each rank's bytes for blocks, after a step at full budget. state_bytes: already
+        allocated.
+        """
         return self._ranks.minimum(self._available(warmup, state_bytes), self._device)
 
     @property
     def _allocated(self) -> int:
-        """Bytes that this engine has allocated."""
+        """This engine's allocated bytes."""
         return torch.cuda.memory_allocated(self._device) - self._held_before
 
     def _available_on_cpu(self, state_bytes: int) -> int:

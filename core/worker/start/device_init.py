@@ -1,4 +1,4 @@
-"""The part of a start that needs no model: initialize the device, load the kernel compiler."""
+"""The model-independent part of a start: device and kernel compiler."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ logger = logging.getLogger("jackfield.worker")
 
 
 def separate_streams(config: EngineConfig) -> None:
-    """Give the streams of a stage work queues of their own. Call before CUDA makes a context.
+    """Give a stage's streams separate work queues, before CUDA's context.
 
-    By default a process has 8 queues (CUDA_DEVICE_MAX_CONNECTIONS), which streams share: a kernel
-    that waits for another stage would hold up those of a stream that is behind it in its queue.
+    By default streams share 8 queues (CUDA_DEVICE_MAX_CONNECTIONS), so a kernel that waits for
+    another stage would block other streams.
     """
     if config.device == "cuda" and config.pipeline_parallel_size > 1:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
@@ -27,7 +27,7 @@ def separate_streams(config: EngineConfig) -> None:
 def initialize_device(config: EngineConfig, plugins: Plugins) -> None:
     """Never raises: the worker's start reports errors.
 
-    `config`: its `device` is concrete. The first operations that could be chosen are also prepared.
+    `config`: with a concrete `device`. Also prepares the first possible operations.
     """
     if config.device != "cuda":
         return

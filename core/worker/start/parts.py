@@ -1,4 +1,4 @@
-"""Which parts a worker has: those that its model or configuration asks for."""
+"""Selects a worker's parts, by model and configuration."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ BACKEND_REFUSALS: Mapping[str, Callable[[type[PagedBackend]], str | None]] = {
     speculation.NAME: speculation_refusal,
     kv_compression.NAME: compression_refusal,
 }
-"""Part that does not go with every attention backend → why one does not serve; None: it does."""
+"""Part → reason against an attention backend, or None."""
 
 
 def start_parts(start: StartContext, notify: Callable[[], None]) -> list[PartStart]:
-    """Begin to start the parts, in the order in which they are called. Raises ConfigError, with an
-    option's name, for what does not go together or a part cannot serve. notify: KV transfers have
-    something to report; called from any thread."""
+    """Begin the parts in calling order. Raises ConfigError for incompatible options. notify: KV
+    transfers have a report; from any thread.
+    """
     config = start.config
     brought = {
         states.NAME: bool(state_layers(start.model)),

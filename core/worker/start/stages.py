@@ -1,4 +1,4 @@
-"""What the stages of a pipeline tell each other at the start."""
+"""What pipeline stages exchange at the start."""
 
 from __future__ import annotations
 
@@ -13,21 +13,17 @@ from ...parallel.ranks import Pipeline
 
 
 class StageFacts(msgspec.Struct, frozen=True):
-    """What one stage has."""
-
     specs: tuple[TokenCache, ...]
-    """Caches of its layers."""
     num_snapshots: int | None
-    """Snapshots of its layers' states that there is room for; None: they keep none."""
+    """Room for snapshots of states; None without states."""
     cache_groups: bool
-    """Whether its attention backend serves several groups of layers."""
+    """Whether its backend serves several groups of layers."""
 
 
 class AllStages:
-    """The facts of all stages, from the first."""
+    """All stages' facts, in order."""
 
     def __init__(self, pipeline: Pipeline, own: StageFacts, device: torch.device) -> None:
-        """device: that of the ranks' tensors."""
         self._stages = [own]
         self._stage = pipeline.stage
         if pipeline.world is not None:
@@ -37,22 +33,22 @@ class AllStages:
 
     @property
     def specs(self) -> list[TokenCache]:
-        """Caches of all layers, in the order of the model."""
+        """All layers' caches, in order."""
         return [spec for stage in self._stages for spec in stage.specs]
 
     @property
     def num_snapshots(self) -> int | None:
-        """Snapshots of states that all stages have room for; None: no layer keeps states."""
+        """Common room for snapshots; None without states."""
         counts = [s.num_snapshots for s in self._stages if s.num_snapshots is not None]
         return min(counts, default=None)
 
     @property
     def cache_groups(self) -> bool:
-        """Whether layers may be in several groups."""
+        """Whether several groups are possible."""
         return all(stage.cache_groups for stage in self._stages)
 
     def own(self, groups: Sequence[CacheGroup]) -> tuple[CacheGroup, ...]:
-        """Return the groups with this stage's layers alone, counted from its first."""
+        """Return the groups with this stage's layers only, counted from its first."""
         start = sum(len(stage.specs) for stage in self._stages[: self._stage])
         end = start + len(self._stages[self._stage].specs)
         return tuple(

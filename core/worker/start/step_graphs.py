@@ -1,4 +1,4 @@
-"""The recorded steps of one runner, and what is recorded when."""
+"""A runner's recorded steps, and when they are recorded."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from ..runner import ModelRunner
 logger = logging.getLogger("jackfield.worker")
 
 FIRST_PROMPT = 128
-"""Tokens of the prompt whose step is recorded before all others."""
+"""Tokens of the prompt recorded first."""
 MIXED_TOGETHER = 2
-"""Mixed-step items recorded per decode step: there are more of them."""
+"""Mixed-step items recorded per decode step."""
 RECORDING_SECONDS = 1.7
 """Spent on recording more of each variant before the engine is ready; the rest is recorded in spare
 time."""
@@ -109,12 +109,12 @@ class Variant:
 
 
 class StepGraphs:
-    """Records the steps of a runner, a few at the start and the others in spare time."""
+    """Records a few steps at the start, others in spare time."""
 
     def __init__(
         self, runner: ModelRunner, record: Recorder, max_tokens: int, ranks: Ranks
     ) -> None:
-        """max_tokens: of any step. Nothing is recorded yet."""
+        """max_tokens: of any step."""
         self._runner = runner
         self._ranks = ranks
         self._record = CountedRecorder(record)
@@ -149,12 +149,12 @@ class StepGraphs:
 
     @property
     def num_failures(self) -> int:
-        """Number of recordings that have failed so far."""
         return self._record.num_failures
 
     def record_first(self, device: torch.device) -> None:
-        """Record what the first requests need, and then more for up to `RECORDING_SECONDS`. The
-        runner uses the graphs from here on."""
+        """Record the first requests' needs, then more for `RECORDING_SECONDS`; the runner then uses
+        graphs.
+        """
         runner = self._runner
         try:
             for variant in self.variants:

@@ -1,4 +1,4 @@
-"""Steps without requests: to compile kernels, to warm up, and to measure the memory of a step."""
+"""Steps without requests: to compile, warm up, and measure memory."""
 
 from __future__ import annotations
 
@@ -25,14 +25,13 @@ from .step_graphs import StepGraphs
 logger = logging.getLogger("jackfield.worker")
 
 MIXED_ROWS = 64
-"""Most decode rows to precompile together with a prompt."""
+"""Most decode rows precompiled with a prompt."""
 LATER_PARTS = (16, 32, 64)
-"""Tokens of the short later parts of prompts whose kernels are precompiled: those that begin after
-cached tokens."""
+"""Tokens of short prompt parts after cached tokens, to precompile."""
 
 
 class Warmup:
-    """Runs steps without requests, on the launch thread."""
+    """Runs steps without requests on the launch thread."""
 
     def __init__(
         self,
@@ -41,7 +40,7 @@ class Warmup:
         max_model_len: int,
         device: torch.device,
     ) -> None:
-        """`config` is resolved: `max_num_batched_tokens` is concrete."""
+        """`config`: with a concrete `max_num_batched_tokens`."""
         assert config.max_num_batched_tokens is not None
         self._runner = runner
         self._config = config
@@ -49,12 +48,11 @@ class Warmup:
         self._budget: int = config.max_num_batched_tokens
         self._device = device
         self._short_prompts = [4, 16, 32]
-        """Numbers of tokens whose kernels are compiled when there is time."""
+        """Prompt lengths compiled in spare time."""
 
     def precompile(self, operations: Operations, graphs: StepGraphs | None = None) -> None:
-        """Compile the kernels of all steps in parallel, before the first step is launched.
-
-        Optional: a kernel that is not compiled here is compiled at its first launch.
+        """Compile all steps' kernels in parallel before the first launch, which would otherwise
+        compile them.
         """
         precompiler = operations.precompile(self._device)
         if precompiler is None:
@@ -85,8 +83,7 @@ class Warmup:
             torch.cuda.reset_peak_memory_stats(self._device)
 
     def _precompile_more(self, graphs: StepGraphs | None) -> None:
-        """Precompile all kinds of steps: short prompts, decode steps, decode steps with a
-        prompt."""
+        """Precompile short prompts, and decode steps with and without a prompt."""
         self.warm_up()
         if isinstance(self._runner, ModelRunner):
             for num_tokens in self._short_prompts:
@@ -107,7 +104,7 @@ class Warmup:
         self.run_largest()
 
     def warm_up(self) -> None:
-        """Run one prefill and one decode step on the null block, so that kernels are compiled."""
+        """Run a prefill and a decode step on the null block, compiling kernels."""
         self._run_parts(self._long_prompt())
         for variant in (None, *self._runner.parts.variants):
             with self._runner.parts.recording(variant):
@@ -115,16 +112,17 @@ class Warmup:
                     self._alone(num_tokens)
 
     def run_short_prompt(self) -> bool:
-        """Run a prompt of one more of the short lengths; return False if none is left."""
+        """Run the next short prompt; False if none is left."""
         if not self._short_prompts:
             return False
         self._alone(self._short_prompts.pop())
         return True
 
     def run_largest(self) -> None:
-        """Run a step of the whole token budget: as many prompts as possible, and in the scratch
-        slot the end of the longest text, since what a step allocates may depend on its longest row,
-        and on whether a prompt has a context. That row has two tokens: with one it would decode."""
+        """Run a step of the whole token budget: as many prompts as possible, and the end of the
+        longest text (two tokens, else it would decode), as memory may depend on the longest row,
+        and on prompts with a context.
+        """
         end = 0 if self._runner.backend is None else min(2, self._budget)
         rest = self._budget - end
         num_rows = min(self._config.max_num_seqs, rest)
@@ -143,7 +141,6 @@ class Warmup:
             part.run_scratch(num_tokens)
 
     def _alone(self, num_tokens: int, *, context: int = 0) -> None:
-        """Run one prompt in the scratch slot; context: as `run` has it."""
         self.run([num_tokens], [self._config.max_num_seqs], context=context)
 
     def _long_prompt(self) -> int:
@@ -152,12 +149,11 @@ class Warmup:
     def run(
         self, row_lengths: Sequence[int], use_slots: Sequence[int], *, context: int = 0
     ) -> None:
-        """Run a forward pass over the null block, and sampling: plain, and with every costly stage
-        on.
+        """Run a forward pass over the null block, and sampling: plain, and with every costly stage.
 
-        row_lengths: tokens of each row; use_slots: a slot for each. Once requests may be present,
-        only the scratch slot (max_num_seqs) belongs to none. context: tokens of the last row's
-        text before the step's, or as many as max_model_len allows; all other rows begin theirs.
+        row_lengths: tokens of each row; use_slots: their slots, only the scratch slot
+        (max_num_seqs) once requests may be present. context: tokens before the last row's, up to
+        max_model_len; other rows begin theirs.
         """
         runner = self._runner
         slots = list(use_slots)

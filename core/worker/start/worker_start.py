@@ -1,4 +1,4 @@
-"""Starts a worker: loads the model, chooses what serves it, sizes the cache, and warms up."""
+"""Starts a worker: model, plugins, cache size, warm-up."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ class StartedWorker:
     operations: Operations
     warmup: Warmup
     graphs: StepGraphs | None = None
-    """None: steps are not recorded."""
+    """None: not recorded."""
     unscaled: list[Attention] = field(default_factory=list)
-    """Layers whose cache scales the first step will compute; steps are recorded after it."""
+    """Layers whose cache scales the first step computes, before recording."""
 
 
 class WorkerStart:
@@ -76,8 +76,9 @@ class WorkerStart:
         recorder: Callable[[], Recorder | None],
         notify: Callable[[], None],
     ) -> None:
-        """`config` is resolved. recorder: makes what records steps; None: they are not recorded.
-        notify: KV transfers have something to report; called from any thread."""
+        """`config`: resolved. recorder: makes a recorder, or None. notify: KV transfers have a
+        report; from any thread.
+        """
         assert config.max_num_batched_tokens is not None
         self.config = config
         self.model_config = model_config
@@ -91,7 +92,6 @@ class WorkerStart:
 
     @torch.inference_mode()
     def run(self) -> StartedWorker:
-        """Load the model and make everything ready for the first step."""
         device, model_config = self.device, self.model_config
         if self.ranks.pipeline.size > 1 and model_config.pooling is not None:
             raise ConfigError(
@@ -121,7 +121,6 @@ class WorkerStart:
         return self._start_decoder(model, operations, name, room)
 
     def _start_encoder(self, model: nn.Module, operations: Operations) -> StartedWorker:
-        """Complete the start of a model without a KV cache."""
         unscaled((), self.config, fp8_cache=False)
         batch = self._batch(operations, self.model_config.max_model_len)
         starts = []
@@ -156,7 +155,6 @@ class WorkerStart:
     def _start_decoder(
         self, model: nn.Module, operations: Operations, operations_name: str, room: CacheRoom
     ) -> StartedWorker:
-        """Complete the start of a model whose layers cache what they have computed."""
         config, device = self.config, self.device
         weight_bytes = _weight_bytes(model)
         layers = cache_layers(model)
@@ -290,7 +288,7 @@ class WorkerStart:
 
     @property
     def _steps_in_flight(self) -> int:
-        """One for each stage, and one that waits at the first."""
+        """One per stage, and one waiting at the first."""
         return max(STEPS_IN_FLIGHT, self.ranks.pipeline.size + 1)
 
     def _start_context(
@@ -370,7 +368,7 @@ class WorkerStart:
         )
 
     def _graphs(self, runner: ModelRunner | PoolingRunner) -> StepGraphs | None:
-        """Return what records the runner's steps; None: they are not recorded."""
+        """Return the runner's recorder of steps, or None."""
         if not isinstance(runner, ModelRunner) or not runner.backend.graph_safe:
             return None
         if not getattr(runner.model, "graph_safe", True):
@@ -386,7 +384,7 @@ class WorkerStart:
 
 
 def _check_features(operations: Operations, name: str, needs: PartNeeds, option: str) -> None:
-    """Raises ConfigError, with the option's name, if operations lack a feature."""
+    """Raises ConfigError, with the option's name, for missing features."""
     if lacking := needs.operations - operations.features:
         raise ConfigError(
             f"{option}: operations {name!r} do not support {', '.join(sorted(lacking))}",
@@ -399,10 +397,10 @@ def _weight_bytes(model: nn.Module) -> int:
 
 
 def _leave_a_core_for_the_loop(num_ranks: int) -> None:
-    """Leave a core to the event loop: torch's CPU threads wait busily, so one per core would starve
-    it. `num_ranks`: those that share the cores.
+    """Leave a core to the event loop: torch's CPU threads spin, and one per core would starve it.
+    `num_ranks`: sharing the cores.
 
-    The setting belongs to the calling (launch) thread; OMP_NUM_THREADS overrules it.
+    Applies to the calling (launch) thread; OMP_NUM_THREADS overrides it.
     """
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, ((os.cpu_count() or 2) - 1) // num_ranks))

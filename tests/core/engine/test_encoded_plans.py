@@ -11,7 +11,7 @@ import pytest
 
 from jackfield import AsyncEngine, EngineConfig, PoolingParams, SamplingParams
 from jackfield.core.hooks import hookimpl
-from jackfield.core.parts.part_types import PartTypes
+from jackfield.core.parts.part_types import PartTypes, SentTypes
 from jackfield.core.protocols import LogitsProcessor, LogitsProcessorSetup, ProcessedRows
 from jackfield.core.registry import Plugins, load_plugins
 from jackfield.core.sampling_params import OutputKind, StructuredOutputsParams
@@ -215,3 +215,10 @@ async def test_metadata_of_another_type_detach_the_worker_half_by_field(
     assert (
         "failed in start: ValidationError: Expected `int`, got `str` - at `$[...]`" in caplog.text
     )
+
+
+@pytest.mark.parametrize("name", ["states", "nobody's"])
+def test_what_no_part_sends_is_refused_by_name(name: str) -> None:
+    result = StepResult(0, [], [], parts={name: None})
+    with pytest.raises(msgspec.ValidationError, match=f"no part {name!r} sends a result"):
+        PartTypes({"nobody's": SentTypes()}).result(result)

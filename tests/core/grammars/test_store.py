@@ -16,6 +16,7 @@ import pytest
 import jackfield
 from jackfield.core.config import StructuredOutputsConfig
 from jackfield.core.errors import ConfigError, EngineStopped
+from jackfield.core.grammars.sandbox import sandbox_process
 from jackfield.core.grammars.store import GrammarStore, check_backend
 from jackfield.core.grammars.vocabulary import make_vocabulary
 from jackfield.core.protocols.grammars import GrammarSpec, Vocabulary
@@ -264,3 +265,13 @@ async def test_plain_schemas_need_no_other_process() -> None:
     await grammars.compile(GrammarSpec("json", json.dumps(hard)))
     assert grammars._sandboxes
     await grammars.close()
+
+
+@pytest.mark.parametrize(("probed", "walked"), [(3.0, 2.0), (2.0, 3.0)])
+def test_a_grammar_is_as_slow_as_the_slower_of_its_trials(
+    probed: float, walked: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sandbox_process, "probe", lambda grammar, vocabulary: probed)
+    monkeypatch.setattr(sandbox_process, "walk", lambda grammar, vocabulary: walked)
+    vocabulary = Vocabulary(token_bytes=[b"a"], size=1, eos_token_ids=(0,), encode=list)
+    assert sandbox_process._walk([object()], vocabulary) == 3.0

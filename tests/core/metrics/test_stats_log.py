@@ -62,5 +62,6 @@ async def test_lines_come_at_intervals_unless_they_are_turned_off(
             await enough.wait()
         else:
             await asyncio.sleep(0)
+    assert "jackfield-stats" not in {task.get_name() for task in asyncio.all_tasks()}
     lines = [record for record in caplog.records if record.name == "jackfield.stats"]
     assert len(lines) >= 2 if enabled else not (lines or reads)

@@ -17,7 +17,7 @@ from jackfield.core.hooks import API_VERSION, hookimpl
 from jackfield.core.parallel.join import join, leave, listen
 from jackfield.core.parallel.ranks import Pipeline, Ranks
 from jackfield.core.registry import Provenance, load_plugins
-from jackfield.plugins.collectives.builtin import Gloo
+from jackfield.plugins.collectives.builtin import Gloo, Nccl
 from jackfield.plugins.conformance.rank_threads import run_ranks
 
 
@@ -130,3 +130,12 @@ def test_all_groups_are_left_also_if_one_fails() -> None:
     with pytest.raises(RuntimeError):
         leave(replace(ranks, pipeline=Pipeline(world=group("world"))))
     assert closed == ["tokens", "tensor", "world"]
+
+
+def test_nccl_is_for_cuda_devices_of_a_build_that_has_it() -> None:
+    built = torch.distributed.is_nccl_available()
+    assert Nccl.supports(torch.device("cuda")) == (
+        None if built else "this build of torch has no NCCL"
+    )
+    refusal = Nccl.supports(torch.device("cpu"))
+    assert refusal is not None and ("CUDA" in refusal if built else "NCCL" in refusal)

@@ -137,3 +137,20 @@ def test_a_few_bytes_are_exchanged_for_a_row() -> None:
     several = [Rank("torch", each, torch.randn(400, 4)) for each in ranks]
     run_ranks([functools.partial(rank.choose, torch.randn(5, 4)) for rank in several])
     assert sent == [5 * 8] * 2
+
+
+def test_heads_gather_again_once_logits_are_computed_or_have_failed() -> None:
+    """Log-probabilities and constrained rows need the whole vocabulary's."""
+    rank = Rank("torch", thread_ranks(2)[0], torch.randn(8, 4))
+    shard = rank.sampler.shard
+    assert shard is not None
+
+    def fails(hidden: Any) -> torch.Tensor:
+        assert not rank.head.gathers
+        raise RuntimeError("out of memory")
+
+    assert shard.logits(rank.head.logits, torch.randn(2, 4)).shape == (2, 4)
+    assert rank.head.gathers
+    with pytest.raises(RuntimeError):
+        shard.logits(fails, torch.randn(2, 4))
+    assert rank.head.gathers

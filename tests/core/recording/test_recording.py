@@ -31,6 +31,7 @@ from jackfield.core.step import Recover
 from jackfield.core.worker.runner import ModelRunner
 from jackfield.entrypoints.cli.debug import run
 from jackfield.entrypoints.replay import Difference, Replayed, replay, replay_config
+from jackfield.entrypoints.replay import _shown as shown
 from jackfield.plugins.executors.inprocess import InProcessExecutor
 
 EMBEDDED = Path(jackfield.__file__).parent / "plugins" / "models" / "embedded"
@@ -311,3 +312,9 @@ def test_the_command_says_whether_all_is_equal(
     assert "jackfield: the replay differs: step 4, row " in capsys.readouterr().err
     assert run(["replay", str(tmp_path / "none")]) == 2
     assert "No such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("length", "cut"), [(298, False), (299, True)])
+def test_a_value_that_differs_is_shown_up_to_300_characters(length: int, cut: bool) -> None:
+    whole = repr("x" * length)
+    assert shown("x" * length) == (whole[:300] + "…" if cut else whole)

@@ -386,11 +386,12 @@ async def test_a_front_end_that_does_not_answer_is_left_out_of_the_metrics(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(remote_server, "REPORT_SECONDS", 0.1)
-    async with fronted(tmp_path, count=2) as (_, (first, two)):
+    async with fronted(tmp_path, count=2) as (server, (first, two)):
         for front in (first, two):
             front.core.report_load(lambda: 1)
         two.core._channel.received = None
         assert await first.core.server_load() == 1
+        assert not server._reports, "nothing waits for an answer that may never come"
 
 
 async def test_the_events_reach_plugins_once(tmp_path: Path) -> None:

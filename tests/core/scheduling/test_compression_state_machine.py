@@ -83,6 +83,16 @@ def test_a_load_gets_blocks_that_a_compaction_of_the_same_plan_reads() -> None:
     machine.teardown()
 
 
+def test_a_preempted_request_that_finds_more_than_its_prompt_is_compacted_a_plan_later() -> None:
+    """In the plan with its start the worker still has the table of the slot's request before."""
+    machine = RecompactingMachine()
+    machine.add_one([0], SamplingParams(max_tokens=1))
+    machine.add_one([i % 7 for i in range(22)], SamplingParams(max_tokens=12), siblings=2)
+    machine.add_one([i % 7 for i in range(1, 31)], SamplingParams(max_tokens=4))
+    machine.teardown()
+    assert machine.scheduler.stats.num_preemptions
+
+
 def run_machine(machine: type[PriorityMachine], steps: int) -> None:
     run_state_machine_as_test(
         machine,

@@ -11,6 +11,7 @@ from scheduled import add, make_request, make_scheduler, run
 
 from jackfield.core.request import Request
 from jackfield.core.sampling_params import SamplingParams
+from jackfield.core.scheduling.queues.decode_rows import has_prompt_left
 from jackfield.core.scheduling.scheduler import Scheduler
 from jackfield.core.step import StepPlan
 
@@ -89,3 +90,13 @@ def test_a_prompt_whose_last_chunk_is_one_token_is_computed_with_that_step() -> 
     plan = planned(scheduler)
     assert leader.prompt_computed
     assert plan.total_tokens == 3 and len(plan.slots) == 3
+
+
+def test_a_request_has_a_prompt_left_until_its_last_token_alone_is() -> None:
+    request = make_request(3)
+    for computed, left in ((0, True), (2, True), (3, False)):
+        request.num_computed_tokens = computed
+        request.num_tokens = 4 if computed == 3 else 3
+        assert has_prompt_left(request) is left
+    request.num_tokens = 5
+    assert has_prompt_left(request), "it was preempted, and two of its tokens are to be computed"

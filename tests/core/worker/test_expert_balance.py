@@ -4,6 +4,7 @@ serves the same tokens meanwhile."""
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,11 @@ from jackfield.core.nn.expert_balance.places import ExpertBalance
 from jackfield.core.nn.experts import Experts
 from jackfield.core.nn.routing import Routing
 from jackfield.core.parallel.expert_share import ExpertShare
+from jackfield.core.parallel.ranks import Group
 from jackfield.core.step import BalanceExperts
 from jackfield.core.worker.expert_balance import ExpertMover
 from jackfield.plugins.conformance.paged_model import PagedModel
-from jackfield.plugins.conformance.rank_threads import thread_ranks
+from jackfield.plugins.conformance.rank_threads import run_ranks, thread_ranks
 
 from helpers import make_checkpoint
 
@@ -94,6 +96,25 @@ def test_copies_that_ranks_have_no_places_for_are_refused(
 
 
 # ---------------------------------------------------------------- moving
+
+
+def test_ranks_that_store_experts_unalike_are_refused() -> None:
+    """A format may leave out what is trivial on one rank."""
+    groups = [ranks.tensor for ranks in thread_ranks(2)]
+
+    def move(group: Group, types: list[torch.dtype]) -> None:
+        model = torch.nn.Module()
+        mover = ExpertMover(model, group, CPU)
+        mover.layers = [(None, [torch.zeros(2, 3, dtype=kind) for kind in types])]  # type: ignore[list-item]
+        mover._check_alike()
+
+    half = [torch.float16, torch.float16]
+    run_ranks([functools.partial(move, group, half) for group in groups])
+    kinds = (half, [torch.float16, torch.float32])
+    for more in (kinds, kinds[::-1]):
+        with pytest.raises(ConfigError, match="unlike tensors") as caught:
+            run_ranks([functools.partial(move, *each) for each in zip(groups, more, strict=True)])
+        assert caught.value.param == "enable_eplb"
 
 
 @pytest.mark.parametrize("copies", [0, 2])

@@ -112,6 +112,10 @@ def takes_a_block(self: Any, request: Any, hits: Any, builder: Any) -> None:
         self._services.kv.pool.allocate(1)
 
 
+def backwards(self: Any, requests: list[Any]) -> list[Any]:
+    return requests[::-1]
+
+
 def holds_others_back(self: Any, request: Any, count: int, spare: int) -> int:
     if self._of(request) is None and request.num_tokens % 2:
         request.look_at = 0
@@ -190,6 +194,9 @@ BUDGET_MUTANTS = {
     ),
     "a block that nobody knows of": Mutant(
         budgets(admit=takes_a_block), (STILL, TRAFFIC, REMEMBERED, JUNK, BESIDE), perhaps=(ENGINE,)
+    ),
+    "rows in another order": Mutant(
+        budgets(eligible=backwards), (TRAFFIC, STILL, REMEMBERED, BESIDE), perhaps=(ENGINE, SAME)
     ),
     "others wait": Mutant(
         budgets(decode_tokens=holds_others_back, look_at=looks_at_all, toggle=toggle),

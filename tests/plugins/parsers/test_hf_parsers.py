@@ -16,9 +16,10 @@ from transformers.utils.chat_parsing import parse_response
 
 from jackfield.core.output_parsing.output_parser import OutputParser, ParsedMessage, fold
 from jackfield.core.output_parsing.reasoning_parser import make_parser
+from jackfield.core.protocols.parsers import Content, Reasoning
 from jackfield.plugins.conformance.parsers import Sample, cut, run, tool
 from jackfield.plugins.parsing.response_template import read_template
-from jackfield.plugins.reasoning.hf import HfReasoning
+from jackfield.plugins.reasoning.hf import MAX_LEAD, HfReasoning
 from jackfield.plugins.tools.hf import HfToolParser
 
 FERRY = tool("ferry", quay="string", seats={"type": "array"}, night="boolean")
@@ -474,3 +475,18 @@ def test_a_checkpoint_without_a_template_is_refused(tmp_path: Path) -> None:
         HfToolParser.for_checkpoint(tmp_path)
     with pytest.raises(ValueError, match="tool_calls: is missing"):
         bound(HfToolParser, {**CHAT, "fields": {"content": {}}})
+
+
+def test_an_answer_may_begin_with_its_reasoning_unless_it_is_told_not_to() -> None:
+    parser = bound(HfReasoning, TAGS)
+    assert not parser().reasoning_ended
+    assert parser(thinking=False).reasoning_ended
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_text_before_the_first_region_is_dropped_up_to_its_limit(more: int) -> None:
+    fields = {"thinking": {"open": "<think>", "close": "</think>"}}
+    parser = bound(HfReasoning, {**CHAT, "fields": fields})()
+    lead = "x" * (MAX_LEAD + more)
+    assert parser.feed(lead) == ([Content(lead)] if more else [])
+    assert parser.feed("<think>so</think>")[0] == Reasoning("so")

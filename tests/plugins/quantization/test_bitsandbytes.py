@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,3 +59,13 @@ def test_without_the_package_the_reason_is_clear(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     reason = BitsAndBytes.supports(torch.device("cpu"), torch.float32)
     assert reason is not None and "pip install bitsandbytes" in reason
+
+
+def test_a_package_that_cannot_be_imported_is_a_reason_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bitsandbytes.py").write_text("raise OSError('no such library')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "bitsandbytes", raising=False)
+    reason = BitsAndBytes.supports(torch.device("cpu"), torch.float32)
+    assert reason is not None and "cannot be imported (no such library)" in reason

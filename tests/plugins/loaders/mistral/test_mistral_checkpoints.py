@@ -22,6 +22,7 @@ from jackfield.core.loading.model_config import resolve_model_config
 from jackfield.core.registry import load_plugins
 from jackfield.core.text.tokenizer import Tokenizer
 from jackfield.plugins.conformance.paged_model import PagedModel
+from jackfield.plugins.loaders.mistral.params import config_of
 
 VOCAB = 400
 LAYERS, HEADS, KV_HEADS, HEAD_DIM = 3, 4, 2, 24
@@ -331,3 +332,10 @@ def test_a_format_that_was_asked_for_is_the_one_that_is_missed(tmp_path: Path) -
     formats = load_plugins()["checkpoint_format"]
     with pytest.raises(LoadError, match=r"has no tekken\.json"):
         Tokenizer.load(str(tmp_path), formats=formats, mode="mistral")
+
+
+@pytest.mark.parametrize("longer", ["max_seq_len", "max_position_embeddings"])
+def test_of_two_lengths_the_shorter_is_the_context(longer: str, tmp_path: Path) -> None:
+    params = {**PARAMS, **DENSE, "max_seq_len": 64, "max_position_embeddings": 64, longer: 256}
+    (tmp_path / "params.json").write_text(json.dumps(params))
+    assert config_of(tmp_path)["max_position_embeddings"] == 64
