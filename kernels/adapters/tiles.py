@@ -52,7 +52,7 @@ def adapter_tiles(num_rows: int) -> AdapterTiles:
 class Splits(NamedTuple):
     """How the inputs of a site are divided."""
 
-    count: int
+    splits: int
     steps: int
     """Tiles of each"""
     block_k: int

@@ -85,9 +85,9 @@ class AdapterChecks:
         b = pool[:, 3 * SIZE :].mul_(0.3)
         rank_rows = torch.zeros(len(RANKS), most, dtype=torch.int32)
         unused = torch.ones(len(order), dtype=torch.bool)
-        for place, ranks in enumerate(RANKS):
-            rows = order[place * most :][: max(ranks)]
-            rank_rows[place, : max(ranks)], unused[rows] = rows.int(), False
+        for place, each in enumerate(RANKS):
+            rows = order[place * most :][: max(each)]
+            rank_rows[place, : max(each)], unused[rows] = rows.int(), False
         pool[unused.to(self.device)] = torch.nan
         # Columns of tables that all sites share, as the pools' are of rows that they share.
         scales = (torch.rand(len(RANKS), 7, generator=draw) + 0.5)[:, 2:5]
