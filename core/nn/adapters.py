@@ -19,9 +19,11 @@ from .activations import ACTIVATIONS
 from .embedding import Embedding
 from .experts import ExpertLinear, Experts, Router
 from .linear import Linear
+from .norm import RMSNorm
 from .operations import (
     DenseRows,
     ExpertWeight,
+    Norm,
     Operations,
     PositionRows,
     dense_rows,
@@ -140,11 +142,17 @@ class Site:
             return []
         return [(each.changes[key], each.rows) for each in active.special if key in each.changes]
 
-    def add(self, operations: Operations, out: torch.Tensor, x: torch.Tensor) -> None:
-        """Add what plain adapters add."""
+    def add(
+        self,
+        operations: Operations,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        norm: Norm | None = None,
+    ) -> None:
+        """Add what plain adapters add. norm: before their products"""
         active = self.state.active
         if active is not None and active.chunks is not None and self.weights is not None:
-            operations.add_adapters(out, x, active.chunks, self.weights)
+            operations.add_adapters(out, x, active.chunks, self.weights, norm=norm)
 
 
 class AdaptedLayer(nn.Module):
@@ -158,9 +166,10 @@ class AdaptedLayer(nn.Module):
         operations: Operations = self.operations if spec is None else spec.operations  # type: ignore[assignment]
         return operations
 
-    def _change(self, out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Change the product, which has the layer's bias and nothing else: in place, or not."""
-        self.site.add(self._operations, out, x)
+    def _change(self, out: torch.Tensor, x: torch.Tensor, norm: Norm | None = None) -> torch.Tensor:
+        """Change the product, which has the layer's bias and nothing else: in place, or not. norm:
+        before what plain adapters add, where there are no others."""
+        self.site.add(self._operations, out, x, norm)
         for change, rows in self.site.special():
             changed = change.product(x[rows], out[rows], self.bias)  # type: ignore[arg-type]
             out[rows] = changed.to(out.dtype)
@@ -182,19 +191,24 @@ class AdaptedLinear(AdaptedLayer):
         if self.site.state.active is None:
             return own.forward(x, norm=norm, residual=residual)
         self.site.called = True
-        normed = x if norm is None else norm(x)
+        special = self.site.special()
+        normed, before = x, None
+        if norm is not None and len(x) == 1 and isinstance(norm, RMSNorm) and not special:
+            # Operations apply a norm within products to a single row alone.
+            before = norm.norm
+        elif norm is not None:
+            normed = norm(x)
         if len(x) > 1 and isinstance(self, Linear):
-            # Operations apply a norm within such a product to a single row alone.
             x, norm = normed, None
         if _gated(self):
             product = self.ungated(x, norm=norm)  # type: ignore[operator]
-            return self._operations.silu_mul(self._change(product, normed))
-        if self.site.special():
+            return self._operations.silu_mul(self._change(product, normed, before))
+        if special:
             out = self._change(own.forward(x, norm=norm), normed)
             return out if residual is None else residual + out
         # Rows without an adapter get the bits that they get without adapters.
         out = own.forward(x, norm=norm, residual=residual)
-        self.site.add(self._operations, out, normed)
+        self.site.add(self._operations, out, normed, before)
         return out
 
     def add_scaled(self, residual: torch.Tensor, x: torch.Tensor, factor: float) -> torch.Tensor:

@@ -124,7 +124,7 @@ def add(
     tiles: AdapterTiles,
 ) -> None:
     """`Operations.add_adapters` by any tiles."""
-    low = shrink(x, *chunks, site.a, site.rank_rows, site.ranks, tiles)
+    low, _ = shrink(x, *chunks, site.a, site.rank_rows, site.ranks, tiles)
     expand(out, low, *chunks, site.b, site.bounds, site.rank_rows, site.ranks, site.scales, tiles)
 
 

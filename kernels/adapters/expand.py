@@ -67,6 +67,8 @@ def _expand_kernel(
     rank_rows_ptr,
     ranks_ptr,
     scales_ptr,
+    squares_ptr,
+    eps,
     num_tokens,
     stride_out,
     stride_low,
@@ -81,12 +83,14 @@ def _expand_kernel(
     SPLITS: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
     ROW: tl.constexpr,
+    NORMED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_T: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program: BLOCK_N outputs, a chunk. TILES: the first tile of each part."""
+    """One program: BLOCK_N outputs, a chunk. TILES: the first tile of each part; NORMED: the inputs
+    of a norm before the first product."""
     tile = tl.program_id(0)
     chunk = tl.program_id(1)
     place = tl.load(places_ptr + chunk)
@@ -134,6 +138,9 @@ def _expand_kernel(
     if ROW:
         acc = tl.zeros([BLOCK_N], tl.float32)
         splits = tl.arange(0, BLOCK_SPLITS)
+        if NORMED is not None:
+            squares = tl.load(squares_ptr + splits, mask=splits < SPLITS, other=0.0)
+            scale *= tl.rsqrt(tl.sum(squares, axis=0) / NORMED + eps)
         low_ptrs = low_ptr + splits.to(tl.int64)[:, None] * stride_split + first_lane
     else:
         acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
@@ -168,13 +175,16 @@ def expand(
     ranks: torch.Tensor,
     scales: torch.Tensor,
     tiles: AdapterTiles,
+    norm: tuple[torch.Tensor, int, float] | None = None,
 ) -> None:
     """out: [T, N], last stride 1, changed in place; low: of `shrink`; places: [C] and tokens: [C,
     tokens of a chunk] int32; b: [rank rows, N], last stride 1; bounds: of the S parts; rank_rows:
-    [P, most ranks] and ranks: [P, S] int32, scales: [P, S] float32, last stride 1."""
+    [P, most ranks] and ranks: [P, S] int32, scales: [P, S] float32, last stride 1; norm: the
+    squares of `shrink`, how many inputs they are of, and the norm's eps."""
     (num_chunks, chunk_tokens), most_ranks = tokens.shape, rank_rows.shape[1]
     counts = [triton.cdiv(end - first, tiles.outputs) for first, end in itertools.pairwise(bounds)]
     first_tiles = (0, *itertools.accumulate(counts))
+    squares, normed, eps = norm or (None, None, 0.0)
     options = pdl_options(out.device)
     launch(_expand_kernel, (first_tiles[-1], num_chunks))(
         out,
@@ -185,6 +195,8 @@ def expand(
         rank_rows,
         ranks,
         scales,
+        squares,
+        eps,
         out.shape[0],
         out.stride(0),
         low.stride(1),
@@ -199,6 +211,7 @@ def expand(
         SPLITS=low.shape[0],
         BLOCK_SPLITS=triton.next_power_of_2(low.shape[0]),
         ROW=out.shape[0] == 1,
+        NORMED=normed,
         BLOCK_N=tiles.outputs,
         BLOCK_R=min(max(triton.next_power_of_2(most_ranks), 16), tiles.ranks),
         BLOCK_T=max(triton.next_power_of_2(chunk_tokens), 16),

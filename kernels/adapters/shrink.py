@@ -5,7 +5,8 @@
 The lanes of an adapter are the ranks of the site's parts one after the other: 24 for ranks of 16, 0
 and 8. So parts with fewer ranks, or none, cost nothing. One program: a block of lanes, a split of
 the inputs, a chunk of tokens. Sums of a split are float32; expand.py adds them in their order.
-Lanes take the tensor core's long side; a step of one row is multiplied without it.
+Lanes take the tensor core's long side; a step of one row is multiplied without it, and may have an
+RMSNorm before it: A (w x) is summed here, and so are the squares of x, by which expand.py divides.
 
 Memory: A once per chunk of its adapter, x once per block of lanes; 4 bytes per split, token and
 lane are written.
@@ -59,18 +60,45 @@ def _a_of(
 
 
 @triton.jit
-def _add_product(acc, a, x_ptrs, in_t, in_k, EVEN_K: tl.constexpr, ROW: tl.constexpr):
-    """Return acc + A xᵀ of a tile of inputs; of a single row, their products."""
-    if ROW:
-        x = tl.load(x_ptrs, mask=in_k, other=0.0)
-        return acc + a.to(tl.float32) * x.to(tl.float32)[None, :]
+def _add_row(acc, squares, a, x_ptrs, norm_ptr, at, in_k, NORM: tl.constexpr):
+    """Add the products of a tile of inputs, of a single row; and the inputs' squares."""
+    x = tl.load(x_ptrs, mask=in_k, other=0.0).to(tl.float32)
+    if NORM:
+        squares += x * x
+        x *= tl.load(norm_ptr + at, mask=in_k, other=0.0).to(tl.float32)
+    return acc + a.to(tl.float32) * x[None, :], squares
+
+
+@triton.jit
+def _add_product(acc, a, x_ptrs, in_t, in_k, EVEN_K: tl.constexpr):
+    """Return acc + A xᵀ of a tile of inputs."""
+    x = load_tile(x_ptrs, in_t, in_k, False, EVEN_K, "")
+    if a.dtype == x.dtype and a.dtype.primitive_bitwidth == 16:
+        return tl.dot(a, tl.trans(x), acc)
     else:
-        x = load_tile(x_ptrs, in_t, in_k, False, EVEN_K, "")
-        if a.dtype == x.dtype and a.dtype.primitive_bitwidth == 16:
-            return tl.dot(a, tl.trans(x), acc)
-        else:
-            x = tl.trans(x.to(tl.float32))
-            return tl.dot(a.to(tl.float32), x, acc, input_precision="ieee")
+        x = tl.trans(x.to(tl.float32))
+        return tl.dot(a.to(tl.float32), x, acc, input_precision="ieee")
+
+
+@triton.jit
+def _add_tile(
+    acc,
+    squares,
+    a,
+    x_ptrs,
+    norm_ptr,
+    at,
+    in_t,
+    in_k,
+    EVEN_K: tl.constexpr,
+    ROW: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    """Add a tile of inputs."""
+    if ROW:
+        return _add_row(acc, squares, a, x_ptrs, norm_ptr, at, in_k, NORM)
+    else:
+        return _add_product(acc, a, x_ptrs, in_t, in_k, EVEN_K), squares
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_places", "num_rows", "stride_ranks"])
@@ -82,6 +110,8 @@ def _shrink_kernel(
     a_ptr,
     rank_rows_ptr,
     ranks_ptr,
+    squares_ptr,
+    norm_ptr,
     num_tokens,
     num_places,
     num_rows,
@@ -97,6 +127,7 @@ def _shrink_kernel(
     SPLITS: tl.constexpr,
     STEPS: tl.constexpr,
     ROW: tl.constexpr,
+    NORM: tl.constexpr,
     BLOCK_L: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -161,22 +192,34 @@ def _shrink_kernel(
         in_t = tokens >= 0
         x_ptrs = x_ptr + tl.maximum(tokens, 0).to(tl.int64)[:, None] * stride_x + k[None, :]
         acc = tl.zeros([BLOCK_L, BLOCK_T], tl.float32)
+    squares = tl.zeros([BLOCK_K], tl.float32)
     if EARLY and PREFETCH is None:
-        acc = _add_product(acc, a, x_ptrs, in_t, k < INPUTS, EVEN_K, ROW)
+        acc, squares = _add_tile(
+            acc, squares, a, x_ptrs, norm_ptr, k, in_t, k < INPUTS, EVEN_K, ROW, NORM
+        )
     elif STEPS <= UNROLLED:
         for step in tl.static_range(STEPS):
             in_k = k + step * BLOCK_K < INPUTS
             a = load_tile(a_ptrs + step * BLOCK_K, in_l, in_k, False, EVEN_K, "")
-            acc = _add_product(acc, a, x_ptrs + step * BLOCK_K, in_t, in_k, EVEN_K, ROW)
+            acc, squares = _add_tile(
+                acc, squares, a, x_ptrs + step * BLOCK_K, norm_ptr, k + step * BLOCK_K, in_t, in_k,
+                EVEN_K, ROW, NORM,
+            )  # fmt: skip
     else:
         for step in tl.range(STEPS, num_stages=STAGES):
             in_k = k + step * BLOCK_K < INPUTS
             a = load_tile(a_ptrs + step * BLOCK_K, in_l, in_k, False, EVEN_K, "")
-            acc = _add_product(acc, a, x_ptrs + step * BLOCK_K, in_t, in_k, EVEN_K, ROW)
+            acc, squares = _add_tile(
+                acc, squares, a, x_ptrs + step * BLOCK_K, norm_ptr, k + step * BLOCK_K, in_t, in_k,
+                EVEN_K, ROW, NORM,
+            )  # fmt: skip
     low_ptr += split.to(tl.int64) * num_tokens * stride_low
     if ROW:
         has_token = tl.max(tokens, axis=0) >= 0
         tl.store(low_ptr + lanes, tl.sum(acc, axis=1), mask=in_l & has_token)
+        if NORM:
+            # Of each block of lanes the same number.
+            tl.store(squares_ptr + split, tl.sum(squares, axis=0))
     else:
         low_ptrs = low_ptr + tokens.to(tl.int64)[None, :] * stride_low + lanes[:, None]
         tl.store(low_ptrs, acc, mask=in_l[:, None] & in_t[None, :])
@@ -197,15 +240,19 @@ def shrink(
     rank_rows: torch.Tensor,
     ranks: torch.Tensor,
     tiles: AdapterTiles,
-) -> torch.Tensor:
+    norm_weight: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """x: [T, K], last stride 1; places: [C] and tokens: [C, tokens of a chunk] int32; a: [rank
     rows, S, K], last stride 1; rank_rows: [P, most ranks] and ranks: [P, S] int32, last stride
-    1 → [splits, T, S * most ranks] float32, of which the lanes of tokens in chunks are written."""
+    1; norm_weight: [K], of a norm before a single row → [splits, T, S * most ranks] float32, of
+    which the lanes of tokens in chunks are written; and with a norm, the sum of each split's
+    squares, [splits] float32, written if there is any lane."""
     (num_tokens, inputs), (num_chunks, chunk_tokens) = x.shape, tokens.shape
     (num_rows, parts, _), (num_places, most_ranks) = a.shape, rank_rows.shape
     splits, steps, block_k = split_inputs(tiles, inputs)
     most_lanes = parts * most_ranks
     low = torch.empty((splits, num_tokens, most_lanes), dtype=torch.float32, device=x.device)
+    squares = None if norm_weight is None else low.new_empty(splits)
     options = pdl_options(x.device)
     num_bytes = steps * block_k * a.element_size()
     prefetch = steps > 1
@@ -218,6 +265,8 @@ def shrink(
         a,
         rank_rows,
         ranks,
+        squares,
+        norm_weight,
         num_tokens,
         num_places,
         num_rows,
@@ -233,6 +282,7 @@ def shrink(
         SPLITS=splits,
         STEPS=steps,
         ROW=num_tokens == 1,
+        NORM=norm_weight is not None,
         BLOCK_L=tiles.lanes,
         BLOCK_T=max(triton.next_power_of_2(chunk_tokens), 16),
         BLOCK_K=block_k,
@@ -244,4 +294,4 @@ def shrink(
         num_warps=tiles.shrink_warps,
         **options,
     )
-    return low
+    return low, squares

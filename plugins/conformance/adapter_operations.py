@@ -15,7 +15,7 @@ from ...core.nn.step_operations.adapters import (
     SiteWeights,
     chunk_count,
 )
-from .operation_arguments import REFERENCE, SIZE
+from .operation_arguments import REFERENCE, SIZE, wide
 
 RANKS = ((16, 0, 3), (5, 20, 8), (0, 0, 1), (12, 12, 12), (40, 1, 0))
 """[P][S]"""
@@ -37,6 +37,7 @@ class AdapterChecks:
     draw: Any
     make: Any
     near: Any
+    norm: Any
 
     @pytest.mark.parametrize("name", STEPS)
     def test_adapter_chunks(self, name: str) -> None:
@@ -121,8 +122,15 @@ class AdapterChecks:
         wider = self.draw(tokens, BOUNDS[-1] + 8, dtype=dtype, seed=4)
         base, kept, given = wider[:, : BOUNDS[-1]].clone(), wider.clone(), x.clone()
         chunks, out = self.chunks(places, size), wider[:, : BOUNDS[-1]]
-        operations.add_adapters(out, x, chunks, site)
         exact = site._replace(a=site.a.float(), b=site.b.float())
+        for kind in (dtype, torch.float32):
+            # Rows of another size than the norm makes them.
+            norm, large, normed = self.norm(SIZE, kind), x * 3, base.clone()
+            operations.add_adapters(normed, large, chunks, site, norm=norm)
+            want = base.float().clone()
+            REFERENCE.add_adapters(want, large.float(), chunks, exact, norm=wide(norm))
+            self.near(normed, want, dtype)
+        operations.add_adapters(out, x, chunks, site)
         want = base.float().clone()
         REFERENCE.add_adapters(want, x.float(), chunks, exact)
         assert torch.equal(x, given), "add_adapters overwrites x"

@@ -136,6 +136,22 @@ def test_products_equal_those_by_hand(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("inputs", [200, 256, 700])
+def test_products_of_normed_rows(inputs: int, tokens: int, dtype: torch.dtype) -> None:
+    """In all kinds of loops; a single row's norm is part of them."""
+    case = MERGED._replace(inputs=inputs)
+    site, places = site_of(case, dtype), [1, -1, 3][:tokens]
+    x, out = draw(tokens, inputs, dtype=dtype, seed=3) * 4, draw(tokens, 160, dtype=dtype, seed=4)
+    weight = draw(inputs, seed=5) * 0.2 + 1
+    wide = x.double()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 0.3) * weight
+    want = by_hand(out, normed, places, site)
+    KERNELS.add_adapters(out, x, chunks_of(places), site, norm=(weight, 0.3))
+    torch.testing.assert_close(out.double(), want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_low_numbers_are_not_rounded_before_the_second_product(dtype: torch.dtype) -> None:
     """In 16 bits, 1 + 2⁻¹⁴ of a rank would be 1: what is left of a difference would be nothing."""
     case = Case(128, (0, 64), [[2]])

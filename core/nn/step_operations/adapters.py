@@ -89,13 +89,20 @@ class AdapterOperations:
         return AdapterChunks(out_places[:num_chunks], out_tokens[:num_chunks])
 
     def add_adapters(
-        self, out: torch.Tensor, x: torch.Tensor, chunks: AdapterChunks, site: SiteWeights
+        self,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        chunks: AdapterChunks,
+        site: SiteWeights,
+        *,
+        norm: tuple[torch.Tensor, float] | None = None,
     ) -> None:
-        """out += scale · B (A x) for the tokens of the chunks, in place; other rows of `out` are
-        not written.
+        """out += scale · B (A norm(x)) for the tokens of the chunks, in place; other rows of `out`
+        are not written.
 
-        out: [T, out_features]; x: [T, in_features]. Sums are in float32, and `out` is rounded once.
-        The result of a token does not depend on other tokens or on where its adapter is.
+        out: [T, out_features]; x: [T, in_features]; norm: an RMSNorm's parameters, a `Norm`. Sums
+        are in float32, and `out` is rounded once. The result of a token does not depend on other
+        tokens or on where its adapter is.
 
         The reference computes one adapter at a time.
         """
@@ -106,6 +113,9 @@ class AdapterOperations:
             tokens = tokens[tokens >= 0].long()
             rows = site.rank_rows[place].long()
             wide = x[tokens].float()
+            if norm is not None:
+                weight, eps = norm
+                wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight
             for part, rank in enumerate(site.ranks[place].tolist()):
                 if not rank:
                     continue

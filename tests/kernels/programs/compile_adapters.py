@@ -21,6 +21,7 @@ TABLES = {
     "rank_rows_ptr": "*i32",
     "ranks_ptr": "*i32",
     "scales_ptr": "*fp32",
+    "squares_ptr": "*fp32",
 }
 KERNELS = [
     (chunks._chunks_kernel, {"CHUNK": 16, "BLOCK": 256, "PDL": True}, 4, CHUNKS),
@@ -42,6 +43,7 @@ for dtype, inputs, bounds in (
         common = {
             "CHUNK": 16 if most <= 1024 else 64, "BLOCK_T": 16 if most <= 1024 else 64,
             "PARTS": len(bounds) - 1, "SPLITS": splits, "ROW": most == 1, "PDL": True,
+            "NORM": most == 1 and dtype != "fp16",
         }  # fmt: skip
         types = {**TABLES, **{name: f"*{dtype}" for name in ("x_ptr", "a_ptr", "b_ptr", "out_ptr")}}
         first = {
@@ -52,7 +54,7 @@ for dtype, inputs, bounds in (
         second = {
             **common, "BOUNDS": bounds, "TILES": tuple(n // tiles.outputs for n in bounds),
             "BLOCK_SPLITS": 1 << (splits - 1).bit_length(), "BLOCK_N": tiles.outputs,
-            "BLOCK_R": tiles.ranks,
+            "BLOCK_R": tiles.ranks, "NORMED": inputs if common["NORM"] else None,
         }  # fmt: skip
         KERNELS.append((shrink._shrink_kernel, first, tiles.shrink_warps, types))
         KERNELS.append((expand._expand_kernel, second, tiles.expand_warps, types))

@@ -264,28 +264,36 @@ def first_chunk_alone(self: Any, *args: Any) -> Any:
     return made
 
 
-def unscaled_adapters(self: Any, out: Any, x: Any, chunks: Any, site: Any) -> None:
+def unscaled_adapters(self: Any, out: Any, x: Any, chunks: Any, site: Any, **more: Any) -> None:
     site = site._replace(scales=torch.ones_like(site.scales))
-    Operations.add_adapters(self, out, x, chunks, site)
+    Operations.add_adapters(self, out, x, chunks, site, **more)
 
 
-def ranks_of_the_first_part(self: Any, out: Any, x: Any, chunks: Any, site: Any) -> None:
+def ranks_of_the_first_part(
+    self: Any, out: Any, x: Any, chunks: Any, site: Any, **more: Any
+) -> None:
     site = site._replace(ranks=site.ranks[:, :1].expand_as(site.ranks))
-    Operations.add_adapters(self, out, x, chunks, site)
+    Operations.add_adapters(self, out, x, chunks, site, **more)
 
 
-def adapters_by_masks(self: Any, out: Any, x: Any, chunks: Any, site: Any) -> None:
+def adapters_by_masks(self: Any, out: Any, x: Any, chunks: Any, site: Any, **more: Any) -> None:
     tokens = torch.arange(len(x), dtype=torch.int32, device=x.device)[None]
     for place in range(len(site.ranks)):
         added, one = torch.zeros_like(out), chunks.places.new_tensor([place])
-        Operations.add_adapters(self, added, x, chunks._replace(places=one, tokens=tokens), site)
+        Operations.add_adapters(
+            self, added, x, chunks._replace(places=one, tokens=tokens), site, **more
+        )
         mine = torch.isin(tokens[0], chunks.tokens[chunks.places == place])
         out += added * mine[:, None]
 
 
-def rounds_every_row(self: Any, out: Any, x: Any, chunks: Any, site: Any) -> None:
-    Operations.add_adapters(self, out, x, chunks, site)
+def rounds_every_row(self: Any, out: Any, x: Any, chunks: Any, site: Any, **more: Any) -> None:
+    Operations.add_adapters(self, out, x, chunks, site, **more)
     out.copy_(out.bfloat16())
+
+
+def adapters_before_the_norm(self: Any, *args: Any, norm: Any = None) -> None:
+    Operations.add_adapters(self, *args)
 
 
 NORMS = ("test_rms_norm", "test_rms_norm_of_part_of_a_tensor")
@@ -408,6 +416,9 @@ MUTANTS = {
     ),
     "adapters of others, times zero": Mutant(
         planted(add_adapters=adapters_by_masks), ("test_add_adapters",)
+    ),
+    "adapters of what is not normed": Mutant(
+        planted(add_adapters=adapters_before_the_norm), ("test_add_adapters",)
     ),
     "rows without an adapter are rounded": Mutant(
         planted(add_adapters=rounds_every_row), ("test_add_adapters",)
