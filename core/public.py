@@ -12,10 +12,12 @@ from __future__ import annotations
 PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
     "Use an engine": {
         "jackfield": (
-            "AsyncEngine", "EngineConfig", "LLM", "OutputKind", "PoolingParams",
+            "AsyncEngine", "EngineConfig", "LLM", "LoRARequest", "OutputKind", "PoolingParams",
             "PoolingRequestOutput", "RequestOutput", "SamplingParams", "StructuredOutputsParams",
             "hookimpl",
         ),
+        "jackfield.core.lora_request": ("AdapterCard", "AdapterRef", "LoadAdapter"),
+        "jackfield.lora.request": ("LoRARequest",),
         "jackfield.core.config": ("KVTransferConfig", "StructuredOutputsConfig"),
         "jackfield.core.errors": (
             "AuthenticationFailed", "ConfigError", "ContextLengthExceeded", "EngineOverloaded",
@@ -30,6 +32,7 @@ PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
     "Write a plugin": {
         "jackfield.core.registry": ("ParserMarks", "Plugins", "Registry", "load_plugins"),
         "jackfield.core.protocols": (
+            "AdapterFormat", "AdapterResolver",
             "All2All", "All2AllSetup", "ArgumentForm", "AttentionBackend", "AttentionSpec",
             "BackendSetup", "CallForm", "CallText", "CheckpointConfig", "CheckpointFormat",
             "ChosenTokens", "Collectives", "CollectivesSetup", "Content", "Dispatched", "Drafts",
@@ -45,6 +48,7 @@ PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "jackfield.core.tenancy": ("ReceivedRequest", "RequestHead", "Tenant", "TenantLimits"),
         "jackfield.core.types": (
+            "AdapterLoad", "AdapterPlan", "AdapterStart",
             "Compaction", "CompactionPlan", "CompiledGrammar", "DraftPlan", "DraftResult",
             "EncodeItem", "EncodePlan", "GrammarStart", "InProcess", "KVDetached", "KVReport",
             "ModelFingerprint", "PartPlan", "Ping", "PrepareAhead", "ReasoningGate", "Recover",
@@ -52,6 +56,9 @@ PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
             "TableWrite", "TokenLogprobs", "TransferPlan", "TransferResult",
         ),
         "jackfield.core.request": ("Request",),
+        "jackfield.core.adapters.file": (
+            "AdapterFile", "ExpertsLowRank", "LowRank", "TokenRows",
+        ),
         "jackfield.core.cache.groups": ("CacheGroup", "CachePart"),
         "jackfield.core.cache.reach": ("Reach",),
         "jackfield.core.parallel.ranks": (
@@ -107,6 +114,9 @@ PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
         "jackfield.core.nn.state.rows": ("StateRows",),
         "jackfield.core.nn.state.sizes": ("DeltaSizes", "Mamba2Sizes"),
         "jackfield.core.nn.latent.operations": ("LatentTokens",),
+        "jackfield.core.nn.step_operations.adapters": (
+            "AdapterChunks", "AdapterTables", "SiteWeights",
+        ),
         "jackfield.core.nn.step_operations.compaction": ("CacheMoves",),
         "jackfield.core.nn.step_operations.drafts": ("DraftTables",),
         "jackfield.core.nn.step_operations.inputs": ("DecodeTensors", "StepTensors"),

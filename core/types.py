@@ -1,5 +1,6 @@
 """Public names of the types that travel between event loop and worker; see `core/step.py`."""
 
+from .parts.adapters import AdapterLoad, AdapterPlan, AdapterStart
 from .parts.encoder_decoder import EncodeItem, EncodePlan
 from .parts.kv_compression import Compaction, CompactionPlan
 from .parts.kv_transfer import KVDetached, KVReport, TransferPlan, TransferResult
@@ -24,6 +25,9 @@ from .step import (
 )
 
 __all__ = [
+    "AdapterLoad",
+    "AdapterPlan",
+    "AdapterStart",
     "Compaction",
     "CompactionPlan",
     "CompiledGrammar",

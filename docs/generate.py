@@ -29,6 +29,7 @@ from jackfield.core import sampling_params as params
 from jackfield.core.config import EngineConfig, StructuredOutputsConfig
 from jackfield.core.data_parallel.metrics import PoolMetrics
 from jackfield.core.engine import core as engine_core
+from jackfield.core.metrics.adapter_metrics import AdapterCounts, AdapterMetrics
 from jackfield.core.metrics.metrics import EngineMetrics
 from jackfield.core.metrics.rank_metrics import RankMetrics
 from jackfield.core.registry import KINDS, load_plugins
@@ -285,6 +286,7 @@ def metrics() -> str:
     engine_metrics.registry.register(
         RankMetrics("MODEL", lambda: [protocols.RankState(0, "HOST", 0, 0, 0)])
     )
+    engine_metrics.registry.register(AdapterMetrics("MODEL", 1, AdapterCounts))
     rows = []
     for family in [*engine_metrics.registry.collect(), *PoolMetrics("MODEL", 1).registry.collect()]:
         labels = sorted({k for s in family.samples for k in s.labels} - {"le"})
@@ -300,10 +302,12 @@ def metrics() -> str:
         "of its own. Times are seconds. In Python, `engine.stats()` gives the same counts as "
         "an `EngineStats` (`core/step.py`). Those of front ends are there with "
         "`--api-server-count` alone, those of ranks where an engine has several, those of "
+        "adapters (`lora_…`) with `--enable-lora`, those of "
         "`data_parallel` with `--data-parallel-size` alone; there, each engine's metrics have "
         "the label `engine`, its number.\n\n"
         "Source: [core/metrics/metrics.py](../../core/metrics/metrics.py), "
         "[core/metrics/rank_metrics.py](../../core/metrics/rank_metrics.py), "
+        "[core/metrics/adapter_metrics.py](../../core/metrics/adapter_metrics.py), "
         "[core/data_parallel/metrics.py](../../core/data_parallel/metrics.py), "
         "[entrypoints/server/frontend_metrics.py](../../entrypoints/server/frontend_metrics.py).\n\n"
         + table(["name", "type", "labels", "meaning"], sorted(rows))

@@ -25,6 +25,7 @@ from ..core.engine.output_stream import OutputStream
 from ..core.engine.pooling import PoolingPrompt
 from ..core.errors import InvalidRequest
 from ..core.inputs import ChatMessage, Prompt
+from ..core.lora_request import LoRARequest
 from ..core.outputs import PoolingRequestOutput, RequestOutput
 from ..core.pooling_params import PoolingParams, PoolingTask
 from ..core.sampling_params import OutputKind, SamplingParams
@@ -65,19 +66,20 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Complete one prompt (text, token ids, or a dict with `prompt` or `prompt_token_ids`) or a
-        list; return outputs in the same order."""
+        list; return outputs in the same order. lora_request: one for all, or one for each."""
 
-        def start(prompt: Any, params: SamplingParams) -> OutputStream:
+        def start(prompt: Any, params: SamplingParams, lora: LoRARequest | None) -> OutputStream:
             cache_salt = None
             if isinstance(prompt, Mapping) and "cache_salt" in prompt:  # Beside vLLM's prompts.
                 prompt = dict(prompt)
                 cache_salt = prompt.pop("cache_salt")
-            return self.engine.generate(prompt, params, cache_salt=cache_salt)
+            return self.engine.generate(prompt, params, cache_salt=cache_salt, lora_request=lora)
 
-        return self._all(_listed(prompts), params, start, use_tqdm)
+        return self._all(_listed(prompts), params, lora_request, start, use_tqdm)
 
     def get_tokenizer(self) -> PreTrainedTokenizerFast:
         """Return a copy of the model's tokenizer as a class of transformers, with its chat
@@ -107,6 +109,7 @@ class LLM:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Respond to one conversation or a list of them; return outputs in the same order."""
@@ -114,18 +117,25 @@ class LLM:
         single = len(messages) > 0 and isinstance(messages[0], Mapping)
         items: list[Any] = [messages] if single else list(messages)
 
-        def start(conversation: Any, params: SamplingParams) -> OutputStream:
+        def start(
+            conversation: Any, params: SamplingParams, lora: LoRARequest | None
+        ) -> OutputStream:
             return self.engine.chat(
-                conversation, params, tools=tools, chat_template_kwargs=chat_template_kwargs
+                conversation,
+                params,
+                tools=tools,
+                chat_template_kwargs=chat_template_kwargs,
+                lora_request=lora,
             )
 
-        return self._all(items, params, start, use_tqdm)
+        return self._all(items, params, lora_request, start, use_tqdm)
 
     def encode(
         self,
         prompts: PoolingPrompt | Sequence[PoolingPrompt],
         params: PoolingParams | Sequence[PoolingParams] | None = None,
         *,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         use_tqdm: bool = True,
     ) -> list[PoolingRequestOutput]:
         """Pool one prompt (text, token ids, a pair of texts) or a list; return outputs in order."""
@@ -135,32 +145,41 @@ class LLM:
         else:
             each = list(params)
         _check_as_many(each, items)
+        loras = _for_each(lora_request, items)
 
-        async def encode_one(prompt: Any, params: PoolingParams) -> PoolingRequestOutput:
-            return await self.engine.encode(prompt, params)
+        async def encode_one(
+            prompt: Any, params: PoolingParams, lora: LoRARequest | None
+        ) -> PoolingRequestOutput:
+            return await self.engine.encode(prompt, params, lora_request=lora)
 
-        return self._run(_collect(map(encode_one, items, each), use_tqdm))
+        return self._run(_collect(map(encode_one, items, each, loras), use_tqdm))
 
     def embed(
         self,
         prompts: PoolingPrompt | Sequence[PoolingPrompt],
         params: PoolingParams | None = None,
         *,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         use_tqdm: bool = True,
     ) -> list[PoolingRequestOutput]:
         """Return one vector per prompt: `outputs.embedding` as a list, `outputs.data` as an
         array."""
-        return self.encode(prompts, _for_task("embed", params), use_tqdm=use_tqdm)
+        return self.encode(
+            prompts, _for_task("embed", params), lora_request=lora_request, use_tqdm=use_tqdm
+        )
 
     def classify(
         self,
         prompts: PoolingPrompt | Sequence[PoolingPrompt],
         params: PoolingParams | None = None,
         *,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         use_tqdm: bool = True,
     ) -> list[PoolingRequestOutput]:
         """Return one probability per label: `outputs.probs`."""
-        return self.encode(prompts, _for_task("classify", params), use_tqdm=use_tqdm)
+        return self.encode(
+            prompts, _for_task("classify", params), lora_request=lora_request, use_tqdm=use_tqdm
+        )
 
     def score(
         self,
@@ -198,7 +217,8 @@ class LLM:
         self,
         items: list[Any],
         params: SamplingParams | Sequence[SamplingParams] | None,
-        start: Callable[[Any, SamplingParams], OutputStream],
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None,
+        start: Callable[[Any, SamplingParams, LoRARequest | None], OutputStream],
         use_tqdm: bool,
     ) -> list[RequestOutput]:
         if params is None or isinstance(params, SamplingParams):
@@ -208,10 +228,14 @@ class LLM:
         _check_as_many(each, items)
         each = [msgspec.structs.replace(p, output_kind=OutputKind.FINAL_ONLY) for p in each]
 
-        async def finish_one(item: Any, params: SamplingParams) -> RequestOutput:
-            return await anext(start(item, params))
+        loras = _for_each(lora_request, items)
 
-        return self._run(_collect(map(finish_one, items, each), use_tqdm))
+        async def finish_one(
+            item: Any, params: SamplingParams, lora: LoRARequest | None
+        ) -> RequestOutput:
+            return await anext(start(item, params, lora))
+
+        return self._run(_collect(map(finish_one, items, each, loras), use_tqdm))
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         if not self._end.alive:
@@ -280,6 +304,21 @@ def _check_as_many(params: list[Any], prompts: list[Any]) -> None:
         raise InvalidRequest(
             f"params: {len(params)} given for {len(prompts)} prompts", param="params"
         )
+
+
+def _for_each(
+    lora_request: LoRARequest | Sequence[LoRARequest | None] | None, items: list[Any]
+) -> list[LoRARequest | None]:
+    """Return the adapter of each prompt. Raises InvalidRequest for another number of them."""
+    if lora_request is None or isinstance(lora_request, LoRARequest):
+        return [lora_request] * len(items)
+    _check_many("lora_request", lora_request)
+    if len(lora_request) != len(items):
+        raise InvalidRequest(
+            f"lora_request: {len(lora_request)} given for {len(items)} prompts",
+            param="lora_request",
+        )
+    return list(lora_request)
 
 
 def _for_task(task: PoolingTask, params: PoolingParams | None) -> PoolingParams:

@@ -22,7 +22,7 @@ from jackfield.core.errors import PluginError
 from jackfield.core.registry import Provenance, load_plugins
 
 ROOT = Path(jackfield.__file__).resolve().parent
-SOURCES = ("core", "plugins", "kernels", "entrypoints")
+SOURCES = ("core", "plugins", "kernels", "entrypoints", "lora")
 
 
 def modules() -> list[Path]:

@@ -25,6 +25,7 @@ from ..lora_request import (
     check_adapter_name,
     unknown_adapter,
 )
+from ..metrics.adapter_metrics import AdapterCounts
 from ..parts.adapters import NAME, AdapterInfo, AdapterUse, num_units
 from ..registry import Plugins
 from ..request import RequestSpec
@@ -125,8 +126,8 @@ class AdapterRegistry:
         self._settles: set[int] = set()
         self.num_waiting = 0
         """Requests that wait until their adapter is in host memory."""
-        self.num_reads = 0
-        self.read_seconds = 0.0
+        self._num_reads = 0
+        self._read_seconds = 0.0
         part.watch_idle(self._idle)
 
     # ------------------------------------------------------------ requests
@@ -401,17 +402,29 @@ class AdapterRegistry:
             notes=() if info is None else info.notes,
         )
 
+    def counts(self) -> AdapterCounts:
+        """Return how the adapters are doing, for metrics."""
+        part = self._part
+        everyones = [
+            (loaded.number, loaded.adapter.name)
+            for loaded in self._host.values()
+            if loaded.adapter is not None and not loaded.adapter.owner
+        ]
+        live = [(n, name) for n, name in everyones if part.num_live(n)]
+        return AdapterCounts(
+            registered=len(self._adapters),
+            loaded=len(self._host),
+            resident=part.num_residents,
+            host_bytes=sum(loaded.info.nbytes for loaded in self._host.values()),
+            requests_waiting=self.num_waiting + part.num_parked,
+            reads=self._num_reads,
+            read_seconds=self._read_seconds,
+            **part.counts,
+            running_names=tuple(name for n, name in live if part.num_running(n)),
+            waiting_names=tuple(name for n, name in live if part.num_live(n) > part.num_running(n)),
+        )
+
     # ------------------------------------------------------------ host memory
-
-    @property
-    def num_loaded(self) -> int:
-        """Adapters in host memory, those included that were unloaded and are in use."""
-        return len(self._host)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of host memory, on each rank."""
-        return sum(loaded.info.nbytes for loaded in self._host.values())
 
     async def _read_shared(self, adapter: Adapter) -> None:
         """Read an adapter again that is not in host memory. Concurrent calls share one read."""
@@ -443,8 +456,8 @@ class AdapterRegistry:
         finally:
             self._num_reading -= 1
             self._free_room()
-        self.num_reads += 1
-        self.read_seconds += asyncio.get_running_loop().time() - began
+        self._num_reads += 1
+        self._read_seconds += asyncio.get_running_loop().time() - began
         loaded = self._host[number] = Loaded(number, info, adapter)
         if info.rank > self._config.max_lora_rank:
             self._drop(loaded)

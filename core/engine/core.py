@@ -20,6 +20,7 @@ from ..errors import EngineOverloaded, EngineStopped, InvalidRequest, JackfieldE
 from ..loading.generation_config import NO_DEFAULTS
 from ..loading.model_config import ModelConfig, resolve_model_config
 from ..lora_request import AdapterCard, AdapterJob
+from ..metrics.adapter_metrics import AdapterMetrics
 from ..metrics.merge import Family, families
 from ..metrics.metrics import EngineMetrics
 from ..metrics.rank_metrics import RankMetrics
@@ -245,6 +246,9 @@ class EngineCore:
         if part is not None:
             self.adapters = AdapterRegistry(
                 config, part, self.plugins, ask=self.executor.ask, wake=self._wake
+            )
+            self.metrics.registry.register(
+                AdapterMetrics(config.served_names[0], config.max_loras, self.adapters.counts)
             )
         self.outputs = OutputProcessor(self.requests, self.scheduler, self.metrics, events)
         self.steps = StepLoop(

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import count
 from typing import Any
 
 import pytest
+from scheduled import add, drain, make_request, make_scheduler, run
 from test_compression_state_machine import NIGHTLY_STEPS, run_machine
 from test_scheduler_state_machine import ConnectorMachine, PriorityMachine, ReplayingWorker
 
 from jackfield.core.parts.adapters import NAME, AdapterRoom, AdapterUse
 from jackfield.core.request import Request
+from jackfield.core.scheduling.parts.adapters import Adapters
+from jackfield.core.scheduling.scheduler import Scheduler
 from jackfield.core.step import StepPlan
 
 MAX_RUNNING, LARGEST, MAX_WAIT = 2, 3, 9
@@ -157,3 +161,147 @@ def test_random_steps(machine: type[PriorityMachine]) -> None:
 @pytest.mark.parametrize("machine", MACHINES)
 def test_many_random_steps(machine: type[PriorityMachine]) -> None:
     run_machine(machine, NIGHTLY_STEPS)
+
+
+# ---------------------------------------------------------------- one thing at a time
+
+
+def adapted(number: int, prompt_len: int = 10, first: int = 0, **more: Any) -> Request:
+    request = make_request(prompt_len, **more)
+    use_adapter(request, number, first)
+    return request
+
+
+def scheduler(max_running: int = MAX_RUNNING, max_wait: int = MAX_WAIT, **more: Any) -> Scheduler:
+    room = AdapterRoom(max_running * LARGEST, max_running * LARGEST)
+    return make_scheduler(adapters=(room, max_running, max_wait), **more)
+
+
+def part_of(planner: Scheduler) -> Adapters:
+    part = planner.part(Adapters)
+    assert part is not None
+    return part
+
+
+def step(planner: Scheduler) -> tuple[list[int], list[str]]:
+    """Run a step. Return which adapters it loads, and which requests begin with it."""
+    plan = planner.schedule()
+    assert plan is not None
+    loads = plan.parts[NAME].loads if NAME in plan.parts else ()
+    begun = [start.request_id for start in plan.starts]
+    run(planner, plan)
+    planner.check_invariants()
+    return [load.number for load in loads], begun
+
+
+def test_a_load_goes_out_with_the_plan_before_if_others_run() -> None:
+    planner = scheduler()
+    first, second = adapted(1), adapted(2)
+    add(planner, first)
+    assert step(planner) == ([1], [first.request_id])  # Nothing would be gained by waiting.
+    add(planner, second)
+    assert step(planner) == ([2], [])
+    assert step(planner) == ([], [second.request_id])
+
+
+def test_a_resident_adapter_is_not_loaded_again_and_the_oldest_goes() -> None:
+    planner = scheduler()  # Six units: adapters of 2, 3, 1, 2, … units.
+    for number in (1, 2, 3, 1, 4):
+        add(planner, adapted(number, max_tokens=1))
+        drain(planner)
+    assert part_of(planner).counts == {"loads": 4, "evictions": 1, "turns_given": 0}
+    # 4 takes the room of 2, which was not used since.
+    assert [n for n in range(6) if part_of(planner).is_resident(n)] == [1, 3, 4]
+
+
+def test_a_pinned_adapter_is_loaded_without_requests_and_stays() -> None:
+    planner = scheduler()
+    part = part_of(planner)
+    assert not part.can_pin(1, LARGEST + 1)  # The largest would have no room.
+    part.pin(1, 2)
+    assert step(planner) == ([1], [])
+    for number in range(2, 12):
+        add(planner, adapted(number, max_tokens=1))
+        drain(planner)
+        assert part.is_resident(1)
+    part.unpin(1)
+    part.forget(1)
+    assert not part.is_resident(1)
+    planner.check_invariants()
+
+
+def test_a_step_that_failed_has_loaded_nothing() -> None:
+    planner = scheduler()
+    add(planner, adapted(1))
+    plan = planner.schedule()
+    planner.fail_step(plan, "on purpose")
+    planner.check_invariants()
+    again = adapted(1)
+    add(planner, again)
+    assert step(planner) == ([1], [again.request_id])
+
+
+def test_one_that_is_not_needed_any_more_is_reported() -> None:
+    planner = scheduler()
+    idle: list[int] = []
+    part_of(planner).watch_idle(idle.append)
+    one, two = adapted(1), adapted(1)
+    add(planner, one, two)
+    planner.schedule()
+    planner.finish_request(one.request_id, "abort")
+    assert not idle
+    planner.finish_request(two.request_id, "abort")
+    assert idle == [1]
+
+
+@pytest.mark.parametrize("num_cold", [1, 3])
+def test_a_cold_adapter_waits_no_longer_than_is_said(num_cold: int) -> None:
+    """Two hot adapters never run out of requests, whose outputs have up to 12 tokens and end at
+    different times."""
+    planner = scheduler(max_wait=20, max_num_seqs=8)
+    cold = [adapted(10 + n, max_tokens=4) for n in range(num_cold)]
+    begun: dict[str, int] = {}
+    numbers = count()
+    for number in range(400):
+        while planner.num_running + len(planner.requests.waiting) < 12:
+            hot = next(numbers)
+            add(planner, adapted(1 + hot % 2, max_tokens=3 + hot * 7 % 10))
+        if number == 30:
+            add(planner, *cold)
+        for request_id in step(planner)[1]:
+            begun[request_id] = number
+    waits = [begun[request.request_id] - 30 for request in cold]
+    # The wait, then the outputs of a victim that run, for each that waits as long; and for a
+    # request of another hot adapter, whose turn it is after as long.
+    assert waits[0] <= 20 + 12 + 4
+    assert all(wait <= (n + 1) * (20 + 2 * 16) for n, wait in enumerate(waits)), waits
+    # Without turns, it would wait for ever.
+    assert part_of(planner).counts["turns_given"] >= num_cold
+
+
+def test_requests_behind_one_that_waits_go_first() -> None:
+    planner = scheduler(1)
+    hot, cold, more, base = adapted(1), adapted(2), adapted(1), make_request()
+    add(planner, hot, cold, more, base)
+    assert step(planner)[1] == [hot.request_id, more.request_id, base.request_id]
+    drain(planner)
+    assert cold.finish_reason is not None and not part_of(planner).num_parked
+
+
+def test_blocks_before_an_activation_are_those_of_the_base_model() -> None:
+    planner = scheduler(block_size=4)
+    prompt = list(range(100, 132))
+    requests = [
+        make_request(prompt=prompt, max_tokens=1),
+        adapted(1, prompt=prompt, max_tokens=1, first=18),
+        adapted(2, prompt=prompt, max_tokens=1, first=18),
+        adapted(1, prompt=prompt, max_tokens=1, first=18),
+        adapted(1, prompt=prompt, max_tokens=1, first=17),
+        adapted(1, prompt=prompt, max_tokens=1),
+        adapted(1, prompt=prompt, max_tokens=1),
+        make_request(prompt=prompt, max_tokens=1),
+    ]
+    for request in requests:
+        add(planner, request)
+        drain(planner)
+    assert [r.num_cached_tokens for r in requests] == [0, 16, 16, 28, 16, 0, 28, 28]

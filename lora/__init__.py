@@ -1,0 +1,1 @@
+"""`LoRARequest` where users of vLLM import it from."""
