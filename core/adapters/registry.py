@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from ..config import EngineConfig
-from ..errors import EngineStopped, InvalidRequest, JackfieldError, shown
+from ..errors import EngineStopped, InvalidRequest, JackfieldError, RequestFailed, shown
 from ..lora_request import (
     AdapterCard,
     AdapterJob,
@@ -35,6 +35,7 @@ from .activation import first_position
 from .finding import Finder
 
 logger = logging.getLogger("jackfield.adapters")
+K = TypeVar("K")
 T = TypeVar("T")
 MAX_NAMES = 100_000
 """Adapters that are known by name."""
@@ -121,6 +122,8 @@ class AdapterRegistry:
         self._victim: Loaded | None = None
         """What gets no new requests, so that the first waiter gets its room."""
         self._resolving: dict[str, asyncio.Task[Adapter]] = {}
+        self._requested: dict[LoadAdapter, asyncio.Task[Adapter]] = {}
+        """Loads of adapters that requests bring."""
         self._loading = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._settles: set[int] = set()
@@ -184,7 +187,7 @@ class AdapterRegistry:
         adapter = self._get(ref.name, ref.tenant)
         if adapter is not None and (not ref.path or ref.path == adapter.path):
             if ref.load_inplace:
-                return await self._load(self._load_job(ref))
+                return await self._load_for(ref)
             if ref.int_id is not None:
                 adapter.int_id = ref.int_id
             return adapter
@@ -195,28 +198,27 @@ class AdapterRegistry:
                     f"{ref.path!r} in its place, set load_inplace",
                     param="lora_request",
                 )
-            return await self._load(self._load_job(ref))
+            return await self._load_for(ref)
         return await self._resolve(ref.name)
 
-    def _load_job(self, ref: AdapterRef) -> LoadAdapter:
+    async def _load_for(self, ref: AdapterRef) -> Adapter:
+        """Load the adapter that a request brings; those that come meanwhile with the same share the
+        load."""
         adapter = self._get(ref.name, ref.tenant)
-        return LoadAdapter(
+        job = LoadAdapter(
             name=ref.name,
             path=ref.path or ("" if adapter is None else adapter.path),
-            # Several requests may come at once, each with the adapter's path.
             load_inplace=True,
             parent=ref.parent,
             owner=ref.tenant or "",
             int_id=ref.int_id,
         )
+        return await self._shared(self._requested, job, lambda: self._load(job))
 
     async def _resolve(self, name: str) -> Adapter:
         """Ask resolvers for an adapter that nobody has loaded. Raises ModelNotFound."""
         check_adapter_name(name, self._config.served_names, "model")
-        if (task := self._resolving.get(name)) is None:
-            task = self._resolving[name] = self._task(self._resolve_alone(name))
-            task.add_done_callback(lambda _: self._resolving.pop(name, None))
-        return await asyncio.shield(task)
+        return await self._shared(self._resolving, name, lambda: self._resolve_alone(name))
 
     async def _resolve_alone(self, name: str) -> Adapter:
         path = await self._finder.resolve(name)
@@ -480,6 +482,11 @@ class AdapterRegistry:
                 f"enable_lora: executor {self._config.executor!r} reads no adapters",
                 param="lora_path",
             ) from None
+        except Exception as error:
+            logger.exception("an adapter could not be read")
+            raise RequestFailed(
+                f"adapter at {job.path!r} could not be read: {type(error).__name__}: {error}"
+            ) from error
         return info
 
     async def _room(self) -> None:
@@ -604,6 +611,15 @@ class AdapterRegistry:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _shared(
+        self, tasks: dict[K, asyncio.Task[T]], key: K, work: Callable[[], Coroutine[Any, Any, T]]
+    ) -> T:
+        """Return what `work` returns; calls with the same key meanwhile share it."""
+        if (task := tasks.get(key)) is None:
+            task = tasks[key] = self._task(work())
+            task.add_done_callback(lambda _: tasks.pop(key, None))
+        return await asyncio.shield(task)
 
     def _task(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Run work that goes on if who waits for it does not."""
