@@ -131,3 +131,36 @@ async def test_ranks_compute_what_one_does_with_an_adapter(
     async with AsyncEngine(config) as engine:
         output = await answer(engine, prompt, LoRARequest(kind, 1, str(path)))
     check(adapted_model(folder, path), prompt, output)
+
+
+PLAIN = ["all linear", "q and v", "q, v and o", "patterns", "some layers"]
+
+
+async def test_plain_adapters_give_pefts_tokens_in_steps_that_may_be_recorded(
+    models: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Rows come and go, so that steps have from one to all of the adapters, or none."""
+    folder = models("qwen2")
+    paths = [
+        make_adapter(folder, tmp_path / str(number), seed=number, **KINDS[kind])
+        for number, kind in enumerate(PLAIN)
+    ]
+    adapters = [None, *(LoRARequest(str(n), n + 1, str(path)) for n, path in enumerate(paths))]
+    prompts = [prompt_of(number, 4 + 9 * number) for number in range(len(adapters))]
+
+    async def some(engine: AsyncEngine, number: int) -> list[int]:
+        params = SamplingParams(
+            temperature=0.0, max_tokens=8 + 6 * number, ignore_eos=True, detokenize=False
+        )
+        prompt, adapter = prompts[number], adapters[number]
+        async for output in engine.generate(prompt, params, lora_request=adapter):
+            last = output
+        return list(last.outputs[0].token_ids)
+
+    async with AsyncEngine(EngineConfig(model=str(folder), **SETTINGS)) as engine:
+        outputs = await asyncio.gather(*(some(engine, number) for number in range(len(adapters))))
+    references = [reference_model(folder), *(adapted_model(folder, path) for path in paths)]
+    for model, prompt, tokens in zip(references, prompts, outputs, strict=True):
+        with torch.no_grad():
+            scores = model(torch.tensor([prompt + tokens])).logits[0]
+        assert tokens == scores[len(prompt) - 1 : -1].argmax(-1).tolist()
