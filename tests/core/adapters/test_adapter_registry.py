@@ -296,7 +296,7 @@ async def test_names_that_no_adapter_may_have_are_refused(name: str, tmp_path: P
 
 
 async def test_an_adapter_of_another_tenant_is_as_unknown_as_none(tmp_path: Path) -> None:
-    house = House(tmp_path)
+    house = House(tmp_path, max_cpu_loras=3)
     house.put("a")
     house.put("b")
     await house.load("a", owner="one")
