@@ -50,6 +50,12 @@ def _keys(argv: list[str]) -> int:
     return run(argv)
 
 
+def _lora(argv: list[str]) -> int:
+    from .lora import run
+
+    return run(argv)
+
+
 def _plugins(argv: list[str]) -> int:
     from .plugins import run
 
@@ -75,6 +81,7 @@ COMMANDS: dict[str, tuple[Command, str]] = {
     "run-batch": (_run_batch, "answer a file of requests, without a server"),
     "convert": (_convert, "write a checkpoint divided among ranks, for faster starts"),
     "keys": (_keys, "create API keys with names and limits for a server"),
+    "lora": (_lora, "look at an adapter before it is served"),
     "bench": (_bench, "measure speed, here and against others"),
     "debug": (_debug, "replay the steps that an engine has recorded, and compare"),
     "plugins": (_plugins, "list what is plugged in, and whether it works here"),

@@ -19,8 +19,10 @@ MAX_PATTERNS = 4096
 MAX_NODES = 4096
 """Nodes of a pattern, its counted repeats written out."""
 MAX_REPEAT = 256
-MAX_STEPS = 20_000_000
+MAX_STEPS = 50_000_000
 """Steps of all matches of one adapter; some seconds."""
+STEPS_OF_RE = 10
+"""What a match by `re` counts for."""
 UNBOUNDED = -1
 REPEAT = re.compile(r"\{(?!\})([0-9]*)(,?)([0-9]*)\}")
 """A counted repeat; other braces stand for themselves."""
@@ -308,25 +310,32 @@ class Patterns:
                 f"{param}: at most {MAX_PATTERNS} patterns are read, got {len(keys)}", param=param
             )
         self._keys = tuple((key, self._compiled(key)) for key in keys)
+        self._found: dict[str, str | None] = {}
         self._steps = 0
 
     def key_of(self, name: str) -> str | None:
-        """Return the first key that matches a layer's name."""
+        """Return the first key that matches a layer's name. Raises ConfigError if all matches
+        together take too long."""
+        if name not in self._found:
+            self._found[name] = self._first(name)
+        return self._found[name]
+
+    def _first(self, name: str) -> str | None:
         for key, pattern in self._keys:
             if isinstance(pattern, re.Pattern):
-                self._steps += len(name)
+                self._steps += STEPS_OF_RE
                 found = pattern.match(name) is not None
             else:
                 before = pattern.steps
                 found = pattern.matches(name)
-                self._steps += 8 * (pattern.steps - before)
-            if found:
-                return key
+                self._steps += pattern.steps - before
             if self._steps > MAX_STEPS:
                 raise ConfigError(
                     f"{self._param}: its patterns take too long; give the names of layers instead",
                     param=self._param,
                 )
+            if found:
+                return key
         return None
 
     def _compiled(self, key: str) -> Pattern | re.Pattern[str]:

@@ -11,8 +11,8 @@ import torch
 from ...core.errors import ConfigError, shown
 from .regular_file import RegularFile
 
-MAX_HEADER = 32 << 20
-"""Bytes of the header: some 200,000 tensors."""
+MAX_HEADER = 24 << 20
+"""Bytes of the header: some 170,000 tensors. It is decoded in one go, and other threads wait."""
 MAX_TENSORS = 1 << 18
 MAX_DIMS = 8
 DTYPES = {
