@@ -49,7 +49,6 @@ class Loaded:
     info: AdapterInfo
     adapter: Adapter | None
     """None: it was unloaded or replaced, and is dropped once no request uses it."""
-    dropped: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def units(self) -> int:
@@ -82,7 +81,13 @@ class _Waiter:
     """A read that waits for room in host memory."""
 
     since: int
+    """Plans that there were before."""
     room: asyncio.Future[None]
+    victim: Loaded | None = None
+    """What gets no new requests, so that this read gets its room; None: it has not waited too
+    long."""
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once it waits no longer."""
 
 
 class AdapterRegistry:
@@ -119,8 +124,6 @@ class AdapterRegistry:
         self._num_reading = 0
         """Reads that have room, and are not done."""
         self._waiters: deque[_Waiter] = deque()
-        self._victim: Loaded | None = None
-        """What gets no new requests, so that the first waiter gets its room."""
         self._resolving: dict[str, asyncio.Task[Adapter]] = {}
         self._requested: dict[LoadAdapter, asyncio.Task[Adapter]] = {}
         """Loads of adapters that requests bring."""
@@ -176,8 +179,8 @@ class AdapterRegistry:
             loaded = adapter.loaded
             if loaded is None:
                 await self._read_shared(adapter)
-            elif self._must_wait(loaded):
-                await loaded.dropped.wait()
+            elif (waiter := self._waiter_before(loaded)) is not None:
+                await waiter.ended.wait()
             else:
                 self._host.move_to_end(loaded.number)
                 return loaded
@@ -501,9 +504,12 @@ class AdapterRegistry:
         except BaseException:
             if waiter in self._waiters:
                 self._waiters.remove(waiter)
-            elif waiter.room.done() and not waiter.room.cancelled():
+            else:
                 self._num_reading -= 1
+                self._free_room()
             raise
+        finally:
+            waiter.ended.set()
 
     def _make_room(self) -> bool:
         """Return whether there is room for one more, dropping one that no request uses if need
@@ -520,8 +526,7 @@ class AdapterRegistry:
             (
                 loaded
                 for loaded in self._host.values()
-                if not self._part.num_live(loaded.number)
-                and not (loaded.adapter is not None and loaded.adapter.pinned)
+                if not self._part.num_live(loaded.number) and not _is_pinned(loaded)
             ),
             None,
         )
@@ -530,8 +535,8 @@ class AdapterRegistry:
         """Let reads begin that wait for room, in order."""
         while self._waiters and self._make_room():
             waiter = self._waiters.popleft()
-            if not waiter.room.done():
-                self._num_reading += 1
+            self._num_reading += 1
+            if not waiter.room.done():  # Else it is being cancelled, and gives the room back.
                 waiter.room.set_result(None)
 
     def _trim(self) -> None:
@@ -541,23 +546,21 @@ class AdapterRegistry:
                 return
             self._drop(loaded)
 
-    def _must_wait(self, loaded: Loaded) -> bool:
-        """Return whether a request may not use an adapter because a read has waited too long for
-        its room."""
+    def _waiter_before(self, loaded: Loaded) -> _Waiter | None:
+        """Return the read that has waited too long for an adapter's room, so that no new request
+        gets the adapter; None: a request may use it."""
         if not self._waiters:
-            self._victim = None
-            return False
-        waited = self._part.num_plans - self._waiters[0].since
-        if self._victim is None and waited >= self._part.max_wait:
-            candidates = [
-                each
-                for each in self._host.values()
-                if not (each.adapter is not None and each.adapter.pinned)
-            ]
-            self._victim = min(
-                candidates, key=lambda each: self._part.num_live(each.number), default=None
+            return None
+        first = self._waiters[0]
+        if first.victim is not None and _is_pinned(first.victim):
+            first.victim = None
+        if first.victim is None and self._part.num_plans - first.since >= self._part.max_wait:
+            first.victim = min(
+                (each for each in self._host.values() if not _is_pinned(each)),
+                key=lambda each: self._part.num_live(each.number),
+                default=None,
             )
-        return loaded is self._victim
+        return first if first.victim is loaded else None
 
     def _retire(self, loaded: Loaded) -> None:
         """Drop what no name stands for any more, once no request uses it."""
@@ -570,11 +573,8 @@ class AdapterRegistry:
         """Free an adapter's memory, which no request uses."""
         if loaded.adapter is not None:
             loaded.adapter.loaded = None
-        if self._victim is loaded:
-            self._victim = None
         del self._host[loaded.number]
         self._part.forget(loaded.number)
-        loaded.dropped.set()
         self._ask(DropAdapter(loaded.number)).add_done_callback(_log_failure)
 
     def _idle(self, number: int) -> None:
@@ -632,6 +632,10 @@ class AdapterRegistry:
         self._tasks.discard(task)
         if not task.cancelled():
             task.exception()  # Those who wait for it have it; there may be none left.
+
+
+def _is_pinned(loaded: Loaded) -> bool:
+    return loaded.adapter is not None and loaded.adapter.pinned
 
 
 def _log_failure(dropped: asyncio.Future[None]) -> None:

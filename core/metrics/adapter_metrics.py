@@ -43,7 +43,7 @@ class AdapterMetrics:
     def collect(self) -> Iterable[Metric]:
         """Return the metrics for Prometheus."""
         counts = self._counts()
-        gauges = (
+        gauges: tuple[tuple[str, str, float], ...] = (
             ("lora_registered", "Adapters that are known by name.", counts.registered),
             ("lora_loaded", "Adapters in host memory.", counts.loaded),
             ("lora_resident", "Adapters in the device's memory.", counts.resident),
@@ -54,7 +54,7 @@ class AdapterMetrics:
                 counts.requests_waiting,
             ),
         )
-        counters = (
+        counters: tuple[tuple[str, str, float], ...] = (
             ("lora_reads", "Adapters read into host memory.", counts.reads),
             ("lora_read_seconds", "Seconds that this took.", counts.read_seconds),
             ("lora_loads", "Adapters loaded to the device.", counts.loads),

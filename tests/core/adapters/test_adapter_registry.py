@@ -446,3 +446,26 @@ async def test_the_end_of_the_engine_ends_reads(tmp_path: Path) -> None:
     await house.registry.close()
     with pytest.raises(asyncio.CancelledError):
         await waiting
+
+
+async def test_who_made_way_goes_on_when_no_read_waits_any_more(tmp_path: Path) -> None:
+    """A hot adapter gets no new requests for the sake of a read that then fails."""
+    house = House(tmp_path)
+    for name in "abc":
+        house.put(name)
+        await house.load(name)
+    running = [await house.begin(name, 50 if name == "b" else 20) for name in "bc"]
+    house.put("a", "broken")
+    cold = asyncio.ensure_future(house.begin("a"))
+    await settled()
+    for _ in range(6):
+        house.step()
+    new = [asyncio.ensure_future(house.begin(name)) for name in "bc"]
+    await settled()
+    assert sorted(task.done() for task in new) == [False, True], "one makes way"
+    await house.finish(running[1])
+    with pytest.raises(InvalidRequest, match="r: must be positive"):
+        await cold
+    requests = await asyncio.gather(*new)
+    await house.finish(*running, *requests)
+    assert len(house.worker.held) <= 2
