@@ -98,7 +98,8 @@ class AdapterFile:
     @property
     def rank(self) -> int:
         """The largest rank."""
-        return max((each.rank for each in (*self.low_rank, *self.experts)), default=0)
+        ranks = [each.rank for each in self.low_rank]
+        return max([*ranks, *(each.rank for each in self.experts)], default=0)
 
     @property
     def plain(self) -> bool:

@@ -83,8 +83,10 @@ class _Reader:
         for key in self._file.entries:
             self._sort(key)
         if len(self._adapter_names) > 1:
-            names = listed(sorted(self._adapter_names))
-            raise ConfigError(f"{TENSORS}: has several adapters: {names}", param=TENSORS)
+            raise ConfigError(
+                f"{TENSORS}: has several adapters: {listed(sorted(self._adapter_names))}",
+                param=TENSORS,
+            )
         low_rank, experts = self._changes()
         token_rows = self._token_rows()
         names = [each.name for each in low_rank]
@@ -120,7 +122,7 @@ class _Reader:
             self._copies.append(name)
         elif "token_adapter" in parts:
             self._sort_rows(key, parts)
-        elif "modules_to_save" in parts:
+        elif "modules_to_save" in parts[:-2]:
             place = parts.index("modules_to_save")
             self._adapter_names.update(parts[place + 1 : place + 2])
             self._put(self._replaced, ".".join(parts[:place] + parts[place + 2 :]), key)

@@ -16,13 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from ...core.errors import ConfigError, listed, shown
-from .patterns import MAX_LENGTH, Pattern, Patterns
+from .patterns import MAX_LENGTH, MAX_STEPS, Pattern, Patterns
 from .regular_file import open_regular
 
 FILE = "adapter_config.json"
 MAX_BYTES = 8 << 20
 MAX_DEPTH = 32
 MAX_RANK = 1 << 16
+MAX_NAMES = 1024
+"""Names in modules_to_save, target_parameters, trainable_token_indices."""
 
 CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Values of `init_lora_weights`, or what they begin with, that changed the base model's weights."""
@@ -37,6 +39,8 @@ REFUSED = {
     "kasa_config": "KaSA changes the base model's weights",
     "arrow_config": "Arrow mixes several adapters",
     "monteclora_config": "MonteCLoRA samples its weights",
+    "invocation_string": "the adapter acts from a text on, and alora_invocation_tokens, the text's "
+    "tokens, is missing",
     "use_mora": "MoRA's matrices are square",
     "lora_nums": "several pairs of matrices per layer",
     "expert_num": "several pairs of matrices per layer",
@@ -137,24 +141,26 @@ class Settings:
             return None
         if isinstance(self.target_modules, str):
             pattern = self._target_pattern
-            return None if pattern is None else pattern.matches(name, whole=True)
+            if pattern is None or pattern.steps > MAX_STEPS:
+                return None
+            return pattern.matches(name, whole=True)
         return not self._target_names.isdisjoint(tails(name))
 
     @cached_property
-    def _parameters(self) -> frozenset[str]:
-        return frozenset(self.target_parameters)
-
-    @cached_property
-    def _parameter_leaves(self) -> frozenset[str]:
-        return frozenset(each.rpartition(".")[2] for each in self.target_parameters)
+    def _parameters(self) -> dict[str, set[str]]:
+        """The modules that `target_parameters` names, or "", with their parameters."""
+        found: dict[str, set[str]] = {}
+        for each in self.target_parameters:
+            module, _, leaf = each.rpartition(".")
+            found.setdefault(module, set()).add(leaf)
+        return found
 
     def parameters_of(self, module: str, count: int) -> list[str]:
         """Return the parameters of a module that `target_parameters` names; those that it names
         with the module, if these are `count`. A bare name may be another module's."""
-        found = {leaf: tails(f"{module}.{leaf}") for leaf in self._parameter_leaves}
-        named = {leaf for leaf, each in found.items() if not self._parameters.isdisjoint(each)}
-        with_module = {leaf for leaf in named if not self._parameters.isdisjoint(found[leaf][:-1])}
-        return sorted(with_module if len(with_module) == count else named)
+        found = self._parameters
+        named = {leaf for tail in tails(module) for leaf in found.get(tail, ())}
+        return sorted(named if len(named) == count else named | found.get("", set()))
 
 
 def tails(name: str) -> list[str]:
@@ -220,7 +226,7 @@ def _trainable_tokens(value: Any) -> tuple[int, ...] | dict[str, tuple[int, ...]
     field = "trainable_token_indices"
     if value is None:
         return None
-    if isinstance(value, dict):
+    if isinstance(value, dict) and len(value) <= MAX_NAMES:
         return {name: _token_ids(ids, field, once=True) for name, ids in value.items()}
     return _token_ids(value, field, once=True)
 
@@ -253,6 +259,8 @@ def _check_fields(fields: Mapping[str, Any]) -> tuple[str, ...]:
     for name, value in fields.items():
         if not value or name in USED | METADATA | TRAINING:
             continue
+        if name == "invocation_string" and fields.get("alora_invocation_tokens"):
+            continue  # The same, as tokens.
         if name in REFUSED:
             raise ConfigError(f"{name}: is not served: {REFUSED[name]}", param=name)
         if (name.startswith(SWITCH) and value is True) or name.endswith(SETTINGS):
@@ -346,6 +354,10 @@ def _names(fields: Mapping[str, Any], field: str) -> tuple[str, ...] | None:
         return None
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
         raise _wrong(field, "a list of names", value)
+    if field != "target_modules" and len(value) > MAX_NAMES:
+        raise ConfigError(
+            f"{field}: at most {MAX_NAMES} names are read, got {len(value)}", param=field
+        )
     return tuple(value)
 
 

@@ -15,6 +15,7 @@ import torch
 from adapters_made import Q_PROJ, q_proj_tensors, write_adapter
 
 from jackfield.core.errors import ConfigError
+from jackfield.plugins.adapters import peft_config
 from jackfield.plugins.adapters.peft import PeftFormat
 from jackfield.plugins.adapters.peft_config import MAX_BYTES
 from jackfield.plugins.adapters.safetensors_file import MAX_HEADER
@@ -52,6 +53,8 @@ FIELDS: list[tuple[str, Any]] = [
     ("trainable_token_indices", [3]), ("trainable_token_indices", {"embed_tokens": [3]}),
     ("trainable_token_indices", [-1]), ("trainable_token_indices", [3, 3]),
     ("trainable_token_indices", "3"), ("alora_invocation_tokens", []),
+    ("invocation_string", "<|end|>"),
+    ("modules_to_save", ["norm"] * 1025), ("target_parameters", ["gate.weight"] * 1025),
     ("alora_invocation_tokens", ["a"]), ("alora_invocation_tokens", 5),
 ]  # fmt: skip
 
@@ -289,3 +292,22 @@ def test_a_file_that_is_written_to_is_refused(how: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         change.a()
     assert caught.value.param == TENSORS
+
+
+def test_an_invocation_string_with_its_tokens_is_one_of_both(tmp_path: Path) -> None:
+    fields = {"invocation_string": "<|end|>", "alora_invocation_tokens": [4, 5]}
+    assert PeftFormat.read(write_adapter(tmp_path, q_proj_tensors(), **fields)).invocation_tokens
+
+
+def test_an_expression_of_targets_takes_no_longer_than_its_share(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peft_config, "MAX_STEPS", 10_000)
+    tensors: dict[str, torch.Tensor] = {}
+    for layer in range(50):
+        tensors |= q_proj_tensors(Q_PROJ.replace("0", str(layer)))
+    write_adapter(tmp_path, tensors, target_modules="(.*)*" * 40 + "q_proj")
+    settings = peft_config.read_settings(tmp_path)
+    assert len(PeftFormat.read(tmp_path).low_rank) == 50
+    answers = [settings.targets(f"model.layers.{layer}.q_proj") for layer in range(50)]
+    assert answers[0] is True and answers[-1] is None
