@@ -16,6 +16,13 @@ ReadTensor: TypeAlias = Callable[[], torch.Tensor]
 """Reads a tensor from the adapter's file; may be called more than once, on any thread."""
 
 
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Return whether all values are numbers. In one pass, which `torch.isfinite` is not."""
+    if not tensor.numel() or not tensor.is_floating_point():
+        return True
+    return all(bool(end.isfinite()) for end in tensor.aminmax())  # A NaN is both ends.
+
+
 @dataclass(frozen=True)
 class LowRank:
     """A change of one linear layer or embedding: W + scale · B A."""

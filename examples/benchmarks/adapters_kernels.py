@@ -191,7 +191,11 @@ def copy_bandwidth(device: torch.device) -> float:
     """Return bytes per microsecond of a large copy, read and written."""
     source = torch.empty(1 << 30, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return 2 * source.nbytes / microseconds(lambda: target.copy_(source) and None, 0.1)
+
+    def copy() -> None:
+        target.copy_(source)
+
+    return 2 * source.nbytes / microseconds(copy, 0.1)
 
 
 def floor_bytes(name: str, rows: int, ranks: Sequence[Sequence[int]]) -> int:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from ...core.adapters.file import AdapterFile, ReadTensor
+from ...core.adapters.file import AdapterFile, ReadTensor, is_finite
 from ...core.errors import ConfigError
 
 
@@ -22,7 +22,7 @@ def with_digest(file: AdapterFile) -> AdapterFile:
     digest.update(repr(file.invocation_tokens).encode())
     for name, settings, read in _parts(file):
         tensor = read().contiguous()
-        if not torch.isfinite(tensor).all():
+        if not is_finite(tensor):
             raise ConfigError(f"{name}: has a value that is not finite", param=name)
         head = (name, *settings, str(tensor.dtype), tuple(tensor.shape))
         digest.update(f"{head!r}\n".encode())

@@ -10,7 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...adapters.file import AdapterFile, ExpertsLowRank, LowRank, ReadTensor, TokenRows
+from ...adapters.file import (
+    AdapterFile,
+    ExpertsLowRank,
+    LowRank,
+    ReadTensor,
+    TokenRows,
+    is_finite,
+)
 from ...errors import ConfigError, LoadError, listed
 from ...loading.weight_map import StackedExperts, WeightMap
 from ...nn.adapters import HEAD, AdapterState, Site, adapt
@@ -222,7 +229,7 @@ class Sites:
                     f"{PARAM}: {each.name} has {name} of shape {tuple(tensor.shape)}, not {shape}",
                     param=PARAM,
                 )
-            if not bool(torch.isfinite(tensor).all()):
+            if not is_finite(tensor):
                 raise ConfigError(
                     f"{PARAM}: {each.name} has values in {name} that are no numbers (NaN or "
                     "infinite)",
@@ -381,7 +388,7 @@ class Sites:
 
     def _replaced(self, name: str, read: ReadTensor, changes: dict[str, HostChange]) -> None:
         value = read()
-        if not bool(torch.isfinite(value).all()):
+        if not is_finite(value):
             raise ConfigError(f"{PARAM}: {name} has values that are no numbers", param=PARAM)
         leaf = name.rpartition(".")[2]
         own = self.weight_map.own(name)

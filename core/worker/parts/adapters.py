@@ -182,7 +182,7 @@ class Adapters(WorkerPart):
                 self._unit_steps[list(resident.units)] = self._number
             if resident.ready is not None:
                 torch.cuda.current_stream().wait_event(resident.ready)
-                self._residents[place] = resident._replace(ready=None)
+                resident = self._residents[place] = resident._replace(ready=None)
             if resident.failure is not None:
                 failed |= dict.fromkeys(rows.tolist(), resident.failure)
             elif resident.special is None:

@@ -63,6 +63,8 @@ BY_DAY = {
     ],
 )
 def test_adapters_change_layers_as_in_transformers(kind: str, case: str, tmp_path: Path) -> None:
+    if case == "AriaTextForCausalLM" and test_fallback.OLDER:
+        pytest.skip("its experts ask for values in transformers 5.17, and so are refused")
     reference, folder = MAKERS[kind][0](case, tmp_path)
     options = {"model_impl": "transformers"} if kind == "fallback" else {}
     model = PagedModel(folder, "float32", **options)
