@@ -42,7 +42,13 @@ class HostAdapters:
     ) -> None:  # fmt: skip
         self._sites, self._pool, self._config, self._plugins = sites, pool, config, plugins
         self._pinned = pinned
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="jackfield-adapters")
+        # Alone: torch's threads would wait busily between small copies, beside those that launch.
+        self._thread = ThreadPoolExecutor(
+            1,
+            thread_name_prefix="jackfield-adapters",
+            initializer=torch.set_num_threads,
+            initargs=(1,),
+        )
         self._lock = threading.Lock()
         self._adapters: dict[int, Future[HostAdapter]] = {}
 
