@@ -8,12 +8,20 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from itertools import count
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
 from ..config import EngineConfig
-from ..errors import EngineStopped, InvalidRequest, JackfieldError, RequestFailed, shown
+from ..errors import (
+    ConfigError,
+    EngineStopped,
+    InvalidRequest,
+    JackfieldError,
+    RequestFailed,
+    shown,
+)
 from ..lora_request import (
     AdapterCard,
     AdapterJob,
@@ -188,7 +196,7 @@ class AdapterRegistry:
     async def _find(self, ref: AdapterRef) -> Adapter:
         """Return what a request's name stands for. Raises ModelNotFound."""
         adapter = self._get(ref.name, ref.tenant)
-        if adapter is not None and (not ref.path or ref.path == adapter.path):
+        if adapter is not None and (not ref.path or Path(ref.path) == Path(adapter.path)):
             if ref.load_inplace:
                 return await self._load_for(ref)
             if ref.int_id is not None:
@@ -593,17 +601,21 @@ class AdapterRegistry:
     # ------------------------------------------------------------ start and end
 
     async def start(self) -> None:
-        """Load the adapters of the configuration. Raises InvalidRequest for one that cannot be
+        """Load the adapters of the configuration. Raises ConfigError for one that cannot be
         served."""
         for module in self._config.lora_modules:
-            await self._load(
-                LoadAdapter(
-                    name=module.name,
-                    path=module.path,
-                    parent=module.base_model_name,
-                    pinned=module.pinned,
-                )
+            job = LoadAdapter(
+                name=module.name,
+                path=module.path,
+                parent=module.base_model_name,
+                pinned=module.pinned,
             )
+            try:
+                await self._load(job)
+            except InvalidRequest as error:
+                raise ConfigError(
+                    f"lora_modules: {module.name!r}: {error.message}", param="lora_modules"
+                ) from error
 
     async def close(self) -> None:
         """End what is being read or resolved."""

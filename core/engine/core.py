@@ -143,7 +143,7 @@ class EngineCore:
                 await self.adapters.start()
         except BaseException:
             await asyncio.gather(starting, return_exceptions=True)
-            await self.executor.stop()
+            await (self.executor.stop() if self.steps is None else self.stop())
             if writer is not None:
                 writer.discard()
             raise

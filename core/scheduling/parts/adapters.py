@@ -355,13 +355,13 @@ class Adapters(SchedulerPart):
             if starving.number in self._parked and self._fits(starving.number, starving.units):
                 self._wait_again(starving.number)
             return
-        claimed: set[int] = set()
-        while self._parked and len(self._running.keys() | claimed) < self._max_running:
-            number = min(self._parked, key=self._order)
+        spare = self._max_running - len(self._running)
+        if spare <= 0 or not self._parked:
+            return
+        for number in heapq.nsmallest(spare, self._parked, key=self._order):
             if not self._fits(number, self._waits[number].units):
                 return
             self._wait_again(number)
-            claimed.add(number)
 
     def _order(self, number: int) -> tuple[Any, ...]:
         """Return the place in policy order of an adapter's first parked request."""

@@ -19,7 +19,7 @@ from adapters_made import LINEAR, adapted_model, make_adapter
 from jackfield import LLM, AsyncEngine, EngineConfig, LoRARequest, PoolingParams, SamplingParams
 from jackfield.core.data_parallel.pooled_cores import PooledCores
 from jackfield.core.engine.core import EngineCore
-from jackfield.core.errors import InvalidRequest, ModelNotFound
+from jackfield.core.errors import ConfigError, InvalidRequest, ModelNotFound
 from jackfield.core.lora_request import AdapterRef
 from jackfield.core.registry import load_plugins
 from jackfield.core.remote import processes
@@ -296,6 +296,16 @@ def test_an_llm_takes_one_adapter_or_one_for_each_prompt(
     with LLM(str(folder), **{**SETTINGS, "enable_lora": False}) as llm:
         with pytest.raises(InvalidRequest, match="enable_lora"):
             llm.generate(two, params, lora_request=lora, use_tqdm=False)
+
+
+async def test_a_module_that_cannot_be_served_stops_the_start(folder: Path) -> None:
+    engine = AsyncEngine(
+        EngineConfig(model=str(folder), **SETTINGS, lora_modules=("x=/no such place",))
+    )
+    before = asyncio.all_tasks()
+    with pytest.raises(ConfigError, match="lora_modules: 'x': lora_path: no adapter is at"):
+        await engine.start()
+    assert asyncio.all_tasks() == before
 
 
 async def test_a_pooling_model_has_adapters_too(folder: Path, paths: dict[str, Path]) -> None:
