@@ -169,11 +169,14 @@ class AdapterRegistry:
                 return spec
             first = found
         use = AdapterUse(loaded.number, loaded.units, first)
+        # A KV connector may be shared with engines that compute adapters in another type.
+        dtype = self._config.lora_dtype
+        key = info.digest if dtype == "auto" else f"{info.digest} {dtype}"
         extra, late = spec.cache_extra, spec.late_extra
         if first:
-            late = (first, info.digest)
+            late = (first, key)
         else:
-            extra = (*extra, info.digest)
+            extra = (*extra, key)
         return msgspec.structs.replace(
             spec, parts={**spec.parts, NAME: use}, cache_extra=extra, late_extra=late
         )

@@ -11,10 +11,19 @@ from typing import Any
 
 import forked
 import pytest
+import torch
+from safetensors.torch import save_file
 
-from jackfield import AsyncEngine, EngineConfig, SamplingParams
+from jackfield import AsyncEngine, EngineConfig, LoRARequest, SamplingParams
 from jackfield.core.errors import ConfigError
-from jackfield.core.parts import encoder_decoder, kv_compression, kv_transfer, speculation, states
+from jackfield.core.parts import (
+    adapters,
+    encoder_decoder,
+    kv_compression,
+    kv_transfer,
+    speculation,
+    states,
+)
 from jackfield.core.parts.exclusions import (
     CALCULATED_SCALES,
     DATA_PARALLEL,
@@ -40,6 +49,7 @@ HERE: dict[str, dict[str, Any]] = {
             "kv_connector_extra_config": {"kv_offloading_size": 0.01},
         },
     },
+    adapters.NAME: {"enable_lora": True, "max_lora_rank": 4},
     states.NAME: {},
     encoder_decoder.NAME: {},
     RECORDING: {"record_steps": "plans"},
@@ -133,14 +143,30 @@ def config_of(pair: tuple[str, str], models: dict[str, str], folder: Path) -> En
     )  # fmt: skip
 
 
-async def start_and_serve(config: EngineConfig) -> None:
-    """Two requests at once, one of which is long enough to be compacted."""
+def adapter_in(folder: Path) -> LoRARequest:
+    """An adapter that fits each of the models that adapters go with."""
+    folder.mkdir()
+    fields = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(fields))
+    name = "base_model.model.model.layers.1.self_attn.q_proj"
+    tensors = {
+        f"{name}.lora_A.weight": torch.randn(4, 32), f"{name}.lora_B.weight": torch.randn(64, 4),
+    }  # fmt: skip
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return LoRARequest("adapter", 1, str(folder))
+
+
+async def start_and_serve(config: EngineConfig, folder: Path) -> None:
+    """Two requests, one of which is long enough to be compacted."""
     params = SamplingParams(max_tokens=5, ignore_eos=True, temperature=0)
+    lora = adapter_in(folder / "adapter") if config.enable_lora else None
     async with AsyncEngine(config) as engine:
         for prompt in ([5, 6, 7], list(range(10, 34))):
-            outputs = [output async for output in engine.generate(prompt, params)]
+            stream = engine.generate(prompt, params, lora_request=lora)
+            outputs = [output async for output in stream]
             assert outputs[-1].error is None
             assert sum(len(output.outputs[0].token_ids) for output in outputs[-1:]) == 5
+        assert all(card.resident for card in await engine.list_loras())
         assert engine.healthy
 
 
@@ -152,7 +178,7 @@ def test_every_capability_is_in_a_pair() -> None:
 async def test_what_goes_together_serves(
     pair: tuple[str, str], models: dict[str, str], tmp_path: Path
 ) -> None:
-    await start_and_serve(config_of(pair, models, tmp_path))
+    await start_and_serve(config_of(pair, models, tmp_path), tmp_path)
 
 
 @pytest.mark.slow
@@ -160,7 +186,7 @@ async def test_what_goes_together_serves(
 async def test_what_goes_together_serves_in_processes(
     pair: tuple[str, str], models: dict[str, str], tmp_path: Path
 ) -> None:
-    await start_and_serve(config_of(pair, models, tmp_path))
+    await start_and_serve(config_of(pair, models, tmp_path), tmp_path)
 
 
 @pytest.mark.parametrize("pair", pairs(processes=False, allowed=False), ids=" and ".join)
