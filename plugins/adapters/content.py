@@ -26,7 +26,7 @@ def with_digest(file: AdapterFile) -> AdapterFile:
             raise ConfigError(f"{name}: has a value that is not finite", param=name)
         head = (name, *settings, str(tensor.dtype), tuple(tensor.shape))
         digest.update(f"{head!r}\n".encode())
-        digest.update(memoryview(tensor.flatten().view(torch.uint8).numpy()))
+        digest.update(tensor.flatten().view(torch.uint8).numpy().data)
     return replace(file, digest=digest.hexdigest())
 
 

@@ -23,6 +23,8 @@ MAX_NAME = 512
 BASE = "base_layer"
 """What an adapted layer calls the layer that it is made of."""
 MATRICES = re.compile(r"lora_(embedding_)?(A|B|magnitude_vector)")
+TRAINING = frozenset({"lora_velora_embed"})
+"""Tensors that only gradients need (VeLoRA)."""
 COPIES = frozenset({"original_module", "trainable_tokens_original"})
 """Segments of the names of what was there before training."""
 ORDER = (
@@ -76,6 +78,7 @@ class _Reader:
         self._replaced: dict[str, str] = {}
         self._rows: dict[str, str] = {}
         self._copies: list[str] = []
+        self._unused: list[str] = []
         self._adapter_names: set[str] = set()
         self._notes = list(settings.notes)
 
@@ -128,12 +131,15 @@ class _Reader:
             self._put(self._replaced, ".".join(parts[:place] + parts[place + 2 :]), key)
         elif BASE not in parts:
             self._put(self._replaced, name, key)
-        elif parts[-1] == "bias" and self._settings.bias != "none":
+        elif "bias" in parts[-1] and self._settings.bias != "none":
             self._put(self._replaced, ".".join(_without_base(parts)), key)
         else:
             self._copies.append(name)
 
     def _sort_matrix(self, key: str, module: list[str], kind: str, rest: list[str]) -> None:
+        if kind in TRAINING:
+            self._unused.append(key)
+            return
         if not MATRICES.fullmatch(kind):
             raise self._unknown(key, "is none of plain LoRA or DoRA")
         leaf = rest.pop() if rest and rest[-1] in ("weight", "bias") else "weight"
@@ -387,6 +393,8 @@ class _Reader:
             self._notes.append(
                 f"copies of the base model's tensors, not used: {listed(sorted(self._copies))}"
             )
+        if self._unused:
+            self._notes.append(f"tensors of the training, not used: {listed(sorted(self._unused))}")
         return tuple(self._notes)
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
@@ -19,9 +21,11 @@ from adapters_made import (
     q_proj_tensors,
     write_adapter,
 )
+from peft.tuners.lora.config import VeloraConfig
 from safetensors.torch import load_file
 
 from jackfield.core.adapters.file import AdapterFile, LowRank
+from jackfield.plugins.adapters import peft_config
 from jackfield.plugins.adapters.peft import PeftFormat
 
 from helpers import make_checkpoint, reference_model
@@ -146,6 +150,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "rank_pattern": {"q_proj": 9}, "alpha_pattern": {"q_proj": 2},
         },
     ),
+    "start of MiCA": ("llama", {"target_modules": ["q_proj"], "init_lora_weights": "mica"}),
+    "start orthogonal": ("llama", {"target_modules": LINEAR, "init_lora_weights": "orthogonal"}),
+    "trained by VeLoRA": (
+        "llama", {"target_modules": ["q_proj"], "velora_config": VeloraConfig(num_groups=4)},
+    ),
     "DoRA": ("llama", {"target_modules": LINEAR, "use_dora": True}),
     "bias of B": ("llama", {"target_modules": LINEAR, "lora_bias": True}),
     "all biases": ("qwen2", {"target_modules": ["q_proj", "o_proj"], "bias": "all"}),
@@ -221,6 +230,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "router alone": ("mixtral", {"target_modules": [], "target_parameters": ["mlp.gate.weight"]}),
     "a linear's parameter": (
         "llama", {"target_modules": ["k_proj"], "target_parameters": ["q_proj.weight"]},
+    ),
+    "biases of experts": (
+        "gpt-oss",
+        {
+            "target_modules": ["q_proj"], "bias": "all",
+            "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
+        },
     ),
     "experts [in, out]": (
         "gpt-oss",
@@ -369,6 +385,22 @@ def test_scale_of_rank_stabilized_patterns(tmp_path: Path) -> None:
     }  # fmt: skip
     (change,) = PeftFormat.read(write_adapter(tmp_path, q_proj_tensors(), **settings)).low_rank
     assert change.scale == 5 / math.sqrt(2)
+
+
+@pytest.mark.parametrize("bias", ["all", "none"])
+def test_a_trained_bias_of_a_wrapped_module_is_not_lost(bias: str, tmp_path: Path) -> None:
+    tensors = q_proj_tensors(**{"base_layer.gate_bias": torch.ones(3)})
+    file = PeftFormat.read(write_adapter(tmp_path, tensors, bias=bias))
+    name = "model.layers.0.self_attn.q_proj.gate_bias"
+    assert file.replaced.keys() == ({name} if bias == "all" else set())
+    assert any("base_layer.gate_bias" in note for note in file.notes) == (bias == "none")
+
+
+def test_every_field_of_peft_is_known() -> None:
+    fields = {field.name for field in dataclasses.fields(peft.LoraConfig)}
+    known = [peft_config.USED, peft_config.METADATA, peft_config.TRAINING, peft_config.REFUSED]
+    assert not fields - set().union(*known)
+    assert sum(map(len, known)) == len(set().union(*known)), "a field is in two lists"
 
 
 def test_fields_of_2023_are_read(tmp_path: Path) -> None:
