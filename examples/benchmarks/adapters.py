@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -30,6 +31,9 @@ from jackfield.entrypoints.bench.workloads import ARCHITECTURES
 
 CASES = "1x0x128x128,1x1x128x128,64x0x128x128,64x1x128x128,64x8x128x128,64x64x128x128,8x8x4000x1"
 SEED = 7
+VOCAB = 150000
+"""Of prompts."""
+ZIPF_REQUESTS = 512
 
 
 def make_adapters(folder: Path, model: dict[str, Any], rank: int, count: int) -> list[Path]:
@@ -78,7 +82,7 @@ class Engine:
         if adapters:
             options |= {
                 "enable_lora": True, "max_loras": args.max_loras, "max_lora_rank": args.rank,
-                "max_cpu_loras": args.max_loras,
+                "max_cpu_loras": max(args.max_loras, args.zipf, args.cold),
             }  # fmt: skip
         if args.engine == "vllm":
             import vllm
@@ -99,11 +103,11 @@ class Engine:
         params = self._params(temperature=0.0, max_tokens=output, ignore_eos=True, detokenize=False)
         more = {}
         if adapters:
+            turns = itertools.islice(itertools.cycle(adapters), len(prompts))
             more["lora_request"] = [
-                self._request(f"a{number % len(adapters)}", number % len(adapters) + 1,
-                              str(adapters[number % len(adapters)]))
-                for number in range(len(prompts))
-            ]  # fmt: skip
+                self._request(path.name, 1 + int(path.name.rpartition("-")[2]), str(path))
+                for path in turns
+            ]
         requests = [{"prompt_token_ids": prompt} for prompt in prompts]
         began = time.perf_counter()
         outputs = self._llm.generate(requests, params, use_tqdm=False, **more)
@@ -130,6 +134,10 @@ def main() -> None:
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.9)
     parser.add_argument("--cases", default=CASES)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--zipf", type=int, default=0, metavar="N",
+                        help="requests over N adapters, the k-th as often as 1 / k")  # fmt: skip
+    parser.add_argument("--cold", type=int, default=0, metavar="N",
+                        help="first tokens of N adapters in turn, beside those of one")  # fmt: skip
     parser.add_argument("--base", action="store_true", help="measure without adapters, too")
     add_output_options(parser)
     args = parser.parse_args()
@@ -140,7 +148,7 @@ def main() -> None:
         folder = Path(scratch) / "model"
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(model))
-        count = max(case[1] for case in cases)
+        count = max(args.zipf, args.cold, *(case[1] for case in cases))
         paths = make_adapters(Path(scratch), model, args.rank, count) if count else []
         for enabled in (False, True) if args.base else (True,):
             began = time.perf_counter()
@@ -151,7 +159,7 @@ def main() -> None:
                     continue
                 rng, seconds = random.Random(SEED), []
                 for _ in range(args.repeats + 1):
-                    prompts = [[rng.randint(0, 150000) for _ in range(prompt)] for _ in range(rows)]
+                    prompts = [[rng.randrange(VOCAB) for _ in range(prompt)] for _ in range(rows)]
                     seconds.append(engine.run(prompts, output, paths[:num_adapters]))
                 median = statistics.median(seconds[1:])
                 emitter.emit({
@@ -161,7 +169,43 @@ def main() -> None:
                     "seconds": round(median, 4), "first_seconds": round(seconds[0], 4),
                     "tokens_per_second": round(rows * (output if output > 1 else prompt) / median),
                 })  # fmt: skip
+            if enabled:
+                traffic(args, engine, paths, emitter)
             engine.close()
+
+
+def traffic(args: argparse.Namespace, engine: Engine, paths: list[Path], emitter: Emitter) -> None:
+    """Measure many adapters that do not fit on the device together."""
+    rng = random.Random(SEED)
+    facts = {"engine": args.engine, "version": engine.version, "model": args.model,
+             "rank": args.rank, "max_loras": args.max_loras}  # fmt: skip
+
+    def prompts(count: int) -> list[list[int]]:
+        return [[rng.randrange(VOCAB) for _ in range(128)] for _ in range(count)]
+
+    if args.zipf:
+        own = paths[: args.zipf]
+        engine.run(prompts(len(own)), 1, own)  # Into host memory.
+        weights = [1 / (rank + 1) for rank in range(len(own))]
+        drawn = rng.choices(own, weights, k=ZIPF_REQUESTS)
+        one, many = (
+            statistics.median(engine.run(prompts(ZIPF_REQUESTS), 64, adapters) for _ in range(2))
+            for adapters in (own[:1], drawn)
+        )
+        emitter.emit({
+            "workload": "adapters zipf", **facts, "adapters": args.zipf, "requests": ZIPF_REQUESTS,
+            "output": 64, "seconds": round(many, 4), "seconds_of_one": round(one, 4),
+        })  # fmt: skip
+    if args.cold:
+        own = paths[: args.cold]
+        engine.run(prompts(len(own)), 1, own)
+        warm = [engine.run(prompts(1), 1, own[:1]) for _ in range(len(own))]
+        cold = [engine.run(prompts(1), 1, [path]) for path in own]
+        emitter.emit({
+            "workload": "adapters cold", **facts, "adapters": args.cold,
+            "first_token_ms": round(1000 * statistics.median(cold), 2),
+            "first_token_warm_ms": round(1000 * statistics.median(warm), 2),
+        })  # fmt: skip
 
 
 if __name__ == "__main__":

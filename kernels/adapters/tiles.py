@@ -31,8 +31,8 @@ class AdapterTiles(NamedTuple):
 
 TILES: tuple[tuple[int, AdapterTiles], ...] = (
     (1, AdapterTiles(48, 16, 256, 4, 2, 64, 64, 4, early=True)),
-    (16, AdapterTiles(48, 16, 256, 4, 2, 64, 64, 4, early=True)),
-    (64, AdapterTiles(16, 32, 256, 4, 2, 128, 64, 4, early=True)),
+    (16, AdapterTiles(48, 16, 256, 4, 2, 256, 64, 4, early=True)),
+    (64, AdapterTiles(8, 32, 256, 4, 2, 256, 64, 4, early=True)),
     (256, AdapterTiles(8, 64, 128, 4, 3, 128, 64, 4, early=False)),
     (1024, AdapterTiles(4, 64, 128, 4, 3, 128, 64, 4, early=False)),
 )
