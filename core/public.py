@@ -152,6 +152,7 @@ PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
         "jackfield.plugins.parsing.tool_machine": ("ToolMachine",),
     },
     "Test a plugin": {
+        "jackfield.plugins.conformance.adapters": ("AdapterFormatKit", "AdapterResolverKit"),
         "jackfield.plugins.conformance.all2all": ("All2AllKit",),
         "jackfield.plugins.conformance.attention": ("AttentionBackendKit",),
         "jackfield.plugins.conformance.checkpoint_formats": ("CheckpointFormatKit",),

@@ -50,6 +50,8 @@ KITS = {
     "part": Kit("--part", "parts", "PartKit"),
     "speculator": Kit("--speculator", "speculators", "SpeculatorKit"),
     "weight_loader": Kit("--weight-loader", "loaders", "WeightLoaderKit"),
+    "adapter_format": Kit("--adapter-format", "adapters", "AdapterFormatKit"),
+    "adapter_resolver": Kit("--adapter-resolver", "adapters", "AdapterResolverKit"),
 }
 """Kits by the registry's name of the kind."""
 

@@ -25,6 +25,8 @@ from jackfield.core.registry import load_plugins
 from jackfield.core.remote import processes
 from jackfield.core.remote.client import remote_engine
 from jackfield.core.remote.server import EngineServer
+from jackfield.core.step import StepPlan
+from jackfield.core.worker.runner import ModelRunner
 from jackfield.lora.request import LoRARequest as AtVllmsPlace
 
 from helpers import VOCAB, make_checkpoint, reference_model
@@ -296,6 +298,29 @@ def test_an_llm_takes_one_adapter_or_one_for_each_prompt(
     with LLM(str(folder), **{**SETTINGS, "enable_lora": False}) as llm:
         with pytest.raises(InvalidRequest, match="enable_lora"):
             llm.generate(two, params, lora_request=lora, use_tqdm=False)
+
+
+async def test_a_step_that_failed_has_loaded_nothing(
+    folder: Path, paths: dict[str, Path], references: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch = ModelRunner.launch
+    failures = iter([True])
+
+    def failing(runner: ModelRunner, plan: StepPlan, *beside: Any) -> Any:
+        if plan.slots and "adapters" in plan.parts and next(failures, False):
+            raise RuntimeError("no luck")  # Before anything of it has happened.
+        return launch(runner, plan, *beside)
+
+    monkeypatch.setattr(ModelRunner, "launch", failing)
+    prompt = prompts(9, 1)[0]
+    async with AsyncEngine(EngineConfig(model=str(folder), **SETTINGS)) as engine:
+        for name in "ab":
+            await loaded(engine, name, paths)
+        assert (await complete(engine, prompt, adapter="a"))[0] == []
+        for name in "ab":
+            tokens, _ = await complete(engine, prompt, adapter=name)
+            assert tokens == greedy(references(name), prompt, 6)
+        assert engine.stats().part_counts["adapters.loads"] == 3
 
 
 async def test_a_module_that_cannot_be_served_stops_the_start(folder: Path) -> None:
