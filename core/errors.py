@@ -96,7 +96,7 @@ class NotFound(InvalidRequest):
 
 class Forbidden(InvalidRequest):
     """The request is not allowed: it comes from a page of another site, or under a host name that
-    is not the server's."""
+    is not the server's; or its key has no right to it."""
 
     status = 403
     error_type = "permission_error"

@@ -56,6 +56,8 @@ class AdapterRef(msgspec.Struct, frozen=True):
     tenant: str | None = None
     """Who asks (`Tenant.owner`), who may use what everyone may, and what is the tenant's own. None:
     the program that has the engine, which may use all."""
+    shared: bool = True
+    """Whether it may be one that everyone may use; otherwise it is the tenant's own."""
 
     @classmethod
     def of(cls, lora_request: LoRARequest) -> AdapterRef:
@@ -113,6 +115,8 @@ class LoadAdapter(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     owner: str = ""
     int_id: int | None = None
     pinned: bool = False
+    most: int | None = None
+    """Adapters that the owner may have with it; None: any number."""
 
 
 class UnloadAdapter(msgspec.Struct, frozen=True, kw_only=True, tag="unload"):
@@ -137,11 +141,20 @@ class PinAdapter(msgspec.Struct, frozen=True, kw_only=True, tag="pin"):
     pinned: bool = True
 
 
+class FindAdapter(msgspec.Struct, frozen=True, kw_only=True, tag="find"):
+    """→ the card of the adapter that a request would use, which a resolver may find first
+
+    Raises ModelNotFound.
+    """
+
+    ref: AdapterRef
+
+
 class ListAdapters(msgspec.Struct, frozen=True, kw_only=True, tag="list"):
     """→ the cards of all adapters, by name"""
 
 
-AdapterJob: TypeAlias = LoadAdapter | UnloadAdapter | PinAdapter | ListAdapters
+AdapterJob: TypeAlias = LoadAdapter | UnloadAdapter | PinAdapter | FindAdapter | ListAdapters
 """What an engine is asked about adapters."""
 
 

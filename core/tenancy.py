@@ -10,10 +10,12 @@ from typing import Annotated, Any
 import msgspec
 
 AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
+MAX_ADAPTERS = 1000
+"""Names in a tenant's list of adapters."""
 
 
 class TenantLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of a tenant; None: no limit."""
+    """Limits and rights of a tenant; None: no limit."""
 
     max_concurrency: AtLeastOne | None = None
     """Requests at once, over all front ends; more get a 429. Those of a batch count, and wait
@@ -23,6 +25,21 @@ class TenantLimits(msgspec.Struct, frozen=True, kw_only=True):
     come at once, and the bucket refills evenly over a minute."""
     max_tokens: AtLeastOne | None = None
     """Most tokens of a completion, also if a request has a larger limit; in batches, too."""
+
+    adapters: Annotated[tuple[str, ...], msgspec.Meta(max_length=MAX_ADAPTERS)] | None = None
+    """Names of the adapters it may use, of those that everyone may; None: all of them."""
+    adapter_folder: str | None = None
+    """Folder on the server from which it may load adapters of its own, which no other tenant sees
+    (`POST /v1/load_lora_adapter`, with `--enable-admin`); None: it may load none."""
+    max_adapters: AtLeastOne = 16
+    """Adapters of its own that it may have."""
+    manages_adapters: bool = False
+    """Whether it may load adapters for everyone, from anywhere, and unload all (with
+    `--enable-admin`)."""
+
+    def may_use(self, adapter: str) -> bool:
+        """Return whether it may use an adapter of this name that everyone may."""
+        return self.adapters is None or adapter in self.adapters
 
     @property
     def counts_requests(self) -> bool:
@@ -41,7 +58,7 @@ class Tenant(msgspec.Struct, frozen=True):
     limits: TenantLimits = TenantLimits()
 
 
-ANYONE = Tenant("", "")
+ANYONE = Tenant("", "", TenantLimits(manages_adapters=True))
 """Tenant of all requests if the server has no authentication."""
 
 

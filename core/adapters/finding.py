@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import EngineConfig
-from ..errors import InvalidRequest, PluginError, shown
+from ..errors import NotFound, PluginError, shown
 from ..registry import Plugins
 
 MAX_RESOLVING = 16
@@ -26,7 +26,7 @@ class Finder:
         self._turns = asyncio.Semaphore(MAX_RESOLVING)
 
     async def format_at(self, path: str) -> str:
-        """Return the name of the format of the adapter at a path. Raises InvalidRequest if there is
+        """Return the name of the format of the adapter at a path. Raises NotFound if there is
         none."""
         return await asyncio.to_thread(self._format_at, path)
 
@@ -37,14 +37,14 @@ class Finder:
         except (OSError, ValueError):
             there = False
         if not there:
-            raise InvalidRequest(f"lora_path: no adapter is at {shown(path)}", param="lora_path")
+            raise NotFound(f"lora_path: no adapter is at {shown(path)}", param="lora_path")
         for entry in self._formats.entries():
             form = self._formats.load(entry.name)
             with self._formats.calling(entry.name, "is_at"):
                 if form.is_at(place):
                     return entry.name
         names = ", ".join(entry.name for entry in self._formats.entries())
-        raise InvalidRequest(
+        raise NotFound(
             f"lora_path: no adapter in a form that is known ({names}) is at {shown(path)}",
             param="lora_path",
         )

@@ -26,6 +26,7 @@ from ..lora_request import (
     AdapterCard,
     AdapterJob,
     AdapterRef,
+    FindAdapter,
     ListAdapters,
     LoadAdapter,
     PinAdapter,
@@ -198,7 +199,7 @@ class AdapterRegistry:
 
     async def _find(self, ref: AdapterRef) -> Adapter:
         """Return what a request's name stands for. Raises ModelNotFound."""
-        adapter = self._get(ref.name, ref.tenant)
+        adapter = self._get(ref.name, ref.tenant, ref.shared)
         if adapter is not None and (not ref.path or Path(ref.path) == Path(adapter.path)):
             if ref.load_inplace:
                 return await self._load_for(ref)
@@ -213,6 +214,8 @@ class AdapterRegistry:
                     param="lora_request",
                 )
             return await self._load_for(ref)
+        if not ref.shared:
+            raise self._unknown(ref.name)
         return await self._resolve(ref.name)
 
     async def _load_for(self, ref: AdapterRef) -> Adapter:
@@ -250,7 +253,8 @@ class AdapterRegistry:
         """Return what the job's class says."""
         match job:
             case LoadAdapter():
-                return [self._card(await self._load(job))]
+                # Goes on without its caller: what is read half has no name to be dropped by.
+                return [self._card(await asyncio.shield(self._task(self._load(job))))]
             case UnloadAdapter():
                 return self._unload(job)
             case PinAdapter():
@@ -259,6 +263,8 @@ class AdapterRegistry:
                     return []
                 await self._pin(adapter, job.pinned)
                 return [self._card(adapter)]
+            case FindAdapter():
+                return [self._card(await self._find(job.ref))]
             case ListAdapters():
                 pass
         return [self._card(adapter) for adapter in sorted(
@@ -278,8 +284,10 @@ class AdapterRegistry:
                     "load_inplace",
                     param="lora_name",
                 )
-            if present is None and len(self._adapters) >= MAX_NAMES:
-                self._forget_one()
+            if present is None:
+                self._check_owned(job)
+                if len(self._adapters) >= MAX_NAMES:
+                    self._forget_one()
             form = await self._finder.format_at(job.path)
             loaded = await self._read(job.path, form, None)
             present = self._adapters.get((job.owner, name))
@@ -367,22 +375,34 @@ class AdapterRegistry:
 
     # ------------------------------------------------------------ names
 
-    def _get(self, name: str, tenant: str | None) -> Adapter | None:
+    def _get(self, name: str, tenant: str | None, shared: bool = True) -> Adapter | None:
         """Return what a name stands for, for a tenant: its own adapter before everyone's."""
         if tenant is None:
             found = self._adapters.get(("", name))
             if found is not None:
                 return found
             return next((each for each in self._adapters.values() if each.name == name), None)
-        return self._adapters.get((tenant, name)) or self._adapters.get(("", name))
+        own = self._adapters.get((tenant, name))
+        return own or (self._adapters.get(("", name)) if shared else None)
 
     def _named(self, name: str, int_id: int | None, tenant: str | None) -> Adapter | None:
         if int_id is None:
             return self._get(name, tenant)
-        return next((each for each in self._adapters.values() if each.int_id == int_id), None)
+        adapters = self._adapters.values()
+        return next((a for a in adapters if a.int_id == int_id and tenant in (None, a.owner)), None)
 
     def _add(self, adapter: Adapter) -> None:
         self._adapters[adapter.owner, adapter.name] = adapter
+
+    def _check_owned(self, job: LoadAdapter) -> None:
+        """Raise InvalidRequest if an owner may have no further adapter."""
+        owned = sum(adapter.owner == job.owner for adapter in self._adapters.values())
+        if job.most is not None and owned >= job.most:
+            raise InvalidRequest(
+                f"lora_name: {owned} adapters of yours are loaded, and {job.most} may be; unload "
+                "one first",
+                param="lora_name",
+            )
 
     def _forget_one(self) -> None:
         """Forget an adapter that a resolver would find again. Raises InvalidRequest."""

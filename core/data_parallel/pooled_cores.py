@@ -25,7 +25,7 @@ from ..engine.resolve_config import resolve_models
 from ..engine.text_processor import TextProcessor
 from ..errors import EngineOverloaded, EngineStopped, InvalidRequest, JackfieldError, OutOfMemory
 from ..loading.model_config import ModelConfig
-from ..lora_request import AdapterCard, AdapterJob, LoadAdapter, UnloadAdapter
+from ..lora_request import AdapterCard, AdapterJob, FindAdapter, LoadAdapter, UnloadAdapter
 from ..metrics.merge import Family, families, merged, render
 from ..outputs import EngineStats
 from ..protocols.executors import EngineHosts, ExecutorInfo
@@ -237,8 +237,7 @@ class PooledCores:
     def check_open(self) -> None:
         """As the protocol; members check their own limits."""
         self.requests.check_accepting()
-        if not any(member.serves for member in self.members):
-            raise EngineStopped(f"no member serves now: {self._failures()}")
+        self._serving()
 
     async def add_request(self, spec: RequestSpec, make_state: Callable[[list[Request]], S]) -> S:
         if spec.params.seed is None:
@@ -368,8 +367,10 @@ class PooledCores:
     async def ask_adapters(self, job: AdapterJob) -> list[AdapterCard]:
         """Let all members do what a job says, or none. Return the cards of what they have
         together."""
+        if isinstance(job, FindAdapter):  # All know the same names, and none waits for a load.
+            return await self._serving()[0].ask_adapters(job)
         async with self._adapter_jobs:
-            asked = [member for member in self.members if member.serves]
+            asked = self._serving()
             replies = await asyncio.gather(
                 *(member.ask_adapters(job) for member in asked), return_exceptions=True
             )
@@ -385,6 +386,12 @@ class PooledCores:
                 for card in chain.from_iterable(replies):  # type: ignore[arg-type]
                     self._adapters.pop((card.owner, card.name), None)
         return merged_cards(chain.from_iterable(replies))  # type: ignore[arg-type]
+
+    def _serving(self) -> list[Member]:
+        """Return the members that serve. Raises EngineStopped if none does."""
+        if serving := [member for member in self.members if member.serves]:
+            return serving
+        raise EngineStopped(f"no member serves now: {self._failures()}")
 
     async def _load_adapters(self, process: MemberProcess, attempt: int) -> None:
         """Let a member that starts again load what the others have."""

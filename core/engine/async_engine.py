@@ -21,6 +21,7 @@ from ..loading.model_config import ModelConfig
 from ..lora_request import (
     AdapterCard,
     AdapterRef,
+    FindAdapter,
     ListAdapters,
     LoadAdapter,
     LoRARequest,
@@ -291,6 +292,13 @@ class AsyncEngine:
         adapter. Raises InvalidRequest if others would have no room."""
         self._started_entry()
         return bool(await self.core.ask_adapters(PinAdapter(**_identified(lora), pinned=pinned)))
+
+    async def find_adapter(self, ref: AdapterRef) -> AdapterCard:
+        """Return the adapter that a request would use, which a resolver may find. Raises
+        ModelNotFound."""
+        self._started_entry()
+        [card] = await self.core.ask_adapters(FindAdapter(ref=ref))
+        return card
 
     async def list_loras(self) -> list[AdapterCard]:
         """Return the adapters that are known, by name; none without `enable_lora`."""

@@ -26,14 +26,18 @@ NO_EFFECT: dict[str, tuple[int | str, str]] = {
     "--enable-prompt-tokens-details": (0, "usage always has them"),
     "--enable-reasoning": (0, "--reasoning-parser is enough"),
     "--enable-server-load-tracking": (0, "/load always counts"),
+    "--enable-lora-bias": (0, "biases of adapters are served"),
+    "--enable-mixed-moe-lora-format": (0, "an adapter's files tell the form of its experts"),
+    "--fully-sharded-loras": (0, "each rank keeps what its part of the layers needs"),
+    "--lora-extra-vocab-size": (1, "an adapter that adds tokens is refused by name"),
     "--prefix-caching-hash-algo": (1, "blocks are always found by a hash that cannot be forged"),
+    "--specialize-active-lora": (0, "kernels do the work of the adapters that a step has"),
     "--swap-space": (1, "preempted requests are computed again"),
     "--use-tqdm-on-load": (0, _LOADS),
     "--no-use-tqdm-on-load": (0, _LOADS),
 }
 """Flag → number of values, and why it is unnecessary."""
 
-_ADAPTERS = "adapters (LoRA) are not supported yet"
 _PICTURES = "models that see or hear are not supported yet"
 _GPUS = (
     "ranks divide layers (--tensor-parallel-size), and engines share the requests "
@@ -46,13 +50,12 @@ _ONE_HOST = (
 _TRACES = "traces are not exported; plugins hear of each request and step (request_finished)"
 MISSING: dict[str, str] = {
     **dict.fromkeys(
-        ("--enable-lora", "--lora-modules", "--max-loras", "--max-lora-rank", "--max-cpu-loras"),
-        _ADAPTERS,
-    ),
-    **dict.fromkeys(
         ("--limit-mm-per-prompt", "--mm-processor-kwargs", "--allowed-local-media-path",
-         "--language-model-only"), _PICTURES,
+         "--language-model-only", "--default-mm-loras", "--enable-tower-connector-lora"), _PICTURES,
     ),
+    "--enable-moe-shared-loras": "experts of an adapter have matrices of their own",
+    "--long-lora-scaling-factors": "adapters do not lengthen the context",
+    "--max-lora-cls-labels": "an adapter's classifier has as many labels as the model's",
     "--headless": _GPUS,
     **dict.fromkeys(
         ("--data-parallel-rank", "-dpn", "--data-parallel-start-rank", "-dpr",
@@ -88,6 +91,7 @@ VLLM_GROUPS = {
     "frontend": "server",
     "kvtransfer": "cache",
     "load": "model",
+    "lora": "adapter",
     "observability": "HTTP",
     "pooler": "model",
     "scheduler": "scheduling",

@@ -10,7 +10,7 @@ import msgspec
 from aiohttp import web
 
 from ...core.engine.async_engine import AsyncEngine
-from ...core.errors import InvalidRequest, JackfieldError, ModelNotFound
+from ...core.errors import InvalidRequest, JackfieldError
 from ...core.outputs import KVCompressionUsage
 from ...core.text.tokenizer import Tokenizer
 from .large_responses import JsonParts, encoded_parts, whole_array
@@ -64,18 +64,6 @@ def error_reply(error: JackfieldError, status: int | None = None) -> web.Respons
     if error.retry_after is not None:
         response.headers["Retry-After"] = str(error.retry_after)
     return response
-
-
-def check_model(engine: AsyncEngine, name: str | None) -> str:
-    """Return the response's model name. Raises ModelNotFound."""
-    names = engine.served_model_names
-    if name is None:
-        return names[0]
-    if name not in names:
-        raise ModelNotFound(
-            f"model: {name!r} is not served here (there is: {', '.join(names)})", param="model"
-        )
-    return name
 
 
 def check_completions(num_prompts: int, n: int, options: ServerOptions) -> None:

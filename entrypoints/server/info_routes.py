@@ -9,7 +9,11 @@ from aiohttp import web
 
 from ... import __version__
 from ...core.errors import InvalidRequest
-from ..http.context import ENGINE, OPTIONS, check_model, in_text_threads, reply, tokenizer_of
+from ...core.lora_request import AdapterCard
+from ...core.tenancy import Tenant
+from ..http.auth.tenants import tenant_of
+from ..http.context import ENGINE, OPTIONS, in_text_threads, reply, tokenizer_of
+from ..http.model_names import find_adapter, usable
 from ..openai.common.openapi import documented
 from ..openai.common.protocol import DetokenizeRequest, TokenizeRequest
 from ..openai.common.request_body import decode_body
@@ -28,17 +32,24 @@ METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 @documented("models", response=ModelList)
 async def models(request: web.Request) -> web.Response:
-    """GET /v1/models: the served model names."""
-    engine = request.app[ENGINE]
+    """GET /v1/models: the served model names, and the adapters that may be used."""
+    engine, tenant = request.app[ENGINE], tenant_of(request)
     cards = [_card(request, name) for name in engine.served_model_names]
-    return reply({"object": "list", "data": cards})
+    adapters = [
+        _adapter_card(request, card, tenant) for card in usable(await engine.list_loras(), tenant)
+    ]
+    return reply({"object": "list", "data": cards + adapters})
 
 
 @documented("models", response=ModelCard, errors=(404,))
 async def model(request: web.Request) -> web.Response:
-    """GET /v1/models/{name}: one of the served model names."""
-    name = check_model(request.app[ENGINE], request.match_info["name"])
-    return reply(_card(request, name))
+    """GET /v1/models/{name}: one of the served model names, or an adapter."""
+    engine, tenant = request.app[ENGINE], tenant_of(request)
+    name = request.match_info["name"]
+    ref = await find_adapter(engine, name, tenant)
+    if ref is None:
+        return reply(_card(request, name))
+    return reply(_adapter_card(request, await engine.find_adapter(ref), tenant))
 
 
 def _card(request: web.Request, name: str) -> dict[str, Any]:
@@ -54,12 +65,21 @@ def _card(request: web.Request, name: str) -> dict[str, Any]:
     }
 
 
+def _adapter_card(request: web.Request, card: AdapterCard, tenant: Tenant) -> dict[str, Any]:
+    """Return an adapter's card; its path is for those alone who load adapters from anywhere."""
+    shows_path = request.app[OPTIONS].enable_admin and tenant.limits.manages_adapters
+    return {
+        **_card(request, card.name),
+        "root": card.path if shows_path else card.name,
+        "parent": card.parent,
+    }
+
+
 @documented("tokens", request=TokenizeRequest, response=TokenizeResponse)
 async def tokenize(request: web.Request) -> web.Response:
     """POST /tokenize: convert a prompt, or messages, to token ids."""
     engine = request.app[ENGINE]
     body = await decode_body(request, TokenizeRequest)
-    check_model(engine, body.model)
     tokenizer = tokenizer_of(engine)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("prompt: give either prompt or messages", param="prompt")
@@ -89,7 +109,6 @@ async def detokenize(request: web.Request) -> web.Response:
     """POST /detokenize: convert token ids to text."""
     engine = request.app[ENGINE]
     body = await decode_body(request, DetokenizeRequest)
-    check_model(engine, body.model)
     tokenizer = tokenizer_of(engine)
     most = engine.tokenize_limit("tokens").tokens
     if len(body.tokens) > most:

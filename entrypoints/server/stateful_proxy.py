@@ -25,6 +25,8 @@ from ..http.request_log import mark_left
 logger = logging.getLogger("jackfield.fronts")
 STATEFUL = ("/v1/responses", "/v1/files", "/v1/batches")
 """Prefixes of the stateful routes."""
+MAX_TENANT_BYTES = 2 << 20
+"""Most bytes of the header that says whose a request is, which may name MAX_ADAPTERS adapters."""
 ASK_SECONDS = 0.02
 """Seconds between checks for the first front end."""
 HOP = frozenset(
@@ -59,7 +61,9 @@ def serve_stateful(
         for route in app.router.routes():
             if route.resource is not None and is_stateful(route.resource):
                 inner.router.add_route(route.method, route.resource.canonical, route.handler)
-        runner = web.AppRunner(inner, handler_cancellation=True, access_log=None)
+        runner = web.AppRunner(
+            inner, handler_cancellation=True, access_log=None, max_field_size=MAX_TENANT_BYTES
+        )
         await runner.setup()
         try:
             await web.UnixSite(runner, str(path)).start()

@@ -40,9 +40,9 @@ def test_a_missing_feature_is_named(flag: str, capsys: pytest.CaptureFixture[str
 
 def test_in_a_file_too(tmp_path: Path) -> None:
     parser, file = make_parser(), tmp_path / "flags.yaml"
-    file.write_text("enable_lora: true\n")
+    file.write_text("enable_sleep_mode: true\n")
     args = parser.parse_args(["--config", str(file)])
-    with pytest.raises(ConfigError, match="enable_lora: adapters"):
+    with pytest.raises(ConfigError, match="enable_sleep_mode: an engine"):
         with_config(parser, [], args)
     file.write_text("swap-space: 4\nenable-reasoning: true\n")
     argv = with_config(parser, ["model"], args)

@@ -39,9 +39,10 @@ def digest_of(key: str) -> bytes:
 
 
 def plain_key(key: str) -> ApiKey:
-    """Return a key without a name, owned by its digest."""
+    """Return a key without a name, owned by its digest. Its owner may do what the server allows."""
     digest = digest_of(key)
-    return ApiKey(digest, Tenant(f"key-{digest.hex()[:8]}", _owner("key", digest.hex())))
+    limits = TenantLimits(manages_adapters=True)
+    return ApiKey(digest, Tenant(f"key-{digest.hex()[:8]}", _owner("key", digest.hex()), limits))
 
 
 def named_key(entry: KeyEntry) -> ApiKey:

@@ -6,6 +6,7 @@ import hashlib
 from typing import NamedTuple, TypedDict
 
 from ....core.engine.request_entry import check_name
+from ....core.lora_request import AdapterRef
 from ....core.tenancy import ANYONE, Tenant, scoped_id
 
 
@@ -16,6 +17,7 @@ class EngineOptions(TypedDict):
     priority: int
     cache_salt: str | None
     data_parallel_rank: int | None
+    adapter: AdapterRef | None
 
 
 class Origin(NamedTuple):
@@ -23,6 +25,8 @@ class Origin(NamedTuple):
     data_parallel_rank: int | None = None
     shares_cache: bool = False
     """Whether the tenant shares cached prefixes (`--share-prefix-cache`)."""
+    adapter: AdapterRef | None = None
+    """What the request's `model` names, if it is no name of the base model."""
 
     def engine_options(
         self, request_id: str, priority: int, cache_salt: str | None
@@ -37,6 +41,7 @@ class Origin(NamedTuple):
             "priority": priority,
             "cache_salt": cache_salt if self.shares_cache else _scoped_salt(owner, cache_salt),
             "data_parallel_rank": self.data_parallel_rank,
+            "adapter": self.adapter,
         }
 
 

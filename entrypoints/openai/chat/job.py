@@ -18,7 +18,8 @@ from ....core.output_parsing.output_parser import hides_markers
 from ....core.outputs import CompletionOutput, RequestOutput
 from ....core.sampling_params import SamplingParams
 from ...http.auth.origin import EngineOptions
-from ...http.context import check_model, check_priority, tokenizer_of
+from ...http.context import check_priority, tokenizer_of
+from ...http.model_names import model_name
 from ...http.request_log import watched
 from ..common.protocol import ChatRequest
 from .chat_template_kwargs import template_arguments
@@ -91,7 +92,7 @@ def new_job(
     """
     request.check()
     tools = read_tools(request, schemas or {})
-    model = check_model(engine, request.model)
+    model = model_name(engine, request.model)
     check_priority(engine, request.priority)
     arguments = template_arguments(engine, request, trust_template)
     logprobs = request.shown_logprobs(engine.config.max_logprobs)

@@ -13,7 +13,8 @@ from ....core.tenancy import ReceivedRequest, Tenant
 from ...http.auth.origin import Origin
 from ...http.auth.tenants import TENANCY, received, route_of, tenant_of
 from ...http.body import check_json, check_weight
-from ...http.context import OPTIONS
+from ...http.context import ENGINE, OPTIONS
+from ...http.model_names import find_adapter
 from .protocol import convert, decode, parse
 
 T = TypeVar("T")
@@ -48,7 +49,7 @@ async def decode_body(request: web.Request, kind: type[T]) -> T:
 async def decode_call(call: Call, body: bytes, kind: type[T]) -> T:
     """Return a call's JSON body as a Struct, after plugins' changes.
 
-    Raises InvalidRequest with the field's path, BodyTooLarge, and plugins' refusals.
+    Raises InvalidRequest with the field's path, BodyTooLarge, plugins' refusals, and ModelNotFound.
     """
     tenancy, max_values = call.app[TENANCY], call.app[OPTIONS].max_json_values
     large = len(body) > INLINE_BYTES
@@ -60,11 +61,15 @@ async def decode_call(call: Call, body: bytes, kind: type[T]) -> T:
         params = await asyncio.to_thread(lambda: convert(_parse_bounded(body, max_values), kind))
     else:
         params = decode(body, kind)
+    adapter = None
+    if hasattr(kind, "model"):
+        adapter = await find_adapter(call.app[ENGINE], params.model, call.tenant)
     if hasattr(kind, "origin"):
         params.origin = Origin(  # type: ignore[attr-defined]
             call.tenant,
             _rank(call.headers.get(RANK_HEADER)),
             call.app[OPTIONS].share_prefix_cache,
+            adapter,
         )
     return params
 

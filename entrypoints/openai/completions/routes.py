@@ -18,7 +18,6 @@ from ...http.context import (
     ENGINE,
     OPTIONS,
     check_completions,
-    check_model,
     check_priority,
     new_id,
     part_id,
@@ -27,6 +26,7 @@ from ...http.context import (
     usage,
 )
 from ...http.large_responses import off_loop
+from ...http.model_names import model_name
 from ...http.request_log import watched
 from ...http.streaming import Template, frame, output_size, stream, stream_outputs
 from ..common.logprobs import completion_logprobs, num_logprobs, prompt_logprobs
@@ -63,7 +63,7 @@ async def completion_response(call: Call, params: CompletionRequest) -> dict[str
 async def _completion(app: web.Application, params: CompletionRequest) -> TextCompletion:
     engine = app[ENGINE]
     params.check()
-    model = check_model(engine, params.model)
+    model = model_name(engine, params.model)
     check_priority(engine, params.priority)
     text_completion = TextCompletion(engine, params, model)
     check_completions(len(text_completion.prompts), text_completion.params.n, app[OPTIONS])

@@ -6,7 +6,8 @@ from typing import Any
 
 from aiohttp import web
 
-from ...http.context import ENGINE, check_model, new_id, reply
+from ...http.context import ENGINE, new_id, reply
+from ...http.model_names import model_name
 from ..common.openapi import documented
 from ..common.request_body import Call, call_of, decode_body
 from ..common.response_schemas import EmbeddingResponse
@@ -23,7 +24,7 @@ async def embeddings(request: web.Request) -> web.Response:
 
 async def embeddings_response(call: Call, params: EmbeddingRequest) -> dict[str, Any]:
     engine = call.app[ENGINE]
-    model = check_model(engine, params.model)
+    model = model_name(engine, params.model)
     check_task(engine, "/v1/embeddings", "embed")
     name = new_id("embd", params.request_id)
     outputs = await encoded(engine, await prompts_of(engine, params), params, name)

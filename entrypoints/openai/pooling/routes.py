@@ -14,8 +14,9 @@ from aiohttp import web
 from ....core.engine.async_engine import AsyncEngine
 from ....core.errors import InvalidRequest
 from ....core.outputs import PoolingRequestOutput
-from ...http.context import ENGINE, check_model, new_id, reply
+from ...http.context import ENGINE, new_id, reply
 from ...http.large_responses import in_pieces, off_loop
+from ...http.model_names import model_name
 from ...scoring import encode_all
 from ..common.openapi import documented
 from ..common.request_body import Call, call_of, decode_body
@@ -40,7 +41,7 @@ async def pooling(request: web.Request) -> web.Response:
 
 async def pooling_response(call: Call, params: PoolingRequest) -> dict[str, Any]:
     engine = call.app[ENGINE]
-    model = check_model(engine, params.model)
+    model = model_name(engine, params.model)
     check_task(engine, "/pooling", *(t for t in engine.supported_tasks if t != "generate"))
     name = new_id("pool", params.request_id)
     outputs = await encoded(engine, await prompts_of(engine, params), params, name)
@@ -58,7 +59,7 @@ async def classify(request: web.Request) -> web.Response:
 
 async def classify_response(call: Call, params: ClassifyRequest) -> dict[str, Any]:
     engine = call.app[ENGINE]
-    model = check_model(engine, params.model)
+    model = model_name(engine, params.model)
     check_task(engine, "/classify", "classify")
     name = new_id("classify", params.request_id)
     outputs = await encoded(engine, inputs(params.input), params, name)

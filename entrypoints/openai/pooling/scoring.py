@@ -8,7 +8,8 @@ from aiohttp import web
 
 from ....core.engine.async_engine import AsyncEngine
 from ....core.text.text_threads import rough_size
-from ...http.context import ENGINE, check_model, new_id, reply, tokenizer_of
+from ...http.context import ENGINE, new_id, reply, tokenizer_of
+from ...http.model_names import model_name
 from ...scoring import score_all
 from ..common.openapi import documented
 from ..common.request_body import Call, call_of, decode_body
@@ -26,7 +27,7 @@ async def score(request: web.Request) -> web.Response:
 
 async def score_response(call: Call, params: ScoreRequest) -> dict[str, Any]:
     engine = call.app[ENGINE]
-    model = check_model(engine, params.model)
+    model = model_name(engine, params.model)
     _check_scores(engine, call.route)
     name = new_id("score", params.request_id)
     pairs = await _cut(engine, params.pairs(), *params.limits())
@@ -48,7 +49,7 @@ async def rerank(request: web.Request) -> web.Response:
 
 async def rerank_response(call: Call, params: RerankRequest) -> dict[str, Any]:
     engine = call.app[ENGINE]
-    model = check_model(engine, params.model)
+    model = model_name(engine, params.model)
     _check_scores(engine, call.route)
     texts = params.texts()
     name = new_id("rerank", params.request_id)

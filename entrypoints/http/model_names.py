@@ -1,0 +1,47 @@
+"""What a request's `model` may name: the base model, or an adapter that its tenant may use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ...core.engine.async_engine import AsyncEngine
+from ...core.errors import ModelNotFound
+from ...core.lora_request import AdapterCard, AdapterRef, unknown_adapter
+from ...core.tenancy import Tenant
+
+
+async def find_adapter(engine: AsyncEngine, name: str | None, tenant: Tenant) -> AdapterRef | None:
+    """Return the adapter that a request's `model` names; None: it names the base model.
+
+    Besides an adapter's name, "base:adapter" is one, as in SGLang. Raises ModelNotFound, with the
+    same message for an adapter that the tenant may not use and one that nobody has.
+    """
+    names = engine.served_model_names
+    if name is None or name in names:
+        return None
+    if engine.config.enable_lora:
+        base, _, adapter = name.partition(":")
+        for each in (name, adapter) if base in names and adapter else (name,):
+            ref = AdapterRef(each, tenant=tenant.owner, shared=tenant.limits.may_use(each))
+            try:
+                await engine.find_adapter(ref)
+            except ModelNotFound:
+                continue
+            return ref
+    raise unknown_adapter(name, names)
+
+
+def model_name(engine: AsyncEngine, name: str | None) -> str:
+    """Return the response's model name: the request's, which `find_adapter` has found."""
+    return engine.served_model_names[0] if name is None else name
+
+
+def usable(cards: Iterable[AdapterCard], tenant: Tenant) -> list[AdapterCard]:
+    """Return the adapters that a tenant may use, its own before everyone's of the same name."""
+    found: dict[str, AdapterCard] = {}
+    for card in cards:
+        if card.owner == tenant.owner:
+            found[card.name] = card
+        elif not card.owner and tenant.limits.may_use(card.name):
+            found.setdefault(card.name, card)
+    return list(found.values())
