@@ -177,4 +177,6 @@ def check_adapter_name(name: object, base_names: tuple[str, ...], field: str = "
 def unknown_adapter(name: str, base_names: tuple[str, ...]) -> ModelNotFound:
     """Return the error for a name that is unknown, or that another tenant's adapter has."""
     names = ", ".join(base_names)
-    return ModelNotFound(f"model: {name!r} is not served here (there is: {names})", param="model")
+    return ModelNotFound(
+        f"model: {shown(name)} is not served here (there is: {names})", param="model"
+    )

@@ -19,6 +19,7 @@ from ..errors import (
     EngineStopped,
     InvalidRequest,
     JackfieldError,
+    NotFound,
     RequestFailed,
     shown,
 )
@@ -241,7 +242,11 @@ class AdapterRegistry:
         path = await self._finder.resolve(name)
         if path is None:
             raise self._unknown(name)
-        form = await self._finder.format_at(path)
+        try:
+            form = await self._finder.format_at(path)
+        except NotFound as error:
+            logger.warning("no adapter %s: %s", shown(name), error.message)
+            raise self._unknown(name) from None
         if (adapter := self._adapters.get(("", name))) is None:
             adapter = Adapter(name, path, form, self._config.served_names[0], resolved=True)
             self._add(adapter)
@@ -498,7 +503,7 @@ class AdapterRegistry:
         if info.rank > self._config.max_lora_rank:
             self._drop(loaded)
             raise InvalidRequest(
-                f"adapter at {path!r} has rank {info.rank}, more than max_lora_rank "
+                f"the adapter's rank is {info.rank}, more than max_lora_rank "
                 f"({self._config.max_lora_rank})",
                 param="lora_path",
             )
@@ -517,9 +522,9 @@ class AdapterRegistry:
                 param="lora_path",
             ) from None
         except Exception as error:
-            logger.exception("an adapter could not be read")
+            logger.exception("the adapter at %s could not be read", job.path)
             raise RequestFailed(
-                f"adapter at {job.path!r} could not be read: {type(error).__name__}: {error}"
+                f"the adapter could not be read: {type(error).__name__}: {error}"
             ) from error
         return info
 

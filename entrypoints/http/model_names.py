@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ...core.engine.async_engine import AsyncEngine
-from ...core.errors import ModelNotFound
-from ...core.lora_request import AdapterCard, AdapterRef, unknown_adapter
+from ...core.errors import InvalidRequest, ModelNotFound
+from ...core.lora_request import AdapterCard, AdapterRef, check_adapter_name, unknown_adapter
 from ...core.tenancy import Tenant
 
 
@@ -23,12 +23,20 @@ async def find_adapter(engine: AsyncEngine, name: str | None, tenant: Tenant) ->
         base, _, adapter = name.partition(":")
         for each in (name, adapter) if base in names and adapter else (name,):
             ref = AdapterRef(each, tenant=tenant.owner, shared=tenant.limits.may_use(each))
-            try:
-                await engine.find_adapter(ref)
-            except ModelNotFound:
-                continue
-            return ref
+            if await _is_there(engine, ref):
+                return ref
     raise unknown_adapter(name, names)
+
+
+async def _is_there(engine: AsyncEngine, ref: AdapterRef) -> bool:
+    try:
+        check_adapter_name(ref.name, engine.served_model_names)
+        await engine.find_adapter(ref)
+    except InvalidRequest:  # A name that no adapter can have.
+        return False
+    except ModelNotFound:
+        return False
+    return True
 
 
 def model_name(engine: AsyncEngine, name: str | None) -> str:

@@ -8,6 +8,7 @@ from aiohttp import web
 from ... import __version__
 from ...core.errors import InvalidRequest
 from ..http.context import ENGINE, reply
+from .adapter_routes import add_adapter_routes
 
 
 class CacheInUse(InvalidRequest):
@@ -19,6 +20,8 @@ class CacheInUse(InvalidRequest):
 def add_admin_routes(app: web.Application) -> None:
     app.router.add_post("/reset_prefix_cache", reset_prefix_cache)
     app.router.add_get("/server_info", server_info, allow_head=False)
+    if app[ENGINE].config.enable_lora:
+        add_adapter_routes(app)
 
 
 async def reset_prefix_cache(request: web.Request) -> web.Response:

@@ -38,7 +38,6 @@ from ..openai.pooling.scoring import rerank, score
 from ..openai.responses.routes import add_responses
 from ..web.page import PLAYGROUND, TRY, add_page
 from . import docs_page, stateful_proxy
-from .adapter_routes import add_adapter_routes
 from .admin import add_admin_routes
 from .frontend_metrics import FrontendMetrics
 from .health import add_health
@@ -108,8 +107,6 @@ def make_app(
         add_plugin_list(app)
     if options.enable_admin:
         add_admin_routes(app)
-        if engine.config.enable_lora:
-            add_adapter_routes(app)
     if options.batches is not None:
         add_batch_routes(app, options.batches, work_here=options.kept_at is None)
     if options.playground:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import httpx
 import openai
 import pytest
@@ -14,6 +18,7 @@ import transformers
 from adapters_made import LINEAR, adapted_model, make_adapter
 from serving import MODEL, Server, engine_config, running, save_random
 
+from jackfield.entrypoints.http.auth.api_keys import PREFIX, digest_of
 from jackfield.entrypoints.http.options import BatchOptions, ServerOptions
 
 NAMES = ("first", "second", "third")
@@ -138,3 +143,303 @@ def test_adapters_are_loaded_used_replaced_and_unloaded(
     with pytest.raises(openai.NotFoundError):
         tokens()
     assert unload(server, "second").json()["error"]["type"] == "NotFoundError"
+
+
+# ---------------------------------------------------------------- every route
+
+
+def bodies(model: str) -> dict[str, dict[str, Any]]:
+    """Return a request of each route that has a model."""
+    messages = [{"role": "user", "content": PROMPT}]
+    short = {"model": model, "temperature": 0, "ignore_eos": True}
+    return {
+        "/v1/completions": {**short, "prompt": PROMPT, "max_tokens": 4},
+        "/v1/chat/completions": {**short, "messages": messages, "max_tokens": 4},
+        "/v1/responses": {**short, "input": PROMPT, "max_output_tokens": 4},
+        "/v1/messages": {**short, "messages": messages, "max_tokens": 4},
+        "/v1/messages/count_tokens": {"model": model, "messages": messages},
+        "/v1/responses/input_tokens": {"model": model, "input": PROMPT},
+        "/tokenize": {"model": model, "prompt": PROMPT},
+        "/detokenize": {"model": model, "tokens": [5, 6]},
+        "/v1/embeddings": {"model": model, "input": PROMPT},
+        "/pooling": {"model": model, "input": PROMPT},
+        "/classify": {"model": model, "input": PROMPT},
+        "/score": {"model": model, "text_1": PROMPT, "text_2": PROMPT},
+        "/rerank": {"model": model, "query": PROMPT, "documents": [PROMPT]},
+    }
+
+
+GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
+POOLED = ("/v1/embeddings", "/pooling", "/classify", "/score", "/rerank")
+
+
+@pytest.mark.parametrize("route", bodies(""))
+def test_each_route_takes_an_adapter_and_knows_no_other_name(route: str, server: Server) -> None:
+    known = httpx.post(server.url + route, json=bodies("first")[route], timeout=60)
+    if route in POOLED:  # The model generates: that is what is wrong then, not the name.
+        assert known.status_code == 400 and "does not serve it" in known.text
+    else:
+        assert known.status_code == 200, known.text
+    if route in GENERATING:
+        assert known.json()["model"] == "first"
+        base = httpx.post(server.url + route, json=bodies(MODEL)[route], timeout=60)
+        names = ("choices", "output", "content")
+        texts = [
+            [str(answer.json()[name]) for name in names if name in answer.json()]
+            for answer in (known, base)
+        ]
+        assert texts[0] and texts[0] != texts[1]
+    for name in ("nobody", "FIRST", "first/", "../first", "x" * 300, "a\nb", ""):
+        unknown = httpx.post(server.url + route, json=bodies(name)[route], timeout=60)
+        assert unknown.status_code == 404, (name, unknown.text)
+        assert "is not served here (there is: tiny)" in unknown.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("route", GENERATING)
+def test_streams_echo_the_adapter_s_name(route: str, server: Server) -> None:
+    for name, status in (("first", 200), ("nobody", 404)):
+        body = {**bodies(name)[route], "stream": True}
+        answer = httpx.post(server.url + route, json=body, timeout=60)
+        assert answer.status_code == status
+        assert ('"model":"first"' in answer.text) == (status == 200)
+
+
+def test_official_clients_use_adapters(server: Server) -> None:
+    messages: Any = [{"role": "user", "content": PROMPT}]
+    chat = client(server).chat.completions.create(model="first", messages=messages, **GREEDY)
+    assert chat.model == "first" and chat.usage is not None
+    response = client(server).responses.create(
+        model="first", input=PROMPT, temperature=0, max_output_tokens=16
+    )
+    assert response.model == "first"
+    item = client(server).responses.create(
+        model=MODEL, input="And?", previous_response_id=response.id, max_output_tokens=16
+    )
+    assert item.model == MODEL
+    back = client(server).responses.create(
+        model="first", input="And?", previous_response_id=item.id, max_output_tokens=16
+    )
+    assert back.model == "first"
+    with pytest.raises(openai.NotFoundError):
+        client(server).responses.create(
+            model="nobody", input="And?", previous_response_id=item.id, max_output_tokens=16
+        )
+    claude = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
+    message = claude.messages.create(model="first", messages=messages, max_tokens=4)
+    assert message.model == "first"
+    with pytest.raises(anthropic.NotFoundError):
+        claude.messages.create(model="nobody", messages=messages, max_tokens=4)
+    assert client(server).models.retrieve("first").id == "first"
+    with pytest.raises(openai.NotFoundError):
+        client(server).models.retrieve("nobody")
+
+
+def test_lines_of_a_batch_use_adapters(server: Server) -> None:
+    api = client(server)
+    lines = [
+        {"custom_id": name, "method": "POST", "url": "/v1/completions",
+         "body": bodies(name)["/v1/completions"]}
+        for name in (MODEL, "first", "nobody")
+    ]  # fmt: skip
+    content = "\n".join(map(json.dumps, lines)).encode()
+    file = api.files.create(file=("lines.jsonl", content), purpose="batch")
+    batch = api.batches.create(
+        input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
+    )
+    while batch.status not in ("completed", "failed"):
+        batch = api.batches.retrieve(batch.id)
+    assert batch.output_file_id is not None and batch.error_file_id is not None
+    answers = {
+        line["custom_id"]: line["response"]["body"]
+        for line in map(json.loads, api.files.content(batch.output_file_id).text.splitlines())
+    }
+    assert {name: answer["model"] for name, answer in answers.items()} == {
+        MODEL: MODEL, "first": "first",
+    }  # fmt: skip
+    texts = {answer["choices"][0]["text"] for answer in answers.values()}
+    assert len(texts) == 2
+    [line] = map(json.loads, api.files.content(batch.error_file_id).text.splitlines())
+    assert line["custom_id"] == "nobody" and line["response"]["status_code"] == 404
+
+
+def test_resolvers_and_sglang_s_names_find_adapters(server: Server) -> None:
+    answers = {
+        name: httpx.post(
+            server.url + "/v1/completions", json=bodies(name)["/v1/completions"], timeout=60
+        ).json()
+        for name in (MODEL, "found", f"{MODEL}:first", "first")
+    }
+    texts = {name: answer["choices"][0]["text"] for name, answer in answers.items()}
+    assert texts["found"] != texts[MODEL] != texts["first"] == texts[f"{MODEL}:first"]
+    assert answers[f"{MODEL}:first"]["model"] == f"{MODEL}:first"
+    assert "found" in {model.id for model in client(server).models.list()}
+    assert httpx.get(server.url + f"/v1/models/{MODEL}:nobody").status_code == 404
+
+
+# ---------------------------------------------------------------- loading
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "kind", "says"),
+    [
+        (MODEL, "first", "InvalidUserInput", "is the base model's name"),
+        ("first", "first", "InvalidUserInput", "load_inplace"),
+        ("a\nb", "first", "InvalidUserInput", "not printable"),
+        ("x" * 257, "first", "InvalidUserInput", "1 to 256 characters"),
+        ("", "first", "InvalidUserInput", "lora_name"),
+        (None, "first", "InvalidUserInput", "lora_name"),
+        ("new", "", "InvalidUserInput", "lora_path"),
+        ("new", "x" * 5000, "InvalidUserInput", "lora_path"),
+        ("new", "a\0b", "NotFoundError", "no adapter is at"),
+        ("new", "nowhere", "NotFoundError", "no adapter is at"),
+        ("new", "/dev/zero", "NotFoundError", "/dev/zero"),
+        ("new", "pipe", "NotFoundError", "pipe"),
+        ("new", "piped", "InvalidUserInput", "not a regular file"),
+        ("new", "cut", "InvalidUserInput", "adapter_model.safetensors"),
+    ],
+)
+def test_what_cannot_be_loaded_is_refused_by_name(
+    name: Any, path: str, kind: str, says: str, server: Server, folder: Path
+) -> None:
+    if not (folder / "pipe").exists():
+        os.mkfifo(folder / "pipe")
+        for broken in ("piped", "cut"):
+            (folder / broken).mkdir()
+            config = (folder / "first" / "adapter_config.json").read_text()
+            (folder / broken / "adapter_config.json").write_text(config)
+        os.mkfifo(folder / "piped" / "adapter_model.safetensors")
+        weights = (folder / "first" / "adapter_model.safetensors").read_bytes()
+        (folder / "cut" / "adapter_model.safetensors").write_bytes(weights[:-9])
+    body = {"lora_name": name, "lora_path": str(folder / path) if path else path}
+    answer = httpx.post(server.url + "/v1/load_lora_adapter", json=body, timeout=60)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"]) == (
+        404 if kind == "NotFoundError" else 400, kind,
+    ), error  # fmt: skip
+    assert says in error["message"] and len(error["message"]) < 6000
+    assert "new" not in {model.id for model in client(server).models.list()}
+
+
+def test_sglang_s_routes_say_what_is_loaded(server: Server, folder: Path) -> None:
+    body = {"lora_name": "third", "lora_path": str(folder / "third"), "pinned": True}
+    answer = httpx.post(server.url + "/load_lora_adapter", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["loaded_adapters"]["third"] == str(folder / "third")
+    again = httpx.post(server.url + "/load_lora_adapter", json=body, timeout=60)
+    assert again.status_code == 400 and "third" in again.json()["error_message"]
+    gone = httpx.post(server.url + "/unload_lora_adapter", json={"lora_name": "third"}, timeout=60)
+    assert gone.json()["success"] and "third" not in gone.json()["loaded_adapters"]
+
+
+def test_without_admin_or_adapters_there_are_no_routes(checkpoint: Path, folder: Path) -> None:
+    cases = ((ENGINE, ServerOptions()), ({}, ServerOptions(enable_admin=True)))
+    for settings, options in cases:
+        with running(engine_config(checkpoint, **settings), options) as server:
+            assert load(server, "first", folder / "first").status_code == 404
+            assert unload(server, "first").status_code == 404
+            if settings:
+                continue
+            unknown = httpx.post(
+                server.url + "/v1/completions", json=bodies("first")["/v1/completions"]
+            )
+            assert unknown.json()["error"]["code"] == "model_not_found"
+
+
+# ---------------------------------------------------------------- tenants
+
+
+def key_line(name: str, **rights: Any) -> str:
+    return json.dumps({"name": name, "digest": PREFIX + digest_of(name).hex(), **rights})
+
+
+@pytest.fixture(scope="module")
+def keyed(checkpoint: Path, folder: Path, tmp_path_factory: Any) -> Iterator[Server]:
+    """`all` manages; `ann` and `bob` have folders, `ann` room for one; `few` may use `second`."""
+    keys = tmp_path_factory.mktemp("keys") / "keys.jsonl"
+    keys.write_text(
+        "\n".join(
+            [
+                key_line("all", manages_adapters=True),
+                key_line("ann", adapter_folder=str(folder), max_adapters=1),
+                key_line("bob", adapter_folder=str(folder)),
+                key_line("few", adapters=["second"]),
+            ]
+        )
+    )
+    config = engine_config(
+        checkpoint,
+        lora_modules=tuple(f"{name}={folder / name}" for name in ("first", "second")),
+        **ENGINE,
+    )
+    options = ServerOptions(enable_admin=True, api_key_files=(keys,), api_keys=("plain",))
+    with running(config, options) as server:
+        yield server
+
+
+def served(server: Server, key: str) -> dict[str, str]:
+    """Return the adapters that a key sees, with their roots."""
+    models = client(server, key).models.list()
+    return {m.id: m.to_dict()["root"] for m in models if m.to_dict()["parent"]}  # type: ignore
+
+
+def complete(server: Server, key: str, model: str) -> httpx.Response:
+    return httpx.post(
+        server.url + "/v1/completions",
+        json=bodies(model)["/v1/completions"],
+        headers={"Authorization": f"Bearer {key}"},
+        timeout=60,
+    )
+
+
+def test_tenants_see_and_use_what_they_may(keyed: Server, folder: Path) -> None:
+    paths = {name: str(folder / name) for name in ("first", "second")}
+    assert served(keyed, "all") == served(keyed, "plain") == paths
+    assert served(keyed, "ann") == {"first": "first", "second": "second"}
+    assert served(keyed, "few") == {"second": "second"}
+    assert complete(keyed, "few", "second").status_code == 200
+    unknown, foreign = complete(keyed, "few", "nobody"), complete(keyed, "few", "first")
+    assert foreign.status_code == 404
+    assert foreign.text.replace("first", "nobody") == unknown.text
+    for key in ("few", "stranger"):
+        status = {"few": 403, "stranger": 401}[key]
+        assert load(keyed, "new", folder / "third", key).status_code == status
+        assert unload(keyed, "second", key).status_code == status
+
+
+def test_an_adapter_of_a_tenant_s_own_is_nobody_else_s(keyed: Server, folder: Path) -> None:
+    assert load(keyed, "mine", "third", "ann").status_code == 200
+    assert load(keyed, "more", "third", "ann").status_code == 400  # Its one is there.
+    assert served(keyed, "ann")["mine"] == "mine"
+    for key in ("all", "bob", "few"):
+        assert "mine" not in served(keyed, key)
+        assert complete(keyed, key, "mine").status_code == 404
+    assert complete(keyed, "ann", "mine").json()["model"] == "mine"
+    # Another's of the same name is another adapter, and hides everyone's.
+    everyones = complete(keyed, "bob", "first").json()["choices"]
+    for name in ("mine", "first"):
+        assert load(keyed, name, folder / "second", "bob").status_code == 200
+    texts = {key: complete(keyed, key, "mine").json()["choices"] for key in ("ann", "bob")}
+    assert texts["ann"] != texts["bob"]
+    assert complete(keyed, "bob", "first").json()["choices"] != everyones
+    assert complete(keyed, "ann", "first").json()["choices"] == everyones
+    assert unload(keyed, "first", "ann").status_code == 404  # Everyone's.
+    for name in ("mine", "first"):
+        assert unload(keyed, name, "bob").status_code == 200
+    assert complete(keyed, "bob", "first").json()["choices"] == everyones
+    assert complete(keyed, "ann", "mine").status_code == 200
+    assert unload(keyed, "mine", "ann").status_code == 200
+
+
+def test_a_tenant_s_paths_stay_in_its_folder(keyed: Server, folder: Path, tmp_path: Path) -> None:
+    outside = shutil.copytree(folder / "first", tmp_path / "outside")
+    link = folder / "link"
+    link.symlink_to(outside)
+    up = os.path.relpath(outside, folder)
+    for path in (str(outside), up, "link", f"{folder}/../{folder.name}/link", ".", "/etc", "a\0b"):
+        answer = load(keyed, "new", path, "bob")
+        assert answer.status_code == 404
+        assert answer.json()["error"]["message"].startswith("lora_path: no adapter is at ")
+    link.unlink()
+    (folder / "empty").mkdir()
+    empty = load(keyed, "new", "empty", "bob")
+    assert empty.status_code == 404 and str(folder) not in empty.text

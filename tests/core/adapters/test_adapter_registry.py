@@ -267,7 +267,7 @@ async def test_one_that_cannot_be_served_fails_its_request_alone(tmp_path: Path)
         await house.begin("bad", path=path)
     with pytest.raises(InvalidRequest, match="no adapter is at"):
         await house.begin("bad", path=str(tmp_path / "none"))
-    with pytest.raises(InvalidRequest, match="has rank 9, more than max_lora_rank"):
+    with pytest.raises(InvalidRequest, match="rank is 9, more than max_lora_rank"):
         await house.load("large", path=house.put("large", "rank 9"))
     (tmp_path / "empty").mkdir()
     with pytest.raises(InvalidRequest, match=r"in a form that is known \(.*peft"):
