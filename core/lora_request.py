@@ -158,19 +158,19 @@ AdapterJob: TypeAlias = LoadAdapter | UnloadAdapter | PinAdapter | FindAdapter |
 """What an engine is asked about adapters."""
 
 
-def check_adapter_name(name: object, base_names: tuple[str, ...], field: str = "lora_name") -> str:
+def check_adapter_name(name: object, base_names: tuple[str, ...]) -> str:
     """Return the name. Raises InvalidRequest for one that no adapter may have."""
     if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_LENGTH:
         raise InvalidRequest(
-            f"{field}: must be a text of 1 to {MAX_NAME_LENGTH} characters, got {shown(name)}",
-            param=field,
+            f"lora_name: must be a text of 1 to {MAX_NAME_LENGTH} characters, got {shown(name)}",
+            param="lora_name",
         )
     if not name.isprintable():  # Control characters, surrogates, and separators of lines.
         raise InvalidRequest(
-            f"{field}: has characters that are not printable: {shown(name)}", param=field
+            f"lora_name: has characters that are not printable: {shown(name)}", param="lora_name"
         )
     if name in base_names:
-        raise InvalidRequest(f"{field}: {name!r} is the base model's name", param=field)
+        raise InvalidRequest(f"lora_name: {name!r} is the base model's name", param="lora_name")
     return name
 
 

@@ -57,7 +57,7 @@ class Loaded:
 
     number: int
     info: AdapterInfo
-    adapter: Adapter | None
+    adapter: Adapter | None = None
     """None: it was unloaded or replaced, and is dropped once no request uses it."""
 
     @property
@@ -84,6 +84,8 @@ class Adapter:
     loaded: Loaded | None = None
     """None: not in host memory."""
     reading: asyncio.Task[Loaded] | None = None
+    num_waiting: int = 0
+    """Requests that wait until it is read."""
 
 
 @dataclass(eq=False)
@@ -191,7 +193,14 @@ class AdapterRegistry:
                 raise self._unknown(ref.name)
             loaded = adapter.loaded
             if loaded is None:
-                await self._read_shared(adapter)
+                adapter.num_waiting += 1
+                try:
+                    await self._read_shared(adapter)
+                finally:
+                    adapter.num_waiting -= 1
+                # Not to be dropped for another read before the requests have it that waited.
+                if adapter.loaded is not None:
+                    return adapter.loaded
             elif (waiter := self._waiter_before(loaded)) is not None:
                 await waiter.ended.wait()
             else:
@@ -235,7 +244,10 @@ class AdapterRegistry:
 
     async def _resolve(self, name: str) -> Adapter:
         """Ask resolvers for an adapter that nobody has loaded. Raises ModelNotFound."""
-        check_adapter_name(name, self._config.served_names, "model")
+        try:
+            check_adapter_name(name, self._config.served_names)
+        except InvalidRequest:
+            raise self._unknown(name) from None
         return await self._shared(self._resolving, name, lambda: self._resolve_alone(name))
 
     async def _resolve_alone(self, name: str) -> Adapter:
@@ -258,7 +270,7 @@ class AdapterRegistry:
         """Return what the job's class says."""
         match job:
             case LoadAdapter():
-                # Goes on without its caller: what is read half has no name to be dropped by.
+                # Goes on without its caller: what is half read has no name to be dropped by.
                 return [self._card(await asyncio.shield(self._task(self._load(job))))]
             case UnloadAdapter():
                 return self._unload(job)
@@ -294,8 +306,15 @@ class AdapterRegistry:
                 if len(self._adapters) >= MAX_NAMES:
                     self._forget_one()
             form = await self._finder.format_at(job.path)
-            loaded = await self._read(job.path, form, None)
+            self._num_reading += 1  # Without waiting for room.
+            loaded = await self._read(job.path, form)
             present = self._adapters.get((job.owner, name))
+            if job.pinned and not (present is not None and present.pinned):
+                try:
+                    self._check_pin(name, loaded)
+                except InvalidRequest:
+                    self._drop(loaded)
+                    raise
             parent = job.parent or self._config.served_names[0]
             if present is None:
                 present = Adapter(name, job.path, form, parent, job.owner)
@@ -306,11 +325,8 @@ class AdapterRegistry:
             present.int_id = present.int_id if job.int_id is None else job.int_id
             self._take(present, loaded)
             if job.pinned and not present.pinned:
-                try:
-                    await self._pin(present, True)
-                except BaseException:
-                    self._remove(present)
-                    raise
+                assert present.loaded is not None
+                self._keep(present, present.loaded)
             self._trim()
             return present
 
@@ -360,20 +376,26 @@ class AdapterRegistry:
             if adapter.removed:
                 raise self._unknown(adapter.name)
             await self._read_shared(adapter)
-        num_pinned = sum(other.pinned for other in self._adapters.values() if other is not adapter)
-        if num_pinned + 1 >= self._most:
+        if not adapter.pinned:
+            self._check_pin(adapter.name, loaded)
+            self._keep(adapter, loaded)
+
+    def _check_pin(self, name: str, loaded: Loaded) -> None:
+        """Raise InvalidRequest if an adapter cannot be pinned besides those that are."""
+        if sum(adapter.pinned for adapter in self._adapters.values()) + 1 >= self._most:
             raise InvalidRequest(
-                f"adapter {adapter.name!r} cannot be pinned: others need room in host memory; "
-                "raise max_cpu_loras",
+                f"adapter {name!r} cannot be pinned: others need room in host memory; raise "
+                "max_cpu_loras",
                 param="lora_name",
             )
         if not self._part.can_pin(loaded.number, loaded.units):
             raise InvalidRequest(
-                f"adapter {adapter.name!r} cannot be pinned: one of rank "
-                f"{self._config.max_lora_rank} must have room beside those that are; raise "
-                "max_loras",
+                f"adapter {name!r} cannot be pinned: one of rank {self._config.max_lora_rank} must "
+                "have room beside those that are; raise max_loras",
                 param="lora_name",
             )
+
+    def _keep(self, adapter: Adapter, loaded: Loaded) -> None:
         adapter.pinned = True
         self._part.pin(loaded.number, loaded.units)
         self._wake()
@@ -476,7 +498,7 @@ class AdapterRegistry:
     async def _read_again(self, adapter: Adapter) -> Loaded:
         try:
             await self._room()
-            loaded = await self._read(adapter.path, adapter.format, adapter)
+            loaded = await self._read(adapter.path, adapter.format)
             if adapter.removed or adapter.loaded is not None:
                 self._drop(loaded)
             else:
@@ -485,21 +507,19 @@ class AdapterRegistry:
         finally:
             adapter.reading = None
 
-    async def _read(self, path: str, form: str, adapter: Adapter | None) -> Loaded:
-        """Read an adapter on all ranks. adapter: for whose requests; None: loaded by name, without
-        waiting for room."""
-        number = next(self._numbers)
-        if adapter is None:
-            self._num_reading += 1
-        began = asyncio.get_running_loop().time()
+    async def _read(self, path: str, form: str) -> Loaded:
+        """Read an adapter on all ranks; it counts as being read already. What is returned stands
+        for no name yet."""
+        number, loop = next(self._numbers), asyncio.get_running_loop()
+        began = loop.time()
         try:
             info = await self._answer(ReadAdapter(number, path, form))
         finally:
             self._num_reading -= 1
-            self._free_room()
+            loop.call_soon(self._free_room)
         self._num_reads += 1
-        self._read_seconds += asyncio.get_running_loop().time() - began
-        loaded = self._host[number] = Loaded(number, info, adapter)
+        self._read_seconds += loop.time() - began
+        loaded = self._host[number] = Loaded(number, info)
         if info.rank > self._config.max_lora_rank:
             self._drop(loaded)
             raise InvalidRequest(
@@ -562,10 +582,15 @@ class AdapterRegistry:
             (
                 loaded
                 for loaded in self._host.values()
-                if not self._part.num_live(loaded.number) and not _is_pinned(loaded)
+                if not self._num_requests(loaded) and not _is_pinned(loaded)
             ),
             None,
         )
+
+    def _num_requests(self, loaded: Loaded) -> int:
+        """Return the requests that have an adapter, or have waited for it and get it now."""
+        waiting = 0 if loaded.adapter is None else loaded.adapter.num_waiting
+        return self._part.num_live(loaded.number) + waiting
 
     def _free_room(self) -> None:
         """Let reads begin that wait for room, in order."""
@@ -593,7 +618,7 @@ class AdapterRegistry:
         if first.victim is None and self._part.num_plans - first.since >= self._part.max_wait:
             first.victim = min(
                 (each for each in self._host.values() if not _is_pinned(each)),
-                key=lambda each: self._part.num_live(each.number),
+                key=self._num_requests,
                 default=None,
             )
         return first if first.victim is loaded else None
@@ -609,6 +634,7 @@ class AdapterRegistry:
         """Free an adapter's memory, which no request uses."""
         if loaded.adapter is not None:
             loaded.adapter.loaded = None
+            loaded.adapter = None
         del self._host[loaded.number]
         self._part.forget(loaded.number)
         self._ask(DropAdapter(loaded.number)).add_done_callback(_log_failure)

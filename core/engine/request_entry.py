@@ -8,7 +8,7 @@ from typing import NamedTuple, Unpack
 
 from ..errors import InvalidRequest, shown
 from ..inputs import ChatMessage, Prompt
-from ..lora_request import AdapterRef, check_adapter_name
+from ..lora_request import AdapterRef
 from ..pooling_params import PoolingParams
 from ..registration.extra_args import ExtraArgs
 from ..registry import Plugins
@@ -132,12 +132,11 @@ class RequestEntry:
         """Raise InvalidRequest for an adapter that cannot be there."""
         if adapter is None:
             return
-        config = self.core.config
-        if not config.enable_lora:
+        if not self.core.config.enable_lora:
             raise InvalidRequest(
                 "lora_request: this engine serves no adapters (enable_lora)", param="lora_request"
             )
-        check_adapter_name(adapter.name, config.served_names)
+        check_name("adapter", adapter.name)
         if not isinstance(adapter.path, str):
             raise InvalidRequest(
                 f"lora_path: must be a text, got {shown(adapter.path)}", param="lora_path"

@@ -290,7 +290,7 @@ async def test_names_that_no_adapter_may_have_are_refused(name: str, tmp_path: P
     house = House(tmp_path)
     with pytest.raises(InvalidRequest, match="lora_name"):
         await house.load(name, path=house.put("a"))
-    with pytest.raises((InvalidRequest, ModelNotFound)):
+    with pytest.raises(ModelNotFound):
         await house.begin(name)
     assert not house.worker.held
 
@@ -343,7 +343,7 @@ async def test_a_folder_is_searched_by_name_and_never_left(tmp_path: Path) -> No
         "deep/up/../../outside", "/", "~", "a" * 250 + "/b", "./../served",
     )  # fmt: skip
     for name in names:
-        with pytest.raises((ModelNotFound, InvalidRequest)):
+        with pytest.raises(ModelNotFound):
             await house.begin(name)
     first, second = await asyncio.gather(house.begin("a"), house.begin("a"))
     assert number_of(first) == number_of(second) and house.worker.reads == ["a"]
@@ -418,6 +418,9 @@ async def test_a_pinned_adapter_stays_and_leaves_others_room(tmp_path: Path) -> 
     with pytest.raises(InvalidRequest, match="cannot be pinned"):
         await house.load("e", path=house.put("e"), pinned=True)
     assert "e" not in await house.cards()
+    with pytest.raises(InvalidRequest, match="cannot be pinned"):
+        await house.load("c", load_inplace=True, pinned=True)
+    assert "c" in await house.cards()
 
 
 async def test_an_activated_adapter_acts_from_the_last_invocation_on(tmp_path: Path) -> None:
@@ -469,3 +472,45 @@ async def test_who_made_way_goes_on_when_no_read_waits_any_more(tmp_path: Path) 
     requests = await asyncio.gather(*new)
     await house.finish(*running, *requests)
     assert len(house.worker.held) <= 2
+
+
+async def test_a_load_whose_caller_leaves_is_finished(tmp_path: Path) -> None:
+    house = House(tmp_path)
+    house.put("a")
+    house.worker.gate.clear()
+    loading = asyncio.ensure_future(house.load("a"))
+    while not house.worker.reads:
+        await asyncio.sleep(0.001)
+    loading.cancel()
+    house.worker.gate.set()
+    while not await house.cards():
+        await asyncio.sleep(0.001)
+    await house.registry.do(UnloadAdapter(name="a"))
+    await settled()
+    assert not house.worker.held
+
+
+async def test_a_reload_while_the_old_content_is_read_again(tmp_path: Path) -> None:
+    """Whichever read ends first, one content is left, and it is the one that was asked for."""
+    house = House(tmp_path)
+    for name in "abc":
+        house.put(name)
+        await house.load(name)
+    await settled()
+    house.put("elsewhere", "new")
+    house.worker.gate.clear()
+    reads = len(house.worker.reads)
+    waiting = asyncio.ensure_future(house.begin("a"))
+    reload = asyncio.ensure_future(
+        house.load("a", path=str(tmp_path / "elsewhere"), load_inplace=True)
+    )
+    while len(house.worker.reads) < reads + 2:
+        await asyncio.sleep(0.001)
+    house.worker.gate.set()
+    card = await reload
+    request = await waiting
+    assert card.digest == "new"
+    await house.finish(request)
+    assert (await house.begin("a")).cache_extra == ("new",)
+    assert "digest of a" not in house.worker.held.values()
+    assert len(house.worker.held) == len(house.registry._host) <= 2
