@@ -9,7 +9,14 @@ from typing import Any
 import torch
 from markdown_table import table
 
-from jackfield.core.parts import encoder_decoder, kv_compression, kv_transfer, speculation, states
+from jackfield.core.parts import (
+    adapters,
+    encoder_decoder,
+    kv_compression,
+    kv_transfer,
+    speculation,
+    states,
+)
 from jackfield.core.parts.exclusions import (
     CALCULATED_SCALES,
     DATA_PARALLEL,
@@ -32,6 +39,7 @@ CAPABILITIES = {
     kv_transfer.NAME: "KV connectors",
     states.NAME: "models with states",
     encoder_decoder.NAME: "encoder-decoder models",
+    adapters.NAME: "adapters",
     RECORDING: "recorded plans",
     CALCULATED_SCALES: "calculated KV scales",
 }

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from ...core.errors import ConfigError
+from ...core.tenancy import TenantLimits
 from ..flags.engine_flags import fail
 from ..flags.parser import Parser
 from ..flags.values import positive_int
@@ -36,6 +37,29 @@ def run(argv: list[str]) -> int:
         command.add_argument(
             "--max-tokens", type=positive_int, metavar="N", help="tokens of an answer"
         )
+        command.add_argument(
+            "--adapter",
+            action="append",
+            metavar="NAME",
+            help="an adapter it may use, of those that all may; repeatable; default: all",
+        )
+        command.add_argument(
+            "--adapter-folder",
+            metavar="PATH",
+            help="folder on the server from which it may load adapters of its own",
+        )
+        command.add_argument(
+            "--max-adapters",
+            type=positive_int,
+            metavar="N",
+            default=TenantLimits().max_adapters,
+            help="adapters of its own at once (default: %(default)s)",
+        )
+        command.add_argument(
+            "--manages-adapters",
+            action="store_true",
+            help="it may load adapters for all, from anywhere, and unload them",
+        )
     args = parser.parse_args(argv)
     try:
         return _make(args)
@@ -57,9 +81,12 @@ def _make(args: argparse.Namespace) -> int:
         max_concurrency=args.max_concurrency,
         requests_per_minute=args.requests_per_minute,
         max_tokens=args.max_tokens,
+        adapters=None if args.adapter is None else tuple(args.adapter),
+        adapter_folder=args.adapter_folder,
+        max_adapters=args.max_adapters,
+        manages_adapters=args.manages_adapters,
     )
-    fields = {k: v for k, v in msgspec.to_builtins(entry).items() if v is not None}
-    line = msgspec.json.encode(fields).decode()
+    line = msgspec.json.encode(entry).decode()
     if args.file is None:
         print(line)
         if args.command == "new":

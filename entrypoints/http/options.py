@@ -138,7 +138,10 @@ class ServerOptions:
     ] = 60.0
     enable_admin: Annotated[
         bool,
-        Meta(description="serve POST /reset_prefix_cache and GET /server_info"),
+        Meta(
+            description="serve POST /reset_prefix_cache and GET /server_info, and with "
+            "--enable-lora routes that load and unload adapters"
+        ),
         Flag(group="server"),
     ] = False
     batches: BatchOptions | None = None

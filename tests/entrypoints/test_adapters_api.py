@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -18,8 +19,12 @@ import transformers
 from adapters_made import LINEAR, adapted_model, make_adapter
 from serving import MODEL, Server, engine_config, running, save_random
 
-from jackfield.entrypoints.http.auth.api_keys import PREFIX, digest_of
+from jackfield.core.config.adapter_options import LoRAModule
+from jackfield.core.tenancy import TenantLimits
+from jackfield.entrypoints.cli.main import main
+from jackfield.entrypoints.http.auth.api_keys import PREFIX, digest_of, read_keys
 from jackfield.entrypoints.http.options import BatchOptions, ServerOptions
+from jackfield.entrypoints.server.serve_settings import settings
 
 NAMES = ("first", "second", "third")
 PROMPT = "The quick brown fox"
@@ -276,6 +281,80 @@ def test_resolvers_and_sglang_s_names_find_adapters(server: Server) -> None:
     assert httpx.get(server.url + f"/v1/models/{MODEL}:nobody").status_code == 404
 
 
+def test_vectors_and_scores_are_those_of_the_adapter(checkpoint: Path, folder: Path) -> None:
+    options: dict[str, Any] = {
+        "runner": "pooling",
+        "lora_modules": (f"first={folder / 'first'}",),
+        **ENGINE,
+    }
+    models = {
+        MODEL: transformers.AutoModelForCausalLM.from_pretrained(checkpoint),
+        "first": adapted_model(checkpoint, folder / "first"),
+    }
+    with running(engine_config(checkpoint, **options)) as server:
+        ids, other = (
+            httpx.post(
+                server.url + "/tokenize", json={"model": "first", "prompt": text}, timeout=60
+            ).json()["tokens"]
+            for text in (PROMPT, "Hello")
+        )
+        for name, model in models.items():
+            with torch.no_grad():
+                expected, second = (
+                    torch.nn.functional.normalize(
+                        model(torch.tensor([tokens]), output_hidden_states=True)
+                        .hidden_states[-1][0, -1]
+                        .float(),
+                        dim=0,
+                    )
+                    for tokens in (ids, other)
+                )
+            answer = client(server).embeddings.create(model=name, input=PROMPT)
+            assert answer.model == name
+            torch.testing.assert_close(
+                torch.tensor(answer.data[0].embedding), expected, atol=1e-4, rtol=0
+            )
+            body = {"model": name, "text_1": PROMPT, "text_2": "Hello"}
+            score = httpx.post(server.url + "/score", json=body, timeout=60).json()
+            assert score["model"] == name
+            assert score["data"][0]["score"] == pytest.approx(float(expected @ second), abs=1e-4)
+            body = {"model": name, "query": PROMPT, "documents": ["Hello"]}
+            ranked = httpx.post(server.url + "/rerank", json=body, timeout=60).json()
+            assert ranked["results"][0]["relevance_score"] == pytest.approx(
+                float(expected @ second), abs=1e-4
+            )
+
+
+# ---------------------------------------------------------------- flags
+
+
+def test_flags_and_files_name_adapters(tmp_path: Path) -> None:
+    spelled = ["a=/x/a", '{"name": "b", "path": "/x/b", "base_model_name": "c", "pinned": true}']
+    expected = (LoRAModule("a", "/x/a"), LoRAModule("b", "/x/b", "c", True))
+    file = tmp_path / "serve.yaml"
+    file.write_text(
+        "enable-lora: true\nmax_loras: 3\nlora-modules:\n- a=/x/a\n"
+        "- {name: b, path: /x/b, base_model_name: c, pinned: true}\n"
+    )
+    flags = ["--enable-lora", "--max-loras", "3", "--lora-modules", *spelled]
+    for argv in (flags, ["--config", str(file)]):
+        config = settings(["model", *argv]).config
+        assert (config.lora_modules, config.max_loras) == (expected, 3)
+
+
+def test_a_key_s_rights_are_written_and_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("secret"))
+    flags = ["--adapter", "a", "--adapter", "b", "--adapter-folder", "/x", "--max-adapters", "2"]
+    file = tmp_path / "keys.jsonl"
+    assert main(["keys", "add", "ann", "--file", str(file), *flags, "--manages-adapters"]) == 0
+    [key] = read_keys(file)
+    assert key.tenant.limits == TenantLimits(
+        adapters=("a", "b"), adapter_folder="/x", max_adapters=2, manages_adapters=True
+    )
+
+
 # ---------------------------------------------------------------- loading
 
 
@@ -333,11 +412,11 @@ def test_sglang_s_routes_say_what_is_loaded(server: Server, folder: Path) -> Non
 
 def test_without_admin_or_adapters_there_are_no_routes(checkpoint: Path, folder: Path) -> None:
     cases = ((ENGINE, ServerOptions()), ({}, ServerOptions(enable_admin=True)))
-    for settings, options in cases:
-        with running(engine_config(checkpoint, **settings), options) as server:
+    for engine, options in cases:
+        with running(engine_config(checkpoint, **engine), options) as server:
             assert load(server, "first", folder / "first").status_code == 404
             assert unload(server, "first").status_code == 404
-            if settings:
+            if engine:
                 continue
             unknown = httpx.post(
                 server.url + "/v1/completions", json=bodies("first")["/v1/completions"]

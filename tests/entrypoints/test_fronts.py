@@ -23,12 +23,16 @@ import forked
 import httpx
 import openai
 import pytest
+import transformers
+from adapters_made import make_adapter
 from prometheus_client.parser import text_string_to_metric_families
 from serving import Server, running
 
 from jackfield import AsyncEngine, EngineConfig
+from jackfield.core.loading.model_config import EMBEDDED_MODEL
 from jackfield.core.make_core import make_core
 from jackfield.core.remote.server import EngineServer
+from jackfield.entrypoints.http.auth.api_keys import PREFIX, digest_of
 from jackfield.entrypoints.server.frontends.launch_spec import engine_socket, stateful_socket
 from jackfield.entrypoints.server.frontends.sockets import bound
 from jackfield.entrypoints.server.frontends.supervisor import FrontEnds, FrontEndsFailed
@@ -63,6 +67,7 @@ class Fronted:
         self.url = url
         self.uds = uds
         self.trusted: ssl.SSLContext | bool = True
+        self.headers: dict[str, str] = {}
 
     def client(self) -> httpx.Client:
         """One connection, kept: one front end."""
@@ -71,7 +76,9 @@ class Fronted:
             verify=self.trusted,
             limits=httpx.Limits(max_connections=1, max_keepalive_connections=1),
         )
-        return httpx.Client(base_url=self.url, transport=transport, timeout=300)
+        return httpx.Client(
+            base_url=self.url, transport=transport, timeout=300, headers=self.headers
+        )
 
     def front_of(self, client: httpx.Client) -> str:
         """Which front end a client's connection is with: the one that counts its request."""
@@ -677,3 +684,29 @@ async def test_a_front_end_listens_after_the_first_does(tmp_path: Path) -> None:
                     await asyncio.wait_for(listening, 300)
                 server.close_fronts()
                 await process.wait()
+
+
+def test_an_adapter_that_one_front_end_loads_is_served_by_all(tmp_path: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL)
+    path = make_adapter(model, tmp_path / "adapter", target_modules=["q_proj", "down_proj"])
+    # A tenant's rights go from one front end to the other, however long they are.
+    names = ["x", *(f"{number:0256}" for number in range(999))]
+    keys = tmp_path / "keys.jsonl"
+    rights = {"manages_adapters": True, "adapters": names}
+    keys.write_text(json.dumps({"name": "a", "digest": PREFIX + digest_of("a").hex(), **rights}))
+    flags = ("--enable-lora", "--enable-admin", "--api-key-file", str(keys))
+    with fronted(*flags, environment={forked.START_SECONDS: "1"}) as server:
+        server.headers["Authorization"] = "Bearer a"
+        with server.one_of_each() as (zero, first):
+            body = {"lora_name": "x", "lora_path": str(path)}
+            assert zero.post("/v1/load_lora_adapter", json=body).status_code == 200
+            texts = set()
+            for client, model_name in ((zero, "x"), (first, "x"), (first, MODEL)):
+                body = {"model": model_name, "input": "What?", "max_output_tokens": 8}
+                answer = client.post("/v1/responses", json={**body, "temperature": 0}).json()
+                assert answer["model"] == model_name
+                texts.add(json.dumps([item.get("content") for item in answer["output"]]))
+            assert len(texts) == 2
+            assert first.post("/v1/unload_lora_adapter", json={"lora_name": "x"}).is_success
+            for client in (zero, first):
+                assert client.get("/v1/models/x").status_code == 404

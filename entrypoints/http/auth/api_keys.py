@@ -19,7 +19,9 @@ logger = logging.getLogger("jackfield.server")
 PREFIX = "sha256:"
 
 
-class KeyEntry(TenantLimits, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class KeyEntry(
+    TenantLimits, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
     """Owner's name. Keys of the same name (old and new) have the same owner."""
     digest: str
