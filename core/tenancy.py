@@ -34,7 +34,7 @@ class TenantLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_adapters: AtLeastOne = 16
     """Adapters of its own that it may have."""
     manages_adapters: bool = False
-    """Whether it may load adapters for everyone, from anywhere, and unload all (with
+    """Whether it may load adapters for everyone, from anywhere, and unload them (with
     `--enable-admin`)."""
 
     def may_use(self, adapter: str) -> bool:

@@ -153,7 +153,7 @@ async def _unload(request: web.Request) -> str:
         name = (await decode_body(request, UnloadRequest)).lora_name
     if not tenant.limits.manages_adapters:
         _folder_of(tenant)
-    owner = None if tenant.limits.manages_adapters else tenant.owner
+    owner = "" if tenant.limits.manages_adapters else tenant.owner
     if not await engine.remove_lora(name, tenant=owner):
         raise NoAdapter(f"lora_name: no adapter {shown(name)} is loaded", param="lora_name")
     logger.info("adapter %s unloaded", shown(name))

@@ -47,6 +47,7 @@ UNSUPPORTED = {
     "return_assistant_tokens_mask": "there is no route that renders a chat for training",
     "logprob_token_ids": "log-probabilities are those of the most likely tokens: top_logprobs",
     "stream_interval": "each step's tokens are sent at once",
+    "lora_path": "an adapter's name is the request's model",
     "watermarking": "there is no watermark",
     "return_weight_versions": "weights do not change while the server runs",
     "thinking_token_budget": "reasoning cannot be cut off; see max_tokens and reasoning_effort",

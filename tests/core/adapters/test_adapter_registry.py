@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from jackfield.core.adapters import registry
 from jackfield.core.adapters.registry import AdapterRegistry
 from jackfield.core.config import EngineConfig
 from jackfield.core.errors import ConfigError, InvalidRequest, ModelNotFound, PluginError
@@ -15,6 +16,7 @@ from jackfield.core.hooks import hookimpl
 from jackfield.core.lora_request import (
     AdapterCard,
     AdapterRef,
+    FindAdapter,
     ListAdapters,
     LoadAdapter,
     PinAdapter,
@@ -514,3 +516,82 @@ async def test_a_reload_while_the_old_content_is_read_again(tmp_path: Path) -> N
     assert (await house.begin("a")).cache_extra == ("new",)
     assert "digest of a" not in house.worker.held.values()
     assert len(house.worker.held) == len(house.registry._host) <= 2
+
+
+async def test_names_are_found_without_being_read(tmp_path: Path) -> None:
+    served = tmp_path / "served"
+    served.mkdir()
+    (served / "empty").mkdir()
+    house = House(served, lora_resolver_cache_dir=str(served))
+    house.put("a")
+
+    async def find(name: str, **ref: Any) -> str:
+        [card] = await house.registry.do(FindAdapter(ref=AdapterRef(name, **ref)))
+        return card.owner
+
+    await house.load("mine", path=house.put("b"), owner="one")
+    assert await find("a", tenant="one") == "" and await find("mine", tenant="one") == "one"
+    assert house.worker.reads == ["b"]
+    for name, ref in (
+        ("mine", {"tenant": "two"}),
+        ("a", {"tenant": "one", "shared": False}),
+        ("empty", {"tenant": "one"}),  # A resolver's path where no adapter is.
+        ("nobody", {"tenant": "one"}),
+    ):
+        with pytest.raises(ModelNotFound, match="is not served here") as caught:
+            await find(name, **ref)
+        assert str(tmp_path) not in caught.value.message
+        with pytest.raises(ModelNotFound):
+            await house.begin(name, **ref)
+    assert await find("mine", tenant="one", shared=False) == "one"
+
+
+async def test_an_owner_has_so_many_adapters_and_no_more(tmp_path: Path) -> None:
+    house = House(tmp_path, max_cpu_loras=8)
+    for name in "abcd":
+        house.put(name)
+    await house.load("a", owner="one", most=2)
+    results = await asyncio.gather(
+        *(house.load(name, owner="one", most=2) for name in "bcd"), return_exceptions=True
+    )
+    refused = [result for result in results if isinstance(result, InvalidRequest)]
+    assert len(refused) == 2 and "2 may be" in refused[0].message
+    await house.load("a", owner="one", most=2, load_inplace=True)  # No further one.
+    await house.load("c", owner="two", most=2)
+    await house.registry.do(UnloadAdapter(name="a", tenant="one"))
+    await house.load("a", owner="one", most=2)
+
+
+async def test_resolvers_names_make_room_for_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "MAX_NAMES", 3)
+    served = tmp_path / "served"
+    served.mkdir()
+    house = House(served, lora_resolver_cache_dir=str(served))
+    for name in "abcde":
+        house.put(name)
+        await house.registry.do(FindAdapter(ref=AdapterRef(name, tenant="")))
+        assert len(await house.cards()) <= 3
+    for name in "xyz":
+        await house.load(name, path=house.put(name))
+    with pytest.raises(InvalidRequest, match="3 adapters are loaded"):
+        await house.load("w", path=house.put("w"))
+    with pytest.raises(InvalidRequest, match="3 adapters are loaded"):
+        await house.begin("a")
+    assert set(await house.cards()) == set("xyz")
+
+
+async def test_a_load_goes_on_without_who_asked_for_it(tmp_path: Path) -> None:
+    house = House(tmp_path)
+    house.put("a")
+    house.worker.gate.clear()
+    task = asyncio.create_task(house.load("a"))
+    while not house.worker.reads:
+        await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    house.worker.gate.set()
+    while "a" not in await house.cards():
+        await asyncio.sleep(0)
+    assert (await house.cards())["a"].nbytes == 100
