@@ -210,6 +210,15 @@ def test_every_room_has_its_line(page: str) -> None:
         assert any(f"`core/{room.name}/`" in cell for cell in table), room.name
 
 
+def flags_of(parser: argparse.ArgumentParser) -> set[str]:
+    """Return a command's flags, and those of its subcommands."""
+    flags = set(parser._option_string_actions)
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            flags |= set().union(*map(flags_of, action.choices.values()))
+    return flags
+
+
 def known_flags() -> set[str]:
     generator()  # From now on its folder is searched for modules.
     command_parser = importlib.import_module("cli_page").command_parser
@@ -217,7 +226,7 @@ def known_flags() -> set[str]:
     for command, _ in COMMANDS.values():
         parser = command_parser(command)
         if isinstance(parser, argparse.ArgumentParser):
-            flags |= set(parser._option_string_actions)
+            flags |= flags_of(parser)
     bench = make_parser("run", IN_PROCESS, ("W1",))
     flags |= {
         option for kit in KITS.values() for option in (kit.option, f"--jackfield{kit.option[1:]}")

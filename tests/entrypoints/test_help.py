@@ -51,7 +51,8 @@ def output(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
          "argument --tensor-parallel-size: must be a whole number, got 'x'"),
         (["serve", "--device", "gpu"], "argument --device: invalid choice: 'gpu' (choose from "
          "'auto', 'cuda', 'cpu')"),
-        (["serve", "--enable-lora"], "--enable-lora: adapters (LoRA) are not supported yet"),
+        (["serve", "--enable-sleep-mode"], "--enable-sleep-mode: an engine does not sleep yet; "
+         "stop and start it"),
         (["chat", "--mesage", "hi"],
          "unrecognized argument: --mesage; did you mean --message?"),
         (["keys", "new", "ann", "--fiel", "x"],
@@ -223,7 +224,10 @@ def test_groups_are_those_of_the_engine_s_options(capsys: pytest.CaptureFixture[
 
 @pytest.mark.parametrize(
     ("word", "says"),
-    [("--enable-lora", "adapters (LoRA)"), ("swap-space", "has no effect: preempted requests")],
+    [
+        ("--enable-sleep-mode", "does not sleep"),
+        ("swap-space", "has no effect: preempted requests"),
+    ],
 )
 def test_help_for_what_vllm_has(word: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert says in output(["serve", f"--help={word}"], capsys)
