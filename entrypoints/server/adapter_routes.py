@@ -177,8 +177,12 @@ def _within(tenant: Tenant, name: str) -> str:
     except (OSError, ValueError, RuntimeError):
         path = root = folder
     if root not in path.parents:
-        raise NoAdapter(f"lora_path: no adapter is at {shown(name)}", param="lora_path")
+        raise _nothing_at(name)
     return str(path)
+
+
+def _nothing_at(written: str) -> NoAdapter:
+    return NoAdapter(f"lora_path: no adapter is at {shown(written)}", param="lora_path")
 
 
 @contextlib.contextmanager
@@ -189,6 +193,8 @@ def _refusals(path: str = "", written: str = "") -> Iterator[None]:
     except InvalidRequest as error:
         if error.status not in (400, 404):
             raise
-        message = error.message.replace(path, written) if path else error.message
-        kind = NoAdapter if error.status == 404 else RefusedAdapter
-        raise kind(message, param=error.param) from error
+        if error.status == 400:
+            raise RefusedAdapter(error.message, param=error.param) from error
+        raise (
+            NoAdapter(error.message, param=error.param) if path == written else _nothing_at(written)
+        ) from error

@@ -279,6 +279,9 @@ def test_resolvers_and_sglang_s_names_find_adapters(server: Server) -> None:
     assert answers[f"{MODEL}:first"]["model"] == f"{MODEL}:first"
     assert "found" in {model.id for model in client(server).models.list()}
     assert httpx.get(server.url + f"/v1/models/{MODEL}:nobody").status_code == 404
+    for route, body in bodies(MODEL).items():
+        refused = httpx.post(server.url + route, json={**body, "lora_path": "first"}, timeout=60)
+        assert refused.status_code == 400 and "the request's model" in refused.text
 
 
 def test_vectors_and_scores_are_those_of_the_adapter(checkpoint: Path, folder: Path) -> None:
@@ -519,6 +522,7 @@ def test_a_tenant_s_paths_stay_in_its_folder(keyed: Server, folder: Path, tmp_pa
         assert answer.status_code == 404
         assert answer.json()["error"]["message"].startswith("lora_path: no adapter is at ")
     link.unlink()
-    (folder / "empty").mkdir()
-    empty = load(keyed, "new", "empty", "bob")
-    assert empty.status_code == 404 and str(folder) not in empty.text
+    for name in ("empty", "e" * 250):
+        (folder / name).mkdir()
+        empty = load(keyed, "new", name, "bob")
+        assert empty.status_code == 404 and str(folder) not in empty.text

@@ -211,6 +211,9 @@ async def test_every_front_end_and_the_engine_know_the_same_adapters(
         first, second = fronts
         card = await first.add_lora(LoRARequest("x", 1, str(paths["a"])), pinned=True, owner="one")
         [seen] = await second.list_loras()
+        assert (await second.find_adapter(AdapterRef("x", tenant="one"))).digest == card.digest
+        with pytest.raises(ModelNotFound, match="'x' is not served here"):
+            await first.find_adapter(AdapterRef("x", tenant="two"))
         assert card.pinned and (seen.digest, seen.owner) == (card.digest, "one")
         ref = AdapterRef("x", tenant="one")
         tokens, _ = await complete(second, prompt, adapter=ref)
@@ -249,6 +252,9 @@ async def test_all_members_have_an_adapter_or_none(
         for rank in (0, 1):
             tokens, _ = await complete(engine, prompt, adapter="x", data_parallel_rank=rank)
             assert tokens == expected
+        assert (await engine.find_adapter(AdapterRef("x", tenant="one"))).name == "x"
+        with pytest.raises(ModelNotFound):
+            await engine.find_adapter(AdapterRef("x", tenant="one", shared=False))
         # One member has an adapter of that name from elsewhere: the load fails there, and is
         # undone at the other.
         odd = core.members[1]
