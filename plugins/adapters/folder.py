@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from ...core.config import EngineConfig
 
 
 class FolderResolver:
     """Adapters in `EngineConfig.lora_resolver_cache_dir`. A name cannot leave the folder, whatever
-    it has in it, and neither can a link in it."""
+    it has in it, and neither can a link in it. Each path has one name."""
 
     def __init__(self, config: EngineConfig) -> None:
         folder = config.lora_resolver_cache_dir
@@ -24,6 +24,9 @@ class FolderResolver:
 
 def _inside(folder: Path, name: str) -> Path | None:
     """Return the path of a name in a folder, without links; None: there is none inside."""
+    plain = PurePosixPath(name)
+    if str(plain) != name or plain.is_absolute() or ".." in plain.parts:
+        return None  # Else "a", "./a" and "a/../a" would be as many adapters.
     try:
         root = folder.resolve(strict=True)
         path = (root / name).resolve(strict=True)
