@@ -191,10 +191,10 @@ def _refusals(path: str = "", written: str = "") -> Iterator[None]:
     try:
         yield
     except InvalidRequest as error:
-        if error.status not in (400, 404):
-            raise
         if error.status == 400:
             raise RefusedAdapter(error.message, param=error.param) from error
-        raise (
-            NoAdapter(error.message, param=error.param) if path == written else _nothing_at(written)
-        ) from error
+        if error.status != 404:
+            raise
+        if path != written:
+            raise _nothing_at(written) from error
+        raise NoAdapter(error.message, param=error.param) from error

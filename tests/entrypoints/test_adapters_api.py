@@ -409,6 +409,9 @@ def test_sglang_s_routes_say_what_is_loaded(server: Server, folder: Path) -> Non
     assert answer.json()["loaded_adapters"]["third"] == str(folder / "third")
     again = httpx.post(server.url + "/load_lora_adapter", json=body, timeout=60)
     assert again.status_code == 400 and "third" in again.json()["error_message"]
+    paths = httpx.get(server.url + "/openapi.json").json()["paths"]
+    for path in ("/load_lora_adapter", "/v1/unload_lora_adapter"):
+        assert paths[path]["post"]["requestBody"] and "403" in paths[path]["post"]["responses"]
     gone = httpx.post(server.url + "/unload_lora_adapter", json={"lora_name": "third"}, timeout=60)
     assert gone.json()["success"] and "third" not in gone.json()["loaded_adapters"]
 
