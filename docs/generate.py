@@ -259,7 +259,7 @@ def _field_rows(route: dict[str, Any], whose: list[str]) -> list[list[str]]:
     refused |= getattr(struct, "REFUSED", {}) | getattr(struct, "UNSUPPORTED", {})
     theirs = {"OpenAI": route["openai"], "vLLM": route["vllm"]}
     rows = []
-    for name in own.union(*theirs.values(), route["vllm_older"]):
+    for name in own.union(*theirs.values(), route["vllm_older"], route.get("sglang", ())):
         here = "yes" if name in own else "ignored"
         note = route["notes"].get(name, "")
         if name in refused:

@@ -61,9 +61,8 @@ async def decode_call(call: Call, body: bytes, kind: type[T]) -> T:
         params = await asyncio.to_thread(lambda: convert(_parse_bounded(body, max_values), kind))
     else:
         params = decode(body, kind)
-    adapter = None
-    if hasattr(kind, "model"):
-        adapter = await find_adapter(call.app[ENGINE], params.model, call.tenant)
+    name = getattr(params, "model", None)
+    adapter = await find_adapter(call.app[ENGINE], name, call.tenant)
     if hasattr(kind, "origin"):
         params.origin = Origin(  # type: ignore[attr-defined]
             call.tenant,
