@@ -138,7 +138,7 @@ class EngineMetrics:
         self._n = histogram("request_params_n", "n a request.", (1, 2, 5, 10, 20))
         self._max_tokens = histogram("request_params_max_tokens", "max_tokens per request.", TOKENS)
 
-    def observe_step(self, num_tokens: int, seconds: float, launch_wait: float = 0.0) -> None:
+    def observe_step(self, num_tokens: int, seconds: float, launch_wait: float) -> None:
         """Record a step: seconds on the device, and seconds in which its launch thread could not
         run.
         """

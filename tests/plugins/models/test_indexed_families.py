@@ -8,6 +8,7 @@ import functools
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,9 +20,12 @@ from test_text_parts import save
 
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.errors import ConfigError
+from jackfield.core.nn.context import BuildContext
+from jackfield.core.nn.latent.layer import LatentAttention
 from jackfield.core.nn.operations import Operations
 from jackfield.core.nn.quantized import QuantizedLinear
 from jackfield.core.parallel.ranks import Pipeline, Ranks
+from jackfield.core.protocols.latent_attention import LatentAttentionSpec
 from jackfield.core.worker.selection import attention_refusal, cache_layers
 from jackfield.plugins.attention.torch_latent import TorchLatentAttention
 from jackfield.plugins.conformance.divided_models import check_ranks
@@ -264,3 +268,21 @@ async def test_minimax_m3_reads_all_blocks_that_its_indexers_keep(tmp_path: Path
     with pytest.raises(ConfigError, match="128 is more than 64") as caught:
         PagedModel(tmp_path, "float32")
     assert caught.value.param == "max_model_len"
+
+
+@pytest.mark.parametrize(
+    ("longest", "precompiling", "all_read"), [(4, False, True), (4, True, False), (5, False, False)]
+)
+def test_a_step_chooses_tokens_once_a_row_has_more_than_are_kept(
+    longest: int, precompiling: bool, all_read: bool
+) -> None:
+    """And when kernels are compiled in advance, those of longer rows, too."""
+    build = BuildContext(torch.device("cpu"), torch.float32, Operations())
+    spec = LatentAttentionSpec(
+        num_heads=2, latent_dim=8, rope_dim=4, nope_dim=4, value_dim=4, scale=1.0, index_topk=4
+    )
+    layer = LatentAttention(spec, build, interleaved=False, index_dim=4)
+    context: Any = SimpleNamespace(
+        layout=SimpleNamespace(max_seq_len=longest), precompiling=precompiling
+    )
+    assert layer.reads_all(context) is all_read
