@@ -5,6 +5,7 @@ alternative).
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,6 +16,7 @@ NO_EFFECT: dict[str, tuple[int | str, str]] = {
     "--async-scheduling": (0, _STEPS),
     "--no-async-scheduling": (0, _STEPS),
     "--code-revision": (1, "a checkpoint's code is never run"),
+    "--collect-detailed-traces": (1, "a trace always has a span for each phase of a request"),
     "--compilation-config": (1, _NO_COMPILER),
     "--optimization-level": (1, _NO_COMPILER),
     "-O": ("?", _NO_COMPILER),
@@ -43,7 +45,6 @@ _ONE_HOST = (
     "the engines of --data-parallel-size are those of one server, on its host or where a Ray "
     "cluster has room (--executor ray)"
 )
-_TRACES = "traces are not exported; plugins hear of each request and step (request_finished)"
 MISSING: dict[str, str] = {
     **dict.fromkeys(
         ("--enable-lora", "--lora-modules", "--max-loras", "--max-lora-rank", "--max-cpu-loras"),
@@ -64,7 +65,6 @@ MISSING: dict[str, str] = {
         "see --eplb-config",
     ),
     "--expert-placement-strategy": "ranks hold neighbours; --enable-eplb moves experts by load",
-    **dict.fromkeys(("--otlp-traces-endpoint", "--collect-detailed-traces"), _TRACES),
     "--convert": "see --runner and --task",
     "--cpu-offload-gb": "weights stay on the device; see --quantization",
     "--download-dir": "set the variable HF_HUB_CACHE",
@@ -102,6 +102,18 @@ SYNONYMS: dict[str, tuple[str, Any, str]] = {
 """Flag → namespace attribute, value to set, and the equivalent flag."""
 
 
+PLUGIN_OPTIONS = {"--otlp-traces-endpoint": ("traces.endpoint", "URL")}
+"""Flag → the plugin's option that it sets, and its metavar."""
+
+
+class _PluginOption(argparse.Action):
+    def __call__(
+        self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None
+    ) -> None:
+        option = f"{PLUGIN_OPTIONS[self.dest][0]}={json.dumps(values)}"
+        namespace.plugin_option = [*namespace.plugin_option, option]
+
+
 class _Taken(argparse.Action):
     def __call__(
         self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None
@@ -119,6 +131,15 @@ def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
             dest=dest,
             default=argparse.SUPPRESS,
             help=f"the same as {same}",
+        )
+    for flag, (option, metavar) in PLUGIN_OPTIONS.items():
+        group.add_argument(
+            flag,
+            action=_PluginOption,
+            dest=flag,
+            default=argparse.SUPPRESS,
+            metavar=metavar,
+            help=f"the same as --plugin-option {option}={metavar}",
         )
     for flag, (nargs, _) in NO_EFFECT.items():
         parser.add_argument(
