@@ -191,7 +191,9 @@ def hook_page() -> str:
         about = inspect.getdoc(function) or ""
         line = f"def {name}{_signature(function)}: ..."
         if len(line) > WIDTH:
-            line = line.replace("(", "(\n    ", 1).replace(") ->", ",\n) ->")
+            # As ruff formats it: one parameter has a comma after it, several in a line have not.
+            comma = "," if len(inspect.signature(function).parameters) == 1 else ""
+            line = line.replace("(", "(\n    ", 1).replace(") ->", f"{comma}\n) ->")
         parts.append(f"\n## {name}\n\n```python\n{line}\n```\n\n")
         parts.append(about + "\n")
         for contract in re.findall(r"`protocols\.(\w+)`", about):
