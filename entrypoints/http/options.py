@@ -138,7 +138,10 @@ class ServerOptions:
     ] = 60.0
     enable_admin: Annotated[
         bool,
-        Meta(description="serve POST /reset_prefix_cache and GET /server_info"),
+        Meta(
+            description="serve POST /reset_prefix_cache, /start_profile, /stop_profile and GET "
+            "/server_info"
+        ),
         Flag(group="server"),
     ] = False
     batches: BatchOptions | None = None

@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterable
 from typing import Annotated, Literal, NamedTuple
 
+import msgspec
 from msgspec import Meta
 
 from ...core.config import EngineConfig
@@ -29,6 +30,8 @@ from .listen import Listen
 logger = logging.getLogger("jackfield.serve")
 KEY_VARIABLES = ("JACKFIELD_API_KEY", "VLLM_API_KEY")
 """Environment variables with comma-separated API keys."""
+PROFILE_VARIABLE = "VLLM_TORCH_PROFILER_DIR"
+"""Environment variable with vLLM's folder of profiles."""
 GROUPS = {
     "server": "Address, keys, logs, and what is served besides the API.",
     "batches": "Files of requests, answered behind the others.",
@@ -123,7 +126,7 @@ def settings(argv: list[str], *, remarks: bool = True) -> Settings:
     )
     for sentence in without_effect(lines) if remarks else ():
         logger.warning("%s", sentence)
-    config = engine_config(args, args.model_flag or args.model)
+    config = _with_profile_folder(engine_config(args, args.model_flag or args.model))
     if serve.enable_auto_tool_choice:
         check_tool_parser(config)
     options = server_options(args)
@@ -173,6 +176,15 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
     for path in options.api_key_files:
         read_keys(path)
     return dataclasses.replace(options, api_keys=tuple(dict.fromkeys(keys)))
+
+
+def _with_profile_folder(config: EngineConfig) -> EngineConfig:
+    """Return a configuration with the environment's folder of profiles, if it has none."""
+    profiles, folder = config.profiler_config, os.environ.get(PROFILE_VARIABLE)
+    if not folder or profiles.torch_profiler_dir:
+        return config
+    profiles = msgspec.structs.replace(profiles, torch_profiler_dir=folder)
+    return msgspec.structs.replace(config, profiler_config=profiles)
 
 
 def _listed_keys(variable: str, text: str) -> list[str]:
