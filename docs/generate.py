@@ -283,7 +283,7 @@ def metrics() -> str:
     engine_metrics.observe_cache_config(**dict.fromkeys(_cache_facts(), ""))
     engine_metrics.registry.register(FrontendMetrics(0, lambda: 0))
     http_metrics = HttpMetrics()
-    http_metrics.count("ROUTE", "GET", 200)
+    http_metrics.count("ROUTE", "GET", 200, 0.0)
     engine_metrics.registry.register(http_metrics)
     engine_metrics.registry.register(
         RankMetrics("MODEL", lambda: [protocols.RankState(0, "HOST", 0, 0, 0)])

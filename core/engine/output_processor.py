@@ -230,9 +230,13 @@ class OutputProcessor:
 
     def _observe_end(self, state: State) -> None:
         if isinstance(state, PoolingState):
-            self.metrics.observe_pooled(state.requests[0].num_prompt_tokens, state.timings)
+            request = state.requests[0]
+            self.metrics.observe_pooled(
+                request.num_prompt_tokens, state.timings, request.num_cached_tokens
+            )
         else:
-            self.metrics.observe_finished(state.final_output(), state.params)
+            num_loaded = state.requests[0].num_loaded_tokens
+            self.metrics.observe_finished(state.final_output(), state.params, num_loaded)
         self.events.request_finished(state)
 
     def check_idle(self) -> None:
