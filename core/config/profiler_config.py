@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -12,6 +12,9 @@ from .annotations import doc
 class ProfilerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Options of profiles. Names are vLLM's, but `max_seconds`."""
 
+    profiler: Annotated[
+        Literal["torch"] | None, doc("Kind of profile, as vLLM has it; torch is the one there is.")
+    ] = None
     torch_profiler_dir: Annotated[
         str | None, doc("Folder for traces of /start_profile; default: no profiles.")
     ] = None

@@ -107,5 +107,5 @@ def test_a_server_without_a_folder_names_the_option() -> None:
 def test_the_folder_of_vllms_variable_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_TORCH_PROFILER_DIR", "/from/variable")
     assert settings([]).config.profiler_config.torch_profiler_dir == "/from/variable"
-    argv = ["--profiler-config", '{"torch_profiler_dir": "/from/flag"}']
+    argv = ["--profiler-config", '{"profiler": "torch", "torch_profiler_dir": "/from/flag"}']
     assert settings(argv).config.profiler_config.torch_profiler_dir == "/from/flag"
