@@ -6,7 +6,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 RUNS := $(VENV)/.runs
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-gpu test-nightly mutants lint clean
+.PHONY: demo test test-gpu test-nightly mutants lint style clean
 
 # What a demo needs; what tests need comes on top of it. Each is installed again when its versions change.
 # torch comes first and pinned to its CPU build here, so that nothing pulls gigabytes of CUDA.
@@ -28,17 +28,22 @@ $(READY): pyproject.toml constraints.txt | $(RUNS)
 demo: $(RUNS)
 	$(BIN)/python examples/demo.py
 
-# Bytecode is kept, even where the environment says not to: tests start many processes.
-test: $(READY)
-	$(MAKE) lint
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal --durations=25
+# The repository root is the package, so mypy sees it through a link that bears its name.
+TYPES := mkdir -p $(VENV)/src && ln -sfn $(CURDIR) $(VENV)/src/jackfield && MYPYPATH=$(VENV)/src $(BIN)/mypy
 
-lint: $(READY)
+# mypy runs beside the tests, which often wait, and has its say at the end.
+# Bytecode is kept, even where the environment says not to: tests start many processes.
+test: $(READY) style
+	($(TYPES)) > $(VENV)/types.txt 2>&1 & types=$$!; \
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal --durations=25; \
+	tests=$$?; wait $$types; types=$$?; cat $(VENV)/types.txt; exit $$((tests | types))
+
+style: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	@# The repository root is the package, so mypy sees it through a link that bears its name.
-	mkdir -p $(VENV)/src && ln -sfn $(CURDIR) $(VENV)/src/jackfield
-	MYPYPATH=$(VENV)/src $(BIN)/mypy
+
+lint: style
+	$(TYPES)
 
 test-nightly: $(READY)
 	$(BIN)/python -m pytest -m 'not gpu'

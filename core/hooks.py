@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
     from .nn.operations import Operations
     from .outputs import PoolingRequestOutput, RequestOutput
+    from .pooling_params import PoolingParams
     from .protocols.adapters import AdapterFormat, AdapterResolver
     from .protocols.all2all import All2All
     from .protocols.attention import AttentionBackend
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
     from .protocols.quantization import QuantizationMethod
     from .protocols.speculators import Speculator
     from .registry import Registry
+    from .sampling_params import SamplingParams
     from .step import StepPlan, StepResult
     from .tenancy import ReceivedRequest, RequestHead, Tenant
 
@@ -459,9 +461,11 @@ def request_received(request: ReceivedRequest) -> None:
 
 
 @hookspec
-def options_ready(options: Any) -> None:
+def options_ready(options: Any) -> object:
     """Receive the plugin's own options, an instance of its schema (`register_options`) with
-    defaults filled in.
+    defaults filled in. May return an object with event hooks, `register_routes` and
+    `register_metrics`, which is plugged in, too: what is on with these options only costs nothing
+    without them.
 
     Called by the engine when it is created, for each plugin that registered options, before
     anything of the plugin but its registration is used. A ConfigError raised here stops the start.
@@ -486,10 +490,13 @@ def engine_stopping(engine: Any) -> None:
 
 
 @hookspec
-def request_finished(output: RequestOutput | PoolingRequestOutput) -> None:
+def request_finished(
+    output: RequestOutput | PoolingRequestOutput, params: SamplingParams | PoolingParams
+) -> None:
     """Called after a request's last output was published. Read-only. May be async.
 
-    Called by the engine, in a task of its own: the stream does not wait for it. The output is
+    Called by the engine, in a task of its own: the stream does not wait for it. The task runs in
+    the caller's context (`contextvars`), as it was when the request was added. The output is
     cumulative, whatever `output_kind` the caller chose. A pooling engine passes pooling outputs, of
     requests that neither failed nor were aborted. With several front ends (`jackfield serve
     --api-server-count`), called in the one that serves the request.

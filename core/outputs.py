@@ -162,6 +162,8 @@ class EngineStats(msgspec.Struct, kw_only=True):
 
     num_requests_running: int = 0
     num_requests_waiting: int = 0
+    num_requests_deferred: int = 0
+    """Of those waiting, the ones for which a KV connector loads."""
     num_slots: int = 0
     kv_blocks_total: int = 0
     kv_blocks_used: int = 0

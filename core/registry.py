@@ -45,6 +45,8 @@ GIVEN = "(given by the caller)"
 """In place of the distribution of a plugin object that was not installed."""
 BUILTIN = "builtin"
 """In a list of plugins: Jackfield's own, which are always loaded."""
+TURNED_ON = " (by its options)"
+"""After a plugin's name: the object that its `options_ready` returned."""
 KINDS = {
     "model": "register_models",
     "config": "register_configs",
@@ -208,7 +210,8 @@ class Plugins:
                                      options.get(entry.name, {}))  # fmt: skip
                 self._options[entry.name] = typed
                 for impl in self.implementations("options_ready", entry.provenance.plugin):
-                    impl.function(**{name: typed for name in impl.argnames})
+                    more = impl.function(**{name: typed for name in impl.argnames})
+                    self._turn_on(entry.provenance, more)
             except ConfigError:
                 raise
             except (Exception, SystemExit) as error:
@@ -216,6 +219,16 @@ class Plugins:
                     self.required.add(entry.provenance.plugin)
                 self.remove(entry.provenance, "options_ready", error)
         self._options_given = dict(options)
+
+    def _turn_on(self, provenance: Provenance, more: object) -> None:
+        """Replace what a plugin's options had turned on. None: nothing."""
+        name = f"{provenance.plugin}{TURNED_ON}"
+        if self.manager.has_plugin(name):
+            self.manager.unregister(name=name)
+        if more is not None:
+            check_hooks(more)
+            self.manager.register(more, name=name)
+            self.manager.check_pending()
 
     def _left_out(self, name: str) -> str:
         """Return why a plugin is not loaded, if known."""
@@ -244,6 +257,7 @@ class Plugins:
                 if entry.provenance == provenance:
                     del registry._entries[entry.name]
                     registry._loaded.pop(entry.name, None)
+        self._turn_on(provenance, None)
         self.manager.unregister(name=provenance.plugin)
         del self.loaded[provenance.plugin]
 
@@ -256,7 +270,7 @@ class Plugins:
     def source(self, impl: pluggy.HookImpl) -> Provenance:
         """Return the provenance of a hook's plugin; "unknown" for one put into `manager`
         directly."""
-        plugin = self.loaded.get(impl.plugin_name)
+        plugin = self.loaded.get(impl.plugin_name.removesuffix(TURNED_ON))
         return Provenance("unknown", "", impl.plugin_name) if plugin is None else plugin.provenance
 
     def _has_effect(self, plugin: str, used: Iterable[str]) -> bool:

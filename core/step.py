@@ -273,7 +273,30 @@ class DropAdapter(msgspec.Struct, frozen=True, tag="drop_adapter"):
     number: int
 
 
+class StartProfile(msgspec.Struct, frozen=True, tag="start_profile"):
+    """Begin to trace what is launched, and the device. → None"""
+
+    folder: str
+    name: str
+    """Beginning of the files' names."""
+    with_stack: bool = False
+    record_shapes: bool = False
+    with_memory: bool = False
+
+
+class StopProfile(msgspec.Struct, frozen=True, tag="stop_profile"):
+    """End a trace, and write it. → the path of its file, in Chrome's format; "" without a trace"""
+
+
 WorkerJob: TypeAlias = (
-    Ping | Recover | PrepareAhead | ModelFingerprint | BalanceExperts | ReadAdapter | DropAdapter
+    Ping
+    | Recover
+    | PrepareAhead
+    | ModelFingerprint
+    | BalanceExperts
+    | StartProfile
+    | StopProfile
+    | ReadAdapter
+    | DropAdapter
 )
 """What an engine asks of the worker apart from steps: see `Executor.ask`."""

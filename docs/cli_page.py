@@ -14,7 +14,6 @@ from markdown_table import table
 
 from jackfield.entrypoints.cli.main import COMMANDS
 from jackfield.entrypoints.flags.parser import Parser
-from jackfield.entrypoints.flags.vllm_flags import MISSING, NO_EFFECT
 
 
 class _Caught(Exception):
@@ -73,11 +72,9 @@ def cli() -> str:
             parts.append(f"\n{title[:1].upper()}{title[1:]}:\n\n")
             parts.append(table(["argument", "meaning"], [_flag_row(a) for a in actions]))
     parts += [
-        "\n## vLLM's flags\n\n",
-        "`serve` knows most of them, by their names. These are taken and have no effect:\n\n",
-        table(["flag", "why"], [[f"`{flag}`", why] for flag, (_, why) in NO_EFFECT.items()]),
-        "\nThese are refused:\n\n",
-        table(["flag", "why, or what there is"], [[f"`{f}`", why] for f, why in MISSING.items()]),
+        "\n## Flags of other servers\n\n",
+        "`serve` takes those of vLLM, and the most used ones of SGLang: [what each becomes]"
+        "(vllm-options.md). `jackfield serve --explain ...` prints it for a command line.\n",
     ]
     parts.append(
         "\n## Environment\n\n"

@@ -47,6 +47,7 @@ from cli_page import cli  # noqa: E402
 from combinations_page import combinations  # noqa: E402
 from markdown_table import table  # noqa: E402
 from models_page import models  # noqa: E402
+from options_page import options  # noqa: E402
 from parsers_page import parsers  # noqa: E402
 
 NOTE = "<!-- Written by docs/generate.py from the code. Change the code, then run it. -->\n\n"
@@ -191,7 +192,9 @@ def hook_page() -> str:
         about = inspect.getdoc(function) or ""
         line = f"def {name}{_signature(function)}: ..."
         if len(line) > WIDTH:
-            line = line.replace("(", "(\n    ", 1).replace(") ->", ",\n) ->")
+            # As ruff formats it: one parameter has a comma after it, several in a line have not.
+            comma = "," if len(inspect.signature(function).parameters) == 1 else ""
+            line = line.replace("(", "(\n    ", 1).replace(") ->", f"{comma}\n) ->")
         parts.append(f"\n## {name}\n\n```python\n{line}\n```\n\n")
         parts.append(about + "\n")
         for contract in re.findall(r"`protocols\.(\w+)`", about):
@@ -281,7 +284,7 @@ def metrics() -> str:
     engine_metrics.observe_cache_config(**dict.fromkeys(_cache_facts(), ""))
     engine_metrics.registry.register(FrontendMetrics(0, lambda: 0))
     http_metrics = HttpMetrics()
-    http_metrics.count("ROUTE", "GET", 200)
+    http_metrics.count("ROUTE", "GET", 200, 0.0)
     engine_metrics.registry.register(http_metrics)
     engine_metrics.registry.register(
         RankMetrics("MODEL", lambda: [protocols.RankState(0, "HOST", 0, 0, 0)])
@@ -409,6 +412,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "reference/models.md": lambda: models(table),
     "reference/parsers.md": parsers,
     "reference/public-api.md": public_api,
+    "reference/vllm-options.md": options,
 }
 
 

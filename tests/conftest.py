@@ -84,10 +84,14 @@ def _leave_out_imports() -> None:
     _imported = len(sys.modules)
 
 
+_seed = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
+"""Without a GPU torch's own notes a traceback for each kind of device that there could be."""
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
     """What a test and its fixtures draw does not depend on the tests before it."""
-    torch.manual_seed(0)
+    _seed(0)
 
 
 @pytest.hookimpl(trylast=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from .annotations import Device, KVCacheDType
 from .engine_config import EngineConfig
 from .kv_transfer_config import KVTransferConfig
+from .profiler_config import ProfilerConfig
 from .structured_outputs_config import StructuredOutputsConfig
 
 __all__ = [
@@ -15,5 +16,6 @@ __all__ = [
     "EngineConfig",
     "KVCacheDType",
     "KVTransferConfig",
+    "ProfilerConfig",
     "StructuredOutputsConfig",
 ]

@@ -20,6 +20,7 @@ from .kv_transfer_config import KVTransferConfig
 from .model_names import HubName, local_or_hub_name
 from .output_options import OutputOptions
 from .parallel_options import IN_PLACE, layer_partition
+from .profiler_config import ProfilerConfig
 from .speculative_config import SpeculativeConfig
 
 SYNONYMS = {"distributed_executor_backend": "executor"}
@@ -52,6 +53,10 @@ class EngineConfig(OutputOptions, frozen=True, kw_only=True):
     record_steps_max_gb: Annotated[
         float, doc("GB (1e9 bytes) after which the recording ends; the engine goes on.", gt=0)
     ] = 1.0
+
+    profiler_config: Annotated[
+        ProfilerConfig, doc("Profiles of the engine: JSON, or one flag per field.")
+    ] = ProfilerConfig()
 
     def __post_init__(self) -> None:
         convert = functools.partial(msgspec.structs.force_setattr, self)

@@ -11,6 +11,7 @@ import logging
 import random
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
+from typing import Any
 
 import msgspec
 import prometheus_client as prometheus
@@ -42,6 +43,8 @@ from .spares import LocalHosts
 
 logger = logging.getLogger("jackfield.member")
 REPORT_SECONDS = 2.0
+PROFILE_SECONDS = 120.0
+"""For a member that writes a trace."""
 """Seconds for members' metrics; slower ones are omitted."""
 
 
@@ -442,6 +445,19 @@ class PooledCores:
             *(member.query("reset_prefix_cache", REPORT_SECONDS) for member in serving)
         )
         return all(done)
+
+    async def start_profile(self) -> None:
+        await self._each("start_profile")
+
+    async def stop_profile(self) -> list[str]:
+        replies = await self._each("stop_profile")
+        paths = [msgspec.msgpack.decode(reply, type=list[str]) for reply in replies]
+        return [path for member_paths in paths for path in member_paths]
+
+    async def _each(self, name: str) -> list[Any]:
+        """Return the replies of the members that serve. Raises what the first to fail does."""
+        serving = [member for member in self.members if member.serves]
+        return await asyncio.gather(*(member.query(name, PROFILE_SECONDS) for member in serving))
 
     def stats(self) -> EngineStats:
         return total(

@@ -108,9 +108,9 @@ class Admission:
         limits: RequestLimits,
         *,
         max_logprobs: int,
-        max_logprobs_per_request: int = -1,
+        max_logprobs_per_request: int,
         extra_args: ExtraArgs,
-        compresses: bool = False,
+        compresses: bool,
     ) -> None:
         """compresses: caches are compressed, so requests may set how much."""
         self.model_config = model_config

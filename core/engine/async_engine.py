@@ -448,6 +448,19 @@ class AsyncEngine:
         self._started_entry()
         return await self.core.reset_prefix_cache()
 
+    async def start_profile(self) -> None:
+        """Trace the step loop, the worker and the device into `profiler_config`'s folder, until
+        `stop_profile` or a bound of it. Raises InvalidRequest without a folder, or while one runs.
+        """
+        self._started_entry()
+        await self.core.start_profile()
+
+    async def stop_profile(self) -> list[str]:
+        """Return the paths of the traces, one per engine. Raises InvalidRequest without a profile,
+        RequestFailed if one cannot be written."""
+        self._started_entry()
+        return await self.core.stop_profile()
+
     def stats(self) -> EngineStats:
         """Return a snapshot, cheap to take. Raises EngineStopped before start."""
         self._started_entry()

@@ -42,6 +42,7 @@ from .grammars import Grammars
 from .kv_connector import connect, watch_transfers
 from .output_processor import OutputProcessor, RequestTracker, State
 from .plugin_events import PluginEvents
+from .profiling import Profiler
 from .request_state import RequestState
 from .resolve_config import (
     check_names,
@@ -261,6 +262,7 @@ class EngineCore:
             died=self._die,
             balancing=self._balance_times(),
         )
+        self._profiler = Profiler(config.profiler_config, self.steps, self.executor)
         self.steps.start()
         if self._executor_error is not None:
             self.steps.fail(self._executor_error)
@@ -397,6 +399,12 @@ class EngineCore:
 
     async def reset_prefix_cache(self) -> bool:
         return self.scheduler.reset_prefix_cache()
+
+    async def start_profile(self) -> None:
+        await self._profiler.start()
+
+    async def stop_profile(self) -> list[str]:
+        return [await self._profiler.stop()]
 
     def stats(self) -> EngineStats:
         return msgspec.structs.replace(

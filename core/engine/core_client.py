@@ -82,6 +82,12 @@ class CoreClient(Protocol):
     async def reset_prefix_cache(self) -> bool:
         """Forget cached blocks. Return False if some are in use."""
 
+    async def start_profile(self) -> None:
+        """Begin a profile. Raises InvalidRequest, RequestFailed."""
+
+    async def stop_profile(self) -> list[str]:
+        """End a profile; return each engine's trace. Raises InvalidRequest, RequestFailed."""
+
     def stats(self) -> EngineStats:
         """Return a snapshot."""
 

@@ -229,16 +229,15 @@ class OutputProcessor:
             logger.exception("the end of request %s could not be counted", state.request_id)
 
     def _observe_end(self, state: State) -> None:
-        announced = self.events.wants_requests and state.announced
         if isinstance(state, PoolingState):
-            self.metrics.observe_pooled(state.requests[0].num_prompt_tokens, state.timings)
-            if announced and state.pooled.row is not None:
-                self.events.request_finished(state.output())
+            request = state.requests[0]
+            self.metrics.observe_pooled(
+                request.num_prompt_tokens, state.timings, request.num_cached_tokens
+            )
         else:
-            output = state.peek_output()
-            self.metrics.observe_finished(output, state.params)
-            if announced:
-                self.events.request_finished(output)
+            num_loaded = state.requests[0].num_loaded_tokens
+            self.metrics.observe_finished(state.final_output(), state.params, num_loaded)
+        self.events.request_finished(state)
 
     def check_idle(self) -> None:
         assert not self.requests.states, f"live requests: {list(self.requests.states)}"

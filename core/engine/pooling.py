@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Generator, Mapping
+from contextvars import Context
 from typing import Any, TypeAlias
 
 from ..errors import ContextLengthExceeded, InvalidRequest, RequestFailed
@@ -178,6 +179,9 @@ class PoolingState:
         self.requests = [request]
         self.pooled = Pooled()
         self.completions = [self.pooled]
+        self.params = request.pooling
+        self.context: Context | None = None
+        """As in `RequestState`."""
         self.timings = RequestTimings(arrival=request.arrival)
         self.error: str | None = None
         self.changed = asyncio.Event()
@@ -190,6 +194,10 @@ class PoolingState:
         self.timings.finished = time.monotonic()
         self.timings.first_scheduled = self.requests[0].first_scheduled
         self.timings.num_preemptions = self.requests[0].num_preemptions
+
+    def final_output(self) -> PoolingRequestOutput | None:
+        """Return the result; None: it failed, or was aborted."""
+        return None if self.pooled.row is None else self.output()
 
     def output(self) -> PoolingRequestOutput:
         """Return the result. Raises RequestFailed."""

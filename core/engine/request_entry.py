@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
-from typing import NamedTuple, Unpack
+from contextvars import copy_context
+from typing import NamedTuple, TypeVar, Unpack
 
 from ..errors import InvalidRequest, shown
 from ..inputs import ChatMessage, Prompt
@@ -20,6 +21,8 @@ from .pooling import PoolingAdmission, PoolingPrompt, PoolingState
 from .request_state import RequestState
 from .text_processor import ChatOptions, TextProcessor
 
+S = TypeVar("S", RequestState, PoolingState)
+
 
 class Envelope(NamedTuple):
     request_id: str
@@ -34,6 +37,7 @@ class RequestEntry:
     def __init__(self, core: CoreClient, texts: TextProcessor, plugins: Plugins) -> None:
         self.core = core
         self.texts = texts
+        self._is_heard = plugins.has_listeners("request_finished")
         model_config, config = core.model_config, core.config
         limits = request_limits(config, model_config, core.info)
         pooling = model_config.pooling
@@ -94,7 +98,8 @@ class RequestEntry:
         prepared = await admission.prepare(prompt, pooling, add_special_tokens)
         spec = admission.admit(prepared, pooling, *envelope)
         return await self.core.add_request(
-            spec, lambda requests: PoolingState(prepared.text, requests[0])
+            spec,
+            lambda requests: self._with_context(PoolingState(prepared.text, requests[0])),
         )
 
     async def _add(
@@ -108,11 +113,18 @@ class RequestEntry:
         num_logprobs = self.admission.most_logprobs(spec)
         return await self.core.add_request(
             spec,
-            lambda requests: RequestState(
-                prompt.text, requests, self.texts.tokenizer, source=prompt.source_text,
-                num_logprobs=num_logprobs,
+            lambda requests: self._with_context(
+                RequestState(
+                    prompt.text, requests, self.texts.tokenizer, source=prompt.source_text,
+                    num_logprobs=num_logprobs,
+                )
             ),
         )  # fmt: skip
+
+    def _with_context(self, state: S) -> S:
+        if self._is_heard:
+            state.context = copy_context()
+        return state
 
     def _open(self, envelope: Envelope) -> Envelope:
         """Fill in the id. Raises as `CoreClient.check_open`, for bad names, and for a used id.

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextvars import Context
 from itertools import count
 from typing import Any
 
@@ -173,6 +174,8 @@ class RequestState:
         self._unfinished: RequestOutput | None = None
         """The first output, of which later ones replace the completions until one ends."""
         self.changed = asyncio.Event()
+        self.context: Context | None = None
+        """The caller's, in which plugins hear of the end; None once they have."""
         self.listener: Callable[[], None] | None = None
         """Called on new output, instead of setting `changed`."""
 
@@ -228,7 +231,8 @@ class RequestState:
                 outputs.append(completion.take_output(delta=True))
         return self._output(outputs) if outputs else None
 
-    def peek_output(self) -> RequestOutput:
+    def final_output(self) -> RequestOutput:
+        """Return all output, not counting it as taken."""
         return self._output([c.peek_output() for c in self.completions])
 
     def _output(self, outputs: list[CompletionOutput]) -> RequestOutput:

@@ -7,7 +7,7 @@ import collections
 import logging
 import math
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from ..errors import PluginError
 from ..protocols.executors import Executor
@@ -24,6 +24,15 @@ QUIET_SECONDS = 0.5
 which delays a request."""
 MAX_FAILED_STEPS = 3
 InFlight: TypeAlias = collections.deque[tuple[StepPlan, asyncio.Future[StepResult]]]
+
+
+class StepTimeline(Protocol):
+    """Notes the times of steps."""
+
+    def begin(self) -> None: ...
+    def planned(self, plan: StepPlan) -> None: ...
+    def ended(self, plan: StepPlan, result: StepResult) -> None: ...
+    def published(self, plan: StepPlan) -> None: ...
 
 
 class BalanceTimes:
@@ -82,6 +91,8 @@ class StepLoop:
         self._prepares = True
         """Whether the executor supports `PrepareAhead`."""
         self._timing = PlanTiming()
+        self.timeline: StepTimeline | None = None
+        """Notes what the loop does, while a profile runs."""
         self._balancing = balancing
         self._failure: Exception | None = None
         """Why the executor cannot continue."""
@@ -144,12 +155,16 @@ class StepLoop:
                     await self._recover(plan, error, in_flight)
                     continue
                 self._timing.ended(plan, result)
+                if self.timeline is not None:
+                    self.timeline.ended(plan, result)
                 if plan.slots:
                     self._num_failed = 0
                     if self._balancing is not None:
                         self._balancing.num_steps += 1
                 self.publish(self.scheduler.update(plan, result))
                 self.stepped(plan, result)
+                if self.timeline is not None:
+                    self.timeline.published(plan)
         except asyncio.CancelledError:
             await asyncio.gather(*(future for _, future in in_flight), return_exceptions=True)
             raise
@@ -227,6 +242,8 @@ class StepLoop:
     def _fill(self, in_flight: InFlight) -> None:
         while len(in_flight) < self.steps_in_flight and not self._delay(in_flight):
             begun = self._timing.now()
+            if self.timeline is not None:
+                self.timeline.begin()
             plan = self.scheduler.schedule(self._timing.pace())
             if plan is None:
                 return
@@ -238,4 +255,6 @@ class StepLoop:
                 future.set_exception(error)
             self._timing.submitted(plan, begun)
             self.scheduler.submitted()
+            if self.timeline is not None:
+                self.timeline.planned(plan)
             in_flight.append((plan, future))

@@ -42,6 +42,14 @@ class EngineMetrics:
 
         self._running = gauge("num_requests_running", "Requests in the batch.")
         self._waiting = gauge("num_requests_waiting", "Requests waiting for a slot.")
+        by_reason = prometheus.Gauge(
+            "jackfield:num_requests_waiting_by_reason",
+            "Requests waiting: for capacity, or deferred while a KV connector loads.",
+            ["model_name", "reason"],
+            registry=self.registry,
+        )
+        self._at_capacity = by_reason.labels(model_name, "capacity")
+        self._deferred = by_reason.labels(model_name, "deferred")
         self._usage = gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.")
         self._counters = {
             "prefix_cache_queries": counter("prefix_cache_queries", "Prompt tokens looked up."),
@@ -96,6 +104,19 @@ class EngineMetrics:
             "prompt_tokens": counter("prompt_tokens", "Prompt tokens of admitted requests."),
             "generation_tokens": counter("generation_tokens", "Tokens generated."),
         }
+        by_source = prometheus.Counter(
+            "jackfield:prompt_tokens_by_source",
+            "Prompt tokens of finished requests by where their KV came from.",
+            ["model_name", "source"],
+            registry=self.registry,
+        )
+        self._prompt_sources = {
+            source: by_source.labels(model_name, source)
+            for source in ("local_compute", "local_cache_hit", "external_kv_transfer")
+        }
+        self._prompt_cached = counter(
+            "prompt_tokens_cached", "Prompt tokens of finished requests that were not computed."
+        )
         self._accepted_at = prometheus.Counter(
             "jackfield:spec_decode_num_accepted_tokens_per_pos",
             "Accepted drafts by their place in a row, from 0.",
@@ -135,10 +156,23 @@ class EngineMetrics:
         self._generated = histogram(
             "request_generation_tokens", "Generated tokens per request.", TOKENS
         )
+        self._computed = histogram(
+            "request_prefill_kv_computed_tokens",
+            "Prompt tokens per request that were computed, not found or loaded.",
+            TOKENS,
+        )
+        self._longest = histogram(
+            "request_max_num_generation_tokens",
+            "Generated tokens of a request's longest completion.",
+            TOKENS,
+        )
+        self._preempted = histogram(
+            "request_num_preemptions", "Preemptions per request.", (0, 1, 2, 5, 10, 20)
+        )
         self._n = histogram("request_params_n", "n a request.", (1, 2, 5, 10, 20))
         self._max_tokens = histogram("request_params_max_tokens", "max_tokens per request.", TOKENS)
 
-    def observe_step(self, num_tokens: int, seconds: float, launch_wait: float = 0.0) -> None:
+    def observe_step(self, num_tokens: int, seconds: float, launch_wait: float) -> None:
         """Record a step: seconds on the device, and seconds in which its launch thread could not
         run.
         """
@@ -150,6 +184,8 @@ class EngineMetrics:
         """Set gauges and counters from a snapshot, before a scrape."""
         self._running.set(stats.num_requests_running)
         self._waiting.set(stats.num_requests_waiting)
+        self._at_capacity.set(stats.num_requests_waiting - stats.num_requests_deferred)
+        self._deferred.set(stats.num_requests_deferred)
         self._usage.set(stats.kv_cache_usage)
         for name, counter in self._counters.items():
             increase = getattr(stats, name) - getattr(self._seen, name)
@@ -183,7 +219,10 @@ class EngineMetrics:
     def observe_inter_token(self, seconds: float, count: int) -> None:
         self._itl.observe(seconds, count)
 
-    def observe_finished(self, output: RequestOutput, params: SamplingParams) -> None:
+    def observe_finished(
+        self, output: RequestOutput, params: SamplingParams, num_loaded: int = 0
+    ) -> None:
+        """num_loaded: prompt tokens that a KV connector has loaded."""
         generated = sum(len(completion.token_ids) for completion in output.outputs)
         self._prompt.observe(len(output.prompt_token_ids))
         self._generated.observe(generated)
@@ -195,20 +234,34 @@ class EngineMetrics:
             self._e2e.observe(times.finished - times.arrival)
         if times.first_scheduled is None or times.first_token is None or times.last_token is None:
             return
+        self._observe_prompt(len(output.prompt_token_ids), output.num_cached_tokens, num_loaded)
+        self._preempted.observe(times.num_preemptions)
         self._queue.observe(times.first_scheduled - times.arrival)
         self._prefill.observe(times.first_token - times.first_scheduled)
         self._decode.observe(times.last_token - times.first_token)
         self._inference.observe(times.last_token - times.first_scheduled)
         longest = max(len(completion.token_ids) for completion in output.outputs)
+        self._longest.observe(longest)
         if longest > 1:
             self._tpot.observe((times.last_token - times.first_token) / (longest - 1))
 
-    def observe_pooled(self, num_prompt_tokens: int, times: RequestTimings) -> None:
+    def _observe_prompt(self, num_tokens: int, num_cached: int, num_loaded: int) -> None:
+        num_computed, num_loaded = num_tokens - num_cached, min(num_loaded, num_cached)
+        self._computed.observe(num_computed)
+        self._prompt_cached.inc(num_cached)
+        self._prompt_sources["local_compute"].inc(num_computed)
+        self._prompt_sources["local_cache_hit"].inc(num_cached - num_loaded)
+        self._prompt_sources["external_kv_transfer"].inc(num_loaded)
+
+    def observe_pooled(
+        self, num_prompt_tokens: int, times: RequestTimings, num_cached: int = 0
+    ) -> None:
         self._prompt.observe(num_prompt_tokens)
         if times.finished is not None:
             self._e2e.observe(times.finished - times.arrival)
         if times.first_scheduled is not None:
             self._queue.observe(times.first_scheduled - times.arrival)
+            self._observe_prompt(num_prompt_tokens, num_cached, 0)
 
     def render(self) -> bytes:
         text: bytes = prometheus.generate_latest(self.registry)

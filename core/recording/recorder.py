@@ -16,8 +16,10 @@ from ..step import (
     ModelFingerprint,
     Ping,
     PrepareAhead,
+    StartProfile,
     StepPlan,
     StepResult,
+    StopProfile,
     WorkerJob,
 )
 from .recording import FORMAT, Entry, FailureEntry, Header, JobEntry, PlanEntry, ResultEntry, Writer
@@ -96,7 +98,7 @@ class RecordingExecutor(Executor):
         return future
 
     def ask(self, job: WorkerJob) -> asyncio.Future[Any]:
-        if not isinstance(job, Ping):
+        if not isinstance(job, Ping | StartProfile | StopProfile):
             self._write(JobEntry(job))
         return self.executor.ask(job)
 

@@ -135,6 +135,13 @@ class RemoteCore:
     async def reset_prefix_cache(self) -> bool:
         return bool(await self._calls.query("reset_prefix_cache"))
 
+    async def start_profile(self) -> None:
+        await self._calls.query("start_profile")
+
+    async def stop_profile(self) -> list[str]:
+        reply = await self._calls.query("stop_profile")
+        return msgspec.msgpack.decode(reply, type=list[str])
+
     async def render_metrics(self) -> bytes:
         """Return the metrics of engine and front ends, added up."""
         return bytes(await self._calls.query("metrics"))

@@ -175,17 +175,10 @@ class RemoteRequests:
         self._forget(state)
         state.mark_finished()
         try:
-            self._announce(state)
+            self.events.request_finished(state)
         except Exception:
             logger.exception("the end of request %s could not be announced", state.request_id)
         self._tracker.notify(state)
-
-    def _announce(self, state: State) -> None:
-        if self.events.wants_requests and state.announced:
-            if isinstance(state, RequestState):
-                self.events.request_finished(state.peek_output())
-            elif state.pooled.row is not None:
-                self.events.request_finished(state.output())
 
     # ------------------------------------------------------------ received frames
 

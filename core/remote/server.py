@@ -151,6 +151,10 @@ class EngineServer:
                 return sum(report.load for report in await self.reports())
             case "reset_prefix_cache":
                 return await self.core.reset_prefix_cache()
+            case "start_profile":
+                return await self.core.start_profile()
+            case "stop_profile":
+                return msgspec.msgpack.encode(await self.core.stop_profile())
         raise InvalidRequest(f"unknown query: {name[:64]!r}")
 
     @property

@@ -29,8 +29,8 @@ class PlanBuilder:
     """Rows of the plan being made, by kind."""
 
     budget: int
-    prompts_alone: bool = False
-    longest_whole: int = 0
+    prompts_alone: bool
+    longest_whole: int
     """See `StepSize`."""
     decodes: list[Request] = field(default_factory=list)
     drafted: list[Request] = field(default_factory=list)

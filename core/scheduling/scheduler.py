@@ -431,6 +431,7 @@ class Scheduler:
             self._stats,
             num_requests_running=self.num_running,
             num_requests_waiting=self.num_waiting,
+            num_requests_deferred=len(self.requests.loading),
             kv_blocks_used=self.kv.num_used_blocks,
             kv_cache_usage=self.kv.usage,
             prefix_cache_queries=self.kv.num_queried_tokens,

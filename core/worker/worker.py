@@ -29,7 +29,9 @@ from ..step import (
     PrepareAhead,
     ReadAdapter,
     Recover,
+    StartProfile,
     StepPlan,
+    StopProfile,
     WorkerJob,
 )
 from .expert_balance import ExpertMover
@@ -41,6 +43,7 @@ from .launched_step import LaunchedStep
 from .parts.adapters import Adapters
 from .parts.part import WorkerPart
 from .pooling_runner import PoolingRunner
+from .profiler import WorkerProfiler
 from .runner import ModelRunner
 from .start.worker_start import StartedWorker, WorkerStart
 from .threads import PendingStep
@@ -80,6 +83,8 @@ class Worker:
         """Layers whose cache scales the first step computes."""
         self._reported_failures = 0
         """Failed recordings already reported."""
+        stage = ranks.pipeline.size - 1 - ranks.pipeline.stage
+        self._profiler = WorkerProfiler(self.device, stage * ranks.tensor.size + ranks.tensor.rank)
         self._step_failed = False
         """Whether slots are undefined: see `step`."""
 
@@ -126,7 +131,8 @@ class Worker:
         before = self._num_prepared()
         began, worked = time.perf_counter(), time.thread_time()
         try:
-            step = self._launched(plan, in_process, self.runner)
+            with self._profiler.step_range(plan):
+                step = self._launched(plan, in_process, self.runner)
             if isinstance(step, LaunchedStep):
                 step.late_preparations = self._num_prepared() - before
                 step.graph_recording_failures = self._new_recording_failures()
@@ -170,6 +176,10 @@ class Worker:
             return self._adapter_job(job)
         if isinstance(job, BalanceExperts) and self._experts is not None:
             return self._balance_experts(job, self._experts)
+        if isinstance(job, StartProfile):
+            return self._profiler.start(job)
+        if isinstance(job, StopProfile):
+            return self._profiler.stop()
         raise NotImplementedError(f"the worker does no {type(job).__name__}")
 
     def _adapter_job(self, job: ReadAdapter | DropAdapter) -> Any:

@@ -32,12 +32,7 @@ class ResponseFailed(OSError):
 
 def make_parser(name: str, text: str) -> Parser:
     parser = Parser(prog=f"jackfield {name}", description=text)
-    parser.add_argument(
-        "--url",
-        type=_url,
-        default=os.environ.get("JACKFIELD_URL") or DEFAULT_URL,
-        help=f"where the server is; also from JACKFIELD_URL (default: {DEFAULT_URL})",
-    )
+    add_url(parser)
     parser.add_argument(
         "--model", "--model-name", metavar="NAME", help="default: the first one served"
     )
@@ -53,6 +48,15 @@ def make_parser(name: str, text: str) -> Parser:
         "--stats", action="store_true", help="after each response, its tokens and their speed"
     )
     return parser
+
+
+def add_url(parser: Parser) -> None:
+    parser.add_argument(
+        "--url",
+        type=_url,
+        default=os.environ.get("JACKFIELD_URL") or DEFAULT_URL,
+        help=f"where the server is; also from JACKFIELD_URL (default: {DEFAULT_URL})",
+    )
 
 
 def _url(text: str) -> str:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from ...core.errors import ConfigError, JackfieldError
 from ...core.registry import load_plugins
-from ..flags.engine_flags import add_engine_options, engine_config, fail, json_value
+from ..flags.engine_flags import add_engine_options, engine_config, fail
 from ..flags.parser import Parser
+from ..flags.values import json_value
 
 DEFAULT_FILE_SIZE = 5 << 30
 OPTIONS = (

@@ -32,6 +32,12 @@ def _complete(argv: list[str]) -> int:
     return run(argv)
 
 
+def _top(argv: list[str]) -> int:
+    from .top import run
+
+    return run(argv)
+
+
 def _run_batch(argv: list[str]) -> int:
     from .run_batch import run
 
@@ -78,6 +84,7 @@ COMMANDS: dict[str, tuple[Command, str]] = {
     "serve": (_serve, "serve a model over HTTP, as OpenAI does"),
     "chat": (_chat, "talk to a running server"),
     "complete": (_complete, "complete a text on a running server"),
+    "top": (_top, "watch a running server"),
     "run-batch": (_run_batch, "answer a file of requests, without a server"),
     "convert": (_convert, "write a checkpoint divided among ranks, for faster starts"),
     "keys": (_keys, "create API keys with names and limits for a server"),

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 
 
 def run(argv: list[str]) -> int:
+    if "--explain" in argv:
+        from ..server.explain import explain
+
+        return explain([word for word in argv if word != "--explain"])
     with ending_at_signals():
         return _serve(argv)
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from ...core.errors import ConfigError
 from ...core.spelling import nearest
+from .foreign_options import ANY, command_line, option_of, spelled, translated
 from .parser import Parser
 
 
@@ -33,17 +34,39 @@ def with_config(parser: Parser, argv: list[str], args: argparse.Namespace) -> li
 
     args: `parser`'s result. Raises ConfigError with the key's name.
     """
-    flags = parser._option_string_actions
-    names = (word.split("=")[0] for word in parser.spelled(argv))
-    dests = {flags[name].dest for name in names if name in flags}
+    dests = _dests(parser, argv)
     if getattr(args, "model", None) or getattr(args, "model_flag", None):
         dests.add("model_flag")
     words = list(argv)
     for key, value in _read(args.config).items():
-        flag, action = _action(parser, key, args.config)
-        if action.dest not in dests and value is not None:
+        flag, action = _flag(parser, key, args.config)
+        if value is None or (action is not None and action.dest in dests):
+            continue
+        if action is not None and flag not in parser.other_options:
             words += _words(flag, action, value, args.config)
+            continue
+        given = _other_words(parser, flag, value)
+        if not dests & _dests(parser, given):
+            words += given
     return words
+
+
+def _dests(parser: Parser, argv: list[str]) -> set[str]:
+    """Return the namespace attributes that a command line sets."""
+    flags = parser._option_string_actions
+    names = (word.split("=")[0] for word in command_line(parser, translated(parser, argv)))
+    return {flags[name].dest for name in names if name in flags}
+
+
+def _other_words(parser: Parser, flag: str, value: Any) -> list[str]:
+    """Return a key that another server has, and its value, as command-line words."""
+    if isinstance(value, bool):
+        opposite = flag.replace("--", "--no-", 1)
+        known = option_of(parser, opposite)[0] != "unknown"
+        return [flag] if value else [opposite] * known
+    if isinstance(value, list) and parser.other_options[flag].nargs in ("+", ANY):
+        return [flag, *map(_text, value)]
+    return [f"{flag}={_text(value)}"]
 
 
 def without_config(argv: list[str]) -> list[str]:
@@ -93,16 +116,20 @@ def _check_unique(keys: Iterable[Any], path: str) -> None:
         seen.add(name)
 
 
-def _action(parser: Parser, key: Any, path: str) -> tuple[str, argparse.Action]:
+def _flag(parser: Parser, key: Any, path: str) -> tuple[str, argparse.Action | None]:
+    """Return a key's flag, and its action, or None if it is another server's."""
     flags = parser._option_string_actions
     name = str(key)
     for flag in (f"--{name}", f"--{name.replace('_', '-')}"):
         if flag in flags and flags[flag].dest not in ("help", "config"):
             return flag, flags[flag]
+    flag = spelled(parser, f"--{name}")
+    if (other := parser.other_options.get(flag)) is not None:
+        if other.state == "refused" and not other.neutral:
+            raise ConfigError(f"--config: {path}: {name}: {other.text}", param=name)
+        return flag, None
     if name == "config":
         raise ConfigError(f"--config: {path}: config: a file names no other file", param=name)
-    if (why := parser.missing.get(f"--{name.replace('_', '-')}")) is not None:
-        raise ConfigError(f"--config: {path}: {name}: {why}", param=name)
     names = [flag.removeprefix("--") for flag in flags if flag.startswith("--")]
     near = nearest(name, names)
     hint = f"; did you mean {near}?" if near else ""

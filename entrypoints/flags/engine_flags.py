@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import functools
 import inspect
-import json
 import re
 import sys
 import types
@@ -20,7 +19,7 @@ from ...core.errors import ConfigError, PluginError
 from ...core.registration.plugin_options import with_option
 from ..stdout import reader_left
 from .parser import Parser
-from .values import number_or, scaled_number
+from .values import json_value, number_or, scaled_number
 
 UNIONS = (types.UnionType, typing.Union)
 ALIASES = {
@@ -159,13 +158,6 @@ def _add(group: argparse._ArgumentGroup, name: str, kind: Any, text: str, defaul
         group.add_argument(*names, type=parse, metavar=metavar, **options)
     else:
         group.add_argument(*names, type=json_value, metavar="JSON", **options)
-
-
-def json_value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise argparse.ArgumentTypeError(f"no JSON: {error}: {text!r}") from None
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from ...core.spelling import nearest
+from .foreign_options import Option, command_line, translated
 
+KINDS = {"refused": "", "no effect": "has no effect: ", "equivalent": "becomes "}
+"""State of another server's option → what comes before its text."""
 MANY = 60
 """Options beyond which `--help` explains some and lists the groups."""
 
@@ -57,10 +60,8 @@ class Parser(argparse.ArgumentParser):
 
     common: Sequence[str] = ()
     """Flags that a short `--help` explains; empty: those without a group."""
-    missing: Mapping[str, str] = {}
-    """Other servers' flags → why they are missing, or what to use."""
-    no_effect: Mapping[str, str] = {}
-    """Other servers' accepted flags → why they are unnecessary."""
+    other_options: Mapping[str, Option] = {}
+    """Other servers' flags → what becomes of them."""
     other_groups: Mapping[str, str] = {}
     """Other group names for `--help=`, in lower case → titles."""
     names_of: Callable[[str], Iterable[str]] | None = None
@@ -79,10 +80,14 @@ class Parser(argparse.ArgumentParser):
         return parsed
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        words = self.spelled(sys.argv[1:] if args is None else args)
+        lines = translated(self, sys.argv[1:] if args is None else args)
+        words = command_line(self, lines)
         topic = next((word for word in words if word.startswith("--help=")), None)
         if topic is not None and self._subparsers is None:
             self._show_topic(topic.removeprefix("--help="))
+        for line in lines:
+            if line.state == "refused":
+                self.error(f"{line.flag}: {line.note}")
         try:
             return super().parse_known_args(words, namespace)
         except argparse.ArgumentError as error:
@@ -90,21 +95,6 @@ class Parser(argparse.ArgumentParser):
             long = (name for name in names if name.startswith("--"))
             error.argument_name = next(long, names[0]) or None
             self.error(str(error))
-
-    def spelled(self, words: Iterable[str]) -> list[str]:
-        """Return a command line with flags spelled with -."""
-        return list(self._spelled(iter(words)))
-
-    def _spelled(self, words: Iterator[str]) -> Iterator[str]:
-        for word in words:
-            if word == "--":
-                yield word
-                yield from words
-                return
-            name, equals, value = word.partition("=")
-            own = name.replace("_", "-")
-            known = name.startswith("--") and own in self._option_string_actions
-            yield f"{own}{equals}{value}" if known else word
 
     def error(self, message: str) -> NoReturn:
         """Print the error without usage, and exit."""
@@ -118,8 +108,6 @@ class Parser(argparse.ArgumentParser):
 
     def _explain(self, unknown: list[str]) -> str:
         flag = unknown[0].split("=")[0]
-        if (why := self.missing.get(flag.replace("_", "-"))) is not None:
-            return f"{flag}: {why}"
         near = nearest(flag, self._long_flags()) if flag.startswith("--") else None
         hint = f"did you mean {near}?" if near else f"`{self.prog} --help` lists the options"
         return f"unrecognized argument: {unknown[0]}; {hint}"
@@ -185,10 +173,10 @@ class Parser(argparse.ArgumentParser):
     def _about(self, word: str) -> str:
         """Return the help for a group, a flag, or flags that contain a word."""
         flag = f"--{word.lstrip('-')}"
-        for reasons, kind in ((self.missing, ""), (self.no_effect, "has no effect: ")):
-            for name in (word, flag):
-                if name in reasons:
-                    return f"{name}: {kind}{reasons[name]}\n"
+        for name in (word, flag):
+            other = self.other_options.get(name)
+            if other is not None and name not in self._option_string_actions:
+                return f"{name}: {KINDS[other.state]}{other.text}\n"
         if not word.startswith("-") and (group := self._group_named(word)) is not None:
             return self._sections({group: _shown(group)})
         action = self._option_string_actions.get(word) or self._option_string_actions.get(flag)

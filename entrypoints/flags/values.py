@@ -78,6 +78,13 @@ def non_empty(text: str) -> str:
     return text
 
 
+def json_value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"no JSON: {error}: {text!r}") from None
+
+
 class Words(argparse.Action):
     """Accepts several words, or one JSON list, as vLLM writes them."""
 

@@ -139,8 +139,8 @@ class ServerOptions:
     enable_admin: Annotated[
         bool,
         Meta(
-            description="serve POST /reset_prefix_cache and GET /server_info, and with "
-            "--enable-lora routes that load and unload adapters"
+            description="serve POST /reset_prefix_cache, /start_profile, /stop_profile and GET "
+            "/server_info, and with --enable-lora routes that load and unload adapters"
         ),
         Flag(group="server"),
     ] = False

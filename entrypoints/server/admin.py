@@ -19,6 +19,8 @@ class CacheInUse(InvalidRequest):
 
 def add_admin_routes(app: web.Application) -> None:
     app.router.add_post("/reset_prefix_cache", reset_prefix_cache)
+    app.router.add_post("/start_profile", start_profile)
+    app.router.add_post("/stop_profile", stop_profile)
     app.router.add_get("/server_info", server_info, allow_head=False)
     if app[ENGINE].config.enable_lora:
         add_adapter_routes(app)
@@ -35,6 +37,37 @@ reset_prefix_cache.openapi = {  # type: ignore[attr-defined]
     "tags": ["admin"],
     "summary": "Forget cached prefixes",
     "responses": {"200": {"description": "Done"}, "409": {"description": "Requests run"}},
+}
+
+
+async def start_profile(request: web.Request) -> web.Response:
+    """POST /start_profile: trace the step loop, the worker and the device."""
+    await request.app[ENGINE].start_profile()
+    return web.Response()
+
+
+start_profile.openapi = {  # type: ignore[attr-defined]
+    "tags": ["admin"],
+    "summary": "Begin a profile, if the server has a folder for traces",
+    "responses": {"200": {"description": "Begun"}, "400": {"description": "No folder, or running"}},
+}
+
+
+async def stop_profile(request: web.Request) -> web.Response:
+    """POST /stop_profile: end a profile, and write its trace."""
+    return reply({"traces": await request.app[ENGINE].stop_profile()})
+
+
+stop_profile.openapi = {  # type: ignore[attr-defined]
+    "tags": ["admin"],
+    "summary": "End a profile, and name the files that it is in",
+    "responses": {
+        "200": {
+            "description": "Done",
+            "content": {"application/json": {"schema": {"type": "object"}}},
+        },
+        "400": {"description": "No profile"},
+    },
 }
 
 

@@ -6,8 +6,10 @@ import argparse
 import dataclasses
 import logging
 import os
+from collections.abc import Iterable
 from typing import Annotated, Literal, NamedTuple
 
+import msgspec
 from msgspec import Meta
 
 from ...core.config import EngineConfig
@@ -16,8 +18,11 @@ from ...core.registry import Plugins, load_plugins
 from ..flags.config_file import add_config, with_config, without_config
 from ..flags.dataclass_flags import Flag, add_flags, fields_of, from_flags
 from ..flags.engine_flags import add_engine_options, engine_config
+from ..flags.foreign_options import Line, translated
 from ..flags.parser import Parser
-from ..flags.vllm_flags import MISSING, NO_EFFECT, VLLM_GROUPS, add_vllm_flags, without_effect
+from ..flags.sglang_flags import sglang_options
+from ..flags.vllm_environment import environment_lines
+from ..flags.vllm_flags import VLLM_GROUPS, vllm_options
 from ..http.options import ServerOptions
 from ..http.tls import Tls
 from .listen import Listen
@@ -25,6 +30,8 @@ from .listen import Listen
 logger = logging.getLogger("jackfield.serve")
 KEY_VARIABLES = ("JACKFIELD_API_KEY", "VLLM_API_KEY")
 """Environment variables with comma-separated API keys."""
+PROFILE_VARIABLE = "VLLM_TORCH_PROFILER_DIR"
+"""Environment variable with vLLM's folder of profiles."""
 GROUPS = {
     "server": "Address, keys, logs, and what is served besides the API.",
     "batches": "Files of requests, answered behind the others.",
@@ -83,10 +90,13 @@ def make_parser() -> Parser:
     for options in (Listen, ServeOptions, ServerOptions):
         add_flags(parser, options)
     add_config(server)
+    server.add_argument(
+        "--explain",
+        action="store_true",
+        help="print what each flag becomes, those of vLLM and SGLang among them, and start nothing",
+    )
     add_engine_options(parser)
-    add_vllm_flags(parser)
-    parser.missing = MISSING
-    parser.no_effect = {flag: why for flag, (_, why) in NO_EFFECT.items()}
+    parser.other_options = sglang_options() | vllm_options()
     parser.other_groups = VLLM_GROUPS
     parser.common = COMMON
     return parser
@@ -108,17 +118,15 @@ def settings(argv: list[str], *, remarks: bool = True) -> Settings:
     remarks: log flags without effect.
     """
     parser = make_parser()
+    lines, argv = whole_command(parser, argv)
     args = parser.parse_args(argv)
-    if args.config is not None:
-        argv = without_config(with_config(parser, argv, args))
-        args = parser.parse_args(argv)
     serve = from_flags(ServeOptions, args)
     logging.basicConfig(
         level=serve.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    for sentence in without_effect(args) if remarks else ():
+    for sentence in without_effect(lines) if remarks else ():
         logger.warning("%s", sentence)
-    config = engine_config(args, args.model_flag or args.model)
+    config = _with_profile_folder(engine_config(args, args.model_flag or args.model))
     if serve.enable_auto_tool_choice:
         check_tool_parser(config)
     options = server_options(args)
@@ -130,6 +138,27 @@ def settings(argv: list[str], *, remarks: bool = True) -> Settings:
     logs_stats = options.log_stats and serve.log_level not in ("error", "critical")
     stats_log.logger.setLevel(logging.INFO if logs_stats else logging.ERROR)
     return Settings(config, plugins, listen(args), options, serve.api_server_count, argv)
+
+
+def whole_command(parser: Parser, argv: list[str]) -> tuple[list[Line], list[str]]:
+    """Return what environment, command line and --config's file become, and the words of the latter
+    two after those of the environment. Raises ConfigError.
+    """
+    variables = list(environment_lines(os.environ))
+    for line in variables:
+        if line.state == "refused":
+            raise ConfigError(f"{line.given[0]}: {line.note}", param=line.flag)
+    args = parser.parse_args(argv)
+    if args.config is not None:
+        argv = without_config(with_config(parser, argv, args))
+    from_variables = [word for line in variables for word in line.words]
+    return [*variables, *translated(parser, argv)], [*from_variables, *argv]
+
+
+def without_effect(lines: Iterable[Line]) -> Iterable[str]:
+    """Return a sentence for each flag that changes nothing."""
+    sentences = (f"{each.flag} has no effect: {each.note}" for each in lines if each.note)
+    return dict.fromkeys(sentences)
 
 
 def server_options(args: argparse.Namespace) -> ServerOptions:
@@ -147,6 +176,15 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
     for path in options.api_key_files:
         read_keys(path)
     return dataclasses.replace(options, api_keys=tuple(dict.fromkeys(keys)))
+
+
+def _with_profile_folder(config: EngineConfig) -> EngineConfig:
+    """Return a configuration with the environment's folder of profiles, if it has none."""
+    profiles, folder = config.profiler_config, os.environ.get(PROFILE_VARIABLE)
+    if not folder or profiles.torch_profiler_dir:
+        return config
+    profiles = msgspec.structs.replace(profiles, torch_profiler_dir=folder)
+    return msgspec.structs.replace(config, profiler_config=profiles)
 
 
 def _listed_keys(variable: str, text: str) -> list[str]:

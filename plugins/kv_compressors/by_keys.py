@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from ...core.nn.kv_cache.quantized_cache import KVCache
 from ...core.protocols.attention import AttentionSpec
 from ...core.protocols.kv_compressors import KVCompressor
-from .in_place import cached_tokens, key_differences, key_norms
+from . import in_place
 
 SINKS = 4
 """First tokens that always stay: attention sinks (arXiv 2309.17453)."""
@@ -97,8 +97,10 @@ class KeyNorm(KVCompressor):
         *,
         queries: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
-        tokens = cached_tokens(caches, blocks, num_tokens, spec.head_dim)
-        return None if tokens is None else keep_ends(key_norms(tokens).mul_(-spec.key_scale))
+        tokens = in_place.cached_tokens(caches, blocks, num_tokens, spec.head_dim)
+        return (
+            None if tokens is None else keep_ends(in_place.key_norms(tokens).mul_(-spec.key_scale))
+        )
 
 
 class KeyDiff(KVCompressor):
@@ -137,5 +139,5 @@ class KeyDiff(KVCompressor):
         *,
         queries: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
-        tokens = cached_tokens(caches, blocks, num_tokens, spec.head_dim)
-        return None if tokens is None else keep_ends(key_differences(tokens))
+        tokens = in_place.cached_tokens(caches, blocks, num_tokens, spec.head_dim)
+        return None if tokens is None else keep_ends(in_place.key_differences(tokens))

@@ -11,15 +11,8 @@ import torch.nn.functional as F
 from ...core.nn.kv_cache.quantized_cache import KVCache
 from ...core.protocols.attention import AttentionSpec
 from ...core.protocols.kv_compressors import KVCompressor
+from . import in_place
 from .by_keys import RECENT, SINKS, keep_ends, product
-from .in_place import (
-    attention_weights,
-    expected_weights,
-    kernels_run,
-    most_similar,
-    newest_similar,
-    tokens_for_queries,
-)
 
 ROWS = 128
 """Rows of a similarity matrix per product."""
@@ -68,8 +61,8 @@ def newest_of_similar(keys: torch.Tensor, directions: torch.Tensor, similar: flo
     num_tokens] int64; -1: none. directions: [num_kv_heads, num_tokens, head_dim] float32, of the
     keys
     """
-    if kernels_run(keys):
-        return newest_similar(keys, similar).long()
+    if in_place.kernels_run(keys):
+        return in_place.newest_similar(keys, similar).long()
     order = torch.arange(directions.shape[1], device=keys.device)
     newest = []
     for start in range(0, len(order), ROWS):
@@ -84,8 +77,8 @@ def nearest(keys: torch.Tensor, others: torch.Tensor) -> tuple[torch.Tensor, tor
     """Return each key's cosine with the most similar of the others, and its index, [num_kv_heads,
     num_tokens] each. keys, others: [num_tokens, num_kv_heads, head_dim]
     """
-    if kernels_run(keys):
-        return most_similar(keys, others)
+    if in_place.kernels_run(keys):
+        return in_place.most_similar(keys, others)
     directions, aims = (F.normalize(k.float(), dim=2).transpose(0, 1) for k in (keys, others))
     starts = range(0, directions.shape[1], ROWS)
     parts = [(directions[:, s : s + ROWS] @ aims.transpose(1, 2)).max(2) for s in starts]
@@ -133,11 +126,15 @@ class SnapKV(KVCompressor):
         queries: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         assert queries is not None, "num_queries is not 0"
-        tokens = tokens_for_queries(spec, caches, blocks, num_tokens, queries, self.num_queries)
+        tokens = in_place.tokens_for_queries(
+            spec, caches, blocks, num_tokens, queries, self.num_queries
+        )
         if tokens is None:
             return None
         scale = spec.scale * spec.key_scale
-        weights = attention_weights(tokens, queries, scale, spec.soft_cap, self.num_queries)
+        weights = in_place.attention_weights(
+            tokens, queries, scale, spec.soft_cap, self.num_queries
+        )
         scores = F.avg_pool1d(
             weights.flatten(0, 1), self.width, stride=1, padding=self.width // 2,
             count_include_pad=False,
@@ -190,11 +187,13 @@ class ExpectedAttention(KVCompressor):
         queries: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         assert queries is not None, "num_queries is not 0"
-        tokens = tokens_for_queries(spec, caches, blocks, num_tokens, queries, self.num_queries)
+        tokens = in_place.tokens_for_queries(
+            spec, caches, blocks, num_tokens, queries, self.num_queries
+        )
         if tokens is None:
             return None
         scale = spec.scale * spec.key_scale
-        weights = expected_weights(tokens, queries, scale, spec.soft_cap, self.num_queries)
+        weights = in_place.expected_weights(tokens, queries, scale, spec.soft_cap, self.num_queries)
         return keep_ends(weights.mul_(spec.value_scale))
 
 

@@ -1,4 +1,5 @@
-"""Triton kernels of compressors, which score tokens in the cache."""
+"""Triton kernels of compressors, which score tokens in the cache. Imported as a module: without
+Triton it has no kernels, and `kernels_run` says so."""
 
 from __future__ import annotations
 

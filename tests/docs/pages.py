@@ -25,16 +25,18 @@ from typing import NamedTuple
 import jackfield
 
 ROOT = Path(jackfield.__file__).resolve().parent
-ROOM_PAGES = sorted(
-    page
-    for folder in ("core", "plugins", "kernels", "entrypoints")
-    for page in (ROOT / folder).rglob("*.md")
-)
+
+
+def _pages(*folders: str) -> list[Path]:
+    """Pages below the folders but those of tools, which are in folders like `.pytest_cache`."""
+    found = (page for folder in folders for page in (ROOT / folder).rglob("*.md"))
+    return sorted(page for page in found if not re.search(r"(^|/)\.", str(page.relative_to(ROOT))))
+
+
+ROOM_PAGES = _pages("core", "plugins", "kernels", "entrypoints")
 """Pages in the directories that they describe, for whoever edits these."""
 PAGES = sorted(
-    [ROOT / "README.md", ROOT / "CHANGELOG.md"]
-    + [page for folder in ("docs", "examples") for page in (ROOT / folder).rglob("*.md")]
-    + ROOM_PAGES
+    [ROOT / "README.md", ROOT / "CHANGELOG.md", *_pages("docs", "examples"), *ROOM_PAGES]
 )
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 MARK = re.compile(r"<!-- ([^>]*) -->\n+\Z")

@@ -69,7 +69,7 @@ def _config(tokenizer: tokenizers.Tokenizer, **changes: Any) -> transformers.Qwe
             "vocab_size": tokenizer.get_vocab_size(),
             "hidden_size": 64,
             "intermediate_size": 96,
-            "num_hidden_layers": 2,
+            "num_hidden_layers": 1,
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
             "head_dim": 16,
@@ -134,9 +134,7 @@ def _save_chains(
 ) -> None:
     """A model after whose tokens the next of their chain comes, and after the last the end."""
     size = tokenizer.get_vocab_size()
-    model = transformers.Qwen3ForCausalLM(
-        _config(tokenizer, hidden_size=size, num_hidden_layers=1, **changes)
-    )
+    model = transformers.Qwen3ForCausalLM(_config(tokenizer, hidden_size=size, **changes))
     end = tokenizer.token_to_id("<|im_end|>")
     with torch.no_grad():
         layer = model.model.layers[0]

@@ -11,7 +11,13 @@ import pytest
 from jackfield.core.errors import InvalidRequest
 from jackfield.entrypoints.batch.jsonl import Line, Result, refused
 from jackfield.entrypoints.batch.results import ResultsFile
-from jackfield.entrypoints.batch.schemas import Batch, Conflict, FileObject, NotFound
+from jackfield.entrypoints.batch.schemas import (
+    Batch,
+    Conflict,
+    FileObject,
+    NotFound,
+    RequestCounts,
+)
 from jackfield.entrypoints.batch.store import Store
 
 
@@ -201,3 +207,8 @@ def test_two_runs_do_not_write_to_one_file(tmp_path: Path) -> None:
         ResultsFile(tmp_path / "out.jsonl")
     first.close()
     ResultsFile(tmp_path / "out.jsonl").close()
+
+
+def test_of_a_new_batch_no_request_is_counted() -> None:
+    counts = RequestCounts()
+    assert (counts.total, counts.completed, counts.failed) == (0, 0, 0)

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import termios
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -113,6 +114,13 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self._master, text.encode())
 
+    def waits(self) -> None:
+        """Wait until the program does: Python handles a signal that comes just before a system call
+        after that call."""
+        stat = Path(f"/proc/{self.process.pid}/stat")
+        while stat.read_text().rpartition(")")[2].split()[0] != "S":
+            time.sleep(0.001)
+
 
 @contextlib.contextmanager
 def terminal(home: Path, *argv: str, **more: str) -> Iterator[Terminal]:
@@ -141,6 +149,7 @@ def test_ctrl_c_ends_an_answer_and_not_the_conversation(scripted: Scripted, tmp_
         screen.expect("> ")
         screen.type("long\n")
         screen.expect("echo long")
+        screen.waits()
         screen.type("\x03")
         screen.expect("(stopped)")
         assert scripted.left.wait(SECONDS)

@@ -9,6 +9,7 @@ calls it greedy when each token is the likeliest of its `top_logprobs`.
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,10 +18,10 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 import torch
-from serving import Server, running
+from serving import MODEL, Server, engine_config, running, save_random
 
 import jackfield
-from jackfield import EngineConfig
+from jackfield import EngineConfig, SamplingParams
 
 from helpers import reference_model
 
@@ -221,3 +222,35 @@ def test_offsets_find_each_token_in_the_text(server: Server) -> None:
     whole = [(token, start) for token, start in pieces if not token.startswith("bytes:")]
     assert len(whole) > 5
     assert all(text[start:].startswith(token) for token, start in whole)
+
+
+def test_an_echo_is_the_text_that_was_sent_whatever_its_tokens_say(tmp_path: Path) -> None:
+    """A prompt begins with the tokenizer's own token, and loses its capitals."""
+    folder = save_random(tmp_path)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["normalizer"] = {"type": "Lowercase"}
+    begin = "<|im_start|>"
+    (number,) = (each["id"] for each in tokenizer["added_tokens"] if each["content"] == begin)
+    first = {"SpecialToken": {"id": begin, "type_id": 0}}
+    rest = {"Sequence": {"id": "A", "type_id": 0}}
+    tokenizer["post_processor"] = {
+        "type": "TemplateProcessing", "single": [first, rest], "pair": [first, rest],
+        "special_tokens": {begin: {"id": begin, "ids": [number], "tokens": [begin]}},
+    }  # fmt: skip
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    body = {"model": MODEL, "max_tokens": 1, "echo": True, "temperature": 0}
+    with jackfield.LLM(str(folder), dtype="float32", num_gpu_blocks_override=200) as llm:
+        (output,) = llm.generate(["Hello"], SamplingParams(max_tokens=1), use_tqdm=False)
+        assert output.prompt_token_ids[0] == number
+    with running(engine_config(folder)) as lossy:
+        for prompt in ("Hello There", ["Hello There", "AND You"]):
+            answer = httpx.post(lossy.url + "/v1/completions", json={**body, "prompt": prompt})
+            sent = [prompt] if isinstance(prompt, str) else prompt
+            tokens = [
+                httpx.post(lossy.url + "/tokenize", json={"prompt": text}).json()["tokens"]
+                for text in sent
+            ]
+            assert all(each[0] == number for each in tokens)
+            assert answer.json()["usage"]["prompt_tokens"] == sum(map(len, tokens))
+            for choice, text in zip(answer.json()["choices"], sent, strict=True):
+                assert choice["text"].startswith(text)

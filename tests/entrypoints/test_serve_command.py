@@ -59,7 +59,11 @@ def serving(
 
 
 def test_the_ready_line_tells_what_is_served_and_where(checkpoint: Path) -> None:
-    options = ("--attention-backend", "torch", "--tool-call-parser", "qwen25")
+    options = (
+        "--attention-backend", "torch", "--tool-call-parser", "qwen25",
+        # As vLLM's command lines have them.
+        "-O3", "--compilation-config.level", "3", "--nnodes", "1", "--disable-prefix-caching",
+    )  # fmt: skip
     with serving(checkpoint, *options) as (process, line, url):
         assert re.match(
             r"Serving tiny on http://127\.0\.0\.1:[1-9]\d* \(cpu, attention: torch, .+; "

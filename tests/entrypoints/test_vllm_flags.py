@@ -1,52 +1,363 @@
-"""Command lines written for vLLM: what has no effect is taken, what is missing is named."""
+"""Command lines written for vLLM and SGLang: each option becomes what it says."""
 
 from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from jackfield.core.errors import ConfigError
+from jackfield.entrypoints.cli.main import main
 from jackfield.entrypoints.flags.config_file import with_config
-from jackfield.entrypoints.flags.vllm_flags import MISSING, NO_EFFECT, without_effect
-from jackfield.entrypoints.server.serve_settings import make_parser, settings
+from jackfield.entrypoints.flags.engine_flags import engine_options
+from jackfield.entrypoints.flags.foreign_options import option_of, translated
+from jackfield.entrypoints.flags.sglang_flags import sglang_options
+from jackfield.entrypoints.flags.vllm_environment import environment_lines, variable
+from jackfield.entrypoints.flags.vllm_flags import (
+    EQUIVALENT,
+    MISSING,
+    NEUTRAL,
+    NO_EFFECT,
+    vllm_options,
+)
+from jackfield.entrypoints.server.serve_settings import (
+    make_parser,
+    settings,
+    whole_command,
+    without_effect,
+)
 
-VALUES = {0: [], 1: ["1"], "?": ["3"], "+": ["1", "2"]}
+HERE = Path(__file__).parent
+PARSER = make_parser()
+NAMES = [
+    name
+    for line in (HERE / "vllm_options.txt").read_text().splitlines()
+    for name in line.split()[1:]
+    if name != "/" and "lora" not in name
+]
+"""Options of vLLM 0.33.0 with their opposites, but for those of adapters."""
+VARIABLES = (HERE / "vllm_variables.txt").read_text().split()
 
 
-def test_no_flag_is_in_two_lists() -> None:
-    own = make_parser()._option_string_actions
-    assert not MISSING.keys() & own.keys()
-    assert not MISSING.keys() & NO_EFFECT.keys()
+@pytest.fixture(autouse=True)
+def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+def values_of(nargs: int | str, value: str = "1") -> list[str]:
+    return {0: [], 1: [value], "?": [value], "+": [value, value], "*": [value]}[nargs]
+
+
+def parsed(*words: str) -> dict[str, Any]:
+    return vars(make_parser().parse_args(list(words)))
+
+
+PLAIN = parsed()
+
+
+def changed(*words: str) -> dict[str, Any]:
+    return {name: value for name, value in parsed(*words).items() if value != PLAIN.get(name)}
+
+
+# ---------------------------------------------------------------- every option
+
+
+def test_every_option_of_vllm_is_known() -> None:
+    assert len(NAMES) > 450
+    assert [name for name in NAMES if option_of(PARSER, name)[0] == "unknown"] == []
+
+
+def test_no_option_is_in_two_lists() -> None:
+    own = PARSER._option_string_actions.keys()
+    lists: list[Any] = [NO_EFFECT.keys(), MISSING.keys(), EQUIVALENT.keys()]
+    for place, flags in enumerate(lists):
+        for others in lists[place + 1 :]:
+            assert not flags & others
+    assert not (NO_EFFECT.keys() | MISSING.keys()) & own
+    assert not sglang_options().keys() & (own | vllm_options().keys())
+    assert NEUTRAL.keys() <= MISSING.keys()
+
+
+def test_reasons_name_options_that_are_there() -> None:
+    """A flag that a reason recommends is one of the parser's."""
+    options = vllm_options() | sglang_options()
+    reasons = [option.text for option in options.values()]
+    reasons += [variable(name).text for name in VARIABLES]
+    for reason in reasons:
+        for word in reason.replace(",", " ").replace(";", " ").replace(")", " ").split():
+            flag = word.lstrip("(").rstrip(":.").partition("=")[0]
+            if not flag.startswith("--"):
+                continue
+            known = option_of(PARSER, flag)[0] != "unknown"
+            assert known or option_of(PARSER, flag.partition(".")[0])[0] == "same", reason
 
 
 @pytest.mark.parametrize("flag", NO_EFFECT)
 def test_a_flag_without_effect_is_taken_and_changes_nothing(flag: str) -> None:
-    plain = vars(make_parser().parse_args(["model"]))
-    args = make_parser().parse_args(["model", flag, *VALUES[NO_EFFECT[flag][0]]])
-    (sentence,) = without_effect(args)
-    assert sentence.startswith(f"{flag} has no effect: ")
-    assert {name: value for name, value in vars(args).items() if name != "no_effect"} == plain
+    words = [flag, *values_of(NO_EFFECT[flag][0])]
+    (sentence,) = without_effect(translated(PARSER, words))
+    assert sentence == f"{flag} has no effect: {NO_EFFECT[flag][1]}"
+    assert changed("model", *words) == {"model": "model"}
 
 
 @pytest.mark.parametrize("flag", MISSING)
 def test_a_missing_feature_is_named(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as raised:
-        make_parser().parse_args(["model", flag, "1"])
+        make_parser().parse_args(["model", flag, "other"])
     assert raised.value.code == 2
     assert f"{flag}: {MISSING[flag]}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"), [(flag, value) for flag, values in NEUTRAL.items() for value in values]
+)
+def test_a_missing_feature_that_is_not_used_is_taken(flag: str, value: str) -> None:
+    assert changed(flag, value) == changed(f"{flag}={value}") == {}
+
+
+@pytest.mark.parametrize(
+    ("words", "becomes"),
+    [
+        ("--all2all-backend deepep_low_latency", ""),
+        ("--attention-backend FLASH_ATTN", "--attention-backend FLASH_ATTN"),
+        ("--attention-backend FLASHINFER_MLA", ""),
+        ("-ac.backend FLASH_ATTN", "--attention-backend FLASH_ATTN"),
+        ("-O3", ""),
+        ("-O 0", "--enforce-eager"),
+        ("-O0", "--enforce-eager"),
+        ("--optimization-level 2", ""),
+        ("-cc.mode=3", ""),
+        ("--compilation-config 3", ""),
+        ("--compilation-config.level 3 --compilation-config.cudagraph_mode NONE",
+         "--enforce-eager"),
+        ("--convert embed", "--task embed"),
+        ("--convert none", ""),
+        ("-dpb mp", ""),
+        ("--data-parallel-backend ray", "--executor ray"),
+        ("--device-memory-utilization 0.5", "--gpu-memory-utilization 0.5"),
+        ("--disable-uvicorn-access-log", "--access-log off"),
+        ("--disable-log-requests", "--no-enable-log-requests"),
+        ("--disable-prefix-caching", "--no-enable-prefix-caching"),
+        ("--no-async-scheduling", ""),
+        ("--no-enable-sleep-mode", ""),
+        ("--guided-decoding-backend guidance", "--structured-outputs-config.backend llguidance"),
+        ("--structured-outputs-config.backend guidance",
+         "--structured-outputs-config.backend llguidance"),
+        ("--structured-outputs-config.disable_fallback true", ""),
+        ("--kv-offloading-size 4 --kv-offloading-backend native",
+         '--kv-transfer-config {"kv_connector":"cpu_offload",'
+         '"kv_connector_extra_config":{"kv_offloading_size":4}}'),
+        ('--kv-transfer-config {"kv_connector":"OffloadingConnector","kv_role":"kv_both",'
+         '"kv_connector_extra_config":{"cpu_bytes_to_use":2147483648}}',
+         '--kv-transfer-config {"kv_connector":"cpu_offload","kv_role":"kv_both",'
+         '"kv_connector_extra_config":{"kv_offloading_size":2}}'),
+        ("--load-format fastsafetensors", "--load-format safetensors"),
+        ("--log-level INFO", "--log-level info"),
+        ("--uvicorn-log-level trace", "--log-level debug"),
+        ("--logging-config.log_level DEBUG", "--log-level debug"),
+        ("--mamba-cache-mode align", ""),
+        ("--max-num-queued-reqs 5", "--limit-concurrency 5"),
+        ("-sc.method ngram --spec-tokens 3",
+         '--speculative-config {"method":"ngram","num_speculative_tokens":3}'),
+        ("--spec-method ngram --spec-model x",
+         '--speculative-config {"method":"ngram","model":"x"}'),
+        ("--hf-overrides.rope_theta 1e6 --hf_overrides.a.b+ 1,2 --hf-overrides.a.b+ 3",
+         '--hf-overrides {"rope_theta":1000000.0,"a":{"b":[1,2,3]}}'),
+        ("--override-generation-config.temperature 0.5",
+         '--override-generation-config {"temperature":0.5}'),
+        ("--task embedding", "--task embed"),
+        ("--tokenizer-mode slow", "--tokenizer-mode hf"),
+        # SGLang's.
+        ("--model-path m --tokenizer-path t", "--model m --tokenizer t"),
+        ("--tp 2 --dp-size 2 --pp-size 2", "-tp 2 -dp 2 -pp 2"),
+        ("--mem-fraction-static 0.8", "--gpu-memory-utilization 0.8"),
+        ("--context-length 4096", "--max-model-len 4096"),
+        ("--chunked-prefill-size -1", "--no-enable-chunked-prefill"),
+        ("--chunked-prefill-size 512", "--max-num-batched-tokens 512"),
+        ("--disable-radix-cache --disable-cuda-graph",
+         "--no-enable-prefix-caching --enforce-eager"),
+        ("--is-embedding", "--runner pooling"),
+        ("--schedule-policy lpm", ""),
+        ("--speculative-algorithm NGRAM --speculative-num-draft-tokens 4",
+         '--speculative-config {"method":"ngram","num_speculative_tokens":4}'),
+        ("--json-model-override-args {}", "--hf-overrides {}"),
+        ("--ep-size 2", "-ep"),
+        ("--max-running-requests 8", "--max-num-seqs 8"),
+        ("--enable-metrics --enable-mixed-chunk", ""),
+    ],
+)  # fmt: skip
+def test_an_option_has_the_effect_of_its_equivalent(words: str, becomes: str) -> None:
+    assert changed(*words.split()) == changed(*becomes.split())
+
+
+def test_keys_given_one_by_one_add_to_a_whole_value() -> None:
+    words = ["--hf-overrides.b", "2", "--hf-overrides", '{"a": 1, "b": 1}', "--hf-overrides.c=x"]
+    assert parsed(*words)["hf_overrides"] == {"a": 1, "b": 2, "c": "x"}
+    with_flag = ["--eplb-config.window-size", "5", "--eplb-config.log_balancedness", "true"]
+    options = engine_options(make_parser().parse_args(with_flag))
+    assert options["eplb_config"] == {"window_size": 5, "log_balancedness": True}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--convert", "reward"],
+        ["--kv-offloading-backend", "lmcache"],
+        ["--logging-config", '{"formatter": "json"}'],
+        ["--compilation-config", "{"],
+        ["--spec-tokens"],
+        ["--nnodes", "2"],
+        ["--speculative-algorithm", "EAGLE3"],
+    ],
+)
+def test_a_value_that_nothing_is_equal_to_is_refused(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as raised:
+        make_parser().parse_args(words)
+    assert raised.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"jackfield serve: error: {words[0]}: ")
+
+
+# ---------------------------------------------------------------- files, variables, logs
 
 
 def test_in_a_file_too(tmp_path: Path) -> None:
     parser, file = make_parser(), tmp_path / "flags.yaml"
     file.write_text("enable_sleep_mode: true\n")
     args = parser.parse_args(["--config", str(file)])
-    with pytest.raises(ConfigError, match="enable_sleep_mode: an engine"):
+    with pytest.raises(ConfigError, match="enable_sleep_mode: an engine does not sleep"):
         with_config(parser, [], args)
-    file.write_text("swap-space: 4\nenable-reasoning: true\n")
-    argv = with_config(parser, ["model"], args)
-    assert len(list(without_effect(parser.parse_args(argv)))) == 2
+    file.write_text(
+        "swap-space: 4\nenable-reasoning: true\ncompilation_config: {level: 3}\nnnodes: 1\n"
+        "async-scheduling: false\n"
+        "spec-tokens: 3\nspec-method: ngram\nmax-num-queued-reqs: 5\nmax-running-requests: 4\n"
+    )
+    argv = with_config(parser, ["model", "--limit-concurrency", "7"], args)
+    assert len(list(without_effect(translated(parser, argv)))) == 5
+    assert changed(*argv) == {
+        "model": "model", "limit_concurrency": 7, "max_num_seqs": 4,
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 3},
+    }  # fmt: skip
+
+
+def test_every_variable_of_vllm_is_an_equivalent_or_has_a_reason() -> None:
+    assert len(VARIABLES) > 300
+    assert all(variable(name).text for name in VARIABLES)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "becomes"),
+    [
+        ("VLLM_LOGGING_LEVEL", "DEBUG", "--log-level debug"),
+        ("VLLM_CPU_KVCACHE_SPACE", "2", "--cpu-kvcache-space 2"),
+        ("VLLM_CPU_KVCACHE_SPACE", "0", ""),
+        ("VLLM_PP_LAYER_PARTITION", "1,2", "--pipeline-layer-partition=1,2"),
+        ("VLLM_ATTENTION_BACKEND", "FLASH_ATTN", "--attention-backend FLASH_ATTN"),
+        ("VLLM_SERVER_DEV_MODE", "1", "--enable-admin"),
+        ("VLLM_SERVER_DEV_MODE", "0", ""),
+        ("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "9", "--timeout-keep-alive 9"),
+        ("VLLM_USE_MODELSCOPE", "False", ""),
+        ("VLLM_USE_V1", "1", ""),
+    ],
+)
+def test_a_variable_has_the_effect_of_its_equivalent(
+    name: str, value: str, becomes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    _, argv = whole_command(make_parser(), ["model"])
+    assert changed(*argv) == changed("model", *becomes.split())
+
+
+def test_the_command_line_goes_before_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
+    _, argv = whole_command(make_parser(), ["--log-level", "debug"])
+    assert parsed(*argv)["log_level"] == "debug"
+
+
+def test_a_file_goes_before_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
+    (tmp_path / "flags.yaml").write_text("log-level: debug\n")
+    _, argv = whole_command(make_parser(), ["--config", str(tmp_path / "flags.yaml")])
+    assert parsed(*argv)["log_level"] == "debug"
+
+
+def test_a_variable_that_changes_results_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_USE_MODELSCOPE", "True")
+    with pytest.raises(ConfigError, match="VLLM_USE_MODELSCOPE=True: models come from"):
+        whole_command(make_parser(), [])
+
+
+def test_a_key_in_a_variable_is_not_shown() -> None:
+    (line,) = environment_lines({"VLLM_API_KEY": "secret", "HOME": "/"})
+    assert "secret" not in str(line)
+
+
+# ---------------------------------------------------------------- --explain
+
+
+def test_explain_prints_what_a_command_line_becomes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
+    (tmp_path / "flags.yaml").write_text("swap-space: 4\nmax-num-seqs: 9\n")
+    argv = [
+        "model", "--explain", "--dtype", "half", "-O3", "--spec-method", "ngram",
+        "--spec-tokens", "3", "--nnodes", "1", "--config", str(tmp_path / "flags.yaml"),
+    ]  # fmt: skip
+    assert main(["serve", *argv]) == 0
+    *lines, empty, command = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines] == [
+        "VLLM_LOGGING_LEVEL=INFO", "model", "--dtype half", "-O3", "--spec-method ngram",
+        "--spec-tokens 3", "--nnodes 1", f"--config {tmp_path / 'flags.yaml'}",
+        "--swap-space=4", "--max-num-seqs=9",
+    ]  # fmt: skip
+    assert lines[0].endswith(": becomes --log-level=info")
+    assert lines[2] == "--dtype half: the same"
+    assert lines[3].startswith("-O3: has no effect: no graph is compiled")
+    assert empty == ""
+    assert command == (
+        "jackfield serve --log-level=info model --dtype half "
+        '\'--speculative-config={"method": "ngram", "num_speculative_tokens": 3}\' '
+        "--max-num-seqs=9"
+    )
+
+
+def test_explain_names_each_refusal(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--explain", "--enable-sleep-mode", "--max-num-seqs", "many", "--bogus", "--port", "1"]
+    assert main(["serve", *argv]) == 2
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("--enable-sleep-mode: refused: an engine does not sleep")
+    assert lines[1].startswith("--max-num-seqs many: refused: ")
+    assert lines[2] == "--bogus: unknown"
+    assert lines[3] == "--port 1: the same"
+
+
+def test_explain_checks_the_options_together(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [
+        "--explain",
+        "--spec-method",
+        "ngram",
+        "--spec-tokens",
+        "3",
+        "--kv-offloading-size",
+        "1",
+    ]
+    assert main(["serve", *argv]) == 2
+    assert capsys.readouterr().out.splitlines()[-1].startswith("refused: --speculative-config: ")
+
+
+def test_explain_starts_the_embedded_model_with_what_it_prints() -> None:
+    """The words that it prints are a command line of this server."""
+    argv = ["--disable-prefix-caching", "--guided-decoding-backend", "guidance", "--tp", "1"]
+    config = settings([*argv, "--dtype", "float"], remarks=False).config
+    assert config.enable_prefix_caching is False
+    assert config.structured_outputs_config.backend == "llguidance"
+    assert config.dtype in ("float", "float32")
 
 
 @pytest.mark.parametrize(

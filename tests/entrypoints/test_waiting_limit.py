@@ -33,8 +33,11 @@ def admits(stats: EngineStats) -> bool:
 
 @pytest.mark.parametrize(
     ("slots", "num_blocks", "runnable"),
-    [(256, 20_000, 256), (64, 5_000, 64), (256, 2_000, 62)],
-    ids=["slots", "few slots", "a cache for a fifth of the slots"],
+    [
+        pytest.param(256, 20_000, 256, marks=pytest.mark.slow, id="slots"),
+        pytest.param(64, 5_000, 64, id="few slots"),
+        pytest.param(256, 2_000, 62, id="a cache for a fifth of the slots"),
+    ],
 )
 def test_goodput_stays_at_five_times_capacity(slots: int, num_blocks: int, runnable: int) -> None:
     """Goodput: what is generated for requests whose first token comes in time, of what the engine

@@ -58,6 +58,7 @@ class Outside:
             "PIP_NO_DEPS": "1",
             "PIP_NO_BUILD_ISOLATION": "0",
             "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+            "PIP_NO_COMPILE": "1",  # What is imported is compiled then.
         }
         copy = folder / "jackfield"
         shutil.copytree(ROOT, copy, ignore=NO_SOURCE)

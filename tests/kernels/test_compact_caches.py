@@ -16,12 +16,19 @@ from jackfield.core.cache.formats import QUANTIZED_FORMATS
 from jackfield.core.nn.kv_cache.quantized_cache import QuantizedCache, token_parts
 from jackfield.core.nn.operations import Operations
 from jackfield.core.nn.step_operations.compaction import CacheMoves
+from jackfield.kernels.compaction import compact_caches as compaction
 from jackfield.plugins.operations.triton import TritonOperations
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SIZE, HEADS = 8, 2
 LENGTHS, COUNTS = (70, 9, 16), (50, 9, 3)
 """Tokens in three caches: more than a program moves at a time; all stay; within a block."""
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the longest cache takes several programs, and a loop of one in place."""
+    monkeypatch.setattr(compaction, "MAX_TOKENS", 16)
 
 
 def caches_and_moves(

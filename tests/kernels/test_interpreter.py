@@ -14,6 +14,8 @@ from jackfield.kernels.rms_norm import rms_norm
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("kernels run on a device", allow_module_level=True)
+if not hasattr(pytest.importorskip("triton.runtime.interpreter"), "quickened"):
+    pytest.skip("another version of Triton runs as it is", allow_module_level=True)
 
 
 def test_a_launch_does_not_list_the_language_again(monkeypatch: pytest.MonkeyPatch) -> None:

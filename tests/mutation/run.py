@@ -70,7 +70,8 @@ class Copy:
 def tried(copy: Copy, chooser: Chooser, slip: Slip, spared: set[str]) -> dict[str, Any] | None:
     """What the tests say of one slip; None: too many of them say nothing.
 
-    A test counts only if it passes without the slip; others are added to `spared`, and not run.
+    A test counts only if it passes without the slip, and then fails with it once more: beside other
+    jobs it may be late once. Others are added to `spared`, and not run.
     """
     source = (copy.root / slip.file).read_bytes()
     files = chooser.of(slip)
@@ -82,9 +83,14 @@ def tried(copy: Copy, chooser: Chooser, slip: Slip, spared: set[str]) -> dict[st
         finally:
             copy.write(slip.file, source)
         by = next(iter(outcome["failed"]), None)
-        if by is None or copy.run(by, seconds=SLIP_SECONDS)["status"] == 0:
+        if by is None:
             break
-        print(f"fails without a slip, too: {by}", flush=True)
+        if copy.run(by, seconds=SLIP_SECONDS)["status"] == 0:
+            if fails_again(copy, slip, source, by):
+                break
+            print(f"fails with a slip now and then: {by}", flush=True)
+        else:
+            print(f"fails without a slip, too: {by}", flush=True)
         if not outcome["collected"]:
             files.remove(by)
         spared.add(by)
@@ -100,6 +106,14 @@ def tried(copy: Copy, chooser: Chooser, slip: Slip, spared: set[str]) -> dict[st
         "tests": list(dict.fromkeys(ran)), "num_tests": len(outcome["passed"]), "result": result,
         "by": by, "seconds": outcome["seconds"],
     }  # fmt: skip
+
+
+def fails_again(copy: Copy, slip: Slip, source: bytes, test: str) -> bool:
+    copy.write(slip.file, slip.applied(source))
+    try:
+        return bool(copy.run(test, seconds=SLIP_SECONDS)["status"] != 0)
+    finally:
+        copy.write(slip.file, source)
 
 
 def known_results(path: Path) -> dict[str, dict[str, Any]]:

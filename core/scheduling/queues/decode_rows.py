@@ -42,7 +42,7 @@ class DecodeRows:
     `count_tokens`, until it stops decoding.
     """
 
-    def __init__(self, block_size: int, *, counts_late: bool = True) -> None:
+    def __init__(self, block_size: int, *, counts_late: bool) -> None:
         """counts_late: whether requests' counters may lag."""
         self._block_size = block_size
         self._counts_late = counts_late

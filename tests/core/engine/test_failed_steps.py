@@ -254,7 +254,9 @@ def has_loads(plan: StepPlan) -> bool:
     return bool(msgspec.msgpack.decode(plan.parts["kv_transfer"].metadata, type=Jobs).loads)
 
 
-@pytest.mark.parametrize("selection", [has_poison, has_transfers, has_loads])
+@pytest.mark.parametrize(
+    "selection", [has_poison, pytest.param(has_transfers, marks=pytest.mark.slow), has_loads]
+)
 async def test_transfers_of_failed_steps_and_of_those_not_run_come_to_their_end(
     checkpoint: Path, failures: Failures, selection: Any
 ) -> None:

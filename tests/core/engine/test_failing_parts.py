@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import msgspec
 import pytest
+from mutants import plugin_of
 
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
-from jackfield.core.errors import EngineStopped
+from jackfield.core.errors import ConfigError, EngineStopped
 from jackfield.core.hooks import API_VERSION, hookimpl
 from jackfield.core.protocols import PartSetup, StepPart
 from jackfield.core.registry import Plugins, load_plugins
 from jackfield.core.request import Request
 from jackfield.core.scheduling.parts.part import PartServices, SchedulerPart
+from jackfield.plugins.executors.inprocess import InProcessExecutor
 
 PROMPT = list(range(5, 22))
 MARKED = SamplingParams(max_tokens=12, ignore_eos=True, extra_args={"fragile": True}, seed=4)
@@ -146,3 +150,23 @@ async def test_an_error_at_an_abort_ends_the_engine() -> None:
         assert "ArithmeticError: no leave" in (await final(other)).error
         assert (await final(stream)).error
         assert "'fragile'" in (engine.dead_reason or "")
+
+
+async def test_a_start_that_fails_ends_after_the_device_is_ready(tmp_path: Path) -> None:
+    """Or the next start would meet the last one's."""
+    ready = threading.Event()
+
+    class SlowDevice(InProcessExecutor):
+        @classmethod
+        def initialize_device(cls, config: EngineConfig, plugins: Plugins) -> None:
+            assert ready.wait(60)
+
+    plugins = load_plugins(extra=[plugin_of("executor", "slow_device", SlowDevice)])
+    config = EngineConfig(model=str(tmp_path), device="cpu", executor="slow_device")
+    start = asyncio.create_task(AsyncEngine(config, plugins=plugins).start())
+    try:
+        assert not (await asyncio.wait({start}, timeout=0.5))[0]
+    finally:
+        ready.set()
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        await start

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from jackfield.core.errors import ConfigError, InvalidRequest
 from jackfield.core.parts.kv_transfer import KVReport
 from jackfield.core.protocols import Executor
 from jackfield.core.registry import load_plugins
+from jackfield.core.scheduling.parts.kv_transfer import KVTransfer
 from jackfield.entrypoints.server.app import make_app
 from jackfield.plugins.executors.inprocess import InProcessExecutor
 
@@ -365,3 +367,13 @@ async def test_a_load_that_failed_without_naming_blocks_has_filled_none() -> Non
     async with AsyncEngine(EngineConfig(**CONFIG | {"kv_transfer_config": None})) as engine:
         alone = await generate(engine, max_tokens=4)
     assert first.outputs[0].token_ids == alone.outputs[0].token_ids
+
+
+@pytest.mark.parametrize("reaches", [(None, None), (16,)])
+def test_caches_that_drop_tokens_or_have_several_groups_are_not_transferred(
+    reaches: tuple[int | None, ...],
+) -> None:
+    groups = [SimpleNamespace(reach=reach) for reach in reaches]
+    services: Any = SimpleNamespace(kv=SimpleNamespace(groups=groups))
+    with pytest.raises(ValueError, match="one group that keeps all tokens"):
+        KVTransfer(services, connector=None, transfer=None)  # type: ignore[arg-type]

@@ -481,6 +481,7 @@ print("transformers" in sys.modules)
 """
 
 
+@pytest.mark.slow
 def test_a_start_and_a_first_token_import_no_transformers(tmp_path: Path) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4,
              "num_key_value_heads": 2, "num_hidden_layers": 2, "vocab_size": 1536,

@@ -41,7 +41,7 @@ def finished(reason: str = "stop", **timings: float) -> RequestOutput:
 def test_counters_grow_by_what_the_snapshots_grew() -> None:
     metrics = EngineMetrics("m")
     for _ in range(2):
-        metrics.observe_step(7, 0.005)
+        metrics.observe_step(7, 0.005, 0.0)
     metrics.observe_stats(EngineStats(prompt_tokens=5, generation_tokens=2))
     metrics.observe_stats(EngineStats(prompt_tokens=5, generation_tokens=9, num_preemptions=1))
     values = samples(metrics)
@@ -55,7 +55,7 @@ def test_counters_grow_by_what_the_snapshots_grew() -> None:
 
 def test_gauges_show_the_last_snapshot() -> None:
     metrics = EngineMetrics("m")
-    metrics.observe_step(3, 0.01)
+    metrics.observe_step(3, 0.01, 0.0)
     metrics.observe_stats(EngineStats(num_requests_running=3, kv_cache_usage=0.5))
     metrics.observe_stats(EngineStats(num_requests_waiting=2))
     values = samples(metrics)

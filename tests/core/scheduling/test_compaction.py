@@ -7,7 +7,7 @@ from scheduled import add, compactions_of, drain, make_request, make_scheduler, 
 
 from jackfield.core.request import NEVER, Status
 from jackfield.core.sampling_params import SamplingParams
-from jackfield.core.scheduling.parts.kv_compression import CompressionRule
+from jackfield.core.scheduling.parts.kv_compression import MIN_KEPT, CompressionRule
 from jackfield.core.scheduling.scheduler import Scheduler
 
 
@@ -229,3 +229,10 @@ def test_no_compaction_writes_what_another_of_its_plan_reads():
     run(scheduler, plan)
     scheduler.check_invariants()
     drain(scheduler)
+
+
+def test_half_of_the_tokens_stay_unless_the_rule_says_otherwise() -> None:
+    assert CompressionRule().kept_tokens(101) == 51
+    assert CompressionRule().kept_tokens(20) == MIN_KEPT
+    assert CompressionRule(budget=40).kept_tokens(101) == 40
+    assert CompressionRule(ratio=1.0).kept_tokens(9) == 9

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
+from hypothesis.internal.conjecture import engine as conjecture
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from scheduled import compactions_of, drafted, drafts_of, metadata_of, parts_for
 
@@ -30,6 +31,8 @@ from jackfield.core.scheduling.scheduler import Scheduler
 from jackfield.core.step import StepPlan, StepResult
 from jackfield.plugins.policies.builtin import FirstComeFirstServed, Priority
 
+conjecture.MAX_SHRINKING_SECONDS = 20
+"""Of a machine's failure. A fault of the scheduler fails many, and five minutes is usual."""
 EOS = 9
 PLANS = msgspec.msgpack.Decoder(StepPlan)
 

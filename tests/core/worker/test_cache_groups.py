@@ -35,9 +35,9 @@ REACHES = {
     "mistral-window": Reach(24), "olmo3": Reach(24), "phi3": Reach(24),
 }  # fmt: skip
 """Of a model's layers that do not see all tokens."""
-BY_DAY = ("gemma3", "gpt-oss", "llama4", "mistral-window")
-"""Windows in some layers, with sinks too, and in all layers, and chunks; the others differ in what
-is no matter of the cache, and run by night."""
+BY_DAY = ("gemma3", "llama4", "mistral-window")
+"""Windows in some layers and in all layers, and chunks; the others differ in what is no matter of
+the cache, as sinks are, and run by night."""
 
 
 class WholeTorch(TorchAttention):

@@ -65,6 +65,11 @@ def test_every_expert_has_a_place_and_no_rank_has_one_twice(data: st.DataObject)
     assert balanced(new, loads) == new, "the same tokens move nothing more"
 
 
+def test_busy_experts_are_on_different_ranks() -> None:
+    placed = balanced(((0, 2), (1, 3)), [50, 1, 50, 1])
+    assert rank_loads(placed, [50, 1, 50, 1]) == [51, 51]
+
+
 def test_copies_take_turns_and_every_choice_is_computed_once() -> None:
     routing = Routing(torch.ones(40, 2), torch.tensor([[0, 3]] * 40, dtype=torch.int32))
     groups = [ranks.tensor for ranks in thread_ranks(2)]
@@ -121,6 +126,21 @@ def test_ranks_that_store_experts_unalike_are_refused() -> None:
 def test_moved_experts_compute_the_same(copies: int, tmp_path: Path) -> None:
     """With biases, and stacked in one tensor."""
     check_moves(make_checkpoint("gpt-oss", tmp_path), copies)
+
+
+@pytest.mark.parametrize(("busiest", "moves"), [(20, True), (100, False)])
+def test_experts_stay_where_moving_them_would_gain_little(
+    busiest: int, moves: bool, tmp_path: Path
+) -> None:
+    """By hand: two experts of the busiest one's rank change places, which gains 2 of 24 or 104."""
+    _, movers = two_ranks(make_checkpoint("gpt-oss", tmp_path), 0)
+    for mover in movers:
+        for balance, _ in mover.layers:
+            assert [len(own) for own in balance.placement] == [3, 3]
+            balance.loads.copy_(torch.tensor([busiest, 3, 1, 1, 1, 1]))
+    with torch.inference_mode():
+        moved = run_ranks([mover.move for mover in movers])
+    assert (moved[0] > 0) is moves and moved[0] == moved[1]
 
 
 @pytest.mark.parametrize("method", ["rtn", "fp8", "int8"])

@@ -127,7 +127,7 @@ async def test_a_budget_at_or_above_the_length_compacts_nothing(
     assert await run_all(kv_compression="window", **rule) == await run_all()
 
 
-@pytest.mark.parametrize("count", [40, 100])
+@pytest.mark.parametrize("count", [40, pytest.param(100, marks=pytest.mark.slow)])
 async def test_a_batch_of_many_gives_the_tokens_of_each_alone(folder: Path, count: int) -> None:
     """All are compacted, again and again, many in one plan."""
     prompts = [prompt(20 + n % 25, n) for n in range(count)]

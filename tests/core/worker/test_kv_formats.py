@@ -233,7 +233,7 @@ async def test_a_recording_replays(folder: Path, tmp_path: Path) -> None:
     assert (await replay(recording, settings, load_plugins())).num_steps > 3
 
 
-@pytest.mark.parametrize("stored", ["fp8", "int8", "int4"])
+@pytest.mark.parametrize("stored", ["fp8", pytest.param("int8", marks=pytest.mark.slow), "int4"])
 async def test_all_policies_compact_it(folder: Path, stored: str) -> None:
     """Also those that merge values; a request that is not compacted says what it says alone."""
     alone = (await output(folder, kv_cache_dtype=stored)).outputs[0].token_ids

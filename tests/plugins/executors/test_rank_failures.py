@@ -8,6 +8,7 @@ import contextlib
 import faulthandler
 import gc
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -27,6 +28,7 @@ from jackfield.core.errors import EngineStopped, RankFailed
 from jackfield.core.parts.kv_transfer import TransferPlan
 from jackfield.core.remote import processes
 from jackfield.core.remote.frames import FrameReader, encode
+from jackfield.core.step import Ping
 from jackfield.core.worker.parts.kv_transfer import KVTransfer
 from jackfield.plugins.executors import spawn
 from jackfield.plugins.executors.followers import FollowerProcess
@@ -106,6 +108,8 @@ async def lose(checkpoint: Path, act: Any, at: int, requests: int = 1, **options
 
         assert set(await asyncio.gather(*map(serve, range(requests)))) == {"error"}
     assert engine.dead_reason is not None and time.monotonic() < began + DETECTED
+    with pytest.raises(type(executor.failure), match=re.escape(str(executor.failure))):
+        executor.ask(Ping())
     with pytest.raises(EngineStopped):
         await engine.check_health()
     await engine.stop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 from collections.abc import Callable
@@ -429,3 +430,8 @@ def test_a_token_each_at_once_is_as_one_by_one(backend: Any, vocabulary: Vocabul
     outputs = list(kind.accept_each(rest, [b, b, end, end]))
     assert [output is True for output in outputs] == [True, False, True, False]
     assert c in allowed(matchers[0]) and c in allowed(matchers[5])
+
+
+def test_masks_leave_half_of_the_cores_to_the_event_loop() -> None:
+    threads = pytest.importorskip("jackfield.plugins.grammar_backends.llguidance").THREADS
+    assert 1 <= threads <= min(8, max(1, (os.cpu_count() or 1) // 2))

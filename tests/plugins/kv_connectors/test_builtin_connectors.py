@@ -30,6 +30,7 @@ from jackfield.plugins.kv_connectors import copying
 from jackfield.plugins.kv_connectors import store as store_module
 from jackfield.plugins.kv_connectors.block_file import BlockFormat
 from jackfield.plugins.kv_connectors.copying import BlockCopier
+from jackfield.plugins.kv_connectors.device_offload import DeviceOffloadOptions
 from jackfield.plugins.kv_connectors.file_store import FileStore
 from jackfield.plugins.kv_connectors.multi import MultiMetadata, MultiWorker
 from jackfield.plugins.kv_connectors.reduced_blocks import ReducedType, ReducingCopier
@@ -565,3 +566,8 @@ def test_multi_reports_what_any_connector_did_not_move(
         )
     report = worker.poll()
     assert report is not None and report.failed == {3: together} and report.finished == ()
+
+
+@pytest.mark.parametrize(("extra", "size"), [({}, 1.0), ({"kv_offloading_size": 0.5}, 0.5)])
+def test_a_device_keeps_a_gibibyte_unless_it_is_told(extra: dict[str, Any], size: float) -> None:
+    assert msgspec.convert(extra, DeviceOffloadOptions).kv_offloading_size == size

@@ -289,6 +289,9 @@ def rewrite(file: Path, tensors: Any, **metadata: str) -> None:
     save_file(tensors, file, {**kept, **metadata})
 
 
+KEY_SCALE = "model.layers.0.self_attn.k_scale"
+
+
 def test_tensors_that_do_not_fit_are_named(divided: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(divided, tmp_path / "other")
     file = folder / "model-rank-0-part-0.safetensors"
@@ -299,6 +302,13 @@ def test_tensors_that_do_not_fit_are_named(divided: Path, tmp_path: Path) -> Non
         ({**tensors, name: whole[:-1].contiguous()}, f"'{name}' has shape"),
         ({**tensors, name: whole, "model.side": torch.ones(2)}, "unexpected tensor 'model.side'"),
         ({**tensors, name: whole.int()}, f"'{name}' holds torch.int32"),
+        *(
+            (
+                {**tensors, name: whole, KEY_SCALE: torch.tensor(scale)},
+                "must be one positive number",
+            )
+            for scale in (0.0, float("inf"), [1.0, 1.0])
+        ),
     ):
         rewrite(file, changed)
         with pytest.raises(LoadError, match=text):

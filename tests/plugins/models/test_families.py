@@ -342,7 +342,9 @@ async def test_a_family_equals_transformers(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
-@pytest.mark.parametrize("case", ["DiffLlamaForCausalLM", "HrmTextForCausalLM"])
+@pytest.mark.parametrize(
+    "case", ["DiffLlamaForCausalLM", pytest.param("HrmTextForCausalLM", marks=pytest.mark.slow)]
+)
 def test_kernels_equal_transformers(case: str, tmp_path: Path) -> None:
     """A prompt in two steps, beside a decode row in the second one, and a step of decode rows."""
     pytest.importorskip("triton")

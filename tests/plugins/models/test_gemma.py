@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,8 +23,10 @@ from jackfield.core.nn.attention import Attention
 from jackfield.core.nn.context import BuildContext
 from jackfield.core.nn.norm import OffsetRMSNorm
 from jackfield.core.nn.operations import Operations
+from jackfield.core.parallel.ranks import Pipeline
 from jackfield.core.registry import load_plugins
 from jackfield.plugins.conformance.paged_model import PagedModel
+from jackfield.plugins.models.gemma4 import check_stages
 
 from helpers import VOCAB, edit_json, make_checkpoint, reference_model
 
@@ -245,3 +248,18 @@ async def test_capped_logits_are_no_classifier_unless_the_cap_is_taken_off(tmp_p
         logits = model(torch.tensor([tokens])).logits[0, -1]
     expected = logits[[vocab["cat"], vocab["dog"]]].softmax(0)[1:]
     torch.testing.assert_close(torch.tensor(actual), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(("begin", "refused"), [(2, False), (3, True)])
+def test_a_stage_has_all_layers_whose_keys_its_layers_read(begin: int, refused: bool) -> None:
+    """Layers 4 and 5 read those of layers 2 and 3, the last ones of their kinds before them."""
+    sliding, full = "sliding_attention", "full_attention"
+    hf = SimpleNamespace(
+        num_hidden_layers=6, num_kv_shared_layers=2,
+        layer_types=[sliding, sliding, full, sliding, sliding, full],
+    )  # fmt: skip
+    pipeline = Pipeline(size=2, partition=(begin, 6 - begin))
+    if not refused:
+        return check_stages(hf, pipeline)
+    with pytest.raises(ConfigError, match=r"layers 3 to 5, which read .* layers from 2 on"):
+        check_stages(hf, pipeline)

@@ -8,6 +8,7 @@ import functools
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,9 +20,12 @@ from test_text_parts import save
 
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.errors import ConfigError
+from jackfield.core.nn.context import BuildContext
+from jackfield.core.nn.latent.layer import LatentAttention
 from jackfield.core.nn.operations import Operations
 from jackfield.core.nn.quantized import QuantizedLinear
 from jackfield.core.parallel.ranks import Pipeline, Ranks
+from jackfield.core.protocols.latent_attention import LatentAttentionSpec
 from jackfield.core.worker.selection import attention_refusal, cache_layers
 from jackfield.plugins.attention.torch_latent import TorchLatentAttention
 from jackfield.plugins.conformance.divided_models import check_ranks
@@ -133,7 +137,9 @@ def test_indexers_are_not_loaded_if_no_text_is_longer_than_their_choice(tmp_path
     short, long = (PagedModel(tmp_path, "float32", max_model_len=n) for n in (12, 13))
     prompt = PROMPTS[1][:12]
     got = torch.cat([short.run({0: part})[0] for part in (prompt[:5], prompt[5:])])
-    torch.testing.assert_close(got.log_softmax(-1), score(reference, prompt), atol=1e-3, rtol=0)
+    torch.testing.assert_close(
+        got.log_softmax(-1).cpu(), score(reference, prompt), atol=1e-3, rtol=0
+    )
     assert torch.equal(got, torch.cat([long.run({0: p})[0] for p in (prompt[:5], prompt[5:])]))
     parts = [
         [[part.name for part in layer.cache_spec(torch.float32).parts] for layer in layers]
@@ -157,10 +163,12 @@ def test_steps_of_short_rows_choose_nothing(
 
     monkeypatch.setattr(Operations, "choose_cached_tokens", counted)
     reference = saved_glm(tmp_path)
-    model, prompt = PagedModel(tmp_path, "float32"), PROMPTS[1][:14]
+    model, prompt = PagedModel(tmp_path, "float32", kernels="torch"), PROMPTS[1][:14]
     steps = ({0: prompt[:7]}, {0: prompt[7:12]}, {0: prompt[12:13]}, {0: prompt[13:]})
     got = torch.cat([model.run(step)[0] for step in steps])
-    torch.testing.assert_close(got.log_softmax(-1), score(reference, prompt), atol=1e-3, rtol=0)
+    torch.testing.assert_close(
+        got.log_softmax(-1).cpu(), score(reference, prompt), atol=1e-3, rtol=0
+    )
     assert calls == [13, 13, 14, 14], "two indexers, in two steps"
 
 
@@ -197,7 +205,7 @@ def test_every_rank_has_the_indexers_of_a_layer_in_fp8_blocks(tmp_path: Path) ->
     prompt = PROMPTS[1]
     want = score(reference, prompt)
     for got in run_ranks([functools.partial(model.run, {0: prompt}) for model in models]):
-        torch.testing.assert_close(got[0].log_softmax(-1), want, atol=2e-3, rtol=0)
+        torch.testing.assert_close(got[0].log_softmax(-1).cpu(), want, atol=2e-3, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -264,3 +272,21 @@ async def test_minimax_m3_reads_all_blocks_that_its_indexers_keep(tmp_path: Path
     with pytest.raises(ConfigError, match="128 is more than 64") as caught:
         PagedModel(tmp_path, "float32")
     assert caught.value.param == "max_model_len"
+
+
+@pytest.mark.parametrize(
+    ("longest", "precompiling", "all_read"), [(4, False, True), (4, True, False), (5, False, False)]
+)
+def test_a_step_chooses_tokens_once_a_row_has_more_than_are_kept(
+    longest: int, precompiling: bool, all_read: bool
+) -> None:
+    """And when kernels are compiled in advance, those of longer rows, too."""
+    build = BuildContext(torch.device("cpu"), torch.float32, Operations())
+    spec = LatentAttentionSpec(
+        num_heads=2, latent_dim=8, rope_dim=4, nope_dim=4, value_dim=4, scale=1.0, index_topk=4
+    )
+    layer = LatentAttention(spec, build, interleaved=False, index_dim=4)
+    context: Any = SimpleNamespace(
+        layout=SimpleNamespace(max_seq_len=longest), precompiling=precompiling
+    )
+    assert layer.reads_all(context) is all_read

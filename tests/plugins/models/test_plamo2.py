@@ -150,7 +150,9 @@ async def test_plamo_2_says_what_its_formulas_say(case: str, tmp_path: Path) -> 
     model = PagedModel(tmp_path, "float32")
     prompt = PROMPTS[1]
     got = torch.cat([model.run({0: part})[0] for part in (prompt[:11], prompt[11:])])
-    torch.testing.assert_close(got.log_softmax(-1), scores(tensors, prompt), atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        got.log_softmax(-1).cpu(), scores(tensors, prompt), atol=1e-4, rtol=0
+    )
     check_names(tmp_path, model.model)
     check_ranks(tmp_path, "Plamo2ForCausalLM", 2, Kit.plugins(), 2e-4)
     await check_engine(tmp_path, lambda tokens: scores(tensors, tokens))

@@ -20,7 +20,9 @@ from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.errors import ConfigError, OutOfMemory
 from jackfield.core.hooks import hookimpl
+from jackfield.core.nn.context import BuildContext
 from jackfield.core.nn.operations import Operations
+from jackfield.core.nn.state.channel_delta import KimiDeltaAttention
 from jackfield.core.registry import Provenance, load_plugins
 from jackfield.plugins.conformance.divided_models import check_ranks
 from jackfield.plugins.conformance.kit import Kit
@@ -530,3 +532,14 @@ def test_sizes_of_delta_nets_are_refused_by_name(
     edit_json(folder / "config.json", **{field: value})
     with pytest.raises(ConfigError, match=f"{field}.*{message}"):
         PagedModel(folder, "float32")
+
+
+def test_operations_without_a_sigmoid_gate_are_refused_by_name() -> None:
+    class Plain(Operations):
+        name = "plain"
+        features = Operations.features - {"gated_rms_norm.sigmoid"}
+
+    build = BuildContext(torch.device("cpu"), torch.float32, Plain())
+    with pytest.raises(ConfigError, match=r"'plain' lacks gated_rms_norm\.sigmoid") as refused:
+        KimiDeltaAttention(32, 2, 8, 4, build, eps=1e-6, rank=None)
+    assert refused.value.param == "operations"

@@ -19,12 +19,17 @@ ONCE_FOR_A_MECHANISM = (
 spent, and calls escape, where they are looked for."""
 ONCE_FOR_A_PARSER = ("test_forced_calls_are_read_back",)
 """Outputs that do not depend on a family's samples; some names stand for the same parser."""
-WHEREVER_A_SAMPLE_BREAKS_OFF = ("test_a_sample_may_end_anywhere", "test_arguments_are_strict_json")
+WHEREVER_A_SAMPLE_BREAKS_OFF = (
+    "test_a_sample_cut_anywhere_means_the_same", "test_a_sample_may_end_anywhere",
+    "test_arguments_are_strict_json",
+)  # fmt: skip
 """Their time grows with the square of a sample's length. Families that write the same calls with
 other marks have long samples of much the same length: one of each hundred characters is enough,
 besides every family's samples that are not long."""
-LONG = 400
+LONG = 150
 """Characters of a long sample."""
+BY_DAY = 10
+"""Random texts for each property of a parser, at most."""
 
 
 def mechanism(parser: Any) -> type:
@@ -49,14 +54,18 @@ def _length(item: Any) -> int:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what is asked a second time as slow."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what is asked a second time as slow, and draw fewer texts where the slow are left
+    out."""
+    few = "not slow" in config.option.markexpr
     seen: dict[tuple[str, Any], Any] = {}
     kit: Any
     for item in items:
         kit, name = getattr(item, "cls", None), item.name.partition("[")[0]
         if kit is None or not issubclass(kit, ParserKit):
             continue
+        if few:
+            kit.examples = min(kit.examples, BY_DAY)
         if _repeated(kit):
             item.add_marker(pytest.mark.slow)
             continue

@@ -10,6 +10,7 @@ import torch
 
 from jackfield.core.errors import ConfigError
 from jackfield.plugins.conformance.quantization import QuantizationKit
+from jackfield.plugins.quantization.compressed_tensors import CompressedTensors
 
 pytest.importorskip("compressed_tensors")
 
@@ -291,3 +292,19 @@ def test_a_wrong_group_is_refused_by_the_fields_name(field: str) -> None:
     with pytest.raises(ConfigError) as caught:
         CompressedTensors.from_config(config)
     assert caught.value.param == f"quantization_config.config_groups.group_0.{field}"
+
+
+def test_layers_are_divided_by_the_largest_unit_of_their_groups() -> None:
+    """Ranks must not cut a scale's group of any of them."""
+    groups = [
+        {"targets": ["Linear"], "format": "pack-quantized",
+         "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}},
+        {"targets": ["re:.*down_proj"], "format": "float-quantized",
+         "weights": {"num_bits": 8, "type": "float", "strategy": "channel"}},
+    ]  # fmt: skip
+    for order in (groups, groups[::-1]):
+        config = {
+            "format": "mixed-precision",
+            "config_groups": {f"group_{n}": group for n, group in enumerate(order)},
+        }
+        assert CompressedTensors.from_config(config).unit == 32
