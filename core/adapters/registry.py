@@ -501,6 +501,11 @@ class AdapterRegistry:
     async def _read_again(self, adapter: Adapter) -> Loaded:
         try:
             await self._room()
+            if adapter.owner and await asyncio.to_thread(_is_elsewhere, adapter.path):
+                raise InvalidRequest(
+                    f"adapter {shown(adapter.name)}: its path is another than when it was loaded",
+                    param="model",
+                )
             loaded = await self._read(adapter.path, adapter.format)
             if adapter.removed or adapter.loaded is not None:
                 self._drop(loaded)
@@ -701,6 +706,11 @@ class AdapterRegistry:
         self._tasks.discard(task)
         if not task.cancelled():
             task.exception()  # Those who wait for it have it; there may be none left.
+
+
+def _is_elsewhere(path: str) -> bool:
+    """Return whether links lead from a path, which had none when it was checked, elsewhere."""
+    return str(Path(path).resolve()) != path
 
 
 def _is_pinned(loaded: Loaded) -> bool:

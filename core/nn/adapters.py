@@ -401,7 +401,7 @@ class AdaptedExpertOperations:
         biases = {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
         more |= {name: bias for name, bias in biases.items() if bias is not None}
         out = self._own.experts(x, routing, gate_up, down, residual=residual, **more)
-        wide = {name: value.float() if isinstance(value, torch.Tensor) else value
+        wide: dict[str, Any] = {name: value.float() if isinstance(value, torch.Tensor) else value
                 for name, value in more.items()}  # fmt: skip
         for (change, rows), added in zip(special, before, strict=True):
             own = routing._replace(experts=routing.experts[rows], weights=routing.weights[rows])
@@ -461,7 +461,8 @@ def adapt(model: nn.Module, state: AdapterState) -> dict[str, Site]:
     modules = dict(model.named_modules())
     held = {name for name, module in modules.items() if isinstance(module, QuantizedEmbedding)}
     for name, module in modules.items():
-        adapted = _adapted_class(type(module))
+        own: Any = type(module)
+        adapted = _adapted_class(own)
         inside = name.rpartition(".")[0]
         if adapted is None or inside in held:
             continue  # The layer of a quantized embedding is changed through the embedding.

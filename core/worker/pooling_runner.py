@@ -100,7 +100,8 @@ class PoolingRunner(PerSlot):
         inputs = self.batch.apply(plan)
         hidden = self.forward(inputs, self._token_types(plan))
         step = self._copy_back(plan, self._results(plan, inputs, hidden), launched)
-        self.parts.after(plan, step)
+        # It has what parts of pooled states read of a step.
+        self.parts.after(plan, step)  # type: ignore[arg-type]
         return step
 
     def forward(

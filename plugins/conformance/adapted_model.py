@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,12 +33,16 @@ class Change:
     delta: torch.Tensor
 
 
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
 def random_changes(model: nn.Module) -> Iterator[Change]:
     """Yield a random change for each linear layer of a `transformers` model, and for each tensor of
     all experts; not for a head that is tied to embeddings."""
     generator = torch.Generator().manual_seed(3)
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()
-    tied = bool(getattr(model.config, "tie_word_embeddings", False))  # type: ignore[union-attr]
+    tied = bool(getattr(model.config, "tie_word_embeddings", False))
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator) * SPREAD
@@ -48,7 +53,7 @@ def random_changes(model: nn.Module) -> Iterator[Change]:
             weight: Any = module.weight
             width, out = weight.shape if flipped else weight.shape[::-1]
             a, b = random(RANK, width), random(out, RANK)
-            change = LowRank(name, RANK, width, out, SCALE, lambda a=a: a, lambda b=b: b)  # type: ignore[misc]
+            change = LowRank(name, RANK, width, out, SCALE, partial(_same, a), partial(_same, b))
             delta = SCALE * b @ a
             yield Change(AdapterFile("random", (change,)), weight, delta.t() if flipped else delta)
         for leaf, parameter in module.named_parameters(recurse=False):
@@ -65,8 +70,8 @@ def random_changes(model: nn.Module) -> Iterator[Change]:
                 width,
                 out,
                 SCALE,
-                lambda a=a: a,
-                lambda b=b: b,  # type: ignore[misc]
+                partial(_same, a),
+                partial(_same, b),
             )
             delta = SCALE * b @ a
             yield Change(

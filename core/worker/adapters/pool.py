@@ -119,8 +119,8 @@ class AdapterPool:
         if adapter is None:
             self.ranks[place].zero_()
             return self.ranks
-        numbers = np.asarray(units, dtype=np.int32)[:, None] * RANK_UNIT
-        numbers = (numbers + np.arange(RANK_UNIT, dtype=np.int32)).reshape(-1)
+        firsts = np.asarray(units, dtype=np.int32)[:, None] * RANK_UNIT
+        numbers = (firsts + np.arange(RANK_UNIT)).astype(np.int32).reshape(-1)
         table = torch.zeros(self.max_rank, dtype=torch.int32, pin_memory=adapter.rows.is_pinned())
         count = min(len(numbers), self.max_rank)
         table[:count] = torch.from_numpy(numbers[:count])

@@ -158,8 +158,9 @@ class Adapters(WorkerPart):
                 self._load(load)
         if self._changed:
             self._changed = False
-            for table, values in zip(self._tables, (self._places, self._starts), strict=True):
-                host = torch.from_numpy(values.copy())
+            places, starts = self._tables
+            for table, values in ((places, self._places), (starts, self._starts)):
+                host = torch.from_numpy(np.array(values))
                 host = host.pin_memory() if self._stream is not None else host
                 table.copy_(host, non_blocking=True)
         self._step = self._adapters_of(plan)

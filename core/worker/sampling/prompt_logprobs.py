@@ -84,8 +84,8 @@ class PromptLogprobs(PerSlot):
             places = LogitPlaces(
                 row_slots[own], lengths[own], slots[own].tolist(), following[own] - 1
             )
-            rows = self._compute_logits(take(hidden, tokens[own]), places)
-            scored.append(self._sampler.prompt_logprobs(rows, targets[own], k))
+            own_logits = self._compute_logits(take(hidden, tokens[own]), places)
+            scored.append(self._sampler.prompt_logprobs(own_logits, targets[own], k))
         tables = {
             name: torch.cat([getattr(part, name) for part in scored]) for name in LOGPROB_FIELDS
         }

@@ -208,8 +208,8 @@ class Warmup:
             sample_slots, lengths = sample_slots[index % num_rows], lengths[index % num_rows]
             slots, num_rows = [slots[row % num_rows] for row in range(num_logits)], num_logits
         hidden = take(runner.forward(inputs), index)
-        places = LogitPlaces(sample_slots, lengths, slots)
-        logits = runner.logits(hidden, places=places)
+        logit_places = LogitPlaces(sample_slots, lengths, slots)
+        logits = runner.logits(hidden, places=logit_places)
         words = -(-runner.vocab_size // 32)
         mask = TokenMask(
             torch.full((num_rows, words), -1, dtype=torch.int32, device=device), index, index
@@ -223,7 +223,7 @@ class Warmup:
                 sampler.mask(table, replace(mask, rows=None))
         sampler.sample_plain(logits, sample_slots, lengths, out)
         if sampler.shard is not None:
-            own = runner.logits(hidden, Ending.PLAIN, places)
+            own = runner.logits(hidden, Ending.PLAIN, logit_places)
             sampler.shard.sample_plain(own, sample_slots, lengths, out)
         sampler.precompile_processed(logits, sample_slots, lengths, out)
         for slot in slots:

@@ -208,6 +208,23 @@ async def test_what_was_moved_out_of_host_memory_is_read_again(tmp_path: Path) -
     assert (await house.cards())["b"].digest == "changed on disk"
 
 
+async def test_a_tenant_s_folder_that_became_a_link_is_not_read_again(tmp_path: Path) -> None:
+    """What the path leads to was checked when the adapter was loaded."""
+    house = House(tmp_path)
+    for name in ("mine", "b", "c", "secret"):
+        house.put(name)
+    await house.load("mine", owner="one")
+    for name in "bc":
+        await house.load(name)
+    await settled()
+    (tmp_path / "mine").rename(tmp_path / "old")
+    (tmp_path / "mine").symlink_to(tmp_path / "secret")
+    house.worker.reads.clear()
+    with pytest.raises(InvalidRequest, match="another than when it was loaded"):
+        await house.begin("mine", tenant="one")
+    assert not house.worker.reads
+
+
 async def test_requests_that_come_together_share_a_second_read(tmp_path: Path) -> None:
     house = House(tmp_path)
     for name in "abc":
