@@ -97,6 +97,8 @@ class Profiler:
         self._steps = steps
         self._executor = executor
         self._name = ""
+        self._count = 0
+        """Profiles so far."""
         self._timeline: Timeline | None = None
         """That of the running profile."""
         self._timer: asyncio.TimerHandle | None = None
@@ -113,7 +115,8 @@ class Profiler:
             )
         if self._timeline is not None or (self._writing and not self._writing.done()):
             raise InvalidRequest("start_profile: a profile runs already; call stop_profile first")
-        self._name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+        self._count += 1
+        self._name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{self._count}"
         self._writing = None
         self._timeline = Timeline(config.max_iterations, self._end)
         self._steps.timeline = self._timeline

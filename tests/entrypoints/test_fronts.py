@@ -181,7 +181,11 @@ def fronted(
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fronted]:
     folder = tmp_path_factory.mktemp("batches")
-    flags = ("--batch-dir", str(folder), "--enable-admin")
+    profiles = str(tmp_path_factory.mktemp("profiles"))
+    flags = (
+        "--batch-dir", str(folder), "--enable-admin",
+        "--profiler-config.torch-profiler-dir", profiles,
+    )  # fmt: skip
     with fronted(*flags, environment={forked.START_SECONDS: "1"}) as running_server:
         yield running_server
 
@@ -677,3 +681,20 @@ async def test_a_front_end_listens_after_the_first_does(tmp_path: Path) -> None:
                     await asyncio.wait_for(listening, 300)
                 server.close_fronts()
                 await process.wait()
+
+
+def test_a_profile_of_the_engines_process_is_begun_and_ended_at_any_front_end(
+    server: Fronted,
+) -> None:
+    def post(route: str, **body: Any) -> httpx.Response:
+        # Each call is a new connection, to one of both.
+        return httpx.post(server.url + route, json=body or None, timeout=60)
+
+    assert post("/start_profile").status_code == 200
+    refused = post("/start_profile")
+    assert refused.status_code == 400 and "runs already" in refused.text
+    assert post("/v1/completions", model=MODEL, prompt="x", max_tokens=3).status_code == 200
+    [trace] = post("/stop_profile").json()["traces"]
+    with gzip.open(trace) as file:
+        names = {event["name"] for event in json.load(file)["traceEvents"]}
+    assert "publish" in names and any(name.startswith("aten::") for name in names)
