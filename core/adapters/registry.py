@@ -501,7 +501,10 @@ class AdapterRegistry:
     async def _read_again(self, adapter: Adapter) -> Loaded:
         try:
             await self._room()
-            if adapter.owner and await asyncio.to_thread(_is_elsewhere, adapter.path):
+            elsewhere = False
+            if adapter.owner:
+                elsewhere = await asyncio.to_thread(_is_elsewhere, adapter.path)
+            if elsewhere:
                 raise InvalidRequest(
                     f"adapter {shown(adapter.name)}: its path is another than when it was loaded",
                     param="model",

@@ -97,6 +97,10 @@ class Profiler:
         self._steps = steps
         self._executor = executor
         self._name = ""
+        self._count = 0
+        """Profiles so far."""
+        self._timeline: Timeline | None = None
+        """That of the running profile."""
         self._timer: asyncio.TimerHandle | None = None
         self._writing: asyncio.Task[str] | None = None
         """Writes the last profile's trace; None once its path was returned."""
@@ -109,11 +113,13 @@ class Profiler:
                 "start_profile: there is no folder for traces; start the server with "
                 "--profiler-config.torch_profiler_dir FOLDER"
             )
-        if self._steps.timeline is not None or (self._writing and not self._writing.done()):
+        if self._timeline is not None or (self._writing and not self._writing.done()):
             raise InvalidRequest("start_profile: a profile runs already; call stop_profile first")
-        self._name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+        self._count += 1
+        self._name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{self._count}"
         self._writing = None
-        self._steps.timeline = Timeline(config.max_iterations, self._end)
+        self._timeline = Timeline(config.max_iterations, self._end)
+        self._steps.timeline = self._timeline
         job = StartProfile(
             folder=config.torch_profiler_dir,
             name=self._name,
@@ -126,7 +132,7 @@ class Profiler:
         except BaseException:
             self._end()
             raise
-        if self._steps.timeline is not None:  # Else the last step has ended it already.
+        if self._timeline is not None:  # Else the last step has ended it already.
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(config.max_seconds, self._end)
 
@@ -147,7 +153,7 @@ class Profiler:
         return path
 
     def _end(self) -> None:
-        timeline, self._steps.timeline = self._steps.timeline, None
+        timeline, self._timeline, self._steps.timeline = self._timeline, None, None
         if self._timer is not None:
             self._timer.cancel()
         if timeline is not None:

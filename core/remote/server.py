@@ -152,7 +152,8 @@ class EngineServer:
             case "reset_prefix_cache":
                 return await self.core.reset_prefix_cache()
             case "start_profile":
-                return await self.core.start_profile()
+                await self.core.start_profile()
+                return None
             case "stop_profile":
                 return msgspec.msgpack.encode(await self.core.stop_profile())
         raise InvalidRequest(f"unknown query: {name[:64]!r}")

@@ -207,7 +207,6 @@ MISSING: dict[str, str] = {
     "--enable-kv-cache-compression": "see --kv-compression",
     "--enable-kv-cache-compression-advanced": "see --kv-compression",
     "--enable-layerwise-nvtx-tracing": "see --profiler-config, and POST /start_profile",
-    "--enable-log-outputs": "outputs are not logged; see --enable-log-requests",
     "--enable-mamba-cache-stochastic-rounding": "states are rounded to the nearest value",
     "--mamba-cache-philox-rounds": "states are rounded to the nearest value",
     "--enable-mfu-metrics": "see `jackfield bench`, which compares with the device's bounds",

@@ -217,10 +217,15 @@ STRUCTURED = Option(
 
 def _logging(values: list[str]) -> Sequence[str]:
     value = _object(values[0])
-    if str(value.get("formatter", "text")) != "text":
-        raise Refused("the log is text; --access-log json writes a line of JSON a request")
+    words: list[str] = []
+    if (kind := str(value.get("formatter", "text"))) == "json":
+        words.append("--log-format=json")
+    elif kind != "text":
+        raise Refused("the log is text or json: --log-format")
     if (level := value.get("log_level")) is not None and LOG_LEVEL.words is not None:
-        return LOG_LEVEL.words([str(level)])
+        words += LOG_LEVEL.words([str(level)])
+    if words:
+        return words
     raise Unneeded("the log goes to standard error, from --log-level on")
 
 
@@ -228,7 +233,7 @@ _LEVELS = ("debug", "info", "warning", "error", "critical")
 LOG_LEVEL = synonyms(
     "--log-level", {**{level: level for level in _LEVELS}, "notset": "debug", "trace": "debug"}
 )
-LOGGING = Option("equivalent", "--log-level", 1, _logging)
+LOGGING = Option("equivalent", "--log-level, --log-format", 1, _logging)
 CONVERT = chosen(
     "--task embed, --task classify",
     {"embed": ("--task=embed",), "classify": ("--task=classify",)},

@@ -6,6 +6,7 @@ Does not import aiohttp, so that flags can be parsed first.
 from __future__ import annotations
 
 import argparse
+import re
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -86,6 +87,15 @@ def _root_path(text: str) -> str:
     if path and not path.startswith("/"):
         raise argparse.ArgumentTypeError(f"must begin with /, got {path!r}")
     return path
+
+
+def _pattern(text: str) -> str:
+    try:
+        re.compile(non_empty(text))
+    except re.error as error:
+        message = f"{text!r} is no regular expression: {error}"
+        raise argparse.ArgumentTypeError(message) from None
+    return text
 
 
 @dataclass(frozen=True)
@@ -247,11 +257,24 @@ class ServerOptions:
         Meta(description="log the bodies of requests, prompts included (default: off)"),
         Flag("--enable-log-requests", paired=True),
     ] = False
+    log_outputs: Annotated[
+        bool,
+        Meta(description="log the text that each request gave (default: off)"),
+        Flag("--enable-log-outputs", paired=True),
+    ] = False
     max_log_len: Annotated[
         int | None,
-        Meta(ge=0, description="most characters of a body to log (default: all)"),
+        Meta(ge=0, description="most characters of a body or output to log (default: all)"),
         Flag(metavar="N"),
     ] = None
+    log_redact: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="regular expression whose matches in logged bodies and outputs are left "
+            "out; with it at most 65536 characters of each are logged; repeatable"
+        ),
+        Flag("--log-redact", repeated=True, metavar="REGEX", parse=_pattern),
+    ] = ()
     log_stats: Annotated[
         bool,
         Meta(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+import uuid
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 
@@ -13,6 +14,7 @@ from aiohttp.abc import AbstractAccessLogger
 from aiohttp.typedefs import Middleware
 
 from ...core.engine.output_stream import OutputStream
+from .log_format import REQUEST_ID, LoggedText, outputs
 
 access = logging.getLogger("jackfield.access")
 bodies = logging.getLogger("jackfield.requests")
@@ -24,6 +26,7 @@ CLIENT_LEFT = 499
 _STREAMS: ContextVar[list[OutputStream] | None] = ContextVar("streams", default=None)
 _SEEN: web.RequestKey[tuple[float, list[OutputStream]]] = web.RequestKey("seen", tuple)
 """Arrival by `time.monotonic`, and the request's streams."""
+_ID: web.RequestKey[str] = web.RequestKey("id", str)
 _LEFT: web.RequestKey[bool] = web.RequestKey("left", bool)
 
 
@@ -39,6 +42,16 @@ def watch(request: web.Request) -> None:
     streams: list[OutputStream] = []
     _STREAMS.set(streams)
     request[_SEEN] = time.monotonic(), streams
+
+
+def begin(request: web.Request) -> None:
+    """Give a request its id, the client's or a new one, for its log lines and response."""
+    request[_ID] = own_request_id(request) or uuid.uuid4().hex
+    REQUEST_ID.set(request[_ID])
+
+
+def id_of(request: web.BaseRequest) -> str:
+    return request.get(_ID) or own_request_id(request) or uuid.uuid4().hex
 
 
 def mark_left(request: web.BaseRequest) -> None:
@@ -130,9 +143,10 @@ def _facts(
     }
 
 
-def set_up(kind: str, log_bodies: bool) -> None:
+def set_up(kind: str, log_bodies: bool, log_outputs: bool = False) -> None:
     """Enable these loggers, independent of others' levels."""
-    for logger, enabled in ((access, kind != "off"), (bodies, log_bodies)):
+    enabled_loggers = (access, kind != "off"), (bodies, log_bodies), (outputs, log_outputs)
+    for logger, enabled in enabled_loggers:
         logger.setLevel(logging.INFO if enabled else logging.NOTSET)
     if kind == "json" and not access.handlers:
         handler = logging.StreamHandler()
@@ -141,18 +155,14 @@ def set_up(kind: str, log_bodies: bool) -> None:
         access.propagate = False
 
 
-def log_bodies(max_len: int | None) -> Middleware:
-    """Return a middleware that logs bodies, truncated to `max_len` characters."""
+def log_bodies(shown: LoggedText) -> Middleware:
+    """Return a middleware that logs bodies."""
 
     @web.middleware
     async def log(request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.can_read_body and request.content_type != "multipart/form-data":
             body = (await request.read()).decode("utf-8", "replace")
-            excerpt = body if max_len is None else body[:max_len]
-            suffix = "" if len(excerpt) == len(body) else f" … ({len(body)} characters)"
-            bodies.info(
-                "%s %s %s%s", request.method, json.dumps(request.path), json.dumps(excerpt), suffix
-            )
+            bodies.info("%s %s %s", request.method, json.dumps(request.path), shown(body))
         return await handler(request)
 
     return log

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import uuid
 from collections.abc import Awaitable, Callable
 
 from aiohttp import web
@@ -28,6 +27,7 @@ from ..http.context import (
 from ..http.cross_origin import cors
 from ..http.cross_origin import cross_site as sites
 from ..http.inflight import IN_FLIGHT, InFlightCounts, count_in_flight, server_load
+from ..http.log_format import LoggedText
 from ..http.options import ServerOptions
 from ..http.request_pacing import PACER, RequestPacer, pace_requests
 from ..openai.chat.routes import chat_completions
@@ -131,7 +131,9 @@ def make_app(
     most_logprobs = max(options.max_live_logprobs, engine.config.max_logprobs_per_request)
     engine.limit_logprobs(most_logprobs if options.max_live_logprobs else None)
     if options.log_requests:
-        app.middlewares.append(request_log.log_bodies(options.max_log_len))
+        app.middlewares.append(
+            request_log.log_bodies(LoggedText(options.max_log_len, options.log_redact))
+        )
     if options.kept_at is not None:
         app.middlewares.append(stateful_proxy.forward_to(options.kept_at))
     if options.keeps_at is not None:
@@ -174,7 +176,7 @@ async def _tell_server(_: web.Request, response: web.StreamResponse) -> None:
 
 async def _tell_request_id(request: web.Request, response: web.StreamResponse) -> None:
     """Set the request id header, the caller's or a new one, on every response."""
-    response.headers["X-Request-Id"] = request_log.own_request_id(request) or uuid.uuid4().hex
+    response.headers["X-Request-Id"] = request_log.id_of(request)
 
 
 @web.middleware

@@ -15,7 +15,7 @@ from prometheus_client.utils import floatToGoString
 
 from ..http.auth.tenants import route_of
 from ..http.context import ENGINE
-from ..http.request_log import CLIENT_LEFT, Lines, client_has_left, has_been_left, watch
+from ..http.request_log import CLIENT_LEFT, Lines, begin, client_has_left, has_been_left, watch
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
@@ -105,6 +105,7 @@ def observe_requests(
     @web.middleware
     async def observed(request: web.Request, handler: Handler) -> web.StreamResponse:
         start, status = time.monotonic(), 500
+        begin(request)
         if lines is not None:
             watch(request)
         try:

@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from ...core.config import EngineConfig
 from ...core.errors import ConfigError
-from ...core.registry import Plugins, load_plugins
+from ...core.registry import Plugins, Provenance, load_plugins
 from ..flags.config_file import add_config, with_config, without_config
 from ..flags.dataclass_flags import Flag, add_flags, fields_of, from_flags
 from ..flags.engine_flags import add_engine_options, engine_config
@@ -23,6 +23,7 @@ from ..flags.parser import Parser
 from ..flags.sglang_flags import sglang_options
 from ..flags.vllm_environment import environment_lines
 from ..flags.vllm_flags import VLLM_GROUPS, vllm_options
+from ..http.log_format import LoggedText, OutputLog, formatter
 from ..http.options import ServerOptions
 from ..http.tls import Tls
 from .listen import Listen
@@ -66,6 +67,11 @@ class ServeOptions:
         Meta(description="least level that is logged"),
         Flag(aliases=("--uvicorn-log-level",), group="server"),
     ] = "warning"
+    log_format: Annotated[
+        Literal["text", "json"],
+        Meta(description="logs as text, or a JSON object a line with the id of its request"),
+        Flag(group="server"),
+    ] = "text"
     enable_auto_tool_choice: Annotated[
         bool,
         Meta(
@@ -121,9 +127,9 @@ def settings(argv: list[str], *, remarks: bool = True) -> Settings:
     lines, argv = whole_command(parser, argv)
     args = parser.parse_args(argv)
     serve = from_flags(ServeOptions, args)
-    logging.basicConfig(
-        level=serve.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    handler = logging.StreamHandler()
+    handler.setFormatter(formatter(serve.log_format))
+    logging.basicConfig(level=serve.log_level.upper(), handlers=[handler])
     for sentence in without_effect(lines) if remarks else ():
         logger.warning("%s", sentence)
     config = _with_profile_folder(engine_config(args, args.model_flag or args.model))
@@ -134,7 +140,10 @@ def settings(argv: list[str], *, remarks: bool = True) -> Settings:
     from ...core.metrics import stats_log
     from ..http import request_log
 
-    request_log.set_up(options.access_log, options.log_requests)
+    request_log.set_up(options.access_log, options.log_requests, options.log_outputs)
+    if options.log_outputs:
+        shown = LoggedText(options.max_log_len, options.log_redact)
+        plugins.add_plugin(OutputLog(shown), Provenance("jackfield", "", "log_outputs"))
     logs_stats = options.log_stats and serve.log_level not in ("error", "critical")
     stats_log.logger.setLevel(logging.INFO if logs_stats else logging.ERROR)
     return Settings(config, plugins, listen(args), options, serve.api_server_count, argv)

@@ -188,7 +188,11 @@ def fronted(
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fronted]:
     folder = tmp_path_factory.mktemp("batches")
-    flags = ("--batch-dir", str(folder), "--enable-admin")
+    profiles = str(tmp_path_factory.mktemp("profiles"))
+    flags = (
+        "--batch-dir", str(folder), "--enable-admin",
+        "--profiler-config.torch-profiler-dir", profiles,
+    )  # fmt: skip
     with fronted(*flags, environment={forked.START_SECONDS: "1"}) as running_server:
         yield running_server
 
@@ -710,3 +714,20 @@ def test_an_adapter_that_one_front_end_loads_is_served_by_all(tmp_path: Path) ->
             assert first.post("/v1/unload_lora_adapter", json={"lora_name": "x"}).is_success
             for client in (zero, first):
                 assert client.get("/v1/models/x").status_code == 404
+
+
+def test_a_profile_of_the_engines_process_is_begun_and_ended_at_any_front_end(
+    server: Fronted,
+) -> None:
+    def post(route: str, **body: Any) -> httpx.Response:
+        # Each call is a new connection, to one of both.
+        return httpx.post(server.url + route, json=body or None, timeout=60)
+
+    assert post("/start_profile").status_code == 200
+    refused = post("/start_profile")
+    assert refused.status_code == 400 and "runs already" in refused.text
+    assert post("/v1/completions", model=MODEL, prompt="x", max_tokens=3).status_code == 200
+    [trace] = post("/stop_profile").json()["traces"]
+    with gzip.open(trace) as file:
+        names = {event["name"] for event in json.load(file)["traceEvents"]}
+    assert "publish" in names and any(name.startswith("aten::") for name in names)

@@ -9,12 +9,14 @@ import queue
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 from serving import MODEL, Server, engine_config, running
+from test_fronts import fronted
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
@@ -239,6 +241,27 @@ def test_a_collector_gets_the_spans_of_a_served_request(
     assert names == {
         "POST /v1/completions", f"text_completion {MODEL}", "queued", "prefill", "decode"
     }  # fmt: skip
+
+
+@pytest.mark.slow
+def test_each_front_end_traces_the_requests_that_it_serves(
+    over_http: tuple[str, queue.Queue[Any]],
+) -> None:
+    url, received = over_http
+    counts: Counter[str] = Counter()
+    with fronted("--otlp-traces-endpoint", url) as traced:
+        for _ in range(4):
+            body = {"messages": MESSAGES, "max_tokens": 4}
+            response = httpx.post(
+                traced.url + "/v1/chat/completions", json=body, headers=HEADERS, timeout=60
+            )
+            assert response.status_code == 200
+        while counts.total() < 20:
+            for resource in received.get(timeout=60).resource_spans:
+                spans = resource.scope_spans[0].spans
+                assert {span.trace_id.hex() for span in spans} == {TRACE}
+                counts.update(span.name.split()[0] for span in spans)
+    assert counts == dict.fromkeys(("POST", "chat", "queued", "prefill", "decode"), 4)
 
 
 # ---------------------------------------------------------------- off, and refused

@@ -158,6 +158,7 @@ def test_a_missing_feature_that_is_not_used_is_taken(flag: str, value: str) -> N
         ("--log-level INFO", "--log-level info"),
         ("--uvicorn-log-level trace", "--log-level debug"),
         ("--logging-config.log_level DEBUG", "--log-level debug"),
+        ("--logging-config.formatter json", "--log-format json"),
         ("--mamba-cache-mode align", ""),
         ("--max-num-queued-reqs 5", "--limit-concurrency 5"),
         ("-sc.method ngram --spec-tokens 3",
@@ -206,7 +207,7 @@ def test_keys_given_one_by_one_add_to_a_whole_value() -> None:
     [
         ["--convert", "reward"],
         ["--kv-offloading-backend", "lmcache"],
-        ["--logging-config", '{"formatter": "json"}'],
+        ["--logging-config", '{"formatter": "xml"}'],
         ["--compilation-config", "{"],
         ["--spec-tokens"],
         ["--nnodes", "2"],
