@@ -126,7 +126,7 @@ class Site:
     """A layer that adapters may change."""
 
     def __init__(self, key: str, state: AdapterState) -> None:
-        """key: the module's name; "" before it stands for what it computes as a head."""
+        """key: the module's name."""
         self.key = key
         self.state = state
         self.weights: SiteWeights | None = None
@@ -317,11 +317,9 @@ def _head_logits(
     bias = getattr(layer, "bias", None)
     for change, rows in special:
         x = normed[rows]
-        wide = torch.zeros(0)
-        if own is None:
-            wide = change.product(x, out[rows][:, : _vocab_size(change, out)], None)
-        else:
-            wide = _of_own(change, own).product(x, out[rows][:, : own.stop - own.start], None)
+        size = _vocab_size(change, out) if own is None else own.stop - own.start
+        mine_alone = change if own is None else _of_own(change, own)
+        wide = mine_alone.product(x, out[rows][:, :size], None)
         assert bias is None or change.weight is None, "refused when it was read"
         if change.token_ids is not None and change.token_rows is not None:
             logits = F.linear(x, change.token_rows.to(x.dtype)).float()
