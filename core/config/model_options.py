@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -37,6 +38,13 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     chat_template: Annotated[
         str | None,
         doc("Chat template (Jinja text or a file's path) instead of the tokenizer's."),
+    ] = None
+    default_chat_template_kwargs: Annotated[
+        dict[str, Any] | None,
+        doc(
+            "Arguments of the chat template where a request has none of that name, such as "
+            '{"enable_thinking": false}.'
+        ),
     ] = None
     assistant_control_tokens: Annotated[
         bool,
@@ -112,3 +120,7 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
         dict[str, Any] | None,
         doc("Values that replace those of the checkpoint's config.json."),
     ] = None
+
+    def template_kwargs(self, given: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Return the arguments that a request gives to the chat template, over the defaults."""
+        return {**(self.default_chat_template_kwargs or {}), **(given or {})}

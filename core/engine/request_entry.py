@@ -74,7 +74,7 @@ class RequestEntry:
         limit = self.admission.token_limit(sampling, "messages")
         token_ids = await self.texts.tokenize_chat(messages, limit, **options)
         prepared = self.admission.prepare_tokens(token_ids, sampling)
-        arguments = dict(options.get("chat_template_kwargs") or {})
+        arguments = self.texts.template_kwargs(options.get("chat_template_kwargs"))
         grammar = GrammarRequest(chat=True, template_arguments=arguments)
         return await self._add(prepared, sampling, envelope, grammar)
 

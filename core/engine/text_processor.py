@@ -12,6 +12,7 @@ from ..inputs import ChatMessage
 from ..loading.model_config import ModelConfig, resolve_model_config
 from ..registry import Plugins
 from ..sampling_params import SamplingParams
+from ..text.chat_messages import check_kwargs
 from ..text.chat_template import ChatTemplate
 from ..text.text_threads import TextThreads, rough_size
 from ..text.token_limit import LONG_TEXT, TokenLimit
@@ -43,6 +44,8 @@ class TextProcessor:
         self.chat_template_variables: frozenset[str] = frozenset()
         """Names that the chat template reads besides messages and tools."""
         self._control_tokens = False
+        self.template_kwargs = EngineConfig().template_kwargs
+        """Adds the configured arguments of the chat template to those of a request."""
         self._chat_template: ChatTemplate | None = None
         self._prompt_ends: dict[Any, str] = {}
         """Switches of the chat template → its last text."""
@@ -56,6 +59,13 @@ class TextProcessor:
         if config.skip_tokenizer_init:
             return
         self._control_tokens = config.assistant_control_tokens
+        self.template_kwargs = config.template_kwargs
+        try:
+            check_kwargs(config.template_kwargs(None))
+        except InvalidRequest as error:
+            option = "default_chat_template_kwargs"
+            message = str(error).removeprefix("chat_template_kwargs.")
+            raise ConfigError(f"{option}: {message}", param=option) from None
         self.tokenizer = Tokenizer.load(
             config.tokenizer or str(model_config.path),
             revision=config.tokenizer_revision,
@@ -104,7 +114,7 @@ class TextProcessor:
             tools=None if tools is None else list(tools),
             add_generation_prompt=options.get("add_generation_prompt", True),
             continue_final_message=options.get("continue_final_message", False),
-            template_kwargs=options.get("chat_template_kwargs"),
+            template_kwargs=self.template_kwargs(options.get("chat_template_kwargs")),
             documents=options.get("documents"),
             add_special_tokens=options.get("add_special_tokens", False),
             limit=limit,
@@ -129,7 +139,7 @@ class TextProcessor:
             return ""
         switches = {
             name: value
-            for name, value in (chat_template_kwargs or {}).items()
+            for name, value in self.template_kwargs(chat_template_kwargs).items()
             if isinstance(value, bool | str | None) and len(str(value)) < 17
         }
         key = tuple(sorted(switches.items(), key=repr))

@@ -80,6 +80,12 @@ def _debug(argv: list[str]) -> int:
     return run(argv)
 
 
+def _collect_env(argv: list[str]) -> int:
+    from .collect_env import run
+
+    return run(argv)
+
+
 COMMANDS: dict[str, tuple[Command, str]] = {
     "serve": (_serve, "serve a model over HTTP, as OpenAI does"),
     "chat": (_chat, "talk to a running server"),
@@ -92,6 +98,7 @@ COMMANDS: dict[str, tuple[Command, str]] = {
     "bench": (_bench, "measure speed, here and against others"),
     "debug": (_debug, "replay the steps that an engine has recorded, and compare"),
     "plugins": (_plugins, "list what is plugged in, and whether it works here"),
+    "collect-env": (_collect_env, "print versions, devices and variables for a fault's report"),
 }
 
 
@@ -163,7 +170,7 @@ def _status(value: object) -> int:
 
 def _usage() -> str:
     lines = ["usage: jackfield COMMAND [options]", "", "commands:"]
-    lines += [f"  {name:10} {text}" for name, (_, text) in COMMANDS.items()]
+    lines += [f"  {name:11} {text}" for name, (_, text) in COMMANDS.items()]
     lines += _usage_of_plugins()
     lines += ["", "`jackfield COMMAND --help` lists a command's options."]
     return "\n".join(lines)

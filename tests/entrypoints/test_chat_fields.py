@@ -15,6 +15,9 @@ import pytest
 from serving import MODEL, Server, engine_config, running, save_random, save_scripted
 
 from jackfield import EngineConfig
+from jackfield.core.engine.text_processor import TextProcessor
+from jackfield.core.errors import ConfigError
+from jackfield.core.registry import load_plugins
 from jackfield.entrypoints.http.options import ServerOptions
 from jackfield.entrypoints.openai.common.protocol import UNSUPPORTED
 
@@ -445,6 +448,36 @@ def test_an_effort_turns_reasoning_on_and_off(server: Server) -> None:
     template = "{{ reasoning_effort }} {{ verbosity }}: {{ messages[0].content }}"
     template_options = {"reasoning_effort": "low", "verbosity": "high", "chat_template": template}
     assert prompt_of(server, **template_options) == "low high: Hello"
+
+
+def test_every_route_has_the_configured_arguments_of_the_template(server: Server) -> None:
+    config = EngineConfig(
+        device="cpu",
+        served_model_name=(MODEL,),
+        reasoning_parser="think_tags",
+        default_chat_template_kwargs={"enable_thinking": False},
+    )
+    asked = {"chat_template_kwargs": {"enable_thinking": True}}
+    chat = {"messages": user(SUM), "temperature": 0, "max_tokens": 200}
+    with running(config) as quiet:
+        assert prompt_of(quiet) == prompt_of(server, **DIRECT) != prompt_of(server)
+        assert prompt_of(quiet, **asked) == prompt_of(server, **asked)
+        for route in ("/tokenize", "/v1/messages/count_tokens"):
+            body = {"model": MODEL, "messages": user("Hi")}
+            expected = post(server, {**body, **DIRECT}, route=route)
+            assert post(quiet, body, route=route) == expected
+        assert "reasoning_content" not in post(quiet, chat)["choices"][0]["message"]
+        for thinking in (asked, {"reasoning_effort": "high"}):
+            assert post(quiet, {**chat, **thinking})["choices"][0]["message"]["reasoning_content"]
+        body = {"model": MODEL, "input": SUM, "temperature": 0, "max_output_tokens": 200}
+        kinds = [item["type"] for item in post(quiet, body, route="/v1/responses")["output"]]
+        assert kinds == ["message"]
+
+
+def test_a_configured_argument_that_is_reserved_is_refused() -> None:
+    config = EngineConfig(device="cpu", default_chat_template_kwargs={"messages": []})
+    with pytest.raises(ConfigError, match="default_chat_template_kwargs: messages: is reserved"):
+        TextProcessor().load_alone(config, load_plugins())
 
 
 def test_a_template_of_the_request_is_used_where_it_is_trusted(

@@ -16,7 +16,7 @@ COMMON_KWARGS = frozenset({"enable_thinking", "thinking", "reasoning_effort"})
 
 def template_arguments(engine: AsyncEngine, request: ChatRequest, trusted: bool) -> dict[str, Any]:
     """Return `chat_template_kwargs`, with `reasoning_effort`, and `verbosity` if the template reads
-    it. An effort also turns thinking on, "none" off.
+    it, over the engine's defaults. An effort also turns thinking on, "none" off.
 
     trusted: requests may bring a template. Raises InvalidRequest for a disallowed template, and for
     arguments that nothing reads.
@@ -38,7 +38,7 @@ def template_arguments(engine: AsyncEngine, request: ChatRequest, trusted: bool)
             kwargs.setdefault(thinking, request.reasoning_effort != "none")
     if request.verbosity is not None and (request.chat_template or "verbosity" in variables):
         kwargs.setdefault("verbosity", request.verbosity)
-    return kwargs
+    return engine.config.template_kwargs(kwargs)
 
 
 def thinking_switch(engine: AsyncEngine) -> str | None:
