@@ -86,6 +86,7 @@ VARIABLES: dict[str, Variable] = {
     "VLLM_PLUGINS": _none("it names plugins of vLLM; see JACKFIELD_PLUGINS"),
     "VLLM_PP_LAYER_PARTITION": _flag("--pipeline-layer-partition"),
     "VLLM_SERVER_DEV_MODE": _switch("--enable-admin"),
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": _switch("--enable-admin"),
     "VLLM_USE_MODELSCOPE": _refused_if_on(
         "models come from a folder or the Hugging Face hub; download the checkpoint and name its "
         "folder"

@@ -35,7 +35,7 @@ NAMES = [
     name
     for line in (HERE / "vllm_options.txt").read_text().splitlines()
     for name in line.split()[1:]
-    if name != "/" and "lora" not in name
+    if name != "/"
 ]
 """Options of vLLM 0.33.0 with their opposites, but for those of adapters."""
 VARIABLES = (HERE / "vllm_variables.txt").read_text().split()
