@@ -34,7 +34,10 @@ FLOORS = (
 """Lowest first: a room imports from those below it; of its own floor, from itself alone."""
 MAX_NEIGHBOURS = 10
 """Files of its own folder that a file imports, at most."""
-WIDE = {"core/engine/core.py": "puts the pieces of an engine together, and has one class"}
+WIDE = {
+    "entrypoints/cli/main.py": "a list of commands, each imported when it is called",
+    "core/engine/core.py": "puts the pieces of an engine together, and has one class",
+}
 KNOWN_ARROWS = {
     ("core/engine", "core/make_core.py"): (
         "AsyncEngine(config) makes its core itself, and that may be PooledCores, which are clients "
