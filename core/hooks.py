@@ -286,7 +286,7 @@ def register_adapter_formats(registry: Registry[type[AdapterFormat]]) -> None:
 
 @hookspec
 def register_adapter_resolvers(registry: Registry[type[AdapterResolver]]) -> None:
-    """Resolvers, which find adapters (LoRA) by names that nobody has loaded.
+    """Resolvers, which find adapters (LoRA) by names that are not loaded.
 
         registry.add("my_store", "my_package.store:MyResolver")
 

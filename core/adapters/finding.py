@@ -1,4 +1,4 @@
-"""Finds adapters: what form is at a path, and the paths of names that nobody has loaded."""
+"""Finds adapters: what form is at a path, and the paths of names that are not loaded."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Finder:
         self._formats = plugins["adapter_format"]
         self._registry = plugins["adapter_resolver"]
         self._resolvers: dict[str, Any] | None = None
-        """Name → resolver; None before the first name that nobody has loaded."""
+        """Name → resolver; None before the first name that is not loaded."""
         self._turns = asyncio.Semaphore(MAX_RESOLVING)
 
     async def format_at(self, path: str) -> str:
@@ -70,9 +70,9 @@ class Finder:
     def _made(self) -> dict[str, Any]:
         """Return the resolvers, by priority."""
         if self._resolvers is None:
-            made = {}
+            resolvers = {}
             for entry in self._registry.entries():
                 with self._registry.calling(entry.name, "its constructor"):
-                    made[entry.name] = self._registry.load(entry.name)(self._config)
-            self._resolvers = made
+                    resolvers[entry.name] = self._registry.load(entry.name)(self._config)
+            self._resolvers = resolvers
         return self._resolvers

@@ -243,7 +243,7 @@ class AdapterRegistry:
         return await self._shared(self._requested, job, lambda: self._load(job))
 
     async def _resolve(self, name: str) -> Adapter:
-        """Ask resolvers for an adapter that nobody has loaded. Raises ModelNotFound."""
+        """Ask resolvers for an adapter that is not loaded. Raises ModelNotFound."""
         try:
             check_adapter_name(name, self._config.served_names)
         except InvalidRequest:

@@ -31,7 +31,7 @@ class AdapterFormat(Protocol):
 
 
 class AdapterResolver(Protocol):
-    """Finds adapters whose names nobody has registered. Created once per engine, when the first
+    """Finds adapters whose names are not loaded. Created once per engine, when the first
     such name is asked for."""
 
     def __init__(self, config: EngineConfig) -> None: ...

@@ -61,7 +61,9 @@ class HostAdapters:
         info: Future[AdapterInfo] = Future()
 
         def pass_on(done: Future[HostAdapter]) -> None:
-            if (error := done.exception()) is not None:
+            if done.cancelled():  # The worker stops.
+                info.cancel()
+            elif (error := done.exception()) is not None:
                 self.drop(job.number)
                 info.set_exception(error)
             else:

@@ -32,7 +32,7 @@ from ...step import (
 )
 from ..adapters.host_adapters import HostAdapter, HostAdapters
 from ..adapters.pool import AdapterPool
-from ..adapters.sites import HostChange, Piece, Sites
+from ..adapters.sites import HostChange, Piece, Sites, sharding_of
 from ..batch import LogitPlaces, StepInputs
 from ..launched_step import LaunchedStep
 from .part import PartNeeds, PartSite, PartStart, StartContext, WorkerPart
@@ -129,6 +129,10 @@ class Adapters(WorkerPart):
             if resident.number == job.number:
                 # Its rank rows go to another adapter by a load.
                 self._residents[place] = resident._replace(special=None, keep=None)
+
+    def close(self) -> None:
+        """End the thread that reads."""
+        self.host.close()
 
     # ------------------------------------------------------------ slots
 
@@ -355,8 +359,6 @@ class Adapters(WorkerPart):
 
     def _gain(self, key: str, piece: Piece, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """Return DoRA's factors: magnitude / length of each row of the changed weight."""
-        from ..adapters.sites import sharding_of
-
         layer = self._sites.modules[key]
         dense = layer.dense_weight() if hasattr(layer, "dense_weight") else layer.weight
         rows = dense[piece.span].float() + b.float() @ a.float() * piece.scale

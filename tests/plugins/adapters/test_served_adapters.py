@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,7 @@ async def test_adapters_of_experts_give_pefts_tokens(
     adapters = [LoRARequest("experts", 1, str(path)), None]
     async with AsyncEngine(EngineConfig(model=str(folder), **SETTINGS)) as engine:
         outputs = await asyncio.gather(*(answer(engine, prompt, each) for each in adapters))
+    assert not [t.name for t in threading.enumerate() if t.name.startswith("jackfield-adapters")]
     for model, output in zip(
         (adapted_model(folder, path), reference_model(folder)), outputs, strict=True
     ):
