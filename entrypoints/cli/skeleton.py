@@ -93,6 +93,9 @@ KINDS = {
         "--all2all-backend $name",
         "All2All",
     ),
+    "adapter-resolver": Kind(
+        "register_adapter_resolvers", "jackfield serve CHECKPOINT --enable-lora", "Resolver"
+    ),
     "operations": Kind("register_operations", "jackfield serve --operations $name", "Operations"),
     "executor": Kind("register_executors", "jackfield serve --executor $name", "Executor"),
     "command": Kind("register_commands", "jackfield $name", argument="commands"),

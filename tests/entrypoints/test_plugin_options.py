@@ -70,8 +70,7 @@ def given_by(*argv: str) -> Any:
     """The typed options of an engine that this command line makes."""
     options = settings([*argv])
     engine = AsyncEngine(options.config, plugins=options.plugins)
-    (name,) = options.plugins["options"]
-    return engine.plugins.options(options.plugins["options"].load(name))
+    return engine.plugins.options(options.plugins["options"].load("mine"))
 
 
 def test_options_come_from_flags_json_and_defaults(mine: str) -> None:

@@ -145,14 +145,15 @@ def test_every_registered_kind_that_has_a_kit_has_a_skeleton() -> None:
     from jackfield.plugins.conformance.options import KITS
 
     kinds = {kind.replace("_", "-") for kind in KITS}
-    assert kinds - KINDS.keys() == {"checkpoint-format"}, "which is written from a file's format"
+    written_from_a_files_format = {"checkpoint-format", "adapter-format"}
+    assert kinds - KINDS.keys() == written_from_a_files_format
 
 
 @pytest.mark.parametrize(
     "kind",
     [
         "kv-compressor", "speculator", "collectives", "all2all-backend", "latent-attention-backend",
-        "structured-backend", "logits-processor", "schedule-policy",
+        "structured-backend", "logits-processor", "schedule-policy", "adapter-resolver",
     ],
 )  # fmt: skip
 def test_a_skeleton_passes_its_kit_as_it_is(

@@ -154,16 +154,16 @@ async def test_plain_rows_are_sampled_without_whole_logits(tmp_path: Path) -> No
                 worker.runner.logits = functools.partial(watched, worker.runner.logits)  # type: ignore
             return info
 
-    def watched(logits: Any, hidden: torch.Tensor, *ending: Any) -> torch.Tensor:
-        seen.add(tuple(ending))
-        result: torch.Tensor = logits(hidden, *ending)
+    def watched(logits: Any, hidden: torch.Tensor, ending: Any, *places: Any) -> torch.Tensor:
+        seen.add(ending)
+        result: torch.Tensor = logits(hidden, ending, *places)
         assert result.shape[1] == 100 - (result.shape[1] < 100)
         return result
 
     seen: set[Any] = set()
     want = await tokens(config(folder, 1), params)
     assert await tokens(config(folder, 2), params, Watching) == want
-    assert seen == {(Ending.PLAIN,)}
+    assert seen == {Ending.PLAIN}
 
 
 def with_tokenizer(folder: Path) -> Path:
