@@ -15,24 +15,28 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .activations import ACTIVATIONS
+from .activations import ACTIVATIONS, ExpertActivation
 from .embedding import Embedding
 from .experts import ExpertLinear, Experts, Router
 from .linear import Linear
 from .norm import RMSNorm
 from .operations import (
-    DenseRows,
     ExpertWeight,
     Norm,
     Operations,
     PositionRows,
-    dense_rows,
     num_rows,
     with_positions,
 )
 from .quantized import QuantizedEmbedding, QuantizedLinear
 from .routing import Routing
-from .step_operations.adapters import AdapterChunks, SiteWeights
+from .step_operations.adapters import (
+    CHUNK_TOKENS,
+    AdapterChunks,
+    AdapterTables,
+    SiteWeights,
+    chunk_count,
+)
 
 
 class LowRankChange(NamedTuple):
@@ -68,8 +72,9 @@ class LayerChange:
     """[N] int64: tokens whose rows of an embedding, or logits, are others."""
     token_rows: torch.Tensor | None = None
     """[N, hidden_size]"""
-    experts: Mapping[tuple[str, int], Sequence[LowRankChange]] = field(default_factory=dict)
-    """("first" or "down", number of an expert as this rank counts) → its changes."""
+    experts: Mapping[str, SiteWeights] = field(default_factory=dict)
+    """"first" or "down" → what is added to the products of all experts; places are the numbers of
+    experts as this rank counts."""
 
     def product(self, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None
                 ) -> torch.Tensor:  # fmt: skip
@@ -369,12 +374,11 @@ def _looked_up(change: LayerChange, ids: torch.Tensor, rows: torch.Tensor) -> to
 
 class AdaptedExpertOperations:
     """Operations of a module that computes experts: rows of adapters that change experts are
-    computed again, one expert at a time, in float32."""
+    computed again, from products of single experts, for each adapter by itself."""
 
     def __init__(self, operations: Operations, site: Site) -> None:
         self._own = operations
         self._site = site
-        self._reference = Operations()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._own, name)
@@ -387,8 +391,6 @@ class AdaptedExpertOperations:
         down: ExpertWeight,
         *,
         residual: torch.Tensor,
-        gate_up_bias: torch.Tensor | None = None,
-        down_bias: torch.Tensor | None = None,
         **more: Any,
     ) -> torch.Tensor:
         """As `Operations.experts`."""
@@ -396,39 +398,65 @@ class AdaptedExpertOperations:
             self._site.called = True
         special = self._site.special()
         before = [residual[rows].float() for _, rows in special]
-        biases = {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
-        more |= {name: bias for name, bias in biases.items() if bias is not None}
         out = self._own.experts(x, routing, gate_up, down, residual=residual, **more)
-        wide: dict[str, Any] = {name: value.float() if isinstance(value, torch.Tensor) else value
-                for name, value in more.items()}  # fmt: skip
         for (change, rows), added in zip(special, before, strict=True):
             own = routing._replace(experts=routing.experts[rows], weights=routing.weights[rows])
-            changed = self._reference.experts(
-                x[rows].float(), own,
-                _changed_experts(gate_up, x, change, "first"),
-                _changed_experts(down, x, change, "down"),
-                residual=added, **wide,
-            )  # fmt: skip
-            out[rows] = changed.to(out.dtype)
+            changed = self._changed(x[rows], own, gate_up, down, change, **more)
+            out[rows] = (added + changed).to(out.dtype)
         return out
 
+    def _changed(
+        self,
+        x: torch.Tensor,
+        routing: Routing,
+        gate_up: ExpertWeight,
+        down: ExpertWeight,
+        change: LayerChange,
+        *,
+        gate_up_bias: torch.Tensor | None = None,
+        down_bias: torch.Tensor | None = None,
+        activation: ExpertActivation | None = None,
+    ) -> torch.Tensor:
+        """Return the sum of experts with what an adapter changes, [N, hidden_size] float32."""
+        num_experts, (num_tokens, top_k) = num_rows(down) // x.shape[1], routing.experts.shape
+        experts = routing.experts.reshape(-1)
+        foreign = routing.num_experts is not None
+        places = self._by_expert(experts, num_experts)
 
-def _changed_experts(
-    weight: ExpertWeight, x: torch.Tensor, change: LayerChange, which: str
-) -> DenseRows:
-    """Return the weight of experts with what an adapter changes, in float32; `rows` is asked for
-    one whole expert."""
+        def products(
+            x: torch.Tensor, weight: ExpertWeight, bias: torch.Tensor | None, which: str
+        ) -> torch.Tensor:
+            out = self._own.expert_products(x, experts, weight, num_experts, bias)
+            if (added := change.experts.get(which)) is not None:
+                self._own.add_adapters(out, x, places, added)
+            return out
 
-    def rows(indices: torch.Tensor) -> torch.Tensor:
-        start, count = int(indices[0]), len(indices)
-        dense = dense_rows(weight, start, count, x).float()
-        changes = change.experts.get((which, start // count), ())
-        dense = dense.clone() if changes else dense
-        for each in changes:
-            dense[each.span] += each.b.float() @ each.a.float() * each.scale
-        return dense
+        inner = products(x.repeat_interleave(top_k, dim=0), gate_up, gate_up_bias, "first")
+        out = products(self._own.activated(inner, activation), down, down_bias, "down")
+        weights = routing.weights.reshape(-1, 1)
+        if foreign:
+            elsewhere = (experts < 0) | (experts >= num_experts)
+            weights = weights.masked_fill(elsewhere[:, None], 0.0)
+        return (out.float() * weights).view(num_tokens, top_k, -1).sum(dim=1)
 
-    return DenseRows(num_rows(weight), rows)
+    def _by_expert(self, experts: torch.Tensor, num_experts: int) -> AdapterChunks:
+        """Return rows in chunks of one expert each: an expert is the place of its matrices.
+        experts: [N] int32"""
+        count, device = len(experts), experts.device
+        slots = torch.where((experts < 0) | (experts >= num_experts), num_experts, experts)
+        places = torch.arange(num_experts + 1, dtype=torch.int32, device=device)
+        places[num_experts] = -1
+        tables = AdapterTables(
+            places, torch.zeros(num_experts + 1, dtype=torch.int64, device=device)
+        )
+        return self._own.adapter_chunks(
+            slots.to(torch.int32),
+            torch.arange(count + 1, dtype=torch.int32, device=device),
+            torch.zeros(count, dtype=torch.int64, device=device),
+            tables,
+            chunk_count(count, num_experts),
+            CHUNK_TOKENS,
+        )
 
 
 def _gated(layer: nn.Module) -> bool:

@@ -376,16 +376,53 @@ class Operations(
             ]
             if activation is None:
                 inner = self.gated_linear(x[tokens], first, biases[0])
-            elif activation == "relu2":
-                inner = F.relu(self.linear(x[tokens], first, biases[0])).square()
-            elif activation == "gelu":
-                inner = self.gelu_mul(self.linear(x[tokens], first, biases[0]))
             else:
-                inner = activation(*self.linear(x[tokens], first, biases[0]).chunk(2, dim=-1))
+                inner = self.activated(self.linear(x[tokens], first, biases[0]), activation)
             output = self.linear(inner, second, biases[1])
             weight = (routing.weights * chosen).sum(dim=1, keepdim=True).to(x.dtype)
             out[tokens] += output * weight[tokens]
         return residual + out
+
+    def activated(
+        self, products: torch.Tensor, activation: ExpertActivation | None
+    ) -> torch.Tensor:
+        """Return inner values of experts from their first layer's products: [N, 2 * inner], gate
+        first, or with "relu2", [N, inner] → [N, inner]."""
+        if activation is None:
+            return self.silu_mul(products)
+        if activation == "relu2":
+            return F.relu(products).square()
+        if activation == "gelu":
+            return self.gelu_mul(products)
+        return activation(*products.chunk(2, dim=-1))
+
+    def expert_products(
+        self,
+        x: torch.Tensor,
+        experts: torch.Tensor,
+        weight: ExpertWeight,
+        num_experts: int,
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """W_e x + bias_e, of one expert e per row.
+
+        x: [N, in_features]; experts: [N] int32; weight: E experts' [out_features, in_features];
+        bias: [E * out_features] → [N, out_features]. Rows of experts below 0 or from E on, which
+        other ranks have, are 0.
+
+        The reference computes one expert at a time, and waits for the routing.
+        """
+        size = num_rows(weight) // num_experts
+        out = x.new_zeros(len(x), size)
+        for expert in experts.unique().tolist():
+            if not 0 <= expert < num_experts:
+                continue
+            rows = (experts == expert).nonzero()[:, 0]
+            own = dense_rows(weight, expert * size, size, x)
+            out[rows] = self.linear(
+                x[rows], own, None if bias is None else bias[expert * size : (expert + 1) * size]
+            )
+        return out
 
     def norm_heads(
         self,

@@ -129,7 +129,7 @@ class AdaptedModel:
 
         return LayerChange(
             low_rank=tuple(map(low_rank, change.pieces)),
-            experts={at: tuple(map(low_rank, each)) for at, each in change.experts.items()},
+            experts={at: each.weights(self.paged.device) for at, each in change.experts.items()},
         )
 
     @torch.inference_mode()

@@ -59,6 +59,29 @@ class ExpertChecks:
         assert torch.equal(got.experts, want.experts)
         self.near(got.weights, want.weights, torch.float32)
 
+    @pytest.mark.parametrize("kind", ["plain", "bias", "4 bits", "rows"])
+    def test_products_of_experts(self, kind: str, dtype: torch.dtype) -> None:
+        """An expert with many rows, one with none, and rows whose expert is on another rank."""
+        number, size = 5, 64
+        experts = torch.tensor([0, 3, 3, -1, 1, 3, 5, 3, 0, 7, 4, 3], dtype=torch.int32)
+        experts = experts.to(self.device)
+        x = self.draw(len(experts), SIZE, dtype=dtype)
+        weight: Any = self.draw(number * size, SIZE, dtype=dtype, seed=6, scale=SIZE**-0.5)
+        if kind == "4 bits":
+            weight = self.packed(kind, number * size, dtype)
+        exact = wide(weight)
+        if kind == "rows":
+            table = weight
+            weight = DenseRows(len(table), lambda rows: table[rows])
+        bias = self.draw(number * size, dtype=dtype, seed=11) if kind == "bias" else None
+        want = REFERENCE.expert_products(
+            x.float(), experts, exact, number, None if bias is None else bias.float()
+        )
+        got = self.make(dtype).expert_products(x, experts, weight, number, bias)
+        assert got.dtype == dtype
+        assert not got[[3, 6, 9]].any(), "other ranks' experts have no products here"
+        self.near(got, want, dtype, times=3)
+
     @pytest.mark.parametrize("tokens", TOKENS)
     @pytest.mark.parametrize(
         "kind",

@@ -33,11 +33,11 @@ def few_slots(num_tokens: int, top_k: int, num_experts: int) -> bool:
     return num_tokens == 1 or num_tokens * top_k <= num_experts // 2
 
 
-def experts_serve(gate_up: ExpertWeight, down: ExpertWeight) -> bool:
+def experts_serve(*weights: ExpertWeight) -> bool:
     """Return whether the kernels support these weights, with any number of tokens."""
     return not any(
         isinstance(weight, DenseRows) or not expert_matmul_supports(_kernel_weight(weight))
-        for weight in (gate_up, down)
+        for weight in weights
     )
 
 
@@ -92,6 +92,20 @@ def experts_product(
         parts, routing.weights, residual, residual, experts=routing.experts if foreign else None,
         own=num_experts if foreign else None,
     )  # fmt: skip
+
+
+def expert_products(
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    weight: ExpertWeight,
+    num_experts: int,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """As `Operations.expert_products`. Launches depend only on shapes and types."""
+    lists = sort_tokens(experts[:, None], num_experts)
+    out = _product(x, weight, lists, 1, num_experts, bias, gated=False)
+    elsewhere = (experts < 0) | (experts >= num_experts)  # No program has written these rows.
+    return out.masked_fill_(elsewhere[:, None], 0.0)
 
 
 def _slots_product(

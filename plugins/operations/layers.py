@@ -37,7 +37,7 @@ from ...kernels.rms_norm import rms_norm
 from ...kernels.sigmoid_gate import sigmoid_gate
 from ...kernels.tuning import Product, gemv_tiles, small_m_config
 from .adapters import TritonAdapters
-from .experts import experts_product, experts_serve
+from .experts import expert_products, experts_product, experts_serve
 from .indexing import TritonIndexing
 from .latents import TritonLatents
 from .quantized import quantized_product
@@ -212,6 +212,17 @@ class TritonLayers(
             x, routing, gate_up, down, residual=residual, gate_up_bias=gate_up_bias,
             down_bias=down_bias, activation=activation,
         )  # fmt: skip
+
+    def expert_products(
+        self,
+        x: torch.Tensor,
+        experts: torch.Tensor,
+        weight: ExpertWeight,
+        num_experts: int,
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        make = expert_products if experts_serve(weight) else super().expert_products
+        return make(x, experts, weight, num_experts, bias)
 
     def heads(
         self,

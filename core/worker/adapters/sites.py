@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +27,7 @@ from ...nn.embedding import Embedding
 from ...nn.experts import ExpertLinear, Router
 from ...nn.linear import Linear
 from ...nn.quantized import QuantizedEmbedding, QuantizedLinear
+from ...nn.step_operations.adapters import SiteWeights
 from ...parallel.missing_layer import missing_prefixes
 from ...parallel.sharding import Sharding
 
@@ -51,6 +53,43 @@ class Piece:
 
 
 @dataclass
+class ExpertPieces:
+    """What one adapter changes in a layer of all experts, in host memory."""
+
+    num_experts: int
+    """Of this rank."""
+    in_features: int
+    bounds: tuple[int, ...]
+    """Where the parts of one expert's output features begin, and the end."""
+    pieces: dict[int, list[Piece]] = field(default_factory=dict)
+    """Number of an expert as this rank counts → its changes."""
+
+    def weights(self, device: torch.device) -> SiteWeights:
+        """Return the matrices on a device, an expert in each place."""
+        rank = max(p.a.shape[0] for pieces in self.pieces.values() for p in pieces)
+        parts, count = len(self.bounds) - 1, self.num_experts
+        first = next(iter(self.pieces.values()))[0].a
+        a = first.new_zeros(count, rank, parts, self.in_features)
+        b = first.new_zeros(count, rank, self.bounds[-1])
+        ranks = torch.zeros(count, parts, dtype=torch.int32)
+        scales = torch.zeros(count, parts)
+        for expert, pieces in self.pieces.items():
+            for piece in pieces:
+                own, part = piece.a.shape[0], piece.part
+                a[expert, :own, part] = piece.a
+                b[expert, :own, piece.span] = piece.b.t()
+                ranks[expert, part], scales[expert, part] = own, piece.scale
+        return SiteWeights(
+            a=a.flatten(0, 1).to(device),
+            b=b.flatten(0, 1).to(device),
+            bounds=self.bounds,
+            rank_rows=torch.arange(count * rank, dtype=torch.int32, device=device).view(count, -1),
+            ranks=ranks.to(device),
+            scales=scales.to(device),
+        )
+
+
+@dataclass
 class HostChange:
     """What one adapter changes in one site, in host memory: as `LayerChange`."""
 
@@ -60,7 +99,8 @@ class HostChange:
     biases: list[tuple[slice, torch.Tensor]] = field(default_factory=list)
     token_ids: torch.Tensor | None = None
     token_rows: torch.Tensor | None = None
-    experts: dict[tuple[str, int], list[Piece]] = field(default_factory=dict)
+    experts: dict[str, ExpertPieces] = field(default_factory=dict)
+    """By FIRST and DOWN."""
 
     @property
     def plain(self) -> bool:
@@ -77,7 +117,8 @@ class HostChange:
         whole = (self.weight, self.token_ids, self.token_rows)
         yield from (each for each in whole if each is not None)
         yield from (value for _, value in (*self.weights, *self.biases))
-        for piece in (*self.pieces, *(p for each in self.experts.values() for p in each)):
+        lists = (pieces for each in self.experts.values() for pieces in each.pieces.values())
+        for piece in (*self.pieces, *itertools.chain(*lists)):
             parts = (piece.a, piece.b, piece.bias, piece.magnitude)
             yield from (each for each in parts if each is not None)
 
@@ -121,7 +162,13 @@ class Sites:
         heads = {each.name for each in file.token_rows if self._key(each.name).endswith(HEAD)}
         for rows in file.token_rows:
             self._token_rows(rows, changes, head_too=not heads)
-        for key in changes:
+        for key, change in changes.items():
+            lists = (pieces for each in change.experts.values() for pieces in each.pieces.values())
+            for pieces in (change.pieces, *lists):
+                if len({piece.part for piece in pieces}) < len(pieces):
+                    raise ConfigError(
+                        f"{PARAM}: the adapter changes {key} twice, under two names", param=PARAM
+                    )
             site = self.sites[key.removesuffix(HEAD)]
             if not site.called and not key.endswith(HEAD):
                 raise ConfigError(
@@ -368,6 +415,7 @@ class Sites:
         expert = shard.partition(".")[0]
         shards = [each for each in layer.shards if each.partition(".")[0] == expert]
         start = layer.shards[shards[0]].start
+        bounds = (0, *(layer.shards[each].stop - start for each in shards))
         rows = layer.shards[shard]
         span = slice(rows.start - start, rows.stop - start)
         if (a.shape[1], b.shape[0]) != (in_features(layer), span.stop - span.start):
@@ -383,8 +431,10 @@ class Sites:
             raise self._not_here(module)
         which = DOWN if last == "down_proj" else FIRST
         change = self._change(changes, holder)
-        pieces = change.experts.setdefault((which, numbers.index(expert)), [])
-        pieces.append(Piece(span, a, b, scale, 0))
+        if which not in change.experts:
+            change.experts[which] = ExpertPieces(len(numbers), in_features(layer), bounds)
+        pieces = change.experts[which].pieces.setdefault(numbers.index(expert), [])
+        pieces.append(Piece(span, a, b, scale, shards.index(shard)))
 
     def _replaced(self, name: str, read: ReadTensor, changes: dict[str, HostChange]) -> None:
         value = read()

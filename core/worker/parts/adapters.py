@@ -343,10 +343,7 @@ class Adapters(WorkerPart):
             biases=tuple((span, value.to(self._device)) for span, value in change.biases),
             token_ids=put(change.token_ids),
             token_rows=put(change.token_rows),
-            experts={
-                at: tuple(self._low_rank(key, piece) for piece in pieces)
-                for at, pieces in change.experts.items()
-            },
+            experts={at: each.weights(self._device) for at, each in change.experts.items()},
         )
 
     def _low_rank(self, key: str, piece: Piece) -> LowRankChange:

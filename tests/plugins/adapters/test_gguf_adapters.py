@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import struct
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,11 @@ def test_pairs_become_the_rows_of_the_model(family: str, tmp_path: Path) -> None
         for piece, other in zip(change.pieces, expected[key].pieces, strict=True):
             assert piece.span == other.span
             assert torch.equal(piece.b @ piece.a, other.b @ other.a), key
+    file_twice = dataclasses.replace(
+        (once := PeftFormat.read(adapter)), low_rank=(*once.low_rank, once.low_rank[0])
+    )
+    with pytest.raises(ConfigError, match="twice, under two names"):
+        sites.changes(file_twice)
 
 
 def test_experts_are_layers_of_their_own(tmp_path: Path) -> None:
