@@ -17,6 +17,14 @@ class CacheOptions(SchedulingOptions, frozen=True, kw_only=True):
     gpu_memory_utilization: Annotated[
         float, doc("Share of the device's memory this engine may use.", gt=0.0, le=1.0)
     ] = 0.9
+    kv_cache_memory_bytes: Annotated[
+        AtLeastOne | None,
+        doc(
+            "Bytes of each device for the KV cache and states of sequences, instead of what "
+            "gpu_memory_utilization, or cpu_kvcache_space, leaves for them; default: what they "
+            "leave."
+        ),
+    ] = None
     num_gpu_blocks_override: Annotated[
         AtLeastTwo | None, doc("KV-cache blocks, instead of what profiling finds.")
     ] = None

@@ -23,6 +23,7 @@ def check_compatible(config: EngineConfig) -> None:
         )
     _check_parallel(config)
     check_exclusions(active_capabilities(config))
+    _check_cache_size(config)
     _check_kv_transfer(config)
     _check_compression(config)
     _check_prompt_length(config)
@@ -79,6 +80,15 @@ def _check_parallel(config: EngineConfig) -> None:
         raise ConfigError(
             "eplb_config.num_redundant_experts: copies are placed by load; set enable_eplb",
             param="eplb_config",
+        )
+
+
+def _check_cache_size(config: EngineConfig) -> None:
+    if config.kv_cache_memory_bytes is not None and config.num_gpu_blocks_override is not None:
+        raise ConfigError(
+            "kv_cache_memory_bytes: the size of the KV cache is either bytes or blocks "
+            "(num_gpu_blocks_override); leave one of them out",
+            param="kv_cache_memory_bytes",
         )
 
 

@@ -39,6 +39,13 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
         str | None,
         doc("Chat template (Jinja text or a file's path) instead of the tokenizer's."),
     ] = None
+    chat_template_content_format: Annotated[
+        Literal["auto", "string", "openai"],
+        doc(
+            "How the chat template gets content: string (a text), openai (a list of parts), or "
+            "auto: parts where it writes all of them, else a text."
+        ),
+    ] = "auto"
     default_chat_template_kwargs: Annotated[
         dict[str, Any] | None,
         doc(

@@ -14,6 +14,7 @@ from ..registry import Plugins
 from ..sampling_params import SamplingParams
 from ..text.chat_messages import check_kwargs
 from ..text.chat_template import ChatTemplate
+from ..text.template_traits import ContentFormat
 from ..text.text_threads import TextThreads, rough_size
 from ..text.token_limit import LONG_TEXT, TokenLimit
 from ..text.tokenizer import Tokenizer
@@ -44,6 +45,7 @@ class TextProcessor:
         self.chat_template_variables: frozenset[str] = frozenset()
         """Names that the chat template reads besides messages and tools."""
         self._control_tokens = False
+        self._content_format: ContentFormat = "auto"
         self.template_kwargs = EngineConfig().template_kwargs
         """Adds the configured arguments of the chat template to those of a request."""
         self._chat_template: ChatTemplate | None = None
@@ -59,6 +61,7 @@ class TextProcessor:
         if config.skip_tokenizer_init:
             return
         self._control_tokens = config.assistant_control_tokens
+        self._content_format = config.chat_template_content_format
         self.template_kwargs = config.template_kwargs
         try:
             check_kwargs(config.template_kwargs(None))
@@ -156,8 +159,12 @@ class TextProcessor:
         return self._prompt_ends[key]
 
     def _template(self, source: str | Mapping[str, str]) -> ChatTemplate:
-        trusted = self._control_tokens
-        return ChatTemplate(source, self.tokenizer, assistant_control_tokens=trusted)
+        return ChatTemplate(
+            source,
+            self.tokenizer,
+            assistant_control_tokens=self._control_tokens,
+            content_format=self._content_format,
+        )
 
     # ------------------------------------------------------------ texts
 

@@ -43,6 +43,10 @@ RESERVED = frozenset(
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 """Names under which templates read an assistant's reasoning; the first present is the value of
 all."""
+TEXT_PARTS = {
+    "text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal",
+}  # fmt: skip
+"""Type of a part of content that is a text → its field with the text."""
 
 Guard = Callable[[str], str]
 """Keeps typed texts from becoming control tokens."""
@@ -163,17 +167,18 @@ def _check_content(content: Any, path: str) -> str | list[dict[str, str]] | None
     parts = []
     for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind in ("text", "refusal") and not isinstance(part.get(kind), str):
-            raise InvalidRequest(
-                f"{path}[{index}].{kind}: must be a string", param=f"{path}[{index}].{kind}"
-            )
-        if kind not in ("text", "refusal"):
+        field = TEXT_PARTS.get(kind) if isinstance(kind, str) else None
+        if field is None:
             raise InvalidRequest(
                 f'{path}[{index}]: must be {{"type": "text", "text": "…"}}; '
                 f"{kind!r} parts are not supported",
                 param=f"{path}[{index}]",
             )
-        parts.append({"type": "text", "text": part[kind]})
+        if not isinstance(part.get(field), str):
+            raise InvalidRequest(
+                f"{path}[{index}].{field}: must be a string", param=f"{path}[{index}].{field}"
+            )
+        parts.append({"type": "text", "text": part[field]})
     return parts
 
 

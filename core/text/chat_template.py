@@ -31,7 +31,7 @@ from .template_fallbacks import (
     joined_parts,
 )
 from .template_sandbox import Budget, TemplateEnvironment
-from .template_traits import TemplateTraits
+from .template_traits import ContentFormat, TemplateTraits
 from .token_limit import TokenLimit, encode_within
 from .tokenizer import Tokenizer
 
@@ -115,9 +115,10 @@ class ChatTemplate:
         tokenizer: Tokenizer | None = None,
         *,
         assistant_control_tokens: bool = False,
+        content_format: ContentFormat = "auto",
     ) -> None:
         """source: Jinja text; or name → text, with "tool_use" for requests with tools; None refuses
-        every chat.
+        every chat. content_format: whether content is a text or parts.
 
         Raises InvalidRequest with param "chat_template" where the text is no Jinja.
         """
@@ -137,7 +138,9 @@ class ChatTemplate:
                 raise InvalidRequest(f"chat_template: {error}", param="chat_template") from None
         self._traits = {
             name: TemplateTraits(
-                functools.partial(_tree, text), functools.partial(self._tried, name)
+                functools.partial(_tree, text),
+                functools.partial(self._tried, name),
+                content_format,
             )
             for name, text in sources.items()
         }

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from jinja2 import nodes
 
@@ -31,12 +31,19 @@ Run = Callable[[dict[str, Any]], str | None]
 """Renders variables; None if refused."""
 
 
+ContentFormat = Literal["auto", "string", "openai"]
+"""How templates get content: as a text, as parts, or as they take it."""
+
+
 class TemplateTraits:
     """A template's traits, found lazily."""
 
-    def __init__(self, tree: Callable[[], nodes.Template], run: Run) -> None:
+    def __init__(
+        self, tree: Callable[[], nodes.Template], run: Run, content_format: ContentFormat = "auto"
+    ) -> None:
         self._tree = tree
         self._run = run
+        self._content_format = content_format
         self._parts: dict[str, tuple[bool, bool]] = {}
 
     def takes_parts(self, role: str) -> bool:
@@ -73,6 +80,8 @@ class TemplateTraits:
 
     def _about_parts(self, role: str) -> tuple[bool, bool]:
         """Render content of this role as text, and in a part."""
+        if self._content_format != "auto":
+            return (self._content_format == "openai",) * 2
         if role not in self._parts:
             message = {"role": role, **(_OF_TOOL if role in ("tool", "function") else {})}
             first, second = _WORD * 2, _WORD[::-1] * 2

@@ -14,6 +14,7 @@ from ... import __version__
 from ...core.errors import PluginError
 from ...core.registry import load_plugins
 from ..flags.parser import Parser
+from ..flags.secrets import HIDDEN, IN_ADDRESS
 
 PACKAGES = (
     "aiohttp", "flashinfer-python", "huggingface-hub", "llguidance", "msgspec", "numpy",
@@ -27,8 +28,6 @@ VARIABLES = re.compile(
 """Names of environment variables that change what an engine does."""
 SECRET = re.compile(r"KEY|TOKEN(?!IZER)|SECRET|PASS|AUTH|CREDENTIAL", re.IGNORECASE)
 """In names of variables whose values are not printed."""
-IN_ADDRESS = re.compile(r"(?<=://)[^/@\s]+@")
-"""Name and password in an address."""
 
 
 def make_parser() -> Parser:
@@ -116,4 +115,4 @@ def variables(environ: Mapping[str, str]) -> Iterator[str]:
     for name, value in sorted(environ.items()):
         if VARIABLES.fullmatch(name):
             hidden = SECRET.search(name) is not None
-            yield f"{name}={'(set)' if hidden else IN_ADDRESS.sub('(hidden)@', value)}"
+            yield f"{name}={'(set)' if hidden else IN_ADDRESS.sub(f'{HIDDEN}@', value)}"

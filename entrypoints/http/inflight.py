@@ -23,6 +23,7 @@ INFERENCE_ROUTES = frozenset(
         "/rerank",
         "/v1/rerank",
         "/v2/rerank",
+        "/invocations",
     }
 )
 

@@ -154,6 +154,11 @@ class ServerOptions:
         ),
         Flag(group="server"),
     ] = False
+    tokenizer_info: Annotated[
+        bool,
+        Meta(description="serve GET /tokenizer_info: chat templates and special tokens"),
+        Flag("--enable-tokenizer-info-endpoint", group="server", paired=True),
+    ] = False
     batches: BatchOptions | None = None
     """None: no file and batch routes."""
     api_key_files: Annotated[
@@ -284,6 +289,29 @@ class ServerOptions:
         Flag("--disable-log-stats", turns_off=True),
     ] = True
     """Not with a log level of error or critical."""
+    sse_keep_alive_interval: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="seconds without an event after which a stream gets a comment, so that "
+            "proxies keep its connection; 0: none. Where the first output takes longer, the "
+            "status is sent before it, and a later refusal is an event (default: 0)",
+        ),
+        Flag(metavar="SECONDS"),
+    ] = 0.0
+    force_include_usage: Annotated[
+        bool,
+        Meta(description="end every stream with its usage, as stream_options.include_usage does"),
+        Flag("--enable-force-include-usage", paired=True),
+    ] = False
+    tokens_as_token_ids: Annotated[
+        bool,
+        Meta(
+            description="write tokens of log-probabilities as token_id:N, unless a request sets "
+            "return_tokens_as_token_ids itself"
+        ),
+        Flag("--return-tokens-as-token-ids", paired=True),
+    ] = False
     response_role: Annotated[
         str,
         Meta(description="role of the responses (default: assistant)"),

@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import logging
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, NamedTuple
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, NamedTuple, TypeVar
 
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
@@ -15,10 +15,11 @@ from aiohttp.abc import AbstractStreamWriter
 from ...core.engine.output_stream import OutputStream
 from ...core.errors import JackfieldError, RequestFailed
 from ...core.outputs import RequestOutput
-from .context import encoder, error_body
+from .context import OPTIONS, encoder, error_body
 from .large_responses import FEW_VALUES, off_loop
 from .request_log import mark_left
 
+T = TypeVar("T")
 logger = logging.getLogger("jackfield.server")
 HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -26,6 +27,8 @@ HEADERS = {
     "X-Accel-Buffering": "no",
 }
 DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+"""A comment, which readers of events leave out."""
 _MARK = uuid.uuid4().hex
 """Placeholder in a template; random, so in no other text."""
 
@@ -69,6 +72,72 @@ class Template:
         return encoder.encode(text).join(self._parts)
 
 
+class EventStream:
+    """A response of server-sent events. Comments keep its connection open while nothing else is
+    sent (`--sse-keep-alive-interval`).
+
+    The status line waits for `begin` or the first comment: errors until then have their own status.
+    """
+
+    def __init__(self, request: web.Request) -> None:
+        self.response = web.StreamResponse(headers=HEADERS)
+        self.interval = request.app[OPTIONS].sse_keep_alive_interval
+        """Seconds; 0: no comments."""
+        self._request = request
+        self._loop = asyncio.get_running_loop()
+        self._written = self._loop.time()
+
+    @property
+    def has_begun(self) -> bool:
+        return self.response.prepared
+
+    async def begin(self) -> AbstractStreamWriter:
+        """Send status and headers, once."""
+        writer = await self.response.prepare(self._request)
+        assert writer is not None
+        return writer
+
+    async def write(self, data: bytes) -> None:
+        await self.begin()
+        await self.response.write(data)
+        self.mark_written()
+
+    def mark_written(self) -> None:
+        """Begin a new interval without comments."""
+        self._written = self._loop.time()
+
+    async def wait_for(self, future: asyncio.Future[T]) -> T:
+        """Return a future's result, and send comments until it is there."""
+        while self.interval and not future.done():
+            left = self._written + self.interval - self._loop.time()
+            if left > 0:
+                await asyncio.wait([future], timeout=left)
+            else:
+                await self.write(KEEP_ALIVE)
+        return await future
+
+    async def result_of(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await work as `wait_for` does, and cancel it with this one."""
+        if not self.interval:
+            return await work
+        task = asyncio.ensure_future(work)
+        try:
+            return await self.wait_for(task)
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+
+    async def pieces(self, frames: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        """Yield frames, and send comments until they are there."""
+        while (piece := await self.result_of(_next(frames))) is not None:
+            yield piece
+
+
+async def _next(frames: AsyncIterator[T]) -> T | None:
+    return await anext(frames, None)
+
+
 async def stream_outputs(
     request: web.Request,
     outputs: OutputStream,
@@ -83,35 +152,38 @@ async def stream_outputs(
     Further ones are written when the engine delivers them, all streams in sequence
     (`OutputStream.listen`). A slow client gets fewer, larger outputs, so its buffer stays small.
     """
+    events = EventStream(request)
     try:
-        output = await anext(outputs)
-        start = await off_loop(output_size(output, first=True), encode, output)
-    except BaseException:
-        await outputs.aclose()
-        raise
-    response = web.StreamResponse(headers=HEADERS)
-    try:
-        writer = await response.prepare(request)
-        assert writer is not None
-        await response.write(start)
         try:
+            output = await events.result_of(outputs.__anext__())
+            start = await off_loop(output_size(output, first=True), encode, output)
+            writer = await events.begin()
+            await events.write(start)
             if not output.finished:
-                await _Delivery(request, writer, outputs, encode).done()
-            await response.write(final_chunk() + protocol.end)
-        except JackfieldError as error:
-            await response.write(protocol.failure(error) + protocol.end)
+                await _Delivery(request, events, writer, outputs, encode).done()
+            await events.write(final_chunk() + protocol.end)
         except (ConnectionError, TimeoutError):
             raise
-        except Exception:
-            logger.exception("a stream failed")
-            failure = RequestFailed("the request failed")
-            await response.write(protocol.failure(failure) + protocol.end)
-        await response.write_eof()
+        except Exception as error:
+            if not events.has_begun:
+                raise
+            await events.write(protocol.failure(_shown(error)) + protocol.end)
+        await events.response.write_eof()
     except ConnectionError:
+        if not events.has_begun:
+            raise
         mark_left(request)  # Leaving aborts its request.
     finally:
         await outputs.aclose()
-    return response
+    return events.response
+
+
+def _shown(error: Exception) -> JackfieldError:
+    """Return what the client is told of an error in a stream."""
+    if isinstance(error, JackfieldError):
+        return error
+    logger.error("a stream failed", exc_info=error)
+    return RequestFailed("the request failed")
 
 
 class _Delivery:
@@ -120,11 +192,13 @@ class _Delivery:
     def __init__(
         self,
         request: web.Request,
+        events: EventStream,
         writer: AbstractStreamWriter,
         outputs: OutputStream,
         encode: Callable[[RequestOutput], bytes],
     ) -> None:
         self._protocol = request.protocol
+        self._events = events
         self._writer = writer
         self._outputs = outputs
         self._encode = encode
@@ -137,7 +211,7 @@ class _Delivery:
         """Wait until the last output is written. Raises errors of `encode`, and ConnectionError."""
         self._outputs.listen(self._push)
         self._push()
-        while not await self._wake:
+        while not await self._events.wait_for(self._wake):
             large, self._large = self._large, None
             if large is not None:
                 self._write(await off_loop(output_size(large, first=False), self._encode, large))
@@ -181,34 +255,32 @@ class _Delivery:
         piece = b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data
         transport.write(piece)
         self._writer.output_size += len(piece)
+        if self._events.interval:
+            self._events.mark_written()
 
 
-async def stream(
-    request: web.Request, frames: AsyncIterator[bytes], first: Callable[[], Awaitable[bytes]]
-) -> web.StreamResponse:
-    """Send `frames`, after `first`'s frame, which precedes the status line, so that refused
-    requests get their own status.
+async def stream(request: web.Request, frames: AsyncIterator[bytes]) -> web.StreamResponse:
+    """Send `frames`; the first precedes the status line, so that refused requests get their own
+    status.
     """
-    start = await first()
-    response = web.StreamResponse(headers=HEADERS)
+    events = EventStream(request)
     try:
-        await response.prepare(request)
-        await response.write(start)
         try:
-            async for piece in frames:
-                await response.write(piece)
-        except JackfieldError as error:
-            await response.write(frame(error_body(error)))
+            async for piece in events.pieces(frames):
+                await events.write(piece)
         except (ConnectionError, TimeoutError):
             raise
-        except Exception:
-            logger.exception("a stream failed")
-            await response.write(frame(error_body(RequestFailed("the request failed"))))
-        await response.write(DONE)
-        await response.write_eof()
+        except Exception as error:
+            if not events.has_begun:
+                raise
+            await events.write(frame(error_body(_shown(error))))
+        await events.write(DONE)
+        await events.response.write_eof()
     except ConnectionError:
+        if not events.has_begun:
+            raise
         mark_left(request)  # Leaving aborts its request.
     finally:
         with contextlib.suppress(Exception):
             await frames.aclose()  # type: ignore[attr-defined]
-    return response
+    return events.response

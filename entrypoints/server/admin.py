@@ -7,6 +7,7 @@ from aiohttp import web
 
 from ... import __version__
 from ...core.errors import InvalidRequest
+from ..flags.secrets import without_secrets
 from ..http.context import ENGINE, reply
 from .adapter_routes import add_adapter_routes
 
@@ -72,12 +73,12 @@ stop_profile.openapi = {  # type: ignore[attr-defined]
 
 
 async def server_info(request: web.Request) -> web.Response:
-    """GET /server_info: the engine's resolved options and its device."""
+    """GET /server_info: the engine's resolved options, without secrets, and its device."""
     engine = request.app[ENGINE]
     return reply(
         {
             "version": __version__,
-            "config": msgspec.to_builtins(engine.config),
+            "config": without_secrets(msgspec.to_builtins(engine.config)),
             "architecture": engine.model_config.architecture,
             "device": engine.info.device,
             "dtype": engine.info.dtype,

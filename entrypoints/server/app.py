@@ -32,6 +32,7 @@ from ..http.options import ServerOptions
 from ..http.request_pacing import PACER, RequestPacer, pace_requests
 from ..openai.chat.routes import chat_completions
 from ..openai.completions.routes import completions
+from ..openai.invocations import invocations
 from ..openai.pooling.embeddings import embeddings
 from ..openai.pooling.routes import classify, pooling
 from ..openai.pooling.scoring import rerank, score
@@ -42,7 +43,15 @@ from .admin import add_admin_routes
 from .frontend_metrics import FrontendMetrics
 from .health import add_health
 from .http_metrics import HttpMetrics, observe_requests
-from .info_routes import detokenize, metrics, model, models, tokenize, version
+from .info_routes import (
+    detokenize,
+    metrics,
+    model,
+    models,
+    tokenize,
+    tokenizer_info,
+    version,
+)
 from .plugin_list import add_plugin_list
 from .plugin_routes import add_plugin_routes, owner
 from .route_hints import hint
@@ -94,6 +103,7 @@ def make_app(
             web.post("/rerank", rerank),
             web.post("/v1/rerank", rerank),
             web.post("/v2/rerank", rerank),
+            web.post("/invocations", invocations),
             web.post("/tokenize", tokenize),
             web.post("/detokenize", detokenize),
             web.get("/load", server_load),
@@ -101,6 +111,8 @@ def make_app(
             web.get("/metrics", metrics),
         ]
     )
+    if options.tokenizer_info:
+        app.router.add_get("/tokenizer_info", tokenizer_info)
     add_health(app)
     add_responses(app)
     if options.enable_plugins_route:

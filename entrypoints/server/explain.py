@@ -13,13 +13,14 @@ from ..flags.config_file import with_config, without_config
 from ..flags.engine_flags import engine_config, with_flags
 from ..flags.foreign_options import Line, command_line, translated
 from ..flags.parser import Parser
+from ..flags.secrets import words_without_secrets
 from ..flags.vllm_environment import environment_lines
 from .serve_settings import make_parser
 
 
 def explain(argv: list[str]) -> int:
-    """Print a line for each variable and option, and the whole command line; return the exit
-    status, which is 2 if something is refused or unknown.
+    """Print a line for each variable and option, and the whole command line, without secrets;
+    return the exit status, which is 2 if something is refused or unknown.
     """
     parser = make_parser()
     lines = [*environment_lines(os.environ), *translated(parser, argv)]
@@ -31,7 +32,7 @@ def explain(argv: list[str]) -> int:
     for line in lines:
         print(_text(line))
     words = without_config([word for word in command_line(parser, lines) if word != "--"])
-    print(f"\n{shlex.join(['jackfield', 'serve', *words])}")
+    print(f"\n{shlex.join(['jackfield', 'serve', *words_without_secrets(words)])}")
     is_complete = all(line.state not in ("refused", "unknown") for line in lines)
     if is_complete and (problem := _problem(parser, words)):
         print(f"refused: {problem}")
@@ -85,11 +86,11 @@ def _problem(parser: Parser, words: list[str]) -> str:
 
 
 def _text(line: Line) -> str:
-    given = shlex.join(line.given)
+    given = shlex.join(words_without_secrets(line.given))
     if line.state == "same":
         return f"{given}: the same"
     if line.state == "equivalent":
-        return f"{given}: becomes {shlex.join(line.words) or 'nothing'}"
+        return f"{given}: becomes {shlex.join(words_without_secrets(line.words)) or 'nothing'}"
     if line.state == "unknown":
         return f"{given}: unknown"
     return f"{given}: {'has no effect' if line.state == 'no effect' else 'refused'}: {line.note}"

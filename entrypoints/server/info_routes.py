@@ -123,6 +123,35 @@ async def detokenize(request: web.Request) -> web.Response:
     return await in_text_threads(engine, len(body.tokens), respond)
 
 
+@documented("tokens", response=dict[str, Any])
+async def tokenizer_info(request: web.Request) -> web.Response:
+    """GET /tokenizer_info: the tokenizer's tokens and chat templates, as in its configuration."""
+    engine = request.app[ENGINE]
+    tokenizer = tokenizer_of(engine)
+    templates = [{"name": n, "template": t} for n, t in tokenizer.chat_templates.items()]
+    one = templates[0]["template"] if len(templates) == 1 else None
+    return reply(
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "vocab_size": tokenizer.vocab_size,
+            "model_max_length": engine.model_config.max_model_len,
+            "chat_template": one or templates or None,
+            **tokenizer.special_tokens,
+            "added_tokens_decoder": {
+                str(id): {
+                    "content": token.content,
+                    "single_word": token.single_word,
+                    "lstrip": token.lstrip,
+                    "rstrip": token.rstrip,
+                    "normalized": token.normalized,
+                    "special": token.special,
+                }
+                for id, token in sorted(tokenizer.added_tokens.items())
+            },
+        }
+    )
+
+
 @documented("server", response=VersionResponse)
 async def version(request: web.Request) -> web.Response:
     """GET /version: Jackfield's version."""

@@ -88,6 +88,16 @@ def test_server_info_returns_the_resolved_options(server: Server) -> None:
     assert info["attention_backend"] == "torch" and info["num_blocks"] == 400
 
 
+def test_server_info_shows_no_secret(checkpoint: Path) -> None:
+    config = engine_config(
+        checkpoint, device="cpu", hf_overrides={"x": {"api_key": "s3cret", "url": "u"}}
+    )
+    with running(config, ServerOptions(enable_admin=True)) as shown:
+        response = httpx.get(shown.url + "/server_info")
+    assert "s3cret" not in response.text
+    assert response.json()["config"]["hf_overrides"] == {"x": {"api_key": "(hidden)", "url": "u"}}
+
+
 def test_load_counts_requests_until_their_streams_end(server: Server) -> None:
     def load() -> int:
         return int(httpx.get(server.url + "/load").json()["server_load"])

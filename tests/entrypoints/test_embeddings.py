@@ -225,7 +225,8 @@ def test_classify_gives_labels_and_probabilities(tmp_path: Path) -> None:
         label2id={"bad": 0, "good": 1, "neither": 2},
     )
     tokenizer = Tokenizer.load(str(folder))
-    with running(config(folder)) as server:
+    template = "{% for m in messages %}{{ m.content }} {% endfor %}"
+    with running(config(folder, chat_template=template)) as server:
         response = post(server, "/classify", input=DOCUMENTS)
         for item, text in zip(response["data"], DOCUMENTS, strict=True):
             target = reference_logits(folder, tokenizer.encode(text)).softmax(0)
@@ -235,6 +236,14 @@ def test_classify_gives_labels_and_probabilities(tmp_path: Path) -> None:
         raw = post(server, "/classify", input="a dog", use_activation=False)
         target = reference_logits(folder, tokenizer.encode("a dog"))
         np.testing.assert_allclose(raw["data"][0]["probs"], target, atol=1e-4)
+        messages = [{"role": "user", "content": "a dog"}]
+        chat = post(server, "/classify", messages=messages)
+        rendered = tokenizer.encode("a dog ", add_special_tokens=False)
+        target = reference_logits(folder, rendered).softmax(0)
+        np.testing.assert_allclose(chat["data"][0]["probs"], target, atol=1e-5)
+        assert post(server, "/invocations", messages=messages)["data"] == chat["data"]
+        assert refused(server, "/classify", messages=messages, input="x")["param"] == "messages"
+        assert refused(server, "/classify", messages=[{}])["param"] == "messages[0].role"
         error = refused(server, "/score", text_1="a", text_2="b")
         assert "it does classify" in error["message"]
         assert "it does classify" in refused(server, "/v1/embeddings", input="a")["message"]

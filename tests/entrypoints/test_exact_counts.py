@@ -177,5 +177,5 @@ def test_items_of_responses_that_are_gone_are_gone() -> None:
     assert len(store._brought_by) == 4
     store.put({"id": "resp_4", "output": []}, [], [], owner="a")
     assert store.finder("a")("in_4") is None and len(store._brought_by) == 2
-    assert store.delete("resp_3") and store.delete("resp_4")
+    assert store.delete("resp_3", "a") and store.delete("resp_4", "a")
     assert not store._brought_by and store.num_bytes == 0

@@ -22,6 +22,7 @@ from jackfield.core.loading.model_config import EMBEDDED_MODEL
 from jackfield.entrypoints.http.options import ServerOptions
 from jackfield.entrypoints.openai.chat.job import ChatJob
 from jackfield.entrypoints.openai.responses.request import ResponseCompletion
+from jackfield.entrypoints.openai.responses.store import ResponseStore
 
 LONG: Any = {"model": MODEL, "input": "Hello", "extra_body": {"ignore_eos": True}}
 
@@ -68,6 +69,36 @@ def test_what_is_kept_is_retrieved_listed_and_deleted(client: openai.OpenAI) -> 
     second = client.responses.create(model=MODEL, input="Hello", max_output_tokens=2)
     with pytest.raises(openai.BadRequestError):
         client.responses.cancel(second.id)
+
+
+def test_a_response_has_the_id_of_its_request(server: Server, client: openai.OpenAI) -> None:
+    for own, id in (("mine-1", "resp_mine-1"), ("resp_mine.2", "resp_mine.2")):
+        body: Any = {"model": MODEL, "input": "Hello", "max_output_tokens": 2}
+        response = client.responses.create(**body, extra_body={"request_id": own})
+        assert response.id == id
+        assert client.responses.retrieve(id) == response
+        with pytest.raises(openai.BadRequestError, match="already") as refused:
+            client.responses.create(**body, extra_body={"request_id": own})
+        assert refused.value.param == "request_id"
+        client.responses.delete(id)
+    for wrong in ("", "a/b", "x" * 257, "a b"):
+        with pytest.raises(openai.BadRequestError, match="letters, digits") as refused:
+            client.responses.create(**body, extra_body={"request_id": wrong})
+        assert refused.value.param == "request_id"
+    with pytest.raises(openai.BadRequestError, match="begins with 'resp_'") as refused:
+        client.responses.retrieve("chatcmpl-1")
+    assert refused.value.param == "response_id"
+    assert client.responses.create(**body).id.startswith("resp_")
+
+
+def test_owners_may_choose_the_same_id() -> None:
+    store = ResponseStore(4, 1 << 20)
+    for owner in ("a", "b"):
+        store.put({"id": "resp_1", "output": [], "of": owner}, [], [], owner=owner)
+    found = [store.get("resp_1", owner) for owner in ("a", "b", "c")]
+    assert [each and each.response()["of"] for each in found] == ["a", "b", None]
+    assert store.delete("resp_1", "a") and not store.delete("resp_1", "a")
+    assert store.get("resp_1", "b") is not None and len(store) == 1
 
 
 def test_input_items_come_in_pages(client: openai.OpenAI) -> None:

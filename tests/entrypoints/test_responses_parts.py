@@ -145,7 +145,7 @@ def test_the_store_keeps_within_its_limits_and_its_books(steps: Any) -> None:
     for number, size, remove in steps:
         id = f"resp_{number}"
         if remove:
-            assert store.delete(id) == (id in order)
+            assert store.delete(id, "") == (id in order)
             order = [one for one in order if one != id]
             continue
         item = {"id": f"msg_{number}", "type": "message", "content": "x" * size}
@@ -161,7 +161,7 @@ def test_the_store_keeps_within_its_limits_and_its_books(steps: Any) -> None:
             match = store.finder("")(f"msg_{other}")
             assert (match is not None) == (f"resp_{other}" in retained)
     for one in list(order):
-        store.delete(one)
+        store.delete(one, "")
     assert store.num_bytes == 0 and len(store) == 0
 
 

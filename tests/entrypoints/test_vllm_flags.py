@@ -338,6 +338,30 @@ def test_explain_names_each_refusal(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[3] == "--port 1: the same"
 
 
+def test_explain_shows_no_secret(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "s3cret")
+    monkeypatch.setenv("VLLM_S3_SECRET_ACCESS_KEY", "s3cret")
+    (tmp_path / "flags.yaml").write_text("api-key: s3cret\n")
+    argv = [
+        "model", "--explain", "--api-key", "s3cret", "--api-key=s3cret", "--api-key-file", "keys",
+        "--model-loader-extra-config", '{"s3_secret_access_key": "s3cret", "num_readers": 2}',
+        "--model-loader-extra-config.session_token", "s3cret", "--max-num-batched-tokens", "64",
+        "--kv-transfer-config", '{"kv_connector": "file_store", "kv_connector_extra_config": '
+        '{"url": "http://me:s3cret@host/x"}}', "--plugin-option", 'traces.headers="a=s3cret"',
+        "--otlp-traces-endpoint", "http://me:s3cret@host", "--config", str(tmp_path / "flags.yaml"),
+    ]  # fmt: skip
+    main(["serve", *argv])
+    printed = capsys.readouterr()
+    assert "s3cret" not in printed.out + printed.err
+    for shown in (
+        "--api-key '(hidden)': the same", "--api-key-file keys", "--max-num-batched-tokens 64",
+        '"num_readers": 2', "file_store", "http://(hidden)@host",
+    ):  # fmt: skip
+        assert shown in printed.out
+
+
 def test_explain_checks_the_options_together(capsys: pytest.CaptureFixture[str]) -> None:
     argv = [
         "--explain",

@@ -105,8 +105,11 @@ def num_kv_blocks(config: EngineConfig, demand: CacheDemand, available: int) -> 
     if not demand.block_bytes:
         return min(useful, max(MOST_EMPTY_BLOCKS, per_sequence + 1))
     blocks = min(available // demand.block_bytes, useful)
-    raise_what = "cpu_kvcache_space" if config.device == "cpu" else "gpu_memory_utilization"
-    remedy = f"raise {raise_what} or lower max_num_batched_tokens"
+    if config.kv_cache_memory_bytes is not None:
+        remedy = "raise kv_cache_memory_bytes"
+    else:
+        raise_what = "cpu_kvcache_space" if config.device == "cpu" else "gpu_memory_utilization"
+        remedy = f"raise {raise_what} or lower max_num_batched_tokens"
     if config.max_model_len == "auto":
         least = min(demand.max_model_len, LEAST_LENGTH)
         if demand.longest_of(blocks) < least:
@@ -133,10 +136,20 @@ def _in_gib(size: int) -> str:
     return f"{size / GIB:.2f}" if size >= GIB / 10 else f"{size / GIB:.2g}"
 
 
+def cache_space(config: EngineConfig, device: torch.device) -> int | None:
+    """Return the bytes for blocks and states that the configuration states; None: what the rest
+    leaves of the device.
+    """
+    if config.kv_cache_memory_bytes is not None:
+        return config.kv_cache_memory_bytes
+    return int(config.cpu_kvcache_space * GIB) if device.type == "cpu" else None
+
+
 def explain_oom(error: RuntimeError | MemoryError, doing: str) -> OutOfMemory:
     """Return advice after the device ran out of memory while `doing`."""
     reason, _, _ = str(error).partition("\n")
     return OutOfMemory(
-        f"out of device memory while {doing}: lower gpu_memory_utilization, max_num_batched_tokens "
-        f"or max_num_seqs, or free memory that other programs hold ({reason})"
+        f"out of device memory while {doing}: lower gpu_memory_utilization (or "
+        "kv_cache_memory_bytes), max_num_batched_tokens or max_num_seqs, or free memory that other "
+        f"programs hold ({reason})"
     )

@@ -16,7 +16,7 @@ from ...nn.state.layer import StateLayer
 from ...parallel.ranks import ONE_RANK, Ranks
 from ...parts.states import NAME, StatePlan
 from ...step import PartPlan, StepPlan
-from ..kv_cache.memory import GIB, zeros
+from ..kv_cache.memory import GIB, cache_space, zeros
 from ..launched_step import LaunchedStep
 from .part import PartNeeds, PartSite, PartStart, StartContext, WorkerPart
 
@@ -125,13 +125,12 @@ def make_states(
 
     A stage's ranks have equally many snapshots, by the least memory.
     """
-    if device.type == "cuda":
+    space = cache_space(config, device)
+    if space is None:
         free, total = torch.cuda.mem_get_info(device)
         budget = int(total * config.gpu_memory_utilization) - torch.cuda.memory_allocated(device)
-        available = max(0, min(free, budget))
-    else:
-        available = int(config.cpu_kvcache_space * GIB)
-    available = ranks.minimum(available, device)
+        space = max(0, min(free, budget))
+    available = ranks.minimum(space, device)
     stored = {layer: stored_parts(layer, config) for layer in state_layers(model)}
     return States(
         stored, config.max_num_seqs, device, available, shares=config.enable_prefix_caching

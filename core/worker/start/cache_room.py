@@ -6,7 +6,7 @@ import torch
 
 from ...config import EngineConfig
 from ...parallel.ranks import Ranks
-from ..kv_cache.memory import GIB, CacheDemand
+from ..kv_cache.memory import CacheDemand, cache_space
 from .warmup import Warmup
 
 
@@ -29,8 +29,8 @@ class CacheRoom:
         """
         if self._config.num_gpu_blocks_override is not None:
             return demand.max_model_len
-        if self._device.type == "cpu":
-            most = self._available_on_cpu(state_bytes)
+        if (given := self._given(state_bytes)) is not None:
+            most = given
         else:
             total = torch.cuda.mem_get_info(self._device)[1]
             most = int(total * self._config.gpu_memory_utilization) - self._allocated
@@ -49,12 +49,14 @@ class CacheRoom:
         """This engine's allocated bytes."""
         return torch.cuda.memory_allocated(self._device) - self._held_before
 
-    def _available_on_cpu(self, state_bytes: int) -> int:
-        return max(0, int(self._config.cpu_kvcache_space * GIB) - state_bytes)
+    def _given(self, state_bytes: int) -> int | None:
+        """Return the bytes that the configuration states, or None."""
+        space = cache_space(self._config, self._device)
+        return None if space is None else max(0, space - state_bytes)
 
     def _available(self, warmup: Warmup, state_bytes: int) -> int:
-        if self._device.type == "cpu":
-            return self._available_on_cpu(state_bytes)
+        if (given := self._given(state_bytes)) is not None:
+            return given
         if self._config.num_gpu_blocks_override is not None:
             return 0
         resting = torch.cuda.memory_allocated(self._device)

@@ -23,7 +23,7 @@ def num_logprobs(positions: Sequence[PositionLogprobs | None] | None) -> int:
 
 
 def chat_logprobs(
-    positions: list[PositionLogprobs], count: int, tokenizer: Tokenizer, as_ids: bool = False
+    positions: list[PositionLogprobs], count: int, tokenizer: Tokenizer, as_ids: bool | None = False
 ) -> dict[str, Any]:
     """Return chat's form: an entry per token, with `count` alternatives.
 
@@ -54,7 +54,7 @@ def completion_logprobs(
     count: int,
     offset: int,
     tokenizer: Tokenizer,
-    as_ids: bool = False,
+    as_ids: bool | None = False,
 ) -> tuple[dict[str, Any], int]:
     """Return completions' form: parallel lists, with each token's text offset.
 

@@ -17,6 +17,7 @@ from ....core.errors import InvalidRequest, shown
 from ....core.loading.generation_config import SamplingDefaults
 from ....core.sampling_params import OutputKind, SamplingParams, all_ints, kv_compression_from
 from ...http.auth.origin import Origin
+from ...http.options import ServerOptions
 from ...http.whole_numbers import integers_of, with_integers
 from .response_format import requested
 
@@ -117,7 +118,8 @@ class SamplingRequest(msgspec.Struct, kw_only=True, dict=True):
     priority: int = 0
     cache_salt: str | None = None
     return_token_ids: bool = False
-    return_tokens_as_token_ids: bool = False
+    return_tokens_as_token_ids: bool | None = None
+    """None: as the server does."""
     kv_transfer_params: dict[str, Any] | None = None
     kv_compression: str | bool | dict[str, Any] | None = None
     """How much of the request's cache stays: "off", {"ratio": …} or {"budget": …}."""
@@ -126,6 +128,14 @@ class SamplingRequest(msgspec.Struct, kw_only=True, dict=True):
 
     origin: ClassVar[Origin] = Origin()
     """Set by `request_body.decode_call`; not a request's field."""
+
+    def take_defaults(self, options: ServerOptions) -> None:
+        """Take the server's settings for what the request leaves open."""
+        if self.return_tokens_as_token_ids is None:
+            self.return_tokens_as_token_ids = options.tokens_as_token_ids
+        if self.stream and options.force_include_usage:
+            given = self.stream_options or StreamOptions()
+            self.stream_options = msgspec.structs.replace(given, include_usage=True)
 
     def check(self) -> None:
         if self.stream_options is not None and not self.stream:

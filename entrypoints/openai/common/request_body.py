@@ -15,7 +15,7 @@ from ...http.auth.tenants import TENANCY, received, route_of, tenant_of
 from ...http.body import check_json, check_weight
 from ...http.context import ENGINE, OPTIONS
 from ...http.model_names import find_adapter
-from .protocol import convert, decode, parse
+from .protocol import SamplingRequest, convert, decode, parse
 
 T = TypeVar("T")
 RANK_HEADER = "X-data-parallel-rank"
@@ -61,6 +61,8 @@ async def decode_call(call: Call, body: bytes, kind: type[T]) -> T:
         params = await asyncio.to_thread(lambda: convert(_parse_bounded(body, max_values), kind))
     else:
         params = decode(body, kind)
+    if isinstance(params, SamplingRequest):
+        params.take_defaults(call.app[OPTIONS])
     name = getattr(params, "model", None)
     adapter = await find_adapter(call.app[ENGINE], name, call.tenant)
     if hasattr(kind, "origin"):

@@ -48,8 +48,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     text_completion = await _completion(request.app, params)
     if params.stream:
         if len(text_completion.prompts) > 1:
-            frames = text_completion.frames()
-            return await stream(request, frames, frames.__anext__)
+            return await stream(request, text_completion.frames())
         (outputs,) = text_completion.streams()
         encoder = CompletionStream(text_completion)
         return await stream_outputs(request, outputs, encoder.encode, encoder.final_chunk)

@@ -42,13 +42,21 @@ class PoolingFields(msgspec.Struct, kw_only=True, dict=True):
         }
 
 
-class EmbeddingRequest(PoolingFields, kw_only=True):
-    """POST /v1/embeddings"""
+class InputFields(PoolingFields, kw_only=True):
+    """Fields of requests whose texts stand alone."""
 
     input: str | list[Any] | None = None
     """Text, token ids, or a list of either."""
     messages: list[dict[str, Any]] | None = None
     """A conversation in place of input, through the model's chat template."""
+    add_generation_prompt: bool = False
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class EmbeddingRequest(InputFields, kw_only=True):
+    """POST /v1/embeddings"""
+
     encoding_format: Literal["float", "base64"] = "float"
     embed_dtype: Literal["float32"] = "float32"
     endianness: Literal["native", "little"] = "little"
@@ -56,9 +64,6 @@ class EmbeddingRequest(PoolingFields, kw_only=True):
     normalize: bool | None = None
     use_activation: bool | None = None
     """vLLM's newer name of normalize."""
-    add_generation_prompt: bool = False
-    continue_final_message: bool = False
-    chat_template_kwargs: dict[str, Any] | None = None
 
     def params(self) -> PoolingParams:
         return PoolingParams(
@@ -85,10 +90,9 @@ class PoolingRequest(EmbeddingRequest, kw_only=True):
         )
 
 
-class ClassifyRequest(PoolingFields, kw_only=True):
+class ClassifyRequest(InputFields, kw_only=True):
     """POST /classify"""
 
-    input: str | list[Any] | None = None
     activation: bool | None = None
     use_activation: bool | None = None
 

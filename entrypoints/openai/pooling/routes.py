@@ -21,7 +21,7 @@ from ...scoring import encode_all
 from ..common.openapi import documented
 from ..common.request_body import Call, call_of, decode_body
 from ..common.response_schemas import ClassifyResponse, PoolingResponse
-from .protocol import ClassifyRequest, EmbeddingRequest, PoolingRequest, inputs
+from .protocol import ClassifyRequest, InputFields, PoolingRequest, inputs
 
 T = TypeVar("T")
 MAX_VALUES = 1 << 23
@@ -62,7 +62,7 @@ async def classify_response(call: Call, params: ClassifyRequest) -> dict[str, An
     model = model_name(engine, params.model)
     check_task(engine, "/classify", "classify")
     name = new_id("classify", params.request_id)
-    outputs = await encoded(engine, inputs(params.input), params, name)
+    outputs = await encoded(engine, await prompts_of(engine, params), params, name)
     settings = engine.model_config.pooling
     assert settings is not None
     probs = await encoded_numbers(outputs, "float")
@@ -88,7 +88,7 @@ def check_task(engine: AsyncEngine, path: str, *tasks: str) -> None:
         )
 
 
-async def prompts_of(engine: AsyncEngine, request: EmbeddingRequest) -> list[Any]:
+async def prompts_of(engine: AsyncEngine, request: InputFields) -> list[Any]:
     """Return the prompts from `input`, or `messages`."""
     if request.messages is None:
         return list(inputs(request.input))

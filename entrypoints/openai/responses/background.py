@@ -11,7 +11,7 @@ import msgspec
 from aiohttp import web
 
 from ....core.engine.async_engine import AsyncEngine
-from ....core.errors import EngineOverloaded, InvalidRequest, NotFound
+from ....core.errors import EngineOverloaded, InvalidRequest, NotFound, shown
 from ....core.tenancy import Tenant
 from ....core.text.text_threads import rough_size
 from ....core.text.token_limit import LONG_TEXT
@@ -22,7 +22,7 @@ from ...http.streaming import named_frame
 from .events import Event
 from .input_items import check_count, read_items
 from .item_kinds import Item
-from .protocol import ResponsesRequest
+from .protocol import ID_PREFIX, ResponsesRequest
 from .request import ResponseCompletion, new_response_job, tools_of
 from .store import ResponseStore, StoredResponse
 from .tools import Tools
@@ -84,7 +84,8 @@ class Running:
 class Responses:
     def __init__(self, options: ServerOptions) -> None:
         self.store = ResponseStore(options.max_stored_responses, options.max_stored_response_bytes)
-        self.running: dict[str, Running] = {}
+        self.running: dict[tuple[str, str], Running] = {}
+        """By (owner, id)."""
 
     async def close(self, _: web.Application) -> None:
         tasks = [run.task for run in self.running.values() if run.task is not None]
@@ -127,6 +128,10 @@ class Responses:
         job = new_response_job(engine, body, earlier + own, tools)
         if body.truncation == "auto":
             job = await truncated(job, body, earlier + own)
+        if self._running(job.id, owner) or self.store.get(job.id, owner):
+            raise InvalidRequest(
+                f"request_id: there is a response {job.id!r} already", param="request_id"
+            )
         return ResponseCompletion(job, body, earlier, own, tools, stored=store)
 
     def _earlier(self, id: str | None, owner: str) -> list[Item]:
@@ -175,7 +180,7 @@ class Responses:
         events = completion.events()
         running = Running(completion, owner)
         running.take(await anext(events))
-        self.running[completion.job.id] = running
+        self.running[owner, completion.job.id] = running
         running.task = asyncio.create_task(self._run(running, events))
         return running
 
@@ -185,7 +190,7 @@ class Responses:
             async for event in events:
                 running.take(event)
         finally:
-            del self.running[completion.job.id]
+            del self.running[running.owner, completion.job.id]
             try:
                 await events.aclose()  # type: ignore[attr-defined]
                 if running.kept and completion.ended:
@@ -196,11 +201,16 @@ class Responses:
     # ------------------------------------------------------------ asking for
 
     def _running(self, id: str, owner: str) -> Running | None:
-        running = self.running.get(id)
-        return running if running is not None and running.owner == owner else None
+        return self.running.get((owner, id))
 
     def stored(self, id: str, owner: str) -> StoredResponse:
         response = self.store.get(id, owner)
+        if response is None and not id.startswith(ID_PREFIX):
+            raise InvalidRequest(
+                f"response_id: {shown(id)} is no response's id; expected one that begins with "
+                f"{ID_PREFIX!r}",
+                param="response_id",
+            )
         if response is None:
             raise NotFound(f"response_id: no response {id!r} is stored here", param="response_id")
         return response
@@ -255,7 +265,7 @@ class Responses:
             await self._abort(running)
         else:
             self.stored(id, owner)
-            self.store.delete(id)
+            self.store.delete(id, owner)
         return {"id": id, "object": "response", "deleted": True}
 
     async def _abort(self, running: Running) -> None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import re
+import uuid
 from typing import Any, ClassVar
 
 import msgspec
 
-from ....core.errors import InvalidRequest, JackfieldError
+from ....core.errors import InvalidRequest, JackfieldError, shown
 from ...http.auth.origin import Origin
 from ..common.protocol import VERBOSITIES, ChatRequest
 from .tools import Tools, chosen
 
+ID_PREFIX = "resp_"
+PLAIN_ID = re.compile(r"[\w.:-]{1,256}", re.ASCII)
+"""Ids that may stand in a path."""
 LOGPROBS = "message.output_text.logprobs"
 INCLUDABLE = (
     LOGPROBS, "reasoning.encrypted_content", "web_search_call.results",
@@ -132,6 +137,8 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, dict=True):
     vllm_xargs: dict[str, Any] | None = None
     kv_transfer_params: dict[str, Any] | None = None
     kv_compression: str | bool | dict[str, Any] | None = None
+    request_id: str | None = None
+    """The response's id, "resp_" before it if it does not begin so."""
 
     def check(self) -> None:
         for name, why in self.REFUSED.items():
@@ -159,6 +166,19 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, dict=True):
                 param="top_logprobs",
             )
         _check_metadata(self.metadata or {})
+
+    def new_id(self) -> str:
+        """Return the response's id: the request's own, or a new one. Raises InvalidRequest."""
+        own = self.request_id
+        if own is None:
+            return f"{ID_PREFIX}{uuid.uuid4().hex}"
+        if not PLAIN_ID.fullmatch(own):
+            raise InvalidRequest(
+                "request_id: must be 1 to 256 letters, digits, or any of . _ : -, got "
+                f"{shown(own)}",
+                param="request_id",
+            )
+        return own if own.startswith(ID_PREFIX) else f"{ID_PREFIX}{own}"
 
     @property
     def wants_logprobs(self) -> bool:

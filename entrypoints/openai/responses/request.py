@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -51,7 +50,7 @@ def new_response_job(
     try:
         messages = to_messages(items, body.instructions)
         chat = body.chat(messages, tools, thinking_switch(engine))
-        return new_job(engine, chat, f"resp_{uuid.uuid4().hex}", schemas=tools.schemas)
+        return new_job(engine, chat, body.new_id(), schemas=tools.schemas)
     except JackfieldError as error:
         raise renamed(error) from None
 

@@ -13,7 +13,7 @@ from ...http.auth.tenants import tenant_of
 from ...http.auth.usage import USAGE
 from ...http.context import ENGINE, OPTIONS, json_response, reply
 from ...http.request_log import mark_left
-from ...http.streaming import HEADERS
+from ...http.streaming import EventStream
 from ..common.openapi import documented
 from ..common.request_body import Call, decode_body
 from ..common.response_schemas import InputTokensResponse
@@ -163,17 +163,15 @@ async def _send(request: web.Request, frames: AsyncIterator[bytes]) -> web.Strea
     """Send server-sent events after the first one, so that refused requests get their own status.
     As in OpenAI's API, no [DONE] follows.
     """
-    response = web.StreamResponse(headers=HEADERS)
+    events = EventStream(request)
     try:
-        first = await anext(frames, b"")
-        await response.prepare(request)
-        await response.write(first)
-        async for piece in frames:
-            await response.write(piece)
-        await response.write_eof()
+        await events.write(await anext(frames, b""))
+        async for piece in events.pieces(frames):
+            await events.write(piece)
+        await events.response.write_eof()
     except ConnectionError:
         mark_left(request)  # Leaving aborts a request in the foreground.
     finally:
         with contextlib.suppress(Exception):
             await frames.aclose()  # type: ignore[attr-defined]
-    return response
+    return events.response

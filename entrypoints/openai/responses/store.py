@@ -53,7 +53,8 @@ class ResponseStore:
         self.max_count = max_count
         self.max_bytes = max_bytes
         self.num_bytes = 0
-        self._responses: OrderedDict[str, StoredResponse] = OrderedDict()
+        self._responses: OrderedDict[tuple[str, str], StoredResponse] = OrderedDict()
+        """By (owner, id): owners may choose ids, and see none of each other's."""
         self._brought_by: dict[tuple[str, str], str] = {}
         """(owner, item id) → id of the response that added it."""
 
@@ -78,23 +79,23 @@ class ResponseStore:
         """
         own = tuple(item["id"] for item in (*own_input, *body["output"]))
         response = StoredResponse(encoder.encode(body), encoder.encode(input), own, events, owner)
-        self.delete(body["id"])
+        self.delete(body["id"], owner)
         if not self.enabled or response.num_bytes > self.max_bytes:
             return
-        self._responses[body["id"]] = response
+        self._responses[owner, body["id"]] = response
         self._brought_by.update(((owner, item), body["id"]) for item in own)
         self.num_bytes += response.num_bytes
         while len(self._responses) > self.max_count or self.num_bytes > self.max_bytes:
-            self.delete(next(iter(self._responses)))
+            oldest_owner, oldest = next(iter(self._responses))
+            self.delete(oldest, oldest_owner)
 
     def get(self, id: str, owner: str) -> StoredResponse | None:
         """Return this owner's response, or None."""
-        response = self._responses.get(id)
-        return response if response is not None and response.owner == owner else None
+        return self._responses.get((owner, id))
 
-    def delete(self, id: str) -> bool:
-        """Delete a response; return whether it existed."""
-        response = self._responses.pop(id, None)
+    def delete(self, id: str, owner: str) -> bool:
+        """Delete this owner's response; return whether it existed."""
+        response = self._responses.pop((owner, id), None)
         if response is None:
             return False
         self.num_bytes -= response.num_bytes

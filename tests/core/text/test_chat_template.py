@@ -154,6 +154,23 @@ def test_the_fields_extras_work() -> None:
     assert actual == '1g <|im_end|> {\n "a":"é",\n "b":1\n} 4 5'
 
 
+def test_the_form_of_content_is_found_or_stated() -> None:
+    """A template that shows what it gets: a text, or how many parts."""
+    source = (
+        "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
+        "{% for part in m.content %}[{{ part.text }}]{% endfor %}{% endif %};{% endfor %}"
+    )
+    parts = {"role": "user", "content": [{"type": "text", "text": x} for x in ("a", "b")]}
+    chat = [*user("x"), parts]
+    for content_format, expected in (
+        ("auto", "x;[a][b];"),
+        ("string", "x;a\nb;"),
+        ("openai", "[x];[a][b];"),
+    ):
+        template = ChatTemplate(source, TOKENIZER, content_format=content_format)  # type: ignore[arg-type]
+        assert template.render(chat) == expected
+
+
 LLAVA = (
     "{% for message in messages %}{{ message['role'].upper() }}: "
     "{% for content in message['content'] | selectattr('type', 'equalto', 'image') %}<image>\n"

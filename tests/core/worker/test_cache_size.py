@@ -11,7 +11,7 @@ import torch
 from jackfield import AsyncEngine, EngineConfig, SamplingParams
 from jackfield.core.cache.groups import CacheGroup, CachePart, TokenCache, sequence_blocks
 from jackfield.core.cache.reach import Reach
-from jackfield.core.errors import ContextLengthExceeded, OutOfMemory
+from jackfield.core.errors import ConfigError, ContextLengthExceeded, OutOfMemory
 from jackfield.core.nn.rotary import Rotary
 from jackfield.core.worker.kv_cache.memory import CacheDemand, bytes_per_block, num_kv_blocks
 from jackfield.core.worker.slot_table import SlotTable
@@ -115,3 +115,21 @@ async def test_a_context_that_does_not_fit_takes_no_memory_before_the_error_says
                 _ = [output async for output in engine.generate([*prompt, *range(9)])]
     with pytest.raises(OutOfMemory, match=f"max_model_len={fits + 16} needs"):
         await AsyncEngine(EngineConfig(**options, max_model_len=fits + 16)).start()
+
+
+async def test_the_cache_has_the_bytes_that_are_stated(tmp_path: Path) -> None:
+    """Instead of cpu_kvcache_space; the number of blocks is bytes by the size of a block."""
+    folder = make_checkpoint("qwen3", tmp_path)
+    options: dict[str, Any] = {
+        "model": str(folder), "device": "cpu", "skip_tokenizer_init": True, "max_num_seqs": 64,
+        "max_model_len": 256, "dtype": "float32", "block_size": 16,
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match="either bytes or blocks") as refused:
+        EngineConfig(**options, kv_cache_memory_bytes=1 << 20, num_gpu_blocks_override=9)
+    assert refused.value.param == "kv_cache_memory_bytes"
+    async with AsyncEngine(EngineConfig(**options, kv_cache_memory_bytes=1 << 20)) as engine:
+        config = engine.model_config
+        kv_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 4
+        assert engine.info.num_blocks == (1 << 20) // (16 * kv_bytes)
+    with pytest.raises(OutOfMemory, match="raise kv_cache_memory_bytes"):
+        await AsyncEngine(EngineConfig(**options, kv_cache_memory_bytes=1 << 10)).start()
