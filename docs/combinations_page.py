@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import SimpleNamespace
 from typing import Any
 
-import torch
 from markdown_table import table
 
 from jackfield.core.parts import (
@@ -28,9 +25,8 @@ from jackfield.core.parts.exclusions import (
     TENSOR_PARALLEL,
     reason_against,
 )
-from jackfield.core.protocols.attention import AttentionSpec
 from jackfield.core.registry import load_plugins
-from jackfield.core.worker.parts.compaction import layer_refusal
+from jackfield.core.worker.parts.compaction import REFUSALS
 from jackfield.core.worker.start.parts import BACKEND_REFUSALS
 
 CAPABILITIES = {
@@ -56,8 +52,6 @@ EXECUTOR_FLAGS = {
     DATA_PARALLEL: "data_parallel",
     EXPERT_BALANCE: "moves_experts",
 }
-WINDOW = AttentionSpec(num_heads=1, num_kv_heads=1, head_dim=8, scale=1.0, sliding_window=4)
-SLOPES = AttentionSpec(num_heads=1, num_kv_heads=1, head_dim=8, scale=1.0, alibi_slopes=(0.5,))
 
 
 class Notes:
@@ -124,11 +118,6 @@ def _backends() -> str:
             backend: Any = plugins[kind].load(name)
             cells = [notes.cell(refuses(backend)) for refuses in BACKEND_REFUSALS.values()]
             fp8 = None if backend.fp8_cache else "it reads no fp8 cache (kv_cache_dtype)"
-            if label:
-                cells = [
-                    notes.cell("latents are not compacted") if part == kv_compression.NAME else cell
-                    for part, cell in zip(BACKEND_REFUSALS, cells, strict=True)
-                ]
             rows.append([f"`{name}`{label}", *cells, notes.cell(fp8)])
     heads = [CAPABILITIES[name] for name in BACKEND_REFUSALS]
     return table(["backend", *heads, CAPABILITIES[CALCULATED_SCALES]], rows) + f"\n{notes.text}"
@@ -147,15 +136,11 @@ def _executors() -> str:
 
 
 def _by_model() -> str:
-    refused: Mapping[str, AttentionSpec] = {"window": WINDOW, "slopes": SLOPES}
-    compaction = []
-    for spec in refused.values():
-        reason = layer_refusal(SimpleNamespace(spec=spec), torch.float32)  # type: ignore[arg-type]
-        assert reason is not None
-        compaction.append(reason)
     return (
-        f"- KV compression: {'; '.join(compaction)}. A compressor may refuse more "
-        "(`KVCompressor.refusal`). Models that cache latents are refused, too.\n"
+        f"- KV compression is refused if {'; if '.join(REFUSALS)}; if all layers have a window or "
+        "chunks, which bound the cache; and if none keeps something of each token. A compressor "
+        "may refuse more (`KVCompressor.refusal`), and one that changes values is refused for "
+        "latents.\n"
         "- KV connectors move blocks of one group of layers: prefix caching must be on.\n"
         "- Tensor and pipeline parallel: the architecture's class says whether it can be divided "
         "([models](models.md)); models whose states are pooled run in one stage.\n"

@@ -59,6 +59,8 @@ class CacheGroup(msgspec.Struct, frozen=True):
     i-th of every other; a group may have one layer less than others."""
     reach: Reach | None = None
     """Of the layers: blocks entirely before it are released; None: no block is."""
+    inner_reaches: tuple[Reach, ...] = ()
+    """Without a reach: those of layers that see less than the group keeps."""
 
     def first_block(self, position: int, block_size: int) -> int:
         """Return the first block that a query at `position`, or a later one, reads."""
@@ -85,6 +87,12 @@ MAX_WASTE = 1 / 8
 """Largest padded share of blocks, in groups with one layer less."""
 
 
+def one_group(reaches: Sequence[Reach | None]) -> CacheGroup:
+    """Return a group of layers with these reaches that keeps all tokens."""
+    inner = tuple(dict.fromkeys(reach for reach in reaches if reach is not None))
+    return CacheGroup(tuple(range(len(reaches))), None, inner)
+
+
 def form_groups(
     specs: Sequence[TokenCache], *, max_model_len: int, block_size: int
 ) -> tuple[CacheGroup, ...]:
@@ -107,7 +115,7 @@ def form_groups(
     if len(kinds) == 1:
         return (CacheGroup(tuple(range(len(specs))), reaches[0]),)
     if len({spec.parts for spec in specs}) > 1:
-        return (CacheGroup(tuple(range(len(specs)))),)
+        return (one_group(reaches),)
     order = sorted(kinds, key=lambda reach: -(reach.most_tokens if reach else max_model_len))
     weights = {
         reach: CacheGroup((), reach).most_blocks(max_model_len, block_size, 1) for reach in kinds

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from itertools import chain
+from itertools import chain, islice
 from typing import NamedTuple
 
 from ..parts.kv_compression import Compaction
@@ -73,6 +74,13 @@ class KVCacheManager:
         """Requests with full, unregistered blocks."""
         self._local = [n for n, group in enumerate(self.groups) if group.reach is not None]
         self._whole = [n for n, group in enumerate(self.groups) if group.reach is None]
+        reaches = [reach for group in self.groups for reach in (group.reach, *group.inner_reaches)]
+        self._reaches = [reach for reach in reaches if reach is not None]
+        """All layers', with a window or chunks."""
+        self._drop_unit = math.lcm(
+            block_size if self._local else 1, *(reach.alignment for reach in self._reaches)
+        )
+        """Compactions drop multiples of this."""
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
 
@@ -153,6 +161,15 @@ class KVCacheManager:
             needed += missing + revived if group.reach is None else min(missing + revived, most)
         return needed <= self.pool.num_free
 
+    def blocks_missing(self, num_tokens: int, hits: PrefixHits) -> int:
+        """Return the blocks, over groups, of `num_tokens` besides `hits`."""
+        missing = self.blocks_for(num_tokens) - hits.num_blocks
+        needed = 0
+        for group in self.groups:
+            most = group.most_blocks(num_tokens, self.block_size, self.max_chunk)
+            needed += missing if group.reach is None else min(missing, most)
+        return needed
+
     def allocate(
         self, request: Request, num_new_tokens: int, hits: PrefixHits = NO_HITS
     ) -> list[TableWrite] | None:
@@ -227,7 +244,7 @@ class KVCacheManager:
     def _release_out_of_reach(self, request: Request) -> None:
         """Release blocks that no later step reads."""
         for number in self._local:
-            certain = request.num_computed_tokens - request.num_unverified_tokens
+            certain = request.num_kv_tokens - request.num_unverified_tokens
             first = self.groups[number].first_block(certain, self.block_size)
             released = request.num_released_blocks[number]
             if first > released:
@@ -266,44 +283,97 @@ class KVCacheManager:
 
     # ------------------------------------------------------------ compaction
 
+    def possible_length(self, num_tokens: int, kept: int) -> int:
+        """Return the fewest tokens, `kept` or more, to which a cache of `num_tokens` can be
+        compacted: what the next token sees in a window or in chunks stays.
+        """
+        if not self._reaches:
+            return kept
+        seen = min(reach.first_visible(num_tokens) for reach in self._reaches)
+        unit = self._drop_unit
+        return num_tokens - max(0, min(num_tokens - kept, seen)) // unit * unit
+
+    def most_after(self, kept: int) -> int:
+        """Return a bound of `possible_length`, of however many tokens."""
+        if not self._reaches:
+            return kept
+        longest = max(reach.most_tokens for reach in self._reaches)
+        return max(kept, longest) + self._drop_unit - 1
+
+    def num_held(self, request: Request) -> int:
+        """Return the request's blocks, over groups."""
+        return sum(map(len, request.tables)) - sum(request.num_released_blocks)
+
+    def blocks_to_grow(self, request: Request, num_tokens: int) -> int:
+        """Return the blocks, over groups, that a running request still takes until its cache has
+        `num_tokens`.
+        """
+        blocks = 0
+        held = zip(self.groups, request.tables, request.num_released_blocks, strict=True)
+        for group, table, released in held:
+            most = group.most_blocks(num_tokens, self.block_size, self.max_chunk)
+            blocks += max(0, most - (len(table) - released))
+        return blocks
+
+    def blocks_saved(self, num_tokens: int, most: int) -> int:
+        """Return the blocks, over groups, that a sequence needs less if its cache never holds more
+        than `most` of `num_tokens`.
+        """
+        return len(self._whole) * (self.blocks_for(num_tokens) - self.blocks_for(most))
+
     def compaction_gain(self, request: Request, kept: int, transfers: Iterable[int] = ()) -> int:
         """Return how many blocks a compaction to `kept` tokens would free; negative if others hold
         its blocks. transfers: references to ignore.
         """
-        pool, table = self.pool, request.tables[0]
-        own = sum(map(pool.is_private, table))
-        if own < len(table) and (held := Counter(transfers)):
-            own = sum(pool.num_holders(block_id) - held[block_id] == 1 for block_id in table)
-        return own - self.blocks_for(kept)
+        pool, gain, held = self.pool, 0, Counter[int]()
+        for number in self._whole:
+            table = request.tables[number]
+            own = sum(map(pool.is_private, table))
+            if own < len(table) and (held := held or Counter(transfers)):
+                own = sum(pool.num_holders(block_id) - held[block_id] == 1 for block_id in table)
+            gain += own - self.blocks_for(kept)
+        return gain
 
     def compact(self, request: Request, kept: int, read: set[int]) -> Compaction | None:
-        """Give the request blocks for `kept` of its tokens, and release the others.
+        """Give the request blocks for `kept` of its tokens, a `possible_length`, and release the
+        others; None, unchanged, without room.
 
         Prefers fresh blocks, so that the prompt's stay cached; otherwise its first own ones, unless
-        shared.
+        shared. Blocks of groups with a reach stay as they are.
 
         read: blocks read by compactions of the plan, which this one must not write; its own are
         added.
         """
-        pool, table, num_tokens = self.pool, request.tables[0], request.num_kv_tokens
-        count = self.blocks_for(kept)
+        pool, num_tokens, count = self.pool, request.num_kv_tokens, self.blocks_for(kept)
+        whole = [request.tables[number] for number in self._whole]
         self.register(request)
-        fresh = pool.next_free(count)
-        if len(fresh) == count and read.isdisjoint(fresh):
-            new = pool.allocate(count)
-            pool.release(table)
-        elif all(map(pool.is_private, table[:count])) and read.isdisjoint(table[:count]):
-            new = table[:count]
-            for block_id in new:
+        first = [block_id for table in whole for block_id in table[:count]]
+        needed = count * len(whole)
+        fresh = pool.next_free(needed)
+        if len(fresh) == needed and read.isdisjoint(fresh):
+            new = iter(pool.allocate(needed))
+            for number, table in zip(self._whole, whole, strict=True):
+                pool.release(table)
+                request.tables[number] = list(islice(new, count))
+        elif all(map(pool.is_private, first)) and read.isdisjoint(first):
+            for block_id in first:
                 pool.forget(block_id)
-            pool.release(table[count:])
+            for number, table in zip(self._whole, whole, strict=True):
+                pool.release(table[count:])
+                request.tables[number] = table[:count]
         else:
             return None
-        read.update(table)
-        request.tables = [new]
+        read.update(chain.from_iterable(whole))
+        if self._local:
+            self._release_out_of_reach(request)
+        columns = (num_tokens - kept) // self.block_size
+        for number in self._local:
+            assert not any(request.tables[number][:columns]), "a block within reach is dropped"
+            del request.tables[number][:columns]
+            request.num_released_blocks[number] -= columns
         request.compacted = True
         request.num_dropped_tokens += num_tokens - kept
-        return Compaction(request.slot, num_tokens, kept, tuple(new))
+        return Compaction(request.slot, num_tokens, kept, tuple(map(tuple, request.tables)))
 
     # ------------------------------------------------------------ names
 
@@ -334,10 +404,10 @@ class KVCacheManager:
 
     def snapshot(self, request: Request) -> int | None:
         """Return a snapshot row for the states after the computed tokens, which fill known blocks;
-        None: not kept.
+        None: not kept, as those are not that were computed from a compacted cache.
         """
         caches = self.enable_prefix_caching or request.private_salt is not None
-        if self.snapshots is None or not caches:
+        if self.snapshots is None or not caches or request.compacted:
             return None
         num_blocks = request.num_computed_tokens // self.block_size
         self._hasher.extend(request, num_blocks)
@@ -363,8 +433,9 @@ class KVCacheManager:
         if request.compacted:
             # Released since: invalidate the blocks that have their content now.
             for block_hash in request.block_hashes[:num_named]:
-                if (cached := self._cached(block_hash, 0)) is not None:
-                    self.pool.forget(cached)
+                for number in range(len(self.groups)):
+                    if (cached := self._cached(block_hash, number)) is not None:
+                        self.pool.forget(cached)
             return
         for number, table in enumerate(request.tables):
             for i, block_id in enumerate(table):

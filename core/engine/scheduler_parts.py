@@ -46,6 +46,12 @@ def scheduler_parts(
         parts.append(Speculation.maker(config.speculative_config.num_speculative_tokens))
     if config.kv_compression is not None:
         _check(config, info, kv_compression.NAME, "kv_compression", "does not compact caches")
+        if all(group.reach is not None for group in info.cache_groups):
+            raise ConfigError(
+                "kv_compression: all layers of this model have a sliding window or chunks, which "
+                "bound its cache, so that there is nothing to compact",
+                param="kv_compression",
+            )
         parts.append(KVCompression.maker(_compression_rule(config)))
     if info.num_snapshots and info.num_blocks:
         parts.append(States)

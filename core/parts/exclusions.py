@@ -47,7 +47,6 @@ EXCLUDES: Mapping[str, Mapping[str, str]] = {
         encoder_decoder.NAME: "KV connectors move the decoder's blocks alone",
     },
     kv_compression.NAME: {
-        states.NAME: "only keys and values are compacted",
         encoder_decoder.NAME: "only the decoder's keys and values are compacted",
     },
     adapters.NAME: {

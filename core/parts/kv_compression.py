@@ -14,9 +14,14 @@ class Compaction(msgspec.Struct, frozen=True):
 
     The plan says how many tokens stay; the device chooses which, as many in each layer and KV head,
     by the KV compressor (`EngineConfig.kv_compression`). Positions do not change: the slot's length
-    and that of its cache differ from then on. The source blocks are only read, unless `block_ids`
+    and that of its cache differ from then on. The source blocks are only read, unless the new table
     has them, in the order that they had: then the cache is compacted in place. Rows of the same
     plan may already write to them, since compactions run before any row.
+
+    Layers with a window or chunks lose the oldest tokens, which they do not see any more. In a
+    group of their own nothing moves: its table begins that many columns later. The dropped tokens
+    are a multiple of `Reach.alignment` and of what a column holds, so that places in the cache say
+    where a window or a chunk begins, as positions do without compactions.
     """
 
     slot: int
@@ -24,8 +29,8 @@ class Compaction(msgspec.Struct, frozen=True):
     """Tokens in the slot's cache until now."""
     kept: int
     """Tokens that stay, 1 .. num_tokens, in the order that they had."""
-    block_ids: tuple[int, ...]
-    """[ceil(kept / block_size)] The slot's table from then on, of its only group of layers."""
+    tables: tuple[tuple[int, ...], ...]
+    """Per group of layers, [ceil(kept / block_size)]: the slot's table from then on."""
 
 
 class CompactionPlan(PartPlan, frozen=True):

@@ -51,7 +51,10 @@ class KVCompressor(ABC):
         *,
         queries: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the scores of one request's tokens in one layer.
+        """Return the scores of one request's tokens in one layer that sees all of them.
+
+        Of a layer that caches latents, `spec` has one KV head: a key is a token's whole entry, its
+        value the latent, which has fewer channels, and queries have absorbed the keys' projection.
 
         keys, values: [num_tokens, num_kv_heads, head_dim] as cached (keys normed and rotated), each
         head's in the order of their positions, which are 0, 1, 2, … until the first compaction; not

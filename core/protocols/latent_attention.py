@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from .attention import LayerSpec, PagedBackend
 
@@ -61,6 +61,11 @@ class LatentAttentionBackend(PagedBackend):
     written to it before `forward` is called. To test a backend:
     `jackfield.plugins.conformance.latent_attention`.
     """
+
+    compacted_cache: ClassVar[bool] = False
+    """Whether `forward` serves rows whose cache was compacted (`EngineConfig.kv_compression`): it
+    has fewer tokens than the sequence, in their order. A row's tokens are the last of those that
+    `seq_lens` counts; nothing follows from positions."""
 
     @classmethod
     @abstractmethod

@@ -306,8 +306,9 @@ class PersistentBatch:
             bounds["positions"] = inputs.positions
         if count > 1:
             places += self.operations.slot_mappings(
-                inputs.block_table, columns, query_start, inputs.positions, self.block_size
-            )
+                inputs.block_table, columns, query_start,
+                self._cache_places(inputs, query_start), self.block_size,
+            )  # fmt: skip
         return tuple(
             BatchLayout.of(
                 query_start=query_start,
@@ -321,6 +322,20 @@ class PersistentBatch:
             )
             for number, slot_mapping in enumerate(places)
         )
+
+    def _cache_places(
+        self, inputs: DecodeTensors | StepTensors, query_start: torch.Tensor
+    ) -> torch.Tensor:
+        """Return each token's place in its cache, [T] int64: its position, less dropped tokens."""
+        positions = inputs.positions
+        if self.table.dropped is None:
+            return positions
+        dropped = inputs.lengths - inputs.seq_lens
+        if len(dropped) == len(positions) and isinstance(inputs, DecodeTensors):
+            return positions - dropped
+        tokens = torch.arange(len(positions), dtype=torch.int32, device=positions.device)
+        rows = torch.searchsorted(query_start[1:].contiguous(), tokens, right=True)
+        return positions - dropped[rows.clamp_(max=len(dropped) - 1)]
 
     def source_layout(
         self, slots: torch.Tensor, query_start: torch.Tensor, bounds: np.ndarray

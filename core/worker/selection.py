@@ -58,10 +58,6 @@ def keys_and_values(layers: Sequence[CacheLayer], config: EngineConfig) -> list[
             config.kv_cache_dtype not in WIDE_CACHES,
             "latents are cached in the model's type",
         ),
-        "kv_compression": (
-            config.kv_compression is not None,
-            "only keys and values are compacted",
-        ),
     }
     for name, (wanted, reason) in refused.items():
         if wanted:

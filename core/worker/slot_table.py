@@ -106,6 +106,10 @@ class SlotTable:
         """Return the KV compression option of `Operations.decode_inputs` and `step_inputs`."""
         return {} if self.dropped is None else {"dropped": self.dropped}
 
+    def group_table(self, group: int) -> torch.Tensor:
+        """Return a group's part of `block_table`, [num_slots + 1, columns]."""
+        return self.block_table[:, group * self.columns : (group + 1) * self.columns]
+
     def next_column(self, slot: int) -> int:
         """Return the block column of the slot's next token."""
         return int(self.length_bounds[slot] - self.num_dropped[slot]) // self._block_size
@@ -147,8 +151,9 @@ class SlotTable:
             self._leave_row(slot)
             self.num_dropped[slot] += compaction.num_tokens - compaction.kept
             pieces.append((self._dropped_start + slot, (int(self.num_dropped[slot]),)))
-            whole = TableWrite(slot, 0, 0, compaction.block_ids)
-            pieces.append((self._place(self._table_start, slot, whole), whole.block_ids))
+            for group, block_ids in enumerate(compaction.tables):
+                whole = TableWrite(slot, group, 0, block_ids)
+                pieces.append((self._place(self._table_start, slot, whole), block_ids))
         return _scattered(pieces)
 
     def shorten(self, rejections: Sequence[Rejection]) -> None:

@@ -46,6 +46,7 @@ from jackfield.core.nn.operations import Operations
 from jackfield.core.parts.kv_compression import Compaction
 from jackfield.core.protocols.attention import AttentionSpec
 from jackfield.core.registry import load_plugins
+from jackfield.core.worker.parts.compacted_layers import compacted_layers
 from jackfield.core.worker.parts.compaction import Compactor
 from jackfield.core.worker.parts.query_ring import QueryRing
 from jackfield.core.worker.slot_table import SlotTable
@@ -105,19 +106,19 @@ def compactor_of(
     order = torch.randperm(columns, dtype=torch.int32) + 1
     slots.block_table[0, :columns] = order.to(device)
     compressor = load_plugins()["kv_compressor"].load(policy)()
-    ring = None
+    ring, seen = None, compacted_layers(layers, args.tokens + 16)
     if compressor.num_queries:
-        ring = QueryRing(layers, 1, compressor.num_queries, device, dtype)
+        ring = QueryRing(seen, 1, compressor.num_queries, device, dtype)
         for layer in layers:
             assert layer.query_ring is not None
             layer.query_ring.normal_()
     compactor = Compactor(
-        compressor, policy, layers, slots, BLOCK_SIZE, operations, dtype=dtype, ring=ring
+        compressor, policy, seen, slots, BLOCK_SIZE, operations, dtype=dtype, ring=ring
     )
     targets = tuple(range(1 + columns, 1 + columns + fresh))
     if in_place:
         targets = tuple(order[:fresh].tolist())
-    return compactor, Compaction(0, args.tokens, kept, targets)
+    return compactor, Compaction(0, args.tokens, kept, (targets,))
 
 
 def device_seconds(work: Callable[[], object], device: torch.device) -> float:

@@ -41,6 +41,7 @@ class TorchLatentAttention(LatentAttentionBackend):
     name: ClassVar[str] = "torch"
     features: ClassVar[frozenset[str]] = frozenset({"index_topk"})
     cache_groups: ClassVar[bool] = True
+    compacted_cache: ClassVar[bool] = True
     bounded_lengths: ClassVar[bool] = True
 
     @classmethod

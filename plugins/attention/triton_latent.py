@@ -71,6 +71,7 @@ class TritonLatentAttention(LatentAttentionBackend):
     graph_safe: ClassVar[bool] = True
     mixed_graph_safe: ClassVar[bool] = True
     cache_groups: ClassVar[bool] = True
+    compacted_cache: ClassVar[bool] = True
     bounded_lengths: ClassVar[bool] = True
 
     @classmethod

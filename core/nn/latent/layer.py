@@ -32,6 +32,11 @@ class LatentAttention(nn.Module):
     """[num_blocks, block_size, index_dim]"""
     group: int
     """Number of the cache group whose block table the layer reads; set by the worker."""
+    query_ring: torch.Tensor | None
+    """[places, num_heads, nope_dim + rope_dim] Where queries are kept, for KV compressors that need
+    them; set by the worker."""
+    absorbed: torch.Tensor | None
+    """What kept queries absorb: `up` of the last step, as a backend gets it."""
 
     def __init__(
         self,
@@ -47,6 +52,7 @@ class LatentAttention(nn.Module):
         self.spec, self.interleaved, self.index_dim = spec, interleaved, index_dim
         self.operations = build.operations
         self.latent_cache = self.index_cache = None
+        self.query_ring = self.absorbed = None
         self.group = 0
 
     def cache_spec(self, dtype: torch.dtype) -> TokenCache:
@@ -132,6 +138,11 @@ class LatentAttention(nn.Module):
             layout.slot_mapping, interleaved=self.interleaved,
         )  # fmt: skip
         weights = up.view(spec.num_heads, -1, spec.latent_dim)
+        if self.query_ring is not None and context.query_places is not None:
+            kept, places = context.query_places
+            self.absorbed = weights
+            own = tokens.query if kept is None else tokens.query[kept]
+            self.query_ring.index_copy_(0, places, own)
         arguments = (spec, tokens.query, tokens.latent, weights, cache, metadata)
         if chosen is None:
             return backend.forward(*arguments).flatten(1)

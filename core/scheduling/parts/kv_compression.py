@@ -52,9 +52,11 @@ class CompressionRule(msgspec.Struct, frozen=True):
             return min((num_computed // step + 1) * step, num_prompt_tokens)
         return num_computed + self.interval if self.interval else NEVER
 
-    def most_tokens(self, num_prompt_tokens: int, length: int) -> int:
+    def most_tokens(
+        self, num_prompt_tokens: int, length: int, most_after: Callable[[int], int]
+    ) -> int:
         """Return the most tokens cached while a sequence's first `length` tokens are computed from
-        the start (a prompt, or a preempted request's).
+        the start (a prompt, or a preempted request's). most_after: tokens to keep → most that stay.
         """
         if self.on_pressure:
             return length
@@ -67,7 +69,7 @@ class CompressionRule(msgspec.Struct, frozen=True):
             last = first + (end - 1 - first) // interval * interval if interval else first
             for begin, until in ((last - interval, last), (last, end)):
                 if first <= begin < until:
-                    kept = self.kept_tokens(begin) if begin else 0
+                    kept = min(begin, most_after(self.kept_tokens(begin))) if begin else 0
                     most = max(most, kept + until - begin)
         return most
 
@@ -153,13 +155,12 @@ class KVCompression(SchedulerPart):
         """
         if self._promised is None:
             self._promised = self._likely(self._requests.running.requests)
-        saved = self._kv.blocks_for(request.num_tokens) - self._most_blocks(request, hits)
-        return self._promised - saved
+        most = self._most_tokens(request, hits)
+        return self._promised - self._kv.blocks_saved(request.num_tokens, most)
 
     def no_room(self, request: Request, hits: PrefixHits, reserve: int) -> None:
         """Compact for the first waiting request before the next plan's rows."""
-        missing = self._kv.blocks_for(request.num_tokens) - hits.num_blocks
-        self._wanted = missing + reserve
+        self._wanted = self._kv.blocks_missing(request.num_tokens, hits) + reserve
 
     def enter(self, request: Request, hits: PrefixHits) -> None:
         rule = self._rule.of(request.params.kv_compression)
@@ -174,7 +175,8 @@ class KVCompression(SchedulerPart):
         """Count the request's likely growth."""
         self._entering = None
         if self._promised is not None:
-            self._promised += self._most_blocks(request, hits) - len(request.tables[0])
+            most = self._most_tokens(request, hits)
+            self._promised += self._kv.blocks_to_grow(request, most)
 
     def look_at(self, request: Request) -> int | None:
         """Look at the row of a due compaction."""
@@ -204,15 +206,14 @@ class KVCompression(SchedulerPart):
                 request.num_kv_tokens, request.num_dropped_tokens, count
             )
 
-    def _most_blocks(self, request: Request, hits: PrefixHits) -> int:
-        """Return the most blocks held until all tokens are computed; shared cached blocks may
-        prevent compaction.
+    def _most_tokens(self, request: Request, hits: PrefixHits) -> int:
+        """Return the most tokens cached until all are computed; shared cached blocks may prevent
+        compaction.
         """
-        rule = self._rule.of(request.params.kv_compression)
-        most = request.num_tokens
-        if rule is not None and not hits.num_blocks:
-            most = rule.most_tokens(request.num_prompt_tokens, request.num_tokens)
-        return self._kv.blocks_for(most)
+        rule, length = self._rule.of(request.params.kv_compression), request.num_tokens
+        if rule is None or hits.num_blocks:
+            return length
+        return rule.most_tokens(request.num_prompt_tokens, length, self._kv.most_after)
 
     def _likely(self, requests: Iterable[Request]) -> int:
         """Return running requests' likely growth in blocks: until prompts are computed, or another
@@ -220,14 +221,14 @@ class KVCompression(SchedulerPart):
 
         Preempting a compacted request costs its whole prompt, more than its blocks are worth.
         """
-        blocks_for, likely = self._kv.blocks_for, 0
+        grow, likely = self._kv.blocks_to_grow, 0
         for request in requests:
-            num_blocks = len(request.tables[0])
             if request.num_tokens - request.num_computed_tokens > 1:
-                likely += max(0, self._most_blocks(request, NO_HITS) - num_blocks)
+                likely += grow(request, self._most_tokens(request, NO_HITS))
             else:
+                size, columns = self._kv.block_size, len(request.tables[0])
                 left = request.max_total_tokens - request.num_tokens
-                likely += min(num_blocks // GROWTH, blocks_for(left))
+                likely += grow(request, columns * size + min(columns // GROWTH * size, left))
         return likely
 
     # ------------------------------------------------------------ compactions
@@ -264,7 +265,7 @@ class KVCompression(SchedulerPart):
             if request.slot in self._planned:
                 continue
             gain, kept = self._gain(request, rule)
-            if worth is not None and gain * worth < len(request.tables[0]):
+            if worth is not None and gain * worth < self._kv.num_held(request):
                 continue
             if gain > 0 and (best is None or gain > best[0]):
                 best = gain, kept, request
@@ -288,7 +289,9 @@ class KVCompression(SchedulerPart):
 
         transfers: references to ignore.
         """
-        kept = min(rule.kept_tokens(request.num_computed_tokens), request.num_kv_tokens)
+        num_tokens = request.num_kv_tokens
+        kept = min(rule.kept_tokens(request.num_computed_tokens), num_tokens)
+        kept = self._kv.possible_length(num_tokens, kept)
         return self._kv.compaction_gain(request, kept, transfers), kept
 
     def _compact_held(self, request: Request, kept: int, gain: int) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ...cache.groups import CacheGroup, TokenCache, form_groups
+from ...cache.groups import CacheGroup, TokenCache, form_groups, one_group
 from ...config import EngineConfig
 from ..selection import CacheLayer
 from .memory import allocate_cache
@@ -40,7 +40,7 @@ def form_cache_groups(
             reason = f"KV connector {config.kv_transfer_config.kv_connector} moves them"
         if reason is not None:
             logger.info("blocks out of reach stay in the cache: %s", reason)
-            return (CacheGroup(tuple(range(len(specs)))),)
+            return (one_group([spec.reach for spec in specs]),)
     return groups
 
 

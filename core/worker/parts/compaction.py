@@ -1,32 +1,50 @@
-"""Compaction: chooses tokens to keep, and moves their keys and values."""
+"""Compaction: chooses tokens to keep, and moves what is cached of them."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
+from typing import Any
 
 import torch
 
 from ...config import EngineConfig
 from ...errors import ConfigError
 from ...nn.attention import Attention
-from ...nn.kv_cache.quantized_cache import (
-    KVCache,
-    read_keys,
-    read_values,
-    token_parts,
-    write_values,
-)
+from ...nn.kv_cache.quantized_cache import KVCache, token_parts
+from ...nn.latent.layer import LatentAttention
 from ...nn.operations import Operations
 from ...nn.step_operations.compaction import CacheMoves
 from ...parts.kv_compression import Compaction
 from ...protocols.kv_compressors import KVCompressor
 from ...registry import Plugins
+from ..selection import CacheLayer
 from ..slot_table import SlotTable
+from .compacted_layers import CompactedLayer, compacted_layers
 from .query_ring import QueryRing
 
 logger = logging.getLogger("jackfield.worker")
+
+SLOPES = "a layer has ALiBi slopes, which count the tokens in the cache"
+DISTANCES = "a layer has a bias by distance, which counts the tokens in the cache"
+INDEXER = "a layer has an indexer, which finds tokens by their positions"
+OTHER_PARTS = "a layer caches other things than keys and values, or latents"
+REFUSALS = (SLOPES, DISTANCES, INDEXER, OTHER_PARTS)
+"""Why caches of some layers are not compacted."""
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """Layers that are compacted together: of one block table, and as many heads."""
+
+    group: int
+    num_kv_heads: int
+    recent: bool
+    """Whether the most recent tokens stay, instead of chosen ones."""
+    numbers: tuple[int, ...]
 
 
 class Compactor:
@@ -36,15 +54,15 @@ class Compactor:
         self,
         compressor: KVCompressor,
         described: str,
-        layers: Sequence[Attention],
+        layers: Sequence[CompactedLayer],
         table: SlotTable,
         block_size: int,
         operations: Operations,
         dtype: torch.dtype,
         ring: QueryRing | None = None,
     ) -> None:
-        """described: the compressor, for errors. layers: all, with caches bound. dtype: of the
-        compressor's input. ring: last queries, if needed.
+        """described: the compressor, for errors. layers: of all groups, whose caches are bound
+        before the first call. dtype: of the compressor's input. ring: last queries, if needed.
         """
         self._compressor = compressor
         self._described = described
@@ -54,7 +72,18 @@ class Compactor:
         self._operations = operations
         self._dtype = dtype
         self._ring = ring
-        self._merges = type(compressor).merged_values is not KVCompressor.merged_values
+        self._merges = merges(type(compressor))
+
+    @cached_property
+    def _kinds(self) -> tuple[LayerKind, ...]:
+        """Layers with a window or chunks are left out if they have groups of their own."""
+        found: dict[tuple[int, int, bool], list[int]] = {}
+        whole = {layer.group for layer in self._layers if not layer.recent}
+        for number, layer in enumerate(self._layers):
+            if layer.group in whole:
+                key = layer.group, layer.spec.num_kv_heads, layer.recent
+                found.setdefault(key, []).append(number)
+        return tuple(LayerKind(*key, tuple(numbers)) for key, numbers in found.items())
 
     def run(self, compactions: Sequence[Compaction]) -> dict[int, str]:
         """Move all requests' caches to new blocks; `table` has the old ones.
@@ -62,33 +91,34 @@ class Compactor:
         Return failed slots with reasons: their new blocks are useless, and requests must end.
         """
         failures: dict[int, str] = {}
-        moves = self._moves(compactions)
-        # With merging, each layer at once: merged values of all layers take too much memory.
-        step = 1 if self._merges else len(self._layers)
-        for first in range(0, len(self._layers), step):
-            layers = slice(first, first + step)
-            chosen = moves.chosen[layers]
-            merged = self._choose(layers, compactions, chosen, failures)
-            self._move(layers, moves._replace(chosen=chosen))
-            if self._merges:
-                self._write_merged(first, moves, merged)
+        sent = self._send(compactions)
+        for kind in self._kinds:
+            # With merging, each layer at once: merged values of all layers take too much memory.
+            step = 1 if self._merges and not kind.recent else len(kind.numbers)
+            for first in range(0, len(kind.numbers), step):
+                numbers = kind.numbers[first : first + step]
+                moves = self._moves(kind, len(numbers), compactions, sent)
+                if kind.recent:
+                    self._choose_recent(compactions, moves.chosen)
+                    self._move(numbers, moves)
+                    continue
+                merged = self._choose(numbers, compactions, moves, failures)
+                self._move(numbers, moves)
+                if self._merges:
+                    self._write_merged(numbers[0], moves, merged)
         return failures
 
     def warm_up(self) -> None:
         """Compact the null block in the scratch slot, compiling kernels."""
         count = min(2, self._block_size)
-        self.run([Compaction(self._table.scratch_slot, count, count, (0,))])
+        groups = 1 + max((kind.group for kind in self._kinds), default=0)
+        self.run([Compaction(self._table.scratch_slot, count, count, ((0,),) * groups)])
 
-    def _cache(self, number: int) -> KVCache:
-        cache = self._layers[number].kv_cache
-        assert cache is not None, "the worker binds the caches before the first step"
-        return cache
-
-    def _move(self, layers: slice, moves: CacheMoves) -> None:
+    def _move(self, numbers: Sequence[int], moves: CacheMoves) -> None:
         """Move these layers' caches unchanged, parts of a kind together."""
         kinds: dict[object, list[tuple[int, torch.Tensor]]] = {}
-        for place, number in enumerate(range(len(self._layers))[layers]):
-            for name, part in token_parts(self._cache(number)).items():
+        for place, number in enumerate(numbers):
+            for name, part in self._layers[number].parts.items():
                 kind = (name, part.shape, part.stride(), part.dtype)
                 kinds.setdefault(kind, []).append((place, part))
         for members in kinds.values():
@@ -98,33 +128,56 @@ class Compactor:
                 chosen = torch.stack([chosen[place] for place in places])
             self._operations.compact_caches(parts, moves._replace(chosen=chosen))
 
-    def _moves(self, compactions: Sequence[Compaction]) -> CacheMoves:
-        """Return moves without chosen tokens: the first stands for all."""
+    def _send(self, compactions: Sequence[Compaction]) -> tuple[torch.Tensor, ...]:
+        """Send slots, starts, and each group's targets, all int32."""
         device = self._table.storage.device
-        counts = tuple(compaction.kept for compaction in compactions)
-        columns = max(len(compaction.block_ids) for compaction in compactions)
+        count, groups = len(compactions), len(compactions[0].tables)
+        counts = [compaction.kept for compaction in compactions]
+        columns = max(len(compaction.tables[0]) for compaction in compactions)
         numbers = [compaction.slot for compaction in compactions] + [*accumulate(counts, initial=0)]
-        for compaction in compactions:
-            numbers += [*compaction.block_ids, *[0] * (columns - len(compaction.block_ids))]
+        for group in range(groups):
+            for compaction in compactions:
+                table = compaction.tables[group]
+                numbers += [*table, *[0] * (columns - len(table))]
         sent = torch.tensor(numbers, dtype=torch.int32, pin_memory=device.type == "cuda")
-        count = len(compactions)
         slots, starts, targets = sent.to(device, non_blocking=True).split(
-            (count, count + 1, count * columns)
+            (count, count + 1, groups * count * columns)
         )
-        heads = self._layers[0].spec.num_kv_heads
-        shape = len(self._layers), sum(counts), heads
-        chosen = torch.zeros(shape, dtype=torch.int32, device=device)
-        table = self._table.block_table
-        return CacheMoves(slots, starts, chosen, table, targets.view(count, columns), counts)
+        return slots, starts, targets.view(groups, count, columns)
+
+    def _moves(
+        self,
+        kind: LayerKind,
+        num_layers: int,
+        compactions: Sequence[Compaction],
+        sent: tuple[torch.Tensor, ...],
+    ) -> CacheMoves:
+        """Return moves without chosen tokens: the first stands for all."""
+        slots, starts, targets = sent
+        counts = tuple(compaction.kept for compaction in compactions)
+        shape = num_layers, sum(counts), kind.num_kv_heads
+        chosen = torch.zeros(shape, dtype=torch.int32, device=slots.device)
+        table = self._table.group_table(kind.group)
+        return CacheMoves(slots, starts, chosen, table, targets[kind.group], counts)
+
+    @staticmethod
+    def _choose_recent(compactions: Sequence[Compaction], chosen: torch.Tensor) -> None:
+        """Choose the last tokens in all layers: those before are not seen any more."""
+        end = 0
+        for compaction in compactions:
+            begin, end = end, end + compaction.kept
+            first = compaction.num_tokens - compaction.kept
+            recent = torch.arange(first, compaction.num_tokens, device=chosen.device)
+            chosen[:, begin:end] = recent[:, None]
 
     def _choose(
         self,
-        layers: slice,
+        numbers: Sequence[int],
         compactions: Sequence[Compaction],
-        chosen: torch.Tensor,
+        moves: CacheMoves,
         failures: dict[int, str],
     ) -> list[torch.Tensor | None]:
-        """Choose these layers' tokens. chosen: their part of `CacheMoves.chosen`.
+        """Choose these layers' tokens, into `moves.chosen`.
 
         Return, per compaction, merged values [kept, num_kv_heads, head_dim], or None.
         """
@@ -136,7 +189,9 @@ class Compactor:
             if compaction.slot in failures:
                 continue
             try:
-                merged[-1] = self._choose_one(layers, compaction, chosen[:, begin:end])
+                merged[-1] = self._choose_one(
+                    numbers, compaction, moves.block_table, moves.chosen[:, begin:end]
+                )
             except (Exception, SystemExit) as error:
                 logger.error("%s failed", self._described, exc_info=error)
                 reason = f"{self._described} failed: {type(error).__name__}: {error}"
@@ -144,29 +199,31 @@ class Compactor:
         return merged
 
     def _choose_one(
-        self, layers: slice, compaction: Compaction, chosen: torch.Tensor
+        self,
+        numbers: Sequence[int],
+        compaction: Compaction,
+        block_table: torch.Tensor,
+        chosen: torch.Tensor,
     ) -> torch.Tensor | None:
         """Choose one request's tokens. Return merged values, if any, of the last layer."""
-        cached = self._cached_scores(layers, compaction)
+        count = compaction.num_tokens
+        blocks = block_table[compaction.slot, : -(-count // self._block_size)]
+        cached = self._cached_scores(numbers, compaction, blocks)
         if cached is not None:
             self._operations.best_tokens(cached, chosen)
             return None
-        compressor, size, count = self._compressor, self._block_size, compaction.num_tokens
-        table = self._table.block_table[compaction.slot, : -(-count // size)].long()
-        length = count + int(self._table.num_dropped[compaction.slot])
+        compressor, blocks = self._compressor, blocks.long()
         shape = (len(chosen), chosen.shape[2], count)
-        all_scores = torch.empty(shape, dtype=torch.float32, device=table.device)
-        for place, number in enumerate(range(len(self._layers))[layers]):
+        all_scores = torch.empty(shape, dtype=torch.float32, device=blocks.device)
+        read_values = compressor.reads_values or self._merges
+        for place, number in enumerate(numbers):
             layer = self._layers[number]
-            cache, spec = self._cache(number), layer.spec
-            keys = read_keys(cache, table, self._dtype, spec.key_scale).flatten(0, 1)[:count]
-            values = keys[:0]
-            if compressor.reads_values or self._merges:
-                values = read_values(cache, table, self._dtype, spec.value_scale)
-                values = values.flatten(0, 1)[:count]
+            keys, values = layer.read(blocks, self._dtype, values=read_values)
+            keys, values = keys[:count], values[:count]
             more = {}
             if self._ring is not None:
-                more["queries"] = self._ring.queries(number, compaction.slot, length)
+                (kept,) = self._ring.queries([number], compaction.slot, self._length(compaction))
+                more["queries"] = layer.queries(kept)
             scores = compressor.scores(layer.spec, keys, values, **more)
             if scores.shape != keys.shape[:2]:
                 raise ValueError(
@@ -185,26 +242,30 @@ class Compactor:
             )
         return merged
 
-    def _cached_scores(self, layers: slice, compaction: Compaction) -> torch.Tensor | None:
+    def _length(self, compaction: Compaction) -> int:
+        """Return the sequence's computed tokens."""
+        return compaction.num_tokens + int(self._table.num_dropped[compaction.slot])
+
+    def _cached_scores(
+        self, numbers: Sequence[int], compaction: Compaction, blocks: torch.Tensor
+    ) -> torch.Tensor | None:
         """Return scores read from the caches, [L, num_kv_heads, num_tokens]; None if unsupported,
         or the caches differ.
         """
-        own = self._layers[layers]
-        caches = [self._cache(number) for number in range(len(self._layers))[layers]]
+        own = [self._layers[number] for number in numbers]
+        caches: list[KVCache] = [layer.cache for layer in own if layer.cache is not None]
+        if self._merges or len(caches) < len(own):
+            return None
         alike = {
             tuple((p.shape, p.stride(), p.dtype) for p in token_parts(cache).values())
             for cache in caches
         }
         spec, slot, count = own[0].spec, compaction.slot, compaction.num_tokens
-        if self._merges or len(alike) > 1:
+        if len(alike) > 1 or any(layer.spec != spec for layer in own):
             return None
-        if any(layer.spec != spec for layer in own):
-            return None
-        blocks = self._table.block_table[slot, : -(-count // self._block_size)]
-        more = {}
+        more: dict[str, Any] = {}
         if self._ring is not None:
-            length = count + int(self._table.num_dropped[slot])
-            more["queries"] = self._ring.queries_of_layers(layers, slot, length)
+            more["queries"] = self._ring.queries(numbers, slot, self._length(compaction))
         scores = self._compressor.cached_scores(spec, caches, blocks, count, **more)
         expected = (len(own), spec.num_kv_heads, count)
         if scores is not None and (scores.shape != expected or scores.dtype != torch.float32):
@@ -218,17 +279,25 @@ class Compactor:
         self, number: int, moves: CacheMoves, merged: Sequence[torch.Tensor | None]
     ) -> None:
         """Replace moved tokens' values in a layer."""
-        size, cache = self._block_size, self._cache(number)
-        scale = self._layers[number].spec.value_scale
+        size = self._block_size
         for request, new in enumerate(merged):
             if new is not None:
                 order = torch.arange(len(new), device=new.device)
                 places = moves.targets[request][order // size].long() * size + order % size
-                write_values(new, cache, places, scale)
+                self._layers[number].write_values(new, places)
+
+
+def merges(compressor: type[KVCompressor]) -> bool:
+    """Return whether it makes new values of dropped ones."""
+    return compressor.merged_values is not KVCompressor.merged_values
 
 
 def load_compressor(
-    plugins: Plugins, config: EngineConfig, layers: Sequence[Attention], cache_dtype: torch.dtype
+    plugins: Plugins,
+    config: EngineConfig,
+    layers: Sequence[CacheLayer],
+    cache_dtype: torch.dtype,
+    max_model_len: int,
 ) -> KVCompressor:
     """Return the configured compressor.
 
@@ -238,11 +307,15 @@ def load_compressor(
     assert name is not None, "no KV compressor is configured"
     registry = plugins["kv_compressor"]
     compressor_class = registry.load(name)
-    for layer in layers:
-        reason = layer_refusal(layer, cache_dtype)
-        if reason is None:
-            with registry.calling(name, "refusal"):
-                reason = compressor_class.refusal(layer.spec)
+    reasons = [layer_refusal(layer, cache_dtype) for layer in layers]
+    for layer in compacted_layers(layers, max_model_len):
+        if layer.recent:
+            continue
+        with registry.calling(name, "refusal"):
+            reasons.append(compressor_class.refusal(layer.spec))
+        if merges(compressor_class) and not layer.mergeable:
+            reasons.append("it changes values, which are parts of keys in a cache of latents")
+    for reason in reasons:
         if reason is not None:
             raise ConfigError(
                 f"kv_compression: {name!r} cannot serve this model here: {reason}",
@@ -253,12 +326,16 @@ def load_compressor(
     return compressor
 
 
-def layer_refusal(layer: Attention, cache_dtype: torch.dtype) -> str | None:
+def layer_refusal(layer: CacheLayer, cache_dtype: torch.dtype) -> str | None:
     """Return why a layer's cache cannot be compacted, or None."""
-    if layer.spec.reach is not None:
-        return "a layer has a sliding window or chunks, which count the tokens in the cache"
+    if isinstance(layer, LatentAttention):
+        if layer.index_dim is not None:
+            return INDEXER
+        return None
     if layer.spec.alibi_slopes is not None:
-        return "a layer has ALiBi slopes, which count the tokens in the cache"
+        return SLOPES
+    if layer.spec.distance_bias:
+        return DISTANCES
     if layer.cache_spec(cache_dtype).parts != Attention.cache_spec(layer, cache_dtype).parts:
-        return "a layer caches other things than keys and values"
+        return OTHER_PARTS
     return None

@@ -7,12 +7,15 @@ from collections.abc import Callable
 
 import torch
 
+from ...errors import ConfigError
 from ...nn.context import QueryPlaces
 from ...parts.kv_compression import NAME, Compaction, CompactionPlan, CompactionResult
 from ...protocols.attention import AttentionBackend, PagedBackend
+from ...protocols.latent_attention import LatentAttentionBackend
 from ...step import NOTHING_IN_PROCESS, InProcess, PartPlan, SlotStart, StepPlan
 from ..batch import PersistentBatch, StepInputs
 from ..launched_step import LaunchedStep
+from .compacted_layers import compacted_layers
 from .compaction import Compactor, load_compressor
 from .part import PartNeeds, PartSite, PartStart, Report, StartContext, WorkerPart
 from .query_ring import QueryRing
@@ -26,9 +29,17 @@ class KVCompressionStart(PartStart):
 
     def __init__(self, start: StartContext) -> None:
         self._start = start
+        max_model_len = start.model_config.max_model_len
+        if not start.layers and start.ranks.pipeline.size == 1:
+            raise ConfigError(
+                "kv_compression: no layer of this model keeps something of each token, so that "
+                "there is nothing to compact",
+                param="kv_compression",
+            )
         self._compressor = load_compressor(
-            start.plugins, start.config, start.key_values, start.kv_dtype
+            start.plugins, start.config, start.layers, start.kv_dtype, max_model_len
         )
+        self._layers = compacted_layers(start.layers, max_model_len)
         self.needs = PartNeeds(
             operations=OPERATIONS, refuses=backend_refusal, batch={"compacts": True}
         )
@@ -39,11 +50,10 @@ class KVCompressionStart(PartStart):
         dtype = start.model_config.dtype
         if self._compressor.num_queries:
             ring = QueryRing(
-                start.key_values, config.max_num_seqs, self._compressor.num_queries, start.device,
-                dtype,
+                self._layers, config.max_num_seqs, self._compressor.num_queries, start.device, dtype
             )  # fmt: skip
         compactor = Compactor(
-            self._compressor, described, start.key_values, site.batch.table, config.block_size,
+            self._compressor, described, self._layers, site.batch.table, config.block_size,
             start.operations, dtype, ring,
         )  # fmt: skip
         return KVCompression(compactor, ring, site.batch, divided=start.ranks.size > 1)
@@ -51,10 +61,12 @@ class KVCompressionStart(PartStart):
 
 def backend_refusal(backend: type[PagedBackend]) -> str | None:
     """Return why an attention backend does not fit the part, or None."""
+    serves = False
     if issubclass(backend, AttentionBackend):
-        if not (backend.compacted_cache and backend.standard_cache):
-            return "it reads no compacted cache (kv_compression)"
-    return None
+        serves = backend.compacted_cache and backend.standard_cache
+    elif issubclass(backend, LatentAttentionBackend):
+        serves = backend.compacted_cache
+    return None if serves else "it reads no compacted cache (kv_compression)"
 
 
 class KVCompression(WorkerPart):

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from ...nn.attention import Attention
 from ...nn.context import QueryPlaces
 from ...step import SlotStart
 from ..batch import StepInputs
+from .compacted_layers import CompactedLayer
 
 
 class QueryRing:
@@ -17,7 +17,7 @@ class QueryRing:
 
     def __init__(
         self,
-        layers: Sequence[Attention],
+        layers: Sequence[CompactedLayer],
         num_slots: int,
         num_queries: int,
         device: torch.device,
@@ -25,14 +25,16 @@ class QueryRing:
     ) -> None:
         self.num_queries = num_queries
         self._num_slots = num_slots
-        self._rings: list[torch.Tensor] = []
-        """[num_layers] of [(num_slots + 1) * num_queries, num_heads, head_dim]"""
+        self._rings: dict[int, torch.Tensor] = {}
+        """Number of a layer whose tokens are chosen → [(num_slots + 1) * num_queries, num_heads,
+        head_dim]"""
         self._first_positions = [0] * (num_slots + 1)
         """Slot → first computed position, after prefix hits."""
-        for layer in layers:
-            shape = (num_slots + 1) * num_queries, layer.spec.num_heads, layer.spec.head_dim
-            layer.query_ring = torch.zeros(shape, dtype=dtype, device=device)
-            self._rings.append(layer.query_ring)
+        for number, layer in enumerate(layers):
+            if not layer.recent:
+                shape = ((num_slots + 1) * num_queries, *layer.query_shape)
+                ring = torch.zeros(shape, dtype=dtype, device=device)
+                layer.layer.query_ring = self._rings[number] = ring
 
     def start(self, start: SlotStart) -> None:
         self._first_positions[start.slot] = start.num_computed_tokens
@@ -56,17 +58,13 @@ class QueryRing:
         places = slots[rows] * count + positions % count
         return QueryPlaces(None, torch.where(tokens >= ends[rows] - count, places, scratch))
 
-    def queries(self, layer: int, slot: int, length: int) -> torch.Tensor:
-        """Return a slot's last queries after `length` computed tokens, oldest first: [at most
-        num_queries, num_heads, head_dim], rotated. Prefix hits leave fewer.
-        """
-        return self.queries_of_layers(slice(layer, layer + 1), slot, length)[0]
-
-    def queries_of_layers(self, layers: slice, slot: int, length: int) -> torch.Tensor:
-        """As `queries`, of several layers: [num_layers, at most num_queries, num_heads, head_dim],
-        contiguous.
+    def queries(self, layers: Sequence[int], slot: int, length: int) -> torch.Tensor:
+        """Return a slot's last queries after `length` computed tokens in layers that are alike,
+        oldest first: [num_layers, at most num_queries, num_heads, head_dim], rotated, contiguous.
+        Prefix hits leave fewer.
         """
         count, size = min(self.num_queries, length - self._first_positions[slot]), self.num_queries
-        whole = torch.stack([ring[slot * size : (slot + 1) * size] for ring in self._rings[layers]])
+        own = slice(slot * size, (slot + 1) * size)
+        whole = torch.stack([self._rings[layer][own] for layer in layers])
         first = (length - count) % size
         return torch.cat((whole[:, first:], whole[:, :first]), dim=1)[:, :count].contiguous()

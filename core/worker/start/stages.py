@@ -52,6 +52,10 @@ class AllStages:
         start = sum(len(stage.specs) for stage in self._stages[: self._stage])
         end = start + len(self._stages[self._stage].specs)
         return tuple(
-            CacheGroup(tuple(n - start for n in group.layers if start <= n < end), group.reach)
+            CacheGroup(
+                tuple(n - start for n in group.layers if start <= n < end),
+                group.reach,
+                group.inner_reaches,
+            )
             for group in groups
         )

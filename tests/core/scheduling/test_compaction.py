@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 from scheduled import add, compactions_of, drain, make_request, make_scheduler, run
 
+from jackfield.core.cache.groups import CacheGroup
+from jackfield.core.cache.kv_manager import KVCacheManager
+from jackfield.core.cache.reach import Reach
 from jackfield.core.request import NEVER, Status
 from jackfield.core.sampling_params import SamplingParams
 from jackfield.core.scheduling.parts.kv_compression import MIN_KEPT, CompressionRule
@@ -20,7 +23,7 @@ def test_a_compaction_frees_its_blocks_in_the_plan_that_carries_it():
     plan = scheduler.schedule()
     (compaction,) = compactions_of(plan)
     assert (compaction.slot, compaction.num_tokens, compaction.kept) == (0, 160, 40)
-    assert compaction.block_ids == tuple(request.block_ids) and len(request.block_ids) == 3
+    assert compaction.tables[0] == tuple(request.block_ids) and len(request.block_ids) == 3
     assert not set(old) & set(request.block_ids)
     assert used == 10 and scheduler.kv.num_used_blocks == 3 and plan.table_writes == ()
     assert (request.num_computed_tokens, request.num_kv_tokens) == (161, 41)
@@ -149,7 +152,32 @@ def test_most_tokens_of_a_cache_are_those_that_it_holds():
                 end = min(place, length)
                 held, computed = held + end - computed, end
                 most = max(most, held)
-            assert rule.most_tokens(prompt, length) == most, (rule, prompt, length)
+            found = rule.most_tokens(prompt, length, lambda kept: kept)
+            assert found == most, (rule, prompt, length)
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        (CacheGroup((0,)), CacheGroup((1,), Reach(37))),
+        (CacheGroup((0,)), CacheGroup((1,), Reach(chunk_size=24)), CacheGroup((2,), Reach(50))),
+        (CacheGroup((0, 1), None, (Reach(chunk_size=10, chunk_lookback=1),)),),
+    ],
+)
+def test_what_the_next_token_sees_in_a_window_or_in_chunks_stays(groups):
+    kv = KVCacheManager(10, 16, True, groups=groups)
+    reaches = [each for g in groups for each in (g.reach, *g.inner_reaches) if each is not None]
+    units = [each.chunk_size for each in reaches if each.chunk_size] + [16] * (len(groups) > 1)
+    dropped = set()
+    for num_tokens in range(16, 300, 7):
+        for kept in range(16, num_tokens, 9):
+            length = kv.possible_length(num_tokens, kept)
+            assert kept <= length <= min(num_tokens, kv.most_after(kept))
+            dropped.add(num_tokens - length)
+            assert all((num_tokens - length) % unit == 0 for unit in units)
+            seen = min(each.first_visible(num_tokens) for each in reaches)
+            assert length == num_tokens or num_tokens - length <= seen
+    assert len(dropped) > 3
 
 
 def test_a_request_may_have_a_rule_of_its_own():
@@ -208,7 +236,7 @@ def test_a_starved_pool_compacts_in_place_and_takes_the_names():
     old = request.block_ids[:]
     plan = scheduler.schedule()
     (compaction,) = compactions_of(plan)
-    assert compaction.block_ids == tuple(old[:3]) and scheduler.kv.num_used_blocks == 3
+    assert compaction.tables[0] == tuple(old[:3]) and scheduler.kv.num_used_blocks == 3
     assert not scheduler.kv.find_hits(make_request(130, token=3)).num_blocks
     run(scheduler, plan)
     scheduler.check_invariants()
@@ -225,7 +253,7 @@ def test_no_compaction_writes_what_another_of_its_plan_reads():
     plan = scheduler.schedule()
     assert len(compactions_of(plan)) == 2
     for number, compaction in enumerate(compactions_of(plan)):
-        assert not set(compaction.block_ids) & set(old[1 - number])
+        assert not set(compaction.tables[0]) & set(old[1 - number])
     run(scheduler, plan)
     scheduler.check_invariants()
     drain(scheduler)

@@ -6,8 +6,15 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 from scheduled import compactions_of, metadata_of
-from test_scheduler_state_machine import ConnectorPriorityMachine, PriorityMachine
+from test_scheduler_state_machine import (
+    ConnectorPriorityMachine,
+    PriorityMachine,
+    SmallWindowsMachine,
+    WindowsMachine,
+)
 
+from jackfield.core.cache.groups import CacheGroup
+from jackfield.core.cache.reach import Reach
 from jackfield.core.sampling_params import SamplingParams
 from jackfield.core.scheduling.parts.kv_compression import CompressionRule
 
@@ -51,12 +58,46 @@ class PressedConnectorMachine(ConnectorPriorityMachine):
     num_blocks = 13
 
 
+class CompactingWindowsMachine(WindowsMachine):
+    """Groups with windows keep their blocks, which begin within blocks."""
+
+    kv_compression = CompressionRule(ratio=0.3, interval=6)
+
+
+class CompactingChunksMachine(PriorityMachine):
+    """Chunks begin where they did: what is dropped is a multiple of 6 and of a block, at least what
+    no layer sees any more. Two groups keep all tokens."""
+
+    groups = (
+        CacheGroup((0,)), CacheGroup((1,)), CacheGroup((2,), Reach(chunk_size=6)),
+        CacheGroup((3,), Reach(5)),
+    )  # fmt: skip
+    kv_compression = CompressionRule(budget=16, interval=4, prompt_interval=5)
+    num_blocks = 37
+
+
+class PressedWindowsMachine(SmallWindowsMachine):
+    kv_compression = CompressionRule(ratio=0.3, on_pressure=True)
+
+
+class InnerWindowsMachine(PriorityMachine):
+    """A layer with a window in a group that keeps all tokens."""
+
+    groups = (CacheGroup((0, 1), None, (Reach(7),)),)
+    kv_compression = CompressionRule(ratio=0.2, interval=5)
+    num_blocks = 20
+
+
 MACHINES = (
     CompactingMachine,
     RecompactingMachine,
     PressedMachine,
     CompactingConnectorMachine,
     PressedConnectorMachine,
+    CompactingWindowsMachine,
+    CompactingChunksMachine,
+    PressedWindowsMachine,
+    InnerWindowsMachine,
 )
 
 
@@ -78,7 +119,7 @@ def test_a_load_gets_blocks_that_a_compaction_of_the_same_plan_reads() -> None:
         machine.end_a_transfer(0, 1.0)
         machine.update()
     loads, _, _ = metadata_of(plan)
-    read = set(range(1, 13)) - set(compactions_of(plan)[0].block_ids)
+    read = set(range(1, 13)) - set(compactions_of(plan)[0].tables[0])
     assert read & set(loads[0].block_ids)
     machine.teardown()
 

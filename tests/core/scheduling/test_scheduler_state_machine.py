@@ -80,8 +80,8 @@ class ReplayingWorker:
         self.tables: dict[int, list[dict[int, int]]] = {}
         """Slot → of each group: column → block."""
         self.salts: dict[int, str | None] = {}
-        self.held: dict[int, list[int]] = {}
-        """Compacted slot → the positions that its cache holds, in order."""
+        self.held: dict[int, list[list[int]]] = {}
+        """Compacted slot → of each group: the positions that its cache holds, in order."""
         self.num_compactions = 0
         self.owners: dict[int, int | None] = {}
         """Slot → the number of its compaction."""
@@ -106,34 +106,64 @@ class ReplayingWorker:
 
     def compact(self, compactions: tuple[Compaction, ...]) -> None:
         """Keep some tokens of each, in any order; which ones is not the plan's business. Before
-        the plan's transfers begin, and before its rows."""
+        the plan's transfers begin, and before its rows. Groups with a reach keep their blocks."""
         assert len({each.slot for each in compactions}) == len(compactions)
         contents = {}
+        whole = [n for n, group in enumerate(self.groups) if group.reach is None]
+        new = {each.slot: {b for n in whole for b in each.tables[n]} for each in compactions}
         for each in compactions:
-            table = [self.tables[each.slot][0][n] for n in sorted(self.tables[each.slot][0])]
-            if set(each.block_ids) & set(table):
-                assert list(each.block_ids) == table[: len(each.block_ids)], "not in place"
-            for other in compactions:
-                if other is not each:
-                    assert not set(other.block_ids) & set(table), "written and read"
-            places = [self._place(each.slot, 0, index) for index in range(each.num_tokens)]
-            contents[each.slot] = [self.kv[place] for place in places]
+            assert len(each.tables) == len(self.groups)
+            for number in whole:
+                columns = self.tables[each.slot][number]
+                table, target = [columns[n] for n in sorted(columns)], each.tables[number]
+                if set(target) & set(table):
+                    assert list(target) == table[: len(target)], "not in place"
+                for slot, written in new.items():
+                    assert slot == each.slot or not written & set(table), "written and read"
+                places = [self._place(each.slot, number, index) for index in range(each.num_tokens)]
+                contents[each.slot, number] = [self.kv[place] for place in places]
         for each in reversed(compactions):
-            slot, held = each.slot, self._held(each.slot)
-            assert each.num_tokens == len(held) and 0 < each.kept <= each.num_tokens
-            assert len(each.block_ids) == -(-each.kept // self.block_size)
-            order = sorted(range(len(held)), key=lambda index: (index * 7919) % 101)
-            chosen = sorted(order[: each.kept])
+            slot, before = each.slot, self.owners.get(each.slot)
+            old = [self._held(slot, number) for number in range(len(self.groups))]
             self.num_compactions += 1
             self.owners[slot] = self.num_compactions
-            self.tables[slot] = [dict(enumerate(each.block_ids))]
-            self.held[slot] = [held[index] for index in chosen]
-            for place, index in enumerate(chosen):
-                what = (*contents[slot][index][:3], self.num_compactions)
-                self.kv[self._place(slot, 0, place)] = what
+            assert all(len(held) == each.num_tokens for held in old)
+            assert 0 < each.kept <= each.num_tokens
+            dropped = each.num_tokens - each.kept
+            self.held[slot] = []
+            for number, (held, target) in enumerate(zip(old, each.tables, strict=True)):
+                assert len(target) == -(-each.kept // self.block_size)
+                if number in whole:
+                    order = sorted(range(len(held)), key=lambda index: (index * 7919) % 101)
+                    chosen = sorted(order[: each.kept])
+                    self.tables[slot][number] = dict(enumerate(target))
+                    for place, index in enumerate(chosen):
+                        what = (*contents[slot, number][index][:3], self.num_compactions)
+                        self.kv[self._place(slot, number, place)] = what
+                else:
+                    chosen = list(range(dropped, each.num_tokens))
+                    self._shift(slot, number, dropped, target, before)
+                self.held[slot].append([held[index] for index in chosen])
 
-    def _held(self, slot: int) -> list[int]:
-        return self.held.get(slot) or list(range(self.computed[slot]))
+    def _shift(
+        self, slot: int, number: int, dropped: int, target: tuple[int, ...], before: int | None
+    ) -> None:
+        """A table that begins later: what it has is as it was, and for the same request."""
+        assert dropped % self.block_size == 0
+        reach = self.groups[number].reach
+        assert reach is not None and dropped % reach.alignment == 0
+        shift, old = dropped // self.block_size, self.tables[slot][number]
+        for column, block in enumerate(target):
+            assert not block or block == old[column + shift], "moved"
+            for offset in range(self.block_size):
+                what = self.kv.get((block, offset))
+                if block and before is not None and what is not None and what[3] == before:
+                    self.kv[block, offset] = (*what[:3], self.owners[slot])
+        self.tables[slot][number] = {n: block for n, block in enumerate(target) if block}
+
+    def _held(self, slot: int, number: int = 0) -> list[int]:
+        held = self.held.get(slot)
+        return list(range(self.computed[slot])) if held is None else held[number]
 
     def run(
         self,
@@ -196,8 +226,9 @@ class ReplayingWorker:
                 assert len(prefix) == position + 1, "computes a token that does not exist"
                 index = position
                 if slot in self.held:
-                    index = len(self.held[slot])
-                    self.held[slot].append(position)
+                    index = len(self.held[slot][0])
+                    for held in self.held[slot]:
+                        held.append(position)
                 for number in range(len(self.groups)):
                     place = self._place(slot, number, index)
                     assert place not in written, "two rows write one place"
@@ -212,8 +243,11 @@ class ReplayingWorker:
             end = self.computed[slot]
             assert sampled == (end == len(ahead[slot])), "samples off the end"
             for number, group in enumerate(self.groups):
-                seen = first_seen(group.reach, first)
-                for index, position in list(enumerate(self._held(slot)))[seen:]:
+                held = self._held(slot, number)
+                seen = first_seen(group.reach, len(held) - (end - first))
+                if group.reach is not None:
+                    assert held[seen] == first_seen(group.reach, first), "it sees less than it may"
+                for index, position in list(enumerate(held))[seen:]:
                     prefix, salt, owner, only = self.kv[self._place(slot, number, index)]
                     assert only in (None, self.owners.get(slot)), "another's compacted KV"
                     assert prefix == tuple(ahead[slot][: position + 1]), "another's KV"
@@ -232,6 +266,8 @@ class ReplayingWorker:
                 accepted += 1
             self.num_accepted += accepted
             self.computed[slot] -= drafts - accepted
+            for held in self.held.get(slot, ()):
+                del held[len(held) - (drafts - accepted) :]
             counts.append(1 + accepted if sampled else 0)
             verified.append(real)
             if sampled and self.num_drafts:

@@ -12,10 +12,13 @@ from jackfield.core.cache.formats import QUANTIZED_FORMATS
 from jackfield.core.nn.attention import Attention
 from jackfield.core.nn.context import BuildContext
 from jackfield.core.nn.kv_cache.quantized_cache import KVCache, QuantizedCache, write_blocks
+from jackfield.core.nn.latent.layer import LatentAttention
 from jackfield.core.nn.operations import Operations
 from jackfield.core.parts.kv_compression import Compaction
 from jackfield.core.protocols.attention import AttentionSpec
+from jackfield.core.protocols.latent_attention import LatentAttentionSpec
 from jackfield.core.registry import load_plugins
+from jackfield.core.worker.parts.compacted_layers import compacted_layers
 from jackfield.core.worker.parts.compaction import Compactor
 from jackfield.core.worker.parts.query_ring import QueryRing
 from jackfield.core.worker.slot_table import SlotTable
@@ -90,17 +93,17 @@ def compactor(
     order = torch.randperm(2 * columns, generator=draw).int().view(2, columns) + 1
     table.block_table[:2, :columns] = order.to(device)
     built = load_plugins()["kv_compressor"].load(policy)()
-    ring = None
+    ring, seen = None, compacted_layers(layers, TOKENS)
     if built.num_queries:
-        ring = QueryRing(layers, 2, built.num_queries, device, dtype)
+        ring = QueryRing(seen, 2, built.num_queries, device, dtype)
         for layer in layers:
             assert layer.query_ring is not None
             layer.query_ring.normal_()
     fresh = tuple(range(1 + 2 * columns, 1 + 2 * columns + KEPT // SIZE))
     own = tuple(order[1, : KEPT // SIZE].tolist())
-    compactions = [Compaction(0, TOKENS, KEPT, fresh), Compaction(1, TOKENS, KEPT, own)]
+    compactions = [Compaction(0, TOKENS, KEPT, (fresh,)), Compaction(1, TOKENS, KEPT, (own,))]
     return Compactor(
-        built, policy, layers, table, SIZE, operations, dtype=dtype, ring=ring
+        built, policy, seen, table, SIZE, operations, dtype=dtype, ring=ring
     ), compactions
 
 
@@ -119,6 +122,43 @@ def test_no_operation_of_a_compaction_waits(
     with torch.inference_mode(), Waits() as waits:
         assert subject.run(compactions) == {}
     assert waits.count > 10 and waits.seen == []
+
+
+@pytest.mark.parametrize("policy", ["key_norm", "snap_kv"])
+def test_nor_does_one_of_latents_beside_a_window(policy: str) -> None:
+    """A layer with a window in the table of another keeps the most recent tokens."""
+    device, dtype = torch.device("cpu"), torch.float32
+    build = BuildContext(device, dtype, Operations())
+    spec = LatentAttentionSpec(
+        num_heads=2, latent_dim=12, rope_dim=4, nope_dim=6, value_dim=5, scale=0.3
+    )
+    latent = LatentAttention(spec, build, interleaved=False)
+    window = Attention(
+        AttentionSpec(num_heads=2, num_kv_heads=1, head_dim=8, scale=0.3, sliding_window=24), build
+    )
+    columns = -(-TOKENS // SIZE)
+    latent.latent_cache = torch.randn(3 * columns, SIZE, 16)
+    latent.absorbed = torch.randn(2, 11, 12)
+    window.kv_cache = torch.randn(2, 3 * columns, SIZE, 1, 8)
+    before = latent.latent_cache.clone(), window.kv_cache.clone()
+    table = SlotTable(
+        num_slots=1, max_model_len=TOKENS + 8, block_size=SIZE, device=device, compacts=True
+    )
+    table.block_table[0, :columns] = torch.arange(columns).int() + 1
+    layers = compacted_layers([latent, window], TOKENS)
+    built = load_plugins()["kv_compressor"].load(policy)()
+    ring = QueryRing(layers, 1, built.num_queries, device, dtype) if built.num_queries else None
+    assert (latent.query_ring is None) == (ring is None) and window.query_ring is None
+    fresh = tuple(range(columns + 1, columns + 1 + KEPT // SIZE))
+    subject = Compactor(built, policy, layers, table, SIZE, Operations(), dtype, ring)
+    with torch.inference_mode(), Waits() as waits:
+        assert subject.run([Compaction(0, TOKENS, KEPT, (fresh,))]) == {}
+    assert waits.seen == []
+    old, new = slice(SIZE, SIZE + TOKENS), slice(fresh[0] * SIZE, fresh[0] * SIZE + KEPT)
+    rows = before[0].flatten(0, 1)[old], latent.latent_cache.flatten(0, 1)[new]
+    assert all((row == rows[0]).all(1).any() for row in rows[1])
+    recent = before[1].flatten(1, 2)[:, old][:, -KEPT:]
+    assert torch.equal(window.kv_cache.flatten(1, 2)[:, new], recent)
 
 
 def test_the_mode_notes_what_waits() -> None:
