@@ -4,7 +4,7 @@ from .parts.adapters import AdapterLoad, AdapterPlan, AdapterStart
 from .parts.encoder_decoder import EncodeItem, EncodePlan
 from .parts.kv_compression import Compaction, CompactionPlan
 from .parts.kv_transfer import KVDetached, KVReport, TransferPlan, TransferResult
-from .parts.speculation import DraftPlan, DraftResult, Rejection
+from .parts.speculation import DraftPlan, DraftResult, DraftStart, Rejection
 from .parts.states import StateCopy, StatePlan
 from .step import (
     CompiledGrammar,
@@ -33,6 +33,7 @@ __all__ = [
     "CompiledGrammar",
     "DraftPlan",
     "DraftResult",
+    "DraftStart",
     "EncodeItem",
     "EncodePlan",
     "GrammarStart",

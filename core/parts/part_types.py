@@ -31,7 +31,9 @@ BUILTIN: dict[str, SentTypes] = {
         plan=kv_compression.CompactionPlan, result=kv_compression.CompactionResult
     ),
     kv_transfer.NAME: SentTypes(plan=kv_transfer.TransferPlan, result=kv_transfer.TransferResult),
-    speculation.NAME: SentTypes(plan=speculation.DraftPlan, result=speculation.DraftResult),
+    speculation.NAME: SentTypes(
+        plan=speculation.DraftPlan, result=speculation.DraftResult, start=speculation.DraftStart
+    ),
     states.NAME: SentTypes(plan=states.StatePlan),
 }
 

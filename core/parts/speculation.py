@@ -17,6 +17,13 @@ class Rejection(msgspec.Struct, frozen=True, gc=False):
     num_tokens: int
 
 
+class DraftStart(msgspec.Struct, frozen=True, gc=False):
+    """What the speculator may know of a request that takes a slot."""
+
+    sharing: int
+    """As in `RequestText`: requests with the same number may learn from each other's text."""
+
+
 class DraftPlan(PartPlan, frozen=True):
     """Drafts of a plan's rows."""
 

@@ -49,7 +49,7 @@ from .parsers import (
 )
 from .parts import PartSetup, StepPart
 from .quantization import QuantizationMethod
-from .speculators import Drafts, KnownTokens, Speculator, SpeculatorSetup
+from .speculators import Drafts, KnownTokens, RequestText, Speculator, SpeculatorSetup
 
 __all__ = [
     "AdapterFormat",
@@ -104,6 +104,7 @@ __all__ = [
     "RankState",
     "Reasoning",
     "ReasoningParser",
+    "RequestText",
     "SchedulePolicy",
     "Speculator",
     "SpeculatorSetup",

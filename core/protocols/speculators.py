@@ -43,6 +43,21 @@ class KnownTokens(NamedTuple):
     one."""
 
 
+class RequestText(NamedTuple):
+    """What a speculator may know of a request that takes a slot. On the host."""
+
+    slot: int
+    num_tokens: int
+    """Known tokens: the prompt, and what was generated before a preemption. The slot's history has
+    them from the next `propose` on."""
+    num_prompt_tokens: int
+    sharing: int
+    """62 bits. Text of a request may become drafts of those with the same number alone: others are
+    other tenants' (`cache_salt`), or depend on other inputs."""
+    prediction: tuple[int, ...] = ()
+    """Tokens that the caller expects in the output."""
+
+
 class Drafts(NamedTuple):
     """What a speculator proposes. R = num_rows, K = num_drafts."""
 
@@ -76,4 +91,16 @@ class Speculator(ABC):
         Called after each step, once its tokens are chosen, for requests that may have drafts.
         Launches work on the device and does not wait for it; the result may be overwritten by the
         next call.
+        """
+
+    def start(self, request: RequestText) -> None:  # noqa: B027
+        """Note the request that takes a slot, before its first `propose`. Optional."""
+
+    def release(  # noqa: B027
+        self, tokens: KnownTokens, slot: int, num_tokens: int
+    ) -> None:
+        """Note that the request of a slot leaves it: it ended, or was preempted. Optional.
+
+        tokens: its own, one row; num_tokens: an upper bound of their number, which only the device
+        knows. Launches work and does not wait for it; once for each `start`.
         """

@@ -1,4 +1,4 @@
-"""`SpeculatorKit`: whether a speculator proposes tokens, from those of a row alone.
+"""`SpeculatorKit`: whether a speculator proposes tokens, and lets no tenant's become another's.
 
     class TestMine(SpeculatorKit):
         name = "mine"                               # as registered
@@ -19,7 +19,13 @@ import torch
 
 from ...core.config import EngineConfig
 from ...core.engine.async_engine import AsyncEngine
-from ...core.protocols.speculators import Drafts, KnownTokens, Speculator, SpeculatorSetup
+from ...core.protocols.speculators import (
+    Drafts,
+    KnownTokens,
+    RequestText,
+    Speculator,
+    SpeculatorSetup,
+)
 from ...core.sampling_params import OutputKind, SamplingParams
 from .kit import Kit
 
@@ -60,6 +66,26 @@ class SpeculatorKit(Kit):
         )
 
     @staticmethod
+    def begin(speculator: Speculator, tokens: KnownTokens, sharing: int = 1) -> None:
+        """Start a request for each row, whose text is its prompt."""
+        for slot, length in zip(tokens.slots.tolist(), tokens.lengths.tolist(), strict=True):
+            speculator.start(RequestText(slot, length, length, sharing))
+
+    @staticmethod
+    def end(speculator: Speculator, tokens: KnownTokens) -> None:
+        """Release each row's slot; the host's bound of its tokens may be too high."""
+        for row, (slot, length) in enumerate(
+            zip(tokens.slots.tolist(), tokens.lengths.tolist(), strict=True)
+        ):
+            own = KnownTokens(tokens.history, tokens.slots[row:][:1], tokens.lengths[row:][:1])
+            speculator.release(own, slot, length + row % 2)
+
+    def asked(self, speculator: Speculator, tokens: KnownTokens, sharing: int = 1) -> Drafts:
+        """Return drafts for requests that have just begun."""
+        self.begin(speculator, tokens, sharing)
+        return speculator.propose(tokens)
+
+    @staticmethod
     def kept(drafts: Drafts) -> list[list[int]]:
         """Return the drafts of each row."""
         rows = zip(drafts.token_ids.tolist(), drafts.counts.tolist(), strict=True)
@@ -71,7 +97,7 @@ class SpeculatorKit(Kit):
         speculator = self.make(num_drafts)
         for seed in range(6):
             lengths = [1, MAX_MODEL_LEN, 2, 17 + seed, 40]
-            drafts = speculator.propose(self.tokens(seed, [3, 0, 5, 1, 2], lengths))
+            drafts = self.asked(speculator, self.tokens(seed, [3, 0, 5, 1, 2], lengths))
             assert drafts.token_ids.shape == (5, num_drafts)
             assert drafts.counts.shape == (5,)
             for part in drafts:
@@ -84,25 +110,44 @@ class SpeculatorKit(Kit):
         speculator = self.make()
         tokens = self.tokens(1, [0, 2, 4], [30, 12, MAX_MODEL_LEN])
         before = [part.clone() for part in tokens]
-        speculator.propose(tokens)
+        self.asked(speculator, tokens)
+        self.end(speculator, tokens)
         assert all(map(torch.equal, tokens, before))
 
     def test_drafts_depend_on_the_tokens_of_their_row_alone(self) -> None:
-        """Not on what is behind them in the history, on other rows, the slot, or earlier calls."""
+        """Not on what is behind them in the history, on other rows, the slot, or earlier calls for
+        requests without an output."""
         speculator = self.make()
         for seed in range(8):
             lengths = [9 + seed, 50, 33, 20]
             tokens = self.tokens(seed, [0, 1, 4, 2], lengths)
-            together = self.kept(speculator.propose(tokens))
+            together = self.kept(self.asked(speculator, tokens))
+            self.end(speculator, tokens)
             for row, length in enumerate(lengths):
                 own = tokens.history[tokens.slots[row], :length]
                 history = (tokens.history + 1) % VOCAB_SIZE
                 slot = (int(tokens.slots[row]) + 3) % NUM_SLOTS
                 history[slot, :length] = own
                 alone = KnownTokens(history, torch.tensor([slot]), torch.tensor([length]))
-                assert self.kept(speculator.propose(alone)) == [together[row]]
+                assert self.kept(self.asked(speculator, alone)) == [together[row]]
+                self.end(speculator, alone)
                 # Some speculators hand out a buffer, which the call before has filled.
-                assert self.kept(self.make().propose(alone)) == [together[row]]
+                assert self.kept(self.asked(self.make(), alone)) == [together[row]]
+
+    def test_outputs_of_one_tenant_are_no_drafts_for_another(self) -> None:
+        """Whatever was served before, another tenant gets the drafts that it would get first."""
+        speculator = self.make()
+        for seed in range(4):
+            ours = self.tokens(seed, [0, 1, 4], [40, 50, 33])
+            self.begin(speculator, ours._replace(lengths=torch.tensor([9, 2, 20])), sharing=7)
+            speculator.propose(ours)
+            self.end(speculator, ours)
+            theirs = self.tokens(seed, [2, 4, 0], [40, 50, 33])
+            theirs.history[theirs.slots] = ours.history[ours.slots]
+            theirs = theirs._replace(lengths=theirs.lengths - 4)
+            known = self.kept(self.asked(speculator, theirs, sharing=8))
+            assert known == self.kept(self.asked(self.make(), theirs, sharing=8))
+            self.end(speculator, theirs)
 
     def test_an_engine_serves_the_same_tokens_with_it(self) -> None:
         """Greedy and sampled; and it does not fail, which an engine would outlive."""

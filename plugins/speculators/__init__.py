@@ -10,3 +10,4 @@ from ...core.hooks import hookimpl
 @hookimpl
 def register_speculators(registry: Any) -> None:
     registry.add("ngram", "jackfield.plugins.speculators.ngram:Ngram")
+    registry.add("suffix", "jackfield.plugins.speculators.suffix:Suffix")

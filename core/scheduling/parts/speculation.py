@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
+from hashlib import blake2b
 from typing import Any
 
-from ...parts.speculation import NAME, DraftPlan, DraftResult, Rejection
+from ...parts.speculation import NAME, DraftPlan, DraftResult, DraftStart, Rejection
 from ...request import Request
 from ...step import StepPlan, StepResult
 from ..plan_builder import PlanBuilder
@@ -36,12 +38,19 @@ class Speculation(SchedulerPart):
         """Slot → rejected drafts that the worker still counts."""
         self._num_rows = self._num_verified = self._num_accepted = 0
         self._accepted_at = [0] * num_drafts
+        self._key = secrets.token_bytes(16)
 
     @classmethod
     def maker(cls, num_drafts: int) -> Callable[[PartServices], Speculation]:
         return lambda services: cls(services, num_drafts)
 
     # ------------------------------------------------------------ plans
+
+    def start_part(self, request: Request) -> DraftStart:
+        """Return who may learn from the request's text: whoever finds its cached prefix."""
+        who = repr((request.cache_salt, request.cache_extra, request.late_extra)).encode()
+        digest = blake2b(who, key=self._key, digest_size=8).digest()
+        return DraftStart(int.from_bytes(digest, "little") >> 2)
 
     def look_at(self, request: Request) -> int | None:
         """Look at every row of a request with drafts."""

@@ -9,7 +9,8 @@ host learns the numbers of accepted and new drafts one step late.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,11 +20,11 @@ import torch
 from ...config.speculative_config import FIELD
 from ...nn.operations import Operations
 from ...nn.step_operations.drafts import DraftTables
-from ...parts.speculation import NAME, DraftPlan, DraftResult
+from ...parts.speculation import NAME, DraftPlan, DraftResult, DraftStart
 from ...protocols.attention import PagedBackend
-from ...protocols.speculators import Drafts, KnownTokens, Speculator, SpeculatorSetup
+from ...protocols.speculators import Drafts, KnownTokens, RequestText, Speculator, SpeculatorSetup
 from ...registration.plugin_options import typed_options
-from ...step import PartPlan, StepPlan
+from ...step import NOTHING_IN_PROCESS, InProcess, PartPlan, SlotStart, StepPlan
 from ..batch import LogitRows, StepRows
 from ..launched_step import DraftCounts, LaunchedStep
 from ..packing import PackedUpload
@@ -127,6 +128,29 @@ class Speculation(WorkerPart):
         self._operations = operations
         num_proposed = torch.zeros(table.num_slots + 1, dtype=torch.int32, device=self._device)
         self._tables = DraftTables(table.token_history, table.lengths, num_proposed)
+        self._started: set[int] = set()
+        """Slots whose end the speculator wants to know."""
+
+    # ------------------------------------------------------------ requests
+
+    def start(self, start: SlotStart, in_process: InProcess = NOTHING_IN_PROCESS) -> None:
+        part = start.parts.get(NAME)
+        if self._speculator is None or not isinstance(part, DraftStart):
+            return
+        text = RequestText(start.slot, len(start.token_ids), start.num_prompt_tokens, part.sharing)
+        with self._guarded():
+            self._speculator.start(text)
+            if type(self._speculator).release is not Speculator.release:
+                self._started.add(start.slot)
+
+    def release(self, slot: int) -> None:
+        if slot not in self._started:
+            return
+        self._started.discard(slot)
+        if self._speculator is not None:
+            with self._guarded():
+                bound = int(self._table.length_bounds[slot]) + 1
+                self._speculator.release(self._known_tokens([slot]), slot, bound)
 
     # ------------------------------------------------------------ steps
 
@@ -220,21 +244,34 @@ class Speculation(WorkerPart):
         """Put drafts after these slots' tokens → [len(slots)] int32 numbers; None: the speculator
         has failed.
         """
+        tokens = self._known_tokens(slots)
+        drafts = self._proposed(tokens)
+        if drafts is None:
+            return None
+        return self._operations.keep_drafts(
+            drafts.token_ids, drafts.counts, tokens.slots, self._tables, self._sampling.vocab_size
+        )
+
+    def _known_tokens(self, slots: Sequence[int]) -> KnownTokens:
         upload = PackedUpload(self._device)
         upload.add(np.asarray(slots, dtype=np.int64))
         device_slots = upload.send()[0]
         # The newest token is behind the computed ones.
         lengths = self._table.lengths[device_slots].long() + 1
-        drafts = self._proposed(KnownTokens(self._table.token_history, device_slots, lengths))
-        if drafts is None:
-            return None
-        return self._operations.keep_drafts(
-            drafts.token_ids, drafts.counts, device_slots, self._tables, self._sampling.vocab_size
-        )
+        return KnownTokens(self._table.token_history, device_slots, lengths)
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Go on without drafts if the speculator raises."""
+        try:
+            yield
+        except Exception:
+            logger.exception("%s failed: the engine goes on without drafts", self._who)
+            self._speculator = None
 
     def _proposed(self, tokens: KnownTokens) -> Drafts | None:
         assert self._speculator is not None, "asked of a speculator that has failed"
-        try:
+        with self._guarded():
             drafts = self._speculator.propose(tokens)
             shapes = tuple(drafts.token_ids.shape), tuple(drafts.counts.shape)
             num_rows = len(tokens.slots)
@@ -244,10 +281,7 @@ class Speculation(WorkerPart):
                     f"{num_rows} rows of {self._num_drafts} drafts"
                 )
             return drafts
-        except Exception:
-            logger.exception("%s failed: the engine goes on without drafts", self._who)
-            self._speculator = None
-            return None
+        return None
 
     def warm_up(self) -> None:
         """Propose for the scratch slot and verify, compiling kernels."""

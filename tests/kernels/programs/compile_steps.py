@@ -8,6 +8,7 @@ from jackfield.kernels.step import (
     drafts,
     lookup_ngrams,
     step_inputs,
+    suffix_drafts,
     written_tokens,
 )
 
@@ -20,6 +21,18 @@ DRAFTS = {
     "counts_ptr": "*i64",
     "stride_ids": "i32",
     "num_drafts": "i32",
+}
+SUFFIX = {
+    **{f"{name}_ptr": "*i32" for name in ("drafts", "counts", "own", "own_cells", "shared")},
+    **{f"{name}_ptr": "*i64" for name in ("own_base", "own_row_cells", "own_end", "token_owners")},
+    **{f"{name}_ptr": "*i64" for name in ("base", "row_cells", "owners", "first", "end")},
+    **{name: "i32" for name in ("own_size", "own_buckets", "shared_size", "shared_buckets")},
+    **{name: "i32" for name in ("size", "num_buckets", "most", "num_drafts")},
+    "shared_cells_ptr": "*i32",
+    "tokens_ptr": "*i32",
+    "cells_ptr": "*i32",
+    "factor": "fp32",
+    "least": "fp32",
 }
 SLOT_TABLE = {"lengths_ptr": "*i32"}
 ACTIVATION = {"SIZE": 1000, "BLOCK": 1024, "PDL": True}
@@ -35,6 +48,16 @@ KERNELS = [
         {"LEAST": 2, "MOST": 4, "DRAFTS": 8, "TOKENS": 2048},
         8,
         {**DRAFTS, "drafts_ptr": "*i32", "counts_ptr": "*i32", "lengths_ptr": "*i64"},
+    ),
+    (suffix_drafts._note_kernel, {"PLACES": 256}, 4, SUFFIX),
+    *(
+        (
+            suffix_drafts._drafts_kernel,
+            {"SHARED": shared, "DEPTH": 24, "DRAFTS": 8, "LANES": 16},
+            1,
+            SUFFIX,
+        )
+        for shared in (False, True)
     ),
     (
         drafts._verify_kernel,

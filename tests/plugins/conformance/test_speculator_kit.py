@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from mutants import Mutant, mutant_tests, plugin_of, subclass
@@ -10,6 +10,7 @@ from mutants import Mutant, mutant_tests, plugin_of, subclass
 from jackfield.core.protocols import Drafts
 from jackfield.plugins.conformance.speculators import SpeculatorKit
 from jackfield.plugins.speculators.ngram import Ngram
+from jackfield.plugins.speculators.suffix import Suffix
 
 
 class TestNgram(SpeculatorKit):
@@ -17,15 +18,21 @@ class TestNgram(SpeculatorKit):
     own_options = {"prompt_lookup_max": 3, "prompt_lookup_min": 1}
 
 
+class TestSuffix(SpeculatorKit):
+    name = "suffix"
+    own_options = {"suffix_decoding_max_cached_requests": 9}
+
+
 class Kit(SpeculatorKit):
     name = "subject"
-    own_options = {"prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    own_options: ClassVar[dict[str, Any]] = {}
     plugin = plugin_of("speculator", "subject", Ngram)
 
 
 VOCABULARY = "test_drafts_are_tokens_of_the_vocabulary"
 UNCHANGED = "test_tokens_are_read_and_not_changed"
 ALONE = "test_drafts_depend_on_the_tokens_of_their_row_alone"
+TENANTS = "test_outputs_of_one_tenant_are_no_drafts_for_another"
 ENGINE = "test_an_engine_serves_the_same_tokens_with_it"
 
 
@@ -118,7 +125,15 @@ def rows_for_slots(self: Any, tokens: Any) -> Drafts:
     return Ngram.propose(self, tokens._replace(slots=rows))
 
 
+class Shares(Suffix):
+    """All requests alike."""
+
+    def start(self, request: Any) -> None:
+        super().start(request._replace(sharing=0))
+
+
 MUTANTS = {
+    "shares what it must not": Mutant(Shares, (TENANTS,)),
     "keeps the first rows": Mutant(KeepsTheFirst, (ALONE,)),
     "rows for slots": Mutant(subclass(Ngram, propose=rows_for_slots), (ALONE,)),
     "a count above the number of drafts": Mutant(subclass(Ngram, propose=unbounded), (VOCABULARY,)),

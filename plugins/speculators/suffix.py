@@ -1,0 +1,197 @@
+"""Suffix decoding: proposes what most often followed the last tokens, in the request's own text and
+in the outputs of earlier requests.
+
+As in SuffixDecoding (Oliaro et al. 2024) and Arctic Inference, whose option names it has: a match
+of m last tokens proposes up to `m * suffix_decoding_max_spec_factor` tokens, each the most frequent
+one among the matches that agree so far, until the product of their shares falls below
+`suffix_decoding_min_token_prob`. The match with the largest sum of these products wins; earlier
+outputs only if theirs is larger. Instead of trees there are hash tables of places on the device
+(`suffix_tables`), so that tokens need not come to the host, and memory does not grow.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Annotated
+
+import msgspec
+import torch
+from msgspec import Meta
+
+from ...core.protocols.speculators import (
+    Drafts,
+    KnownTokens,
+    RequestText,
+    Speculator,
+    SpeculatorSetup,
+)
+from . import suffix_tables
+from .suffix_tables import WAYS, Rows, Rule, Text
+
+try:
+    from ...kernels.step import suffix_drafts as kernels
+
+    _launches = True
+except ImportError:
+    _launches = False
+
+CACHED_REQUESTS = 10000
+MOST_CELLS = 32768
+"""Places that are kept of one request's text: 128 KiB per slot."""
+MOST_SHARED_TOKENS = 1048576
+"""Tokens of earlier outputs: 12 MiB, and 8 MiB for their places."""
+SHARED_TOKENS_PER_REQUEST = 512
+"""Room per cached request, up to `MOST_SHARED_TOKENS`."""
+LAST_PLACE = 1 << 30
+"""Shared tokens after which places are counted from 0 again, and all earlier ones forgotten."""
+
+
+class SuffixOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Keys of `speculative_config`; names and defaults are vLLM's."""
+
+    suffix_decoding_max_tree_depth: Annotated[
+        int, Meta(ge=2, le=64, description="Most tokens of a match and its drafts together.")
+    ] = 24
+    suffix_decoding_max_cached_requests: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="Ended requests whose outputs are searched, the latest ones; 0: none. They "
+            "are also limited to 512 tokens for each of these requests, and 1048576 in all.",
+        ),
+    ] = CACHED_REQUESTS
+    suffix_decoding_max_spec_factor: Annotated[
+        float, Meta(ge=0, description="Most drafts per matched token.")
+    ] = 1.0
+    suffix_decoding_min_token_prob: Annotated[
+        float, Meta(ge=0, le=1, description="Least estimated probability of a draft.")
+    ] = 0.1
+
+
+class Suffix(Speculator):
+    options = SuffixOptions
+
+    def __init__(self, setup: SpeculatorSetup) -> None:
+        options = setup.options
+        assert isinstance(options, SuffixOptions)
+        self._device, num_rows = setup.device, setup.num_slots + 1
+        self._launches = _launches and setup.device.type == "cuda"
+        self._rule = Rule(
+            depth=options.suffix_decoding_max_tree_depth,
+            factor=options.suffix_decoding_max_spec_factor,
+            least=options.suffix_decoding_min_token_prob,
+            num_drafts=setup.num_drafts,
+        )
+        self._num_cells = min(MOST_CELLS, _power_of_2(4 * setup.max_model_len))
+        self._cells = self._zeros(num_rows, self._num_cells)
+        """[slots, cells] int32: places in each slot's own text."""
+        self._sharing = self._zeros(num_rows, dtype=torch.int64)
+        """[slots] `RequestText.sharing`"""
+        self._started: dict[int, int] = {}
+        """Slot → first position of its output that is not in the shared text."""
+        self._new: dict[int, int] = {}
+        """Slot → known tokens whose places are not in its table yet."""
+        most = options.suffix_decoding_max_cached_requests
+        self._max_requests = most
+        self._num_shared = min(MOST_SHARED_TOKENS, SHARED_TOKENS_PER_REQUEST * most)
+        self._shared: Text | None = None
+        if most:
+            self._shared = Text(
+                tokens=torch.full((self._num_shared,), -1, dtype=torch.int32, device=self._device),
+                cells=self._zeros(_power_of_2(2 * self._num_shared)),
+                owners=self._zeros(self._num_shared, dtype=torch.int64),
+            )
+        self._outputs: deque[int] = deque()
+        """First places of the outputs in the shared text, a ring."""
+        self._end = 0
+        """Place behind the last of them."""
+
+    def _zeros(self, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self._device)
+
+    # ------------------------------------------------------------ requests
+
+    def start(self, request: RequestText) -> None:
+        slot = request.slot
+        self._cells[slot].zero_()
+        self._sharing[slot].fill_(request.sharing)
+        self._new[slot] = request.num_tokens
+        # A resumed request's output was shared when it left its slot.
+        self._started[slot] = request.num_tokens
+
+    def release(self, tokens: KnownTokens, slot: int, num_tokens: int) -> None:
+        self._new.pop(slot, None)
+        first = self._started.pop(slot, num_tokens)
+        first = max(first, num_tokens - (self._num_shared - 1))
+        size = num_tokens - first
+        if self._shared is None or size <= suffix_tables.SIZES[0]:
+            return
+        begin, self._end = self._end, self._end + size + 1
+        self._outputs.append(begin)
+        if len(self._outputs) > self._max_requests:
+            self._outputs.popleft()
+        length = tokens.lengths - first
+        suffix_tables.append(
+            self._shared, tokens.history[slot, first:num_tokens], begin, length, self._sharing[slot]
+        )
+        self._note(self._shared, self._shared_rows(self._sharing[slot : slot + 1], begin), size)
+        if self._end > LAST_PLACE:
+            self._shared.cells.zero_()
+            self._outputs.clear()
+            self._end = 0
+
+    # ------------------------------------------------------------ drafts
+
+    def propose(self, tokens: KnownTokens) -> Drafts:
+        own = Text(tokens.history.view(-1), self._cells.view(-1))
+        for slot, num_tokens in self._new.items():
+            # Its history has them by now, also if it gets no drafts with this step.
+            slots = tokens.slots.new_full((1,), slot)
+            lengths = tokens.lengths.new_full((1,), num_tokens)
+            self._note(own, self._own_rows(tokens.history, slots, lengths), num_tokens)
+        self._new.clear()
+        rows = self._own_rows(tokens.history, tokens.slots, tokens.lengths)
+        self._note(own, rows, 1 + self._rule.num_drafts)
+        shared = self._shared
+        shared_rows = self._shared_rows(self._sharing[tokens.slots], self._first_shared)
+        if self._launches:
+            return Drafts(*kernels.suffix_drafts(own, rows, shared, shared_rows, self._rule))
+        return Drafts(*suffix_tables.drafts(own, rows, shared, shared_rows, self._rule))
+
+    @property
+    def _first_shared(self) -> int:
+        """First place of the shared text that may still be found."""
+        first = self._outputs[0] if self._outputs else self._end
+        return max(first, self._end - self._num_shared)
+
+    def _note(self, text: Text, rows: Rows, most: int) -> None:
+        note = kernels.note_places if self._launches else suffix_tables.note_places
+        note(text, rows, most)
+
+    def _own_rows(self, history: torch.Tensor, slots: torch.Tensor, lengths: torch.Tensor) -> Rows:
+        nothing = torch.zeros_like(slots)
+        return Rows(
+            base=slots * history.stride(0),
+            size=history.shape[1],
+            cells=slots * self._num_cells,
+            num_buckets=self._num_cells // WAYS,
+            owners=nothing,
+            first=nothing,
+            end=lengths,
+        )
+
+    def _shared_rows(self, owners: torch.Tensor, first: int) -> Rows:
+        nothing = torch.zeros_like(owners)
+        return Rows(
+            base=nothing,
+            size=max(1, self._num_shared),
+            cells=nothing,
+            num_buckets=_power_of_2(2 * self._num_shared) // WAYS if self._num_shared else 1,
+            owners=owners,
+            first=nothing + first,
+            end=nothing + self._end,
+        )
+
+
+def _power_of_2(number: int) -> int:
+    return 1 << (number - 1).bit_length() if number > 1 else 1
