@@ -17,12 +17,14 @@ from .core.sampling_params import OutputKind, SamplingParams, StructuredOutputsP
 
 if TYPE_CHECKING:
     from .core.engine.async_engine import AsyncEngine
+    from .entrypoints.beam_search import BeamSearchParams
     from .entrypoints.offline import LLM
 
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "AsyncEngine",
+    "BeamSearchParams",
     "EngineConfig",
     "LoRARequest",
     "OutputKind",
@@ -35,7 +37,11 @@ __all__ = [
     "hookimpl",
 ]
 
-_LAZY = {"AsyncEngine": "core.engine.async_engine", "LLM": "entrypoints.offline"}
+_LAZY = {
+    "AsyncEngine": "core.engine.async_engine",
+    "BeamSearchParams": "entrypoints.beam_search",
+    "LLM": "entrypoints.offline",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -12,9 +12,9 @@ from __future__ import annotations
 PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
     "Use an engine": {
         "jackfield": (
-            "AsyncEngine", "EngineConfig", "LLM", "LoRARequest", "OutputKind", "PoolingParams",
-            "PoolingRequestOutput", "RequestOutput", "SamplingParams", "StructuredOutputsParams",
-            "hookimpl",
+            "AsyncEngine", "BeamSearchParams", "EngineConfig", "LLM", "LoRARequest", "OutputKind",
+            "PoolingParams", "PoolingRequestOutput", "RequestOutput", "SamplingParams",
+            "StructuredOutputsParams", "hookimpl",
         ),
         "jackfield.core.lora_request": ("AdapterCard", "AdapterRef", "LoadAdapter"),
         "jackfield.lora.request": ("LoRARequest",),
@@ -25,7 +25,9 @@ PUBLIC: dict[str, dict[str, tuple[str, ...]]] = {
             "OutOfMemory", "PluginError", "RateLimited", "RequestFailed",
         ),
         "jackfield.core.outputs": ("CompletionOutput", "KVCompressionUsage", "RequestTimings"),
+        "jackfield.core.metrics.reader": ("Counter", "Gauge", "Histogram"),
         "jackfield.core.pooling_params": ("PooledRow", "PoolingOutput"),
+        "jackfield.entrypoints.beam_search": ("BeamSearchOutput", "BeamSearchSequence"),
         "jackfield.entrypoints.openai.server": ("Listen", "listening"),
         "jackfield.entrypoints.cli.main": ("main",),
     },

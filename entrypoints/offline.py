@@ -15,7 +15,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
 
 import msgspec
 
@@ -24,17 +24,28 @@ from ..core.engine.async_engine import AsyncEngine
 from ..core.engine.output_stream import OutputStream
 from ..core.engine.pooling import PoolingPrompt
 from ..core.errors import InvalidRequest
-from ..core.inputs import ChatMessage, Prompt
+from ..core.inputs import ChatMessage, Prompt, text_and_tokens
+from ..core.loading.model_config import ModelConfig
 from ..core.lora_request import LoRARequest
+from ..core.metrics.reader import Metric, read_metrics
 from ..core.outputs import PoolingRequestOutput, RequestOutput
 from ..core.pooling_params import PoolingParams, PoolingTask
 from ..core.sampling_params import OutputKind, SamplingParams
+from .beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
 from .scoring import score_all
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 T = TypeVar("T")
+
+
+class PoolingOptions(TypedDict, total=False):
+    """Options of `LLM.encode` that its forms for one task have, too."""
+
+    truncate_prompt_tokens: int | None
+    use_tqdm: bool
+    lora_request: LoRARequest | Sequence[LoRARequest | None] | None
 
 
 class LLM:
@@ -64,22 +75,59 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         use_tqdm: bool = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Complete one prompt (text, token ids, or a dict with `prompt` or `prompt_token_ids`) or a
-        list; return outputs in the same order. lora_request: one for all, or one for each."""
+        list; return outputs in the same order. sampling_params, lora_request: one for all, or one
+        for each; priority: of each, lower goes first (`scheduling_policy`)."""
+        items = _listed(prompts)
+        priorities = list(priority or [0] * len(items))
+        _check_as_many("priority", priorities, items)
 
-        def start(prompt: Any, params: SamplingParams, lora: LoRARequest | None) -> OutputStream:
+        def start(item: Any, params: SamplingParams, lora: LoRARequest | None) -> OutputStream:
+            prompt, place = item
             cache_salt = None
             if isinstance(prompt, Mapping) and "cache_salt" in prompt:  # Beside vLLM's prompts.
                 prompt = dict(prompt)
                 cache_salt = prompt.pop("cache_salt")
-            return self.engine.generate(prompt, params, cache_salt=cache_salt, lora_request=lora)
+            return self.engine.generate(
+                prompt,
+                params,
+                priority=place,
+                cache_salt=cache_salt,
+                lora_request=lora,
+            )
 
-        return self._all(_listed(prompts), params, lora_request, start, use_tqdm)
+        with_places = list(zip(items, priorities, strict=True))
+        return self._all(with_places, sampling_params, lora_request, start, use_tqdm)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        use_tqdm: bool = False,
+    ) -> list[BeamSearchOutput]:
+        """Return the most likely outputs that a search finds for each prompt (text, token ids, or a
+        dict with `prompt` or `prompt_token_ids`), the best first."""
+        items = _listed(prompts)
+        loras = _for_each(lora_request, items)
+
+        async def search(prompt: Any, lora: LoRARequest | None) -> BeamSearchOutput:
+            text, token_ids = text_and_tokens(prompt)
+            if token_ids is None:
+                [token_ids] = await self.engine.tokenize_texts([text or ""])
+            options = {"lora_request": lora}
+            shown = SamplingParams(logprobs=0)
+            searching = BeamSearch(self.engine, text, token_ids, params, shown, options)
+            return BeamSearchOutput.of(await anext(searching.outputs()))
+
+        return self._run(_collect(map(search, items, loras), use_tqdm))
 
     def get_tokenizer(self) -> PreTrainedTokenizerFast:
         """Return a copy of the model's tokenizer as a class of transformers, with its chat
@@ -105,12 +153,15 @@ class LLM:
     def chat(
         self,
         messages: Sequence[ChatMessage] | Sequence[Sequence[ChatMessage]],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
-        use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Respond to one conversation or a list of them; return outputs in the same order."""
         _check_many("messages", messages)
@@ -124,27 +175,40 @@ class LLM:
                 conversation,
                 params,
                 tools=tools,
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt and not continue_final_message,
+                continue_final_message=continue_final_message,
                 chat_template_kwargs=chat_template_kwargs,
                 lora_request=lora,
             )
 
-        return self._all(items, params, lora_request, start, use_tqdm)
+        return self._all(items, sampling_params, lora_request, start, use_tqdm)
 
     def encode(
         self,
         prompts: PoolingPrompt | Sequence[PoolingPrompt],
-        params: PoolingParams | Sequence[PoolingParams] | None = None,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         *,
-        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        truncate_prompt_tokens: int | None = None,
         use_tqdm: bool = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        pooling_task: PoolingTask | None = None,
     ) -> list[PoolingRequestOutput]:
-        """Pool one prompt (text, token ids, a pair of texts) or a list; return outputs in order."""
+        """Pool one prompt (text, token ids, a pair of texts) or a list; return outputs in order.
+
+        truncate_prompt_tokens, pooling_task: take the place of these fields of the parameters.
+        """
         items = _listed(prompts)
-        if params is None or isinstance(params, PoolingParams):
-            each = [params or PoolingParams()] * len(items)
+        if pooling_params is None or isinstance(pooling_params, PoolingParams):
+            each = [pooling_params or PoolingParams()] * len(items)
         else:
-            each = list(params)
-        _check_as_many(each, items)
+            each = list(pooling_params)
+        _check_as_many("pooling_params", each, items)
+        changes: dict[str, Any] = {
+            "truncate_prompt_tokens": truncate_prompt_tokens, "task": pooling_task,
+        }  # fmt: skip
+        changes = {name: value for name, value in changes.items() if value is not None}
+        each = [msgspec.structs.replace(params, **changes) for params in each]
         loras = _for_each(lora_request, items)
 
         async def encode_one(
@@ -157,35 +221,29 @@ class LLM:
     def embed(
         self,
         prompts: PoolingPrompt | Sequence[PoolingPrompt],
-        params: PoolingParams | None = None,
-        *,
-        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
-        use_tqdm: bool = True,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        **options: Unpack[PoolingOptions],
     ) -> list[PoolingRequestOutput]:
         """Return one vector per prompt: `outputs.embedding` as a list, `outputs.data` as an
         array."""
-        return self.encode(
-            prompts, _for_task("embed", params), lora_request=lora_request, use_tqdm=use_tqdm
-        )
+        return self.encode(prompts, pooling_params, pooling_task="embed", **options)
 
     def classify(
         self,
         prompts: PoolingPrompt | Sequence[PoolingPrompt],
-        params: PoolingParams | None = None,
-        *,
-        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
-        use_tqdm: bool = True,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        **options: Unpack[PoolingOptions],
     ) -> list[PoolingRequestOutput]:
         """Return one probability per label: `outputs.probs`."""
-        return self.encode(
-            prompts, _for_task("classify", params), lora_request=lora_request, use_tqdm=use_tqdm
-        )
+        return self.encode(prompts, pooling_params, pooling_task="classify", **options)
 
     def score(
         self,
         text_1: str | Sequence[str],
         text_2: str | Sequence[str],
-        params: PoolingParams | None = None,
+        pooling_params: PoolingParams | None = None,
+        *,
+        truncate_prompt_tokens: int | None = None,
     ) -> list[PoolingRequestOutput]:
         """Return the similarity of texts, `outputs.score`: one text with one, one with many, or
         pairs of two lists.
@@ -200,7 +258,41 @@ class LLM:
             raise InvalidRequest(
                 f"text_2: {len(second)} texts for {len(first)} in text_1", param="text_2"
             )
+        params = pooling_params or PoolingParams()
+        if truncate_prompt_tokens is not None:
+            params = msgspec.structs.replace(params, truncate_prompt_tokens=truncate_prompt_tokens)
         return self._run(score_all(self.engine, list(zip(first, second, strict=True)), params))
+
+    # ------------------------------------------------------------ state
+
+    @property
+    def llm_engine(self) -> AsyncEngine:
+        """The engine, under vLLM's name: for its `config`, `model_config` and `tokenizer`. Its
+        coroutines run on its own event loop."""
+        return self.engine
+
+    @property
+    def model_config(self) -> ModelConfig:
+        """What the model is, such as `max_model_len`, `vocab_size` and `dtype`."""
+        return self.engine.model_config
+
+    def get_metrics(self) -> list[Metric]:
+        """Return the metrics of now: `Counter`, `Gauge` and `Histogram` of
+        `jackfield.core.metrics.reader`, under the names that /metrics has."""
+        return read_metrics(self._run(self.engine.render_metrics()).decode())
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget cached prefixes; return whether it was done, which it is not while requests
+        run."""
+        return self._run(self.engine.reset_prefix_cache())
+
+    def start_profile(self) -> None:
+        """Trace the step loop, the worker and the device (`profiler_config`)."""
+        self._run(self.engine.start_profile())
+
+    def stop_profile(self) -> list[str]:
+        """End a profile; return the files that it is in."""
+        return list(self._run(self.engine.stop_profile()))
 
     def close(self) -> None:
         """Stop the engine and free the device. Safe to call twice. Also runs at the program's end,
@@ -225,7 +317,7 @@ class LLM:
             each = [params or self.get_default_sampling_params()] * len(items)
         else:
             each = list(params)
-        _check_as_many(each, items)
+        _check_as_many("sampling_params", each, items)
         each = [msgspec.structs.replace(p, output_kind=OutputKind.FINAL_ONLY) for p in each]
 
         loras = _for_each(lora_request, items)
@@ -299,11 +391,9 @@ def _check_many(name: str, value: Any) -> None:
         raise InvalidRequest(f"{name}: must be a list, got {type(value).__name__}", param=name)
 
 
-def _check_as_many(params: list[Any], prompts: list[Any]) -> None:
-    if len(params) != len(prompts):
-        raise InvalidRequest(
-            f"params: {len(params)} given for {len(prompts)} prompts", param="params"
-        )
+def _check_as_many(name: str, values: Sequence[Any], prompts: Sequence[Any]) -> None:
+    if len(values) != len(prompts):
+        raise InvalidRequest(f"{name}: {len(values)} given for {len(prompts)} prompts", param=name)
 
 
 def _for_each(
@@ -319,7 +409,3 @@ def _for_each(
             param="lora_request",
         )
     return list(lora_request)
-
-
-def _for_task(task: PoolingTask, params: PoolingParams | None) -> PoolingParams:
-    return msgspec.structs.replace(params or PoolingParams(), task=task)

@@ -749,7 +749,7 @@ def test_a_wrong_field_is_named(server: Server, options: dict[str, Any], param: 
         assert param.partition(".")[0].partition("[")[0] in error["message"]
 
 
-@pytest.mark.parametrize("name", sorted(UNSUPPORTED))
+@pytest.mark.parametrize("name", sorted(UNSUPPORTED.keys() - {"use_beam_search"}))
 def test_what_is_not_supported_is_refused_by_name(server: Server, name: str) -> None:
     for route, body in (
         (ROUTE, {"messages": user("Hello")}),
@@ -761,6 +761,13 @@ def test_what_is_not_supported_is_refused_by_name(server: Server, name: str) -> 
         assert error["param"] == name and error["message"].startswith(f"{name}: ")
         for nothing in (None, [], ""):
             post(server, {**body, name: nothing, "max_tokens": 1}, route=route)
+
+
+@pytest.mark.parametrize("route", ["/v1/responses", "/v1/messages", "/v1/embeddings"])
+def test_other_routes_do_not_search(server: Server, route: str) -> None:
+    body = {"input": "x", "messages": user("x"), "max_tokens": 1, "use_beam_search": True}
+    error = post(server, body, 400, route)["error"]
+    assert "use_beam_search: is not supported: POST /v1/completions" in error["message"]
 
 
 def test_completions_refuse_best_of_and_say_why_there_is_no_suffix(server: Server) -> None:

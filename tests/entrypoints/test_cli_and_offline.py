@@ -14,6 +14,7 @@ import transformers
 from jackfield import LLM, SamplingParams
 from jackfield.core.errors import ConfigError, InvalidRequest, LoadError
 from jackfield.core.loading.model_config import EMBEDDED_MODEL
+from jackfield.core.metrics.reader import Counter, Gauge, Histogram
 from jackfield.entrypoints.cli.main import main
 from jackfield.entrypoints.flags.engine_flags import add_engine_options, engine_config
 from jackfield.entrypoints.flags.parser import Parser
@@ -133,6 +134,34 @@ def test_the_tokenizer_is_one_of_transformers(llm: LLM) -> None:
     )
     tokenizer.add_tokens(["<|mine|>"])
     assert "<|mine|>" not in str(llm.get_tokenizer().get_vocab())
+
+
+def test_scripts_of_vllm_find_their_names(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=2, ignore_eos=True, temperature=0)
+    prompt = list(range(5, 45))
+    before = {metric.name: metric for metric in llm.get_metrics()}
+    outputs = llm.generate([prompt], sampling_params=params, use_tqdm=False)
+    assert llm.reset_prefix_cache() is True
+    [again] = llm.generate([prompt], sampling_params=params, use_tqdm=False, priority=[0])
+    assert again.num_cached_tokens == 0 and again.outputs[0].text == outputs[0].outputs[0].text
+    after = {metric.name: metric for metric in llm.get_metrics()}
+    name = "jackfield:generation_tokens"
+    assert isinstance(after[name], Counter) and after[name].labels["model_name"]
+    assert after[name].value - before[name].value == 4  # type: ignore[union-attr]
+    waiting = after["jackfield:num_requests_waiting"]
+    assert isinstance(waiting, Gauge) and waiting.value == 0
+    times = after["jackfield:e2e_request_latency_seconds"]
+    assert isinstance(times, Histogram) and times.buckets["+Inf"] == times.count > 0
+    assert times.sum > 0 and sorted(times.buckets.values()) == list(times.buckets.values())
+    assert llm.llm_engine.model_config is llm.model_config
+    assert llm.model_config.max_model_len > 0
+    [chat] = llm.chat(
+        [{"role": "user", "content": "hi"}], params, False, add_generation_prompt=False,
+        chat_template="{{ messages[0].content }}",
+    )  # fmt: skip
+    assert chat.prompt_token_ids == llm.generate("hi", params, use_tqdm=False)[0].prompt_token_ids
+    with pytest.raises(InvalidRequest, match="priority: 2 given for 1"):
+        llm.generate([prompt], params, priority=[0, 1])
 
 
 def test_chat(llm: LLM) -> None:

@@ -417,6 +417,12 @@ def test_the_synchronous_face_embeds_and_scores() -> None:
         np.testing.assert_allclose([o.outputs.embedding for o in outputs], vectors, atol=1e-5)
         [raw] = llm.encode(TEXTS[0], PoolingParams(normalize=False), use_tqdm=False)
         assert np.linalg.norm(raw.outputs.data) > 1.1
+        [cut] = llm.embed(TEXTS[0], truncate_prompt_tokens=3, use_tqdm=False)
+        [same] = llm.encode(
+            cut.prompt_token_ids, pooling_params=PoolingParams(), pooling_task="embed"
+        )
+        assert len(cut.prompt_token_ids) == 3
+        np.testing.assert_allclose(cut.outputs.data, same.outputs.data, atol=1e-6)
         scores = llm.score(TEXTS[0], TEXTS)
         np.testing.assert_allclose(
             [o.outputs.score for o in scores], vectors @ vectors[0], atol=1e-5

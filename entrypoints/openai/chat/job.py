@@ -6,7 +6,7 @@ Used by chat completions (request.py), responses (../responses/request.py) and A
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -66,6 +66,18 @@ class ChatJob(msgspec.Struct, frozen=True):
     def outputs(self) -> OutputStream:
         options = self._engine_options()
         return watched(self.engine.chat(self.messages, self.params, **self.rendering, **options))
+
+    async def searched(self) -> AsyncIterator[RequestOutput]:
+        """Yield the output of a beam search. Raises as `outputs`."""
+        token_ids = await self.engine.tokenize_chat(
+            self.messages,
+            limit=self.engine.prompt_limit(self.params, "messages"),
+            **self.rendering,
+        )
+        options = self._engine_options()
+        search = self.request.beam_search(self.engine, token_ids, self.params, options)
+        async for output in search.outputs():
+            yield output
 
     async def abort(self) -> None:
         await self.engine.abort(self._engine_options()["request_id"])

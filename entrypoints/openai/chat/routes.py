@@ -51,7 +51,8 @@ def _completion(app: web.Application, params: ChatRequest) -> ChatCompletion:
 
 async def full_response(chat: ChatCompletion) -> dict[str, Any]:
     output: RequestOutput | None = None
-    async for output in chat.job.outputs():  # noqa: B007
+    job = chat.job
+    async for output in job.searched() if job.request.use_beam_search else job.outputs():  # noqa: B007
         pass
     assert output is not None
     bodies, choices = [], []

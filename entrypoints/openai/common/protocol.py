@@ -13,10 +13,12 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 import msgspec
 
+from ....core.engine.async_engine import AsyncEngine
 from ....core.errors import InvalidRequest, shown
 from ....core.loading.generation_config import SamplingDefaults
 from ....core.sampling_params import OutputKind, SamplingParams, all_ints, kv_compression_from
-from ...http.auth.origin import Origin
+from ...beam_search import BeamSearch, BeamSearchParams
+from ...http.auth.origin import EngineOptions, Origin
 from ...http.options import ServerOptions
 from ...http.whole_numbers import integers_of, with_integers
 from .response_format import requested
@@ -33,7 +35,7 @@ UNSUPPORTED = {
     "audio": "this server's models write text",
     "modalities": "this route has no such choice",
     "web_search_options": "there is no web search here; give the model a tool",
-    "use_beam_search": "there is no beam search",
+    "use_beam_search": "POST /v1/completions and /v1/chat/completions search",
     "chat_template": "only POST /v1/chat/completions takes one",
     "documents": "only POST /v1/chat/completions takes them",
     "prompt_embeds": "send text or token ids",
@@ -63,6 +65,22 @@ EMPTY: tuple[Any, ...] = (None, False, "", [], {})
 """Values without effect in an unsupported field."""
 NOTHING = {"function_call": ("auto", "none")}
 """Further such values of one field."""
+BESIDE_BEAMS = (
+    "stream", "stop", "stop_token_ids", "presence_penalty", "frequency_penalty", "logit_bias",
+    "repetition_penalty", "min_tokens", "bad_words", "allowed_token_ids", "prompt_logprobs",
+    "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice",
+    "guided_grammar", "structural_tag", "truncate_prompt_tokens", "kv_transfer_params",
+    "kv_compression", "vllm_xargs",
+)  # fmt: skip
+"""Fields that have no meaning in a beam search."""
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "repetition_penalty": (None, 1.0),
+    "response_format": (None, {"type": "text"}),
+    "presence_penalty": (None, 0.0),
+    "frequency_penalty": (None, 0.0),
+    "min_tokens": (None, 0),
+}
+"""Field → its values without effect, where others than EMPTY have none."""
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 VERBOSITIES = ("low", "medium", "high")
 SERVICE_TIERS = ("auto", "default", "flex", "scale", "priority", "fast")
@@ -125,6 +143,10 @@ class SamplingRequest(msgspec.Struct, kw_only=True, dict=True):
     """How much of the request's cache stays: "off", {"ratio": …} or {"budget": …}."""
     vllm_xargs: dict[str, Any] | None = None
     request_id: str | None = None
+    use_beam_search: bool = False
+    """Return the n best outputs of a search of this width."""
+    length_penalty: float = 1.0
+    """Of beam search: what power of its length divides a sequence's log-probability."""
 
     origin: ClassVar[Origin] = Origin()
     """Set by `request_body.decode_call`; not a request's field."""
@@ -142,6 +164,36 @@ class SamplingRequest(msgspec.Struct, kw_only=True, dict=True):
             raise InvalidRequest("stream_options: needs stream=true", param="stream_options")
         if self.cache_salt == "":
             raise InvalidRequest("cache_salt: must not be empty", param="cache_salt")
+        for name in BESIDE_BEAMS if self.use_beam_search else ():
+            if getattr(self, name, None) not in NEUTRAL.get(name, (*EMPTY, ())):
+                raise InvalidRequest(
+                    f"{name}: not together with use_beam_search, which compares whole outputs by "
+                    "the model's own probabilities",
+                    param=name,
+                )
+
+    def beam_search(
+        self,
+        engine: AsyncEngine,
+        token_ids: list[int],
+        params: SamplingParams,
+        options: EngineOptions,
+    ) -> BeamSearch:
+        """Return the search over a prompt. params: of `sampling`. Raises InvalidRequest."""
+        if params.structured_outputs is not None:  # The grammar of calls.
+            raise InvalidRequest(
+                "tool_choice: must be auto or none with use_beam_search", param="tool_choice"
+            )
+        room = max(1, engine.model_config.max_model_len - len(token_ids))
+        limit = room if params.max_tokens is None else params.max_tokens
+        beams = BeamSearchParams(
+            beam_width=params.n,
+            max_tokens=min(limit, room) if params.max_tokens_field is None else limit,
+            ignore_eos=params.ignore_eos,
+            length_penalty=self.length_penalty,
+            include_stop_str_in_output=params.include_stop_str_in_output,
+        )
+        return BeamSearch(engine, None, token_ids, beams, params, options, width_field="n")
 
     @property
     def token_limit_field(self) -> str | None:

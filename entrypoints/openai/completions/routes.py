@@ -14,6 +14,7 @@ from ....core.engine.output_stream import OutputStream
 from ....core.errors import InvalidRequest
 from ....core.outputs import CompletionOutput, KVCompressionUsage, PositionLogprobs, RequestOutput
 from ....core.sampling_params import SamplingParams
+from ...http.auth.origin import EngineOptions
 from ...http.context import (
     ENGINE,
     OPTIONS,
@@ -125,22 +126,28 @@ class TextCompletion:
 
     def streams(self) -> list[OutputStream]:
         return [
-            watched(
-                self.engine.generate(
-                    token_ids,
-                    self.params,
-                    **self.request.origin.engine_options(
-                        self.id if len(self.token_ids) == 1 else part_id(self.id, index),
-                        self.request.priority,
-                        self.request.cache_salt,
-                    ),
-                )
+            watched(self.engine.generate(token_ids, self.params, **options))
+            for token_ids, options in zip(self.token_ids, self._engine_options(), strict=True)
+        ]
+
+    def _searches(self) -> list[AsyncIterator[RequestOutput]]:
+        return [
+            self.request.beam_search(self.engine, token_ids, self.params, options).outputs()
+            for token_ids, options in zip(self.token_ids, self._engine_options(), strict=True)
+        ]
+
+    def _engine_options(self) -> list[EngineOptions]:
+        return [
+            self.request.origin.engine_options(
+                self.id if len(self.token_ids) == 1 else part_id(self.id, index),
+                self.request.priority,
+                self.request.cache_salt,
             )
-            for index, token_ids in enumerate(self.token_ids)
+            for index in range(len(self.token_ids))
         ]
 
     async def full_response(self) -> dict[str, Any]:
-        outputs = await _all(self.streams())
+        outputs = await _all(self._searches() if self.request.use_beam_search else self.streams())
         choices = []
         for number, output in enumerate(outputs):
             in_prompt = num_logprobs(output.prompt_logprobs)
