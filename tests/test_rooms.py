@@ -26,7 +26,7 @@ FLOORS = (
     ("entrypoints/openai/common",),
     ("entrypoints/openai/chat", "entrypoints/openai/completions", "entrypoints/openai/pooling"),
     ("entrypoints/openai/responses",),
-    ("entrypoints/anthropic", "entrypoints/batch", "entrypoints/web"),
+    ("entrypoints/anthropic", "entrypoints/ollama", "entrypoints/batch", "entrypoints/web"),
     ("entrypoints/server",),
     ("entrypoints/bench",),
     ("entrypoints/cli",),

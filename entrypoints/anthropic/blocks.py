@@ -6,13 +6,9 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
-import re
 import uuid
 from collections.abc import Callable, Iterable
 from typing import Any
-
-import msgspec
 
 from ...core.protocols.parsers import (
     Content,
@@ -22,6 +18,7 @@ from ...core.protocols.parsers import (
     ToolCallEnd,
     ToolCallStart,
 )
+from ..openai.chat.call_arguments import as_object
 
 Event = dict[str, Any]
 TEXTS = {"text": "text", "thinking": "thinking", "tool_use": "partial_json"}
@@ -153,46 +150,3 @@ def fold_events(events: Iterable[Event]) -> dict[str, Any]:
                 message.update(event["delta"])
                 message["usage"] = {**message["usage"], **event["usage"]}
     return message
-
-
-TOKEN = re.compile(
-    r'\s*(?:(?P<string>"(?:[^"\\]|\\.)*")|(?P<word>true|false|null)'
-    r"|(?P<number>-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)(?![\d.eE+-])|(?P<mark>[{}\[\],:]))",
-    re.S,
-)
-CLOSERS = {"{": "}", "[": "]"}
-
-
-def as_object(arguments: str) -> msgspec.Raw:
-    """Return a call's arguments as a JSON object: as written, or the complete values if the output
-    was cut off. The stream's deltas join to the same.
-    """
-    for text in (arguments, _complete_part(arguments)):
-        data = text.encode("utf-8", "replace")
-        try:
-            msgspec.json.decode(data, type=dict[str, msgspec.Raw])
-            json.loads(data)  # msgspec checks the outermost object alone.
-        except (ValueError, RecursionError):
-            continue
-        return msgspec.Raw(data)
-    return msgspec.Raw(b"{}")
-
-
-def _complete_part(text: str) -> str:
-    """Return JSON up to its last complete value, with brackets closed."""
-    closers: list[str] = []
-    end = position = 0
-    before = ""
-    while (token := TOKEN.match(text, position)) is not None:
-        position = token.end()
-        mark = token["mark"]
-        if mark in CLOSERS:
-            closers.append(CLOSERS[mark])
-        elif mark in ("}", "]"):
-            if not closers or closers.pop() != mark:
-                break
-        elif mark is not None or (closers[-1:] == ["}"] and before in ("{", ",")):
-            before = mark or ""
-            continue  # A comma, a colon, or a key: no value ends here.
-        end, before = position, mark or ""
-    return text[:end] + "".join(reversed(closers))

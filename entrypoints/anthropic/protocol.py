@@ -9,6 +9,7 @@ import msgspec
 from ...core.errors import ContextLengthExceeded, InvalidRequest, JackfieldError, shown
 from ..http.auth.origin import Origin
 from ..openai.common.protocol import ChatRequest
+from ..openai.common.renamed_fields import rename_field
 from ..openai.responses.protocol import EFFORTS
 from .conversation import is_prefilled, to_messages
 from .tools import chat_choice, chat_tools
@@ -192,14 +193,7 @@ def in_own_terms(error: E) -> E:
         if error.num_prompt_tokens is not None:
             reason = f"{error.num_prompt_tokens} tokens > {error.limit} maximum"
         error.message, error.param = f"prompt is too long: {reason}", "messages"
-    for chat, own in RENAMED.items():
-        param = error.param
-        if param is not None and (param == chat or param.startswith((f"{chat}.", f"{chat}["))):
-            error.param = own + param[len(chat) :]
-            error.message = error.message.replace(param, error.param, 1)
-            break
-    error.args = (error.message,)
-    return error
+    return rename_field(error, RENAMED)
 
 
 def _refuse(field: str, expected: str, value: Any) -> NoReturn:

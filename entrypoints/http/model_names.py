@@ -10,13 +10,18 @@ from ...core.lora_request import AdapterCard, AdapterRef, check_adapter_name, un
 from ...core.tenancy import Tenant
 
 
-async def find_adapter(engine: AsyncEngine, name: str | None, tenant: Tenant) -> AdapterRef | None:
+async def find_adapter(
+    engine: AsyncEngine, name: str | None, tenant: Tenant, implied_tag: str = ""
+) -> AdapterRef | None:
     """Return the adapter that a request's `model` names; None: it names the base model.
 
-    Besides an adapter's name, "base:adapter" is one, as in SGLang. Raises ModelNotFound, with the
-    same message for an adapter that the tenant may not use and one that nobody has.
+    Besides an adapter's name, "base:adapter" is one, as in SGLang. implied_tag: an ending of names
+    that means nothing, unless a served name has it. Raises ModelNotFound, with the same message for
+    an adapter that the tenant may not use and one that nobody has.
     """
     names = engine.served_model_names
+    if name is not None and name not in names and implied_tag:
+        name = name.removesuffix(implied_tag)
     if name is None or name in names:
         return None
     if engine.config.enable_lora:

@@ -1,4 +1,6 @@
-"""Server-sent events: one frame per chunk, an error frame if a stream fails, [DONE] at the end."""
+"""Streams: one frame per chunk, an error frame if a stream fails, and the last frame. Mostly
+server-sent events, which end with [DONE].
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,9 @@ from .request_log import mark_left
 
 T = TypeVar("T")
 logger = logging.getLogger("jackfield.server")
+EVENT_STREAM = "text/event-stream; charset=utf-8"
 HEADERS = {
-    "Content-Type": "text/event-stream; charset=utf-8",
+    "Content-Type": EVENT_STREAM,
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",
 }
@@ -55,6 +58,7 @@ class Protocol(NamedTuple):
     """Returns an error's frame."""
     end: bytes
     """The last frame, even after an error."""
+    content_type: str = EVENT_STREAM
 
 
 OPENAI = Protocol(failure=lambda error: frame(error_body(error)), end=DONE)
@@ -73,15 +77,16 @@ class Template:
 
 
 class EventStream:
-    """A response of server-sent events. Comments keep its connection open while nothing else is
-    sent (`--sse-keep-alive-interval`).
+    """A response of server-sent events, or of lines of JSON. Comments keep the connection of events
+    open while nothing else is sent (`--sse-keep-alive-interval`); lines have none.
 
     The status line waits for `begin` or the first comment: errors until then have their own status.
     """
 
-    def __init__(self, request: web.Request) -> None:
-        self.response = web.StreamResponse(headers=HEADERS)
-        self.interval = request.app[OPTIONS].sse_keep_alive_interval
+    def __init__(self, request: web.Request, content_type: str = EVENT_STREAM) -> None:
+        self.response = web.StreamResponse(headers=HEADERS | {"Content-Type": content_type})
+        has_comments = content_type == EVENT_STREAM
+        self.interval = request.app[OPTIONS].sse_keep_alive_interval if has_comments else 0
         """Seconds; 0: no comments."""
         self._request = request
         self._loop = asyncio.get_running_loop()
@@ -152,7 +157,7 @@ async def stream_outputs(
     Further ones are written when the engine delivers them, all streams in sequence
     (`OutputStream.listen`). A slow client gets fewer, larger outputs, so its buffer stays small.
     """
-    events = EventStream(request)
+    events = EventStream(request, protocol.content_type)
     try:
         try:
             output = await events.result_of(outputs.__anext__())

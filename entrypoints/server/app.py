@@ -30,6 +30,7 @@ from ..http.inflight import IN_FLIGHT, InFlightCounts, count_in_flight, server_l
 from ..http.log_format import LoggedText
 from ..http.options import ServerOptions
 from ..http.request_pacing import PACER, RequestPacer, pace_requests
+from ..ollama.routes import add_ollama
 from ..openai.chat.routes import chat_completions
 from ..openai.completions.routes import completions
 from ..openai.invocations import invocations
@@ -132,6 +133,7 @@ def make_app(
     if options.request_id_headers:
         app.on_response_prepare.append(_tell_request_id)
     add_messages(app)
+    add_ollama(app, root=not options.playground)
     app.middlewares.append(within_limits)
     if options.max_concurrency is not None:
         app.middlewares.append(limit_concurrency(options.max_concurrency))

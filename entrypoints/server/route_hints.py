@@ -7,6 +7,8 @@ from aiohttp import web
 from ..http.context import OPTIONS
 
 BATCH_ROUTES = ("/v1/files", "/v1/batches")
+MODEL_ROUTES = ("/api/push", "/api/create", "/api/copy", "/api/delete", "/api/blobs")
+"""Routes of Ollama's that change the models on disk."""
 
 
 def hint(request: web.Request) -> str:
@@ -17,6 +19,8 @@ def hint(request: web.Request) -> str:
     path = request.path.rstrip("/")
     if path.startswith(BATCH_ROUTES) and request.app[OPTIONS].batches is None:
         return " (the server was started without --batch-dir)"
+    if path.startswith(MODEL_ROUTES):
+        return " (this server has one model, from its start to its end)"
     routes = [
         resource.canonical
         for resource in request.app.router.resources()

@@ -35,6 +35,8 @@ OPERATIONS = {
     "/v1/chat/completions": "chat",
     "/v1/messages": "chat",
     "/v1/responses": "chat",
+    "/api/chat": "chat",
+    "/api/generate": "chat",
 }
 """Route → `gen_ai.operation.name` of its requests that generate text, if other than
 `text_completion`."""

@@ -34,6 +34,7 @@ from jackfield.entrypoints.bench.engine.session import IN_PROCESS, make_parser
 from jackfield.entrypoints.bench.serve import serve_options
 from jackfield.entrypoints.cli.main import COMMANDS
 from jackfield.entrypoints.flags import vllm_flags
+from jackfield.entrypoints.ollama import protocol as ollama_protocol
 from jackfield.entrypoints.openai.common import protocol
 from jackfield.entrypoints.openai.pooling import protocol as pooling_protocol
 from jackfield.entrypoints.openai.responses import protocol as responses_protocol
@@ -116,6 +117,7 @@ THEIRS = ("my_package", "path", "owner", "simple_plugin", "name")
 CHECKPOINT_FILES = {"config.json", "scores.json"}
 OTHERS_NAMES = {
     "OpenAI", "None", "True", "False", "SIGTERM", "SIGINT", "HF_HUB_OFFLINE", "X-Request-Id",
+    "OLLAMA_API_KEY",
     "JSON", "Authorization", "Serving", "X", "PATH", "NAME", "KEY", "ParserEvent",
     # Of Ray, gloo and NCCL.
     "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "GLOO_SOCKET_IFNAME",
@@ -313,7 +315,10 @@ def test_http_reference_has_every_route_and_field() -> None:
                  pooling_protocol.PoolingRequest, pooling_protocol.ClassifyRequest,
                  pooling_protocol.ScoreRequest, pooling_protocol.RerankRequest,
                  responses_protocol.ResponsesRequest, responses_protocol.TextConfig,
-                 messages_protocol.MessagesRequest):  # fmt: skip
+                 messages_protocol.MessagesRequest, ollama_protocol.OllamaChatRequest,
+                 ollama_protocol.GenerateRequest, ollama_protocol.EmbedRequest,
+                 ollama_protocol.EmbeddingsRequest, ollama_protocol.ShowRequest,
+                 ollama_protocol.Options):  # fmt: skip
         for field in msgspec.structs.fields(kind):
             assert f"`{field.name}`" in text, f"{kind.__name__}.{field.name}"
     for name in protocol.UNSUPPORTED:

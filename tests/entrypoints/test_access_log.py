@@ -25,6 +25,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": MESSAGES, **LONG},
     "/v1/messages": {"model": MODEL, "messages": MESSAGES, **LONG},
     "/v1/responses": {"input": "Hello", "max_output_tokens": 400, "ignore_eos": True},
+    "/api/chat": {"model": MODEL, "messages": MESSAGES, "ignore_eos": True},
 }
 
 
@@ -100,8 +101,9 @@ def test_a_line_has_the_tokens_and_when_the_first_came(
     server: Server, route: str, stream: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     limit = "max_output_tokens" if route == "/v1/responses" else "max_tokens"
+    own = {"options": {"num_predict": 7}} if route == "/api/chat" else {limit: 7}
     response = httpx.post(
-        server.url + route, json={**BODIES[route], "stream": stream, limit: 7}, timeout=60
+        server.url + route, json={**BODIES[route], "stream": stream, **own}, timeout=60
     )
     assert response.status_code == 200
     assert server.becomes(lambda _: bool(lines(caplog)))

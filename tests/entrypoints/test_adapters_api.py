@@ -166,6 +166,21 @@ def bodies(model: str) -> dict[str, dict[str, Any]]:
         "/v1/responses/input_tokens": {"model": model, "input": PROMPT},
         "/tokenize": {"model": model, "prompt": PROMPT},
         "/detokenize": {"model": model, "tokens": [5, 6]},
+        "/api/chat": {
+            "model": model,
+            "messages": messages,
+            "stream": False,
+            "ignore_eos": True,
+            "options": {"num_predict": 4, "temperature": 0},
+        },
+        "/api/generate": {
+            "model": model,
+            "prompt": PROMPT,
+            "stream": False,
+            "raw": True,
+            "options": {"num_predict": 4, "temperature": 0},
+        },
+        "/api/embed": {"model": model, "input": PROMPT},
         "/v1/embeddings": {"model": model, "input": PROMPT},
         "/pooling": {"model": model, "input": PROMPT},
         "/classify": {"model": model, "input": PROMPT},
@@ -174,8 +189,11 @@ def bodies(model: str) -> dict[str, dict[str, Any]]:
     }
 
 
-GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
-POOLED = ("/v1/embeddings", "/pooling", "/classify", "/score", "/rerank")
+GENERATING = (
+    "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat",
+    "/api/generate",
+)  # fmt: skip
+POOLED = ("/api/embed", "/v1/embeddings", "/pooling", "/classify", "/score", "/rerank")
 
 
 @pytest.mark.parametrize("route", bodies(""))
@@ -188,7 +206,7 @@ def test_each_route_takes_an_adapter_and_knows_no_other_name(route: str, server:
     if route in GENERATING:
         assert known.json()["model"] == "first"
         base = httpx.post(server.url + route, json=bodies(MODEL)[route], timeout=60)
-        names = ("choices", "output", "content")
+        names = ("choices", "output", "content", "message", "response")
         texts = [
             [str(answer.json()[name]) for name in names if name in answer.json()]
             for answer in (known, base)
@@ -197,7 +215,7 @@ def test_each_route_takes_an_adapter_and_knows_no_other_name(route: str, server:
     for name in ("nobody", "FIRST", "first/", "../first", "x" * 300, "a\nb", ""):
         unknown = httpx.post(server.url + route, json=bodies(name)[route], timeout=60)
         assert unknown.status_code == 404, (name, unknown.text)
-        assert "is not served here (there is: tiny)" in unknown.json()["error"]["message"]
+        assert "is not served here (there is: tiny)" in unknown.text
 
 
 @pytest.mark.parametrize("route", GENERATING)

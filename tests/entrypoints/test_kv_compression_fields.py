@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -84,6 +85,20 @@ def test_responses_and_messages_have_them_too(client: httpx.Client) -> None:
         assert "kv_cache_details" not in whole
         streamed = client.post(route, json={**body, **compression, "stream": True}).text
         assert '"kept_tokens":22' in streamed.replace(" ", "")
+
+
+def test_ollama_s_chat_has_them_too(client: httpx.Client) -> None:
+    body = {
+        "model": model(client),
+        "messages": [{"role": "user", "content": "a b c d e f g h " * 4}],
+        "options": {"num_predict": 3},
+        "ignore_eos": True,
+        "kv_compression": {"budget": 20},
+    }
+    *_, last = (json.loads(line) for line in client.post("/api/chat", json=body).iter_lines())
+    dropped = last["prompt_eval_count"] + 2 - 22
+    details = {"kept_tokens": 22, "dropped_tokens": dropped, "compactions": 1}
+    assert last["kv_cache_details"] == details and dropped > 0
 
 
 def test_wrong_values_are_refused_by_name(client: httpx.Client) -> None:

@@ -28,6 +28,8 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": MESSAGES, "max_tokens": 5},
     "/v1/messages": {"model": MODEL, "messages": MESSAGES, "max_tokens": 5},
     "/v1/responses": {"input": "Hello", "max_output_tokens": 5},
+    "/api/chat": {"model": MODEL, "messages": MESSAGES, "options": {"num_predict": 5}},
+    "/api/generate": {"model": MODEL, "prompt": "Hello", "options": {"num_predict": 5}},
 }
 
 

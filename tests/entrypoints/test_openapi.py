@@ -364,6 +364,11 @@ def check_shape(response: Any, operation: dict[str, Any], openapi: dict[str, Any
     """No key that is not documented, and every event as documented."""
     components = openapi["components"]["schemas"]
     content = operation["responses"]["200"]["content"]
+    if response.headers["content-type"][0] == "application/x-ndjson":
+        for line in response.text.splitlines():
+            schema = content["application/x-ndjson"]["schema"]
+            assert not undocumented(json.loads(line), schema, components), line
+        return
     if not response.headers["content-type"][0].startswith("text/event-stream"):
         schema = content["application/json"]["schema"]
         assert not undocumented(response.json(), schema, components)

@@ -30,6 +30,7 @@ POSTED = (
     "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/embeddings",
     "/pooling", "/classify", "/score", "/rerank", "/tokenize", "/detokenize",
     "/v1/messages/count_tokens", "/v1/responses/input_tokens", "/v1/files", "/v1/batches",
+    "/api/chat", "/api/generate", "/api/embed", "/api/embeddings", "/api/show", "/api/pull",
 )  # fmt: skip
 LONG = {"max_tokens": 900, "ignore_eos": True}
 HTTP = httpx.Client(timeout=60)

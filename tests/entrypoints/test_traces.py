@@ -43,6 +43,12 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": MESSAGES, "max_tokens": 5, "ignore_eos": True},
     "/v1/messages": {"model": MODEL, "messages": MESSAGES, "max_tokens": 5, "ignore_eos": True},
     "/v1/responses": {"input": "Hello", "max_output_tokens": 5, "ignore_eos": True},
+    "/api/chat": {
+        "model": MODEL,
+        "messages": MESSAGES,
+        "options": {"num_predict": 5},
+        "ignore_eos": True,
+    },
 }
 
 
@@ -112,7 +118,8 @@ def test_a_request_is_a_span_below_the_callers_with_its_phases(
     assert request.attributes["gen_ai.request.max_tokens"] == 5
     assert request.attributes["gen_ai.response.finish_reasons"] == ("length",)
     if not stream:
-        usage = response.json()["usage"]
+        usage = response.json().get("usage", response.json())
+        usage.setdefault("input_tokens", usage.get("prompt_eval_count"))  # Ollama's name.
         num_prompt = usage.get("prompt_tokens", usage.get("input_tokens"))
         num_cached = usage.get("cache_read_input_tokens", 0)
         num_prompt += num_cached if route == "/v1/messages" else 0

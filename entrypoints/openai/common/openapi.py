@@ -40,6 +40,7 @@ ERRORS = {
     503: "Too many requests, or the engine is stopping or has failed",
 }
 EVENTS = "With `stream`: server-sent events; an error after the first one comes as an event"
+LINES = "With `stream`, the default: a line of JSON each; an error after the first comes as a line"
 JSON = (dict, list, tuple, str, int, float, bool, type(None))
 """Types of JSON values; others stand for a schema."""
 
@@ -54,12 +55,13 @@ def documented(
     content_type: str = "application/json",
     error: Any = ErrorResponse,
     ends_with_done: bool = True,
+    in_lines: bool = False,
 ) -> Callable[[F], F]:
     """Return a decorator that describes a handler; its docstring becomes the summary.
 
     request, response, event, error: types of bodies and of a stream's events; errors: statuses of
     ERRORS, besides those of every route with a body or a key; ends_with_done: a stream ends with
-    `data: [DONE]`.
+    `data: [DONE]`; in_lines: it has a JSON object per line instead of server-sent events.
     """
 
     def decorate(handler: F) -> F:
@@ -67,7 +69,10 @@ def documented(
         success: dict[str, Any] = {"description": "Done"}
         if response is not None:
             success["content"] = {content_type: {"schema": response}}
-        if event is not None:
+        if event is not None and in_lines:
+            success["description"] = f"Done. {LINES}"
+            success["content"]["application/x-ndjson"] = {"schema": {"anyOf": [event, error]}}
+        elif event is not None:
             ending = ", and the last is `data: [DONE]`" if ends_with_done else ""
             success["description"] = f"Done. {EVENTS}{ending}"
             success["content"]["text/event-stream"] = {

@@ -64,7 +64,8 @@ async def decode_call(call: Call, body: bytes, kind: type[T]) -> T:
     if isinstance(params, SamplingRequest):
         params.take_defaults(call.app[OPTIONS])
     name = getattr(params, "model", None)
-    adapter = await find_adapter(call.app[ENGINE], name, call.tenant)
+    tag = getattr(kind, "implied_tag", "")
+    adapter = await find_adapter(call.app[ENGINE], name, call.tenant, tag)
     if hasattr(kind, "origin"):
         params.origin = Origin(  # type: ignore[attr-defined]
             call.tenant,

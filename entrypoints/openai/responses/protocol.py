@@ -11,6 +11,7 @@ import msgspec
 from ....core.errors import InvalidRequest, JackfieldError, shown
 from ...http.auth.origin import Origin
 from ..common.protocol import VERBOSITIES, ChatRequest
+from ..common.renamed_fields import rename_field
 from .tools import Tools, chosen
 
 ID_PREFIX = "resp_"
@@ -262,11 +263,4 @@ def _check_metadata(metadata: dict[str, str]) -> None:
 
 def renamed(error: JackfieldError) -> JackfieldError:
     """Return the error with a response's field names."""
-    for chat, own in RENAMED.items():
-        param = error.param
-        if param is not None and (param == chat or param.startswith((f"{chat}.", f"{chat}["))):
-            error.param = own + param[len(chat) :]
-            error.message = error.message.replace(param, error.param, 1)
-            error.args = (error.message,)
-            break
-    return error
+    return rename_field(error, RENAMED)
