@@ -5,6 +5,7 @@ that stand for others.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import json
 from collections.abc import AsyncIterator, Iterator
@@ -128,6 +129,24 @@ def test_a_stream_that_waits_gets_comments(
         rest = [line for line in lines if line and not line.startswith(":")]
     assert last in rest[-1]
     assert all(line.startswith(("data: ", "event: ")) for line in rest)
+
+
+def test_lines_of_json_have_no_comments(server: Server) -> None:
+    """Ollama's clients parse every line."""
+    body = {**CHAT, "model": MODEL, "options": {"num_predict": 3}, "ignore_eos": True}
+    taken = contextlib.ExitStack()
+    taken.enter_context(occupied(server))
+
+    def waits(engine: Any) -> bool:
+        return len(engine.core.requests.states) == 2
+
+    with taken, concurrent.futures.ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(httpx.post, f"{server.url}/api/chat", json=body, timeout=60)
+        assert server.becomes(waits)
+        server.call(lambda engine: asyncio.sleep(5 * OPTIONS_OF_ALL.sse_keep_alive_interval))
+        taken.close()
+        lines = answer.result().text.splitlines()
+    assert [json.loads(line)["done"] for line in lines][-1]
 
 
 def test_a_client_leaves_comments_out(server: Server, client: openai.OpenAI) -> None:
