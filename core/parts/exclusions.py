@@ -35,7 +35,6 @@ MODELS: Mapping[str, str] = {
 """Capability of a model → what the model does."""
 EXCLUDES: Mapping[str, Mapping[str, str]] = {
     speculation.NAME: {
-        kv_compression.NAME: "caches with drafts are not compacted",
         kv_transfer.NAME: "KV connectors would save drafts",
         TENSOR_PARALLEL: "drafts are verified by one rank alone",
         PIPELINE: "drafts are verified by one rank alone",

@@ -183,7 +183,12 @@ class KVCompression(SchedulerPart):
         return self._places.get(request)
 
     def decode_tokens(self, request: Request, count: int, spare: int) -> int:
-        """Compact a due cache before its row."""
+        """Compact a due cache before its row, which waits while drafts are undecided: until then
+        only a bound of the cache's length is known.
+        """
+        place = self._places.get(request, NEVER)
+        if request.num_unverified_tokens and request.num_computed_tokens >= place:
+            return 0
         return self.chunk_tokens(request, count)
 
     def chunk_tokens(self, request: Request, count: int) -> int:
@@ -262,7 +267,7 @@ class KVCompression(SchedulerPart):
             ends = request.num_tokens >= request.max_total_tokens
             if rule is None or not decodes or ends or not request.prompt_computed:
                 continue
-            if request.slot in self._planned:
+            if request.slot in self._planned or request.num_unverified_tokens:
                 continue
             gain, kept = self._gain(request, rule)
             if worth is not None and gain * worth < self._kv.num_held(request):

@@ -50,7 +50,8 @@ class KVCompressionStart(PartStart):
         dtype = start.model_config.dtype
         if self._compressor.num_queries:
             ring = QueryRing(
-                self._layers, config.max_num_seqs, self._compressor.num_queries, start.device, dtype
+                self._layers, config.max_num_seqs, self._compressor.num_queries, start.device,
+                dtype, site.batch.num_drafts,
             )  # fmt: skip
         compactor = Compactor(
             self._compressor, described, self._layers, site.batch.table, config.block_size,

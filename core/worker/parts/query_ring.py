@@ -22,17 +22,20 @@ class QueryRing:
         num_queries: int,
         device: torch.device,
         dtype: torch.dtype,
+        num_drafts: int = 0,
     ) -> None:
+        """num_drafts: most per row; rejected ones take places of their own."""
         self.num_queries = num_queries
+        self._size = num_queries + num_drafts
         self._num_slots = num_slots
         self._rings: dict[int, torch.Tensor] = {}
-        """Number of a layer whose tokens are chosen → [(num_slots + 1) * num_queries, num_heads,
+        """Number of a layer whose tokens are chosen → [(num_slots + 1) * size, num_heads,
         head_dim]"""
         self._first_positions = [0] * (num_slots + 1)
         """Slot → first computed position, after prefix hits."""
         for number, layer in enumerate(layers):
             if not layer.recent:
-                shape = ((num_slots + 1) * num_queries, *layer.query_shape)
+                shape = ((num_slots + 1) * self._size, *layer.query_shape)
                 ring = torch.zeros(shape, dtype=dtype, device=device)
                 layer.layer.query_ring = self._rings[number] = ring
 
@@ -41,7 +44,7 @@ class QueryRing:
 
     def places(self, inputs: StepInputs) -> QueryPlaces:
         """Return where the step's queries go."""
-        count, layout, slots = self.num_queries, inputs.layout, inputs.slots
+        count, layout, slots = self._size, inputs.layout, inputs.slots
         positions = inputs.positions
         if layout.decode_only and layout.num_tokens == layout.num_rows:
             return QueryPlaces(None, slots * count + positions % count)
@@ -63,7 +66,7 @@ class QueryRing:
         oldest first: [num_layers, at most num_queries, num_heads, head_dim], rotated, contiguous.
         Prefix hits leave fewer.
         """
-        count, size = min(self.num_queries, length - self._first_positions[slot]), self.num_queries
+        count, size = min(self.num_queries, length - self._first_positions[slot]), self._size
         own = slice(slot * size, (slot + 1) * size)
         whole = torch.stack([self._rings[layer][own] for layer in layers])
         first = (length - count) % size

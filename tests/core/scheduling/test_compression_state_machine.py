@@ -88,6 +88,25 @@ class InnerWindowsMachine(PriorityMachine):
     num_blocks = 20
 
 
+class CompactingDraftsMachine(PriorityMachine):
+    """A cache is compacted once its drafts are decided."""
+
+    num_drafts = 3
+    kv_compression = CompressionRule(ratio=0.3, interval=5, prompt_interval=7)
+    num_blocks = 20
+
+
+class CompactingDraftsInWindowsMachine(WindowsMachine):
+    num_drafts = 4
+    kv_compression = CompressionRule(ratio=0.3, interval=6)
+
+
+class PressedDraftsMachine(PriorityMachine):
+    num_drafts = 2
+    kv_compression = CompressionRule(ratio=0.3, on_pressure=True)
+    num_blocks = 13
+
+
 MACHINES = (
     CompactingMachine,
     RecompactingMachine,
@@ -98,6 +117,9 @@ MACHINES = (
     CompactingChunksMachine,
     PressedWindowsMachine,
     InnerWindowsMachine,
+    CompactingDraftsMachine,
+    CompactingDraftsInWindowsMachine,
+    PressedDraftsMachine,
 )
 
 

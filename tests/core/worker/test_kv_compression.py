@@ -25,8 +25,11 @@ from jackfield.core.protocols import AttentionSpec, KVCompressor
 from jackfield.core.recording.recording import PlanEntry, Recording
 from jackfield.core.registry import load_plugins
 from jackfield.core.scheduling.parts.kv_compression import KVCompression
-from jackfield.core.step import StepPlan
+from jackfield.core.step import SlotStart, StepPlan
+from jackfield.core.worker.batch import PersistentBatch
+from jackfield.core.worker.parts.compacted_layers import compacted_layers
 from jackfield.core.worker.parts.compaction import load_compressor
+from jackfield.core.worker.parts.query_ring import QueryRing
 from jackfield.entrypoints.replay import replay, replay_config
 from jackfield.plugins.executors.inprocess import InProcessExecutor
 from jackfield.plugins.kv_compressors.by_keys import RECENT, SINKS, KeyDiff, KeyNorm, Window
@@ -411,6 +414,32 @@ def test_policies_keep_first_and_last_tokens() -> None:
         assert chosen[:SINKS] == list(range(SINKS)) and chosen[-RECENT:] == list(range(32, 40))
         middle = sorted(range(SINKS, 32), key=lambda i: float(keys[i, head].norm()))[:4]
         assert chosen[SINKS:-RECENT] == sorted(middle)
+
+
+def test_rejected_drafts_leave_all_queries_of_a_ring() -> None:
+    """The step before wrote 4 drafts at the places of later tokens."""
+    build = BuildContext(torch.device("cpu"), torch.float32, Operations())
+    spec = AttentionSpec(num_heads=1, num_kv_heads=1, head_dim=2, scale=1.0)
+    layers = compacted_layers([Attention(spec, build)], 96)
+    ring = QueryRing(layers, 1, 8, torch.device("cpu"), torch.float32, num_drafts=4)
+    batch = PersistentBatch(
+        max_num_seqs=1, max_model_len=96, block_size=4, device=torch.device("cpu"), compacts=True
+    )
+    start = SlotStart(0, "r", tuple(range(30)), 30, 0, SamplingParams(), 0)
+    ring.start(start)
+    for step, count in enumerate((17, 5)):
+        plan = StepPlan(
+            step=step, slots=(0,), num_tokens=(count,), samples=(False,),
+            starts=(start,) if step == 0 else (),
+        )  # fmt: skip
+        inputs = batch.apply(plan)
+        tokens, places = ring.places(inputs)
+        positions = inputs.positions if tokens is None else inputs.positions[tokens]
+        written = layers[0].layer.query_ring
+        assert written is not None
+        written.index_copy_(0, places, positions.float()[:, None, None].expand(-1, 1, 2))
+    (kept,) = ring.queries([0], 0, 18)
+    assert kept[:, 0, 0].tolist() == list(range(10, 18))
 
 
 # ---------------------------------------------------------------- refusals

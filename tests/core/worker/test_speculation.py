@@ -127,6 +127,26 @@ FEW = (11, 40, 63)
 """The only tokens that some requests may get, so that they repeat themselves."""
 
 
+@pytest.mark.parametrize(
+    ("name", "policy"), [("qwen3", "snap_kv"), ("gemma3", "snap_kv"), ("gemma3", "key_norm")]
+)
+async def test_compacted_caches_give_the_same_tokens(name: str, policy: str, folders: Any) -> None:
+    """Compacted again and again, where they are without drafts; rejected drafts leave no query
+    behind."""
+    asked: Asked = [([7 * n + 3, *[5, 6, 7, 8 + n] * 10], greedy(max_tokens=40)) for n in range(3)]
+    asked += [
+        ([9 * n + 4, *range(20, 45)], greedy(max_tokens=40, allowed_token_ids=list(FEW)))
+        for n in range(2)
+    ]
+    before, after = await compare(
+        folders(name), asked, kv_compression=policy, kv_compression_ratio=0.5,
+        kv_compression_interval=9,
+    )  # fmt: skip
+    assert after.kv_compactions == before.kv_compactions > len(asked)
+    assert after.kv_tokens_dropped == before.kv_tokens_dropped
+    assert after.steps < before.steps
+
+
 @pytest.mark.parametrize("name", ["qwen3", "gemma3", "gpt-oss", "llama4"])
 async def test_greedy_tokens_are_the_same(name: str, folders: Any) -> None:
     """With prompts in parts, shared prefixes, siblings, and windows and chunks whose blocks go
@@ -473,7 +493,6 @@ def test_drafts_leave_the_distribution_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"kv_compression": "window"}, "kv_compression"),
         ({"kv_transfer_config": {"kv_connector": "cpu_offload"}}, "kv_transfer_config"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
     ],
